@@ -40,7 +40,7 @@ class PrefillRate:
         """Of steps of prompts in a row."""
         self._samples: deque[float] = deque(maxlen=SAMPLES)
         self._is_warm = False
-        """Whether more was measured than an engine's first steps, in which it compiles: these count until then."""
+        """Whether an engine's first steps, in which it compiles, are over: one that loads may compute few others."""
         self.tokens_per_second = 0.0
         """0 before it is known."""
 
@@ -66,9 +66,9 @@ class PrefillRate:
             self._tokens, self._seconds = 0, 0.0
 
     def _note(self, rate: float) -> None:
-        if self._samples and not self._is_warm:
-            self._samples.clear()
+        if not self._is_warm:
             self._is_warm = True
+            return
         self._samples.append(rate)
         self.tokens_per_second = median(self._samples)
 
