@@ -24,13 +24,13 @@ from kvoffd_client.bench import ENGINE_KEYS, PAGE_BYTES
 from kvoffd_client.bench.load_generators import LoadGenerators
 from kvoffd_client.bench.synthetic_engine import SyntheticEngine, random_keys
 from tests.bench.cpu_time import process_cpu_s
+from tests.bench.intervals import ratio_told
 from tests.support.daemon import DaemonProcess
 
 KEYS = 1000
 PERCENTILES = (50.0, 99.0)
 SETTLING = 10
 """Lookups before those of a round: what the store left behind is done by then."""
-DRAWS = 2000
 POOL = "512MiB"
 
 
@@ -89,10 +89,7 @@ class Side:
 
 def ratio_of(one: Sequence[float], other: Sequence[float]) -> str:
     """The mean ratio over pairs of daemons, and where it is with 95 %."""
-    logs = np.log(np.array(other) / np.array(one))
-    drawn = np.random.default_rng(1).choice(logs, (DRAWS, len(logs))).mean(axis=1)
-    mean, low, high = np.exp([logs.mean(), *np.percentile(drawn, (2.5, 97.5))])
-    return f"{mean:.3f} ({low:.3f} to {high:.3f})"
+    return ratio_told(np.log(np.array(other) / np.array(one)), np.mean)
 
 
 def compare(first: Sequence[Measured], second: Sequence[Measured]) -> list[str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from kvoffd_client import AdminClient
+from tests.bench.intervals import ratio_told
 from tests.support.daemon import DaemonProcess
 from tests.support.engine import EngineProcess, prompt, wait_connected
 from tests.support.models import make_tiny_llama
@@ -27,7 +28,6 @@ TURNS = 120
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 120, 8
 PAUSE_S = 0.15
 """Between two turns: the threads of the engine that ran spin for a while."""
-DRAWS = 2000
 
 
 class Turns:
@@ -50,10 +50,7 @@ class Turns:
         for turn in found:
             for which in random.sample((0, 1), 2):
                 turn[which] = self.seconds((one, other)[which])
-        logs = np.log(found[:, 1] / found[:, 0])
-        drawn = np.median(np.random.default_rng(1).choice(logs, (DRAWS, count)), axis=1)
-        middle, low, high = np.exp([np.median(logs), *np.percentile(drawn, (2.5, 97.5))])
-        return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+        return ratio_told(np.log(found[:, 1] / found[:, 0]), np.median)
 
 
 def main() -> None:

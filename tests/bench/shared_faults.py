@@ -9,7 +9,6 @@ machine. Prints a row for each fault; the ratio of the 99th percentiles has its 
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
 import socket
@@ -19,12 +18,15 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
+
+import numpy as np
 
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.messages import SharedStats
+from tests.bench.intervals import Floats, interval
 from tests.support.daemon import DaemonProcess
 from tests.support.faulty_bucket import FaultyBucket
 from tests.support.redis_server import RedisCluster, RedisServer
@@ -32,8 +34,8 @@ from tests.support.waiting import wait_until
 
 PAGE, BLOCKS, KEYS_A_LOOKUP = 65536, 32, 64
 FIRST_LOOKUPS, LOOKUPS = 40, 10_000
-PARTS, DRAWN = 40, 1000
-"""The interval of a ratio: of so many parts of the lookups, one after another in time, drawn anew so often."""
+PARTS = 40
+"""For the interval of a ratio so many parts of the lookups, one after another in time, are drawn anew."""
 DARK_S = 3.0
 """How long after a fault a daemon may take to give its server up, where it does."""
 numbers = count(10**6)
@@ -91,15 +93,15 @@ def percentile(times: list[float], share: float) -> float:
 
 def p99_ratio(ours: list[float], others: list[float]) -> tuple[float, float, float]:
     """The ratio of the 99th percentiles, between the ends of its interval of 95 %."""
+
+    def ratio(parts: Floats) -> float:
+        return float(np.percentile(parts[:, 0], 99) / np.percentile(parts[:, 1], 99))
+
     size = len(ours) // PARTS
-    parts = [(ours[at : at + size], others[at : at + size]) for at in range(0, PARTS * size, size)]
-    found = []
-    for _ in range(DRAWN):
-        drawn = random.choices(parts, k=PARTS)
-        first, second = (sorted(chain.from_iterable(part[side] for part in drawn)) for side in (0, 1))
-        found.append(first[int(0.99 * len(first))] / second[int(0.99 * len(second))])
-    found.sort()
-    return found[DRAWN // 40], percentile(ours, 0.99) / percentile(others, 0.99), found[-DRAWN // 40]
+    both = np.array([ours[: PARTS * size], others[: PARTS * size]]).reshape(2, PARTS, size)
+    parts = both.swapaxes(0, 1)  # [PARTS, 2, size]
+    low, high = interval(parts, ratio)
+    return low, ratio(parts), high
 
 
 def row(name: str, url: str, begin: Callable[[], None], end: Callable[[], None], *, lost: bool) -> str:
