@@ -129,6 +129,9 @@ class CacheMachine(RuleBasedStateMachine):
                 assert not model.pins, "a pinned block was evicted"
                 assert name not in self.kept
                 del self.index[name]
+            elif not model.ready and self.real_state(name) is BlockState.ABSENT and name not in job:
+                assert not model.writing, "a block was dropped that somebody writes"
+                del self.index[name]
             elif name in job:
                 assert keys_of(key) in self.spaces[space].index[group], "a job evicted its own key"
 
