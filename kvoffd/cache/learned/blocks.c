@@ -64,6 +64,7 @@ uint64_t kvoffd_learned_insert(struct learned *l, uint64_t name, const uint8_t *
             first.place = 0;
         }
         struct span *s = &l->spans[number];
+        s->offered = 1;
         if (!s->held)
             hold_blocks(l, number);
         uint32_t *blocks = handle_at(l, s, first.place);

@@ -63,7 +63,8 @@ struct span {
     uint8_t alone : 1; /* has room for one key */
     uint8_t met : 1; /* by the request at hand */
     uint8_t old : 1; /* older than what is remembered: keys that lose their block are forgotten */
-    uint8_t recent : 1; /* an LRU would have its keys */
+    uint8_t recent : 1; /* an LRU would have its keys, if they are `offered` */
+    uint8_t offered : 1; /* a store brought keys of it */
     uint8_t closed : 1; /* a store of keys in it was declined; the others of this request are, too */
 };
 

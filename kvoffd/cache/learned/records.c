@@ -147,6 +147,7 @@ static enum refusal read_span(struct learned *l, uint32_t *last, const uint8_t *
     s->behind = kept.behind;
     s->kind = kept.kind;
     s->floor = kept.floor;
+    s->offered = 1;
     s->child = child;
     if (child)
         l->spans[child].before = number;

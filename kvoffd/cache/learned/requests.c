@@ -102,7 +102,7 @@ uint32_t run_length(const struct learned *l, const uint64_t *hashes, uint32_t co
 struct segment {
     uint32_t begin, end, sightings;
     uint32_t renewed; /* the span that has just these keys, and is kept for them; 0 for none */
-    int kind;
+    int kind, offered;
 };
 
 /* One group's part of a request. */
@@ -128,7 +128,7 @@ static void meet(struct learned *l, struct request *r)
         if (s->met || first.place != s->low)
             break;
         s->met = 1;
-        r->segments[r->made++] = (struct segment){ r->met, r->met + keys, 0, 0, first.span };
+        r->segments[r->made++] = (struct segment){ r->met, r->met + keys, 0, 0, first.span, 0 };
         r->met += keys;
     }
 }
@@ -197,7 +197,8 @@ static void take_known(struct learned *l, struct request *r)
         uint32_t number = found->kind, keys = found->end - found->begin;
         struct span *s = &l->spans[number];
         s->met = 0;
-        if (s->recent && lru_hits == found->begin)
+        found->offered = s->offered;
+        if (s->recent && s->offered && lru_hits == found->begin)
             lru_hits = found->end;
         end_lives(l, s, keys, l->returned[s->kind]);
         found->kind = known_class(r, s->sightings);
@@ -239,7 +240,7 @@ static void take_strays(struct learned *l, struct request *r)
 static void add_segment(struct request *r, uint32_t begin, uint32_t end, int kind)
 {
     if (begin < end)
-        r->segments[r->made++] = (struct segment){ begin, end, 1, 0, kind };
+        r->segments[r->made++] = (struct segment){ begin, end, 1, 0, kind, 0 };
 }
 
 /* Joins neighbours that are of one class and were seen as often. */
@@ -249,9 +250,10 @@ static void join_segments(struct request *r)
 
     for (uint32_t i = 1; i < r->made; i++) {
         struct segment *last = &r->segments[made], *one = &r->segments[i];
-        if (joined(last, one))
+        if (joined(last, one)) {
             last->end = one->end;
-        else
+            last->offered &= one->offered;
+        } else
             r->segments[++made] = *one;
     }
     r->made = made + 1;
@@ -272,6 +274,7 @@ static void add_spans(struct learned *l, struct request *r, uint64_t weight)
         struct span *s = &l->spans[number];
         l->accessed[one->kind] += keys * weight;
         s->sightings = one->sightings;
+        s->offered = one->offered;
         s->turn = r->turn;
         s->behind = r->count - one->end;
         s->before = before;
@@ -417,6 +420,7 @@ uint64_t kvoffd_learned_offers(struct learned *l, uint64_t name, const uint8_t *
                 number = begin_span(l, hashes + i, length, STORED, weight, l->known.now);
                 link_young(l, number);
             }
+            l->spans[number].offered = 1;
             double own = l->known.as_lru ? INFINITY : l->admission_worth[l->spans[number].floor];
             if (l->spans[number].closed)
                 own = DECLINED;

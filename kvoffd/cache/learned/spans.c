@@ -370,6 +370,7 @@ uint32_t split_span(struct learned *l, uint32_t number, uint32_t place)
     r->age_bin = s->age_bin;
     r->old = s->old;
     r->closed = s->closed;
+    r->offered = s->offered;
     r->before = number;
     r->child = s->child;
     if (r->child)

@@ -225,6 +225,18 @@ def test_the_hits_of_an_lru_are_counted_beside() -> None:
     assert known.lru_hit_bytes >> 20 == pytest.approx(hits, rel=0.03)
 
 
+def test_an_lru_has_no_hits_before_the_blocks_are_stored_either() -> None:
+    rig = CacheHarness(regions=10, region_bytes=4 << 20, policy="learned")
+    namespace, known = rig.open(shard_bytes=(1 << 20,)), policy_of(rig).known
+    for last in (4, 5, 6, 4):  # requests that come at once and begin alike
+        ask(rig, namespace, [1, 2, 3, last])
+    assert (known.hit_bytes, known.lru_hit_bytes) == (0, 0)
+    rig.put(namespace, keys_of(1, 2, 3, 4))
+    ask(rig, namespace, [1, 2, 3, 4])
+    ask(rig, namespace, [1, 2, 3, 6])
+    assert (known.hit_bytes, known.lru_hit_bytes) == (7 << 20, 7 << 20)
+
+
 def test_the_size_of_blocks_makes_no_difference() -> None:
     tokens = 128
     large = trace_of(conversations(random.Random(5), 1024), 1024)
@@ -294,6 +306,17 @@ def test_a_block_takes_little_memory(keys: int, most: int) -> None:
     assert (len(policy), policy.ghosts) == (8000, 0)
     assert policy.nbytes - empty <= 8000 * most
     check(rig)
+
+
+@pytest.mark.parametrize("keys", [1, 2, 3, 16])
+def test_a_key_without_a_block_takes_a_hundred_bytes_at_most(keys: int) -> None:
+    rig = CacheHarness(regions=64, region_bytes=512 * 4096, policy="learned")
+    namespace, empty = rig.open(), policy_of(rig).nbytes
+    for first in range(0, 9600, keys):
+        ask(rig, namespace, list(range(first, first + keys)))
+    policy = policy_of(rig)
+    assert policy.ghosts == 9600
+    assert policy.nbytes - empty <= 9600 * 100
 
 
 def test_what_would_go_before_a_block_is_told_without_counting_all_of_it() -> None:
