@@ -150,6 +150,11 @@ class Block:
         return self.namespace.world_size - self.words[::2].count(0)
 
     @property
+    def index_bytes(self) -> int:
+        """Memory of what is known of it, at most."""
+        return self.namespace.index_bytes_per_block + SLOT_BYTES * self.slots
+
+    @property
     def writers(self) -> int:
         """Stores that are writing a shard of the block now."""
         return self.missing - self.words[::2].count(0)

@@ -21,8 +21,9 @@ GIVEN_UP_AT_ONCE = 2048
 an operator has lowered that by far, it is reached after some stores, which find no room, and others are served between.
 """
 HALF_STORED_PART = 4
-"""Blocks that lack a shard keep no more than one part in so many of the pool from others. An engine's ranks store a
-block at about the same time; one of which a rank stores nothing would else have the whole pool until they time out.
+"""Blocks that lack a shard keep no more than one part in so many of the pool, and of the index, from others. An
+engine's ranks store a block at about the same time; one of which a rank stores nothing would else have all until they
+time out.
 """
 
 
@@ -213,12 +214,15 @@ class Room(ABC):
         excess = min(self.index_bytes + wanted - self._max_index_bytes, 2 * wanted)
         if excess <= 0:
             return count
+        stale = self.half_stored.beyond_in_index(self._max_index_bytes // HALF_STORED_PART, excess, protected)
+        excess -= sum(block.index_bytes for block in stale)
+        self.drop_half_stored(stale)
         victims: list[Block] = []
-        for block in _loose(self._candidates(worth, claim), protected):
+        for block in _loose(self._candidates(worth, claim), protected) if excess > 0 else ():
             victims.append(block)
             if claim is not None:
                 claim.evict(block)
-            excess -= block.namespace.index_bytes_per_block + SLOT_BYTES * block.slots
+            excess -= block.index_bytes
             if excess <= 0:
                 break
         self.evict(victims)

@@ -205,8 +205,9 @@ def _as_json(trace: Trace, results: Sequence[Result]) -> dict[str, object]:
 
 
 def _as_table(trace: Trace, results: Sequence[Result]) -> str:
+    size = f" of {trace.tokens_per_block} tokens" if trace.tokens_per_block else ""
     lines = [
-        f"{trace.name}: {len(trace.requests):,} requests, {trace.accesses:,} blocks of {trace.tokens_per_block} tokens",
+        f"{trace.name}: {len(trace.requests):,} requests, {trace.accesses:,} blocks{size}",
         f"{'blocks':>10}  {'policy':<12}{'hits %':>8}{'written %':>11}{'optimum %':>11}",
     ]
     lines += [

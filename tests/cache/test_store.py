@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffd.cache.namespace import BlockState
+from kvoffd.cache.namespace import SLOT_BYTES, BlockState, nbytes_of_block
 from kvoffd.errors import BadGeometry, BadKeys
 from tests.support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of
 from tests.support.invariants import check_invariants
@@ -145,6 +145,20 @@ def test_blocks_that_lack_a_shard_leave_three_quarters_of_the_pool_to_others() -
     assert rig.states(other, keys_of(*range(30))) == [R] * 30
     assert lame.counters.half_stored_blocks == 90
     assert rig.states(lame, keys_of(*range(190, 200))) == [W] * 10
+
+
+def test_blocks_that_lack_a_shard_leave_three_quarters_of_the_index_to_others() -> None:
+    most = 16 * (nbytes_of_block(8, 2) + SLOT_BYTES)
+    rig = CacheHarness(regions=10, max_index_bytes=most)
+    lame, other = rig.open("lame", world_size=2), rig.open("other")
+    for first in range(100, 200, 5):
+        rig.cache.commit_store(begin_store(rig.cache, lame, 0, 0, keys_of(*range(first, first + 5))))
+        assert rig.put(other, keys_of(*range(5))) == 0
+        assert rig.states(other, keys_of(*range(5))) == [R] * 5
+        assert rig.cache.blocks.index_bytes <= most
+        check_invariants(rig.cache)
+    assert rig.put(other, keys_of(*range(12))) == 0
+    assert rig.states(other, keys_of(*range(12))) == [R] * 12
 
 
 def test_what_a_rank_completes_is_not_dropped_for_it() -> None:

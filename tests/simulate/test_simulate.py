@@ -119,9 +119,12 @@ def test_what_is_wrong_is_said_in_a_sentence(
 
 def test_what_a_recording_lacks_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "gaps.jsonl"
-    file.write_text('{"hash_ids": [1]}\n{"hash_ids": [1], "dropped": 1200}\n{"hash_ids": [2], "dropped": 34}\n')
+    lines = [{"hash_ids": [1]}, {"hash_ids": [1], "dropped": 1200}, {"hash_ids": [2], "dropped": 34}]
+    file.write_text("".join(json.dumps({**line, "block_tokens": 0}) + "\n" for line in lines))
     assert main(["simulate", "--blocks=10", str(file)]) == 0
-    assert "gaps.jsonl lacks 1,234 lines" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "gaps.jsonl lacks 1,234 lines" in said.err
+    assert said.out.startswith("gaps: 3 requests, 3 blocks\n")
 
 
 @pytest.mark.parametrize("content", [b"\x1f\x8b\x08gzip", b"\x8f\x7f" * 5000, b"", b'{"hash_ids":[1,-2]}'])

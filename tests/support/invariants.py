@@ -115,6 +115,7 @@ def _check_writers(cache: BlockCache, blocks: set[Block]) -> None:
     half_stored = cache.blocks.half_stored
     assert set(half_stored) == waiting, "half-stored blocks are not all watched"
     assert half_stored._nbytes == sum(block.slot_bytes for block in waiting)
+    assert half_stored._index_bytes == sum(block.index_bytes for block in waiting)
 
 
 def _check_pins(cache: BlockCache, blocks: set[Block]) -> None:
