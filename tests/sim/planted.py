@@ -224,9 +224,9 @@ PLANTED = (
     ),
     Planted(
         "half-stored blocks stay",
-        "kvoffd.cache.blocks",
-        "Blocks.drop_half_stored",
-        "self.drop(stale, MissReason.HALF_STORED)",
+        "kvoffd.cache.cache",
+        "BlockCache.expire",
+        "self.blocks.drop_half_stored(overdue)",
         "pass",
     ),
     Planted(

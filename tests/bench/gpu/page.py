@@ -36,7 +36,7 @@ def write_page(report: Mapping[str, Any], plot: str | None) -> str:
 def _results_table(results: list[dict[str, Any]]) -> str:
     rows = [["case", "value", "floor", "of the floor", "daemon's CPU"]]
     for one in results:
-        cpu = f"{one['cpu_seconds']:.3f} s per {one['cpu_per']}" if one["cpu_seconds"] is not None else ""
+        cpu = f"{one['cpu_seconds']:.3f} s per {one['cpu_per']}" if one.get("cpu_seconds") is not None else ""
         value, floor = f"{one['value']:.2f} {one['unit']}", f"{one['floor']:.2f}"
         rows.append([one["case"], value, floor, f"{one['ratio']:.0%}", cpu])
     return markdown_table(rows)
