@@ -90,10 +90,12 @@ class EngineProcess(Starting):
             self._settings["kv_transfer_config"] = {
                 "kv_connector": "KvoffdConnector",
                 "kv_role": "kv_both",
-                # A machine busy with other tests may answer late; a late answer is a miss and would fail a test.
+                # A machine busy with other tests may answer late; a late answer is a miss and would fail a test. So
+                # would a load that is left out, since the daemon was slow, or was stopped, in those before it.
                 "kv_connector_extra_config": {
                     "directory": str(directory),
                     "lookup_deadline_ms": 10_000,
+                    "do_no_harm": False,
                     **(extra_config or {}),
                 },
                 **(transfer or {}),
