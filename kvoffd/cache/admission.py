@@ -11,6 +11,7 @@ from kvoffd.cache.blocks import Blocks
 from kvoffd.cache.namespace import Block, MissReason, Namespace
 from kvoffd.cache.policies import DECLINED, EvictionPolicy
 from kvoffd.cache.shares import Claim
+from kvoffd.system.files import OnError
 
 
 @dataclass(slots=True)
@@ -48,11 +49,8 @@ class Admitter:
         admit all, whatever the policy says.
         """
         found = Admission()
-        try:
+        with OnError(lambda: self.blocks.return_slots(found.offsets)):
             self._admit(keys, lacking, fresh if starts is not None else (), starts or (), found)
-        except BaseException:
-            self.blocks.return_slots(found.offsets)
-            raise
         found.admitted.sort()
         found.offsets.sort()
         return found

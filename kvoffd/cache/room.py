@@ -15,6 +15,7 @@ from kvoffd.cache.namespace import SLOT_BYTES, Block, MissReason, Namespace
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.cache.shares import Claim, Shares, Whose
 from kvoffd.pool.pool import Pool
+from kvoffd.system.files import OnError
 
 GIVEN_UP_AT_ONCE = 2048
 """Blocks that one store evicts, besides one for each of its own, of a namespace that has more than its maximum: where
@@ -98,7 +99,7 @@ class Room(ABC):
             count = self._room_below_maximum(claim, slot_bytes, count, protected, worth, block_bytes)
         count = self._room_in_index(namespace, count, protected, worth, claim)
         offsets = self._slots.take(slot_bytes, count, node)
-        try:
+        with OnError(lambda: self._slots.free(offsets)):
             while (lacking := count - len(offsets)) > 0:
                 if not (
                     self._give_up_half_stored(slot_bytes * lacking, protected)
@@ -110,9 +111,6 @@ class Room(ABC):
                     self.evict(victims)
                 # Nothing came free if it was the pool's last region, too short for this size: the next one will do.
                 offsets.extend(self._slots.take(slot_bytes, lacking, node))
-        except BaseException:
-            self._slots.free(offsets)
-            raise
         if claim is not None:
             claim.take(slot_bytes * len(offsets))
         return sorted(offsets)

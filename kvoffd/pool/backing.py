@@ -14,12 +14,12 @@ from kvoffd.pool.table_format import BadTable, Geometry, check_geometry, is_tabl
 from kvoffd.system.files import (
     FileCalls,
     FileInUse,
+    OnError,
     allocate_in_steps,
     claim_file,
     foreign_owner,
     held_bytes,
     is_regular,
-    on_error,
     open_directory,
     try_lock,
 )
@@ -42,7 +42,7 @@ class PoolMappings(NamedTuple):
     def map(cls, map_pool: Callable[[], PoolMemory], map_table: Callable[[], PoolMemory]) -> PoolMappings:
         """Maps both, or neither where one of the calls raises."""
         pool = map_pool()
-        with on_error(pool.close):
+        with OnError(pool.close):
             return cls(pool, map_table())
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class FileBacking(PoolBacking):
                 "mount a tmpfs there or name another file."
             ) from error
         self._fd = -1
-        with on_error(self.close):
+        with OnError(self.close):
             magic = filesystem_magic(self._directory_fd)
             if magic not in (TMPFS_MAGIC, HUGETLBFS_MAGIC):
                 raise PoolFileError(

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvoffd.errors import PoolTooLarge, UnsafeSegment
 from kvoffd.pool.slots import PoolSegment
-from kvoffd.system.files import on_error
+from kvoffd.system.files import OnError
 from kvoffd.system.mappings import MADV_POPULATE_WRITE, MappedSegment, madvise, map_memfd, map_shared, view_of
 from kvoffd.system.numa import NOWHERE, run_near
 
@@ -51,7 +51,7 @@ class PoolMemory:
                 f"The kernel makes no shared memory for the pool ({error.strerror}); see its limits on descriptors and "
                 "memory (ulimit -n, the cgroup's limits)."
             ) from error
-        with on_error(partial(os.close, fd)):
+        with OnError(partial(os.close, fd)):
             try:
                 os.ftruncate(fd, size_bytes)
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
@@ -69,7 +69,7 @@ class PoolMemory:
             UnsafeSegment: it is no such memfd, or it is smaller.
         """
         segment = map_memfd(fd, size_bytes)
-        with on_error(segment.close):
+        with OnError(segment.close):
             return cls(os.dup(fd), segment)
 
     @classmethod

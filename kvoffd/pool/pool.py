@@ -13,7 +13,7 @@ from kvoffd.pool.records import NamespaceRecord, no_slots
 from kvoffd.pool.slots import SlotAllocator
 from kvoffd.pool.table import RecoveredSlots, SlotTable
 from kvoffd.pool.table_format import BadTable, Geometry, digests
-from kvoffd.system.files import held_bytes, on_error
+from kvoffd.system.files import OnError, held_bytes
 from kvoffd.system.limits import MemoryLimit, check_fits
 from kvoffd.system.numa import Locality
 
@@ -81,7 +81,7 @@ class Pool:
         mappings = self._adopt(backing, geometry)
         if mappings is None:
             mappings = backing.make(geometry)
-            with on_error(mappings.close):
+            with OnError(mappings.close):
                 self._table = SlotTable(mappings.table, geometry)
         self._memory = mappings.pool
         self._bytes = mappings.pool.buffer
@@ -97,7 +97,7 @@ class Pool:
             mappings = backing.find(geometry)
             if mappings is None:
                 return None
-            with on_error(mappings.close):
+            with OnError(mappings.close):
                 self._table, self.recovered = SlotTable.adopt(mappings.table, geometry)
                 self._slots.restore(self.recovered.left)
         except BadTable as error:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from kvoffd.errors import KvoffdError
-from kvoffd.system.files import on_error, try_lock
+from kvoffd.system.files import OnError, try_lock
 from kvoffd_proto.sockets import SocketPaths
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class DaemonDirectory:
                 f"The directory {directory} cannot be used ({error.strerror}); "
                 "choose another with --directory, or make it writable for this user."
             ) from error
-        with on_error(partial(os.close, lock_fd)):
+        with OnError(partial(os.close, lock_fd)):
             lock = os.fstat(lock_fd)
             if not stat.S_ISREG(lock.st_mode) or lock.st_nlink > 1 or lock.st_uid not in (0, os.geteuid()):
                 raise DirectoryError(

@@ -7,7 +7,6 @@ import mmap
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -57,14 +56,18 @@ class FileCalls:
         os.close(fd)
 
 
-@contextmanager
-def on_error(undo: Callable[[], object]) -> Iterator[None]:
-    """Calls ``undo`` where the block raises, whatever it raises."""
-    try:
-        yield
-    except BaseException:
-        undo()
-        raise
+class OnError:
+    """Calls ``undo`` where the block raises, whatever it raises. Stores enter it: a generator takes twice as long."""
+
+    def __init__(self, undo: Callable[[], object]) -> None:
+        self._undo = undo
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if kind is not None:
+            self._undo()
 
 
 class FileInUse(Exception):
@@ -93,7 +96,7 @@ def claim_file(
     """
     while True:
         fd = calls.open(name, directory_fd, create)
-        with on_error(partial(calls.close, fd)):
+        with OnError(partial(calls.close, fd)):
             check(fd, calls.stat(fd))
             if not calls.lock(fd):
                 raise FileInUse(name)

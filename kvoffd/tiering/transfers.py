@@ -9,7 +9,7 @@ from math import inf
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Block, BlockState, MissReason, Namespace
 from kvoffd.cache.pins import StoreTicket
-from kvoffd.system.files import on_error
+from kvoffd.system.files import OnError
 from kvoffd.tiers.tier import TierBlock, TierKey, TierShard
 
 
@@ -71,7 +71,7 @@ class TierTransfers:
         absent = [source for source in sources if source.id.key not in index]
         claim = blocks.claim(namespace)
         slots: list[list[int]] = []
-        with on_error(lambda: self._cache.slots.free([offset for offsets in slots for offset in offsets])):
+        with OnError(lambda: self._cache.slots.free([offset for offsets in slots for offset in offsets])):
             for rank in range(namespace.world_size):
                 nbytes, node = namespace.slot_bytes(rank, group), namespace.nodes.get(rank)
                 slots.append(blocks.take_slots(namespace, nbytes, len(absent), frozenset(), node, inf, claim, nbytes))

@@ -8,7 +8,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from kvoffd.pool.slots import PAGE_BYTES, page_up
-from kvoffd.system.files import FileCalls, on_error
+from kvoffd.system.files import FileCalls, OnError
 from kvoffd.tiers.disk.disk_tier import DiskOptions, DiskTier
 from kvoffd.tiers.disk.file import DiskFile, OnProgress, OpeningStopped
 from kvoffd.tiers.disk.file_format import read_record, read_region, region_seed
@@ -59,7 +59,7 @@ def open_disk_tier(
     file = DiskFile(
         directory, size_bytes, options.region_bytes, calls or FileCalls(), wall_clock, on_progress, should_stop
     )
-    with on_error(file.close):
+    with OnError(file.close):
         index = rebuild_index(file, index_bytes(size_bytes), on_progress, should_stop)
         return DiskTier(
             file,
