@@ -286,6 +286,8 @@ class Blocks(Room):
                     self._slots.revoke_record(word >> OFFSET_AT & PAGES)
 
     def drop_half_stored(self, blocks: Sequence[Block]) -> None:
+        if not blocks:
+            return  # as for nearly every store into a full pool
         for block in blocks:
             block.namespace.counters.half_stored_blocks += 1
         self.drop(blocks, MissReason.HALF_STORED)

@@ -15,13 +15,10 @@ from typing import Any, TextIO
 # A client chooses some of the texts that are logged, such as its name: it must not be able to forge a line, or to
 # talk to a terminal. Tracebacks become one line the same way.
 _ESCAPES = {code: ascii(chr(code))[1:-1] for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)}
-
-
 # The levels of syslog(3), as sd-daemon(3) puts them before a line: without them the journal takes all lines for "info".
 _PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
-
-
 RARE_S = 60.0
+"""Between two warnings of one kind."""
 
 
 class TextFormatter(logging.Formatter):

@@ -39,10 +39,11 @@ def uses_of(trace: Trace) -> Uses:
     depth = np.arange(bounds[-1]) - np.repeat(bounds[:-1], lengths)
     every, keys = np.unique(np.frombuffer(b"".join(trace.requests), dtype=np.uint64), return_inverse=True)
     order = np.argsort(keys, kind="stable")  # accesses of each key, in order
-    last = np.append(keys[order][1:] != keys[order][:-1], True)
-    follows = np.append(number[order][1:], 0)
+    last = np.append(np.diff(keys[order]) != 0, True)
+    asked_by = number[order]
+    follows = np.append(asked_by[1:], 0)
     follows[last] = 0
-    for at in np.flatnonzero(follows == number[order])[::-1]:  # a request that has a key twice
+    for at in np.flatnonzero(follows == asked_by)[::-1]:  # a request that has a key twice
         follows[at] = follows[at + 1]
     next_use = np.empty_like(follows)
     next_use[order] = follows

@@ -76,7 +76,7 @@ void fill_cell(struct learned *l, uint32_t number, int older)
     set_filled(l, cell_of(&l->spans[number]));
 }
 
-/* Undoes it. */
+/* A span is about to lose its blocks, or is lifted with them. */
 void leave_cell(struct learned *l, uint32_t number)
 {
     unlink_from(l, number, BY_WORTH);

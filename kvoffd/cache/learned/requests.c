@@ -253,8 +253,9 @@ static void join_segments(struct request *r)
         if (joined(last, one)) {
             last->end = one->end;
             last->offered &= one->offered;
-        } else
+        } else {
             r->segments[++made] = *one;
+        }
     }
     r->made = made + 1;
 }
