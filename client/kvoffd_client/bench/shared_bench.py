@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
 from pathlib import Path
 from statistics import median
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -17,14 +19,18 @@ from kvoffd_client.bench.synthetic_engine import WAIT_S, SyntheticEngine, random
 from kvoffd_proto.messages import SharedStats
 
 ROUNDS = 5
-POLL_S, ASK_POLL_S = 0.005, 0.001
-"""Between two looks whether blocks are there, and whether keys are answered."""
-BEGUN_S, SPARED = 0.01, 0.8
-"""Between this time and this share of the shortest round so far nobody looks: each look is work for the daemon's loop,
-and 200 of them a second took a third of its CPU time."""
+POLL_S = 0.005
+"""At least between two looks. Each is work for the daemon's loop: 200 of them a second took a third of its CPU time."""
+IDLE_S = 0.05
+"""For so long after the last copy of an engine few blocks are written."""
+ASKS = 40
+"""The time that the daemon tells of is an average that has forgotten what was before so many."""
+EXISTS_KEY_BYTES = 148
+"""As long as the keys of blocks are in the store."""
 FLOOR = (
     "of writes and reads a raw TCP stream over loopback of the same bytes, between two threads of this process; of "
-    "asking a lookup of the same keys while the answers are known"
+    "asking, as the daemon times it, a bare pipelined EXISTS of as many keys, or asking for one key where the store is "
+    "not a Redis that lets in without a password"
 )
 
 
@@ -39,7 +45,7 @@ def bench_shared(directory: Path, progress: Progress, rounds: int = ROUNDS) -> R
     nbytes = SHARED_BLOCKS * SHARED_BLOCK_BYTES
     written_s: list[float] = []
     read_s: list[float] = []
-    asks, known, raw = [], [], []
+    raw = []
     with (
         AdminClient(directory) as admin,
         SyntheticEngine(directory, "shared", 1, SHARED_BLOCKS, SHARED_BLOCK_BYTES) as engine,
@@ -58,15 +64,16 @@ def bench_shared(directory: Path, progress: Progress, rounds: int = ROUNDS) -> R
             future, _ = engine.lookup(keys)  # what is used is written
             with writing.measure():
                 engine.release_and_wait(future)
-                written_s.append(_written_s(admin, before, SPARED * min(written_s, default=0.0)))
+                written_s.append(_written_s(admin, before))
             admin.clear(fingerprint)
             with reading.measure():
-                spared_s = SPARED * min(read_s, default=0.0)
-                read_s.append(_looked_up_s(engine, keys, SHARED_BLOCKS, POLL_S, spared_s))
-            unknown = random_keys(SHARED_KEYS)
-            asks.append(1e6 * _looked_up_s(engine, unknown, 0, ASK_POLL_S))
-            known.append(1e6 * engine.lookup(unknown)[1])
+                read_s.append(_looked_up_s(engine, keys, SHARED_BLOCKS))
             admin.clear(fingerprint)
+        progress("asking")
+        exists_s = _exists_s(name)
+        one_s = _ask_s(admin, engine, 1) if exists_s is None else exists_s
+        ask_s = _ask_s(admin, engine, SHARED_KEYS)
+        admin.clear(fingerprint)
         gb = rounds * nbytes / 1e9
         costs = [writing.cost(gb, "GB"), reading.cost(gb, "GB")]
     floor = median(raw)
@@ -74,7 +81,7 @@ def bench_shared(directory: Path, progress: Progress, rounds: int = ROUNDS) -> R
     results = [
         Result(f"write {size}", 0.75 * nbytes / median(written_s) / 1e9, "GB/s", floor, costs[0]),
         Result(f"read {size}", nbytes / median(read_s) / 1e9, "GB/s", floor, costs[1]),
-        Result(f"ask for {SHARED_KEYS:,} keys", median(asks), "µs", median(known)),
+        Result(f"ask for {SHARED_KEYS:,} keys", 1e6 * ask_s, "µs", 1e6 * one_s),
     ]
     return Report("shared", f"{FLOOR}; the store is {name}", results)
 
@@ -87,10 +94,11 @@ def _shared(admin: AdminClient) -> SharedStats:
     raise BenchFailed("The daemon shares no store; start it with --shared URL for this bench.")
 
 
-def _written_s(admin: AdminClient, before: SharedStats, spared_s: float) -> float:
+def _written_s(admin: AdminClient, before: SharedStats) -> float:
     """Seconds that it takes from about the first quarter of the blocks until all are written."""
-    began = since = time.perf_counter()
-    first = 0
+    began = time.perf_counter()
+    since, first = began, 0
+    time.sleep(IDLE_S)
     while True:
         now, at = _shared(admin), time.perf_counter()
         count = now.written_blocks - before.written_blocks
@@ -102,10 +110,10 @@ def _written_s(admin: AdminClient, before: SharedStats, spared_s: float) -> floa
             raise BenchFailed(
                 "Not all blocks were written: the store is full or slow, or shared_write is neither reuse nor always."
             )
-        time.sleep(_pause_s(at - since, POLL_S, spared_s) if first else POLL_S)
+        _sleep(at - since if first else 0.0, count - first)
 
 
-def _looked_up_s(engine: SyntheticEngine, keys: bytes, ready: int, poll_s: float, spared_s: float = 0.0) -> float:
+def _looked_up_s(engine: SyntheticEngine, keys: bytes, ready: int) -> float:
     """Seconds until lookups of the keys have nothing pending any more, and so many blocks."""
     began = time.perf_counter()
     while True:
@@ -117,11 +125,42 @@ def _looked_up_s(engine: SyntheticEngine, keys: bytes, ready: int, poll_s: float
             return seconds
         if (not pending and pinned > ready) or seconds > WAIT_S:
             raise BenchFailed(f"Only {pinned} of {ready} blocks came back from the store; see kvoffd-cli shared.")
-        time.sleep(_pause_s(seconds, poll_s, spared_s))
+        _sleep(seconds, pinned)
 
 
-def _pause_s(seconds: float, poll_s: float, spared_s: float) -> float:
-    return max(poll_s, spared_s - seconds) if seconds > BEGUN_S else poll_s
+def _sleep(seconds: float, done: int) -> None:
+    """Wait for half of the time that the other blocks will take, where ``done`` took ``seconds``; at most as long."""
+    time.sleep(max(POLL_S, seconds * min(1.0, 0.5 * (SHARED_BLOCKS - done) / max(1, done))))
+
+
+def _ask_s(admin: AdminClient, engine: SyntheticEngine, count: int) -> float:
+    """Seconds that the daemon says asking takes, for so many keys that are not there."""
+    for _ in range(ASKS):
+        _looked_up_s(engine, random_keys(count), 0)
+    return _shared(admin).ask_seconds
+
+
+def _exists_s(url: str) -> float | None:
+    """Seconds that a bare pipelined EXISTS of SHARED_KEYS keys takes; None where the store does not take it."""
+    parts = urlsplit(url)
+    if parts.scheme != "redis" or parts.hostname is None:
+        return None
+    times = []
+    try:
+        with socket.create_connection((parts.hostname, parts.port or 6379), WAIT_S) as server:
+            for _ in range(ASKS):
+                keys = [os.urandom(EXISTS_KEY_BYTES // 2).hex().encode() for _ in range(SHARED_KEYS)]
+                began = time.perf_counter()
+                server.sendall(b"".join(b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%s\r\n" % (len(key), key) for key in keys))
+                answers = b""
+                while answers.count(b"\n") < SHARED_KEYS and (part := server.recv(1 << 16)):
+                    answers += part
+                if answers.replace(b":0\r\n", b""):
+                    return None
+                times.append(time.perf_counter() - began)
+    except OSError:
+        return None
+    return median(times)
 
 
 def _stream_s(nbytes: int) -> float:

@@ -93,8 +93,9 @@ the flood: {FLOOD_JOBS} loads of {FLOOD_KEYS} MiB at a time, again and again, an
 SHARED_HELP = f"""Measure the store that nodes share.
 
 Writes and reads of {SHARED_BLOCKS} blocks of {_whole(SHARED_BLOCK_BYTES)} through the daemon, against a raw TCP stream
-over loopback, and asking for {SHARED_KEYS:,} keys that are not there, against a lookup of keys whose answers are known.
-The blocks are dropped in the daemon and stay in the store, which forgets them when it wants their room.
+over loopback, and asking for {SHARED_KEYS:,} keys that are not there, against a bare pipelined EXISTS where the store
+is a Redis without a password, else against asking for one key. The blocks are dropped in the daemon and stay in the
+store, which forgets them when it wants their room.
 """
 JOBS_HELP = f"""Measure small jobs.
 
