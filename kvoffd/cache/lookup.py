@@ -15,7 +15,7 @@ from kvoffd.cache.policies import Chain, EvictionPolicy
 from kvoffd.cache.session_memory import SessionMemory
 from kvoffd.errors import KvoffdError, UnknownLease
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import ABSENT, COMING
+from kvoffd_proto.messages import ABSENT, PENDING, SHARED
 
 READY, WRITING = BlockState.READY, BlockState.WRITING
 _READY_BYTE, _ABSENT_BYTE = bytes([READY]), bytes([ABSENT])
@@ -136,14 +136,16 @@ class LeasedBlocks:
                 for (group, keys), one in zip(groups, found, strict=True)
             ]
             return LookupAnswer(states, lease.keys)
-        states = found
+        states, being_asked = found, 0
         ready = sum(one.count(READY) for one in found)
         if blocks.tiering is not None and ready < sum(map(len, found)) and not namespace.clearing:
             if blocks.tiering.may_have(namespace):
                 split = [(group, namespace.split(group, keys)) for group, keys in groups]
-                states = blocks.tiering.find(namespace, split, found)
+                states, being_asked = blocks.tiering.find(namespace, split, found, again)
             if not again:
-                namespace.counters.keys_pending += sum(one.count(state) for one in states for state in COMING)
+                shared = sum(one.count(SHARED) for one in states) - being_asked
+                namespace.counters.keys_shared += shared
+                namespace.counters.keys_pending += sum(one.count(PENDING) for one in states) + shared
         if ready:
             nbytes = _block_bytes(namespace, groups, states)
             if (

@@ -175,6 +175,7 @@ class Counters:
     keys_ready: int = 0
     prefix_keys_ready: int = 0
     keys_pending: int = 0
+    keys_shared: int = 0
     stored_blocks: int = 0
     stored_bytes: int = 0
     loaded_bytes: int = 0

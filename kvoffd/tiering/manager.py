@@ -90,8 +90,8 @@ class TieringManager:
         )
 
     def find(
-        self, namespace: Namespace, groups: Sequence[tuple[int, list[bytes]]], states: Sequence[bytes]
-    ) -> list[bytes]:
+        self, namespace: Namespace, groups: Sequence[tuple[int, list[bytes]]], states: Sequence[bytes], again: bool
+    ) -> tuple[list[bytes], int]:
         answer = [bytearray(state) for state in states]
         for number, limit in in_turn(namespace, groups, answer):
             (group, keys), found = groups[number], states[number]
@@ -101,9 +101,8 @@ class TieringManager:
                 else:
                     places = window_run(found, keys, namespace.groups[group], limit, available)
                 self._request(namespace, group, keys, places, answer[number])
-        for shared in self.shared:
-            shared.find(namespace, groups, answer)
-        return list(map(bytes, answer))
+        asked = [shared.find(namespace, groups, answer, again) for shared in self.shared]
+        return list(map(bytes, answer)), sum(asked)
 
     def used(self, blocks: Sequence[Block]) -> None:
         for demoter in self._demoters:
@@ -252,6 +251,13 @@ class TieringManager:
         if now - self._logged_errors.get((tier.name, kind), -LOGGED_S) >= LOGGED_S:
             logger.warning("%s: %s", tier.name, sentence)
             self._logged_errors[tier.name, kind] = now
+
+    def tier_answered(
+        self, tier: AskedTier, fingerprint: bytes, group: int, keys: Sequence[bytes], found: Sequence[bool]
+    ) -> None:
+        for shared in self.shared:
+            if shared.tier is tier:
+                shared.answered(fingerprint, group, keys, found)
 
     # --- inside ----------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from operator import and_
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Namespace
@@ -36,6 +37,10 @@ class SharedTiering:
         self._cache = cache
         self._clock = clock
         self._asked_until = 0.0
+        self._asked: list[tuple[bytes, int, bytes]] = []
+        """Fingerprint, group and key of what the lookup at hand is told of as being asked for."""
+        self._uncounted: set[tuple[bytes, int, bytes]] = set()
+        """Of what lookups were told so, what is neither a hit nor a miss yet."""
         self.tier = tier
         self.promoter = Promoter(cache, transfers, tier, clock, settings)
         self.left: set[bytes] = set()
@@ -49,10 +54,16 @@ class SharedTiering:
         """How long it will take until what is pending is up, or known to be absent."""
         return max(self.promoter.wait_s, self._asked_until - self._clock())
 
-    def find(self, namespace: Namespace, groups: Sequence[tuple[int, list[bytes]]], states: list[bytearray]) -> None:
-        """Mark SHARED the absent keys that are asked for or come up; ``states`` has what pool and disks have."""
+    def find(
+        self, namespace: Namespace, groups: Sequence[tuple[int, list[bytes]]], states: list[bytearray], again: bool
+    ) -> int:
+        """Mark SHARED the absent keys that are asked for or come up; ``states`` has what pool and disks have.
+
+        Returns how many are being asked for. They are counted when they are answered, unless it is ``again``.
+        """
         if not self.serves(namespace):
-            return
+            return 0
+        self._asked.clear()
         asking = False
         for number, limit in in_turn(namespace, groups, states):
             (group, keys), found = groups[number], memoryview(states[number])
@@ -63,6 +74,9 @@ class SharedTiering:
             else:
                 start = max(0, limit - self.tier.most_window_keys)
                 self._find_window(namespace, group, keys[start:limit], found[start:limit], wait=asking)
+        if not again:
+            self._uncounted.update(self._asked)
+        return len(self._asked)
 
     def serves(self, namespace: Namespace) -> bool:
         """Whether the tier can be asked for keys of a namespace."""
@@ -120,7 +134,22 @@ class SharedTiering:
         asked = [at for at, answer in enumerate(answers) if answer is Answer.ASKED and states[at] == ABSENT]
         for at in asked:
             states[at] = SHARED
+            self._asked.append((namespace.fingerprint, group, keys[at]))
         return bool(asked)
+
+    def answered(self, fingerprint: bytes, group: int, keys: Sequence[bytes], found: Sequence[bool]) -> None:
+        """Count what lookups were told of as being asked for."""
+        names = [(fingerprint, group, key) for key in keys]
+        counted = [name in self._uncounted for name in names]
+        self._uncounted.difference_update(names)
+        if (namespace := self._cache.find_namespace(fingerprint)) is None or group >= len(namespace.groups):
+            return
+        hits = sum(map(and_, counted, found))
+        namespace.counters.keys_pending += hits
+        namespace.counters.keys_shared += hits
+        absent = [key for key, one, there in zip(keys, counted, found, strict=True) if one and not there]
+        states = [bytes(len(absent))]
+        self._cache.blocks.misses.asked(namespace, [(group, b"".join(absent))], states, states)
 
     def _request(
         self, namespace: Namespace, group: int, keys: Sequence[bytes], places: Iterable[int], states: memoryview

@@ -75,6 +75,11 @@ class TierListener(Protocol):
     def tier_error(self, tier: Tier, kind: str, sentence: str) -> None:
         """Something went wrong. ``kind`` is one word, or two joined by ``_``; errors are counted by kind."""
 
+    def tier_answered(
+        self, tier: AskedTier, fingerprint: bytes, group: int, keys: Sequence[bytes], found: Sequence[bool]
+    ) -> None:
+        """What an ``AskedTier`` was asked for is known: of each key whether it is there, and of use."""
+
 
 class TierStats(NamedTuple):
     """A tier's sizes and queues as they are now, and what it has done since it was opened."""
@@ -201,8 +206,8 @@ class AskedTier(Tier):
 
     ``index`` has what is believed to be there, for whoever would write it again; ``readable`` what it answered YES for
     a moment ago. Neither says what their checksums and first blocks are: that is learned by reading (``contents``).
-    ``groups`` is empty, and only ``tier_error`` is told to the listener. ``remove`` is for blocks that nobody may read;
-    ``remove_namespace`` forgets the answers alone, since others use the blocks.
+    ``groups`` is empty, and the listener's ``tier_stored`` and ``tier_removed`` are not called. ``remove`` is for
+    blocks that nobody may read; ``remove_namespace`` forgets the answers alone, since others use the blocks.
     """
 
     ask_deadline_s: float

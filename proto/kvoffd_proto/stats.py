@@ -45,7 +45,7 @@ class RecentStats(Wire, frozen=True):
     lookups: Annotated[Count, doc("Lookup messages.")]
     keys_asked: Annotated[Count, doc("Keys in lookups.")]
     keys_ready: Annotated[Count, doc("Keys in lookups that were ready: hits of the pool.")]
-    keys_pending: Annotated[Count, doc("Keys in lookups that a disk has, and is asked for: hits of the disk.")]
+    keys_pending: Annotated[Count, doc("Keys in lookups that a disk or a shared store has: hits of these.")]
     stored_bytes: Annotated[ByteCount, doc("Bytes copied from engines.")]
     loaded_bytes: Annotated[ByteCount, doc("Bytes copied to engines.")]
     evicted_blocks: Annotated[Count, doc("Blocks evicted to make room.")]
@@ -54,10 +54,11 @@ class RecentStats(Wire, frozen=True):
     misses: Annotated[
         dict[str, Count], doc("Keys in lookups that were not there, by reason, as in NamespaceStats.")
     ] = field(default_factory=dict)
+    keys_shared: Annotated[Count, doc("Of the pending keys, those that a store has which nodes share.")] = 0
 
     @property
     def keys_missing(self) -> int:
-        """Keys in lookups that neither the pool nor a disk had."""
+        """Keys in lookups that neither the pool nor a tier below it had, or that one is being asked for."""
         return self.keys_asked - self.keys_ready - self.keys_pending
 
 
@@ -115,7 +116,7 @@ class NamespaceStats(Wire, frozen=True):
     dropped_keys: Annotated[Count, counter("Keys of stores for which the pool had no room.")]
     declined_keys: Annotated[Count, counter("Keys of stores that the policy did not want in the pool.")] = 0
     keys_pending: Annotated[
-        Count, counter("Keys in lookups that were being promoted from disk, or waited for it, when first asked for.")
+        Count, counter("Keys in lookups that a disk or a shared store had when first asked for.")
     ] = 0
     recent: Annotated[list[RecentStats], doc("The same over the last 10, 100 and 1,000 seconds.")] = field(
         default_factory=list
@@ -155,6 +156,7 @@ class NamespaceStats(Wire, frozen=True):
         Count, counter("Stores that engines left out, since they had waited for stores too often.")
     ] = 0
     hinted_keys: Annotated[Count, counter("Keys of requests whose users said how long their blocks should stay.")] = 0
+    keys_shared: Annotated[Count, counter("Of the pending keys, those that a store has which nodes share.")] = 0
 
 
 class DirectionStats(Wire, frozen=True):

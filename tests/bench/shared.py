@@ -71,6 +71,10 @@ class Node:
 
     def tier_removed(self, tier: Tier, ids: Sequence[TierKey]) -> None: ...
 
+    def tier_answered(
+        self, tier: Tier, fingerprint: bytes, group: int, keys: Sequence[bytes], found: Sequence[bool]
+    ) -> None: ...
+
     def tier_error(self, tier: Tier, kind: str, sentence: str) -> None:
         print(kind, sentence)
 

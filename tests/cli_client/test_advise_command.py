@@ -63,12 +63,17 @@ def test_what_was_saved(served: StatsReply, busy: StatsReply) -> None:
     text = told(served, info(1))["saved"]
     assert text.startswith("In 1 h engines loaded 163,840 tokens instead of computing them, 20.5 % of those")
     assert "How fast they compute prompts no engine has told" in text
-    assert "below the pool" not in text
+    assert "came from" not in text
     timed = structs.replace(served, namespaces=[counted(1, prefill_tokens_per_second=4096.0)])
     assert told(timed, info(1))["saved"].endswith("At the speed that the engines measured, that is 40.0 s of prefill.")
     below = structs.replace(served, namespaces=[counted(1, keys_pending=12_000, misses={"disk_late": 2_000})])
     # 20,000 keys were in the pool and 10,000 of those that disks have came up.
-    assert "33.3 % of these came from below" in told(structs.replace(below, shared=busy.shared), info(1))["saved"]
+    text = told(structs.replace(below, below=busy.below, shared=busy.shared), info(1))["saved"]
+    assert "Of these 33.3 % came from disks and 0 % came from shared stores." in text
+    both = structs.replace(
+        below, namespaces=[structs.replace(below.namespaces[0], keys_shared=3_000)], shared=busy.shared
+    )
+    assert "Of these 8.3 % came from shared stores." in told(both, info(1))["saved"]
     assert "16.7 % of what the disks have came too late" in told(below, info(1))["disks_late"]
 
 

@@ -53,6 +53,10 @@ class Node:
     def shared(self) -> m.SharedStats:
         return self.admin.stats().shared[0]
 
+    @property
+    def namespace(self) -> m.NamespaceStats:
+        return self.admin.stats().namespaces[0]
+
     def start_again(self) -> None:
         """Start the daemon, which has ended, and wait until all are connected."""
         self.admin.close()
@@ -97,6 +101,21 @@ def test_what_one_node_stored_another_loads_also_when_the_first_is_gone(server: 
         assert third.load() == sums
         assert third.shared.mismatches == 0
         assert third.shared.written_blocks == 0, "what came from there is not written there"
+
+
+def test_keys_that_nobody_has_are_misses_and_those_of_the_store_its_hits(server: RedisServer) -> None:
+    with Node(server.url) as first, Node(server.url) as second:
+        first.store()
+        assert second.engine.lookup(keys_of(*range(100, 500))) == 0
+        wait_until(
+            lambda: second.namespace.misses == {"never_stored": 400}, DEADLINE_S, explain=lambda: second.namespace
+        )
+        assert (second.namespace.keys_asked, second.namespace.keys_pending) == (400, 0)
+        second.load()
+        found = second.namespace
+        assert found.keys_shared == found.keys_pending >= BLOCKS
+        assert found.keys_asked == found.keys_ready + found.keys_pending + 400
+        assert sum(found.misses.values()) == 400
 
 
 def test_what_the_pool_has_is_not_asked_for(server: RedisServer) -> None:

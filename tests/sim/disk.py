@@ -162,6 +162,7 @@ class SimDisk:
         if shared is not None:
             mode = rng.choice((WriteMode.ALWAYS, WriteMode.ALWAYS, *list(WriteMode)[:3]))
             self.tiering.share(shared, TieringSettings(mode, deadline_s=rng.choice((0.3, 1.0))))
+            shared.listener = self.tiering
 
     def tick(self) -> None:
         self.tiering.tick()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from kvoffd.pool.table_format import digest
 from kvoffd.tiers.shared.answers import BELIEVED_S, YES_S, Answers
 from kvoffd.tiers.shared.object_format import decode_header, encode_header, header_bytes, object_key
-from kvoffd.tiers.tier import Answer, AskedTier, OnDone, TierBlock, TierKey, TierResult, TierShard
+from kvoffd.tiers.tier import Answer, AskedTier, OnDone, TierBlock, TierKey, TierListener, TierResult, TierShard
 from tests.sim.clock import Broken, Clock, Process
 from tests.sim.content import Content
 from tests.sim.pool import Slot, WatchedPool
@@ -89,6 +89,7 @@ class SimShared(AskedTier):
         """Blocks that are being written, and whether they were removed meanwhile."""
         self._read_block: TierBlock | None = None
         self.on_turn: Callable[[], None] = lambda: None
+        self.listener: TierListener | None = None
 
     def _hit(self, fault: str) -> bool:
         return not self._calm() and self._rng.random() < self.store.chances[fault]
@@ -126,6 +127,8 @@ class SimShared(AskedTier):
         names = [object_key(block_id, generation) for block_id in ids]
         found = [name in self.store.objects or self._hit("lie") for name in names]
         self._answers.answered(fingerprint, group, keys, found)
+        if self.listener is not None:
+            self.listener.tier_answered(self, fingerprint, group, keys, found)
         self.on_turn()
 
     def _look(self, fingerprint: bytes) -> None:

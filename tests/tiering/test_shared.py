@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import pytest
 
-from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.tier import Answer, AskedTier, OnDone, TierBlock, TierKey, TierResult, TierShard
 from kvoffd_proto.messages import ABSENT, PENDING, READY, SHARED, GroupSpec
@@ -30,6 +30,7 @@ class FakeAskedTier(AskedTier):
         self.there: set[tuple[int, bytes]] = set()
         self.known: dict[tuple[int, bytes], Answer] = {}
         self.asked: list[bytes] = []
+        self.fingerprint = b""
         self.lengths: Sequence[int] = ()
         self.reads: list[tuple[TierKey, Sequence[int], OnDone]] = []
         self.ended: list[TierKey] = []
@@ -40,14 +41,16 @@ class FakeAskedTier(AskedTier):
     def ask(
         self, fingerprint: bytes, group: int, lengths: Sequence[int], keys: Sequence[bytes], *, prefix: bool
     ) -> None:
-        self.lengths = lengths
+        self.fingerprint, self.lengths = fingerprint, lengths
         self.asked += keys
         self.known.update(((group, key), Answer.ASKED) for key in keys)
 
     def answer(self) -> None:
-        for name, answer in self.known.items():
+        for (group, key), answer in self.known.items():
             if answer is Answer.ASKED:
-                self.known[name] = Answer.YES if name in self.there else Answer.NO
+                there = (group, key) in self.there
+                self.known[group, key] = Answer.YES if there else Answer.NO
+                self.rig.tiering.tier_answered(self, self.fingerprint, group, [key], [there])
 
     def answers(self, fingerprint: bytes, group: int, keys: Sequence[bytes]) -> list[Answer]:
         return [self.known.get((group, key), Answer.UNKNOWN) for key in keys]
@@ -146,6 +149,33 @@ def test_what_is_asked_is_pending_then_comes_up_with_what_its_object_says(
         rig.memory.sum_of(shard.offset, SLOT_UNIT) for shard in block.shards.values()
     ]
     rig.check()
+
+
+def test_what_is_asked_for_is_a_hit_or_a_miss_once_it_is_answered(rig: TieringHarness, shared: FakeAskedTier) -> None:
+    space = rig.open()
+    counters = space.counters
+    shared.there = {(0, key) for key in split(keys_of(1, 2))}
+    rig.states(space, keys_of(1, 2, 3, 4))
+    assert (counters.keys_asked, counters.keys_pending, counters.keys_shared) == (4, 0, 0)
+    shared.answer()
+    rig.cache.count_misses()
+    assert (counters.keys_pending, counters.keys_shared, counters.misses) == (2, 2, {MissReason.NEVER_STORED: 2})
+    rig.states(space, keys_of(1, 2, 3, 4))
+    rig.cache.count_misses()
+    assert (counters.keys_asked, counters.keys_pending, counters.keys_shared) == (8, 4, 4), "the answers are known"
+    assert counters.misses == {MissReason.NEVER_STORED: 4}
+
+
+def test_what_a_lookup_asks_for_that_comes_again_is_not_counted(rig: TieringHarness, shared: FakeAskedTier) -> None:
+    space = rig.open()
+    rig.states(space, keys_of(1))
+    shared.answer()
+    shared.known.clear()  # as a NO is after a second
+    rig.cache.lookup(space, 999, 1, [(0, keys_of(1))], again=True)
+    shared.answer()
+    rig.cache.count_misses()
+    assert space.counters.misses == {MissReason.NEVER_STORED: 1}
+    assert space.counters.keys_shared == 0
 
 
 def test_nothing_is_asked_that_pool_or_disks_have(rig: TieringHarness, shared: FakeAskedTier) -> None:

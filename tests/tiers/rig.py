@@ -56,6 +56,11 @@ class Fold:
             self.expect(block_id in self.blocks, "removed, and was not there")
             self.blocks.discard(block_id)
 
+    def tier_answered(
+        self, tier: Tier, fingerprint: bytes, group: int, keys: Sequence[bytes], found: Sequence[bool]
+    ) -> None:
+        self.expect(False, "a disk is not asked")
+
     def tier_error(self, tier: Tier, kind: str, sentence: str) -> None:
         self.expect(kind.replace("_", "").isalpha() and kind.count("_") <= 1, f"{kind!r} is no kind of error")
         self.expect(sentence.endswith("."), f"{sentence!r} is no sentence")

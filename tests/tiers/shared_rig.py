@@ -41,6 +41,7 @@ class SharedRig:
         self.kinds: Counter[str] = Counter()
         self.results: list[TierResult] = []
         self.read_block: TierBlock | None = None
+        self.answered: dict[tuple[bytes, int, bytes], bool] = {}
         self.tier = SharedTier(
             url,
             open_store(url, Credentials(password=password)),
@@ -58,6 +59,11 @@ class SharedRig:
 
     def tier_removed(self, tier: Tier, ids: Sequence[TierKey]) -> None:
         raise AssertionError("nothing is told of what a shared tier has")
+
+    def tier_answered(
+        self, tier: Tier, fingerprint: bytes, group: int, keys: Sequence[bytes], found: Sequence[bool]
+    ) -> None:
+        self.answered.update({(fingerprint, group, key): there for key, there in zip(keys, found, strict=True)})
 
     def tier_error(self, tier: Tier, kind: str, sentence: str) -> None:
         self.kinds[kind] += 1

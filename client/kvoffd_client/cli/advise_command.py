@@ -116,7 +116,7 @@ def _token_bytes(info: NamespaceInfo) -> float:
 
 
 def _saved(stats: StatsReply, known: dict[bytes, NamespaceInfo]) -> Iterator[Advice]:
-    tokens = asked = below = seconds = timed = 0.0
+    tokens = asked = below = shared = seconds = timed = 0.0
     for one in stats.namespaces:
         info = known.get(one.namespace)
         if info is None or not (nbytes := _token_bytes(info)):
@@ -126,10 +126,17 @@ def _saved(stats: StatsReply, known: dict[bytes, NamespaceInfo]) -> Iterator[Adv
         asked += one.keys_asked * sum(group.tokens_per_block for group in info.groups) / len(info.groups) ** 2
         came = max(0, one.keys_pending - one.misses.get("disk_late", 0) - one.misses.get("disk_failed", 0))
         below += loaded * came / max(1, one.keys_ready + came)
+        shared += loaded * came / max(1, one.keys_ready + came) * one.keys_shared / max(1, one.keys_pending)
         if rate := one.prefill_tokens_per_second:
             seconds += loaded / rate
             timed += loaded
-    figures = {"loaded_tokens": tokens, "asked_tokens": asked, "tokens_from_below": below, "prefill_seconds": seconds}
+    figures = {
+        "loaded_tokens": tokens,
+        "asked_tokens": asked,
+        "tokens_from_disks": below - shared,
+        "tokens_from_shared": shared,
+        "prefill_seconds": seconds,
+    }
     if not asked:
         if stats.load.bytes:
             text = (
@@ -141,8 +148,10 @@ def _saved(stats: StatsReply, known: dict[bytes, NamespaceInfo]) -> Iterator[Adv
         f"In {format_duration(stats.uptime_seconds)} engines loaded {format_count(round(tokens))} tokens instead of "
         f"computing them, {percent(tokens, asked)} of those that they asked for."
     )
-    if stats.below is not None or stats.shared:
-        text += f" {percent(below, tokens, '0 %')} of these came from below the pool: disks or shared stores."
+    tiers = [("disks", below - shared)] * (stats.below is not None) + [("shared stores", shared)] * bool(stats.shared)
+    if tiers:
+        parts = [f"{percent(part, tokens, '0 %')} came from {name}" for name, part in tiers]
+        text += f" Of these {' and '.join(parts)}."
     if timed:
         part = "" if timed > 0.99 * tokens else f" for {percent(timed, tokens)} of them"
         text += f" At the speed that the engines measured, that is {format_duration(seconds)} of prefill{part}."

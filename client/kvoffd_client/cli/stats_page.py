@@ -215,8 +215,13 @@ def _cells_of(part: int, whole: int, cells: int) -> int:
 
 
 def _recent(recent: Sequence[RecentStats], wide: bool) -> Table:
-    """Speeds and ratios over several windows of time. A key is a hit of the pool, or else of a disk, or a miss."""
-    table = _section("Over", ("keys asked", "pool", "disk", "miss", "stored", "loaded", "evicted"))
+    """Speeds and ratios over several windows of time.
+
+    A key is a hit of the pool, or else of a disk or a shared store, or a miss.
+    """
+    shared = any(window.keys_shared for window in recent)
+    tiers = ("pool", "disk", "shared") if shared else ("pool", "disk")
+    table = _section("Over", ("keys asked", *tiers, "miss", "stored", "loaded", "evicted"))
     if wide:
         add_numbers(table, ("lookups", "no room", "cpu"))
     for window in recent:
@@ -225,7 +230,8 @@ def _recent(recent: Sequence[RecentStats], wide: bool) -> Table:
             fitting(f"{window.window_seconds:,.0f} s" if window.window_seconds else "in all"),
             _per_second(window.keys_asked / seconds),
             percent(window.keys_ready, window.keys_asked),
-            percent(window.keys_pending, window.keys_asked),
+            percent(window.keys_pending - window.keys_shared, window.keys_asked),
+            *([percent(window.keys_shared, window.keys_asked)] if shared else []),
             percent(window.keys_missing, window.keys_asked),
             format_rate(window.stored_bytes / seconds),
             format_rate(window.loaded_bytes / seconds),

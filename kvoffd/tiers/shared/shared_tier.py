@@ -278,11 +278,17 @@ class SharedTier(AskedTier):
             OLD_WEIGHT * counters.ask_seconds + (1 - OLD_WEIGHT) * seconds if counters.ask_seconds else seconds
         )
         fingerprint, group = ask.fingerprint, ask.group
-        if generation < self.generation(fingerprint):
-            return  # answers about blocks that have become void meanwhile
+        if generation < self.generation(fingerprint):  # answers about blocks that have become void meanwhile
+            return self._tell(ask, [False] * len(found))
         self._note_generation(fingerprint, generation)
         counters.found_keys += sum(found)
         self._answers.answered(fingerprint, group, ask.keys, found)
+        self._tell(ask, found)
+
+    def _tell(self, ask: Ask, found: Sequence[bool]) -> None:
+        if ask.prefix and False in found:
+            found = [*found[: found.index(False)], *[False] * (len(found) - found.index(False))]
+        self._listener.tier_answered(self, ask.fingerprint, ask.group, ask.keys, found)
 
     def _note_generation(self, fingerprint: bytes, generation: int) -> None:
         known = self._generations.get(fingerprint, 0)
@@ -300,7 +306,9 @@ class SharedTier(AskedTier):
     def _unanswered(self, ask: Ask) -> None:
         self._asked -= len(ask.keys)
         self.counters.unanswered_keys += len(ask.keys)
-        self._answers.answered(ask.fingerprint, ask.group, ask.keys, [False] * len(ask.keys))
+        absent = [False] * len(ask.keys)
+        self._answers.answered(ask.fingerprint, ask.group, ask.keys, absent)
+        self._tell(ask, absent)
 
     def _read_ended(self, read: Read, result: TierResult, block: TierBlock | None) -> None:
         on_done = self._reads.pop(read)
