@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -17,6 +16,8 @@ from kvoffd.cache.namespace import Block, BlockState, Namespace
 
 RETAINED_PART = 8
 """Of each namespace, blocks of one part in so many of the pool are passed over; the latest marks count."""
+RETAINED_IN_ALL_PART = 4
+"""The same of all namespaces together; those with the most lose their oldest marks."""
 MAX_MARKS, MAX_MARKS_IN_ALL = 8_192, 32_768
 """Keys of one namespace, and of all, that are to stay, and as many that may go: 250 bytes each."""
 MARKED_AT_ONCE = 1_000
@@ -80,8 +81,26 @@ class Hints:
         marks = by_namespace.setdefault(namespace, {})
         marks.update(dict.fromkeys(names, mark))
         _forget_oldest(marks, len(marks) - min(most, MAX_MARKS))
+        if priority > 0:
+            self._bound_retained()
         if (excess := sum(map(len, by_namespace.values())) - MAX_MARKS_IN_ALL) > 0:
             _forget_oldest(max(by_namespace.values(), key=len), excess)
+
+    def _bound_retained(self) -> None:
+        """Keep the marks of what is to stay within their part of the pool: as if all blocks were their largest."""
+        each = {
+            namespace: max(1, *map(namespace.block_bytes, range(len(namespace.groups)))) for namespace in self._late
+        }
+        held = {namespace: len(marks) * each[namespace] for namespace, marks in self._late.items()}
+        excess = sum(held.values()) - self._pool_bytes // RETAINED_IN_ALL_PART
+        while excess > 0:
+            largest = max(held, key=held.__getitem__)
+            count = min(len(self._late[largest]), -(-excess // each[largest]))
+            _forget_oldest(self._late[largest], count)
+            if not self._late[largest]:
+                del self._late[largest]
+            held[largest] -= count * each[largest]
+            excess -= count * each[largest]
 
     def used(self, blocks: Iterable[Block]) -> None:
         """A request asked for these blocks: they may not go at once."""
@@ -94,8 +113,8 @@ class Hints:
         self._late.pop(namespace, None)
         self._first.pop(namespace, None)
 
-    def order(self, candidates: Iterator[Block], worth: float) -> Iterator[Block]:
-        """The candidates as marks have them; what is to stay comes last, where room is wanted at any cost."""
+    def order(self, candidates: Iterator[Block]) -> Iterator[Block]:
+        """The candidates as marks have them; what is to stay comes last."""
         now = self._clock()
         given: set[Block] = set()
         for block in self._that_may_go(now):
@@ -113,8 +132,7 @@ class Hints:
                         continue
                     del found[name]
             yield block
-        if worth == inf:
-            yield from (block for _, block in sorted(passed, key=itemgetter(0)))
+        yield from (block for _, block in sorted(passed, key=itemgetter(0)))
 
     def _that_may_go(self, now: float) -> list[Block]:
         found: list[tuple[int, Block]] = []

@@ -197,7 +197,7 @@ class Room(ABC):
 
     def _ordered(self, worth: float) -> Iterator[Block]:
         candidates = self._policy.candidates(worth)
-        return self.hints.order(candidates, worth) if self.hints else candidates
+        return self.hints.order(candidates) if self.hints else candidates
 
     def _room_in_index(
         self, namespace: Namespace, count: int, protected: Set[Block], worth: float, claim: Claim | None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 
 from kvoffd.cache import hints
 from kvoffd.cache.namespace import Namespace
-from kvoffd_proto.messages import NamespaceLimits
+from kvoffd.cache.policies import POLICY_NAMES
+from kvoffd_proto.messages import READY, NamespaceLimits
 from tests.support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
 from tests.support.invariants import check_invariants
 
@@ -15,6 +18,17 @@ UNIT = SLOT_UNIT
 
 def mark(rig: CacheHarness, namespace: Namespace, keys: bytes, priority: int, retain_s: float = 60.0) -> None:
     rig.cache.blocks.hints.set(namespace, 0, namespace.split(0, keys), priority, retain_s)
+
+
+def request(rig: CacheHarness, namespace: Namespace, first: int) -> int:
+    """Ask for four blocks and store what is missing; returns how many were there."""
+    keys = [keys_of(number) for number in range(first, first + 4)]
+    answer = rig.cache.lookup(namespace, 1, 1, [(0, b"".join(keys))])
+    rig.cache.touch(1)
+    rig.cache.release(1, [1])
+    lacking = [key for key, state in zip(keys, answer.states[0], strict=True) if state != READY]
+    rig.cache.commit_store(rig.cache.begin_stores(namespace, 0, 0, lacking, {}, starts=[0]))
+    return 4 - len(lacking)
 
 
 def there(rig: CacheHarness, namespace: Namespace, count: int = 64) -> list[int]:
@@ -82,6 +96,47 @@ def test_marks_are_bounded_per_namespace_and_go_with_it(rig: CacheHarness) -> No
     for number in range(2 * hints.MAX_MARKS_IN_ALL // hints.MAX_MARKS):
         mark(rig, rig.open(f"n{number}"), keys_of(*range(hints.MAX_MARKS)), -1)
     assert sum(map(len, marks._first.values())) == hints.MAX_MARKS_IN_ALL
+
+
+def test_marks_of_all_namespaces_together_are_bounded(rig: CacheHarness) -> None:
+    """A quarter of the pool of 16 blocks."""
+    several = [rig.open(name) for name in "abc"]
+    for namespace in several:
+        mark(rig, namespace, keys_of(1, 2), 10)
+    marks = rig.cache.blocks.hints
+    assert [len(found) for found in marks._late.values()] == [2, 2]
+    mark(rig, several[0], keys_of(3), 10)
+    assert {one.label: [key for _, _, key in found] for one, found in marks._late.items()} == {
+        "a": [keys_of(3)],
+        "b": [keys_of(2)],
+        "c": [keys_of(1), keys_of(2)],
+    }, "whoever has most loses the oldest"
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("bounded", [True, False])
+def test_users_of_eight_namespaces_do_not_keep_a_ninth_out(
+    policy: str, bounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the eight marks an eighth of the pool, for longer than this lasts."""
+    if not bounded:
+        monkeypatch.setattr(hints, "RETAINED_IN_ALL_PART", 1)
+    rig = CacheHarness(regions=4, region_bytes=16 * UNIT, policy=policy)
+    *others, last = several = [rig.open(str(number)) for number in range(9)]
+    once = count(1000, 4)
+    for number in range(400):
+        request(rig, several[number % 9], number // 9 % 4 * 4)
+        request(rig, several[number % 9], next(once))
+    for namespace in others:
+        keys = keys_of(*range(100, 108))
+        ticket = rig.cache.begin_stores(namespace, 0, 0, namespace.split(0, keys), {}, starts=None)
+        rig.cache.commit_store(ticket)
+        mark(rig, namespace, keys, 10, 86_400.0)
+    stored = last.counters.stored_blocks
+    found = [request(rig, last, number % 4 * 4) for number in range(100)]
+    assert last.counters.stored_blocks > stored
+    assert sum(found[-40:]) == 4 * 40 or not bounded
+    check_invariants(rig.cache)
 
 
 def test_marks_of_blocks_that_never_came_are_forgotten(rig: CacheHarness) -> None:
