@@ -255,6 +255,12 @@ class Disks:
             for tier in self.shared
             if not tier.reachable and tier.problem
         ]
+        found += [
+            ("shared_server", f"{server.name}, a server of {tier.name}, cannot be used: {server.problem}")
+            for tier in self.shared
+            for server in tier.servers
+            if not server.answers and len(tier.servers) > 1
+        ]
         return found
 
     def __iter__(self) -> Iterator[Disk]:

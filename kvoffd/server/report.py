@@ -214,6 +214,8 @@ def _shared_stats(context: Context) -> list[m.SharedStats]:
             opened=tier.breaker.opened,
             failed_promotions=dict(shared.promoter.failures),
             errors=dict(tier.counters.errors),
+            servers=[m.SharedServer(*server) for server in tier.servers],
+            left_namespaces=sum(one.fingerprint in shared.left for one in context.cache.namespaces),
         )
         for shared in tiering.shared
         if isinstance(tier := shared.tier, SharedTier)

@@ -73,7 +73,10 @@ class TierListener(Protocol):
         """The blocks cannot be read from the tier any more, whatever the reason."""
 
     def tier_error(self, tier: Tier, kind: str, sentence: str) -> None:
-        """Something went wrong. ``kind`` is one word, or two joined by ``_``; errors are counted by kind."""
+        """Something went wrong. ``kind`` is one word, or two joined by ``_``; errors are counted by kind.
+
+        Of one of several servers its name follows, after a space.
+        """
 
     def tier_answered(
         self, tier: AskedTier, fingerprint: bytes, group: int, keys: Sequence[bytes], found: Sequence[bool]

@@ -5,7 +5,20 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
-from kvoffd_proto.wire import ByteCount, Count, PerSecond, Seconds, Wire, counter, doc, gauge, metric_label
+from msgspec import field
+
+from kvoffd_proto.wire import (
+    ByteCount,
+    Count,
+    PerSecond,
+    Seconds,
+    Wire,
+    counter,
+    doc,
+    gauge,
+    metric_label,
+    metrics_of_part,
+)
 
 
 class DiskState(StrEnum):
@@ -128,6 +141,14 @@ class BelowStats(Wire, frozen=True):
     ]
 
 
+class SharedServer(Wire, frozen=True):
+    """One server of a store, as this node found it last."""
+
+    name: Annotated[str, metric_label("Host and port.", "server")]
+    answers: Annotated[bool, gauge("Whether it can be used: it answers, and takes the password.")]
+    problem: Annotated[str, doc("What failed last there, a sentence; empty where nothing did.")]
+
+
 class SharedStats(Wire, frozen=True):
     """The tier that nodes share, as this node sees it. Counters count since the daemon's start."""
 
@@ -152,3 +173,10 @@ class SharedStats(Wire, frozen=True):
         counter("Blocks that were there and did not come, by reason.", "promotions_failed", key_label="reason"),
     ]
     errors: Annotated[dict[str, Count], counter("Errors by kind; the log has the sentences.", key_label="kind")]
+    servers: Annotated[
+        list[SharedServer], metrics_of_part("The servers of the store; empty where it cannot tell, as S3.", "server_")
+    ] = field(default_factory=list)
+    left_namespaces: Annotated[
+        Count,
+        gauge("Namespaces that are not shared since an engine reset them; see `kvoffd-cli reset --fleet`."),
+    ] = 0

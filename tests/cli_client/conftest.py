@@ -19,6 +19,7 @@ from kvoffd_proto.messages import (
     NamespaceStats,
     PoolStats,
     RecentStats,
+    SharedServer,
     SharedStats,
     StatsReply,
 )
@@ -196,6 +197,11 @@ def busy() -> StatsReply:
                 1,
                 {},
                 {"full": 1},
+                [
+                    SharedServer("valkey-0:6379", True, ""),
+                    SharedServer("valkey-1:6379", False, "valkey-1:6379 cannot be reached: no."),
+                ],
+                2,
             )
         ],
         disks=[disk("/mnt/nvme0/kvoffd", "serving"), disk("/mnt/nvme1/kvoffd", "failed", "It cannot be opened.")],

@@ -26,6 +26,7 @@ from kvoffd_proto.messages import (
     NamespaceStats,
     PoolStats,
     RouterStats,
+    SharedServer,
     SharedStats,
     StatsReply,
 )
@@ -75,7 +76,16 @@ def some_stats() -> StatsReply:
         health=HealthLevel.DEGRADED,
         health_problems={"disk_errors": 1701},
         loop_blocked=Histogram({"0.1": 1501, "+Inf": 1502}, 1503),
-        shared=[numbers(SharedStats, 1800, name="redis://a", failed_promotions={"gone": 1901}, errors={"full": 1902})],
+        shared=[
+            numbers(
+                SharedStats,
+                1800,
+                name="redis://a",
+                failed_promotions={"gone": 1901},
+                errors={"full": 1902},
+                servers=[SharedServer("a:6379", True, "")],
+            )
+        ],
         disks=[
             numbers(DiskStats, 1200, directory="/a", state="serving", problem="", direct=True, errors={"torn": 1301}),
             numbers(DiskStats, 1400, directory="/b", state="failed", problem="No.", direct=False, errors={}),
@@ -156,6 +166,7 @@ def test_a_shared_tier_has_samples_of_its_own() -> None:
     found = samples(some_stats())
     assert found["kvoffd_shared_errors_total", frozenset({"redis://a", "full"})] == 1902
     assert found["kvoffd_shared_promotions_failed_total", frozenset({"redis://a", "gone"})] == 1901
+    assert found["kvoffd_shared_server_answers", frozenset({"redis://a", "a:6379"})] == 1
 
 
 def test_a_daemon_without_namespaces_or_errors_has_a_page() -> None:

@@ -15,7 +15,7 @@ from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import messages as m
 from tests.support.daemon import DaemonProcess
-from tests.support.redis_server import RedisServer, needs_redis
+from tests.support.redis_server import RedisCluster, RedisServer, needs_redis
 from tests.support.waiting import wait_until
 
 pytestmark = needs_redis
@@ -180,6 +180,10 @@ def test_a_namespace_that_an_engine_reset_is_not_shared_after_a_restart_either(s
         node.start_again()
         assert node.engine.lookup(KEYS) == 0
         assert node.shared.asked_keys == 0
+        assert node.shared.left_namespaces == 1
+        (namespace,) = node.admin.namespaces().namespaces
+        node.admin.reset_fleet(namespace.namespace)
+        wait_until(lambda: node.shared.left_namespaces == 0, DEADLINE_S)
 
 
 def test_after_a_reset_nothing_comes_from_there(server: RedisServer) -> None:
@@ -193,6 +197,26 @@ def test_after_a_reset_nothing_comes_from_there(server: RedisServer) -> None:
         assert node.engine.store(KEYS, range(BLOCKS)).ok
         assert node.load() == node.engine.checksums(range(BLOCKS))
         assert node.shared.written_blocks == BLOCKS
+
+
+def test_a_master_of_a_cluster_that_is_gone_is_told_of() -> None:
+    with RedisCluster() as cluster, Node(cluster.url) as node:
+        assert [server.answers for server in node.shared.servers] == [True] * 3
+        cluster.servers[2].kill()
+        name = f"127.0.0.1:{cluster.servers[2].port}"
+
+        def lost() -> list[str]:
+            node.engine.lookup(keys_of(*range(100, 132)))
+            return [server.name for server in node.shared.servers if not server.answers]
+
+        wait_until(lambda: lost() == [name], DEADLINE_S, explain=lambda: node.shared)
+        wait_until(lambda: node.shared.errors, DEADLINE_S, explain=lambda: node.shared)
+        assert node.shared.reachable
+        health = node.admin.health()
+        assert health.ready
+        assert [cause.reason for cause in health.causes] == ["shared_server"]
+        assert name in health.causes[0].sentence
+        assert f"{name} cannot be reached" in node.daemon.log
 
 
 @pytest.mark.parametrize("fault", ["killed", "stopped", "emptied", "spoilt"])
@@ -227,6 +251,7 @@ def test_a_server_that_fails_is_a_miss_in_time_and_never_a_wrong_byte(server: Re
             assert time.monotonic() - started < 2.0
         if fault in ("killed", "stopped"):
             assert [cause.reason for cause in second.admin.health().causes] == ["shared_unreachable"]
+            assert [server.answers for server in second.shared.servers] == [False]
         if fault == "killed":
             server.start()
         server.signal(signal.SIGCONT)

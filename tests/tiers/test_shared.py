@@ -627,6 +627,72 @@ def test_without_one_of_three_masters_what_the_others_have_is_found(fault: signa
 
 
 @needs_redis
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_master_that_fails_is_named_until_it_answers_again(fault: signal.Signals) -> None:
+    with RedisCluster() as cluster:
+        rig = SharedRig(cluster.url, ask_deadline_s=0.2).reachable()
+        victim = f"127.0.0.1:{cluster.servers[1].port}"
+
+        def lost() -> list[str]:
+            rig.tier.tick()
+            rig.ask_anew(rig.block(1))
+            return [server.name for server in rig.tier.servers if not server.answers]
+
+        assert lost() == []
+        assert sorted(server.name for server in rig.tier.servers) == sorted(
+            f"127.0.0.1:{server.port}" for server in cluster.servers
+        )
+        cluster.servers[1].signal(fault)
+        rig.until(lambda: lost() == [victim])
+        for _ in range(30):
+            assert lost() == [victim], "whoever is stopped can still be connected to"
+        (problem,) = [server.problem for server in rig.tier.servers if server.name == victim]
+        assert victim in problem
+        rig.until(lambda: lost() == [victim] and any(victim in kind for kind in rig.kinds))
+        assert rig.tier.reachable
+        assert rig.tier.counters.errors
+        if fault is signal.SIGKILL:
+            cluster.servers[1].kill()
+            cluster.servers[1].start()
+        cluster.servers[1].signal(signal.SIGCONT)
+        rig.until(lambda: lost() == [])
+        assert rig.close()
+
+
+@needs_redis
+def test_masters_that_do_not_let_us_in_are_named_and_two_of_three_are_no_store() -> None:
+    with RedisCluster() as cluster:
+        for server, password in zip(cluster.servers, ("right", "other", "other"), strict=True):
+            assert server.command("CONFIG", "SET", "requirepass", password) == b"+OK\r\n"
+        rig = SharedRig(cluster.url, "right")
+
+        def told() -> bool:
+            rig.tier.tick()
+            return all(rig.kinds[f"credentials 127.0.0.1:{server.port}"] > 0 for server in cluster.servers[1:])
+
+        rig.until(told)
+        rig.until(lambda: rig.kinds["unreachable"] > 1)
+        assert not rig.tier.reachable
+        assert [server.answers for server in rig.tier.servers].count(False) == 2
+        assert rig.close()
+
+
+@needs_redis
+def test_who_has_the_slots_of_a_master_that_failed_is_asked_for_them() -> None:
+    with RedisCluster() as cluster:
+        rig = SharedRig(cluster.url).reachable()
+        block = next(block for block in map(rig.block, range(99)) if slot_of(object_key(block.id, 0)) * 3 // 16384 == 1)
+        rig.block(int.from_bytes(block.id.key, "big"))
+        rig.store(block)
+        cluster.servers[1].kill()
+        rig.until(lambda: rig.ask_anew(block) == [Answer.NO])
+        for command in ("DELSLOTSRANGE", "ADDSLOTSRANGE"):
+            assert cluster.servers[0].command("CLUSTER", command, "5461", "10921") == b"+OK\r\n"
+        rig.until(lambda: rig.write(block) is DONE)
+        assert rig.close()
+
+
+@needs_redis
 def test_a_master_that_nothing_can_be_sent_to_holds_up_no_question_to_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -92,7 +92,7 @@ def shared_page(found: Sequence[SharedStats]) -> RenderableType:
     """Some lines for each server, then its errors."""
     if not found:
         return Text("No tier is shared with other nodes; start the daemon with --shared URL.")
-    return Group(*[line for one in found for line in (_text(one), *_problems(one))])
+    return Group(*[line for one in found for line in (_text(one), *_servers(one), *_problems(one))])
 
 
 def _text(one: SharedStats) -> Text:
@@ -110,6 +110,27 @@ def _text(one: SharedStats) -> Text:
         f"{format_count(one.present_blocks)} were there already, {format_count(one.queued_writes)} waiting, "
         f"{format_count(one.dropped_writes)} dropped",
     )
+
+
+def _servers(one: SharedStats) -> list[Text]:
+    found = [
+        Text.assemble(
+            "    server ",
+            printable(server.name),
+            ": ",
+            "answers"
+            if server.answers
+            else (f"cannot be used: {printable(server.problem) or 'not tried yet'}", "yellow"),
+        )
+        for server in one.servers
+    ]
+    if one.left_namespaces:
+        text = (
+            f"    namespaces that are not shared since an engine reset them: {format_count(one.left_namespaces)}; "
+            "`kvoffd-cli reset --fleet --namespace NAME` has one shared again, on all nodes"
+        )
+        found.append(Text(text, style="yellow"))
+    return found
 
 
 def _problems(one: SharedStats) -> list[Text]:

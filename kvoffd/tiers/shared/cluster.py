@@ -17,7 +17,7 @@ from math import ceil
 from urllib.parse import parse_qs, urlsplit
 
 from kvoffd.tiers.shared.redis import CONNECT_S, Redis
-from kvoffd.tiers.shared.store import Credentials, GetRequest, Store, StoreError
+from kvoffd.tiers.shared.store import Credentials, GetRequest, Servers, Store, StoreError
 from kvoffd_proto.units import parse_duration, quoted
 
 SLOTS = 16_384
@@ -90,16 +90,21 @@ class RedisCluster(Store):
     ask_deadline_s, poll_s, most_window_keys = Redis.ask_deadline_s, Redis.poll_s, Redis.most_window_keys
     blocks_at_once, bytes_at_once = Redis.blocks_at_once, Redis.bytes_at_once
 
-    def __init__(self, host: str, port: int, credentials: Credentials, *, tls: bool, ttl_s: int = 0) -> None:
+    def __init__(
+        self, host: str, port: int, credentials: Credentials, servers: Servers, *, tls: bool, ttl_s: int = 0
+    ) -> None:
         self._seed = (host, port)
+        self.servers: Servers = servers
         self._open: Callable[[Address], Redis] = lambda address: Redis(*address, 0, credentials, tls=tls, ttl_s=ttl_s)
         self._nodes: dict[Address, Redis] = {}
         self._down_until: dict[Address, float] = {}
         self._owners: list[Address | None] = []
         """By slot; empty while that is not known."""
+        self._stale = False
+        """Whether a master failed since: others may have its slots."""
 
     def connect(self) -> None:
-        if not self._owners:
+        if not self._owners or self._stale:
             self._find_owners()
         for address in list(self._nodes):
             self._up(address)
@@ -109,7 +114,7 @@ class RedisCluster(Store):
 
     @property
     def _name(self) -> str:
-        return f"{self._seed[0]}:{self._seed[1]}"
+        return _name_of(self._seed)
 
     def _up(self, address: Address) -> bool:
         """Connect to a master, unless it has failed a moment ago."""
@@ -118,15 +123,21 @@ class RedisCluster(Store):
         node = self._nodes[address]
         try:
             node.connect()
-        except StoreError:
-            self._down(address)
+            if address in self._down_until:  # whoever is stopped can be connected to
+                node.ping(time.monotonic() + node.connect_s)
+        except StoreError as error:
+            self._down(address, error, untold=True)
+            self._stale = True
             return False
+        if self._down_until.pop(address, None) is not None:
+            self.servers.answered(_name_of(address))
         node.connect_s = CONNECT_S
         return True
 
-    def _down(self, address: Address) -> None:
+    def _down(self, address: Address, error: StoreError, *, untold: bool) -> None:
         self._down_until[address] = time.monotonic() + DOWN_PAUSE_S
         self._nodes[address].connect_s = AGAIN_S
+        self.servers.failed(_name_of(address), error, untold=untold)
 
     def _find_owners(self) -> None:
         failure: StoreError | None = None
@@ -153,7 +164,8 @@ class RedisCluster(Store):
             }
             for gone in set(self._nodes) - set(kept):
                 self._nodes[gone].close()
-            self._nodes, self._owners = kept, owners
+            self._nodes, self._owners, self._stale = kept, owners, False
+            self.servers.update(map(_name_of, kept))
             return
         raise failure or StoreError("unreachable", f"The cluster at {self._name} has no masters.", final=True)
 
@@ -172,7 +184,11 @@ class RedisCluster(Store):
         self._owners = []
         for node in self._nodes.values():
             node.connect_s = CONNECT_S  # nobody waits
+        self._down_until = dict.fromkeys(self._down_until, 0.0)
         self.connect()
+        up = {address for address in self._nodes if self._up(address)}
+        if len({at * COPIES // SLOTS for at, owner in enumerate(self._owners) if owner in up}) < NEEDED_COPIES:
+            raise self._too_few()
 
     def ask(
         self, generation_key: bytes, keys: Sequence[bytes], deadline: float, *, prefix: bool
@@ -196,7 +212,7 @@ class RedisCluster(Store):
         which keys are there. Without copies the keys are touched."""
         parts, copies_at = self._by_owner(keys), self._by_owner(copies)
         if copies and sum(map(len, copies_at.values())) < NEEDED_COPIES:
-            raise StoreError("unreachable", f"Too many masters of the cluster at {self._name} cannot be reached.")
+            raise self._too_few()
         found, numbers = [False] * len(keys), {}
         addresses = list(dict.fromkeys([*parts, *copies_at]))
         for address in addresses:
@@ -261,9 +277,12 @@ class RedisCluster(Store):
             yield self._nodes[address]
         except StoreError as error:
             if error.kind in LOST:
-                self._down(address)
+                self._down(address, error, untold=False)
             self.close()
             raise
+
+    def _too_few(self) -> StoreError:
+        return StoreError("unreachable", f"Too many masters of the cluster at {self._name} cannot be used.")
 
     def _raise_copies(self, numbers: Mapping[bytes, int], generation: int, deadline: float) -> list[int]:
         """Raise copies of a generation that have these numbers to this one or more; returns what they are then."""
@@ -287,6 +306,10 @@ class RedisCluster(Store):
         return parts
 
 
+def _name_of(address: Address) -> str:
+    return f"{address[0]}:{address[1]}"
+
+
 def open_redis(url: str, credentials: Credentials) -> Callable[[], Store]:
     """What makes connections to a server, or a cluster, at a URL."""
     parts = urlsplit(url)
@@ -294,5 +317,6 @@ def open_redis(url: str, credentials: Credentials) -> Callable[[], Store]:
     tls = parts.scheme.startswith("rediss")
     ttl_s = ceil(sum(map(parse_duration, parse_qs(parts.query).get("ttl", ())[-1:])))
     if parts.scheme.endswith("+cluster"):
-        return lambda: RedisCluster(host, port, credentials, tls=tls, ttl_s=ttl_s)
+        servers = Servers(_name_of((host, port)))
+        return lambda: RedisCluster(host, port, credentials, servers, tls=tls, ttl_s=ttl_s)
     return lambda: Redis(host, port, database, credentials, tls=tls, ttl_s=ttl_s)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from kvoffd.tiers.shared.object_format import decode_generation
-from kvoffd.tiers.shared.store import Credentials, GetRequest, Store, StoreError
+from kvoffd.tiers.shared.store import Credentials, GetRequest, Servers, Store, StoreError
 from kvoffd_proto.units import printable
 
 ASK_DEADLINE_S = 0.02
@@ -48,6 +48,7 @@ class Redis(Store):
     ) -> None:
         self._address = (host, port)
         self._name = f"{host}:{port}"
+        self.servers = Servers(self._name)
         self.connect_s = CONNECT_S
         self._database = database
         self._credentials = credentials

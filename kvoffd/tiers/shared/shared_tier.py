@@ -11,7 +11,7 @@ from kvoffd.tiers.shared.answers import BELIEVED_S, YES_S, Answers
 from kvoffd.tiers.shared.breaker import Breaker
 from kvoffd.tiers.shared.object_format import Digest, object_key
 from kvoffd.tiers.shared.redis import MOST_KEYS
-from kvoffd.tiers.shared.store import Store
+from kvoffd.tiers.shared.store import Server, Store
 from kvoffd.tiers.shared.workers import READERS, Ask, Raise, Read, Workers, Write
 from kvoffd.tiers.tier import Answer, AskedTier, OnDone, TierBlock, TierKey, TierListener, TierResult
 
@@ -82,6 +82,7 @@ class SharedTier(AskedTier):
         self.ask_deadline_s = ask_deadline_s or first.ask_deadline_s
         self._poll_s = first.poll_s
         self.most_window_keys = first.most_window_keys
+        self._servers = first.servers
         self.counters = SharedCounters()
         self.problem = ""
         """Why it failed last, a sentence."""
@@ -111,6 +112,12 @@ class SharedTier(AskedTier):
     @property
     def reachable(self) -> bool:
         return not self.breaker.open
+
+    @property
+    def servers(self) -> list[Server]:
+        """The servers of the store, as far as it can tell."""
+        found = list(self._servers or ())
+        return found if len(found) != 1 else [Server(found[0].name, self.reachable, self.problem)]
 
     def ask(
         self, fingerprint: bytes, group: int, lengths: Sequence[int], keys: Sequence[bytes], *, prefix: bool
@@ -211,7 +218,12 @@ class SharedTier(AskedTier):
         return 0
 
     def tick(self) -> None:
-        """Give the store up while the thread that asks hangs, as it may where names are looked up."""
+        """Give the store up while the thread that asks hangs, as it may where names are looked up.
+
+        Tell of the servers that it does without.
+        """
+        for name, error in self._servers.take_untold() if self._servers is not None else ():
+            self._failed(error.kind, error.sentence, name)
         overdue = self._workers.take_overdue_asks(self._clock() - HANGS_S)
         for ask in overdue:
             self._unanswered(ask)
@@ -352,10 +364,11 @@ class SharedTier(AskedTier):
             counters.dropped_writes += 1
         on_done(result)
 
-    def _failed(self, kind: str, sentence: str) -> None:
+    def _failed(self, kind: str, sentence: str, server: str = "") -> None:
+        """``server``: which of several failed, each of which is told of."""
         self.counters.errors[kind] += 1
         self.problem = sentence
-        self._listener.tier_error(self, kind, sentence)
+        self._listener.tier_error(self, f"{kind} {server}".strip(), sentence)
 
     def _generation(self, block_id: TierKey) -> int:
         return self.generation(block_id.fingerprint)

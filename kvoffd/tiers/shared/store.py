@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -18,6 +20,8 @@ from kvoffd_proto.units import UnitError, parse_duration, quoted
 T = TypeVar("T")
 REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
 MOST_TTL_S = 10 * 365 * 86400
+MOST_UNTOLD = 256
+"""Failures of servers that may wait to be told of."""
 PASSWORD_VARIABLE = "KVOFFD_SHARED_PASSWORD"
 _S3_QUERY = {"endpoint": r"https?://[^/?#@\s]+(/[^?#@\s]*)?", "region": r"[\w-]+"}
 ENTRY_POINTS = "kvoffd.shared_stores"
@@ -39,6 +43,51 @@ class StoreError(Exception):
         self.final = final
 
 
+class Server(NamedTuple):
+    """A server of a store, as it was found last."""
+
+    name: str
+    answers: bool = True
+    problem: str = ""
+    """What failed last there, a sentence."""
+
+
+class Servers:
+    """What is known of the servers of a store, by the connections of all threads."""
+
+    def __init__(self, *names: str) -> None:
+        self._lock = threading.Lock()
+        self._known = {name: Server(name) for name in names}
+        self._untold: deque[tuple[str, StoreError]] = deque(maxlen=MOST_UNTOLD)
+
+    def __iter__(self) -> Iterator[Server]:
+        with self._lock:
+            return iter(list(self._known.values()))
+
+    def update(self, names: Iterable[str]) -> None:
+        """The store has these servers now."""
+        with self._lock:
+            self._known = {name: self._known.get(name) or Server(name) for name in names}
+
+    def answered(self, name: str) -> None:
+        with self._lock:
+            if name in self._known:
+                self._known[name] = self._known[name]._replace(answers=True)
+
+    def failed(self, name: str, error: StoreError, *, untold: bool) -> None:
+        """``untold``: the store goes on without the server, and raises nothing."""
+        with self._lock:
+            if name in self._known:
+                self._known[name] = Server(name, False, error.sentence)
+            if untold:
+                self._untold.append((name, error))
+
+    def take_untold(self) -> list[tuple[str, StoreError]]:
+        """Servers that the store went on without since the last call, each with why."""
+        with self._lock:
+            return [self._untold.popleft() for _ in range(len(self._untold))]
+
+
 class GetRequest(NamedTuple):
     """An object to be read: so many bytes of a header, and then exactly what fills the views."""
 
@@ -58,6 +107,7 @@ class Store(ABC):
         most_window_keys: keys that ``ask`` manages in that time without ``prefix``.
         blocks_at_once, bytes_at_once: most objects of one ``get`` or ``put``, and their bytes where there are several.
         writers: threads that write. With several one asks what is there while another one's objects are on their way.
+        servers: those that the store has, the same object for all connections; None where it cannot tell.
     """
 
     ask_deadline_s: float
@@ -66,6 +116,7 @@ class Store(ABC):
     blocks_at_once: int
     bytes_at_once: int
     writers: int = 1
+    servers: Servers | None = None
 
     @abstractmethod
     def connect(self) -> None:
