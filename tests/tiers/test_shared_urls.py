@@ -22,6 +22,7 @@ SECRET = "hunter2"
         "redis://host",
         "rediss://host:6380/3",
         "redis+cluster://host:7000",
+        "redis+cluster://host/0",
         "redis://host?ttl=7d",
         "redis://[::1]:6379",
         "s3://bucket",
@@ -66,6 +67,12 @@ def test_a_url_that_cannot_be_used_is_refused_and_no_secret_of_it_is_told(url: s
     with pytest.raises(ConfigError) as refused:
         load_config({"shared": [url]}, {})
     assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize("scheme", ["redis+cluster", "rediss+cluster"])
+def test_a_database_of_a_cluster_is_refused_since_there_is_one_only(scheme: str) -> None:
+    with pytest.raises(ConfigError, match="a cluster has database 0 only"):
+        load_config({"shared": [f"{scheme}://host/3?ttl=7d"]}, {})
 
 
 def test_several_are_kept_in_order_and_once_each() -> None:

@@ -223,6 +223,8 @@ def check_url(url: str) -> None:
         except UnitError:
             usable = False
         usable = usable and re.fullmatch("/?[0-9]*", parts.path) is not None
+        if usable and parts.scheme.endswith("+cluster") and int(parts.path.strip("/") or 0):
+            raise ValueError(f"{quoted(re.split('[?#]', url)[0])} names a database; a cluster has database 0 only")
     if not usable:
         raise ValueError(
             f"{quoted(re.split('[?#]', url)[0])} is not a URL that can be used; write redis://HOST:PORT?ttl=7d or "
