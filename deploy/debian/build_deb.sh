@@ -14,7 +14,7 @@ library=/usr/lib/kvoffd
 umask 022
 
 /usr/bin/python3 -m venv "$work/pip"
-"$work/pip/bin/pip" install --quiet --no-index --find-links "$wheels" --no-compile --target "$root$library" 'kvoffd[record]'
+"$work/pip/bin/pip" install --quiet --no-index --find-links "$wheels" --no-compile --target "$root$library" 'kvoffd[record,s3]'
 rm -r "$root$library/bin"
 version=$(PYTHONPATH=$root$library /usr/bin/python3 -B -c 'import kvoffd; print(kvoffd.__version__)')
 python=$(/usr/bin/python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -50,6 +50,7 @@ Architecture: $(dpkg --print-architecture)
 Maintainer: The kvoffd authors <kvoffd@localhost>
 Installed-Size: $(du -sk "$root" | cut -f1)
 Depends: python3 (>= $python), python3 (<< $next), libc6 (>= 2.17), libstdc++6, systemd | systemd-standalone-sysusers
+Recommends: ca-certificates
 Section: utils
 Priority: optional
 Description: host memory and disks for the KV cache of LLM engines

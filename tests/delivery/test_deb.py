@@ -82,6 +82,7 @@ def test_the_package_is_installed_used_and_purged(chroot: Path) -> None:
                 # An upgrade while it runs changes nothing under it.
                 run("chroot", chroot, "dpkg", "--install", f"/{package.name}")
                 assert run(*traffic, "find", "/run/kvoffd", environ=environ) == "16\n"
+                run("chroot", chroot, "/usr/bin/python3", "-c", "import obstore.store", environ=environ)
             finally:
                 daemon.terminate()
                 _, said = daemon.communicate(timeout=30)

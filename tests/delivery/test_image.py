@@ -92,6 +92,8 @@ def test_what_is_in_it(image: str, podman_run: list[str]) -> None:
     assert found["Size"] < MOST_BYTES
     look = "import importlib.util as u, os, kvoffd; print(u.find_spec('pip'), os.path.exists(kvoffd.__cached__))"
     assert run(*podman_run, "--entrypoint=/opt/kvoffd/bin/python", image, "-c", look) == "None True\n"
+    verified = "import obstore, ssl; print(ssl.create_default_context().cert_store_stats()['x509_ca'] > 100)"
+    assert run(*podman_run, "--entrypoint=/opt/kvoffd/bin/python", image, "-c", verified) == "True\n"
     assert run(*podman_run, "--entrypoint=sh", image, "-c", "command -v pip pip3 gcc || true") == ""
 
 
