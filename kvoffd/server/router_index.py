@@ -107,7 +107,7 @@ class RouterIndex:
         self.told_blocks = 0
         """Blocks that routers know of."""
         self.untold_blocks = 0
-        """Blocks that were stored and not told, since their tokens are not known or there was no room for them."""
+        """Blocks that came and were not told, since their tokens were not known or there was no room for them."""
 
     def topic(self, namespace: Namespace) -> bytes:
         """Topic of a namespace's events: ``kv@node:NODE@MODEL``."""
@@ -116,7 +116,7 @@ class RouterIndex:
     # --- what the daemon holds --------------------------------------------------------------------
 
     def expect(self, namespace: Namespace, group: int, keys: Sequence[bytes], parents: bytes, tokens: bytes) -> None:
-        """A store of these keys begins; ``parents`` and ``tokens`` as in ``GroupTransfer``, neither empty."""
+        """A store or load of these keys begins; ``parents`` and ``tokens`` as in ``GroupTransfer``, neither empty."""
         found = self._group(namespace, group)
         size, per_block = namespace.key_bytes, len(tokens) // len(keys)
         for number, key in enumerate(keys):

@@ -15,7 +15,6 @@ import numpy.typing as npt
 from kvoffd.cache.session_memory import copy_bytes
 from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError
 from kvoffd.server.engine_jobs import EngineJobs, LoadJob, StoredGroup, StoreJobs
-from kvoffd.server.router_index import RouterIndex
 from kvoffd.server.session import Registration, Session
 from kvoffd.transfer.plan import blocks_outside, check_blocks, check_count, outside_error
 from kvoffd_proto.errors import ErrorCode
@@ -187,7 +186,9 @@ class Submission:
         pieces = self.check(registration, load, storing=False)
         block_ids = [_checked_ids(registration, part) for part in load.groups]
         job = LoadJob((load.job_id,), self.session, registration, self.jobs, load.lease_id, load.keep_lease)
-        job.run(job.begin(load.groups, block_ids), pieces)
+        plan = job.begin(load.groups, block_ids)
+        self._tell_routers(registration, [load])
+        job.run(plan, pieces)
         return pieces
 
     # --- stores ----------------------------------------------------------------------------------
@@ -216,14 +217,16 @@ class Submission:
             plan = job.begin()
         except Exception as error:
             return dict.fromkeys(range(len(stores)), error)
-        if self.jobs.routers is not None:
-            self._expect(self.jobs.routers, registration, stores)
+        self._tell_routers(registration, stores)
         job.run(plan, pieces)
         return {}
 
-    def _expect(self, routers: RouterIndex, registration: Registration, stores: Sequence[Store]) -> None:
+    def _tell_routers(self, registration: Registration, jobs: Sequence[Store | Load]) -> None:
+        """Have routers told of blocks that are stored, and of those that are loaded and came from elsewhere."""
+        if (routers := self.jobs.routers) is None:
+            return
         namespace = registration.namespace
-        for part in [part for store in stores for part in store.groups if part.parents and part.tokens]:
+        for part in [part for job in jobs for part in job.groups if part.parents and part.tokens]:
             routers.expect(namespace, part.group, namespace.split(part.group, part.keys), part.parents, part.tokens)
 
     def _gather(self, registration: Registration, stores: Sequence[Store]) -> list[StoredGroup]:

@@ -69,15 +69,15 @@ class GroupTransfer(Wire, frozen=True):
     parents: Annotated[
         bytes,
         doc(
-            "In a store, where Welcome asks for them: for each key the block hash before it in its prompt, end to end; "
-            "zeros for the first of a prompt. Empty where they are not told."
+            "Where Welcome asks for them: for each key the block hash before it in its prompt, end to end; zeros for "
+            "the first of a prompt. Empty where they are not told."
         ),
     ] = b""
     tokens: Annotated[
         bytes,
         doc(
-            "In a store, where Welcome asks for them: the token ids of the keys' blocks, little-endian uint32, end to "
-            "end. Empty where they are not told, as for prompts whose hashes do not follow from their tokens alone."
+            "Where Welcome asks for them: the token ids of the keys' blocks, little-endian uint32, end to end. Empty "
+            "where they are not told, as for prompts whose hashes do not follow from their tokens alone."
         ),
     ] = b""
 
@@ -120,7 +120,8 @@ class JobResult(Wire, frozen=True):
 
 
 WANTS_PARENTS, WANTS_TOKENS = "block_parents", "block_tokens"
-"""Capabilities of a daemon that has a use for the fields of these names in stores; token ids come with parents."""
+"""Capabilities of a daemon that has a use for the fields of these names in stores; token ids come with parents, and are
+of use in loads too."""
 
 
 class Welcome(Reply, frozen=True):
@@ -132,7 +133,7 @@ class Welcome(Reply, frozen=True):
         list[str],
         doc(
             "Handle kinds and features, e.g. ``memfd``, ``kv_events``; ``block_parents`` and ``block_tokens`` ask for "
-            "those fields of stores."
+            "those fields in stores, and the latter for both in loads."
         ),
     ]
     limits: Annotated[Limits, doc("Limits of this session.")]

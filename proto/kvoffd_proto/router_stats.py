@@ -19,6 +19,7 @@ class RouterStats(Wire, frozen=True):
     ]
     told_blocks: Annotated[Count, gauge("Blocks that routers know of.")]
     untold_blocks: Annotated[
-        Count, counter("Blocks that were stored and not told, since their tokens were not known or there was no room.")
+        Count,
+        counter("Blocks that were not told when they came, since their tokens were not known or there was no room."),
     ]
     index_bytes: Annotated[ByteCount, gauge("Memory of what is known of blocks for routers.")]

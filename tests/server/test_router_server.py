@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from statistics import median
+from tempfile import TemporaryDirectory
 
 import pytest
 import zmq
@@ -18,6 +19,7 @@ from kvoffd_proto import zmtp
 from kvoffd_proto.messages import WANTS_TOKENS, RouterStats
 from tests.chaos.footprint import Footprint
 from tests.support.daemon import DaemonProcess
+from tests.support.redis_server import RedisServer, needs_redis
 from tests.support.router_daemon import BLOCK_TOKENS, PromptEngine, Subscriber, free_ports, replay, router_daemon
 from tests.support.waiting import wait_until
 
@@ -62,6 +64,60 @@ def test_a_subscriber_of_all_topics_gets_stores_and_evictions_without_gaps(servi
         engine.reset()
         router.take_until(set())
         assert set(router.topics) == {b""}
+
+
+def test_what_is_loaded_is_told_and_so_is_what_was_stored_behind_it(serving, engine) -> None:
+    _, port, _ = serving
+    with Subscriber(port) as router:
+        assert router.take_one()
+        engine.store(PROMPT[: 2 * BLOCK_TOKENS], tells=False)
+        engine.store(PROMPT, first=2)
+        engine.load(PROMPT[: 2 * BLOCK_TOKENS], tells=False)
+        engine.load(PROMPT[: 2 * BLOCK_TOKENS], first=1)
+        router.take_one()
+        assert router.blocks == {}, "of the first one nobody knows the tokens"
+        engine.load(PROMPT[: 2 * BLOCK_TOKENS])
+        router.take_until({1, 2, 3, 4})
+        assert router.blocks["CPU", 2] == (1, tuple(PROMPT[BLOCK_TOKENS : 2 * BLOCK_TOKENS]))
+
+
+def test_blocks_that_an_earlier_daemon_left_are_told_once_they_are_loaded() -> None:
+    with (
+        TemporaryDirectory(dir="/dev/shm") as directory,
+        router_daemon(pool_file=f"{directory}/pool") as (daemon, port, _),
+    ):
+        with PromptEngine(daemon) as engine:
+            engine.store(PROMPT)
+            keys = engine.keys
+        daemon.stop()
+        daemon.start()
+        with PromptEngine(daemon, keys=keys) as engine, Subscriber(port) as router:
+            assert engine.held() == {1, 2, 3, 4}
+            assert router.take_one()
+            assert router.blocks == {}
+            engine.load(PROMPT)
+            router.take_until({1, 2, 3, 4})
+
+
+@needs_redis
+def test_blocks_of_another_node_are_told_once_they_are_loaded_and_so_are_those_behind_them() -> None:
+    with RedisServer() as redis, ExitStack() as running:
+        flags = {"shared": redis.url, "shared_write": "always"}
+        first, _, _ = running.enter_context(router_daemon("first", **flags))
+        second, port, _ = running.enter_context(router_daemon("second", **flags))
+        with PromptEngine(first) as engine:
+            engine.store(PROMPT)
+            wait_until(lambda: redis.objects >= 4, 10.0)
+        with AdminClient(str(second.directory)) as admin:
+            wait_until(lambda: admin.stats().shared[0].reachable, 10.0)
+        router = running.enter_context(Subscriber(port))
+        there = running.enter_context(PromptEngine(second, keys=engine.keys))
+        assert router.take_one()
+        longer = [*PROMPT, *range(BLOCK_TOKENS)]
+        there.load(PROMPT)
+        there.store(longer, first=4)
+        router.take_until({1, 2, 3, 4, 5})
+        assert router_stats(second).untold_blocks == 4, "as they came"
 
 
 def test_who_subscribes_to_topics_gets_them_and_only_them(serving, engine) -> None:

@@ -7,6 +7,7 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import zmq
@@ -17,6 +18,7 @@ from kvoffd_proto.events import END_OF_REPLAY
 
 from .closing import Closing
 from .daemon import DaemonProcess
+from .waiting import wait_until
 from .wire import WireClient, ids, key
 
 PAGE = 16384
@@ -35,7 +37,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class PromptEngine(Closing):
-    """One engine, of one worker and one group of full attention, that stores prompts of token ids.
+    """One engine, of one worker and one group of full attention, that stores and loads prompts of token ids.
 
     A block's key is a number that counts from 1; ``keys`` has it by the tokens of the prompt up to the block's end.
     Engines that have one such table know a block by the same key.
@@ -55,19 +57,31 @@ class PromptEngine(Closing):
             one.ask(opening, m.NamespaceOpened)
         self.registration = self.worker.register(self.memory, fingerprint=self.fingerprint)
         self.keys = keys if keys is not None else {}
-        self._jobs = 0
+        self._jobs = self._leases = 0
 
     def chain(self, prompt: Sequence[int]) -> list[int]:
         """The keys of a prompt's whole blocks."""
         ends = range(BLOCK_TOKENS, len(prompt) + 1, BLOCK_TOKENS)
         return [self.keys.setdefault(tuple(prompt[:end]), len(self.keys) + 1) for end in ends]
 
-    def store(self, prompt: Sequence[int], first: int = 0) -> None:
+    def store(self, prompt: Sequence[int], first: int = 0, *, tells: bool = True) -> None:
         """Store a prompt's blocks from number ``first`` on."""
+        self._jobs += 1
+        self._submit(stores=[m.Store(self._jobs, [self._transfer(prompt, first, tells)])])
+
+    def load(self, prompt: Sequence[int], first: int = 0, *, tells: bool = True) -> None:
+        """Load a prompt's blocks from number ``first`` on, once all of them are in the pool."""
         chain = self.chain(prompt)
-        parents = [0, *chain][first : len(chain)]
-        told = prompt[first * BLOCK_TOKENS : len(chain) * BLOCK_TOKENS]
-        part = m.GroupTransfer(
+        wait_until(lambda: self.held() >= set(chain), TIMEOUT_MS / 1000)
+        name = self._look_up(chain)[0]
+        self._jobs += 1
+        self._submit(loads=[m.Load(self._jobs, name, [self._transfer(prompt, first, tells)])])
+
+    def _transfer(self, prompt: Sequence[int], first: int, tells: bool) -> m.GroupTransfer:
+        chain = self.chain(prompt)
+        parents = [0, *chain][first : len(chain)] if tells else []
+        told = prompt[first * BLOCK_TOKENS : len(chain) * BLOCK_TOKENS] if tells else []
+        return m.GroupTransfer(
             0,
             b"".join(map(key, chain[first:])),
             ids(*[number % POOL_BLOCKS for number in chain[first:]]),
@@ -75,10 +89,18 @@ class PromptEngine(Closing):
             b"".join(map(key, parents)),
             struct.pack(f"<{len(told)}I", *told),
         )
-        self._jobs += 1
-        store = m.Store(self._jobs, [part])
-        result = self.worker.result(m.Submit(self.worker.next_id(), self.worker.token, self.registration, [store]))
+
+    def _submit(self, **jobs: Any) -> None:
+        result = self.worker.result(m.Submit(self.worker.next_id(), self.worker.token, self.registration, **jobs))
         assert result.ok, result
+
+    def _look_up(self, numbers: Sequence[int]) -> tuple[int, bytes]:
+        """A lease for these keys, and their states."""
+        self._leases += 1
+        name = self.scheduler.lease(self._leases)
+        asked = m.GroupKeys(0, b"".join(map(key, numbers)))
+        lookup = m.Lookup(self.scheduler.next_id(), self.scheduler.token, self.fingerprint, name, [asked])
+        return name, self.scheduler.ask(lookup, m.LookupReply).states[0]
 
     def invalidate(self, *numbers: int) -> None:
         gone = m.GroupKeys(0, b"".join(map(key, numbers)))
@@ -92,10 +114,7 @@ class PromptEngine(Closing):
     def held(self) -> set[int]:
         """The keys that the pool has, of all that were ever stored, by a lookup."""
         numbers = sorted(self.keys.values())
-        name = self.scheduler.lease(self._jobs + 1000)
-        asked = m.GroupKeys(0, b"".join(map(key, numbers)))
-        lookup = m.Lookup(self.scheduler.next_id(), self.scheduler.token, self.fingerprint, name, [asked])
-        (states,) = self.scheduler.ask(lookup, m.LookupReply).states
+        name, states = self._look_up(numbers)
         self.scheduler.ask(m.Release(self.scheduler.next_id(), self.scheduler.token, [name]), m.Done)
         return {number for number, state in zip(numbers, states, strict=True) if state == 2}
 

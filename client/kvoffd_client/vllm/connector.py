@@ -29,6 +29,7 @@ from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.request import RequestStatus
 
+from kvoffd_client.vllm.block_origins import tell_origins
 from kvoffd_client.vllm.connector_metadata import (
     FailedJob,
     KvoffdConnectorMetadata,
@@ -47,7 +48,6 @@ from kvoffd_client.vllm.lora_adapters import LoraAdapters
 from kvoffd_client.vllm.offloading_manager import KvoffdManager
 from kvoffd_client.vllm.offloading_spec import SETUP, EngineSetup, KvoffdSpec
 from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWorker
-from kvoffd_client.vllm.store_origins import tell_origins
 
 if TYPE_CHECKING:
     from kvoffd_client.vllm import vllm_types as v
@@ -275,9 +275,10 @@ class KvoffdConnector(OffloadingConnector):
             time.sleep(OUTPUT_PAUSE_S)
         self._computed = computes
         meta = super().build_connector_meta(_stores_later(scheduler_output))
-        if meta.store_jobs:
+        if meta.store_jobs or meta.load_jobs:
             scheduler, capabilities = self.connector_scheduler, self._manager.client.capabilities
-            tell_origins(meta.store_jobs, scheduler._req_status, scheduler.config.blocks_per_chunk, capabilities)
+            stores, loads = meta.store_jobs.values(), meta.load_jobs.values()
+            tell_origins(stores, loads, scheduler._req_status, scheduler.config.blocks_per_chunk, capabilities)
         generation, joined = namespace.news()
         if generation is None:
             return meta

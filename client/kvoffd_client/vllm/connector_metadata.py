@@ -30,7 +30,7 @@ class KeyedSpec(LoadStoreSpec):
     Attributes:
         groups: per group on the wire its block hashes, concatenated.
         lease_id: the lease a load reads under; NO_LEASE for stores.
-        parents: per group, of a store, what ``GroupTransfer.parents`` says; empty where the daemon does not ask for it.
+        parents: per group what ``GroupTransfer.parents`` says; empty where the daemon does not ask for it.
         tokens: as ``parents``, for ``GroupTransfer.tokens``.
     """
 

@@ -1,9 +1,9 @@
-"""What stores say of where their blocks come from, to a daemon that asks for it: parents and token ids."""
+"""What stores and loads say of their blocks to a daemon that asks for it: parents and token ids."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
@@ -14,12 +14,15 @@ from kvoffd_proto.messages import WANTS_PARENTS, WANTS_TOKENS
 
 
 def tell_origins(
-    stores: Mapping[int, TransferJob],
+    stores: Iterable[TransferJob],
+    loads: Iterable[TransferJob],
     requests: Mapping[str, RequestOffloadState],
     blocks_per_chunk: int,
     capabilities: Collection[str],
 ) -> None:
-    """Give the stores of a step, by job id, the parents and token ids of their keys, as far as the daemon wants them.
+    """Give the jobs of a step the parents and token ids of their keys, as far as the daemon wants them.
+
+    Loads too: the daemon has no tokens of blocks that came from another node, or that an earlier daemon left.
 
     Prompts whose hashes do not follow from their tokens alone (adapters, images, salts, embeddings) tell no tokens: who
     knows the tokens only would take another prompt's blocks for theirs. With an adapter, no parents either.
@@ -27,23 +30,24 @@ def tell_origins(
     tokens = WANTS_TOKENS in capabilities
     if not tokens and WANTS_PARENTS not in capabilities:
         return
-    for job in stores.values():
-        status = requests.get(job.req_id)
-        if status is None or status.req.lora_request is not None or not isinstance(job.dst_spec, KeyedSpec):
+    for request_id, keyed, blocks in [
+        *[(job.req_id, job.dst_spec, job.src_spec) for job in stores],
+        *[(job.req_id, job.src_spec, job.dst_spec) for job in loads if tokens],
+    ]:
+        status = requests.get(request_id)
+        if status is None or status.req.lora_request is not None or not isinstance(keyed, KeyedSpec):
             continue
         found = [
             _origins(status, index, keys, first_block // blocks_per_chunk)
-            for index, (keys, first_block) in enumerate(
-                zip(job.dst_spec.groups, job.src_spec.block_indices, strict=True)
-            )
+            for index, (keys, first_block) in enumerate(zip(keyed.groups, blocks.block_indices, strict=True))
         ]
-        job.dst_spec.parents = tuple([parents for parents, _ in found])
+        keyed.parents = tuple([parents for parents, _ in found])
         if tokens and _is_plain(status.req):
-            job.dst_spec.tokens = tuple([_tokens(status, index, at) for index, (_, at) in enumerate(found)])
+            keyed.tokens = tuple([_tokens(status, index, at) for index, (_, at) in enumerate(found)])
 
 
 def _origins(status: RequestOffloadState, index: int, keys: bytes, first: int) -> tuple[bytes, list[int]]:
-    """The parents of a store's keys of one group, and the places of their chunks in the request; empty where unknown.
+    """The parents of a job's keys of one group, and the places of their chunks in the request; empty where unknown.
 
     ``first`` is the place of the first one.
     """

@@ -1,4 +1,4 @@
-"""Parents and token ids that go with stores, over vLLM's own requests and their block hashes."""
+"""Parents and token ids that go with stores and loads, over vLLM's own requests and their block hashes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import Re
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, ReqContext, RequestOffloadingContext
 from vllm.v1.request import Request
 
+from kvoffd_client.vllm.block_origins import tell_origins
 from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.connector_metadata import KeyedSpec, group_transfers
-from kvoffd_client.vllm.store_origins import tell_origins
+from kvoffd_client.vllm.namespace_client import NamespaceClient
 from kvoffd_proto.codec import encode
 from kvoffd_proto.events import MEDIUM_CPU, MEDIUM_STORAGE
 from kvoffd_proto.messages import WANTS_PARENTS, WANTS_TOKENS, GroupTransfer
@@ -57,19 +59,26 @@ def request_of(**arguments: Any) -> Request:
     return Request("r", list(TOKEN_IDS), SamplingParams(max_tokens=1), None, block_hasher=hasher, **arguments)
 
 
-def stored(
-    connector: KvoffdConnector, request: Request, chunks: list[int], wanted: frozenset[str] = BOTH
+def told(
+    connector: KvoffdConnector,
+    request: Request,
+    chunks: list[int],
+    wanted: frozenset[str] = BOTH,
+    *,
+    is_store: bool = True,
 ) -> GroupTransfer:
-    """What goes over the wire for a store of these chunks of a request."""
+    """What goes over the wire for a store, or a load, of these chunks of a request."""
     status = RequestOffloadState(
         connector.connector_scheduler.config, request, ReqContext("r"), RequestOffloadingContext()
     )
     status.update_offload_keys()
     keys = b"".join([status.group_states[0].offload_keys[chunk][:KEY_BYTES] for chunk in chunks])
     blocks = GPULoadStoreSpec(list(chunks), group_sizes=[len(chunks)], block_indices=[chunks[0]])
-    job = TransferJob("r", blocks, KeyedSpec((keys,)))
-    tell_origins({1: job}, {"r": status}, 1, wanted)
-    (transfer,) = group_transfers(blocks, job.dst_spec, 1, KEY_BYTES, is_store=True)
+    keyed = KeyedSpec((keys,))
+    stores = [TransferJob("r", blocks, keyed)] if is_store else []
+    loads = [] if is_store else [TransferJob("r", keyed, blocks)]
+    tell_origins(stores, loads, {"r": status}, 1, wanted)
+    (transfer,) = group_transfers(blocks, keyed, 1, KEY_BYTES, is_store=is_store)
     return transfer
 
 
@@ -79,22 +88,44 @@ def tokens_of(*chunks: int) -> bytes:
     )
 
 
+@pytest.mark.parametrize("is_store", [True, False], ids=["store", "load"])
 @pytest.mark.parametrize("chunks", [[0, 1, 2, 3, 4, 5], [0], [2, 3], [0, 2, 3, 5]])
-def test_a_store_tells_the_hash_before_each_key_and_its_tokens(connector: KvoffdConnector, chunks: list[int]) -> None:
+def test_a_job_tells_the_hash_before_each_key_and_its_tokens(
+    connector: KvoffdConnector, chunks: list[int], is_store: bool
+) -> None:
     request = request_of()
-    transfer = stored(connector, request, chunks)
+    transfer = told(connector, request, chunks, is_store=is_store)
     before = [ROOT, *request.block_hashes]
     assert transfer.parents == b"".join([before[chunk] for chunk in chunks])
     assert transfer.tokens == tokens_of(*chunks)
 
 
+@pytest.mark.parametrize("is_store", [True, False], ids=["store", "load"])
+def test_the_jobs_of_a_step_tell_tokens(
+    connector: KvoffdConnector, is_store: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NamespaceClient, "capabilities", BOTH)
+    scheduler, request = connector.connector_scheduler, request_of()
+    status = RequestOffloadState(scheduler.config, request, ReqContext("r"), RequestOffloadingContext())
+    status.update_offload_keys()
+    keyed = KeyedSpec((request.block_hashes[0],))
+    blocks = GPULoadStoreSpec([0], group_sizes=[1], block_indices=[0])
+    job = TransferJob("r", blocks, keyed) if is_store else TransferJob("r", keyed, blocks)
+    monkeypatch.setitem(scheduler._req_status, "r", status)
+    monkeypatch.setattr(scheduler, "_current_batch_load_jobs", {} if is_store else {1: job})
+    monkeypatch.setattr(scheduler, "_build_store_jobs", lambda _: {1: job} if is_store else {})
+    connector.build_connector_meta(SchedulerOutput.make_empty())
+    assert (keyed.parents, keyed.tokens) == ((ROOT,), (tokens_of(0),))
+
+
 def test_a_daemon_that_wants_only_parents_gets_no_tokens_and_one_that_wants_nothing_gets_neither(
     connector: KvoffdConnector,
 ) -> None:
-    transfer = stored(connector, request_of(), [0, 1], frozenset({WANTS_PARENTS}))
+    transfer = told(connector, request_of(), [0, 1], frozenset({WANTS_PARENTS}))
     assert (len(transfer.parents), transfer.tokens) == (2 * KEY_BYTES, b"")
-    transfer = stored(connector, request_of(), [0, 1], frozenset({"kv_events"}))
-    assert (transfer.parents, transfer.tokens) == (b"", b"")
+    for is_store, wanted in [(True, {"kv_events"}), (False, {"kv_events"}), (False, {WANTS_PARENTS})]:
+        transfer = told(connector, request_of(), [0, 1], frozenset(wanted), is_store=is_store)
+        assert (transfer.parents, transfer.tokens) == (b"", b"")
 
 
 @pytest.mark.parametrize(
@@ -111,14 +142,14 @@ def test_a_prompt_whose_hashes_hold_more_than_tokens_tells_none(
     request = request_of()
     for name, value in arguments.items():
         setattr(request, name, value)
-    transfer = stored(connector, request, [0, 1])
+    transfer = told(connector, request, [0, 1])
     assert (len(transfer.parents), transfer.tokens) == (2 * KEY_BYTES, b"")
 
 
 def test_a_prompt_with_an_adapter_tells_nothing(connector: KvoffdConnector) -> None:
     request = request_of()
     request.lora_request = SimpleNamespace(name="adapter")
-    transfer = stored(connector, request, [0, 1])
+    transfer = told(connector, request, [0, 1])
     assert (transfer.parents, transfer.tokens) == (b"", b"")
 
 
@@ -130,7 +161,7 @@ def test_the_end_of_a_prompt_that_is_no_chunk_of_it_tells_nothing(connector: Kvo
     status.update_offload_keys()
     blocks = GPULoadStoreSpec([5], group_sizes=[1], block_indices=[5])
     job = TransferJob("r", blocks, KeyedSpec((b"partial tail".ljust(KEY_BYTES),)))
-    tell_origins({1: job}, {"r": status}, 1, BOTH)
+    tell_origins([job], [], {"r": status}, 1, BOTH)
     assert (job.dst_spec.parents, job.dst_spec.tokens) == ((b"",), (b"",))
 
 
