@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -95,6 +97,22 @@ def test_credentials_are_in_a_line_for_each(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("KVOFFD_SHARED_PASSWORD", "user:other")
     assert Credentials.read("", 2) == [Credentials("user", "other"), Credentials()]
     assert Credentials.read(str(file), 1) == wanted[:1], "the file goes first"
+
+
+@pytest.mark.parametrize(("mode", "told"), [(0o600, False), (0o640, False), (0o644, True)])
+def test_a_file_that_every_user_can_read_is_told_of(
+    tmp_path: Path, mode: int, told: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "passwords"
+    file.write_text(SECRET)
+    file.chmod(mode)
+    Credentials.read(str(file), 1)
+    assert (f"{file}, with the password" in caplog.text, "0644" in caplog.text) == (told, told)
+    assert SECRET not in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+    Credentials.read(str(file), 1)
+    assert not caplog.text, "a secret of Kubernetes"
 
 
 def test_a_file_without_a_password_is_refused(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import stat
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -16,6 +18,8 @@ from urllib.parse import parse_qsl, urlsplit
 from kvoffd.errors import KvoffdError
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.units import UnitError, parse_duration, quoted
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
@@ -189,6 +193,8 @@ class Credentials(NamedTuple):
         """
         try:
             text = Path(path).read_text(encoding="utf-8") if path else os.environ.get(PASSWORD_VARIABLE, "")
+            if path:
+                _warn_of_readers(path)
         except (OSError, ValueError) as error:
             raise KvoffdError(f"The credentials of the shared tier cannot be read: {error}.") from error
         lines = [line.strip() for line in text.splitlines()]
@@ -199,6 +205,18 @@ class Credentials(NamedTuple):
             user, colon, password = line.partition(":")
             found.append(cls(user, password) if colon else cls("", user))
         return found
+
+
+def _warn_of_readers(path: str) -> None:
+    """Say that every user may read a file, but where a mount is read-only, as those of Kubernetes' secrets are."""
+    mode = stat.S_IMODE(os.stat(path).st_mode)
+    if mode & stat.S_IROTH and not os.statvfs(path).f_flag & os.ST_RDONLY:
+        logger.warning(
+            "%s, with the password of the shared store, can be read by every user (its mode is %04o); "
+            "`chmod o-rwx` it, and `chown` it to the daemon's user.",
+            path,
+            mode,
+        )
 
 
 def check_url(url: str) -> None:
