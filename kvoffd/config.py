@@ -30,7 +30,7 @@ from kvoffd.settings import (
     file_setting,
     ids_setting,
     number_setting,
-    parse_address,
+    parse_peer,
     path_setting,
     share_setting,
     size_setting,
@@ -179,9 +179,11 @@ class Config:
     shutdown_deadline_s: float = duration_setting(10.0, 0.0, "How long running jobs may finish after SIGTERM.")
     heartbeat_interval_s: float = duration_setting(2.0, 0.01, "Interval at which clients send a heartbeat.")
     event_buffer_steps: int = number_setting(10_000, 1, 10_000_000, "KV event messages kept for replay.")
-    event_address: str = address_setting("", "TCP address of KV events with token ids, for routers; nothing for none.")
+    event_address: str = address_setting(
+        "", "TCP address of KV events with token ids, for routers (host * is all interfaces); nothing for none."
+    )
     event_connect: tuple[str, ...] = urls_setting(
-        parse_address,
+        parse_peer,
         "TCP address of a router that listens for KV events; may be given again.",
         "HOST:PORT",
         "router:5557",

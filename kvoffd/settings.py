@@ -42,6 +42,10 @@ class Kind:
     repeated: bool = False
 
 
+ALL_INTERFACES = "*"
+"""Host of an address at which a server listens wherever it can, as ZeroMQ has it."""
+
+
 class Address(NamedTuple):
     """Where a TCP server listens."""
 
@@ -61,6 +65,13 @@ def parse_address(text: str) -> Address:
             f"{quoted(text)} is not an address; write host:port, such as 127.0.0.1:9464, or nothing to switch it off"
         )
     return Address(host, int(port))
+
+
+def parse_peer(text: str) -> Address:
+    """As ``parse_address``, of somebody else."""
+    if (address := parse_address(text)).host == ALL_INTERFACES:
+        raise ValueError(f"{quoted(text)} names nobody; write the host to connect to")
+    return address
 
 
 def _setting(default: T, description: str, kind: Kind) -> T:

@@ -26,9 +26,10 @@ from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.server.acceptor import Acceptor
+from kvoffd.server.listening import listen_everywhere
 from kvoffd.server.service import Service
 from kvoffd.server.session import Lifeline, Peer, Session
-from kvoffd.settings import parse_address
+from kvoffd.settings import ALL_INTERFACES, parse_address
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import Role
 from kvoffd_proto.sockets import CurveKeyError, read_public_keys, read_secret_key
@@ -130,7 +131,10 @@ class AdminServer:
         try:
             self._inner.mkdir(mode=0o700, exist_ok=True)
             self._socket.bind(f"ipc://{self._inner}/socket")
-            listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            if host == ALL_INTERFACES:
+                listener = listen_everywhere(port)
+            else:
+                listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         except OSError as error:
             raise AdminServerError(f"admin_address {host}:{port} cannot be listened on: {error.strerror}.") from error
         self._port = int(listener.getsockname()[1])

@@ -18,6 +18,7 @@ from http import HTTPStatus
 
 from kvoffd.errors import KvoffdError
 from kvoffd.server.acceptor import Acceptor
+from kvoffd.server.listening import listeners_of
 from kvoffd.settings import parse_address
 from kvoffd_proto.messages import HealthReply
 
@@ -85,18 +86,15 @@ class HttpServer:
         """Listen. Raises KvoffdError when the address cannot be had."""
         host, port = self._wanted
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
-                listener = socket.create_server(address[:2], family=family, backlog=MAX_CONNECTIONS)
-                self._acceptors.append(Acceptor(listener, self._accepted))
+            listeners = await listeners_of(self._wanted, MAX_CONNECTIONS)
         except OSError as error:
-            await self.close()
             raise KvoffdError(
                 f"The HTTP address {host}:{port} cannot be listened on ({error.strerror or error}); "
                 "free it, choose another with --http-address, or give an empty one to serve no HTTP."
             ) from error
-        for acceptor in self._acceptors:
-            acceptor.start()
+        for listener in listeners:
+            self._acceptors.append(Acceptor(listener, self._accepted))
+            self._acceptors[-1].start()
 
     async def close(self) -> None:
         """Stop listening and drop the connections that are open."""

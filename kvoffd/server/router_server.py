@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -17,6 +16,7 @@ from typing import cast
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.observe.logging import RareWarnings
+from kvoffd.server.listening import listeners_of
 from kvoffd.server.router_index import RouterIndex
 from kvoffd.server.router_stream import RouterMessage, RouterStream
 from kvoffd.settings import Address, parse_address
@@ -246,24 +246,21 @@ class RouterServer:
         addresses = ((self._config.event_address, publish), (self._config.event_replay_address, replay))
         for address, factory in addresses:
             if address:
-                self._servers.append(await self._listen(parse_address(address), factory))
+                await self._listen(parse_address(address), factory)
         for address in self._config.event_connect:
             self._connectors.append(asyncio.create_task(self._stay_connected(parse_address(address), publish)))
         self._timer = self._loop.call_later(PUBLISH_S, self._tick)
 
-    async def _listen(self, address: Address, factory: partial[_Peer]) -> asyncio.Server:
+    async def _listen(self, address: Address, factory: partial[_Peer]) -> None:
         try:
-            found = await self._loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-            family, _, _, _, place = found[0]
-            listener = socket.create_server(place[:2], family=family, backlog=MAX_PEERS)
-            server = await self._loop.create_server(factory, sock=listener)
+            for listener in await listeners_of(address, MAX_PEERS):
+                self._servers.append(await self._loop.create_server(factory, sock=listener))
         except OSError as error:
             await self.close()
             raise KvoffdError(
                 f"KV events cannot be served at {address.host}:{address.port} ({error.strerror or error}); free the "
                 "address, or choose another event_address or event_replay_address."
             ) from error
-        return server
 
     async def _stay_connected(self, address: Address, factory: partial[_Peer]) -> None:
         told = False

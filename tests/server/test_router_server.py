@@ -81,6 +81,14 @@ def test_what_is_loaded_is_told_and_so_is_what_was_stored_behind_it(serving, eng
         assert router.blocks["CPU", 2] == (1, tuple(PROMPT[BLOCK_TOKENS : 2 * BLOCK_TOKENS]))
 
 
+def test_a_star_is_all_interfaces() -> None:
+    ports = free_ports(2)
+    flags = dict(zip(("event_address", "event_replay_address"), [f"*:{port}" for port in ports], strict=True))
+    with DaemonProcess(**flags):
+        for port in ports:
+            socket.create_connection(("127.0.0.2", port), 5.0).close()
+
+
 def test_blocks_that_an_earlier_daemon_left_are_told_once_they_are_loaded() -> None:
     with (
         TemporaryDirectory(dir="/dev/shm") as directory,
