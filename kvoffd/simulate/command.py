@@ -15,6 +15,7 @@ from multiprocessing import active_children, get_context, parent_process
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvoffd.cache.policies import POLICY_NAMES
+from kvoffd.errors import KvoffdError
 from kvoffd.simulate.optimum import Uses, optimum_percent, uses_of
 from kvoffd.simulate.replay import Replayed, replay
 from kvoffd.simulate.trace import BadTrace, Trace, read_trace
@@ -172,7 +173,12 @@ def _begin_worker(trace: Trace, uses: Uses, done: Synchronized[int]) -> None:
 
 
 def _replay(policy: str, blocks: int) -> Replayed:
-    return replay(_Worker.trace, policy, blocks, _Worker.note)
+    try:
+        return replay(_Worker.trace, policy, blocks, _Worker.note)
+    except KvoffdError:
+        raise
+    except Exception as error:  # another package's policy may fail in any way
+        raise ValueError(f"The policy {policy} failed: {type(error).__name__}: {error}.") from error
 
 
 def _optimum(blocks: int) -> float:

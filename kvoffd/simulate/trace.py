@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from msgspec import DecodeError, Meta, Struct
+from msgspec.json import Decoder
 
 from kvoffd_proto.zstd import MISSING, zstd_module
 
 KEY_BYTES = 8
 MOONCAKE_TOKENS = 512
 """Tokens of a block in Mooncake's traces."""
+POWERS = [1 << bits for bits in range(4, 13)]
+"""Other tokens of a block that lengths of requests may tell of."""
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 GZIP_MAGIC = b"\x1f\x8b"
 
 
 class BadTrace(ValueError):
     """A file is not a trace. The message says where."""
+
+
+class _Line(Struct):
+    """What is read of a line."""
+
+    hash_ids: list[int]
+    input_length: Any = None
+    block_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
+    block_bytes: Annotated[int, Meta(ge=0, lt=1 << 53)] = 0
+    dropped: Annotated[int, Meta(ge=0)] = 0
+
+
+_DECODER = Decoder(_Line)
 
 
 class Trace(NamedTuple):
@@ -46,26 +63,38 @@ class Trace(NamedTuple):
 def read_trace(path: Path) -> Trace:
     """Read a trace in Mooncake's format: a line is a JSON object whose ``hash_ids`` are the blocks of a request.
 
-    What ``kvoffd-cli record`` writes is that, with more fields, in zstd: client/TRACE.md. A file that was cut off is
-    read as far as it goes.
+    What ``kvoffd-cli record`` writes is that, with more fields, in zstd: client/TRACE.md. Where no line says how many
+    tokens a block has, and the lengths of requests fit a power of two and not 512, it is that. A file that was cut off
+    is read as far as it goes.
 
     Source: https://github.com/kvcache-ai/Mooncake, FAST25-release. Raises BadTrace, OSError.
     """
     kinds: Counter[tuple[int, int]] = Counter()
-    """Blocks by their tokens and bytes."""
+    """Blocks by their tokens and bytes, where a line says them."""
     requests: list[bytes] = []
-    missing: list[int] = []
+    missing = 0
+    least, most = 1, 1 << 31
+    """Tokens that a block may have, by the lengths of all requests: the last block of one need not be full."""
     cut_off = False
     try:
-        requests.extend(_requests(_lines(path), path, kinds, missing))
+        for line in _read(_lines(path), path):
+            count, length = len(line.hash_ids), line.input_length
+            missing += line.dropped
+            if line.block_tokens is not None or line.block_bytes:
+                tokens = MOONCAKE_TOKENS if line.block_tokens is None else line.block_tokens
+                kinds[tokens, line.block_bytes] += count
+            if count > 1 and type(length) is int:
+                least, most = max(least, -(-length // count)), min(most, (length - 1) // (count - 1))
+            requests.append(b"".join([block.to_bytes(KEY_BYTES, "big") for block in line.hash_ids]))
     except EOFError:
         cut_off = True
-    tokens, _ = max(kinds, key=kinds.__getitem__, default=(MOONCAKE_TOKENS, 0))
+    fitting = [tokens for tokens in (MOONCAKE_TOKENS, *POWERS) if least <= tokens <= most]
+    tokens, _ = max(kinds, key=kinds.__getitem__, default=((fitting or [MOONCAKE_TOKENS])[0], 0))
     sized = {kind: count for kind, count in kinds.items() if kind[1]}
     every = sum(sized.values())
     block_bytes = sum(nbytes * count for (_, nbytes), count in sized.items()) // max(1, every)
     others = [(*kind, count / every) for kind, count in sorted(sized.items())] if len(sized) > 1 else []
-    return Trace(path.stem.removesuffix(".jsonl"), tokens, requests, block_bytes, cut_off, others, sum(missing))
+    return Trace(path.stem.removesuffix(".jsonl"), tokens, requests, block_bytes, cut_off, others, missing)
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -88,25 +117,17 @@ def _lines(path: Path) -> Iterator[bytes]:
             raise BadTrace(f"{path} is damaged: {error}") from None
 
 
-def _requests(
-    lines: Iterator[bytes], path: Path, kinds: Counter[tuple[int, int]], missing: list[int]
-) -> Iterator[bytes]:
+def _read(lines: Iterator[bytes], path: Path) -> Iterator[_Line]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            found = json.loads(line)
-            ids = found["hash_ids"]
-            kind = int(found.get("block_tokens", MOONCAKE_TOKENS)), int(found.get("block_bytes", 0))
-            dropped = int(found.get("dropped", 0))
-            if min(*kind, dropped) < 0:
+            found = _DECODER.decode(line)
+            if found.hash_ids and not 0 <= min(found.hash_ids) <= max(found.hash_ids) < 1 << 8 * KEY_BYTES:
                 raise ValueError
-            if dropped:
-                missing.append(dropped)
-            kinds[kind] += len(ids)
-            yield b"".join([block.to_bytes(KEY_BYTES, "big") for block in ids])
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        except (DecodeError, ValueError, RecursionError):
             raise BadTrace(
                 f"{path}:{number} is not a line of Mooncake's format, a JSON object whose hash_ids are a list of whole "
                 "numbers from 0 up, like all other fields."
             ) from None
+        yield found

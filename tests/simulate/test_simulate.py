@@ -139,12 +139,49 @@ def test_what_is_no_trace_is_refused_in_a_sentence(
     assert ("gunzip" in said) == content.startswith(b"\x1f")
 
 
+@pytest.mark.parametrize(
+    ("lengths", "tokens"),
+    [
+        ([(640, 10), (65, 2), (1, 1)], 64),
+        ([(5120, 10), (513, 2)], 512),
+        ([(9, 1)], 512),
+        ([(640, 10), (6400, 10)], 512),
+        ([("x", 3)], 512),
+    ],
+    ids=["64", "512", "any", "none fits", "no length"],
+)
+def test_tokens_of_a_block_are_told_by_lengths_where_nothing_else_does(
+    tmp_path: Path, lengths: list[tuple[object, int]], tokens: int
+) -> None:
+    file = tmp_path / "t.jsonl"
+    file.write_text(
+        "".join(json.dumps({"input_length": length, "hash_ids": [*range(count)]}) + "\n" for length, count in lengths)
+    )
+    assert read_trace(file).tokens_per_block == tokens
+    with file.open("a") as more:
+        more.write('{"hash_ids": [1], "block_tokens": 32}\n')
+    assert read_trace(file).tokens_per_block == 32
+
+
 def test_a_pool_of_any_size_can_be_tried() -> None:
     assert replay(trace_of([[1], [2], [1]]), "lru", 10**12).hits == 1
 
 
 @pytest.mark.parametrize(
-    "line", ["nonsense", "[]", "{}", '{"hash_ids": [1.5]}', '{"hash_ids": [-1]}', '{"hash_ids": [], "block_bytes": -1}']
+    "line",
+    [
+        *(
+            "nonsense",
+            "[]",
+            "{}",
+            '{"hash_ids": "12"}',
+            '{"hash_ids": {}}',
+            '{"hash_ids": [1.5]}',
+            '{"hash_ids": [true]}',
+        ),
+        *('{"hash_ids": [-1]}', '{"hash_ids": [18446744073709551616]}', '{"hash_ids": [], "block_bytes": -1}'),
+        *('{"hash_ids": [1], "block_tokens": 2147483648}', '{"hash_ids": [1], "x": ' + 9999 * "[" + 9999 * "]" + "}"),
+    ],
 )
 def test_a_file_that_is_no_trace_is_refused_with_the_line(tmp_path: Path, line: str) -> None:
     file = tmp_path / "bad.jsonl"
@@ -219,3 +256,16 @@ def test_the_console_has_it_too(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert json.loads(told)["results"][0]["hit_percent"] == 75.0
     assert console(["simulate", str(file), "--blocks", "0"]) == 2
     assert "is no list of numbers of blocks" in capfd.readouterr().err
+
+
+def test_a_policy_that_raises_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise IndexError("7")
+
+    file = tmp_path / "t.jsonl"
+    file.write_text('{"hash_ids": [1]}\n')
+    monkeypatch.setattr("kvoffd.simulate.command.replay", broken)
+    assert main(["simulate", str(file), "--policy", "lru", "--blocks", "1"]) == 2
+    assert capsys.readouterr().err.endswith("The policy lru failed: IndexError: 7.\n")
