@@ -25,6 +25,7 @@ class FaultyStore:
         error: what every command gets, such as ``LOADING ...``.
         full: whether writes are refused.
         forced: what commands get, byte for byte, whatever they ask for.
+        forced_values: what is got of values that are asked for, byte for byte.
         surplus: what is sent once more behind the next value.
         commands: how many of each it was given.
     """
@@ -39,6 +40,7 @@ class FaultyStore:
         self.error = ""
         self.full = False
         self.forced: Values = {}
+        self.forced_values: Values = {}
         self.surplus = b""
         self.commands: dict[bytes, int] = {}
         self._lock = threading.Lock()
@@ -100,6 +102,9 @@ class FaultyStore:
 
     def _send_value(self, key: bytes, connection: socket.socket) -> bool:
         value = self.values.get(key)
+        if key in self.forced_values:
+            connection.sendall(self.forced_values[key])
+            return True
         if value is None:
             connection.sendall(b"$-1\r\n")
             return True

@@ -6,7 +6,7 @@ import pytest
 
 from kvoffd.tiers.shared import answers as module
 from kvoffd.tiers.shared.answers import BELIEVED_S, FAILED_S, NO_S, YES_S, Answers
-from kvoffd.tiers.shared.breaker import LONGEST_PAUSE_S, Breaker
+from kvoffd.tiers.shared.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, Breaker
 from kvoffd.tiers.tier import Answer
 
 ONE = b"1" * 32
@@ -95,24 +95,35 @@ def test_the_breaker_opens_after_three_failures_and_probes_ever_less_often(clock
     breaker = Breaker(clock, jitter=lambda: 0.5)
     assert breaker.open
     assert breaker.probe_in_s == 0
-    breaker.succeeded()
+    breaker.probe_succeeded()
     for _ in range(2):
-        breaker.failed()
-    breaker.succeeded()
+        breaker.failed("read")
+    breaker.succeeded("read")
     for _ in range(2):
-        breaker.failed()
+        breaker.failed("read")
+        breaker.failed("ask")
+        breaker.succeeded("ask")
         assert not breaker.open
-    breaker.failed()
+    breaker.failed("read")
     assert breaker.open
     assert breaker.opened == 1
     pauses = []
     for _ in range(4):
         pauses.append(breaker.probe_in_s)
         clock.now += breaker.probe_in_s
-        breaker.failed()
+        breaker.failed("read")
         assert breaker.probe_in_s == 0, "only a probe's failure puts the next one off"
         breaker.probe_failed()
     assert pauses == [1.0, 2.0, 4.0, LONGEST_PAUSE_S]
-    breaker.succeeded()
-    breaker.failed(at_once=True)
+    breaker.probe_succeeded()
+    breaker.succeeded("ask")
+    breaker.failed("read")
+    assert breaker.open, "one more of what opened it"
+    assert breaker.probe_in_s == LONGEST_PAUSE_S
+    breaker.probe_succeeded()
+    breaker.succeeded("read")
+    breaker.failed("read")
+    assert not breaker.open
+    breaker.failed("ask", at_once=True)
     assert breaker.open
+    assert breaker.probe_in_s == FIRST_PAUSE_S

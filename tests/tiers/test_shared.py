@@ -86,6 +86,7 @@ LIES: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda value: b"",
     "zeros": lambda value: bytes(len(value)),
 }
+WRONG_TYPE = b"-WRONGTYPE Operation against a key holding the wrong kind of value\r\n"
 
 
 @pytest.mark.parametrize("lie", LIES)
@@ -98,6 +99,18 @@ def test_what_is_not_the_block_is_a_miss_and_is_removed(store: FaultyStore, rig:
     assert rig.kinds["mismatch"] == 1
     rig.until(lambda: not store.values)
     assert rig.ask(block) == [Answer.NO], "it is not asked for again soon"
+
+
+def test_a_key_of_another_type_is_a_miss_and_is_removed(store: FaultyStore, rig: SharedRig) -> None:
+    blocks = [rig.block(1), rig.block(2)]
+    rig.store(blocks[0])
+    rig.block(2)
+    rig.store(blocks[1])
+    store.forced_values = {object_key(blocks[0].id, 0): WRONG_TYPE}
+    assert rig.load(blocks[0]) is TierResult.CORRUPT
+    assert rig.tier.counters.mismatches == 1
+    rig.until(lambda: list(store.values) == [object_key(blocks[1].id, 0)])
+    assert rig.load(blocks[1]) is DONE
 
 
 def test_a_first_block_that_no_cache_has_room_for_is_a_miss(store: FaultyStore, rig: SharedRig) -> None:
@@ -156,7 +169,7 @@ ODD_REPLIES = {
     "a generation of negative length": {b"GET": b"$-7\r\n"},
     "a generation of many terabytes": {b"GET": b"$99999999999999\r\n"},
     "a length with an underscore": {b"GET": b"$1_0\r\n0123456789\r\n"},
-    "a generation of another type": {b"GET": b"-WRONGTYPE Operation against a key\r\n"},
+    "a generation of another type": {b"GET": WRONG_TYPE},
 }
 
 
@@ -254,6 +267,49 @@ def test_a_store_that_is_full_is_left_alone_for_a_while(store: FaultyStore, rig:
     assert rig.kinds == {"full": 1}
     rig.block(1)
     assert rig.load(block) is DONE, "reading goes on"
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (b"-NOPERM User default has no permissions to run the 'set' command\r\n", "+set"),
+        (b"-READONLY You can't write against a read only replica.\r\n", "replica"),
+        (b"-MISCONF Errors writing to the AOF file\r\n", "MISCONF"),
+    ],
+)
+def test_a_server_that_refuses_writes_is_still_read(
+    store: FaultyStore, rig: SharedRig, monkeypatch: pytest.MonkeyPatch, answer: bytes, told: str
+) -> None:
+    rig.store(block := rig.block(1))
+    store.forced = {b"SET": answer}
+    assert rig.write(rig.block(2)) is TierResult.FAILED
+    assert rig.write(rig.block(3)) is None, "for a while"
+    assert told in rig.tier.problem
+    assert "maxmemory" not in rig.tier.problem
+    monkeypatch.setattr("kvoffd.tiers.shared.shared_tier.FULL_PAUSE_S", 0.0)
+    monkeypatch.setattr(rig.tier, "_write_at", 0.0)
+    for number in range(4, 8):
+        assert rig.write(rig.block(number)) is TierResult.FAILED
+        assert rig.tier.reachable
+    assert rig.tier.breaker.opened == 0
+    rig.block(1)
+    assert rig.load(block) is DONE
+
+
+def test_values_that_hang_while_asking_is_quick_open_the_breaker(store: FaultyStore, rig: SharedRig) -> None:
+    blocks = [rig.block(number) for number in range(5)]
+    for number, block in enumerate(blocks):
+        rig.block(number)
+        rig.store(block)
+    store.hang_after, store.hang_s = 3, 0.5
+    for number, block in enumerate(blocks[:4]):
+        rig.until(lambda: rig.tier.reachable)
+        assert rig.ask_anew(block) == [Answer.YES]
+        assert rig.load(block, deadline_s=0.1) is not DONE
+        assert rig.tier.breaker.opened == max(0, number - 1), "at the third, and at the next one after a probe"
+    store.hang_after = None
+    rig.until(lambda: rig.tier.reachable)
+    assert rig.load(blocks[4]) is DONE
 
 
 @pytest.mark.parametrize(

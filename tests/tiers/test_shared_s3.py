@@ -165,6 +165,22 @@ def test_a_quota_stops_writes_and_is_no_matter_of_credentials(
     assert rig.load(block) is DONE, "reading goes on"
 
 
+@pytest.mark.parametrize("error", [(403, "AccessDenied"), (503, "SlowDown"), (500, "InternalError")])
+def test_a_bucket_that_refuses_writes_is_still_read(
+    bucket: FaultyBucket, rig: SharedRig, monkeypatch: pytest.MonkeyPatch, error: tuple[int, str]
+) -> None:
+    monkeypatch.setattr("kvoffd.tiers.shared.shared_tier.FULL_PAUSE_S", 0.0)
+    rig.store(block := rig.block(1))
+    bucket.write_error = error
+    for number in range(2, 7):
+        assert rig.write(rig.block(number)) is TierResult.FAILED
+        assert rig.tier.reachable
+    assert error[1] in rig.tier.problem
+    assert rig.tier.breaker.opened == 0
+    rig.block(1)
+    assert rig.load(block) is DONE
+
+
 def test_without_descriptors_nothing_is_written_until_there_are_some_again(
     rig: SharedRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,7 @@ MOST_PARTS = 256
 """Parts of one ``sendmsg``; the kernel takes 1024."""
 MOST_TEXT_BYTES = 1 << 20
 MOST_TOLD_CHARACTERS = 200
+NEEDED_COMMANDS = "~kvoffd/* +ping +get +exists +touch +expire +set +incrby +unlink, and of a cluster +cluster|nodes"
 MOST_KEYS = 4096
 """Keys of one message."""
 
@@ -202,7 +203,7 @@ class Redis(Store):
         """What a command answers that answers with a text of up to 1 MiB."""
         self._send_words(words, deadline)
         length = self._value_length(deadline)
-        if length is None or length > MOST_TEXT_BYTES:
+        if length is None or not 0 <= length <= MOST_TEXT_BYTES:
             raise self._broken("A text is missing or too long")
         return self._take(length + 2, deadline)[:-2].decode(errors="replace")
 
@@ -236,10 +237,18 @@ class Redis(Store):
         self.close()
         text = self._told(line[1:])
         code = text.partition(" ")[0]
-        if code in ("NOAUTH", "WRONGPASS", "NOPERM") or "AUTH" in text:
+        if code == "NOPERM":
+            why = f"{self._name} does not let this user do that ({text}); it needs {NEEDED_COMMANDS}."
+            raise StoreError("credentials", why, final=True)
+        if code == "READONLY":
+            raise StoreError("refused", f"{self._name} is a replica, which takes no writes ({text}): name its primary.")
+        if code in ("NOAUTH", "WRONGPASS") or "AUTH" in text:
             why = f"{self._name} does not let us in ({text}); see shared_password_file."
             raise StoreError("credentials", why, final=True)
-        if code in ("MOVED", "ASK", "CLUSTERDOWN", "CROSSSLOT"):
+        if code == "CLUSTERDOWN":
+            why = "some slots have no master; mend it, or set cluster-require-full-coverage no."
+            raise StoreError("cluster", f"The cluster of {self._name} is down ({text}): {why}")
+        if code in ("MOVED", "ASK", "CROSSSLOT"):
             raise StoreError(
                 "cluster", f"{self._name} is of a cluster: name it redis+cluster://, or it changed ({text})."
             )
@@ -273,12 +282,16 @@ class Redis(Store):
         length = self._value_length(deadline)
         if length is None:
             return None
-        if length > HEAD_BYTES:
-            raise self._broken("A value is too long")
+        if not 0 <= length <= HEAD_BYTES:
+            raise self._broken("A value is too long, or no text")
         return self._take(length + 2, deadline)[:-2]
 
     def _value_length(self, deadline: float) -> int | None:
-        text = self._check(self._line(deadline), b"$")
+        """The length of the value that follows; None for no value, -1 for one of another type, not followed by any."""
+        line = self._line(deadline)
+        if line.startswith(b"-WRONGTYPE"):
+            return -1
+        text = self._check(line, b"$")
         if not re.fullmatch(rb"-1|[0-9]{1,18}", text):
             raise self._broken(f"{self._told(text)} is no length")
         return int(text) if text != b"-1" else None

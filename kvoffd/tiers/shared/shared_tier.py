@@ -21,7 +21,7 @@ MOST_ASKED = 65_536
 """Keys that may be being asked for at a time."""
 MOST_READS, MOST_WRITES = 4096, 64
 FULL_PAUSE_S = 5.0
-"""How long nothing is written after the store had no room."""
+"""How long nothing is written after the store refused it: it is full, a replica, or gives us no right to."""
 HANGS_S = 0.5
 """How long after its deadline an ask is to be begun at the latest."""
 RAISE_S = 5.0
@@ -102,7 +102,7 @@ class SharedTier(AskedTier):
         self._unwanted: set[Write] = set()
         """Writes under way of blocks that were removed meanwhile."""
         self._read_block: TierBlock | None = None
-        self._full_until = 0.0
+        self._write_at = 0.0
         self._closed = False
         self._ended: deque[Callable[[], None]] = deque()
         self._workers = Workers(stores, self.generation, digest, self.breaker, self, self.ask_deadline_s)
@@ -183,7 +183,7 @@ class SharedTier(AskedTier):
         return self._read_block
 
     def write(self, block: TierBlock, offsets: Sequence[int], on_done: OnDone) -> bool:
-        unwelcome = self._closed or self.breaker.open or self._clock() < self._full_until
+        unwelcome = self._closed or self.breaker.open or self._clock() < self._write_at
         if unwelcome or len(self._writes) >= MOST_WRITES or block.nbytes > MOST_OBJECT_BYTES:
             self.counters.dropped_writes += 1
             return False
@@ -228,7 +228,7 @@ class SharedTier(AskedTier):
         for ask in overdue:
             self._unanswered(ask)
         if overdue:
-            self.breaker.failed(at_once=True)
+            self.breaker.failed("ask", at_once=True)
             self._failed("timeout", f"{self.name} is being connected to for too long; see its name and the network.")
 
     @property
@@ -267,8 +267,11 @@ class SharedTier(AskedTier):
     def read_ended(self, read: Read, result: TierResult, block: TierBlock | None) -> None:
         self._end(lambda: self._read_ended(read, result, block))
 
-    def write_ended(self, write: Write, result: TierResult, *, sent: bool, full: bool) -> None:
-        self._end(lambda: self._write_ended(write, result, sent, full))
+    def write_ended(self, write: Write, result: TierResult, *, sent: bool) -> None:
+        self._end(lambda: self._write_ended(write, result, sent))
+
+    def writing_refused(self) -> None:
+        self._end(self._writing_refused)
 
     def failed(self, kind: str, sentence: str) -> None:
         self._end(lambda: self._failed(kind, sentence))
@@ -342,13 +345,13 @@ class SharedTier(AskedTier):
         on_done(result)
         self._read_block = None
 
-    def _write_ended(self, write: Write, result: TierResult, sent: bool, full: bool) -> None:
+    def _writing_refused(self) -> None:
+        self._write_at = self._clock() + FULL_PAUSE_S
+
+    def _write_ended(self, write: Write, result: TierResult, sent: bool) -> None:
         on_done = self._writes.pop(write)
         del self._writing[write.block.id]
         counters, (fingerprint, group, key) = self.counters, write.block.id
-        if full:
-            self._full_until = self._clock() + FULL_PAUSE_S
-            self._failed("full", f"{self.name} takes no more blocks now; see Redis's maxmemory-policy or the quota.")
         if write in self._unwanted:
             self._unwanted.remove(write)
             self.remove([write.block.id])

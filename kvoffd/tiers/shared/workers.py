@@ -37,6 +37,8 @@ REMOVED_AT_ONCE = 1000
 MOST_REMOVALS = 16_384
 """Objects that may wait to be removed."""
 LOGGED_S = 60.0
+LOST = ("timeout", "disconnected", "unreachable", "tls", "internal")
+"""Kinds of errors of writing that are no answer of the server's."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,8 +94,11 @@ class Ends(Protocol):
 
     def read_ended(self, read: Read, result: TierResult, block: TierBlock | None) -> None: ...
 
-    def write_ended(self, write: Write, result: TierResult, *, sent: bool, full: bool) -> None:
-        """``sent``: it was not there before. ``full``: the store does not take more now."""
+    def write_ended(self, write: Write, result: TierResult, *, sent: bool) -> None:
+        """``sent``: it was not there before."""
+
+    def writing_refused(self) -> None:
+        """The server answers, and takes no writes now."""
 
     def failed(self, kind: str, sentence: str) -> None: ...
 
@@ -210,7 +215,7 @@ class Workers:
             self._breaker.probe_failed()
             self._tell(store, error)
         else:
-            self._breaker.succeeded()
+            self._breaker.probe_succeeded()
 
     def _ask(self, store: Store, ask: Ask) -> None:
         started = time.monotonic()
@@ -221,16 +226,15 @@ class Workers:
             store.connect()
             generation, found = self._exchange(store, ask, time.monotonic() + self._ask_deadline_s + ASK_PATIENCE_S)
         except Exception as error:
-            if self._fail(store, error) == "refused":
-                self._breaker.failed()  # as a server that loads its data does: nothing can be asked
+            self._fail(store, error, "ask")
             self._ends.unanswered(ask)
             return
         seconds = time.monotonic() - started
         self._ends.asked(ask, generation, found, seconds)
         if seconds > self._ask_deadline_s:
-            self._breaker.failed()
+            self._breaker.failed("ask")
         else:
-            self._breaker.succeeded()
+            self._breaker.succeeded("ask")
 
     def _exchange(self, store: Store, ask: Ask, deadline: float) -> tuple[int, list[bool]]:
         own_key, known = generation_key(ask.fingerprint), self._generations(ask.fingerprint)
@@ -272,6 +276,7 @@ class Workers:
         try:
             store.connect()
             for header in store.get(requests, deadline):
+                self._breaker.succeeded("read")
                 block = self._verified(batch[0], header) if header else None
                 read = batch.popleft()
                 if header is None:
@@ -283,7 +288,7 @@ class Workers:
                         store.close()
                         break
         except Exception as error:
-            self._fail(store, error)
+            self._fail(store, error, "read")
             if batch:
                 read = batch.popleft()
                 late = time.monotonic() >= read.deadline
@@ -320,7 +325,7 @@ class Workers:
             generation = max(seen + 1, self._generations(one.fingerprint) + 1, int(time.time()))
             generation = store.raise_generation(own_key, seen, generation, one.deadline)
         except Exception as error:
-            self._fail(store, error)
+            self._fail(store, error, "write")
             self._ends.raised(one, 0, str(error) or repr(error))
         else:
             self._ends.raised(one, generation, "")
@@ -332,10 +337,9 @@ class Workers:
                 store.connect()
                 store.remove(keys, time.monotonic() + WRITE_S)
             except Exception as error:
-                self._fail(store, error)
+                self._fail(store, error, "write")
 
     def _write(self, store: Store, batch: deque[Write]) -> None:
-        full = False
         try:
             if not self._breaker.open:
                 store.connect()
@@ -347,24 +351,32 @@ class Workers:
                     for name, write, known in zip(names, batch, there, strict=True)
                     if not known
                 ]
-                stored = iter(store.put(absent, deadline))
+                stored = store.put(absent, deadline)
+                if False in stored:
+                    why = "It takes no more blocks now; see Redis's maxmemory-policy or the bucket's quota."
+                    self._fail(store, StoreError("full", why), "write")
+                self._breaker.succeeded("write")
+                each = iter(stored)
                 for known in there:
-                    done = known or next(stored)
+                    done = known or next(each)
                     result = TierResult.DONE if done else TierResult.FAILED
-                    self._ends.write_ended(batch.popleft(), result, sent=not known and bool(done), full=done is False)
+                    self._ends.write_ended(batch.popleft(), result, sent=not known and bool(done))
         except Exception as error:
-            full = self._fail(store, error) == "refused"
+            self._fail(store, error, "write")
         for write in batch:
-            self._ends.write_ended(write, TierResult.FAILED, sent=False, full=full)
+            self._ends.write_ended(write, TierResult.FAILED, sent=False)
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _fail(self, store: Store, error: Exception) -> str:
-        """Tell of a failure, and note it for the breaker unless the store only refused one thing; returns its kind."""
+    def _fail(self, store: Store, error: Exception, work: str) -> None:
+        """Tell of a failure. It counts for the breaker, but not where the server answers that it takes no writes."""
         told = self._tell(store, error)
-        if not self._closed and told.kind != "refused":
-            self._breaker.failed(at_once=told.final)
-        return told.kind
+        if self._closed:
+            return
+        if work == "write" and told.kind not in LOST:
+            self._ends.writing_refused()
+        else:
+            self._breaker.failed(work, at_once=told.final)
 
     def _tell(self, store: Store, error: Exception) -> StoreError:
         if not isinstance(error, StoreError):  # a bug of the store's, which must not end its thread
