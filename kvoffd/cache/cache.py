@@ -246,7 +246,8 @@ class BlockCache(LeasedBlocks):
             slot_for[number] = block.shard(ticket.rank).offset
             self.blocks.reopen_shard(block, ticket.rank)
         if self.blocks.tiering is not None:  # what a tier has of them is as little
-            self.blocks.tiering.forget(ticket.namespace, ticket.group, [block.key for _, block in narrow])
+            names = [block.key for _, block in narrow]
+            self.blocks.tiering.forget(ticket.namespace, ticket.group, names, MissReason.HALF_STORED)
         ticket.copy = sorted(slot_for)
         return [slot_for[number] for number in ticket.copy]
 
@@ -353,7 +354,7 @@ class BlockCache(LeasedBlocks):
             dropped += len(in_pool)
             if tiering is not None:
                 dropped += sum(key not in in_pool and tiering.has(namespace, group, key) for key in keys)
-                tiering.forget(namespace, group, keys)
+                tiering.forget(namespace, group, keys, MissReason.INVALIDATED)
         return dropped
 
     def drop_incomplete(self, blocks: Iterable[Block], reason: MissReason = MissReason.HALF_STORED) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from kvoffd.cache.namespace import Block, Namespace
+from kvoffd.cache.namespace import Block, MissReason, Namespace
 
 
 class CacheListener(Protocol):
@@ -53,8 +53,11 @@ class TieringHooks(Protocol):
     def evicted(self, blocks: Sequence[Block]) -> None:
         """These blocks left the pool because others needed the room."""
 
-    def forget(self, namespace: Namespace, group: int, keys: Iterable[bytes]) -> None:
-        """Remove these keys from the tiers for good, and stop bringing them up."""
+    def forget(self, namespace: Namespace, group: int, keys: Iterable[bytes], why: MissReason) -> None:
+        """Remove these keys from the tiers for good, and stop bringing them up.
+
+        A store that nodes share loses only what is HALF_STORED; what is INVALIDATED is not taken from it for a while.
+        """
 
     def forget_all(self, namespace: Namespace) -> int:
         """Remove the whole namespace from the tiers for good. Returns how many blocks they had."""

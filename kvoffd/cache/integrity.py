@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvoffd.cache.lookup import LeasedBlocks
-from kvoffd.cache.namespace import OFFSET_AT, PAGES, UNVERIFIED, Block, Shard
+from kvoffd.cache.namespace import OFFSET_AT, PAGES, UNVERIFIED, Block, MissReason, Shard
 from kvoffd.cache.pins import LoadTicket
 
 LOOKED_AT_ONCE = 4096
@@ -124,7 +124,8 @@ class Integrity:
             self.mismatches += 1
             blocks.quarantine(check.block, rank)
         if blocks.tiering is not None:
-            blocks.tiering.forget(check.block.namespace, check.block.group, [check.block.key])
+            block = check.block
+            blocks.tiering.forget(block.namespace, block.group, [block.key], MissReason.CORRUPT)
         return False
 
 

@@ -240,7 +240,7 @@ class Demoter:
             del self._under_way[demotion.block]
             self.under_way_bytes -= demotion.copy.nbytes
             if not self._transfers.end_demotion(demotion) and result is TierResult.DONE:
-                self._tier.remove([demotion.copy.id])
+                self._tier.forget([demotion.copy.id])
             self.pump()
 
         return done

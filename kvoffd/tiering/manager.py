@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Protocol
 
 from kvoffd.cache.cache import BlockCache
-from kvoffd.cache.namespace import Block, Namespace
+from kvoffd.cache.namespace import Block, MissReason, Namespace
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.demotion import Demoter
 from kvoffd.tiering.promotion import Promoter, in_turn, prefix_run, window_run
@@ -116,14 +116,14 @@ class TieringManager:
         # The tier's own order goes on where the pool's ends. That waits for the next tick: a store waits for this call.
         self._evicted += blocks
 
-    def forget(self, namespace: Namespace, group: int, keys: Iterable[bytes]) -> None:
+    def forget(self, namespace: Namespace, group: int, keys: Iterable[bytes], why: MissReason) -> None:
         names = list(keys)
         for key in names:
             self.promoter.forget(namespace, group, key)
         self.tier.remove([TierKey(namespace.fingerprint, group, key) for key in names])
         self._publish_removed(namespace, group, names)
         for shared in self.shared:
-            shared.forget(namespace, group, names)
+            shared.forget(namespace, group, names, why)
 
     def forget_all(self, namespace: Namespace) -> int:
         # The event of the cache that the namespace is cleared tells of the tier's blocks too.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import and_
 
 from kvoffd.cache.cache import BlockCache
-from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.demotion import Demoter
 from kvoffd.tiering.promotion import SETTLED, Promoter, in_turn, run_end, window_run
@@ -169,10 +169,15 @@ class SharedTiering:
 
     # --- what else the cache and the daemon tell -------------------------------------------------
 
-    def forget(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
+    def forget(self, namespace: Namespace, group: int, keys: Sequence[bytes], why: MissReason) -> None:
+        """Others use what is there; it must go only where this node has more of a block to put in its place."""
         for key in keys:
             self.promoter.forget(namespace, group, key)
-        self.tier.remove([TierKey(namespace.fingerprint, group, key) for key in keys])
+        ids = [TierKey(namespace.fingerprint, group, key) for key in keys]
+        if why is MissReason.HALF_STORED:
+            self.tier.remove(ids)
+        elif why is MissReason.INVALIDATED:
+            self.tier.forget(ids)
 
     def forget_all(self, namespace: Namespace) -> None:
         self.promoter.forget_all(namespace)

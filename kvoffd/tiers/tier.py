@@ -161,6 +161,10 @@ class Tier(ABC):
     def remove(self, block_ids: Iterable[TierKey]) -> int:
         """Remove blocks for good: see ``removals_kept``. Returns how many were there."""
 
+    def forget(self, block_ids: Iterable[TierKey]) -> None:
+        """Keep blocks from coming back that this node has dropped."""
+        self.remove(block_ids)
+
     @abstractmethod
     def remove_namespace(self, fingerprint: bytes) -> int:
         """Remove all blocks of a namespace for good, also those being written. Returns how many could be read."""
@@ -210,7 +214,8 @@ class AskedTier(Tier):
     ``index`` has what is believed to be there, for whoever would write it again; ``readable`` what it answered YES for
     a moment ago. Neither says what their checksums and first blocks are: that is learned by reading (``contents``).
     ``groups`` is empty, and the listener's ``tier_stored`` and ``tier_removed`` are not called. ``remove`` is for
-    blocks that nobody may read; ``remove_namespace`` forgets the answers alone, since others use the blocks.
+    blocks that nobody may read; ``forget`` does without them for a while, and ``remove_namespace`` forgets the answers,
+    since others use the blocks.
     """
 
     ask_deadline_s: float
@@ -237,6 +242,9 @@ class AskedTier(Tier):
     @abstractmethod
     def answers(self, fingerprint: bytes, group: int, keys: Sequence[bytes]) -> list[Answer]:
         """What is known of each key now."""
+
+    @abstractmethod
+    def forget(self, block_ids: Iterable[TierKey]) -> None: ...
 
     @abstractmethod
     def poll(self, fingerprint: bytes) -> None:

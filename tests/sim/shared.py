@@ -85,8 +85,7 @@ class SimShared(AskedTier):
         self.left: set[bytes] = set()
         """Namespaces that an engine has reset: nothing may come of them."""
         self.jobs = 0
-        self._writing: dict[TierKey, bool] = {}
-        """Blocks that are being written, and whether they were removed meanwhile."""
+        self._writing: set[TierKey] = set()
         self._read_block: TierBlock | None = None
         self.on_turn: Callable[[], None] = lambda: None
         self.listener: TierListener | None = None
@@ -226,7 +225,7 @@ class SimShared(AskedTier):
         if fingerprint in self.left:
             raise Broken("a block of a namespace that an engine reset is written to the shared store")
         slots, generation = self._claim(offsets, "ready"), self._generation(fingerprint)
-        self._writing[block.id] = False
+        self._writing.add(block.id)
 
         def finish() -> None:
             parts = [
@@ -234,8 +233,8 @@ class SimShared(AskedTier):
                 for offset, shard in zip(offsets, block.shards, strict=True)
             ]
             self._let_go(slots)
-            removed = self._writing.pop(block.id)
-            done = self.reachable and not removed and not self._hit("fail")
+            self._writing.remove(block.id)
+            done = self.reachable and not self._hit("fail")
             if done:
                 data = encode_header(block, generation, digest) + b"".join(parts)
                 self.store.put(object_key(block.id, generation), data)
@@ -275,10 +274,12 @@ class SimShared(AskedTier):
     def remove(self, block_ids: Iterable[TierKey]) -> int:
         for block_id in block_ids:
             self._answers.refuse(*block_id)
-            if block_id in self._writing:
-                self._writing[block_id] = True
             self.store.objects.pop(object_key(block_id, self._generation(block_id.fingerprint)), None)
         return 0
+
+    def forget(self, block_ids: Iterable[TierKey]) -> None:
+        for block_id in block_ids:
+            self._answers.refuse(*block_id)
 
     def remove_namespace(self, fingerprint: bytes) -> int:
         self._answers.forget(fingerprint)

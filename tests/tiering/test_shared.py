@@ -36,6 +36,7 @@ class FakeAskedTier(AskedTier):
         self.ended: list[TierKey] = []
         self.written: list[TierBlock] = []
         self.removed: list[TierKey] = []
+        self.forgotten: list[TierKey] = []
         self._block: TierBlock | None = None
 
     def ask(
@@ -101,6 +102,9 @@ class FakeAskedTier(AskedTier):
     def remove(self, block_ids: Iterable[TierKey]) -> int:
         self.removed += block_ids
         return 0
+
+    def forget(self, block_ids: Iterable[TierKey]) -> None:
+        self.forgotten += block_ids
 
     def remove_namespace(self, fingerprint: bytes) -> int:
         self.known.clear()
@@ -272,14 +276,40 @@ def test_a_namespace_that_was_reset_is_not_written(rig: TieringHarness) -> None:
     assert len(tier.written) == 1
 
 
-def test_what_is_invalidated_is_removed_there_and_what_is_cleared_is_not(
-    rig: TieringHarness, shared: FakeAskedTier
-) -> None:
+def test_what_others_use_stays_there_whatever_this_node_drops(rig: TieringHarness, shared: FakeAskedTier) -> None:
     space = rig.open()
     rig.put(space, keys_of(1, 2))
     for _ in rig.cache.invalidate(space, [(0, keys_of(1))]):
         pass
-    assert [one.key for one in shared.removed] == split(keys_of(1))
+    assert [one.key for one in shared.forgotten] == split(keys_of(1)), "it must not come straight back"
+    integrity = rig.cache.integrity
+    (check,) = integrity.checks_at(integrity.slots())
+    assert not integrity.apply(check, check.checksum + 1)
+    assert len(shared.forgotten) == 1, "a whole one may come from there"
     for _ in rig.cache.clear(space):
         pass
-    assert len(shared.removed) == 1
+    assert not shared.removed
+
+
+def test_what_has_less_of_a_block_than_the_pool_now_is_removed_there(
+    rig: TieringHarness, shared: FakeAskedTier
+) -> None:
+    space = rig.open()
+    rig.put(space, keys_of(1), first_block=1)
+    rig.put(space, keys_of(1))
+    assert [one.key for one in shared.removed] == split(keys_of(1))
+
+
+def test_a_block_dropped_while_it_is_written_stays_there(rig: TieringHarness) -> None:
+    tier = FakeAskedTier(rig)
+    rig.tiering.share(tier, TieringSettings(mode=WriteMode.ALWAYS))
+    ends: list[OnDone] = []
+    tier.write = lambda block, offsets, on_done: ends.append(on_done) or True  # type: ignore[method-assign, func-returns-value]
+    space = rig.open()
+    rig.put(space, keys_of(1))
+    rig.tiering.pump()
+    for _ in rig.cache.clear(space):
+        pass
+    ends[0](TierResult.DONE)
+    assert [one.key for one in tier.forgotten] == split(keys_of(1))
+    assert not tier.removed

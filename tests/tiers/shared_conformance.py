@@ -124,6 +124,14 @@ class SharedConformance:
         ours.tier.remove_namespace(ONE)
         assert theirs.load(block) is DONE
 
+    def test_what_one_node_forgets_others_have_and_it_does_not_come_back_to_it(self, node: Nodes) -> None:
+        ours, theirs = node(), node()
+        block = ours.block(1)
+        ours.store(block)
+        ours.tier.forget([block.id])
+        assert ours.ask(block) == [Answer.NO]
+        assert theirs.load(block) is DONE
+
     def test_a_raised_generation_makes_blocks_void_for_all(self, node: Nodes) -> None:
         ours, theirs = node(), node()
         block = ours.block(1)

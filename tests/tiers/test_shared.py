@@ -449,18 +449,6 @@ def test_a_thread_that_hangs_opens_the_breaker_and_keeps_nobody_waiting(
     assert rig.load(block) is DONE
 
 
-def test_a_write_of_what_is_removed_meanwhile_leaves_nothing(store: FaultyStore, rig: SharedRig) -> None:
-    store.delay_s = 0.05
-    block = rig.block(1)
-    ends: list[TierResult] = []
-    assert rig.tier.write(block, [0], ends.append)
-    rig.tier.remove([block.id])
-    rig.until(lambda: bool(ends))
-    assert ends == [TierResult.GONE]
-    store.delay_s = 0.0
-    rig.until(lambda: not store.values)
-
-
 # --- a time to live ---------------------------------------------------------------------------------
 
 

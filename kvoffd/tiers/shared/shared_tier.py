@@ -98,9 +98,7 @@ class SharedTier(AskedTier):
         self._asked = 0
         self._reads: dict[Read, OnDone] = {}
         self._writes: dict[Write, OnDone] = {}
-        self._writing: dict[TierKey, Write] = {}
-        self._unwanted: set[Write] = set()
-        """Writes under way of blocks that were removed meanwhile."""
+        self._writing: set[TierKey] = set()
         self._read_block: TierBlock | None = None
         self._write_at = 0.0
         self._closed = False
@@ -193,7 +191,7 @@ class SharedTier(AskedTier):
             return False
         write = Write(block, self._generation(block.id), self._views(block, offsets))
         self._writes[write] = on_done
-        self._writing[block.id] = write
+        self._writing.add(block.id)
         self._workers.write(write)
         return True
 
@@ -201,17 +199,15 @@ class SharedTier(AskedTier):
         """Nothing: what is offered again after ``BELIEVED_S`` is touched by that (``Store.touch``)."""
 
     def remove(self, block_ids: Iterable[TierKey]) -> int:
-        count, names = 0, []
-        for block_id in block_ids:
-            fingerprint, group, key = block_id
-            count += key in self.index(fingerprint, group)
-            self._answers.refuse(fingerprint, group, key)
-            if (write := self._writing.get(block_id)) is not None:
-                self._unwanted.add(write)
-            else:
-                names.append(object_key(block_id, self._generation(block_id)))
-        self._workers.remove(names)
+        ids = list(block_ids)
+        count = sum(key in self.index(fingerprint, group) for fingerprint, group, key in ids)
+        self.forget(ids)
+        self._workers.remove([object_key(block_id, self._generation(block_id)) for block_id in ids])
         return count
+
+    def forget(self, block_ids: Iterable[TierKey]) -> None:
+        for block_id in block_ids:
+            self._answers.refuse(*block_id)
 
     def remove_namespace(self, fingerprint: bytes) -> int:
         self._answers.forget(fingerprint)
@@ -350,13 +346,9 @@ class SharedTier(AskedTier):
 
     def _write_ended(self, write: Write, result: TierResult, sent: bool) -> None:
         on_done = self._writes.pop(write)
-        del self._writing[write.block.id]
+        self._writing.remove(write.block.id)
         counters, (fingerprint, group, key) = self.counters, write.block.id
-        if write in self._unwanted:
-            self._unwanted.remove(write)
-            self.remove([write.block.id])
-            result = TierResult.GONE
-        elif result is TierResult.DONE:
+        if result is TierResult.DONE:
             counters.written_blocks += sent
             counters.written_bytes += write.block.nbytes if sent else 0
             counters.present_blocks += not sent
