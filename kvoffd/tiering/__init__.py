@@ -14,7 +14,7 @@ class WriteMode(StrEnum):
     """What is written to a tier."""
 
     ALWAYS = "always"
-    """Every block, as soon as it is ready."""
+    """Every block, as soon as it is ready; to a store that nodes share again when it is used, if it was lost there."""
     REUSE = "reuse"
     """A block that was found by a lookup, so that it has been of use twice; and while the tier is idle, what is next to
     be evicted."""

@@ -9,7 +9,7 @@ from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Block, BlockState
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.transfers import Demotion, TierTransfers, tier_block
-from kvoffd.tiers.tier import Tier, TierResult
+from kvoffd.tiers.tier import AskedTier, Tier, TierResult
 
 MAX_COLD_BLOCKS = 1024
 """Blocks at the cold end of the policy's order that are looked at in one tick."""
@@ -112,6 +112,8 @@ class Demoter:
         self._transfers = transfers
         self._tier = tier
         self.mode = settings.mode
+        self._modes_of_use = {WriteMode.REUSE, WriteMode.ALWAYS} if isinstance(tier, AskedTier) else {WriteMode.REUSE}
+        """In which blocks are offered when they are used; what is asked may have lost what it had."""
         self.budget = WriteBudget(settings.per_day_bytes, settings.per_second_bytes, clock)
         self._under_way_limit = min(cache.slots.pool_bytes // 16, settings.max_writing_bytes)
         """Bytes that may be read out of the pool at once, and are pinned that long."""
@@ -143,7 +145,7 @@ class Demoter:
 
     def used(self, blocks: Sequence[Block]) -> None:
         """Note blocks of one group that a lookup found."""
-        if self.mode is not WriteMode.REUSE or not blocks:
+        if self.mode not in self._modes_of_use or not blocks:
             return
         index = self._tier.index(blocks[0].namespace.fingerprint, blocks[0].group)
         self._waiting.update(dict.fromkeys([block for block in blocks if block.key not in index]))
@@ -237,9 +239,12 @@ class Demoter:
             if result is TierResult.DONE:
                 self.written_blocks += 1
                 self.written_bytes += demotion.copy.nbytes
+            elif result is TierResult.PRESENT:
+                self.budget.give_back(demotion.copy.nbytes)
+                self._trickle_left += demotion.copy.nbytes
             del self._under_way[demotion.block]
             self.under_way_bytes -= demotion.copy.nbytes
-            if not self._transfers.end_demotion(demotion) and result is TierResult.DONE:
+            if not self._transfers.end_demotion(demotion) and result in (TierResult.DONE, TierResult.PRESENT):
                 self._tier.forget([demotion.copy.id])
             self.pump()
 

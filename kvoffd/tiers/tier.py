@@ -48,6 +48,8 @@ class TierResult(Enum):
 
     DONE = "done"
     """Every byte is in place; after a read, the bytes have their checksum."""
+    PRESENT = "present"
+    """The block was there already, and was not written. Only of an ``AskedTier``."""
     GONE = "gone"
     """The block was removed before it was read or written."""
     CORRUPT = "corrupt"

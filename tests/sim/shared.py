@@ -9,8 +9,9 @@ import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from kvoffd.pool.table_format import digest
-from kvoffd.tiers.shared.answers import BELIEVED_S, YES_S, Answers
+from kvoffd.tiers.shared.answers import YES_S, Answers
 from kvoffd.tiers.shared.object_format import decode_header, encode_header, header_bytes, object_key
+from kvoffd.tiers.shared.store import Store
 from kvoffd.tiers.tier import Answer, AskedTier, OnDone, TierBlock, TierKey, TierListener, TierResult, TierShard
 from tests.sim.clock import Broken, Clock, Process
 from tests.sim.content import Content
@@ -151,7 +152,7 @@ class SimShared(AskedTier):
         return ()
 
     def index(self, fingerprint: bytes, group: int) -> Mapping[bytes, TierBlock]:
-        return self._answers.within(fingerprint, group, BELIEVED_S)
+        return self._answers.within(fingerprint, group, Store.believed_s)
 
     def readable(self, fingerprint: bytes, group: int) -> Mapping[bytes, TierBlock]:
         return self._answers.within(fingerprint, group, YES_S) if self.reachable else {}

@@ -313,3 +313,23 @@ def test_a_block_dropped_while_it_is_written_stays_there(rig: TieringHarness) ->
     ends[0](TierResult.DONE)
     assert [one.key for one in tier.forgotten] == split(keys_of(1))
     assert not tier.removed
+
+
+def test_what_is_used_is_offered_again_and_what_was_there_takes_nothing_of_the_budget(rig: TieringHarness) -> None:
+    tier = FakeAskedTier(rig)
+    rig.tiering.share(tier, TieringSettings(mode=WriteMode.ALWAYS, per_second_bytes=16 * SLOT_UNIT))
+    budget = rig.tiering.shared[0].demoter.budget
+    ends: list[OnDone] = []
+    tier.write = lambda block, offsets, on_done: ends.append(on_done) or True  # type: ignore[method-assign, func-returns-value]
+    space = rig.open()
+    rig.put(space, keys_of(1))
+    for lease, result in enumerate((TierResult.DONE, TierResult.PRESENT)):
+        rig.tiering.tick()
+        ends.pop()(result)
+        taken = budget.take(3 * SLOT_UNIT)
+        assert taken
+        budget.give_back(3 * SLOT_UNIT)
+        rig.cache.lookup(space, lease, 1, [(0, keys_of(1))])
+        rig.cache.touch(lease)
+    rig.tiering.tick()
+    assert len(ends) == 1

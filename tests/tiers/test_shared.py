@@ -236,6 +236,19 @@ def test_what_is_evicted_between_asking_and_reading_is_a_miss(store: FaultyStore
     assert rig.tier.reachable
 
 
+def test_what_the_store_lost_is_written_again(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Redis.believed_s == 60.0
+    monkeypatch.setattr(Redis, "believed_s", 0.5)
+    rig = SharedRig(store.url).reachable()
+    rig.store(block := rig.block(1))
+    store.values.clear()
+    assert rig.write(block) is None
+    rig.until(lambda: rig.write(block) is DONE)
+    rig.until(lambda: rig.write(block) is TierResult.PRESENT)
+    assert len(store.values) == 1
+    assert rig.close()
+
+
 def test_slow_answers_are_misses_at_their_deadline_and_open_the_breaker(store: FaultyStore) -> None:
     rig = SharedRig(store.url, ask_deadline_s=0.02).reachable()
     block = rig.block(1)

@@ -8,8 +8,6 @@ from kvoffd.tiers.tier import Answer, TierBlock, TierKey, TierShard
 
 YES_S, NO_S, FAILED_S = 2.0, 1.0, 30.0
 """How long an answer is taken for true; the last for a block that was there by its answer and could not be read."""
-BELIEVED_S = 600.0
-"""How long a block that was there is not offered to the store again."""
 MOST_REFUSED = 4096
 """Keys of a group that failed lately and are remembered."""
 MOST_ANSWERS = 262_144

@@ -81,7 +81,7 @@ class S3(Store):
     """Requests run on a loop of the thread's own, which waits for them and for nothing else."""
 
     ask_deadline_s = ASK_DEADLINE_S
-    poll_s = 15.0  # each is a request that is paid for
+    poll_s, believed_s = 15.0, 600.0  # each is a request that is paid for
     most_window_keys = 256
     blocks_at_once, bytes_at_once = 8, 8 << 20
     writers = 2

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvoffd.tiers.shared.answers import BELIEVED_S, YES_S, Answers
+from kvoffd.tiers.shared.answers import YES_S, Answers
 from kvoffd.tiers.shared.breaker import Breaker
 from kvoffd.tiers.shared.object_format import Digest, object_key
 from kvoffd.tiers.shared.redis import MOST_KEYS
@@ -81,6 +81,7 @@ class SharedTier(AskedTier):
         stores = [first, *(open_store() for _ in range(READERS + first.writers))]
         self.ask_deadline_s = ask_deadline_s or first.ask_deadline_s
         self._poll_s = first.poll_s
+        self._believed_s = first.believed_s
         self.most_window_keys = first.most_window_keys
         self._servers = first.servers
         self.counters = SharedCounters()
@@ -161,7 +162,7 @@ class SharedTier(AskedTier):
         return ()
 
     def index(self, fingerprint: bytes, group: int) -> Mapping[bytes, TierBlock]:
-        return self._answers.within(fingerprint, group, BELIEVED_S)
+        return self._answers.within(fingerprint, group, self._believed_s)
 
     def readable(self, fingerprint: bytes, group: int) -> Mapping[bytes, TierBlock]:
         return self._answers.within(fingerprint, group, YES_S) if self.reachable else {}
@@ -196,7 +197,7 @@ class SharedTier(AskedTier):
         return True
 
     def touch(self, block_ids: Iterable[TierKey]) -> None:
-        """Nothing: what is offered again after ``BELIEVED_S`` is touched by that (``Store.touch``)."""
+        """Nothing: what is offered again after ``Store.believed_s`` is touched by that (``Store.touch``)."""
 
     def remove(self, block_ids: Iterable[TierKey]) -> int:
         ids = list(block_ids)
@@ -263,8 +264,8 @@ class SharedTier(AskedTier):
     def read_ended(self, read: Read, result: TierResult, block: TierBlock | None) -> None:
         self._end(lambda: self._read_ended(read, result, block))
 
-    def write_ended(self, write: Write, result: TierResult, *, sent: bool) -> None:
-        self._end(lambda: self._write_ended(write, result, sent))
+    def write_ended(self, write: Write, result: TierResult) -> None:
+        self._end(lambda: self._write_ended(write, result))
 
     def writing_refused(self) -> None:
         self._end(self._writing_refused)
@@ -344,11 +345,12 @@ class SharedTier(AskedTier):
     def _writing_refused(self) -> None:
         self._write_at = self._clock() + FULL_PAUSE_S
 
-    def _write_ended(self, write: Write, result: TierResult, sent: bool) -> None:
+    def _write_ended(self, write: Write, result: TierResult) -> None:
         on_done = self._writes.pop(write)
         self._writing.remove(write.block.id)
         counters, (fingerprint, group, key) = self.counters, write.block.id
-        if result is TierResult.DONE:
+        if result in (TierResult.DONE, TierResult.PRESENT):
+            sent = result is TierResult.DONE
             counters.written_blocks += sent
             counters.written_bytes += write.block.nbytes if sent else 0
             counters.present_blocks += not sent

@@ -110,6 +110,7 @@ class Store(ABC):
         poll_s: how often it is looked whether generations were raised.
         most_window_keys: keys that ``ask`` manages in that time without ``prefix``.
         blocks_at_once, bytes_at_once: most objects of one ``get`` or ``put``, and their bytes where there are several.
+        believed_s: how long a block that was there is not offered again. The store may lose it, and an offer is a use.
         writers: threads that write. With several one asks what is there while another one's objects are on their way.
         servers: those that the store has, the same object for all connections; None where it cannot tell.
     """
@@ -119,6 +120,7 @@ class Store(ABC):
     most_window_keys: int
     blocks_at_once: int
     bytes_at_once: int
+    believed_s: float = 60.0
     writers: int = 1
     servers: Servers | None = None
 

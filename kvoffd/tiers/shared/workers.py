@@ -94,8 +94,7 @@ class Ends(Protocol):
 
     def read_ended(self, read: Read, result: TierResult, block: TierBlock | None) -> None: ...
 
-    def write_ended(self, write: Write, result: TierResult, *, sent: bool) -> None:
-        """``sent``: it was not there before."""
+    def write_ended(self, write: Write, result: TierResult) -> None: ...
 
     def writing_refused(self) -> None:
         """The server answers, and takes no writes now."""
@@ -358,13 +357,12 @@ class Workers:
                 self._breaker.succeeded("write")
                 each = iter(stored)
                 for known in there:
-                    done = known or next(each)
-                    result = TierResult.DONE if done else TierResult.FAILED
-                    self._ends.write_ended(batch.popleft(), result, sent=not known and bool(done))
+                    written = TierResult.PRESENT if known else TierResult.DONE if next(each) else TierResult.FAILED
+                    self._ends.write_ended(batch.popleft(), written)
         except Exception as error:
             self._fail(store, error, "write")
         for write in batch:
-            self._ends.write_ended(write, TierResult.FAILED, sent=False)
+            self._ends.write_ended(write, TierResult.FAILED)
 
     # --- inside ----------------------------------------------------------------------------------
 
