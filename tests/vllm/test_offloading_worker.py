@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import cast
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
-from kvoffd_client import NamespaceSpec
+from kvoffd_client import NamespaceSpec, Registration, SharedMemory
+from kvoffd_client.vllm import offloading_worker
 from kvoffd_client.vllm.connector_metadata import NO_LEASE, KeyedSpec
 from kvoffd_client.vllm.connector_options import ConnectorOptions
 from kvoffd_client.vllm.kv_memory import NotShareable, SharedKvMemory, registration_of
@@ -19,8 +21,10 @@ from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWor
 from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import PageRef, TensorLayout
-from kvoffd_proto.messages import GroupKeys, JobResult
+from kvoffd_proto.messages import GroupKeys, JobResult, Load, Role, Unregister
+from tests.support.fake_daemon import FakeDaemon
 from tests.support.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash
+from tests.support.waiting import wait_until
 
 BLOCKS = GPULoadStoreSpec([4, 5], group_sizes=[2], block_indices=[0])
 KEYED = KeyedSpec((block_hash(1) + block_hash(2),))
@@ -222,3 +226,36 @@ def test_a_worker_is_registered_in_one_namespace_at_a_time_and_without_one_fails
     worker.leave()
     assert (second.unregistered, worker.registered) == (1, None)
     assert worker.usable
+
+
+def test_a_load_of_a_namespace_that_is_left_fails_when_the_daemon_has_let_go_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(offloading_worker, "UNREGISTER_TIMEOUT_S", 0.1)
+    with FakeDaemon() as fake, SharedMemory(4096) as memory:
+        fake.hold_jobs, fake.close_on_eof = True, False
+        fake.answers[Unregister] = lambda *_: None
+        registration = Registration(0, 1, (memory,), (TensorLayout(0, 0, 64, 8),), ((PageRef(0, 64),),))
+        spec = NamespaceSpec.named("left", key_bytes=KEY_BYTES)
+        worker = KvoffdWorker(
+            lambda _: WorkerClient(fake.directory, spec, registration),
+            blocks_per_chunk=1,
+            key_bytes=KEY_BYTES,
+            fence_timeout_s=0.1,
+        )
+        worker.join(spec)
+        wait_until(lambda: worker.registered is not None)
+        worker.submit_load(1, KeyedSpec(KEYED.groups, lease_id=2**32), BLOCKS)
+        worker.flush()
+        wait_until(lambda: fake.seen(Load))
+        peer = fake.peer(Role.WORKER)
+        worker.leave()
+        assert worker.get_finished() == [], "a copy may still land in its blocks"
+        fence = threading.Thread(target=worker.wait, args=({1},))
+        fence.start()
+        fence.join(0.4)
+        assert fence.is_alive()
+        fake.do(lambda: fake.release(peer))
+        fence.join(5)
+        assert (only_result(worker).success, worker.get_finished(), worker._left) == (False, [], [])
+        worker.shutdown()

@@ -53,6 +53,8 @@ class KvoffdWorker(OffloadingWorker):
     ) -> None:
         self._connect = connect
         self._client: WorkerClient | None = None
+        self._left: list[WorkerClient] = []
+        """Clients of namespaces that were left, with loads that the daemon may still copy."""
         self._namespace: NamespaceSpec | None = None
         self._blocks_per_chunk = blocks_per_chunk
         self._key_bytes = key_bytes
@@ -130,8 +132,11 @@ class KvoffdWorker(OffloadingWorker):
     def get_finished(self) -> list[TransferResult]:
         self.flush()
         finished: list[TransferResult] = [self._local_results.popleft() for _ in range(len(self._local_results))]
-        if self._client is not None:
-            finished.extend(_transfer_result(result) for result in self._client.take_results())
+        for client in self._clients():
+            finished.extend(_transfer_result(result) for result in client.take_results())
+        for client in [client for client in self._left if not client.unfinished]:
+            self._left.remove(client)
+            self._close(client)
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
@@ -145,8 +150,8 @@ class KvoffdWorker(OffloadingWorker):
         self._withdrawn_stores = 0
         if self._sender is not None:
             self._sender.withdraw(wanted, FENCE_PATIENCE_S)
-        if self._client is not None:
-            self._client.fence(wanted, self._fence_timeout_s, self._withdrawn_stores)
+        for client in self._clients():
+            client.fence(wanted, self._fence_timeout_s, self._withdrawn_stores if client is self._client else 0)
         self.waited_s += time.monotonic() - began
 
     def join(self, namespace: NamespaceSpec) -> None:
@@ -159,7 +164,10 @@ class KvoffdWorker(OffloadingWorker):
             self._client = self._connect(namespace)
 
     def leave(self) -> None:
-        """Have the daemon let go of the KV memory. Jobs fail from now on, until another ``join``."""
+        """Have the daemon let go of the KV memory. Jobs fail from now on, until another ``join``.
+
+        A load that the daemon does not end fails when nothing of the daemon can touch its blocks any more.
+        """
         client, self._client, self._namespace = self._client, None, None
         if client is None:
             return
@@ -168,12 +176,22 @@ class KvoffdWorker(OffloadingWorker):
             self._fail(job_id, tuple([(part.group, part.keys) for part in job.groups]), ErrorCode.CANCELLED)
         if self._sender is not None:
             self._sender.withdraw(self._sender.waiting)
-        if not client.unregister(UNREGISTER_TIMEOUT_S):
+        released = client.unregister(UNREGISTER_TIMEOUT_S)
+        if not released:
             logger.warning(
                 "kvoffd: the daemon did not confirm within %.0f s that it has released the KV cache; the memory may "
                 "stay allocated until it does.",
                 UNREGISTER_TIMEOUT_S,
             )
+        if released or not client.unfinished:
+            self._close(client)
+        else:
+            self._left.append(client)
+
+    def _clients(self) -> list[WorkerClient]:
+        return self._left if self._client is None else [*self._left, self._client]
+
+    def _close(self, client: WorkerClient) -> None:
         client.close()
         self._local_results.extend(_transfer_result(result) for result in client.take_results())
 
@@ -193,8 +211,8 @@ class KvoffdWorker(OffloadingWorker):
     def shutdown(self) -> None:
         if self._sender is not None:
             self._sender.close()
-        if self._client is not None:
-            self._client.close()
+        for client in self._clients():
+            client.close()
 
     def _groups(
         self, job_id: int, blocks: GPULoadStoreSpec, keyed: KeyedSpec, *, is_store: bool
