@@ -11,9 +11,7 @@ Every call releases the GIL.
 from __future__ import annotations
 
 import ctypes
-import os
-import resource
-from typing import Any, ClassVar
+from typing import ClassVar
 
 DEFAULT_LIBRARY = "libcuda.so.1"
 
@@ -114,8 +112,6 @@ _ADVICE = {
 }
 
 _TEXT_BYTES = 128
-# A driver call may open a few files of its own.
-_SPARE_DESCRIPTORS = 8
 _NO_GPU = (
     "This process sees no GPU: see nvidia-smi where it runs, and give its container GPUs (NVIDIA_VISIBLE_DEVICES=all; "
     "CUDA_VISIBLE_DEVICES unset)."
@@ -175,12 +171,16 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
 }
 
 TYPES: dict[str, type] = {
+    "void *": ctypes.c_void_p,
+    "const void *": ctypes.c_void_p,
+    "const char *": ctypes.c_char_p,
+    "char": ctypes.c_char,
     "int": ctypes.c_int,
     "unsigned int": ctypes.c_uint,
     "unsigned long long": ctypes.c_uint64,
     "size_t": ctypes.c_size_t,
     "cuuint64_t": ctypes.c_uint64,
-    "CUresult": ctypes.c_int,
+    "CUresult": ctypes.c_uint,
     "CUdevice": ctypes.c_int,
     "CUdeviceptr": ctypes.c_uint64,
     "CUcontext": ctypes.c_void_p,
@@ -188,13 +188,24 @@ TYPES: dict[str, type] = {
     "CUevent": ctypes.c_void_p,
     "CUmodule": ctypes.c_void_p,
     "CUfunction": ctypes.c_void_p,
-    "CUdevice_attribute": ctypes.c_int,
-    "CUpointer_attribute": ctypes.c_int,
+    "CUmemoryPool": ctypes.c_void_p,
+    "CUdevice_attribute": ctypes.c_uint,
+    "CUpointer_attribute": ctypes.c_uint,
     "CUmemGenericAllocationHandle": ctypes.c_uint64,
-    "CUmemAllocationHandleType": ctypes.c_int,
-    "CUipcMemHandle": IpcMemHandle,
+    "CUmemAllocationHandleType": ctypes.c_uint,
+    "CUdriverProcAddressQueryResult": ctypes.c_uint,
 }
-"""What a C type of an argument is here. Every pointer is a ``c_void_p``, but a text's a ``c_char_p``."""
+"""What a C type is here, besides STRUCTS; any other pointer is one to these."""
+
+POINTER_ATTRIBUTES: dict[int, str] = {
+    POINTER_ATTRIBUTE_DEVICE_ORDINAL: "int",
+    POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: "unsigned int",
+    POINTER_ATTRIBUTE_RANGE_START_ADDR: "CUdeviceptr",
+    POINTER_ATTRIBUTE_RANGE_SIZE: "size_t",
+    POINTER_ATTRIBUTE_MEMPOOL_HANDLE: "CUmemoryPool",
+}
+"""What each attribute writes to the ``void *`` of ``cuPointerGetAttribute``, and, below, each type of handle."""
+EXPORTED_HANDLES: dict[int, str] = {MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR: "int"}
 
 PROTOTYPES: dict[str, tuple[str, ...]] = {
     "cuInit": ("unsigned int",),
@@ -272,26 +283,16 @@ BATCH_FORMS: dict[int, tuple[str, ...]] = {
 their count, attributes, first copies, their count, then in the older form which copy failed, then the stream."""
 
 
-def missing_descriptors() -> str:
-    """Return a sentence if this process can open hardly any file more, which the driver does not say; else nothing."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        if len(os.listdir("/proc/self/fd")) < limit - _SPARE_DESCRIPTORS:
-            return ""
-    except OSError:  # not even that directory
-        pass
-    return (
-        f"This process has nearly all of the {limit} files open that it may, and each chunk of GPU memory is one more: "
-        "raise the limit (ulimit -n, LimitNOFILE=)."
-    )
+def argument_type(text: str) -> type:
+    """Return what ctypes calls a C type of an argument: it takes a pointer to no other type than the header's."""
+    if (kind := TYPES.get(text) or STRUCTS.get(text.removeprefix("const "))) is not None:
+        return kind
+    assert text.endswith("*"), f"TYPES lacks {text}"
+    return ctypes.POINTER(argument_type(text[:-1].rstrip()))
 
 
 def argument_types(declared: tuple[str, ...]) -> list[type]:
-    """Return what ctypes calls these C types."""
-    return [
-        (ctypes.c_char_p if text == "const char *" else ctypes.c_void_p) if text.endswith("*") else TYPES[text]
-        for text in declared
-    ]
+    return list(map(argument_type, declared))
 
 
 def declare(library: ctypes.CDLL, prototypes: dict[str, tuple[str, ...]]) -> None:
@@ -349,20 +350,19 @@ class CudaLibrary:
         if status:
             raise self.error(name, status)
 
-    def _number(self, kind: type[ctypes._SimpleCData[Any]], name: str, *arguments: object) -> int:
-        """Make a call that writes a number of this kind to its first argument; return it, 0 for a null pointer."""
-        number = kind()
+    def _number(self, name: str, *arguments: object, written: str = "") -> int:
+        """Make a call that writes a number, of the type ``written`` where its first argument is a ``void *``."""
+        number = argument_type(written or PROTOTYPES[name][0].removesuffix("*").rstrip())()
         self._call(name, ctypes.byref(number), *arguments)
         return number.value or 0
 
-    def _bytes(self, size: int, name: str, *arguments: object) -> bytes:
-        """Make a call that fills ``size`` bytes at its first argument; return them."""
-        buffer = ctypes.create_string_buffer(size)
-        self._call(name, buffer, *arguments)
-        return buffer.raw
+    def pointer_attribute(self, attribute: int, address: int) -> int:
+        return self._number("cuPointerGetAttribute", attribute, address, written=POINTER_ATTRIBUTES[attribute])
 
     def _text(self, name: str, device: int) -> str:
-        return self._bytes(_TEXT_BYTES, name, _TEXT_BYTES, device).partition(b"\0")[0].decode(errors="replace")
+        text = ctypes.create_string_buffer(_TEXT_BYTES)
+        self._call(name, text, _TEXT_BYTES, device)
+        return text.value.decode(errors="replace")
 
     def error(self, call: str, status: int, advice: str = "") -> CudaCallFailed:
         name = ctypes.c_char_p()
@@ -377,24 +377,26 @@ class CudaLibrary:
 
     def version(self) -> int:
         """Return the highest CUDA version that the driver supports: 1000 * major + 10 * minor."""
-        return self._number(ctypes.c_int, "cuDriverGetVersion")
+        return self._number("cuDriverGetVersion")
 
     def device_count(self) -> int:
-        return self._number(ctypes.c_int, "cuDeviceGetCount")
+        return self._number("cuDeviceGetCount")
 
     def device(self, ordinal: int) -> int:
-        return self._number(ctypes.c_int, "cuDeviceGet", ordinal)
+        return self._number("cuDeviceGet", ordinal)
 
     def device_name(self, device: int) -> str:
         return self._text("cuDeviceGetName", device)
 
-    def device_uuid(self, device: int) -> bytes:
+    def device_uuid(self, device: int, call: str = "cuDeviceGetUuid_v2") -> bytes:
         """Return 16 bytes: the UUID of the MIG instance where the device is one."""
-        return self._bytes(ctypes.sizeof(Uuid), "cuDeviceGetUuid_v2", device)
+        uuid = Uuid()
+        self._call(call, ctypes.byref(uuid), device)
+        return bytes(uuid)
 
     def retain_context(self, device: int) -> int:
         """Return the device's primary context, the one that torch uses; make it if need be. Release it as often."""
-        return self._number(ctypes.c_void_p, "cuDevicePrimaryCtxRetain", device)
+        return self._number("cuDevicePrimaryCtxRetain", device)
 
     def release_context(self, device: int) -> None:
         """Give one ``retain_context`` back; the context goes with the last."""
@@ -412,14 +414,14 @@ class CudaLibrary:
 
     def allocate(self, size: int) -> int:
         """Allocate ordinary memory of the GPU; return its address."""
-        return self._number(ctypes.c_uint64, "cuMemAlloc_v2", size)
+        return self._number("cuMemAlloc_v2", size)
 
     def free(self, address: int) -> None:
         self._call("cuMemFree_v2", address)
 
     def allocate_pinned(self, size: int) -> int:
         """Allocate pinned host memory, which all GPUs see at its address; return that."""
-        return self._number(ctypes.c_void_p, "cuMemHostAlloc", size, MEMHOSTALLOC_PORTABLE)
+        return self._number("cuMemHostAlloc", size, MEMHOSTALLOC_PORTABLE)
 
     def free_pinned(self, address: int) -> None:
         self._call("cuMemFreeHost", address)
@@ -437,8 +439,8 @@ class CudaLibrary:
 
     def load_kernel(self, ptx: str, name: str) -> tuple[int, int]:
         """Compile a module; return it, which stays until it is unloaded or the context ends, and one of its kernels."""
-        module = self._number(ctypes.c_void_p, "cuModuleLoadData", ptx.encode())
-        return module, self._number(ctypes.c_void_p, "cuModuleGetFunction", module, name.encode())
+        module = self._number("cuModuleLoadData", ptx.encode())
+        return module, self._number("cuModuleGetFunction", module, name.encode())
 
     def address_range(self, address: int) -> tuple[int, int]:
         """Return begin and size of the allocation, or of the mapped chunk, that an address lies in."""

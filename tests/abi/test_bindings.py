@@ -13,8 +13,11 @@ import pytest
 
 from kvoffd_proto import cuda_driver as cuda
 from tests.support.cuda_abi import Declarations, differences, header_version
-from tests.support.cuda_calls import TEST_PROTOTYPES
+from tests.support.cuda_calls import TEST_PROTOTYPES, load
 from tests.support.cuda_files import ROOT, VERSIONS, include_directory
+from tests.support.stub_cuda import fresh_stub
+
+NOT_INITIALIZED = 3
 
 CONSTANTS = {
     ("CUDA_" if name.startswith("ERROR_") else "CU_") + name: value
@@ -113,6 +116,12 @@ MISTAKES: dict[str, tuple[Declarations, str]] = {
     "fields in the other order": (Declarations(structs={"CUmemLocation": Swapped}), "CUmemLocation"),
     "a struct too large": (Declarations(structs={"CUuuid": TooLarge}), "CUuuid"),
     "a type too small": (Declarations(types={"CUdeviceptr": ctypes.c_uint}), "CUdeviceptr"),
+    "a size of 32 bits": (Declarations(types={"size_t": ctypes.c_uint32}), "size_t"),
+    "a device without a sign": (Declarations(types={"CUdevice": ctypes.c_uint}), "CUdevice"),
+    "a pointer to another type": (
+        Declarations({"cuMemGetAddressRange_v2": ("CUdeviceptr *", "unsigned int *", "CUdeviceptr")}),
+        "cuMemGetAddressRange_v2",
+    ),
     "a number for a pointer": (Declarations(types={"CUstream": ctypes.c_uint64}), "CUstream"),
 }
 BATCH_MISTAKES = {
@@ -126,6 +135,52 @@ BATCH_MISTAKES = {
 def test_a_mistake_is_found(version: str, mistake: str) -> None:
     wrong, name = MISTAKES[mistake]
     assert list(differences(wrong, include_directory(version))) == [name]
+
+
+def test_a_pointer_to_another_type_than_the_headers_is_not_passed() -> None:
+    library = load(fresh_stub().path)
+    right = {"cuMemGetAddressRange_v2": (ctypes.c_uint64, ctypes.c_size_t), "cuDeviceGet": (ctypes.c_int,)}
+    wrong = {"cuMemGetAddressRange_v2": (ctypes.c_uint64, ctypes.c_uint32), "cuDeviceGet": (ctypes.c_uint,)}
+    for name, kinds in right.items():
+        assert getattr(library, name)(*(ctypes.byref(kind()) for kind in kinds), 0) == NOT_INITIALIZED
+    for name, kinds in wrong.items():
+        with pytest.raises(ctypes.ArgumentError):
+            getattr(library, name)(*(ctypes.byref(kind()) for kind in kinds), 0)
+    pointers = {text for declared in OURS.prototypes.values() for text in declared if text.endswith("*")}
+    untyped = {text for text in pointers if cuda.argument_type(text) is ctypes.c_void_p}
+    assert untyped == {"void *", "const void *"}
+
+
+# What cuda.h says of a value in words, and the C types that are so.
+WORDS = {
+    "an integer": "int",
+    "a boolean": "unsigned int",
+    "the starting address": "CUdeviceptr",
+    "the size": "size_t",
+    "the handle to the mempool": "CUmemoryPool",
+}
+
+
+def other_written_types(attributes: dict[int, str], handles: dict[int, str], header: str) -> set[str]:
+    """The constants of which the header's comments do not say what these tables do."""
+    names = {name: value for name, value in CONSTANTS.items() if name.startswith("CU_POINTER_ATTRIBUTE_")}
+    said = re.findall(r"::(CU_POINTER_ATTRIBUTE_\w+):[\s*]+Returns in \\p \*data (.*)", header)
+    found = {name: kind for name, text in said for words, kind in WORDS.items() if text.startswith(words)}
+    exported = re.search(r"CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR\s*=.*\((\w+)\) \*/", header)
+    wrong = {name for name, value in names.items() if found.get(name) != attributes[value]}
+    if exported is None or handles != {cuda.MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR: exported[1]}:
+        wrong.add("CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR")
+    return wrong
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_is_written_to_an_untyped_pointer_is_what_the_header_says(version: str) -> None:
+    header = (include_directory(version) / "cuda.h").read_text()
+    assert other_written_types(cuda.POINTER_ATTRIBUTES, cuda.EXPORTED_HANDLES, header) == set()
+    for attribute in cuda.POINTER_ATTRIBUTES:
+        mistake = {**cuda.POINTER_ATTRIBUTES, attribute: "unsigned char"}
+        assert len(other_written_types(mistake, cuda.EXPORTED_HANDLES, header)) == 1
+    assert other_written_types(cuda.POINTER_ATTRIBUTES, {1: "unsigned char"}, header)
 
 
 @pytest.mark.parametrize("mistake", BATCH_MISTAKES)

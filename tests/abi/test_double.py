@@ -197,7 +197,7 @@ def test_both_forms_of_the_batch_call_are_its_own(stub: StubCuda, version: int) 
     bench.batch([(bench.host, bench.gpu.address, KIB), (bench.host + 8 * KIB, bench.gpu.address, KIB)])
     bench.wait()
     assert bench.view[0] == bench.view[8 * KIB] == 1
-    raw, function, found = load(stub.path), ctypes.c_void_p(), ctypes.c_int()
+    raw, function, found = load(stub.path), ctypes.c_void_p(), ctypes.c_uint()
     assert raw.cuGetProcAddress_v2(b"cuMemcpyBatchAsync", ctypes.byref(function), 13000, 0, ctypes.byref(found)) == 0
     newest_form = function.value
     assert raw.cuGetProcAddress_v2(b"cuMemcpyBatchAsync", ctypes.byref(function), 12080, 0, ctypes.byref(found)) == 0
@@ -306,7 +306,7 @@ def test_memory_without_ipc_handles_gets_none(bench: Bench) -> None:
     raw = load(bench.stub.path)
     chunks, pooled = bench.stub.map_chunks([CHUNK]), bench.stub.allocate_pooled(SIZE, bench.stream)
     for address in (chunks.address, pooled.address, bench.gpu.address + KIB):
-        assert raw.cuIpcGetMemHandle(ctypes.create_string_buffer(64), address) == INVALID_VALUE
+        assert raw.cuIpcGetMemHandle(ctypes.byref(cuda.IpcMemHandle()), address) == INVALID_VALUE
         capable = ctypes.c_uint(9)
         legacy = cuda.POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
         assert raw.cuPointerGetAttribute(ctypes.byref(capable), legacy, address) == 0

@@ -66,11 +66,10 @@ from kvoffd_proto import cuda_driver as cuda
 library, room = load(sys.argv[1]), (ctypes.c_uint64 * 64)()
 
 def argument(declared):
+    kind = cuda.argument_type(declared)
     if declared == "const char *":
         return b""
-    if declared == "CUipcMemHandle":
-        return cuda.IpcMemHandle()
-    return ctypes.addressof(room) if declared.endswith("*") else 0
+    return ctypes.cast(room, kind) if declared.endswith("*") else kind()
 
 def statuses():
     calls = {{**cuda.PROTOTYPES, **TEST_PROTOTYPES}}
@@ -103,7 +102,7 @@ def test_without_a_gpu_the_double_refuses_what_it_refuses(library: str) -> None:
 
 def test_a_form_of_a_call_is_given_by_version_as_the_double_does(library: str) -> None:
     def ask(path: str, symbol: str, version: int) -> tuple[int, bool, int]:
-        function, found = ctypes.c_void_p(), ctypes.c_int()
+        function, found = ctypes.c_void_p(), ctypes.c_uint()
         arguments = (symbol.encode(), ctypes.byref(function), version, cuda.GET_PROC_ADDRESS_DEFAULT)
         status = load(path).cuGetProcAddress_v2(*arguments, ctypes.byref(found))
         return status, bool(function.value), found.value

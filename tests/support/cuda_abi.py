@@ -20,7 +20,7 @@ class Declarations:
     """What some of our code says of cuda.h.
 
     Attributes:
-        types: the ctypes type of each C type that an argument is passed as.
+        types: the ctypes type of each C type that an argument is passed as, or points to.
         structs: by their C names; their fields have the names of C.
         constants: values by their C names.
         batch_forms: the forms of cuMemcpyBatchAsync, by version.
@@ -74,7 +74,7 @@ _MACROS = [
     "#define SAME __builtin_types_compatible_p",
     "#define KIND(type) __builtin_classify_type(*(type *)0)",
 ]
-_INTEGER, _POINTER, _RECORD = "KIND(int)", "KIND(int *)", "KIND(CUipcMemHandle)"
+_INTEGER, _POINTER = "KIND(int)", "KIND(int *)"
 
 
 def _assertions(ours: Declarations, version: int) -> Iterator[tuple[str, str]]:
@@ -93,9 +93,11 @@ def _assertions(ours: Declarations, version: int) -> Iterator[tuple[str, str]]:
             same = f"SAME({typedef}, CUresult (*)({', '.join(arguments)}))"
             yield typedef, f'_Static_assert({same}, "other types");'
     for name, kind in ours.types.items():
-        wanted = _RECORD if issubclass(kind, ctypes.Structure) else _POINTER if kind is ctypes.c_void_p else _INTEGER
-        right = f"sizeof({name}) == {ctypes.sizeof(kind)} && KIND({name}) == {wanted}"
-        yield name, f'_Static_assert({right}, "other size or kind");'
+        is_pointer = kind in (ctypes.c_void_p, ctypes.c_char_p)
+        right = f"sizeof({name}) == {ctypes.sizeof(kind)} && KIND({name}) == {_POINTER if is_pointer else _INTEGER}"
+        if not is_pointer and kind is not ctypes.c_char:
+            right += f" && (({name})-1 < ({name})1) == {int(kind(-1).value < 0)}"
+        yield name, f'_Static_assert({right}, "other size, kind or sign");'
     for name, struct in ours.structs.items():
         if not is_known(name):
             continue

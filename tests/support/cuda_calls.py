@@ -35,8 +35,9 @@ def copy_batch(
     first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
     calls = driver.copy_calls(batch)
     form = cuda.argument_types(cuda.BATCH_FORMS[batch.form])
-    fail_index = [ctypes.addressof(failed)] if calls.has_fail_index else []
-    arguments = [*columns, len(copies), calls.attributes, ctypes.addressof(first), 1, *fail_index, stream]
+    fail_index = [ctypes.byref(failed)] if calls.has_fail_index else []
+    attributes = ctypes.byref(cuda.MemcpyAttributes.from_address(calls.attributes))
+    arguments = [*columns, len(copies), attributes, ctypes.byref(first), 1, *fail_index, stream]
     return int(ctypes.CFUNCTYPE(ctypes.c_int, *form)(batch.function)(*arguments))
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.transfer.cuda.driver import CudaDriver
+from kvoffd_proto.cuda_driver import IpcMemHandle
 from tests.support.cuda_abi import compiler
 from tests.support.cuda_calls import load, pinned_properties
 from tests.support.cuda_files import include_directory
@@ -168,9 +169,9 @@ class StubCuda:
 
     def ipc_handle(self, address: int) -> bytes:
         """The handle of an allocation."""
-        handle = ctypes.create_string_buffer(64)
-        assert self._library.cuIpcGetMemHandle(handle, address) == 0
-        return handle.raw
+        handle = IpcMemHandle()
+        assert self._library.cuIpcGetMemHandle(ctypes.byref(handle), address) == 0
+        return bytes(handle)
 
 
 class DeviceBuffer:

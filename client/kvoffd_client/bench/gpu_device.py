@@ -36,7 +36,7 @@ class BenchDriver(ExportDriver):
 
     def create_stream(self) -> int:
         """Create a stream that waits for no other."""
-        return self._number(ctypes.c_void_p, "cuStreamCreate", cuda.STREAM_NON_BLOCKING)
+        return self._number("cuStreamCreate", cuda.STREAM_NON_BLOCKING)
 
     def launch(self, kernel: int, blocks: int, threads: int, arguments: Sequence[int], stream: int) -> None:
         """Put ``blocks`` x ``threads`` of a kernel whose parameters are all 64-bit integers into the stream."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto import cuda_driver as cuda
+from kvoffd_proto.descriptors import missing_descriptors
 
 LIBRARY_VARIABLE = "KVOFFD_CUDA_LIBRARY"
 
@@ -39,38 +40,40 @@ class ExportDriver(cuda.CudaLibrary):
 
     def device_of(self, address: int) -> int:
         """Return the device whose memory it is. Raises CudaError where it is no device's."""
-        return self._number(ctypes.c_int, "cuPointerGetAttribute", cuda.POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)
+        return self.pointer_attribute(cuda.POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)
 
     def has_ipc_handle(self, address: int) -> bool:
         """Return whether the memory has an IPC handle. Memory of the virtual memory API has none."""
-        attribute = cuda.POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
-        return bool(self._number(ctypes.c_uint, "cuPointerGetAttribute", attribute, address))
+        return bool(self.pointer_attribute(cuda.POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, address))
 
     def is_pooled(self, address: int) -> bool:
         """Return whether the memory is of a memory pool, as cudaMallocAsync gives it out."""
-        return bool(
-            self._number(ctypes.c_void_p, "cuPointerGetAttribute", cuda.POINTER_ATTRIBUTE_MEMPOOL_HANDLE, address)
-        )
+        return bool(self.pointer_attribute(cuda.POINTER_ATTRIBUTE_MEMPOOL_HANDLE, address))
 
     def ipc_handle(self, base: int) -> bytes:
-        return self._bytes(cuda.IPC_HANDLE_SIZE, "cuIpcGetMemHandle", base)
+        handle = cuda.IpcMemHandle()
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+        return bytes(handle)
 
     def export_chunk(self, address: int) -> tuple[int, int]:
         """Export the chunk mapped at ``address``: (fd, handle types); fd is -1 where its types have no descriptors."""
-        allocation = self._number(ctypes.c_uint64, "cuMemRetainAllocationHandle", address)
+        allocation = self._number("cuMemRetainAllocationHandle", address)
         try:
             properties = cuda.MemAllocationProp()
             self._call("cuMemGetAllocationPropertiesFromHandle", ctypes.byref(properties), allocation)
             types, wanted = int(properties.requestedHandleTypes), cuda.MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
             if not types & wanted:
                 return -1, types
-            return self._number(ctypes.c_int, "cuMemExportToShareableHandle", allocation, wanted, 0), types
+            fd = self._number(
+                "cuMemExportToShareableHandle", allocation, wanted, 0, written=cuda.EXPORTED_HANDLES[wanted]
+            )
+            return fd, types
         finally:
             self._call("cuMemRelease", allocation)
 
     def current_context(self) -> int:
         """Return this thread's current context; 0 for none."""
-        return self._number(ctypes.c_void_p, "cuCtxGetCurrent")
+        return self._number("cuCtxGetCurrent")
 
     def _is_used(self, device: int) -> bool:
         flags, active = ctypes.c_uint(), ctypes.c_int()
@@ -181,7 +184,7 @@ def _explained(sentence: str, advice: str = "") -> Iterator[None]:
     try:
         yield
     except CudaError as error:
-        sentences = (sentence, str(error), advice, cuda.missing_descriptors())
+        sentences = (sentence, str(error), advice, missing_descriptors())
         raise NotExportable(" ".join(filter(None, sentences))) from error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from functools import partial, partialmethod
+from functools import partialmethod
 from typing import NamedTuple
 
 from kvoffd.errors import KvoffdError
@@ -73,9 +73,7 @@ class CudaDriver(cuda.CudaLibrary):
         Drivers that do not tell any more give the device's own.
         """
         call = "cuDeviceGetUuid"
-        if not hasattr(self._library, call):
-            return self.device_uuid(device)
-        return self._bytes(ctypes.sizeof(cuda.Uuid), call, device)
+        return self.device_uuid(device, call) if hasattr(self._library, call) else self.device_uuid(device)
 
     def leave_context(self, device: int) -> None:
         """Have no context in this thread, and give one ``retain_context`` back. What fails is logged."""
@@ -96,14 +94,14 @@ class CudaDriver(cuda.CudaLibrary):
         least, greatest = ctypes.c_int(), ctypes.c_int()
         self._call("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
         priority = greatest.value if urgent else least.value
-        return self._number(ctypes.c_void_p, "cuStreamCreateWithPriority", cuda.STREAM_NON_BLOCKING, priority)
+        return self._number("cuStreamCreateWithPriority", cuda.STREAM_NON_BLOCKING, priority)
 
     destroy_event = partialmethod(cuda.CudaLibrary._call, "cuEventDestroy_v2")
 
     def create_event(self) -> int:
         """Return an event whose waiter sleeps."""
         flags = cuda.EVENT_BLOCKING_SYNC | cuda.EVENT_DISABLE_TIMING
-        return self._number(ctypes.c_void_p, "cuEventCreate", flags)
+        return self._number("cuEventCreate", flags)
 
     def record_event(self, event: int, stream: int) -> None:
         """Have the event happen when everything in the stream so far is done."""
@@ -130,8 +128,8 @@ class CudaDriver(cuda.CudaLibrary):
         kernel would lose the context (sgl-project/sglang#40232).
         """
         attribute = cuda.DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-        device = self._number(ctypes.c_int, "cuCtxGetDevice")
-        return bool(self._number(ctypes.c_int, "cuDeviceGetAttribute", attribute, device))
+        device = self._number("cuCtxGetDevice")
+        return bool(self._number("cuDeviceGetAttribute", attribute, device))
 
     def batch_copy(self) -> BatchCopy | None:
         """Return the call for many copies at once; None where it may not be used, or the driver has none.
@@ -143,7 +141,7 @@ class CudaDriver(cuda.CudaLibrary):
         if not self._batches or version < min(cuda.BATCH_FORMS) or not self.has_host_addresses():
             return None
         form = max(known for known in cuda.BATCH_FORMS if known <= version)
-        function, status = ctypes.c_void_p(), ctypes.c_int()
+        function, status = ctypes.c_void_p(), ctypes.c_uint()
         error = self._library.cuGetProcAddress_v2(
             cuda.BATCH_SYMBOL.encode(),
             ctypes.byref(function),
@@ -167,7 +165,7 @@ class CudaDriver(cuda.CudaLibrary):
     def open_ipc(self, handle: bytes) -> int:
         """Map another process's allocation; return its address here."""
         copied = cuda.IpcMemHandle.from_buffer_copy(handle)
-        return self._number(ctypes.c_uint64, "cuIpcOpenMemHandle_v2", copied, cuda.IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+        return self._number("cuIpcOpenMemHandle_v2", copied, cuda.IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
 
     def import_size(self, address: int) -> int:
         """Return how many bytes of an opened allocation begin at ``address``."""
@@ -175,23 +173,22 @@ class CudaDriver(cuda.CudaLibrary):
             base, size = self.address_range(address)
         except CudaError:
             # cuda.h promises the range of the process's own allocations only; the attributes are of any address.
-            attribute = partial(self._number, ctypes.c_uint64, "cuPointerGetAttribute")
-            base = attribute(cuda.POINTER_ATTRIBUTE_RANGE_START_ADDR, address)
-            size = attribute(cuda.POINTER_ATTRIBUTE_RANGE_SIZE, address)
+            base = self.pointer_attribute(cuda.POINTER_ATTRIBUTE_RANGE_START_ADDR, address)
+            size = self.pointer_attribute(cuda.POINTER_ATTRIBUTE_RANGE_SIZE, address)
         return base + size - address
 
     close_ipc = partialmethod(cuda.CudaLibrary._call, "cuIpcCloseMemHandle")
 
     def reserve(self, size: int) -> int:
         """Return the beginning of ``size`` bytes of addresses, with nothing mapped."""
-        return self._number(ctypes.c_uint64, "cuMemAddressReserve", size, 0, 0, 0)
+        return self._number("cuMemAddressReserve", size, 0, 0, 0)
 
     free_reservation = partialmethod(cuda.CudaLibrary._call, "cuMemAddressFree")
 
     def import_descriptor(self, fd: int) -> int:
         """Return an allocation made of a descriptor, which stays the caller's. To be released."""
         kind = cuda.MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        return self._number(ctypes.c_uint64, "cuMemImportFromShareableHandle", fd, kind)
+        return self._number("cuMemImportFromShareableHandle", fd, kind)
 
     release = partialmethod(cuda.CudaLibrary._call, "cuMemRelease")
     """Release an imported allocation; a mapping keeps it allocated."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvoffd.errors import KvoffdError, OutOfBounds
 from kvoffd.transfer.cuda.driver import CudaDriver, CudaError
 from kvoffd_proto import cuda_driver as cuda
+from kvoffd_proto.descriptors import missing_descriptors
 from kvoffd_proto.errors import ErrorCode
 
 # Addresses of GPUs have 57 bits at most; what is larger is no allocation but an attempt to wrap around.
@@ -175,5 +176,5 @@ def _unmappable(error: CudaError, uid: int | None = None) -> UnmappableHandle:
             f"The engine runs as user {uid} and the daemon as {os.geteuid()}, and the driver may share ordinary memory "
             "between processes of one user only: run both as one user."
         )
-    sentences = ("The engine's GPU memory cannot be mapped.", error.message, users, advice, cuda.missing_descriptors())
+    sentences = ("The engine's GPU memory cannot be mapped.", error.message, users, advice, missing_descriptors())
     return UnmappableHandle(" ".join(filter(None, sentences)))
