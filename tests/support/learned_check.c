@@ -89,7 +89,10 @@ static int check_order(const struct learned *l, uint64_t young)
         HOLDS(l->spans[number].high && !l->spans[number].old && l->spans[number].older == before);
         HOLDS(young--);
     }
-    HOLDS(recent == l->recent && recent_bytes == l->recent_bytes && recent_bytes <= l->known.lifetime);
+    HOLDS(recent == l->recent && recent_bytes == l->recent_bytes);
+    const struct span *first = &l->spans[recent];
+    HOLDS(!recent || recent_bytes - (first->high - first->low) * (uint64_t)first->weight < l->known.lifetime);
+    HOLDS(!l->latest || (l->spans[l->latest].high && !l->spans[l->latest].old));
     HOLDS(!young && l->oldest.last == before);
     return 0;
 }

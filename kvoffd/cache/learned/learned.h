@@ -121,10 +121,11 @@ struct learned {
     struct holder *holders; /* [holder_room], by number, of which those from `holder_top` on were never used */
     uint32_t holder_room, holder_top, unused_holders; /* the latter linked by `handle` */
     struct row oldest; /* spans that are not old, the next one to be forgotten first */
-    uint32_t recent; /* the first of them that an LRU would have */
+    uint32_t recent; /* the first of them that an LRU would have, of this one maybe some keys only */
+    uint32_t latest; /* the first of them that is of the latest request, or younger */
     uint32_t to_record, recorded; /* the next span that goes into the record, and the last one that did; 0 for none */
     uint64_t records; /* spans in it */
-    uint64_t recent_bytes; /* of these */
+    uint64_t recent_bytes; /* of those from `recent` on */
     uint64_t age_at, learn_at, learn_after, learned_at, epoch;
     uint32_t aged; /* cells of which the spans were moved since `age_at` */
     double past; /* bytes that were accessed before `now` was 0 */
@@ -219,7 +220,9 @@ void begin_again(struct learned *l, uint32_t number, int kind, uint64_t weight);
 uint32_t split_span(struct learned *l, uint32_t number, uint32_t place);
 void take_keys(struct learned *l, uint32_t number, uint32_t count, uint32_t *handles);
 void settle_span(struct learned *l, uint32_t number);
+uint32_t recent_keys(const struct learned *l, uint32_t number);
 void link_young(struct learned *l, uint32_t number);
+void link_stored(struct learned *l, uint32_t number);
 void link_old(struct learned *l, uint32_t number);
 void forget_oldest(struct learned *l, uint64_t most);
 void forget_some(struct learned *l, uint64_t added);

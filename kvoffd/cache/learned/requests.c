@@ -198,8 +198,10 @@ static void take_known(struct learned *l, struct request *r)
         struct span *s = &l->spans[number];
         s->met = 0;
         found->offered = s->offered;
-        if (s->recent && s->offered && lru_hits == found->begin)
-            lru_hits = found->end;
+        if (lru_hits == found->begin) {
+            uint32_t recent = recent_keys(l, number);
+            lru_hits += recent < keys ? recent : keys;
+        }
         end_lives(l, s, keys, l->returned[s->kind]);
         found->kind = known_class(r, s->sightings);
         found->sightings = s->sightings + (s->sightings < MOST_SEEN);
@@ -302,6 +304,7 @@ static void add_spans(struct learned *l, struct request *r, uint64_t weight)
     }
     for (uint32_t number = before; number; number = l->spans[number].before)
         link_young(l, number);
+    l->latest = before;
 }
 
 /* Notes one group's part of a request, as much of it as the pool could hold: its known keys came back, and all get new
@@ -419,7 +422,7 @@ uint64_t kvoffd_learned_offers(struct learned *l, uint64_t name, const uint8_t *
             uint32_t length = run_length(l, hashes + i, end - i, &first), number = first.span;
             if (!number) {
                 number = begin_span(l, hashes + i, length, STORED, weight, l->known.now);
-                link_young(l, number);
+                link_stored(l, number);
             }
             l->spans[number].offered = 1;
             double own = l->known.as_lru ? INFINITY : l->admission_worth[l->spans[number].floor];

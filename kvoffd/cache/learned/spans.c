@@ -187,12 +187,27 @@ static uint64_t bytes_of(const struct span *s)
 /* An LRU has no room for the oldest of its keys. */
 static void age_recent(struct learned *l)
 {
-    for (int aged = 0; l->recent && l->recent_bytes > l->known.lifetime && aged < AGED_AT_ONCE; aged++) {
+    for (int aged = 0; l->recent && aged < AGED_AT_ONCE; aged++) {
         struct span *s = &l->spans[l->recent];
+        if (l->recent_bytes - bytes_of(s) < l->known.lifetime)
+            return;
         s->recent = 0;
         l->recent_bytes -= bytes_of(s);
         l->recent = s->younger;
     }
+}
+
+/* How many of a span's keys, from the first one on, an LRU would have: the last ones go first. */
+uint32_t recent_keys(const struct learned *l, uint32_t number)
+{
+    const struct span *s = &l->spans[number];
+    uint64_t excess = l->recent_bytes > l->known.lifetime ? l->recent_bytes - l->known.lifetime : 0;
+
+    if (!s->recent || !s->offered)
+        return 0;
+    if (number != l->recent || !excess)
+        return s->high - s->low;
+    return excess < bytes_of(s) ? (bytes_of(s) - excess) / weight_of(s) : 0;
 }
 
 /* Keys of a span are taken or forgotten. */
@@ -211,6 +226,8 @@ static void leave_order(struct learned *l, uint32_t number)
         l->to_record = s->younger;
     if (l->recent == number)
         l->recent = s->younger;
+    if (l->latest == number)
+        l->latest = s->younger;
     if (s->recent)
         l->recent_bytes -= bytes_of(s);
     s->recent = 0;
@@ -240,6 +257,25 @@ void link_young(struct learned *l, uint32_t number)
     s->recent = 1;
     l->recent_bytes += bytes_of(s);
     if (!l->recent)
+        l->recent = number;
+    age_recent(l);
+}
+
+/* Puts a span into the order that a store brought: behind the latest request's keys, which an LRU evicts later. */
+void link_stored(struct learned *l, uint32_t number)
+{
+    struct span *s = &l->spans[number];
+
+    if (!l->latest) {
+        link_young(l, number);
+        return;
+    }
+    link_before(l, number, l->latest);
+    s->recent = l->spans[l->latest].recent;
+    if (!s->recent)
+        return;
+    l->recent_bytes += bytes_of(s);
+    if (l->recent == l->latest)
         l->recent = number;
     age_recent(l);
 }
