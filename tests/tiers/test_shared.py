@@ -331,6 +331,7 @@ def test_values_that_hang_while_asking_is_quick_open_the_breaker(store: FaultySt
         "LOADING Redis is loading the dataset in memory",
         "NOAUTH Authentication required.",
         "MOVED 1 a:1",
+        "CLUSTERDOWN Hash slot not served",
         "ERR",
         ENDLESS,
     ],
@@ -344,6 +345,7 @@ def test_errors_are_misses_with_a_sentence(store: FaultyStore, rig: SharedRig, e
     assert rig.ask(block) == [Answer.NO]
     assert rig.write(rig.block(2)) in (None, TierResult.FAILED)
     assert sum(rig.kinds.values()) >= 1
+    assert ("name it redis+cluster://" in rig.tier.problem) == error.startswith("MOVED")
     store.error = ""
     rig.until(lambda: rig.tier.reachable, 5.0)
 
@@ -581,6 +583,13 @@ def test_over_tls_the_server_is_verified(certificate: tuple[str, str, str], monk
             assert "name it redis" in rig.tier.problem
             assert rig.close()
         monkeypatch.setenv("SSL_CERT_FILE", authority)
+        server.command("CONFIG", "SET", "tls-ca-cert-file", authority, "tls-auth-clients", "yes")
+        rig = SharedRig(url)
+        rig.until(lambda: bool(rig.tier.problem))
+        assert "set tls-auth-clients no" in rig.tier.problem
+        assert "rediss://" not in rig.tier.problem
+        assert rig.close()
+        server.command("CONFIG", "SET", "tls-auth-clients", "no")
         rig = SharedRig(f"rediss://127.0.0.1:{tls_port}")
         rig.until(lambda: rig.kinds["tls"] > 0)
         assert rig.close()

@@ -7,10 +7,13 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from kvoffd.errors import KvoffdError
 from kvoffd.tiers.shared.object_format import object_key
+from kvoffd.tiers.shared.store import Credentials
 from kvoffd.tiers.tier import Answer, TierResult
 from tests.support.faulty_bucket import FaultyBucket
 from tests.support.s3_server import S3Server, needs_moto
@@ -19,6 +22,8 @@ from tests.tiers.shared_conformance import SharedConformance
 from tests.tiers.shared_rig import ONE, SharedRig, key_of
 
 pytest.importorskip("obstore")
+from kvoffd.tiers.shared.s3 import S3, open_bucket
+
 pytestmark = pytest.mark.usefixtures("short_pauses")
 DONE = TierResult.DONE
 
@@ -132,6 +137,8 @@ def test_slow_answers_are_misses_at_their_deadline_and_open_the_breaker(bucket: 
     ("error", "kind"),
     [
         ((403, "SignatureDoesNotMatch"), "credentials"),
+        ((400, "ExpiredToken"), "credentials"),
+        ((400, "AuthorizationHeaderMalformed"), "region"),
         ((403, "RequestTimeTooSkewed"), "clock"),
         ((404, "NoSuchBucket"), "bucket"),
         ((503, "SlowDown"), "busy"),
@@ -151,6 +158,48 @@ def test_errors_are_misses_with_a_sentence_that_says_why(
     rig.until(lambda: rig.tier.reachable, 6.0)
     rig.block(1)
     rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
+
+
+URL = "s3://bucket?endpoint=http://127.0.0.1:9&region=us-east-1"
+NO_ROLE = "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 4 ms"
+
+
+@pytest.mark.parametrize(("user", "password"), [("", "secret"), ("key", "")])
+def test_half_of_the_keys_is_refused_at_the_start(user: str, password: str) -> None:
+    with pytest.raises(KvoffdError, match="ACCESS KEY:SECRET KEY") as refused:
+        open_bucket(URL, Credentials(user, password))
+    assert "secret," not in str(refused.value)
+
+
+def test_keys_of_a_profile_are_found_where_nothing_else_names_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "credentials"
+    file.write_text(
+        "[default]\naws_access_key_id = one\naws_secret_access_key = a%b\n"
+        "[other]\naws_access_key_id = two\naws_secret_access_key = c\naws_session_token = d\n"
+    )
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    assert "access_key_id" not in open_bucket(URL, Credentials()).client.config, "the environment goes first"
+    assert open_bucket(URL, Credentials("own", "x")).client.config["access_key_id"] == "own"
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    config = open_bucket(URL, Credentials()).client.config
+    assert (config["access_key_id"], config["secret_access_key"]) == ("one", "a%b")
+    monkeypatch.setenv("AWS_PROFILE", "other")
+    found = open_bucket(URL, Credentials())
+    assert found.client.config["session_token"] == "d"
+    assert str(file) not in S3(found)._error(TimeoutError()).sentence
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    found = open_bucket(URL, Credentials())
+    assert "access_key_id" not in found.client.config
+    for error, kind in ((TimeoutError(), "timeout"), (Exception(NO_ROLE), "credentials")):
+        told = S3(found)._error(error)
+        assert told.kind == kind
+        assert f"AWS's variables or {file}." in told.sentence
+    file.write_text("no section")
+    with pytest.raises(KvoffdError, match="no file of AWS credentials"):
+        open_bucket(URL, Credentials())
 
 
 @pytest.mark.parametrize("error", [(403, "QuotaExceeded"), (507, "XMinioStorageFull")])

@@ -29,6 +29,7 @@ MOST_PARTS = 256
 MOST_TEXT_BYTES = 1 << 20
 MOST_TOLD_CHARACTERS = 200
 NEEDED_COMMANDS = "~kvoffd/* +ping +get +exists +touch +expire +set +incrby +unlink, and of a cluster +cluster|nodes"
+WANTS_TLS = " If it wants TLS, name it rediss://."
 MOST_KEYS = 4096
 """Keys of one message."""
 
@@ -371,7 +372,8 @@ class Redis(Store):
         self.close()
         if isinstance(why, TimeoutError):
             return StoreError("timeout", f"The connection to {self._name} is given up: {why}.")
-        hint = "" if self._answered else " If it wants TLS, name it rediss://."
+        hint = " If it wants certificates of clients, set tls-auth-clients no." if self._tls else WANTS_TLS
+        hint = "" if self._answered else hint
         return StoreError("disconnected", f"The connection to {self._name} is given up: {why}.{hint}")
 
     def _broken(self, why: str) -> StoreError:

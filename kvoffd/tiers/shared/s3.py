@@ -6,9 +6,11 @@ An object is ``PREFIX/HH/KEY``: ``HH`` is how the block's hash begins, so that a
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from configparser import Error, RawConfigParser
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
@@ -35,6 +37,15 @@ REQUESTS_AT_ONCE = 64
 """HEADs and DELETEs at a time otherwise."""
 FULL_CODES = re.compile("Quota|StorageFull|InsufficientStorage|InsufficientCapacity|EntityTooLarge")
 CLOCK_CODES = ("RequestTimeTooSkewed", "RequestExpired")
+KEY_CODES = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired")
+KEY_VARIABLES = {"AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"}
+"""With one of these AWS's own programs read no file of credentials."""
+PROFILE = {
+    "access_key_id": "aws_access_key_id",
+    "secret_access_key": "aws_secret_access_key",
+    "token": "aws_session_token",
+}
+NO_KEYS = "The role of the container or machine is asked for: no keys are in shared_password_file, AWS's variables or"
 
 T = TypeVar("T")
 
@@ -45,20 +56,27 @@ class Bucket(NamedTuple):
     client: S3Store
     name: str
     prefix: str
+    no_keys: str
+    """What to say where no keys were found, so that the role of the machine is asked for; else empty."""
 
 
 def open_bucket(url: str, credentials: Credentials) -> Bucket:
     """The bucket at ``s3://BUCKET/PREFIX?endpoint=URL&region=NAME``. Raises KvoffdError.
 
-    Without credentials they are found as AWS's own programs find them: in the environment, from the web identity or the
-    role of the container or the machine.
+    Without credentials they are found as AWS's own programs find them: in the environment, from the web identity, in a
+    profile of ``~/.aws/credentials``, from the role of the container or the machine.
     """
     parts = urlsplit(url)
     asked = parse_qs(parts.query)
     config: dict[str, Any] = {"unsigned_payload": True}  # TLS guards the bytes; to hash them doubles the CPU time
     config |= {name: asked[name][-1] for name in ("endpoint", "region") if name in asked}
+    if bool(credentials.user) != bool(credentials.password):
+        why = f"The line of {url} in shared_password_file must be ACCESS KEY:SECRET KEY; one of them is missing."
+        raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
     if credentials.user:
         config |= {"access_key_id": credentials.user, "secret_access_key": credentials.password}
+    elif KEY_VARIABLES.isdisjoint(os.environ):
+        config |= _profile()
     try:
         client = S3Store(
             parts.netloc,
@@ -74,7 +92,26 @@ def open_bucket(url: str, credentials: Credentials) -> Bucket:
         why = f"{url} cannot be used: {_first_line(error)}."
         raise KvoffdError(why, ErrorCode.BAD_ARGUMENT) from error
     prefix = parts.path.strip("/")
-    return Bucket(client, f"s3://{parts.netloc}", f"{prefix}/" if prefix else "")
+    has_keys = "access_key_id" in config or KEY_VARIABLES & os.environ.keys()
+    no_keys = "" if has_keys else f" {NO_KEYS} {_credentials_file()}."
+    return Bucket(client, f"s3://{parts.netloc}", f"{prefix}/" if prefix else "", no_keys)
+
+
+def _credentials_file() -> str:
+    return os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")
+
+
+def _profile() -> dict[str, str]:
+    """What the profile has in the file of AWS's programs, which obstore does not read. Raises KvoffdError."""
+    parser = RawConfigParser()
+    try:
+        parser.read(os.path.expanduser(_credentials_file()), encoding="utf-8")
+    except (Error, ValueError) as error:
+        why = f"{_credentials_file()} is no file of AWS credentials ({type(error).__name__}); mend or move it."
+        raise KvoffdError(why, ErrorCode.BAD_ARGUMENT) from error
+    name = os.environ.get("AWS_PROFILE", "default")
+    found = dict(parser[name]) if parser.has_section(name) else {}
+    return {ours: found[theirs] for ours, theirs in PROFILE.items() if theirs in found}
 
 
 class S3(Store):
@@ -275,9 +312,12 @@ class S3(Store):
             return error
         name, text = self._bucket.name, str(error)
         if isinstance(error, TimeoutError) or "TimedOut" in text:
-            return StoreError("timeout", f"{name} does not answer in time.")
+            return StoreError("timeout", f"{name} does not answer in time.{self._bucket.no_keys}")
         if isinstance(error, asyncio.CancelledError):
             return StoreError("disconnected", f"What was asked of {name} was interrupted.")
+        if "://169.254." in text:
+            why = f"{name} has no credentials: {_first_line(error)}.{self._bucket.no_keys}"
+            return StoreError("credentials", why, final=True)
         code = found[1] if (found := re.search("<Code>([A-Za-z0-9]+)</Code>", text)) else ""
         status = int(found[1]) if (found := re.search("status code: ([0-9]{3})", text)) else 0
         what = f"{name} answers {status} {code}".rstrip()
@@ -287,7 +327,9 @@ class S3(Store):
             return StoreError("clock", f"{what}: set this machine's clock.", final=True)
         if code == "NoSuchBucket":
             return StoreError("bucket", f"{what}: make the bucket, or see its name and endpoint.", final=True)
-        if status in (401, 403):
+        if code == "AuthorizationHeaderMalformed":
+            return StoreError("region", f"{what}: see its region, which the URL names as region=NAME.", final=True)
+        if status in (401, 403) or code in KEY_CODES:
             why = "see the credentials; they need s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket."
             return StoreError("credentials", f"{what}: {why}", final=True)
         if status:
