@@ -20,6 +20,10 @@ logger = logging.getLogger(__name__)
 MOST_KEYS = 8192
 """Keys of a group that one lookup asks for, the first that are missing. The next lookup of the same request goes on
 behind what is up by then."""
+READ_AGAIN_S = 60.0
+"""So long after the last read one is tried although it would be slower: speeds change."""
+SLOWER = "slower"
+"""Why blocks are not read that would be."""
 
 
 class SharedTiering:
@@ -36,7 +40,7 @@ class SharedTiering:
     ) -> None:
         self._cache = cache
         self._clock = clock
-        self._asked_until = 0.0
+        self._asked_until = self._read_again_at = 0.0
         self._asked: list[tuple[bytes, int, bytes]] = []
         """Fingerprint, group and key of what the lookup at hand is told of as being asked for."""
         self._uncounted: set[tuple[bytes, int, bytes]] = set()
@@ -157,15 +161,32 @@ class SharedTiering:
         """Request keys that are there, up to the first that cannot come up, and mark them SHARED."""
         requested = self.promoter.requested(namespace, group)
         there = self.tier.readable(namespace.fingerprint, group)
-        for place in places:
+        wanted = [place for place in places if states[place] not in SETTLED]
+        fresh = sum(keys[place] not in requested for place in wanted)
+        if slower := self._is_slower(namespace, group, fresh):
+            self.promoter.failures[SLOWER] += fresh
+        for place in wanted:
             key = keys[place]
-            if states[place] in SETTLED:
-                continue
+            if slower and key not in requested:
+                return
             if key not in requested:  # what is requested is WRITING once it is being read
                 source = there.get(key)
                 if states[place] != ABSENT or source is None or not self.promoter.request(namespace, source):
                     return
             states[place] = SHARED
+
+    def _is_slower(self, namespace: Namespace, group: int, count: int) -> bool:
+        """Whether so many blocks take longer to read than to compute, by the speeds of late; not once a while."""
+        prefill, speed = namespace.counters.prefill_tokens_per_second, self.promoter.bytes_per_second
+        if not (count and prefill and speed):
+            return False
+        nbytes = sum(namespace.slot_bytes(rank, group) for rank in range(namespace.world_size))
+        seconds = self.promoter.wait_s + len(namespace.groups) * count * nbytes / speed
+        now = self._clock()
+        if seconds <= count * namespace.groups[group].tokens_per_block / prefill or now >= self._read_again_at:
+            self._read_again_at = max(self._read_again_at, now + READ_AGAIN_S)
+            return False
+        return True
 
     # --- what else the cache and the daemon tell -------------------------------------------------
 

@@ -8,6 +8,7 @@ import pytest
 
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
+from kvoffd.tiering.shared import READ_AGAIN_S
 from kvoffd.tiers.tier import Answer, AskedTier, OnDone, TierBlock, TierKey, TierResult, TierShard
 from kvoffd_proto.messages import ABSENT, PENDING, READY, SHARED, GroupSpec
 from tests.support.cache_harness import SLOT_UNIT, keys_of
@@ -190,6 +191,35 @@ def test_nothing_is_asked_that_pool_or_disks_have(rig: TieringHarness, shared: F
     assert not shared.asked
     assert rig.states(space, keys_of(1, 2, 3)) == [READY, PENDING, SHARED]
     assert shared.asked == split(keys_of(3))
+
+
+def test_what_takes_longer_than_computing_it_is_not_read_but_for_a_try_now_and_then(
+    rig: TieringHarness, shared: FakeAskedTier
+) -> None:
+    space = rig.open()
+    tokens = space.groups[0].tokens_per_block
+    shared.there = {(0, key) for key in split(keys_of(*range(1, 9)))}
+    promoter = rig.tiering.shared[0].promoter
+
+    def asked(*numbers: int) -> list[int]:
+        rig.states(space, keys_of(*numbers))
+        shared.answer()
+        return rig.states(space, keys_of(*numbers))
+
+    space.counters.prefill_tokens_per_second = 10.0 * tokens  # a block in a tenth of a second
+    promoter.bytes_per_second = 5.0 * SLOT_UNIT
+    assert asked(1) == [SHARED], "nothing was read lately"
+    assert asked(2, 3) == [ABSENT, ABSENT]
+    assert promoter.failures == {"slower": 2}
+    rig.clock.now += READ_AGAIN_S
+    assert asked(4) == [SHARED]
+    assert asked(5) == [ABSENT]
+    rig.tiering.pump()
+    shared.end_reads(space)
+    promoter.bytes_per_second = 20.0 * SLOT_UNIT
+    assert asked(6) == [SHARED]
+    assert asked(7, 8) == [SHARED, SHARED], "it waits for the one before, and both are quicker read than computed"
+    rig.check()
 
 
 def test_behind_a_key_that_nobody_has_nothing_comes_up(rig: TieringHarness, shared: FakeAskedTier) -> None:
