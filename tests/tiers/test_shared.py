@@ -726,11 +726,12 @@ def test_a_master_that_fails_is_named_until_it_answers_again(fault: signal.Signa
 
 
 @needs_redis
-def test_masters_that_do_not_let_us_in_are_named_and_two_of_three_are_no_store() -> None:
+@pytest.mark.parametrize("ours", ["right", ""])
+def test_masters_that_do_not_let_us_in_are_named_and_two_of_three_are_no_store(ours: str) -> None:
     with RedisCluster() as cluster:
-        for server, password in zip(cluster.servers, ("right", "other", "other"), strict=True):
+        for server, password in zip(cluster.servers, (ours, "other", "other"), strict=True):
             assert server.command("CONFIG", "SET", "requirepass", password) == b"+OK\r\n"
-        rig = SharedRig(cluster.url, "right")
+        rig = SharedRig(cluster.url, ours)
 
         def told() -> bool:
             rig.tier.tick()
@@ -740,6 +741,7 @@ def test_masters_that_do_not_let_us_in_are_named_and_two_of_three_are_no_store()
         rig.until(lambda: rig.kinds["unreachable"] > 1)
         assert not rig.tier.reachable
         assert [server.answers for server in rig.tier.servers].count(False) == 2
+        assert rig.tier.problem.startswith("Too many masters")
         assert rig.close()
 
 

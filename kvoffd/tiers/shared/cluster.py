@@ -32,7 +32,7 @@ COPIES, NEEDED_COPIES = 3, 2
 """Of a generation, and how many of them must be up."""
 REMEMBERED_NAMES = 1024
 
-LOST = ("timeout", "disconnected", "unreachable")
+LOST = ("timeout", "disconnected", "unreachable", "credentials")
 """Kinds of errors after which a master is left alone."""
 
 Address = tuple[str, int]
@@ -186,6 +186,8 @@ class RedisCluster(Store):
             node.connect_s = CONNECT_S  # nobody waits
         self._down_until = dict.fromkeys(self._down_until, 0.0)
         self.connect()
+        for address in self._nodes:
+            self._down_until.setdefault(address, 0.0)  # to connect proves nothing
         up = {address for address in self._nodes if self._up(address)}
         if len({at * COPIES // SLOTS for at, owner in enumerate(self._owners) if owner in up}) < NEEDED_COPIES:
             raise self._too_few()

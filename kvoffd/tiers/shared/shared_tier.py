@@ -86,7 +86,7 @@ class SharedTier(AskedTier):
         self._servers = first.servers
         self.counters = SharedCounters()
         self.problem = ""
-        """Why it failed last, a sentence."""
+        """Why it failed last as a whole, a sentence."""
         self.breaker = Breaker(clock)
         self._pool = pool
         self._clock = clock
@@ -364,7 +364,8 @@ class SharedTier(AskedTier):
     def _failed(self, kind: str, sentence: str, server: str = "") -> None:
         """``server``: which of several failed, each of which is told of."""
         self.counters.errors[kind] += 1
-        self.problem = sentence
+        if not server:
+            self.problem = sentence
         self._listener.tier_error(self, f"{kind} {server}".strip(), sentence)
 
     def _generation(self, block_id: TierKey) -> int:
