@@ -88,7 +88,7 @@ def test_what_is_of_no_use_is_said_and_the_policy_learns_anew(pool_file: Path) -
             (good[:10], "it is cut off"),
             (b"", "it is empty"),
             (b"gate\n", "it is not of the policy learned"),
-            (of_format(7, good), "its format is 7, not 3"),
+            (of_format(7, good), "its format is 7, not 4"),
             (bytes(17 << 20), "more than"),
         ):
             kept.write_bytes(damage)

@@ -36,10 +36,14 @@ UNIT_TOKENS = 512
 """Tokens of a block whose group does not say."""
 MEMORY_REQUESTS = 8000
 """Time in which what was seen loses its weight."""
-FORMAT = 3
+FORMAT, WITHOUT_NAMESPACES = 4, 3
+"""Of a record, and of one that does not say which namespaces it is of."""
+MOST_OF_RECORD = 4096
+"""Namespaces, the latest ones, that a record says it is of."""
 PIECE_BYTES = 128 * 1024
 """Of a record, made in one step unless a request's keys take more."""
 SEED_BYTES = 16
+_COUNT = struct.Struct("=Q")
 _END = struct.Struct("=II")
 _OFFER = struct.Struct("=dQ")
 _CLASS = struct.Struct("=4dQ")
@@ -116,6 +120,8 @@ class Policy:
         self._native = native()
         self._pool_bytes = pool_bytes
         self._blocks: Numbered[Block] = Numbered()
+        self._learned_of: dict[int, None] = {}
+        """Namespaces that asked for as much as the pool holds, in this daemon or an earlier one."""
         self._begin()
 
     def _begin(self) -> None:
@@ -179,11 +185,21 @@ class Policy:
             self._at, *_keys(namespace, group, b"".join(keys)), weight, _address(begins), len(begins), _address(found)
         )
         told = memoryview(found).cast("B")[: made * _OFFER.size]
-        # What was learned is of other namespaces' keys, until this one has asked for as much as the pool holds.
-        is_new = namespace.counters.keys_asked * weight < self._pool_bytes
+        is_new = not self._is_learned_of(namespace, weight)
         return [
             Offer(count, inf if is_new and worth != DECLINED else worth) for worth, count in _OFFER.iter_unpack(told)
         ]
+
+    def _is_learned_of(self, namespace: Namespace, weight: int) -> bool:
+        """Whether what was learned is of this namespace's keys, too: it has asked for as much as the pool holds."""
+        name = _name(namespace)
+        if name not in self._learned_of:
+            if namespace.counters.keys_asked * weight < self._pool_bytes:
+                return False
+            self._learned_of[name] = None
+            if len(self._learned_of) > MOST_OF_RECORD:
+                del self._learned_of[next(iter(self._learned_of))]
+        return True
 
     def declined(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
         self._native.learned_declined(self._at, *_keys(namespace, group, b"".join(keys)))
@@ -232,7 +248,8 @@ class Policy:
             yield piece
         content = ctypes.create_string_buffer(self._native.learned_counts_bytes())
         self._native.learned_counts(self._at, content)
-        last = content.raw + FORMAT.to_bytes(4, sys.byteorder)
+        names = array("Q", self._learned_of)
+        last = content.raw + names.tobytes() + _COUNT.pack(len(names)) + FORMAT.to_bytes(4, sys.byteorder)
         yield last + zlib.crc32(last, checksum).to_bytes(4, sys.byteorder)
 
     def go_on(self, record: bytes) -> None:
@@ -242,18 +259,30 @@ class Policy:
         version, checksum = _END.unpack_from(record, len(record) - _END.size)
         if zlib.crc32(memoryview(record)[:-4]) != checksum:
             raise BadRecord("its checksum is wrong")
-        if version != FORMAT:
+        if version not in (FORMAT, WITHOUT_NAMESPACES):
             raise BadRecord(f"its format is {version}, not {FORMAT}")
-        if refusal := self._native.learned_go_on(self._at, record, len(record) - _END.size):
+        end, names = len(record) - _END.size, array("Q")
+        if version == FORMAT:
+            end -= _COUNT.size
+            count = _COUNT.unpack_from(record, end)[0] if end >= 0 else 0
+            if count * names.itemsize > end:
+                raise BadRecord("it is cut off")
+            names.frombytes(record[end - count * names.itemsize : end])
+            end -= count * names.itemsize
+        if refusal := self._native.learned_go_on(self._at, record, max(0, end)):
             self._free()
             self._begin()
             raise BadRecord(_REFUSALS[refusal])
+        self._learned_of = dict.fromkeys(names[-MOST_OF_RECORD:])
 
 
 def _keys(namespace: Namespace, group: int, keys: bytes) -> tuple[int, bytes, int, int]:
     """Keys of a group, end to end, as C takes them: the same in another group or namespace are others."""
-    name = int.from_bytes(namespace.fingerprint[:8], "big") ^ group
-    return name, keys, len(keys) // namespace.key_bytes, namespace.key_bytes
+    return _name(namespace) ^ group, keys, len(keys) // namespace.key_bytes, namespace.key_bytes
+
+
+def _name(namespace: Namespace) -> int:
+    return int.from_bytes(namespace.fingerprint[:8], "big")
 
 
 def _address(items: array[int]) -> int:

@@ -6,7 +6,7 @@ import random
 import struct
 import zlib
 from collections.abc import Callable
-from itertools import cycle, islice
+from itertools import count, cycle, islice
 from math import inf, nan
 
 import pytest
@@ -390,6 +390,33 @@ def test_the_next_daemon_decides_as_this_one_would_have() -> None:
     assert ready[0] == pytest.approx(ready[1], rel=0.1)
 
 
+@pytest.mark.parametrize("version", [3, 4])
+def test_of_a_namespace_that_the_record_is_of_it_is_known_at_once_what_to_decline(version: int) -> None:
+    rig = CacheHarness(regions=10, region_bytes=2**22, policy="learned")  # 40 blocks
+    spaces = [rig.open(name, shard_bytes=(2**20,)) for name in "ab"]
+    once = count(1000, 4)
+
+    def declined(one: CacheHarness, namespace: Namespace, requests: int) -> int:
+        before = namespace.counters.declined_keys
+        for _ in range(requests):
+            ask(one, namespace, chain := [next(once) + key for key in range(4)])
+            one.put(namespace, keys_of(*chain))
+        return namespace.counters.declined_keys - before
+
+    for number in range(400):
+        ask(rig, spaces[0], chain := list(range(number % 8 * 4, number % 8 * 4 + 4)))
+        rig.put(spaces[0], keys_of(*chain))
+        declined(rig, spaces[0], 1)
+    assert declined(rig, spaces[0], 5) == 20
+    assert declined(rig, spaces[1], 5) == 0, "it is new"
+    record = record_of(rig)
+    heir = heir_of(rig, record if version == 4 else with_end(record[:-END], 3))
+    adopted = {namespace.label: namespace for namespace in heir.cache.namespaces}
+    assert declined(heir, adopted["a"], 5) == (20 if version == 4 else 0)
+    assert declined(heir, adopted["b"], 5) == 0
+    assert version == 3 or record_of(heir)[-END:-8] == record[-END:-8]
+
+
 def test_without_a_record_the_oldest_blocks_of_an_adopted_pool_go_first() -> None:
     rig, _ = trained()
     records = sorted(rig.slots.ready_records(), key=lambda record: record.generation)
@@ -414,13 +441,13 @@ def test_what_was_adopted_at_once_is_not_cut_in_parts_as_a_whole() -> None:
     check(heir)
 
 
-END = 8
 COUNTS = 16 + 8 * 8 + 8 * CLASSES * (2 * BINS + EPOCHS_KEPT + 1)
-"""Bytes of the end of a record, and of the counts before it. Its first span is at its beginning."""
+END = 8 + 8 + 8
+"""Bytes of a record's counts, and of what is behind them where it is of one namespace. A span is at its beginning."""
 
 
-def with_end(body: bytes, version: int = 3) -> bytes:
-    content = body + struct.pack("=I", version)
+def with_end(body: bytes, version: int = 4, names: int = 0) -> bytes:
+    content = body + struct.pack("=Q" if version == 4 else "", *([names] * (version == 4))) + struct.pack("=I", version)
     return content + struct.pack("=I", zlib.crc32(content))
 
 
@@ -447,9 +474,13 @@ DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
     "empty": ("it is cut off", lambda record: b""),
     "cut": ("its checksum is wrong", lambda record: record[:-3]),
     "bit": ("its checksum is wrong", lambda record: record[:50] + bytes([record[50] ^ 1]) + record[51:]),
-    "format": ("its format is 9, not 3", lambda record: with_end(record[:-END], 9)),
+    "format": ("its format is 9, not 4", lambda record: with_end(record[:-END], 9)),
     "counts cut": ("it is cut off", lambda record: with_end(record[-500:-END])),
     "odd": ("it is cut off", lambda record: with_end(record[3:-END])),
+    "no namespaces": ("it is cut off", lambda record: with_end(b"")),
+    "namespaces cut": ("it is cut off", lambda record: with_end(record[-100:-END], names=20)),
+    "more namespaces": ("its layout is another", lambda record: with_end(record[:-END], names=1)),
+    "most namespaces": ("it is cut off", lambda record: with_end(record[:-END], names=2**64 - 1)),
     "no spans": ("it is cut off", lambda record: with_end(record[-END - COUNTS : -END])),
     "keys cut": ("it is cut off", lambda record: with_field(record, 16, "=I", 2**29)),
     "more": ("it is cut off", lambda record: with_count(record, 48, "=Q", 1)),
