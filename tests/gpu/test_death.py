@@ -40,6 +40,25 @@ def test_a_load_fails_when_the_daemons_process_is_gone_and_not_at_its_eof(stub_m
     assert failed["gone"]
 
 
+def test_a_client_that_does_not_wait_for_the_process_is_seen(
+    stub_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the shape that ``make gpu`` watches, by bytes that land a moment after the lifeline's end."""
+    monkeypatch.setenv("EXPORTER_HASTY", "1")
+    stub = {"STUB_HANG": "cuEventSynchronize:2", "DYING_CLOSING_US": "60000"}
+    machine = stub_machine(stub, DyingDaemon, pool_size="256MiB")
+    with machine.exporter("ordinary", layers=8, blocks=64, page_bytes=256 << 10) as worker:
+        worker.wait_ready()
+        assert worker.ask("store", job_id=1, keys=KEY.hex(), blocks=[0])["ok"]
+        with machine.scheduler() as scheduler:
+            load = {"job_id": 2, "lease_id": lease(scheduler), "keys": KEY.hex(), "blocks": [1]}
+            worker.send("load_and_watch", **load, pid=machine.daemon.pid, for_s=1.0)
+            wait_until(lambda: "cuEventSynchronize hangs" in machine.driver_log())
+            machine.daemon.kill()
+            failed = worker.answer()
+    assert (failed["ok"], failed["gone"], failed["stays"]) == (False, False, False)
+
+
 def test_a_lost_context_ends_the_daemon_and_the_next_one_has_the_pool(
     stub_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch, pool_file: Path
 ) -> None:

@@ -11,7 +11,7 @@ import threading
 
 from kvoffd.cli import main
 
-CLOSING_US = 700_000
+CLOSING_US = int(os.environ.get("DYING_CLOSING_US", 700_000))
 COPYING_US = 100_000
 
 

@@ -2,6 +2,7 @@
 See ``tests.support.exporter``.
 
 Usage: exporter_main.py DIRECTORY LIBRARY KIND LAYERS BLOCKS PAGE_BYTES; EXPORTER_UID is the user that it becomes.
+With EXPORTER_HASTY loads fail at the lifeline's end, whether or not the daemon's process is gone.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from kvoffd_client import NamespaceSpec, Registration, WorkerClient
 from kvoffd_client.cuda.export import ExportDriver, export_segments
 from kvoffd_client.cuda.order import Event, OrderedSender
+from kvoffd_client.lifeline_stream import LifelineStream
 from kvoffd_proto import cuda_driver as cuda
 from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import GroupTransfer
 from tests.support.cuda_calls import load, pinned_properties
 
 CHUNK = 2 << 20
+END_BYTES = 1024
 
 
 class Gpu:
@@ -48,17 +51,25 @@ class Gpu:
         status = getattr(self.cuda, name)(*arguments)
         assert status == 0, (name, status)
 
-    def write(self, data: bytes) -> None:
-        self.call("cuMemcpyHtoD_v2", self.address, data, len(data))
+    def write(self, data: bytes, at: int = 0) -> None:
+        self.call("cuMemcpyHtoD_v2", self.address + at, data, len(data))
 
-    def read(self) -> bytes:
-        data = ctypes.create_string_buffer(self.nbytes)
-        self.call("cuMemcpyDtoH_v2", data, self.address, self.nbytes)
+    def read(self, nbytes: int, at: int = 0) -> bytes:
+        data = ctypes.create_string_buffer(nbytes)
+        self.call("cuMemcpyDtoH_v2", data, self.address + at, nbytes)
         return data.raw
+
+    def ends(self, blocks: list[int]) -> list[int]:
+        """Where the last END_BYTES of each page of these blocks begin: what a copy of a page writes last."""
+        return [
+            (layer * self.blocks + block + 1) * self.page_bytes - END_BYTES
+            for layer in range(self.layers)
+            for block in blocks
+        ]
 
     def pages(self) -> list[str]:
         """A digest for each block, of all its layers."""
-        data = np.frombuffer(self.read(), dtype=np.uint8).reshape(self.layers, self.blocks, self.page_bytes)
+        data = np.frombuffer(self.read(self.nbytes), dtype=np.uint8).reshape(self.layers, self.blocks, self.page_bytes)
         return [hashlib.sha256(data[:, block].tobytes()).hexdigest() for block in range(self.blocks)]
 
     def _ordinary(self) -> int:
@@ -142,6 +153,8 @@ def registration_of(gpu: Gpu) -> Registration:
 def main() -> None:
     if user := os.environ.get("EXPORTER_UID"):
         os.setuid(int(user))
+    if os.environ.get("EXPORTER_HASTY"):  # the mistake that load_and_watch looks for
+        LifelineStream.released = lambda stream, now: stream.ended  # type: ignore[method-assign]
     directory, library, kind = sys.argv[1:4]
     shape = [int(argument) for argument in sys.argv[4:7]]
     gpu = TorchGpu(library, "ordinary", *shape) if kind == "torch" else Gpu(library, kind, *shape)
@@ -163,20 +176,22 @@ def main() -> None:
         worker.load(job_id, lease_id, transfer(keys, blocks))
         return result(job_id)
 
-    def load_and_watch(pid: int, for_s: float, job_id: int, **job: Any) -> dict[str, Any]:
+    def load_and_watch(pid: int, for_s: float, job_id: int, blocks: list[int], **job: Any) -> dict[str, Any]:
         """Load; use the blocks at once when that fails, and see whether what is in them stays for a while.
 
-        Tells whether the daemon's process, of number ``pid``, was gone when the load had its result.
+        A little is written to each page, so that copies that end a moment later are seen. Tells whether the daemon's
+        process, of number ``pid``, was gone when the load had its result.
         """
-        daemon = os.pidfd_open(pid)
-        loaded = load(job_id, **job)
+        daemon, ends, used = os.pidfd_open(pid), gpu.ends(blocks), os.urandom(END_BYTES)
+        loaded = load(job_id, blocks=blocks, **job)
         gone = bool(select.select([daemon], [], [], 0)[0])
+        for end in ends:
+            gpu.write(used, end)
         os.close(daemon)
-        written = fill(seed=job_id)["pages"]
         until = time.monotonic() + for_s
         stays = True
         while stays and time.monotonic() < until:
-            stays = gpu.pages() == written
+            stays = all(gpu.read(END_BYTES, end) == used for end in ends)
         return {**loaded, "gone": gone, "stays": stays}
 
     def ready(timeout_s: float) -> dict[str, Any]:
