@@ -191,9 +191,11 @@ class _PinRun(threading.Thread):
             return
         try:
             self._driver.set_context(context)
-            free_bytes = self._free_bytes()
+            before = self._free_bytes()
             self._pin()
-            self.gpu_bytes = max(0, free_bytes - self._free_bytes())
+            after = self._free_bytes()
+            if before is not None and after is not None:
+                self.gpu_bytes = max(0, before - after)
             self._wait_for_stop()
         except CudaError as error:
             self._refuse(error)
@@ -225,12 +227,12 @@ class _PinRun(threading.Thread):
         pinned = _bytes_of(self._chunks) - self.refused_bytes
         _log.info("%s of the pool are pinned after %.1f s.", format_size(pinned), time.monotonic() - started)
 
-    def _free_bytes(self) -> int:
+    def _free_bytes(self) -> int | None:
         try:
             return self._driver.free_bytes()
         except CudaError as error:
             _log.info("What pinning takes of the GPU's memory is not known: %s", error.message)
-            return 0
+            return None
 
     def _unpin(self) -> None:
         failures: list[str] = []

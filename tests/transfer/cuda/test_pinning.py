@@ -218,3 +218,17 @@ def test_what_pinning_takes_of_the_gpu_is_known_when_it_is_done(stub: StubCuda, 
     pool.release()
     assert pool.close(10)
     assert pool.progress.gpu_bytes == 0
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_what_pinning_takes_is_not_known_where_the_driver_does_not_say(
+    stub: StubCuda, pool: PinnedPool, nth: int
+) -> None:
+    stub.fail("cuMemGetInfo_v2", nth)
+    pool.acquire(0)
+    wait_until(lambda: pool.progress.pinned_bytes == POOL and stub.calls("cuMemGetInfo_v2") == 2)
+    run = pool._run
+    pool.release()
+    assert pool.close(10)
+    assert run is not None
+    assert run.gpu_bytes == 0
