@@ -337,7 +337,8 @@ def fault(setup: Setup) -> Found:
             "block_is_back": again,
         }
     finally:
-        pool_file.unlink(missing_ok=True)
+        for path in pool_file.parent.glob(f"{pool_file.name}*"):  # with what the policy knows
+            path.unlink()
 
 
 class _FaultingDaemon(DaemonProcess):

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[3]
 
 def test_parts_run_alone_over_the_double_which_the_page_says(tmp_path: Path) -> None:
     library = fresh_stub().path  # or the test is skipped
+    before = set(Path("/dev/shm").glob("kvoffd-gpu-*"))
     command = [sys.executable, "-m", "tests.bench.gpu", "--double", "--library", library, "--out", str(tmp_path)]
     done = subprocess.run([*command, "--part", "driver", "--part", "fault"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout, done.stderr, *(path.read_text() for path in tmp_path.glob("*.md")))
@@ -25,6 +26,7 @@ def test_parts_run_alone_over_the_double_which_the_page_says(tmp_path: Path) -> 
     fault = report["parts"]["fault"]["found"]
     assert (fault["job"], fault["status_is_right"], fault["block_is_back"]) == ("COPY_FAILED", True, True)
     assert "**Not a GPU.**" in page.read_text()
+    assert set(Path("/dev/shm").glob("kvoffd-gpu-*")) == before, "files were left"
 
 
 def test_a_part_that_failed_is_told_on_the_page() -> None:
