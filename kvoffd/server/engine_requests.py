@@ -341,8 +341,7 @@ def _parts_of(context: Context, submission: Submission) -> Iterator[m.JobsRefuse
 @answers(m.Cancel)
 def cancel(context: Context, session: Session, message: m.Cancel) -> m.CancelReply:
     """Fail jobs that have not started. Unknown ids have ended and are in neither list."""
-    jobs = session.jobs
-    stores = {job_id for job_id in message.job_ids if job_id in jobs and jobs[job_id].direction is Direction.STORE}
+    stores = {job_id for job_id, job in session.jobs.items() if job.direction is Direction.STORE}
     cancelled, running = context.runner.cancel(session, message.job_ids)
     context.jobs.unsent_stores += message.unsent
     context.jobs.cancelled_stores += len(stores.intersection(cancelled))

@@ -87,10 +87,10 @@ class JobRunner:
             self.transfer_done(job, Outcome.FAILED)
 
     def cancel(self, session: Session, job_ids: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Fail what has not started. Returns the ids of those, and of those whose bytes move, or will.
+        """Fail what has not started. Returns the ids of that, and those given whose bytes move, or will.
 
-        Stores that are copied together are cancelled together or not at all. Ids that are no unfinished job's are
-        ignored.
+        Stores that are copied together are cancelled together, all of them when one is to be. Ids that are no
+        unfinished job's are ignored.
         """
         cancelled: list[int] = []
         running: list[int] = []
@@ -99,9 +99,10 @@ class JobRunner:
             if job_id in session.jobs:
                 wanted.setdefault(session.jobs[job_id], []).append(job_id)
         for job, ids in wanted.items():
-            engine, transfer = job.client_memory.memory.engine, job.transfer
-            ended = len(ids) == len(job.ids) and transfer is not None and engine.cancel(transfer)
-            (cancelled if ended else running).extend(ids)
+            if job.transfer is not None and job.client_memory.memory.engine.cancel(job.transfer):
+                cancelled.extend(job.ids)
+            else:
+                running.extend(ids)
         return cancelled, running
 
     def abandon(self, jobs: Iterable[Job]) -> None:

@@ -357,7 +357,7 @@ class JobsRefused(Reply, frozen=True):
 class CancelReply(Reply, frozen=True):
     """Answer to Cancel."""
 
-    cancelled: Annotated[list[JobId], doc("Jobs that will not run.")]
+    cancelled: Annotated[list[JobId], doc("Jobs that will not run, stores of the same message among them.")]
     running: Annotated[list[JobId], doc("Jobs whose bytes are moving; wait for their completions.")]
 
 
