@@ -299,6 +299,7 @@ def test_a_server_that_refuses_writes_is_still_read(
     assert rig.write(rig.block(3)) is None, "for a while"
     assert told in rig.tier.problem
     assert "maxmemory" not in rig.tier.problem
+    assert "credentials" not in rig.kinds, "for which a cluster leaves a server alone"
     monkeypatch.setattr("kvoffd.tiers.shared.shared_tier.FULL_PAUSE_S", 0.0)
     monkeypatch.setattr(rig.tier, "_write_at", 0.0)
     for number in range(4, 8):

@@ -240,7 +240,7 @@ class Redis(Store):
         code = text.partition(" ")[0]
         if code == "NOPERM":
             why = f"{self._name} does not let this user do that ({text}); it needs {NEEDED_COMMANDS}."
-            raise StoreError("credentials", why, final=True)
+            raise StoreError("forbidden", why, final=True)
         if code == "READONLY":
             raise StoreError("refused", f"{self._name} is a replica, which takes no writes ({text}): name its primary.")
         if code in ("NOAUTH", "WRONGPASS") or "AUTH" in text:
