@@ -9,8 +9,9 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 from kvoffd_client import NamespaceSpec
 from kvoffd_client.vllm.connector_metadata import MemoryReport
+from kvoffd_client.vllm.kv_event_translator import KvEventTranslator
 from kvoffd_client.vllm.namespace_client import EngineNamespace, NamespaceClient
-from kvoffd_client.vllm.offloading_manager import KvEventTranslator, KvoffdManager, StoreWindow
+from kvoffd_client.vllm.offloading_manager import KvoffdManager, StoreWindow
 from kvoffd_client.vllm.request_lookups import LookupSettings
 
 from .vllm_fakes import Clock, FakeSchedulerClient, block_hash, key

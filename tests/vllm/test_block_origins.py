@@ -20,7 +20,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, ReqContext, RequestOffloadingContext
 from vllm.v1.request import Request
 
-from kvoffd_client.vllm.block_origins import tell_origins
+from kvoffd_client import NamespaceSpec
+from kvoffd_client.vllm import block_origins
+from kvoffd_client.vllm.block_origins import ToldBlocks, tell_origins
 from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.connector_metadata import KeyedSpec, group_transfers
 from kvoffd_client.vllm.namespace_client import NamespaceClient
@@ -77,7 +79,7 @@ def told(
     keyed = KeyedSpec((keys,))
     stores = [TransferJob("r", blocks, keyed)] if is_store else []
     loads = [] if is_store else [TransferJob("r", keyed, blocks)]
-    tell_origins(stores, loads, {"r": status}, 1, wanted)
+    tell_origins(stores, loads, {"r": status}, 1, wanted, ToldBlocks())
     (transfer,) = group_transfers(blocks, keyed, 1, KEY_BYTES, is_store=is_store)
     return transfer
 
@@ -161,8 +163,41 @@ def test_the_end_of_a_prompt_that_is_no_chunk_of_it_tells_nothing(connector: Kvo
     status.update_offload_keys()
     blocks = GPULoadStoreSpec([5], group_sizes=[1], block_indices=[5])
     job = TransferJob("r", blocks, KeyedSpec((b"partial tail".ljust(KEY_BYTES),)))
-    tell_origins([job], [], {"r": status}, 1, BOTH)
+    tell_origins([job], [], {"r": status}, 1, BOTH, ToldBlocks())
     assert (job.dst_spec.parents, job.dst_spec.tokens) == ((b"",), (b"",))
+
+
+def test_a_block_is_told_once_to_each_daemon_in_each_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_origins, "MAX_TOLD", 2)
+    one, two, three, four = [bytes([number]) for number in range(4)]
+    told, namespace = ToldBlocks(), NamespaceSpec.named("model")
+    assert one in told, "nobody asked for tokens"
+    told.begin_step(BOTH, 1, namespace)
+    assert one not in told
+    told.add([one])
+    told.begin_step(BOTH, 1, namespace)
+    assert (one in told, two in told) == (True, False)
+    told.begin_step(BOTH, 2, namespace)
+    assert one not in told, "a daemon that was restarted"
+    told.add([one])
+    told.begin_step(BOTH, 2, NamespaceSpec.named("other"))
+    assert one not in told, "other weights"
+    told.add([one])
+    told.add([two])
+    told.add([three])
+    assert all(key in told for key in (one, two, three))
+    told.add([four])
+    assert [key in told for key in (one, two, three, four)] == [False, False, True, True]
+
+
+def test_what_the_daemon_has_of_a_plain_prompt_is_told_again_and_of_others_not(connector: KvoffdConnector) -> None:
+    for salt, wanted in (("", True), ("tenant", False)):
+        request = request_of()
+        request.cache_salt = salt
+        connector.on_new_request(request)
+        assert (connector._manager._lookups["r"].told is not None) == wanted
+        connector.connector_scheduler._req_status.pop("r")
+        connector._manager._lookups.pop("r")
 
 
 def test_vllms_own_types_read_what_routers_are_sent() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.v1.kv_offload.base import Medium
 
-from kvoffd_client.vllm.offloading_manager import KvEventTranslator
+from kvoffd_client.vllm.kv_event_translator import KvEventTranslator
 from kvoffd_proto.events import AllBlocksCleared, BlockRemoved, BlockStored
 from tests.support.vllm_fakes import block_hash, key
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _create_req_context
-from vllm.v1.kv_offload.base import LookupResult, ReqContext
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffd_client.vllm.connector_metadata import NO_LEASE, FailedJob
@@ -318,3 +319,20 @@ def test_the_labels_of_the_configuration_are_those_that_are_declared() -> None:
     manager = ManagerHarness(config_info={"directory": "/run/kvoffd"}).manager
     assert manager.config_info() == [{"directory": "/run/kvoffd"}]
     assert set(CONFIG_INFO) <= set(OWN_KEYS)
+
+
+def test_blocks_that_the_daemon_has_and_of_which_it_wants_the_tokens_are_stored_once_more() -> None:
+    harness, told = ManagerHarness(), {KEYS[0]}
+    context = harness.request(ready={*HASHES})
+    assert list(store(harness, context)) == []
+    harness.manager.tell_tokens("r", told)
+    assert list(store(harness, context)) == KEYS[1:]
+    told.update(KEYS)
+    harness.manager.complete_store(KEYS, context)
+    assert list(store(harness, context)) == []
+
+
+def store(harness: ManagerHarness, context: ReqContext) -> Collection[OffloadKey]:
+    output = harness.manager.prepare_store(KEYS, context)
+    assert output is not None
+    return output.keys_to_store

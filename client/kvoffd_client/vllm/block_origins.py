@@ -8,9 +8,42 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
+from vllm.v1.kv_offload.base import OffloadKey
 
+from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, KeyedSpec
 from kvoffd_proto.messages import WANTS_PARENTS, WANTS_TOKENS
+
+MAX_TOLD = 131_072
+"""After so many blocks those that were told before them are forgotten, and told once more if they come again."""
+
+
+class ToldBlocks:
+    """Blocks of which this engine has told the daemon the tokens; all, where that wants none.
+
+    What the engine has in its own cache it does not load, and the daemon may have it from an earlier one, or from
+    elsewhere, without tokens: it is stored once more, which copies nothing, unless it is in here.
+    """
+
+    def __init__(self) -> None:
+        self._keys: set[OffloadKey] = set()
+        self._earlier: set[OffloadKey] = set()
+        self._since: tuple[bool, int, NamespaceSpec | None] = False, 0, None
+
+    def begin_step(self, capabilities: Collection[str], epoch: int, namespace: NamespaceSpec | None) -> None:
+        """Forget all where the daemon, or the namespace, is another one than before."""
+        since = WANTS_TOKENS in capabilities, epoch, namespace
+        if since != self._since:
+            self._since = since
+            self._keys, self._earlier = set(), set()
+
+    def __contains__(self, key: object) -> bool:
+        return not self._since[0] or key in self._keys or key in self._earlier
+
+    def add(self, keys: Iterable[OffloadKey]) -> None:
+        self._keys.update(keys)
+        if len(self._keys) >= MAX_TOLD:
+            self._keys, self._earlier = set(), self._keys
 
 
 def tell_origins(
@@ -19,10 +52,12 @@ def tell_origins(
     requests: Mapping[str, RequestOffloadState],
     blocks_per_chunk: int,
     capabilities: Collection[str],
+    told: ToldBlocks,
 ) -> None:
     """Give the jobs of a step the parents and token ids of their keys, as far as the daemon wants them.
 
-    Loads too: the daemon has no tokens of blocks that came from another node, or that an earlier daemon left.
+    Loads too: the daemon has no tokens of blocks that came from another node, or that an earlier daemon left. ``told``
+    is kept of all of them.
 
     Prompts whose hashes do not follow from their tokens alone (adapters, images, salts, embeddings) tell no tokens: who
     knows the tokens only would take another prompt's blocks for theirs. With an adapter, no parents either.
@@ -42,8 +77,10 @@ def tell_origins(
             for index, (keys, first_block) in enumerate(zip(keyed.groups, blocks.block_indices, strict=True))
         ]
         keyed.parents = tuple([parents for parents, _ in found])
-        if tokens and _is_plain(status.req):
+        if tokens and is_told(status.req):
             keyed.tokens = tuple([_tokens(status, index, at) for index, (_, at) in enumerate(found)])
+            for group, (_, places) in zip(status.group_states, found, strict=True):
+                told.add([group.offload_keys[place] for place in places])
 
 
 def _origins(status: RequestOffloadState, index: int, keys: bytes, first: int) -> tuple[bytes, list[int]]:
@@ -76,5 +113,7 @@ def _tokens(status: RequestOffloadState, index: int, places: list[int]) -> bytes
     return b"".join([array("I", token_ids[place * per_chunk : (place + 1) * per_chunk]).tobytes() for place in places])
 
 
-def _is_plain(request: Any) -> bool:
-    return not request.mm_features and not request.cache_salt and request.prompt_embeds is None
+def is_told(request: Any) -> bool:
+    """Whether the hashes of a request's blocks follow from its tokens alone."""
+    special = request.lora_request is not None or request.mm_features or request.cache_salt
+    return not special and request.prompt_embeds is None

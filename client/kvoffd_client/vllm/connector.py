@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.request import RequestStatus
 
-from kvoffd_client.vllm.block_origins import tell_origins
+from kvoffd_client.vllm.block_origins import ToldBlocks, is_told, tell_origins
 from kvoffd_client.vllm.connector_metadata import (
     FailedJob,
     KvoffdConnectorMetadata,
@@ -199,6 +199,7 @@ class KvoffdConnector(OffloadingConnector):
             if not tell_of_received_requests(EngineCore, self.on_request_received.__name__):
                 logger.info("kvoffd: this vLLM tells of requests late; prompts wait a moment longer for the daemon.")
         self._adapters = LoraAdapters()
+        self._told = ToldBlocks()
         self._computed = False  # in the last step
 
     # --- worker ---
@@ -244,6 +245,8 @@ class KvoffdConnector(OffloadingConnector):
         super().on_new_request(request)
         if request.lora_request is not None:
             self._manager.begin_adapter(request.request_id, self._adapters.content_of(request.lora_request))
+        if is_told(request):
+            self._manager.tell_tokens(request.request_id, self._told)
         if not self._manager.is_looked_up(request.request_id):
             self._begin_lookup(request)
 
@@ -274,11 +277,13 @@ class KvoffdConnector(OffloadingConnector):
         elif self._computed:
             time.sleep(OUTPUT_PAUSE_S)
         self._computed = computes
+        client = self._manager.client
+        self._told.begin_step(client.capabilities, client.epoch, namespace.current)
         meta = super().build_connector_meta(_stores_later(scheduler_output))
         if meta.store_jobs or meta.load_jobs:
-            scheduler, capabilities = self.connector_scheduler, self._manager.client.capabilities
-            stores, loads = meta.store_jobs.values(), meta.load_jobs.values()
-            tell_origins(stores, loads, scheduler._req_status, scheduler.config.blocks_per_chunk, capabilities)
+            scheduler, jobs = self.connector_scheduler, (meta.store_jobs.values(), meta.load_jobs.values())
+            per_chunk = scheduler.config.blocks_per_chunk
+            tell_origins(*jobs, scheduler._req_status, per_chunk, client.capabilities, self._told)
         generation, joined = namespace.news()
         if generation is None:
             return meta

@@ -49,6 +49,10 @@ class NamespaceClient:
         return self._client.credit_bytes if self._client is not None else 0
 
     @property
+    def epoch(self) -> int:
+        return self._client.epoch if self._client is not None else 0
+
+    @property
     def capabilities(self) -> frozenset[str]:
         return self._client.capabilities if self._client is not None else frozenset()
 

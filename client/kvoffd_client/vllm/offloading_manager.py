@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -17,7 +17,6 @@ from vllm.v1.kv_offload.base import (
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
-    make_offload_key,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -25,12 +24,12 @@ from kvoffd_client.vllm import connector_stats as stats
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, FailedJob, KeyedSpec, hashes_of
 from kvoffd_client.vllm.harm import Harm
 from kvoffd_client.vllm.hints import Hint, Hints
+from kvoffd_client.vllm.kv_event_translator import KvEventTranslator
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.lookup_timing import EarlyLookups, LookupWait
 from kvoffd_client.vllm.namespace_client import EngineNamespace
 from kvoffd_client.vllm.request_lookups import KeyStatus, LookupSettings, PendingLookup, RequestLookups
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.events import MEDIUM_STORAGE, AllBlocksCleared, BlockStored, KvEvent
 from kvoffd_proto.messages import GroupKeys
 
 # Errors that say something about the blocks. After any other one they are as good as before.
@@ -101,47 +100,6 @@ class StoreThreshold:
         while len(self._counts) > self._size:
             self._counts.popitem(last=False)
         return reached
-
-
-class KvEventTranslator:
-    """Translates the daemon's KV events to vLLM's, and remembers which blocks were announced.
-
-    vLLM's stream also speaks of the engine's own cache, and its ``AllBlocksCleared`` means both. So when the daemon's
-    blocks are gone at once, each block that was announced is removed by name instead. ``group_ids`` are vLLM's, by
-    index on the wire.
-    """
-
-    def __init__(self, group_ids: Sequence[int]) -> None:
-        self._group_ids = group_ids
-        self._announced: dict[Medium, dict[OffloadKey, None]] = {Medium.CPU: {}, Medium.STORAGE: {}}
-
-    def translate(self, events: Iterable[KvEvent]) -> list[OffloadingEvent]:
-        """Return vLLM's events for the daemon's, in order, without blocks stored twice or removed but never stored."""
-        translated: list[OffloadingEvent] = []
-        for event in events:
-            if isinstance(event, AllBlocksCleared):
-                for medium, announced in self._announced.items():
-                    translated += _removal(list(announced), medium)
-                    announced.clear()
-                continue
-            medium = Medium.STORAGE if event.medium == MEDIUM_STORAGE else Medium.CPU
-            announced = self._announced[medium]
-            group_id = self._group_ids[event.group_idx or 0]
-            named = [make_offload_key(block_hash, group_id) for block_hash in event.block_hashes]
-            removed = not isinstance(event, BlockStored)
-            keys = [key for key in named if (key in announced) == removed]
-            if removed:
-                for key in keys:
-                    del announced[key]
-                translated += _removal(keys, medium)
-            elif keys:
-                announced.update(dict.fromkeys(keys))
-                translated.append(OffloadingEvent(keys=keys, medium=medium, removed=False))
-        return translated
-
-
-def _removal(keys: list[OffloadKey], medium: Medium) -> list[OffloadingEvent]:
-    return [OffloadingEvent(keys=keys, medium=medium, removed=True)] if keys else []
 
 
 class KvoffdManager(OffloadingManager):
@@ -266,6 +224,11 @@ class KvoffdManager(OffloadingManager):
         """Have a new request's keys hold the content of its LoRA adapter; None: it is not known, so use nothing."""
         if lookups := self._lookups.get(request_id):
             lookups.adapter, lookups.outside = content or b"", content is None
+
+    def tell_tokens(self, request_id: str, told: Container[OffloadKey]) -> None:
+        """Store a new request's blocks once more where the daemon has them and they are not among ``told``."""
+        if lookups := self._lookups.get(request_id):
+            lookups.told = told
 
     def scheduled_without_load(self, request_id: str) -> None:
         """Unpin the blocks of a request that was scheduled and needs none of them."""

@@ -24,10 +24,11 @@ from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES
 from kvoffd_client.vllm.connector_options import ConnectorOptions
 from kvoffd_client.vllm.connector_stats import DEFINITIONS
+from kvoffd_client.vllm.kv_event_translator import KvEventTranslator
 from kvoffd_client.vllm.kv_memory import NotShareable, SharedKvMemory, record_event, registration_of
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.namespace_client import EngineNamespace, NamespaceClient
-from kvoffd_client.vllm.offloading_manager import KvEventTranslator, KvoffdManager, StoreThreshold, StoreWindow
+from kvoffd_client.vllm.offloading_manager import KvoffdManager, StoreThreshold, StoreWindow
 from kvoffd_client.vllm.offloading_worker import KvoffdWorker
 from kvoffd_client.vllm.prefill_rate import PrefillRate
 from kvoffd_client.vllm.request_lookups import LookupSettings

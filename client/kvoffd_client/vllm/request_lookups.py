@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import inf
@@ -109,6 +109,7 @@ class RequestLookups:
         answer: the answer in force; its lease pins what it says is ready.
         pending: a lookup that is not answered yet. The answer in force is kept until it is replaced.
         last_answer: also after its lease was released; tells what need not be stored.
+        told: blocks of which the daemon knows the tokens, or needs none; None where the request may tell none.
         adapter: content of the request's LoRA adapter; empty for none.
         outside: nothing of this request may be looked up or stored.
         load_failed: a load of this request failed; the request is recomputed and never looked up again.
@@ -128,6 +129,7 @@ class RequestLookups:
     answer: PendingLookup | None = None
     pending: PendingLookup | None = None
     last_answer: PendingLookup | None = None
+    told: Container[OffloadKey] | None = None
     adapter: bytes = b""
     outside: bool = False
     load_failed: bool = False
@@ -219,8 +221,9 @@ class RequestLookups:
         self.load_failed = True
 
     def is_stored(self, key: OffloadKey) -> bool:
-        """Return whether the last answer said that the block is in the pool."""
-        return self.last_answer is not None and self.last_answer.state(key) == READY
+        """Return whether the last answer said that the block is in the pool, and its tokens need not be told."""
+        ready = self.last_answer is not None and self.last_answer.state(key) == READY
+        return ready and (self.told is None or key in self.told)
 
     @property
     def unanswered(self) -> bool:

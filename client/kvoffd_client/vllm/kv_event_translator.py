@@ -1,0 +1,50 @@
+"""The daemon's KV events as vLLM's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from vllm.v1.kv_offload.base import Medium, OffloadingEvent, OffloadKey, make_offload_key
+
+from kvoffd_proto.events import MEDIUM_STORAGE, AllBlocksCleared, BlockStored, KvEvent
+
+
+class KvEventTranslator:
+    """Translates the daemon's KV events to vLLM's, and remembers which blocks were announced.
+
+    vLLM's stream also speaks of the engine's own cache, and its ``AllBlocksCleared`` means both. So when the daemon's
+    blocks are gone at once, each block that was announced is removed by name instead. ``group_ids`` are vLLM's, by
+    index on the wire.
+    """
+
+    def __init__(self, group_ids: Sequence[int]) -> None:
+        self._group_ids = group_ids
+        self._announced: dict[Medium, dict[OffloadKey, None]] = {Medium.CPU: {}, Medium.STORAGE: {}}
+
+    def translate(self, events: Iterable[KvEvent]) -> list[OffloadingEvent]:
+        """Return vLLM's events for the daemon's, in order, without blocks stored twice or removed but never stored."""
+        translated: list[OffloadingEvent] = []
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                for medium, announced in self._announced.items():
+                    translated += _removal(list(announced), medium)
+                    announced.clear()
+                continue
+            medium = Medium.STORAGE if event.medium == MEDIUM_STORAGE else Medium.CPU
+            announced = self._announced[medium]
+            group_id = self._group_ids[event.group_idx or 0]
+            named = [make_offload_key(block_hash, group_id) for block_hash in event.block_hashes]
+            removed = not isinstance(event, BlockStored)
+            keys = [key for key in named if (key in announced) == removed]
+            if removed:
+                for key in keys:
+                    del announced[key]
+                translated += _removal(keys, medium)
+            elif keys:
+                announced.update(dict.fromkeys(keys))
+                translated.append(OffloadingEvent(keys=keys, medium=medium, removed=False))
+        return translated
+
+
+def _removal(keys: list[OffloadKey], medium: Medium) -> list[OffloadingEvent]:
+    return [OffloadingEvent(keys=keys, medium=medium, removed=True)] if keys else []
