@@ -411,7 +411,7 @@ class StatsReply(Reply, frozen=True):
         ),
     ] = field(default_factory=list)
     cancelled_stores: Annotated[
-        Count, counter("Stores that a client cancelled before their copy began, since their blocks were wanted.")
+        Count, counter("Stores cancelled before their copy began, since blocks of their message were wanted.")
     ] = 0
     unsent_stores: Annotated[
         Count, counter("Stores that clients dropped before they sent them, since their blocks were wanted.")

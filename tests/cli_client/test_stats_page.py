@@ -70,6 +70,16 @@ def test_what_the_index_takes_is_told_with_its_bound(fresh: StatsReply, render: 
         assert ("since the index is full: raise index_size" in text) is full
 
 
+def test_what_fences_dropped_and_what_pinning_takes_is_shown_where_there_is_any(
+    busy: StatsReply, render: Render
+) -> None:
+    assert not {"cancelled", "unsent", "page-locking"} & set(render(StatsPage(busy), 120).split())
+    pool = msgspec.structs.replace(busy.pool, page_locking_gpu_bytes=40 * MIB)
+    text = render(StatsPage(msgspec.structs.replace(busy, pool=pool, cancelled_stores=12, unsent_stores=7)), 120)
+    assert line_with(text, "store") == "store 118 GiB 10.6 GB/s 1,204 3 2 1 12 7"
+    assert "page-locking it takes 40.0 MiB of a GPU's memory" in text
+
+
 def test_speeds_and_ratios_are_over_windows(busy: StatsReply, render: Render) -> None:
     text = render(StatsPage(busy), 120)
     assert line_with(text, "10 s") == "10 s 50/s 1.0 % 0 % 99.0 % 400 MB/s 200 MB/s 5.0/s 50/s 7 10.0 %"

@@ -36,6 +36,8 @@ def unusual_notes(pool: PoolStats, blocks: BlockAccessStats) -> Iterator[tuple[s
     if 0 < pool.page_locked_bytes < pool.pool_bytes:
         locked = format_size(pool.page_locked_bytes)
         yield f"{locked} are page-locked for GPUs so far; the rest is copied slowly", "yellow"
+    if pool.page_locking_gpu_bytes:
+        yield f"page-locking it takes {format_size(pool.page_locking_gpu_bytes)} of a GPU's memory", "dim"
     if blocks.pinned_blocks:
         pinned = f"{count_blocks(blocks.pinned_blocks)} ({format_size(blocks.pinned_bytes)})"
         yield f"{pinned} pinned by operators; see block ls --pinned", "dim"

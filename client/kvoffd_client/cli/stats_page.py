@@ -83,7 +83,7 @@ class StatsPage:
             "over": (_recent(now.recent, wide),),
             "misses": tuple(_misses(now.recent, wide)),
             "curve": tuple(_curve(now, wide)),
-            "copies": (_copies(now),),
+            "copies": (_copies(now, wide),),
             "lookups": (_lookups(now, wide),),
             "disks": (_disks(now),) if now.disks else (),
             "namespaces": (),
@@ -277,9 +277,12 @@ def _curve(now: StatsReply, wide: bool) -> Iterator[Text]:
     yield fitting(f"{'Tokens':<{TITLE_CELLS}}{found} found; lru: {', '.join(others)}")
 
 
-def _copies(now: StatsReply) -> Table:
+def _copies(now: StatsReply, wide: bool) -> Table:
     """Both directions since the start. ``copying at`` is the speed while a copy runs: what the memory gives."""
     table = _section("Copies", ("total", "copying at", "jobs", "failed", "queued", "running"))
+    dropped = (now.cancelled_stores, now.unsent_stores) if wide else ()
+    if any(dropped):
+        add_numbers(table, ("cancelled", "unsent"))
     for title, direction in (("store", now.store), ("load", now.load)):
         table.add_row(
             fitting(title),
@@ -289,6 +292,7 @@ def _copies(now: StatsReply) -> Table:
             _alarming(direction.failed_jobs),
             format_count(direction.queued_jobs),
             format_count(direction.running_jobs),
+            *((format_count(count) if title == "store" else "-" for count in dropped) if any(dropped) else ()),
         )
     return table
 
