@@ -46,7 +46,7 @@ class KeyWorth(Wire, frozen=True):
 
 
 class PolicyDescribed(Reply, frozen=True):
-    """Answer to DescribePolicy. All but the name is 0, or nothing, for policies that do not learn."""
+    """Answer to DescribePolicy. Of policies that do not learn: the name, the keys without a block and their memory."""
 
     policy: Annotated[str, doc("Name of the policy.")]
     requests: Annotated[Count, doc("Requests that it was told of.")]

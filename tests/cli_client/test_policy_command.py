@@ -51,6 +51,12 @@ def test_a_policy_that_does_not_learn_has_nothing_to_tell(capsys: pytest.Capture
     assert capsys.readouterr().out.startswith("Policy lru. It does not learn.")
 
 
+def test_of_a_policy_that_does_not_learn_it_says_what_it_remembers() -> None:
+    found = PolicyDescribed(1, 1, "arc", 0, 0, 1500, 300_000, 0, 0, as_lru=False, classes=[])
+    (line,) = policy_command._sentences(found)
+    assert line == "Policy arc. It does not learn. It remembers 1,500 keys without a block, in 293 KiB."
+
+
 def test_all_numbers_are_shown_on_80_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

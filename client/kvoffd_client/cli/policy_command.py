@@ -54,6 +54,10 @@ def _sentences(found: PolicyDescribed) -> Iterator[str]:
     if not found.policy_bytes:
         yield f"Policy {found.policy}. It does not learn."
         return
+    if not found.known_keys and found.ghost_keys:
+        keys, memory = format_count(found.ghost_keys), format_size(found.policy_bytes)
+        yield f"Policy {found.policy}. It does not learn. It remembers {keys} keys without a block, in {memory}."
+        return
     if not found.requests:
         yield f"Policy {found.policy}. It has learned nothing so far: nothing was asked for."
         return

@@ -11,10 +11,12 @@ from collections.abc import Iterator, Sequence
 from math import inf
 
 from kvoffd.cache.namespace import Block, Namespace
-from kvoffd.cache.policies import AdmitsAll, Chain
+from kvoffd.cache.policies import GHOST_PART, AdmitsAll, Chain
 
 Ghost = tuple[Namespace, int, bytes]
 """What is remembered of an evicted block: its namespace, group and key."""
+GHOST_BYTES = 200
+"""Memory of a ghost with a key of 32 bytes: a tuple, the key, and its place in a dict. Measured: 185 to 199 bytes."""
 
 
 class Policy(AdmitsAll):
@@ -31,6 +33,7 @@ class Policy(AdmitsAll):
         self._again_ghosts: OrderedDict[Ghost, None] = OrderedDict()
         self._target = 0.0
         self._capacity = 0
+        self._most_ghosts = pool_bytes // GHOST_PART // GHOST_BYTES
 
     def insert(self, blocks: Sequence[Block], older: bool = False) -> None:
         if older:
@@ -100,8 +103,12 @@ class Policy(AdmitsAll):
 
     @property
     def ghosts(self) -> int:
-        """Number of evicted blocks remembered; at most as many as the pool holds, in the long run."""
+        """Number of evicted blocks remembered: at most as many as the pool holds, in the long run, or fewer."""
         return len(self._once_ghosts) + len(self._again_ghosts)
+
+    @property
+    def nbytes(self) -> int:
+        return self.ghosts * GHOST_BYTES
 
     def _keep_in_bounds(self) -> None:
         resident = len(self)
@@ -111,3 +118,5 @@ class Policy(AdmitsAll):
             self._once_ghosts.popitem(last=False)
         while self._again_ghosts and resident + self.ghosts > 2 * self._capacity:
             self._again_ghosts.popitem(last=False)
+        while self.ghosts > self._most_ghosts:
+            max(self._once_ghosts, self._again_ghosts, key=len).popitem(last=False)

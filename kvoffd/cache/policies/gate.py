@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from math import inf
+from sys import getsizeof
 
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import DECLINED, GHOST_PART, Chain, Offer
 from kvoffd.cache.policies.lru import Policy as LruPolicy
 
 REMEMBERED_POOLS = 4
-GHOST_BYTES = 100
-"""Memory of a remembered key: an int, and its place in a set. Measured: 62 to 97 bytes."""
+GHOST_BYTES, INT_BYTES = 100, 48
+"""Memory of a remembered key, which is an int and its place in a set, measured: 62 to 97 bytes; and of the int."""
 
 
 class _Sighted:
@@ -37,6 +38,10 @@ class _Sighted:
 
     def __len__(self) -> int:
         return len(self._old) + len(self._young)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self) * INT_BYTES + getsizeof(self._old) + getsizeof(self._young) if len(self) else 0
 
 
 class Policy(LruPolicy):
@@ -67,6 +72,10 @@ class Policy(LruPolicy):
     @property
     def ghosts(self) -> int:
         return len(self._once) + len(self._again)
+
+    @property
+    def nbytes(self) -> int:
+        return self._once.nbytes + self._again.nbytes
 
     def _note(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
         hashes, limit = _hashes(namespace, group, keys), self._limit(namespace, group)

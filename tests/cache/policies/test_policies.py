@@ -218,6 +218,16 @@ def test_arc_remembers_no_more_than_about_what_the_pool_holds() -> None:
     assert len(policy) == 50
 
 
+def test_of_small_blocks_arc_remembers_a_fiftieth_of_the_pool_s_bytes_at_most() -> None:
+    policy = ArcPolicy(1 << 20)
+    fill(policy, blocks := blocks_of(1000))
+    touch(policy, blocks[:500])
+    for block in blocks_of(500, first=2000):
+        evict_oldest(policy)
+        policy.insert([block])
+    assert 0.9 < policy.nbytes / (2**20 / 50) <= 1
+
+
 def test_arc_forgets_blocks_that_were_dropped_and_not_evicted() -> None:
     policy = ArcPolicy(1 << 20)
     blocks = blocks_of(10)
@@ -269,6 +279,7 @@ def test_the_gate_remembers_a_bounded_number_of_keys() -> None:
     for first in range(0, 20_000, 10):
         ask(rig, namespace, keys_of(*range(first, first + 10)))
     assert 0 < rig.cache.policy.ghosts <= 2 * REMEMBERED_POOLS * 400
+    assert 48 + 16 < rig.cache.policy.nbytes / rig.cache.policy.ghosts < 48 + 16 * 7
 
 
 def test_what_a_bench_stores_is_not_declined() -> None:
