@@ -647,6 +647,14 @@ def test_masters_that_cannot_be_are_refused_before_memory_is_taken(odd: str) -> 
         masters_of(odd, ("seed", 1))
 
 
+def test_a_cluster_none_of_whose_masters_serves_says_why(store: FaultyStore) -> None:
+    nodes = b"a 127.0.0.1:%d@1 master - 0 0 1 connected 0-16383\n" % free_port()
+    store.forced = {b"CLUSTER": b"$%d\r\n%s\r\n" % (len(nodes), nodes)}
+    rig = SharedRig(store.url.replace("redis:", "redis+cluster:"))
+    rig.until(lambda: "Connection refused" in rig.tier.problem)
+    assert rig.close()
+
+
 @needs_redis
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_without_one_of_three_masters_what_the_others_have_is_found(fault: signal.Signals) -> None:

@@ -110,7 +110,8 @@ class RedisCluster(Store):
             self._up(address)
         if not any(map(self._up, self._nodes)):
             self._owners = []
-            raise StoreError("unreachable", f"No master of the cluster at {self._name} can be reached.", final=True)
+            why = next((server.problem for server in self.servers if server.problem), "")
+            raise StoreError("unreachable", f"No master of the cluster at {self._name} serves: {why}", final=True)
 
     @property
     def _name(self) -> str:

@@ -29,6 +29,7 @@ MOST_PARTS = 256
 MOST_TEXT_BYTES = 1 << 20
 MOST_TOLD_CHARACTERS = 200
 NEEDED_COMMANDS = "~kvoffd/* +ping +get +exists +touch +expire +set +incrby +unlink, and of a cluster +cluster|nodes"
+WANTS_NO_TLS = " Where it has no TLS, name it redis://; a cluster with TLS needs tls-cluster yes."
 WANTS_TLS = " If it wants TLS, name it rediss://."
 MOST_KEYS = 4096
 """Keys of one message."""
@@ -85,7 +86,7 @@ class Redis(Store):
             why = f"{self._name} does not prove who it is: {error.verify_message}. Name its authority in SSL_CERT_FILE."
             raise StoreError("tls", why, final=True) from error
         except OSError as error:
-            hint = " Where it has no TLS, name it redis://." if "handshake" in str(error) or "SSL" in str(error) else ""
+            hint = WANTS_NO_TLS if "handshake" in str(error) or "SSL" in str(error) else ""
             why = f"{self._name} cannot be reached: {error}.{hint}"
             raise StoreError("unreachable", why, final=True) from error
         user, password = self._credentials
