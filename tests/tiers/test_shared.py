@@ -735,6 +735,23 @@ def test_a_master_that_fails_is_named_until_it_answers_again(fault: signal.Signa
 
 
 @needs_redis
+def test_to_look_for_a_master_that_is_stopped_is_no_slow_answer_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffd.tiers.shared.cluster.AGAIN_S", 0.3)
+    monkeypatch.setattr("kvoffd.tiers.shared.cluster.DOWN_PAUSE_S", 0.3)
+    with RedisCluster() as cluster:
+        rig = SharedRig(cluster.url, ask_deadline_s=0.2).reachable()
+        cluster.servers[1].signal(signal.SIGSTOP)
+        for _ in range(5):
+            rig.ask_anew(rig.block(1))
+            next_at = time.monotonic() + 0.7
+            rig.until(lambda next_at=next_at: time.monotonic() > next_at)
+        assert [server.answers for server in rig.tier.servers].count(False) == 1
+        assert rig.tier.breaker.opened == 0
+        cluster.servers[1].signal(signal.SIGCONT)
+        assert rig.close()
+
+
+@needs_redis
 @pytest.mark.parametrize("ours", ["right", ""])
 def test_masters_that_do_not_let_us_in_are_named_and_two_of_three_are_no_store(ours: str) -> None:
     with RedisCluster() as cluster:
