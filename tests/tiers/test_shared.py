@@ -782,6 +782,9 @@ def test_who_has_the_slots_of_a_master_that_failed_is_asked_for_them() -> None:
         rig.until(lambda: rig.ask_anew(block) == [Answer.NO])
         for command in ("DELSLOTSRANGE", "ADDSLOTSRANGE"):
             assert cluster.servers[0].command("CLUSTER", command, "5461", "10921") == b"+OK\r\n"
+        assert b"BUMPED" in cluster.servers[0].command("CLUSTER", "BUMPEPOCH"), (
+            "or others go on believing the old master"
+        )
         rig.until(lambda: rig.write(block) is DONE)
         assert rig.close()
 
