@@ -269,6 +269,21 @@ def test_an_error_that_ends_the_process_sticks(stub: StubCuda, status: int) -> N
     stub.fail("cuMemcpyAsync", 1, status)
     for _ in range(2):
         bench.refused(status, bench.copy, bench.host, bench.gpu.address)
+    driver, address = bench.driver, bench.gpu.address
+    for call, arguments in (
+        (driver.device_count, ()),
+        (driver.set_context, (bench.context,)),
+        (driver.reserve, (CHUNK,)),
+        (driver.free_reservation, (address, CHUNK)),
+        (driver.import_descriptor, (0,)),
+        (driver.map, (address, CHUNK, 1)),
+        (driver.allow_access, (address, CHUNK, 0)),
+        (driver.unmap, (address, CHUNK)),
+        (driver.release, (1,)),
+    ):
+        bench.refused(status, call, *arguments)
+    driver.set_context(0)
+    driver.release_context(0)
 
 
 def test_another_error_does_not(bench: Bench) -> None:

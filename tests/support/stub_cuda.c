@@ -327,12 +327,15 @@ static CUresult enter(const char *name) {
         note(status == IGNORED ? "%s is ignored" : "%s fails", name);
         return lose(status);
     }
-    return initialised || !strcmp(name, "cuInit") || !strcmp(name, "cuGetProcAddress_v2") ? CUDA_SUCCESS : CUDA_ERROR_NOT_INITIALIZED;
+    if (!strcmp(name, "cuInit") || !strcmp(name, "cuGetProcAddress_v2")) return CUDA_SUCCESS;
+    if (!initialised) return CUDA_ERROR_NOT_INITIALIZED;
+    int gives_up = !strcmp(name, "cuCtxSetCurrent") || !strcmp(name, "cuDevicePrimaryCtxRelease_v2"); /* the one "and ::CUDA_SUCCESS is returned", for no context; for the other cuda.h names no earlier error */
+    return gives_up ? CUDA_SUCCESS : lost;
 }
 
 #define ENTER(name) pthread_mutex_lock(&lock); CUresult status = enter(name); if (status) return leave(status);
 #define NEED_DEVICE(device) if (device < 0 || device >= devices) return leave(CUDA_ERROR_INVALID_DEVICE);
-#define NEED_CONTEXT if (current < 0 || contexts[current] < 1) return leave(CUDA_ERROR_INVALID_CONTEXT); if (lost) return leave(lost);
+#define NEED_CONTEXT if (current < 0 || contexts[current] < 1) return leave(CUDA_ERROR_INVALID_CONTEXT);
 #define NEED(condition) if (!(condition)) return leave(CUDA_ERROR_INVALID_VALUE);
 #define NEED_HANDLE(condition) if (!(condition)) return leave(CUDA_ERROR_INVALID_HANDLE);
 static CUresult leave(CUresult status) { pthread_mutex_unlock(&lock); return (int)status == IGNORED ? CUDA_SUCCESS : status; }
@@ -428,7 +431,6 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *activ
 }
 CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice device) {
     ENTER("cuDevicePrimaryCtxRetain") NEED_DEVICE(device)
-    if (lost) return leave(lost);
     if (!contexts[device]++) { made_contexts++; note("context of %d made", device); }
     *out = (CUcontext)(intptr_t)(device + 1);
     return leave(0);
@@ -447,6 +449,7 @@ CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) {
 }
 CUresult cuCtxSetCurrent(CUcontext context) {
     ENTER("cuCtxSetCurrent")
+    if (context && lost) return leave(lost);
     int device = (int)(intptr_t)context - 1;
     if (device >= 0 && (device >= DEVICES || contexts[device] < 1)) return leave(CUDA_ERROR_INVALID_CONTEXT);
     current = device;
