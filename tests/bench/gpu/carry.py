@@ -8,12 +8,14 @@ where that is there. Imports the standard library only.
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 ROOT = Path(__file__).parents[3]
@@ -49,16 +51,49 @@ def run(arguments: list[str]) -> None:
         wheels = sorted(CARRIED.glob("*.whl"))
         if not wheels:
             sys.exit("Neither .venv nor .gpu is here: run `make venv`, or `make gpu-files` where there is internet.")
+        _check_python(wheels)
         if not SITE.exists():
             for wheel in wheels:
                 with ZipFile(wheel) as packed:
                     packed.extractall(SITE)
-        if not (ROOT / LIBRARY).exists():
-            shutil.copy(SITE / LIBRARY, ROOT / LIBRARY)
         python = sys.executable
         environ["PYTHONPATH"] = os.pathsep.join(str(path) for path in (ROOT, ROOT / "client", ROOT / "proto", SITE))
+    _renew_library()
     os.chdir(ROOT)
     os.execve(python, [python, "-m", "tests.bench.gpu", *arguments], environ)
+
+
+def _check_python(wheels: list[Path]) -> None:
+    """Exit where there is a wheel for another Python than this one."""
+    ours = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    for wheel in wheels:
+        *_, python, abi, _ = wheel.stem.split("-")
+        if abi == python != ours and python.startswith("cp"):
+            sys.exit(
+                f"{CARRIED} is for Python {python[2]}.{python[3:]}, and this is {ours[2]}.{ours[3:]}: run `make gpu "
+                f"PYTHON=python{python[2]}.{python[3:]}`, or where there is internet `make gpu-files "
+                f'GPU_ARGS="--python {ours[2]}.{ours[3:]}"`.'
+            )
+
+
+def _renew_library() -> None:
+    """Compile the library where C in the tree is newer; without a compiler take what was carried."""
+    library, compiler = ROOT / LIBRARY, shutil.which("cc")
+    newest = max(path.stat().st_mtime for pattern in ("*.c", "*.h") for path in (ROOT / "kvoffd").rglob(pattern))
+    if library.exists() and library.stat().st_mtime >= newest:
+        return
+    if compiler is not None:
+        names: dict[str, Any] = {}
+        for node in ast.parse((ROOT / "hatch_build.py").read_text()).body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                names[node.targets[0].id] = ast.literal_eval(node.value)
+        made = library.with_suffix(".new")  # a new file: the old one may be mapped
+        subprocess.run([compiler, *names["FLAGS"], "-o", str(made), *names["SOURCES"]], cwd=ROOT, check=True)
+        made.replace(library)
+    elif (SITE / LIBRARY).exists():
+        shutil.copy(SITE / LIBRARY, library)
+    else:
+        sys.exit(f"C in {ROOT} is newer than {LIBRARY}, and there is no compiler (cc): install gcc.")
 
 
 def main() -> None:
