@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvoffd_client import AdminClient
-from kvoffd_proto.messages import SharedStats
+from kvoffd_proto.messages import RouterStats, SharedStats
 from tests.support.daemon import DaemonProcess
 from tests.support.engine import Completion, EngineProcess, full_blocks, prompt, wait_connected
 from tests.support.models import make_tiny_llama
@@ -38,6 +38,11 @@ FLAGS = {"shared_write": "always", "shared_deadline": "60s", "shared_ask_deadlin
 def shared_of(daemon: DaemonProcess) -> list[SharedStats]:
     with AdminClient(daemon.directory) as admin:
         return admin.stats().shared
+
+
+def routers_of(daemon: DaemonProcess) -> RouterStats | None:
+    with AdminClient(daemon.directory) as admin:
+        return admin.stats().routers
 
 
 def completed(engine: EngineProcess) -> list[Completion]:
@@ -77,7 +82,7 @@ def test_prompts_of_a_node_that_is_gone_are_loaded_on_others_from_each_store(
             )
     for name, url in urls.items():
         with (
-            DaemonProcess("64MiB", shared=url, **FLAGS) as other,
+            DaemonProcess("64MiB", shared=url, event_address="127.0.0.1:0", **FLAGS) as other,
             EngineProcess(model, other.directory, extra_config=PATIENT) as engine,
         ):
             with AdminClient(other.directory) as admin:
@@ -91,5 +96,7 @@ def test_prompts_of_a_node_that_is_gone_are_loaded_on_others_from_each_store(
             assert [one.cached for one in loaded] == [full_blocks(LENGTH)] * len(PROMPTS), (name, shared)
             assert shared.read_blocks >= BLOCKS
             assert shared.mismatches == 0
+            assert (routers := routers_of(other)) is not None
+            assert routers.told_blocks >= BLOCKS, "routers may send the prompts to this node too"
             with capsys.disabled():
                 print(f"\n{len(PROMPTS)} prompts of {LENGTH} tokens from another node over {name}: {seconds:.3f} s")
