@@ -11,6 +11,7 @@ import argparse
 import os
 import random
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tests.chaos.footprint import measure_cycles
 from tests.chaos.rounds import run_rounds
@@ -27,15 +28,13 @@ def main() -> int:
     given = parser.parse_args()
     print(f"seed {given.seed}, on {os.cpu_count()} cores with a load of {os.getloadavg()[0]:.1f}", flush=True)
     failed = False
-    for number, file in enumerate((Path(f"/dev/shm/kvoffd-chaos-{os.getpid()}.pool"), None)):
+    for number in range(2):
         rounds = (given.rounds + 1 - number) // 2
         if not rounds:
             continue
-        try:
+        with TemporaryDirectory(dir="/dev/shm") as directory:
+            file = None if number else Path(directory) / "pool"
             report = run_rounds(rounds, given.seed + number, file, _print_progress)
-        finally:
-            if file is not None:
-                file.unlink(missing_ok=True)
         print(report, flush=True)
         failed = failed or bool(report.problems)
         print(*report.problems, sep="\n")

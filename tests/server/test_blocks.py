@@ -9,6 +9,7 @@ import socket
 import stat
 from collections.abc import Iterator
 from contextlib import ExitStack
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -550,8 +551,8 @@ def test_every_block_request_has_a_test_of_who_may_send_it() -> None:
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="/dev/shm is not there")
 def test_a_successor_knows_what_the_blocks_are_made_of_but_not_who_was_pinned() -> None:
-    pool_file = f"/dev/shm/kvoffd-blocks-{os.getpid()}.pool"
-    try:
+    with TemporaryDirectory(dir="/dev/shm") as directory:
+        pool_file = f"{directory}/pool"
         with DaemonProcess("8MiB", block_access="write", pool_file=pool_file) as daemon:
             with ExitStack() as stack:
                 room = Room(daemon, stack)
@@ -573,5 +574,3 @@ def test_a_successor_knows_what_the_blocks_are_made_of_but_not_who_was_pinned() 
                     found = pool[shards[0].offset_bytes : shards[0].offset_bytes + PAGE]
                     assert found == content[number].tobytes()
                 pool.close()
-    finally:
-        os.unlink(pool_file)

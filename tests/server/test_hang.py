@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -26,12 +27,11 @@ pytestmark = pytest.mark.skipif(not os.access(SHM, os.W_OK), reason="/dev/shm is
 
 @pytest.fixture
 def daemon() -> Iterator[FaultyDaemon]:
-    path = SHM / f"kvoffd-hang-{os.getpid()}.pool"
-    try:
-        with FaultyDaemon("16MiB", pool_file=str(path), job_deadline=f"{DEADLINE_S}s") as running:
-            yield running
-    finally:
-        path.unlink(missing_ok=True)
+    with (
+        TemporaryDirectory(dir=SHM) as directory,
+        FaultyDaemon("16MiB", pool_file=f"{directory}/pool", job_deadline=f"{DEADLINE_S}s") as running,
+    ):
+        yield running
 
 
 def test_a_load_that_hangs_ends_the_daemon_and_the_next_one_serves_its_blocks(daemon: FaultyDaemon) -> None:

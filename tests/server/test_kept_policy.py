@@ -7,6 +7,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -24,10 +25,8 @@ PAGE = 16384
 
 @pytest.fixture
 def pool_file() -> Iterator[Path]:
-    path = Path(f"/dev/shm/kvoffd-policy-{os.getpid()}.pool")
-    yield path
-    for left in path.parent.glob(f"{path.name}*"):
-        left.unlink()
+    with TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory) / "pool"
 
 
 def use(daemon: DaemonProcess) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -24,10 +24,8 @@ KEYS = [number.to_bytes(32, "big") for number in range(1000)]
 
 @pytest.fixture
 def pool_file() -> Iterator[Path]:
-    path = Path(f"/dev/shm/kvoffd-limits-{os.getpid()}.pool")
-    yield path
-    for left in path.parent.glob(f"{path.name}*"):
-        left.unlink()
+    with TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory) / "pool"
 
 
 def test_limits_hold_are_shown_and_outlive_the_daemon(pool_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

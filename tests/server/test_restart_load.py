@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -96,10 +97,12 @@ def one_life(daemon: DaemonProcess, loaders: list[Loader], seconds: float) -> No
 def test_ready_blocks_survive_kills_under_load_and_no_byte_is_wrong() -> None:
     block_bytes = LAYERS * PAGE_BYTES
     pool_bytes = int(ENGINES * MOST_BATCHES * BATCH * block_bytes * LIVES_IN_POOL * 1.2)
-    path = SHM / f"kvoffd-load-{os.getpid()}.pool"
     rng = random.Random(KILLS)
     ready_before = back = loads = 0
-    with DaemonProcess(str(pool_bytes), pool_file=str(path)) as daemon:
+    with (
+        TemporaryDirectory(dir=SHM) as directory,
+        DaemonProcess(str(pool_bytes), pool_file=f"{directory}/pool") as daemon,
+    ):
         engines = [
             FakeEngine(daemon.directory, layers=LAYERS, blocks=2 * BATCH, page_bytes=PAGE_BYTES) for _ in range(ENGINES)
         ]
@@ -129,7 +132,6 @@ def test_ready_blocks_survive_kills_under_load_and_no_byte_is_wrong() -> None:
         finally:
             for engine in engines:
                 engine.close()
-            path.unlink(missing_ok=True)
     print(f"{KILLS} kills: {back} of {ready_before} ready blocks were back, {loads} loads of {BATCH} under load")
     assert ready_before > 100 * KILLS
     assert back >= 0.999 * ready_before

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -66,8 +67,8 @@ def test_the_nth_failing_call_to_the_system_leaves_everything_in_order(
         count += 1
         return fail(*args, **kwargs) if count == wanted else real(*args, **kwargs)
 
-    pool_file = Path("/dev/shm") / f"kvoffd-test-{os.getpid()}.pool" if with_file else None
-    try:
+    with TemporaryDirectory(dir="/dev/shm") as directory:
+        pool_file = Path(directory) / "pool" if with_file else None
         live(tmp_path, pool_file)  # what is made once and kept, such as the event loop's own things
         for wanted in range(1, MOST + 1):
             if pool_file is not None:
@@ -81,6 +82,3 @@ def test_the_nth_failing_call_to_the_system_leaves_everything_in_order(
             if count < wanted:
                 break
             assert not reason or reason.endswith("."), "a refusal to start is a sentence"
-    finally:
-        if pool_file is not None:
-            pool_file.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -61,8 +62,8 @@ class Harness:
 
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
-    pool_file = SHM / f"kvoffd-engine-chaos-{os.getpid()}.pool"
-    made = Harness(make_tiny_llama(tmp_path_factory.mktemp("models") / "model"), pool_file)
+    pool = TemporaryDirectory(dir=SHM)
+    made = Harness(make_tiny_llama(tmp_path_factory.mktemp("models") / "model"), Path(pool.name) / "pool")
     try:
         made.engine.start()
         answers = made.engine.generate(made.prompts, MAX_TOKENS)
@@ -73,7 +74,7 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     finally:
         made.engine.close()
         made.supervisor.close()
-        pool_file.unlink(missing_ok=True)
+        pool.cleanup()
 
 
 def strike(supervisor: Supervisor, kind: str, rng: random.Random) -> None:

@@ -156,7 +156,6 @@ def _daemon(now: StatsReply) -> Iterator[Table]:
         "sessions": format_count(now.sessions),
         "leases": format_count(now.leases),
         "pinned": f"{format_count(now.pinned_blocks)} blocks",
-        "ghosts": f"{format_count(now.ghost_keys)} keys",
     }
     yield _pairs("Daemon", pairs)
 
