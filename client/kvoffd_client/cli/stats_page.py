@@ -152,7 +152,7 @@ def _daemon(now: StatsReply) -> Iterator[Table]:
         "up": format_duration(now.uptime_seconds),
         "pid": str(now.pid),
         "memory": format_size(now.resident_bytes),
-        "policy": f"{fitting(now.policy)}, {format_size(now.policy_bytes)}",
+        "policy": str(fitting(now.policy)),
         "sessions": format_count(now.sessions),
         "leases": format_count(now.leases),
         "pinned": f"{format_count(now.pinned_blocks)} blocks",
