@@ -173,7 +173,7 @@ class Promoter:
             return True
         if not self._transfers.fits(namespace, source):
             return False
-        nbytes = sum(namespace.slot_bytes(rank, group) for rank in range(namespace.world_size))
+        nbytes = namespace.block_bytes(group)
         held = self.queued_bytes + self.under_way_bytes
         if held and held + nbytes > self._requested_limit:
             return False

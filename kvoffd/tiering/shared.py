@@ -167,11 +167,9 @@ class SharedTiering:
             self.promoter.failures[SLOWER] += fresh
         for place in wanted:
             key = keys[place]
-            if slower and key not in requested:
-                return
             if key not in requested:  # what is requested is WRITING once it is being read
                 source = there.get(key)
-                if states[place] != ABSENT or source is None or not self.promoter.request(namespace, source):
+                if slower or states[place] != ABSENT or source is None or not self.promoter.request(namespace, source):
                     return
             states[place] = SHARED
 
@@ -180,8 +178,8 @@ class SharedTiering:
         prefill, speed = namespace.counters.prefill_tokens_per_second, self.promoter.bytes_per_second
         if not (count and prefill and speed):
             return False
-        nbytes = sum(namespace.slot_bytes(rank, group) for rank in range(namespace.world_size))
-        seconds = self.promoter.wait_s + len(namespace.groups) * count * nbytes / speed
+        nbytes = len(namespace.groups) * count * namespace.block_bytes(group)
+        seconds = self.promoter.wait_s + nbytes / speed
         now = self._clock()
         if seconds <= count * namespace.groups[group].tokens_per_block / prefill or now >= self._read_again_at:
             self._read_again_at = max(self._read_again_at, now + READ_AGAIN_S)

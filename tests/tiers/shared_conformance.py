@@ -97,10 +97,7 @@ class SharedConformance:
 
     def test_many_at_a_time_all_end_once(self, node: Nodes) -> None:
         rig, other = node(), node()
-        blocks = [rig.block(number) for number in range(14)]
-        for number, block in enumerate(blocks):
-            rig.block(number)
-            rig.store(block)
+        blocks = rig.store_some(14)
         assert other.ask(*blocks) == [Answer.YES] * 14
         reads = [other.begin_read(block, slot=8 + number) for number, block in enumerate(blocks)]
         other.until(lambda: all(reads))

@@ -107,6 +107,14 @@ class SharedRig:
     def store(self, *blocks: TierBlock) -> None:
         assert {self.write(block) for block in blocks} <= {TierResult.DONE, TierResult.PRESENT}
 
+    def store_some(self, count: int) -> list[TierBlock]:
+        """Write the first so many blocks, one after another from the same slots."""
+        blocks = []
+        for number in range(count):
+            blocks.append(self.block(number))
+            self.store(blocks[-1])
+        return blocks
+
     def ask(self, *blocks: TierBlock, prefix: bool = False) -> list[Answer]:
         """Ask and wait for the answers."""
         fingerprint, group, _ = blocks[0].id

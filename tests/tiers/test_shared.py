@@ -130,10 +130,7 @@ def test_another_blocks_object_under_its_key_is_a_miss(store: FaultyStore, rig: 
 
 
 def test_replies_that_nobody_asked_for_are_not_taken_for_others(store: FaultyStore, rig: SharedRig) -> None:
-    blocks = [rig.block(number) for number in range(3)]
-    for number, block in enumerate(blocks):
-        rig.block(number)
-        rig.store(block)
+    blocks = rig.store_some(3)
     value = store.values[object_key(blocks[2].id, 0)]
     for _ in range(4):  # each thread that reads has a connection
         store.surplus = b"$%d\r\n%s\r\n" % (len(value), value)
@@ -143,10 +140,7 @@ def test_replies_that_nobody_asked_for_are_not_taken_for_others(store: FaultySto
 
 
 def test_after_the_answer_to_another_question_the_connection_is_closed(store: FaultyStore, rig: SharedRig) -> None:
-    blocks = [rig.block(number) for number in range(6)]
-    for number, block in enumerate(blocks):
-        rig.block(number)
-        rig.store(block)
+    blocks = rig.store_some(6)
     assert rig.ask_anew(*blocks) == [Answer.YES] * 6
     value = store.values[object_key(blocks[5].id, 0)]
     other = b"$%d\r\n%s\r\n" % (len(value), value)
@@ -309,10 +303,7 @@ def test_a_server_that_refuses_writes_is_still_read(
 
 
 def test_values_that_hang_while_asking_is_quick_open_the_breaker(store: FaultyStore, rig: SharedRig) -> None:
-    blocks = [rig.block(number) for number in range(10)]
-    for number, block in enumerate(blocks):
-        rig.block(number)
-        rig.store(block)
+    blocks = rig.store_some(10)
     store.hang_after, store.hang_s = 3, 0.8
     for opened, failures in ((1, 3), (2, 4)):  # after a probe one more is enough
         rig.until(lambda: rig.tier.reachable)
@@ -659,10 +650,7 @@ def test_a_cluster_none_of_whose_masters_serves_says_why(store: FaultyStore) -> 
 def test_without_one_of_three_masters_what_the_others_have_is_found(fault: signal.Signals) -> None:
     with RedisCluster() as cluster:
         rig = SharedRig(cluster.url, ask_deadline_s=0.2).reachable()
-        blocks = [rig.block(number) for number in range(12)]
-        for number, block in enumerate(blocks):
-            rig.block(number)
-            rig.store(block)
+        blocks = rig.store_some(12)
         victim = 1
         others = [
             number for number, block in enumerate(blocks) if slot_of(object_key(block.id, 0)) * 3 // 16384 != victim

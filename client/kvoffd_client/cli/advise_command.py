@@ -125,8 +125,9 @@ def _saved(stats: StatsReply, known: dict[bytes, NamespaceInfo]) -> Iterator[Adv
         tokens += loaded
         asked += one.keys_asked * sum(group.tokens_per_block for group in info.groups) / len(info.groups) ** 2
         came = max(0, one.keys_pending - one.misses.get("disk_late", 0) - one.misses.get("disk_failed", 0))
-        below += loaded * came / max(1, one.keys_ready + came)
-        shared += loaded * came / max(1, one.keys_ready + came) * one.keys_shared / max(1, one.keys_pending)
+        from_below = loaded * came / max(1, one.keys_ready + came)
+        below += from_below
+        shared += from_below * one.keys_shared / max(1, one.keys_pending)
         if rate := one.prefill_tokens_per_second:
             seconds += loaded / rate
             timed += loaded
