@@ -183,8 +183,10 @@ class SharedTier(AskedTier):
 
     def write(self, block: TierBlock, offsets: Sequence[int], on_done: OnDone) -> bool:
         unwelcome = self._closed or self.breaker.open or self._clock() < self._write_at
-        if unwelcome or len(self._writes) >= MOST_WRITES or block.nbytes > MOST_OBJECT_BYTES:
+        if unwelcome or block.nbytes > MOST_OBJECT_BYTES:
             self.counters.dropped_writes += 1
+            return False
+        if len(self._writes) >= MOST_WRITES:  # it is offered again when one of them has ended
             return False
         if block.id in self._writing or block.id.key in self.index(block.id.fingerprint, block.id.group):
             return False

@@ -29,6 +29,8 @@ READERS = 2
 ASK_PATIENCE_S = 0.08
 """An ask that takes so much longer than its deadline ends with its connection; beyond the deadline it is a failure."""
 PROBE_S = 1.0
+QUIET_S = 10.0
+"""A store that nobody asks for so long is probed, so that operators hear of one that is gone."""
 WRITE_S = 10.0
 """For a few objects, or for removing a thousand."""
 IDLE_S = 1.0
@@ -191,6 +193,7 @@ class Workers:
     # --- asking ----------------------------------------------------------------------------------
 
     def _work_asks(self, store: Store) -> None:
+        heard_at = time.monotonic()
         while not self._closed:
             if self._breaker.open:
                 for ask in self._next(self.asks, len(self.asks)):
@@ -199,6 +202,11 @@ class Workers:
             elif self._wait(self._to_ask, lambda: bool(self.asks)):
                 for ask in self._next(self.asks, 1):
                     self._ask(store, ask)
+            elif time.monotonic() - heard_at < QUIET_S:
+                continue
+            elif not self._probe(store):
+                self._breaker.failed("ask", at_once=True)
+            heard_at = time.monotonic()
         store.close()
 
     def _probe_when_due(self, store: Store) -> None:
@@ -207,14 +215,20 @@ class Workers:
             with self._lock:
                 self._to_ask.wait(min(pause_s, IDLE_S))
             return
+        if self._probe(store):
+            self._breaker.probe_succeeded()
+        else:
+            self._breaker.probe_failed()
+
+    def _probe(self, store: Store) -> bool:
+        """Whether the store answers; what it fails by is told."""
         try:
             store.connect()
             store.ping(time.monotonic() + PROBE_S)
         except Exception as error:
-            self._breaker.probe_failed()
             self._tell(store, error)
-        else:
-            self._breaker.probe_succeeded()
+            return False
+        return True
 
     def _ask(self, store: Store, ask: Ask) -> None:
         started = time.monotonic()
