@@ -121,16 +121,17 @@ class RouterIndex:
         size, per_block = namespace.key_bytes, len(tokens) // len(keys)
         for number, key in enumerate(keys):
             at = router_hash(key)
+            parent = router_hash(parents[number * size : (number + 1) * size])
             known = found.blocks.get(at)
-            if (known is not None and known.tokens is not None) or at == ROOT:
+            if (known is not None and known.tokens is not None) or at in (ROOT, parent):
                 continue
             if self.index_bytes + BLOCK_BYTES + per_block > self._max_bytes:
                 continue
             known = known or self._new(found, at)
             known.tokens = tokens[number * per_block : (number + 1) * per_block]
             self._charge(found, per_block)
-            known.parent = router_hash(parents[number * size : (number + 1) * size])
-            self._link(found, at, known.parent)
+            known.parent = parent
+            self._link(found, at, parent)
             if known.media:  # it was there, and nobody knew its tokens
                 self._tell(found, at, known)
             else:

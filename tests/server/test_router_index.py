@@ -189,6 +189,17 @@ def test_blocks_that_are_expected_and_never_come_are_forgotten(
     assert index.index_bytes == 0
 
 
+def test_a_block_that_is_its_own_parent_is_not_told_and_goes_as_others_do(index: RouterIndex) -> None:
+    one, router = namespace(), Router()
+    expect(index, one, [7], 7)
+    index.stored(one, 0, [key(7)])
+    assert router.take(index.take()).held() == set()
+    index.removed(one, 0, [key(7)])
+    assert router.take(index.take()).events == []
+    index.cleared(one)
+    assert index.index_bytes == 0
+
+
 def test_a_long_chain_is_told_in_several_events(index: RouterIndex) -> None:
     one, chain = namespace(), list(range(1, 3 * MAX_BLOCKS_PER_EVENT))
     expect(index, one, chain)
