@@ -366,7 +366,9 @@ class Cancel(Request[CancelReply], frozen=True):
     """Fails stores and loads that have not started; they get completions as all jobs do."""
 
     job_ids: Annotated[list[JobId], doc("Jobs of this session.", max_length=65536)]
-    unsent: Annotated[Count, doc("Stores that the client dropped before it sent them, to be counted.")] = 0
+    unsent: Annotated[
+        int, doc("Stores that the client dropped before it sent them, to be counted.", ge=0, le=MOST_TOLD)
+    ] = 0
 
 
 # --- administration ------------------------------------------------------------------------------
