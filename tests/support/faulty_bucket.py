@@ -6,8 +6,9 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
 from types import TracebackType
 from typing import Self
 
@@ -20,6 +21,7 @@ class FaultyBucket:
         delay_s: time that it takes before each answer.
         spoil: changes an object on its way to a client.
         cut_after: bytes of an object after which it closes the connection.
+        chunks: what is sent of an object, in chunks; its length is told beside, as no server should.
         error: status and code that every request gets.
         write_error: those that writes get.
         requests: how many of each method it was given.
@@ -30,6 +32,7 @@ class FaultyBucket:
         self.delay_s = 0.0
         self.spoil: Callable[[bytes], bytes] = bytes
         self.cut_after: int | None = None
+        self.chunks: Callable[[bytes], Iterable[bytes]] | None = None
         self.error: tuple[int, str] | None = None
         self.write_error: tuple[int, str] | None = None
         self.requests: Counter[str] = Counter()
@@ -46,8 +49,15 @@ class FaultyBucket:
                 self.send_header("Content-Length", str(len(body)))
                 self.send_header("ETag", '"1"')
                 self.send_header("Last-Modified", "Sat, 21 Nov 2026 12:00:00 GMT")
+                chunks = bucket.chunks if self.command == "GET" and status == 200 else None
+                if chunks is not None:
+                    self.send_header("Transfer-Encoding", "chunked")
                 self.end_headers()
                 if self.command == "HEAD":
+                    return
+                if chunks is not None:
+                    for chunk in chain(chunks(body), [b""]):
+                        self.wfile.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
                     return
                 if self.command == "GET" and status == 200 and bucket.cut_after is not None:
                     self.wfile.write(body[: bucket.cut_after])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvoffd.errors import KvoffdError
-from kvoffd.tiers.shared.object_format import object_key
+from kvoffd.tiers.shared.object_format import generation_key, object_key
 from kvoffd.tiers.shared.store import Credentials
 from kvoffd.tiers.tier import Answer, TierResult
 from tests.support.faulty_bucket import FaultyBucket
@@ -105,6 +106,45 @@ def test_a_connection_cut_in_an_object_is_a_miss(bucket: FaultyBucket, rig: Shar
     rig.until(lambda: rig.tier.reachable, 5.0)
     rig.block(2)
     rig.until(lambda: rig.load(other) is DONE)
+
+
+CHUNKS: dict[str, Callable[[bytes], Iterator[bytes]]] = {
+    "one byte less": lambda value: iter([value[:-1]]),
+    "one byte more": lambda value: iter([value, b"."]),
+    "no end": lambda value: itertools.repeat(bytes(1 << 16), 4096),
+}
+
+
+@pytest.mark.parametrize("fault", CHUNKS)
+def test_an_object_of_another_length_than_it_says_is_a_miss_and_is_not_received_whole(
+    bucket: FaultyBucket, rig: SharedRig, fault: str
+) -> None:
+    (block,) = rig.store_some(1)
+    sent = 0
+
+    def chunks(value: bytes) -> Iterator[bytes]:
+        nonlocal sent
+        for chunk in CHUNKS[fault](value):
+            sent += len(chunk)
+            yield chunk
+
+    bucket.chunks = chunks
+    assert rig.ask_anew(block) == [Answer.YES]
+    ended = rig.begin_read(block)
+    rig.until(lambda: bool(ended))
+    assert ended == [TierResult.CORRUPT]
+    assert sent < 64 << 20
+    assert "internal" not in rig.kinds
+    assert rig.tier.counters.mismatches == 1
+
+
+def test_a_generation_of_another_length_than_it_says_is_none(bucket: FaultyBucket, rig: SharedRig) -> None:
+    (block,) = rig.store_some(1)
+    bucket.objects[f"/bucket/ge/{generation_key(ONE).decode()}"] = b"5"
+    bucket.chunks = lambda value: [value, b"7"]
+    rig.until(lambda: rig.ask_anew(block) == [Answer.NO] and bool(rig.kinds))
+    assert rig.kinds.keys() == {"protocol"}
+    assert rig.tier.generation(ONE) == 0
 
 
 def test_what_expires_between_asking_and_reading_is_a_miss(bucket: FaultyBucket, rig: SharedRig) -> None:

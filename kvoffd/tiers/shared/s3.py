@@ -22,6 +22,7 @@ from kvoffd.errors import KvoffdError
 from kvoffd.tiers.shared.object_format import decode_generation
 from kvoffd.tiers.shared.store import Credentials, GetRequest, Store, StoreError
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.units import printable
 
 ASK_DEADLINE_S = 0.1
 CONNECT_S = 1.0
@@ -31,6 +32,10 @@ REQUEST_S = 10.0
 GENERATION_S = 5.0
 """How old a generation may be: a reset of the fleet is followed by then."""
 MOST_GENERATIONS = 1024
+MOST_VALUE_BYTES = 20
+"""Of a generation, a number of up to 18 digits."""
+MOST_TOLD_CHARACTERS = 4096
+"""Of an exception's text, which has all that a server sends with an error."""
 PROBES = 12
 """HEADs at a time that look for a prefix's end."""
 REQUESTS_AT_ONCE = 64
@@ -199,8 +204,9 @@ class S3(Store):
         """The bytes of an object; empty where it is of another length, None where it is not there."""
         try:
             answer = await obstore.get_async(self._bucket.client, self._path(request.key))
-            right = answer.meta["size"] == request.header_bytes + sum(map(len, request.views))
-            return memoryview(await answer.bytes_async() if right else b"")
+            size = request.header_bytes + sum(map(len, request.views))
+            body = await _body(answer, size) if answer.meta["size"] == size else None
+            return memoryview(b"") if body is None else body
         except FileNotFoundError:
             return None
 
@@ -252,7 +258,9 @@ class S3(Store):
         """The first bytes of a small object; empty where there is none."""
         try:
             answer = await obstore.get_async(self._bucket.client, self._path(key))
-            return b"?" if answer.meta["size"] > 20 else bytes(await answer.bytes_async())
+            size = answer.meta["size"]
+            body = await _body(answer, size) if size <= MOST_VALUE_BYTES else None
+            return b"?" if body is None else bytes(body)
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error):
                 raise
@@ -310,7 +318,7 @@ class S3(Store):
             error = error.exceptions[0]
         if isinstance(error, StoreError):
             return error
-        name, text = self._bucket.name, str(error)
+        name, text = self._bucket.name, str(error)[:MOST_TOLD_CHARACTERS]
         if isinstance(error, TimeoutError) or "TimedOut" in text:
             return StoreError("timeout", f"{name} does not answer in time.{self._bucket.no_keys}")
         if isinstance(error, asyncio.CancelledError):
@@ -344,6 +352,16 @@ async def _of(task: asyncio.Task[T]) -> T:
     return await task
 
 
+async def _body(answer: obstore.GetResult, nbytes: int) -> memoryview | None:
+    """The bytes of an answer; None where they are more or fewer than it says, as they may be where they come in chunks.
+
+    What is more is not received.
+    """
+    async for part in answer.stream(nbytes + 1):
+        return memoryview(part) if len(part) == nbytes else None
+    return None if nbytes else memoryview(b"")
+
+
 async def _all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Do all at the same time; the first failure cancels the others."""
     async with asyncio.TaskGroup() as group:
@@ -352,7 +370,7 @@ async def _all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
+    return printable(str(error)[:MOST_TOLD_CHARACTERS].partition("\n")[0])
 
 
 def open_s3(url: str, credentials: Credentials) -> Callable[[], Store]:
