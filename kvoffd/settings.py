@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from kvoffd_proto.sockets import SocketPaths
-from kvoffd_proto.units import UnitError, exact_duration, exact_size, parse_duration, parse_size, quoted
+from kvoffd_proto.units import UnitError, exact_duration, exact_size, is_host, parse_duration, parse_size, quoted
 
 MIN_DISK_BYTES = 16 * 1024**2
 
@@ -60,7 +60,8 @@ def parse_address(text: str) -> Address:
         host = host[1:-1]
     elif ":" in host:
         host = ""
-    if not (host and colon and re.fullmatch("[0-9]{1,5}", port) and int(port) < 65536) or any(map(str.isspace, host)):
+    usable = bool(colon and re.fullmatch("[0-9]{1,5}", port) and int(port) < 65536 and is_host(host))
+    if not usable:
         raise ValueError(
             f"{quoted(text)} is not an address; write host:port, such as 127.0.0.1:9464, or nothing to switch it off"
         )

@@ -102,6 +102,15 @@ def quoted(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:76]}..."
 
 
+def is_host(text: str) -> bool:
+    """Whether a text can be the name or the address of a host."""
+    try:
+        text.encode("idna")  # as whoever looks it up does
+    except UnicodeError:
+        return False
+    return bool(text) and text.isprintable() and " " not in text
+
+
 def exact_size(size_bytes: int) -> str:
     """``size_bytes`` in the largest unit that divides it, as ``parse_size`` reads it: ``20GiB``, ``4097``."""
     for unit, factor in (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):

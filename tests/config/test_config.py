@@ -117,6 +117,8 @@ def test_names_leave_the_unit_to_the_value() -> None:
         ("http_address", "127.0.0.1:65536"),
         ("http_address", ":9464"),
         ("http_address", "::1:9464"),
+        ("http_address", "my..host:9464"),
+        ("http_address", f"{'h' * 64}.example:9464"),
         ("event_connect", "*:5557"),
         ("directory", ""),
         ("directory", "/" + "d" * 120),

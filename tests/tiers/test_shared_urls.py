@@ -52,6 +52,7 @@ def test_a_url_that_can_be_used(url: str) -> None:
         "s3:///prefix",
         f"redis://host/#{SECRET}",
         "redis://ho\nst",
+        "redis://my..host:6379",
         "redis://host\x1b[31m",
         "s3://bucket/../other",
         "s3://bucket/a//b",

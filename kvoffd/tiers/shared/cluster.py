@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from kvoffd.tiers.shared.redis import CONNECT_S, Redis
 from kvoffd.tiers.shared.store import Credentials, GetRequest, Servers, Store, StoreError
-from kvoffd_proto.units import parse_duration, quoted
+from kvoffd_proto.units import is_host, parse_duration, quoted
 
 SLOTS = 16_384
 DOWN_PAUSE_S = 2.0
@@ -31,6 +31,8 @@ MOST_MASTERS = 256
 COPIES, NEEDED_COPIES = 3, 2
 """Of a generation, and how many of them must be up."""
 REMEMBERED_NAMES = 1024
+
+NO_SLOTS = "make a cluster of the servers (redis-cli --cluster create), or name one that is in it."
 
 LOST = ("timeout", "disconnected", "unreachable", "credentials")
 """Kinds of errors after which a master is left alone."""
@@ -72,6 +74,8 @@ def masters_of(nodes: str, asked: Address) -> list[tuple[Address, list[range]]]:
         slots = [range(int(first), int(last or first) + 1) for first, _, last in bounds]
         if not slots:
             continue
+        if host and not is_host(host):
+            raise ValueError(f"a master has no name of a host: {quoted(line)}")
         if not all(0 <= part.start < part.stop <= SLOTS for part in slots) or not 0 < int(port) < 65536:
             raise ValueError(f"a master has slots or a port that there are not: {quoted(line)}")
         places += sum(map(len, slots))
@@ -149,6 +153,10 @@ class RedisCluster(Store):
                 node.connect()
                 text = node.text([b"CLUSTER", b"NODES"], time.monotonic() + CONNECT_S)
                 masters = masters_of(text, address)
+                if not masters:
+                    raise StoreError(
+                        "cluster", f"{_name_of(address)} knows no master with slots: {NO_SLOTS}", final=True
+                    )
             except (StoreError, ValueError) as error:
                 node.close()
                 failure = error if isinstance(error, StoreError) else StoreError("protocol", f"{self._name}: {error}.")
@@ -166,9 +174,11 @@ class RedisCluster(Store):
             for gone in set(self._nodes) - set(kept):
                 self._nodes[gone].close()
             self._nodes, self._owners, self._stale = kept, owners, False
+            self._down_until = {master: at for master, at in self._down_until.items() if master in kept}
             self.servers.update(map(_name_of, kept))
             return
-        raise failure or StoreError("unreachable", f"The cluster at {self._name} has no masters.", final=True)
+        assert failure is not None
+        raise failure
 
     def close(self) -> None:
         self._owners = []

@@ -85,7 +85,7 @@ class Redis(Store):
         except ssl.SSLCertVerificationError as error:
             why = f"{self._name} does not prove who it is: {error.verify_message}. Name its authority in SSL_CERT_FILE."
             raise StoreError("tls", why, final=True) from error
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a name that cannot be one is a ValueError
             hint = WANTS_NO_TLS if "handshake" in str(error) or "SSL" in str(error) else ""
             why = f"{self._name} cannot be reached: {error}.{hint}"
             raise StoreError("unreachable", why, final=True) from error

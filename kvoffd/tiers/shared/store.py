@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from kvoffd.errors import KvoffdError
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.units import UnitError, parse_duration, quoted
+from kvoffd_proto.units import UnitError, is_host, parse_duration, quoted
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +227,7 @@ def check_url(url: str) -> None:
         raise ValueError("it has a user or a password in it; name their file as shared_password_file")
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in SCHEMES and bool(parts.hostname) and parts.port != 0 and not parts.fragment
+        usable = parts.scheme in SCHEMES and is_host(parts.hostname or "") and parts.port != 0 and not parts.fragment
         usable = usable and re.search(r"[\s\x00-\x1f\x7f]", url) is None
     except ValueError:
         usable = False
