@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 LOGGED_S = 600.0
 """An error of a tier is logged again after so long."""
+MOST_LOGGED = 1024
+"""Kinds of errors of tiers, each of every server, of which it is known when they were logged."""
 MAX_KEYS_PER_TICK = 1000
 """Blocks of a namespace just opened that are published in one tick."""
 
@@ -78,7 +80,8 @@ class TieringManager:
         ``left``: fingerprints of namespaces that an engine reset in an earlier life of the daemon.
         """
         shared = SharedTiering(self._cache, self.transfers, tier, self._clock, settings, self._engines_busy)
-        shared.left.update(left)
+        for fingerprint in left:
+            shared.do_without(fingerprint)
         self.shared.append(shared)
 
     # --- what the cache calls: see TieringHooks --------------------------------------------------
@@ -179,7 +182,8 @@ class TieringManager:
         """
         found = {fingerprint for shared in self.shared for fingerprint in shared.tier.take_voided()}
         for shared in self.shared:
-            shared.left |= found
+            for fingerprint in found:
+                shared.do_without(fingerprint)
         return found
 
     def forget_unopened(self) -> int:
@@ -250,7 +254,10 @@ class TieringManager:
         now = self._clock()
         if now - self._logged_errors.get((tier.name, kind), -LOGGED_S) >= LOGGED_S:
             logger.warning("%s: %s", tier.name, sentence)
+            self._logged_errors.pop((tier.name, kind), None)
             self._logged_errors[tier.name, kind] = now
+            if len(self._logged_errors) > MOST_LOGGED:
+                del self._logged_errors[next(iter(self._logged_errors))]
 
     def tier_answered(
         self, tier: AskedTier, fingerprint: bytes, group: int, keys: Sequence[bytes], found: Sequence[bool]

@@ -22,6 +22,8 @@ MOST_KEYS = 8192
 behind what is up by then."""
 READ_AGAIN_S = 60.0
 """So long after the last read one is tried although it would be slower: speeds change."""
+MOST_LEFT = 32_768
+"""Namespaces that are done without, the latest ones."""
 SLOWER = "slower"
 """Why blocks are not read that would be."""
 
@@ -47,7 +49,7 @@ class SharedTiering:
         """Of what lookups were told so, what is neither a hit nor a miss yet."""
         self.tier = tier
         self.promoter = Promoter(cache, transfers, tier, clock, settings)
-        self.left: set[bytes] = set()
+        self.left: dict[bytes, None] = {}
         """Namespaces whose blocks here became stale: what others have under the same keys may be stale too."""
         self.demoter = Demoter(
             cache, transfers, tier, clock, settings, lambda: not self.promoter.busy, engines_busy, self.left
@@ -146,8 +148,9 @@ class SharedTiering:
         names = [(fingerprint, group, key) for key in keys]
         counted = [name in self._uncounted for name in names]
         self._uncounted.difference_update(names)
-        if (namespace := self._cache.find_namespace(fingerprint)) is None or group >= len(namespace.groups):
-            return
+        namespace = self._cache.find_namespace(fingerprint)
+        if namespace is None or group >= len(namespace.groups) or (keys and len(keys[0]) != namespace.key_bytes):
+            return  # it was forgotten meanwhile, maybe for one of another geometry
         hits = sum(map(and_, counted, found))
         namespace.counters.keys_pending += hits
         namespace.counters.keys_shared += hits
@@ -210,10 +213,16 @@ class SharedTiering:
 
     def rejoin(self, fingerprint: bytes) -> None:
         """Nothing that is there of a namespace is stale any more."""
-        self.left.discard(fingerprint)
+        self.left.pop(fingerprint, None)
 
     def leave(self, fingerprint: bytes) -> None:
-        """Do without the tier for a namespace from now on: its blocks became stale, and may be there."""
+        """An engine reset a namespace: its blocks became stale, and may be there."""
         if fingerprint not in self.left:
             logger.info("An engine reset a namespace; its blocks are not shared over %s any more.", self.tier.name)
-        self.left.add(fingerprint)
+        self.do_without(fingerprint)
+
+    def do_without(self, fingerprint: bytes) -> None:
+        """Share nothing of a namespace until ``rejoin``."""
+        self.left[fingerprint] = None
+        if len(self.left) > MOST_LEFT:
+            del self.left[next(iter(self.left))]

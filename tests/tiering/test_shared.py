@@ -183,6 +183,17 @@ def test_what_a_lookup_asks_for_that_comes_again_is_not_counted(rig: TieringHarn
     assert space.counters.keys_shared == 0
 
 
+def test_an_answer_for_keys_of_an_earlier_geometry_is_not_counted(rig: TieringHarness, shared: FakeAskedTier) -> None:
+    space = rig.open()
+    rig.states(space, keys_of(*range(1000)))
+    rig.cache.forget_namespace(space)
+    rig.tiering.namespace_forgotten(space)
+    other = rig.open(key_bytes=64)
+    shared.answer()
+    rig.cache.count_misses()
+    assert other.counters.misses == {}, "the keys were read beyond their end"
+
+
 def test_nothing_is_asked_that_pool_or_disks_have(rig: TieringHarness, shared: FakeAskedTier) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(2))
@@ -291,6 +302,21 @@ def test_what_cannot_be_reached_and_what_an_engine_reset_is_not_asked(
     rig.tiering.shared[0].leave(space.fingerprint)
     assert rig.states(space, keys_of(1)) == [ABSENT]
     assert not shared.asked
+
+
+def test_what_is_remembered_of_namespaces_and_servers_that_come_and_go_is_bounded(
+    rig: TieringHarness, shared: FakeAskedTier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvoffd.tiering.shared.MOST_LEFT", 100)
+    monkeypatch.setattr("kvoffd.tiering.manager.MOST_LOGGED", 100)
+    for number in range(1000):
+        rig.tiering.shared[0].leave(number.to_bytes(32, "big"))
+        rig.tiering.tier_error(shared, f"timeout 10.0.{number}.1:6379", "It does not answer.")
+    assert list(rig.tiering.shared[0].left) == [number.to_bytes(32, "big") for number in range(900, 1000)]
+    assert len(rig.tiering._logged_errors) == 100
+    logged = len(caplog.records)
+    rig.tiering.tier_error(shared, "timeout 10.0.999.1:6379", "It does not answer.")
+    assert len(caplog.records) == logged
 
 
 def test_a_namespace_that_was_reset_is_not_written(rig: TieringHarness) -> None:

@@ -91,6 +91,28 @@ def test_no_more_are_kept_than_the_bound_and_the_newest_stay(answers: Answers, m
     assert all(answers.of(ONE, 4950 % 3, keys[4950:])[number] is Answer.YES for number in range(50))
 
 
+def test_what_is_remembered_of_failures_and_of_groups_is_bounded(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_REFUSED", 100)
+    monkeypatch.setattr(module, "MOST_GROUPS", 10)
+    for number in range(1000):  # as one who invalidates what was never there
+        answers.refuse(number.to_bytes(32, "big"), number % 64, KEY)
+        assert len(answers._refused) <= 100
+        assert len(answers._groups) <= 10
+    assert len(answers) <= 10
+    answers.answered(number.to_bytes(32, "big"), number % 64, [KEY], [True])
+    assert answers.of(number.to_bytes(32, "big"), number % 64, [KEY]) == [Answer.NO]
+
+
+def test_what_failed_is_absent_also_where_its_answer_was_forgotten(answers: Answers) -> None:
+    answers.refuse(ONE, 0, KEY)
+    answers.forget(ONE)
+    answers.give(ONE, 0, [KEY], Answer.ASKED)
+    answers.answered(ONE, 0, [KEY], [True])
+    assert of(answers) is Answer.NO
+
+
 def test_the_breaker_opens_after_three_failures_and_probes_ever_less_often(clock: Clock) -> None:
     breaker = Breaker(clock, jitter=lambda: 0.5)
     assert breaker.open

@@ -14,7 +14,7 @@ import pytest
 from kvoffd.tiers.shared.cluster import masters_of, slot_of
 from kvoffd.tiers.shared.object_format import generation_key, object_key
 from kvoffd.tiers.shared.redis import Redis
-from kvoffd.tiers.shared.store import Credentials, open_store
+from kvoffd.tiers.shared.store import Credentials, StoreError, open_store
 from kvoffd.tiers.tier import MOST_FIRST_BLOCK, Answer, TierResult
 from tests.support.faulty_store import FaultyStore
 from tests.support.redis_server import RedisCluster, RedisServer, free_port, needs_redis
@@ -373,6 +373,19 @@ def test_no_more_is_queued_than_the_bounds_allow(store: FaultyStore, rig: Shared
     rig.until(lambda: len(ends) == 64, 30.0)
 
 
+def test_what_is_remembered_of_namespaces_that_come_and_go_is_bounded(
+    rig: SharedRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffd.tiers.shared.shared_tier.MOST_NAMESPACES", 10)
+    asked = [number.to_bytes(32, "big") for number in range(100)]
+    for fingerprint in asked:
+        rig.tier.poll(fingerprint)
+        block = rig.block(1, fingerprint=fingerprint)
+        assert rig.ask(block) == [Answer.NO]
+    assert list(rig.tier._polled_at) == asked[-10:]
+    assert not rig.tier._generations, "none was raised"
+
+
 def test_a_raised_generation_makes_all_void_and_is_not_lowered(store: FaultyStore, rig: SharedRig) -> None:
     block = rig.block(1)
     rig.store(block)
@@ -646,6 +659,9 @@ def test_masters_are_read_with_their_slots_and_announced_names() -> None:
         "a h:99999@2 master - 0 0 1 connected 0-16383",
         "a h:0@2 master - 0 0 1 connected 0-16383",
         "a h@2 master - 0 0 1 connected 0-16383",
+        "a h\x1b[2J:1@2 master - 0 0 1 connected 0-16383",
+        "a h..h:1@2 master - 0 0 1 connected 0-16383",
+        f"a 10.0.0.1:1@2,{'h' * 64} master - 0 0 1 connected 0-16383",
         "a h:1@2 master - 0 0 1 connected 0-16383\nb h:2@3 master - 0 0 1 connected 5",
         "\n".join(f"a h:{port}@1 master - 0 0 1 connected {port}" for port in range(1, 400)),
     ],
@@ -661,6 +677,21 @@ def test_a_cluster_none_of_whose_masters_serves_says_why(store: FaultyStore) -> 
     rig = SharedRig(store.url.replace("redis:", "redis+cluster:"))
     rig.until(lambda: "Connection refused" in rig.tier.problem)
     assert rig.close()
+
+
+def test_a_server_that_is_in_no_cluster_yet_is_told_of(store: FaultyStore) -> None:
+    nodes = b"a 127.0.0.1:%d@1 myself,master - 0 0 0 connected\n" % store.port
+    store.forced = {b"CLUSTER": b"$%d\r\n%s\r\n" % (len(nodes), nodes)}
+    rig = SharedRig(store.url.replace("redis:", "redis+cluster:"))
+    rig.until(lambda: "redis-cli --cluster create" in rig.tier.problem)
+    assert rig.close()
+
+
+def test_a_name_that_no_host_can_have_is_one_that_cannot_be_reached() -> None:
+    connection = Redis("a..b", 6379, 0, Credentials(), tls=False)
+    with pytest.raises(StoreError, match="cannot be reached") as refused:
+        connection.connect()
+    assert refused.value.kind == "unreachable"
 
 
 @needs_redis

@@ -8,21 +8,21 @@ from kvoffd.tiers.tier import Answer, TierBlock, TierKey, TierShard
 
 YES_S, NO_S, FAILED_S = 2.0, 1.0, 30.0
 """How long an answer is taken for true; the last for a block that was there by its answer and could not be read."""
-MOST_REFUSED = 4096
-"""Keys of a group that failed lately and are remembered."""
+MOST_REFUSED = 32_768
+"""Keys that failed lately, or were invalidated, and are remembered, of about 250 bytes each."""
 MOST_ANSWERS = 262_144
 """Answers kept, of about 250 bytes each; beyond it the oldest quarter goes."""
+MOST_GROUPS = 8192
+"""Groups of namespaces of which answers are kept."""
 
 
 class _Group:
     """Answers of one group of a namespace: by key, the answer and when it was given."""
 
-    __slots__ = ("answers", "lengths", "refused")
+    __slots__ = ("answers", "lengths")
 
     def __init__(self) -> None:
         self.answers: dict[bytes, tuple[Answer, float]] = {}
-        self.refused: dict[bytes, float] = {}
-        """Keys that stay NO until then, whatever is answered."""
         self.lengths: Sequence[int] = ()
 
 
@@ -33,6 +33,8 @@ class Answers:
         self._clock = clock
         self._lasts = {Answer.YES: YES_S, Answer.NO: 0.0, Answer.ASKED: ask_deadline_s}
         self._groups: dict[tuple[bytes, int], _Group] = {}
+        self._refused: dict[tuple[bytes, int, bytes], float] = {}
+        """Keys that stay NO until then, whatever is answered."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -64,26 +66,29 @@ class Answers:
 
     def refuse(self, fingerprint: bytes, group: int, key: bytes) -> None:
         """The key is NO for ``FAILED_S``, whatever the store answers meanwhile."""
-        known, until = self._group(fingerprint, group), self._clock() + FAILED_S
-        if len(known.refused) >= MOST_REFUSED:
-            del known.refused[next(iter(known.refused))]
-        known.refused[key] = until
-        self._update(known, {key: (Answer.NO, until)})
+        name, until = (fingerprint, group, key), self._clock() + FAILED_S
+        self._refused.pop(name, None)
+        self._refused[name] = until
+        if len(self._refused) > MOST_REFUSED:
+            del self._refused[next(iter(self._refused))]
+        self._update(self._group(fingerprint, group), {key: (Answer.NO, until)})
 
     def answered(self, fingerprint: bytes, group: int, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         """Note what the store answered."""
         known, now = self._group(fingerprint, group), self._clock()
         yes, no = (Answer.YES, now), (Answer.NO, now + NO_S)
         fresh = {key: yes if there else no for key, there in zip(keys, found, strict=True)}
-        for key in fresh.keys() & known.refused.keys():
-            if known.refused[key] > now:
-                del fresh[key]
-            else:
-                del known.refused[key]
+        for key in keys if self._refused else ():
+            if (until := self._refused.get((fingerprint, group, key), now)) > now:
+                fresh[key] = Answer.NO, until
         self._update(known, fresh)
 
     def _group(self, fingerprint: bytes, group: int) -> _Group:
-        return self._groups.setdefault((fingerprint, group), _Group())
+        if (known := self._groups.get((fingerprint, group))) is None:
+            known = self._groups[fingerprint, group] = _Group()
+            if len(self._groups) > MOST_GROUPS:
+                self._count -= len(self._groups.pop(next(iter(self._groups))).answers)
+        return known
 
     def _update(self, known: _Group, fresh: dict[bytes, tuple[Answer, float]]) -> None:
         before = len(known.answers)

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 MOST_ASKED = 65_536
 """Keys that may be being asked for at a time."""
 MOST_READS, MOST_WRITES = 4096, 64
+MOST_NAMESPACES = 65_536
+"""Of which it is known when it was looked whether they were reset: as many as may be open."""
 FULL_PAUSE_S = 5.0
 """How long nothing is written after the store refused it: it is full, a replica, or gives us no right to."""
 HANGS_S = 0.5
@@ -135,7 +137,10 @@ class SharedTier(AskedTier):
     def poll(self, fingerprint: bytes) -> None:
         now = self._clock()
         if now >= self._polled_at.get(fingerprint, now) + (self._poll_s if fingerprint in self._polled_at else 0.0):
+            self._polled_at.pop(fingerprint, None)
             self._polled_at[fingerprint] = now
+            if len(self._polled_at) > MOST_NAMESPACES:
+                del self._polled_at[next(iter(self._polled_at))]
             self._workers.ask([Ask(fingerprint, 0, (), now + RAISE_S, True)])
 
     def take_voided(self) -> list[bytes]:
@@ -305,9 +310,8 @@ class SharedTier(AskedTier):
         self._listener.tier_answered(self, ask.fingerprint, ask.group, ask.keys, found)
 
     def _note_generation(self, fingerprint: bytes, generation: int) -> None:
-        known = self._generations.get(fingerprint, 0)
-        self._generations[fingerprint] = generation
-        if generation > known:
+        if generation > self.generation(fingerprint):
+            self._generations[fingerprint] = generation
             logger.info("The blocks of a namespace in %s are void: its generation is %d now.", self.name, generation)
             self._answers.forget(fingerprint)
             self._voided.add(fingerprint)
