@@ -90,7 +90,8 @@ class LoopWatch:
         if now - self._logged_at < LOG_EVERY_S:
             self._unlogged += 1
             return
-        more = f" It was {self._unlogged} times more since the last such line." if self._unlogged else ""
+        times = "once" if self._unlogged == 1 else f"{self._unlogged} times"
+        more = f" It was {times} more since the last such line." if self._unlogged else ""
         logger.warning("The loop was blocked for %.0f ms by %s.%s", late_s * 1000, what or "what was not seen", more)
         self._logged_at, self._unlogged = now, 0
 

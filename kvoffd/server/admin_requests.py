@@ -70,9 +70,10 @@ def set_namespace_limits(context: Context, session: Session, message: m.SetNames
         if problem := kept.problem:
             logger.warning("The limits of namespaces hold, but %s.", problem)
     name, one = message.namespace.hex()[:12], message.limits
+    most = "no bound" if one.maximum_bytes is None else format_size(one.maximum_bytes)
     logger.info(
-        "Session %d (%s) set the limits of the namespace %s: at least %d bytes, at most %s, weight %s.",
-        *(session.id, session.peer, name, one.minimum_bytes, one.maximum_bytes, one.weight),
+        "Session %d (%s) set the limits of the namespace %s: minimum %s, maximum %s, weight %s.",
+        *(session.id, session.peer, name, format_size(one.minimum_bytes), most, one.weight or "none"),
     )
     yield m.Done(message.request_id, context.epoch, 1)
 

@@ -27,7 +27,7 @@ from kvoffd.pool.pool import Pool
 from kvoffd.server.admin_server import AdminKeys, AdminServer
 from kvoffd.server.admission import RESERVED_SESSIONS
 from kvoffd.server.descriptors import most_connections, raise_descriptor_limit
-from kvoffd.server.disks import opener, shared_opener
+from kvoffd.server.disks import OpenStores, opener, shared_opener, shared_stores
 from kvoffd.server.engine_memory import open_gpus
 from kvoffd.server.http import HttpServer, NotServing
 from kvoffd.server.inbox import Inbox
@@ -113,6 +113,7 @@ class Daemon:
         self._scrubbing: asyncio.Task[None] | None = None
         self._probe: SelfProbe | None = None
         """There while the daemon serves."""
+        self._shared_stores: OpenStores = ()
         self._http_problem = ""
         self._http = HttpServer(config.http_address, self._metrics, self._health) if config.http_address else None
 
@@ -123,6 +124,7 @@ class Daemon:
             loop.add_signal_handler(number, self._stop.set)
         # Read before the pool is touched, which may take minutes.
         admin_keys = AdminKeys.read(self._config) if self._config.admin_address else None
+        self._shared_stores = shared_stores(self._config)
         self._directory.acquire()
         try:
             await self._start_http()
@@ -278,7 +280,7 @@ class Daemon:
         logger.info("Serving %s.", config.directory)
         disks = self._service.context.disks
         assert disks is not None
-        disks.start(shared_opener(config, self._pool, self._inbox.post))
+        disks.start(shared_opener(config, self._shared_stores, self._pool, self._inbox.post))
         if self._pool.resident:
             loop = asyncio.get_running_loop()
             self._page_mapper = loop.run_in_executor(None, self._pool.map_pages, self._stop.is_set)

@@ -25,7 +25,7 @@ from kvoffd.tiers.disk.disk_tier import DiskTier
 from kvoffd.tiers.disk.file import OpeningStopped
 from kvoffd.tiers.disk.opening import open_disk_tier
 from kvoffd.tiers.shared.shared_tier import SharedTier
-from kvoffd.tiers.shared.store import Credentials, open_store
+from kvoffd.tiers.shared.store import Credentials, Store, open_store
 from kvoffd.tiers.tier import CompositeTier, TierKey, TierListener
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupKeys
@@ -52,6 +52,8 @@ MOST_INVALIDATED = 65_536
 OpenDisk = Callable[[DiskSize, TierListener, Callable[[], bool]], DiskTier]
 """Opens a directory, told when to stop; for any thread. Raises KvoffdError."""
 OpenShared = Callable[[TierListener, KeptResets], list[SharedTier]]
+OpenStores = Sequence[Callable[[], Store]]
+"""What makes connections to each of the stores that a configuration names."""
 
 
 @dataclass(eq=False)
@@ -379,12 +381,16 @@ def opener(pool: Pool, post: Post) -> OpenDisk:
     )
 
 
-def shared_opener(config: Config, pool: Pool, post: Post) -> OpenShared:
-    """Opens the shared tiers of a configuration; raises KvoffdError where one cannot be used as it is configured."""
+def shared_stores(config: Config) -> OpenStores:
+    """Those of a configuration; none is connected to. Raises KvoffdError where one cannot be used as configured."""
+    credentials = Credentials.read(config.shared_password_file, len(config.shared)) if config.shared else []
+    return list(map(open_store, config.shared, credentials))
+
+
+def shared_opener(config: Config, stores: OpenStores, pool: Pool, post: Post) -> OpenShared:
+    """Opens the shared tiers of a configuration; raises KvoffdError where a store of others does not begin."""
 
     def opened(listener: TierListener, kept: KeptResets) -> list[SharedTier]:
-        credentials = Credentials.read(config.shared_password_file, len(config.shared))
-        openers = list(map(open_store, config.shared, credentials))
         return [
             SharedTier(
                 url,
@@ -397,7 +403,7 @@ def shared_opener(config: Config, pool: Pool, post: Post) -> OpenShared:
                 ask_deadline_s=config.shared_ask_deadline_s,
                 generations=kept.generations_of(url),
             )
-            for url, open_one in zip(config.shared, openers, strict=True)
+            for url, open_one in zip(config.shared, stores, strict=True)
         ]
 
     return opened

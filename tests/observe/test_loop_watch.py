@@ -127,6 +127,13 @@ def test_the_log_is_not_flooded(caplog: pytest.LogCaptureFixture) -> None:
             watch.observe(0.2, "x")
         now += LOG_EVERY_S
         watch.observe(0.2, "y")
-    assert len(caplog.messages) == 2
+        now += LOG_EVERY_S
+        watch.observe(0.2, "y")
+        watch.observe(0.2, "y")
+        now += LOG_EVERY_S
+        watch.observe(0.2, "z")
+    assert len(caplog.messages) == 4
     assert caplog.messages[1] == "The loop was blocked for 200 ms by y. It was 4 times more since the last such line."
-    assert watch.loop_blocked.sum_seconds == pytest.approx(1.2)
+    assert caplog.messages[2] == "The loop was blocked for 200 ms by y."
+    assert caplog.messages[3] == "The loop was blocked for 200 ms by z. It was once more since the last such line."
+    assert watch.loop_blocked.sum_seconds == pytest.approx(1.8)

@@ -110,6 +110,14 @@ def test_more_memory_than_there_is_is_refused_with_both_numbers(tmp_path):
     assert len(refused.stderr.strip().splitlines()) == 1
 
 
+def test_credentials_that_cannot_be_read_are_refused_before_the_pool_is_taken(tmp_path):
+    store = ("--shared", "redis://127.0.0.1:1", "--shared-password-file", str(tmp_path / "absent"))
+    refused = serve("--directory", str(tmp_path), "--http-address", "", *store)
+    assert refused.returncode == 2
+    assert "absent" in refused.stderr
+    assert len(refused.stderr.strip().splitlines()) == 1
+
+
 def test_the_pool_takes_what_was_asked_for_and_at_most_two_percent_more():
     with DaemonProcess("256MiB") as daemon:
         shared_kib = 0

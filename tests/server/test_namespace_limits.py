@@ -51,6 +51,7 @@ def test_limits_hold_are_shown_and_outlive_the_daemon(pool_file: Path, capsys: p
         store("flood", 0, 10)
         assert "keeps" not in cli("namespaces")
         assert "at least 3.00 MiB; 3.00 MiB are kept for it now" in cli("namespace", "set", "polite", "--min", "3MiB")
+        assert "minimum 3.00 MiB, maximum no bound, weight none" in daemon.log
         for words, problem in (
             (("--min", "11MiB"), "three quarters of the pool"),
             (("--min", "3MiB", "--max", "1MiB"), "is more than the maximum"),

@@ -84,7 +84,8 @@ def _problems(disk: DiskStats) -> list[Text]:
 
 
 def _traffic_text(below: BelowStats) -> Text:
-    budget = "no bound" if below.budget_left_bytes is None else f"{format_size(below.budget_left_bytes)} may be written"
+    left = below.budget_left_bytes
+    budget = "no bound for a day" if left is None else f"{format_size(left)} may be written now"
     speed = f", lately {format_rate(below.read_bytes_per_second)}" if below.read_bytes_per_second else ""
     failed = ", ".join(f"{kind} {format_count(count)}" for kind, count in sorted(below.failed_promotions.items()))
     return Text(
@@ -92,7 +93,7 @@ def _traffic_text(below: BelowStats) -> Text:
         f"{format_count(below.pending_blocks)} pending, failed: {printable(failed) or 'none'}\n"
         "    a lookup promises what a disk has, and counts it as a hit of the disk; what failed was a miss after all\n"
         f"written: {format_count(below.written_blocks)} blocks ({format_size(below.written_bytes)}), write mode "
-        f"{printable(below.write_mode)}, now {budget}"
+        f"{printable(below.write_mode)}, {budget}"
     )
 
 
@@ -122,9 +123,12 @@ def attach(
         raise CliError(f"{disk!r} cannot be used: {error}.") from error
     path = _absolute(name)
     with open_admin(context, directory) as admin:
+        known = _disk_at(admin, path)
         admin.attach_disk(path, size_bytes)
         while (state := _disk_at(admin, path)) is not None and state.state == "opening":
             time.sleep(POLL_S)
+        if state is not None and state.state == "failed" and known is None:
+            admin.detach_disk(path)  # what was mistyped is no problem of the daemon's
     if state is None or state.state == "failed":
         print_line(printable(state.problem) if state is not None else f"{path} is not attached.")
         return FAILED

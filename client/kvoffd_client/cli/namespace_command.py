@@ -42,7 +42,7 @@ def set_(
     directory: Directory = None,
     json: Json = False,
 ) -> int:
-    """Set how much of the pool a namespace may have, from now on and, with pool_file, after restarts.
+    """Set how much of the pool a namespace may have, from now on, also after restarts of the daemon.
 
     What is not named stays as it is; `none` takes a limit away. Minima may take three quarters of the pool together.
     As soon as one namespace has a weight all those in use have a share of what the minima leave, with weight 1 where

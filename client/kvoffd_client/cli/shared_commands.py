@@ -9,7 +9,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from kvoffd_client.cli.console import namespace_name, print_line, printable
+from kvoffd_client.cli.console import namespace_name, plural, print_line, printable
 from kvoffd_client.cli.json_objects import FleetReset, SharedTiers
 from kvoffd_client.cli.json_output import print_json, print_listing
 from kvoffd_client.cli.target import (
@@ -103,7 +103,8 @@ def _text(one: SharedStats) -> Text:
         (printable(one.name), "bold"),
         ": ",
         ("reachable", "") if one.reachable else ("not reachable", "yellow"),
-        f", given up {format_count(one.opened)} times, answers take {format_duration(one.ask_seconds)}"
+        f", given up {format_count(one.opened)} time{plural(one.opened)}, answers take "
+        f"{format_duration(one.ask_seconds)}"
         f"\n    asked: {format_count(one.asked_keys)} keys that pool and disks did not have, found "
         f"{format_count(one.found_keys)}, without an answer in time {format_count(one.unanswered_keys)}"
         f"\n    read: {format_count(one.read_blocks)} blocks ({format_size(one.read_bytes)}), "
