@@ -86,7 +86,6 @@ class AdminRequests(Closing, ABC):
         )
 
     def stats(self) -> m.StatsReply:
-        """All counters."""
         return self.ask(m.Stats)
 
     def health(self) -> m.HealthReply:
@@ -238,7 +237,6 @@ class AdminClient(AdminRequests):
         return ask_health(Path(self._directory)) or super().health()
 
     def close(self) -> None:
-        """End the session. Repeatable."""
         self._closed = True
         if self._connection is not None:
             self._connection.close()
@@ -320,7 +318,6 @@ class RemoteAdminClient(AdminRequests):
         self._one_call = threading.Lock()
 
     def close(self) -> None:
-        """End the session. Repeatable."""
         with self._one_call:
             self._disconnect()
             self._context.term()

@@ -159,7 +159,6 @@ class Session:
     # --- requests --------------------------------------------------------------------------------
 
     def next_request_id(self) -> int:
-        """A request id that was not used before."""
         self._next_request_id += 1
         return self._next_request_id
 
@@ -187,7 +186,6 @@ class Session:
         self._pending.add(message.request_id, deadline, on_reply, now)
 
     def on_reply(self, reply: m.AnyReply, now: float) -> None:
-        """Take a reply from the jobs socket."""
         if self.phase in (Phase.WAITING, Phase.GREETING, Phase.CLOSED):
             return
         if reply.epoch != self.epoch:
@@ -231,7 +229,6 @@ class Session:
         self._handshake_deadline = now + self.options.handshake_timeout_s
 
     def on_lifeline_message(self, message: FromDaemon, now: float) -> None:
-        """Take a message from the lifeline."""
         if isinstance(message, Refused):
             self._end_refused(RequestRefused(message.code, message.message), now)
         elif isinstance(message, Greeting) and self.phase is Phase.GREETING:
@@ -338,7 +335,6 @@ class Session:
         self.on_change()
 
     def close(self, now: float) -> None:
-        """End the session for good."""
         if self.phase is Phase.CLOSED:
             return
         self.phase = Phase.CLOSED

@@ -57,7 +57,6 @@ def _lock_holder(directory: str) -> int | None:
 
 
 def why_unreachable(error: OSError, directory: str) -> str:
-    """A sentence for a connection that could not be made."""
     if isinstance(error, FileNotFoundError):
         if pid := _lock_holder(directory):
             return f"The kvoffd daemon (pid {pid}) in {directory} is starting; its pool is being touched."

@@ -56,7 +56,6 @@ class JobsSocket:
 
     @property
     def has_message(self) -> bool:
-        """Whether a message was read from the stream and not taken."""
         return bool(self._received)
 
     def send(self, frames: Sequence[bytes]) -> bool:
@@ -83,7 +82,6 @@ class JobsSocket:
         return [self._received.popleft() for _ in range(min(limit, len(self._received)))]
 
     def close(self) -> None:
-        """Close the connection and forget what waits."""
         self._break()
         self._unsent.clear()
         self._received.clear()
@@ -130,7 +128,6 @@ class JobsSocket:
             self._break()
 
     def _send_on(self) -> None:
-        """Send what waits as far as there is room."""
         if self._stream is None and time.monotonic() - self._tried_at >= RECONNECT_S:
             self._connect()
         if self._stream is None or not self._input.ready:  # libzmq's ROUTER loses what comes before it is ready

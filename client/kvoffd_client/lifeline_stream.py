@@ -51,7 +51,6 @@ class LifelineStream:
         return self._stream.fileno() if self._ended_at == NEVER else self._pidfd
 
     def send(self, frame: bytes, fds: list[int]) -> None:
-        """Send one frame and descriptors. Raises OSError."""
         if socket.send_fds(self._stream, [frame], fds, socket.MSG_NOSIGNAL) != len(frame):
             raise OSError("the daemon does not read its lifeline")
 

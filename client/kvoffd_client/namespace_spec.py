@@ -127,16 +127,13 @@ class Geometry(NamespaceSpec):
         return cls(fingerprint, *msgspec.structs.astuple(fields)[1:])
 
     def to_json(self) -> str:
-        """The geometry as text, for the metadata of a file."""
         fields = {field: getattr(self, field) for field in _GeometryJson.__struct_fields__}
         return msgspec.json.encode(_GeometryJson(**fields | {"fingerprint": self.fingerprint.hex()})).decode()
 
     def shard_bytes(self, rank: int, group: int) -> int:
-        """Bytes of a rank's shard of a block of the group."""
         return shard_bytes_of(self.shards[rank][group])
 
     def block_bytes(self, group: int) -> int:
-        """Bytes of all shards of a block together."""
         return sum(self.shard_bytes(rank, group) for rank in range(self.world_size))
 
     def mismatch(self, other: Geometry) -> str:

@@ -41,7 +41,6 @@ class PendingRequests:
         return len(self._entries)
 
     def add(self, request_id: int, deadline: float, on_reply: OnReply, now: float) -> None:
-        """Enter a request that was sent."""
         self._entries[request_id] = PendingRequest(deadline, on_reply)
         self.next_expiry = min(self.next_expiry, deadline)
         self.owed_since = min(self.owed_since, now)
@@ -53,7 +52,6 @@ class PendingRequests:
         return None if entry is None else entry.on_reply
 
     def expire(self, now: float) -> None:
-        """Fail requests whose deadline is over."""
         late = [request_id for request_id, entry in self._entries.items() if entry.deadline <= now]
         for request_id in late:
             entry = self._entries.pop(request_id, None)
@@ -62,7 +60,6 @@ class PendingRequests:
         self.next_expiry = min((entry.deadline for entry in self._entries.values()), default=NEVER)
 
     def fail_all(self, reason: KvoffdClientError, now: float) -> None:
-        """Fail every request."""
         entries, self._entries = self._entries, {}
         self.next_expiry = self.owed_since = NEVER
         for entry in entries.values():

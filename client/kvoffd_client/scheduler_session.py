@@ -184,7 +184,6 @@ class EventStream:
         self.message(topic, sequence, payload)
 
     def message(self, topic: bytes, sequence: bytes, payload: bytes) -> None:
-        """Take a published message."""
         number = int.from_bytes(sequence, "big")
         if number < self.next_sequence:
             return
@@ -289,7 +288,6 @@ class SchedulerSession(Session):
             self.send(m.Release(self.next_request_id(), self.token, [lease_id]))
 
     def invalidate(self, groups: Sequence[m.GroupKeys]) -> None:
-        """Have the daemon forget blocks."""
         if self.usable:
             self.send(m.Invalidate(self.next_request_id(), self.token, self._fingerprint, list(groups)))
 
@@ -394,7 +392,6 @@ class SchedulerSession(Session):
     # --- KV events -------------------------------------------------------------------------------
 
     def on_publication(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
-        """A KV event message was published."""
         if self.events is None or not topic.startswith(KV_TOPIC_PREFIX) or len(sequence) != SEQUENCE_BYTES:
             return
         self.events.message(topic, sequence, payload)
@@ -402,7 +399,6 @@ class SchedulerSession(Session):
             self._replay_events(now)
 
     def on_event_replay(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
-        """A part of a replay came."""
         if self.events is None or len(sequence) != SEQUENCE_BYTES:
             return
         self.events.replayed(topic, sequence, payload)

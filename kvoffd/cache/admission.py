@@ -103,7 +103,6 @@ class Admitter:
 
 
 def count_refused(blocks: Blocks, namespace: Namespace, group: int, keys: Sequence[bytes], found: Admission) -> None:
-    """Count the keys that get no slot, and note why they will not be there."""
     namespace.counters.dropped_keys += len(found.dropped)
     namespace.counters.declined_keys += len(found.declined)
     for numbers, reason in ((found.dropped, MissReason.NO_ROOM), (found.declined, MissReason.DECLINED)):

@@ -90,7 +90,6 @@ class Blocks(Room):
         self._clock = clock
 
     def add_namespace(self, namespace: Namespace) -> None:
-        """Have blocks of a namespace from now on."""
         self.namespaces[namespace.fingerprint] = namespace
 
     def remove_namespace(self, namespace: Namespace) -> None:

@@ -86,7 +86,6 @@ class BlockCache(LeasedBlocks):
             ) from None
 
     def find_namespace(self, fingerprint: bytes) -> Namespace | None:
-        """The namespace, if it is open."""
         return self.blocks.namespaces.get(fingerprint)
 
     def open_namespace(
@@ -115,7 +114,6 @@ class BlockCache(LeasedBlocks):
 
     @property
     def namespaces_bytes(self) -> int:
-        """Memory that all namespaces take beside their blocks, about."""
         return sum(namespace.nbytes for namespace in self.blocks.namespaces.values())
 
     def set_shard_bytes(
@@ -155,7 +153,6 @@ class BlockCache(LeasedBlocks):
 
     @property
     def left_blocks(self) -> int:
-        """Blocks of an earlier daemon that are still to be taken over."""
         return len(self.blocks.left or ())
 
     # --- time and operators ----------------------------------------------------------------------
@@ -425,7 +422,6 @@ class BlockCache(LeasedBlocks):
         return dropped
 
     def pool_usage(self) -> PoolUsage:
-        """Where the pool's bytes are."""
         writing, ready, leaving, left = (
             sum(namespace.bytes_in[state] for namespace in self.blocks.namespaces.values())
             for state in (WRITING, READY, LEAVING, LEFT)

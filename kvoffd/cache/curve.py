@@ -60,7 +60,6 @@ class HitRatioCurve:
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes."""
         return ctypes.c_uint64.from_address(self._at).value
 
     @property

@@ -24,13 +24,11 @@ class HalfStored:
         return iter(self._since)
 
     def add(self, block: Block) -> None:
-        """The block waits from now on."""
         self._since[block] = self._clock()
         self._nbytes += block.slot_bytes
         self._index_bytes += block.index_bytes
 
     def remove(self, block: Block) -> None:
-        """The block waits no more, if it did."""
         if self._since.pop(block, None) is not None:
             self._nbytes -= block.slot_bytes
             self._index_bytes -= block.index_bytes

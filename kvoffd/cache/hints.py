@@ -109,7 +109,6 @@ class Hints:
                 self._first.get(block.namespace, {}).pop((block.namespace, block.group, block.key), None)
 
     def forget(self, namespace: Namespace) -> None:
-        """The namespace is gone."""
         self._late.pop(namespace, None)
         self._first.pop(namespace, None)
 

@@ -34,7 +34,6 @@ class SlotHolders:
         self._held = 0
 
     def __len__(self) -> int:
-        """Slots that blocks have."""
         return self._held
 
     def offsets(self) -> array[int]:
@@ -93,7 +92,6 @@ class SlotHolders:
         return region
 
     def remove(self, offsets: Sequence[int]) -> None:
-        """The slots are no block's any more."""
         size, regions = self._region_bytes, self._regions
         for offset in offsets:
             number = offset // size

@@ -60,8 +60,6 @@ class LeftGroup(NamedTuple):
 
 
 class SomeBlocks(NamedTuple):
-    """Blocks of one group."""
-
     number: int
     """The group's, in ``LeftBlocks.groups``."""
     offsets: Ints
@@ -140,7 +138,6 @@ class LeftBlocks:
         return blocks_of
 
     def __len__(self) -> int:
-        """Blocks that are left."""
         return int(self.counts.sum())
 
     def __iter__(self) -> Iterator[SomeBlocks]:

@@ -30,8 +30,6 @@ _COUNT_AGAIN_S = 5e-6
 
 
 class LookupAnswer(NamedTuple):
-    """What a lookup found."""
-
     states: list[bytes]
     """By group of the request, the state of each key, one byte. READY keys are under the lease."""
     pinned: int
@@ -327,7 +325,6 @@ class LeasedBlocks:
 
 
 def _block_bytes(namespace: Namespace, groups: Sequence[tuple[int, bytes]], states: Sequence[bytes]) -> int:
-    """Pool bytes of the ready blocks."""
     return sum(one.count(READY) * namespace.block_bytes(group) for (group, _), one in zip(groups, states, strict=True))
 
 

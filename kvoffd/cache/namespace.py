@@ -240,12 +240,10 @@ class Namespace:
 
     @property
     def ready_blocks(self) -> int:
-        """Blocks that can be read."""
         return self.blocks_in[BlockState.READY]
 
     @property
     def ready_bytes(self) -> int:
-        """Pool bytes of the blocks that can be read."""
         return self.bytes_in[BlockState.READY]
 
     @property
@@ -269,7 +267,6 @@ class Namespace:
         return -self.blocks_in[BlockState.ABSENT]
 
     def is_same(self, world_size: int, key_bytes: int, groups: Sequence[GroupSpec]) -> bool:
-        """Whether the geometry is this namespace's."""
         return (world_size, key_bytes, tuple(groups)) == (self.world_size, self.key_bytes, self.groups)
 
     def check_same(self, world_size: int, key_bytes: int, groups: Sequence[GroupSpec]) -> None:

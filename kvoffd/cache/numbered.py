@@ -21,7 +21,6 @@ class Numbered(Generic[T]):
         return len(self._by_number) - 1 - len(self._unused)
 
     def __iter__(self) -> Iterator[T]:
-        """The objects, in no order."""
         return (one for one in self._by_number if one is not None)
 
     def next_numbers(self, count: int) -> array[int]:
@@ -43,7 +42,6 @@ class Numbered(Generic[T]):
         return list(map(self._by_number.__getitem__, numbers))
 
     def remove(self, numbers: array[int]) -> None:
-        """These objects are gone."""
         for number in numbers:
             self._by_number[number] = None
         self._unused += numbers

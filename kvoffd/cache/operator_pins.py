@@ -64,5 +64,4 @@ class OperatorPins:
 
     @property
     def nbytes(self) -> int:
-        """Pool bytes of the blocks that operators pinned."""
         return sum(block.slot_bytes for block in self._cache.blocks.operator_pinned)

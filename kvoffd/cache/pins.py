@@ -45,7 +45,6 @@ class Lease:
     """What ``LeaseTable.by_key`` has made, by group."""
 
     def add(self, group: int, blocks: list[Block]) -> None:
-        """Add pinned blocks."""
         self.blocks.setdefault(group, []).extend(blocks)
         self.by_key.pop(group, None)
 
@@ -166,11 +165,9 @@ class LeaseTable:
         return list(takewhile(lambda lease: lease.deadline <= now, islice(self._leases.values(), most)))
 
     def of_owner(self, owner: int) -> list[Lease]:
-        """The owner's leases."""
         return [self._leases[lease_id] for lease_id in self.held(owner).leases]
 
     def count_of(self, owner: int) -> int:
-        """Number of the owner's leases."""
         return len(self.held(owner).leases)
 
     def __iter__(self) -> Iterator[Lease]:

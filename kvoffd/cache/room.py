@@ -56,7 +56,6 @@ class Room(ABC):
 
     @property
     def index_is_full(self) -> bool:
-        """Whether there is memory for no more blocks."""
         return self.index_bytes >= self._max_index_bytes
 
     @abstractmethod
@@ -186,7 +185,6 @@ class Room(ABC):
         self._slots.free(offsets)
 
     def evictable(self, protected: Set[Block], claim: Claim | None = None) -> bool:
-        """Whether any block could be evicted, whatever it is worth."""
         if claim is None and len(self._policy) > self.pinned_blocks + len(protected):
             return True
         return any(True for _ in _loose(self._candidates(inf, claim), protected))

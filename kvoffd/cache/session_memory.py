@@ -40,7 +40,6 @@ class SessionMemory:
 
     @property
     def held_bytes(self) -> int:
-        """What all sessions hold."""
         return self._held.total()
 
     def room(self, owner: int) -> int:

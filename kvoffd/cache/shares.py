@@ -136,7 +136,6 @@ class Shares:
 
     @property
     def nbytes(self) -> int:
-        """Memory of what is known of the use of blocks."""
         return sum(USE_BYTES * len(uses.since) + 8 * len(uses.older) for uses in self._uses.values())
 
     def used(self, namespace: Namespace, blocks: Sequence[Block]) -> None:
@@ -222,7 +221,6 @@ class Claim:
         self._held[self.namespace] = self.held(self.namespace) + nbytes
 
     def evict(self, block: Block) -> None:
-        """A block is to go."""
         self.give_up(block.namespace, block.slot_bytes)
 
     def give_up(self, owner: Namespace, nbytes: int) -> None:

@@ -67,7 +67,6 @@ class LoopWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread. Repeatable."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()

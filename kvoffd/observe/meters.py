@@ -102,7 +102,6 @@ class DurationHistogram:
         self._sum_s = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Add one duration, in seconds."""
         self._counts[bisect_left(self._bounds_s, seconds)] += 1
         self._sum_s += seconds
 
@@ -132,7 +131,6 @@ class LatencyRecorder:
         self._histogram = DurationHistogram(LATENCY_BOUNDS_S)
 
     def observe(self, seconds: float) -> None:
-        """Add one duration, in seconds. A negative one, from a clock that was set back, counts as 0."""
         slot = self._count % self._capacity
         self._seconds[slot] = seconds = max(seconds, 0.0)
         self._histogram.observe(seconds)

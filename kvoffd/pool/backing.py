@@ -46,7 +46,6 @@ class PoolMappings(NamedTuple):
             return cls(pool, map_table())
 
     def close(self) -> None:
-        """Unmaps both."""
         self.pool.close()
         self.table.close()
 

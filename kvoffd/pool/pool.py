@@ -108,12 +108,10 @@ class Pool:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes in no slot that is handed out."""
         return self._slots.free_bytes
 
     @property
     def address(self) -> int:
-        """Address of offset 0."""
         return self._memory.address
 
     @property

@@ -54,7 +54,6 @@ class LeftSlots(NamedTuple):
 
 
 def no_slots() -> LeftSlots:
-    """No slots."""
     kind_of, numbers = np.empty(0, np.uint32), np.empty(0, np.int64)
     return LeftSlots([], [], kind_of, numbers, numbers, np.empty(0, np.uint64))
 

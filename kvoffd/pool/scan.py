@@ -37,8 +37,6 @@ class HeldEntry(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """The records of a table."""
-
     left: LeftSlots
     entries: list[HeldEntry]
     """The older ones first."""

@@ -109,7 +109,6 @@ class SlotTable:
             self._words[word] = slot_bytes
 
     def forget_namespace(self, fingerprint: bytes) -> None:
-        """Drops a namespace's record."""
         self._namespace_log.forget(fingerprint)
 
     def note_namespace(self, record: NamespaceRecord) -> bool:

@@ -90,7 +90,6 @@ RECORD = np.dtype({"names": _NAMES, "formats": _FORMATS, "offsets": _OFFSETS, "i
 
 
 def keys_of(rows: Rows, key_bytes: int) -> list[bytes]:
-    """The keys of records, each of that length."""
     every = rows.view(np.uint8).reshape(-1, RECORD_BYTES)[:, KEY_AT : KEY_AT + key_bytes]
     keys: list[bytes] = np.frombuffer(every.tobytes(), (np.void, key_bytes)).tolist()
     return keys
@@ -143,7 +142,6 @@ class Geometry:
 
     @classmethod
     def of(cls, pool_bytes: int, region_bytes: int) -> Geometry:
-        """The table of such a pool."""
         # A thousandth of the pool each for fingerprints and namespaces' records keeps a small pool's table small.
         share = max(PAGE_BYTES, pool_bytes // 1000 // PAGE_BYTES * PAGE_BYTES)
         return cls(
@@ -177,7 +175,6 @@ class Geometry:
         return page_up(self.records_at + self.records * RECORD_BYTES)
 
     def header(self, boot_id: bytes) -> bytes:
-        """The header of such a table, its CRC included."""
         packed = HEADER.pack(
             *(MAGIC, FORMAT_VERSION, RECORD_BYTES, boot_id),
             *(self.pool_bytes, self.region_bytes, MIN_SLOT_BYTES),

@@ -38,7 +38,6 @@ class Acceptor:
         listener.setblocking(False)
 
     def start(self) -> None:
-        """Listen."""
         self._listener.listen(BACKLOG)
         self._resume()
 

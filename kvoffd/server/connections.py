@@ -189,8 +189,6 @@ class LongFrames:
 
 @dataclass(eq=False)
 class ListeningSocket:
-    """One listening socket."""
-
     path: Path
     type: bytes
     peers: frozenset[bytes]

@@ -58,8 +58,6 @@ OpenStores = Sequence[Callable[[], Store]]
 
 @dataclass(eq=False)
 class Disk:
-    """One directory."""
-
     size: DiskSize
     state: DiskState = DiskState.OPENING
     problem: str = ""
@@ -368,7 +366,6 @@ class Disks:
 
 
 def opener(pool: Pool, post: Post) -> OpenDisk:
-    """Opens directories for this pool."""
     return lambda size, listener, should_stop: open_disk_tier(
         Path(size.directory),
         size.size_bytes,

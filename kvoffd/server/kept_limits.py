@@ -21,8 +21,6 @@ LIMIT_BYTES = 256
 
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True):
-    """A namespace."""
-
     fingerprint: str
     """In hex."""
     minimum_bytes: int
@@ -83,7 +81,6 @@ class KeptLimits:
             self._file.write_soon([self._written])
 
     def close(self) -> None:
-        """Write what is not written."""
         if self._file.join() and (content := self._content()) != self._written:
             self._file.write([content])
 

@@ -170,7 +170,6 @@ class LifelineServer:
         self._warnings = RareWarnings(logger)
 
     def open(self) -> None:
-        """Bind and listen. Raises OSError."""
         path = self._directory.sockets.lifeline
         self._listener.bind(str(path))
         self._directory.open_to_group(path)

@@ -36,7 +36,6 @@ class Recent:
         self._in_all = CounterWindows({"cpu_seconds": self._cpu_clock()}, self._clock)
 
     def tick(self) -> None:
-        """Take a sample when one is due."""
         now = self._clock()
         if now - self._sampled_at < SAMPLE_EVERY_S:
             return

@@ -51,8 +51,6 @@ class Known:
 
 @dataclass(eq=False)
 class Group:
-    """One group of a namespace."""
-
     topic: bytes
     index: int
     spec: GroupSpec

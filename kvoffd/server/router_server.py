@@ -278,7 +278,6 @@ class RouterServer:
             await asyncio.sleep(RECONNECT_S)
 
     async def close(self) -> None:
-        """Stop listening, connecting and publishing."""
         for timer in (self._timer, self._going_on):
             if timer is not None:
                 timer.cancel()

@@ -34,7 +34,6 @@ class SelfProbe:
         self._token = b""
 
     def open(self) -> None:
-        """Take a session. Raises KvoffdError."""
         session = self._service.sessions.open(Lifeline(), Peer(0, 0, 0), internal=True)
         session.role, self._token = m.Role.ADMIN, session.token
 

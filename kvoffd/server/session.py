@@ -43,8 +43,6 @@ class Peer:
 
 
 class Ending(StrEnum):
-    """Why a session ended."""
-
     CLOSED = "closed"
     """Its client said that it leaves."""
     GONE = "gone"
@@ -102,7 +100,6 @@ class CompletionLog:
         return self._topic, self.sequence.to_bytes(events.SEQUENCE_BYTES, "big"), codec.encode(batch)
 
     def acknowledge(self, sequence: int) -> None:
-        """Forget all batches up to ``sequence``."""
         while self._kept and self._kept[0].sequence <= sequence:
             results = self._kept.popleft().results
             self._kept_results -= len(results)

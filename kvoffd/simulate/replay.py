@@ -22,8 +22,6 @@ _LACKING = bytes(state != READY for state in range(256))
 
 
 class Replayed(NamedTuple):
-    """What a policy made of a trace."""
-
     policy: str
     blocks: int
     accesses: int
@@ -33,12 +31,10 @@ class Replayed(NamedTuple):
 
     @property
     def hit_percent(self) -> float:
-        """Share of the accesses that were hits."""
         return 100 * self.hits / max(1, self.accesses)
 
     @property
     def written_percent(self) -> float:
-        """Share of the accesses that were stored."""
         return 100 * self.written / max(1, self.accesses)
 
 

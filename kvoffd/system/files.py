@@ -22,7 +22,6 @@ class FileCalls:
         return os.open(path, flags, 0o600, dir_fd=directory_fd)
 
     def lock(self, fd: int) -> bool:
-        """As ``try_lock``."""
         return try_lock(fd)
 
     def set_direct(self, fd: int, direct: bool) -> None:

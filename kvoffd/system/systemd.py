@@ -58,7 +58,6 @@ class Notifier:
         self._send(f"EXTEND_TIMEOUT_USEC={round(extend_timeout_s * 1_000_000)}\nSTATUS={_one_line(text)}")
 
     def ready(self, text: str) -> None:
-        """Say that clients may come."""
         self._send(f"READY=1\nSTATUS={_one_line(text)}")
 
     def status(self, text: str) -> None:
@@ -70,7 +69,6 @@ class Notifier:
         self._send("WATCHDOG=1")
 
     def stopping(self, text: str) -> None:
-        """Say that the daemon is on its way out."""
         self._send(f"STOPPING=1\nSTATUS={_one_line(text)}")
 
     def store_fds(self, name: str, fds: Sequence[int]) -> None:

@@ -135,11 +135,9 @@ class Demoter:
 
     @property
     def waiting_blocks(self) -> int:
-        """Blocks that wait for being written."""
         return len(self._waiting)
 
     def stored(self, blocks: Iterable[Block]) -> None:
-        """Note blocks that became ready."""
         if self.mode is WriteMode.ALWAYS:
             self._waiting.update(dict.fromkeys(blocks))
 
@@ -204,7 +202,6 @@ class Demoter:
             self._sweep_at = 2 * len(self._waiting) + MIN_SWEPT_BLOCKS
 
     def _next(self) -> Block | None:
-        """Remove and return the next block to write."""
         while self._waiting:
             block = next(iter(self._waiting))
             del self._waiting[block]

@@ -148,7 +148,6 @@ class Promoter:
 
     @property
     def busy(self) -> bool:
-        """Whether any read is waiting or under way."""
         return bool(self._queue or self._under_way or self._given_up)
 
     @property
@@ -192,7 +191,6 @@ class Promoter:
                 self._leave_queue(request)
 
     def forget_all(self, namespace: Namespace) -> None:
-        """Withdraw all requests of a namespace."""
         for group in range(len(namespace.groups)):
             for key in list(self.requested(namespace, group)):
                 self.forget(namespace, group, key)

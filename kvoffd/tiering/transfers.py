@@ -132,12 +132,10 @@ class TierTransfers:
 
 
 def tier_key(block: Block) -> TierKey:
-    """A block's name in the tiers."""
     return TierKey(block.namespace.fingerprint, block.group, block.key)
 
 
 def tier_block(block: Block) -> TierBlock:
-    """A ready block as a tier keeps it."""
     shards = (
         TierShard(block.namespace.shard_length(rank, block.group), shard.first_block, shard.checksum)
         for rank, shard in block.shards.items()

@@ -31,21 +31,16 @@ class TierShard(NamedTuple):
 
 
 class TierBlock(NamedTuple):
-    """A whole block."""
-
     id: TierKey
     shards: tuple[TierShard, ...]
     """By rank; their number is the world size."""
 
     @property
     def nbytes(self) -> int:
-        """Length of all shards together."""
         return sum(shard.length for shard in self.shards)
 
 
 class TierResult(Enum):
-    """How a read or a write ended."""
-
     DONE = "done"
     """Every byte is in place; after a read, the bytes have their checksum."""
     PRESENT = "present"

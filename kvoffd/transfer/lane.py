@@ -195,7 +195,6 @@ class Lane:
             opened.result()
 
     def submit(self, transfer: Transfer) -> None:
-        """See TransferEngine."""
         with self._wake:
             accepted = not self._stopped
             if accepted:
@@ -206,7 +205,6 @@ class Lane:
             _finish(transfer, Outcome.CANCELLED, 0.0)
 
     def cancel(self, transfer: Transfer) -> bool:
-        """See TransferEngine."""
         with self._wake:
             if transfer in self._begun or not self._queue.remove(transfer.owner, transfer):
                 return False
@@ -214,13 +212,11 @@ class Lane:
         return True
 
     def abandon(self, transfer: Transfer) -> None:
-        """See TransferEngine."""
         with self._wake:
             transfer.abandoned = True
             self._stop_copy(transfer)
 
     def expire(self) -> None:
-        """See TransferEngine."""
         now = self.clock()
         with self._wake:
             for transfer in self._begun:

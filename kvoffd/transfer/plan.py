@@ -24,15 +24,11 @@ UInt64Array = npt.NDArray[np.uint64]
 
 
 class Direction(Enum):
-    """Which way bytes move."""
-
     STORE = "store"  # engine to pool
     LOAD = "load"  # pool to engine
 
 
 class Outcome(Enum):
-    """How a transfer ended."""
-
     DONE = "done"  # every byte is in place
     CANCELLED = "cancelled"  # it never started; nothing was written
     DEADLINE = "deadline"  # its time was over; the destination may be half written

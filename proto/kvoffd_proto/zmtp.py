@@ -97,7 +97,6 @@ class Input:
         """The handshake is over."""
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Keep what has arrived."""
         if self._thrown_away:
             gone = min(self._thrown_away, len(data))
             self._thrown_away -= gone

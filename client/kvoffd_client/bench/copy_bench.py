@@ -110,7 +110,6 @@ def _fitting_job_bytes(directory: Path, wanted_bytes: int, piece_sizes: Sequence
 
 
 def _layers(piece_bytes: int) -> int:
-    """Layers of a block of such pieces."""
     return max(1, min(LAYERS, MAX_BLOCK_BYTES // piece_bytes))
 
 

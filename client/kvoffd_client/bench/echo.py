@@ -69,7 +69,6 @@ def _address(socket_path: Path) -> str:
 
 
 def connect_dealer(context: zmq.Context[zmq.Socket[bytes]], directory: Path) -> zmq.Socket[bytes]:
-    """Return a client's socket to the echo process in ``directory``."""
     return _connect(context, zmq.DEALER, SocketPaths(directory).jobs)
 
 
@@ -108,7 +107,6 @@ class ChildProcess(Closing):
         self._stdin.close()
 
     def close(self) -> None:
-        """End the process; kill it where it does not end."""
         self._stdin.close()
         try:
             self._process.wait(END_TIMEOUT_S)
@@ -144,7 +142,6 @@ class Echo(Closing):
         return time.perf_counter() - begin
 
     def send(self, request: bytes) -> None:
-        """Send without waiting for the answer."""
         self._dealer.send(request)
 
     def receive(self, reply_socket: ReplySocket) -> None:
@@ -170,7 +167,6 @@ class Echo(Closing):
             self.receive(ReplySocket.PUB)
 
     def close(self) -> None:
-        """End the process and remove its sockets."""
         self._context.destroy(linger=0)
         self._process.close()
         self._directory.cleanup()

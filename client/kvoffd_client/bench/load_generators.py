@@ -136,7 +136,6 @@ def _steps(directory: Path, jobs: int, *place: int) -> Iterator[None]:
 
 
 def _computes(_: Path, ordinal: int, *place: int) -> Iterator[None]:
-    """Computes on GPU number ``ordinal``."""
     with compute_load(ordinal) as step:
         while True:
             yield
@@ -162,7 +161,6 @@ class Work:
 
     @property
     def rate(self) -> float:
-        """How often it did its work per second."""
         return self.count / self.seconds
 
 
@@ -184,12 +182,10 @@ class LoadGenerators(Closing):
             raise
 
     def start(self) -> None:
-        """Let all processes begin to work."""
         for process in self._processes:
             process.write_line()
 
     def stop(self) -> list[Work]:
-        """Let all processes stop; return what each of them did."""
         for process in self._processes:
             process.write_line()
         return [Work(*json.loads(process.read_line())) for process in self._processes]

@@ -114,7 +114,6 @@ def _measure_lookups(
 
 
 def _lookup_cost(engine: SyntheticEngine, meter: CpuMeter, keys: bytes, samples: int) -> Cost:
-    """Return the CPU time of a lookup and its release."""
     with meter.measure():
         for _ in range(samples):
             future, _ = engine.lookup(keys)

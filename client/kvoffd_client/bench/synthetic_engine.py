@@ -194,7 +194,6 @@ class SyntheticEngine(Closing):
         return seconds, sum(result.ok for result in results)
 
     def _step(self, keys: bytes) -> list[Store]:
-        """A store for each of ``keys``."""
         return [
             Store(
                 next(self._job_ids),
@@ -238,7 +237,6 @@ class SyntheticEngine(Closing):
         raise BenchFailed(f"A {job} of {size or f'{wanted / 2**20:.1f} MiB'} failed: {reason}")
 
     def drop_blocks(self) -> None:
-        """Drop the namespace's blocks from the pool. Raises BenchFailed."""
         if not self.scheduler.reset(WAIT_S):
             raise BenchFailed("The daemon did not drop the bench's blocks; `kvoffd-cli clear --namespace` does.")
 

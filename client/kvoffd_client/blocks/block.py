@@ -64,7 +64,6 @@ class TensorSpec:
 
     @property
     def file_dtype(self) -> str:
-        """safetensors' name of the dtype."""
         return _DTYPES[self.dtype][1]
 
 
@@ -187,7 +186,6 @@ class Block(Closing):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed; its bytes cannot be read any more."""
         return self._close is None
 
     def copy(self) -> Block:
@@ -205,7 +203,6 @@ class Block(Closing):
                 )
 
     def close(self) -> None:
-        """Unpin the block. Repeatable."""
         close, self._close = self._close, None
         if close is not None:
             close()
@@ -215,7 +212,6 @@ class Block(Closing):
 
 
 def not_held(key: bytes) -> BlockUnavailable:
-    """The error of reading a block that is not pinned any more."""
     return BlockUnavailable(
         f"Block {key.hex()[:16]} is not held any more (it was closed, or the daemon ended the session); get it again."
     )

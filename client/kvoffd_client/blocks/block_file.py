@@ -120,7 +120,6 @@ def header_of(geometry: Geometry, entries: Sequence[Entry]) -> bytes:
 
 
 def metadata_of(geometry: Geometry, entries: Iterable[Entry]) -> dict[str, str]:
-    """``__metadata__`` of a file of these blocks."""
     namespace, blocks = geometry.to_json(), ";".join(entry.text for entry in entries)
     return {
         "format": FORMAT,
@@ -285,5 +284,4 @@ class BlockFile(Closing):
         return Block.of_bytes(self.geometry, entry.group, entry.key, shards, entry.first_block)
 
     def close(self) -> None:
-        """Close it. Repeatable."""
         self._file.close()

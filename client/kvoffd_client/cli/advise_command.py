@@ -72,7 +72,6 @@ def advise(context: typer.Context, directory: Directory = None, json: Json = Fal
 
 
 def advice_of(stats: StatsReply, namespaces: Sequence[NamespaceInfo]) -> AdviceGiven:
-    """What can be told."""
     known = {info.namespace: info for info in namespaces}
     lookups = sum(one.lookups for one in stats.namespaces) + _of_forgotten(stats, "lookups")
     enough = lookups >= FEWEST_LOOKUPS and stats.curve is not None and stats.curve.asked_tokens > 0

@@ -342,7 +342,6 @@ def _core_lines(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _gpu_lines(gpu: BenchGpu) -> Iterator[str]:
-    """Yield lines about the GPU and the memory that the daemon takes of it."""
     yield f"GPU: {gpu.name}, {gpu.uuid}, driver {gpu.driver}"
     if gpu.daemon_bytes is None:
         yield "daemon's memory on the GPU: not measured, since the daemon had a GPU in use already"
@@ -353,7 +352,6 @@ def _gpu_lines(gpu: BenchGpu) -> Iterator[str]:
 
 
 def _report_table(report: Report) -> Listing:
-    """One line per case."""
     results = report.results
     costs = [result.cpu for result in results]
     columns = [

@@ -64,12 +64,10 @@ def fitting(text: str, style: str = "") -> Text:
 
 
 def short_fingerprint(fingerprint: bytes) -> str:
-    """The first hex digits of a fingerprint."""
     return fingerprint.hex()[:SHORT_FINGERPRINT_DIGITS]
 
 
 def namespace_name(label: str, fingerprint: bytes) -> str:
-    """A namespace's label with the first digits of its fingerprint."""
     return f"{printable(label)} ({short_fingerprint(fingerprint)})"
 
 
@@ -103,7 +101,6 @@ def bar_characters(options: ConsoleOptions) -> tuple[str, str, str]:
 
 
 def plain_table() -> Table:
-    """A table without lines."""
     return Table(box=None, padding=GAP, pad_edge=False, header_style="bold")
 
 
@@ -136,12 +133,10 @@ class Column:
 
     @property
     def width(self) -> int:
-        """The width of the longest cell."""
         return max(cell_len(text) for text in (self.title, *self.cells))
 
     @property
     def least_width(self) -> int:
-        """The width to which it may be cut."""
         return max(min(self.least, self.width), cell_len(self.title)) if self.least else self.width
 
 

@@ -78,7 +78,6 @@ def curve(
 
 
 def curves_of(stats: StatsReply) -> HitCurves:
-    """The curves in a daemon's statistics."""
     pool_bytes = stats.pool.pool_bytes
     curves = [_curve_of(None, None, stats.curve, pool_bytes)] if stats.curve is not None else []
     curves += [

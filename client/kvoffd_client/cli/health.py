@@ -21,7 +21,6 @@ WORDS = {
 
 
 def health_lines(reply: HealthReply) -> Iterator[str]:
-    """What people read."""
     yield WORDS[reply.level]
     yield from (f"- {printable(cause.reason)}: {printable(cause.sentence)}" for cause in reply.causes)
 

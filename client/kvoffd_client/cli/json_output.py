@@ -57,7 +57,6 @@ def print_json(value: object) -> None:
 
 
 def print_listing(listing: Struct, table: RenderableType, *, as_json: bool) -> None:
-    """Print what a command found as JSON or as a table."""
     if as_json:
         print_json(listing)
     else:

@@ -241,7 +241,6 @@ def _event_text(event: KvEvent, *, span: bool) -> str:
 
 
 def event_object(topic: bytes, sequence: int, batch: EventBatch, labels: Mapping[bytes, str]) -> Events:
-    """Return the message as ``--json`` prints it."""
     fingerprint = topic_fingerprint(topic)
     return Events(sequence, batch.ts, fingerprint, labels.get(fingerprint), [_one_event(one) for one in batch.events])
 

@@ -72,7 +72,6 @@ def set_(
 
 
 def limits_of(one: NamespaceInfo) -> str:
-    """Its limits, for people."""
     limits, parts = one.limits, []
     if limits == NamespaceLimits():
         return "no limits"

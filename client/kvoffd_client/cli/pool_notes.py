@@ -18,7 +18,6 @@ def index_is_full(pool: PoolStats) -> bool:
 
 
 def index_notes(pool: PoolStats) -> Iterator[tuple[str, str]]:
-    """What the index of the blocks takes, and what it may."""
     if pool.index_block_bytes:
         taken, counted, limit = map(format_size, (pool.index_bytes, pool.index_counted_bytes, pool.index_limit_bytes))
         yield f"index {taken}, {pool.index_block_bytes:.0f} bytes a block; counted as {counted} of {limit}", "dim"
@@ -27,7 +26,6 @@ def index_notes(pool: PoolStats) -> Iterator[tuple[str, str]]:
 
 
 def unusual_notes(pool: PoolStats, blocks: BlockAccessStats) -> Iterator[tuple[str, str]]:
-    """What there is not in every pool."""
     if pool.left_blocks:
         left = f"{count_blocks(pool.left_blocks)} ({format_size(pool.left_bytes)})"
         yield f"{left} of an earlier daemon are still to be taken over", "yellow"

@@ -185,7 +185,6 @@ def _told_to_end() -> Iterator[threading.Event]:
 
 
 def _write(admin: AdminClient, number: int, file: Path, writer: TraceWriter, seconds: float) -> RecordDone:
-    """Fetch and write until it is time to end."""
     began = time.monotonic()
     until, ended = began + seconds, ""
     with _told_to_end() as told:

@@ -91,7 +91,6 @@ def reset(
 
 
 def shared_page(found: Sequence[SharedStats]) -> RenderableType:
-    """Some lines for each server, then its errors."""
     if not found:
         return Text("No tier is shared with other nodes; start the daemon with --shared URL.")
     return Group(*[line for one in found for line in (_text(one), *_servers(one), *_problems(one))])

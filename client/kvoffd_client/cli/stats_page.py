@@ -129,7 +129,6 @@ class StatsPage:
 
 
 def _pairs(title: str, pairs: dict[str, str]) -> Table:
-    """Names with values, three beside each other."""
     grid = Table.grid()
     grid.add_column(width=TITLE_CELLS, style="bold", no_wrap=True)
     for _ in range(PAIRS_OF_LINE):
@@ -141,12 +140,10 @@ def _pairs(title: str, pairs: dict[str, str]) -> Table:
 
 
 def _section(title: str, numbers: Sequence[str]) -> Table:
-    """A section that lines up with the others."""
     return section(title, numbers, min_cells=TITLE_CELLS - 2)
 
 
 def _daemon(now: StatsReply) -> Iterator[Table]:
-    """Who answers, for how long, at what cost."""
     pairs = {
         "version": str(fitting(now.daemon_version)),
         "up": format_duration(now.uptime_seconds),
@@ -161,21 +158,18 @@ def _daemon(now: StatsReply) -> Iterator[Table]:
 
 
 def _ended(now: StatsReply) -> Iterator[Text]:
-    """How many sessions of engines ended, by reason."""
     if found := Counter(now.ended_sessions).most_common():
         ended = ", ".join(f"{format_count(count)} {why.replace('_', ' ')}" for why, count in found)
         yield fitting(f"{'Sessions':<{TITLE_CELLS}}that ended: {ended}", "dim")
 
 
 def _health(now: StatsReply) -> Iterator[Text]:
-    """What an operator should see to."""
     if now.health_problems:
         reasons = ", ".join(now.health_problems)
         yield fitting(f"{'Health':<{TITLE_CELLS}}{now.health.value}: {reasons}; see kvoffd-cli health", "yellow")
 
 
 def _pool(pool: PoolStats, options: ConsoleOptions) -> Iterator[Table | Text]:
-    """A bar over the whole pool, and the books."""
     used = pool.pool_bytes - pool.free_bytes
     numbers = f"  {percent(used, pool.pool_bytes)}  {format_size(used)} of {format_size(pool.pool_bytes)}"
     cells = max(MIN_BAR_CELLS, options.max_width - TITLE_CELLS - len(numbers))
@@ -326,7 +320,6 @@ def _lookups(now: StatsReply, wide: bool) -> Table:
 
 
 def _disks(now: StatsReply) -> Table:
-    """All directories of the disk tier together."""
     disks = now.disks
     table = _section("Disk", ("used", "blocks", "read", "written", "pending", "failed", "errors"))
     table.add_row(

@@ -385,7 +385,6 @@ def _stores_later(scheduler_output: v.SchedulerOutput) -> v.SchedulerOutput:
 
 
 def _keys_of(status: RequestOffloadState) -> Sequence[Sequence[bytes]]:
-    """Return the keys of a request, per group on the wire."""
     return [state.offload_keys for state in status.group_states]
 
 

@@ -188,7 +188,6 @@ class KvoffdWorkerMetadata(OffloadingWorkerMetadata):
     waited_s: float = 0.0
 
     def aggregate(self, other: Any) -> KvoffdWorkerMetadata:
-        """Merge the reports of two ranks."""
         merged = super().aggregate(other)
         if not isinstance(other, KvoffdWorkerMetadata):
             other = KvoffdWorkerMetadata()

@@ -42,7 +42,6 @@ class LoadTimes:
         self._samples: dict[int, deque[tuple[float, float]]] = {}
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Note that a load of so many tokens took so long."""
         if tokens > 0:
             lately = self._samples.setdefault(tokens.bit_length(), deque(maxlen=SAMPLES))
             lately.append((self._clock(), seconds / tokens))
@@ -103,7 +102,6 @@ class StorePause:
 
     @property
     def paused(self) -> bool:
-        """Whether nothing should be stored now."""
         return self._clock() < self._until
 
 

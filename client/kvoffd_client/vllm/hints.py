@@ -49,7 +49,6 @@ class Hints:
 
 
 def _parsed(given: object) -> tuple[str, Hint | None]:
-    """What is wrong, and the hint."""
     if not isinstance(given, Mapping):
         return f'kv_transfer_params["{PARAM}"] is no object', None
     if unknown := [name for name in given if name not in (PRIORITY, RETAIN_S, OVER)]:

@@ -61,7 +61,6 @@ class NamespaceClient:
         return self._client.lookup(groups, again)
 
     def poll(self) -> None:
-        """Read answers that have arrived."""
         if self._client is not None:
             self._client.poll()
 
@@ -183,7 +182,6 @@ class EngineNamespace:
         self._engine_cache_stale = self._engine_cache_stale and engine_cache_kept
 
     def report(self, reports: Mapping[int, MemoryReport]) -> None:
-        """Take the workers' reports."""
         for rank, report in reports.items():
             if report.generation != self.generation:
                 continue

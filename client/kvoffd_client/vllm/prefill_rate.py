@@ -79,7 +79,6 @@ class PrefillRate:
         return self.tokens_of(keys) / self.tokens_per_second
 
     def tokens_of(self, keys: Iterable[OffloadKey]) -> int:
-        """Tokens of the blocks of some keys, all of one request."""
         counts = Counter(key[-GROUP_ID_BYTES:] for key in keys)
         return max((count * self._tokens_per_key.get(group, 0) for group, count in counts.items()), default=0)
 

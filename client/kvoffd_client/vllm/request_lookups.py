@@ -23,8 +23,6 @@ MAX_RETRY_PAUSE_S = 0.05
 
 
 class KeyStatus(Enum):
-    """What is known about one key."""
-
     HIT = auto()
     MISS = auto()
     PENDING = auto()  # the daemon brings the block up from disk or elsewhere, and the request waits for it
@@ -167,7 +165,6 @@ class RequestLookups:
         return True
 
     def status(self, key: OffloadKey) -> KeyStatus:
-        """Return what is known about a key now."""
         if self.outside or self.load_failed:
             return KeyStatus.MISS
         if self.answer is not None:

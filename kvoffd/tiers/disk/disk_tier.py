@@ -27,8 +27,6 @@ _PUT_ASIDE_SHARE = 100  # slots of failed writes that are not used again: at mos
 
 
 class DiskOptions(NamedTuple):
-    """How a disk tier uses its device."""
-
     reads_in_flight: int = 16
     """Calls that may run at a time, reads and writes; also the number of threads."""
     writes_in_flight: int = 2
@@ -90,7 +88,6 @@ class DeferredEvents:
         self._add(partial(self._listener.tier_error, self._tier, kind, sentence))
 
     def deliver(self) -> None:
-        """Sends the events, in order."""
         while self._events:
             _call_back(self._events.popleft())
 

@@ -137,7 +137,6 @@ class DiskIndex:
         self.ages[int(entry.written_at // AGE_STEP_S)] += 1
 
     def touch(self, block_ids: Iterable[TierKey]) -> None:
-        """Notes a use of each block that is there."""
         for block_id in block_ids:
             entry = self.get(block_id)
             if entry is not None and (shape := entry.region.shape) is not None:

@@ -112,7 +112,6 @@ class DiskQueue:
         return self._remove(job for jobs in self._waiting.values() for job in jobs if now >= job.deadline)
 
     def clear(self) -> list[Job]:
-        """Removes and returns all waiting jobs."""
         return self._remove(job for jobs in self._waiting.values() for job in jobs)
 
     def waiting(self, kind: Kind) -> int:

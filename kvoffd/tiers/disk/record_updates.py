@@ -47,7 +47,6 @@ class RecordUpdates:
 
     @property
     def is_running(self) -> bool:
-        """Whether an update is being written."""
         return self._running is not None
 
     @property
@@ -56,7 +55,6 @@ class RecordUpdates:
         return self._head_differs or self._sync or len(self._regions.dirty) > 0
 
     def note_head(self) -> None:
-        """Notes that the head changed."""
         self._head_differs = True
 
     @property
@@ -69,7 +67,6 @@ class RecordUpdates:
         self._sync = True
 
     def note_removed(self) -> None:
-        """Notes that blocks were removed."""
         self._sync = self._need_records = True
         self.removals += 1
 

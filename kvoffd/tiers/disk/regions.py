@@ -34,7 +34,6 @@ class Entry:
 
     @property
     def offset(self) -> int:
-        """Offset of the slot in the file."""
         return self.region.offset_of(self.slot)
 
 
@@ -80,7 +79,6 @@ class DiskRegion(Region[SlotShape]):
         self.newest_use = 0
 
     def offset_of(self, slot: int) -> int:
-        """Offset of a slot in the file."""
         return self.slots_at + slot * self.slot_bytes
 
     def unit_of(self, slot: int) -> int:

@@ -177,13 +177,11 @@ class Workers:
             self._changed.notify()
 
     def end_late(self) -> None:
-        """Ends the waiting jobs whose deadline has passed."""
         with self._changed:
             jobs = self._queue.late(self._clock())
         self._end_unbegun(jobs, TierResult.DEADLINE)
 
     def end_waiting(self, result: TierResult) -> None:
-        """Ends all waiting jobs."""
         with self._changed:
             jobs = self._queue.clear()
         self._end_unbegun(jobs, result)

@@ -74,7 +74,6 @@ class Answers:
         self._update(self._group(fingerprint, group), {key: (Answer.NO, until)})
 
     def answered(self, fingerprint: bytes, group: int, keys: Sequence[bytes], found: Sequence[bool]) -> None:
-        """Note what the store answered."""
         known, now = self._group(fingerprint, group), self._clock()
         yes, no = (Answer.YES, now), (Answer.NO, now + NO_S)
         fresh = {key: yes if there else no for key, there in zip(keys, found, strict=True)}
@@ -101,7 +100,6 @@ class Answers:
         self._group(fingerprint, group).lengths = lengths
 
     def forget(self, fingerprint: bytes) -> None:
-        """Forget all answers of a namespace."""
         for name in [name for name in self._groups if name[0] == fingerprint]:
             self._count -= len(self._groups[name].answers)
             self._groups[name].answers.clear()

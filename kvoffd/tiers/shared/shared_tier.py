@@ -36,8 +36,6 @@ OLD_WEIGHT = 0.9
 
 @dataclass
 class SharedCounters:
-    """What was done since the start."""
-
     asked_keys: int = 0
     found_keys: int = 0
     unanswered_keys: int = 0
@@ -246,7 +244,6 @@ class SharedTier(AskedTier):
         return len(self._writes)
 
     def close(self, deadline_s: float) -> bool:
-        """As ``DeviceTier.close``."""
         self._closed = True
         ended = self._workers.close(deadline_s)
         self._deliver()

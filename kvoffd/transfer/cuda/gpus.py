@@ -83,8 +83,6 @@ class Gpu:
         return past if engine is None else past.plus(engine.load_of(direction))
 
     def map(self, owner: bytes, exports: Sequence[IpcExport | VmmExport], on_mapped: OnMapped) -> None:
-        """See ``Gpus.map``."""
-
         def task() -> None:
             try:
                 mapped: GpuMemory | KvoffdError = self._map(owner, exports)
