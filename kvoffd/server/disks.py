@@ -342,14 +342,13 @@ class Disks:
         if self._stopping:
             tier.close(0.0)
             return
-        report = tier.report()
         logger.info(
             "The disk at %s serves after %s: %s blocks are there, %s may be taken%s.",
             disk.size.directory,
-            format_duration(report.open_seconds),
-            format_count(report.found_blocks),
+            format_duration(tier.open_seconds),
+            format_count(tier.found_blocks),
             format_size(disk.size.size_bytes),
-            "" if report.direct else ", through the page cache, since it refuses O_DIRECT",
+            "" if tier.direct else ", through the page cache, since it refuses O_DIRECT",
         )
         for fingerprint in self._kept.take_missed(disk.size.directory):
             tier.remove_namespace(fingerprint)

@@ -244,21 +244,18 @@ def _shard_bytes(namespace: Namespace) -> list[list[int]]:
 
 def _disk_stats(disk: Disk) -> m.DiskStats:
     tier = disk.tier
-    if tier is None:
-        figures, report = TierStats(disk.size.size_bytes), None
-    else:
-        figures, report = tier.stats(), tier.report()
+    figures = tier.stats() if tier is not None else TierStats(disk.size.size_bytes)
+    unopened = {} if tier is not None else {"direct": False, "oldest_seconds": 0.0, "lifetime_written_bytes": 0}
     return filled(
         m.DiskStats,
         disk,
         disk.size,
         figures,
+        tier,
         directory=disk.size.directory,
-        state=m.DiskState.HANGING if report and report.hangs else disk.state,
-        oldest_seconds=report.oldest_age_s if report else 0.0,
-        lifetime_written_bytes=report.lifetime_written_bytes if report else 0,
-        direct=report.direct if report else False,
+        state=m.DiskState.HANGING if tier is not None and tier.hangs else disk.state,
         errors={m.DiskFault(kind): count for kind, count in figures.errors.items()},
+        **unopened,
     )
 
 

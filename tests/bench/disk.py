@@ -243,12 +243,12 @@ def rebuild(directory: Path, blocks: int) -> str:
         bench.write()
         bench.close()
         bench = Bench(directory, blocks * 4096, 4096, 16, False)
-        report = bench.tier.report()
+        tier = bench.tier
     finally:
         bench.close()
         os.unlink(directory / FILE_NAME)
-    per_million = report.open_seconds / max(1, report.found_blocks) * 1e6
-    return f"{report.found_blocks} blocks found in {report.open_seconds:.2f} s: {per_million:.1f} s per million."
+    per_million = tier.open_seconds / max(1, tier.found_blocks) * 1e6
+    return f"{tier.found_blocks} blocks found in {tier.open_seconds:.2f} s: {per_million:.1f} s per million."
 
 
 def main() -> None:

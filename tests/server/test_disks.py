@@ -75,8 +75,6 @@ class FakeDisk:
     def removals_kept(self) -> Callable[[], bool]:
         return lambda: self.kept
 
-    def report(self) -> object:
-        return type("Report", (), {"open_seconds": 0.0, "found_blocks": 0, "direct": True})()
 
 
 class DisksRig:

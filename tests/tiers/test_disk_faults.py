@@ -326,11 +326,11 @@ def test_a_block_has_no_record_before_its_bytes_are_written(rig: TierRig, disk: 
 def test_the_wear_outlives_a_kill(rig: TierRig, disk: MemoryDisk) -> None:
     store(rig, 1, 2, 3)
     assert isinstance(rig.tier, DiskTier)
-    before = rig.tier.report().lifetime_written_bytes
+    before = rig.tier.lifetime_written_bytes
     heir = die_and_return(rig, disk)
     assert isinstance(heir.tier, DiskTier)
     # The last update itself is not in the head that it wrote.
-    assert before - 32_768 <= heir.tier.report().lifetime_written_bytes <= before
+    assert before - 32_768 <= heir.tier.lifetime_written_bytes <= before
     assert heir.tier._file.head.written_blocks == 3
 
 

@@ -76,7 +76,7 @@ def test_it_says_whether_it_goes_past_the_page_cache(tmp_path: Path, direct: boo
     rig = TierRig(SteppedMaker(tmp_path, MemoryDisk(direct)))
     rig.settle()
     assert isinstance(rig.tier, DiskTier)
-    assert rig.tier.report().direct is direct
+    assert rig.tier.direct is direct
     assert rig.fold.kinds == ({} if direct else {"not_direct": 1})
     assert report(rig) == (0, set())
 
@@ -248,18 +248,17 @@ def test_wear_and_age_outlive_the_daemon(tmp_path: Path) -> None:
     rig.restart()
     rig.wall += 7 * 86400
     assert isinstance(rig.tier, DiskTier)
-    found = rig.tier.report()
     assert rig.tier._file.head.created_at == born
     assert rig.tier._file.head.written_blocks == 6
-    assert 6 * 12_288 <= found.lifetime_written_bytes < 6 * 12_288 + 20 * 32_768
-    assert found.found_blocks == 6
-    assert abs(found.oldest_age_s - (7 * 86400 + 30 * 3600)) <= 3600
+    assert 6 * 12_288 <= rig.tier.lifetime_written_bytes < 6 * 12_288 + 20 * 32_768
+    assert rig.tier.found_blocks == 6
+    assert abs(rig.tier.oldest_seconds - (7 * 86400 + 30 * 3600)) <= 3600
     hours = [int((born + number * 5 * 3600) // AGE_STEP_S) for number in range(6)]
     assert rig.tier._index.ages == dict.fromkeys(hours, 1)
     assert [region.slot_bytes for region in rig.tier._index.regions if region.shape] == [12_288]
     rig.tier.remove([block_of(0).id])
     rig.settle()
-    assert abs(rig.tier.report().oldest_age_s - (7 * 86400 + 25 * 3600)) <= 3600
+    assert abs(rig.tier.oldest_seconds - (7 * 86400 + 25 * 3600)) <= 3600
     assert rig.tier._index.ages == dict.fromkeys(hours[1:], 1)
 
 

@@ -45,24 +45,6 @@ class DiskOptions(NamedTuple):
     """Region size of a new file; chosen by the file's size when None."""
 
 
-class DiskReport(NamedTuple):
-    """What an operator is shown of a disk tier beside its ``TierStats``."""
-
-    direct: bool
-    """Whether reads and writes go past the page cache."""
-    hangs: bool
-    """Whether a call does not return: until it does, nothing is taken."""
-    lifetime_written_bytes: int
-    """Bytes written since the file was made, records included. A kill loses those of the last tick or two, a failure of
-    the machine those that its drive had not kept."""
-    oldest_age_s: float
-    """Time since the oldest block was written, to the hour; 0 without blocks."""
-    open_seconds: float
-    """How long it took to open the tier."""
-    found_blocks: int
-    """Blocks that an earlier daemon had left."""
-
-
 class DeferredEvents:
     """Keeps a tier's events for its listener until ``deliver``, so that none is sent from within a call of the tier.
 
@@ -130,8 +112,9 @@ class DiskTier(DeviceTier):
         self._post = post
         self._options = options
         self._wall_clock = wall_clock
-        self._open_seconds = open_seconds
-        self._found_blocks = index.blocks
+        self.open_seconds = open_seconds
+        self.found_blocks = index.blocks
+        self.direct = file.direct
         self._events = DeferredEvents(self, listener, self._wake)
         self._record_writer = RecordWriter(file, index, clock, self._submit, self._events.error)
         self._updates = self._record_writer.updates
@@ -252,15 +235,15 @@ class DiskTier(DeviceTier):
             errors={kind.value: count for kind, count in self._events.errors.items()},
         )
 
-    def report(self) -> DiskReport:
-        return DiskReport(
-            direct=self._file.direct,
-            hangs=self.hangs,
-            lifetime_written_bytes=self._file.head.written_bytes,
-            oldest_age_s=self._index.oldest_age_s(self._wall_clock()),
-            open_seconds=self._open_seconds,
-            found_blocks=self._found_blocks,
-        )
+    @property
+    def lifetime_written_bytes(self) -> int:
+        """Bytes written since the file was made, records included. A kill loses those of the last tick or two."""
+        return self._file.head.written_bytes
+
+    @property
+    def oldest_seconds(self) -> float:
+        """Time since the oldest block was written, to the hour; 0 without blocks."""
+        return self._index.oldest_age_s(self._wall_clock())
 
     def drain(self) -> None:
         self._draining = True
