@@ -23,8 +23,6 @@ class RateMeter:
     """
 
     def __init__(self, window_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
-        if window_s <= 0:
-            raise ValueError(f"A RateMeter's window must be longer than nothing, not {window_s} seconds.")
         self._bin_s = window_s / _BINS
         self._clock = clock
         self._start = clock()
@@ -111,7 +109,7 @@ class DurationHistogram:
         return Histogram(dict(zip([*map(str, self._bounds_s), "+Inf"], totals, strict=True)), self._sum_s)
 
 
-class LatencyRecorder:
+class LatencyRecorder(DurationHistogram):
     """Keeps the last ``capacity`` observations and describes those that are not older than ``window_s``; counts all.
 
     For one thread. An observation costs a microsecond at most; a summary sorts the kept observations.
@@ -120,26 +118,20 @@ class LatencyRecorder:
     def __init__(
         self, capacity: int = 4096, window_s: float = 300.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        if capacity < 1:
-            raise ValueError(f"A LatencyRecorder must keep at least one observation, not {capacity}.")
+        super().__init__(LATENCY_BOUNDS_S)
         self._seconds = array("d", bytes(8 * capacity))
         self._times = array("d", bytes(8 * capacity))
         self._capacity = capacity
         self._window_s = window_s
         self._clock = clock
         self._count = 0
-        self._histogram = DurationHistogram(LATENCY_BOUNDS_S)
 
     def observe(self, seconds: float) -> None:
         slot = self._count % self._capacity
         self._seconds[slot] = seconds = max(seconds, 0.0)
-        self._histogram.observe(seconds)
+        super().observe(seconds)
         self._times[slot] = self._clock()
         self._count += 1
-
-    def counted(self) -> Histogram:
-        """All observations since the start."""
-        return self._histogram.counted()
 
     def summary(self) -> LatencyStats:
         """Return the count since the start; median, 99th percentile (nearest rank) and maximum of the window, or 0."""

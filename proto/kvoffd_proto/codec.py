@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
+from typing import TypeVar
 
 import msgspec
 
 from kvoffd_proto.messages import EXCHANGES, REPLIES, AnyReply, AnyRequest, Completions
+
+DecodedT = TypeVar("DecodedT")
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(reduce(or_, EXCHANGES))
@@ -30,37 +33,33 @@ def encode(message: msgspec.Struct) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_request(frame: bytes | memoryview) -> AnyRequest:
-    """Decode a request frame. Raises CodecError."""
+def _decode(decoder: msgspec.msgpack.Decoder[DecodedT], frame: bytes | memoryview) -> DecodedT:
+    """Raises CodecError."""
     try:
-        return _requests.decode(frame)
+        return decoder.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CodecError(str(error)) from error
 
 
-def decode_reply(frame: bytes | memoryview) -> AnyReply:
-    """Decode a reply frame. Raises CodecError."""
-    try:
-        return _replies.decode(frame)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CodecError(str(error)) from error
+decode_request = partial(_decode, _requests)
+decode_reply = partial(_decode, _replies)
+decode_completions = partial(_decode, _completions)
+"""Decodes the payload of a message on a session's topic."""
 
 
-def decode_completions(frame: bytes | memoryview) -> Completions:
-    """Decode the payload of a message on a session's topic. Raises CodecError."""
-    try:
-        return _completions.decode(frame)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CodecError(str(error)) from error
+def _tag_in(head: bytes) -> tuple[int, int]:
+    """Where the tag of the frame that begins with ``head`` begins and ends; zeros where there is none."""
+    at = _ARRAY_HEAD_BYTES.get(head[0], 1 if head[0] >> 4 == _FIXARRAY else 0) if head else 0
+    if not at or len(head) <= at or head[at] >> 5 != _FIXSTR:
+        return 0, 0
+    return at + 1, at + 1 + (head[at] & 0x1F)
 
 
 def tag_of(frame: bytes | memoryview) -> str:
     """Return the tag of a frame, which says what message it claims to be, without decoding more; "" where none is."""
     head = bytes(frame[:_HEAD_BYTES])
-    at = _ARRAY_HEAD_BYTES.get(head[0], 1 if head[0] >> 4 == _FIXARRAY else 0) if head else 0
-    if not at or len(head) <= at or head[at] >> 5 != _FIXSTR:
-        return ""
-    return head[at + 1 : at + 1 + (head[at] & 0x1F)].decode("ascii", "replace")
+    begin, end = _tag_in(head)
+    return head[begin:end].decode("ascii", "replace")
 
 
 def request_id_of(frame: bytes | memoryview) -> int:
@@ -69,11 +68,8 @@ def request_id_of(frame: bytes | memoryview) -> int:
     Reads the array's head, the tag and the number, and no more: the rest may be millions of items that mean nothing.
     """
     head = bytes(frame[:_HEAD_BYTES])
-    at = _ARRAY_HEAD_BYTES.get(head[0], 1 if head[0] >> 4 == _FIXARRAY else 0) if head else 0
-    if not at or len(head) <= at or head[at] >> 5 != _FIXSTR:
-        return 0
-    at += 1 + (head[at] & 0x1F)
-    if len(head) <= at:
+    _, at = _tag_in(head)
+    if not at or len(head) <= at:
         return 0
     size = _UINT_BYTES.get(head[at], 0)
     number = head[at + 1 : at + 1 + size]

@@ -152,12 +152,7 @@ def format_count(count: int) -> str:
     """Grouped digits below ten millions, then three significant digits: ``12,345``, ``12.3 M``."""
     if abs(count) < 10_000_000:
         return f"{count:,}"
-    value = count / 1e6
-    for unit in ("M", "G"):
-        if abs(value) < 999.5:
-            return f"{_three_digits(value)} {unit}"
-        value /= 1000
-    return f"{_three_digits(value)} T"
+    return _scaled(count, 1000, ("", "k", "M", "G", "T"))
 
 
 def format_duration(seconds: float) -> str:

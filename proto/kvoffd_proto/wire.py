@@ -21,20 +21,9 @@ MAX_GROUPS = 64
 BLOCK_ID_BYTES = TOKEN_ID_BYTES = 4
 
 
-def doc(
-    description: str | None = None,
-    *,
-    ge: int | None = None,
-    le: int | None = None,
-    lt: int | None = None,
-    min_length: int | None = None,
-    max_length: int | None = None,
-) -> Meta:
+def doc(description: str | None = None, **bounds: int) -> Meta:
     """Describe a field or a type of fields for the reference page, with the bounds that msgspec checks."""
-    # msgspec's overloads know which bounds go together; it checks that itself.
-    return Meta(  # type: ignore[call-overload, misc, no-any-return]
-        description=description, ge=ge, le=le, lt=lt, min_length=min_length, max_length=max_length
-    )
+    return Meta(description=description, **bounds)  # type: ignore[call-overload, no-any-return]
 
 
 Count = Annotated[int, doc(ge=0, le=2**63 - 1)]

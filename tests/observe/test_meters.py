@@ -88,11 +88,6 @@ def test_the_rate_lies_between_the_rates_of_a_slightly_shorter_and_the_whole_win
     assert least * 0.999 <= meter.per_second() <= most * 1.001
 
 
-def test_a_window_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="window"):
-        RateMeter(window_s=0.0)
-
-
 def test_nothing_observed_is_all_zeros() -> None:
     assert LatencyRecorder().summary() == LatencyStats(0, 0.0, 0.0, 0.0)
 
@@ -135,11 +130,6 @@ def test_a_clock_that_was_set_back_gives_no_negative_latency() -> None:
     recorder = LatencyRecorder()
     recorder.observe(-1.0)
     assert recorder.summary().maximum == 0.0
-
-
-def test_a_recorder_that_keeps_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        LatencyRecorder(capacity=0)
 
 
 def test_windows_forget_what_is_older_than_they_are_long() -> None:

@@ -76,7 +76,6 @@ class FakeDisk:
         return lambda: self.kept
 
 
-
 class DisksRig:
     """Disks whose directories a test opens as it likes, in the threads that Disks makes for that."""
 
