@@ -33,9 +33,8 @@ from kvoffd_client.bench.step_bench import (
     bench_decode,
     bench_fences,
     bench_steps,
-    load_echo,
+    jobs_echo,
     lookup_echo,
-    step_echo,
 )
 from kvoffd_client.bench.synthetic_engine import KEY_BYTES, SyntheticEngine, random_keys
 
@@ -179,8 +178,8 @@ def bench_jobs(
         key = random_keys(1)
         engine.store(key, _BLOCK_IDS)
         for name, job, request in (
-            ("store", lambda: engine.store(random_keys(1), _BLOCK_IDS), step_echo(1)),
-            ("load", lambda: engine.load(key, _BLOCK_IDS), load_echo()),
+            ("store", lambda: engine.store(random_keys(1), _BLOCK_IDS), jobs_echo(1)),
+            ("load", lambda: engine.load(key, _BLOCK_IDS), jobs_echo(0, 1)),
         ):
             progress(f"{name}s of 1 key, one by one")
             with meter.measure():
@@ -193,7 +192,7 @@ def bench_jobs(
         count = max(in_flight, IN_FLIGHT_JOBS * samples // SAMPLES)
         with meter.measure():
             rates = [
-                (_store_rate(engine, count, in_flight), _echo_rate(echo, step_echo(1), count, in_flight))
+                (_store_rate(engine, count, in_flight), _echo_rate(echo, jobs_echo(1), count, in_flight))
                 for _ in range(rounds)
             ]
         value, floor = (median(column) for column in zip(*rates, strict=True))

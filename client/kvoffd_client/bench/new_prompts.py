@@ -14,19 +14,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvoffd_client.bench import BLOCK_TOKENS, NEW_PROMPT_TOKENS
 from kvoffd_client.bench.results import BenchFailed, Progress, Report, Result, percentile
+from kvoffd_client.bench.ttft import ENVIRONMENT as POOL_ENVIRONMENT
 from kvoffd_client.bench.ttft import FIRST_TOKEN, LAST_TOKEN, own_namespace, silent_stdout, start_vllm
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 FLOOR = "the same prompts in an engine with a connector that does nothing; each had its turns"
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
-"""Settings of vLLM on CPU unless the user has others: GiB of blocks, and a core that is left to the daemon."""
+ENVIRONMENT = POOL_ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 TINY_LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import zmq
 
@@ -204,34 +205,40 @@ def check_plot(path: Path) -> None:
         raise BenchFailed(f"The plot cannot be written: there is no directory {path.absolute().parent}.")
 
 
-def draw_plot(report: Report, path: Path) -> None:
-    """Write throughput against piece size, floors dashed, to ``path``. Raises BenchFailed."""
+@contextmanager
+def plot_into(path: Path) -> Iterator[Any]:
+    """Yield matplotlib's axes, and write what is drawn on them. Raises BenchFailed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
-    sizes = sorted({size for curve in report.curves for size, _ in curve.points})
-    measured = [curve for curve in report.curves if not curve.is_floor]
-    floors = [curve for curve in report.curves if curve.is_floor]
-    for curve, colour in zip(measured, COLOURS, strict=False):
-        axes.plot(*zip(*curve.points, strict=True), marker="o", color=colour, label=curve.name)
-    for curve, dashes in zip(floors, ("--", ":", "-."), strict=False):
-        axes.plot(*zip(*curve.points, strict=True), linestyle=dashes, color="0.35", label=f"floor: {curve.name}")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [_format_whole_size(size) for size in sizes])
-    axes.minorticks_off()
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("bytes of a piece (one layer's page of one block)")
-    axes.set_ylabel("GB/s")
-    here = machine()
-    gpu = "" if report.gpu is None else f"{report.gpu.name}, "
-    axes.set_title(f"kvoffd {here.kvoffd}: {report.bench}\n{gpu}{here.cpu}, {here.cpus} CPUs", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    yield figure.add_subplot()
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:
         raise BenchFailed(f"The plot cannot be written to {path}: {error.strerror}.") from error
+
+
+def draw_plot(report: Report, path: Path) -> None:
+    """Write throughput against piece size, floors dashed, to ``path``. Raises BenchFailed."""
+    sizes = sorted({size for curve in report.curves for size, _ in curve.points})
+    measured = [curve for curve in report.curves if not curve.is_floor]
+    floors = [curve for curve in report.curves if curve.is_floor]
+    here = machine()
+    gpu = "" if report.gpu is None else f"{report.gpu.name}, "
+    with plot_into(path) as axes:
+        for curve, colour in zip(measured, COLOURS, strict=False):
+            axes.plot(*zip(*curve.points, strict=True), marker="o", color=colour, label=curve.name)
+        for curve, dashes in zip(floors, ("--", ":", "-."), strict=False):
+            axes.plot(*zip(*curve.points, strict=True), linestyle=dashes, color="0.35", label=f"floor: {curve.name}")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [_format_whole_size(size) for size in sizes])
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("bytes of a piece (one layer's page of one block)")
+        axes.set_ylabel("GB/s")
+        axes.set_title(f"kvoffd {here.kvoffd}: {report.bench}\n{gpu}{here.cpu}, {here.cpus} CPUs", fontsize=10)
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
 
 
 def _format_whole_size(size: int) -> str:

@@ -6,7 +6,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from kvoffd_client.bench import BLOCK_STEPS, JOBS_STEP_S
+from kvoffd_client.bench import BLOCK_STEPS, ENGINE_KEYS, JOBS_STEP_S
 from kvoffd_client.bench.echo import Echo, ReplySocket, echo_request
 from kvoffd_client.bench.load_generators import LoadGenerators
 from kvoffd_client.bench.results import Cost, CpuMeter, Progress, Result, measure_latency
@@ -29,8 +29,6 @@ STEP_JOBS = 256
 LOOKUP_KEYS = 1000
 FENCED_JOBS = 16
 """One-block stores that a fence is for."""
-FENCE_LOAD_KEYS = 8
-"""Keys in each job of an engine that stores and loads meanwhile."""
 LOOKUP_PAUSE_S = 0.003
 _LARGE = 2**62
 """An id that is encoded in as many bytes as real ones, which are random or count from a session's number."""
@@ -53,7 +51,7 @@ def bench_steps(
                 rounds,
                 samples,
                 lambda: engine.store_step(next(keys)),  # noqa: B023 - called within this turn
-                partial(echo.round_trip, step_echo(jobs), ReplySocket.PUB),
+                partial(echo.round_trip, jobs_echo(jobs), ReplySocket.PUB),
             )
         cost = meter.cost(rounds * samples, "step")
         results += [Result(one.case, one.value, one.unit, one.floor, cost) for one in measured]
@@ -122,7 +120,7 @@ def bench_fences(
     results = _fences("", engine, echo, progress, rounds, samples)
     if not engines:
         return results
-    with LoadGenerators("copies", directory, FENCE_LOAD_KEYS, engines) as load:
+    with LoadGenerators("copies", directory, ENGINE_KEYS, engines) as load:
         load.start()
         results += _fences(f" while {engines} engines store and load", engine, echo, progress, rounds, samples)
         load.stop()
@@ -143,29 +141,20 @@ def _fences(
         return seconds
 
     measured = measure_latency(
-        case, rounds, samples, fence, partial(echo.round_trip, step_echo(FENCED_JOBS), ReplySocket.PUB)
+        case, rounds, samples, fence, partial(echo.round_trip, jobs_echo(FENCED_JOBS), ReplySocket.PUB)
     )
     share = survived / (rounds * samples * FENCED_JOBS)
     return [*measured, Result(f"stores that survive such fences{meanwhile}", 100 * share, "%", 100.0)]
 
 
-def job_echo(job: Submit) -> bytes:
-    """Return an echo request of as many bytes as the frame of these jobs, for as many as their completions'."""
-    results = [JobResult(job_id=1000, ok=True, bytes=4096, seconds=1e-4) for _ in (*job.stores, *job.loads)]
+def jobs_echo(stores: int, loads: int = 0) -> bytes:
+    """Return an echo request of as many bytes as the frame of jobs of one key, for as many as their completions'."""
+    transfer = GroupTransfer(group=0, keys=bytes(KEY_BYTES), block_ids=bytes(4))
+    store, load = Store(1000, [transfer]), Load(1000, _LARGE, [transfer])
+    job = Submit(_LARGE, _TOKEN, bytes(16), [store] * stores, [load] * loads)
+    results = [JobResult(job_id=1000, ok=True, bytes=4096, seconds=1e-4)] * (stores + loads)
     completions = Completions(epoch=_LARGE, session_id=1, sequence=1000, credit_bytes=2**30, results=results)
     return echo_request(len(encode(job)), len(encode(completions)), ReplySocket.PUB)
-
-
-def step_echo(stores: int) -> bytes:
-    """``job_echo`` of a step of stores of one key."""
-    transfer = GroupTransfer(group=0, keys=bytes(KEY_BYTES), block_ids=bytes(4))
-    return job_echo(Submit(_LARGE, _TOKEN, bytes(16), [Store(1000, [transfer]) for _ in range(stores)]))
-
-
-def load_echo() -> bytes:
-    """``job_echo`` of a load of one key."""
-    transfer = GroupTransfer(group=0, keys=bytes(KEY_BYTES), block_ids=bytes(4))
-    return job_echo(Submit(_LARGE, _TOKEN, bytes(16), [], [Load(1000, _LARGE, [transfer])]))
 
 
 def lookup_echo(keys: bytes, states: list[bytes]) -> bytes:

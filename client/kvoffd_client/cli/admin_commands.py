@@ -48,8 +48,6 @@ from kvoffd_client.namespace_spec import differences
 from kvoffd_proto.messages import NamespaceInfo, NamespaceLimits, Role, ScrubReply, SessionInfo
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size
 
-NOT_CONFIRMED = 1
-CORRUPT = 1
 FIRST_SCRUB_PAUSE_S = 0.02
 SCRUB_PAUSE_S = 0.5
 """Between two questions for a scrub's progress: at first short, since a small pool is done at once."""
@@ -278,7 +276,7 @@ def clear(
             name = f"namespace {namespace_name(chosen.label, chosen.namespace)}"
         if not yes and not _confirm_clear(found if chosen is None else [chosen], name):
             print_line("Nothing was cleared.")
-            return NOT_CONFIRMED
+            return 1
         dropped = admin.clear(None if chosen is None else chosen.namespace)
     if json:
         print_json(Cleared(chosen.namespace if chosen else None, dropped))
@@ -318,7 +316,7 @@ def scrub(context: typer.Context, directory: Directory = None, json: Json = Fals
         print_json(reply)
     else:
         print_line(_scrub_result(reply))
-    return CORRUPT if reply.mismatches else 0
+    return int(reply.mismatches > 0)
 
 
 def _scrub_progress(reply: ScrubReply) -> str:

@@ -113,7 +113,6 @@ bench_app = typer.Typer(help="Measure a running daemon.", rich_markup_mode=None)
 
 @bench_app.command(help=LOOKUP_HELP)
 def lookup(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
-    """Measure lookups; see LOOKUP_HELP."""
     from kvoffd_client.bench.message_bench import bench_lookup
 
     return run_bench(bench_lookup, local_directory(context, directory), POOL_BYTES["lookup"], as_json=json)
@@ -148,7 +147,6 @@ def copy(
     ] = None,
     json: Json = False,
 ) -> int:
-    """Measure stores and loads; see COPY_HELP."""
     if lanes:
         from kvoffd_client.bench.lanes import bench_lanes
 
@@ -195,7 +193,6 @@ def _parse_piece_sizes(texts: Sequence[str], most: int) -> Sequence[int]:
 
 @bench_app.command(help=FAIRNESS_HELP)
 def fairness(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
-    """Measure an engine beside a flood; see FAIRNESS_HELP."""
     from kvoffd_client.bench.fairness import bench_fairness
 
     return run_bench(bench_fairness, local_directory(context, directory), POOL_BYTES["fairness"], as_json=json)
@@ -203,7 +200,6 @@ def fairness(context: typer.Context, directory: Directory = None, json: Json = F
 
 @bench_app.command(help=SHARED_HELP)
 def shared(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
-    """Measure the store that nodes share; see SHARED_HELP."""
     from kvoffd_client.bench.shared_bench import bench_shared
 
     return run_bench(bench_shared, local_directory(context, directory), POOL_BYTES["shared"], as_json=json)
@@ -219,7 +215,6 @@ def jobs(
     ranks: Annotated[int, typer.Option("--ranks", min=1, max=64, help="Workers of that engine.")] = DECODE_RANKS,
     json: Json = False,
 ) -> int:
-    """Measure small jobs; see JOBS_HELP."""
     from kvoffd_client.bench.message_bench import bench_jobs
 
     bench = partial(bench_jobs, sequences=sequences, ranks=ranks)

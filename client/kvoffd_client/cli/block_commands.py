@@ -46,9 +46,6 @@ if TYPE_CHECKING:
     # The commands that need them import them: they would make every other command start more slowly.
     from kvoffd_client import Block, BlockClient, BlockFile, Layer
 
-DAMAGED = 1
-PRESENT = 1
-NO_ROOM = 1
 
 Namespace = Annotated[str, NAMESPACE_OPTION]
 Group = Annotated[int, typer.Option("--group", metavar="N", min=0, max=65535, help="KV cache group.")]
@@ -129,7 +126,7 @@ def show(
                 _print_block(block, sound)
                 if worth is not None:
                     print_line(f"\n{key_sentence(worth)}")
-    return 0 if sound else DAMAGED
+    return int(not sound)
 
 
 def _block_object(block: Block, sound: bool, worth: KeyWorth | None) -> BlockParts:
@@ -233,7 +230,7 @@ def put(
         stored = client.put_block(fingerprint, whole_key, source.block(0))
     outcome = "is in the pool" if stored else "was in the pool already; nothing was changed"
     print_line(f"Block {whole_key.hex()} {outcome}.")
-    return 0 if stored else PRESENT
+    return int(not stored)
 
 
 @block_app.command()
@@ -358,7 +355,7 @@ def import_(
         )
         if done.no_room:
             print_line(f"{format_count(done.no_room)} blocks found no room: the whole pool is pinned or being written.")
-    return NO_ROOM if done.no_room else 0
+    return int(done.no_room > 0)
 
 
 def _print_file(file: Path, source: BlockFile, *, as_json: bool) -> None:

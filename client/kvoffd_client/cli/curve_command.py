@@ -122,25 +122,19 @@ def _page(found: HitCurves, one: CurveOf, console: Console) -> Iterator[Text]:
 
 
 def _draw(found: HitCurves, path: Path) -> None:
-    from matplotlib.figure import Figure
+    from kvoffd_client.bench.results import plot_into
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
-    for one in found.curves:
-        sizes = [point.pool_bytes for point in one.points]
-        name = "all, lru" if one.namespace is None else f"{one.label}, lru"
-        (line,) = axes.plot(sizes, [point.lru_hit_percent for point in one.points], marker=".", label=name)
-        label = f"{found.policy}, measured" if one is found.curves[0] else None
-        axes.plot(
-            [found.pool_bytes], [one.hit_percent], marker="*", markersize=12, color=line.get_color(), ls="", label=label
-        )
-    axes.set(xscale="log", xlabel="pool", ylabel="tokens found, %", ylim=(0, None))
-    marked = [point.pool_bytes for point in found.curves[0].points if point.pool in MARKED]
-    axes.set_xticks(marked, [format_size(size) for size in marked])
-    axes.set_xticks([], minor=True)
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend()
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise CliError(f"The plot cannot be written to {path}: {error.strerror}.") from None
+    with plot_into(path) as axes:
+        for one in found.curves:
+            sizes = [point.pool_bytes for point in one.points]
+            name = "all, lru" if one.namespace is None else f"{one.label}, lru"
+            (line,) = axes.plot(sizes, [point.lru_hit_percent for point in one.points], marker=".", label=name)
+            label = f"{found.policy}, measured" if one is found.curves[0] else None
+            star = {"marker": "*", "markersize": 12, "color": line.get_color(), "ls": ""}
+            axes.plot([found.pool_bytes], [one.hit_percent], label=label, **star)
+        axes.set(xscale="log", xlabel="pool", ylabel="tokens found, %", ylim=(0, None))
+        marked = [point.pool_bytes for point in found.curves[0].points if point.pool in MARKED]
+        axes.set_xticks(marked, [format_size(size) for size in marked])
+        axes.set_xticks([], minor=True)
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend()

@@ -19,7 +19,6 @@ from kvoffd_client.cli.target import CliError, Directory, Json, open_admin
 from kvoffd_proto.messages import BelowStats, DiskStats
 from kvoffd_proto.units import UnitError, format_count, format_duration, format_rate, format_size, parse_size
 
-FAILED = 1
 POLL_S = 0.1
 """Between two questions for the state of a directory that is attached or detached."""
 
@@ -39,7 +38,7 @@ def show(context: typer.Context, directory: Directory = None, json: Json = False
     with open_admin(context, directory) as admin:
         reply = admin.stats()
     print_listing(Disks(reply.disks, reply.below), disks_page(reply.disks, reply.below), as_json=json)
-    return FAILED if any(disk.state in ("failed", "hanging") for disk in reply.disks) else 0
+    return int(any(disk.state in ("failed", "hanging") for disk in reply.disks))
 
 
 def disks_page(found: Sequence[DiskStats], below: BelowStats | None) -> RenderableType:
@@ -131,7 +130,7 @@ def attach(
             admin.detach_disk(path)  # what was mistyped is no problem of the daemon's
     if state is None or state.state == "failed":
         print_line(printable(state.problem) if state is not None else f"{path} is not attached.")
-        return FAILED
+        return 1
     print_line(f"{path} serves: {format_size(state.size_bytes)}, {format_count(state.blocks)} blocks are there.")
     return 0
 
@@ -155,7 +154,7 @@ def detach(context: typer.Context, disk: Disk, directory: Directory = None) -> i
         while (state := _disk_at(admin, path)) is not None:
             if state.state == "hanging":
                 print_line(f"{path} is detached, but a call to it has not returned; its file stays open until it does.")
-                return FAILED
+                return 1
             time.sleep(POLL_S)
     print_line(f"{path} is detached; its blocks stay in its file.")
     return 0

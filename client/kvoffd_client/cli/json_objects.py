@@ -1,4 +1,7 @@
-"""The objects that commands print with ``--json`` and the wire does not have: each key is a field with its meaning."""
+"""The objects that commands print with ``--json`` and the wire does not have: each key is a field with its meaning.
+
+``JSON`` in ``reference.py`` says which command prints which.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,6 @@ File = Annotated[str, doc("The file, as it was named.")]
 
 
 class Sessions(Struct, frozen=True):
-    """Of ``sessions``."""
-
     sessions: Annotated[list[SessionInfo], doc("Open sessions, oldest first.")]
 
 
@@ -37,14 +38,10 @@ class EngineRow(Struct):
 
 
 class Engines(Struct, frozen=True):
-    """Of ``sessions --engines``."""
-
     engines: Annotated[list[EngineRow], doc("Connected engines, oldest first.")]
 
 
 class Namespaces(Struct, frozen=True):
-    """Of ``namespaces``."""
-
     namespaces: Annotated[list[NamespaceInfo], doc("Open namespaces, in the order in which they were opened.")]
 
 
@@ -57,16 +54,12 @@ class Difference(Struct, frozen=True):
 
 
 class Differences(Struct, frozen=True):
-    """Of ``namespaces diff``."""
-
     differences: Annotated[
         list[Difference], doc("Fields that differ. None where A and B are one, or their descriptions do not tell.")
     ]
 
 
 class Cleared(Struct, frozen=True):
-    """Of ``clear``."""
-
     namespace: Annotated[bytes | None, doc("Fingerprint of the namespace; null for all.")]
     cleared_blocks: Annotated[Count, doc("Blocks that were dropped.")]
 
@@ -92,28 +85,20 @@ class Events(Struct, frozen=True):
 
 
 class Disks(Struct, frozen=True):
-    """Of ``disk``."""
-
     disks: Annotated[list[DiskStats], doc("Directories of the disk tier.")]
     below: Annotated[BelowStats | None, doc("Traffic with the disks; null while there is no disk.")]
 
 
 class SharedTiers(Struct, frozen=True):
-    """Of ``shared``."""
-
     shared: Annotated[list[SharedStats], doc("The tiers that nodes share, in the order in which they are asked.")]
 
 
 class FleetReset(Struct, frozen=True):
-    """Of ``reset``."""
-
     namespace: Annotated[bytes, doc("Fingerprint of the namespace.")]
     stores: Annotated[Count, doc("Shared stores that were told.")]
 
 
 class Blocks(Struct, frozen=True):
-    """Of ``block ls``."""
-
     blocks: Annotated[list[BlockInfo], doc("Blocks, in the order in which they were stored.")]
     more: Annotated[bool, doc("Whether there are more than --limit.")]
 
@@ -137,8 +122,6 @@ class BlockShard(Struct, frozen=True):
 
 
 class BlockParts(Struct, frozen=True):
-    """Of ``block show``."""
-
     namespace: Fingerprint
     group: Annotated[int, doc("KV cache group.")]
     key: Key
@@ -149,8 +132,6 @@ class BlockParts(Struct, frozen=True):
 
 
 class ExportDone(Struct, frozen=True):
-    """Of ``export``."""
-
     file: File
     blocks: Annotated[Count, doc("Blocks in the file.")]
     bytes: Annotated[ByteCount, doc("Bytes of these blocks.")]
@@ -161,8 +142,6 @@ class ExportDone(Struct, frozen=True):
 
 
 class ImportDone(Struct, frozen=True):
-    """Of ``import``."""
-
     file: File
     namespace: Fingerprint
     created: Annotated[bool, doc("Whether the namespace was not open before.")]
@@ -180,8 +159,6 @@ class FileBlock(Struct, frozen=True):
 
 
 class FileContent(Struct, frozen=True):
-    """Of ``import --list``."""
-
     file: File
     namespace: Fingerprint
     label: Annotated[str, doc("Name of the namespace for operators.")]
@@ -230,8 +207,6 @@ class BenchGpu(Struct, frozen=True):
 
 
 class BenchReport(Struct, frozen=True):
-    """Of each ``bench``."""
-
     bench: Annotated[str, doc("Name of the bench.")]
     machine: Annotated[Machine, doc("What it ran on.")]
     results: Annotated[list[BenchResult], doc("The cases, in the order in which they were measured.")]
@@ -260,15 +235,11 @@ class Advice(Struct, frozen=True):
 
 
 class AdviceGiven(Struct, frozen=True):
-    """Of ``advise``."""
-
     enough_traffic: Annotated[bool, doc("Whether there were enough requests to tell more than what is misconfigured.")]
     advice: Annotated[list[Advice], doc("What there is to say.")]
 
 
 class RecordDone(Struct, frozen=True):
-    """Of ``record``."""
-
     file: File
     seconds: Annotated[Seconds, doc("How long was recorded.")]
     chains: Annotated[Count, doc("Lines of the file: a request's keys of one KV cache group each.")]
@@ -297,8 +268,6 @@ class CurveOf(Struct, frozen=True):
 
 
 class HitCurves(Struct, frozen=True):
-    """Of ``curve``."""
-
     policy: Annotated[str, doc("Eviction policy, which made the measured hits.")]
     pool_bytes: Annotated[ByteCount, doc("Size of the pool.")]
     seen_bytes: Annotated[ByteCount, doc("Different blocks that were asked for, up to ten pools.")]
@@ -316,8 +285,6 @@ class SimulatedPolicy(Struct, frozen=True):
 
 
 class Simulation(Struct, frozen=True):
-    """Of ``simulate``."""
-
     trace: Annotated[str, doc("Name of the trace's file, without its suffix.")]
     accesses: Annotated[Count, doc("Keys of all requests.")]
     results: Annotated[list[SimulatedPolicy], doc("By size of the pool, ascending, and policy.")]

@@ -17,15 +17,12 @@ def index_is_full(pool: PoolStats) -> bool:
     return pool.index_counted_bytes >= FULL_INDEX * pool.index_limit_bytes > 0
 
 
-def index_notes(pool: PoolStats) -> Iterator[tuple[str, str]]:
+def pool_notes(pool: PoolStats, blocks: BlockAccessStats) -> Iterator[tuple[str, str]]:
     if pool.index_block_bytes:
         taken, counted, limit = map(format_size, (pool.index_bytes, pool.index_counted_bytes, pool.index_limit_bytes))
         yield f"index {taken}, {pool.index_block_bytes:.0f} bytes a block; counted as {counted} of {limit}", "dim"
         if index_is_full(pool):
             yield "blocks are evicted since the index is full: raise index_size", "yellow"
-
-
-def unusual_notes(pool: PoolStats, blocks: BlockAccessStats) -> Iterator[tuple[str, str]]:
     if pool.left_blocks:
         left = f"{count_blocks(pool.left_blocks)} ({format_size(pool.left_bytes)})"
         yield f"{left} of an earlier daemon are still to be taken over", "yellow"

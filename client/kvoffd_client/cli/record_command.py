@@ -31,7 +31,6 @@ from kvoffd_proto.messages import RecordedChain
 from kvoffd_proto.units import format_count, format_duration, format_size, parse_duration, parse_size
 from kvoffd_proto.zstd import MISSING, zstd_module
 
-CUT_SHORT = 1
 FETCH_S = 0.5
 """Between two questions for what was asked for."""
 ID_BITS = 53
@@ -97,7 +96,7 @@ def record(
             f"{format_count(done.chains)} request{plural(done.chains)} for {count_blocks(done.keys)} in "
             f"{format_duration(done.seconds)}, in {format_size(done.bytes)} of {file}.{lost}{full}"
         )
-    return CUT_SHORT if done.ended == "daemon" else 0
+    return int(done.ended == "daemon")
 
 
 @dataclass

@@ -24,9 +24,6 @@ from kvoffd_client.cli.target import (
 from kvoffd_proto.messages import SharedStats
 from kvoffd_proto.units import format_count, format_duration, format_size
 
-FAILED = 1
-NOT_CONFIRMED = 1
-
 SHARED_ERRORS = {
     "unreachable": "attempts to connect that failed; see the URL, the network and whether the server runs",
     "timeout": "answers that did not come in time",
@@ -56,7 +53,7 @@ def shared(context: typer.Context, directory: Directory = None, json: Json = Fal
     with open_admin(context, directory) as admin:
         reply = admin.stats()
     print_listing(SharedTiers(reply.shared), shared_page(reply.shared), as_json=json)
-    return 0 if all(one.reachable for one in reply.shared) else FAILED
+    return int(not all(one.reachable for one in reply.shared))
 
 
 def reset(
@@ -81,7 +78,7 @@ def reset(
         name = namespace_name(chosen.label, chosen.namespace)
         if not yes and not confirmed(f"Drop all blocks of namespace {name} on all nodes? [y/N] ", "reset"):
             print_line("Nothing was reset.")
-            return NOT_CONFIRMED
+            return 1
         stores = admin.reset_fleet(chosen.namespace)
     if json:
         print_json(FleetReset(chosen.namespace, stores))

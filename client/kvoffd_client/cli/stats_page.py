@@ -22,10 +22,9 @@ from kvoffd_client.cli.console import (
     section,
     short_fingerprint,
 )
-from kvoffd_client.cli.pool_notes import index_notes, unusual_notes
+from kvoffd_client.cli.pool_notes import pool_notes
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import (
-    BlockAccessStats,
     DirectionStats,
     DiskFault,
     NamespaceStats,
@@ -79,7 +78,9 @@ class StatsPage:
             "ended": tuple(_ended(now)),
             "health": tuple(_health(now)),
             "pool": tuple(_pool(now.pool, options)),
-            "notes": tuple(_pool_notes(now.pool, now.blocks)),
+            "notes": tuple(
+                fitting(" " * TITLE_CELLS + text, style) for text, style in pool_notes(now.pool, now.blocks)
+            ),
             "over": (_recent(now.recent, wide),),
             "misses": tuple(_misses(now.recent, wide)),
             "curve": tuple(_curve(now, wide)),
@@ -139,6 +140,14 @@ def _pairs(title: str, pairs: dict[str, str]) -> Table:
     return grid
 
 
+def _titled(title: str, text: Text) -> Table:
+    grid = Table.grid()
+    grid.add_column(width=TITLE_CELLS, style="bold", no_wrap=True)
+    grid.add_column()
+    grid.add_row(title, text)
+    return grid
+
+
 def _section(title: str, numbers: Sequence[str]) -> Table:
     return section(title, numbers, min_cells=TITLE_CELLS - 2)
 
@@ -187,12 +196,6 @@ def _pool(pool: PoolStats, options: ConsoleOptions) -> Iterator[Table | Text]:
         "table": pool.table_bytes,
     }
     yield _pairs("", {name: format_size(size) for name, size in sizes.items()})
-
-
-def _pool_notes(pool: PoolStats, blocks: BlockAccessStats) -> Iterator[Text]:
-    """What its index takes, and what is unusual about the pool, a line each."""
-    for note, style in (*index_notes(pool), *unusual_notes(pool, blocks)):
-        yield fitting(" " * TITLE_CELLS + note, style)
 
 
 def _bar(pool: PoolStats, cells: int, characters: tuple[str, str, str]) -> Text:
@@ -253,11 +256,7 @@ def _misses(recent: Sequence[RecentStats], wide: bool) -> Iterator[Table]:
             reasons = ", ".join(f"{name.replace('_', ' ')} {percent(count, total)}" for name, count in most)
             parts.append(f"{title}: {reasons}")
     if parts:
-        grid = Table.grid()
-        grid.add_column(width=TITLE_CELLS, style="bold", no_wrap=True)
-        grid.add_column()
-        grid.add_row("Misses", Text(printable("; ".join(parts))))
-        yield grid
+        yield _titled("Misses", Text(printable("; ".join(parts))))
 
 
 def _curve(now: StatsReply, wide: bool) -> Iterator[Text]:
@@ -409,12 +408,8 @@ def _failures(now: StatsReply) -> Counter[str]:
 
 def _short_errors(failures: Counter[str]) -> Table:
     """Failures by code, most frequent first, for a screen that has no room for what they mean."""
-    grid = Table.grid()
-    grid.add_column(width=TITLE_CELLS, style="bold", no_wrap=True)
-    grid.add_column()
     counts = ", ".join(f"{format_count(count)} {printable(code)}" for code, count in failures.most_common())
-    grid.add_row("Errors", Text.assemble((counts, "red"), "; `kvoffd-cli stats` explains them"))
-    return grid
+    return _titled("Errors", Text.assemble((counts, "red"), "; `kvoffd-cli stats` explains them"))
 
 
 def _errors(failures: Counter[str]) -> Table | Text:
