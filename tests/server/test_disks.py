@@ -32,6 +32,8 @@ SIZE = DiskSize("/somewhere", 2**30)
 class FakeDisk:
     """As much of a DiskTier as Disks uses."""
 
+    open_seconds, found_blocks, direct = 0.0, 0, True
+
     def __init__(self, hangs: bool = False, busy: int = 0) -> None:
         self.hangs = hangs
         self.busy = busy
