@@ -27,6 +27,8 @@ BLOCK_BYTES = 320
 """What a block takes here beside its tokens, four bytes each. Measured: 280, and what a dict's growth leaves unused."""
 MAX_EXPECTED = 65_536
 """Blocks whose tokens are known and whose bytes are still on their way; the oldest are forgotten beyond that."""
+TOLD_AT_ONCE = 512
+"""Blocks that are told or taken back in one step, beside twice those that came or went: many may have one parent."""
 MAX_BLOCKS_PER_EVENT = 256
 """A message holds one event of so many blocks, or a few smaller ones."""
 
@@ -96,6 +98,9 @@ class RouterIndex:
         self._max_bytes = max_bytes
         self._groups: WeakKeyDictionary[Namespace, list[Group]] = WeakKeyDictionary()
         self._expected: OrderedDict[tuple[Group, int], None] = OrderedDict()
+        self._changed: deque[tuple[Group, list[int]]] = deque()
+        """Blocks, the next one last, that routers may have to be told of. What comes after a block stands before what
+        changed later, so that all of it is taken back before the block is told anew."""
         self._news: deque[tuple[bytes, RouterEvent]] = deque()
         self._run: tuple[Group, int, list[int]] | None = None
         """Group, medium and blocks of a stored event that may go on."""
@@ -115,13 +120,17 @@ class RouterIndex:
 
     def expect(self, namespace: Namespace, group: int, keys: Sequence[bytes], parents: bytes, tokens: bytes) -> None:
         """A store or load of these keys begins; ``parents`` and ``tokens`` as in ``GroupTransfer``, neither empty."""
-        found = self._group(namespace, group)
+        found, changed = self._group(namespace, group), []
         size, per_block = namespace.key_bytes, len(tokens) // len(keys)
         for number, key in enumerate(keys):
             at = router_hash(key)
             parent = router_hash(parents[number * size : (number + 1) * size])
             known = found.blocks.get(at)
-            if (known is not None and known.tokens is not None) or at in (ROOT, parent):
+            if at in (ROOT, parent):
+                continue
+            if known is not None and known.tokens is not None:
+                if not known.media:  # it goes, or is expected already
+                    self._expected[found, at] = None
                 continue
             if self.index_bytes + BLOCK_BYTES + per_block > self._max_bytes:
                 continue
@@ -131,12 +140,14 @@ class RouterIndex:
             known.parent = parent
             self._link(found, at, parent)
             if known.media:  # it was there, and nobody knew its tokens
-                self._tell(found, at, known)
+                changed.append(at)
             else:
                 self._expected[found, at] = None
+        self._change(found, changed)
         while len(self._expected) > MAX_EXPECTED:
             (group_of, at), _ = self._expected.popitem(last=False)
-            self._drop(group_of, at)
+            if not group_of.blocks[at].told:  # else it goes when it is taken back
+                self._drop(group_of, at)
 
     def stored(self, namespace: Namespace, group: int, keys: Iterable[bytes]) -> None:
         self._hold(namespace, group, keys, POOL)
@@ -163,14 +174,15 @@ class RouterIndex:
                     here = [key for key, known in group.blocks.items() if known.told & medium]
                     self._add_removed(group, medium, here)
         self.told_blocks -= told
-        for key in [key for key in self._expected if key[0] in groups]:
+        cleared = set(groups)
+        for key in [key for key in self._expected if key[0] in cleared]:
             del self._expected[key]
         for group in groups:
             self.index_bytes -= group.bytes
             group.blocks.clear()
 
     def _hold(self, namespace: Namespace, group: int, keys: Iterable[bytes], medium: int) -> None:
-        found = self._group(namespace, group)
+        found, changed = self._group(namespace, group), []
         for key in keys:
             at = router_hash(key)
             known = found.blocks.get(at)
@@ -183,24 +195,24 @@ class RouterIndex:
                 self._expected.pop((found, at), None)
                 self.untold_blocks += known.tokens is None
             known.media |= medium
-            self._tell(found, at, known)
+            changed.append(at)
+        self._change(found, changed)
 
     def _let_go(self, namespace: Namespace, group: int, keys: Iterable[bytes], medium: int) -> None:
-        found = self._group(namespace, group)
+        found, changed = self._group(namespace, group), []
         for key in keys:
             at = router_hash(key)
             known = found.blocks.get(at)
-            if known is None or not known.media & medium:
-                continue
-            known.media &= ~medium
-            self._tell(found, at, known)
-            if not known.media:
-                self._drop(found, at)
+            if known is not None and known.media & medium:
+                known.media &= ~medium
+                changed.append(at)
+        self._change(found, changed)
 
     # --- what routers are told --------------------------------------------------------------------
 
     def take(self) -> Iterator[tuple[bytes, list[RouterEvent]]]:
-        """What routers must be told, in order, by message: a topic and its events."""
+        """What routers must be told, in order, by message: a topic and its events; of very much, a part."""
+        self._tell(TOLD_AT_ONCE)
         self._end_run()
         while self._news:
             topic, event = self._news.popleft()
@@ -214,7 +226,7 @@ class RouterIndex:
 
     @property
     def has_news(self) -> bool:
-        return bool(self._news) or self._run is not None
+        return bool(self._news) or self._run is not None or bool(self._changed)
 
     def snapshot(self) -> Iterator[tuple[bytes, list[RouterEvent]]]:
         """All that routers are told now, parents first, by message, beginning with what clears a router's index.
@@ -258,27 +270,44 @@ class RouterIndex:
             left += self._children(known)
         return run
 
-    def _tell(self, group: Group, key: int, known: Known) -> None:
-        """Tell, or take back, what has become of a block and of those that come after it."""
-        left = [(key, known)]
-        while left:
-            key, known = left.pop()
-            parent = group.blocks.get(known.parent)
-            reachable = known.tokens is not None and parent is not None and (known.parent == ROOT or parent.told)
-            wanted = known.media if reachable else 0
-            before, known.told = known.told, wanted
-            for medium in MEDIA:
-                if wanted & ~before & medium:
-                    self._add_stored(group, medium, key, known.parent)
-                elif before & ~wanted & medium:
-                    self._add_removed(group, medium, [key])
-            if bool(before) == bool(wanted):
-                continue
+    def _change(self, group: Group, keys: list[int]) -> None:
+        """Note blocks that came or went, in their order, and tell some of what there is to tell."""
+        if keys:
+            keys.reverse()
+            self._changed.append((group, keys))
+            self._tell(TOLD_AT_ONCE + 2 * len(keys))
+
+    def _tell(self, most: int) -> None:
+        """Tell, or take back, so many of the blocks that may have to be."""
+        while self._changed and most:
+            group, keys = self._changed[0]
+            key = keys.pop()
+            if not keys:
+                self._changed.popleft()
+            if (known := group.blocks.get(key)) is not None:
+                self._tell_one(group, key, known)
+            most -= 1
+
+    def _tell_one(self, group: Group, key: int, known: Known) -> None:
+        """Tell, or take back, a block; those that come after it are next."""
+        parent = group.blocks.get(known.parent)
+        reachable = known.tokens is not None and parent is not None and (known.parent == ROOT or parent.told)
+        wanted = known.media if reachable else 0
+        before, known.told = known.told, wanted
+        for medium in MEDIA:
+            if wanted & ~before & medium:
+                self._add_stored(group, medium, key, known.parent)
+            elif before & ~wanted & medium:
+                self._add_removed(group, medium, [key])
+        if bool(before) != bool(wanted):
             change = 1 if wanted else -1
             self.told_blocks += change
             group.told_blocks += change
             known.seen = parent.seen if wanted and parent is not None else 0
-            left += [(child, group.blocks[child]) for child in self._children(known)]
+            if children := self._children(known):
+                self._changed.appendleft((group, children))
+        if not known.media and (group, key) not in self._expected:
+            self._drop(group, key)
 
     def _add_stored(self, group: Group, medium: int, key: int, parent: int) -> None:
         run = self._run

@@ -10,7 +10,7 @@ import pytest
 
 from kvoffd.cache.namespace import Namespace
 from kvoffd.server import router_index
-from kvoffd.server.router_index import BLOCK_BYTES, MAX_BLOCKS_PER_EVENT, RouterIndex
+from kvoffd.server.router_index import BLOCK_BYTES, MAX_BLOCKS_PER_EVENT, TOLD_AT_ONCE, RouterIndex
 from kvoffd_proto.messages import GroupSpec
 from kvoffd_proto.router_events import ClearedBlocks, RemovedBlocks, RouterEvent, StoredBlocks, router_hash
 
@@ -211,12 +211,33 @@ def test_a_long_chain_is_told_in_several_events(index: RouterIndex) -> None:
     assert len(list(index.take())) == 3
 
 
+@pytest.mark.parametrize("deep", [False, True])
+def test_what_comes_after_a_block_is_told_and_taken_back_in_steps(index: RouterIndex, deep: bool) -> None:
+    one, router, most = namespace(), Router(), 2000
+    for number in range(2, most):
+        expect(index, one, [number], number - 1 if deep else 1)
+        index.stored(one, 0, [key(number)])
+    expect(index, one, [1])
+    told = [0]
+    for change in (index.stored, index.removed, index.stored):
+        change(one, 0, [key(1)])
+        expect(index, one, [1])
+        while index.has_news:
+            router.take(index.take())
+            assert abs(len(router.blocks) - told[-1]) <= 2 * TOLD_AT_ONCE + 2
+            told.append(len(router.blocks))
+    assert max(told) == told[-1] == most - 1
+    assert told.count(0) == 2, "before, and when all was taken back"
+
+
+@pytest.mark.parametrize("at_once", [TOLD_AT_ONCE, 1])
 @pytest.mark.parametrize("seed", range(8))
 def test_events_fold_to_what_is_held_and_so_do_snapshots_that_run_meanwhile(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Random trees of blocks that come and go in two places; a router that was there from the start, and latecomers."""
     monkeypatch.setattr(router_index, "MAX_BLOCKS_PER_EVENT", 3)
+    monkeypatch.setattr(router_index, "TOLD_AT_ONCE", at_once)
     rng = random.Random(seed)
     index, one = RouterIndex("node", 1 << 30), namespace()
     parents: dict[int, int] = {}
@@ -232,6 +253,12 @@ def test_events_fold_to_what_is_held_and_so_do_snapshots_that_run_meanwhile(
             number = parents[number]
         return True
 
+    def take() -> None:
+        for message in index.take():
+            early.take([message])
+            late.take([message]) if snapshot is not None else None
+
+    lagged = 0
     for step in range(400):
         number = rng.randrange(1, 60)
         parents.setdefault(number, rng.choice([0, *parents]))
@@ -251,18 +278,22 @@ def test_events_fold_to_what_is_held_and_so_do_snapshots_that_run_meanwhile(
             for blocks in held.values():
                 blocks.clear()
             index.cleared(one)
-        for message in index.take():
-            early.take([message])
-            late.take([message]) if snapshot is not None else None
+        take()
         if snapshot is None and step % 100 == 50:
             late, snapshot = Router(late=True), index.snapshot()
         elif snapshot is not None and (message := next(snapshot, None)) is not None:
             late.take([message])
         elif snapshot is not None:
+            while index.has_news:
+                take()
             assert late.blocks == early.blocks
             snapshot = None
-        for where, blocks in held.items():
+        lagged += index.has_news
+        for where, blocks in held.items() if not index.has_news else ():
             assert early.held(where) == {one for one in blocks if reachable(one)}
+    assert bool(lagged) == (at_once == 1)
+    while index.has_news:
+        take()
     assert index.told_blocks == len({block for _, _, block in early.blocks})
     index.cleared(one)
     assert index.index_bytes == 0
