@@ -256,7 +256,7 @@ class PoolStats(Wire, frozen=True):
     index_block_bytes: Annotated[float, gauge("index_bytes for each block in the pool; 0 where there is none.")] = 0.0
     index_counted_bytes: Annotated[
         ByteCount,
-        gauge("What blocks count towards index_limit_bytes, more than they take: 600 bytes for one of one shard."),
+        gauge("What blocks count towards index_limit_bytes, 600 bytes for one of one shard: more than thousands take."),
     ] = 0
     index_limit_bytes: Annotated[
         ByteCount, gauge("Memory for the index (index_size): blocks are evicted that would count beyond it.")

@@ -68,6 +68,9 @@ def test_what_the_index_takes_is_told_with_its_bound(fresh: StatsReply, render: 
         told = f"index 46.0 MiB, 462 bytes a block; counted as 57.0 MiB of {limit // MIB}"
         assert line_with(text, " " * TITLE_CELLS + "index").startswith(told)
         assert ("since the index is full: raise index_size" in text) is full
+    few = msgspec.structs.replace(fresh.pool, index_bytes=143 << 10, index_block_bytes=9738.0, index_counted_bytes=9000)
+    text = render(StatsPage(msgspec.structs.replace(fresh, pool=few)), 80)
+    assert "index 143 KiB; counted as" in text, "what is there without blocks is not theirs"
 
 
 def test_what_fences_dropped_and_what_pinning_takes_is_shown_where_there_is_any(

@@ -20,7 +20,10 @@ def index_is_full(pool: PoolStats) -> bool:
 def pool_notes(pool: PoolStats, blocks: BlockAccessStats) -> Iterator[tuple[str, str]]:
     if pool.index_block_bytes:
         taken, counted, limit = map(format_size, (pool.index_bytes, pool.index_counted_bytes, pool.index_limit_bytes))
-        yield f"index {taken}, {pool.index_block_bytes:.0f} bytes a block; counted as {counted} of {limit}", "dim"
+        # Of a few blocks most is what the index takes without any.
+        many = pool.index_bytes <= pool.index_counted_bytes
+        each = f", {pool.index_block_bytes:.0f} bytes a block" if many else ""
+        yield f"index {taken}{each}; counted as {counted} of {limit}", "dim"
         if index_is_full(pool):
             yield "blocks are evicted since the index is full: raise index_size", "yellow"
     if pool.left_blocks:
