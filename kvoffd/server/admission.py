@@ -32,15 +32,10 @@ ALWAYS_ATTACHABLE = 64
 """Descriptors that a session may attach however many the others have, as long as there are any."""
 
 
-def _allowed_ids(config: Config) -> tuple[frozenset[int], frozenset[int]]:
-    """Users and groups that may connect. Root and the daemon's own user always; its group where none is named."""
-    gids = config.allowed_gids or (os.getegid(),)
-    return frozenset((0, os.geteuid(), *config.allowed_uids)), frozenset(gids)
-
-
 def may_connect(peer: Peer, config: Config) -> bool:
-    uids, gids = _allowed_ids(config)
-    return peer.uid in uids or peer.gid in gids
+    """Root and the daemon's own user may always; its group where none is named."""
+    uids = 0, os.geteuid(), *config.allowed_uids
+    return peer.uid in uids or peer.gid in (config.allowed_gids or (os.getegid(),))
 
 
 def may_administer(peer: Peer, config: Config) -> bool:

@@ -203,8 +203,10 @@ class BlockWriter:
         ((address, _),) = job.client_memory.memory.spans
         for rank, length in enumerate(lengths):
             node = namespace.nodes.get(rank)  # where the rank's own stores want them
-            first_blocks = {0: message.first_block}
-            ticket = self.runner.begin_stores(job, namespace, rank, message.group, job.keys, first_blocks, node, None)
+            ticket = self.cache.begin_stores(
+                namespace, rank, message.group, job.keys, {0: message.first_block}, job.store_tickets, node
+            )
+            job.store_tickets.append(ticket)
             for number, offset in zip(ticket.copy, ticket.offsets, strict=True):
                 shard = message.shards[number][rank]
                 sources.append(address + shard.offset_bytes)

@@ -200,18 +200,6 @@ class ListeningSocket:
     """By name, oldest first."""
 
 
-def jobs_socket(path: Path, max_connections: int, max_frame_bytes: int) -> ListeningSocket:
-    return ListeningSocket(
-        path, b"ROUTER", frozenset({b"DEALER", b"REQ"}), max_connections, RECEIVE_BYTES, max_frame_bytes
-    )
-
-
-def events_socket(path: Path, max_connections: int) -> ListeningSocket:
-    return ListeningSocket(
-        path, b"PUB", frozenset({b"SUB", b"XSUB"}), max_connections, RECEIVE_EVENTS_BYTES, MAX_TOPIC_BYTES + 1
-    )
-
-
 class Subscriptions:
     """Who wants which topics: those that begin with what it named."""
 

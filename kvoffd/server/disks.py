@@ -106,13 +106,10 @@ class Disks:
             )
         if len(self._disks) >= MAX_DISKS and known is None:
             raise KvoffdError(f"{MAX_DISKS} directories are attached, the limit.", ErrorCode.TOO_MANY)
-        if self.tiering is None:
-            self.tiering = self._make_tiering()
         disk = self._disks[size.directory] = Disk(size)
         # Not one of the executor's threads: those are waited for when the process ends, and a disk may hang.
-        disk.opener = threading.Thread(
-            target=self._open, args=(disk, self.tiering), name=f"kvoffd-open-{Path(size.directory).name}", daemon=True
-        )
+        name, arguments = f"kvoffd-open-{Path(size.directory).name}", (disk, self._have_tiering())
+        disk.opener = threading.Thread(target=self._open, args=arguments, name=name, daemon=True)
         disk.opener.start()
 
     def start(self, open_shared: OpenShared) -> None:
@@ -123,8 +120,6 @@ class Disks:
             self._share(open_shared)
 
     def _share(self, open_shared: OpenShared) -> None:
-        if self.tiering is None:
-            self.tiering = self._make_tiering()
         config = self._config
         settings = TieringSettings(
             WriteMode(config.shared_write),
@@ -132,9 +127,10 @@ class Disks:
             deadline_s=config.shared_deadline_s,
             trickle_bytes=TRICKLE_BYTES_A_CORE * (os.cpu_count() or 1),
         )
-        self.shared = open_shared(self.tiering, self._kept)
+        tiering = self._have_tiering()
+        self.shared = open_shared(tiering, self._kept)
         for tier in self.shared:
-            self.tiering.share(tier, settings, self._kept.left)
+            tiering.share(tier, settings, self._kept.left)
 
     def drain(self, directory: str) -> None:
         """Write nothing there any more. Raises KvoffdError where it does not serve."""
@@ -291,7 +287,9 @@ class Disks:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _make_tiering(self) -> TieringManager:
+    def _have_tiering(self) -> TieringManager:
+        if self.tiering is not None:
+            return self.tiering
         config = self._config
         settings = TieringSettings(
             WriteMode(config.disk_write),
@@ -300,9 +298,9 @@ class Disks:
             config.disk_deadline_s,
             trickle_bytes=TRICKLE_BYTES_A_CORE * (os.cpu_count() or 1),
         )
-        tiering = TieringManager(self._cache, self._tiers, self._events, self._clock, settings, self._engines_busy)
-        self._cache.attach(tiering)
-        return tiering
+        self.tiering = TieringManager(self._cache, self._tiers, self._events, self._clock, settings, self._engines_busy)
+        self._cache.attach(self.tiering)
+        return self.tiering
 
     def _known(self, directory: str) -> Disk:
         disk = self._disks.get(directory)

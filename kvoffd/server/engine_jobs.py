@@ -163,16 +163,10 @@ class StoreJobs(_EngineJob):
     def _plan(self, part: StoredGroup) -> Plan:
         registration, owner = self.client_memory, self.owner
         layout = registration.layouts[part.group]
-        ticket = owner.runner.begin_stores(
-            self,
-            registration.namespace,
-            registration.rank,
-            part.group,
-            part.keys,
-            part.first_blocks,
-            registration.memory.node,
-            part.first_key.tolist(),
-        )
+        whose = registration.namespace, registration.rank, part.group
+        node, starts = registration.memory.node, part.first_key.tolist()
+        ticket = owner.cache.begin_stores(*whose, part.keys, part.first_blocks, self.store_tickets, node, starts)
+        self.store_tickets.append(ticket)
         slots = np.array(ticket.offsets, dtype=np.uint64) + np.uint64(owner.pool_address)
         block_bytes = int(layout.page_bytes.sum())
         if len(ticket.copy) == len(part.keys):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 from kvoffd.cache.cache import BlockCache
-from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.pins import StoreTicket
 from kvoffd.cache.session_memory import copy_bytes
 from kvoffd.server.engine_memory import Post
 from kvoffd.server.session import Job, Session
@@ -143,22 +141,6 @@ class JobRunner:
         job.answer_overdue()
         job.answered = True
         job.session.job_hangs(job)
-
-    def begin_stores(
-        self,
-        job: Job,
-        namespace: Namespace,
-        rank: int,
-        group: int,
-        keys: Sequence[bytes],
-        first_blocks: Mapping[int, int],
-        node: int | None,
-        starts: Sequence[int] | None,
-    ) -> StoreTicket:
-        """Take slots for a rank's shards of the keys of one group that are absent. See ``BlockCache.begin_stores``."""
-        ticket = self._cache.begin_stores(namespace, rank, group, keys, first_blocks, job.store_tickets, node, starts)
-        job.store_tickets.append(ticket)
-        return ticket
 
     def commit_stores(self, job: Job) -> None:
         """Make the blocks readable that a job has copied. Its checksums are by ticket and key."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from queue import Empty, Queue
 
@@ -87,7 +88,8 @@ class KeptPolicy:
         """Leave what the policy knows now to the next daemon. Where that fails, it begins anew."""
         if self._record is not None:
             while not self._pieces.empty():
-                _discard_one(self._pieces)
+                with suppress(Empty):  # the thread took it
+                    self._pieces.get_nowait()
             self._pieces.put_nowait(_GIVEN_UP)
         if self._file.join() and (first := next(record := self._policy.record(), b"")):
             self._file.write(chain((self._name, b"\n", first), record))
@@ -100,13 +102,6 @@ class KeptPolicy:
                 self._file.path,
                 error,
             )
-
-
-def _discard_one(pieces: Queue[bytes | None]) -> None:
-    try:
-        pieces.get_nowait()
-    except Empty:
-        pass  # the thread took it
 
 
 def _taken(pieces: Queue[bytes | None]) -> Iterator[bytes]:

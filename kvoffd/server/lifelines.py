@@ -76,10 +76,10 @@ class _Connection(Lifeline):
             pass  # the peer is gone
         self.close()
 
-    def send(self, message: lifeline.FromDaemon) -> None:
-        """Send one small frame. A peer that does not read its lifeline is taken for dead."""
+    def send(self, message: lifeline.FromDaemon, *fds: int) -> None:
+        """Send one small frame and descriptors. A peer that does not read its lifeline is taken for dead."""
         frame = lifeline.encode_frame(message)
-        if self._stream.send(frame, socket.MSG_NOSIGNAL) != len(frame):
+        if socket.send_fds(self._stream, [frame], fds, socket.MSG_NOSIGNAL) != len(frame):
             raise OSError("the peer does not read its lifeline")
 
     def read(self) -> None:
@@ -139,9 +139,7 @@ class _Connection(Lifeline):
             self.send(lifeline.PoolRefused(error.code, error.message))
             return
         try:
-            frame = lifeline.encode_frame(lifeline.PoolOpened(share.offset_bytes, share.pool_bytes))
-            if socket.send_fds(self._stream, [frame], [share.fd], socket.MSG_NOSIGNAL) != len(frame):
-                raise OSError("the peer does not read its lifeline")
+            self.send(lifeline.PoolOpened(share.offset_bytes, share.pool_bytes), share.fd)
         finally:
             os.close(share.fd)
         logger.info("Session %d (uid %d) reads the pool.", self.session.id, self.session.peer.uid)

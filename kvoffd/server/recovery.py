@@ -83,7 +83,8 @@ def _open_memfds(config: Config, notifier: Notifier, stored: Mapping[str, list[i
     pools, tables = stored.get(POOL_NAME, []), stored.get(TABLE_NAME, [])
     stored_pair = (pools[0], tables[0]) if len(pools) == len(tables) == 1 else None
     if stored_pair is None and stored:
-        logger.warning("The pool starts empty. systemd did not keep one pool and one table: %s.", _count_names(stored))
+        kept = ", ".join(f"{len(fds)} named {name}" for name, fds in sorted(stored.items()))
+        logger.warning("The pool starts empty. systemd did not keep one pool and one table: %s.", kept)
         _discard_stored(notifier, stored)
     with closing(MemfdBacking(stored_pair, lambda: _remove_from_systemd(notifier, stored))) as backing:
         pool = _make_pool(config, backing)
@@ -116,7 +117,3 @@ def _remove_from_systemd(notifier: Notifier, names: Iterable[str]) -> None:
     # The memory is free only once systemd has closed its descriptors too.
     if not notifier.wait_heard(RELEASE_TIMEOUT_S):
         logger.warning("systemd does not answer; the memory of the old pool may still be taken.")
-
-
-def _count_names(stored: Mapping[str, list[int]]) -> str:
-    return ", ".join(f"{len(fds)} named {name}" for name, fds in sorted(stored.items()))

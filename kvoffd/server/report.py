@@ -92,16 +92,13 @@ def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
         health=level,
         health_problems=dict(Counter(cause.reason for cause in causes)),
         recent=context.recent.in_all(),
-        routers=_router_stats(context),
+        routers=filled(RouterStats, context.router_server, context.publisher.routers)
+        if context.router_server
+        else None,
         curve=m.HitCurve(*context.curve.in_all()),
         curve_seen_bytes=context.curve.seen_bytes,
         curve_bytes=context.curve.nbytes,
     )
-
-
-def _router_stats(context: Context) -> RouterStats | None:
-    server, index = context.router_server, context.publisher.routers
-    return filled(RouterStats, server, index) if server is not None else None
 
 
 @answers(m.Health)

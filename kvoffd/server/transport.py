@@ -21,15 +21,15 @@ from kvoffd.observe.logging import RareWarnings
 from kvoffd.server.acceptor import Acceptor, failed_streams, peer_of
 from kvoffd.server.admission import may_connect
 from kvoffd.server.connections import (
+    MAX_TOPIC_BYTES,
     RECEIVE_BYTES,
+    RECEIVE_EVENTS_BYTES,
     ClientProcess,
     Connection,
     ListeningSocket,
     LongFrames,
     Subscriptions,
     Turns,
-    events_socket,
-    jobs_socket,
 )
 from kvoffd.server.service import Service
 from kvoffd.system.closing import MOST_DESCRIPTORS, Closer
@@ -67,8 +67,12 @@ class Transport:
         self._directory = directory
         self._loop = asyncio.get_running_loop()
         paths = directory.sockets
-        self._jobs = jobs_socket(paths.jobs, max_connections, service.context.config.max_frame_bytes)
-        self._events = events_socket(paths.events, max_connections)
+        frame_bytes = service.context.config.max_frame_bytes
+        dealers, subscribers = frozenset({b"DEALER", b"REQ"}), frozenset({b"SUB", b"XSUB"})
+        self._jobs = ListeningSocket(paths.jobs, b"ROUTER", dealers, max_connections, RECEIVE_BYTES, frame_bytes)
+        self._events = ListeningSocket(
+            paths.events, b"PUB", subscribers, max_connections, RECEIVE_EVENTS_BYTES, MAX_TOPIC_BYTES + 1
+        )
         self._acceptors: list[Acceptor] = []
         self._closer: Closer | None = None
         """Closes descriptors that clients send, where the kernel lets them."""
