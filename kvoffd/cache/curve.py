@@ -10,7 +10,6 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import Chain
 from kvoffd.system.native import native
+from kvoffd_proto.stats import HitCurve
 
 SIZES = (0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0)
 """Of pools, in parts of the pool that is there."""
@@ -31,14 +31,6 @@ PIECE_TOKENS = 512
 _KINDS = 3
 _ROW = 2 * _KINDS + _KINDS * len(SIZES)
 _Counts = NDArray[np.float64]
-
-
-class CurveState(NamedTuple):
-    """What was found out of a namespace, or of all; the fields of ``HitCurve``."""
-
-    asked_tokens: int
-    found_tokens: int
-    lru_ratios: dict[str, float]
 
 
 class HitRatioCurve:
@@ -99,12 +91,12 @@ class HitRatioCurve:
             self._gone += row[0]
             self._gone_found[0] += row[2][0]
 
-    def of_namespace(self, namespace: Namespace) -> CurveState:
+    def of_namespace(self, namespace: Namespace) -> HitCurve:
         """What requests of one namespace had found, in pools of all namespaces."""
         found = self._counts.get(namespace)
         return _state(np.zeros(_ROW), 0) if found is None else _state(found[0], found[2][0])
 
-    def in_all(self) -> CurveState:
+    def in_all(self) -> HitCurve:
         """All namespaces together, those that were forgotten among them."""
         rows = self._rows()
         return _state(sum((counts for counts, _ in rows), np.zeros(_ROW)), sum(found[0] for _, found in rows))
@@ -113,14 +105,14 @@ class HitRatioCurve:
         return [(self._gone, self._gone_found), *((counts, found) for counts, _, found in self._counts.values())]
 
 
-def _state(counts: _Counts, found_tokens: int) -> CurveState:
+def _state(counts: _Counts, found_tokens: int) -> HitCurve:
     total, sampled = counts[:_KINDS], counts[_KINDS : 2 * _KINDS]
     hits = counts[2 * _KINDS :].reshape(_KINDS, len(SIZES)).cumsum(axis=1)
     asked = float(total.sum())
     # Of what was asked for, not of what a sample should have been: a sample that is too large or small does no harm.
     parts = hits / np.maximum(sampled, 1)[:, None] * total[:, None]
     ratios = parts.sum(axis=0) / max(asked, 1)
-    return CurveState(
+    return HitCurve(
         round(asked),
         found_tokens,
         {f"{size:g}": min(1.0, float(ratio)) for size, ratio in zip(SIZES, ratios, strict=True)},

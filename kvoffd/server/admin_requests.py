@@ -86,17 +86,14 @@ def describe_policy(context: Context, session: Session, message: m.DescribePolic
         namespace.check_keys(message.group, message.key)
         key = policy.worth_of(namespace, message.group, message.key) if message.key else None
     state = policy.describe()
-    return m.PolicyDescribed(
-        message.request_id,
-        context.epoch,
+    return filled(
+        m.PolicyDescribed,
+        state,
+        context,
+        request_id=message.request_id,
         policy=context.config.eviction_policy,
-        requests=state.requests,
-        known_keys=state.known_keys,
         ghost_keys=policy.ghosts,
         policy_bytes=policy.nbytes,
-        hit_bytes=state.hit_bytes,
-        lru_hit_bytes=state.lru_hit_bytes,
-        as_lru=state.as_lru,
         classes=list(state.classes),
         key=key,
     )

@@ -74,7 +74,7 @@ def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
                 kept_bytes=shares.kept_bytes(namespace, weights),
                 misses=named(namespace.counters.misses),
                 recent=context.recent.of_namespace(namespace),
-                curve=m.HitCurve(*context.curve.of_namespace(namespace)),
+                curve=context.curve.of_namespace(namespace),
             )
             for namespace in cache.namespaces
         ],
@@ -95,7 +95,7 @@ def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
         routers=filled(RouterStats, context.router_server, context.publisher.routers)
         if context.router_server
         else None,
-        curve=m.HitCurve(*context.curve.in_all()),
+        curve=context.curve.in_all(),
         curve_seen_bytes=context.curve.seen_bytes,
         curve_bytes=context.curve.nbytes,
     )

@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from kvoffd.system.threads import DaemonThreads
 from kvoffd.transfer.plan import Outcome
 from kvoffd.transfer.turns import FairQueue
 
@@ -116,10 +117,7 @@ class SlotChecksums:
 
 
 class ChecksumThreadPool:
-    """Threads that run tasks of several owners, who take turns by the bytes that were read, after ``on_start``.
-
-    They are daemon threads, unlike an executor's: a GPU may hang them for ever.
-    """
+    """Threads that run tasks of several owners, who take turns by the bytes that were read, after ``on_start``."""
 
     def __init__(self, name: str, count: int, on_start: Callable[[], None]) -> None:
         self._on_start = on_start
@@ -127,11 +125,7 @@ class ChecksumThreadPool:
         self._tasks: FairQueue[_Task] = FairQueue()
         self._pausing: list[_Task] = []  # those that had nothing to read
         self._stopped = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True) for index in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = DaemonThreads((f"{name}-{index}", self._run) for index in range(count))
 
     def submit(self, owner: Hashable, step: Callable[[], int | None]) -> None:
         """Have one thread after the other call ``step``, which must not raise and returns how many bytes it read, until
@@ -146,9 +140,7 @@ class ChecksumThreadPool:
         with self._wake:
             self._stopped = True
             self._wake.notify_all()
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return self._threads.join(deadline)
 
     def _run(self) -> None:
         self._on_start()

@@ -10,10 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
 
 from kvoffd.system.native import native
+from kvoffd.system.threads import DaemonThreads
 from kvoffd.transfer.checksums import ChecksumThreadPool, SlotChecksums, StoreChecksums
 from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer
 from kvoffd.transfer.pace import OTHERS_WAIT, STOP, Pace, Slice
@@ -168,12 +170,10 @@ class Lane:
         self._checksum_seconds = 0.0
         self._checksum_bytes = 0
         self._opened: list[Future[None]] = [Future() for _ in copiers]
-        self._threads = [
-            threading.Thread(target=self._run, args=(copier, opened), name=f"{name}-{index}", daemon=True)
+        self._threads = DaemonThreads(
+            (f"{name}-{index}", partial(self._run, copier, opened))
             for index, (copier, opened) in enumerate(zip(copiers, self._opened, strict=True))
-        ]
-        for thread in self._threads:
-            thread.start()
+        )
 
     @property
     def hangs(self) -> bool:
@@ -278,12 +278,8 @@ class Lane:
 
     def join(self, deadline: float) -> bool:
         """Wait for the threads until ``deadline`` (of ``time.monotonic``); False when one still runs."""
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        if any(thread.is_alive() for thread in self._threads):
-            return False
-        # Only copy threads submit to the pool, so it can be joined now.
-        return self._checksum_pool is None or self._checksum_pool.join(deadline)
+        # Only copy threads submit to the pool, so it can be joined after them.
+        return self._threads.join(deadline) and (self._checksum_pool is None or self._checksum_pool.join(deadline))
 
     def _run(self, copier: Copier, opened: Future[None]) -> None:
         try:

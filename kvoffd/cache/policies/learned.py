@@ -36,8 +36,8 @@ UNIT_TOKENS = 512
 """Tokens of a block whose group does not say."""
 MEMORY_REQUESTS = 8000
 """Time in which what was seen loses its weight."""
-FORMAT, WITHOUT_NAMESPACES = 4, 3
-"""Of a record, and of one that does not say which namespaces it is of."""
+FORMAT = 4
+"""Of a record."""
 MOST_OF_RECORD = 4096
 """Namespaces, the latest ones, that a record says it is of."""
 PIECE_BYTES = 128 * 1024
@@ -259,17 +259,15 @@ class Policy:
         version, checksum = _END.unpack_from(record, len(record) - _END.size)
         if zlib.crc32(memoryview(record)[:-4]) != checksum:
             raise BadRecord("its checksum is wrong")
-        if version not in (FORMAT, WITHOUT_NAMESPACES):
+        if version != FORMAT:
             raise BadRecord(f"its format is {version}, not {FORMAT}")
-        end, names = len(record) - _END.size, array("Q")
-        if version == FORMAT:
-            end -= _COUNT.size
-            count = _COUNT.unpack_from(record, end)[0] if end >= 0 else 0
-            if count * names.itemsize > end:
-                raise BadRecord("it is cut off")
-            names.frombytes(record[end - count * names.itemsize : end])
-            end -= count * names.itemsize
-        if refusal := self._native.learned_go_on(self._at, record, max(0, end)):
+        end, names = len(record) - _END.size - _COUNT.size, array("Q")
+        count = _COUNT.unpack_from(record, end)[0] if end >= 0 else 0
+        if count * names.itemsize > end:
+            raise BadRecord("it is cut off")
+        names.frombytes(record[end - count * names.itemsize : end])
+        end -= count * names.itemsize
+        if refusal := self._native.learned_go_on(self._at, record, end):
             self._free()
             self._begin()
             raise BadRecord(_REFUSALS[refusal])

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from kvoffd.pool.slots import PAGE_BYTES, page_up
 from kvoffd.system.files import ShortRead, held_bytes, read_all, write_all
+from kvoffd.system.threads import DaemonThreads
 from kvoffd.tiers.disk.file import DiskFile
 from kvoffd.tiers.disk.queue import Batch, DiskQueue, Job, Kind
 from kvoffd.tiers.tier import TierBlock, TierResult
@@ -164,11 +165,7 @@ class Workers:
         self._ended: deque[Ended] = deque()
         self._busy_seconds = 0.0
         self._stopped = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True) for index in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = DaemonThreads((f"{name}-{index}", self._run) for index in range(threads))
 
     def submit(self, job: Job) -> None:
         """Queues a job. It ends exactly once."""
@@ -213,9 +210,7 @@ class Workers:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return self._threads.join(until)
 
     def _end_unbegun(self, jobs: list[Job], result: TierResult) -> None:
         self._ended.extend(Ended(job, result) for job in jobs)

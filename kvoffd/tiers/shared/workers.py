@@ -8,8 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
+from kvoffd.system.threads import DaemonThreads
 from kvoffd.tiers.shared.breaker import Breaker
 from kvoffd.tiers.shared.object_format import (
     Digest,
@@ -136,14 +138,11 @@ class Workers:
         self._closed = False
         self._unexpected_at = -LOGGED_S
         self._stores = stores
-        self._threads: list[threading.Thread] = []
         works = [("ask", self._work_asks), *[("read", self._work_reads)] * READERS]
         works += [("write", self._work_writes)] * stores[0].writers
-        for (name, work), store in zip(works, stores, strict=True):
-            thread = threading.Thread(target=work, args=(store,), name=f"kvoffd-shared-{name}", daemon=True)
-            self._threads.append(thread)
-        for thread in self._threads:
-            thread.start()
+        self._threads = DaemonThreads(
+            (f"kvoffd-shared-{name}", partial(work, store)) for (name, work), store in zip(works, stores, strict=True)
+        )
 
     def ask(self, asks: Sequence[Ask]) -> None:
         with self._lock:
@@ -186,9 +185,7 @@ class Workers:
                 condition.notify_all()
         for store in self._stores:
             store.interrupt()
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return self._threads.join(until)
 
     # --- asking ----------------------------------------------------------------------------------
 

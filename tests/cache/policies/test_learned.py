@@ -390,8 +390,7 @@ def test_the_next_daemon_decides_as_this_one_would_have() -> None:
     assert ready[0] == pytest.approx(ready[1], rel=0.1)
 
 
-@pytest.mark.parametrize("version", [3, 4])
-def test_of_a_namespace_that_the_record_is_of_it_is_known_at_once_what_to_decline(version: int) -> None:
+def test_of_a_namespace_that_the_record_is_of_it_is_known_at_once_what_to_decline() -> None:
     rig = CacheHarness(regions=10, region_bytes=2**22, policy="learned")  # 40 blocks
     spaces = [rig.open(name, shard_bytes=(2**20,)) for name in "ab"]
     once = count(1000, 4)
@@ -410,11 +409,11 @@ def test_of_a_namespace_that_the_record_is_of_it_is_known_at_once_what_to_declin
     assert declined(rig, spaces[0], 5) == 20
     assert declined(rig, spaces[1], 5) == 0, "it is new"
     record = record_of(rig)
-    heir = heir_of(rig, record if version == 4 else with_end(record[:-END], 3))
+    heir = heir_of(rig, record)
     adopted = {namespace.label: namespace for namespace in heir.cache.namespaces}
-    assert declined(heir, adopted["a"], 5) == (20 if version == 4 else 0)
+    assert declined(heir, adopted["a"], 5) == 20
     assert declined(heir, adopted["b"], 5) == 0
-    assert version == 3 or record_of(heir)[-END:-8] == record[-END:-8]
+    assert record_of(heir)[-END:-8] == record[-END:-8]
 
 
 def test_without_a_record_the_oldest_blocks_of_an_adopted_pool_go_first() -> None:
@@ -447,7 +446,7 @@ END = 8 + 8 + 8
 
 
 def with_end(body: bytes, version: int = 4, names: int = 0) -> bytes:
-    content = body + struct.pack("=Q" if version == 4 else "", *([names] * (version == 4))) + struct.pack("=I", version)
+    content = body + struct.pack("=QI", names, version)
     return content + struct.pack("=I", zlib.crc32(content))
 
 

@@ -1,0 +1,22 @@
+"""Threads that one of them which hangs, in a call to a disk or a GPU, does not keep the process from ending."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+
+class DaemonThreads:
+    """Starts a thread for each function, given with the thread's name. An executor's threads would be waited for."""
+
+    def __init__(self, works: Iterable[tuple[str, Callable[[], None]]]) -> None:
+        self._threads = [threading.Thread(target=work, name=name, daemon=True) for name, work in works]
+        for thread in self._threads:
+            thread.start()
+
+    def join(self, until: float) -> bool:
+        """Wait for all to end; False where one still runs at ``until`` (of ``time.monotonic``)."""
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
