@@ -129,16 +129,13 @@ def config_as_toml(loaded: LoadedConfig) -> str:
     pairs: list[tuple[str, str]] = []
     for setting in SETTINGS:
         value = getattr(loaded.config, setting.field_name)
-        text = str(value) if setting.kind.metavar == "N" else _quoted(setting.kind.show(value))
+        # JSON's escapes are TOML's, but for DEL, which TOML wants escaped too.
+        quoted = json.dumps(setting.kind.show(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+        text = str(value) if setting.kind.metavar == "N" else quoted
         pairs.append((f"{setting.name} = {text}", loaded.sources[setting.field_name]))
     width = max(len(left) for left, _ in pairs)
     lines = [f"{left:<{width}}  # {source}" for left, source in pairs]
     return "\n".join([*lines, "", *(f"# {line}" for line in wrap(needs_told(loaded.config), 78))]) + "\n"
-
-
-def _quoted(text: str) -> str:
-    """``text`` as a TOML basic string. JSON's escapes are TOML's, but for DEL, which TOML wants escaped too."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def config_as_json(loaded: LoadedConfig) -> str:

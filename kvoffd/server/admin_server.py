@@ -260,8 +260,8 @@ class AdminServer:
     def _send(self, peer: bytes, reply: bytes) -> None:
         try:
             self._socket.send_multipart([peer, reply], zmq.NOBLOCK)
-        except zmq.ZMQError as error:  # it was closed, or the peer does not read
-            self._service.context.replies_dropped[_drop_reason(error)] += 1
+        except zmq.ZMQError as error:  # the peer does not read (EAGAIN), or is gone (EHOSTUNREACH)
+            self._service.context.replies_dropped["unread" if isinstance(error, zmq.Again) else "gone"] += 1
             logger.debug("A reply to an administrator could not be sent: %s.", error)
 
     def callback(self, domain: str, key: bytes) -> bool:
@@ -275,11 +275,6 @@ class AdminServer:
     def _refused(self, key: str) -> None:
         self._service.context.count_error(ErrorCode.FORBIDDEN)
         self._warnings.warn("Administration over TCP was refused to the key %s, which admin_clients_file lacks.", key)
-
-
-def _drop_reason(error: zmq.ZMQError) -> str:
-    """Why a ROUTER could not send a reply: the peer does not read (EAGAIN), or is gone (EHOSTUNREACH)."""
-    return "unread" if isinstance(error, zmq.Again) else "gone"
 
 
 def _key_of(frame: zmq.Frame) -> str:

@@ -202,14 +202,9 @@ class Demoter:
             self._sweep_at = 2 * len(self._waiting) + MIN_SWEPT_BLOCKS
 
     def _next(self) -> Block | None:
-        while self._waiting:
-            block = next(iter(self._waiting))
-            del self._waiting[block]
-            if block.state is BlockState.READY and not self._in_tier(block):
-                return block
-        while self._cold and (self.mode is not WriteMode.REUSE or self._idle()):
-            block = next(iter(self._cold))
-            del self._cold[block]
+        while blocks := self._waiting or (self._cold if self.mode is not WriteMode.REUSE or self._idle() else None):
+            block = next(iter(blocks))
+            del blocks[block]
             if block.state is BlockState.READY and not self._in_tier(block):
                 return block
         return None

@@ -6,6 +6,7 @@ Messages, fields, ranges and error sentences are put into it from the Structs th
 
 from __future__ import annotations
 
+import textwrap
 import types
 import typing
 from enum import Enum, IntEnum
@@ -116,11 +117,8 @@ def _examples() -> str:
         "Its completion": encode(m.Completions(2**40, 3, 1, 2**30, [m.JobResult(5, True, 4096, 0.5)])),
         "Done": encode(m.Done(2, 2**40, 1)),
     }
-    return "\n\n".join(f"{title}:\n\n```\n{_hex_rows(frame)}\n```" for title, frame in examples.items())
-
-
-def _hex_rows(frame: bytes) -> str:
-    return "\n".join(frame[start : start + 32].hex(" ") for start in range(0, len(frame), 32))
+    rows = {title: textwrap.fill(frame.hex(" "), 95) for title, frame in examples.items()}
+    return "\n\n".join(f"{title}:\n\n```\n{hexed}\n```" for title, hexed in rows.items())
 
 
 # --- structs -------------------------------------------------------------------------------------

@@ -282,7 +282,7 @@ PLANTED = (
         "after a reset blocks still come from the shared store",
         "kvoffd.tiering.shared",
         "SharedTiering.leave",
-        "self.left.add(fingerprint)",
+        "self.do_without(fingerprint)",
         "pass",
     ),
     Planted(

@@ -231,7 +231,7 @@ def draw_plot(report: Report, path: Path) -> None:
         for curve, dashes in zip(floors, ("--", ":", "-."), strict=False):
             axes.plot(*zip(*curve.points, strict=True), linestyle=dashes, color="0.35", label=f"floor: {curve.name}")
         axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [_format_whole_size(size) for size in sizes])
+        axes.set_xticks(sizes, [format_size(size).replace(".00 ", " ").replace(".0 ", " ") for size in sizes])
         axes.minorticks_off()
         axes.set_ylim(bottom=0)
         axes.set_xlabel("bytes of a piece (one layer's page of one block)")
@@ -239,8 +239,3 @@ def draw_plot(report: Report, path: Path) -> None:
         axes.set_title(f"kvoffd {here.kvoffd}: {report.bench}\n{gpu}{here.cpu}, {here.cpus} CPUs", fontsize=10)
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
-
-
-def _format_whole_size(size: int) -> str:
-    """Return ``64 KiB`` instead of ``64.0 KiB``."""
-    return format_size(size).replace(".00 ", " ").replace(".0 ", " ")

@@ -51,7 +51,8 @@ def disks_page(found: Sequence[DiskStats], below: BelowStats | None) -> Renderab
 
 def _disk_text(disk: DiskStats) -> Text:
     """Names and numbers in running text: a table of all of it would not fit a terminal of 80 columns."""
-    oldest = f", the oldest {_format_hours(disk.oldest_seconds)}" if disk.blocks else ""
+    next_hour_s = 3600.0 * (disk.oldest_seconds // 3600 + 1)  # it is known to the hour only
+    oldest = f", the oldest < {format_duration(next_hour_s)}" if disk.blocks else ""
     return Text.assemble(
         (printable(disk.directory), "bold"),
         ": ",
@@ -62,11 +63,6 @@ def _disk_text(disk: DiskStats) -> Text:
         f"\n    read {format_size(disk.read_bytes)}, written {format_size(disk.written_bytes)} since the start and "
         f"{format_size(disk.lifetime_written_bytes)} ever",
     )
-
-
-def _format_hours(seconds: float) -> str:
-    """An age that is known to the hour only: the upper bound of it."""
-    return f"< {format_duration(3600.0 * (seconds // 3600 + 1))}"
 
 
 def _problems(disk: DiskStats) -> list[Text]:

@@ -67,11 +67,8 @@ def hashes_of(keys: Iterable[OffloadKey], adapter: bytes = b"") -> bytes:
     """
     if not adapter:
         return b"".join([key[:-GROUP_ID_BYTES] for key in keys])
-    return b"".join([_mixed(key[:-GROUP_ID_BYTES], adapter) for key in keys])
-
-
-def _mixed(block_hash: bytes, adapter: bytes) -> bytes:
-    return hashlib.shake_256(block_hash + adapter).digest(len(block_hash))
+    hashes = (key[:-GROUP_ID_BYTES] for key in keys)
+    return b"".join([hashlib.shake_256(one + adapter).digest(len(one)) for one in hashes])
 
 
 class TransferMismatch(Exception):
