@@ -42,6 +42,26 @@ def test_a_damaged_file_is_as_none(tmp_path: Path, text: str, caplog: pytest.Log
     assert KeptResets.of(tmp_path).left == [ONE]
 
 
+def test_damage_of_any_byte_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept = KeptResets.of(tmp_path)
+    kept.note(ONE, None, ["/there"])
+    kept.note(OTHER, {"a": 17}, ["/there"])
+    whole = (tmp_path / FILE).read_bytes()
+    for at in range(len(whole)):
+        for bit in (1, 16):  # one digit becomes another
+            caplog.clear()
+            (tmp_path / FILE).write_bytes(whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :])
+            assert KeptResets.of(tmp_path).left == []
+            assert "is of no use" in caplog.text
+        (tmp_path / FILE).write_bytes(whole[:at])
+        assert KeptResets.of(tmp_path).left == []
+
+
+def test_a_file_without_a_checksum_is_an_earlier_daemon_s(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(f'{{"left": {{"{ONE.hex()}": null}}}}')
+    assert KeptResets.of(tmp_path).left == [ONE]
+
+
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / FILE)
     assert KeptResets.of(tmp_path).left == []
