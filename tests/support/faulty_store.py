@@ -77,7 +77,7 @@ class FaultyStore:
             time.sleep(self.delay_s)
         name, arguments = words[0], words[1:]
         if self.error:
-            connection.sendall(f"-{self.error}\r\n".encode())
+            connection.sendall(f"-{self.error}\r\n".encode(errors="surrogateescape"))
         elif name in self.forced:
             connection.sendall(self.forced[name])
         elif name == b"GET":

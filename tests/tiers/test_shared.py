@@ -176,9 +176,10 @@ def test_replies_that_are_none_are_misses_and_not_bugs_of_ours(store: FaultyStor
     rig.until(lambda: rig.tier.breaker.opened > 0)
 
 
-def test_what_a_server_says_of_its_errors_tells_no_password_and_fills_no_log(store: FaultyStore) -> None:
-    store.error = "ERR unknown command 'AUTH', with args beginning with: 's3cret' \x1b[31m\n" + "A" * 1000
-    rig = SharedRig(store.url, "s3cret")
+@pytest.mark.parametrize("password", ["s3cret", "s3cret\udcff"])
+def test_what_a_server_says_of_its_errors_tells_no_password_and_fills_no_log(store: FaultyStore, password: str) -> None:
+    store.error = f"ERR unknown command 'AUTH', with args beginning with: '{password}' \x1b[31m\n" + "A" * 1000
+    rig = SharedRig(store.url, password)
     rig.until(lambda: bool(rig.tier.problem))
     assert "'***'" in rig.tier.problem
     assert "s3cret" not in rig.tier.problem
@@ -577,7 +578,7 @@ def test_a_server_without_room_refuses_writes_and_is_still_read() -> None:
 @needs_redis
 def test_a_wrong_password_is_named_and_the_right_one_serves() -> None:
     with RedisServer("--requirepass", "s3cret") as server:
-        for password in ("", "wrong"):
+        for password in ("", "wrong", "wr\udcffng"):
             rig = SharedRig(server.url, password)
             rig.until(lambda rig=rig: rig.kinds["credentials"] > 0)
             assert not rig.tier.reachable

@@ -116,6 +116,11 @@ def test_a_file_that_every_user_can_read_is_told_of(
     assert not caplog.text, "a secret of Kubernetes"
 
 
+def test_a_file_that_is_too_long_to_be_one_of_passwords_is_not_read_whole() -> None:
+    with pytest.raises(KvoffdError, match="no file of passwords"):
+        Credentials.read("/dev/zero", 1)
+
+
 def test_a_file_without_a_password_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n\n")
     for path in ("empty", "missing"):

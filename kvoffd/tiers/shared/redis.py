@@ -91,7 +91,9 @@ class Redis(Store):
             raise StoreError("unreachable", why, final=True) from error
         user, password = self._credentials
         if password:
-            self._command([b"AUTH", *([user.encode()] if user else []), password.encode()], deadline)
+            # The bytes of a variable need not be UTF-8.
+            words = [word.encode(errors="surrogateescape") for word in (user, password) if word]
+            self._command([b"AUTH", *words], deadline)
         if self._database:
             self._command([b"SELECT", b"%d" % self._database], deadline)
 
@@ -258,7 +260,7 @@ class Redis(Store):
 
     def _told(self, line: bytes) -> str:
         """What a server says, for the log. One that knows no AUTH repeats the password."""
-        text = line.decode(errors="replace")
+        text = line.decode(errors="surrogateescape")
         if self._credentials.password:
             text = text.replace(self._credentials.password, "***")
         return printable(text[:MOST_TOLD_CHARACTERS])

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
@@ -26,6 +25,7 @@ REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
 MOST_TTL_S = 10 * 365 * 86400
 MOST_UNTOLD = 256
 """Failures of servers that may wait to be told of."""
+MOST_PASSWORD_CHARACTERS = 65_536
 PASSWORD_VARIABLE = "KVOFFD_SHARED_PASSWORD"
 _S3_QUERY = {"endpoint": r"https?://[^/?#@\s]+(/[^?#@\s]*)?", "region": r"[\w-]+"}
 ENTRY_POINTS = "kvoffd.shared_stores"
@@ -194,11 +194,16 @@ class Credentials(NamedTuple):
         KvoffdError.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8") if path else os.environ.get(PASSWORD_VARIABLE, "")
+            text = os.environ.get(PASSWORD_VARIABLE, "")
             if path:
+                with open(path, encoding="utf-8") as file:
+                    text = file.read(MOST_PASSWORD_CHARACTERS + 1)
                 _warn_of_readers(path)
         except (OSError, ValueError) as error:
             raise KvoffdError(f"The credentials of the shared tier cannot be read: {error}.") from error
+        if path and len(text) > MOST_PASSWORD_CHARACTERS:
+            why = f"{path} has more than {MOST_PASSWORD_CHARACTERS} characters, and is no file of passwords."
+            raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
         lines = [line.strip() for line in text.splitlines()]
         if path and not any(lines[:count]):
             raise KvoffdError(f"{path} has no password in its first line.", ErrorCode.BAD_ARGUMENT)
