@@ -208,6 +208,15 @@ def test_bad_arguments_are_one_sentence(arguments: tuple[str, ...], capsys: pyte
     assert "Traceback" not in err
 
 
+def test_what_is_wrong_with_a_directory_that_may_not_be_read_is_said_by_kvoffd(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.access", lambda *_, **__: False)  # as it is for users who are not root
+    for words in (["stats", "--directory", str(tmp_path)], ["--directory", str(tmp_path), "stats"]):
+        assert main(words) == 2
+        assert "There is no kvoffd daemon in" in capsys.readouterr().err
+
+
 def test_the_directory_may_come_from_the_environment(
     daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,7 @@ Directory = Annotated[
     typer.Option(
         "--directory",
         metavar="DIRECTORY",
+        readable=False,  # what is not for this user is said in a sentence of ours
         help="Directory of the daemon's sockets. [default: $KVOFFD_DIRECTORY, else the daemon's default]",
     ),
 ]

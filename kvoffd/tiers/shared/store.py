@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import stat
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -269,7 +270,8 @@ def open_store(url: str, credentials: Credentials) -> Callable[[], Store]:
             from kvoffd.tiers.shared.s3 import open_s3
         except ImportError as error:
             raise KvoffdError(
-                f"s3:// needs obstore, which is not installed ({error}); install it with: pip install obstore.",
+                f"s3:// needs obstore, which is not installed ({error}); install it with: "
+                f"{sys.executable} -m pip install obstore.",
                 ErrorCode.BAD_ARGUMENT,
             ) from error
         return open_s3(url, credentials)
