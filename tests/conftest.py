@@ -14,10 +14,15 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.support.daemon import DaemonProcess, clear_daemon
+from tests.support.steal import Steal
 
 # What a shell starts in its background ignores SIGINT, and so do its children: Ctrl-C would be lost on them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Steal())
 
 
 @pytest.fixture(autouse=True)

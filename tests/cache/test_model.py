@@ -517,7 +517,7 @@ class LearnedCacheMachine(CacheMachine):
 
 
 _settings = settings(
-    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=40, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestLruCache = CacheMachine.TestCase
 TestLruCache.settings = _settings

@@ -73,6 +73,7 @@ def test_both_ways_say_the_same(shared_daemon: DaemonProcess, capsys: pytest.Cap
             assert capsys.readouterr() == ("ok: the daemon takes sessions and jobs\n", "")
 
 
+@pytest.mark.timing
 def test_a_daemon_that_hangs_and_one_that_is_absent_are_not_alive(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,6 +40,7 @@ def test_it_asks_a_real_daemon_everything(daemon: DaemonProcess) -> None:
         assert admin.health().healthy
 
 
+@pytest.mark.timing
 def test_nobody_there_is_told_at_once(tmp_path: Path) -> None:
     with AdminClient(tmp_path, ClientOptions(request_timeout_s=30)) as admin:
         for _ in range(2):
@@ -81,6 +82,7 @@ def test_a_session_for_one_request_is_no_error_for_the_daemon(daemon: DaemonProc
         assert admin.stats().errors == {}
 
 
+@pytest.mark.timing
 def test_a_hanging_daemon_is_a_timeout_or_unavailable_and_the_wait_is_bounded(fake: FakeDaemon) -> None:
     with AdminClient(fake.directory, ClientOptions(request_timeout_s=0.3)) as admin:
         assert admin.health().healthy

@@ -130,6 +130,7 @@ def test_a_session_that_the_daemon_refuses_later_connects_again(fake: FakeDaemon
     wait_until(lambda: len(fake.seen(m.Hello)) == 2 and scheduler.ready)
 
 
+@pytest.mark.timing
 def test_a_hanging_daemon_costs_misses_and_no_call_waits_for_it(
     fake: FakeDaemon, scheduler: SchedulerClient, worker: WorkerClient
 ) -> None:
@@ -151,6 +152,7 @@ def test_a_hanging_daemon_costs_misses_and_no_call_waits_for_it(
     assert worker.wait_ready(5)
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("state", ["alive", "hanging", "dead"])
 def test_close_is_quick_and_repeatable_and_leaks_neither_descriptors_nor_threads(
     fake: FakeDaemon, registration: Registration, state: str

@@ -107,6 +107,7 @@ def test_a_fence_cancels_first_and_returns_when_every_job_has_its_result(
     assert [result.job_id for result in worker.take_results()] == [1]
 
 
+@pytest.mark.timing
 def test_a_fence_gives_up_running_stores_at_its_deadline_by_closing_the_lifeline(
     fake: FakeDaemon, worker: WorkerClient
 ) -> None:

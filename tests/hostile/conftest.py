@@ -13,6 +13,10 @@ import pytest
 from tests.hostile.target import Target
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(pytest.mark.timing)
+
+
 @pytest.fixture(scope="module")
 def flags() -> dict[str, str]:
     """Settings of the module's daemon besides ``tests.hostile.target.FLAGS``."""

@@ -232,6 +232,7 @@ def test_a_message_beyond_the_limit_costs_the_connection_only(door: Door, raw: z
     is_served(door)
 
 
+@pytest.mark.timing
 def test_an_administrator_who_floods_and_never_reads_harms_nobody(door: Door, raw: zmq.Socket[bytes]) -> None:
     frame = codec.encode(m.Stats(1, NO_TOKEN))
     for _ in range(20_000):

@@ -234,6 +234,7 @@ FLOODS = {
 }
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("flood", FLOODS)
 def test_a_peer_that_floods_and_never_reads_takes_neither_the_loop_nor_memory(serving, engine, flood: str) -> None:
     daemon, *ports = serving

@@ -219,6 +219,7 @@ def test_a_master_of_a_cluster_that_is_gone_is_told_of() -> None:
         assert f"{name} cannot be reached" in node.daemon.log
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("fault", ["killed", "stopped", "emptied", "spoilt"])
 def test_a_server_that_fails_is_a_miss_in_time_and_never_a_wrong_byte(server: RedisServer, fault: str) -> None:
     with Node(server.url) as first, Node(server.url) as second:

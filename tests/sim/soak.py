@@ -9,6 +9,7 @@ import argparse
 import time
 from collections import Counter
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from tests.sim.scenario import KINDS, Scenario
 from tests.sim.shrink import shrink
@@ -50,14 +51,26 @@ def soak(first: int, count: int | None, seconds: float | None) -> int:
     return 0
 
 
-def failures_of(seeds: Iterable[int]) -> list[str]:
-    """Run seeds up to the first that fails, which is printed: its sentence."""
+class Part(NamedTuple):
+    """What some seeds brought: sentences of the first that failed, how often what happened, each one's digest."""
+
+    failures: list[str]
+    counts: Counter[str]
+    digests: dict[int, str]
+
+
+def run_part(seeds: Iterable[int]) -> Part:
+    """Run seeds up to the first that fails, which is printed."""
+    part = Part([], Counter(), {})
     for seed in seeds:
         outcome = run(Scenario(seed))
+        part.counts.update(outcome.counts)
+        part.digests[seed] = outcome.digest
         if outcome.problem is not None:
             print_failure(outcome)
-            return [f"seed {seed}: {outcome.problem}"]
-    return []
+            part.failures.append(f"seed {seed}: {outcome.problem}")
+            break
+    return part
 
 
 def print_failure(outcome: Outcome) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections import Counter
@@ -342,11 +343,20 @@ class World:
         self.descriptors.close()
 
 
+def _open_files() -> set[tuple[str, str]]:
+    """Descriptors of this process and what each is of. Others of its tests may close some of theirs at any time."""
+    files = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            files.add((fd, os.readlink(f"/proc/self/fd/{fd}")))
+    return files
+
+
 def run(scenario: Scenario) -> Outcome:
     """Play a scenario; never raises for what is broken, but tells it."""
     loggers = [logging.getLogger(name) for name in ("kvoffd", "kvoffd_client")]
     before = [(logger.propagate, logger.level) for logger in loggers]
-    descriptors = len(os.listdir("/proc/self/fd"))
+    before_fds = _open_files()
     world = World(scenario)
     for logger in loggers:
         logger.propagate = False
@@ -365,9 +375,9 @@ def run(scenario: Scenario) -> Outcome:
         for logger, (propagate, level) in zip(loggers, before, strict=True):
             logger.propagate = propagate
             logger.setLevel(level)
-    left = len(os.listdir("/proc/self/fd")) - descriptors
+    left = _open_files() - before_fds
     if problem is None and left:
-        problem = f"{left} descriptors are left open"
+        problem = f"descriptors are left open: {sorted(left)}"
     clock = world.clock
     trace = tuple(clock.trace) if problem else ()
     return Outcome(

@@ -202,6 +202,7 @@ def test_a_connection_cut_in_a_value_is_a_miss_and_others_go_on(
     assert rig.kinds["disconnected"] == 1
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("hang_after", [3, 100_000])
 def test_a_network_that_is_cut_in_a_value_is_a_miss_in_time_and_nothing_lands_later(
     store: FaultyStore, rig: SharedRig, hang_after: int
@@ -515,6 +516,7 @@ def test_what_nobody_uses_expires_and_a_use_begins_its_time_anew(of: str, reques
 # --- a real server that goes away -------------------------------------------------------------------
 
 
+@pytest.mark.timing
 @needs_redis
 def test_a_server_that_is_killed_and_comes_back_empty() -> None:
     with RedisServer() as server:

@@ -265,6 +265,7 @@ def test_vllms_subscriber_reads_stores_and_removals_from_the_engine_and_from_the
         assert not engine.of(AllBlocksCleared), "the engine's own blocks are still there"
 
 
+@pytest.mark.timing
 def test_killing_the_engine_in_mid_store_leaves_nothing_behind(harness: Harness) -> None:
     harness.ensure_daemon()
     with AdminClient(harness.daemon.directory) as admin:

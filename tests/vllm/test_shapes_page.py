@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import io
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,15 +25,15 @@ VLLM = Path(vllm.__file__).parent
 # Where the folders of vLLM lie that the comparison abbreviates.
 FOLDERS = {"kv_offload": VLLM / "v1", "offloading": VLLM / "distributed" / "kv_transfer" / "kv_connector" / "v1"}
 
-COLLECT = """
-import json, sys
-import pytest
+
 class Collected:
-    def pytest_collection_modifyitems(self, items):
-        marks = {item.nodeid: sorted({mark.name for mark in item.iter_markers()}) for item in items}
-        print("collected", json.dumps(marks))
-sys.exit(pytest.main(["--collect-only", "-qq", *sys.argv[1:]], plugins=[Collected()]))
-"""
+    """Plugin of pytest: the marks of every test, by its name for pytest."""
+
+    def __init__(self) -> None:
+        self.marks: dict[str, set[str]] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        self.marks = {item.nodeid: {mark.name for mark in item.iter_markers()} for item in items}
 
 
 def rows() -> list[list[str]]:
@@ -48,16 +47,17 @@ def named(*pages: Path) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def tests() -> dict[str, list[str]]:
-    """The marks of every test of the connector, of GPUs and of other files that are named, by its name for pytest."""
+def tests() -> dict[str, set[str]]:
+    """Every test of the connector, of GPUs and of other files that are named."""
     elsewhere = {name.partition("::")[0] for name in named(COMPARISON)}
     elsewhere = {name for name in elsewhere if not name.startswith(("tests/vllm/", "tests/gpu/"))}
-    command = [sys.executable, "-c", COLLECT, "tests/vllm", "tests/gpu", *sorted(elsewhere)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("collected ")] or [""]
-    assert line, done.stdout[-2000:] + done.stderr[-2000:]
-    found: dict[str, list[str]] = json.loads(line.partition(" ")[2])
-    return found
+    found = Collected()
+    files = [str(ROOT / name) for name in ("tests/vllm", "tests/gpu", *sorted(elsewhere))]
+    # Here rather than in a process of its own, which would import vLLM and torch once more.
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *files], plugins=[found])
+    assert found.marks, said.getvalue()[-2000:]
+    return found.marks
 
 
 def covers(name: str, test: str) -> bool:
@@ -78,13 +78,13 @@ def test_a_row_says_what_becomes_of_its_shape() -> None:
         assert row[1] not in ("refused", "not run"), f"the row of {row[0]!r} does not say with what sentence, or why"
 
 
-def test_the_tests_that_rows_name_are_there(tests: dict[str, list[str]]) -> None:
+def test_the_tests_that_rows_name_are_there(tests: dict[str, set[str]]) -> None:
     missing = [name for name in sorted(named(PAGE, COMPARISON)) if not any(covers(name, test) for test in tests)]
     assert not missing
 
 
-def test_every_test_of_an_engine_is_named(tests: dict[str, list[str]]) -> None:
-    engines = {test for test, marks in tests.items() if {"engine", "shapes"} & set(marks)}
+def test_every_test_of_an_engine_is_named(tests: dict[str, set[str]]) -> None:
+    engines = {test for test, marks in tests.items() if {"engine", "shapes"} & marks}
     assert engines
     missing = sorted(test for test in engines if not any(covers(name, test) for name in named(PAGE)))
     assert not missing, "name them in client/SHAPES.md"
