@@ -16,7 +16,7 @@ import pytest
 import kvoffd.system.mappings
 from tests.sim.real_daemon import Traces, live
 
-MOST = 5
+MOST = 3
 """Failures tried of each kind: a life needs few of the calls that set things up, and the others are all alike."""
 
 

@@ -20,10 +20,10 @@ def seeds_until_found(name: str) -> tuple[int, str]:
     """Return how many ordinary seeds find a planted fault, and what they say; all of them, and nothing, for none."""
     planted = next(planted for planted in PLANTED if planted.name == name)
     with planted.plant():
-        for seed in range(SEEDS):
+        for tried, seed in enumerate((*range(planted.first, SEEDS), *range(planted.first)), 1):
             outcome = run(Scenario(seed))
             if outcome.problem is not None:
-                return seed + 1, outcome.problem
+                return tried, outcome.problem
     return SEEDS, ""
 
 
