@@ -77,7 +77,6 @@ _HOMES = {
     "kvoffd_proto.handles": ("PageRef", "TensorLayout"),
     "kvoffd_proto.messages": ("GroupKeys", "GroupSpec", "GroupTransfer", "JobResult", "KeyState"),
 }
-"""Where each name is defined."""
 
 __all__ = sorted(["__version__", *chain.from_iterable(_HOMES.values())])
 

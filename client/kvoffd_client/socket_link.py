@@ -127,8 +127,6 @@ class SocketLink:
             self._events.close(linger=0)
         self._jobs = self._events = None
 
-    # --- reading ---------------------------------------------------------------------------------
-
     def must_read(self) -> bool:
         """Whether a message waits that will not end a sleep."""
         return (self._jobs is not None and self._jobs.has_message) or (self._used and self.readable())

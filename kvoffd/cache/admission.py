@@ -23,7 +23,6 @@ class Admission:
     """Slots for those that are admitted, ascending."""
     declined: list[int] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
-    """Those for which there is no room."""
 
 
 @dataclass(slots=True)

@@ -38,9 +38,7 @@ class Adoption(NamedTuple):
     blocks: int
     """Blocks that are ready again, or will be."""
     slot_bytes: int
-    """Pool bytes of these blocks."""
     namespaces: int
-    """Namespaces they are in."""
     refused_slots: int
     """Slots that were freed: of blocks that lack a shard, or at odds with their namespace or with another slot."""
 

@@ -98,8 +98,6 @@ class Blocks(Room):
         self.shares.forget(namespace)
         self.hints.forget(namespace)
 
-    # --- in --------------------------------------------------------------------------------------
-
     def start_shards(
         self,
         namespace: Namespace,
@@ -231,8 +229,6 @@ class Blocks(Room):
         self.adopted.frombytes(offsets.astype(np.uint64).tobytes())
         self._policy.insert(oldest_first, older=True)
         self._listener.stored(namespace, group, keys)
-
-    # --- out -------------------------------------------------------------------------------------
 
     def evict(self, blocks: Sequence[Block]) -> None:
         """Let ready blocks go that nothing pins, because others need the room."""
@@ -369,8 +365,6 @@ class Blocks(Room):
         self._slots.free(free)
         for (_, _, state), alike in _group(gone):
             self._move(alike, state, ABSENT)
-
-    # --- state and pins --------------------------------------------------------------------------
 
     def used(self, namespace: Namespace, group: int, blocks: Sequence[Block]) -> None:
         """Note that a request found these ready blocks, root first."""

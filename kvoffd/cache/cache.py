@@ -58,7 +58,6 @@ class BlockCache(LeasedBlocks):
         self.stores: set[StoreTicket] = set()
         """Tickets of running stores and promotions."""
         self.loads: set[LoadTicket] = set()
-        """Tickets of running loads."""
         self._listener = listener
         self._half_stored_timeout_s = half_stored_timeout_s
         self.max_namespaces_bytes = max_namespaces_bytes
@@ -68,8 +67,6 @@ class BlockCache(LeasedBlocks):
         """Have the tiers below the pool looked after from now on. Once."""
         assert self.blocks.tiering is None
         self.blocks.tiering = tiering
-
-    # --- namespaces ------------------------------------------------------------------------------
 
     @property
     def namespaces(self) -> list[Namespace]:
@@ -155,8 +152,6 @@ class BlockCache(LeasedBlocks):
     def left_blocks(self) -> int:
         return len(self.blocks.left or ())
 
-    # --- time and operators ----------------------------------------------------------------------
-
     def expire(self) -> int:
         """End overdue leases, drop blocks that stayed half stored for too long. Returns how many of both."""
         now = self._clock()
@@ -164,8 +159,6 @@ class BlockCache(LeasedBlocks):
         overdue = self.blocks.half_stored.overdue(now - self._half_stored_timeout_s)
         self.blocks.drop_half_stored(overdue)
         return ended + len(overdue)
-
-    # --- store -----------------------------------------------------------------------------------
 
     def begin_stores(
         self,
@@ -263,8 +256,6 @@ class BlockCache(LeasedBlocks):
         self.stores.remove(ticket)
         self.blocks.abandon_shards(ticket.blocks, ticket.rank)
 
-    # --- load ------------------------------------------------------------------------------------
-
     def begin_load(
         self, namespace: Namespace, rank: int, lease_id: int, group: int, keys: bytes, first_block: int = 0
     ) -> LoadTicket:
@@ -310,8 +301,6 @@ class BlockCache(LeasedBlocks):
             lease.loaded_ranks.add(tickets[0].rank)
             if len(lease.loaded_ranks) == lease.namespace.world_size:
                 self._end([lease])
-
-    # --- drop ------------------------------------------------------------------------------------
 
     def invalidate(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> Steps:
         """Forget keys, in the tiers below too. What a lease, load or store holds leaves the index now, its slots later.

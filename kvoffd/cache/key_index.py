@@ -46,8 +46,6 @@ class KeyIndex(Mapping[bytes, KeyedT]):
         self._free = weakref.finalize(self, self._native.index_free, self.at)
         self._blocks: Numbered[KeyedT] = Numbered()
 
-    # --- what is there ---------------------------------------------------------------------------
-
     def states(self, keys: bytes) -> bytes:
         """The states of keys, 0 for those that are not there."""
         count = len(keys) // self._key_bytes
@@ -88,8 +86,6 @@ class KeyIndex(Mapping[bytes, KeyedT]):
     def blocks(self) -> list[KeyedT]:
         """All blocks, in no order."""
         return list(self._blocks)
-
-    # --- changes ---------------------------------------------------------------------------------
 
     def add(self, keys: bytes, blocks: Sequence[KeyedT], state: int) -> None:
         """Enter blocks by their keys, none of which is there, in a state."""

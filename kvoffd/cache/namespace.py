@@ -191,7 +191,6 @@ class Counters:
     """Of the engine that told its own last."""
     load_tokens_per_second: float = 0.0
     misses: Counter[MissReason] = field(default_factory=Counter)
-    """Keys in lookups that were not there."""
 
 
 class Namespace:

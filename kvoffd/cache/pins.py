@@ -22,7 +22,6 @@ class Lease:
 
     lease_id: int
     owner: int
-    """The session that asked."""
     namespace: Namespace
     deadline: float = 0.0
     """Time of the clock, in seconds, from which the lease may be ended."""

@@ -41,7 +41,6 @@ class Room(ABC):
         self._slots = slots
         self._policy = policy
         self.pinned_blocks = 0
-        """Blocks with pins of any kind."""
         self._max_index_bytes = max_index_bytes
         self._known_bytes = 0
         self.left: LeftBlocks | None = None

@@ -42,7 +42,6 @@ class LoopWatch:
         self._clock = clock
         self._blocked = DurationHistogram(BOUNDS_S)
         self.loop_blocked_maximum_seconds = 0.0
-        """Longest block since the start, in seconds."""
         self._due_at = 0.0
         self._sampled: tuple[float, float, str] | None = None  # the beat that was late, when it was seen, and what ran
         self._process_s = 0.0

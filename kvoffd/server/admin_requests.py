@@ -113,9 +113,6 @@ def scrub(context: Context, session: Session, message: m.Scrub) -> m.ScrubReply:
     return context.scrubber.report(message.request_id, context.epoch)
 
 
-# --- directories of the disk tier ----------------------------------------------------------------
-
-
 @answers(m.AttachDisk)
 def attach_disk(context: Context, session: Session, message: m.AttachDisk) -> m.Done:
     disks = _disks(context, session)
@@ -155,9 +152,6 @@ def _disks(context: Context, session: Session) -> Disks:
     if context.disks is None:
         raise KvoffdError("This daemon has no disk tier.", ErrorCode.UNSUPPORTED)
     return context.disks
-
-
-# --- single blocks -------------------------------------------------------------------------------
 
 
 @answers(b.DescribeNamespace)

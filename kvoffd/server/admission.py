@@ -76,7 +76,6 @@ class Sessions:
         self.ended: Counter[str] = Counter()
         """Sessions that ended, by ``Ending``: engines', and those that the daemon ended before their Hello."""
         self.stopping = False
-        """The daemon takes no new work."""
 
     def __iter__(self) -> Iterator[Session]:
         """The open sessions, oldest first."""

@@ -40,7 +40,6 @@ class BlockAccess:
         self._uids = config.block_uids or (0, os.geteuid())
         self._cache = cache
         self.got_blocks = 0
-        """Blocks that were opened for reading."""
 
     def admit(self, session: Session, *, write: bool) -> None:
         """Raise KvoffdError unless the session is an administrator's who may read blocks, or write them too."""
@@ -115,9 +114,7 @@ class BlockWriter:
     pool_address: int
     runner: JobRunner
     put_blocks: int = field(default=0, init=False)
-    """Blocks that were written."""
     put_bytes: int = field(default=0, init=False)
-    """Bytes copied for them."""
     _ids: Iterator[int] = field(default_factory=lambda: count(1), init=False)
 
     def write(

@@ -200,10 +200,8 @@ Answer: TypeAlias = m.AnyReply | Iterator[m.AnyReply | None] | None
 """None where the answer comes later, as that of accepted jobs does. What takes long is done in parts: an iterator does
 one at each step, of which the last may give the reply."""
 Handler: TypeAlias = Callable[[Context, Session, RequestT], Answer]
-"""Answers one kind of request."""
 
 HANDLERS: dict[type[m.AnyRequest], tuple[m.Exchange, Handler[m.AnyRequest]]] = {}
-"""How each kind of request is answered."""
 
 
 def answers(kind: type[RequestT]) -> Callable[[Handler[RequestT]], Handler[RequestT]]:

@@ -82,9 +82,7 @@ class Disks:
     _open_disk: OpenDisk
     _post: Post
     _engines_busy: Callable[[], bool]
-    """Whether engines' copies are under way."""
     _disks: dict[str, Disk] = field(default_factory=dict, init=False)
-    """By directory."""
     _tiers: CompositeTier = field(default_factory=CompositeTier, init=False)
     _stopping: bool = field(default=False, init=False)
     shared: list[SharedTier] = field(default_factory=list, init=False)
@@ -284,8 +282,6 @@ class Disks:
                 logger.warning("%s does not answer; it is left open.", tier.name)
                 closed = False
         return closed
-
-    # --- inside ----------------------------------------------------------------------------------
 
     def _have_tiering(self) -> TieringManager:
         if self.tiering is not None:

@@ -51,7 +51,6 @@ class EngineJobs:
     unsent_stores: int = 0
     """Stores that clients dropped at a fence before they had sent them."""
     cancelled_stores: int = 0
-    """Stores that were cancelled before their copy began."""
     with_results: dict[int, Session] = field(default_factory=dict, init=False)
     """Sessions with results that no flush has published yet, by id."""
     _verify_due: float = field(default=0.0, init=False)

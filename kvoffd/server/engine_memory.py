@@ -53,7 +53,6 @@ class MemoryMapper:
     _host: TransferEngine
     """Copies between memfds and the pool."""
     _map_segment: Callable[[int, int], MappedSegment]
-    """Maps a memfd."""
     _post: Post
     _gpus: Gpus | None
     """None where there is no driver."""

@@ -32,9 +32,6 @@ REGISTRATION_BYTES, SEGMENT_BYTES, PAGE_BYTES = 2048, 400, 40
 """What the daemon keeps of a registration: with each of its segments, and with each of its pages."""
 
 
-# --- session -------------------------------------------------------------------------------------
-
-
 @answers(m.Hello)
 def hello(context: Context, session: Session, message: m.Hello) -> m.Welcome:
     """Open the session. Saying it twice with the same role is harmless."""
@@ -92,9 +89,6 @@ def replay(context: Context, session: Session, message: m.Replay) -> m.ReplayRep
     # A job that ended but whose batch is still open must be in one of the two lists.
     context.flush_completions(session)
     return m.ReplayReply(message.request_id, context.epoch, session.completions.replay(), list(session.jobs))
-
-
-# --- namespaces and memory -----------------------------------------------------------------------
 
 
 @answers(m.OpenNamespace)
@@ -213,9 +207,6 @@ def _give_back(session: Session, descriptors: dict[int, int]) -> None:
             session.segments[segment_id] = fd
 
 
-# --- scheduler -----------------------------------------------------------------------------------
-
-
 @answers(m.Lookup)
 def lookup(context: Context, session: Session, message: m.Lookup) -> m.LookupReply:
     """Tell which keys are ready and pin those."""
@@ -312,9 +303,6 @@ def reset(context: Context, session: Session, message: m.Reset) -> Iterator[m.Do
         context.disks.namespace_reset(message.namespace)
     yield from context.removals_kept()
     yield m.Done(message.request_id, context.epoch, count)
-
-
-# --- worker --------------------------------------------------------------------------------------
 
 
 @answers(m.Submit)

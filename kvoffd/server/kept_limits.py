@@ -17,7 +17,6 @@ logger = logging.getLogger(__name__)
 
 LIMITS_SUFFIX = ".limits"
 LIMIT_BYTES = 256
-"""What a line takes at most."""
 
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True):

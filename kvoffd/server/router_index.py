@@ -108,7 +108,6 @@ class RouterIndex:
         """Number of the running snapshot, or of the last one."""
         self.index_bytes = 0
         self.told_blocks = 0
-        """Blocks that routers know of."""
         self.untold_blocks = 0
         """Blocks that came and were not told, since their tokens were not known or there was no room for them."""
 

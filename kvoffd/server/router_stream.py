@@ -57,7 +57,6 @@ class RouterStream:
         self.number = int(wall_clock() * 1e6)
         """Of the next message."""
         self.messages = 0
-        """Messages so far, heartbeats included."""
 
     def take(self) -> Iterator[RouterMessage]:
         """What has happened since the last call."""

@@ -178,8 +178,6 @@ class Submission:
         self.jobs.cache.memory.check(session.id, copy_bytes(len(self._part) + 1, self._part_pieces + pieces))
         return pieces
 
-    # --- loads -----------------------------------------------------------------------------------
-
     def _load(self, load: Load) -> int:
         """Accept a load, or raise and change nothing. Returns its pieces."""
         registration = self._registration
@@ -190,8 +188,6 @@ class Submission:
         self._tell_routers(registration, [load])
         job.run(plan, pieces)
         return pieces
-
-    # --- stores ----------------------------------------------------------------------------------
 
     def _store_part(self) -> None:
         """Accept the stores of a part that are in order; the others are refused."""

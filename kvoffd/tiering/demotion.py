@@ -193,8 +193,6 @@ class Demoter:
             self.under_way_bytes += nbytes
             self._trickle_left -= nbytes if busy else 0
 
-    # --- inside ----------------------------------------------------------------------------------
-
     def _sweep(self) -> None:
         """Remove waiting blocks that left the pool before their turn: where a tier hangs, no turn comes."""
         if len(self._waiting) > self._sweep_at:

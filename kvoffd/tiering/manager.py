@@ -266,8 +266,6 @@ class TieringManager:
             if shared.tier is tier:
                 shared.answered(fingerprint, group, keys, found)
 
-    # --- inside ----------------------------------------------------------------------------------
-
     @property
     def _promoters(self) -> Sequence[Promoter]:
         return [self.promoter, *(shared.promoter for shared in self.shared)]

@@ -100,7 +100,6 @@ class PromotionRequest:
     namespace: Namespace
     source: TierBlock
     nbytes: int
-    """Bytes of its slots in the pool."""
     deadline: float
     promotion: Promotion | None = None
     """None while the request waits."""
@@ -246,8 +245,6 @@ class Promoter:
             assert request.promotion is not None
             self._transfers.give_up_promotion(request.promotion)
         self.pump()
-
-    # --- inside ----------------------------------------------------------------------------------
 
     def _next_batch(self) -> tuple[list[PromotionRequest], Namespace, int]:
         """The first requests in the queue that are of one group, as many as may be under way now."""

@@ -45,8 +45,6 @@ class TierTransfers:
         self._cache = cache
         self.demotions: set[Demotion] = set()
 
-    # --- up --------------------------------------------------------------------------------------
-
     def fits(self, namespace: Namespace, source: TierBlock) -> bool:
         """Whether a block of a tier has the geometry of its namespace, as far as that is known by now."""
         group, key = source.id.group, source.id.key
@@ -110,8 +108,6 @@ class TierTransfers:
     def give_up_promotion(self, promotion: Promotion) -> None:
         """Free the key of a promotion that takes too long for others. Its slots stay taken until it is ended."""
         self._cache.drop_incomplete([promotion.block], MissReason.DISK_LATE)
-
-    # --- down ------------------------------------------------------------------------------------
 
     def begin_demotion(self, block: Block) -> Demotion | None:
         """Pin a block for a tier to copy; None where it is not ready, or lacks a checksum to keep with it."""

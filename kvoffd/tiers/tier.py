@@ -82,14 +82,11 @@ class TierListener(Protocol):
 
 
 class TierStats(NamedTuple):
-    """A tier's sizes and queues as they are now, and what it has done since it was opened."""
+    """A tier's sizes and queues as they are now, and what it has done since it was opened: fields of ``DiskStats``."""
 
     size_bytes: int
-    """The most that the tier may take of its device."""
     used_bytes: int = 0
-    """Bytes of the slots that hold blocks."""
     physical_bytes: int = 0
-    """Bytes that the tier's files take of the device."""
     blocks: int = 0
     read_blocks: int = 0
     read_bytes: int = 0
@@ -97,15 +94,12 @@ class TierStats(NamedTuple):
     written_bytes: int = 0
     evicted_blocks: int = 0
     refused_writes: int = 0
-    """Writes that were not taken, since there was no room or too many were under way."""
     queued_reads: int = 0
     queued_writes: int = 0
     running_reads: int = 0
     running_writes: int = 0
     busy_seconds: float = 0.0
-    """Time that threads have spent reading and writing."""
     errors: Mapping[str, int] = MappingProxyType({})
-    """Number of errors by kind, as the listener was told."""
 
 
 class Tier(ABC):

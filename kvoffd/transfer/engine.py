@@ -52,13 +52,11 @@ class DirectionLoad(NamedTuple):
     running: int
     """Transfers whose copy has begun, those that wait for their checksums included."""
     busy_seconds: float
-    """Time that its copy threads spent copying."""
     bytes: int
     """Bytes copied, those of transfers that ended half-way included."""
     checksum_seconds: float = 0.0
     """CPU seconds that went into checksums, whichever threads took them."""
     checksum_bytes: int = 0
-    """Bytes of which checksums were taken."""
     refused_batches: int = 0
     """Batches of copies that a CUDA driver refused, so that their pieces were copied one by one."""
 

@@ -47,9 +47,6 @@ PUT_STORED = 1
 PUT_PRESENT = 2
 
 
-# --- what a namespace's blocks are made of --------------------------------------------------------
-
-
 class PageSpec(Wire, frozen=True):
     """One layer's part of a shard: ``blocks_per_key`` pages, end to end."""
 
@@ -106,9 +103,6 @@ class RestoreNamespace(Request[NamespaceOpened], frozen=True):
     groups: Annotated[list[GroupSpec], doc("KV cache groups, by index.", min_length=1, max_length=MAX_GROUPS)]
     description: Annotated[str, doc("What the fingerprint was made of, as JSON, for display.", max_length=65536)]
     shards: Annotated[list[RankSpec], doc("Shards by rank and group.", min_length=1, max_length=4096)]
-
-
-# --- reading --------------------------------------------------------------------------------------
 
 
 class BlockInfo(Wire, frozen=True):
@@ -173,9 +167,6 @@ class GetBlocks(Request[BlocksGot], frozen=True):
     lease_id: LeaseId
     group: GroupIndex
     keys: Keys
-
-
-# --- writing --------------------------------------------------------------------------------------
 
 
 class PutShard(Wire, frozen=True):

@@ -116,9 +116,6 @@ class JobResult(Wire, frozen=True):
         return f"Job {self.job_id} failed: {(self.error or ErrorCode.INTERNAL).sentence}"
 
 
-# --- session -------------------------------------------------------------------------------------
-
-
 WANTS_PARENTS, WANTS_TOKENS = "block_parents", "block_tokens"
 """Capabilities of a daemon that has a use for the fields of these names in stores; token ids come with parents, and are
 of use in loads too."""
@@ -195,9 +192,6 @@ class Replay(Request[ReplayReply], frozen=True):
     after: Annotated[Count, doc("Last sequence number that arrived; also acknowledges up to it.")]
 
 
-# --- namespaces and memory -----------------------------------------------------------------------
-
-
 @exchange(Section.MEMORY, ENGINE)
 class OpenNamespace(Request[NamespaceOpened], frozen=True):
     """Opens a namespace, or joins it when its geometry is the same."""
@@ -238,9 +232,6 @@ class Unregister(Request[Done], frozen=True):
     """Ends a registration. After the reply the daemon does not access its memory any more."""
 
     registration_id: RegistrationId
-
-
-# --- scheduler -----------------------------------------------------------------------------------
 
 
 class LookupReply(Reply, frozen=True):
@@ -305,9 +296,6 @@ class Reset(Request[Done], frozen=True):
     namespace: Fingerprint
 
 
-# --- worker --------------------------------------------------------------------------------------
-
-
 class Store(Wire, frozen=True):
     """Copies engine blocks into the pool."""
 
@@ -369,9 +357,6 @@ class Cancel(Request[CancelReply], frozen=True):
     unsent: Annotated[
         int, doc("Stores that the client dropped before it sent them, to be counted.", ge=0, le=MOST_TOLD)
     ] = 0
-
-
-# --- administration ------------------------------------------------------------------------------
 
 
 @exchange(Section.ADMINISTRATION, ADMIN, over_tcp=True)

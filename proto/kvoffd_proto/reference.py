@@ -121,9 +121,6 @@ def _examples() -> str:
     return "\n\n".join(f"{title}:\n\n```\n{hexed}\n```" for title, hexed in rows.items())
 
 
-# --- structs -------------------------------------------------------------------------------------
-
-
 def _struct(struct: type[Struct]) -> str:
     tag = struct.__struct_config__.tag
     if not struct.__struct_config__.array_like:

@@ -17,7 +17,6 @@ PROTOCOL_VERSION = 2
 FINGERPRINT_BYTES = 32
 TOKEN_BYTES = 16
 MAX_GROUPS = 64
-"""Most KV cache groups of a namespace."""
 BLOCK_ID_BYTES = TOKEN_ID_BYTES = 4
 
 

@@ -94,7 +94,6 @@ class Input:
         self._frames: list[bytes] = []
         self._greeted = False
         self.ready = False
-        """The handshake is over."""
 
     def feed(self, data: bytes | memoryview) -> None:
         if self._thrown_away:

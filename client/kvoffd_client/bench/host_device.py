@@ -14,7 +14,6 @@ from kvoffd_client.shared_memory import SharedMemory
 
 STORE, LOAD, BOTH = "store", "load", "store and load at once"
 DIRECTIONS = (STORE, LOAD, BOTH)
-"""Directions of copies."""
 
 _memmove = ctypes.CDLL(None).memmove
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)

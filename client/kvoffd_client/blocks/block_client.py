@@ -51,8 +51,6 @@ class BlockClient(AdminClient):
         self._staging: tuple[int, int, SharedMemory] | None = None
         self._geometries: dict[bytes, Geometry] = {}
 
-    # --- namespaces ------------------------------------------------------------------------------
-
     def find_namespace(self, namespace: str | bytes) -> bytes:
         """The fingerprint of an open namespace. Raises ValueError where none or several have the name."""
         if isinstance(namespace, bytes):
@@ -78,8 +76,6 @@ class BlockClient(AdminClient):
         """Open a namespace without an engine, as before an import; True where it was not open."""
         shards = [list(of_rank) for of_rank in geometry.shards]
         return self.ask(b.RestoreNamespace, *geometry.wire_fields(), shards).created
-
-    # --- reading ---------------------------------------------------------------------------------
 
     def list_blocks(
         self, namespace: str | bytes, group: int = 0, prefix: str = "", *, pinned: bool = False
@@ -214,8 +210,6 @@ class BlockClient(AdminClient):
             except KvoffdClientError:
                 pass  # the session's end is the lease's too
 
-    # --- writing ---------------------------------------------------------------------------------
-
     def put_block(self, namespace: str | bytes, key: bytes, block: Block) -> bool:
         """Put a block's bytes into the pool under ``key``; False where a block of that key is there already.
 
@@ -290,8 +284,6 @@ class BlockClient(AdminClient):
     def unpin(self, namespace: str | bytes, keys: Sequence[bytes], group: int = 0) -> int:
         """Undo ``pin``; returns how many blocks were pinned."""
         return self.ask(b.PinBlocks, self.find_namespace(namespace), group, b"".join(keys), False).count
-
-    # --- inside ----------------------------------------------------------------------------------
 
     @property
     def _session(self) -> BlockSession:

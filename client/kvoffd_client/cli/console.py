@@ -18,7 +18,6 @@ from kvoffd_proto.units import format_count
 TEXT_CELLS = 80
 """Width of what need not be wider."""
 PIPE_CELLS = 120
-"""Width of a page in a pipe."""
 PIPE_LIST_CELLS = 1000
 """A list in a pipe is as wide as it needs to be: who filters it wants whole names."""
 SHORT_FINGERPRINT_DIGITS = 8

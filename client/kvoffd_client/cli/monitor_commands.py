@@ -36,7 +36,6 @@ WATCH_WAIT_S = 2.0
 MIN_INTERVAL_S = 0.1
 """With a shorter interval the counters would show mostly the requests for them."""
 HASH_DIGITS = 12
-"""Hex digits shown of a block's hash."""
 EVENT_CELLS, SPAN_CELLS = 80, 97
 """Width of an event's line without the label of its namespace, with one hash and with two."""
 

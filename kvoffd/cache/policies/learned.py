@@ -131,8 +131,6 @@ class Policy:
         self._free = weakref.finalize(self, self._native.learned_free, self._at)
         self.known = Known.from_address(self._at)
 
-    # --- what requests ask for -------------------------------------------------------------------
-
     def requested(self, chains: Sequence[Chain]) -> None:
         nbytes = keys = 0
         for namespace, group, joined, _ in chains:
@@ -143,8 +141,6 @@ class Policy:
                 nbytes += count * weight
         if keys and (requests := self._native.learned_pass(self._at, keys, nbytes)):
             self._native.learned_learn(self._at, math.exp(-requests / MEMORY_REQUESTS))
-
-    # --- blocks ----------------------------------------------------------------------------------
 
     def insert(self, blocks: Sequence[Block], older: bool = False) -> None:
         namespace, group = blocks[0].namespace, blocks[0].group
@@ -176,8 +172,6 @@ class Policy:
     def __len__(self) -> int:
         return int(self.known.blocks)
 
-    # --- what stores offer -----------------------------------------------------------------------
-
     def offers(self, namespace: Namespace, group: int, keys: Sequence[bytes], starts: Sequence[int]) -> Sequence[Offer]:
         begins, weight = array("Q", starts), namespace.block_bytes(group)
         found = array("Q", bytes(len(keys) * _OFFER.size))
@@ -203,8 +197,6 @@ class Policy:
 
     def declined(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
         self._native.learned_declined(self._at, *_keys(namespace, group, b"".join(keys)))
-
-    # --- what is known, and what the next daemon goes on with ------------------------------------
 
     @property
     def ghosts(self) -> int:

@@ -189,8 +189,6 @@ class RedisCluster(Store):
         for node in list(self._nodes.values()):
             node.interrupt()
 
-    # --- the store -------------------------------------------------------------------------------
-
     def ping(self, deadline: float) -> None:
         self._owners = []
         for node in self._nodes.values():
@@ -280,8 +278,6 @@ class RedisCluster(Store):
     def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
         numbers, _ = self._questions([], deadline, copies_of(generation_key))
         return max(self._raise_copies(numbers, generation, deadline))
-
-    # --- inside ----------------------------------------------------------------------------------
 
     @contextmanager
     def _exchange(self, address: Address) -> Iterator[Redis]:

@@ -122,8 +122,6 @@ class Redis(Store):
             except OSError:
                 pass  # it is closed already
 
-    # --- the store -------------------------------------------------------------------------------
-
     def ping(self, deadline: float) -> None:
         self._command([b"PING"], deadline)
 

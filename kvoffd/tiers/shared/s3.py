@@ -157,8 +157,6 @@ class S3(Store):
             except RuntimeError:
                 pass  # it is closed already
 
-    # --- the store -------------------------------------------------------------------------------
-
     def ping(self, deadline: float) -> None:
         # The body of an answer to GET says what is missing, that of HEAD is empty.
         self._run(self._value(b"kvoffd/1/probe"), deadline)
@@ -234,8 +232,6 @@ class S3(Store):
         if not self._run(self._put(generation_key, [b"%d" % generation]), deadline):
             raise StoreError("full", f"{self._bucket.name} takes no more.")
         return generation
-
-    # --- inside ----------------------------------------------------------------------------------
 
     def _path(self, key: bytes) -> str:
         text = key.decode()

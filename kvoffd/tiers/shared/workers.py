@@ -187,8 +187,6 @@ class Workers:
             store.interrupt()
         return self._threads.join(until)
 
-    # --- asking ----------------------------------------------------------------------------------
-
     def _work_asks(self, store: Store) -> None:
         heard_at = time.monotonic()
         while not self._closed:
@@ -260,8 +258,6 @@ class Workers:
             raise StoreError("protocol", f"{len(ask.keys)} keys were asked for, and {len(found)} answered.")
         return known, found
 
-    # --- reading ---------------------------------------------------------------------------------
-
     def _work_reads(self, store: Store) -> None:
         while self._wait(self._to_read, lambda: bool(self._reads)) or not self._closed:
             batch = self._next_blocks(store, self._reads)
@@ -315,8 +311,6 @@ class Workers:
             return None
         right = all(self._digest(view) == shard.checksum for view, shard in zip(read.views, block.shards, strict=True))
         return block if right else None
-
-    # --- writing ---------------------------------------------------------------------------------
 
     def _work_writes(self, store: Store) -> None:
         while self._wait(self._to_write, self._has_to_write) or not self._closed:
@@ -376,8 +370,6 @@ class Workers:
             self._fail(store, error, "write")
         for write in batch:
             self._ends.write_ended(write, TierResult.FAILED)
-
-    # --- inside ----------------------------------------------------------------------------------
 
     def _fail(self, store: Store, error: Exception, work: str) -> None:
         """Tell of a failure. It counts for the breaker, but not where the server answers that it takes no writes."""

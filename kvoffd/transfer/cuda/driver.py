@@ -87,8 +87,6 @@ class CudaDriver(cuda.CudaLibrary):
         """Return ``domain:bus:device.function``, as in sysfs but in upper case."""
         return self._text("cuDeviceGetPCIBusId", device)
 
-    # --- streams, events, copies ------------------------------------------------------------------
-
     def create_stream(self, *, urgent: bool) -> int:
         """Return a stream that waits for no other: of the highest priority if ``urgent``, else of the lowest."""
         least, greatest = ctypes.c_int(), ctypes.c_int()
@@ -154,8 +152,6 @@ class CudaDriver(cuda.CudaLibrary):
         return BatchCopy(function.value, form)
 
     unload = partialmethod(cuda.CudaLibrary._call, "cuModuleUnload")
-
-    # --- memory -----------------------------------------------------------------------------------
 
     def register_host(self, address: int, size: int) -> None:
         self._call("cuMemHostRegister_v2", address, size, cuda.MEMHOSTREGISTER_PORTABLE)
