@@ -35,7 +35,7 @@ class Lease:
     """Pool bytes of these keys' blocks."""
     named: bool = False
     """Its blocks can be found by key."""
-    books_bytes: int = 0
+    charged_bytes: int = 0
     """What it takes of its session's memory, until its last pin is taken back."""
     loaded_ranks: set[int] = field(default_factory=set)
     """Ranks that have loaded under the lease."""
@@ -106,7 +106,7 @@ class LeaseTable:
         self._take(lease, keys * lease.key_bytes + groups * LEASED_GROUP_BYTES)
 
     def _take(self, lease: Lease, more_bytes: int) -> None:
-        lease.books_bytes += more_bytes
+        lease.charged_bytes += more_bytes
         self._memory.take(lease.owner, more_bytes)
 
     def by_key(self, lease: Lease, group: int) -> dict[bytes, Block]:
@@ -157,7 +157,7 @@ class LeaseTable:
 
     def forget(self, lease: Lease) -> None:
         """Give back what a removed lease took of its session's memory."""
-        self._take(lease, -lease.books_bytes)
+        self._take(lease, -lease.charged_bytes)
 
     def overdue(self, now: float, most: int) -> list[Lease]:
         """Leases whose deadline has come, the first ``most`` of them."""

@@ -92,7 +92,7 @@ class Connection:
 
     __slots__ = (
         "closed",
-        "door",
+        "endpoint",
         "incoming_since",
         "input",
         "name",
@@ -107,12 +107,12 @@ class Connection:
         "waits",
     )
 
-    def __init__(self, name: bytes, stream: socket.socket, door: ListeningSocket, process: ClientProcess) -> None:
+    def __init__(self, name: bytes, stream: socket.socket, endpoint: ListeningSocket, process: ClientProcess) -> None:
         self.name = name
         self.stream = stream
-        self.door = door
+        self.endpoint = endpoint
         self.process = process
-        self.input = zmtp.Input(door.peers, door.max_frame_bytes, MAX_FRAMES)
+        self.input = zmtp.Input(endpoint.peers, endpoint.max_frame_bytes, MAX_FRAMES)
         self.unfinished: Iterator[None] | None = None
         """What is left to be done of its last message, a part at each turn."""
         self.reading = False

@@ -17,7 +17,6 @@ from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.observe.loop_watch import LoopWatch
 from kvoffd.observe.meters import LatencyRecorder, RateMeter
-from kvoffd.server.admission import Sessions
 from kvoffd.server.block_access import BlockAccess, BlockWriter
 from kvoffd.server.disks import Disks
 from kvoffd.server.engine_jobs import EngineJobs
@@ -30,6 +29,7 @@ from kvoffd.server.recorder import Recorder
 from kvoffd.server.router_server import RouterServer
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.session import Session
+from kvoffd.server.sessions import Sessions
 from kvoffd.tiering.manager import TieringManager
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m

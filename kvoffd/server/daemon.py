@@ -25,7 +25,6 @@ from kvoffd.memory_needs import max_index_bytes, needs_told, shortage_told
 from kvoffd.observe.logging import log_what_python_prints
 from kvoffd.pool.pool import Pool
 from kvoffd.server.admin_server import AdminKeys, AdminServer
-from kvoffd.server.admission import RESERVED_SESSIONS
 from kvoffd.server.descriptors import most_connections, raise_descriptor_limit
 from kvoffd.server.disks import OpenStores, opener, shared_opener, shared_stores
 from kvoffd.server.engine_memory import open_gpus
@@ -40,6 +39,7 @@ from kvoffd.server.router_index import router_index
 from kvoffd.server.router_server import RouterServer
 from kvoffd.server.self_probe import SelfProbe
 from kvoffd.server.service import Service
+from kvoffd.server.sessions import RESERVED_SESSIONS
 from kvoffd.server.transport import Transport
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd.system.limits import memory_limit

@@ -11,11 +11,11 @@ from kvoffd import __version__
 from kvoffd.cache.adopt import LOOKED_FOR_BYTES
 from kvoffd.cache.namespace import Namespace
 from kvoffd.errors import BadGeometry, KvoffdError, UnknownNamespace
-from kvoffd.server.admission import may_administer
 from kvoffd.server.context import Context, answers, filled
 from kvoffd.server.engine_memory import EngineMemory, segment_ids
 from kvoffd.server.namespaces import find_or_open
 from kvoffd.server.session import Registration, Session
+from kvoffd.server.sessions import may_administer
 from kvoffd.server.submission import OBJECT_BYTES, Submission
 from kvoffd.transfer.plan import Direction, build_layouts
 from kvoffd_proto import messages as m
@@ -107,18 +107,18 @@ def register(context: Context, session: Session, message: m.Register) -> None:
     context.sessions.check_not_stopping()
     session.check_namespace(message.namespace)
     namespace = context.cache.namespace(message.namespace)
-    books_bytes = _check_registration(context, session, message, namespace)
+    charged_bytes = _check_registration(context, session, message, namespace)
     descriptors = _claim(session, message.segments)
     session.registering.add(message.registration_id)
-    context.cache.memory.take(session.id, books_bytes)
+    context.cache.memory.take(session.id, charged_bytes)
     answer = context.answer_later(message.request_id)
 
     def mapped(result: EngineMemory | Exception) -> None:
         session.registering.discard(message.registration_id)
         try:
-            reply = _registered(context, session, message, namespace, books_bytes, result)
+            reply = _registered(context, session, message, namespace, charged_bytes, result)
         except Exception as error:
-            context.cache.memory.take(session.id, -books_bytes)
+            context.cache.memory.take(session.id, -charged_bytes)
             _give_back(session, descriptors)
             answer(error)
             return
@@ -139,7 +139,7 @@ def unregister(context: Context, session: Session, message: m.Unregister) -> Non
     del session.registrations[message.registration_id]
     answer, done = context.answer_later(message.request_id), m.Done(message.request_id, context.epoch, 1)
     context.runner.abandon([job for job in session.jobs.values() if job.client_memory is registration])
-    context.cache.memory.take(session.id, -registration.books_bytes)
+    context.cache.memory.take(session.id, -registration.charged_bytes)
     registration.close_when_idle(lambda: answer(done))
 
 
@@ -166,7 +166,7 @@ def _registered(
     session: Session,
     message: m.Register,
     namespace: Namespace,
-    books_bytes: int,
+    charged_bytes: int,
     memory: EngineMemory | Exception,
 ) -> m.Registered:
     """Enter the registration, or unmap its memory and raise."""
@@ -185,7 +185,8 @@ def _registered(
     except BaseException:
         memory.close(lambda: None)
         raise
-    session.registrations[message.registration_id] = Registration(memory, namespace, message.rank, layouts, books_bytes)
+    registration = Registration(memory, namespace, message.rank, layouts, charged_bytes)
+    session.registrations[message.registration_id] = registration
     return m.Registered(message.request_id, context.epoch, message.registration_id, shard_bytes)
 
 

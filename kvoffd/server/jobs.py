@@ -60,8 +60,8 @@ class JobRunner:
         job.client_memory.job_started()
         job.session.jobs.update(dict.fromkeys(job.ids, job))
         job.session.pieces += job.pieces
-        job.books_bytes = copy_bytes(len(job.ids), job.pieces)
-        self._cache.memory.take(job.session.id, job.books_bytes)
+        job.charged_bytes = copy_bytes(len(job.ids), job.pieces)
+        self._cache.memory.take(job.session.id, job.charged_bytes)
         self._running[job] = None
         if not plan.pieces:
             outcome = job.checksums.run(lambda: None) if job.checksums is not None else None
@@ -126,7 +126,7 @@ class JobRunner:
                 outcome = Outcome.CANCELLED
             job.end(outcome)
         self._running.pop(job, None)
-        self._cache.memory.take(job.session.id, -job.books_bytes)
+        self._cache.memory.take(job.session.id, -job.charged_bytes)
         self._ended_at = self.clock()
         job.client_memory.job_ended()
         job.session.job_ended(job)

@@ -14,9 +14,9 @@ from kvoffd.errors import KvoffdError
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.pool.pool import PoolShare
 from kvoffd.server.acceptor import Acceptor, failed_streams, peer_of
-from kvoffd.server.admission import may_connect
 from kvoffd.server.context import Context
 from kvoffd.server.session import Ending, Lifeline, Session
+from kvoffd.server.sessions import may_connect
 from kvoffd.system.closing import MOST_DESCRIPTORS, Closer, check_descriptor
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd_proto import lifeline

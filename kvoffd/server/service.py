@@ -21,7 +21,6 @@ from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.server.admission import Sessions
 from kvoffd.server.block_access import BlockAccess, BlockWriter
 from kvoffd.server.context import HANDLERS, Answer, Context, Outbox, Sender
 from kvoffd.server.disks import Disks, OpenDisk
@@ -35,6 +34,7 @@ from kvoffd.server.recent import Recent
 from kvoffd.server.recorder import Recorder
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.session import Session
+from kvoffd.server.sessions import Sessions
 from kvoffd.system.mappings import MappedSegment, map_memfd
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import TransferEngine

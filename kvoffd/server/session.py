@@ -186,7 +186,7 @@ class Registration(ClientMemory):
     namespace: Namespace
     rank: int
     layouts: list[GroupLayout]
-    books_bytes: int
+    charged_bytes: int
     """What it takes of the session's memory in the daemon."""
 
 
@@ -208,7 +208,7 @@ class Job(ABC):
     nbytes: int = field(default=0, init=False)
     pieces: int = field(default=0, init=False)
     """What it counts as in ``max_pieces_in_flight``."""
-    books_bytes: int = field(default=0, init=False)
+    charged_bytes: int = field(default=0, init=False)
     """What it takes of the session's memory in the daemon."""
     store_tickets: list[StoreTicket] = field(default_factory=list, init=False)
     checksums: SlotChecksums | None = field(default=None, init=False)

@@ -19,7 +19,6 @@ from functools import partial
 
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.server.acceptor import Acceptor, failed_streams, peer_of
-from kvoffd.server.admission import may_connect
 from kvoffd.server.connections import (
     MAX_TOPIC_BYTES,
     RECEIVE_BYTES,
@@ -32,6 +31,7 @@ from kvoffd.server.connections import (
     Turns,
 )
 from kvoffd.server.service import Service
+from kvoffd.server.sessions import may_connect
 from kvoffd.system.closing import MOST_DESCRIPTORS, Closer
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd_proto import zmtp
@@ -90,17 +90,17 @@ class Transport:
 
     def open(self) -> None:
         """Bind both sockets. Raises OSError."""
-        for door in (self._jobs, self._events):
+        for endpoint in (self._jobs, self._events):
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             try:
                 # Descriptors are for the lifeline. Here the kernel refuses them to who sends them.
                 listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
             except OSError:
                 self._closer = Closer()  # before Linux 6.16: they come
-            acceptor = Acceptor(listener, partial(self._admit, door))
+            acceptor = Acceptor(listener, partial(self._admit, endpoint))
             self._acceptors.append(acceptor)
-            listener.bind(str(door.path))
-            self._directory.open_to_group(door.path)
+            listener.bind(str(endpoint.path))
+            self._directory.open_to_group(endpoint.path)
             acceptor.start()
 
     async def close(self, linger_s: float) -> None:
@@ -142,7 +142,7 @@ class Transport:
     def _connections(self) -> list[Connection]:
         return [*self._jobs.connections.values(), *self._events.connections.values()]
 
-    def _admit(self, door: ListeningSocket, stream: socket.socket) -> None:
+    def _admit(self, endpoint: ListeningSocket, stream: socket.socket) -> None:
         peer = peer_of(stream)
         if peer.pid != os.getpid() and not may_connect(peer, self._context.config):
             self._refuse(stream, ErrorCode.FORBIDDEN, f"user {peer.uid} (group {peer.gid}) may not use this kvoffd")
@@ -151,33 +151,37 @@ class Transport:
         # A process that the kernel does not tell apart from others stands for itself with each connection.
         key = (peer.uid, peer.process) if peer.process else (peer.uid, 0, int.from_bytes(name, "big"))
         process = self._processes.get(key) or ClientProcess(key)
-        full = len(door.connections) >= door.max_connections
-        if full and peer.pid != os.getpid() and not self._make_place(door, process):
-            self._refuse(stream, ErrorCode.TOO_MANY, f"{door.max_connections} connections to {door.path.name} are open")
+        full = len(endpoint.connections) >= endpoint.max_connections
+        if full and peer.pid != os.getpid() and not self._make_place(endpoint, process):
+            self._refuse(
+                stream, ErrorCode.TOO_MANY, f"{endpoint.max_connections} connections to {endpoint.path.name} are open"
+            )
             return
         self._processes[key] = process
-        process.connections[door] += 1
-        connection = Connection(name, stream, door, process)
-        door.connections[name] = connection
+        process.connections[endpoint] += 1
+        connection = Connection(name, stream, endpoint, process)
+        endpoint.connections[name] = connection
         self._read_on(connection)
-        self._send(connection, zmtp.opening(door.type))
+        self._send(connection, zmtp.opening(endpoint.type))
 
-    def _make_place(self, door: ListeningSocket, newcomer: ClientProcess) -> bool:
+    def _make_place(self, endpoint: ListeningSocket, newcomer: ClientProcess) -> bool:
         """Close a connection of who has the most, unless that is the newcomer, or nobody has more than it would."""
         users: Counter[int] = Counter()
         for process in self._processes.values():
-            users[process.key[0]] += process.connections[door]
+            users[process.key[0]] += process.connections[endpoint]
         user, most = users.most_common(1)[0]
         if users[newcomer.key[0]] + 1 >= most:
             user = newcomer.key[0]
         largest = max(
             (process for process in self._processes.values() if process.key[0] == user),
-            key=lambda process: process.connections[door],
+            key=lambda process: process.connections[endpoint],
             default=None,
         )
-        if largest is None or (user == newcomer.key[0] and largest.connections[door] <= newcomer.connections[door] + 1):
+        if largest is None or (
+            user == newcomer.key[0] and largest.connections[endpoint] <= newcomer.connections[endpoint] + 1
+        ):
             return False
-        oldest = next(one for one in door.connections.values() if one.process is largest)
+        oldest = next(one for one in endpoint.connections.values() if one.process is largest)
         self._drop(oldest, "its process has the most connections, and another needs one")
         return True
 
@@ -187,7 +191,7 @@ class Transport:
         self._warnings.warn("A connection was refused: %s.", why)
 
     def _drop(self, connection: Connection, why: str) -> None:
-        user, name = connection.process.key[0], connection.door.path.name
+        user, name = connection.process.key[0], connection.endpoint.path.name
         self._warnings.warn("A connection of user %d to %s was closed: %s.", user, name, why)
         self._close(connection)
 
@@ -198,21 +202,21 @@ class Transport:
         if connection.unfinished is not None:
             connection.unfinished = None  # the service goes on with what must be done
             self.wake()
-        door, process = connection.door, connection.process
+        endpoint, process = connection.endpoint, connection.process
         self._pause(connection)
         self._loop.remove_writer(connection.stream.fileno())
         if self._closer is None:
             connection.stream.close()
         else:  # with the descriptors that were not received
             self._closer.close(connection.stream.detach())
-        del door.connections[connection.name]
+        del endpoint.connections[connection.name]
         self._count_unsent(connection, -connection.unsent_bytes)
         process.held.discard(connection)
         self._release(process)
         for topic in list(connection.subscriptions):
             self._subscriptions.remove(connection, topic)
         self._long_frames.arrived(connection)
-        process.connections[door] -= 1
+        process.connections[endpoint] -= 1
         if not any(process.connections.values()):
             self._processes.pop(process.key, None)
 
@@ -230,7 +234,7 @@ class Transport:
 
     def _readable(self, connection: Connection) -> None:
         incoming = connection.incoming_since is not None
-        room = self._scratch if incoming else self._scratch[: connection.door.receive_bytes]
+        room = self._scratch if incoming else self._scratch[: connection.endpoint.receive_bytes]
         try:
             count = connection.stream.recv_into(room) if self._closer is None else self._receive(connection, room)
         except BlockingIOError:
@@ -242,7 +246,7 @@ class Transport:
         connection.input.feed(self._scratch[:count])
         if not connection.input.missing_bytes:
             self._wait_for_turn(connection)
-        if not incoming and connection.input.waiting_bytes >= connection.door.receive_bytes:
+        if not incoming and connection.input.waiting_bytes >= connection.endpoint.receive_bytes:
             self._pause(connection)
 
     def _receive(self, connection: Connection, room: memoryview) -> int:
@@ -302,7 +306,7 @@ class Transport:
         self._long_frames.arrived(connection)
         if isinstance(taken, zmtp.Command):
             self._obey(connection, taken)
-        elif connection.door is self._events:
+        elif connection.endpoint is self._events:
             self._subscribe_by_message(connection, taken)
         elif isinstance(taken, zmtp.TooLong):
             self._service.refuse_frame(connection.name, taken.frame_bytes)
@@ -313,13 +317,13 @@ class Transport:
         else:
             self._service.handle(connection.name, b"")  # no request: the decoder refuses it, and the sender hears why
         self.flush()  # a reply must not wait until other messages are served
-        if connection.input.waiting_bytes < connection.door.receive_bytes:
+        if connection.input.waiting_bytes < connection.endpoint.receive_bytes:
             self._read_on(connection)
         return True
 
     def _wait_for_rest(self, connection: Connection) -> None:
         """Read on: what has arrived is no whole message. A long frame waits until it is its turn to be kept."""
-        if connection.input.missing_bytes + connection.input.waiting_bytes <= connection.door.receive_bytes:
+        if connection.input.missing_bytes + connection.input.waiting_bytes <= connection.endpoint.receive_bytes:
             self._read_on(connection)
         elif connection.incoming_since is None:
             self._pause(connection)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvoffd.server.admission import Sessions
 from kvoffd.server.service import Service
+from kvoffd.server.sessions import Sessions
 from kvoffd.transfer.engine import Direction, Outcome
 from kvoffd_proto import codec
 from tests.fuzz.corpus import seeds

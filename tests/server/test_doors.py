@@ -13,8 +13,8 @@ import pytest
 import zmq
 
 from kvoffd.config import Config
-from kvoffd.server.admission import RESERVED_SESSIONS, may_connect
 from kvoffd.server.session import Peer
+from kvoffd.server.sessions import RESERVED_SESSIONS, may_connect
 from kvoffd_client import SharedMemory
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import codec, lifeline

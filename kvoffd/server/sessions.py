@@ -179,8 +179,8 @@ class Sessions:
         session.end(on_drained)
         session.completions.end()
         self._runner.abandon(list(session.jobs.values()))
-        books_bytes = sum(one.books_bytes for one in session.registrations.values())
-        self._cache.memory.take(session.id, -books_bytes - LISTED_KEY_BYTES * len(session.listing))
+        charged_bytes = sum(one.charged_bytes for one in session.registrations.values())
+        self._cache.memory.take(session.id, -charged_bytes - LISTED_KEY_BYTES * len(session.listing))
         session.close_memory()
         if session.role is not None and not session.internal:
             level = logging.DEBUG if session.role is Role.ADMIN else logging.INFO
