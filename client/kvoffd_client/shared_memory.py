@@ -107,6 +107,15 @@ class Registration:
     tensors: tuple[TensorLayout, ...]
     groups: tuple[tuple[PageRef, ...], ...]
 
+    @classmethod
+    def flat(
+        cls, rank: int, memory: Memory, layers: int, blocks: int, page_bytes: int, offset_bytes: int = 0
+    ) -> Registration:
+        """One group of ``layers`` x ``blocks`` pages in this order, from ``offset_bytes`` of ``memory`` on."""
+        starts = (offset_bytes + layer * blocks * page_bytes for layer in range(layers))
+        tensors = tuple(TensorLayout(0, start, page_bytes, blocks) for start in starts)
+        return cls(rank, 1, (memory,), tensors, (tuple(PageRef(layer, page_bytes) for layer in range(layers)),))
+
     def handles(self) -> tuple[list[Handle], list[int]]:
         """The segments as Register names them, and the descriptors to attach: a descriptor's id is its index."""
         handles: list[Handle] = []

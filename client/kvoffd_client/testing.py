@@ -27,7 +27,6 @@ from kvoffd_client.scheduler_session import LookupFuture
 from kvoffd_client.shared_memory import Registration, SharedMemory
 from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import GroupKeys, GroupTransfer, JobResult
 
 KEY_BYTES = 32
@@ -145,17 +144,10 @@ class FakeEngine(Closing):
             raise
 
     def _make_worker(self, rank: int, options: ClientOptions) -> WorkerClient:
-        layer_bytes = self.blocks * self.page_bytes
-        memory = SharedMemory(self.layers * layer_bytes, f"kvoffd-fake-engine-{rank}")
+        memory = SharedMemory(self.layers * self.blocks * self.page_bytes, f"kvoffd-fake-engine-{rank}")
         self._memories.append(memory)
         self._pages.append(memory.view.reshape(self.layers, self.blocks, self.page_bytes))
-        registration = Registration(
-            rank=rank,
-            blocks_per_key=1,
-            memories=(memory,),
-            tensors=tuple(TensorLayout(0, at * layer_bytes, self.page_bytes, self.blocks) for at in range(self.layers)),
-            groups=(tuple(PageRef(at, self.page_bytes) for at in range(self.layers)),),
-        )
+        registration = Registration.flat(rank, memory, self.layers, self.blocks, self.page_bytes)
         name = f"fake engine worker {rank}"
         return WorkerClient(self._directory, self.namespace, registration, name=name, options=options)
 

@@ -66,7 +66,6 @@ class Shares:
         return iter(self._limits.items())
 
     def of(self, fingerprint: bytes) -> NamespaceLimits:
-        """The limits of a namespace, open or not."""
         return self._limits.get(fingerprint, NO_LIMITS)
 
     def set(self, fingerprint: bytes, limits: NamespaceLimits) -> None:

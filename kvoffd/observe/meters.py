@@ -104,7 +104,6 @@ class DurationHistogram:
         self._sum_s += seconds
 
     def counted(self) -> Histogram:
-        """All durations so far."""
         totals = accumulate(self._counts)
         return Histogram(dict(zip([*map(str, self._bounds_s), "+Inf"], totals, strict=True)), self._sum_s)
 

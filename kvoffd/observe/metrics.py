@@ -208,7 +208,6 @@ def render_metrics(stats: StatsReply) -> bytes:
 
 
 def metrics_reference() -> str:
-    """The reference page of all metrics, as Markdown."""
     lines = [
         "# Metrics",
         "",

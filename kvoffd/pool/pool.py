@@ -91,6 +91,8 @@ class Pool:
         self.mark_all_writing = self._table.mark_all_writing
         self.mark_all_ready = self._table.mark_all_ready
         self.rows = self._table.rows
+        self.set_checksum = self._table.set_checksum
+        self.forget_namespace = self._table.forget_namespace
 
     def _adopt(self, backing: PoolBacking, geometry: Geometry) -> PoolMappings | None:
         try:
@@ -177,10 +179,6 @@ class Pool:
             self._table.set_region(region, slot_bytes)
         return offsets
 
-    def forget_namespace(self, fingerprint: bytes) -> None:
-        """Keeps a namespace's record no more; it has no slots."""
-        self._table.forget_namespace(fingerprint)
-
     def note_namespace(self, record: NamespaceRecord) -> None:
         """Keeps a namespace's record for a successor. Logs it, once, when there is no room for one."""
         if not self._table.note_namespace(record) and not self._namespace_dropped:
@@ -190,10 +188,6 @@ class Pool:
     def revoke_record(self, offset: int) -> None:
         """Strikes out the record of a slot that is ready. It stays handed out, but no successor may serve its bytes."""
         self._table.free([offset])
-
-    def set_checksum(self, offset: int, checksum: int) -> None:
-        """Enters the checksum of a slot that became ready without one, for a successor."""
-        self._table.set_checksum(offset, checksum)
 
     def digests(self, slots: Sequence[tuple[int, int]]) -> list[int]:
         """The checksums of slots, given by offset and length in bytes: never 0. For any thread, until ``close``."""

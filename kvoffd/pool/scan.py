@@ -127,7 +127,6 @@ def _judge_all(fd: int, geometry: Geometry, scanner: Scanner) -> None:
 
 
 def _read_fingerprints(fd: int, geometry: Geometry) -> dict[Entry, bytes]:
-    """Fingerprints by their entry."""
     data = os.pread(fd, geometry.fingerprints * FINGERPRINT_ENTRY_BYTES, geometry.fingerprints_at)
     found = {}
     for index in range(geometry.fingerprints):

@@ -317,7 +317,6 @@ class SlotAllocator(RegionSlots[_PoolRegion, int]):
 
     @property
     def free_bytes(self) -> int:
-        """Bytes in no slot that is handed out."""
         return self.pool_bytes - self.used_bytes
 
     def slot_bytes(self, nbytes: int) -> int:

@@ -57,7 +57,6 @@ class Turns:
         return bool(self._waiting)
 
     def add(self, connection: Connection) -> None:
-        """The connection has input and waits for its turn."""
         process = connection.process
         process.waiting.append(connection)
         if len(process.waiting) == 1 and process is not self._served:

@@ -219,7 +219,6 @@ class StoreJobs(_EngineJob):
         return self._by_store(lost)
 
     def _by_store(self, numbers: Sequence[Sequence[int]]) -> dict[int, list[GroupKeys]]:
-        """Keys given by group and number, by store."""
         found: dict[int, list[GroupKeys]] = {}
         for part, chosen in zip(self.groups, numbers, strict=True):
             for store, keys in part.keys_by_store(chosen) if chosen else ():

@@ -67,7 +67,6 @@ def _crowded(context: Context) -> list[m.HealthProblem]:
 
 
 def _most_pinned(context: Context) -> str:
-    """Who has most of it."""
     leases, sessions = context.cache.leases, {session.id: session for session in context.sessions}
     by_session = {session_id: leases.held(session_id).nbytes for session_id in sessions}
     operators_bytes = context.cache.operator_pins.nbytes

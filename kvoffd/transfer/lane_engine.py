@@ -9,8 +9,6 @@ from kvoffd.transfer.lane import Lane
 
 
 class LaneEngine(TransferEngine):
-    """An engine that has one lane for each direction."""
-
     def __init__(self, lanes: dict[Direction, Lane]) -> None:
         self._lanes = lanes
 

@@ -427,7 +427,6 @@ class CudaLibrary:
         self._call("cuMemFreeHost", address)
 
     def copy(self, destination: int, source: int, size: int, stream: int) -> None:
-        """Put one copy into the stream."""
         self._call("cuMemcpyAsync", destination, source, size, stream)
 
     def wait_stream(self, stream: int) -> None:

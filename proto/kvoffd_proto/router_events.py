@@ -12,7 +12,6 @@ HASH_BYTES = 8
 
 
 def router_hash(block_hash: bytes) -> int:
-    """The hash by which routers know a block."""
     return int.from_bytes(block_hash[-HASH_BYTES:], "big")
 
 

@@ -74,7 +74,6 @@ class Result:
         return self.value / self.floor
 
     def to_object(self) -> BenchResult:
-        """Return the object for it in ``results`` of ``--json``."""
         cost = () if self.cpu is None else (self.cpu.seconds, self.cpu.per, self.cpu.checksums)
         return BenchResult(self.case, self.value, self.unit, self.floor, self.ratio, *cost)
 
@@ -106,7 +105,6 @@ class Report:
     gpu: BenchGpu | None = None
 
     def to_object(self) -> BenchReport:
-        """Return the object that ``--json`` prints."""
         return BenchReport(self.bench, machine(), [item.to_object() for item in self.results], self.gpu)
 
 

@@ -20,7 +20,6 @@ from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.scheduler_session import LookupFuture
 from kvoffd_client.shared_memory import Memory, Registration, SharedMemory
 from kvoffd_client.worker_client import WorkerClient
-from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import BENCH_LABEL, GroupKeys, GroupTransfer, JobResult, Store
 
 KEY_BYTES = 32
@@ -95,15 +94,8 @@ class SyntheticEngine(Closing):
         )
         self.namespace = namespace
         self._memory = memory if memory is not None else host_memory(layers * blocks * page_bytes)
-        layer_bytes = blocks * page_bytes
-        tensors = tuple(
-            TensorLayout(0, self._memory.offset_bytes + layer * layer_bytes, page_bytes, blocks)
-            for layer in range(layers)
-        )
-        pages = tuple(PageRef(tensor=layer, page_bytes=page_bytes) for layer in range(layers))
-        registration = Registration(
-            rank=rank, blocks_per_key=1, memories=(self._memory.registered,), tensors=tensors, groups=(pages,)
-        )
+        where = self._memory.registered, layers, blocks, page_bytes, self._memory.offset_bytes
+        registration = Registration.flat(rank, *where)
         # A bench waits for slow answers instead of calling them misses.
         options = ClientOptions(request_timeout_s=WAIT_S)
         self._job_ids = itertools.count(1)

@@ -70,7 +70,6 @@ class Entry:
 
     @property
     def text(self) -> str:
-        """The entry as the metadata has it."""
         sums = ",".join(f"{item:016x}" for item in self.checksums)
         return f"{self.group}:{self.key.hex()}:{self.first_block}:{sums}"
 

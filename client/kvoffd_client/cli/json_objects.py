@@ -104,8 +104,6 @@ class Blocks(Struct, frozen=True):
 
 
 class BlockLayer(Struct, frozen=True):
-    """A layer of a shard."""
-
     name: Annotated[str, doc("The layer's name in the engine.")]
     dtype: Annotated[str, doc("Type of its numbers.")]
     shape: Annotated[list[int], doc("Its dimensions, engine blocks first.")]
@@ -152,8 +150,6 @@ class ImportDone(Struct, frozen=True):
 
 
 class FileBlock(Struct, frozen=True):
-    """A block in a file."""
-
     group: Annotated[int, doc("KV cache group.")]
     key: Key
 
@@ -182,8 +178,6 @@ class Machine(Struct, frozen=True):
 
 
 class BenchResult(Struct, frozen=True):
-    """A case of a bench."""
-
     case: Annotated[str, doc("What was measured.")]
     value: Annotated[float, doc("The measured value.")]
     unit: Annotated[str, doc("Unit of value and floor.")]
@@ -197,8 +191,6 @@ class BenchResult(Struct, frozen=True):
 
 
 class BenchGpu(Struct, frozen=True):
-    """The GPU of a bench."""
-
     name: Annotated[str, doc("Name of the GPU.")]
     uuid: Annotated[str, doc("UUID of the GPU, or of the MIG instance.")]
     driver: Annotated[str, doc("Release of the driver and the CUDA version it knows.")]

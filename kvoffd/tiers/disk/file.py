@@ -129,7 +129,6 @@ class DiskFile:
             raise
 
     def read_pages(self, offset: int, nbytes: int) -> memoryview:
-        """Reads whole pages of the file. Raises OSError."""
         pages = aligned_buffer(nbytes)
         read_all(self.calls, self.fd, [pages], offset)
         return pages

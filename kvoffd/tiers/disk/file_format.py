@@ -150,12 +150,10 @@ class SlotShape(NamedTuple):
 
     @classmethod
     def of(cls, block: TierBlock) -> SlotShape:
-        """The shape that holds the block."""
         slot_bytes = sum(page_up(shard.length) for shard in block.shards)
         return cls(max(PAGE_BYTES, slot_bytes), record_bytes(len(block.shards)))
 
     def slots(self, region_bytes: int) -> int:
-        """How many slots fit a region."""
         slots = max(0, (region_bytes - PAGE_BYTES) // (self.slot_bytes + self.record_bytes))
         while slots and self.slots_at(slots) + slots * self.slot_bytes > region_bytes:
             slots -= 1

@@ -24,8 +24,6 @@ Digest = Callable[[memoryview], int]
 
 
 class Ended(NamedTuple):
-    """A job and how it ended."""
-
     job: Job
     result: TierResult
     error_kind: DiskFault | None = None

@@ -43,7 +43,6 @@ def object_key(block_id: TierKey, generation: int) -> bytes:
 
 
 def header_bytes(block_id: TierKey, shards: int) -> int:
-    """Length of the header."""
     return _HEAD.size + len(block_id.fingerprint) + len(block_id.key) + shards * _SHARD.size + _SUM.size
 
 
