@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -23,6 +24,11 @@ def path_beside_pool(config: Config, suffix: str) -> str:
 
 class OfNoUse(ValueError):
     """A file is of no use. The message says why, and begins with ``it``."""
+
+
+def checked(body: bytes) -> bytes:
+    """The body behind its CRC-32 in hex, for ``KeptFile.read_checked``."""
+    return b"%08x\n" % zlib.crc32(body) + body
 
 
 class KeptFile:
@@ -50,6 +56,13 @@ class KeptFile:
             if found.st_size > self._most_bytes:
                 raise OfNoUse(f"it has {found.st_size} bytes, more than {self._most_bytes}")
             return file.read(self._most_bytes)
+
+    def read_checked(self) -> bytes:
+        """The body of what ``checked`` made. Raises OSError, OfNoUse."""
+        checksum, _, body = self.read().partition(b"\n")
+        if checksum != b"%08x" % zlib.crc32(body):
+            raise OfNoUse("its checksum is wrong")
+        return body
 
     def write_soon(self, content: Iterable[bytes]) -> None:
         """Write it in a thread, piece by piece as it comes; only while none is being written."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import zlib
 
 import msgspec
 
 from kvoffd.cache.shares import MAX_LIMITED, Shares
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.server.kept_file import KeptFile, OfNoUse, path_beside_pool
+from kvoffd.server.kept_file import KeptFile, checked, path_beside_pool
 from kvoffd_proto.messages import NamespaceLimits
 
 logger = logging.getLogger(__name__)
@@ -42,10 +41,7 @@ class KeptLimits:
     def go_on(self) -> None:
         """Take over what an earlier daemon left, if it left anything."""
         try:
-            checksum, _, body = self._file.read().partition(b"\n")
-            if checksum != b"%08x" % zlib.crc32(body):
-                raise OfNoUse("its checksum is wrong")
-            lines = [msgspec.json.decode(line, type=_Line) for line in body.splitlines()]
+            lines = [msgspec.json.decode(line, type=_Line) for line in self._file.read_checked().splitlines()]
             found = [(bytes.fromhex(line.fingerprint), line) for line in lines]
         except FileNotFoundError:
             return
@@ -88,5 +84,4 @@ class KeptLimits:
             _Line(fingerprint.hex(), one.minimum_bytes, one.maximum_bytes, one.weight)
             for fingerprint, one in self._shares
         )
-        body = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
-        return b"%08x\n" % zlib.crc32(body) + body
+        return checked(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))

@@ -8,14 +8,13 @@ not shared again. Without the file no reset is known, and no generation was foll
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from kvoffd.server.kept_file import KeptFile, OfNoUse
+from kvoffd.server.kept_file import KeptFile, checked
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -50,12 +49,7 @@ class KeptResets:
         """What an earlier daemon of this directory left, which this user alone may write."""
         file, record = KeptFile(str(directory / FILE), MOST_BYTES), _Record()
         try:
-            checksum, _, body = file.read().partition(b"\n")
-            if not body:  # as it was written before it had a checksum
-                body = checksum
-            elif checksum != b"%08x" % zlib.crc32(body):
-                raise OfNoUse("its checksum is wrong")
-            record = msgspec.json.decode(body, type=_Record)
+            record = msgspec.json.decode(file.read_checked(), type=_Record)
             for name in (
                 *record.left,
                 *record.resets,
@@ -109,8 +103,7 @@ class KeptResets:
         return max(self._record.resets.values(), default=0)
 
     def _write(self) -> None:
-        body = msgspec.json.encode(self._record)
-        self._file.write([b"%08x\n" % zlib.crc32(body), body])
+        self._file.write([checked(msgspec.json.encode(self._record))])
         if (error := self._file.error) is not None:
             logger.warning("What is known of resets cannot be kept in %s: %s.", self._file.path, error)
 

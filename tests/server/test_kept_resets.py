@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvoffd.server import kept_resets
+from kvoffd.server.kept_file import checked
 from kvoffd.server.kept_resets import FILE, KeptResets
 
 ONE, OTHER = b"1" * 32, b"2" * 32
@@ -34,7 +35,7 @@ def test_what_was_noted_is_known_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"left": {"no hex": null}}', '{"generations": {"a": {"0": "x"}}}'])
 def test_a_damaged_file_is_as_none(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / FILE).write_text(text)
+    (tmp_path / FILE).write_bytes(checked(text.encode()))
     kept = KeptResets.of(tmp_path)
     assert (kept.left, kept.generations_of("a")) == ([], {})
     assert "is of no use" in caplog.text
@@ -55,11 +56,6 @@ def test_damage_of_any_byte_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFix
             assert "is of no use" in caplog.text
         (tmp_path / FILE).write_bytes(whole[:at])
         assert KeptResets.of(tmp_path).left == []
-
-
-def test_a_file_without_a_checksum_is_an_earlier_daemon_s(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text(f'{{"left": {{"{ONE.hex()}": null}}}}')
-    assert KeptResets.of(tmp_path).left == [ONE]
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
