@@ -282,6 +282,26 @@ def test_a_store_that_nobody_asks_is_known_to_be_gone_and_back(
     assert rig.close()
 
 
+def test_the_log_says_when_it_is_reachable_at_first_and_again(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "kvoffd.tiers.shared.shared_tier")
+    monkeypatch.setattr("kvoffd.tiers.shared.shared_tier.STEADY_S", 2.0)
+    rig = SharedRig(store.url).reachable()
+
+    def said(times: int) -> bool:
+        rig.tier.tick()
+        return caplog.messages == [f"{store.url} is reachable."] * times
+
+    rig.until(lambda: said(1))
+    assert said(1), "once"
+    rig.tier.breaker.failed("ask", at_once=True)
+    assert said(1)
+    rig.until(lambda: said(1) and rig.tier.reachable)  # it may be gone again at once
+    rig.until(lambda: said(2))
+    assert rig.close()
+
+
 def test_a_store_that_is_full_is_left_alone_for_a_while(store: FaultyStore, rig: SharedRig) -> None:
     block = rig.block(1)
     rig.store(block)

@@ -30,6 +30,8 @@ RAISE_S = 5.0
 """How long it may take to raise a generation, or to look whether another node did."""
 MOST_OBJECT_BYTES = 500 * 2**20
 """Redis takes values of 512 MiB."""
+STEADY_S = 5.0
+"""How long it is reachable again until the log says so: what comes and goes does not fill it."""
 OLD_WEIGHT = 0.9
 """Weight of earlier asks in the time that an ask takes."""
 
@@ -101,8 +103,8 @@ class SharedTier(AskedTier):
         self._writes: dict[Write, OnDone] = {}
         self._writing: set[TierKey] = set()
         self._read_block: TierBlock | None = None
-        self._write_at = 0.0
-        self._closed = False
+        self._write_at = self._steady_at = 0.0
+        self._told_reachable = self._closed = False
         self._ended: deque[Callable[[], None]] = deque()
         self._workers = Workers(stores, self.generation, digest, self.breaker, self, self.ask_deadline_s)
 
@@ -222,11 +224,17 @@ class SharedTier(AskedTier):
     def tick(self) -> None:
         """Give the store up while the thread that asks hangs, as it may where names are looked up.
 
-        Tell of the servers that it does without.
+        Tell of the servers that it does without, and when it is reachable.
         """
+        now = self._clock()
+        if not self.reachable:
+            self._told_reachable, self._steady_at = False, now + (STEADY_S if self.breaker.opened else 0.0)
+        elif not self._told_reachable and now >= self._steady_at:
+            self._told_reachable = True
+            logger.info("%s is reachable.", self.name)
         for name, error in self._servers.take_untold() if self._servers is not None else ():
             self._failed(error.kind, error.sentence, name)
-        overdue = self._workers.take_overdue_asks(self._clock() - HANGS_S)
+        overdue = self._workers.take_overdue_asks(now - HANGS_S)
         for ask in overdue:
             self._unanswered(ask)
         if overdue:
