@@ -25,6 +25,12 @@ def test_groups_get_vllms_ids_back() -> None:
     assert not event.removed
 
 
+def test_what_somebody_had_under_the_same_name_with_more_groups_is_passed_over() -> None:
+    translator = KvEventTranslator((0,))
+    events = [stored(1, group=1), removed(1, group=63), stored(2, group=-1), AllBlocksCleared(), stored(3)]
+    assert [event.keys for event in translator.translate(events)] == [[key(3)]]
+
+
 def test_when_all_is_cleared_each_announced_block_is_removed_by_name() -> None:
     translator = KvEventTranslator((0,))
     translator.translate([stored(1, 2), removed(1)])
