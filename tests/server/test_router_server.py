@@ -13,8 +13,10 @@ from tempfile import TemporaryDirectory
 import pytest
 import zmq
 
+from kvoffd.server.router_index import BLOCK_BYTES
 from kvoffd.server.router_server import MAX_PEERS
 from kvoffd_client.admin_client import AdminClient
+from kvoffd_proto import messages as m
 from kvoffd_proto import zmtp
 from kvoffd_proto.messages import WANTS_TOKENS, RouterStats
 from tests.chaos.footprint import Footprint
@@ -22,6 +24,7 @@ from tests.support.daemon import DaemonProcess
 from tests.support.redis_server import RedisServer, needs_redis
 from tests.support.router_daemon import BLOCK_TOKENS, PromptEngine, Subscriber, free_ports, replay, router_daemon
 from tests.support.waiting import wait_until
+from tests.support.wire import WireClient
 
 PROMPT = list(range(1000, 1000 + 4 * BLOCK_TOKENS))
 
@@ -126,6 +129,19 @@ def test_blocks_of_another_node_are_told_once_they_are_loaded_and_so_are_those_b
         there.store(longer, first=4)
         router.take_until({1, 2, 3, 4, 5})
         assert router_stats(second).untold_blocks == 4, "as they came"
+
+
+def test_a_namespace_that_is_forgotten_takes_no_memory_any_more() -> None:
+    with router_daemon() as (daemon, _, _):
+        with PromptEngine(daemon) as engine:
+            name = engine.fingerprint
+            engine.store(PROMPT)
+            engine.invalidate(*engine.chain(PROMPT))
+            assert router_stats(daemon).index_bytes == BLOCK_BYTES, "the beginning of all prompts"
+        with WireClient(daemon.directory) as other:  # what is empty and not open gives its name to another geometry
+            groups = [m.GroupSpec("full_attention", BLOCK_TOKENS)]
+            other.ask(m.OpenNamespace(other.next_id(), other.token, name, "", 1, 64, groups, "{}"), m.NamespaceOpened)
+            assert router_stats(daemon).index_bytes == 0
 
 
 def test_who_subscribes_to_topics_gets_them_and_only_them(serving, engine) -> None:
