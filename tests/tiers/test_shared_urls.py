@@ -92,7 +92,7 @@ def test_the_variable_of_passwords_is_no_setting() -> None:
 
 def test_credentials_are_in_a_line_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "passwords"
-    file.write_text(f"{SECRET}\n\nkey:more:colons\n")
+    file.write_text(f"\ufeff{SECRET}\n\nkey:more:colons\n")  # Windows begins a text so
     wanted = [Credentials("", SECRET), Credentials(), Credentials("key", "more:colons"), Credentials()]
     assert Credentials.read(str(file), 4) == wanted
     monkeypatch.setenv("KVOFFD_SHARED_PASSWORD", "user:other")

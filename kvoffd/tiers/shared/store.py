@@ -197,7 +197,7 @@ class Credentials(NamedTuple):
         try:
             text = os.environ.get(PASSWORD_VARIABLE, "")
             if path:
-                with open(path, encoding="utf-8") as file:
+                with open(path, encoding="utf-8-sig") as file:
                     text = file.read(MOST_PASSWORD_CHARACTERS + 1)
                 _warn_of_readers(path)
         except (OSError, ValueError) as error:
