@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -78,7 +79,7 @@ def _metrics_of(
             yield MetricSpec(
                 f"{prefix}{annotation.name or name}{ending}",
                 annotation.kind,
-                annotation.help or description,
+                annotation.help or re.sub(r"\bnil\b", "absent", description),
                 (*labels, *label),
                 [sample for values, owner in held for sample in _samples(getattr(owner, name), annotation, values)],
             )
@@ -215,6 +216,7 @@ def metrics_reference() -> str:
         "`python -m kvoffd.observe.metrics > kvoffd/observe/METRICS.md`; do not edit it. Counters count from the",
         "daemon's start. Beside them are those that exporters have in common: `process_start_time_seconds`,",
         "`process_cpu_seconds_total`, `process_resident_memory_bytes` (with the pool), `process_open_fds` and others.",
+        "`kvoffd-cli stats --json` has the same numbers; [JSON.md](../../client/JSON.md) lists the reasons of misses.",
         "",
         "| metric | type | labels | meaning |",
         "|---|---|---|---|",

@@ -180,6 +180,7 @@ def test_every_metric_has_a_conventional_name_and_a_description(spec: MetricSpec
     assert re.fullmatch("kvoffd_[a-z_]+", spec.name)
     assert spec.name.endswith("_total") == (spec.kind == "counter")
     assert spec.description.endswith(".")
+    assert "nil" not in spec.description.replace(";", "").split(), "Prometheus has no nil: the sample is absent"
     unit = {"second": "_seconds", "byte": "_bytes"}
     for word, ending in unit.items():
         if spec.description.lower().startswith(word):
