@@ -106,7 +106,7 @@ class SharedTier(AskedTier):
         self._write_at = self._steady_at = 0.0
         self._told_reachable = self._closed = False
         self._ended: deque[Callable[[], None]] = deque()
-        self._workers = Workers(stores, self.generation, digest, self.breaker, self, self.ask_deadline_s)
+        self._workers = Workers(stores, self.generation, digest, self.breaker, self, self._end, self.ask_deadline_s)
 
     # --- AskedTier -------------------------------------------------------------------------------
 
@@ -233,13 +233,13 @@ class SharedTier(AskedTier):
             self._told_reachable = True
             logger.info("%s is reachable.", self.name)
         for name, error in self._servers.take_untold() if self._servers is not None else ():
-            self._failed(error.kind, error.sentence, name)
+            self.failed(error.kind, error.sentence, name)
         overdue = self._workers.take_overdue_asks(now - HANGS_S)
         for ask in overdue:
-            self._unanswered(ask)
+            self.unanswered(ask)
         if overdue:
             self.breaker.failed("ask", at_once=True)
-            self._failed("timeout", f"{self.name} is being connected to for too long; see its name and the network.")
+            self.failed("timeout", f"{self.name} is being connected to for too long; see its name and the network.")
 
     @property
     def queued_reads(self) -> int:
@@ -262,40 +262,15 @@ class SharedTier(AskedTier):
             self._writes.clear()
         return ended
 
-    # --- called by the threads -------------------------------------------------------------------
-
-    def asked(self, ask: Ask, generation: int, found: Sequence[bool], seconds: float) -> None:
-        self._end(lambda: self._asked_ended(ask, generation, found, seconds))
-
-    def raised(self, one: Raise, generation: int, problem: str) -> None:
-        self._end(lambda: self._raised(one, generation, problem))
-
-    def unanswered(self, ask: Ask) -> None:
-        self._end(lambda: self._unanswered(ask))
-
-    def read_ended(self, read: Read, result: TierResult, block: TierBlock | None) -> None:
-        self._end(lambda: self._read_ended(read, result, block))
-
-    def write_ended(self, write: Write, result: TierResult) -> None:
-        self._end(lambda: self._write_ended(write, result))
-
-    def writing_refused(self) -> None:
-        self._end(self._writing_refused)
-
-    def failed(self, kind: str, sentence: str) -> None:
-        self._end(lambda: self._failed(kind, sentence))
-
     def _end(self, call: Callable[[], None]) -> None:
         self._ended.append(call)
         self._post(self._deliver)
-
-    # --- inside, in the daemon's thread ----------------------------------------------------------
 
     def _deliver(self) -> None:
         while self._ended:
             self._ended.popleft()()
 
-    def _asked_ended(self, ask: Ask, generation: int, found: Sequence[bool], seconds: float) -> None:
+    def asked(self, ask: Ask, generation: int, found: Sequence[bool], seconds: float) -> None:
         counters = self.counters
         self._asked -= len(ask.keys)
         counters.ask_seconds = (
@@ -321,19 +296,19 @@ class SharedTier(AskedTier):
             self._answers.forget(fingerprint)
             self._voided.add(fingerprint)
 
-    def _raised(self, one: Raise, generation: int, problem: str) -> None:
+    def raised(self, one: Raise, generation: int, problem: str) -> None:
         if not problem and generation > self.generation(one.fingerprint):
             self._note_generation(one.fingerprint, generation)
         one.ended, one.problem = True, problem
 
-    def _unanswered(self, ask: Ask) -> None:
+    def unanswered(self, ask: Ask) -> None:
         self._asked -= len(ask.keys)
         self.counters.unanswered_keys += len(ask.keys)
         absent = [False] * len(ask.keys)
         self._answers.answered(ask.fingerprint, ask.group, ask.keys, absent)
         self._tell(ask, absent)
 
-    def _read_ended(self, read: Read, result: TierResult, block: TierBlock | None) -> None:
+    def read_ended(self, read: Read, result: TierResult, block: TierBlock | None) -> None:
         on_done = self._reads.pop(read)
         counters, (fingerprint, group, key) = self.counters, read.block_id
         if result is TierResult.DONE and read.generation != self._generation(read.block_id):
@@ -346,17 +321,17 @@ class SharedTier(AskedTier):
             counters.mismatches += 1
             self.remove([read.block_id])
             name = object_key(read.block_id, read.generation).decode()
-            self._failed("mismatch", f"The object {name} is not the block that it should be; it is removed.")
+            self.failed("mismatch", f"The object {name} is not the block that it should be; it is removed.")
         else:
             self._answers.refuse(fingerprint, group, key)
         self._read_block = block
         on_done(result)
         self._read_block = None
 
-    def _writing_refused(self) -> None:
+    def writing_refused(self) -> None:
         self._write_at = self._clock() + FULL_PAUSE_S
 
-    def _write_ended(self, write: Write, result: TierResult) -> None:
+    def write_ended(self, write: Write, result: TierResult) -> None:
         on_done = self._writes.pop(write)
         self._writing.remove(write.block.id)
         counters, (fingerprint, group, key) = self.counters, write.block.id
@@ -372,7 +347,7 @@ class SharedTier(AskedTier):
             counters.dropped_writes += 1
         on_done(result)
 
-    def _failed(self, kind: str, sentence: str, server: str = "") -> None:
+    def failed(self, kind: str, sentence: str, server: str = "") -> None:
         """``server``: which of several failed, each of which is told of."""
         self.counters.errors[kind] += 1
         if not server:

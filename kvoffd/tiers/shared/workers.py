@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 from kvoffd.system.threads import DaemonThreads
 from kvoffd.tiers.shared.breaker import Breaker
@@ -87,7 +87,7 @@ class Raise:
 
 
 class Ends(Protocol):
-    """Told of what has ended; called in the threads."""
+    """Told of what has ended."""
 
     def raised(self, one: Raise, generation: int, problem: str) -> None:
         """``problem``: why it was not raised."""
@@ -108,10 +108,14 @@ class Ends(Protocol):
 
 _Block = TypeVar("_Block", Read, Write)
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Workers:
-    """Queues, and the threads that work them off. Deadlines are of ``clock``, which is that of ``time.monotonic``."""
+    """Queues, and the threads that work them off. Deadlines are of ``clock``, which is that of ``time.monotonic``.
+
+    ``post`` has ``ends`` told in the daemon's thread.
+    """
 
     def __init__(
         self,
@@ -120,12 +124,14 @@ class Workers:
         digest: Digest,
         breaker: Breaker,
         ends: Ends,
+        post: Callable[[Callable[[], None]], None],
         ask_deadline_s: float,
     ) -> None:
         self._generations = generations
         self._digest = digest
         self._breaker = breaker
         self._ends = ends
+        self._post = post
         self._ask_deadline_s = ask_deadline_s
         # A condition for each kind of thread: to wake those that have nothing to do costs time of the interpreter.
         self._lock = threading.Lock()
@@ -170,6 +176,9 @@ class Workers:
             self._removals += keys[: MOST_REMOVALS - len(self._removals)]
             self._to_write.notify()
 
+    def _end(self, tell: Callable[P, None], *what: P.args, **named: P.kwargs) -> None:
+        self._post(partial(tell, *what, **named))
+
     def take_overdue_asks(self, before: float) -> list[Ask]:
         """All asks that wait, where the first should have ended by then: the thread that asks hangs."""
         with self._lock:
@@ -192,7 +201,7 @@ class Workers:
         while not self._closed:
             if self._breaker.open:
                 for ask in self._next(self.asks, len(self.asks)):
-                    self._ends.unanswered(ask)
+                    self._end(self._ends.unanswered, ask)
                 self._probe_when_due(store)
             elif self._wait(self._to_ask, lambda: bool(self.asks)):
                 for ask in self._next(self.asks, 1):
@@ -228,7 +237,7 @@ class Workers:
     def _ask(self, store: Store, ask: Ask) -> None:
         started = time.monotonic()
         if started >= ask.deadline:
-            self._ends.unanswered(ask)
+            self._end(self._ends.unanswered, ask)
             return
         try:
             store.connect()
@@ -236,10 +245,10 @@ class Workers:
             generation, found = self._exchange(store, ask, connected + self._ask_deadline_s + ASK_PATIENCE_S)
         except Exception as error:
             self._fail(store, error, "ask")
-            self._ends.unanswered(ask)
+            self._end(self._ends.unanswered, ask)
             return
         ended = time.monotonic()
-        self._ends.asked(ask, generation, found, ended - started)
+        self._end(self._ends.asked, ask, generation, found, ended - started)
         # To look for one of several servers that is down takes time, which says nothing of the others.
         if ended - connected > self._ask_deadline_s:
             self._breaker.failed("ask")
@@ -264,7 +273,7 @@ class Workers:
             now = time.monotonic()
             late = [read for read in batch if read.deadline <= now]
             for read in late:
-                self._ends.read_ended(read, TierResult.DEADLINE, None)
+                self._end(self._ends.read_ended, read, TierResult.DEADLINE, None)
             if batch := [read for read in batch if read not in late]:
                 self._read(store, deque(batch))
         store.close()
@@ -272,7 +281,7 @@ class Workers:
     def _read(self, store: Store, batch: deque[Read]) -> None:
         if self._breaker.open:
             for read in batch:
-                self._ends.read_ended(read, TierResult.FAILED, None)
+                self._end(self._ends.read_ended, read, TierResult.FAILED, None)
             return
         deadline = min(read.deadline for read in batch)
         requests = [
@@ -288,9 +297,9 @@ class Workers:
                 block = self._verified(batch[0], header) if header else None
                 read = batch.popleft()
                 if header is None:
-                    self._ends.read_ended(read, TierResult.GONE, None)
+                    self._end(self._ends.read_ended, read, TierResult.GONE, None)
                 else:
-                    self._ends.read_ended(read, TierResult.DONE if block else TierResult.CORRUPT, block)
+                    self._end(self._ends.read_ended, read, TierResult.DONE if block else TierResult.CORRUPT, block)
                     if block is None:
                         # It may be the answer to another question, as what follows on the connection then is.
                         store.close()
@@ -300,7 +309,7 @@ class Workers:
             if batch:
                 read = batch.popleft()
                 late = time.monotonic() >= read.deadline
-                self._ends.read_ended(read, TierResult.DEADLINE if late else TierResult.FAILED, None)
+                self._end(self._ends.read_ended, read, TierResult.DEADLINE if late else TierResult.FAILED, None)
         with self._lock:
             self._reads.extendleft(reversed(batch))
 
@@ -332,9 +341,9 @@ class Workers:
             generation = store.raise_generation(own_key, seen, generation, one.deadline)
         except Exception as error:
             self._fail(store, error, "write")
-            self._ends.raised(one, 0, str(error) or repr(error))
+            self._end(self._ends.raised, one, 0, str(error) or repr(error))
         else:
-            self._ends.raised(one, generation, "")
+            self._end(self._ends.raised, one, generation, "")
 
     def _remove(self, store: Store, keys: Sequence[bytes]) -> None:
         """Best effort: what stays is asked for again, and its checksum compared again."""
@@ -365,11 +374,11 @@ class Workers:
                 each = iter(stored)
                 for known in there:
                     written = TierResult.PRESENT if known else TierResult.DONE if next(each) else TierResult.FAILED
-                    self._ends.write_ended(batch.popleft(), written)
+                    self._end(self._ends.write_ended, batch.popleft(), written)
         except Exception as error:
             self._fail(store, error, "write")
         for write in batch:
-            self._ends.write_ended(write, TierResult.FAILED)
+            self._end(self._ends.write_ended, write, TierResult.FAILED)
 
     def _fail(self, store: Store, error: Exception, work: str) -> None:
         """Tell of a failure. It counts for the breaker, but not where the server answers that it takes no writes."""
@@ -377,7 +386,7 @@ class Workers:
         if self._closed:
             return
         if work == "write" and told.kind not in LOST:
-            self._ends.writing_refused()
+            self._end(self._ends.writing_refused)
         else:
             self._breaker.failed(work, at_once=told.final)
 
@@ -390,7 +399,7 @@ class Workers:
             store.close()
             error = StoreError("internal", f"It failed unexpectedly: {error!r}; please report the log's traceback.")
         if not self._closed:
-            self._ends.failed(error.kind, error.sentence)
+            self._end(self._ends.failed, error.kind, error.sentence)
         return error
 
     def _has_to_write(self) -> bool:
