@@ -81,7 +81,7 @@ def _unequal(trace: Trace) -> str:
 def _policies(text: str) -> list[str]:
     names = list(POLICY_NAMES) if text == ALL else [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in POLICY_NAMES]:
-        raise ValueError(f"There is no policy {unknown[0]!r}; choose of {', '.join(POLICY_NAMES)}, or {ALL}.")
+        raise ValueError(f"There is no policy {unknown[0]!r}; choose from {', '.join(POLICY_NAMES)}, or {ALL}.")
     return list(dict.fromkeys(names))
 
 
