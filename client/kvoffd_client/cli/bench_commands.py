@@ -244,7 +244,7 @@ def engine(
     nothing, while nothing else runs and while other requests do. Starts the engines itself; vLLM must be installed. A
     full pool evicts other blocks for what they compute, which is dropped at the end.
     """
-    from kvoffd_client.bench.new_prompts import NewPrompts, bench_engine
+    from kvoffd_client.bench.engine_bench import NewPrompts, bench_engine
 
     asked = NewPrompts(tuple(sorted(set(tokens or NEW_PROMPT_TOKENS))), rounds, prompts)
     bench = partial(bench_engine, asked=asked, model=model)
@@ -267,7 +267,7 @@ def pool(
     lost its own cache. Starts a vLLM of its own; vLLM must be installed. A full pool evicts other blocks for what it
     computes, which is dropped at the end.
     """
-    from kvoffd_client.bench.ttft import bench_pool
+    from kvoffd_client.bench.pool_bench import bench_pool
 
     bench = partial(bench_pool, model=model, tokens=tokens)
     return run_bench(bench, local_directory(context, directory), as_json=json)

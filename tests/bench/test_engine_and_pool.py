@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from kvoffd_client import AdminClient
-from kvoffd_client.bench.new_prompts import NewPrompts, bench_engine
+from kvoffd_client.bench.engine_bench import NewPrompts, bench_engine
+from kvoffd_client.bench.pool_bench import bench_pool
 from kvoffd_client.bench.results import BenchFailed, Progress, Report
-from kvoffd_client.bench.ttft import bench_pool
 from tests.support.daemon import DaemonProcess
 from tests.support.models import make_demo_llama
 from tests.support.waiting import wait_until

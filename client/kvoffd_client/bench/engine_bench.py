@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvoffd_client.bench import BLOCK_TOKENS, NEW_PROMPT_TOKENS
+from kvoffd_client.bench.pool_bench import ENVIRONMENT as POOL_ENVIRONMENT
+from kvoffd_client.bench.pool_bench import FIRST_TOKEN, LAST_TOKEN, own_namespace, silent_stdout, start_vllm
 from kvoffd_client.bench.results import BenchFailed, Progress, Report, Result, percentile
-from kvoffd_client.bench.ttft import ENVIRONMENT as POOL_ENVIRONMENT
-from kvoffd_client.bench.ttft import FIRST_TOKEN, LAST_TOKEN, own_namespace, silent_stdout, start_vllm
 
 if TYPE_CHECKING:
     from vllm import LLM
