@@ -147,8 +147,9 @@ class Audit:
         """After a flush: routers are told of what is held, of known tokens, and readable from its prompt's start on."""
         index = self._service.context.publisher.routers
         assert index is not None
-        for topic, events in index.take():
-            fold_routed(topic, events, self._routed)
+        while index.has_news:  # of very much, one call gives a part
+            for topic, events in index.take():
+                fold_routed(topic, events, self._routed)
         late: Routed = {}
         for topic, events in index.snapshot():
             fold_routed(topic, events, late)

@@ -447,7 +447,7 @@ def test_a_node_that_followed_no_generation_follows_the_first_that_it_sees(store
     assert rig.close()
 
 
-@pytest.mark.parametrize("value", [b"x", b"-1", b"9" * 19, b"9" * 600])
+@pytest.mark.parametrize("value", [b"x", b"-1", b"9" * 18, b"9" * 19, b"9" * 600])
 def test_a_generation_that_is_no_number_is_named_and_nothing_is_found(
     store: FaultyStore, rig: SharedRig, value: bytes
 ) -> None:
@@ -457,6 +457,10 @@ def test_a_generation_that_is_no_number_is_named_and_nothing_is_found(
     store.values[generation_key(ONE)] = value
     assert rig.ask(block) == [Answer.NO]
     assert rig.kinds == {"protocol": 1}
+    one = rig.tier.raise_generation(ONE)
+    rig.until(lambda: one.ended)
+    assert one.problem
+    assert store.values[generation_key(ONE)] == value, "a number of 19 digits would be read by nobody"
     del store.values[generation_key(ONE)]
     rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
     assert rig.load(block) is DONE

@@ -41,6 +41,8 @@ REMOVED_AT_ONCE = 1000
 MOST_REMOVALS = 16_384
 """Objects that may wait to be removed."""
 LOGGED_S = 60.0
+MOST_AHEAD_S = 10 * 365 * 86_400
+"""A generation is a time in seconds, or little more, by a clock that may be wrong."""
 LOST = ("timeout", "disconnected", "unreachable", "tls", "internal")
 """Kinds of errors of writing that are no answer of the server's."""
 
@@ -258,6 +260,7 @@ class Workers:
     def _exchange(self, store: Store, ask: Ask, deadline: float) -> tuple[int, list[bool]]:
         own_key, known = generation_key(ask.fingerprint), self._generations(ask.fingerprint)
         generation, found = store.ask(own_key, _names(ask, known), deadline, prefix=ask.prefix)
+        _check_generation(own_key, generation)
         if generation > known:
             known, found = store.ask(own_key, _names(ask, generation), deadline, prefix=ask.prefix)
         elif generation < known:
@@ -336,6 +339,7 @@ class Workers:
         try:
             store.connect()
             seen, _ = store.ask(own_key, [], one.deadline, prefix=True)
+            _check_generation(own_key, seen)
             # The time, since a store that lost the number must not come to one that it had before.
             generation = max(seen + 1, self._generations(one.fingerprint) + 1, int(time.time()))
             generation = store.raise_generation(own_key, seen, generation, one.deadline)
@@ -427,6 +431,13 @@ class Workers:
                     break
                 batch.append(queue.popleft())
         return batch
+
+
+def _check_generation(own_key: bytes, generation: int) -> None:
+    """Raise StoreError for a number that nobody can have raised it to: followed, it could hardly be raised again."""
+    if generation > time.time() + MOST_AHEAD_S:
+        why = f"The value of {own_key.decode()} is {generation}, which no node has made it; remove it there."
+        raise StoreError("protocol", why)
 
 
 def _names(ask: Ask, generation: int) -> list[bytes]:
