@@ -20,6 +20,7 @@ import numpy as np
 from kvoffd.errors import BadGeometry, ShardTooLarge
 from kvoffd.pool.records import Ints, LeftSlots
 from kvoffd.system.numa import Locality
+from kvoffd_proto.units import exact_size, format_size
 
 PAGE_BYTES = 4096
 MIN_SLOT_BYTES = 8192
@@ -327,10 +328,10 @@ class SlotAllocator(RegionSlots[_PoolRegion, int]):
         """
         slot_bytes = max(MIN_SLOT_BYTES, page_up(nbytes))
         if slot_bytes > self.region_bytes:
-            raise ShardTooLarge(
-                f"A shard of {nbytes} bytes is larger than the pool's regions of {self.region_bytes} bytes; make the "
-                f"pool at least {pool_bytes_for(slot_bytes)} bytes large, or blocks smaller."
-            )
+            shard, region = format_size(nbytes), format_size(self.region_bytes)
+            larger = f"set pool_size to {exact_size(pool_bytes_for(slot_bytes))} or more, or "
+            what = f"{larger if slot_bytes <= _MAX_REGION_BYTES else ''}make blocks smaller"
+            raise ShardTooLarge(f"A shard of {shard} is larger than the pool's regions, {region}: {what}.")
         return slot_bytes
 
     def take(self, slot_bytes: int, count: int, node: int | None = None) -> list[int]:

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvoffd.errors import BadGeometry, ShardTooLarge
 from kvoffd.pool.slots import SlotAllocator
 from kvoffd.system.numa import Locality
+from kvoffd_proto.units import parse_size
 
 MIB = 1 << 20
 
@@ -221,8 +222,13 @@ def test_four_slot_sizes_fill_three_quarters_of_a_pool_of_12_mib() -> None:
 def test_a_shard_that_is_too_large_is_told_how_large_the_pool_must_be(slot_bytes: int) -> None:
     with pytest.raises(ShardTooLarge) as refused:
         SlotAllocator(8192).slot_bytes(max(slot_bytes, 12288))
-    enough = int(re.search(r"at least (\d+) bytes", str(refused.value))[1])  # type: ignore[index]
-    assert SlotAllocator(enough).slot_bytes(slot_bytes) == slot_bytes
+    enough = re.search(r"pool_size to (\w+) or more", str(refused.value))[1]  # type: ignore[index]
+    assert SlotAllocator(parse_size(enough)).slot_bytes(slot_bytes) == slot_bytes
+
+
+def test_a_shard_that_fits_no_pool_is_not_told_of_a_larger_one() -> None:
+    with pytest.raises(ShardTooLarge, match="regions, 256 MiB: make blocks smaller"):
+        SlotAllocator(64 << 30).slot_bytes(256 * MIB + 1)
 
 
 def test_regions_are_a_64th_of_the_pool_but_neither_tiny_nor_huge() -> None:
@@ -242,7 +248,7 @@ def test_impossible_sizes_are_refused() -> None:
         with pytest.raises(BadGeometry, match="do not fit"):
             SlotAllocator(MIB, region_bytes)
     slots = SlotAllocator(MIB)
-    with pytest.raises(ShardTooLarge, match=f"A shard of {MIB + 1} bytes"):
+    with pytest.raises(ShardTooLarge, match=r"A shard of 1\.00 MiB is larger"):
         slots.slot_bytes(MIB + 1)
     with pytest.raises(ValueError, match="no slot size"):
         slots.take(5000, 1)
