@@ -142,12 +142,15 @@ def test_the_command_line_reaches_it(door: Door, capsys: pytest.CaptureFixture[s
     assert main(["--address", door.address, "--server-key", file, "--key", str(door.files / "admin.key"), "stats"]) == 0
 
 
-@pytest.mark.parametrize("arguments", [("events",), ("bench", "jobs")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("events",), ("bench", "jobs"), ("disk", "attach", "/x=1GiB"), ("disk", "drain", "/x"), ("disk", "detach", "/x")],
+)
 def test_what_needs_the_sockets_is_refused(
     door: Door, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:
     assert main(door.command(*arguments)) == 2
-    assert "on the daemon's own machine" in capsys.readouterr().err
+    assert "needs the daemon's sockets; run it on the daemon's own machine" in capsys.readouterr().err
 
 
 def test_a_client_outlives_the_daemons_silence(door: Door) -> None:

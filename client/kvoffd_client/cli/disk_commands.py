@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from kvoffd_client.admin_client import AdminRequests
+from kvoffd_client.admin_client import OPERATOR_OPTIONS, AdminClient, AdminRequests
 from kvoffd_client.cli.console import percent, print_line, printable
 from kvoffd_client.cli.json_objects import Disks
 from kvoffd_client.cli.json_output import print_listing
-from kvoffd_client.cli.target import CliError, Directory, Json, open_admin
+from kvoffd_client.cli.target import CliError, Directory, Json, local_directory, open_admin
 from kvoffd_proto.messages import BelowStats, DiskStats
 from kvoffd_proto.units import UnitError, format_count, format_duration, format_rate, format_size, parse_size
 
@@ -117,7 +118,7 @@ def attach(
     except UnitError as error:
         raise CliError(f"{disk!r} cannot be used: {error}.") from error
     path = _absolute(name)
-    with open_admin(context, directory) as admin:
+    with _open_here(context, directory) as admin:
         known = _disk_at(admin, path)
         admin.attach_disk(path, size_bytes)
         while (state := _disk_at(admin, path)) is not None and state.state == "opening":
@@ -135,7 +136,7 @@ def attach(
 def drain(context: typer.Context, disk: Disk, directory: Directory = None) -> int:
     """Stop writing to a directory. Blocks in it are still read."""
     path = _absolute(disk)
-    with open_admin(context, directory) as admin:
+    with _open_here(context, directory) as admin:
         admin.drain_disk(path)
     print_line(f"{path} is drained: nothing more is written there, its blocks are still read.")
     return 0
@@ -145,7 +146,7 @@ def drain(context: typer.Context, disk: Disk, directory: Directory = None) -> in
 def detach(context: typer.Context, disk: Disk, directory: Directory = None) -> int:
     """Stop using a directory. Its blocks stay in its file, for when it is attached again."""
     path = _absolute(disk)
-    with open_admin(context, directory) as admin:
+    with _open_here(context, directory) as admin:
         admin.detach_disk(path)
         while (state := _disk_at(admin, path)) is not None:
             if state.state == "hanging":
@@ -154,6 +155,11 @@ def detach(context: typer.Context, disk: Disk, directory: Directory = None) -> i
             time.sleep(POLL_S)
     print_line(f"{path} is detached; its blocks stay in its file.")
     return 0
+
+
+def _open_here(context: typer.Context, directory: Path | None) -> AdminClient:
+    """Directories are of the daemon's own machine. Raises CliError."""
+    return AdminClient(local_directory(context, directory), OPERATOR_OPTIONS)
 
 
 def _disk_at(admin: AdminRequests, path: str) -> DiskStats | None:
