@@ -48,7 +48,7 @@ def wait_settled(daemon: FaultyDaemon, ready_blocks: int) -> None:
     ("blocks_per_chunk", "store_seconds", "store_fence_timeout_s"),
     [
         pytest.param(1, 0.2, 30.0, id="fences-wait", marks=pytest.mark.shapes),
-        pytest.param(4, 3.0, 0.2, id="fences-give-up"),
+        pytest.param(4, 8.0, 0.2, id="fences-give-up"),
     ],
 )
 def test_under_block_pressure_tokens_are_those_of_an_engine_without_connector(
