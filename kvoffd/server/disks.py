@@ -92,7 +92,9 @@ class Disks:
     """None until the first directory or the shared tier is there: until then nothing knows of tiers."""
 
     def __post_init__(self) -> None:
-        self._kept = KeptResets.of(self._config.directory)
+        self._kept = KeptResets.of(
+            self._config.directory, lambda fingerprint: self._cache.find_namespace(fingerprint) is not None
+        )
 
     def attach(self, size: DiskSize) -> None:
         """Begin to open a directory. Raises KvoffdError where it is there already."""

@@ -8,7 +8,7 @@ not shared again. Without the file no reset is known, and no generation was foll
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,7 +22,8 @@ T = TypeVar("T")
 FILE = "kvoffd.resets"
 MOST_BYTES = 16 << 20
 MOST_NAMES = 4096
-"""Namespaces of each store, of those that are left and of resets, and directories: the oldest are forgotten."""
+"""Namespaces of each store, of those that are left and of resets, and directories: the oldest are forgotten, but for
+resets of namespaces that there are."""
 
 
 class _Record(msgspec.Struct):
@@ -38,14 +39,18 @@ class _Record(msgspec.Struct):
 
 
 class KeptResets:
-    """What was known, and what is known now."""
+    """What was known, and what is known now.
 
-    def __init__(self, file: KeptFile, record: _Record) -> None:
+    ``is_there``: whether there is a namespace; whoever resets very many makes that of no other be forgotten.
+    """
+
+    def __init__(self, file: KeptFile, record: _Record, is_there: Callable[[bytes], bool]) -> None:
         self._file = file
         self._record = record
+        self._is_there = is_there
 
     @classmethod
-    def of(cls, directory: Path) -> KeptResets:
+    def of(cls, directory: Path, is_there: Callable[[bytes], bool] = lambda fingerprint: False) -> KeptResets:
         """What an earlier daemon of this directory left, which this user alone may write."""
         file, record = KeptFile(str(directory / FILE), MOST_BYTES), _Record()
         try:
@@ -61,7 +66,7 @@ class KeptResets:
         except (OSError, ValueError) as error:
             record = _Record()
             logger.warning("What was known of resets, in %s, is of no use: %s.", file.path, error)
-        return cls(file, record)
+        return cls(file, record, is_there)
 
     @property
     def left(self) -> list[bytes]:
@@ -78,11 +83,11 @@ class KeptResets:
         ``directories``: those that see it.
         """
         name = fingerprint.hex()
-        _put(self._record.resets, name, self._last + 1)
+        self._put_reset(self._record.resets, name, self._last + 1)
         for directory in directories:
             _put(self._record.seen, directory, self._last)
         if followed is None:
-            _put(self._record.left, name, None)
+            self._put_reset(self._record.left, name, None)
         else:
             self._record.left.pop(name, None)
             for url, generation in followed.items():
@@ -102,14 +107,17 @@ class KeptResets:
     def _last(self) -> int:
         return max(self._record.resets.values(), default=0)
 
+    def _put_reset(self, known: dict[str, T], name: str, value: T) -> None:
+        _put(known, name, value, lambda one: self._is_there(bytes.fromhex(one)))
+
     def _write(self) -> None:
         self._file.write([checked(msgspec.json.encode(self._record))])
         if (error := self._file.error) is not None:
             logger.warning("What is known of resets cannot be kept in %s: %s.", self._file.path, error)
 
 
-def _put(known: dict[str, T], name: str, value: T) -> None:
+def _put(known: dict[str, T], name: str, value: T, stays: Callable[[str], bool] = lambda name: False) -> None:
     known.pop(name, None)
     known[name] = value
-    if len(known) > MOST_NAMES:
-        del known[next(iter(known))]
+    if len(known) > MOST_NAMES and (oldest := next((one for one in known if not stays(one)), None)) is not None:
+        del known[oldest]

@@ -23,7 +23,7 @@ behind what is up by then."""
 READ_AGAIN_S = 60.0
 """So long after the last read one is tried although it would be slower: speeds change."""
 MOST_LEFT = 32_768
-"""Namespaces that are done without, the latest ones."""
+"""Namespaces that are done without: those that there are, and the latest others."""
 SLOWER = "slower"
 """Why blocks are not read that would be."""
 
@@ -225,4 +225,6 @@ class SharedTiering:
         """Share nothing of a namespace until ``rejoin``."""
         self.left[fingerprint] = None
         if len(self.left) > MOST_LEFT:
-            del self.left[next(iter(self.left))]
+            gone = (one for one in self.left if self._cache.find_namespace(one) is None)
+            if (oldest := next(gone, None)) is not None:
+                del self.left[oldest]

@@ -71,6 +71,18 @@ def test_no_more_is_kept_than_the_bound(tmp_path: Path, monkeypatch: pytest.Monk
     assert kept.left == [b"\2", b"\3"]
 
 
+def test_whoever_resets_very_many_makes_that_of_no_other_that_there_is_be_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_resets, "MOST_NAMES", 10)
+    kept = KeptResets.of(tmp_path, {ONE}.__contains__)
+    for name in (OTHER, ONE, *(bytes([number]) for number in range(20))):
+        kept.note(name, None, [])
+    again = KeptResets.of(tmp_path)
+    assert again.left == [ONE, *(bytes([number]) for number in range(11, 20))]
+    assert ONE in again.take_missed("/away")
+
+
 def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     KeptResets.of(tmp_path / "missing").note(ONE, None, [])
     assert "cannot be kept" in caplog.text

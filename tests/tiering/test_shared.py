@@ -309,10 +309,13 @@ def test_what_is_remembered_of_namespaces_and_servers_that_come_and_go_is_bounde
 ) -> None:
     monkeypatch.setattr("kvoffd.tiering.shared.MOST_LEFT", 100)
     monkeypatch.setattr("kvoffd.tiering.manager.MOST_LOGGED", 100)
+    space = rig.open()
+    rig.tiering.shared[0].leave(space.fingerprint)
     for number in range(1000):
         rig.tiering.shared[0].leave(number.to_bytes(32, "big"))
         rig.tiering.tier_error(shared, f"timeout 10.0.{number}.1:6379", "It does not answer.")
-    assert list(rig.tiering.shared[0].left) == [number.to_bytes(32, "big") for number in range(900, 1000)]
+    others = [number.to_bytes(32, "big") for number in range(901, 1000)]
+    assert list(rig.tiering.shared[0].left) == [space.fingerprint, *others]
     assert len(rig.tiering._logged_errors) == 100
     logged = len(caplog.records)
     rig.tiering.tier_error(shared, "timeout 10.0.999.1:6379", "It does not answer.")
