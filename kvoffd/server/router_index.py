@@ -121,6 +121,7 @@ class RouterIndex:
         """A store or load of these keys begins; ``parents`` and ``tokens`` as in ``GroupTransfer``, neither empty."""
         found, changed = self._group(namespace, group), []
         size, per_block = namespace.key_bytes, len(tokens) // len(keys)
+        earlier = len(self._expected)
         for number, key in enumerate(keys):
             at = router_hash(key)
             parent = router_hash(parents[number * size : (number + 1) * size])
@@ -131,9 +132,12 @@ class RouterIndex:
                 if not known.media:  # it goes, or is expected already
                     self._expected[found, at] = None
                 continue
+            while earlier and self.index_bytes + BLOCK_BYTES + per_block > self._max_bytes:
+                self._forget_expected()  # it may never come
+                earlier -= 1
             if self.index_bytes + BLOCK_BYTES + per_block > self._max_bytes:
                 continue
-            known = known or self._new(found, at)
+            known = found.blocks.get(at) or self._new(found, at)
             known.tokens = tokens[number * per_block : (number + 1) * per_block]
             self._charge(found, per_block)
             known.parent = parent
@@ -144,9 +148,12 @@ class RouterIndex:
                 self._expected[found, at] = None
         self._change(found, changed)
         while len(self._expected) > MAX_EXPECTED:
-            (group_of, at), _ = self._expected.popitem(last=False)
-            if not group_of.blocks[at].told:  # else it goes when it is taken back
-                self._drop(group_of, at)
+            self._forget_expected()
+
+    def _forget_expected(self) -> None:
+        (group, at), _ = self._expected.popitem(last=False)
+        if not group.blocks[at].told:  # else it goes when it is taken back
+            self._drop(group, at)
 
     def stored(self, namespace: Namespace, group: int, keys: Iterable[bytes]) -> None:
         self._hold(namespace, group, keys, POOL)

@@ -176,6 +176,17 @@ def test_an_index_that_is_full_tells_no_more_and_takes_no_more_memory() -> None:
     assert full.untold_blocks == 8
 
 
+def test_blocks_that_never_come_keep_no_room_from_those_that_do() -> None:
+    full, one, router = RouterIndex("node", 20 * (BLOCK_BYTES + 4 * BLOCK_TOKENS)), namespace(), Router()
+    for number in range(100, 200):
+        expect(full, one, [number])  # as what the policy declines
+    chain = list(range(1, 30))
+    expect(full, one, chain)
+    full.stored(one, 0, [key(number) for number in chain])
+    assert router.take(full.take()).held() == set(chain[:18]), "the first ones: behind a gap nothing is of use"
+    assert full.index_bytes <= 20 * (BLOCK_BYTES + 4 * BLOCK_TOKENS)
+
+
 def test_blocks_that_are_expected_and_never_come_are_forgotten(
     index: RouterIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
