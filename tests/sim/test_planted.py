@@ -35,6 +35,12 @@ def found() -> Iterator[dict[str, Future[tuple[int, str]]]]:
         pool.shutdown(cancel_futures=True)
 
 
+def test_each_fault_finds_its_line_in_the_code() -> None:
+    for planted in PLANTED:
+        with planted.plant():
+            pass
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [planted.name for planted in PLANTED])
 def test_a_planted_fault_is_found_within_the_ordinary_seeds(
