@@ -53,6 +53,7 @@ def test_a_url_that_can_be_used(url: str) -> None:
         f"redis://host/#{SECRET}",
         "redis://ho\nst",
         "redis://my..host:6379",
+        f"redis://host/{'1' * 5000}",
         "redis://host\x1b[31m",
         "s3://bucket/../other",
         "s3://bucket/a//b",

@@ -248,7 +248,7 @@ def check_url(url: str) -> None:
             usable = all(name == "ttl" and 1 <= parse_duration(value) <= MOST_TTL_S for name, value in asked)
         except UnitError:
             usable = False
-        usable = usable and re.fullmatch("/?[0-9]*", parts.path) is not None
+        usable = usable and re.fullmatch("/?[0-9]{0,9}", parts.path) is not None
         if usable and parts.scheme.endswith("+cluster") and int(parts.path.strip("/") or 0):
             raise ValueError(f"{quoted(re.split('[?#]', url)[0])} names a database; a cluster has database 0 only")
     if not usable:
