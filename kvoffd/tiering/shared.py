@@ -18,8 +18,8 @@ from kvoffd_proto.messages import ABSENT, SHARED
 logger = logging.getLogger(__name__)
 
 MOST_KEYS = 8192
-"""Keys of a group that one lookup asks for, the first that are missing. The next lookup of the same request goes on
-behind what is up by then."""
+"""Keys that one lookup asks for, of each of its groups as many: the first that are missing, or the last of a window.
+The next lookup of the same request goes on behind what is up by then. Each takes some microseconds of the loop."""
 READ_AGAIN_S = 60.0
 """So long after the last read one is tried although it would be slower: speeds change."""
 MOST_LEFT = 32_768
@@ -70,15 +70,15 @@ class SharedTiering:
         if not self.serves(namespace):
             return 0
         self._asked.clear()
-        asking = False
+        asking, most = False, MOST_KEYS // max(1, len(groups))
         for number, limit in in_turn(namespace, groups, states):
             (group, keys), found = groups[number], memoryview(states[number])
             if limit is None:
                 start = run_end(states[number])
-                stop = start + MOST_KEYS
+                stop = start + most
                 asking |= self._find_run(namespace, group, keys[start:stop], found[start:stop])
             else:
-                start = max(0, limit - self.tier.most_window_keys)
+                start = max(0, limit - min(most, self.tier.most_window_keys))
                 self._find_window(namespace, group, keys[start:limit], found[start:limit], wait=asking)
         if not again:
             self._uncounted.update(self._asked)

@@ -8,7 +8,7 @@ import pytest
 
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.shared import READ_AGAIN_S
+from kvoffd.tiering.shared import MOST_KEYS, READ_AGAIN_S
 from kvoffd.tiers.tier import Answer, AskedTier, OnDone, TierBlock, TierKey, TierResult, TierShard
 from kvoffd_proto.messages import ABSENT, PENDING, READY, SHARED, GroupSpec
 from tests.support.cache_harness import SLOT_UNIT, keys_of
@@ -231,6 +231,17 @@ def test_what_takes_longer_than_computing_it_is_not_read_but_for_a_try_now_and_t
     assert asked(6) == [SHARED]
     assert asked(7, 8) == [SHARED, SHARED], "it waits for the one before, and both are quicker read than computed"
     rig.check()
+
+
+def test_a_lookup_of_many_groups_asks_for_no_more_keys_than_one_of_one_group(
+    rig: TieringHarness, shared: FakeAskedTier
+) -> None:
+    space = rig.open(shard_bytes=(SLOT_UNIT,) * 4)
+    keys = keys_of(*range(MOST_KEYS))
+    states = rig.cache.lookup(space, 1, 1, [(group, keys) for group in range(4)]).states
+    each = MOST_KEYS // 4
+    assert [list(one) for one in states] == [[SHARED] * each + [ABSENT] * (MOST_KEYS - each)] * 4
+    assert len(shared.asked) == MOST_KEYS
 
 
 def test_behind_a_key_that_nobody_has_nothing_comes_up(rig: TieringHarness, shared: FakeAskedTier) -> None:
