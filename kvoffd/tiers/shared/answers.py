@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvoffd.tiers.tier import Answer, TierBlock, TierKey, TierShard
@@ -33,7 +34,7 @@ class Answers:
         self._clock = clock
         self._lasts = {Answer.YES: YES_S, Answer.NO: 0.0, Answer.ASKED: ask_deadline_s}
         self._groups: dict[tuple[bytes, int], _Group] = {}
-        self._refused: dict[tuple[bytes, int, bytes], float] = {}
+        self._refused: OrderedDict[tuple[bytes, int, bytes], float] = OrderedDict()
         """Keys that stay NO until then, whatever is answered."""
         self._count = 0
 
@@ -70,7 +71,7 @@ class Answers:
         self._refused.pop(name, None)
         self._refused[name] = until
         if len(self._refused) > MOST_REFUSED:
-            del self._refused[next(iter(self._refused))]
+            self._refused.popitem(last=False)  # of a dict the first one is looked for behind all that are gone
         self._update(self._group(fingerprint, group), {key: (Answer.NO, until)})
 
     def answered(self, fingerprint: bytes, group: int, keys: Sequence[bytes], found: Sequence[bool]) -> None:
