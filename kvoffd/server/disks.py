@@ -252,6 +252,11 @@ class Disks:
             if not tier.reachable and tier.problem
         ]
         found += [
+            ("shared_refuses", f"Blocks are read from {tier.name}, and none are written: {tier.refusal}")
+            for tier in self.shared
+            if tier.reachable and tier.refusal
+        ]
+        found += [
             ("shared_server", f"{server.name}, a server of {tier.name}, cannot be used: {server.problem}")
             for tier in self.shared
             for server in tier.servers

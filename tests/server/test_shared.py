@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import time
 from collections.abc import Iterator
@@ -217,6 +218,23 @@ def test_a_master_of_a_cluster_that_is_gone_is_told_of() -> None:
         assert [cause.reason for cause in health.causes] == ["shared_server"]
         assert name in health.causes[0].sentence
         assert f"{name} cannot be reached" in node.daemon.log
+
+
+def test_a_server_that_takes_no_writes_is_told_of_until_it_takes_one(server: RedisServer) -> None:
+    with Node(server.url) as node:
+        assert server.command("ACL", "SETUSER", "default", "-set") == b"+OK\r\n"
+        node.engine.fill(range(BLOCKS), seed=6)
+        assert node.engine.store(KEYS, range(BLOCKS)).ok
+
+        def causes() -> list[str]:
+            return [cause.reason for cause in node.admin.health().causes]
+
+        wait_until(lambda: causes() == ["shared_refuses"], DEADLINE_S)
+        assert "+set" in node.admin.health().causes[0].sentence
+        assert node.admin.health().ready
+        server.command("ACL", "SETUSER", "default", "+set")
+        more = itertools.count(BLOCKS)
+        wait_until(lambda: node.engine.store(keys_of(next(more)), [0]).ok and not causes(), DEADLINE_S, interval_s=0.5)
 
 
 @pytest.mark.timing

@@ -312,6 +312,10 @@ def test_a_store_that_is_full_is_left_alone_for_a_while(store: FaultyStore, rig:
     assert rig.kinds == {"full": 1}
     rig.block(1)
     assert rig.load(block) is DONE, "reading goes on"
+    assert "maxmemory" in rig.tier.refusal
+    store.full, rig.tier._write_at = False, 0.0
+    assert rig.write(rig.block(4)) is DONE
+    assert not rig.tier.refusal
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ MOST_ASKED = 65_536
 MOST_READS, MOST_WRITES = 4096, 64
 MOST_NAMESPACES = 65_536
 """Of which it is known when it was looked whether they were reset: as many as may be open."""
+REFUSED_S = 60.0
+"""How long operators are told of a refused write, unless one succeeds: there may be nothing more to write."""
 FULL_PAUSE_S = 5.0
 """How long nothing is written after the store refused it: it is full, a replica, or gives us no right to."""
 HANGS_S = 0.5
@@ -89,6 +91,7 @@ class SharedTier(AskedTier):
         self.counters = SharedCounters()
         self.problem = ""
         """Why it failed last as a whole, a sentence."""
+        self._refusal = ""
         self.breaker = Breaker(clock)
         self._pool = pool
         self._clock = clock
@@ -103,7 +106,7 @@ class SharedTier(AskedTier):
         self._writes: dict[Write, OnDone] = {}
         self._writing: set[TierKey] = set()
         self._read_block: TierBlock | None = None
-        self._write_at = self._steady_at = 0.0
+        self._write_at = self._steady_at = self._refused_until = 0.0
         self._told_reachable = self._closed = False
         self._ended: deque[Callable[[], None]] = deque()
         self._workers = Workers(stores, self.generation, digest, self.breaker, self, self._end, self.ask_deadline_s)
@@ -113,6 +116,11 @@ class SharedTier(AskedTier):
     @property
     def reachable(self) -> bool:
         return not self.breaker.open
+
+    @property
+    def refusal(self) -> str:
+        """Why it takes no writes, a sentence; empty where it does."""
+        return self._refusal if self._clock() < self._refused_until else ""
 
     @property
     def servers(self) -> list[Server]:
@@ -328,15 +336,17 @@ class SharedTier(AskedTier):
         on_done(result)
         self._read_block = None
 
-    def writing_refused(self) -> None:
-        self._write_at = self._clock() + FULL_PAUSE_S
+    def writing_refused(self, sentence: str) -> None:
+        self._write_at, self._refused_until = self._clock() + FULL_PAUSE_S, self._clock() + REFUSED_S
+        self._refusal = sentence
 
     def write_ended(self, write: Write, result: TierResult) -> None:
         on_done = self._writes.pop(write)
         self._writing.remove(write.block.id)
         counters, (fingerprint, group, key) = self.counters, write.block.id
         if result in (TierResult.DONE, TierResult.PRESENT):
-            sent = result is TierResult.DONE
+            if sent := result is TierResult.DONE:
+                self._refused_until = 0.0
             counters.written_blocks += sent
             counters.written_bytes += write.block.nbytes if sent else 0
             counters.present_blocks += not sent

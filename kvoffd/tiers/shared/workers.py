@@ -102,8 +102,8 @@ class Ends(Protocol):
 
     def write_ended(self, write: Write, result: TierResult) -> None: ...
 
-    def writing_refused(self) -> None:
-        """The server answers, and takes no writes now."""
+    def writing_refused(self, sentence: str) -> None:
+        """The server answers, and takes no writes now; why."""
 
     def failed(self, kind: str, sentence: str) -> None: ...
 
@@ -390,7 +390,7 @@ class Workers:
         if self._closed:
             return
         if work == "write" and told.kind not in LOST:
-            self._end(self._ends.writing_refused)
+            self._end(self._ends.writing_refused, told.sentence)
         else:
             self._breaker.failed(work, at_once=told.final)
 
