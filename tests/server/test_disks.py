@@ -230,6 +230,7 @@ def clear_by_operator(rig: DisksRig, namespace: bytes | None) -> None:
         recent=recent,
         epoch=1,
         sessions=[],
+        publisher=SimpleNamespace(routers=None),
         clock=time.monotonic,
         removals_kept=lambda: iter(()),
     )
