@@ -1,4 +1,4 @@
-"""What the demo does: the same long prompts cold, after a cache reset, after a restart, in a second engine, and on what
+"""What the demo does: the same long prompts cold, after a cache reset, in a second engine, after a restart, and on what
 is another node for all they know: another daemon, which shares a server with the first.
 """
 
@@ -73,15 +73,15 @@ class Outcome:
 
     cold: Pass
     warm: Pass
-    restarted: Pass
     second_engine: Pass
+    restarted: Pass
     another_node: Pass | None
 
     @property
     def passes(self) -> tuple[Pass, ...]:
         """In the order they were run."""
         there = () if self.another_node is None else (self.another_node,)
-        return (self.cold, self.warm, self.restarted, self.second_engine, *there)
+        return (self.cold, self.warm, self.second_engine, self.restarted, *there)
 
     @property
     def tokens_equal(self) -> bool:
@@ -98,8 +98,8 @@ class Outcome:
         return {
             "cold_ttft_ms": round(self.cold.ttft_ms, 1),
             "warm_ttft_ms": round(self.warm.ttft_ms, 1),
-            "restarted_ttft_ms": round(self.restarted.ttft_ms, 1),
             "second_engine_ttft_ms": round(self.second_engine.ttft_ms, 1),
+            "restarted_ttft_ms": round(self.restarted.ttft_ms, 1),
             "another_node_ttft_ms": None if self.another_node is None else round(self.another_node.ttft_ms, 1),
             "tokens_equal": self.tokens_equal,
             "loaded_tokens": self.loaded_tokens,
@@ -129,30 +129,29 @@ class Scenario:
 
     def run(self) -> Outcome:
         """Everything but the start of the daemon."""
-        (first,) = self._start_engines({"The engine": "engine.log"})
+        first, second_engine = self._start_engines(
+            {"The engine": ("engine.log", self._sockets), "A second engine": ("engine-second.log", self._sockets)}
+        )
         cold = self._send_all(first, "cold")
         with self._step("waiting until the daemon has stored everything"):
             self._wait_for_stores()
         with self._step("clearing the engine's own prefix cache"):
             first.ask({"op": "reset"}, REQUEST_TIMEOUT_S)
         warm = self._send_all(first, "cache cleared")
-        self.stop_engines()
-        restarted_engine, second_engine = self._start_engines(
-            {"The restarted engine": "engine-restarted.log", "The second engine": "engine-second.log"}
-        )
-        restarted = self._send_all(restarted_engine, "engine restarted")
         second = self._send_all(second_engine, "second engine")
-        elsewhere = None
+        self.stop_engines()
+        engines = {"The restarted engine": ("engine-restarted.log", self._sockets)}
         if self._shared:
-            self.stop_engines()
             with self._step("waiting until the shared server has what was used twice"):
                 self._wait_for_writes()
             other = self._sockets / "other"
             other.mkdir()
             self._start_daemon(other, "kvoffd-other.log", "the daemon of another node, whose pool is empty")
-            (third_engine,) = self._start_engines({"The engine of another node": "engine-other.log"}, other)
-            elsewhere = self._send_all(third_engine, "another node")
-        return Outcome(cold, warm, restarted, second, elsewhere)
+            engines["The engine of another node"] = ("engine-other.log", other)
+        restarted_engine, *elsewhere = self._start_engines(engines)
+        restarted = self._send_all(restarted_engine, "engine restarted")
+        another_node = self._send_all(elsewhere[0], "another node") if elsewhere else None
+        return Outcome(cold, warm, second, restarted, another_node)
 
     def start_daemon(self) -> None:
         """Start the daemon, and before it a server to be shared, if there is one."""
@@ -189,9 +188,26 @@ class Scenario:
         except KvoffdClientError:
             return False
 
-    def _start_engines(self, log_names: Mapping[str, str], directory: Path | None = None) -> list[Engine]:
-        """Start engines, given their names and logs, at the same time: a start has one core busy."""
-        arguments = {
+    def _start_engines(self, wanted: Mapping[str, tuple[str, Path]]) -> list[Engine]:
+        """Start engines, given their names, logs and daemons, at the same time: a start has one core busy."""
+        what = " and ".join(f"{name.lower()} (its log: {self._logs / log})" for name, (log, _) in wanted.items())
+        engines: list[Engine] = []
+        with self._step(f"starting vLLM: {what}"):
+            for name, (log, directory) in wanted.items():
+                engine = Engine(name, self._arguments(directory), self._logs / log)
+                self._children.callback(engine.abort)
+                engines.append(engine)
+            self._engines += engines
+            for engine in engines:
+                engine.receive(ENGINE_TIMEOUT_S)
+            for engine in engines:
+                # An engine's first request pays for more than its prompt: buffers are made, code is loaded.
+                self._send(engine, self._warm_up)
+        return engines
+
+    def _arguments(self, directory: Path) -> dict[str, object]:
+        """What vLLM is started with to use the daemon in ``directory``."""
+        return {
             "model": str(self._model),
             "skip_tokenizer_init": True,
             "dtype": "float32",
@@ -205,27 +221,12 @@ class Scenario:
                 "kv_role": "kv_both",
                 # A machine busy with other things may answer a lookup late; a late answer is a miss.
                 "kv_connector_extra_config": {
-                    "directory": str(directory or self._sockets),
+                    "directory": str(directory),
                     "lookup_deadline_ms": 2000.0,
                     "disk_wait_ms": 5000.0,
                 },
             },
         }
-        logs = {name: self._logs / log for name, log in log_names.items()}
-        what = " and ".join(f"{name.lower()} (its log: {log})" for name, log in logs.items())
-        engines: list[Engine] = []
-        with self._step(f"starting vLLM: {what}"):
-            for name, log in logs.items():
-                engine = Engine(name, arguments, log)
-                self._children.callback(engine.abort)
-                engines.append(engine)
-            self._engines += engines
-            for engine in engines:
-                engine.receive(ENGINE_TIMEOUT_S)
-            for engine in engines:
-                # An engine's first request pays for more than its prompt: buffers are made, code is loaded.
-                self._send(engine, self._warm_up)
-        return engines
 
     def _send_all(self, engine: Engine, title: str) -> Pass:
         answers = []

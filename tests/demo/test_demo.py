@@ -57,8 +57,8 @@ def test_the_demo_shows_what_it_promises(tmp_path: Path) -> None:
     assert list(result) == [
         "cold_ttft_ms",
         "warm_ttft_ms",
-        "restarted_ttft_ms",
         "second_engine_ttft_ms",
+        "restarted_ttft_ms",
         "another_node_ttft_ms",
         "tokens_equal",
         "loaded_tokens",
