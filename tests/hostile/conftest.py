@@ -11,10 +11,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.hostile.target import Target
+from tests.support.steal import TooSlow
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    item.add_marker(pytest.mark.timing)
+    item.add_marker(pytest.mark.timing(only=TooSlow))
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from kvoffd.memory_needs import clients_bytes
 from kvoffd_proto.messages import StatsReply
 from tests.support.closing import Closing
 from tests.support.daemon import DaemonProcess
+from tests.support.steal import TooSlow
 from tests.support.waiting import wait_until
 from tests.support.wire import stats
 
@@ -188,9 +189,9 @@ class Target(Closing):
         grown = self.most_bytes - int(self._before["bytes"])
         assert grown <= GROWTH_BYTES, f"the daemon's memory grew by {grown >> 20} MiB"
         longer = {bound: count - blocked[bound] for bound, count in self._blocked().items()}
-        assert not longer[BLOCKED_S * times], (
-            f"the loop was blocked, so often for longer than so many s: {longer}; {machine}\n{self.daemon.log[-2000:]}"
-        )
+        if longer[BLOCKED_S * times]:
+            log = self.daemon.log[-2000:]
+            raise TooSlow(f"the loop was blocked, so often for longer than so many s: {longer}; {machine}\n{log}")
         assert "Traceback" not in self.daemon.log, self.daemon.log[-4000:]
         with self.honest.paused():
             wait_until(lambda: not self._left_behind(), SETTLE_S, explain=self._left_behind)
@@ -242,9 +243,12 @@ class Target(Closing):
         bound = max(P99_TIMES * self.quiet_p99, P99_FLOOR_S)
         told = f"{len(operations)} operations, p99 {high:.4f} s, longest {longest:.3f} s; quiet {self.quiet_p99:.4f} s"
         told = f"{told}; {machine}"
-        assert high <= times * bound, f"the honest engine was served slowly: {told}"
-        assert longest <= times * STALL_S, f"the honest engine was stalled: {told}"
-        assert gap <= 3 * times * STALL_S, f"nothing for {gap:.1f} s: {told}"
+        if high > times * bound:
+            raise TooSlow(f"the honest engine was served slowly: {told}")
+        if longest > times * STALL_S:
+            raise TooSlow(f"the honest engine was stalled: {told}")
+        if gap > 3 * times * STALL_S:
+            raise TooSlow(f"nothing for {gap:.1f} s: {told}")
 
     def _operations(self, began: float) -> list[float]:
         return [seconds for ended, *took in list(self.honest.rounds) if ended >= began for seconds in took]
