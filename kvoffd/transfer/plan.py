@@ -104,12 +104,11 @@ def _build_layout(
         raise BadGeometry(
             f"Group {group} has no layers; register the page of every layer that the group has on this rank."
         )
-    for page in pages:
-        if not 0 <= page.tensor < len(tensors):
-            raise OutOfBounds(
-                f"Group {group} names tensor {page.tensor}, but only {len(tensors)} tensors were registered."
-            )
-        _check_tensor(segments, page.tensor, tensors[page.tensor], page.page_bytes)
+    # Each pair once: a client may name the same page very often.
+    for tensor, nbytes in dict.fromkeys((page.tensor, page.page_bytes) for page in pages):
+        if not 0 <= tensor < len(tensors):
+            raise OutOfBounds(f"Group {group} names tensor {tensor}, but only {len(tensors)} tensors were registered.")
+        _check_tensor(segments, tensor, tensors[tensor], nbytes)
     used = [tensors[page.tensor] for page in pages]
     page_bytes = [page.page_bytes for page in pages]
     shard_bytes = blocks_per_key * sum(page_bytes)
