@@ -15,6 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from kvoffd.server.kept_file import KeptFile, checked
+from kvoffd.system.newest import put_newest
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -85,13 +86,13 @@ class KeptResets:
         name = fingerprint.hex()
         self._put_reset(self._record.resets, name, self._last + 1)
         for directory in directories:
-            _put(self._record.seen, directory, self._last)
+            put_newest(self._record.seen, directory, self._last, MOST_NAMES)
         if followed is None:
             self._put_reset(self._record.left, name, None)
         else:
             self._record.left.pop(name, None)
             for url, generation in followed.items():
-                _put(self._record.generations.setdefault(url, {}), name, generation)
+                put_newest(self._record.generations.setdefault(url, {}), name, generation, MOST_NAMES)
         self._write()
 
     def take_missed(self, directory: str) -> list[bytes]:
@@ -99,7 +100,7 @@ class KeptResets:
         seen = self._record.seen.get(directory, 0)
         missed = [bytes.fromhex(name) for name, number in self._record.resets.items() if number > seen]
         if missed:
-            _put(self._record.seen, directory, self._last)
+            put_newest(self._record.seen, directory, self._last, MOST_NAMES)
             self._write()
         return missed
 
@@ -108,16 +109,9 @@ class KeptResets:
         return max(self._record.resets.values(), default=0)
 
     def _put_reset(self, known: dict[str, T], name: str, value: T) -> None:
-        _put(known, name, value, lambda one: self._is_there(bytes.fromhex(one)))
+        put_newest(known, name, value, MOST_NAMES, lambda one: self._is_there(bytes.fromhex(one)))
 
     def _write(self) -> None:
         self._file.write([checked(msgspec.json.encode(self._record))])
         if (error := self._file.error) is not None:
             logger.warning("What is known of resets cannot be kept in %s: %s.", self._file.path, error)
-
-
-def _put(known: dict[str, T], name: str, value: T, stays: Callable[[str], bool] = lambda name: False) -> None:
-    known.pop(name, None)
-    known[name] = value
-    if len(known) > MOST_NAMES and (oldest := next((one for one in known if not stays(one)), None)) is not None:
-        del known[oldest]

@@ -132,10 +132,10 @@ class RouterIndex:
                 if not known.media:  # it goes, or is expected already
                     self._expected[found, at] = None
                 continue
-            while earlier and self.index_bytes + BLOCK_BYTES + per_block > self._max_bytes:
+            while (full := self.index_bytes + BLOCK_BYTES + per_block > self._max_bytes) and earlier:
                 self._forget_expected()  # it may never come
                 earlier -= 1
-            if self.index_bytes + BLOCK_BYTES + per_block > self._max_bytes:
+            if full:
                 continue
             known = found.blocks.get(at) or self._new(found, at)
             known.tokens = tokens[number * per_block : (number + 1) * per_block]

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Block, MissReason, Namespace
+from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.demotion import Demoter
 from kvoffd.tiering.promotion import Promoter, in_turn, prefix_run, window_run
@@ -254,10 +255,7 @@ class TieringManager:
         now = self._clock()
         if now - self._logged_errors.get((tier.name, kind), -LOGGED_S) >= LOGGED_S:
             logger.warning("%s: %s", tier.name, sentence)
-            self._logged_errors.pop((tier.name, kind), None)
-            self._logged_errors[tier.name, kind] = now
-            if len(self._logged_errors) > MOST_LOGGED:
-                del self._logged_errors[next(iter(self._logged_errors))]
+            put_newest(self._logged_errors, (tier.name, kind), now, MOST_LOGGED)
 
     def tier_answered(
         self, tier: AskedTier, fingerprint: bytes, group: int, keys: Sequence[bytes], found: Sequence[bool]

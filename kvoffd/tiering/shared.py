@@ -8,6 +8,7 @@ from operator import and_
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.demotion import Demoter
 from kvoffd.tiering.promotion import SETTLED, Promoter, in_turn, run_end, window_run
@@ -223,8 +224,5 @@ class SharedTiering:
 
     def do_without(self, fingerprint: bytes) -> None:
         """Share nothing of a namespace until ``rejoin``."""
-        self.left[fingerprint] = None
-        if len(self.left) > MOST_LEFT:
-            gone = (one for one in self.left if self._cache.find_namespace(one) is None)
-            if (oldest := next(gone, None)) is not None:
-                del self.left[oldest]
+        if fingerprint not in self.left:
+            put_newest(self.left, fingerprint, None, MOST_LEFT, lambda one: self._cache.find_namespace(one) is not None)

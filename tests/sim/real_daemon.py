@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import threading
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from kvoffd_client import ClientOptions, NamespaceSpec, Registration, SchedulerC
 from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import GroupKeys, GroupTransfer
 from tests.sim.rank import ids
+from tests.support.open_files import open_files
 
 PAGE = 4096
 BLOCKS = 8
@@ -30,7 +30,7 @@ class Traces:
 
     def __init__(self) -> None:
         gc.collect()
-        self.descriptors = sorted(_links())
+        self.descriptors = sorted(link.split(":[")[0] for _, link in open_files())
         maps = Path("/proc/self/maps").read_text().splitlines()
         self.mappings = sum("memfd:kvoffd" in line or ".pool" in line for line in maps)
         self.threads = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("kvoffd"))
@@ -40,16 +40,6 @@ class Traces:
 
     def __repr__(self) -> str:
         return str(vars(self))
-
-
-def _links() -> list[str]:
-    links = []
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            links.append(os.readlink(f"/proc/self/fd/{name}").split(":[")[0])
-        except FileNotFoundError:
-            pass  # the listing's own
-    return links
 
 
 def live(directory: Path, pool_file: Path | None) -> str:

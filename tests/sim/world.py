@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections import Counter
@@ -22,6 +21,7 @@ from tests.sim.network import Network
 from tests.sim.parts import KeptPool, make_admin
 from tests.sim.scenario import Faults, Scenario
 from tests.sim.shared import SharedStore
+from tests.support.open_files import open_files
 
 OWN_WAITS_S = 10.0
 """The longest that the simulator itself keeps a request or a process waiting: pauses, a slow disk, a reconnection."""
@@ -343,20 +343,11 @@ class World:
         self.descriptors.close()
 
 
-def _open_files() -> set[tuple[str, str]]:
-    """Descriptors of this process and what each is of. Others of its tests may close some of theirs at any time."""
-    files = set()
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
-            files.add((fd, os.readlink(f"/proc/self/fd/{fd}")))
-    return files
-
-
 def run(scenario: Scenario) -> Outcome:
     """Play a scenario; never raises for what is broken, but tells it."""
     loggers = [logging.getLogger(name) for name in ("kvoffd", "kvoffd_client")]
     before = [(logger.propagate, logger.level) for logger in loggers]
-    before_fds = _open_files()
+    before_fds = open_files()
     world = World(scenario)
     for logger in loggers:
         logger.propagate = False
@@ -375,7 +366,7 @@ def run(scenario: Scenario) -> Outcome:
         for logger, (propagate, level) in zip(loggers, before, strict=True):
             logger.propagate = propagate
             logger.setLevel(level)
-    left = _open_files() - before_fds
+    left = open_files() - before_fds  # other tests may close some of theirs at any time
     if problem is None and left:
         problem = f"descriptors are left open: {sorted(left)}"
     clock = world.clock

@@ -30,6 +30,7 @@ from kvoffd.cache.namespace import Block, Namespace
 from kvoffd.cache.numbered import Numbered
 from kvoffd.cache.policies import DECLINED, Chain, Offer, PolicyState
 from kvoffd.system.native import native
+from kvoffd.system.newest import put_newest
 from kvoffd_proto.messages import KeyWorth, PolicyClass
 
 UNIT_TOKENS = 512
@@ -190,9 +191,7 @@ class Policy:
         if name not in self._learned_of:
             if namespace.counters.keys_asked * weight < self._pool_bytes:
                 return False
-            self._learned_of[name] = None
-            if len(self._learned_of) > MOST_OF_RECORD:
-                del self._learned_of[next(iter(self._learned_of))]
+            put_newest(self._learned_of, name, None, MOST_OF_RECORD)
         return True
 
     def declined(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvoffd.system.newest import put_newest
 from kvoffd.tiers.shared.answers import YES_S, Answers
 from kvoffd.tiers.shared.breaker import Breaker
 from kvoffd.tiers.shared.object_format import Digest, object_key
@@ -145,10 +146,7 @@ class SharedTier(AskedTier):
     def poll(self, fingerprint: bytes) -> None:
         now = self._clock()
         if now >= self._polled_at.get(fingerprint, now) + (self._poll_s if fingerprint in self._polled_at else 0.0):
-            self._polled_at.pop(fingerprint, None)
-            self._polled_at[fingerprint] = now
-            if len(self._polled_at) > MOST_NAMESPACES:
-                del self._polled_at[next(iter(self._polled_at))]
+            put_newest(self._polled_at, fingerprint, now, MOST_NAMESPACES)
             self._workers.ask([Ask(fingerprint, 0, (), now + RAISE_S, True)])
 
     def take_voided(self) -> list[bytes]:

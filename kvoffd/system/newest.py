@@ -1,0 +1,17 @@
+"""Dictionaries that forget their oldest entries, where clients or servers choose how many there would be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def put_newest(known: dict[K, V], key: K, value: V, most: int, stays: Callable[[K], bool] = lambda key: False) -> None:
+    """Enter ``key`` as the newest; beyond ``most`` the oldest goes for which ``stays`` is false, if there is one."""
+    known.pop(key, None)
+    known[key] = value
+    if len(known) > most and (oldest := next((one for one in known if not stays(one)), None)) is not None:
+        del known[oldest]
