@@ -23,11 +23,10 @@ from kvoffd_proto.blocks import PageSpec, ShardSpec
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import Handle
 from kvoffd_proto.units import printable
+from kvoffd_proto.wire import MAX_PAGES
 
 logger = logging.getLogger(__name__)
 
-MAX_PAGES = 65536
-"""Pages in all groups of a registration together: each costs the event loop some microseconds."""
 REGISTRATION_BYTES, SEGMENT_BYTES, PAGE_BYTES = 2048, 400, 40
 """What the daemon keeps of a registration: with each of its segments, and with each of its pages."""
 

@@ -13,6 +13,7 @@ from kvoffd_proto.handles import LayerSpec
 from kvoffd_proto.wire import (
     ADMIN,
     MAX_GROUPS,
+    MAX_PAGES,
     ByteCount,
     Count,
     Done,
@@ -58,7 +59,7 @@ class ShardSpec(Wire, frozen=True):
     """One rank's shard of a group's block: its layers' pages, layer after layer."""
 
     blocks_per_key: Annotated[int, doc("Engine blocks that one key covers.", ge=1, lt=65536)]
-    pages: Annotated[list[PageSpec], doc("Layers, in the order of the slot.", max_length=65536)]
+    pages: Annotated[list[PageSpec], doc("Layers, in the order of the slot.", max_length=MAX_PAGES)]
 
 
 def shard_bytes_of(shard: ShardSpec) -> int:

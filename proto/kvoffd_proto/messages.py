@@ -220,9 +220,9 @@ class Register(Request[Registered], frozen=True):
     rank: Rank
     blocks_per_key: Annotated[int, doc("Engine blocks that one key covers.", ge=1, lt=65536)]
     segments: Annotated[list[Handle], doc("Memory that holds the tensors.", min_length=1, max_length=65536)]
-    tensors: Annotated[list[TensorLayout], doc("KV tensors.", min_length=1, max_length=65536)]
+    tensors: Annotated[list[TensorLayout], doc("KV tensors.", min_length=1, max_length=MAX_PAGES)]
     groups: Annotated[
-        list[Annotated[list[PageRef], doc(max_length=65536)]],
+        list[Annotated[list[PageRef], doc(max_length=MAX_PAGES)]],
         doc("Per group, its layers' pages in slot order.", min_length=1, max_length=MAX_GROUPS),
     ]
 

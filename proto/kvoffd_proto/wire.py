@@ -17,6 +17,8 @@ PROTOCOL_VERSION = 2
 FINGERPRINT_BYTES = 32
 TOKEN_BYTES = 16
 MAX_GROUPS = 64
+MAX_PAGES = 8192
+"""Of a registration in all groups together, and its tensors: each costs the daemon's loop some microseconds."""
 BLOCK_ID_BYTES = TOKEN_ID_BYTES = 4
 
 

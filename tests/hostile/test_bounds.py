@@ -9,6 +9,7 @@ from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
+from kvoffd_proto.wire import MAX_PAGES
 from tests.hostile.target import Target
 from tests.support.wire import NAMESPACE, WireClient, ids, keys, refusal_of
 
@@ -37,7 +38,7 @@ def test_many_pages_times_many_blocks(target: Target) -> None:
 
     def attack(directory: Path) -> None:
         with WireClient(directory) as client, SharedMemory(BLOCKS * PAGE) as memory:
-            name = hold(client, memory, 65_536, b"\7" * 32)
+            name = hold(client, memory, MAX_PAGES, b"\7" * 32)
             one = m.GroupTransfer(0, keys(1), ids(1))
             assert client.result(m.Submit(client.next_id(), client.token, name, [m.Store(1, [one])])).ok
             many = m.GroupTransfer(0, keys(*range(BLOCKS)), ids(*range(BLOCKS)))
@@ -62,7 +63,7 @@ def test_jobs_that_each_may_be_and_together_may_not(target: Target) -> None:
 
     def attack(directory: Path) -> None:
         with WireClient(directory) as client, SharedMemory(BLOCKS * PAGE) as memory:
-            name = hold(client, memory, 65_536, b"\6" * 32)
+            name = hold(client, memory, MAX_PAGES, b"\6" * 32)
             for number in range(64):
                 one = m.GroupTransfer(0, keys(number), ids(1))
                 client.send(m.Submit(1000 + number, client.token, name, [m.Store(number, [one])]))

@@ -54,7 +54,7 @@ def lookup(client: WireClient, lease: int, *numbers: int, extend: bool = False) 
 def test_a_small_request_for_a_large_plan_is_refused_before_it_is_planned(
     daemon: DaemonProcess, worker: WireClient, memory: SharedMemory
 ) -> None:
-    """One key, 65,536 pages of one byte, some thousand pieces a block."""
+    """A few keys, whose blocks have a hundred pages of one byte each."""
     worker.attach(memory.fd, 7)
     pages = [[PageRef(0, 1)] * 100]
     name = bytes(16)
