@@ -47,7 +47,7 @@ class Misses:
             for (group, keys), before, after in zip(groups, pool, told, strict=True):
                 if limited := before.count(BlockState.READY) - after.count(BlockState.READY):
                     misses[MissReason.LEASE_LIMIT] += limited
-                    after = bytes(map(max, before, after))
+                    after = np.maximum(np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8)).tobytes()
                 if writing := after.count(BlockState.WRITING):
                     misses[MissReason.HALF_STORED] += writing
                 index = namespace.index[group].at
