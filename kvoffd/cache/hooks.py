@@ -35,13 +35,18 @@ class TieringHooks(Protocol):
         """Whether ``find`` can find anything of a namespace now."""
 
     def find(
-        self, namespace: Namespace, groups: Sequence[tuple[int, list[bytes]]], states: Sequence[bytes], again: bool
+        self,
+        namespace: Namespace,
+        owner: int,
+        groups: Sequence[tuple[int, list[bytes]]],
+        states: Sequence[bytes],
+        again: bool,
     ) -> tuple[list[bytes], int]:
         """The states that a lookup answers with: PENDING for absent keys that are brought up from a tier now, SHARED
         for those that come from a store that nodes share, or are being asked for there. How many are being asked for is
         returned too: what is found of them is counted later, unless the lookup comes ``again``.
 
-        ``states`` are those of the pool, one byte a key, for each of ``groups``.
+        ``owner`` is the session that asks; ``states`` are those of the pool, one byte a key, for each of ``groups``.
         """
 
     def used(self, blocks: Sequence[Block]) -> None:

@@ -139,7 +139,7 @@ class LeasedBlocks:
         if blocks.tiering is not None and ready < sum(map(len, found)) and not namespace.clearing:
             if blocks.tiering.may_have(namespace):
                 split = [(group, namespace.split(group, keys)) for group, keys in groups]
-                states, being_asked = blocks.tiering.find(namespace, split, found, again)
+                states, being_asked = blocks.tiering.find(namespace, owner, split, found, again)
             if not again:
                 shared = sum(one.count(SHARED) for one in states) - being_asked
                 namespace.counters.keys_shared += shared

@@ -94,7 +94,12 @@ class TieringManager:
         )
 
     def find(
-        self, namespace: Namespace, groups: Sequence[tuple[int, list[bytes]]], states: Sequence[bytes], again: bool
+        self,
+        namespace: Namespace,
+        owner: int,
+        groups: Sequence[tuple[int, list[bytes]]],
+        states: Sequence[bytes],
+        again: bool,
     ) -> tuple[list[bytes], int]:
         answer = [bytearray(state) for state in states]
         for number, limit in in_turn(namespace, groups, answer):
@@ -105,7 +110,7 @@ class TieringManager:
                 else:
                     places = window_run(found, keys, namespace.groups[group], limit, available)
                 self._request(namespace, group, keys, places, answer[number])
-        asked = [shared.find(namespace, groups, answer, again) for shared in self.shared]
+        asked = [shared.find(namespace, owner, groups, answer, again) for shared in self.shared]
         return list(map(bytes, answer)), sum(asked)
 
     def used(self, blocks: Sequence[Block]) -> None:

@@ -44,8 +44,10 @@ class SharedTiering:
         self._cache = cache
         self._clock = clock
         self._asked_until = self._read_again_at = 0.0
+        self._asker = 0
+        """Owner of the lookup at hand."""
         self._asked: list[tuple[bytes, int, bytes]] = []
-        """Fingerprint, group and key of what the lookup at hand is told of as being asked for."""
+        """Fingerprint, group and key of what that is told of as being asked for."""
         self._uncounted: set[tuple[bytes, int, bytes]] = set()
         """Of what lookups were told so, what is neither a hit nor a miss yet."""
         self.tier = tier
@@ -62,7 +64,12 @@ class SharedTiering:
         return max(self.promoter.wait_s, self._asked_until - self._clock())
 
     def find(
-        self, namespace: Namespace, groups: Sequence[tuple[int, list[bytes]]], states: list[bytearray], again: bool
+        self,
+        namespace: Namespace,
+        owner: int,
+        groups: Sequence[tuple[int, list[bytes]]],
+        states: list[bytearray],
+        again: bool,
     ) -> int:
         """Mark SHARED the absent keys that are asked for or come up; ``states`` has what pool and disks have.
 
@@ -70,6 +77,7 @@ class SharedTiering:
         """
         if not self.serves(namespace):
             return 0
+        self._asker = owner
         self._asked.clear()
         asking, most = False, MOST_KEYS // max(1, len(groups))
         for number, limit in in_turn(namespace, groups, states):
@@ -135,7 +143,7 @@ class SharedTiering:
         unknown = [key for key, answer in zip(keys, answers, strict=True) if answer is Answer.UNKNOWN]
         if unknown:
             lengths = [namespace.shard_length(rank, group) for rank in range(namespace.world_size)]
-            self.tier.ask(namespace.fingerprint, group, lengths, unknown, prefix=prefix)
+            self.tier.ask(self._asker, namespace.fingerprint, group, lengths, unknown, prefix=prefix)
             self._asked_until = self._clock() + self.tier.ask_deadline_s
             answers = self.tier.answers(namespace.fingerprint, group, keys)
         asked = [at for at, answer in enumerate(answers) if answer is Answer.ASKED and states[at] == ABSENT]

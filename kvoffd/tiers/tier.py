@@ -221,13 +221,14 @@ class AskedTier(Tier):
 
     @abstractmethod
     def ask(
-        self, fingerprint: bytes, group: int, lengths: Sequence[int], keys: Sequence[bytes], *, prefix: bool
+        self, owner: int, fingerprint: bytes, group: int, lengths: Sequence[int], keys: Sequence[bytes], *, prefix: bool
     ) -> None:
         """Begin to ask for keys whose answer is UNKNOWN. ``lengths``: bytes of a block's shards, by rank.
 
         ``prefix``: they follow one another from the root of a prefix on, and behind a gap nothing is of use.
 
-        Where too much is being asked already, the last of them stay UNKNOWN.
+        Where too much is being asked already, the last of them stay UNKNOWN. An ``owner`` who asks for much must not
+        keep others waiting.
         """
 
     @abstractmethod

@@ -110,7 +110,7 @@ class Node:
 
     def ask(self, keys: list[bytes], length: int) -> None:
         self.tier.remove_namespace(FINGERPRINT)
-        self.tier.ask(FINGERPRINT, 0, [length], keys, prefix=True)
+        self.tier.ask(1, FINGERPRINT, 0, [length], keys, prefix=True)
         self.until(lambda: Answer.ASKED not in self.tier.answers(FINGERPRINT, 0, keys[-1:]))
 
 

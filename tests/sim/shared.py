@@ -104,7 +104,7 @@ class SimShared(AskedTier):
     # --- asking ----------------------------------------------------------------------------------
 
     def ask(
-        self, fingerprint: bytes, group: int, lengths: Sequence[int], keys: Sequence[bytes], *, prefix: bool
+        self, owner: int, fingerprint: bytes, group: int, lengths: Sequence[int], keys: Sequence[bytes], *, prefix: bool
     ) -> None:
         if self._hit("dark"):
             self._dark_until = self._clock.now + self._rng.uniform(0.05, 1.5)

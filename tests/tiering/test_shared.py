@@ -41,7 +41,7 @@ class FakeAskedTier(AskedTier):
         self._block: TierBlock | None = None
 
     def ask(
-        self, fingerprint: bytes, group: int, lengths: Sequence[int], keys: Sequence[bytes], *, prefix: bool
+        self, owner: int, fingerprint: bytes, group: int, lengths: Sequence[int], keys: Sequence[bytes], *, prefix: bool
     ) -> None:
         self.fingerprint, self.lengths = fingerprint, lengths
         self.asked += keys

@@ -126,7 +126,7 @@ class SharedRig:
         ]
         if unknown:
             lengths = [shard.length for shard in blocks[0].shards]
-            self.tier.ask(fingerprint, group, lengths, unknown, prefix=prefix)
+            self.tier.ask(1, fingerprint, group, lengths, unknown, prefix=prefix)
         self.until(lambda: Answer.ASKED not in self.tier.answers(fingerprint, group, keys))
         return self.tier.answers(fingerprint, group, keys)
 

@@ -6,7 +6,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from kvoffd.tiers.shared.cluster import masters_of, slot_of
 from kvoffd.tiers.shared.object_format import generation_key, object_key
 from kvoffd.tiers.shared.redis import Redis
+from kvoffd.tiers.shared.shared_tier import MOST_ASKED
 from kvoffd.tiers.shared.store import Credentials, StoreError, open_store
 from kvoffd.tiers.tier import MOST_FIRST_BLOCK, Answer, TierResult
 from tests.support.faulty_store import FaultyStore
@@ -255,7 +256,7 @@ def test_slow_answers_are_misses_at_their_deadline_and_open_the_breaker(store: F
         assert rig.ask(rig.block(10 + len(times))) != [Answer.YES]
         times.append(time.monotonic() - started)
     assert min(times) < 0.1  # others may find a busy machine
-    rig.tier.ask(ONE, 0, [5000], [b"k" * 32], prefix=True)
+    rig.tier.ask(1, ONE, 0, [5000], [b"k" * 32], prefix=True)
     assert rig.tier.answers(ONE, 0, [b"k" * 32]) == [Answer.UNKNOWN], "an open breaker asks nothing"
     store.delay_s = 0.0
     rig.until(lambda: rig.tier.reachable, 5.0)
@@ -501,7 +502,7 @@ def test_a_thread_that_hangs_opens_the_breaker_and_keeps_nobody_waiting(
     with monkeypatch.context() as patched:
         patched.setattr(Redis, "connect", lambda _: released.wait(10.0))
         for number in (2, 3):  # the first is what hangs, the second waits
-            rig.tier.ask(ONE, 0, [5000], [number.to_bytes(32, "big")], prefix=True)
+            rig.tier.ask(1, ONE, 0, [5000], [number.to_bytes(32, "big")], prefix=True)
             rig.until(lambda number=number: len(rig.tier._workers.asks) == number - 2)  # type: ignore[misc]
 
         def given_up() -> bool:
@@ -514,6 +515,40 @@ def test_a_thread_that_hangs_opens_the_breaker_and_keeps_nobody_waiting(
     released.set()
     rig.until(lambda: rig.tier.reachable, 5.0)
     assert rig.load(block) is DONE
+
+
+def test_who_asks_for_much_takes_turns_with_who_asks_for_little(
+    store: FaultyStore, rig: SharedRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, released, asked, flood = threading.Event(), threading.Event(), list[tuple[int, int]](), range(2, 5)
+    ask = Redis.ask
+
+    def slow(redis: Redis, own_key: bytes, names: Sequence[bytes], deadline: float, *, prefix: bool) -> object:
+        begun.set()
+        assert released.wait(10.0)
+        asked.append((bytes.fromhex(names[0][-64:].decode())[0], len(names)))
+        return ask(redis, own_key, names, deadline, prefix=prefix)
+
+    def keys_of(owner: int, count: int) -> list[bytes]:
+        return [bytes([owner]) + number.to_bytes(31, "big") for number in range(count)]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Redis, "ask", slow)
+        patched.setattr(rig.tier, "ask_deadline_s", 10.0)
+        rig.tier.ask(flood[0], ONE, 0, [5000], keys_of(flood[0], 1), prefix=False)
+        assert begun.wait(10.0)
+        for owner in flood:
+            rig.tier.ask(owner, ONE, 0, [5000], keys_of(owner, MOST_ASKED), prefix=False)
+        few = keys_of(1, 100)
+        rig.tier.ask(1, ONE, 0, [5000], few, prefix=False)
+        released.set()
+        rig.until(lambda: rig.tier.answers(ONE, 0, few) == [Answer.NO] * len(few))
+        assert asked.index((1, len(few))) <= len(flood) + 1, "one turn of each other owner is before it at most"
+        rig.until(lambda: not rig.tier._asked)
+    told = [sum(count for one, count in asked if one == owner) for owner in flood]
+    assert told == sorted(told, reverse=True)
+    assert told[-1] > MOST_ASKED // 10
+    assert sum(told) < MOST_ASKED
 
 
 # --- a time to live ---------------------------------------------------------------------------------
@@ -579,7 +614,7 @@ def test_a_server_that_is_stopped_costs_no_lookup_more_than_the_ask_deadline() -
         while rig.tier.reachable:
             keys = [(2 + len(times)).to_bytes(32, "big")]
             started = time.monotonic()
-            rig.tier.ask(ONE, 0, [5000], keys, prefix=True)
+            rig.tier.ask(1, ONE, 0, [5000], keys, prefix=True)
             rig.until(lambda keys=keys: rig.tier.answers(ONE, 0, keys) != [Answer.ASKED])
             times.append(time.monotonic() - started)
         assert min(times) < 0.05

@@ -103,7 +103,7 @@ def test_a_partition_in_the_middle_of_reads_is_a_miss_in_time_and_never_a_wrong_
     while rig.tier.reachable:
         keys = [(100 + len(times)).to_bytes(32, "big")]
         asked = time.monotonic()
-        rig.tier.ask(ONE, 0, [SLOT_BYTES], keys, prefix=True)
+        rig.tier.ask(1, ONE, 0, [SLOT_BYTES], keys, prefix=True)
         rig.until(lambda keys=keys: rig.tier.answers(ONE, 0, keys) != [Answer.ASKED])  # type: ignore[misc]
         times.append(time.monotonic() - asked)
     assert min(times, default=0.0) < 0.5

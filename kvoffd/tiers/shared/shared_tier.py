@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 MOST_ASKED = 65_536
 """Keys that may be being asked for at a time."""
+POLLS = 0
+"""Owner of asks that nobody waits for: whether a namespace was reset."""
 MOST_READS, MOST_WRITES = 4096, 64
 MOST_NAMESPACES = 65_536
 """Of which it is known when it was looked whether they were reset: as many as may be open."""
@@ -102,7 +104,8 @@ class SharedTier(AskedTier):
         self._generations = dict(generations or {})
         self._polled_at: dict[bytes, float] = {}
         self._voided: set[bytes] = set()
-        self._asked = 0
+        self._asked = Counter[int]()
+        """By owner, keys that are being asked for."""
         self._reads: dict[Read, OnDone] = {}
         self._writes: dict[Write, OnDone] = {}
         self._writing: set[TierKey] = set()
@@ -130,24 +133,25 @@ class SharedTier(AskedTier):
         return found if len(found) != 1 else [Server(found[0].name, self.reachable, self.problem)]
 
     def ask(
-        self, fingerprint: bytes, group: int, lengths: Sequence[int], keys: Sequence[bytes], *, prefix: bool
+        self, owner: int, fingerprint: bytes, group: int, lengths: Sequence[int], keys: Sequence[bytes], *, prefix: bool
     ) -> None:
-        wanted = keys[: max(0, MOST_ASKED - self._asked)]
+        # No owner has more waiting than it leaves room for others, so that there is always some.
+        wanted = keys[: max(0, MOST_ASKED - self._asked.total() - self._asked[owner]) // 2]
         if self.breaker.open or not wanted:
             return
         self._answers.set_lengths(fingerprint, group, lengths)
         self._answers.give(fingerprint, group, wanted, Answer.ASKED)
         deadline = self._clock() + self.ask_deadline_s
-        self._asked += len(wanted)
+        self._asked[owner] += len(wanted)
         self.counters.asked_keys += len(wanted)
         parts = [wanted[at : at + MOST_KEYS] for at in range(0, len(wanted), MOST_KEYS)]
-        self._workers.ask([Ask(fingerprint, group, part, deadline, prefix) for part in parts])
+        self._workers.ask([Ask(owner, fingerprint, group, part, deadline, prefix) for part in parts])
 
     def poll(self, fingerprint: bytes) -> None:
         now = self._clock()
         if now >= self._polled_at.get(fingerprint, now) + (self._poll_s if fingerprint in self._polled_at else 0.0):
             put_newest(self._polled_at, fingerprint, now, MOST_NAMESPACES)
-            self._workers.ask([Ask(fingerprint, 0, (), now + RAISE_S, True)])
+            self._workers.ask([Ask(POLLS, fingerprint, 0, (), now + RAISE_S, True)])
 
     def take_voided(self) -> list[bytes]:
         found, self._voided = list(self._voided), set()
@@ -278,7 +282,7 @@ class SharedTier(AskedTier):
 
     def asked(self, ask: Ask, generation: int, found: Sequence[bool], seconds: float) -> None:
         counters = self.counters
-        self._asked -= len(ask.keys)
+        self._answer(ask)
         counters.ask_seconds = (
             OLD_WEIGHT * counters.ask_seconds + (1 - OLD_WEIGHT) * seconds if counters.ask_seconds else seconds
         )
@@ -307,8 +311,13 @@ class SharedTier(AskedTier):
             self._note_generation(one.fingerprint, generation)
         one.ended, one.problem = True, problem
 
+    def _answer(self, ask: Ask) -> None:
+        self._asked[ask.owner] -= len(ask.keys)
+        if not self._asked[ask.owner]:
+            del self._asked[ask.owner]
+
     def unanswered(self, ask: Ask) -> None:
-        self._asked -= len(ask.keys)
+        self._answer(ask)
         self.counters.unanswered_keys += len(ask.keys)
         absent = [False] * len(ask.keys)
         self._answers.answered(ask.fingerprint, ask.group, ask.keys, absent)

@@ -24,6 +24,7 @@ from kvoffd.tiers.shared.object_format import (
 )
 from kvoffd.tiers.shared.store import GetRequest, Store, StoreError
 from kvoffd.tiers.tier import TierBlock, TierKey, TierResult
+from kvoffd.transfer.turns import FairQueue
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +50,9 @@ LOST = ("timeout", "disconnected", "unreachable", "tls", "internal")
 
 @dataclass(slots=True, eq=False)
 class Ask:
-    """Keys of one group to be asked for."""
+    """Keys of one group to be asked for, for one owner among whom threads take turns."""
 
+    owner: int
     fingerprint: bytes
     group: int
     keys: Sequence[bytes]
@@ -138,7 +140,8 @@ class Workers:
         # A condition for each kind of thread: to wake those that have nothing to do costs time of the interpreter.
         self._lock = threading.Lock()
         self._to_ask, self._to_read, self._to_write = (threading.Condition(self._lock) for _ in range(3))
-        self.asks: deque[Ask] = deque()
+        self.asks: FairQueue[Ask] = FairQueue()
+        self._ask_taken_at = 0.0
         self._reads: deque[Read] = deque()
         self._writes: deque[Write] = deque()
         self._removals: deque[bytes] = deque()
@@ -154,7 +157,8 @@ class Workers:
 
     def ask(self, asks: Sequence[Ask]) -> None:
         with self._lock:
-            self.asks += asks
+            for ask in asks:
+                self.asks.put(ask.owner, ask)
             self._to_ask.notify()
 
     def read(self, read: Read) -> None:
@@ -182,10 +186,10 @@ class Workers:
         self._post(partial(tell, *what, **named))
 
     def take_overdue_asks(self, before: float) -> list[Ask]:
-        """All asks that wait, where the first should have ended by then: the thread that asks hangs."""
+        """All asks that wait, where one should have ended by then and none was taken since: the thread hangs."""
         with self._lock:
-            overdue = bool(self.asks) and self.asks[0].deadline < before
-            return [self.asks.popleft() for _ in range(len(self.asks))] if overdue else []
+            overdue = self._ask_taken_at < before and any(ask.deadline < before for ask in self.asks)
+        return self._next_asks(len(self.asks)) if overdue else []
 
     def close(self, deadline_s: float) -> bool:
         """Interrupt what runs and begin nothing more. False where a thread still hangs."""
@@ -202,11 +206,11 @@ class Workers:
         heard_at = time.monotonic()
         while not self._closed:
             if self._breaker.open:
-                for ask in self._next(self.asks, len(self.asks)):
+                for ask in self._next_asks(len(self.asks)):
                     self._end(self._ends.unanswered, ask)
                 self._probe_when_due(store)
             elif self._wait(self._to_ask, lambda: bool(self.asks)):
-                for ask in self._next(self.asks, 1):
+                for ask in self._next_asks(1):
                     self._ask(store, ask)
             elif time.monotonic() - heard_at < QUIET_S:
                 continue
@@ -419,6 +423,15 @@ class Workers:
     def _next(self, queue: deque[T], most: int) -> list[T]:
         with self._lock:
             return [queue.popleft() for _ in range(min(most, len(queue)))] if not self._closed else []
+
+    def _next_asks(self, most: int) -> list[Ask]:
+        taken: list[Ask] = []
+        with self._lock:
+            while len(taken) < most and not self._closed and (ask := self.asks.take()) is not None:
+                self.asks.charge(ask.owner, len(ask.keys))
+                self._ask_taken_at = time.monotonic()
+                taken.append(ask)
+        return taken
 
     def _next_blocks(self, store: Store, queue: deque[_Block]) -> list[_Block]:
         """Take what may be under way at once on a connection."""
