@@ -551,6 +551,23 @@ def test_who_asks_for_much_takes_turns_with_who_asks_for_little(
     assert sum(told) < MOST_ASKED
 
 
+def test_behind_a_gap_nothing_more_of_a_prefix_is_asked_for(rig: SharedRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, ask = list[int](), Redis.ask
+
+    def counted(redis: Redis, own_key: bytes, names: Sequence[bytes], deadline: float, *, prefix: bool) -> object:
+        asked.append(len(names))
+        return ask(redis, own_key, names, deadline, prefix=prefix)
+
+    monkeypatch.setattr(Redis, "ask", counted)
+    monkeypatch.setattr(rig.tier, "ask_deadline_s", 10.0)
+    keys = [number.to_bytes(32, "big") for number in range(2500)]
+    for fingerprint, prefix in ((ONE, True), (OTHER, False)):
+        rig.tier.ask(1, fingerprint, 0, [5000], keys, prefix=prefix)
+        rig.until(lambda: not rig.tier._asked)
+        assert rig.tier.answers(fingerprint, 0, keys) == [Answer.NO] * len(keys)
+    assert asked == [1024, 1024, 1024, 452]
+
+
 # --- a time to live ---------------------------------------------------------------------------------
 
 

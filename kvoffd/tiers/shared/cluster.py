@@ -92,6 +92,7 @@ class RedisCluster(Store):
     """
 
     ask_deadline_s, poll_s, most_window_keys = Redis.ask_deadline_s, Redis.poll_s, Redis.most_window_keys
+    keys_at_once = Redis.keys_at_once
     blocks_at_once, bytes_at_once = Redis.blocks_at_once, Redis.bytes_at_once
 
     def __init__(

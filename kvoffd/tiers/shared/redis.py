@@ -31,12 +31,10 @@ MOST_TOLD_CHARACTERS = 200
 NEEDED_COMMANDS = "~kvoffd/* +ping +get +exists +touch +expire +set +incrby +unlink, and of a cluster +cluster|nodes"
 WANTS_NO_TLS = " Where it has no TLS, name it redis://; a cluster with TLS needs tls-cluster yes."
 WANTS_TLS = " If it wants TLS, name it rediss://."
-MOST_KEYS = 4096
-"""Keys of one message."""
 
 
 class Redis(Store):
-    """See ``Store``. ``ask`` and ``touch`` take at most ``MOST_KEYS`` keys.
+    """See ``Store``. ``touch`` takes at most ``keys_at_once`` keys.
 
     What does not fit the caches between two sockets costs a third of the speed (measured), so little moves at once.
     """
@@ -44,6 +42,7 @@ class Redis(Store):
     ask_deadline_s = ASK_DEADLINE_S
     poll_s = 5.0
     most_window_keys = 8192
+    keys_at_once = 1024
     blocks_at_once, bytes_at_once = 8, 2 << 20
 
     def __init__(

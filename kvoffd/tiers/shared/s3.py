@@ -125,6 +125,7 @@ class S3(Store):
     ask_deadline_s = ASK_DEADLINE_S
     poll_s, believed_s = 15.0, 600.0  # each is a request that is paid for
     most_window_keys = 256
+    keys_at_once = 4096
     blocks_at_once, bytes_at_once = 8, 8 << 20
     writers = 2
 

@@ -11,7 +11,6 @@ from kvoffd.system.newest import put_newest
 from kvoffd.tiers.shared.answers import YES_S, Answers
 from kvoffd.tiers.shared.breaker import Breaker
 from kvoffd.tiers.shared.object_format import Digest, object_key
-from kvoffd.tiers.shared.redis import MOST_KEYS
 from kvoffd.tiers.shared.store import Server, Store
 from kvoffd.tiers.shared.workers import READERS, Ask, Raise, Read, Workers, Write
 from kvoffd.tiers.tier import Answer, AskedTier, OnDone, TierBlock, TierKey, TierListener, TierResult
@@ -144,14 +143,13 @@ class SharedTier(AskedTier):
         deadline = self._clock() + self.ask_deadline_s
         self._asked[owner] += len(wanted)
         self.counters.asked_keys += len(wanted)
-        parts = [wanted[at : at + MOST_KEYS] for at in range(0, len(wanted), MOST_KEYS)]
-        self._workers.ask([Ask(owner, fingerprint, group, part, deadline, prefix) for part in parts])
+        self._workers.ask(Ask(owner, fingerprint, group, wanted, deadline, prefix))
 
     def poll(self, fingerprint: bytes) -> None:
         now = self._clock()
         if now >= self._polled_at.get(fingerprint, now) + (self._poll_s if fingerprint in self._polled_at else 0.0):
             put_newest(self._polled_at, fingerprint, now, MOST_NAMESPACES)
-            self._workers.ask([Ask(POLLS, fingerprint, 0, (), now + RAISE_S, True)])
+            self._workers.ask(Ask(POLLS, fingerprint, 0, (), now + RAISE_S, True))
 
     def take_voided(self) -> list[bytes]:
         found, self._voided = list(self._voided), set()

@@ -110,6 +110,7 @@ class Store(ABC):
         ask_deadline_s: how long ``ask`` may take, where the configuration does not say.
         poll_s: how often it is looked whether generations were raised.
         most_window_keys: keys that ``ask`` manages in that time without ``prefix``.
+        keys_at_once: most keys of one ``ask``: another client may have its turn then.
         blocks_at_once, bytes_at_once: most objects of one ``get`` or ``put``, and their bytes where there are several.
         believed_s: how long a block that was there is not offered again. The store may lose it, and an offer is a use.
         writers: threads that write. With several one asks what is there while another one's objects are on their way.
@@ -119,6 +120,7 @@ class Store(ABC):
     ask_deadline_s: float
     poll_s: float
     most_window_keys: int
+    keys_at_once: int
     blocks_at_once: int
     bytes_at_once: int
     believed_s: float = 60.0

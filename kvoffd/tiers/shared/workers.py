@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ParamSpec, Protocol, TypeVar
 
@@ -155,10 +155,9 @@ class Workers:
             (f"kvoffd-shared-{name}", partial(work, store)) for (name, work), store in zip(works, stores, strict=True)
         )
 
-    def ask(self, asks: Sequence[Ask]) -> None:
+    def ask(self, ask: Ask) -> None:
         with self._lock:
-            for ask in asks:
-                self.asks.put(ask.owner, ask)
+            self.asks.put(ask.owner, ask)
             self._to_ask.notify()
 
     def read(self, read: Read) -> None:
@@ -245,16 +244,25 @@ class Workers:
         if started >= ask.deadline:
             self._end(self._ends.unanswered, ask)
             return
+        most = store.keys_at_once
+        part, rest = replace(ask, keys=ask.keys[:most]), replace(ask, keys=ask.keys[most:])
         try:
             store.connect()
             connected = time.monotonic()
-            generation, found = self._exchange(store, ask, connected + self._ask_deadline_s + ASK_PATIENCE_S)
+            generation, found = self._exchange(store, part, connected + self._ask_deadline_s + ASK_PATIENCE_S)
         except Exception as error:
             self._fail(store, error, "ask")
             self._end(self._ends.unanswered, ask)
             return
         ended = time.monotonic()
-        self._end(self._ends.asked, ask, generation, found, ended - started)
+        if ask.prefix and False in found:
+            part, found = ask, [*found, *[False] * len(rest.keys)]
+            rest = replace(ask, keys=())
+        self._end(self._ends.asked, part, generation, found, ended - started)
+        with self._lock:
+            self.asks.charge(ask.owner, min(most, len(ask.keys)))
+            if rest.keys:
+                self.asks.put(ask.owner, rest, first=True)
         # To look for one of several servers that is down takes time, which says nothing of the others.
         if ended - connected > self._ask_deadline_s:
             self._breaker.failed("ask")
@@ -428,7 +436,6 @@ class Workers:
         taken: list[Ask] = []
         with self._lock:
             while len(taken) < most and not self._closed and (ask := self.asks.take()) is not None:
-                self.asks.charge(ask.owner, len(ask.keys))
                 self._ask_taken_at = time.monotonic()
                 taken.append(ask)
         return taken
