@@ -53,7 +53,7 @@ class TestS3(SharedConformance):
 
 
 class TestDouble(SharedConformance):
-    most_asked = 256
+    most_asked = 128
 
     @pytest.fixture
     def url(self) -> Iterator[str]:
