@@ -1,1 +1,4 @@
-"""What talks to Linux: mappings, NUMA, systemd, directories, limits. Knows nothing of blocks."""
+"""What talks to Linux: mappings, NUMA, systemd, directories, limits; and queues and threads that several packages need.
+
+Knows nothing of blocks.
+"""

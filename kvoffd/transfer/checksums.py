@@ -17,9 +17,9 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from kvoffd.system.fair_queue import FairQueue
 from kvoffd.system.threads import DaemonThreads
 from kvoffd.transfer.plan import Outcome
-from kvoffd.transfer.turns import FairQueue
 
 # Read at a time, so that a deadline or an abandon is noticed within a millisecond.
 _STEP_BYTES = 8 << 20

@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
 
+from kvoffd.system.fair_queue import FairQueue
 from kvoffd.system.native import native
 from kvoffd.system.threads import DaemonThreads
 from kvoffd.transfer.checksums import ChecksumThreadPool, SlotChecksums, StoreChecksums
 from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer
 from kvoffd.transfer.pace import OTHERS_WAIT, STOP, Pace, Slice
-from kvoffd.transfer.turns import FairQueue
 
 _log = logging.getLogger(__name__)
 

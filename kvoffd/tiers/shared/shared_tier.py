@@ -12,7 +12,8 @@ from kvoffd.tiers.shared.answers import YES_S, Answers
 from kvoffd.tiers.shared.breaker import Breaker
 from kvoffd.tiers.shared.object_format import Digest, object_key
 from kvoffd.tiers.shared.store import Server, Store
-from kvoffd.tiers.shared.workers import READERS, Ask, Raise, Read, Workers, Write
+from kvoffd.tiers.shared.work import Ask, Raise, Read, Write
+from kvoffd.tiers.shared.workers import READERS, Workers
 from kvoffd.tiers.tier import Answer, AskedTier, OnDone, TierBlock, TierKey, TierListener, TierResult
 
 logger = logging.getLogger(__name__)

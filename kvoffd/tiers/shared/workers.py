@@ -7,10 +7,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
+from kvoffd.system.fair_queue import FairQueue
 from kvoffd.system.threads import DaemonThreads
 from kvoffd.tiers.shared.breaker import Breaker
 from kvoffd.tiers.shared.object_format import (
@@ -23,8 +24,8 @@ from kvoffd.tiers.shared.object_format import (
     object_key,
 )
 from kvoffd.tiers.shared.store import GetRequest, Store, StoreError
-from kvoffd.tiers.tier import TierBlock, TierKey, TierResult
-from kvoffd.transfer.turns import FairQueue
+from kvoffd.tiers.shared.work import Ask, Raise, Read, WorkListener, Write
+from kvoffd.tiers.tier import TierBlock, TierResult
 
 logger = logging.getLogger(__name__)
 
@@ -48,68 +49,6 @@ LOST = ("timeout", "disconnected", "unreachable", "tls", "internal")
 """Kinds of errors of writing that are no answer of the server's."""
 
 
-@dataclass(slots=True, eq=False)
-class Ask:
-    """Keys of one group to be asked for, for one owner among whom threads take turns."""
-
-    owner: int
-    fingerprint: bytes
-    group: int
-    keys: Sequence[bytes]
-    deadline: float
-    prefix: bool
-    """Whether only how many of the first are there is of use."""
-
-
-@dataclass(slots=True, eq=False)
-class Read:
-    """A block to be read into views of the pool, one a shard."""
-
-    block_id: TierKey
-    generation: int
-    views: Sequence[memoryview]
-    deadline: float
-
-
-@dataclass(slots=True, eq=False)
-class Write:
-    """A block to be written from views of the pool, one a shard."""
-
-    block: TierBlock
-    generation: int
-    views: Sequence[memoryview]
-
-
-@dataclass(slots=True, eq=False)
-class Raise:
-    """A generation to be raised, so that the blocks of a namespace are void for all nodes."""
-
-    fingerprint: bytes
-    deadline: float
-    ended: bool = False
-    problem: str = ""
-
-
-class Ends(Protocol):
-    """Told of what has ended."""
-
-    def raised(self, one: Raise, generation: int, problem: str) -> None:
-        """``problem``: why it was not raised."""
-
-    def asked(self, ask: Ask, generation: int, found: Sequence[bool], seconds: float) -> None: ...
-
-    def unanswered(self, ask: Ask) -> None: ...
-
-    def read_ended(self, read: Read, result: TierResult, block: TierBlock | None) -> None: ...
-
-    def write_ended(self, write: Write, result: TierResult) -> None: ...
-
-    def writing_refused(self, sentence: str) -> None:
-        """The server answers, and takes no writes now; why."""
-
-    def failed(self, kind: str, sentence: str) -> None: ...
-
-
 _Block = TypeVar("_Block", Read, Write)
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -118,7 +57,7 @@ P = ParamSpec("P")
 class Workers:
     """Queues, and the threads that work them off. Deadlines are of ``clock``, which is that of ``time.monotonic``.
 
-    ``post`` has ``ends`` told in the daemon's thread.
+    ``post`` has ``listener`` called in the daemon's thread.
     """
 
     def __init__(
@@ -127,14 +66,14 @@ class Workers:
         generations: Callable[[bytes], int],
         digest: Digest,
         breaker: Breaker,
-        ends: Ends,
+        listener: WorkListener,
         post: Callable[[Callable[[], None]], None],
         ask_deadline_s: float,
     ) -> None:
         self._generations = generations
         self._digest = digest
         self._breaker = breaker
-        self._ends = ends
+        self._listener = listener
         self._post = post
         self._ask_deadline_s = ask_deadline_s
         # A condition for each kind of thread: to wake those that have nothing to do costs time of the interpreter.
@@ -206,7 +145,7 @@ class Workers:
         while not self._closed:
             if self._breaker.open:
                 for ask in self._next_asks(len(self.asks)):
-                    self._end(self._ends.unanswered, ask)
+                    self._end(self._listener.unanswered, ask)
                 self._probe_when_due(store)
             elif self._wait(self._to_ask, lambda: bool(self.asks)):
                 for ask in self._next_asks(1):
@@ -242,7 +181,7 @@ class Workers:
     def _ask(self, store: Store, ask: Ask) -> None:
         started = time.monotonic()
         if started >= ask.deadline:
-            self._end(self._ends.unanswered, ask)
+            self._end(self._listener.unanswered, ask)
             return
         most = store.keys_at_once
         part, rest = replace(ask, keys=ask.keys[:most]), replace(ask, keys=ask.keys[most:])
@@ -252,13 +191,13 @@ class Workers:
             generation, found = self._exchange(store, part, connected + self._ask_deadline_s + ASK_PATIENCE_S)
         except Exception as error:
             self._fail(store, error, "ask")
-            self._end(self._ends.unanswered, ask)
+            self._end(self._listener.unanswered, ask)
             return
         ended = time.monotonic()
         if ask.prefix and False in found:
             part, found = ask, [*found, *[False] * len(rest.keys)]
             rest = replace(ask, keys=())
-        self._end(self._ends.asked, part, generation, found, ended - started)
+        self._end(self._listener.asked, part, generation, found, ended - started)
         with self._lock:
             self.asks.charge(ask.owner, min(most, len(ask.keys)))
             if rest.keys:
@@ -288,7 +227,7 @@ class Workers:
             now = time.monotonic()
             late = [read for read in batch if read.deadline <= now]
             for read in late:
-                self._end(self._ends.read_ended, read, TierResult.DEADLINE, None)
+                self._end(self._listener.read_ended, read, TierResult.DEADLINE, None)
             if batch := [read for read in batch if read not in late]:
                 self._read(store, deque(batch))
         store.close()
@@ -296,7 +235,7 @@ class Workers:
     def _read(self, store: Store, batch: deque[Read]) -> None:
         if self._breaker.open:
             for read in batch:
-                self._end(self._ends.read_ended, read, TierResult.FAILED, None)
+                self._end(self._listener.read_ended, read, TierResult.FAILED, None)
             return
         deadline = min(read.deadline for read in batch)
         requests = [
@@ -312,9 +251,9 @@ class Workers:
                 block = self._verified(batch[0], header) if header else None
                 read = batch.popleft()
                 if header is None:
-                    self._end(self._ends.read_ended, read, TierResult.GONE, None)
+                    self._end(self._listener.read_ended, read, TierResult.GONE, None)
                 else:
-                    self._end(self._ends.read_ended, read, TierResult.DONE if block else TierResult.CORRUPT, block)
+                    self._end(self._listener.read_ended, read, TierResult.DONE if block else TierResult.CORRUPT, block)
                     if block is None:
                         # It may be the answer to another question, as what follows on the connection then is.
                         store.close()
@@ -324,7 +263,7 @@ class Workers:
             if batch:
                 read = batch.popleft()
                 late = time.monotonic() >= read.deadline
-                self._end(self._ends.read_ended, read, TierResult.DEADLINE if late else TierResult.FAILED, None)
+                self._end(self._listener.read_ended, read, TierResult.DEADLINE if late else TierResult.FAILED, None)
         with self._lock:
             self._reads.extendleft(reversed(batch))
 
@@ -357,9 +296,9 @@ class Workers:
             generation = store.raise_generation(own_key, seen, generation, one.deadline)
         except Exception as error:
             self._fail(store, error, "write")
-            self._end(self._ends.raised, one, 0, str(error) or repr(error))
+            self._end(self._listener.raised, one, 0, str(error) or repr(error))
         else:
-            self._end(self._ends.raised, one, generation, "")
+            self._end(self._listener.raised, one, generation, "")
 
     def _remove(self, store: Store, keys: Sequence[bytes]) -> None:
         """Best effort: what stays is asked for again, and its checksum compared again."""
@@ -390,11 +329,11 @@ class Workers:
                 each = iter(stored)
                 for known in there:
                     written = TierResult.PRESENT if known else TierResult.DONE if next(each) else TierResult.FAILED
-                    self._end(self._ends.write_ended, batch.popleft(), written)
+                    self._end(self._listener.write_ended, batch.popleft(), written)
         except Exception as error:
             self._fail(store, error, "write")
         for write in batch:
-            self._end(self._ends.write_ended, write, TierResult.FAILED)
+            self._end(self._listener.write_ended, write, TierResult.FAILED)
 
     def _fail(self, store: Store, error: Exception, work: str) -> None:
         """Tell of a failure. It counts for the breaker, but not where the server answers that it takes no writes."""
@@ -402,7 +341,7 @@ class Workers:
         if self._closed:
             return
         if work == "write" and told.kind not in LOST:
-            self._end(self._ends.writing_refused, told.sentence)
+            self._end(self._listener.writing_refused, told.sentence)
         else:
             self._breaker.failed(work, at_once=told.final)
 
@@ -415,7 +354,7 @@ class Workers:
             store.close()
             error = StoreError("internal", f"It failed unexpectedly: {error!r}; please report the log's traceback.")
         if not self._closed:
-            self._end(self._ends.failed, error.kind, error.sentence)
+            self._end(self._listener.failed, error.kind, error.sentence)
         return error
 
     def _has_to_write(self) -> bool:

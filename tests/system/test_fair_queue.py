@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffd.transfer.turns import FairQueue
+from kvoffd.system.fair_queue import FairQueue
 
 OWNERS = st.sampled_from(["a", "b", "c", None])
 MOST = 100

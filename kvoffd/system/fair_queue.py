@@ -1,4 +1,4 @@
-"""Whose turn it is: queues of several owners, of whom the one that was served least is served next."""
+"""A queue of several owners' items: the owner that was served least is served next."""
 
 from __future__ import annotations
 
