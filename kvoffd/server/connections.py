@@ -41,11 +41,14 @@ class ClientProcess:
     incoming_at: float = 0.0
     """When a long frame of it was last let in."""
     served_s: float = 0.0
-    """Time that its messages took, on the clock of ``Turns``."""
+    """Time that its messages took, on the clock of ``ProcessQueue``."""
 
 
-class Turns:
-    """Who is served next: the waiting process that was served least. One that was idle has saved nothing up."""
+class ProcessQueue:
+    """Who is served next: the waiting process that was served least. One that was idle has saved nothing up.
+
+    As ``FairQueue``, by time, and in a heap: there may be thousands of processes.
+    """
 
     def __init__(self) -> None:
         self._order = itertools.count()

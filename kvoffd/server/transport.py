@@ -28,7 +28,7 @@ from kvoffd.server.connections import (
     ListeningSocket,
     LongFrames,
     Subscriptions,
-    Turns,
+    ProcessQueue,
 )
 from kvoffd.server.service import Service
 from kvoffd.server.sessions import may_connect
@@ -78,7 +78,7 @@ class Transport:
         """Closes descriptors that clients send, where the kernel lets them."""
         self._numbers = itertools.count(1)
         self._processes: dict[tuple[int, ...], ClientProcess] = {}
-        self._turns = Turns()
+        self._queue = ProcessQueue()
         self._due = False
         self._subscriptions = Subscriptions()
         self._unsent_bytes = 0
@@ -261,18 +261,18 @@ class Transport:
     def _wait_for_turn(self, connection: Connection) -> None:
         if not connection.waits and not connection.closed:
             connection.waits = True
-            self._turns.add(connection)
+            self._queue.add(connection)
             self.wake()
 
     def _serve(self) -> None:
         self._due = more = False
         try:
-            self._turns.serve(self._serve_one, time.monotonic() + SERVE_S)
+            self._queue.serve(self._serve_one, time.monotonic() + SERVE_S)
             more = self._service.go_on()
             self.flush()
         except Exception:  # the loop that serves engines must outlive it
             logger.exception("An iteration of the message loop failed.")
-        if more or self._turns:
+        if more or self._queue:
             self.wake()
 
     def _serve_one(self, connection: Connection) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequen
 logger = logging.getLogger(__name__)
 
 MAX_STATUS_CHARACTERS = 1024
+START_EXTENSION_S = 30
 MAX_FDS_PER_MESSAGE = 253
 """The kernel's SCM_MAX_FD (unix(7))."""
 FIRST_STORED_FD = 3
@@ -44,25 +45,16 @@ class Notifier:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
 
     @property
-    def enabled(self) -> bool:
-        """Whether there is a socket to send to."""
-        return self._socket is not None
-
-    @property
     def watchdog_interval_s(self) -> float | None:
         """How often to call ``watchdog``: half of systemd's timeout, as it advises. None where it does not watch."""
-        return self._watchdog_timeout_s / 2 if self._watchdog_timeout_s is not None and self.enabled else None
+        return self._watchdog_timeout_s / 2 if self._watchdog_timeout_s and self._socket else None
 
-    def starting(self, text: str, extend_timeout_s: float = 30.0) -> None:
-        """Say how far the start is, and that it needs up to ``extend_timeout_s`` more from now."""
-        self._send(f"EXTEND_TIMEOUT_USEC={round(extend_timeout_s * 1_000_000)}\nSTATUS={_one_line(text)}")
+    def starting(self, text: str) -> None:
+        """Say how far the start is, and that it needs up to ``START_EXTENSION_S`` more from now."""
+        self._send(f"EXTEND_TIMEOUT_USEC={START_EXTENSION_S * 1_000_000}\nSTATUS={_one_line(text)}")
 
     def ready(self, text: str) -> None:
         self._send(f"READY=1\nSTATUS={_one_line(text)}")
-
-    def status(self, text: str) -> None:
-        """Set the line that ``systemctl status`` shows."""
-        self._send(f"STATUS={_one_line(text)}")
 
     def watchdog(self) -> None:
         """Say that the event loop turns. To be called from its own tick only, never from a thread."""

@@ -13,7 +13,7 @@ from kvoffd.cache.namespace import Block, MissReason, Namespace
 from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.demotion import Demoter
-from kvoffd.tiering.promotion import Promoter, in_turn, prefix_run, window_run
+from kvoffd.tiering.promotion import Promoter, whole_prefixes_first, prefix_run, window_run
 from kvoffd.tiering.shared import SharedTiering
 from kvoffd.tiering.transfers import TierTransfers, tier_key
 from kvoffd.tiers.tier import AskedTier, Tier, TierBlock, TierKey
@@ -102,7 +102,7 @@ class TieringManager:
         again: bool,
     ) -> tuple[list[bytes], int]:
         answer = [bytearray(state) for state in states]
-        for number, limit in in_turn(namespace, groups, answer):
+        for number, limit in whole_prefixes_first(namespace, groups, answer):
             (group, keys), found = groups[number], states[number]
             if (available := self._available(namespace, group, keys, found)) is not None:
                 if limit is None:

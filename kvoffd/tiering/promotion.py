@@ -70,7 +70,7 @@ def window_run(
     return []
 
 
-def in_turn(
+def whole_prefixes_first(
     namespace: Namespace, groups: Sequence[tuple[int, list[bytes]]], states: Sequence[bytearray]
 ) -> Iterator[tuple[int, int | None]]:
     """The groups of a lookup by their number, and of how many keys a window may be of use; None for whole pasts.

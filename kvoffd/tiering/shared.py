@@ -11,7 +11,7 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.demotion import Demoter
-from kvoffd.tiering.promotion import SETTLED, Promoter, in_turn, run_end, window_run
+from kvoffd.tiering.promotion import SETTLED, Promoter, whole_prefixes_first, run_end, window_run
 from kvoffd.tiering.transfers import TierTransfers
 from kvoffd.tiers.tier import Answer, AskedTier, TierKey
 from kvoffd_proto.messages import ABSENT, SHARED
@@ -80,7 +80,7 @@ class SharedTiering:
         self._asker = owner
         self._asked.clear()
         asking, most = False, MOST_KEYS // max(1, len(groups))
-        for number, limit in in_turn(namespace, groups, states):
+        for number, limit in whole_prefixes_first(namespace, groups, states):
             (group, keys), found = groups[number], memoryview(states[number])
             if limit is None:
                 start = run_end(states[number])

@@ -13,7 +13,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffd.server.connections import Turns
+from kvoffd.server.connections import ProcessQueue
 from kvoffd_proto import zmtp
 
 HELLO = zmtp.opening(b"DEALER")
@@ -120,12 +120,12 @@ def test_libzmq_is_understood_and_understands(kind: int, tmp_path: Any) -> None:
 
 
 def test_processes_take_turns_by_the_time_that_they_take() -> None:
-    turns, served = Turns(), []
+    queue, served = ProcessQueue(), []
 
     def process(name: str, cost_s: float, connections: int) -> None:
         made = SimpleNamespace(name=name, waiting=deque(), served_s=0.0)
         for _ in range(connections):
-            turns.add(SimpleNamespace(process=made, cost_s=cost_s))  # type: ignore[arg-type]
+            queue.add(SimpleNamespace(process=made, cost_s=cost_s))  # type: ignore[arg-type]
 
     def serve(connection: Any) -> bool:
         time.sleep(connection.cost_s)
@@ -135,7 +135,7 @@ def test_processes_take_turns_by_the_time_that_they_take() -> None:
     process("flood", 0.001, 50)
     process("large", 0.004, 1)
     process("polite", 0.001, 1)
-    turns.serve(serve, time.monotonic() + 0.3)
+    queue.serve(serve, time.monotonic() + 0.3)
     share = {name: served.count(name) for name in ("flood", "large", "polite")}
     assert 0.7 < share["polite"] / share["flood"] < 1.4
     assert 0.15 < share["large"] / share["polite"] < 0.4

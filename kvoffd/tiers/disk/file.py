@@ -43,9 +43,6 @@ _METADATA_SHIFT = 9  # a 512th: ext4 needs 4 KiB for 340 extents
 # Large enough for few calls; see ``allocate_in_steps``.
 _ALLOCATE_STEP_BYTES = 1 << 30
 
-OnProgress = Callable[[str, int, int], None]
-"""Called with what is being done, the bytes done, and the bytes in all."""
-
 
 class DiskError(KvoffdError):
     """The directory cannot be used as a tier. The message says why and what to do."""
@@ -95,7 +92,6 @@ class DiskFile:
         region_bytes: int | None,
         calls: FileCalls,
         wall_clock: Callable[[], float],
-        on_progress: OnProgress,
         should_stop: Callable[[], bool],
     ) -> None:
         self.path = directory / FILE_NAME
@@ -105,7 +101,6 @@ class DiskFile:
         """Whether reads and writes go past the page cache."""
         self.calls = calls
         self.boot_id = read_boot_id()
-        self._on_progress = on_progress
         self._should_stop = should_stop
         self.fd = -1
         try:
@@ -244,18 +239,15 @@ class DiskFile:
     def _allocate(self, size: int) -> None:
         before = self.calls.stat(self.fd).st_size
         try:
-            for done in allocate_in_steps(self.calls, self.fd, size, _ALLOCATE_STEP_BYTES):
+            for _ in allocate_in_steps(self.calls, self.fd, size, _ALLOCATE_STEP_BYTES):
                 if self._should_stop():
                     raise OpeningStopped(f"{self.path} was not made: its opening was stopped.")
-                if done:
-                    self._on_progress("allocating", done, size)
         except OSError as error:
             self.calls.truncate(self.fd, before)
             raise DiskError(
                 f"{self.path} cannot have {size} bytes ({format_size(size)}): {error.strerror}. Make room on the "
                 "disk, or give the tier less."
             ) from error
-        self._on_progress("allocating", size, size)
 
     def _probe(self) -> bool:
         """Writes the head with O_DIRECT, or without it; returns whether the file system and the device take it."""

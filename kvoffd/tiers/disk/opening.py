@@ -10,7 +10,7 @@ from pathlib import Path
 from kvoffd.pool.slots import PAGE_BYTES, page_up
 from kvoffd.system.files import FileCalls, OnError
 from kvoffd.tiers.disk.disk_tier import DiskOptions, DiskTier
-from kvoffd.tiers.disk.file import DiskFile, OnProgress, OpeningStopped
+from kvoffd.tiers.disk.file import DiskFile, OpeningStopped
 from kvoffd.tiers.disk.file_format import read_record, read_region, region_seed
 from kvoffd.tiers.disk.index import DiskIndex, index_bytes
 from kvoffd.tiers.disk.regions import DiskRegion, DiskRegions, Entry
@@ -32,7 +32,6 @@ def open_disk_tier(
     calls: FileCalls | None = None,
     wall_clock: Callable[[], float] = time.time,
     make_workers: type[Workers] = Workers,
-    on_progress: OnProgress = lambda what, done, total: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> DiskTier:
     """Makes the tier's file or reads the index of the one that is there. For any thread, since that takes a while.
@@ -48,7 +47,6 @@ def open_disk_tier(
         calls: the system calls on the file, for tests.
         wall_clock: seconds since 1970, for the age of blocks.
         make_workers: what reads and writes.
-        on_progress: called in this thread with what is being done, the bytes done, and the bytes in all.
         should_stop: asked in this thread now and then.
 
     Raises:
@@ -57,10 +55,10 @@ def open_disk_tier(
     """
     begun = time.monotonic()
     file = DiskFile(
-        directory, size_bytes, options.region_bytes, calls or FileCalls(), wall_clock, on_progress, should_stop
+        directory, size_bytes, options.region_bytes, calls or FileCalls(), wall_clock, should_stop
     )
     with OnError(file.close):
-        index = rebuild_index(file, index_bytes(size_bytes), on_progress, should_stop)
+        index = rebuild_index(file, index_bytes(size_bytes), should_stop)
         return DiskTier(
             file,
             index,
@@ -77,7 +75,7 @@ def open_disk_tier(
 
 
 def rebuild_index(
-    file: DiskFile, max_bytes: int, on_progress: OnProgress, should_stop: Callable[[], bool]
+    file: DiskFile, max_bytes: int, should_stop: Callable[[], bool]
 ) -> DiskIndex:
     """Reads heads and records of all regions. A region that cannot be read is noted, and empty.
 
@@ -94,7 +92,6 @@ def rebuild_index(
             _read_region(file, regions, region, found)
         except OSError as error:
             _note_loss(file, regions, region, DiskFault.READ_FAILED, f"cannot be read ({error.strerror or error})")
-        on_progress("reading the index", (region.number + 1) * head.region_bytes, head.regions * head.region_bytes)
     regions.restore()
     if file.may_be_torn:
         head.suspect_generation = regions.generation
