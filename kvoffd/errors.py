@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
 from kvoffd_proto.errors import ErrorCode
+
+logger = logging.getLogger(__name__)
 
 
 class KvoffdError(Exception):
@@ -15,6 +19,19 @@ class KvoffdError(Exception):
         self.message = message
         if code is not None:
             self.code = code
+
+    @classmethod
+    def of(cls, code: ErrorCode) -> KvoffdError:
+        """A refusal that the code's own sentence explains."""
+        return KvoffdError(code.sentence, code)
+
+
+def refusal_of(error: Exception) -> KvoffdError:
+    """What a client is told of an error that was raised for it: a failure of the daemon's own goes to the log."""
+    if isinstance(error, KvoffdError):
+        return error
+    logger.error("A request failed inside the daemon.", exc_info=error)
+    return KvoffdError.of(ErrorCode.INTERNAL)
 
 
 class BadGeometry(KvoffdError):

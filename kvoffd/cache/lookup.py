@@ -67,9 +67,9 @@ class LeasedBlocks:
         self.watchers: list[Callable[[Sequence[Chain]], None]] = []
         """Told of each request once, as the policy is, and after it."""
         self._clock = clock
-        self._bounds = bounds
+        self._bounds = bounds or LeaseBounds(SessionMemory(2**62, 1), 2**62, 2**62)
         self.__blocks = blocks
-        self.memory = bounds.memory if bounds is not None else SessionMemory(2**62, 1)
+        self.memory = self._bounds.memory
         """What sessions may make the daemon keep."""
         self.ended: deque[Lease] = deque()
         """Leases that ended and whose pins ``unpin_some`` takes back: what ended them waits for no more."""
@@ -210,14 +210,13 @@ class LeasedBlocks:
 
         ``loose_bytes`` says how many of the bytes nothing pins yet: only these are taken from others.
         """
-        if (bounds := self._bounds) is None:
-            return 1.0
+        bounds = self._bounds
         key_bytes = lease.key_bytes if lease is not None else LEASED_KEY_BYTES
         room = self.memory.room(owner) - groups * LEASED_GROUP_BYTES - (LEASE_BYTES if lease is None else 0)
         most = min(bounds.max_keys - self.__leases.held(owner).keys, room // key_bytes)
         part = most / keys
         if self.__blocks.pinned_bytes + nbytes > bounds.max_bytes // 2 and (loose := loose_bytes()):
-            part = min(part, self._share_left(owner, bounds, loose) / loose)
+            part = min(part, self._share_left(owner, loose) / loose)
         return max(0.0, part)
 
     def _loose_bytes(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]], states: Sequence[bytes]) -> int:
@@ -228,11 +227,11 @@ class LeasedBlocks:
             nbytes += sum(b.slot_bytes for b, state in blocks if state == READY and b is not None and not b.pins)
         return nbytes
 
-    def _share_left(self, owner: int, bounds: LeaseBounds, wanted: int) -> int:
+    def _share_left(self, owner: int, wanted: int) -> int:
         """Bytes that the session may lease beside what it has, below 0 where it has too much."""
         leases = self.__leases
         held = leases.held(owner)
-        share = bounds.max_bytes // (leases.owners + (not held.leases))
+        share = self._bounds.max_bytes // (leases.owners + (not held.leases))
         now = self._clock()
         if held.nbytes - held.shared_bytes + wanted > share and now >= held.counted_until:
             held.counted_until = now + held.keys * _COUNT_AGAIN_S
@@ -278,9 +277,9 @@ class LeasedBlocks:
         """
         now = self._clock()
         ended: list[int] = []
-        bounds, room = self._bounds, float("inf")
-        if bounds is not None and self.blocks.pinned_bytes > bounds.max_bytes // 2:
-            room = self.leases.held(owner).nbytes + min(0, self._share_left(owner, bounds, 0))
+        room = float("inf")
+        if self.blocks.pinned_bytes > self._bounds.max_bytes // 2:
+            room = self.leases.held(owner).nbytes + min(0, self._share_left(owner, 0))
         for lease_id in lease_ids:
             if (lease := self.leases.owned(owner, lease_id)) is None or lease.nbytes > room:
                 ended.append(lease_id)

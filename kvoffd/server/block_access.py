@@ -241,11 +241,11 @@ class BlockWrite(Job):
             self.answer(KvoffdError(self._wrong_bytes(), ErrorCode.CHECKSUM))
         else:
             code = ERROR_OF_OUTCOME[outcome]
-            self.answer(KvoffdError(code.sentence, code))
+            self.answer(KvoffdError.of(code))
 
     def answer_overdue(self) -> None:
         if not self.session.ended:
-            self.answer(KvoffdError(ErrorCode.DEADLINE.sentence, ErrorCode.DEADLINE))
+            self.answer(KvoffdError.of(ErrorCode.DEADLINE))
 
     def _states(self) -> bytes:
         """What became of each key. One that found no room for a shard of some rank is not left half stored."""

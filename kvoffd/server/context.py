@@ -14,7 +14,7 @@ from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
-from kvoffd.errors import KvoffdError
+from kvoffd.errors import KvoffdError, refusal_of
 from kvoffd.observe.loop_watch import LoopWatch
 from kvoffd.observe.meters import LatencyRecorder, RateMeter
 from kvoffd.server.block_access import BlockAccess, BlockWriter
@@ -138,13 +138,9 @@ class Context:
 
     def refusal(self, request_id: int, error: Exception) -> m.Error:
         """The reply to a request that raised ``error``, which is counted."""
-        if isinstance(error, KvoffdError):
-            code, sentence = error.code, error.message
-        else:
-            logger.error("A request failed inside the daemon.", exc_info=error)
-            code, sentence = ErrorCode.INTERNAL, ErrorCode.INTERNAL.sentence
-        self.count_error(code)
-        return m.Error(request_id, self.epoch, code, sentence)
+        refusal = refusal_of(error)
+        self.count_error(refusal.code)
+        return m.Error(request_id, self.epoch, refusal.code, refusal.message)
 
     def count_error(self, code: ErrorCode) -> None:
         """Count what went wrong; an administrator who mistypes a name has the answer, and nothing is wrong."""

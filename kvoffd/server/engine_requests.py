@@ -173,7 +173,7 @@ def _registered(
         raise memory
     try:
         if session.ended:
-            raise KvoffdError(ErrorCode.SESSION_ENDED.sentence, ErrorCode.SESSION_ENDED)
+            raise KvoffdError.of(ErrorCode.SESSION_ENDED)
         layouts = build_layouts(memory.spans, message.tensors, message.groups, message.blocks_per_key)
         shard_bytes = [layout.shard_bytes for layout in layouts]
         shards = [

@@ -44,7 +44,7 @@ def find_or_open(
     if known is None:
         yield from _make_room(context, session, message)
         if session.ended:
-            raise KvoffdError(ErrorCode.SESSION_ENDED.sentence, ErrorCode.SESSION_ENDED)
+            raise KvoffdError.of(ErrorCode.SESSION_ENDED)
         _check_places(context, session, fingerprint)  # the session and its user may have opened others meanwhile
     label, description = printable(message.label), printable(message.description)
     opened = cache.open_namespace(fingerprint, label, *geometry, description)

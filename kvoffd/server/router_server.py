@@ -65,7 +65,7 @@ class _Peer(asyncio.Protocol):
         """What it sent is obeyed later, and no more is read."""
         self._rests = 0
         """One after another with as much to obey as is obeyed at once."""
-        self.transport: asyncio.Transport | None = None
+        self.transport: asyncio.Transport
         self.prefixes: set[bytes] = set()
         """What it subscribed to."""
         self.opened_at = 0.0
@@ -93,7 +93,7 @@ class _Peer(asyncio.Protocol):
     def _obey_some(self) -> None:
         """Obey some of what has arrived, and read on or rest."""
         transport = self.transport
-        if transport is None or transport.is_closing():
+        if transport.is_closing():
             return
         self._resting = False
         try:
@@ -115,7 +115,7 @@ class _Peer(asyncio.Protocol):
             transport.resume_reading()
 
     def _rest(self) -> None:
-        if self.transport is not None and not self.transport.is_closing():
+        if not self.transport.is_closing():
             self._resting = True
             self.transport.pause_reading()
             asyncio.get_running_loop().call_later(REST_S, self._obey_some)
@@ -133,14 +133,13 @@ class _Peer(asyncio.Protocol):
 
     @property
     def unsent_bytes(self) -> int:
-        open_ = self.transport is not None and not self.transport.is_closing()
-        return self.transport.get_write_buffer_size() if open_ and self.transport is not None else 0
+        return 0 if self.transport.is_closing() else self.transport.get_write_buffer_size()
 
     def send(self, frames: tuple[bytes, ...]) -> None:
         self._write(zmtp.encode(frames))
 
     def _write(self, data: bytes) -> None:
-        if self.transport is None or self.transport.is_closing():
+        if self.transport.is_closing():
             return
         self.transport.write(data)
         if self.unsent_bytes > MAX_UNSENT_BYTES:
@@ -152,7 +151,7 @@ class _Peer(asyncio.Protocol):
         self.abort(f"it left {self.unsent_bytes} bytes unread")
 
     def abort(self, why: str) -> None:
-        if self.transport is not None and not self.transport.is_closing():
+        if not self.transport.is_closing():
             name = self.transport.get_extra_info("peername")
             self._server.dropped_subscribers += 1
             self._server.warnings.warn("The connection of the router at %s was closed: %s.", name, why)
@@ -171,8 +170,7 @@ class _Peer(asyncio.Protocol):
             self._subscribe(prefix, wanted=wanted)
         elif len(taken) == 2 and not taken[0] and len(taken[1]) == SEQUENCE_BYTES:
             self._replay = self._server.replay(int.from_bytes(taken[1], "big"))
-            if self.transport is not None:
-                self.transport.pause_reading()
+            self.transport.pause_reading()
             self._go_on_replaying()
         else:
             raise zmtp.ZmtpError("what is no request for a replay")
@@ -287,8 +285,7 @@ class RouterServer:
         for server in self._servers:
             server.close()
         for peer in list(self._peers):
-            if peer.transport is not None:
-                peer.transport.close()
+            peer.transport.close()
 
     # --- called by connections --------------------------------------------------------------------
 

@@ -261,11 +261,11 @@ class Service:
         if session is None and isinstance(request, m.Health) and request.token == NO_TOKEN:
             return health_reply(self.context, request)
         if session is None:
-            raise KvoffdError(ErrorCode.BAD_TOKEN.sentence, ErrorCode.BAD_TOKEN)
+            raise KvoffdError.of(ErrorCode.BAD_TOKEN)
         session.last_request_at = self.context.clock()
         exchange, handler = HANDLERS[type(request)]
         if session.role is None and not isinstance(request, m.Hello):
-            raise KvoffdError(ErrorCode.NO_HELLO.sentence, ErrorCode.NO_HELLO)
+            raise KvoffdError.of(ErrorCode.NO_HELLO)
         if session.role is not None and session.role not in exchange.roles:
             raise KvoffdError(
                 f"{type(request).__name__} is for the role {' or '.join(sorted(exchange.roles))}, not {session.role}.",

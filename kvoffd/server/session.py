@@ -276,7 +276,7 @@ class Session:
         """A registration of the session. Raises KvoffdError."""
         registration = self.registrations.get(registration_id)
         if registration is None:
-            raise KvoffdError(ErrorCode.UNKNOWN_REGISTRATION.sentence, ErrorCode.UNKNOWN_REGISTRATION)
+            raise KvoffdError.of(ErrorCode.UNKNOWN_REGISTRATION)
         return registration
 
     def end(self, on_drained: Callable[[], None]) -> None:

@@ -91,7 +91,7 @@ class Sessions:
     def check_not_stopping(self) -> None:
         """Raise KvoffdError when the daemon takes no new work."""
         if self.stopping:
-            raise KvoffdError(ErrorCode.SHUTTING_DOWN.sentence, ErrorCode.SHUTTING_DOWN)
+            raise KvoffdError.of(ErrorCode.SHUTTING_DOWN)
 
     def open(self, lifeline: Lifeline, peer: Peer, *, internal: bool = False) -> Session:
         """Admit a client that has connected to the lifeline. Raises KvoffdError when it may not come in."""
@@ -140,7 +140,7 @@ class Sessions:
     def attach(self, session: Session, segment_id: int, fd: int) -> None:
         """Keep a descriptor for a Register to come. Owns ``fd`` on success only. Raises KvoffdError."""
         if session.ended:
-            raise KvoffdError(ErrorCode.SESSION_ENDED.sentence, ErrorCode.SESSION_ENDED)
+            raise KvoffdError.of(ErrorCode.SESSION_ENDED)
         if segment_id in session.segments:
             raise KvoffdError(f"Segment {segment_id} is attached already; use a new id.", ErrorCode.MALFORMED)
         if len(session.segments) >= self._config.max_segments:

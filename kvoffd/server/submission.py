@@ -5,7 +5,6 @@ A large message is dealt with in parts, between which others have their turns.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.session_memory import copy_bytes
-from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError
+from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, refusal_of
 from kvoffd.server.engine_jobs import EngineJobs, LoadJob, StoredGroup, StoreJobs
 from kvoffd.server.session import Registration, Session
 from kvoffd.transfer.plan import blocks_outside, check_blocks, check_count, outside_error
@@ -28,8 +27,6 @@ from kvoffd_proto.messages import (
     Store,
     Submit,
 )
-
-logger = logging.getLogger(__name__)
 
 PART_PIECES = 4096
 """Jobs are planned together until they have so many pieces; then it is others' turn."""
@@ -118,12 +115,8 @@ class Submission:
         return self.session.registration(self.message.registration_id)
 
     def _refuse(self, jobs: Sequence[Store | Load], error: Exception) -> None:
-        if isinstance(error, KvoffdError):
-            code, sentence = error.code, error.message
-        else:
-            logger.error("Jobs failed inside the daemon.", exc_info=error)
-            code, sentence = ErrorCode.INTERNAL, ErrorCode.INTERNAL.sentence
-        self.refused += [Refusal(job.job_id, code, sentence) for job in jobs]
+        refusal = refusal_of(error)
+        self.refused += [Refusal(job.job_id, refusal.code, refusal.message) for job in jobs]
 
     def check(self, registration: Registration, job: Store | Load, *, storing: bool) -> int:
         """Return the pieces that a job counts as.
@@ -136,7 +129,7 @@ class Submission:
             raise KvoffdError(self._no_room, ErrorCode.TOO_MANY)
         config, session, namespace = self.jobs.config, self.session, registration.namespace
         if job.job_id in session.jobs or job.job_id in self._part:
-            raise KvoffdError(ErrorCode.DUPLICATE_JOB.sentence, ErrorCode.DUPLICATE_JOB)
+            raise KvoffdError.of(ErrorCode.DUPLICATE_JOB)
         if (unfinished := session.unfinished + len(self._part)) >= config.max_jobs_in_flight:
             raise KvoffdError(f"The session has {unfinished} jobs in flight, its limit.", ErrorCode.TOO_MANY)
         log = session.completions

@@ -90,7 +90,7 @@ class Gpu:
                 mapped = error
             except Exception:
                 _log.exception("%s: mapping an engine's memory failed inside the daemon.", self.device)
-                mapped = KvoffdError(ErrorCode.INTERNAL.sentence)
+                mapped = KvoffdError.of(ErrorCode.INTERNAL)
             on_mapped(mapped)
 
         self._control.submit(task)
