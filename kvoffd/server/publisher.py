@@ -39,7 +39,7 @@ class EventPublisher:
     ) -> None:
         self._wall_clock = wall_clock
         self.routers = routers
-        """What routers are told; None where there are none."""
+        """What is published to routers; None where there are none."""
         self._pending: dict[bytes, list[KvEvent]] = {}
         self._buffer_steps = buffer_steps
         self._sent: deque[Frames] = deque()

@@ -92,9 +92,7 @@ def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
         health=level,
         health_problems=dict(Counter(cause.reason for cause in causes)),
         recent=context.recent.in_all(),
-        routers=filled(RouterStats, context.router_server, context.publisher.routers)
-        if context.router_server
-        else None,
+        routers=_router_stats(context),
         curve=context.curve.in_all(),
         curve_seen_bytes=context.curve.seen_bytes,
         curve_bytes=context.curve.nbytes,
@@ -217,6 +215,14 @@ def _shared_stats(context: Context) -> list[m.SharedStats]:
         for shared in tiering.shared
         if isinstance(tier := shared.tier, SharedTier)
     ]
+
+
+def _router_stats(context: Context) -> RouterStats | None:
+    server, index = context.router_server, context.publisher.routers
+    if server is None or index is None:
+        return None
+    counts = {"told_blocks": index.published_blocks, "untold_blocks": index.unpublished_blocks}
+    return filled(RouterStats, server, index, **counts)
 
 
 def _direction_stats(context: Context, direction: Direction) -> m.DirectionStats:

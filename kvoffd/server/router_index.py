@@ -1,7 +1,7 @@
-"""Which blocks routers are told of: those that the daemon holds, of which it knows the tokens and all that is before.
+"""Which blocks are published to routers: those in the daemon of which it knows the tokens and all that is before.
 
 A router finds a prompt's blocks by their tokens, from the first one on, and some take no block whose parent they do not
-know. So a block is told when its parent is, and taken back when its parent goes: what was told can always be told
+know. So a block is published when its parent is, and withdrawn when its parent goes: all can always be published
 again, parents first. Pure: no I/O, no clock.
 """
 
@@ -22,13 +22,13 @@ from kvoffd_proto.router_events import ClearedBlocks, RemovedBlocks, RouterEvent
 POOL, TIER = 1, 2
 MEDIA = {POOL: MEDIUM_CPU, TIER: MEDIUM_STORAGE}
 ROOT = 0
-"""Parent of the first blocks of prompts. No block hash ends in eight zero bytes, or its chain is not told."""
+"""Parent of the first blocks of prompts. No block hash ends in eight zero bytes, or its chain is not published."""
 BLOCK_BYTES = 320
 """What a block takes here beside its tokens, four bytes each. Measured: 280, and what a dict's growth leaves unused."""
 MAX_EXPECTED = 65_536
 """Blocks whose tokens are known and whose bytes are still on their way; the oldest are forgotten beyond that."""
-TOLD_AT_ONCE = 512
-"""Blocks that are told or taken back in one step, beside twice those that came or went: many may have one parent."""
+PUBLISHED_AT_ONCE = 512
+"""Blocks that are published or withdrawn in one step, beside twice those that came or went: many may have one parent."""
 MAX_BLOCKS_PER_EVENT = 256
 """A message holds one event of so many blocks, or a few smaller ones."""
 
@@ -36,7 +36,7 @@ MAX_BLOCKS_PER_EVENT = 256
 class Known:
     """A block, or a parent of one, under its group."""
 
-    __slots__ = ("children", "media", "parent", "seen", "tokens", "told")
+    __slots__ = ("children", "media", "parent", "published", "seen", "tokens")
 
     def __init__(self) -> None:
         self.parent = ROOT
@@ -44,7 +44,7 @@ class Known:
         """Token ids, uint32; None where they are not known."""
         self.media = 0
         """Where the daemon holds it."""
-        self.told = 0
+        self.published = 0
         """Where routers think that it is."""
         self.seen = 0
         """Number of the last snapshot whose readers know it."""
@@ -58,10 +58,10 @@ class Group:
     spec: GroupSpec
     blocks: dict[int, Known] = field(default_factory=dict)
     bytes: int = 0
-    told_blocks: int = 0
+    published_blocks: int = 0
 
     def stored(self, medium: int, keys: Sequence[int]) -> StoredBlocks:
-        """The event that tells of some blocks of one chain."""
+        """The event of some blocks of one chain."""
         first = self.blocks[keys[0]]
         tokens = b"".join([self.blocks[key].tokens or b"" for key in keys])
         return StoredBlocks(
@@ -79,18 +79,18 @@ class Group:
 
 
 def router_index(config: Config) -> RouterIndex | None:
-    """The index of a daemon that has routers to tell; None where it has none."""
+    """The index of a daemon that publishes to routers; None where it does not."""
     if not (config.event_address or config.event_connect):
         return None
     return RouterIndex(config.event_node or socket.gethostname(), config.event_index_bytes)
 
 
 class RouterIndex:
-    """What the daemon holds, from the cache's calls, and what of it routers are told, as events in their order.
+    """What the daemon holds, from the cache's calls, and what of it is published to routers, as events in their order.
 
     Args:
         node: name of this machine in topics.
-        max_bytes: a block that would take the index beyond this is not told.
+        max_bytes: a block that would take the index beyond this is not published.
     """
 
     def __init__(self, node: str, max_bytes: int) -> None:
@@ -99,17 +99,17 @@ class RouterIndex:
         self._groups: WeakKeyDictionary[Namespace, list[Group]] = WeakKeyDictionary()
         self._expected: OrderedDict[tuple[Group, int], None] = OrderedDict()
         self._changed: deque[tuple[Group, list[int]]] = deque()
-        """Blocks, the next one last, that routers may have to be told of. What comes after a block stands before what
-        changed later, so that all of it is taken back before the block is told anew."""
+        """Blocks, the next one last, that may have to be published or withdrawn. What comes after a block stands before
+        what changed later, so that all of it is withdrawn before the block is published anew."""
         self._news: deque[tuple[bytes, RouterEvent]] = deque()
         self._run: tuple[Group, int, list[int]] | None = None
         """Group, medium and blocks of a stored event that may go on."""
         self._snapshot = 0
         """Number of the running snapshot, or of the last one."""
         self.index_bytes = 0
-        self.told_blocks = 0
-        self.untold_blocks = 0
-        """Blocks that came and were not told, since their tokens were not known or there was no room for them."""
+        self.published_blocks = 0
+        self.unpublished_blocks = 0
+        """Blocks that came and were not published, since their tokens were not known or there was no room for them."""
 
     def topic(self, namespace: Namespace) -> bytes:
         """Topic of a namespace's events: ``kv@node:NODE@MODEL``."""
@@ -152,7 +152,7 @@ class RouterIndex:
 
     def _forget_expected(self) -> None:
         (group, at), _ = self._expected.popitem(last=False)
-        if not group.blocks[at].told:  # else it goes when it is taken back
+        if not group.blocks[at].published:  # else it goes when it is withdrawn
             self._drop(group, at)
 
     def stored(self, namespace: Namespace, group: int, keys: Iterable[bytes]) -> None:
@@ -171,15 +171,15 @@ class RouterIndex:
         """Nothing of the namespace is held any more, wherever it was."""
         self._end_run()
         groups = self._groups.pop(namespace, [])
-        told = sum([group.told_blocks for group in groups])
-        if told and told == self.told_blocks:
+        published = sum([group.published_blocks for group in groups])
+        if published and published == self.published_blocks:
             self._add(groups[0].topic, ClearedBlocks())
-        elif told:  # to routers that take all topics for one cache it would mean the other namespaces' blocks too
+        elif published:  # to routers that take all topics for one cache it would mean the other namespaces' blocks too
             for group in groups:
                 for medium in MEDIA:
-                    here = [key for key, known in group.blocks.items() if known.told & medium]
+                    here = [key for key, known in group.blocks.items() if known.published & medium]
                     self._add_removed(group, medium, here)
-        self.told_blocks -= told
+        self.published_blocks -= published
         cleared = set(groups)
         for key in [key for key in self._expected if key[0] in cleared]:
             del self._expected[key]
@@ -194,12 +194,12 @@ class RouterIndex:
             known = found.blocks.get(at)
             if known is None:
                 if self.index_bytes + BLOCK_BYTES > self._max_bytes:
-                    self.untold_blocks += 1
+                    self.unpublished_blocks += 1
                     continue
                 known = self._new(found, at)
             if not known.media:
                 self._expected.pop((found, at), None)
-                self.untold_blocks += known.tokens is None
+                self.unpublished_blocks += known.tokens is None
             known.media |= medium
             changed.append(at)
         self._change(found, changed)
@@ -214,11 +214,11 @@ class RouterIndex:
                 changed.append(at)
         self._change(found, changed)
 
-    # --- what routers are told --------------------------------------------------------------------
+    # --- what is published ------------------------------------------------------------------------
 
     def take(self) -> Iterator[tuple[bytes, list[RouterEvent]]]:
-        """What routers must be told, in order, by message: a topic and its events; of very much, a part."""
-        self._tell(TOLD_AT_ONCE)
+        """What is to be published, in order, by message: a topic and its events; of very much, a part."""
+        self._publish(PUBLISHED_AT_ONCE)
         self._end_run()
         while self._news:
             topic, event = self._news.popleft()
@@ -235,9 +235,9 @@ class RouterIndex:
         return bool(self._news) or self._run is not None or bool(self._changed)
 
     def snapshot(self) -> Iterator[tuple[bytes, list[RouterEvent]]]:
-        """All that routers are told now, parents first, by message, beginning with what clears a router's index.
+        """All that is published now, parents first, by message, beginning with what clears a router's index.
 
-        What changes while it runs is told by ``take``, which must be called to its end before each step. Another one
+        What changes while it runs comes from ``take``, which must be called to its end before each step. Another one
         that begins meanwhile spoils this one.
         """
         groups = [group for groups in self._groups.values() for group in groups if group.blocks]
@@ -254,52 +254,52 @@ class RouterIndex:
                 while left and count < MAX_BLOCKS_PER_EVENT:
                     run = self._chain(group, left, MAX_BLOCKS_PER_EVENT - count)
                     count += len(run)
-                    events += [group.stored(one, run) for one in MEDIA if run and group.blocks[run[0]].told & one]
+                    events += [group.stored(one, run) for one in MEDIA if run and group.blocks[run[0]].published & one]
                 if events:
                     yield group.topic, events
 
     def _chain(self, group: Group, left: list[int], most: int) -> list[int]:
-        """The next blocks of a snapshot that one event can tell; ``left`` has those that come after them."""
+        """The next blocks of a snapshot for one event; ``left`` has those that come after them."""
         run: list[int] = []
-        told = 0
+        media = 0
         while left and len(run) < most:
             key = left[-1]
             known = group.blocks.get(key)
-            if known is None or not known.told or known.seen == self._snapshot:
+            if known is None or not known.published or known.seen == self._snapshot:
                 left.pop()
                 continue
-            if run and (known.told != told or known.parent != run[-1]):
+            if run and (known.published != media or known.parent != run[-1]):
                 break
             left.pop()
-            told, known.seen = known.told, self._snapshot
+            media, known.seen = known.published, self._snapshot
             run.append(key)
             left += self._children(known)
         return run
 
     def _change(self, group: Group, keys: list[int]) -> None:
-        """Note blocks that came or went, in their order, and tell some of what there is to tell."""
+        """Note blocks that came or went, in their order, and publish some of them."""
         if keys:
             keys.reverse()
             self._changed.append((group, keys))
-            self._tell(TOLD_AT_ONCE + 2 * len(keys))
+            self._publish(PUBLISHED_AT_ONCE + 2 * len(keys))
 
-    def _tell(self, most: int) -> None:
-        """Tell, or take back, so many of the blocks that may have to be."""
+    def _publish(self, most: int) -> None:
+        """Publish, or withdraw, so many of the blocks that may have to be."""
         while self._changed and most:
             group, keys = self._changed[0]
             key = keys.pop()
             if not keys:
                 self._changed.popleft()
             if (known := group.blocks.get(key)) is not None:
-                self._tell_one(group, key, known)
+                self._publish_one(group, key, known)
             most -= 1
 
-    def _tell_one(self, group: Group, key: int, known: Known) -> None:
-        """Tell, or take back, a block; those that come after it are next."""
+    def _publish_one(self, group: Group, key: int, known: Known) -> None:
+        """Publish, or withdraw, a block; those that come after it are next."""
         parent = group.blocks.get(known.parent)
-        reachable = known.tokens is not None and parent is not None and (known.parent == ROOT or parent.told)
+        reachable = known.tokens is not None and parent is not None and (known.parent == ROOT or parent.published)
         wanted = known.media if reachable else 0
-        before, known.told = known.told, wanted
+        before, known.published = known.published, wanted
         for medium in MEDIA:
             if wanted & ~before & medium:
                 self._add_stored(group, medium, key, known.parent)
@@ -307,8 +307,8 @@ class RouterIndex:
                 self._add_removed(group, medium, [key])
         if bool(before) != bool(wanted):
             change = 1 if wanted else -1
-            self.told_blocks += change
-            group.told_blocks += change
+            self.published_blocks += change
+            group.published_blocks += change
             known.seen = parent.seen if wanted and parent is not None else 0
             if children := self._children(known):
                 self._changed.appendleft((group, children))

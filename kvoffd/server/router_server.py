@@ -1,7 +1,7 @@
 """KV events for routers over TCP: a PUB socket that listens, or that connects to routers, and one that replays.
 
 Whoever can connect reads the token ids of all prompts that are stored: there is no encryption and no access control, as
-with the publisher of vLLM. A subscriber that does not read is disconnected, and is told all anew when it comes back.
+with the publisher of vLLM. A subscriber that does not read is disconnected, and gets all anew when it comes back.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class _Peer(asyncio.Protocol):
 
 
 class RouterServer:
-    """Publishes what ``index`` has to tell, from ``open`` to ``close``."""
+    """Publishes what ``index`` has, from ``open`` to ``close``."""
 
     def __init__(self, index: RouterIndex, config: Config) -> None:
         self._index = index
@@ -261,17 +261,17 @@ class RouterServer:
             ) from error
 
     async def _stay_connected(self, address: Address, factory: partial[_Peer]) -> None:
-        told = False
+        logged = False
         while True:
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     _, peer = await self._loop.create_connection(factory, address.host, address.port)
             except OSError as error:  # a TimeoutError is one
-                if not told:
+                if not logged:
                     logger.warning("No router at %s:%d yet: %s.", address.host, address.port, error)
-                told = True
+                logged = True
             else:
-                told = False
+                logged = False
                 await peer.closed
             await asyncio.sleep(RECONNECT_S)
 
@@ -306,7 +306,7 @@ class RouterServer:
         self._readers.discard(peer)
 
     def joined(self, peer: _Peer) -> None:
-        """The peer has subscribed: it is to be told all."""
+        """The peer has subscribed: it is to get all that is published."""
         self._joining.add(peer)
         self._go_on_at(self._next_snapshot_at)
 

@@ -1,4 +1,4 @@
-"""KV events for routers as numbered messages: what they are sent, what is kept for a replay, what latecomers are told.
+"""KV events for routers as numbered messages: what they are sent, what is kept for a replay, what latecomers get.
 
 All subscribers get every number, so that a gap is a loss: what a message has for others is an empty batch for them, and
 so is a heartbeat. Numbers begin at the time of the daemon's start in microseconds: after a restart they go on higher
@@ -24,7 +24,7 @@ ENTRY_BYTES = 128
 
 
 class RouterMessage(NamedTuple):
-    """One message: its number, its topic and its payload; neither where there is nothing but the number to tell."""
+    """One message: its number, its topic and its payload; neither in a heartbeat."""
 
     number: int
     topic: bytes = b""
@@ -45,7 +45,7 @@ class RouterMessage(NamedTuple):
 
 
 class RouterStream:
-    """Makes messages of what the index has to tell."""
+    """Makes messages of what the index publishes."""
 
     def __init__(self, index: RouterIndex, buffer_steps: int, wall_clock: Callable[[], float] = time.time) -> None:
         self._index = index
@@ -65,11 +65,11 @@ class RouterStream:
             yield self._keep(RouterMessage(self.number, topic, payload))
 
     def heartbeat(self) -> RouterMessage:
-        """A message that tells nothing but its number."""
+        """A message of its number alone."""
         return self._keep(RouterMessage(self.number))
 
     def snapshot(self) -> Iterator[tuple[RouterMessage, RouterMessage]]:
-        """All that routers are told now: each message as who comes late gets it, and as the others do.
+        """All that is published now: each message as who comes late gets it, and as the others do.
 
         Between two steps ``take`` must be called to its end. A replay has it as the others do: who had the messages
         before these needs nothing of them.
@@ -85,7 +85,7 @@ class RouterStream:
     def replay(self, start: int) -> Iterator[tuple[bytes, bytes, bytes]]:
         """The messages from number ``start`` to the last one that there is now, and vLLM's end marker.
 
-        Where the first of them is not kept any more, only that: who comes late is told all anew when it subscribes.
+        Where the first of them is not kept any more, only that: who comes late gets all anew when it subscribes.
         """
         return self._replay(start, self.number)
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvoffd.cache.namespace import Namespace
 from kvoffd.server import router_index
-from kvoffd.server.router_index import BLOCK_BYTES, MAX_BLOCKS_PER_EVENT, TOLD_AT_ONCE, RouterIndex
+from kvoffd.server.router_index import BLOCK_BYTES, MAX_BLOCKS_PER_EVENT, PUBLISHED_AT_ONCE, RouterIndex
 from kvoffd_proto.messages import GroupSpec
 from kvoffd_proto.router_events import ClearedBlocks, RemovedBlocks, RouterEvent, StoredBlocks, router_hash
 
@@ -142,13 +142,13 @@ def test_a_parent_on_disk_is_as_good_as_one_in_the_pool(index: RouterIndex) -> N
     index.removed_from_tier(one, 0, [key(1)])
     assert router.take(index.take()).blocks == {}
     index.removed(one, 0, [key(2)])
-    assert (router.take(index.take()).blocks, index.told_blocks) == ({}, 0)
+    assert (router.take(index.take()).blocks, index.published_blocks) == ({}, 0)
 
 
 def test_blocks_of_unknown_tokens_are_counted_and_told_once_these_are_known(index: RouterIndex) -> None:
     one, router = namespace(), Router()
     index.stored(one, 0, [key(1)])  # adopted from an earlier daemon
-    assert (router.take(index.take()).blocks, index.untold_blocks) == ({}, 1)
+    assert (router.take(index.take()).blocks, index.unpublished_blocks) == ({}, 1)
     expect(index, one, [1])
     assert router.take(index.take()).held() == {1}
 
@@ -164,7 +164,7 @@ def test_clearing_one_of_two_namespaces_says_nothing_of_the_other_s_blocks(index
     index.cleared(other)
     assert router.take(index.take()).blocks == {}
     assert isinstance(router.events[-1], ClearedBlocks), "there is nobody else: one event says it"
-    assert (index.told_blocks, index.index_bytes) == (0, 0)
+    assert (index.published_blocks, index.index_bytes) == (0, 0)
 
 
 def test_an_index_that_is_full_tells_no_more_and_takes_no_more_memory() -> None:
@@ -173,7 +173,7 @@ def test_an_index_that_is_full_tells_no_more_and_takes_no_more_memory() -> None:
     full.stored(one, 0, [key(number) for number in range(1, 10)])
     assert full.index_bytes <= 3 * (BLOCK_BYTES + 4 * BLOCK_TOKENS)
     assert Router().take(full.take()).held() == {1}
-    assert full.untold_blocks == 8
+    assert full.unpublished_blocks == 8
 
 
 def test_blocks_that_never_come_keep_no_room_from_those_that_do() -> None:
@@ -235,20 +235,20 @@ def test_what_comes_after_a_block_is_told_and_taken_back_in_steps(index: RouterI
         expect(index, one, [1])
         while index.has_news:
             router.take(index.take())
-            assert abs(len(router.blocks) - told[-1]) <= 2 * TOLD_AT_ONCE + 2
+            assert abs(len(router.blocks) - told[-1]) <= 2 * PUBLISHED_AT_ONCE + 2
             told.append(len(router.blocks))
     assert max(told) == told[-1] == most - 1
     assert told.count(0) == 2, "before, and when all was taken back"
 
 
-@pytest.mark.parametrize("at_once", [TOLD_AT_ONCE, 1])
+@pytest.mark.parametrize("at_once", [PUBLISHED_AT_ONCE, 1])
 @pytest.mark.parametrize("seed", range(8))
 def test_events_fold_to_what_is_held_and_so_do_snapshots_that_run_meanwhile(
     seed: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Random trees of blocks that come and go in two places; a router that was there from the start, and latecomers."""
     monkeypatch.setattr(router_index, "MAX_BLOCKS_PER_EVENT", 3)
-    monkeypatch.setattr(router_index, "TOLD_AT_ONCE", at_once)
+    monkeypatch.setattr(router_index, "PUBLISHED_AT_ONCE", at_once)
     rng = random.Random(seed)
     index, one = RouterIndex("node", 1 << 30), namespace()
     parents: dict[int, int] = {}
@@ -305,6 +305,6 @@ def test_events_fold_to_what_is_held_and_so_do_snapshots_that_run_meanwhile(
     assert bool(lagged) == (at_once == 1)
     while index.has_news:
         take()
-    assert index.told_blocks == len({block for _, _, block in early.blocks})
+    assert index.published_blocks == len({block for _, _, block in early.blocks})
     index.cleared(one)
     assert index.index_bytes == 0

@@ -320,7 +320,7 @@ PLANTED = (
     Planted(
         "routers are told of blocks whose prompt is not there from its start on",
         "kvoffd.server.router_index",
-        "RouterIndex._tell_one",
+        "RouterIndex._publish_one",
         "wanted = known.media if reachable else 0",
         "wanted = known.media if known.tokens is not None else 0",
     ),
