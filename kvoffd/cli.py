@@ -124,7 +124,7 @@ def _end_output() -> int:
 
 def config_as_toml(loaded: LoadedConfig) -> str:
     """A TOML file that gives the same configuration, with each value's source, and the memory it needs, as comments."""
-    from kvoffd.memory_needs import needs_told
+    from kvoffd.memory_needs import memory_summary
 
     pairs: list[tuple[str, str]] = []
     for setting in SETTINGS:
@@ -135,7 +135,7 @@ def config_as_toml(loaded: LoadedConfig) -> str:
         pairs.append((f"{setting.name} = {text}", loaded.sources[setting.field_name]))
     width = max(len(left) for left, _ in pairs)
     lines = [f"{left:<{width}}  # {source}" for left, source in pairs]
-    return "\n".join([*lines, "", *(f"# {line}" for line in wrap(needs_told(loaded.config), 78))]) + "\n"
+    return "\n".join([*lines, "", *(f"# {line}" for line in wrap(memory_summary(loaded.config), 78))]) + "\n"
 
 
 def config_as_json(loaded: LoadedConfig) -> str:

@@ -61,7 +61,7 @@ def clients_bytes(config: Config) -> int:
     return config.namespaces_bytes + config.sessions_bytes + frames + input_bytes + OUTPUT_BYTES
 
 
-def needs_told(config: Config) -> str:
+def memory_summary(config: Config) -> str:
     """The sum, its parts, and the size of blocks that it is enough for."""
     needs = memory_needs(config)
     parts = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in needs.items() if nbytes)
@@ -76,7 +76,7 @@ def needs_told(config: Config) -> str:
     return f"{text}; if they have less than {each}, it is full before the pool is: raise index_size then."
 
 
-def shortage_told(config: Config, limit: MemoryLimit) -> str:
+def memory_shortage(config: Config, limit: MemoryLimit) -> str:
     """What may happen where the limit, once the pool is taken, is less than what is needed beside it; else nothing."""
     beside = sum(memory_needs(config).values()) - config.pool_bytes
     if beside <= limit.bytes:

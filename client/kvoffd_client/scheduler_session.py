@@ -294,14 +294,14 @@ class SchedulerSession(Session):
     def hint(self, groups: Sequence[m.GroupKeys], priority: int, retain_s: float) -> None:
         """Say how long a request's blocks should stay: see ``Hint``."""
         if self.usable:
-            told = list(groups), priority, round(retain_s * 1000)
-            self.send(m.Hint(self.next_request_id(), self.token, self._fingerprint, *told))
+            fields = list(groups), priority, round(retain_s * 1000)
+            self.send(m.Hint(self.next_request_id(), self.token, self._fingerprint, *fields))
 
     def report(self, prefill_rate: float, load_rate: float, skipped_loads: int, paused_stores: int) -> None:
         """Tell the daemon what the engine learned: see ``ReportEngine``."""
         if self.usable:
-            told = prefill_rate, load_rate, skipped_loads, paused_stores
-            self.send(m.ReportEngine(self.next_request_id(), self.token, self._fingerprint, *told))
+            fields = prefill_rate, load_rate, skipped_loads, paused_stores
+            self.send(m.ReportEngine(self.next_request_id(), self.token, self._fingerprint, *fields))
 
     def reset(self, outcome: list[bool], now: float, timeout_s: float) -> None:
         """Drop the namespace's blocks; whether that was confirmed is appended to ``outcome``."""

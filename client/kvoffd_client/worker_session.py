@@ -187,7 +187,7 @@ class WorkerSession(Session):
             self._finish_if_done(job)
         known = [part_id for part_id, (job, _, _) in self._parts.items() if wanted.get(job.job_id) is job]
         if (known or unsent) and self.phase is Phase.READY:
-            self.send(m.Cancel(self.next_request_id(), self.token, known, min(unsent, m.MOST_TOLD)))
+            self.send(m.Cancel(self.next_request_id(), self.token, known, min(unsent, m.MAX_REPORTED)))
 
     def has_any(self, job_ids: Iterable[int], *, loads: bool = True) -> bool:
         """Whether one of the jobs has no result; without ``loads``, whether one of the stores among them has none."""

@@ -19,7 +19,7 @@ from kvoffd_proto.messages import ABSENT, PENDING, SHARED
 
 READY, WRITING = BlockState.READY, BlockState.WRITING
 _READY_BYTE, _ABSENT_BYTE = bytes([READY]), bytes([ABSENT])
-MAX_UNTOLD_REQUESTS = 64
+MAX_DEFERRED_REQUESTS = 64
 """More than lookups that are answered before what they leave behind is done."""
 UNPINNED_AT_ONCE, LEASE_PINS = 4000, 10
 """Less than a millisecond's work, ten where the blocks were dropped meanwhile; a lease's end counts as so many pins."""
@@ -74,26 +74,26 @@ class LeasedBlocks:
         self.ended: deque[Lease] = deque()
         """Leases that ended and whose pins ``unpin_some`` takes back: what ended them waits for no more."""
         self.__leases = LeaseTable(lease_ttl_s, self.memory)
-        self.__deferred: _DeferredPins | None = None
-        self.__requests: dict[int, tuple[Namespace, Sequence[tuple[int, bytes]]]] = {}
+        self.__deferred_pins: _DeferredPins | None = None
+        self.__deferred_requests: dict[int, tuple[Namespace, Sequence[tuple[int, bytes]]]] = {}
         """By lease id: namespace and groups of requests that the policy has not been told of."""
 
     @property
     def blocks(self) -> Blocks:
         """All blocks of the pool, their pins up to date."""
-        if self.__deferred is not None:
-            self._apply_deferred_pins(self.__deferred)
+        if self.__deferred_pins is not None:
+            self._apply_deferred_pins(self.__deferred_pins)
         return self.__blocks
 
     @property
     def leases(self) -> LeaseTable:
         """The live leases, their pins up to date."""
-        if self.__deferred is not None:
-            self._apply_deferred_pins(self.__deferred)
+        if self.__deferred_pins is not None:
+            self._apply_deferred_pins(self.__deferred_pins)
         return self.__leases
 
     def _apply_deferred_pins(self, deferred: _DeferredPins) -> None:
-        self.__deferred = None
+        self.__deferred_pins = None
         lease = deferred.lease
         for (group, keys), states in zip(deferred.groups, deferred.states, strict=True):
             index = lease.namespace.index[group]
@@ -159,12 +159,12 @@ class LeasedBlocks:
                 lease = Lease(lease_id, owner, namespace)
                 leases.add(lease, self._clock())
             leases.count(lease, ready, nbytes, len(groups))
-            self.__deferred = _DeferredPins(lease, groups, states)
+            self.__deferred_pins = _DeferredPins(lease, groups, states)
         if again:
             return LookupAnswer(states, ready)
-        if len(self.__requests) >= MAX_UNTOLD_REQUESTS:
-            self.__requests.clear()
-        self.__requests[lease_id] = namespace, groups
+        if len(self.__deferred_requests) >= MAX_DEFERRED_REQUESTS:
+            self.__deferred_requests.clear()
+        self.__deferred_requests[lease_id] = namespace, groups
         counters = namespace.counters
         counters.lookups += 1
         asked = sum(map(len, states))
@@ -256,7 +256,7 @@ class LeasedBlocks:
                 ready[group] = [block for block in found if block.state is READY]
                 if blocks.tiering is not None:
                     blocks.tiering.used(ready[group])
-        if (request := self.__requests.pop(lease_id, None)) is not None:
+        if (request := self.__deferred_requests.pop(lease_id, None)) is not None:
             namespace, groups = request
             for group, found in ready.items():
                 blocks.used(namespace, group, found)
@@ -267,7 +267,7 @@ class LeasedBlocks:
 
     def forget_requests(self, namespace: Namespace) -> None:
         """Tell the policy nothing more of what was asked for in a namespace."""
-        self.__requests = {at: request for at, request in self.__requests.items() if request[0] is not namespace}
+        self.__deferred_requests = {at: request for at, request in self.__deferred_requests.items() if request[0] is not namespace}
 
     def renew(self, owner: int, lease_ids: Iterable[int]) -> list[int]:
         """Give leases their full time again; returns those that are not alive, or not the owner's.
@@ -347,5 +347,5 @@ def _live_lease(leases: LeaseTable, lease_id: int, owner: int, namespace: Namesp
 
 def _states_under(held: Mapping[bytes, Block], keys: Sequence[bytes], states: bytes) -> bytes:
     """The states a lookup tells that is asked again. A block that became ready since is not under the lease: absent."""
-    told = states.replace(_READY_BYTE, _ABSENT_BYTE)
-    return bytes([READY if key in held else state for key, state in zip(keys, told, strict=True)])
+    others = states.replace(_READY_BYTE, _ABSENT_BYTE)
+    return bytes([READY if key in held else state for key, state in zip(keys, others, strict=True)])

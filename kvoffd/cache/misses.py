@@ -32,19 +32,19 @@ class Misses:
         index = namespace.index[group].at
         self._native.note_reasons(index, *self._table, b"".join(keys), len(keys), reason)
 
-    def asked(self, namespace: Namespace, groups: _Groups, pool: Sequence[bytes], told: Sequence[bytes]) -> None:
-        """A lookup missed some keys: ``groups`` as it gave them, their states in the ``pool``, and those it told."""
-        self._asked.append((namespace, groups, pool, told))
-        self._keys_asked += sum(map(len, told))
+    def asked(self, namespace: Namespace, groups: _Groups, pool: Sequence[bytes], answered: Sequence[bytes]) -> None:
+        """A lookup missed some keys: ``groups`` as it gave them, their states in the ``pool``, and those ``answered``."""
+        self._asked.append((namespace, groups, pool, answered))
+        self._keys_asked += sum(map(len, answered))
         if self._keys_asked > KEYS_AT_ONCE:
             self.count()
 
     def count(self) -> None:
         """Count what was asked since the last call."""
         counts = (ctypes.c_uint64 * 16)()
-        for namespace, groups, pool, told in self._asked:
+        for namespace, groups, pool, answered in self._asked:
             misses = namespace.counters.misses
-            for (group, keys), before, after in zip(groups, pool, told, strict=True):
+            for (group, keys), before, after in zip(groups, pool, answered, strict=True):
                 if limited := before.count(BlockState.READY) - after.count(BlockState.READY):
                     misses[MissReason.LEASE_LIMIT] += limited
                     after = np.maximum(np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8)).tobytes()

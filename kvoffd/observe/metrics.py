@@ -88,7 +88,7 @@ def _metrics_of(
             found = [
                 ((*values, *part.label[1:], *own), item)
                 for values, owner in held
-                for own, item in _told_apart(inner, _structs_in(getattr(owner, name)))
+                for own, item in _with_labels(inner, _structs_in(getattr(owner, name)))
             ]
             own_labels = (label.name for label in _annotated(inner, MetricLabel).values())
             inner_labels = (*labels, *part.label[:1], *own_labels)
@@ -102,7 +102,7 @@ def _metrics_of(
             yield from _metrics_of(inner, found, prefix + part.prefix, inner_labels)
 
 
-def _told_apart(struct: type[Struct], items: list[Struct]) -> Iterator[tuple[Labels, Struct]]:
+def _with_labels(struct: type[Struct], items: list[Struct]) -> Iterator[tuple[Labels, Struct]]:
     """``items``, which are of that type, each with the values of its labels."""
     columns = [
         _label_values([getattr(item, field) for item in items], label.short)

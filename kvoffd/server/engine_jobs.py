@@ -98,8 +98,8 @@ class _EngineJob(Job):
         """Since its acceptance."""
         return max(0.0, self.owner.runner.clock() - self.accepted_at)
 
-    def told(self, error: ErrorCode) -> ErrorCode:
-        """What the client is told instead of ``error`` once its session is over."""
+    def client_error(self, error: ErrorCode) -> ErrorCode:
+        """What the client gets for ``error``: the end of its session, once that is over."""
         return ErrorCode.SESSION_ENDED if self.session.ended else error
 
 
@@ -228,7 +228,7 @@ class StoreJobs(_EngineJob):
     def _complete(self, error: ErrorCode, copied: Sequence[int], failed: dict[int, list[GroupKeys]]) -> None:
         """Answer the stores: with ``error`` those that are in ``failed``, with the keys that are not in the pool."""
         self.session.store_bytes -= self.nbytes
-        seconds, error = self.seconds, self.told(error)
+        seconds, error = self.seconds, self.client_error(error)
         declined = self._by_store([ticket.declined for ticket in self.store_tickets])
         self.answer(
             [
@@ -304,7 +304,7 @@ class LoadJob(_EngineJob):
         if error is None:
             self.client_memory.namespace.counters.loaded_bytes += copied_bytes
         else:
-            error = self.told(error)
+            error = self.client_error(error)
         self.answer([JobResult(job, error is None, copied_bytes, self.seconds, error, self.failed) for job in self.ids])
 
     def _apply_checksums(self) -> bool:

@@ -97,7 +97,7 @@ class Service:
         cache.watchers.append(self.context.curve.requested)
         self._left: deque[Iterator[None]] = deque([self._take_over()] if cache.left_blocks else [])
         """What is left to be done of requests whose senders are gone, and of what takes many steps besides."""
-        self._half_stored_told: WeakSet[Namespace] = WeakSet()
+        self._half_stored_warned: WeakSet[Namespace] = WeakSet()
 
     # --- called by the sockets of requests --------------------------------------------------------
 
@@ -214,8 +214,8 @@ class Service:
     def _warn_of_half_stored(self) -> None:
         """Say once for each namespace that blocks lack shards: its engine stores what nobody can ever read."""
         for namespace in self.context.cache.namespaces:
-            if namespace.counters.half_stored_blocks and namespace not in self._half_stored_told:
-                self._half_stored_told.add(namespace)
+            if namespace.counters.half_stored_blocks and namespace not in self._half_stored_warned:
+                self._half_stored_warned.add(namespace)
                 logger.warning(
                     "Blocks of the namespace %s were dropped, since not all of its %d ranks stored their shard in "
                     "time. A worker failed, or the engine's workers are on several nodes; stats count such blocks as "

@@ -16,7 +16,7 @@ from kvoffd_proto.wire import (
     exchange,
 )
 
-MOST_TOLD = 1_000_000
+MAX_REPORTED = 1_000_000
 """In one message: sums of what anybody may claim must stay numbers."""
 MOST_PER_SECOND = 1e12
 """Infinity is no speed."""
@@ -32,9 +32,9 @@ class ReportEngine(Request[Done], frozen=True):
     namespace: Fingerprint
     prefill_tokens_per_second: Annotated[Speed, doc("Prompt tokens that it computes a second; 0 if not known.")]
     load_tokens_per_second: Annotated[Speed, doc("Tokens that loads bring it a second; 0 if not known.")]
-    skipped_loads: Annotated[int, doc("Loads that it left out, since computing is faster.", ge=0, le=MOST_TOLD)] = 0
+    skipped_loads: Annotated[int, doc("Loads that it left out, since computing is faster.", ge=0, le=MAX_REPORTED)] = 0
     paused_stores: Annotated[
-        int, doc("Stores that it left out, since it had waited for stores too often.", ge=0, le=MOST_TOLD)
+        int, doc("Stores that it left out, since it had waited for stores too often.", ge=0, le=MAX_REPORTED)
     ] = 0
 
 

@@ -355,7 +355,7 @@ class Cancel(Request[CancelReply], frozen=True):
 
     job_ids: Annotated[list[JobId], doc("Jobs of this session.", max_length=65536)]
     unsent: Annotated[
-        int, doc("Stores that the client dropped before it sent them, to be counted.", ge=0, le=MOST_TOLD)
+        int, doc("Stores that the client dropped before it sent them, to be counted.", ge=0, le=MAX_REPORTED)
     ] = 0
 
 

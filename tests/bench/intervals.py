@@ -20,7 +20,7 @@ def interval(measured: Floats, figure: Callable[[Floats], float]) -> tuple[float
     return float(low), float(high)
 
 
-def ratio_told(logs: Floats, figure: Callable[[Floats], float]) -> str:
+def ratio_text(logs: Floats, figure: Callable[[Floats], float]) -> str:
     """A ratio with its interval, by a figure of its logarithms."""
     middle, low, high = np.exp([figure(logs), *interval(logs, figure)])
     return f"{middle:.3f} ({low:.3f} to {high:.3f})"

@@ -24,7 +24,7 @@ from kvoffd_client.bench import ENGINE_KEYS, PAGE_BYTES
 from kvoffd_client.bench.load_generators import LoadGenerators
 from kvoffd_client.bench.synthetic_engine import SyntheticEngine, random_keys
 from tests.bench.cpu_time import process_cpu_s
-from tests.bench.intervals import ratio_told
+from tests.bench.intervals import ratio_text
 from tests.support.daemon import DaemonProcess
 
 KEYS = 1000
@@ -89,7 +89,7 @@ class Side:
 
 def ratio_of(one: Sequence[float], other: Sequence[float]) -> str:
     """The mean ratio over pairs of daemons, and where it is with 95 %."""
-    return ratio_told(np.log(np.array(other) / np.array(one)), np.mean)
+    return ratio_text(np.log(np.array(other) / np.array(one)), np.mean)
 
 
 def compare(first: Sequence[Measured], second: Sequence[Measured]) -> list[str]:

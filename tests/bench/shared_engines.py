@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from kvoffd_client import AdminClient
-from tests.bench.intervals import ratio_told
+from tests.bench.intervals import ratio_text
 from tests.support.daemon import DaemonProcess
 from tests.support.engine import EngineProcess, prompt, wait_connected
 from tests.support.models import make_tiny_llama
@@ -50,7 +50,7 @@ class Turns:
         for turn in found:
             for which in random.sample((0, 1), 2):
                 turn[which] = self.seconds((one, other)[which])
-        return ratio_told(np.log(found[:, 1] / found[:, 0]), np.median)
+        return ratio_text(np.log(found[:, 1] / found[:, 0]), np.median)
 
 
 def main() -> None:

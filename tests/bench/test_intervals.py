@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.bench.intervals import interval, ratio_told
+from tests.bench.intervals import interval, ratio_text
 
 
 def test_the_interval_of_a_mean_is_that_of_the_textbook() -> None:
@@ -21,4 +21,4 @@ def test_rows_are_drawn_whole() -> None:
 
 
 def test_a_ratio_that_never_changes_has_no_width() -> None:
-    assert ratio_told(np.log([1.5] * 8), np.median) == "1.500 (1.500 to 1.500)"
+    assert ratio_text(np.log([1.5] * 8), np.median) == "1.500 (1.500 to 1.500)"

@@ -172,7 +172,7 @@ class TraceWriter:
 
 
 @contextmanager
-def _told_to_end() -> Iterator[threading.Event]:
+def _ended_by_signal() -> Iterator[threading.Event]:
     """An event that Ctrl-C and SIGTERM set: the file gets its end."""
     end = threading.Event()
     before = {number: signal.signal(number, lambda *_: end.set()) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -186,7 +186,7 @@ def _told_to_end() -> Iterator[threading.Event]:
 def _write(admin: AdminClient, number: int, file: Path, writer: TraceWriter, seconds: float) -> RecordDone:
     began = time.monotonic()
     until, ended = began + seconds, ""
-    with _told_to_end() as told:
+    with _ended_by_signal() as told:
         while not ended:
             if told.is_set():
                 ended = "interrupt"

@@ -8,7 +8,7 @@ from statistics import median
 
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.prefill_rate import PrefillRate
-from kvoffd_proto.engine_report import MOST_TOLD
+from kvoffd_proto.engine_report import MAX_REPORTED
 
 SAMPLES = 9
 """Loads of about one length that are remembered."""
@@ -154,6 +154,6 @@ class Harm:
         if self._clock() < self._tell_at:
             return None
         self._tell_at = self._clock() + REPORT_EVERY_S
-        figures = (*self.rates, min(self.skipped_loads, MOST_TOLD), min(self._paused, MOST_TOLD))
+        figures = (*self.rates, min(self.skipped_loads, MAX_REPORTED), min(self._paused, MAX_REPORTED))
         self.skipped_loads = self._paused = 0
         return figures if any(figures) else None

@@ -179,10 +179,10 @@ class Policy:
         made = self._native.learned_offers(
             self._at, *_keys(namespace, group, b"".join(keys)), weight, _address(begins), len(begins), _address(found)
         )
-        told = memoryview(found).cast("B")[: made * _OFFER.size]
+        offered = memoryview(found).cast("B")[: made * _OFFER.size]
         is_new = not self._is_learned_of(namespace, weight)
         return [
-            Offer(count, inf if is_new and worth != DECLINED else worth) for worth, count in _OFFER.iter_unpack(told)
+            Offer(count, inf if is_new and worth != DECLINED else worth) for worth, count in _OFFER.iter_unpack(offered)
         ]
 
     def _is_learned_of(self, namespace: Namespace, weight: int) -> bool:

@@ -132,7 +132,7 @@ class RedisCluster(Store):
             if address in self._down_until:  # whoever is stopped can be connected to
                 node.ping(time.monotonic() + node.connect_s)
         except StoreError as error:
-            self._down(address, error, untold=True)
+            self._down(address, error, raised=False)
             self._stale = True
             return False
         if self._down_until.pop(address, None) is not None:
@@ -140,10 +140,10 @@ class RedisCluster(Store):
         node.connect_s = CONNECT_S
         return True
 
-    def _down(self, address: Address, error: StoreError, *, untold: bool) -> None:
+    def _down(self, address: Address, error: StoreError, *, raised: bool) -> None:
         self._down_until[address] = time.monotonic() + DOWN_PAUSE_S
         self._nodes[address].connect_s = AGAIN_S
-        self.servers.failed(_name_of(address), error, untold=untold)
+        self.servers.failed(_name_of(address), error, raised=raised)
 
     def _find_owners(self) -> None:
         failure: StoreError | None = None
@@ -287,7 +287,7 @@ class RedisCluster(Store):
             yield self._nodes[address]
         except StoreError as error:
             if error.kind in LOST:
-                self._down(address, error, untold=False)
+                self._down(address, error, raised=True)
             self.close()
             raise
 

@@ -27,7 +27,7 @@ REPLIES_BYTES = 65536
 MOST_PARTS = 256
 """Parts of one ``sendmsg``; the kernel takes 1024."""
 MOST_TEXT_BYTES = 1 << 20
-MOST_TOLD_CHARACTERS = 200
+MOST_QUOTED_CHARACTERS = 200
 NEEDED_COMMANDS = "~kvoffd/* +ping +get +exists +touch +expire +set +incrby +unlink, and of a cluster +cluster|nodes"
 WANTS_NO_TLS = " Where it has no TLS, name it redis://; a cluster with TLS needs tls-cluster yes."
 WANTS_TLS = " If it wants TLS, name it rediss://."
@@ -234,9 +234,9 @@ class Redis(Store):
         if line[:1] == kind:
             return line[1:]
         if line[:1] != b"-":
-            raise self._broken(f"{self._told(line)} is no reply to what was asked")
+            raise self._broken(f"{self._quoted(line)} is no reply to what was asked")
         self.close()
-        text = self._told(line[1:])
+        text = self._quoted(line[1:])
         code = text.partition(" ")[0]
         if code == "NOPERM":
             why = f"{self._name} does not let this user do that ({text}); it needs {NEEDED_COMMANDS}."
@@ -255,12 +255,12 @@ class Redis(Store):
             )
         raise StoreError("refused", f"{self._name} answers: {text}.")
 
-    def _told(self, line: bytes) -> str:
+    def _quoted(self, line: bytes) -> str:
         """What a server says, for the log. One that knows no AUTH repeats the password."""
         text = line.decode(errors="surrogateescape")
         if self._credentials.password:
             text = text.replace(self._credentials.password, "***")
-        return printable(text[:MOST_TOLD_CHARACTERS])
+        return printable(text[:MOST_QUOTED_CHARACTERS])
 
     def answers(self, count: int, deadline: float) -> list[bool]:
         """Receive so many replies that are numbers: whether each is not 0."""
@@ -294,7 +294,7 @@ class Redis(Store):
             return -1
         text = self._check(line, b"$")
         if not re.fullmatch(rb"-1|[0-9]{1,18}", text):
-            raise self._broken(f"{self._told(text)} is no length")
+            raise self._broken(f"{self._quoted(text)} is no length")
         return int(text) if text != b"-1" else None
 
     def _line(self, deadline: float) -> bytes:

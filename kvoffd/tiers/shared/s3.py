@@ -34,7 +34,7 @@ GENERATION_S = 5.0
 MOST_GENERATIONS = 1024
 MOST_VALUE_BYTES = 20
 """Of a generation, a number of up to 18 digits."""
-MOST_TOLD_CHARACTERS = 4096
+MOST_QUOTED_CHARACTERS = 4096
 """Of an exception's text, which has all that a server sends with an error."""
 PROBES = 12
 """HEADs at a time that look for a prefix's end."""
@@ -315,7 +315,7 @@ class S3(Store):
             error = error.exceptions[0]
         if isinstance(error, StoreError):
             return error
-        name, text = self._bucket.name, str(error)[:MOST_TOLD_CHARACTERS]
+        name, text = self._bucket.name, str(error)[:MOST_QUOTED_CHARACTERS]
         if isinstance(error, TimeoutError) or "TimedOut" in text:
             return StoreError("timeout", f"{name} does not answer in time.{self._bucket.no_keys}")
         if isinstance(error, asyncio.CancelledError):
@@ -367,7 +367,7 @@ async def _all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _first_line(error: BaseException) -> str:
-    return printable(str(error)[:MOST_TOLD_CHARACTERS].partition("\n")[0])
+    return printable(str(error)[:MOST_QUOTED_CHARACTERS].partition("\n")[0])
 
 
 def open_s3(url: str, credentials: Credentials) -> Callable[[], Store]:

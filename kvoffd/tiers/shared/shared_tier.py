@@ -111,7 +111,7 @@ class SharedTier(AskedTier):
         self._writing: set[TierKey] = set()
         self._read_block: TierBlock | None = None
         self._write_at = self._steady_at = self._refused_until = 0.0
-        self._told_reachable = self._closed = False
+        self._logged_reachable = self._closed = False
         self._ended: deque[Callable[[], None]] = deque()
         self._workers = Workers(stores, self.generation, digest, self.breaker, self, self._end, self.ask_deadline_s)
 
@@ -237,11 +237,11 @@ class SharedTier(AskedTier):
         """
         now = self._clock()
         if not self.reachable:
-            self._told_reachable, self._steady_at = False, now + (STEADY_S if self.breaker.opened else 0.0)
-        elif not self._told_reachable and now >= self._steady_at:
-            self._told_reachable = True
+            self._logged_reachable, self._steady_at = False, now + (STEADY_S if self.breaker.opened else 0.0)
+        elif not self._logged_reachable and now >= self._steady_at:
+            self._logged_reachable = True
             logger.info("%s is reachable.", self.name)
-        for name, error in self._servers.take_untold() if self._servers is not None else ():
+        for name, error in self._servers.take_unraised() if self._servers is not None else ():
             self.failed(error.kind, error.sentence, name)
         overdue = self._workers.take_overdue_asks(now - HANGS_S)
         for ask in overdue:
@@ -287,13 +287,13 @@ class SharedTier(AskedTier):
         )
         fingerprint, group = ask.fingerprint, ask.group
         if generation < self.generation(fingerprint):  # answers about blocks that have become void meanwhile
-            return self._tell(ask, [False] * len(found))
+            return self._publish(ask, [False] * len(found))
         self._note_generation(fingerprint, generation)
         counters.found_keys += sum(found)
         self._answers.answered(fingerprint, group, ask.keys, found)
-        self._tell(ask, found)
+        self._publish(ask, found)
 
-    def _tell(self, ask: Ask, found: Sequence[bool]) -> None:
+    def _publish(self, ask: Ask, found: Sequence[bool]) -> None:
         if ask.prefix and False in found:
             found = [*found[: found.index(False)], *[False] * (len(found) - found.index(False))]
         self._listener.tier_answered(self, ask.fingerprint, ask.group, ask.keys, found)
@@ -320,7 +320,7 @@ class SharedTier(AskedTier):
         self.counters.unanswered_keys += len(ask.keys)
         absent = [False] * len(ask.keys)
         self._answers.answered(ask.fingerprint, ask.group, ask.keys, absent)
-        self._tell(ask, absent)
+        self._publish(ask, absent)
 
     def read_ended(self, read: Read, result: TierResult, block: TierBlock | None) -> None:
         on_done = self._reads.pop(read)

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
 MOST_TTL_S = 10 * 365 * 86400
-MOST_UNTOLD = 256
-"""Failures of servers that may wait to be told of."""
+MOST_UNRAISED = 256
+"""Failures of servers that may wait until somebody hears of them."""
 MOST_PASSWORD_CHARACTERS = 65_536
 PASSWORD_VARIABLE = "KVOFFD_SHARED_PASSWORD"
 _S3_QUERY = {"endpoint": r"https?://[^/?#@\s]+(/[^?#@\s]*)?", "region": r"[\w-]+"}
@@ -63,7 +63,7 @@ class Servers:
     def __init__(self, *names: str) -> None:
         self._lock = threading.Lock()
         self._known = {name: Server(name) for name in names}
-        self._untold: deque[tuple[str, StoreError]] = deque(maxlen=MOST_UNTOLD)
+        self._unraised: deque[tuple[str, StoreError]] = deque(maxlen=MOST_UNRAISED)
 
     def __iter__(self) -> Iterator[Server]:
         with self._lock:
@@ -79,18 +79,18 @@ class Servers:
             if name in self._known:
                 self._known[name] = self._known[name]._replace(answers=True)
 
-    def failed(self, name: str, error: StoreError, *, untold: bool) -> None:
-        """``untold``: the store goes on without the server, and raises nothing."""
+    def failed(self, name: str, error: StoreError, *, raised: bool) -> None:
+        """``raised``: the store has raised the error, and does not go on without the server."""
         with self._lock:
             if name in self._known:
                 self._known[name] = Server(name, False, error.sentence)
-            if untold:
-                self._untold.append((name, error))
+            if not raised:
+                self._unraised.append((name, error))
 
-    def take_untold(self) -> list[tuple[str, StoreError]]:
+    def take_unraised(self) -> list[tuple[str, StoreError]]:
         """Servers that the store went on without since the last call, each with why."""
         with self._lock:
-            return [self._untold.popleft() for _ in range(len(self._untold))]
+            return [self._unraised.popleft() for _ in range(len(self._unraised))]
 
 
 class GetRequest(NamedTuple):

@@ -174,7 +174,7 @@ class Workers:
             store.connect()
             store.ping(time.monotonic() + PROBE_S)
         except Exception as error:
-            self._tell(store, error)
+            self._report(store, error)
             return False
         return True
 
@@ -337,15 +337,15 @@ class Workers:
 
     def _fail(self, store: Store, error: Exception, work: str) -> None:
         """Tell of a failure. It counts for the breaker, but not where the server answers that it takes no writes."""
-        told = self._tell(store, error)
+        reported = self._report(store, error)
         if self._closed:
             return
-        if work == "write" and told.kind not in LOST:
-            self._end(self._listener.writing_refused, told.sentence)
+        if work == "write" and reported.kind not in LOST:
+            self._end(self._listener.writing_refused, reported.sentence)
         else:
-            self._breaker.failed(work, at_once=told.final)
+            self._breaker.failed(work, at_once=reported.final)
 
-    def _tell(self, store: Store, error: Exception) -> StoreError:
+    def _report(self, store: Store, error: Exception) -> StoreError:
         if not isinstance(error, StoreError):  # a bug of the store's, which must not end its thread
             now = time.monotonic()
             if now - self._unexpected_at >= LOGGED_S:
