@@ -1,4 +1,4 @@
-/* Puts the slots together that hold the shards of one block. left.py calls it and owns all memory. */
+/* Puts the slots together that hold the shards of one block. inherited.py calls it and owns all memory. */
 #include <stdint.h>
 
 enum { AHEAD = 16 };
@@ -10,7 +10,7 @@ struct owner {
     uint16_t rank, world_size; /* the latter 0 where the slots are of no use */
 };
 
-/* left.py has the same structure. There are fewer than 2^32 slots, and never more blocks than slots: some of what is by
+/* inherited.py has the same structure. There are fewer than 2^32 slots, and never more blocks than slots: some of what is by
  * slot becomes what is by block. */
 struct grouping {
     uint64_t slots, blocks;

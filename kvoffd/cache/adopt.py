@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvoffd.cache.blocks import Blocks
-from kvoffd.cache.left import LeftBlocks, SomeBlocks
+from kvoffd.cache.inherited import InheritedBlocks, SomeBlocks
 from kvoffd.cache.namespace import (
     FIRST_BLOCK_AT,
     HELD,
@@ -22,12 +22,12 @@ from kvoffd.cache.namespace import (
     Namespace,
 )
 from kvoffd.pool.pool import Pool
-from kvoffd.pool.records import LeftSlots, NamespaceRecord
+from kvoffd.pool.records import InheritedSlots, NamespaceRecord
 from kvoffd.pool.table_format import keys_of
 from kvoffd_proto.blocks import shard_bytes_of
 
 LOOKED_FOR_AT_ONCE = 10_000
-"""Keys that are made ready in one step to be looked for among the blocks that are left."""
+"""Keys that are made ready in one step to be looked for among the inherited blocks."""
 LOOKED_FOR_BYTES = 130
 """Memory of such a key, until all are found. Measured: 97 bytes, and 32 where it is found."""
 
@@ -44,10 +44,10 @@ class Adoption(NamedTuple):
 
 
 def begin_adoption(
-    blocks: Blocks, store: Pool, namespaces: Iterable[NamespaceRecord], left: LeftSlots, slots_at_once: int
+    blocks: Blocks, store: Pool, namespaces: Iterable[NamespaceRecord], slots: InheritedSlots, slots_at_once: int
 ) -> Adoption:
     """Find out what may be served, free the other slots, and take the newest blocks over: those of one step."""
-    found = LeftBlocks(namespaces, left, store.slot_bytes, slots_at_once)
+    found = InheritedBlocks(namespaces, slots, store.slot_bytes, slots_at_once)
     store.free(found.refused.tolist())
     opened = {record.fingerprint: _open(record, store) for record in found.namespaces}
     adoption = Adoption(len(found), blocks.expect(found, opened), len(opened), len(found.refused))
@@ -56,36 +56,36 @@ def begin_adoption(
 
 
 def adopt_some(blocks: Blocks, store: Pool) -> None:
-    """Take more of the blocks over that are left, those of one step: the ones that became ready last."""
-    left = blocks.left
-    if left is None:
+    """Take more of the inherited blocks over, those of one step: the ones that became ready last."""
+    inherited = blocks.inherited
+    if inherited is None:
         return
     if blocks.index_is_full:
-        for some in left.give_up(left.blocks_at_once, range(len(left.groups))):
+        for some in inherited.give_up(inherited.blocks_at_once, range(len(inherited.groups))):
             blocks.let_go(some, MissReason.EVICTED)
     else:
-        for some in left.take():
+        for some in inherited.take():
             _adopt(blocks, store, some)
-    blocks.left = left or None
+    blocks.inherited = inherited or None
 
 
-def forget_left(blocks: Blocks, namespace: Namespace) -> Iterator[tuple[int, list[bytes]]]:
-    """Let all blocks of a namespace go that are left, step by step. Yields group and keys of each step."""
-    numbers = [number for number, (owner, _) in blocks.left_owners.items() if owner is namespace]
-    for step in blocks.left.remove(numbers) if blocks.left is not None else ():
-        yield from [(blocks.left_owners[some.number][1], blocks.let_go(some, MissReason.INVALIDATED)) for some in step]
+def forget_inherited(blocks: Blocks, namespace: Namespace) -> Iterator[tuple[int, list[bytes]]]:
+    """Let all inherited blocks of a namespace go, step by step. Yields group and keys of each step."""
+    numbers = [number for number, (owner, _) in blocks.inherited_owners.items() if owner is namespace]
+    for step in blocks.inherited.remove(numbers) if blocks.inherited is not None else ():
+        yield from [(blocks.inherited_owners[some.number][1], blocks.let_go(some, MissReason.INVALIDATED)) for some in step]
 
 
-def forget_left_keys(
+def forget_inherited_keys(
     blocks: Blocks, store: Pool, namespace: Namespace, groups: Iterable[tuple[int, bytes]]
 ) -> Iterator[list[tuple[int, list[bytes]]]]:
-    """Let the blocks of these keys, by group, go that are left, step by step. Yields groups and keys of each step.
+    """Let the inherited blocks of these keys, by group, go, step by step. Yields groups and keys of each step.
 
     Blocks that are taken over meanwhile are in the index then.
     """
-    owners, wanted = blocks.left_owners, dict[int, set[bytes]]()
+    owners, wanted = blocks.inherited_owners, dict[int, set[bytes]]()
     size = LOOKED_FOR_AT_ONCE * namespace.key_bytes
-    for group, keys in groups if namespace.left_blocks else ():
+    for group, keys in groups if namespace.inherited_blocks else ():
         for at in range(0, len(keys), size):
             wanted.setdefault(group, set()).update(namespace.split(group, keys[at : at + size]))
             yield []
@@ -95,13 +95,13 @@ def forget_left_keys(
         return [key in keys for key in keys_of(store.rows(some.offsets[:, 0]), namespace.key_bytes)]
 
     numbers = [number for number, (owner, group) in owners.items() if owner is namespace and group in wanted]
-    for step in blocks.left.remove_chosen(numbers, choose) if blocks.left is not None else ():
+    for step in blocks.inherited.remove_chosen(numbers, choose) if blocks.inherited is not None else ():
         yield [(owners[some.number][1], blocks.let_go(some, MissReason.INVALIDATED)) for some in step]
 
 
 def _adopt(blocks: Blocks, store: Pool, some: SomeBlocks) -> None:
     """Make blocks of one group ready, but for those that were stored anew or that are to be forgotten."""
-    namespace, group = blocks.left_owners[some.number]
+    namespace, group = blocks.inherited_owners[some.number]
     if namespace.clearing:
         blocks.let_go(some, MissReason.INVALIDATED)
         return

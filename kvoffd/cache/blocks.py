@@ -2,17 +2,17 @@
 
 A block's life, and the steps that take it from state to state::
 
-    ABSENT  -> WRITING   start_shards: a store begins to write its first shard
-    WRITING -> READY     finish_shards: the last missing shard is written
-    READY   -> WRITING   reopen_shard: a store offers more of the key than the block holds
-    WRITING -> ABSENT    abandon_shards: a store failed, and no other shard is there
-    WRITING -> LEAVING   drop: invalidated, corrupt, half stored for too long
-    READY   -> LEAVING   drop
-    READY   -> ABSENT    evict
-    LEAVING -> ABSENT    at once; or with the last unpin, finish_shards or abandon_shards that it waits for
-    ABSENT  -> LEFT      expect: an earlier daemon left it whole
-    LEFT    -> READY     adopt
-    LEFT    -> ABSENT    let_go: it was stored anew, invalidated, or others needed the room
+    ABSENT    -> WRITING   start_shards: a store begins to write its first shard
+    WRITING   -> READY     finish_shards: the last missing shard is written
+    READY     -> WRITING   reopen_shard: a store offers more of the key than the block holds
+    WRITING   -> ABSENT    abandon_shards: a store failed, and no other shard is there
+    WRITING   -> LEAVING   drop: invalidated, corrupt, half stored for too long
+    READY     -> LEAVING   drop
+    READY     -> ABSENT    evict
+    LEAVING   -> ABSENT    at once; or with the last unpin, finish_shards or abandon_shards that it waits for
+    ABSENT    -> INHERITED expect: an earlier daemon left it whole
+    INHERITED -> READY     adopt
+    INHERITED -> ABSENT    let_go: it was stored anew, invalidated, or others needed the room
 
 WRITING and READY blocks are in the index. A LEAVING block has left it at once, and keeps its slots until nothing holds
 them: a written shard is held by the block's pins, a shard that is being written by its store.
@@ -27,7 +27,7 @@ from typing import TypeAlias
 import numpy as np
 
 from kvoffd.cache.hooks import CacheListener, TieringHooks
-from kvoffd.cache.left import LeftBlocks, SomeBlocks
+from kvoffd.cache.inherited import InheritedBlocks, SomeBlocks
 from kvoffd.cache.misses import Misses
 from kvoffd.cache.namespace import (
     CORRUPT,
@@ -49,9 +49,9 @@ from kvoffd.pool.pool import Pool
 from kvoffd.pool.records import Ints
 from kvoffd.pool.table_format import keys_of
 
-ABSENT, WRITING, READY, LEAVING, LEFT = BlockState
+ABSENT, WRITING, READY, LEAVING, INHERITED = BlockState
 INDEXED = (WRITING, READY)
-UNKNOWN = (ABSENT, LEFT)
+UNKNOWN = (ABSENT, INHERITED)
 """States in which there is no ``Block``."""
 
 _Grouped: TypeAlias = Iterable[tuple[tuple[Namespace, int, BlockState], list[Block]]]
@@ -192,27 +192,27 @@ class Blocks(Room):
             if block.state is WRITING and not block.writers:
                 self.half_stored.add(block)
 
-    def expect(self, left: LeftBlocks, opened: Mapping[bytes, Namespace]) -> int:
+    def expect(self, inherited: InheritedBlocks, opened: Mapping[bytes, Namespace]) -> int:
         """Have blocks taken over that are in these new namespaces, by fingerprint. Returns their bytes."""
         for namespace in opened.values():
             self.add_namespace(namespace)
-        self.left = left
-        self.left_owners = {
+        self.inherited = inherited
+        self.inherited_owners = {
             number: (opened[group.fingerprint], group.group)
-            for number, group in enumerate(left.groups)
-            if left.counts[number]
+            for number, group in enumerate(inherited.groups)
+            if inherited.counts[number]
         }
-        for number, (namespace, group) in self.left_owners.items():
-            count = int(left.counts[number])
-            self._count(namespace, ABSENT, LEFT, count, count * namespace.block_bytes(group))
+        for number, (namespace, group) in self.inherited_owners.items():
+            count = int(inherited.counts[number])
+            self._count(namespace, ABSENT, INHERITED, count, count * namespace.block_bytes(group))
         for namespace in self.namespaces.values():
             self._listener.cleared(namespace)
-        return sum(namespace.bytes_in[LEFT] for namespace in opened.values())
+        return sum(namespace.bytes_in[INHERITED] for namespace in opened.values())
 
     def adopt(
         self, namespace: Namespace, group: int, keys: list[bytes], words: Sequence[array[int]], offsets: Ints
     ) -> None:
-        """Enter blocks that are left, with what is known of their shards: the newest first, older than all others.
+        """Enter inherited blocks, with what is known of their shards: the newest first, older than all others.
 
         ``offsets``: [blocks, ranks], of their slots.
         """
@@ -222,7 +222,7 @@ class Blocks(Room):
             block.missing = 0
             block.slot_bytes = block_bytes
         oldest_first = made[::-1]
-        self._move(oldest_first, LEFT, READY)
+        self._move(oldest_first, INHERITED, READY)
         for rank, of_rank in enumerate(offsets.T):
             self.holders.put_all(namespace.slot_bytes(rank, group), of_rank, made)
         self.unverified_slots += offsets.size
@@ -318,16 +318,16 @@ class Blocks(Room):
             self._listener.removed(block.namespace, block.group, [block.key])
 
     def let_go(self, some: SomeBlocks, reason: MissReason | None) -> list[bytes]:
-        """Free the slots of blocks that were left. Returns their keys; a reason of None says that these are there."""
-        namespace, group = self.left_owners[some.number]
+        """Free the slots of inherited blocks. Returns their keys; a reason of None says that these are there."""
+        namespace, group = self.inherited_owners[some.number]
         keys = keys_of(self._slots.rows(some.offsets[:, 0]), namespace.key_bytes)
         if reason is not None:
             self.misses.note(namespace, group, keys, reason)
         namespace.counters.evicted_blocks += len(keys) * (reason is MissReason.EVICTED)
         namespace.counters.invalidated_blocks += len(keys) * (reason is MissReason.INVALIDATED)
-        self._count(namespace, LEFT, ABSENT, len(keys), len(keys) * namespace.block_bytes(group))
+        self._count(namespace, INHERITED, ABSENT, len(keys), len(keys) * namespace.block_bytes(group))
         self._slots.free(some.offsets.reshape(-1).tolist())
-        self.left = self.left or None
+        self.inherited = self.inherited or None
         return keys
 
     def _free_written(self, blocks: Iterable[Block]) -> None:

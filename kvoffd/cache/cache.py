@@ -6,11 +6,11 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from kvoffd.cache.admission import Admission, Admitter, count_refused, with_again
-from kvoffd.cache.adopt import Adoption, adopt_some, begin_adoption, forget_left, forget_left_keys
+from kvoffd.cache.adopt import Adoption, adopt_some, begin_adoption, forget_inherited, forget_inherited_keys
 from kvoffd.cache.blocks import INDEXED, Blocks
 from kvoffd.cache.hooks import CacheListener, TieringHooks
 from kvoffd.cache.integrity import Integrity
-from kvoffd.cache.left import SLOTS_AT_ONCE
+from kvoffd.cache.inherited import SLOTS_AT_ONCE
 from kvoffd.cache.lookup import LEASES_AT_ONCE, LeasedBlocks
 from kvoffd.cache.namespace import Block, BlockState, MissReason, Namespace, nbytes_of_shards, slots_of
 from kvoffd.cache.operator_pins import OperatorPins
@@ -19,12 +19,12 @@ from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.cache.usage import PoolUsage
 from kvoffd.errors import KvoffdError, NotReady, UnknownLease, UnknownNamespace
 from kvoffd.pool.pool import Pool
-from kvoffd.pool.records import LeftSlots, NamespaceRecord
+from kvoffd.pool.records import InheritedSlots, NamespaceRecord
 from kvoffd_proto.blocks import ShardSpec
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupSpec
 
-ABSENT, WRITING, READY, LEAVING, LEFT = BlockState
+ABSENT, WRITING, READY, LEAVING, INHERITED = BlockState
 CLEARED_AT_ONCE = 1000
 """Blocks that are forgotten in one step."""
 Steps: TypeAlias = Generator[None, None, int]
@@ -134,23 +134,23 @@ class BlockCache(LeasedBlocks):
             self.slots.note_namespace(namespace.record())
 
     def adopt(
-        self, namespaces: Iterable[NamespaceRecord], left: LeftSlots, slots_at_once: int = SLOTS_AT_ONCE
+        self, namespaces: Iterable[NamespaceRecord], slots: InheritedSlots, slots_at_once: int = SLOTS_AT_ONCE
     ) -> Adoption:
         """Take over what an earlier daemon left, before anything else. The slot store has handed these slots out.
 
         Whole blocks are ready, the newest first, after as many calls of ``adopt_some`` as it takes; others are freed.
         """
         assert not self.blocks.namespaces
-        return begin_adoption(self.blocks, self.slots, namespaces, left, slots_at_once)
+        return begin_adoption(self.blocks, self.slots, namespaces, slots, slots_at_once)
 
     def adopt_some(self) -> bool:
         """Make more blocks ready that an earlier daemon left, and tell the listener; False where none are left then."""
         adopt_some(self.blocks, self.slots)
-        return self.blocks.left is not None
+        return self.blocks.inherited is not None
 
     @property
-    def left_blocks(self) -> int:
-        return len(self.blocks.left or ())
+    def inherited_blocks(self) -> int:
+        return len(self.blocks.inherited or ())
 
     def expire(self) -> int:
         """End overdue leases, drop blocks that stayed half stored for too long. Returns how many of both."""
@@ -315,10 +315,10 @@ class BlockCache(LeasedBlocks):
         tiering = self.blocks.tiering
         dropped = 0
         size = CLEARED_AT_ONCE * namespace.key_bytes
-        left: list[set[bytes]] = [set() for _ in namespace.groups]
-        for gone in forget_left_keys(self.blocks, self.slots, namespace, groups):
+        inherited: list[set[bytes]] = [set() for _ in namespace.groups]
+        for gone in forget_inherited_keys(self.blocks, self.slots, namespace, groups):
             for group, these in gone:
-                left[group].update(these)
+                inherited[group].update(these)
             yield
         # Cut part by part: single keys take nine times what the message does.
         parts = ((group, keys[at : at + size]) for group, keys in groups for at in range(0, len(keys), size))
@@ -334,8 +334,8 @@ class BlockCache(LeasedBlocks):
             self.blocks.drop(found)
             if readable:
                 self._listener.removed(namespace, group, readable)
-            in_pool = left[group].intersection(keys)
-            left[group] -= in_pool
+            in_pool = inherited[group].intersection(keys)
+            inherited[group] -= in_pool
             in_pool.update(block.key for block in found)  # what was stored anew is one block
             dropped += len(in_pool)
             if tiering is not None:
@@ -377,9 +377,9 @@ class BlockCache(LeasedBlocks):
         return self._clear(namespace, None if keep_tiers else self.blocks.tiering)
 
     def _clear(self, namespace: Namespace, tiering: TieringHooks | None) -> Steps:
-        dropped = namespace.left_blocks
+        dropped = namespace.inherited_blocks
         try:
-            for group, keys in forget_left(self.blocks, namespace):
+            for group, keys in forget_inherited(self.blocks, namespace):
                 if tiering is not None:
                     dropped -= sum(tiering.has(namespace, group, key) for key in keys)
                 yield
@@ -411,9 +411,9 @@ class BlockCache(LeasedBlocks):
         return dropped
 
     def pool_usage(self) -> PoolUsage:
-        writing, ready, leaving, left = (
+        writing, ready, leaving, inherited = (
             sum(namespace.bytes_in[state] for namespace in self.blocks.namespaces.values())
-            for state in (WRITING, READY, LEAVING, LEFT)
+            for state in (WRITING, READY, LEAVING, INHERITED)
         )
         pinned, quarantined = self.blocks.pinned_bytes, self.blocks.quarantined_bytes
-        return PoolUsage(self.slots.free_bytes, writing, ready, leaving, left, pinned, quarantined)
+        return PoolUsage(self.slots.free_bytes, writing, ready, leaving, inherited, pinned, quarantined)

@@ -35,7 +35,7 @@ def choose_victims(
     the pool by age of use, none starves, and one slot of an odd size does not cost a region of blocks in use.
 
     ``once``: where the first regions cannot be taken over, and nothing else was found, the others are not looked at.
-    While blocks are left of an earlier daemon, which keep their regions, each call would go through all blocks in vain.
+    While there are inherited blocks, which keep their regions, each call would go through all blocks in vain.
     """
     chosen: dict[Block, None] = {}
     passed: list[Block] = []

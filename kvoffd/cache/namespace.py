@@ -71,7 +71,7 @@ class BlockState(IntEnum):
     """In the index, all shards written: may be read, and evicted when nothing pins it."""
     LEAVING = 4
     """Out of the index for good, its slots still held by a pin or a running write."""
-    LEFT = 5
+    INHERITED = 5
     """Left whole by an earlier daemon and still to be taken over: in no index, only counted."""
 
 
@@ -251,9 +251,9 @@ class Namespace:
         return sum(self.bytes_in[state] for state in BlockState if state is not BlockState.ABSENT)
 
     @property
-    def left_blocks(self) -> int:
+    def inherited_blocks(self) -> int:
         """Blocks of an earlier daemon that are still to be taken over."""
-        return self.blocks_in[BlockState.LEFT]
+        return self.blocks_in[BlockState.INHERITED]
 
     @property
     def writing_blocks(self) -> int:

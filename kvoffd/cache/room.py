@@ -10,7 +10,7 @@ from kvoffd.cache.eviction import choose_victims
 from kvoffd.cache.half_stored import HalfStored
 from kvoffd.cache.hints import Hints
 from kvoffd.cache.holders import SlotHolders
-from kvoffd.cache.left import LeftBlocks, SomeBlocks
+from kvoffd.cache.inherited import InheritedBlocks, SomeBlocks
 from kvoffd.cache.namespace import SLOT_BYTES, Block, MissReason, Namespace
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.cache.shares import Claim, Shares, Whose
@@ -43,10 +43,10 @@ class Room(ABC):
         self.pinned_blocks = 0
         self._max_index_bytes = max_index_bytes
         self._known_bytes = 0
-        self.left: LeftBlocks | None = None
+        self.inherited: InheritedBlocks | None = None
         """Blocks that an earlier daemon left and that are still to be taken over; None where there are none."""
-        self.left_owners: dict[int, tuple[Namespace, int]] = {}
-        """Whose the blocks in ``left`` are: namespace and group, by the number that ``left`` has for the group."""
+        self.inherited_owners: dict[int, tuple[Namespace, int]] = {}
+        """Whose the blocks in ``inherited`` are: namespace and group, by the number of the group there."""
 
     @property
     def index_bytes(self) -> int:
@@ -59,7 +59,7 @@ class Room(ABC):
 
     @abstractmethod
     def let_go(self, some: SomeBlocks, reason: MissReason | None) -> list[bytes]:
-        """Free the slots of blocks that were left. Returns their keys."""
+        """Free the slots of inherited blocks. Returns their keys."""
 
     @abstractmethod
     def evict(self, blocks: Sequence[Block]) -> None:
@@ -101,7 +101,7 @@ class Room(ABC):
             while (lacking := count - len(offsets)) > 0:
                 if not (
                     self._give_up_half_stored(slot_bytes * lacking, protected)
-                    or self._give_up_left(slot_bytes, lacking, claim)
+                    or self._give_up_inherited(slot_bytes, lacking, claim)
                 ):
                     victims = self._victims(slot_bytes, lacking, protected, worth, claim)
                     if not victims:
@@ -116,7 +116,7 @@ class Room(ABC):
     def _victims(
         self, slot_bytes: int, count: int, protected: Set[Block], worth: float, claim: Claim | None
     ) -> list[Block]:
-        slots, holders, once = self._slots, self.holders, self.left is not None
+        slots, holders, once = self._slots, self.holders, self.inherited is not None
         if claim is None:
             return choose_victims(self._ordered(worth), slots, holders, slot_bytes, count, protected, None, once=once)
         if owed := claim.owed:
@@ -133,10 +133,10 @@ class Room(ABC):
         """How many of ``count`` slots a namespace may take, evicting its own blocks where it has its maximum."""
         each = max(slot_bytes, block_bytes)
         budget = count + GIVEN_UP_AT_ONCE
-        own = [number for number, (owner, _) in self.left_owners.items() if owner is claim.namespace]
+        own = [number for number, (owner, _) in self.inherited_owners.items() if owner is claim.namespace]
         while (lacking := ceil((count * each - claim.room) / each)) > 0 and budget > 0:
             if not (given := self._give_up(min(lacking, budget), own, claim)):
-                break  # what was left is older than what is here
+                break  # inherited blocks are older than what is here
             budget -= given
         if claim.room < count * each and budget > 0:
             victims: list[Block] = []
@@ -154,26 +154,26 @@ class Room(ABC):
         self.drop_half_stored(blocks)
         return bool(blocks)
 
-    def _give_up_left(self, slot_bytes: int, count: int, claim: Claim | None) -> bool:
-        """Free about ``count`` slots of the oldest blocks that are left; False where there are none that may go."""
-        if self.left is None:
+    def _give_up_inherited(self, slot_bytes: int, count: int, claim: Claim | None) -> bool:
+        """Free about ``count`` slots of the oldest inherited blocks; False where there are none that may go."""
+        if self.inherited is None:
             return False
         may_go = [
             number
-            for number, (owner, group) in self.left_owners.items()
-            if slot_bytes in self.left.groups[number].slot_bytes
+            for number, (owner, group) in self.inherited_owners.items()
+            if slot_bytes in self.inherited.groups[number].slot_bytes
             and (claim is None or claim.may_take_from(owner, count * owner.block_bytes(group)))
         ]
-        each = min((self.left.groups[number].slot_bytes.count(slot_bytes) for number in may_go), default=1)
+        each = min((self.inherited.groups[number].slot_bytes.count(slot_bytes) for number in may_go), default=1)
         return self._give_up(ceil(count / each), may_go, claim) > 0
 
     def _give_up(self, most: int, groups: Collection[int], claim: Claim | None) -> int:
-        """Free the slots of the oldest blocks of groups that are left, up to ``most``. Returns how many blocks went."""
-        if self.left is None or not groups:
+        """Free the slots of the oldest inherited blocks of groups, up to ``most``. Returns how many blocks went."""
+        if self.inherited is None or not groups:
             return 0
-        found = list(self.left.give_up(most, groups))
+        found = list(self.inherited.give_up(most, groups))
         for some in found:
-            namespace, group = self.left_owners[some.number]
+            namespace, group = self.inherited_owners[some.number]
             if claim is not None:
                 claim.give_up(namespace, len(some.offsets) * namespace.block_bytes(group))
             self.let_go(some, MissReason.EVICTED)

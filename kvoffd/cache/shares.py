@@ -148,7 +148,7 @@ class Shares:
         """Blocks, the oldest first, are in another state."""
         if (uses := self._uses.get(namespace)) is None:
             return
-        if before is BlockState.LEFT:
+        if before is BlockState.INHERITED:
             uses.older.extend(blocks)
         elif after is BlockState.READY:
             uses.since.update(dict.fromkeys(blocks))

@@ -101,7 +101,7 @@ class Pool:
                 return None
             with OnError(mappings.close):
                 self._table, self.recovered = SlotTable.adopt(mappings.table, geometry)
-                self._slots.restore(self.recovered.left)
+                self._slots.restore(self.recovered.slots)
         except BadTable as error:
             self.cold_reason = error.message
             return None

@@ -38,7 +38,7 @@ Rows: TypeAlias = npt.NDArray[np.void]
 """An array of RECORD of ``table_format``: records of the slot table."""
 
 
-class LeftSlots(NamedTuple):
+class InheritedSlots(NamedTuple):
     """The slots that an earlier daemon left whole, by offset: one item of each array for each."""
 
     names: Sequence[bytes]
@@ -53,9 +53,9 @@ class LeftSlots(NamedTuple):
     """The same for the shards of one block, others for others."""
 
 
-def no_slots() -> LeftSlots:
+def no_slots() -> InheritedSlots:
     kind_of, numbers = np.empty(0, np.uint32), np.empty(0, np.int64)
-    return LeftSlots([], [], kind_of, numbers, numbers, np.empty(0, np.uint64))
+    return InheritedSlots([], [], kind_of, numbers, numbers, np.empty(0, np.uint64))
 
 
 class NamespaceRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

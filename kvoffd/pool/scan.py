@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.pool.records import Kind, LeftSlots
+from kvoffd.pool.records import Kind, InheritedSlots
 from kvoffd.pool.table_format import CRC, FINGERPRINT, FINGERPRINT_ENTRY_BYTES, RECORD_BYTES, Geometry
 from kvoffd.system.native import native
 
@@ -37,11 +37,11 @@ class HeldEntry(NamedTuple):
 
 
 class Scan(NamedTuple):
-    left: LeftSlots
+    slots: InheritedSlots
     entries: list[HeldEntry]
     """The older ones first."""
     discarded: npt.NDArray[np.uint64]
-    """Numbers of the records that are neither FREE nor of ``left``: being written, torn, or contradicted."""
+    """Numbers of the records that are neither FREE nor of ``slots``: being written, torn, or contradicted."""
 
 
 class Scanner(ctypes.Structure):
@@ -93,7 +93,7 @@ def scan(fd: int, geometry: Geometry) -> Scan:
         if holders[entry.place]
     ]
     found = scanner.slots_found
-    left = LeftSlots(
+    slots = InheritedSlots(
         list(numbers),
         (Kind * scanner.kinds_found).from_buffer_copy(kinds[: scanner.kinds_found]),
         kind_of[:found],
@@ -101,7 +101,7 @@ def scan(fd: int, geometry: Geometry) -> Scan:
         slot_generations[:found],
         identities[:found],
     )
-    return Scan(left, held, discarded[: scanner.discarded_found])
+    return Scan(slots, held, discarded[: scanner.discarded_found])
 
 
 def _judge_all(fd: int, geometry: Geometry, scanner: Scanner) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from kvoffd.errors import BadGeometry, ShardTooLarge
-from kvoffd.pool.records import Ints, LeftSlots
+from kvoffd.pool.records import Ints, InheritedSlots
 from kvoffd.system.numa import Locality
 from kvoffd_proto.units import exact_size, format_size
 
@@ -369,19 +369,19 @@ class SlotAllocator(RegionSlots[_PoolRegion, int]):
                 self._give_back_run(region, ordered[begin], end - begin)
                 begin = end
 
-    def restore(self, left: LeftSlots) -> None:
+    def restore(self, inherited: InheritedSlots) -> None:
         """Hands out slots that are in use already. Only for a new allocator.
 
         Raises:
             ValueError: slots that this allocator would not have handed out together, or not in their order.
         """
-        slot_bytes = np.array([kind.slot_bytes for kind in left.kinds], np.int64)
-        bounds = np.searchsorted(left.offsets, [region.base for region in self._regions] + [self.pool_bytes]).tolist()
-        if bounds[0] or bounds[-1] < len(left.offsets):
+        slot_bytes = np.array([kind.slot_bytes for kind in inherited.kinds], np.int64)
+        bounds = np.searchsorted(inherited.offsets, [region.base for region in self._regions] + [self.pool_bytes]).tolist()
+        if bounds[0] or bounds[-1] < len(inherited.offsets):
             raise ValueError(f"A slot lies outside the pool of {self.pool_bytes} bytes.")
         for region, (begin, end) in zip(self._regions, pairwise(bounds), strict=True):
             if begin < end:
-                self._restore(region, left.offsets[begin:end], slot_bytes[left.kind_of[begin:end]])
+                self._restore(region, inherited.offsets[begin:end], slot_bytes[inherited.kind_of[begin:end]])
         self._find_free_regions()
 
     def _restore(self, region: _PoolRegion, offsets: Ints, slot_bytes: Ints) -> None:

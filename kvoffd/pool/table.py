@@ -10,7 +10,7 @@ import numpy as np
 
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.namespace_log import NamespaceLog, read_namespaces
-from kvoffd.pool.records import Ints, LeftSlots, NamespaceRecord, Rows
+from kvoffd.pool.records import Ints, InheritedSlots, NamespaceRecord, Rows
 from kvoffd.pool.scan import Entry, HeldEntry, scan
 from kvoffd.pool.slots import MIN_SLOT_BYTES, PAGE_BYTES
 from kvoffd.pool.table_format import (
@@ -43,7 +43,7 @@ class RecoveredSlots(NamedTuple):
     """The slots that an earlier daemon left in a pool, and the namespaces that they belong to."""
 
     namespaces: list[NamespaceRecord]
-    left: LeftSlots
+    slots: InheritedSlots
     discarded: int
     """Number of records that were struck out: their slots were being written, or the record is torn or contradicted."""
 
@@ -78,12 +78,12 @@ class SlotTable:
         known = read_namespaces(bytes(table._namespaces))
         # One aligned store for each.
         np.frombuffer(table._words, np.uint64)[(table._records_at // 8 + found.discarded * (RECORD_BYTES // 8))] = _FREE
-        table._generation = int(found.left.generations.max(initial=0))
+        table._generation = int(found.slots.generations.max(initial=0))
         table._fingerprints.restore(found.entries)
         needed = {held.fingerprint for held in found.entries}
         namespaces = [record for fingerprint, record in known.items() if fingerprint in needed]
         table._namespace_log = NamespaceLog(table._namespaces, namespaces)
-        return table, RecoveredSlots(namespaces, found.left, len(found.discarded))
+        return table, RecoveredSlots(namespaces, found.slots, len(found.discarded))
 
     def _open(self, geometry: Geometry, memory: PoolMemory) -> None:
         self._geometry = geometry

@@ -130,7 +130,7 @@ class Disks:
         tiering = self._have_tiering()
         self.shared = open_shared(tiering, self._kept)
         for tier in self.shared:
-            tiering.share(tier, settings, self._kept.left)
+            tiering.share(tier, settings, self._kept.unshared)
 
     def drain(self, directory: str) -> None:
         """Write nothing there any more. Raises KvoffdError where it does not serve."""

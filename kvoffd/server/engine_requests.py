@@ -240,7 +240,7 @@ def invalidate(context: Context, session: Session, message: m.Invalidate) -> Ite
     namespace = context.cache.namespace(message.namespace)
     context.check_key_count(namespace, message.groups)
     nbytes = _nbytes(message.groups)
-    if namespace.left_blocks:
+    if namespace.inherited_blocks:
         nbytes += LOOKED_FOR_BYTES * sum(len(part.keys) // namespace.key_bytes for part in message.groups)
     memory = context.cache.memory
     memory.claim(session.id, nbytes)  # for the turns of others

@@ -23,7 +23,7 @@ T = TypeVar("T")
 FILE = "kvoffd.resets"
 MOST_BYTES = 16 << 20
 MOST_NAMES = 4096
-"""Namespaces of each store, of those that are left and of resets, and directories: the oldest are forgotten, but for
+"""Namespaces of each store, of those that are not shared and of resets, and directories: the oldest are forgotten, but for
 resets of namespaces that there are."""
 
 
@@ -70,7 +70,7 @@ class KeptResets:
         return cls(file, record, is_there)
 
     @property
-    def left(self) -> list[bytes]:
+    def unshared(self) -> list[bytes]:
         """Fingerprints of namespaces that engines have reset."""
         return list(map(bytes.fromhex, self._record.left))
 

@@ -109,7 +109,7 @@ def _make_room(
             one
             for one in cache.namespaces
             if one.fingerprint not in opened
-            and one.held_blocks == one.ready_blocks + one.left_blocks
+            and one.held_blocks == one.ready_blocks + one.inherited_blocks
             and not one.clearing
             and one not in tried
         ]

@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 from kvoffd.cache.cache import BlockCache
-from kvoffd.cache.left import SLOTS_AT_ONCE
+from kvoffd.cache.inherited import SLOTS_AT_ONCE
 from kvoffd.config import Config
 from kvoffd.pool.backing import FileBacking, MemfdBacking, PoolBacking
 from kvoffd.pool.pool import Pool
@@ -51,16 +51,16 @@ def adopt_blocks(cache: BlockCache, pool: Pool, kept: KeptPolicy, slots_at_once:
     if not pool.adopted:
         return
     recovered = pool.take_recovered()
-    adoption = cache.adopt(recovered.namespaces, recovered.left, slots_at_once)
+    adoption = cache.adopt(recovered.namespaces, recovered.slots, slots_at_once)
     logger.info(
         "An earlier daemon's pool is taken over: of %d blocks (%s) in %d namespaces %d are ready again after %.3f s%s. "
         "Dropped: %d slots that were being written or in doubt, %d of incomplete blocks.",
         adoption.blocks,
         format_size(adoption.slot_bytes),
         adoption.namespaces,
-        adoption.blocks - cache.left_blocks,
+        adoption.blocks - cache.inherited_blocks,
         time.monotonic() - started,
-        ", the others while engines are served" if cache.left_blocks else "",
+        ", the others while engines are served" if cache.inherited_blocks else "",
         recovered.discarded,
         adoption.refused_slots,
     )

@@ -169,7 +169,8 @@ def _pool_stats(context: Context) -> m.PoolStats:
         usage,
         cache.slots,
         usable_bytes=max(0, cache.slots.touched_bytes - usage.quarantined_bytes),
-        left_blocks=cache.left_blocks,
+        left_blocks=cache.inherited_blocks,
+        left_bytes=usage.inherited_bytes,
         page_locked_bytes=pinning.pinned_bytes,
         unlockable_bytes=pinning.refused_bytes,
         page_locking_gpu_bytes=pinning.gpu_bytes,
@@ -210,7 +211,7 @@ def _shared_stats(context: Context) -> list[m.SharedStats]:
             failed_promotions=dict(shared.promoter.failures),
             errors=dict(tier.counters.errors),
             servers=[m.SharedServer(*server) for server in tier.servers],
-            left_namespaces=sum(one.fingerprint in shared.left for one in context.cache.namespaces),
+            left_namespaces=sum(one.fingerprint in shared.unshared for one in context.cache.namespaces),
         )
         for shared in tiering.shared
         if isinstance(tier := shared.tier, SharedTier)

@@ -95,7 +95,7 @@ class Service:
         )
         self.sessions = self.context.sessions
         cache.watchers.append(self.context.curve.requested)
-        self._left: deque[Iterator[None]] = deque([self._take_over()] if cache.left_blocks else [])
+        self._unfinished: deque[Iterator[None]] = deque([self._take_over()] if cache.inherited_blocks else [])
         """What is left to be done of requests whose senders are gone, and of what takes many steps besides."""
         self._half_stored_warned: WeakSet[Namespace] = WeakSet()
 
@@ -122,11 +122,11 @@ class Service:
     def go_on(self) -> bool:
         """Do a part of what is left of ended leases and of work of many steps; False where nothing is."""
         more = self.context.cache.unpin_some()
-        if self._left:
-            rest = self._left.popleft()
+        if self._unfinished:
+            rest = self._unfinished.popleft()
             if next(rest, rest) is None:
-                self._left.append(rest)
-        return more or bool(self._left)
+                self._unfinished.append(rest)
+        return more or bool(self._unfinished)
 
     def _take_over(self) -> Iterator[None]:
         """Make blocks ready that an earlier daemon left, while engines are served."""
@@ -147,7 +147,7 @@ class Service:
                     self.context.reply(sender, reply)
         except GeneratorExit:
             if whole:
-                self._left.append(self._parts_of(sender, request_id, parts, whole=whole))
+                self._unfinished.append(self._parts_of(sender, request_id, parts, whole=whole))
             raise
         except Exception as error:
             self.context.reply(sender, self.context.refusal(request_id, error))
@@ -197,7 +197,7 @@ class Service:
         if context.disks is not None:
             context.disks.tick()
         for fingerprint in context.tiering.take_voided() if context.tiering is not None else ():
-            self._left.append(self._void(fingerprint))
+            self._unfinished.append(self._void(fingerprint))
 
     def _void(self, fingerprint: bytes) -> Iterator[None]:
         """Forget a namespace's blocks, since somebody reset it for all nodes."""
@@ -249,7 +249,7 @@ class Service:
                 request_id = codec.request_id_of(frame)
                 raise KvoffdError(f"The frame is not a request: {error}.", ErrorCode.MALFORMED) from error
             request_id = request.request_id
-            if session is None and self.sessions.has_left(request.token):
+            if session is None and self.sessions.has_departed(request.token):
                 # Its last message, such as a heartbeat, crossed the end of the lifeline: nothing is wrong.
                 gone = m.Error(request_id, context.epoch, ErrorCode.BAD_TOKEN, ErrorCode.BAD_TOKEN.sentence)
                 return request, request_id, gone

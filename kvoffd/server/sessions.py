@@ -26,7 +26,7 @@ MIN_SESSIONS = 16
 """Or so many, where that is more."""
 RESERVED_SESSIONS = 8
 """Sessions beyond max_sessions, for administrators that are root or the daemon's own user or in admin_uids."""
-MAX_LEFT_TOKENS = 1024
+MAX_DEPARTED_TOKENS = 1024
 """So many tokens of clients that left are known: their last messages may come after the end of their lifelines."""
 ALWAYS_ATTACHABLE = 64
 """Descriptors that a session may attach however many the others have, as long as there are any."""
@@ -64,7 +64,7 @@ class Sessions:
         self._random_bytes = random_bytes
         self._max_attached = max_attached
         self.by_token: dict[bytes, Session] = {}
-        self._left: OrderedDict[bytes, None] = OrderedDict()
+        self._departed: OrderedDict[bytes, None] = OrderedDict()
         self._taken = self._reserved = 0
         self._of_user: Counter[int] = Counter()
         self._of_process: Counter[int] = Counter()
@@ -84,9 +84,9 @@ class Sessions:
     def __len__(self) -> int:
         return len(self.by_token)
 
-    def has_left(self, token: bytes) -> bool:
+    def has_departed(self, token: bytes) -> bool:
         """Whether it is the token of a client that ended its session itself, not long ago."""
-        return token in self._left
+        return token in self._departed
 
     def check_not_stopping(self) -> None:
         """Raise KvoffdError when the daemon takes no new work."""
@@ -171,9 +171,9 @@ class Sessions:
             return
         del self.by_token[session.token]
         if why in (Ending.CLOSED, Ending.GONE):
-            self._left[session.token] = None
-            if len(self._left) > MAX_LEFT_TOKENS:
-                self._left.popitem(last=False)
+            self._departed[session.token] = None
+            if len(self._departed) > MAX_DEPARTED_TOKENS:
+                self._departed.popitem(last=False)
         self._count(session, -1)
         self._cache.end_owner(session.id)
         session.end(on_drained)

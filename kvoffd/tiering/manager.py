@@ -75,13 +75,13 @@ class TieringManager:
         self._evicted: list[Block] = []
         self.directory_attached()
 
-    def share(self, tier: AskedTier, settings: TieringSettings, left: Iterable[bytes] = ()) -> None:
+    def share(self, tier: AskedTier, settings: TieringSettings, unshared: Iterable[bytes] = ()) -> None:
         """Use a tier that nodes share, for what the pool and the tiers before it do not have.
 
-        ``left``: fingerprints of namespaces that an engine reset in an earlier life of the daemon.
+        ``unshared``: fingerprints of namespaces that an engine reset in an earlier life of the daemon.
         """
         shared = SharedTiering(self._cache, self.transfers, tier, self._clock, settings, self._engines_busy)
-        for fingerprint in left:
+        for fingerprint in unshared:
             shared.do_without(fingerprint)
         self.shared.append(shared)
 

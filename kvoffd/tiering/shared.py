@@ -23,7 +23,7 @@ MOST_KEYS = 8192
 The next lookup of the same request goes on behind what is up by then. Each takes some microseconds of the loop."""
 READ_AGAIN_S = 60.0
 """So long after the last read one is tried although it would be slower: speeds change."""
-MOST_LEFT = 32_768
+MOST_UNSHARED = 32_768
 """Namespaces that are done without: those that there are, and the latest others."""
 SLOWER = "slower"
 """Why blocks are not read that would be."""
@@ -52,10 +52,10 @@ class SharedTiering:
         """Of what lookups were told so, what is neither a hit nor a miss yet."""
         self.tier = tier
         self.promoter = Promoter(cache, transfers, tier, clock, settings)
-        self.left: dict[bytes, None] = {}
+        self.unshared: dict[bytes, None] = {}
         """Namespaces whose blocks here became stale: what others have under the same keys may be stale too."""
         self.demoter = Demoter(
-            cache, transfers, tier, clock, settings, lambda: not self.promoter.busy, engines_busy, self.left
+            cache, transfers, tier, clock, settings, lambda: not self.promoter.busy, engines_busy, self.unshared
         )
 
     @property
@@ -96,7 +96,7 @@ class SharedTiering:
     def serves(self, namespace: Namespace) -> bool:
         """Whether the tier can be asked for keys of a namespace."""
         sizes = [namespace.shard_bytes(rank) for rank in range(namespace.world_size)]
-        return self.tier.reachable and None not in sizes and namespace.fingerprint not in self.left
+        return self.tier.reachable and None not in sizes and namespace.fingerprint not in self.unshared
 
     def _find_run(self, namespace: Namespace, group: int, keys: Sequence[bytes], states: memoryview) -> bool:
         """Find how far the run goes from the first of these keys on; returns whether any of it is being asked for."""
@@ -222,15 +222,15 @@ class SharedTiering:
 
     def rejoin(self, fingerprint: bytes) -> None:
         """Nothing that is there of a namespace is stale any more."""
-        self.left.pop(fingerprint, None)
+        self.unshared.pop(fingerprint, None)
 
     def leave(self, fingerprint: bytes) -> None:
         """An engine reset a namespace: its blocks became stale, and may be there."""
-        if fingerprint not in self.left:
+        if fingerprint not in self.unshared:
             logger.info("An engine reset a namespace; its blocks are not shared over %s any more.", self.tier.name)
         self.do_without(fingerprint)
 
     def do_without(self, fingerprint: bytes) -> None:
         """Share nothing of a namespace until ``rejoin``."""
-        if fingerprint not in self.left:
-            put_newest(self.left, fingerprint, None, MOST_LEFT, lambda one: self._cache.find_namespace(one) is not None)
+        if fingerprint not in self.unshared:
+            put_newest(self.unshared, fingerprint, None, MOST_UNSHARED, lambda one: self._cache.find_namespace(one) is not None)

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffd.cache import left as left_module
+from kvoffd.cache import inherited as inherited_module
 from kvoffd.cache import room
 from kvoffd.cache.adopt import LOOKED_FOR_BYTES, Adoption
 from kvoffd.cache.cache import BlockCache
-from kvoffd.cache.left import LeftBlocks
+from kvoffd.cache.inherited import InheritedBlocks
 from kvoffd.cache.namespace import Block
 from kvoffd.cache.policies import POLICY_NAMES, make_policy
 from kvoffd.pool.records import NamespaceRecord
@@ -39,7 +39,7 @@ from tests.support.cache_harness import (
 )
 from tests.support.invariants import check_invariants
 from tests.support.plain_adoption import plain_plan
-from tests.support.slot_table import SlotRecord, left_slots
+from tests.support.slot_table import SlotRecord, inherited_slots
 
 
 class Heir:
@@ -62,7 +62,7 @@ class Heir:
         self.events = FoldedEvents()
         made = make_policy(policy, self.slots.pool_bytes)
         self.cache = BlockCache(self.slots, made, self.events, Clock(), max_index_bytes=max_index_bytes)
-        self.adoption = self.cache.adopt(facts, left_slots(records), slots_at_once)
+        self.adoption = self.cache.adopt(facts, inherited_slots(records), slots_at_once)
         check_invariants(self.cache)
         if all_at_once:
             self.finish()
@@ -70,7 +70,7 @@ class Heir:
     def step(self) -> bool:
         more = self.cache.adopt_some()
         check_invariants(self.cache)
-        assert more == bool(self.cache.left_blocks)
+        assert more == bool(self.cache.inherited_blocks)
         return more
 
     def finish(self) -> None:
@@ -218,7 +218,7 @@ def put(heir: Heir, *numbers: int, name: str = "a", shard_bytes: int = SLOT_UNIT
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_the_newest_blocks_are_ready_first_and_go_last(policy: str) -> None:
     heir = Heir(left_behind().slots, all_at_once=False, policy=policy)
-    assert (heir.adoption.blocks, heir.keys(), heir.cache.left_blocks) == (12, [10, 11, 12], 9)
+    assert (heir.adoption.blocks, heir.keys(), heir.cache.inherited_blocks) == (12, [10, 11, 12], 9)
     assert [what for what, *_ in heir.events.log] == ["cleared", "stored"]
     (namespace,) = heir.cache.namespaces
     assert heir.cache.lookup(namespace, 1, 1, [(0, keys_of(12, 9))]).states == [bytes([2, 0])]
@@ -260,7 +260,7 @@ def test_what_needs_room_takes_that_of_the_oldest_blocks_that_are_left() -> None
     heir = Heir(left_behind(16).slots, all_at_once=False)
     assert heir.slots.free_bytes == 0
     assert put(heir, *range(20, 25)) == 0
-    assert heir.cache.left_blocks == 8
+    assert heir.cache.inherited_blocks == 8
     (namespace,) = heir.cache.namespaces
     assert namespace.counters.evicted_blocks == 5
     heir.finish()
@@ -285,7 +285,7 @@ def test_the_search_for_another_size_is_short_while_each_region_has_blocks_that_
         for record in rig.slots.ready_records()
     ]
     heir = Heir(rig.slots, records, all_at_once=False)
-    while heir.cache.left_blocks > 16 // in_region:
+    while heir.cache.inherited_blocks > 16 // in_region:
         heir.step()
     candidates, seen = heir.cache.policy.candidates, []
 
@@ -326,7 +326,7 @@ def test_what_is_cleared_does_not_come_back(how: str) -> None:
     heir.step()  # others are served meanwhile
     assert made(steps) == (12 if how == "clear_all" else 10)
     check_invariants(heir.cache)
-    assert (namespace.held_blocks, namespace.left_blocks) == (0, 0)
+    assert (namespace.held_blocks, namespace.inherited_blocks) == (0, 0)
     heir.finish()
     put(heir, 5)
     others = [] if how == "clear_all" else [30, 31]
@@ -351,18 +351,18 @@ def test_what_is_invalidated_does_not_come_back() -> None:
     heir = Heir(left_behind().slots, all_at_once=False)
     (namespace,) = heir.cache.namespaces
     assert made(heir.cache.invalidate(namespace, [(0, keys_of(1, 2, 12, 99))])) == 3
-    assert (heir.keys(), namespace.left_blocks) == ([10, 11], 7)
+    assert (heir.keys(), namespace.inherited_blocks) == ([10, 11], 7)
     heir.finish()
     check_invariants(heir.cache)
     assert heir.keys() == Heir(heir.slots).keys() == [*range(3, 12)]
 
 
 def test_what_is_taken_over_while_keys_are_invalidated_goes_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(left_module, "NAMED_AT_ONCE", 2)
+    monkeypatch.setattr(inherited_module, "NAMED_AT_ONCE", 2)
     heir = Heir(left_behind().slots, all_at_once=False)
     (namespace,) = heir.cache.namespaces
     steps = heir.cache.invalidate(namespace, [(0, keys_of(1, 4, 5, 8, 9, 12))])
-    while namespace.left_blocks == 9:
+    while namespace.inherited_blocks == 9:
         next(steps)
     heir.finish()
     assert made(steps) == 6
@@ -387,13 +387,13 @@ def test_a_step_of_an_invalidation_leaves_alone_what_was_taken_out_since_its_key
     heir = Heir(left_behind().slots, all_at_once=False)
     (namespace,) = heir.cache.namespaces
     steps = heir.cache.invalidate(namespace, [(0, keys_of(*range(1, 10)))])
-    while namespace.left_blocks == 9:
+    while namespace.inherited_blocks == 9:
         next(steps)
     assert put(heir, *range(20, 29)) == 0
     heir.step()
     check_invariants(heir.cache)
     assert heir.keys() == [*range(7, 13), *range(20, 29)]
-    assert namespace.left_blocks == 1
+    assert namespace.inherited_blocks == 1
     assert made(steps) == 3 + 1 + 3
     check_invariants(heir.cache)
     assert heir.keys() == Heir(heir.slots).keys() == [10, 11, 12, *range(20, 29)]
@@ -441,7 +441,7 @@ def test_a_place_that_is_long_gone_is_not_passed_one_by_one() -> None:
 
     rig = CacheHarness(regions=1, region_bytes=1000 * SLOT_UNIT)
     rig.put(rig.open(), keys_of(*range(1000)))
-    left = LeftBlocks(rig.slots.namespaces.values(), left_slots(rig.slots.ready_records()), rig.slots.slot_bytes, 1000)
+    left = InheritedBlocks(rig.slots.namespaces.values(), inherited_slots(rig.slots.ready_records()), rig.slots.slot_bytes, 1000)
     left._order = left._order.view(Counted)
     for first, count in ((1, 998), (0, 1)):
         Counted.reads = 0
@@ -456,10 +456,10 @@ def test_a_namespace_is_held_while_its_blocks_are_left() -> None:
     rig.put(rig.open("b"), keys_of(1, 2, 3))
     heir = Heir(rig.slots, all_at_once=False)
     oldest = heir.cache.namespace(b"a".ljust(32))
-    assert (oldest.ready_blocks, oldest.left_blocks, oldest.held_blocks) == (0, 6, 6)
-    assert heir.cache.pool_usage().left_bytes == 6 * SLOT_UNIT == oldest.held_bytes
+    assert (oldest.ready_blocks, oldest.inherited_blocks, oldest.held_blocks) == (0, 6, 6)
+    assert heir.cache.pool_usage().inherited_bytes == 6 * SLOT_UNIT == oldest.held_bytes
     heir.finish()
-    assert (oldest.ready_blocks, oldest.left_blocks, oldest.held_blocks) == (6, 0, 6)
+    assert (oldest.ready_blocks, oldest.inherited_blocks, oldest.held_blocks) == (6, 0, 6)
 
 
 def test_no_more_is_taken_over_than_there_is_memory_to_know_it() -> None:
@@ -504,7 +504,7 @@ def test_keys_of_one_identity_are_told_apart() -> None:
     rig.cache.commit_store(begin_store(rig.cache, namespace, 0, 0, keys_of(1)))
     rig.cache.commit_store(begin_store(rig.cache, namespace, 1, 0, keys_of(2)))
     records = rig.slots.ready_records()
-    left = left_slots(records)
+    left = inherited_slots(records)
     left.identities[:] = 7
     slots = rig.slots.successor(records)
     cache = BlockCache(slots, make_policy("lru", slots.pool_bytes), FoldedEvents(), Clock())
@@ -555,7 +555,7 @@ def test_whatever_the_records_say_only_whole_blocks_are_served(
     facts = list(rig.slots.namespaces.values())
     known = data.draw(st.permutations(facts))[: data.draw(st.integers(0, len(facts)))]
     at_once = data.draw(st.integers(1, 8))
-    plan = LeftBlocks(known, left_slots(records), rig.slots.slot_bytes, at_once)
+    plan = InheritedBlocks(known, inherited_slots(records), rig.slots.slot_bytes, at_once)
     blocks, refused = plain_plan(known, records, rig.slots.slot_bytes)
     assert plan.refused.tolist() == [slot.offset for slot in refused]
     assert len(plan) == len(blocks)

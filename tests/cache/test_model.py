@@ -19,7 +19,7 @@ from kvoffd_proto.messages import NamespaceLimits
 from tests.support.cache_harness import SLOT_UNIT, CacheHarness, FoldedEvents, begin_store, keys_of, made
 from tests.support.invariants import check_invariants
 from tests.support.share_oracle import ShareOracle, held, kept
-from tests.support.slot_table import left_slots
+from tests.support.slot_table import inherited_slots
 
 Name = tuple[int, int, int]
 """Namespace, group, key."""
@@ -484,7 +484,7 @@ class CacheMachine(RuleBasedStateMachine):
         events = FoldedEvents()
         slots = self.rig.slots.successor(records)
         heir = BlockCache(slots, make_policy(self.policy, slots.pool_bytes), events, self.rig.clock)
-        heir.adopt(self.rig.slots.namespaces.values(), left_slots(records), slots_at_once=5)
+        heir.adopt(self.rig.slots.namespaces.values(), inherited_slots(records), slots_at_once=5)
         while heir.adopt_some():
             pass
         check_invariants(heir)

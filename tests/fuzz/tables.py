@@ -124,7 +124,7 @@ def adoption(data: bytes) -> None:
         os.pwrite(fd, table, 0)
         geometry = read_geometry(fd)
         found = scan(fd, geometry)
-        assert (records_of(fd, geometry, found.left), found.discarded.tolist()) == plain_scan(fd)
+        assert (records_of(fd, geometry, found.slots), found.discarded.tolist()) == plain_scan(fd)
     except BadTable:
         pass
     finally:

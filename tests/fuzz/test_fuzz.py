@@ -124,7 +124,7 @@ def serve_ended_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
         service.sessions.by_token = Lasting()  # type: ignore[assignment]
 
     monkeypatch.setattr(Service, "__init__", init)
-    monkeypatch.setattr(Sessions, "has_left", lambda sessions, token: False)
+    monkeypatch.setattr(Sessions, "has_departed", lambda sessions, token: False)
 
 
 @pytest.mark.parametrize(

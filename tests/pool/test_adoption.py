@@ -61,7 +61,7 @@ def adopted(fd: int) -> tuple[list[SlotRecord], list[NamespaceRecord]]:
         memory.close()
         raise
     try:
-        slots = records_of(table.fd, Geometry.of(POOL, REGION), recovered.left)
+        slots = records_of(table.fd, Geometry.of(POOL, REGION), recovered.slots)
         assert scan_table(table.fd) == slots, "the successor's successor finds the same"
         return slots, recovered.namespaces
     finally:
@@ -86,14 +86,14 @@ def test_a_table_is_gone_on_with(table: SlotTable) -> None:
     store(table, 0)
     store(table, 8192, key=b"l" * 8)
     next_table, recovered = SlotTable.adopt(copy_of(table.fd), Geometry.of(POOL, REGION))
-    assert recovered.left.offsets.tolist() == [0, 8192]
+    assert recovered.slots.offsets.tolist() == [0, 8192]
     assert recovered.namespaces == [facts_of(NAMES[0])]
     next_table.free([0])
     store(next_table, 16384, NAMES[1])
     store(next_table, 8192, NAMES[1])  # the last slot of the first namespace
     found = scan_table(next_table.fd)
     assert [(record.offset, record.fingerprint) for record in found] == [(8192, NAMES[1]), (16384, NAMES[1])]
-    assert min(record.generation for record in found) > max(recovered.left.generations)
+    assert min(record.generation for record in found) > max(recovered.slots.generations)
     next_table.close()
 
 
@@ -311,7 +311,7 @@ def test_a_pool_goes_on_with_the_memory_it_is_given() -> None:
     assert second.adopted
     assert second.resident
     assert second.cold_reason == ""
-    assert second.take_recovered().left.offsets.tolist() == offsets[:2]
+    assert second.take_recovered().slots.offsets.tolist() == offsets[:2]
     assert second.free_bytes == 6 * MIB
     assert offsets[2] in second.take(MIB, 6)
     assert second.take(MIB, 1) == []

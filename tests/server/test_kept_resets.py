@@ -16,13 +16,13 @@ ONE, OTHER = b"1" * 32, b"2" * 32
 
 def test_what_was_noted_is_known_again(tmp_path: Path) -> None:
     kept = KeptResets.of(tmp_path)
-    assert (kept.left, kept.generations_of("a")) == ([], {})
+    assert (kept.unshared, kept.generations_of("a")) == ([], {})
     kept.note(ONE, {"a": 3, "b": 0}, [])
     kept.note(ONE, None, ["/there"])
     kept.note(OTHER, None, [])
     kept.note(OTHER, {"a": 9}, [])
     again = KeptResets.of(tmp_path)
-    assert again.left == [ONE]
+    assert again.unshared == [ONE]
     assert again.generations_of("a") == {ONE: 3, OTHER: 9}
     assert again.take_missed("/there") == [OTHER]
     assert set(again.take_missed("/away")) == {ONE, OTHER}
@@ -37,10 +37,10 @@ def test_what_was_noted_is_known_again(tmp_path: Path) -> None:
 def test_a_damaged_file_is_as_none(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / FILE).write_bytes(checked(text.encode()))
     kept = KeptResets.of(tmp_path)
-    assert (kept.left, kept.generations_of("a")) == ([], {})
+    assert (kept.unshared, kept.generations_of("a")) == ([], {})
     assert "is of no use" in caplog.text
     kept.note(ONE, None, [])
-    assert KeptResets.of(tmp_path).left == [ONE]
+    assert KeptResets.of(tmp_path).unshared == [ONE]
 
 
 def test_damage_of_any_byte_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -52,15 +52,15 @@ def test_damage_of_any_byte_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFix
         for bit in (1, 16):  # one digit becomes another
             caplog.clear()
             (tmp_path / FILE).write_bytes(whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :])
-            assert KeptResets.of(tmp_path).left == []
+            assert KeptResets.of(tmp_path).unshared == []
             assert "is of no use" in caplog.text
         (tmp_path / FILE).write_bytes(whole[:at])
-        assert KeptResets.of(tmp_path).left == []
+        assert KeptResets.of(tmp_path).unshared == []
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / FILE)
-    assert KeptResets.of(tmp_path).left == []
+    assert KeptResets.of(tmp_path).unshared == []
 
 
 def test_no_more_is_kept_than_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_no_more_is_kept_than_the_bound(tmp_path: Path, monkeypatch: pytest.Monk
     kept = KeptResets.of(tmp_path)
     for number in range(4):
         kept.note(bytes([number]), None, [f"/{number}"])
-    assert kept.left == [b"\2", b"\3"]
+    assert kept.unshared == [b"\2", b"\3"]
 
 
 def test_whoever_resets_very_many_makes_that_of_no_other_that_there_is_be_forgotten(
@@ -79,7 +79,7 @@ def test_whoever_resets_very_many_makes_that_of_no_other_that_there_is_be_forgot
     for name in (OTHER, ONE, *(bytes([number]) for number in range(20))):
         kept.note(name, None, [])
     again = KeptResets.of(tmp_path)
-    assert again.left == [ONE, *(bytes([number]) for number in range(11, 20))]
+    assert again.unshared == [ONE, *(bytes([number]) for number in range(11, 20))]
     assert ONE in again.take_missed("/away")
 
 

@@ -473,8 +473,8 @@ class SimDaemon:
         index = {
             namespace.fingerprint: readable_in(self.service, namespace.fingerprint) for namespace in cache.namespaces
         }
-        for some in cache.blocks.left or ():
-            namespace, group = cache.blocks.left_owners[some.number]
+        for some in cache.blocks.inherited or ():
+            namespace, group = cache.blocks.inherited_owners[some.number]
             keys = keys_of(self._pool.rows(some.offsets[:, 0]), namespace.key_bytes)
             index[namespace.fingerprint] |= {(group, key) for key in keys}
         return {fingerprint: blocks for fingerprint, blocks in index.items() if blocks}

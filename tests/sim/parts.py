@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvoffd.cache.cache import BlockCache
-from kvoffd.cache.left import SLOTS_AT_ONCE
+from kvoffd.cache.inherited import SLOTS_AT_ONCE
 from kvoffd.cache.policies import POLICY_NAMES, make_policy
 from kvoffd.config import Config
 from kvoffd.pool.backing import MemfdBacking

@@ -242,8 +242,8 @@ PLANTED = (
     ),
     Planted(
         "a successor serves half a block",
-        "kvoffd.cache.left",
-        "LeftBlocks.__init__",
+        "kvoffd.cache.inherited",
+        "InheritedBlocks.__init__",
         "owner.rank, owner.world_size = kind.rank, kind.world_size",
         "owner.rank, owner.world_size = 0, 1",
     ),

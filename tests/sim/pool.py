@@ -46,7 +46,7 @@ class WatchedPool:
         self.before_write: Callable[[], None] = lambda: None
         """Called before each change of the pool's records."""
         table_fd = inner.memory_fds[1]
-        for record in records_of(table_fd, read_geometry(table_fd), inner.recovered.left):
+        for record in records_of(table_fd, read_geometry(table_fd), inner.recovered.slots):
             self._enter(Slot(record.offset, record.slot_bytes, "ready", SlotOwner(*record[2:7]), record.first_block))
             self.verify(SlotOwner(*record[2:7]), record.offset, record.first_block, record.length)
 

@@ -12,7 +12,7 @@ from kvoffd.cache.policies import make_policy
 from kvoffd.errors import ShardTooLarge
 from kvoffd.pool.records import Ints, NamespaceRecord, Rows
 from kvoffd_proto.messages import GroupSpec
-from tests.support.slot_table import SlotOwner, SlotRecord, left_slots, rows_of
+from tests.support.slot_table import SlotOwner, SlotRecord, inherited_slots, rows_of
 
 SLOT_UNIT = 4096
 
@@ -265,7 +265,7 @@ def begin_store(
 
 def adopt_all(cache: BlockCache, slots: FakeSlots) -> Adoption:
     """Have a cache take over all that another left in ``slots``."""
-    adoption = cache.adopt(list(slots.namespaces.values()), left_slots(slots.ready_records()))
+    adoption = cache.adopt(list(slots.namespaces.values()), inherited_slots(slots.ready_records()))
     while cache.adopt_some():
         pass
     return adoption

@@ -27,7 +27,7 @@ def _blocks_by_slot(blocks: Blocks) -> dict[int, Block]:
 
 def _check_slots(cache: BlockCache, all_blocks: Blocks, blocks: set[Block]) -> None:
     usage, pool_bytes = cache.pool_usage(), cache.slots.pool_bytes
-    held_bytes = usage.writing_bytes + usage.ready_bytes + usage.leaving_bytes + usage.left_bytes
+    held_bytes = usage.writing_bytes + usage.ready_bytes + usage.leaving_bytes + usage.inherited_bytes
     assert usage.free_bytes + held_bytes + usage.quarantined_bytes == pool_bytes, f"the pool does not add up: {usage}"
     held = {shard.offset: block for block in blocks for shard in block.shards.values()}
     assert held == _blocks_by_slot(all_blocks), "slots and shards differ"
@@ -37,7 +37,7 @@ def _check_slots(cache: BlockCache, all_blocks: Blocks, blocks: set[Block]) -> N
     assert usage.quarantined_bytes == all_blocks.quarantined_bytes == sum(all_blocks.quarantined.values())
     spans = [(s.offset, s.offset + s.slot_bytes) for block in blocks for s in block.shards.values()]
     spans += [(offset, offset + size) for offset, size in all_blocks.quarantined.items()]
-    spans = sorted([*spans, *_check_left(cache)])
+    spans = sorted([*spans, *_check_inherited(cache)])
     assert all(end <= start for (_, end), (start, _) in pairwise(spans)), "slots overlap"
     assert sum(end - start for start, end in spans) == pool_bytes - cache.slots.free_bytes
     for block in blocks:
@@ -50,12 +50,12 @@ def _check_slots(cache: BlockCache, all_blocks: Blocks, blocks: set[Block]) -> N
     assert {shard.offset for shard in unverified.values() if shard.checksum} <= set(all_blocks.adopted)
 
 
-def _check_left(cache: BlockCache) -> list[tuple[int, int]]:
+def _check_inherited(cache: BlockCache) -> list[tuple[int, int]]:
     """The slots of blocks that are still to be taken over, by begin and end."""
-    left, spans, counts, nbytes = cache.blocks.left, [], Counter[Namespace](), Counter[Namespace]()
+    left, spans, counts, nbytes = cache.blocks.inherited, [], Counter[Namespace](), Counter[Namespace]()
     assert left is None or left, "nothing is left, and is kept"
     for some in left or ():
-        namespace, group = cache.blocks.left_owners[some.number]
+        namespace, group = cache.blocks.inherited_owners[some.number]
         assert namespace in cache.namespaces, "blocks are left of a namespace that was forgotten"
         counts[namespace] += len(some.offsets)
         for offsets in some.offsets.tolist():
@@ -63,8 +63,8 @@ def _check_left(cache: BlockCache) -> list[tuple[int, int]]:
                 spans.append((offset, offset + namespace.slot_bytes(rank, group)))
                 nbytes[namespace] += namespace.slot_bytes(rank, group)
     for namespace in cache.namespaces:
-        assert (namespace.left_blocks, namespace.bytes_in[BlockState.LEFT]) == (counts[namespace], nbytes[namespace])
-    assert cache.left_blocks == sum(counts.values())
+        assert (namespace.inherited_blocks, namespace.bytes_in[BlockState.INHERITED]) == (counts[namespace], nbytes[namespace])
+    assert cache.inherited_blocks == sum(counts.values())
     return spans
 
 

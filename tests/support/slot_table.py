@@ -10,7 +10,7 @@ import numpy as np
 
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
-from kvoffd.pool.records import Kind, LeftSlots, Rows
+from kvoffd.pool.records import Kind, InheritedSlots, Rows
 from kvoffd.pool.scan import scan
 from kvoffd.pool.slots import MIN_SLOT_BYTES
 from kvoffd.pool.table import SlotTable
@@ -54,10 +54,10 @@ def make_table(pool_bytes: int, region_bytes: int) -> SlotTable:
 def scan_table(fd: int) -> list[SlotRecord]:
     """The slots whose bytes are whole, in this daemon's table or its predecessor's. Raises BadTable."""
     geometry = read_geometry(fd)
-    return records_of(fd, geometry, scan(fd, geometry).left)
+    return records_of(fd, geometry, scan(fd, geometry).slots)
 
 
-def records_of(fd: int, geometry: Geometry, left: LeftSlots) -> list[SlotRecord]:
+def records_of(fd: int, geometry: Geometry, left: InheritedSlots) -> list[SlotRecord]:
     """What a table in a file says of slots."""
     records = []
     for offset, number, generation in zip(left.offsets, left.kind_of, left.generations, strict=True):
@@ -80,7 +80,7 @@ def records_of(fd: int, geometry: Geometry, left: LeftSlots) -> list[SlotRecord]
     return records
 
 
-def left_slots(records: Iterable[SlotRecord]) -> LeftSlots:
+def inherited_slots(records: Iterable[SlotRecord]) -> InheritedSlots:
     """What a scan finds where there are these records. Offsets need not be distinct."""
     ordered = sorted(records, key=lambda record: record.offset)
     names = list(dict.fromkeys(record.fingerprint for record in ordered))
@@ -91,7 +91,7 @@ def left_slots(records: Iterable[SlotRecord]) -> LeftSlots:
         kind = (record.slot_bytes, record.length, *owner, len(record.key), bool(record.checksum))
         kind_of.append(kinds.setdefault(kind, len(kinds)))
     blocks = [hash((record.fingerprint, record.group, record.key)) % 2**64 for record in ordered]
-    return LeftSlots(
+    return InheritedSlots(
         names,
         [Kind(*kind) for kind in kinds],
         np.array(kind_of, np.uint32),
@@ -101,9 +101,9 @@ def left_slots(records: Iterable[SlotRecord]) -> LeftSlots:
     )
 
 
-def in_use(slots: Iterable[tuple[int, int]]) -> LeftSlots:
+def in_use(slots: Iterable[tuple[int, int]]) -> InheritedSlots:
     """Slots by offset and size."""
-    return left_slots(SlotRecord(offset, size, b"", 0, b"", 0, 1, 0, size, 1, 1) for offset, size in slots)
+    return inherited_slots(SlotRecord(offset, size, b"", 0, b"", 0, 1, 0, size, 1, 1) for offset, size in slots)
 
 
 def rows_of(records: Iterable[SlotRecord]) -> Rows:

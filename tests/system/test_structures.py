@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvoffd
-from kvoffd.cache.left import Grouping, Owner
+from kvoffd.cache.inherited import Grouping, Owner
 from kvoffd.cache.policies.learned import Known
 from kvoffd.pool.records import Kind
 from kvoffd.pool.scan import Scanner

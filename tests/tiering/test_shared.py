@@ -318,7 +318,7 @@ def test_what_cannot_be_reached_and_what_an_engine_reset_is_not_asked(
 def test_what_is_remembered_of_namespaces_and_servers_that_come_and_go_is_bounded(
     rig: TieringHarness, shared: FakeAskedTier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvoffd.tiering.shared.MOST_LEFT", 100)
+    monkeypatch.setattr("kvoffd.tiering.shared.MOST_UNSHARED", 100)
     monkeypatch.setattr("kvoffd.tiering.manager.MOST_LOGGED", 100)
     space = rig.open()
     rig.tiering.shared[0].leave(space.fingerprint)
@@ -326,7 +326,7 @@ def test_what_is_remembered_of_namespaces_and_servers_that_come_and_go_is_bounde
         rig.tiering.shared[0].leave(number.to_bytes(32, "big"))
         rig.tiering.tier_error(shared, f"timeout 10.0.{number}.1:6379", "It does not answer.")
     others = [number.to_bytes(32, "big") for number in range(901, 1000)]
-    assert list(rig.tiering.shared[0].left) == [space.fingerprint, *others]
+    assert list(rig.tiering.shared[0].unshared) == [space.fingerprint, *others]
     assert len(rig.tiering._logged_errors) == 100
     logged = len(caplog.records)
     rig.tiering.tier_error(shared, "timeout 10.0.999.1:6379", "It does not answer.")

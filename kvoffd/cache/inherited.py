@@ -1,4 +1,4 @@
-"""Blocks that an earlier daemon left and that are still to be taken over: which they are, as arrays, and in what order.
+"""Blocks inherited from an earlier daemon and still to be taken over: which they are, as arrays, and in what order.
 
 ``adopt.c`` puts the slots of each block together.
 """
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.errors import KvoffdError
-from kvoffd.pool.records import Ints, Kind, LeftSlots, NamespaceRecord
+from kvoffd.pool.records import Ints, Kind, InheritedSlots, NamespaceRecord
 from kvoffd.pool.table_format import MAX_KEY_BYTES
 from kvoffd.system.native import native
 
@@ -50,7 +50,7 @@ class Owner(ctypes.Structure):
     _fields_ = (("group", ctypes.c_uint32), ("rank", ctypes.c_uint16), ("world_size", ctypes.c_uint16))
 
 
-class LeftGroup(NamedTuple):
+class InheritedGroup(NamedTuple):
     """A group of a namespace, of which an earlier daemon left blocks."""
 
     fingerprint: bytes
@@ -61,12 +61,12 @@ class LeftGroup(NamedTuple):
 
 class SomeBlocks(NamedTuple):
     number: int
-    """The group's, in ``LeftBlocks.groups``."""
+    """The group's, in ``InheritedBlocks.groups``."""
     offsets: Ints
     """[blocks, ranks]: of their slots."""
 
 
-class LeftBlocks:
+class InheritedBlocks:
     """Sorts out what may be served: whatever is doubtful is refused. A block is taken out once.
 
     A block is whole when each rank of its namespace has one slot for it, of the size and length that the rank's shards
@@ -74,7 +74,7 @@ class LeftBlocks:
     have died that had stored a block anew before it had taken it over.
 
     Args:
-        left: owned from here on.
+        inherited: owned from here on.
         slot_bytes: size of the slot for so many bytes; raises ShardTooLarge.
         slots_at_once: slots whose blocks are taken over in one step.
     """
@@ -82,58 +82,58 @@ class LeftBlocks:
     def __init__(
         self,
         namespaces: Iterable[NamespaceRecord],
-        left: LeftSlots,
+        inherited: InheritedSlots,
         slot_bytes: Callable[[int], int],
         slots_at_once: int,
     ) -> None:
         sound = {record.fingerprint: record for record in namespaces if _is_sound(record, slot_bytes)}
         numbers: dict[tuple[bytes, int], int] = {}
-        owners = (Owner * len(left.kinds))()
-        for owner, kind in zip(owners, left.kinds, strict=True):
-            name = left.names[kind.name]
+        owners = (Owner * len(inherited.kinds))()
+        for owner, kind in zip(owners, inherited.kinds, strict=True):
+            name = inherited.names[kind.name]
             if _fits(kind, sound.get(name), slot_bytes):
                 owner.group = numbers.setdefault((name, kind.group), len(numbers))
                 owner.rank, owner.world_size = kind.rank, kind.world_size
         self.slots_at_once = slots_at_once
         self._group_of_kind = np.array([owner.group for owner in owners], np.intp)
-        self._offsets = left.offsets
-        self.counts: Numbers = np.bincount(self._group_of_kind, self._group(owners, left), len(numbers)).astype(np.intp)
-        """Blocks that are left, by group."""
+        self._offsets = inherited.offsets
+        self.counts: Numbers = np.bincount(self._group_of_kind, self._group(owners, inherited), len(numbers)).astype(np.intp)
+        """Blocks that are still to be taken over, by group."""
         world_sizes = {owner.group: owner.world_size for owner in owners if owner.world_size}
         sizes = {
             (owner.group, owner.rank): kind.slot_bytes
-            for owner, kind in zip(owners, left.kinds, strict=True)
+            for owner, kind in zip(owners, inherited.kinds, strict=True)
             if owner.world_size
         }
         self.groups = [
-            LeftGroup(*group, tuple(sizes.get((number, rank), 0) for rank in range(world_sizes[number])))
+            InheritedGroup(*group, tuple(sizes.get((number, rank), 0) for rank in range(world_sizes[number])))
             for number, group in enumerate(numbers)
         ]
         having = {name for number, (name, _) in enumerate(numbers) if self.counts[number]}
         self.namespaces = [record for name, record in sound.items() if name in having]
         """Those that have blocks."""
 
-    def _group(self, owners: ctypes.Array[Owner], left: LeftSlots) -> Numbers:
+    def _group(self, owners: ctypes.Array[Owner], inherited: InheritedSlots) -> Numbers:
         """Finds the whole blocks; returns how many there are by the kind of one of their slots."""
-        slots = len(left.offsets)
+        slots = len(inherited.offsets)
         table = np.zeros(1 << (slots + slots // 2).bit_length(), np.uint32)
         block_of, places = np.zeros(slots, np.uint32), np.zeros(slots, np.uint32)
         firsts, served = np.empty(slots, np.uint64), np.zeros(slots, np.uint8)
         blocks_of = np.zeros(len(owners), np.intp)
-        arrays = (left.kind_of, left.identities, left.generations, table)
+        arrays = (inherited.kind_of, inherited.identities, inherited.generations, table)
         grouping = Grouping(
             slots, 0, ctypes.addressof(owners), *(array.ctypes.data for array in arrays), len(table) - 1,
             *(array.ctypes.data for array in (block_of, firsts, places, served, blocks_of)),
         )  # fmt: skip
         native().group_slots(ctypes.byref(grouping))
-        self._places, self._firsts, self._kind_of = places, firsts, left.kind_of
-        self._order = np.argsort(left.identities[: grouping.blocks])
-        """Numbers of the blocks, the one that became ready first first; _GONE for those that are not left."""
+        self._places, self._firsts, self._kind_of = places, firsts, inherited.kind_of
+        self._order = np.argsort(inherited.identities[: grouping.blocks])
+        """Numbers of the blocks, the one that became ready first first; _GONE for those that were taken out."""
         self._begin, self._end = 0, len(self._order)
-        """The part of the order that is left."""
+        """The part of the order that is still to be gone through."""
         self._passed: dict[frozenset[int], int] = {}
-        """By some groups, up to where in the order none of their blocks are left."""
-        self.refused = left.offsets[served == 0]
+        """By some groups, up to where in the order all of their blocks were taken out."""
+        self.refused = inherited.offsets[served == 0]
         """Offsets of the slots to free."""
         return blocks_of
 
@@ -141,7 +141,7 @@ class LeftBlocks:
         return int(self.counts.sum())
 
     def __iter__(self) -> Iterator[SomeBlocks]:
-        """All blocks that are left, the oldest first."""
+        """All blocks that were not taken out, the oldest first."""
         order = self._order[self._begin : self._end]
         return self._some(order[order != _GONE])
 
