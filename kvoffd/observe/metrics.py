@@ -20,7 +20,7 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from kvoffd_proto.messages import (
-    BelowStats,
+    TieringStats,
     DirectionStats,
     Histogram,
     Metric,
@@ -47,7 +47,7 @@ _ORDER: dict[type[Struct], tuple[tuple[str, ...], ...]] = {
     ),
     PoolStats: (("unlockable_bytes", "spilled_slots"),),
     DirectionStats: (("failed_jobs", "queued_jobs", "running_jobs"), ("checksum_bytes", "bytes_per_second")),
-    BelowStats: (("waiting_writes", "budget_left_bytes"),),
+    TieringStats: (("waiting_writes", "budget_left_bytes"),),
     NamespaceStats: (("prefix_keys_ready", "keys_pending", "keys_shared"),),
 }
 """Fields that come behind the first of their row on the page; on the wire, the newest field is the last."""

@@ -181,13 +181,13 @@ def _pool_stats(context: Context) -> m.PoolStats:
     )
 
 
-def _tiering_stats(context: Context) -> m.BelowStats | None:
+def _tiering_stats(context: Context) -> m.TieringStats | None:
     tiering = context.tiering
     if tiering is None:
         return None
     promoter, demoter = tiering.promoter, tiering.demoter
     return filled(
-        m.BelowStats,
+        m.TieringStats,
         promoter,
         demoter,
         pending_blocks=promoter.waiting_blocks,

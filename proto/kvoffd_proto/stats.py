@@ -12,7 +12,7 @@ from msgspec import field
 
 from kvoffd_proto.health import HealthLevel
 from kvoffd_proto.router_stats import RouterStats
-from kvoffd_proto.tier_stats import BelowStats, DiskStats, SharedStats
+from kvoffd_proto.tier_stats import TieringStats, DiskStats, SharedStats
 from kvoffd_proto.wire import (
     ANY_ROLE,
     ByteCount,
@@ -354,7 +354,7 @@ class StatsReply(Reply, frozen=True):
     namespaces: Annotated[list[NamespaceStats], metrics_of_part("Open namespaces.", "namespace_")]
     integrity: Annotated[IntegrityStats, doc("Comparisons of slots with their checksums.")]
     blocks: Annotated[BlockAccessStats, doc("What operators did with single blocks.")]
-    below: Annotated[BelowStats | None, doc("Traffic with the disks; nil while there is no tier.")] = None
+    below: Annotated[TieringStats | None, doc("Traffic with the disks; nil while there is no tier.")] = None
     shared: Annotated[list[SharedStats], metrics_of_part("The tier that nodes share.", "shared_")] = field(
         default_factory=list
     )

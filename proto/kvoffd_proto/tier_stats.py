@@ -103,7 +103,7 @@ class DiskStats(Wire, frozen=True):
     ]
 
 
-class BelowStats(Wire, frozen=True):
+class TieringStats(Wire, frozen=True):
     """Blocks moved between the pool and the disks since the daemon's start."""
 
     promoted_blocks: Annotated[Count, counter("Blocks promoted from disk to the pool.")]

@@ -40,7 +40,7 @@ def serving(admin: AdminClient) -> None:
     wait_until(lambda: [disk.state for disk in admin.stats().disks] == ["serving"], DEADLINE_S)
 
 
-def below(admin: AdminClient) -> m.BelowStats:
+def below(admin: AdminClient) -> m.TieringStats:
     found = admin.stats().below
     assert found is not None
     return found

@@ -17,7 +17,7 @@ from kvoffd_client.cli.console import percent, print_line, printable
 from kvoffd_client.cli.json_objects import Disks
 from kvoffd_client.cli.json_output import print_listing
 from kvoffd_client.cli.target import CliError, Directory, Json, local_directory, open_admin
-from kvoffd_proto.messages import BelowStats, DiskStats
+from kvoffd_proto.messages import TieringStats, DiskStats
 from kvoffd_proto.units import UnitError, format_count, format_duration, format_rate, format_size, parse_size
 
 POLL_S = 0.1
@@ -42,7 +42,7 @@ def show(context: typer.Context, directory: Directory = None, json: Json = False
     return int(any(disk.state in ("failed", "hanging") for disk in reply.disks))
 
 
-def disks_page(found: Sequence[DiskStats], below: BelowStats | None) -> RenderableType:
+def disks_page(found: Sequence[DiskStats], below: TieringStats | None) -> RenderableType:
     """Some lines for each directory with its problems, then what moves between the disks and the pool."""
     if not found:
         return Text("No disk is attached; start the daemon with --disk DIRECTORY=SIZE, or use kvoffd-cli disk attach.")
@@ -79,7 +79,7 @@ def _problems(disk: DiskStats) -> list[Text]:
     return found
 
 
-def _traffic_text(below: BelowStats) -> Text:
+def _traffic_text(below: TieringStats) -> Text:
     left = below.budget_left_bytes
     budget = "no bound for a day" if left is None else f"{format_size(left)} may be written now"
     speed = f", lately {format_rate(below.read_bytes_per_second)}" if below.read_bytes_per_second else ""

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Struct, field
 
 from kvoffd_proto.blocks import BlockInfo
-from kvoffd_proto.messages import BelowStats, DiskStats, Fingerprint, KeyWorth, NamespaceInfo, SessionInfo, SharedStats
+from kvoffd_proto.messages import TieringStats, DiskStats, Fingerprint, KeyWorth, NamespaceInfo, SessionInfo, SharedStats
 from kvoffd_proto.wire import ByteCount, Count, Seconds, doc
 
 Key = Annotated[bytes, doc("The block's key: the engine's hash of its tokens.")]
@@ -86,7 +86,7 @@ class Events(Struct, frozen=True):
 
 class Disks(Struct, frozen=True):
     disks: Annotated[list[DiskStats], doc("Directories of the disk tier.")]
-    below: Annotated[BelowStats | None, doc("Traffic with the disks; null while there is no disk.")]
+    below: Annotated[TieringStats | None, doc("Traffic with the disks; null while there is no disk.")]
 
 
 class SharedTiers(Struct, frozen=True):

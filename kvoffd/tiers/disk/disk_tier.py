@@ -16,7 +16,7 @@ from kvoffd.tiers.disk.index import DiskIndex
 from kvoffd.tiers.disk.queue import DiskQueue, Job, Kind
 from kvoffd.tiers.disk.record_updates import RecordWriter
 from kvoffd.tiers.disk.regions import Entry
-from kvoffd.tiers.disk.workers import Digest, Ended, Executor, Workers, buffers_of
+from kvoffd.tiers.disk.workers import Digest, JobEnd, Executor, Workers, buffers_of
 from kvoffd.tiers.tier import DeviceTier, OnDone, Tier, TierBlock, TierKey, TierListener, TierResult, TierStats
 from kvoffd_proto.tier_stats import DiskFault
 
@@ -346,7 +346,7 @@ class DiskTier(DeviceTier):
             self._index.not_written(job.entry, put_aside=False)
             _call_back(partial(job.on_done, result))
 
-    def _end(self, ended: Ended) -> None:
+    def _end(self, ended: JobEnd) -> None:
         job, result = ended.job, ended.result
         self._under_way[job.kind] -= 1
         if ended.error_kind is not None:

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 Digest = Callable[[memoryview], int]
 
 
-class Ended(NamedTuple):
+class JobEnd(NamedTuple):
     job: Job
     result: TierResult
     error_kind: DiskFault | None = None
@@ -42,15 +42,15 @@ class Executor:
         self.physical_bytes = file.physical_bytes()
         """Bytes that the file takes of the device, as of the last update."""
 
-    def run(self, batch: Batch, now: float) -> list[Ended]:
+    def run(self, batch: Batch, now: float) -> list[JobEnd]:
         """Does the jobs of a batch; returns how each of them ended. Does not raise."""
-        late = [Ended(job, TierResult.DEADLINE) for job in batch.jobs if now >= job.deadline]
+        late = [JobEnd(job, TierResult.DEADLINE) for job in batch.jobs if now >= job.deadline]
         jobs = [job for job in batch.jobs if now < job.deadline] if late else batch.jobs
         if batch.kind is Kind.UPDATE:
             return [self._update(job) for job in jobs]
         return late + self._together(jobs, batch.kind)
 
-    def _together(self, jobs: Sequence[Job], kind: Kind) -> list[Ended]:
+    def _together(self, jobs: Sequence[Job], kind: Kind) -> list[JobEnd]:
         """Does all jobs in one call; one by one where that fails, so that only the bad one fails."""
         if not jobs:
             return []
@@ -66,9 +66,9 @@ class Executor:
             if len(jobs) > 1:
                 return [ended for job in jobs for ended in self._together([job], kind)]
             return [self._failed(jobs[0], error)]
-        return [self._verify(job) if kind is Kind.READ else Ended(job, TierResult.DONE) for job in jobs]
+        return [self._verify(job) if kind is Kind.READ else JobEnd(job, TierResult.DONE) for job in jobs]
 
-    def _verify(self, job: Job) -> Ended:
+    def _verify(self, job: Job) -> JobEnd:
         entry = job.entry
         assert entry is not None
         for rank, (shard, buffer) in enumerate(zip(entry.block.shards, job.buffers, strict=True)):
@@ -77,10 +77,10 @@ class Executor:
                     f"The block {entry.block.id.key.hex()} at offset {job.offset} of {self._path} is not what was "
                     f"written there (rank {rank}); it is dropped and will be recomputed."
                 )
-                return Ended(job, TierResult.CORRUPT, DiskFault.TORN if entry.suspect else DiskFault.CORRUPT, sentence)
-        return Ended(job, TierResult.DONE)
+                return JobEnd(job, TierResult.CORRUPT, DiskFault.TORN if entry.suspect else DiskFault.CORRUPT, sentence)
+        return JobEnd(job, TierResult.DONE)
 
-    def _update(self, job: Job) -> Ended:
+    def _update(self, job: Job) -> JobEnd:
         update = job.update
         assert update is not None
         try:
@@ -93,9 +93,9 @@ class Executor:
             self.physical_bytes = held_bytes(self._calls.stat(self._fd))
         except OSError as error:
             return self._failed(job, error)
-        return Ended(job, TierResult.DONE)
+        return JobEnd(job, TierResult.DONE)
 
-    def _failed(self, job: Job, error: OSError) -> Ended:
+    def _failed(self, job: Job, error: OSError) -> JobEnd:
         verb = {Kind.READ: "read", Kind.WRITE: "write", Kind.UPDATE: "record"}[job.kind]
         if isinstance(error, ShortRead):
             kind = DiskFault.SHORT_READ
@@ -105,7 +105,7 @@ class Executor:
             kind = DiskFault(f"{verb}_failed")
         what = f"{job.nbytes} bytes at offset {job.offset}" if job.update is None else "its records"
         sentence = f"The disk tier could not {verb} {what} of {self._path}: {error.strerror or error}."
-        return Ended(job, TierResult.FAILED, kind, sentence)
+        return JobEnd(job, TierResult.FAILED, kind, sentence)
 
 
 def buffers_of(pool: memoryview, block: TierBlock, offsets: Sequence[int]) -> list[memoryview]:
@@ -160,7 +160,7 @@ class Workers:
         lock = threading.Lock()
         self._changed = threading.Condition(lock)
         self._idle = threading.Condition(lock)
-        self._ended: deque[Ended] = deque()
+        self._ended: deque[JobEnd] = deque()
         self._busy_seconds = 0.0
         self._stopped = False
         self._threads = DaemonThreads((f"{name}-{index}", self._run) for index in range(threads))
@@ -181,7 +181,7 @@ class Workers:
             jobs = self._queue.clear()
         self._end_unbegun(jobs, result)
 
-    def collect(self) -> list[Ended]:
+    def collect(self) -> list[JobEnd]:
         """Takes the jobs that have ended since the last call."""
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
@@ -211,7 +211,7 @@ class Workers:
         return self._threads.join(until)
 
     def _end_unbegun(self, jobs: list[Job], result: TierResult) -> None:
-        self._ended.extend(Ended(job, result) for job in jobs)
+        self._ended.extend(JobEnd(job, result) for job in jobs)
         if jobs:
             self._notify()
 
@@ -222,7 +222,7 @@ class Workers:
         except Exception as error:  # a bug: its jobs fail, the thread goes on
             logger.exception("A disk thread failed; its %d jobs fail, the thread goes on.", len(batch.jobs))
             sentence = f"A disk thread failed ({error!r}): a bug; the log has more."
-            ended = [Ended(job, TierResult.FAILED, DiskFault.BUG, sentence) for job in batch.jobs]
+            ended = [JobEnd(job, TierResult.FAILED, DiskFault.BUG, sentence) for job in batch.jobs]
         with self._changed:
             self._busy_seconds += time.perf_counter() - begun
             self._queue.done(batch)
