@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import select
 import socket
-import struct
 import time
 
 from kvoffd_proto.lifeline import Leaving, MemoryReleased, encode_frame
-from kvoffd_proto.sockets import peer_pidfd
+from kvoffd_proto.sockets import peer_credentials, peer_pidfd
 
 READ_BYTES = 65536
 MAX_DESCRIPTORS = 4
@@ -17,7 +16,6 @@ MAX_DESCRIPTORS = 4
 NEVER = float("inf")
 _RELEASED = encode_frame(MemoryReleased())
 _LEAVING = encode_frame(Leaving())
-_UCRED = struct.Struct("iII")
 
 
 class LifelineStream:
@@ -108,7 +106,7 @@ def _pidfd_of(stream: socket.socket) -> int:
     """A descriptor of the daemon's process; -1 where the kernel gives none."""
     if (pidfd := peer_pidfd(stream)) >= 0:
         return pidfd
-    pid, _, _ = _UCRED.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    pid, _, _ = peer_credentials(stream)
     try:
         pidfd = os.pidfd_open(pid)  # pid is 0 where the daemon is in a pid namespace that this process does not see
     except OSError:

@@ -7,13 +7,12 @@ import logging
 import os
 import select
 import socket
-import struct
 from collections.abc import Callable, Iterable
 
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.server.session import Peer
 from kvoffd.system.mappings import filesystem_magic
-from kvoffd_proto.sockets import peer_pidfd
+from kvoffd_proto.sockets import peer_credentials, peer_pidfd
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +22,6 @@ REST_S = 0.005
 RETRY_S = 0.25
 """After accept() failed, as it does without descriptors: it would fail again at once."""
 BACKLOG = 1024
-_UCRED = struct.Struct("iII")
 _PIDFS_MAGIC = 0x50494446  # linux/magic.h
 
 
@@ -78,8 +76,7 @@ class Acceptor:
 
 def peer_of(stream: socket.socket) -> Peer:
     """Who connected, as the kernel says. Raises OSError."""
-    pid, uid, gid = _UCRED.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    return Peer(pid, uid, gid, process=_process_of(stream) or pid)
+    return Peer(*peer_credentials(stream), process=_process_of(stream) or pid)
 
 
 def failed_streams(fds: Iterable[int]) -> list[int]:

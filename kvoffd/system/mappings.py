@@ -12,13 +12,13 @@ import threading
 import numpy as np
 
 from kvoffd.errors import UnsafeSegment
+from kvoffd.system.files import held_bytes
 
 _log = logging.getLogger(__name__)
 
 # linux/magic.h
 TMPFS_MAGIC = 0x01021994
 HUGETLBFS_MAGIC = 0x958458F6
-STAT_BLOCK_BYTES = 512  # stat(2)
 
 # linux/mman.h; Python's mmap does not have them all.
 MADV_DONTDUMP = 16
@@ -122,7 +122,7 @@ def _check_memfd(fd: int, size_bytes: int, whole: bool) -> None:
         raise UnsafeSegment(
             f"The memfd has {stat.st_size} bytes but was declared with {size_bytes}; size it before it is sent."
         )
-    if whole and (allocated := stat.st_blocks * STAT_BLOCK_BYTES) < stat.st_size:
+    if whole and (allocated := held_bytes(stat)) < stat.st_size:
         raise UnsafeSegment(
             f"Of the memfd's {stat.st_size} bytes only {allocated} are allocated; write to every page before it is "
             "sent, as with MADV_POPULATE_WRITE."
@@ -165,7 +165,7 @@ class FaultedSegment(MappedSegment):
 
     def whole(self) -> bool:
         stat = os.fstat(self._fd)
-        return stat.st_blocks * STAT_BLOCK_BYTES >= stat.st_size
+        return held_bytes(stat) >= stat.st_size
 
     def close(self) -> None:
         self._faulter.forget(self)

@@ -58,6 +58,8 @@ class TierResult(Enum):
 
 
 OnDone = Callable[[TierResult], None]
+Digest = Callable[[memoryview], int]
+"""The checksum of some bytes; never 0. For any thread."""
 
 
 class TierListener(Protocol):

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import stat
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 SYSTEM_DIRECTORY = Path("/run/kvoffd")
 _SO_PEERPIDFD = 77  # asm-generic/socket.h
+_UCRED = struct.Struct("iII")
 MAX_SOCKET_PATH_BYTES = 107
 """sun_path holds 108 bytes with its terminating zero (unix(7))."""
 
@@ -60,6 +62,11 @@ def default_directory() -> Path:
     if os.geteuid() == 0 or SYSTEM_DIRECTORY.is_dir() or not runtime:
         return SYSTEM_DIRECTORY
     return Path(runtime) / "kvoffd"
+
+
+def peer_credentials(stream: socket.socket) -> tuple[int, int, int]:
+    """Return pid, uid and gid of the process that connected or listened (unix(7)). Raises OSError."""
+    return _UCRED.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
 
 
 def peer_pidfd(stream: socket.socket) -> int:

@@ -14,8 +14,8 @@ from kvoffd.tiers.disk.file import DiskFile, OpeningStopped
 from kvoffd.tiers.disk.file_format import read_record, read_region, region_seed
 from kvoffd.tiers.disk.index import DiskIndex, index_bytes
 from kvoffd.tiers.disk.regions import DiskRegion, DiskRegions, Entry
-from kvoffd.tiers.disk.workers import Digest, Workers
-from kvoffd.tiers.tier import TierKey, TierListener
+from kvoffd.tiers.disk.workers import Workers
+from kvoffd.tiers.tier import Digest, TierKey, TierListener
 from kvoffd_proto.tier_stats import DiskFault
 
 
@@ -41,7 +41,7 @@ def open_disk_tier(
     Args:
         size_bytes: the most that the file may take of the device.
         pool: the pool's bytes, writable, mapped until ``close`` returned True.
-        digest: the checksum of a shard, as the pool takes it. For any thread.
+        digest: the checksum of a shard, as the pool takes it.
         clock: of deadlines, in seconds. For any thread.
         post: calls a function in the daemon's thread, in the order of the calls to it. For any thread.
         calls: the system calls on the file, for tests.

@@ -15,12 +15,10 @@ from kvoffd.system.files import ShortRead, held_bytes, read_all, write_all
 from kvoffd.system.threads import DaemonThreads
 from kvoffd.tiers.disk.file import DiskFile
 from kvoffd.tiers.disk.queue import Batch, DiskQueue, Job, Kind
-from kvoffd.tiers.tier import TierBlock, TierResult
+from kvoffd.tiers.tier import Digest, TierBlock, TierResult
 from kvoffd_proto.tier_stats import DiskFault
 
 logger = logging.getLogger(__name__)
-
-Digest = Callable[[memoryview], int]
 
 
 class JobEnd(NamedTuple):

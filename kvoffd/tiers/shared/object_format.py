@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from kvoffd.tiers.tier import MOST_FIRST_BLOCK, TierBlock, TierKey, TierShard
+from kvoffd.tiers.tier import MOST_FIRST_BLOCK, Digest, TierBlock, TierKey, TierShard
 
 MAGIC = b"kvoffdO1"
 _HEAD = struct.Struct("<8sQIHHI")
 _SHARD = struct.Struct("<QQI")
 _SUM = struct.Struct("<Q")
-
-Digest = Callable[[memoryview], int]
-"""The checksum of some bytes; never 0."""
 
 
 def generation_key(fingerprint: bytes) -> bytes:

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from kvoffd.system.newest import put_newest
 from kvoffd.tiers.shared.answers import YES_S, Answers
 from kvoffd.tiers.shared.breaker import Breaker
-from kvoffd.tiers.shared.object_format import Digest, object_key
+from kvoffd.tiers.shared.object_format import object_key
 from kvoffd.tiers.shared.store import Server, Store
 from kvoffd.tiers.shared.work import Ask, Raise, Read, Write
 from kvoffd.tiers.shared.workers import READERS, Workers
-from kvoffd.tiers.tier import Answer, AskedTier, OnDone, TierBlock, TierKey, TierListener, TierResult
+from kvoffd.tiers.tier import Answer, AskedTier, Digest, OnDone, TierBlock, TierKey, TierListener, TierResult
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from kvoffd.system.fair_queue import FairQueue
 from kvoffd.system.threads import DaemonThreads
 from kvoffd.tiers.shared.breaker import Breaker
 from kvoffd.tiers.shared.object_format import (
-    Digest,
     decode_header,
     encode_header,
     generation_key,
@@ -25,7 +24,7 @@ from kvoffd.tiers.shared.object_format import (
 )
 from kvoffd.tiers.shared.store import GetRequest, Store, StoreError
 from kvoffd.tiers.shared.work import Ask, Raise, Read, WorkListener, Write
-from kvoffd.tiers.tier import TierBlock, TierResult
+from kvoffd.tiers.tier import Digest, TierBlock, TierResult
 
 logger = logging.getLogger(__name__)
 
