@@ -24,8 +24,8 @@ from kvoffd_client.pending_requests import ReplyOrError
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import CodecError, decode_reply, encode
 from kvoffd_proto.events import KV_TOPIC_PREFIX, EventBatch, decode_event_batch
-from kvoffd_proto.sockets import NO_TOKEN, SocketPaths
-from kvoffd_proto.wire import PROTOCOL_VERSION, Request, answer_type
+from kvoffd_proto.sockets import SocketPaths
+from kvoffd_proto.wire import NO_TOKEN, PROTOCOL_VERSION, Request, answer_type
 
 OPERATOR_WAIT_S = 10.0
 """Other machines may be far away, this one may be busy, and an operator would rather wait than ask again."""

@@ -10,7 +10,8 @@ import msgspec
 
 from kvoffd_proto import zmtp
 from kvoffd_proto.health import Health, HealthReply
-from kvoffd_proto.sockets import NO_TOKEN, SocketPaths
+from kvoffd_proto.sockets import SocketPaths
+from kvoffd_proto.wire import NO_TOKEN
 
 HEALTH_TIMEOUT_S = 1.0
 _READ_BYTES = 65536

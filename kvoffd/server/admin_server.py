@@ -30,9 +30,9 @@ from kvoffd.server.listening import listen_everywhere
 from kvoffd.server.service import Service
 from kvoffd.server.session import Lifeline, Peer, Session
 from kvoffd.settings import ALL_INTERFACES, parse_address
+from kvoffd_proto.curve_keys import CurveKeyError, read_public_keys, read_secret_key
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import Role
-from kvoffd_proto.sockets import CurveKeyError, read_public_keys, read_secret_key
 
 logger = logging.getLogger(__name__)
 

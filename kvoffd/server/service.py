@@ -42,7 +42,7 @@ from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.blocks import PutBlocks
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.sockets import NO_TOKEN
+from kvoffd_proto.wire import NO_TOKEN
 
 logger = logging.getLogger(__name__)
 

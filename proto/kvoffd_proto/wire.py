@@ -16,6 +16,8 @@ PROTOCOL_VERSION = 2
 
 FINGERPRINT_BYTES = 32
 TOKEN_BYTES = 16
+NO_TOKEN = bytes(TOKEN_BYTES)
+"""The token of requests over TCP, where the connection's key identifies the client, and of those without a session."""
 MAX_GROUPS = 64
 MAX_PAGES = 8192
 """Of a registration in all groups together, and its tensors: each costs the daemon's loop some microseconds."""

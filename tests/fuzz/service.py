@@ -26,7 +26,7 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.messages import PROTOCOL_VERSION
-from kvoffd_proto.sockets import NO_TOKEN
+from kvoffd_proto.wire import NO_TOKEN
 from tests.fuzz.choices import Choices
 from tests.fuzz.requests import BLOCKS, NAMES, NAMESPACES, PAGE, WORLD, Requests
 from tests.fuzz.trees import bend

@@ -31,7 +31,8 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.messages import PROTOCOL_VERSION
-from kvoffd_proto.sockets import NO_TOKEN, read_public_keys, read_secret_key
+from kvoffd_proto.curve_keys import read_public_keys, read_secret_key
+from kvoffd_proto.wire import NO_TOKEN
 from tests.support.daemon import DaemonProcess
 from tests.support.wire import NAMESPACE, WireClient, ids, keys, stats
 
