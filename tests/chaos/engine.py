@@ -27,6 +27,7 @@ from kvoffd_client import ClientOptions
 from kvoffd_client.testing import FakeEngine
 from kvoffd_client.vllm.connector_options import ConnectorOptions
 from kvoffd_proto.messages import GroupKeys, GroupTransfer, JobResult
+from tests.support.steal import waited_for_cpu_s
 
 RANKS, LAYERS, BLOCKS, PAGE_BYTES = 2, 2, 96, 8192
 PROMPTS, LONGEST = 24, 12
@@ -54,12 +55,6 @@ def page_of(key: bytes, rank: int, layer: int) -> Words:
     """What a page holds: every word depends on its place, on the key, the rank and the layer."""
     number = int.from_bytes(key, "big") << 8 | rank << 4 | layer
     return _BASE ^ np.uint64((number * 0x9E3779B97F4A7C15) & (2**64 - 1))
-
-
-def waited_for_cpu_s() -> float:
-    """How long this thread has been ready to run while others had the CPU, since its start."""
-    with open("/proc/thread-self/schedstat", "rb") as file:
-        return int(file.read().split()[1]) / 1e9
 
 
 class ChaosEngine:

@@ -16,6 +16,7 @@ import sys
 import time
 
 from kvoffd_client.testing import FakeEngine
+from tests.support.steal import waited_for_cpu_s
 
 KEYS, LAYERS, PAGE_BYTES = 4, 2, 16384
 ROUNDS_KEPT = 8
@@ -27,12 +28,6 @@ NAMESPACE = "honest"
 def emit(kind: str, value: object) -> None:
     """Write one line in one write."""
     os.write(1, json.dumps([kind, value]).encode() + b"\n")
-
-
-def waited_for_cpu_s() -> float:
-    """How long this thread has been ready to run while others had the CPU, since its start."""
-    with open("/proc/thread-self/schedstat", "rb") as file:
-        return int(file.read().split()[1]) / 1e9
 
 
 class HonestEngine:

@@ -8,13 +8,7 @@ from hypothesis import strategies as st
 
 from kvoffd.observe.meters import WINDOWS_S, CounterWindows, LatencyRecorder, RateMeter
 from kvoffd_proto.messages import LatencyStats
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.clock import Clock
 
 
 def test_nothing_added_is_no_rate() -> None:

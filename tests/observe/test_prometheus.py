@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -16,6 +15,7 @@ import pytest
 
 from kvoffd_client.testing import FakeEngine
 from tests.support.daemon import DaemonProcess
+from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
 needs_prometheus = pytest.mark.skipif(
@@ -27,12 +27,6 @@ scrape_configs:
   - job_name: kvoffd
     static_configs: [{{targets: ["127.0.0.1:{port}"]}}]
 """
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def get(url: str) -> bytes:

@@ -26,6 +26,7 @@ from kvoffd_client import SharedMemory
 from kvoffd_proto import messages as m
 from kvoffd_proto.sockets import SocketPaths
 from tests.support.daemon import DaemonProcess
+from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 from tests.support.wire import WireClient, ids, keys, stats
 
@@ -154,12 +155,6 @@ def test_sigterm_lets_running_jobs_finish_and_refuses_new_ones(daemon):
         assert client.completions().results[0].ok
         assert client.lifeline_ended()
         assert daemon.process.wait(10) == 0
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def test_the_loop_answers_health_over_http():

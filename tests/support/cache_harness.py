@@ -12,6 +12,7 @@ from kvoffd.cache.policies import make_policy
 from kvoffd.errors import ShardTooLarge
 from kvoffd.pool.records import Ints, NamespaceRecord, Rows
 from kvoffd_proto.messages import GroupSpec
+from tests.support.clock import Clock
 from tests.support.slot_table import SlotOwner, SlotRecord, inherited_slots, rows_of
 
 SLOT_UNIT = 4096
@@ -192,16 +193,6 @@ class FoldedEvents:
     def cleared(self, namespace: Namespace) -> None:
         self.index = {name for name in self.index if name[0] != namespace.fingerprint}
         self.log.append(("cleared", 0, []))
-
-
-class Clock:
-    """A clock that stands still until a test sets it."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class CacheHarness:

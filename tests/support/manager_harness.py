@@ -14,7 +14,8 @@ from kvoffd_client.vllm.namespace_client import EngineNamespace, NamespaceClient
 from kvoffd_client.vllm.offloading_manager import KvoffdManager, StoreWindow
 from kvoffd_client.vllm.request_lookups import LookupSettings
 
-from .vllm_fakes import Clock, FakeSchedulerClient, block_hash, key
+from .clock import Clock
+from .vllm_fakes import FakeSchedulerClient, block_hash, key
 
 KEYS = [key(1), key(2), key(3)]
 HASHES = {block_hash(1), block_hash(2), block_hash(3)}

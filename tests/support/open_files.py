@@ -13,3 +13,8 @@ def open_files() -> set[tuple[str, str]]:
         with contextlib.suppress(FileNotFoundError):  # the listing's own
             files.add((fd, os.readlink(f"/proc/self/fd/{fd}")))
     return files
+
+
+def open_descriptors() -> int:
+    """How many they are, that of the listing itself included."""
+    return len(os.listdir("/proc/self/fd"))

@@ -15,16 +15,12 @@ import pytest
 
 from .waiting import wait_until
 
+from tests.support.ports import free_port
+
 PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
 needs_redis = pytest.mark.skipif(PROGRAM is None, reason="there is no redis-server; Debian's package has it")
 START_S = 10.0
 MOST_STARTS = 5
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-    return port
 
 
 class RedisServer:

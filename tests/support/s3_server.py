@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from .redis_server import free_port
+from .ports import free_port
 from .waiting import wait_until
 
 ROOT = Path(__file__).parents[2]

@@ -45,3 +45,9 @@ def _now() -> tuple[float, float]:
     """The clock, and the CPU seconds that the host has taken since the machine's start."""
     stolen = int(Path("/proc/stat").read_text().split(maxsplit=9)[8])
     return time.monotonic(), stolen / os.sysconf("SC_CLK_TCK")
+
+
+def waited_for_cpu_s() -> float:
+    """How long this thread has been ready to run while others had the CPU, since its start."""
+    with open("/proc/thread-self/schedstat", "rb") as file:
+        return int(file.read().split()[1]) / 1e9

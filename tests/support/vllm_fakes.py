@@ -8,18 +8,9 @@ from dataclasses import dataclass, field
 from kvoffd_client import LookupFuture, NamespaceSpec
 from kvoffd_proto.events import KvEvent
 from kvoffd_proto.messages import PENDING, READY, SHARED, GroupKeys, GroupTransfer, JobResult, Load, Store
+from tests.support.clock import Clock
 
 KEY_BYTES = 32
-
-
-class Clock:
-    """A clock the test sets."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass

@@ -8,17 +8,11 @@ from kvoffd.tiers.shared import answers as module
 from kvoffd.tiers.shared.answers import FAILED_S, NO_S, YES_S, Answers
 from kvoffd.tiers.shared.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, Breaker
 from kvoffd.tiers.tier import Answer
+from tests.support.clock import Clock
 
 ONE = b"1" * 32
 KEY = b"k" * 32
 ASK_S = 0.02
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

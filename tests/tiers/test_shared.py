@@ -18,7 +18,8 @@ from kvoffd.tiers.shared.shared_tier import MOST_ASKED
 from kvoffd.tiers.shared.store import Credentials, StoreError, open_store
 from kvoffd.tiers.tier import MOST_FIRST_BLOCK, Answer, TierResult
 from tests.support.faulty_store import FaultyStore
-from tests.support.redis_server import RedisCluster, RedisServer, free_port, needs_redis
+from tests.support.ports import free_port
+from tests.support.redis_server import RedisCluster, RedisServer, needs_redis
 from tests.tiers.shared_conformance import SharedConformance
 from tests.tiers.shared_rig import ONE, OTHER, SLOT_BYTES, SharedRig
 

@@ -6,7 +6,6 @@ engine where it can, and from kvoffd otherwise.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +27,7 @@ from tests.support.engine import (
 )
 from tests.support.faulty_daemon import FaultyDaemon
 from tests.support.models import make_tiny_llama
+from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -35,13 +35,6 @@ LENGTHS = [700, 400, 550]
 PROMPTS = [prompt(seed, length) for seed, length in enumerate(LENGTHS)]
 STORED = sum(length // BLOCK_TOKENS for length in LENGTHS)
 FULL = [full_blocks(length) for length in LENGTHS]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def nixl(role: str) -> dict[str, Any]:

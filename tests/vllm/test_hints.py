@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.base import ReqContext
 from kvoffd_client.vllm import connector_stats as stats
 from kvoffd_client.vllm.hints import DEFAULT_RETAIN_S, LOGGED_EVERY_S, Hint, Hints
 from tests.support.manager_harness import KEYS, ManagerHarness
-from tests.support.vllm_fakes import Clock
+from tests.support.clock import Clock
 
 
 @pytest.mark.parametrize(

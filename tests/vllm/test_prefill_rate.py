@@ -7,7 +7,8 @@ from math import inf
 import pytest
 
 from kvoffd_client.vllm.prefill_rate import SAMPLES, PrefillRate
-from tests.support.vllm_fakes import Clock, key
+from tests.support.clock import Clock
+from tests.support.vllm_fakes import key
 
 TOKENS = {(0).to_bytes(4, "big"): 16, (7).to_bytes(4, "big"): 64}
 IDLE, DECODING = (), (1,) * 8

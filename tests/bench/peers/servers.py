@@ -17,6 +17,7 @@ from typing import Self
 
 from kvoffd_proto.sockets import SocketPaths
 from tests.bench.cpu_time import process_cpu_s
+from tests.support.ports import free_port
 
 POOL_GIB = 1
 """Of every server."""
@@ -177,13 +178,6 @@ def resident_mib(server: Server) -> float:
     status = Path(f"/proc/{server.pid}/status").read_text()
     lines = (line.split() for line in status.splitlines())
     return sum(int(words[1]) for words in lines if words and words[0] in ("RssAnon:", "RssFile:")) / 1024
-
-
-def free_port() -> int:
-    """A TCP port of the loopback that nobody has at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _takes(family: socket.AddressFamily, address: str | tuple[str, int]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import threading
 
@@ -12,6 +11,7 @@ import pytest
 from kvoffd.transfer.cuda.handles import GpuMappings, IpcExport, VmmExport
 from kvoffd_client import KvoffdClientError
 from kvoffd_client.cuda.export import ExportDriver, GpuSegment, NotExportable, export_segments
+from tests.support.open_files import open_descriptors
 from tests.support.stub_cuda import DeviceBuffer, StubCuda, fresh_stub
 
 SIZE = 1 << 20
@@ -20,10 +20,6 @@ CHUNK = 2 << 20
 
 def export(stub: StubCuda, *spans: tuple[int, int]) -> list[GpuSegment]:
     return export_segments(spans, ExportDriver(stub.path))
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def test_no_tensors_need_no_driver() -> None:
@@ -48,15 +44,15 @@ def test_tensors_of_one_allocation_are_one_segment(stub: StubCuda) -> None:
 
 def test_virtual_memory_is_exported_by_the_chunks_that_the_tensors_touch(stub: StubCuda) -> None:
     buffer = stub.map_chunks([CHUNK, 2 * CHUNK, CHUNK, CHUNK])
-    before = descriptors()
+    before = open_descriptors()
     (segment,) = export(stub, (buffer.address + CHUNK + 5, 2 * CHUNK), (buffer.address + 3 * CHUNK, 7))
     assert (segment.address, segment.chunk_bytes, segment.handle) == (buffer.address + CHUNK, (2 * CHUNK, CHUNK), None)
-    assert descriptors() == before + 2
+    assert open_descriptors() == before + 2
     first, last = export(stub, (buffer.address, 1), (buffer.address + 4 * CHUNK, 1))
     assert (first.chunk_bytes, last.chunk_bytes) == ((CHUNK,), (CHUNK,))
     for exported in (segment, first, last):
         exported.close()
-    assert descriptors() == before
+    assert open_descriptors() == before
 
 
 def test_what_is_exported_is_what_the_daemon_maps(stub: StubCuda) -> None:
@@ -126,17 +122,17 @@ def test_sharing_that_does_not_work_here_is_told_apart(stub: StubCuda) -> None:
 @pytest.mark.parametrize("call", ["cuMemExportToShareableHandle", "cuMemRetainAllocationHandle"])
 def test_an_export_that_fails_leaves_no_descriptors(stub: StubCuda, call: str) -> None:
     buffer = stub.map_chunks([CHUNK] * 3)
-    before = descriptors()
+    before = open_descriptors()
     stub.fail(call, 3, 304)
     with pytest.raises(NotExportable, match=rf"Chunk 2 of 3.*{call} failed[^.]*\.$"):
         export(stub, (buffer.address, 3 * CHUNK))
-    assert descriptors() == before
+    assert open_descriptors() == before
 
 
 def test_a_low_limit_of_descriptors_is_told_apart(stub: StubCuda) -> None:
     buffer = stub.map_chunks([CHUNK] * 40)
     driver = ExportDriver(stub.path)
-    before = descriptors()
+    before = open_descriptors()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + 20, hard))
     try:
@@ -146,7 +142,7 @@ def test_a_low_limit_of_descriptors_is_told_apart(stub: StubCuda) -> None:
             export_segments([(buffer.address, 40 * CHUNK)], driver)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert descriptors() == before
+    assert open_descriptors() == before
 
 
 def test_memory_of_cuda_malloc_async_is_told_apart(stub: StubCuda) -> None:

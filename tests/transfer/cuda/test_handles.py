@@ -13,6 +13,7 @@ from kvoffd.errors import KvoffdError, OutOfBounds
 from kvoffd.transfer.cuda.driver import CudaError
 from kvoffd.transfer.cuda.handles import GpuMappings, IpcExport, UnmappableHandle, VmmExport
 from kvoffd_proto.errors import ErrorCode
+from tests.support.open_files import open_descriptors
 from tests.support.stub_cuda import DeviceBuffer, Ranges, StubCuda
 
 SIZE = 1 << 20
@@ -37,10 +38,6 @@ def chunks() -> Iterator[list[int]]:
     yield fds
     for fd in fds:
         os.close(fd)
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def test_ordinary_memory_is_mapped_and_let_go(stub: StubCuda, mappings: GpuMappings) -> None:
@@ -161,7 +158,7 @@ def test_a_segment_that_fails_takes_the_earlier_ones_with_it(stub: StubCuda, map
 def test_chunks_of_virtual_memory_lie_one_after_the_other(
     stub: StubCuda, mappings: GpuMappings, chunks: list[int]
 ) -> None:
-    before = descriptors()
+    before = open_descriptors()
     (segment,) = mappings.open(ONE, [VmmExport(chunks, [CHUNK] * 3)])
     view = DeviceBuffer(segment.address, 3 * CHUNK).view
     assert bytes(view[::CHUNK]) == b"ABC"
@@ -169,7 +166,7 @@ def test_chunks_of_virtual_memory_lie_one_after_the_other(
     assert os.pread(chunks[1], 2, 0) == b"BB"
     segment.close()
     assert stub.ranges(Ranges.RESERVED) + stub.ranges(Ranges.VMM) == 0
-    assert descriptors() == before
+    assert open_descriptors() == before
 
 
 @pytest.mark.parametrize(
@@ -187,12 +184,12 @@ def test_chunks_of_virtual_memory_lie_one_after_the_other(
 def test_an_import_that_fails_leaves_nothing_behind(
     stub: StubCuda, mappings: GpuMappings, chunks: list[int], call: str, nth: int
 ) -> None:
-    before = descriptors()
+    before = open_descriptors()
     stub.fail(call, nth, 1)
     with pytest.raises(UnmappableHandle, match=call):
         mappings.open(ONE, [VmmExport(chunks, [CHUNK] * 3)])
     assert stub.ranges(Ranges.RESERVED) + stub.ranges(Ranges.VMM) == 0
-    assert descriptors() == before + (call == "cuMemRelease")  # the driver kept what it would not release
+    assert open_descriptors() == before + (call == "cuMemRelease")  # the driver kept what it would not release
 
 
 @pytest.mark.parametrize("sizes", [[CHUNK], [CHUNK, CHUNK, 2 * CHUNK], [0, 0, 0], [1 << 62, 1 << 62, 1 << 62]])
