@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from kvoffd.errors import PoolTooLarge
 from kvoffd.pool.backing import MemfdBacking, PoolBacking, PoolMappings
-from kvoffd.pool.records import NamespaceRecord, no_slots
+from kvoffd.pool.records import NamespaceRecord
 from kvoffd.pool.slots import SlotAllocator
-from kvoffd.pool.table import RecoveredSlots, SlotTable
+from kvoffd.pool.table import NOTHING_RECOVERED, RecoveredSlots, SlotTable
 from kvoffd.pool.table_format import BadTable, Geometry, digests
 from kvoffd.system.files import OnError, held_bytes
 from kvoffd.system.limits import MemoryLimit, check_fits
@@ -71,7 +71,7 @@ class Pool:
         geometry = Geometry.of(size_bytes, self._slots.region_bytes)
         self.table_bytes = geometry.size_bytes
         check_fits(size_bytes + self.table_bytes, limit)
-        self.recovered = RecoveredSlots([], no_slots(), 0)
+        self.recovered = NOTHING_RECOVERED
         """The slots that an earlier daemon left; empty in a new pool."""
         self.cold_reason = ""
         """Why an earlier daemon's pool was not taken over; empty where it was, or where there was none."""
@@ -132,7 +132,7 @@ class Pool:
 
     def take_recovered(self) -> RecoveredSlots:
         """Hands ``recovered`` over, once: it may be large."""
-        taken, self.recovered = self.recovered, RecoveredSlots([], no_slots(), 0)
+        taken, self.recovered = self.recovered, NOTHING_RECOVERED
         return taken
 
     @property

@@ -53,11 +53,6 @@ class InheritedSlots(NamedTuple):
     """The same for the shards of one block, others for others."""
 
 
-def no_slots() -> InheritedSlots:
-    kind_of, numbers = np.empty(0, np.uint32), np.empty(0, np.int64)
-    return InheritedSlots([], [], kind_of, numbers, numbers, np.empty(0, np.uint64))
-
-
 class NamespaceRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A namespace without its blocks, as the slot table keeps it for the daemon's successor."""
 

@@ -48,6 +48,9 @@ class RecoveredSlots(NamedTuple):
     """Number of records that were struck out: their slots were being written, or the record is torn or contradicted."""
 
 
+NOTHING_RECOVERED = RecoveredSlots([], InheritedSlots([], [], *(np.empty(0, kind) for kind in (np.uint32, np.int64, np.int64, np.uint64))), 0)
+
+
 class SlotTable:
     """Writes the table of one pool. Not thread-safe: it belongs to the event loop's thread.
 

@@ -38,7 +38,7 @@ CLOSE_STEP_S = 0.02
 """How long the loop may wait at a time for a directory that is given up; it asks again with the next tick."""
 STOP_OPENING_S = 1.0
 MAX_DISKS = 64
-TRICKLE_BYTES_A_CORE = 4 * 2**20
+TRICKLE_BYTES = 4 * 2**20 * (os.cpu_count() or 1)
 """What is written in a tick while engines copy: the more cores there are, the less of it do copies feel."""
 HARMLESS_ERRORS = {
     DiskFault.NOT_DIRECT,
@@ -125,7 +125,7 @@ class Disks:
             WriteMode(config.shared_write),
             per_second_bytes=config.shared_write_bytes_per_s,
             deadline_s=config.shared_deadline_s,
-            trickle_bytes=TRICKLE_BYTES_A_CORE * (os.cpu_count() or 1),
+            trickle_bytes=TRICKLE_BYTES,
         )
         tiering = self._have_tiering()
         self.shared = open_shared(tiering, self._kept)
@@ -299,7 +299,7 @@ class Disks:
             config.disk_write_bytes_per_day,
             config.disk_write_bytes_per_s,
             config.disk_deadline_s,
-            trickle_bytes=TRICKLE_BYTES_A_CORE * (os.cpu_count() or 1),
+            trickle_bytes=TRICKLE_BYTES,
         )
         self.tiering = TieringManager(self._cache, self._tiers, self._events, self._clock, settings, self._engines_busy)
         self._cache.attach(self.tiering)

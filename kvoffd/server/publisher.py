@@ -48,28 +48,23 @@ class EventPublisher:
         self.sequence = 0
         """Number of the next message."""
 
-    def stored(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
+    def stored(self, namespace: Namespace, group: int, keys: Sequence[bytes], medium: str = MEDIUM_CPU) -> None:
         size = namespace.groups[group].tokens_per_block
-        self._add(namespace, BlockStored(list(keys), None, [], size, None, MEDIUM_CPU, None, group))
+        self._add(namespace, BlockStored(list(keys), None, [], size, None, medium, None, group))
         if self.routers is not None:
-            self.routers.stored(namespace, group, keys)
+            self.routers.stored(namespace, group, keys, medium)
 
-    def removed(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
-        self._add(namespace, BlockRemoved(list(keys), MEDIUM_CPU, group))
+    def removed(self, namespace: Namespace, group: int, keys: Sequence[bytes], medium: str = MEDIUM_CPU) -> None:
+        self._add(namespace, BlockRemoved(list(keys), medium, group))
         if self.routers is not None:
-            self.routers.removed(namespace, group, keys)
+            self.routers.removed(namespace, group, keys, medium)
 
     def stored_in_tier(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
         """Blocks are in a tier below the pool, which vLLM knows as the one medium STORAGE, whatever the tier."""
-        size = namespace.groups[group].tokens_per_block
-        self._add(namespace, BlockStored(list(keys), None, [], size, None, MEDIUM_STORAGE, None, group))
-        if self.routers is not None:
-            self.routers.stored_in_tier(namespace, group, keys)
+        self.stored(namespace, group, keys, MEDIUM_STORAGE)
 
     def removed_from_tier(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
-        self._add(namespace, BlockRemoved(list(keys), MEDIUM_STORAGE, group))
-        if self.routers is not None:
-            self.routers.removed_from_tier(namespace, group, keys)
+        self.removed(namespace, group, keys, MEDIUM_STORAGE)
 
     def cleared(self, namespace: Namespace) -> None:
         self._add(namespace, AllBlocksCleared())

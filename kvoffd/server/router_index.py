@@ -19,8 +19,9 @@ from kvoffd_proto.events import MEDIUM_CPU, MEDIUM_STORAGE
 from kvoffd_proto.messages import GroupSpec
 from kvoffd_proto.router_events import ClearedBlocks, RemovedBlocks, RouterEvent, StoredBlocks, router_hash
 
-POOL, TIER = 1, 2
-MEDIA = {POOL: MEDIUM_CPU, TIER: MEDIUM_STORAGE}
+MEDIA = {1: MEDIUM_CPU, 2: MEDIUM_STORAGE}
+"""By the flag of each."""
+FLAGS = {medium: flag for flag, medium in MEDIA.items()}
 ROOT = 0
 """Parent of the first blocks of prompts. No block hash ends in eight zero bytes, or its chain is not published."""
 BLOCK_BYTES = 320
@@ -155,18 +156,6 @@ class RouterIndex:
         if not group.blocks[at].published:  # else it goes when it is withdrawn
             self._drop(group, at)
 
-    def stored(self, namespace: Namespace, group: int, keys: Iterable[bytes]) -> None:
-        self._hold(namespace, group, keys, POOL)
-
-    def removed(self, namespace: Namespace, group: int, keys: Iterable[bytes]) -> None:
-        self._let_go(namespace, group, keys, POOL)
-
-    def stored_in_tier(self, namespace: Namespace, group: int, keys: Iterable[bytes]) -> None:
-        self._hold(namespace, group, keys, TIER)
-
-    def removed_from_tier(self, namespace: Namespace, group: int, keys: Iterable[bytes]) -> None:
-        self._let_go(namespace, group, keys, TIER)
-
     def cleared(self, namespace: Namespace) -> None:
         """Nothing of the namespace is held any more, wherever it was."""
         self._end_run()
@@ -187,8 +176,9 @@ class RouterIndex:
             self.index_bytes -= group.bytes
             group.blocks.clear()
 
-    def _hold(self, namespace: Namespace, group: int, keys: Iterable[bytes], medium: int) -> None:
-        found, changed = self._group(namespace, group), []
+    def stored(self, namespace: Namespace, group: int, keys: Iterable[bytes], medium: str = MEDIUM_CPU) -> None:
+        """The daemon holds blocks at this medium from now on."""
+        found, changed, flag = self._group(namespace, group), [], FLAGS[medium]
         for key in keys:
             at = router_hash(key)
             known = found.blocks.get(at)
@@ -200,17 +190,18 @@ class RouterIndex:
             if not known.media:
                 self._expected.pop((found, at), None)
                 self.unpublished_blocks += known.tokens is None
-            known.media |= medium
+            known.media |= flag
             changed.append(at)
         self._change(found, changed)
 
-    def _let_go(self, namespace: Namespace, group: int, keys: Iterable[bytes], medium: int) -> None:
-        found, changed = self._group(namespace, group), []
+    def removed(self, namespace: Namespace, group: int, keys: Iterable[bytes], medium: str = MEDIUM_CPU) -> None:
+        """The daemon holds them there no more."""
+        found, changed, flag = self._group(namespace, group), [], FLAGS[medium]
         for key in keys:
             at = router_hash(key)
             known = found.blocks.get(at)
-            if known is not None and known.media & medium:
-                known.media &= ~medium
+            if known is not None and known.media & flag:
+                known.media &= ~flag
                 changed.append(at)
         self._change(found, changed)
 

@@ -32,8 +32,6 @@ class TieringSettings:
         mode: what is written.
         per_day_bytes, per_second_bytes: bounds on writing; 0 for none.
         deadline_s: a block that was requested and is not up after so many seconds is absent.
-        max_promoting_bytes: bound on the pool bytes that promotions hold, beside an eighth of the pool.
-        max_writing_bytes: bound on the bytes that are being written, beside a sixteenth of the pool.
         trickle_bytes: what is written from one tick to the next while engines copy, which goes first.
     """
 
@@ -41,6 +39,4 @@ class TieringSettings:
     per_day_bytes: int = 0
     per_second_bytes: int = 0
     deadline_s: float = 5.0
-    max_promoting_bytes: int = 2**30
-    max_writing_bytes: int = 16 * 2**20
     trickle_bytes: int = 8 * 2**20

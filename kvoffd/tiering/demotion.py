@@ -11,6 +11,8 @@ from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.transfers import Demotion, TierTransfers, tier_block
 from kvoffd.tiers.tier import AskedTier, Tier, TierResult
 
+MAX_WRITING_BYTES = 16 * 2**20
+"""Bound on the bytes that are being written, beside a sixteenth of the pool."""
 MAX_COLD_BLOCKS = 1024
 """Blocks at the cold end of the policy's order that are looked at in one tick."""
 MIN_SWEPT_BLOCKS = 1024
@@ -115,7 +117,7 @@ class Demoter:
         self._modes_of_use = {WriteMode.REUSE, WriteMode.ALWAYS} if isinstance(tier, AskedTier) else {WriteMode.REUSE}
         """In which blocks are offered when they are used; what is asked may have lost what it had."""
         self.budget = WriteBudget(settings.per_day_bytes, settings.per_second_bytes, clock)
-        self._under_way_limit = min(cache.slots.pool_bytes // 16, settings.max_writing_bytes)
+        self._under_way_limit = min(cache.slots.pool_bytes // 16, MAX_WRITING_BYTES)
         """Bytes that may be read out of the pool at once, and are pinned that long."""
         self._cold_bytes = cache.slots.pool_bytes // 16
         """How much of the cold end is kept written, while less than twice of it is free."""

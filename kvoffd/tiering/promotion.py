@@ -24,6 +24,8 @@ MISSES = {
     TierResult.GONE.value: MissReason.EVICTED,
 }
 """What a promotion's failure is to those that asked; any other is the disk's failure."""
+MAX_PROMOTING_BYTES = 2**30
+"""Bound on the pool bytes that promotions hold, beside an eighth of the pool."""
 MAX_BATCH = 64
 """Blocks whose slots are taken together, so that neighbours in the queue are neighbours in the pool."""
 SPEED_SAMPLE_S = 0.05
@@ -120,7 +122,7 @@ class Promoter:
         self._transfers = transfers
         self._tier = tier
         self._clock = clock
-        self._under_way_limit = min(cache.slots.pool_bytes // 8, settings.max_promoting_bytes)
+        self._under_way_limit = min(cache.slots.pool_bytes // 8, MAX_PROMOTING_BYTES)
         """Pool bytes that promotions may hold at once. A larger block goes alone. What was given up and has not ended,
         as on a device that hangs, may hold as much again: others go on meanwhile."""
         self._requested_limit = cache.slots.pool_bytes // 2

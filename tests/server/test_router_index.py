@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -135,11 +136,11 @@ def test_a_parent_on_disk_is_as_good_as_one_in_the_pool(index: RouterIndex) -> N
     one, router = namespace(), Router()
     expect(index, one, [1, 2])
     index.stored(one, 0, [key(1), key(2)])
-    index.stored_in_tier(one, 0, [key(1)])
+    index.stored(one, 0, [key(1)], STORAGE)
     index.removed(one, 0, [key(1)])
     router.take(index.take())
     assert (router.held(CPU), router.held(STORAGE)) == ({2}, {1})
-    index.removed_from_tier(one, 0, [key(1)])
+    index.removed(one, 0, [key(1)], STORAGE)
     assert router.take(index.take()).blocks == {}
     index.removed(one, 0, [key(2)])
     assert (router.take(index.take()).blocks, index.published_blocks) == ({}, 0)
@@ -253,8 +254,8 @@ def test_events_fold_to_what_is_held_and_so_do_snapshots_that_run_meanwhile(
     index, one = RouterIndex("node", 1 << 30), namespace()
     parents: dict[int, int] = {}
     held: dict[str, set[int]] = {CPU: set(), STORAGE: set()}
-    stored = {CPU: index.stored, STORAGE: index.stored_in_tier}
-    removed = {CPU: index.removed, STORAGE: index.removed_from_tier}
+    stored = {one: partial(index.stored, medium=one) for one in (CPU, STORAGE)}
+    removed = {one: partial(index.removed, medium=one) for one in (CPU, STORAGE)}
     early, late, snapshot = Router(), Router(), None
 
     def reachable(number: int) -> bool:
