@@ -48,7 +48,9 @@ class RecoveredSlots(NamedTuple):
     """Number of records that were struck out: their slots were being written, or the record is torn or contradicted."""
 
 
-NOTHING_RECOVERED = RecoveredSlots([], InheritedSlots([], [], *(np.empty(0, kind) for kind in (np.uint32, np.int64, np.int64, np.uint64))), 0)
+_NUMBERS = np.empty(0, np.int64)
+_NO_SLOTS = InheritedSlots([], [], np.empty(0, np.uint32), _NUMBERS, _NUMBERS, np.empty(0, np.uint64))
+NOTHING_RECOVERED = RecoveredSlots([], _NO_SLOTS, 0)
 
 
 class SlotTable:
