@@ -20,17 +20,17 @@ _MOST_KINDS = 1 << 20
 """Ranks and groups of all namespaces; slots of more are not believed."""
 
 
-class Entry(NamedTuple):
+class FingerprintEntry(NamedTuple):
     """An entry of the fingerprint table: its place, and which of the namespaces that were named by that place."""
 
     place: int
     generation: int
 
 
-class HeldEntry(NamedTuple):
+class HeldFingerprint(NamedTuple):
     """An entry of the fingerprint table that records name."""
 
-    entry: Entry
+    entry: FingerprintEntry
     fingerprint: bytes
     records: int
     """How many name it."""
@@ -38,7 +38,7 @@ class HeldEntry(NamedTuple):
 
 class Scan(NamedTuple):
     slots: InheritedSlots
-    entries: list[HeldEntry]
+    entries: list[HeldFingerprint]
     """The older ones first."""
     discarded: npt.NDArray[np.uint64]
     """Numbers of the records that are neither FREE nor of ``slots``: being written, torn, or contradicted."""
@@ -88,7 +88,7 @@ def scan(fd: int, geometry: Geometry) -> Scan:
     )
     _judge_all(fd, geometry, scanner)
     held = [
-        HeldEntry(entry, name, int(holders[entry.place]))
+        HeldFingerprint(entry, name, int(holders[entry.place]))
         for entry, name in sorted(fingerprints.items(), key=lambda item: item[0].generation)
         if holders[entry.place]
     ]
@@ -126,7 +126,7 @@ def _judge_all(fd: int, geometry: Geometry, scanner: Scanner) -> None:
         position = stop
 
 
-def _read_fingerprints(fd: int, geometry: Geometry) -> dict[Entry, bytes]:
+def _read_fingerprints(fd: int, geometry: Geometry) -> dict[FingerprintEntry, bytes]:
     data = os.pread(fd, geometry.fingerprints * FINGERPRINT_ENTRY_BYTES, geometry.fingerprints_at)
     found = {}
     for index in range(geometry.fingerprints):
@@ -134,7 +134,7 @@ def _read_fingerprints(fd: int, geometry: Geometry) -> dict[Entry, bytes]:
         fingerprint, generation = FINGERPRINT.unpack_from(data, at)
         (crc,) = CRC.unpack_from(data, at + FINGERPRINT.size)
         if generation and crc == zlib.crc32(data[at : at + FINGERPRINT.size]):
-            found[Entry(index, generation)] = fingerprint
+            found[FingerprintEntry(index, generation)] = fingerprint
     return found
 
 

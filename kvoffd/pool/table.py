@@ -11,7 +11,7 @@ import numpy as np
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.namespace_log import NamespaceLog, read_namespaces
 from kvoffd.pool.records import Ints, InheritedSlots, NamespaceRecord, Rows
-from kvoffd.pool.scan import Entry, HeldEntry, scan
+from kvoffd.pool.scan import FingerprintEntry, HeldFingerprint, scan
 from kvoffd.pool.slots import MIN_SLOT_BYTES, PAGE_BYTES
 from kvoffd.pool.table_format import (
     CONTENT,
@@ -198,7 +198,7 @@ class SlotTable:
             if words[record // 8] != _FREE:
                 words[record // 8] = _FREE
                 _, generation, place, *_ = OWNER.unpack_from(self._bytes, record + OWNER_AT)
-                self._fingerprints.let_go(Entry(place, generation))
+                self._fingerprints.let_go(FingerprintEntry(place, generation))
 
     def rows(self, offsets: Ints) -> Rows:
         """Copies of the records of the slots that begin at ``offsets``."""
@@ -230,12 +230,12 @@ class _FingerprintTable:
         self._words = words
         self._at = geometry.fingerprints_at
         self._free = list(range(geometry.fingerprints - 1, -1, -1))
-        self._entry: dict[bytes, Entry] = {}
+        self._entry: dict[bytes, FingerprintEntry] = {}
         self._holders: dict[int, int] = {}  # records by place
         self._name: dict[int, bytes] = {}
         self._generation = 0
 
-    def restore(self, entries: Iterable[HeldEntry]) -> None:
+    def restore(self, entries: Iterable[HeldFingerprint]) -> None:
         """Keeps the entries that adopted records name, and strikes out all others."""
         for entry, fingerprint, records in entries:
             self._holders[entry.place] = records
@@ -250,19 +250,19 @@ class _FingerprintTable:
                 self._generation = max(self._generation, self._words[word] if self._words[word] < 2**62 else 0)
                 self._words[word] = 0
 
-    def hold(self, fingerprint: bytes) -> Entry:
+    def hold(self, fingerprint: bytes) -> FingerprintEntry:
         """The entry for one more record. Its generation is 0, which names no namespace, when the table is full: this
         daemon can use the slot as any other, but a successor will not find it.
         """
         entry = self._entry.get(fingerprint)
         if entry is None:
             if not self._free:
-                return Entry(0, 0)
+                return FingerprintEntry(0, 0)
             entry = self._add(fingerprint)
         self._holders[entry.place] += 1
         return entry
 
-    def let_go(self, entry: Entry) -> None:
+    def let_go(self, entry: FingerprintEntry) -> None:
         """Ends what ``hold`` began for one record."""
         place = entry.place
         if entry.generation == 0:
@@ -276,7 +276,7 @@ class _FingerprintTable:
                 del self._entry[name]
             self._free.append(place)
 
-    def _add(self, fingerprint: bytes) -> Entry:
+    def _add(self, fingerprint: bytes) -> FingerprintEntry:
         place = self._free.pop()
         self._generation += 1
         at = self._entry_at(place)
@@ -284,7 +284,7 @@ class _FingerprintTable:
         crc = zlib.crc32(FINGERPRINT.pack(fingerprint, self._generation))
         CRC.pack_into(self._file, at + FINGERPRINT.size, crc)
         self._words[at // 8 + _GENERATION_WORD] = self._generation
-        self._entry[fingerprint] = entry = Entry(place, self._generation)
+        self._entry[fingerprint] = entry = FingerprintEntry(place, self._generation)
         self._name[place] = fingerprint
         self._holders[place] = 0
         return entry

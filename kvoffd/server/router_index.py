@@ -34,7 +34,7 @@ MAX_BLOCKS_PER_EVENT = 256
 """A message holds one event of so many blocks, or a few smaller ones."""
 
 
-class Known:
+class RouterBlock:
     """A block, or a parent of one, under its group."""
 
     __slots__ = ("children", "media", "parent", "published", "seen", "tokens")
@@ -57,7 +57,7 @@ class Group:
     topic: bytes
     index: int
     spec: GroupSpec
-    blocks: dict[int, Known] = field(default_factory=dict)
+    blocks: dict[int, RouterBlock] = field(default_factory=dict)
     bytes: int = 0
     published_blocks: int = 0
 
@@ -285,7 +285,7 @@ class RouterIndex:
                 self._publish_one(group, key, known)
             most -= 1
 
-    def _publish_one(self, group: Group, key: int, known: Known) -> None:
+    def _publish_one(self, group: Group, key: int, known: RouterBlock) -> None:
         """Publish, or withdraw, a block; those that come after it are next."""
         parent = group.blocks.get(known.parent)
         reachable = known.tokens is not None and parent is not None and (known.parent == ROOT or parent.published)
@@ -350,8 +350,8 @@ class RouterIndex:
                 self._new(one, ROOT)
         return groups[group]
 
-    def _new(self, group: Group, key: int) -> Known:
-        known = group.blocks[key] = Known()
+    def _new(self, group: Group, key: int) -> RouterBlock:
+        known = group.blocks[key] = RouterBlock()
         self._charge(group, BLOCK_BYTES)
         return known
 
@@ -395,7 +395,7 @@ class RouterIndex:
             above.children = None
 
     @staticmethod
-    def _children(known: Known | None) -> list[int]:
+    def _children(known: RouterBlock | None) -> list[int]:
         children = known.children if known is not None else None
         if children is None:
             return []

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvoffd.tiers.disk.file import DiskFile
 from kvoffd.tiers.disk.file_format import MAX_FINGERPRINT_BYTES, MAX_KEY_BYTES, MAX_WORLD_SIZE, SlotShape
 from kvoffd.tiers.disk.index import DiskIndex
-from kvoffd.tiers.disk.queue import DiskQueue, Job, Kind
+from kvoffd.tiers.disk.queue import DiskQueue, DiskJob, Kind
 from kvoffd.tiers.disk.record_updates import RecordWriter
 from kvoffd.tiers.disk.regions import Entry
 from kvoffd.tiers.disk.workers import Executor, JobEnd, Workers, buffers_of
@@ -132,7 +132,7 @@ class DiskTier(DeviceTier):
             self._updates.note_head()
         self._counts: Counter[str] = Counter()  # by their names in TierStats
         self._under_way: Counter[Kind] = Counter()
-        self._waiting_writes: list[Job] = []
+        self._waiting_writes: list[DiskJob] = []
         """Writes to slots of which the file still has the record of another block."""
         self._put_aside_bytes = 0
         self._pause_s = 0.0
@@ -177,7 +177,7 @@ class DiskTier(DeviceTier):
         if entry is None:
             self._counts["refused_writes"] += 1
             return False
-        job = Job(Kind.WRITE, entry.offset, buffers, self._clock(), entry=entry, on_done=on_done)
+        job = DiskJob(Kind.WRITE, entry.offset, buffers, self._clock(), entry=entry, on_done=on_done)
         if entry.region.is_clear(entry.slot):
             self._submit(job)
         else:
@@ -192,7 +192,7 @@ class DiskTier(DeviceTier):
             return False
         buffers = buffers_of(self._pool, entry.block, offsets)
         entry.readers += 1
-        self._submit(Job(Kind.READ, entry.offset, buffers, self._clock(), deadline, entry, on_done))
+        self._submit(DiskJob(Kind.READ, entry.offset, buffers, self._clock(), deadline, entry, on_done))
         return True
 
     def touch(self, block_ids: Iterable[TierKey]) -> None:
@@ -307,7 +307,7 @@ class DiskTier(DeviceTier):
             )
         return fits
 
-    def _submit(self, job: Job) -> None:
+    def _submit(self, job: DiskJob) -> None:
         self._under_way[job.kind] += 1
         self.workers.submit(job)
 
@@ -371,7 +371,7 @@ class DiskTier(DeviceTier):
         self._events.deliver()
         _call_back(partial(job.on_done, result))
 
-    def _end_read(self, job: Job, entry: Entry, result: TierResult) -> TierResult:
+    def _end_read(self, job: DiskJob, entry: Entry, result: TierResult) -> TierResult:
         is_there = self._index.read_done(entry)
         if result is TierResult.DONE:
             if not is_there:
@@ -384,7 +384,7 @@ class DiskTier(DeviceTier):
             self._events.removed([entry.block.id])
         return result
 
-    def _end_write(self, job: Job, entry: Entry, result: TierResult) -> TierResult:
+    def _end_write(self, job: DiskJob, entry: Entry, result: TierResult) -> TierResult:
         if result is not TierResult.DONE:
             put_aside = result is TierResult.FAILED and self._may_put_aside(job.nbytes)
             self._index.not_written(entry, put_aside)

@@ -39,7 +39,7 @@ class Update(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class DiskJob:
     """The read or write of one block, or an update of the file's records. Compared by identity."""
 
     kind: Kind
@@ -61,7 +61,7 @@ class Batch:
     """Jobs of one kind that are done in one call, in the order of their offsets."""
 
     kind: Kind
-    jobs: list[Job]
+    jobs: list[DiskJob]
     begun_at: float
 
 
@@ -80,13 +80,13 @@ class DiskQueue:
         self._most = {Kind.READ: most_reads, Kind.UPDATE: 1, Kind.WRITE: most_writes}
         self._merge_bytes = merge_bytes
         self._patience_s = patience_s
-        self._waiting: dict[Kind, dict[Job, None]] = {kind: {} for kind in Kind}
-        self._by_offset: dict[Kind, dict[int, Job]] = {kind: {} for kind in Kind}
+        self._waiting: dict[Kind, dict[DiskJob, None]] = {kind: {} for kind in Kind}
+        self._by_offset: dict[Kind, dict[int, DiskJob]] = {kind: {} for kind in Kind}
         self.running: dict[Kind, set[Batch]] = {kind: set() for kind in Kind}
         self.jobs = 0
         """Number of jobs that wait or run."""
 
-    def put(self, job: Job) -> None:
+    def put(self, job: DiskJob) -> None:
         self._waiting[job.kind][job] = None
         self._by_offset[job.kind].setdefault(job.offset, job)
         self.jobs += 1
@@ -107,11 +107,11 @@ class DiskQueue:
         self.running[batch.kind].remove(batch)
         self.jobs -= len(batch.jobs)
 
-    def late(self, now: float) -> list[Job]:
+    def late(self, now: float) -> list[DiskJob]:
         """Removes and returns the waiting jobs whose deadline has passed."""
         return self._remove(job for jobs in self._waiting.values() for job in jobs if now >= job.deadline)
 
-    def clear(self) -> list[Job]:
+    def clear(self) -> list[DiskJob]:
         return self._remove(job for jobs in self._waiting.values() for job in jobs)
 
     def waiting(self, kind: Kind) -> int:
@@ -134,7 +134,7 @@ class DiskQueue:
                 return kind
         return Kind.READ
 
-    def _with_neighbours(self, first: Job) -> list[Job]:
+    def _with_neighbours(self, first: DiskJob) -> list[DiskJob]:
         """The job and the waiting jobs that follow it in the file without a gap, as many as one call takes."""
         jobs = [first]
         nbytes, buffers = first.nbytes, len(first.buffers)
@@ -148,12 +148,12 @@ class DiskQueue:
             jobs.append(job)
         return jobs
 
-    def _take(self, job: Job) -> None:
+    def _take(self, job: DiskJob) -> None:
         del self._waiting[job.kind][job]
         if self._by_offset[job.kind].get(job.offset) is job:
             del self._by_offset[job.kind][job.offset]
 
-    def _remove(self, jobs: Iterable[Job]) -> list[Job]:
+    def _remove(self, jobs: Iterable[DiskJob]) -> list[DiskJob]:
         taken = list(jobs)
         for job in taken:
             self._take(job)

@@ -11,7 +11,7 @@ from kvoffd.system.files import aligned_buffer
 from kvoffd.tiers.disk.file import DiskFile
 from kvoffd.tiers.disk.file_format import HEAD_PAGES, MAX_FLOORS, Head, Record, pack_record, region_seed
 from kvoffd.tiers.disk.index import DiskIndex
-from kvoffd.tiers.disk.queue import Job, Kind, Update
+from kvoffd.tiers.disk.queue import DiskJob, Kind, Update
 from kvoffd.tiers.disk.regions import DiskRegion, DiskRegions
 from kvoffd.tiers.disk.workers import Workers
 from kvoffd_proto.tier_stats import DiskFault
@@ -192,7 +192,7 @@ class RecordWriter:
         file: DiskFile,
         index: DiskIndex,
         clock: Callable[[], float],
-        submit: Callable[[Job], None],
+        submit: Callable[[DiskJob], None],
         report_error: Callable[[DiskFault, str], None],
     ) -> None:
         self.updates = RecordUpdates(file.head, index.regions)
@@ -256,7 +256,7 @@ class RecordWriter:
             self._failures_while_closing += self._closing
             return
         if update is not None:
-            self._submit(Job(Kind.UPDATE, 0, (), self._clock(), update=update))
+            self._submit(DiskJob(Kind.UPDATE, 0, (), self._clock(), update=update))
 
     def _empty_file(self) -> None:
         """Empties the file, since it still has blocks that were removed and could not be updated."""

@@ -14,7 +14,7 @@ from kvoffd.pool.slots import PAGE_BYTES, page_up
 from kvoffd.system.files import ShortRead, held_bytes, read_all, write_all
 from kvoffd.system.threads import DaemonThreads
 from kvoffd.tiers.disk.file import DiskFile
-from kvoffd.tiers.disk.queue import Batch, DiskQueue, Job, Kind
+from kvoffd.tiers.disk.queue import Batch, DiskQueue, DiskJob, Kind
 from kvoffd.tiers.tier import Digest, TierBlock, TierResult
 from kvoffd_proto.tier_stats import DiskFault
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class JobEnd(NamedTuple):
-    job: Job
+    job: DiskJob
     result: TierResult
     error_kind: DiskFault | None = None
     """As for ``TierListener.tier_error``; None where nothing was wrong."""
@@ -48,7 +48,7 @@ class Executor:
             return [self._update(job) for job in jobs]
         return late + self._together(jobs, batch.kind)
 
-    def _together(self, jobs: Sequence[Job], kind: Kind) -> list[JobEnd]:
+    def _together(self, jobs: Sequence[DiskJob], kind: Kind) -> list[JobEnd]:
         """Does all jobs in one call; one by one where that fails, so that only the bad one fails."""
         if not jobs:
             return []
@@ -66,7 +66,7 @@ class Executor:
             return [self._failed(jobs[0], error)]
         return [self._verify(job) if kind is Kind.READ else JobEnd(job, TierResult.DONE) for job in jobs]
 
-    def _verify(self, job: Job) -> JobEnd:
+    def _verify(self, job: DiskJob) -> JobEnd:
         entry = job.entry
         assert entry is not None
         for rank, (shard, buffer) in enumerate(zip(entry.block.shards, job.buffers, strict=True)):
@@ -78,7 +78,7 @@ class Executor:
                 return JobEnd(job, TierResult.CORRUPT, DiskFault.TORN if entry.suspect else DiskFault.CORRUPT, sentence)
         return JobEnd(job, TierResult.DONE)
 
-    def _update(self, job: Job) -> JobEnd:
+    def _update(self, job: DiskJob) -> JobEnd:
         update = job.update
         assert update is not None
         try:
@@ -93,7 +93,7 @@ class Executor:
             return self._failed(job, error)
         return JobEnd(job, TierResult.DONE)
 
-    def _failed(self, job: Job, error: OSError) -> JobEnd:
+    def _failed(self, job: DiskJob, error: OSError) -> JobEnd:
         verb = {Kind.READ: "read", Kind.WRITE: "write", Kind.UPDATE: "record"}[job.kind]
         if isinstance(error, ShortRead):
             kind = DiskFault.SHORT_READ
@@ -163,7 +163,7 @@ class Workers:
         self._stopped = False
         self._threads = DaemonThreads((f"{name}-{index}", self._run) for index in range(threads))
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: DiskJob) -> None:
         """Queues a job. It ends exactly once."""
         with self._changed:
             self._queue.put(job)
@@ -208,7 +208,7 @@ class Workers:
             self._changed.notify_all()
         return self._threads.join(until)
 
-    def _end_unbegun(self, jobs: list[Job], result: TierResult) -> None:
+    def _end_unbegun(self, jobs: list[DiskJob], result: TierResult) -> None:
         self._ended.extend(JobEnd(job, result) for job in jobs)
         if jobs:
             self._notify()
