@@ -58,7 +58,7 @@ class DiskMaker(Maker):
         self.calls = calls
         self.size_bytes = size_bytes
         self.capacity_bytes = size_bytes - (64 << 10) - size_bytes // 10
-        self.options = DiskOptions(reads_in_flight=4, writes_in_flight=2, region_bytes=region_bytes)
+        self.options = DiskOptions(reads_in_flight=4, region_bytes=region_bytes)
 
     def open(self, rig: TierRig) -> Tier:
         self.directory.mkdir(exist_ok=True)

@@ -34,23 +34,23 @@ logger = logging.getLogger(__name__)
 
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
 _PUT_ASIDE_SHARE = 100  # slots of failed writes that are not used again: at most this fraction of the tier
+WRITES_IN_FLIGHT = 2
+"""Writes that may run at a time: they slow reads down."""
+MOST_READS, MOST_WRITES = 65536, 64
+"""Those that may wait or run; more are not taken."""
+WRITE_PATIENCE_S = 0.5
+"""How long a write waits while reads keep coming."""
+HANG_TIMEOUT_S = 10.0
+"""A call that takes longer hangs."""
 
 
 class DiskOptions(NamedTuple):
+    """What tests and benches have otherwise."""
+
     reads_in_flight: int = 16
     """Calls that may run at a time, reads and writes; also the number of threads."""
-    writes_in_flight: int = 2
-    """Writes that may run at a time: they slow reads down."""
-    queued_reads: int = 65536
-    """Reads that may wait or run; more are not taken."""
-    queued_writes: int = 64
-    """Writes that may wait or run; more are not taken."""
     merge_bytes: int = 2 << 20
     """Neighbours are read or written in one call of up to so many bytes."""
-    write_patience_s: float = 0.5
-    """How long a write waits while reads keep coming."""
-    hang_timeout_s: float = 10.0
-    """A call that takes longer hangs."""
     region_bytes: int | None = None
     """Region size of a new file; chosen by the file's size when None."""
 
@@ -120,7 +120,6 @@ class DiskTier(DeviceTier):
         self._pool = pool
         self._clock = clock
         self._post = post
-        self._options = options
         self._wall_clock = wall_clock
         self.open_seconds = open_seconds
         self.found_blocks = index.blocks
@@ -143,9 +142,7 @@ class DiskTier(DeviceTier):
         self.hangs = False
         """Whether a call does not return: until it does, nothing is taken."""
         self._executor = Executor(file, digest)
-        queue = DiskQueue(
-            options.reads_in_flight, options.writes_in_flight, options.merge_bytes, options.write_patience_s
-        )
+        queue = DiskQueue(options.reads_in_flight, WRITES_IN_FLIGHT, options.merge_bytes, WRITE_PATIENCE_S)
         name = f"kvoffd-disk-{directory.name}"
         self.workers = make_workers(queue, self._executor, clock, self._wake, options.reads_in_flight, name)
         """The workers that read and write. Only a simulation uses them from outside, to make them work."""
@@ -188,7 +185,7 @@ class DiskTier(DeviceTier):
 
     def read(self, block_id: TierKey, offsets: Sequence[int], deadline: float, on_done: OnDone) -> bool:
         entry = self._index.get(block_id)
-        if entry is None or self._closed or self.hangs or self._under_way[Kind.READ] >= self._options.queued_reads:
+        if entry is None or self._closed or self.hangs or self._under_way[Kind.READ] >= MOST_READS:
             return False
         buffers = buffers_of(self._pool, entry.block, offsets)
         entry.readers += 1
@@ -288,7 +285,7 @@ class DiskTier(DeviceTier):
             self._draining
             or self._closed
             or self.hangs
-            or self._under_way[Kind.WRITE] >= self._options.queued_writes
+            or self._under_way[Kind.WRITE] >= MOST_WRITES
             or self._clock() < self._write_after
         )
 
@@ -416,7 +413,7 @@ class DiskTier(DeviceTier):
 
     def _check_hanging(self) -> None:
         longest_s = self.workers.load().longest_s
-        hangs = longest_s > self._options.hang_timeout_s
+        hangs = longest_s > HANG_TIMEOUT_S
         if hangs and not self.hangs:
             self._events.error(
                 DiskFault.HUNG,
