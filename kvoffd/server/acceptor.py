@@ -76,7 +76,8 @@ class Acceptor:
 
 def peer_of(stream: socket.socket) -> Peer:
     """Who connected, as the kernel says. Raises OSError."""
-    return Peer(*peer_credentials(stream), process=_process_of(stream) or pid)
+    pid, uid, gid = peer_credentials(stream)
+    return Peer(pid, uid, gid, process=_process_of(stream) or pid)
 
 
 def failed_streams(fds: Iterable[int]) -> list[int]:

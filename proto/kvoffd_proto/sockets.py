@@ -58,7 +58,8 @@ def default_directory() -> Path:
 
 def peer_credentials(stream: socket.socket) -> tuple[int, int, int]:
     """Return pid, uid and gid of the process that connected or listened (unix(7)). Raises OSError."""
-    return _UCRED.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    pid, uid, gid = _UCRED.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return pid, uid, gid
 
 
 def peer_pidfd(stream: socket.socket) -> int:
