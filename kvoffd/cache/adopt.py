@@ -73,7 +73,9 @@ def forget_inherited(blocks: Blocks, namespace: Namespace) -> Iterator[tuple[int
     """Let all inherited blocks of a namespace go, step by step. Yields group and keys of each step."""
     numbers = [number for number, (owner, _) in blocks.inherited_owners.items() if owner is namespace]
     for step in blocks.inherited.remove(numbers) if blocks.inherited is not None else ():
-        yield from [(blocks.inherited_owners[some.number][1], blocks.let_go(some, MissReason.INVALIDATED)) for some in step]
+        yield from [
+            (blocks.inherited_owners[some.number][1], blocks.let_go(some, MissReason.INVALIDATED)) for some in step
+        ]
 
 
 def forget_inherited_keys(

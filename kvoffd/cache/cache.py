@@ -9,8 +9,8 @@ from kvoffd.cache.admission import Admission, Admitter, count_refused, with_agai
 from kvoffd.cache.adopt import Adoption, adopt_some, begin_adoption, forget_inherited, forget_inherited_keys
 from kvoffd.cache.blocks import INDEXED, Blocks
 from kvoffd.cache.hooks import CacheListener, TieringHooks
-from kvoffd.cache.integrity import Integrity
 from kvoffd.cache.inherited import SLOTS_AT_ONCE
+from kvoffd.cache.integrity import Integrity
 from kvoffd.cache.lookup import LEASES_AT_ONCE, LeasedBlocks
 from kvoffd.cache.namespace import Block, BlockState, MissReason, Namespace, nbytes_of_shards, slots_of
 from kvoffd.cache.operator_pins import OperatorPins

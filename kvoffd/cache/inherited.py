@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.errors import KvoffdError
-from kvoffd.pool.records import Ints, Kind, InheritedSlots, NamespaceRecord
+from kvoffd.pool.records import InheritedSlots, Ints, Kind, NamespaceRecord
 from kvoffd.pool.table_format import MAX_KEY_BYTES
 from kvoffd.system.native import native
 
@@ -97,7 +97,9 @@ class InheritedBlocks:
         self.slots_at_once = slots_at_once
         self._group_of_kind = np.array([owner.group for owner in owners], np.intp)
         self._offsets = inherited.offsets
-        self.counts: Numbers = np.bincount(self._group_of_kind, self._group(owners, inherited), len(numbers)).astype(np.intp)
+        self.counts: Numbers = np.bincount(self._group_of_kind, self._group(owners, inherited), len(numbers)).astype(
+            np.intp
+        )
         """Blocks that are still to be taken over, by group."""
         world_sizes = {owner.group: owner.world_size for owner in owners if owner.world_size}
         sizes = {

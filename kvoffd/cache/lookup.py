@@ -267,7 +267,9 @@ class LeasedBlocks:
 
     def forget_requests(self, namespace: Namespace) -> None:
         """Tell the policy nothing more of what was asked for in a namespace."""
-        self.__deferred_requests = {at: request for at, request in self.__deferred_requests.items() if request[0] is not namespace}
+        self.__deferred_requests = {
+            at: request for at, request in self.__deferred_requests.items() if request[0] is not namespace
+        }
 
     def renew(self, owner: int, lease_ids: Iterable[int]) -> list[int]:
         """Give leases their full time again; returns those that are not alive, or not the owner's.

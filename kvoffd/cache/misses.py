@@ -33,7 +33,7 @@ class Misses:
         self._native.note_reasons(index, *self._table, b"".join(keys), len(keys), reason)
 
     def asked(self, namespace: Namespace, groups: _Groups, pool: Sequence[bytes], answered: Sequence[bytes]) -> None:
-        """A lookup missed some keys: ``groups`` as it gave them, their states in the ``pool``, and those ``answered``."""
+        """A lookup missed some keys: ``groups`` as it gave them, states in the ``pool``, and states ``answered``."""
         self._asked.append((namespace, groups, pool, answered))
         self._keys_asked += sum(map(len, answered))
         if self._keys_asked > KEYS_AT_ONCE:

@@ -20,7 +20,6 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from kvoffd_proto.messages import (
-    TieringStats,
     DirectionStats,
     Histogram,
     Metric,
@@ -30,6 +29,7 @@ from kvoffd_proto.messages import (
     NamespaceStats,
     PoolStats,
     StatsReply,
+    TieringStats,
     fields_of,
     metric_annotation,
 )

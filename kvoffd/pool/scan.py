@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.pool.records import Kind, InheritedSlots
+from kvoffd.pool.records import InheritedSlots, Kind
 from kvoffd.pool.table_format import CRC, FINGERPRINT, FINGERPRINT_ENTRY_BYTES, RECORD_BYTES, Geometry
 from kvoffd.system.native import native
 

@@ -18,7 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from kvoffd.errors import BadGeometry, ShardTooLarge
-from kvoffd.pool.records import Ints, InheritedSlots
+from kvoffd.pool.records import InheritedSlots, Ints
 from kvoffd.system.numa import Locality
 from kvoffd_proto.units import exact_size, format_size
 
@@ -376,7 +376,9 @@ class SlotAllocator(RegionSlots[_PoolRegion, int]):
             ValueError: slots that this allocator would not have handed out together, or not in their order.
         """
         slot_bytes = np.array([kind.slot_bytes for kind in inherited.kinds], np.int64)
-        bounds = np.searchsorted(inherited.offsets, [region.base for region in self._regions] + [self.pool_bytes]).tolist()
+        bounds = np.searchsorted(
+            inherited.offsets, [region.base for region in self._regions] + [self.pool_bytes]
+        ).tolist()
         if bounds[0] or bounds[-1] < len(inherited.offsets):
             raise ValueError(f"A slot lies outside the pool of {self.pool_bytes} bytes.")
         for region, (begin, end) in zip(self._regions, pairwise(bounds), strict=True):

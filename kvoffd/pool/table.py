@@ -10,7 +10,7 @@ import numpy as np
 
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.namespace_log import NamespaceLog, read_namespaces
-from kvoffd.pool.records import Ints, InheritedSlots, NamespaceRecord, Rows
+from kvoffd.pool.records import InheritedSlots, Ints, NamespaceRecord, Rows
 from kvoffd.pool.scan import FingerprintEntry, HeldFingerprint, scan
 from kvoffd.pool.slots import MIN_SLOT_BYTES, PAGE_BYTES
 from kvoffd.pool.table_format import (

@@ -21,7 +21,7 @@ from kvoffd.cache.policies import make_policy
 from kvoffd.cache.session_memory import SessionMemory
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.memory_needs import max_index_bytes, memory_summary, memory_shortage
+from kvoffd.memory_needs import max_index_bytes, memory_shortage, memory_summary
 from kvoffd.observe.logging import log_what_python_prints
 from kvoffd.pool.pool import Pool
 from kvoffd.server.admin_server import AdminKeys, AdminServer
@@ -178,7 +178,9 @@ class Daemon:
         """Take the memory, and touch every page of a pool that is not there already."""
         config = self._config
         pool = await asyncio.to_thread(open_pool, config, self._notifier, self._stored_fds)
-        logger.info("kvoffd %s takes a pool of %s. %s", __version__, format_size(config.pool_bytes), memory_summary(config))
+        logger.info(
+            "kvoffd %s takes a pool of %s. %s", __version__, format_size(config.pool_bytes), memory_summary(config)
+        )
         if not pool.resident:
             await self._touch(pool)
         if shortage := memory_shortage(config, memory_limit()):

@@ -29,7 +29,7 @@ BLOCK_BYTES = 320
 MAX_EXPECTED = 65_536
 """Blocks whose tokens are known and whose bytes are still on their way; the oldest are forgotten beyond that."""
 PUBLISHED_AT_ONCE = 512
-"""Blocks that are published or withdrawn in one step, beside twice those that came or went: many may have one parent."""
+"""Blocks that are published or withdrawn in a step, beside twice those that came or went: many may have one parent."""
 MAX_BLOCKS_PER_EVENT = 256
 """A message holds one event of so many blocks, or a few smaller ones."""
 

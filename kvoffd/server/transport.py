@@ -27,8 +27,8 @@ from kvoffd.server.connections import (
     Connection,
     ListeningSocket,
     LongFrames,
-    Subscriptions,
     ProcessQueue,
+    Subscriptions,
 )
 from kvoffd.server.service import Service
 from kvoffd.server.sessions import may_connect

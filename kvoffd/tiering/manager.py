@@ -13,7 +13,7 @@ from kvoffd.cache.namespace import Block, MissReason, Namespace
 from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.demotion import Demoter
-from kvoffd.tiering.promotion import Promoter, whole_prefixes_first, prefix_run, window_run
+from kvoffd.tiering.promotion import Promoter, prefix_run, whole_prefixes_first, window_run
 from kvoffd.tiering.shared import SharedTiering
 from kvoffd.tiering.transfers import TierTransfers, tier_key
 from kvoffd.tiers.tier import AskedTier, Tier, TierBlock, TierKey

@@ -11,7 +11,7 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.demotion import Demoter
-from kvoffd.tiering.promotion import SETTLED, Promoter, whole_prefixes_first, run_end, window_run
+from kvoffd.tiering.promotion import SETTLED, Promoter, run_end, whole_prefixes_first, window_run
 from kvoffd.tiering.transfers import TierTransfers
 from kvoffd.tiers.tier import Answer, AskedTier, TierKey
 from kvoffd_proto.messages import ABSENT, SHARED
@@ -233,4 +233,6 @@ class SharedTiering:
     def do_without(self, fingerprint: bytes) -> None:
         """Share nothing of a namespace until ``rejoin``."""
         if fingerprint not in self.unshared:
-            put_newest(self.unshared, fingerprint, None, MOST_UNSHARED, lambda one: self._cache.find_namespace(one) is not None)
+            put_newest(
+                self.unshared, fingerprint, None, MOST_UNSHARED, lambda one: self._cache.find_namespace(one) is not None
+            )

@@ -12,7 +12,7 @@ from msgspec import field
 
 from kvoffd_proto.health import HealthLevel
 from kvoffd_proto.router_stats import RouterStats
-from kvoffd_proto.tier_stats import TieringStats, DiskStats, SharedStats
+from kvoffd_proto.tier_stats import DiskStats, SharedStats, TieringStats
 from kvoffd_proto.wire import (
     ANY_ROLE,
     ByteCount,

@@ -441,7 +441,9 @@ def test_a_place_that_is_long_gone_is_not_passed_one_by_one() -> None:
 
     rig = CacheHarness(regions=1, region_bytes=1000 * SLOT_UNIT)
     rig.put(rig.open(), keys_of(*range(1000)))
-    left = InheritedBlocks(rig.slots.namespaces.values(), inherited_slots(rig.slots.ready_records()), rig.slots.slot_bytes, 1000)
+    left = InheritedBlocks(
+        rig.slots.namespaces.values(), inherited_slots(rig.slots.ready_records()), rig.slots.slot_bytes, 1000
+    )
     left._order = left._order.view(Counted)
     for first, count in ((1, 998), (0, 1)):
         Counted.reads = 0

@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console, RenderableType
 
 from kvoffd_proto.messages import (
-    TieringStats,
     BlockAccessStats,
     DirectionStats,
     DiskFault,
@@ -22,6 +21,7 @@ from kvoffd_proto.messages import (
     SharedServer,
     SharedStats,
     StatsReply,
+    TieringStats,
 )
 
 GIB = 2**30

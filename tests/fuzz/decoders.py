@@ -16,8 +16,8 @@ from kvoffd.pool.namespace_log import NamespaceLog, read_namespaces
 from kvoffd.pool.records import NamespaceRecord
 from kvoffd_client.scheduler_session import EventStream
 from kvoffd_proto import codec, events, lifeline
-from kvoffd_proto.messages import GroupSpec
 from kvoffd_proto.curve_keys import CurveKeyError, is_key, read_public_keys, read_secret_key
+from kvoffd_proto.messages import GroupSpec
 from tests.fuzz import corpus
 from tests.fuzz.choices import Choices
 from tests.fuzz.disk import disk_pages

@@ -14,7 +14,6 @@ from prometheus_client.parser import text_string_to_metric_families
 import kvoffd.observe
 from kvoffd.observe.metrics import METRICS, MetricSpec, metrics_reference, render_metrics
 from kvoffd_proto.messages import (
-    TieringStats,
     BlockAccessStats,
     DirectionStats,
     DiskStats,
@@ -29,6 +28,7 @@ from kvoffd_proto.messages import (
     SharedServer,
     SharedStats,
     StatsReply,
+    TieringStats,
 )
 
 PAGE = Path(kvoffd.observe.__file__).parent / "METRICS.md"

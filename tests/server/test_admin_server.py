@@ -28,10 +28,10 @@ from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import blocks as b
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
+from kvoffd_proto.curve_keys import read_public_keys, read_secret_key
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.messages import PROTOCOL_VERSION
-from kvoffd_proto.curve_keys import read_public_keys, read_secret_key
 from kvoffd_proto.wire import NO_TOKEN
 from tests.support.daemon import DaemonProcess
 from tests.support.wire import NAMESPACE, WireClient, ids, keys, stats

@@ -9,8 +9,8 @@ from kvoffd.memory_needs import (
     OUTPUT_BYTES,
     clients_bytes,
     memory_needs,
-    memory_summary,
     memory_shortage,
+    memory_summary,
 )
 from kvoffd.server import connections, publisher, transport
 from kvoffd.server.descriptors import most_connections

@@ -63,7 +63,10 @@ def _check_inherited(cache: BlockCache) -> list[tuple[int, int]]:
                 spans.append((offset, offset + namespace.slot_bytes(rank, group)))
                 nbytes[namespace] += namespace.slot_bytes(rank, group)
     for namespace in cache.namespaces:
-        assert (namespace.inherited_blocks, namespace.bytes_in[BlockState.INHERITED]) == (counts[namespace], nbytes[namespace])
+        assert (namespace.inherited_blocks, namespace.bytes_in[BlockState.INHERITED]) == (
+            counts[namespace],
+            nbytes[namespace],
+        )
     assert cache.inherited_blocks == sum(counts.values())
     return spans
 

@@ -13,9 +13,9 @@ from typing import Self
 
 import pytest
 
-from .waiting import wait_until
-
 from tests.support.ports import free_port
+
+from .waiting import wait_until
 
 PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
 needs_redis = pytest.mark.skipif(PROGRAM is None, reason="there is no redis-server; Debian's package has it")

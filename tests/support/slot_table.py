@@ -10,7 +10,7 @@ import numpy as np
 
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
-from kvoffd.pool.records import Kind, InheritedSlots, Rows
+from kvoffd.pool.records import InheritedSlots, Kind, Rows
 from kvoffd.pool.scan import scan
 from kvoffd.pool.slots import MIN_SLOT_BYTES
 from kvoffd.pool.table import SlotTable

@@ -48,7 +48,9 @@ def notifier(listener: socket.socket) -> Iterator[Notifier]:
     made.close()
 
 
-def test_starting_ready_watchdog_and_stopping_are_what_systemd_reads(listener: socket.socket, notifier: Notifier) -> None:
+def test_starting_ready_watchdog_and_stopping_are_what_systemd_reads(
+    listener: socket.socket, notifier: Notifier
+) -> None:
     notifier.starting("touched 1 of 4 GiB")
     assert heard(listener) == {"EXTEND_TIMEOUT_USEC": "30000000", "STATUS": "touched 1 of 4 GiB"}
     notifier.ready("serving")

@@ -19,8 +19,8 @@ from kvoffd_client.vllm.lookup_timing import (
 )
 from kvoffd_client.vllm.namespace_client import NamespaceClient
 from kvoffd_client.vllm.request_lookups import LookupSettings
-from tests.support.manager_harness import HASHES, KEYS, ManagerHarness
 from tests.support.clock import Clock
+from tests.support.manager_harness import HASHES, KEYS, ManagerHarness
 from tests.support.vllm_fakes import FakeSchedulerClient
 
 

@@ -17,7 +17,7 @@ from kvoffd_client.cli.console import percent, print_line, printable
 from kvoffd_client.cli.json_objects import Disks
 from kvoffd_client.cli.json_output import print_listing
 from kvoffd_client.cli.target import CliError, Directory, Json, local_directory, open_admin
-from kvoffd_proto.messages import TieringStats, DiskStats
+from kvoffd_proto.messages import DiskStats, TieringStats
 from kvoffd_proto.units import UnitError, format_count, format_duration, format_rate, format_size, parse_size
 
 POLL_S = 0.1

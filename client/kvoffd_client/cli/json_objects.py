@@ -10,7 +10,15 @@ from typing import Annotated, Literal
 from msgspec import Struct, field
 
 from kvoffd_proto.blocks import BlockInfo
-from kvoffd_proto.messages import TieringStats, DiskStats, Fingerprint, KeyWorth, NamespaceInfo, SessionInfo, SharedStats
+from kvoffd_proto.messages import (
+    DiskStats,
+    Fingerprint,
+    KeyWorth,
+    NamespaceInfo,
+    SessionInfo,
+    SharedStats,
+    TieringStats,
+)
 from kvoffd_proto.wire import ByteCount, Count, Seconds, doc
 
 Key = Annotated[bytes, doc("The block's key: the engine's hash of its tokens.")]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvoffd.tiers.disk.file import DiskFile
 from kvoffd.tiers.disk.file_format import MAX_FINGERPRINT_BYTES, MAX_KEY_BYTES, MAX_WORLD_SIZE, SlotShape
 from kvoffd.tiers.disk.index import DiskIndex
-from kvoffd.tiers.disk.queue import DiskQueue, DiskJob, Kind
+from kvoffd.tiers.disk.queue import DiskJob, DiskQueue, Kind
 from kvoffd.tiers.disk.record_updates import RecordWriter
 from kvoffd.tiers.disk.regions import Entry
 from kvoffd.tiers.disk.workers import Executor, JobEnd, Workers, buffers_of

@@ -54,9 +54,7 @@ def open_disk_tier(
         OpeningStopped: ``should_stop`` returned True.
     """
     begun = time.monotonic()
-    file = DiskFile(
-        directory, size_bytes, options.region_bytes, calls or FileCalls(), wall_clock, should_stop
-    )
+    file = DiskFile(directory, size_bytes, options.region_bytes, calls or FileCalls(), wall_clock, should_stop)
     with OnError(file.close):
         index = rebuild_index(file, index_bytes(size_bytes), should_stop)
         return DiskTier(
@@ -74,9 +72,7 @@ def open_disk_tier(
         )
 
 
-def rebuild_index(
-    file: DiskFile, max_bytes: int, should_stop: Callable[[], bool]
-) -> DiskIndex:
+def rebuild_index(file: DiskFile, max_bytes: int, should_stop: Callable[[], bool]) -> DiskIndex:
     """Reads heads and records of all regions. A region that cannot be read is noted, and empty.
 
     Blocks count as used in the order in which they were written. Records that do not count any more are dirty.

@@ -14,7 +14,7 @@ from kvoffd.pool.slots import PAGE_BYTES, page_up
 from kvoffd.system.files import ShortRead, held_bytes, read_all, write_all
 from kvoffd.system.threads import DaemonThreads
 from kvoffd.tiers.disk.file import DiskFile
-from kvoffd.tiers.disk.queue import Batch, DiskQueue, DiskJob, Kind
+from kvoffd.tiers.disk.queue import Batch, DiskJob, DiskQueue, Kind
 from kvoffd.tiers.tier import Digest, TierBlock, TierResult
 from kvoffd_proto.tier_stats import DiskFault
 
