@@ -23,8 +23,8 @@ T = TypeVar("T")
 FILE = "kvoffd.resets"
 MOST_BYTES = 16 << 20
 MOST_NAMES = 4096
-"""Namespaces of each store, of those not shared and of resets, and directories: the oldest are forgotten, but for resets
-of namespaces that there are."""
+"""Namespaces of each store, of those not shared and of resets, and directories: the oldest are forgotten, but for
+resets of namespaces that there are."""
 
 
 class _Record(msgspec.Struct):

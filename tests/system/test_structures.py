@@ -83,7 +83,7 @@ def test_no_structure_is_left_out() -> None:
     assert places == {
         *(
             "cache/policies/learned.py",
-            "cache/left.py",
+            "cache/inherited.py",
             "pool/records.py",
             "pool/scan.py",
             "transfer/host_engine.py",
