@@ -136,7 +136,6 @@ class KvoffdManager(OffloadingManager):
         self._early_lookups = EarlyLookups(lookup_settings)
         self._lookup_wait = LookupWait(lookup_settings.clock)
         self._loading: dict[str, PendingLookup] = {}
-        self._deferred: set[str] = set()
         self._counters = stats.Counters()
         self.namespace = namespace
         self._loads = loads
@@ -156,7 +155,6 @@ class KvoffdManager(OffloadingManager):
 
     def begin_lookup(self, request_id: str, groups: Sequence[Sequence[OffloadKey]]) -> None:
         """Look up a request's keys (per group on the wire, root first) unless a good answer is there or on its way."""
-        self._deferred.discard(request_id)
         self._on_hold = self._namespace_soon
         lookups = self._lookups.get(request_id)
         if lookups is None:
@@ -232,7 +230,6 @@ class KvoffdManager(OffloadingManager):
 
     def scheduled_without_load(self, request_id: str) -> None:
         """Unpin the blocks of a request that was scheduled and needs none of them."""
-        self._deferred.discard(request_id)
         if lookups := self._lookups.get(request_id):
             lookups.release()
 
@@ -289,7 +286,6 @@ class KvoffdManager(OffloadingManager):
         if lookups is None or not self._loads:
             return LookupResult.MISS
         if self._on_hold:
-            self._deferred.add(req_context.req_id)
             return LookupResult.RETRY
         if not self._may_use_daemon:
             return LookupResult.MISS
@@ -297,11 +293,9 @@ class KvoffdManager(OffloadingManager):
         if status is KeyStatus.HIT:
             return LookupResult.HIT
         if status is KeyStatus.PENDING:
-            self._deferred.add(req_context.req_id)
             # Not RETRY, after which vLLM would look for an earlier window although this one will be there.
             return LookupResult.HIT_PENDING
         if status is KeyStatus.RETRY:
-            self._deferred.add(req_context.req_id)
             return LookupResult.RETRY
         if status is KeyStatus.TIMED_OUT and lookups.count_timeout():
             self._counters.count(stats.LATE_LOOKUPS)
@@ -354,7 +348,6 @@ class KvoffdManager(OffloadingManager):
         self._store_window.end(keys)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._deferred.discard(req_context.req_id)
         if lookups := self._lookups.pop(req_context.req_id, None):
             lookups.release()
             if lookups.hint is not None and self._may_use_daemon and not lookups.outside:
@@ -366,7 +359,9 @@ class KvoffdManager(OffloadingManager):
         self.client.hint([GroupKeys(at, joined) for at, joined in enumerate(hashes) if joined], *hint)
 
     def has_pending_work(self) -> bool:
-        return bool(self._deferred) or self.namespace.needs_steps
+        # Not for requests that wait for an answer: vLLM makes steps for them, but none while it is paused, and a pause
+        # ends only when nothing is pending.
+        return self.namespace.needs_steps
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         translator = self._event_translator
@@ -379,7 +374,6 @@ class KvoffdManager(OffloadingManager):
         for lookup in self._loading.values():
             self._lookup_settings.release(lookup)
         self._loading.clear()
-        self._deferred.clear()
         self._store_window.clear()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
