@@ -8,14 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import PoolerConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from kvoffd_client.vllm import engine_requirements
 from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.engine_requirements import check_engine, machine_id
 from tests.support.models import make_tiny_llama
-from tests.support.vllm_config import cache_config, make_config
+from tests.support.vllm_config import cache_config, full_attention, make_config
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +87,22 @@ def test_images_that_are_numbered_and_not_hashed(config: Any) -> None:
     check_engine(config)
     config.model_config.multimodal_config = SimpleNamespace(language_model_only=True, mm_processor_cache_gb=0)
     check_engine(config)
+
+
+@pytest.mark.parametrize("pooling", ["MEAN", "CLS"])
+def test_pooling_that_needs_all_tokens_of_a_prompt(config: Any, pooling: str) -> None:
+    config.model_config.runner_type = "pooling"
+    config.model_config.pooler_config = PoolerConfig(seq_pooling_type="LAST", tok_pooling_type="ALL")
+    check_engine(config)
+    config.model_config.pooler_config.seq_pooling_type = pooling
+    refused(config, "all tokens of a prompt")
+
+
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_attention_that_is_not_causal(config: Any, role: KVConnectorRole) -> None:
+    prefix_lm = KVCacheGroupSpec(["layer.0"], full_attention(non_causal=True))
+    with pytest.raises(ValueError, match="kvoffd cannot serve this engine: its attention is not causal"):
+        KvoffdConnector(config, role, cache_config(prefix_lm))
 
 
 def test_a_model_without_a_kv_cache(config: Any) -> None:

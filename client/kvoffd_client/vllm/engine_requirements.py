@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import iter_layer_specs
 
 from kvoffd_client.vllm import CONNECTOR_NAME
 
@@ -35,6 +36,12 @@ def check_groups(kv_cache_config: KVCacheConfig) -> None:
         raise ValueError(
             "kvoffd cannot serve this engine: its model keeps nothing that a later prompt could use (no KV cache group "
             "with prefix caching). Start it without --kv-transfer-config."
+        )
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    if any(getattr(spec, "non_causal", False) for spec in specs):
+        raise ValueError(
+            "kvoffd cannot serve this engine: its attention is not causal, so what a prefix gives depends on what "
+            "follows it. Start it without --kv-transfer-config."
         )
 
 
@@ -102,6 +109,12 @@ def _problem(vllm_config: VllmConfig) -> str:
         return (
             f"vLLM {vllm.__version__} does not tell connectors when it goes to sleep, and a sleeping engine has no KV "
             "cache. Start it without sleep mode, or use vLLM 0.33."
+        )
+    if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
+        return (
+            "its way of pooling needs all tokens of a prompt to be computed, so vLLM supports no prefix caching for it, "
+            "and nothing can be loaded. Start it without --kv-transfer-config, or with LAST as its pooling type if the "
+            "model was trained for that."
         )
     if vllm_config.offload_config.prefetch.offload_group_size:
         return (
