@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +47,7 @@ from kvoffd_client.vllm.lora_adapters import LoraAdapters
 from kvoffd_client.vllm.offloading_manager import KvoffdManager
 from kvoffd_client.vllm.offloading_spec import SETUP, EngineSetup, KvoffdSpec
 from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWorker
+from kvoffd_client.vllm.step_view import shown
 
 if TYPE_CHECKING:
     from kvoffd_client.vllm import vllm_types as v
@@ -265,11 +265,7 @@ class KvoffdConnector(OffloadingConnector):
             self._manager.scheduled_without_load(request.request_id)
 
     def build_connector_meta(self, scheduler_output: v.SchedulerOutput) -> KvoffdConnectorMetadata:
-        """As vLLM's, with what the workers must be told about the namespace.
-
-        The stores of a new request are prepared in the step after its first, as are those of a request that has ended:
-        its user waits for the first token.
-        """
+        """As vLLM's, with what the workers must be told about the namespace."""
         namespace = self._manager.namespace
         self._manager.step_begins(scheduler_output.num_scheduled_tokens.values())
         if computes := scheduler_output.total_num_scheduled_tokens > 0:
@@ -279,9 +275,10 @@ class KvoffdConnector(OffloadingConnector):
         self._computed = computes
         client = self._manager.client
         self._told.begin_step(client.capabilities, client.epoch, namespace.current)
-        meta = super().build_connector_meta(_stores_later(scheduler_output))
+        scheduler = self.connector_scheduler
+        meta = super().build_connector_meta(shown(scheduler_output, scheduler._req_status))
         if meta.store_jobs or meta.load_jobs:
-            scheduler, jobs = self.connector_scheduler, (meta.store_jobs.values(), meta.load_jobs.values())
+            jobs = meta.store_jobs.values(), meta.load_jobs.values()
             per_chunk = scheduler.config.blocks_per_chunk
             tell_origins(*jobs, scheduler._req_status, per_chunk, client.capabilities, self._told)
         generation, joined = namespace.news()
@@ -360,6 +357,8 @@ class KvoffdConnector(OffloadingConnector):
             self._manager.store_failed(failed)
         else:
             self._manager.load_failed(job.req_id, job.keys, failed)
+            for group in self.connector_scheduler._req_status[job.req_id].group_states:
+                group.next_stored_chunk_idx = 0  # what is recomputed is stored, unless the daemon has it
 
     @property
     def _manager(self) -> KvoffdManager:
@@ -371,17 +370,6 @@ class KvoffdConnector(OffloadingConnector):
     def _worker_half(self) -> KvoffdConnectorWorker:
         assert isinstance(self.connector_worker, KvoffdConnectorWorker)
         return self.connector_worker
-
-
-def _stores_later(scheduler_output: v.SchedulerOutput) -> v.SchedulerOutput:
-    """Return what the scheduler chose, less the tokens of new requests, which vLLM's half reads for stores alone."""
-    new = scheduler_output.scheduled_new_reqs
-    if not new:
-        return scheduler_output
-    tokens = scheduler_output.num_scheduled_tokens.copy()
-    for request in new:
-        tokens.pop(request.req_id, None)
-    return replace(scheduler_output, num_scheduled_tokens=tokens)
 
 
 def _keys_of(status: RequestOffloadState) -> Sequence[Sequence[bytes]]:

@@ -1,0 +1,51 @@
+"""What vLLM's offloading scheduler is shown of a step: all of it but what it would misread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
+from vllm.v1.request import RequestStatus
+
+if TYPE_CHECKING:
+    from kvoffd_client.vllm.vllm_types import SchedulerOutput
+
+
+def shown(output: SchedulerOutput, requests: Mapping[str, RequestOffloadState]) -> SchedulerOutput:
+    """Return what vLLM's scheduler chose, less what its offloading scheduler misreads.
+
+    The tokens of new requests are left out: they are read for stores alone, and those of a new request are prepared in
+    the step after its first, since its user waits for the first token. A request that was preempted by a reset and is
+    loaded in the next step is left out of the preempted ones, of which it is asserted that only stores are under way.
+    """
+    for request_id in output.finished_req_ids:
+        if (status := requests.get(request_id)) is not None:
+            _forget_uncomputed(status)
+    changes: dict[str, Any] = {}
+    if output.scheduled_new_reqs:
+        new = {request.req_id for request in output.scheduled_new_reqs}
+        changes["num_scheduled_tokens"] = {
+            request_id: tokens for request_id, tokens in output.num_scheduled_tokens.items() if request_id not in new
+        }
+    if loading := {request_id for request_id in output.preempted_req_ids or () if _is_loaded(requests.get(request_id))}:
+        changes["preempted_req_ids"] = (output.preempted_req_ids or set()) - loading
+    return replace(output, **changes) if changes else output
+
+
+def _is_loaded(status: RequestOffloadState | None) -> bool:
+    return status is not None and status.req.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+
+
+def _forget_uncomputed(status: RequestOffloadState) -> None:
+    """Forget the blocks of a finished request that were not computed, or that it has no more.
+
+    All of a prompt would be stored, although a request that ends with an error may have computed a part of it, and one
+    that was preempted while its last token was on its way has lost its blocks to others.
+    """
+    request = status.req
+    if request.num_computed_tokens >= max(request.num_prompt_tokens, request.num_tokens - 1):
+        return
+    for group, state in zip(status.config.kv_group_configs, status.group_states, strict=True):
+        del state.block_ids[request.num_computed_tokens // group.tokens_per_block :]

@@ -1,0 +1,112 @@
+"""What vLLM's offloading scheduler makes of steps that it would misread."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import TransferJobStatus
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_offload.base import OffloadKey, PrepareStoreOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from kvoffd_client.vllm.connector import KvoffdConnector
+from kvoffd_client.vllm.connector_metadata import FailedJob, KeyedSpec, KvoffdWorkerMetadata
+from kvoffd_proto.errors import ErrorCode
+from tests.support.models import make_tiny_llama
+from tests.support.vllm_config import cache_config, make_config
+from tests.support.vllm_fakes import block_hash
+
+BLOCK_TOKENS = 32
+PROMPT_TOKENS = 100
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture
+def connector(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KvoffdConnector]:
+    """A scheduler's connector that stores whatever is offered."""
+    built = KvoffdConnector(make_config(model, {"directory": str(tmp_path)}), KVConnectorRole.SCHEDULER, cache_config())
+
+    def prepare_store(keys: Collection[OffloadKey], _: object) -> PrepareStoreOutput:
+        spec = KeyedSpec.of(keys, {(0).to_bytes(4, "big"): 0})
+        return PrepareStoreOutput(keys_to_store=list(keys), store_spec=spec, evicted_keys=[])
+
+    monkeypatch.setattr(built._manager, "prepare_store", prepare_store)
+    yield built
+    built.shutdown()
+
+
+def new_request(connector: KvoffdConnector, blocks: list[int]) -> Any:
+    """A request of 100 tokens that has these blocks, and of which nothing was computed."""
+    request = Request("r", list(range(PROMPT_TOKENS)), SamplingParams(max_tokens=4), None)
+    request.block_hashes = [block_hash(number) for number in range(PROMPT_TOKENS // BLOCK_TOKENS)]
+    connector.on_new_request(request)
+    (group,) = connector.connector_scheduler._req_status["r"].group_states
+    group.block_ids.extend(blocks)
+    return request
+
+
+def stored_blocks(connector: KvoffdConnector, request: Any, status: RequestStatus) -> list[int]:
+    """The blocks that are stored when the request ends so."""
+    request.status = status
+    connector.request_finished_all_groups(request, ([],))
+    output = SchedulerOutput.make_empty()
+    output.finished_req_ids = {"r"}
+    jobs = connector.build_connector_meta(output).store_jobs
+    return [int(block) for job in jobs.values() for block in job.src_spec.block_ids]
+
+
+@pytest.mark.parametrize(
+    ("computed", "status", "stored"),
+    [
+        pytest.param(PROMPT_TOKENS, RequestStatus.FINISHED_LENGTH_CAPPED, [5, 6, 7], id="whole"),
+        pytest.param(PROMPT_TOKENS, RequestStatus.FINISHED_ERROR, [5, 6, 7], id="error-after-the-prompt"),
+        pytest.param(50, RequestStatus.FINISHED_ERROR, [5], id="error-inside-the-prompt"),
+        pytest.param(50, RequestStatus.FINISHED_ABORTED, [5], id="aborted"),
+        # As with asynchronous scheduling, when the last token comes after the request has lost its blocks.
+        pytest.param(0, RequestStatus.FINISHED_LENGTH_CAPPED, [], id="preempted"),
+    ],
+)
+def test_of_a_request_that_ends_no_block_is_stored_that_it_has_not_computed(
+    connector: KvoffdConnector, computed: int, status: RequestStatus, stored: list[int]
+) -> None:
+    request = new_request(connector, [5, 6, 7, 8])
+    request.num_computed_tokens = computed
+    assert stored_blocks(connector, request, status) == stored
+
+
+def begin_load(connector: KvoffdConnector, request: Any) -> None:
+    """Have it wait for its load, job 1."""
+    scheduler = connector.connector_scheduler
+    request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    scheduler._req_status["r"].transfer_jobs.add(1)
+    scheduler._req_status["r"].group_states[0].next_stored_chunk_idx = 3
+    scheduler._jobs[1] = TransferJobStatus("r", 1, keys=set(), is_store=False)
+
+
+def test_a_request_that_a_reset_preempted_may_be_loaded_in_the_next_step(connector: KvoffdConnector) -> None:
+    begin_load(connector, new_request(connector, []))
+    output = SchedulerOutput.make_empty()
+    output.preempted_req_ids = {"r", "other"}
+    assert connector.build_connector_meta(output).jobs_to_flush == set()
+    assert output.preempted_req_ids == {"r", "other"}
+
+
+def test_blocks_that_are_recomputed_since_their_load_failed_are_stored(connector: KvoffdConnector) -> None:
+    request = new_request(connector, [])
+    begin_load(connector, request)
+    failed = {1: FailedJob(ErrorCode.SESSION_ENDED)}
+    report = KvoffdWorkerMetadata(completed_jobs={1: 1}, failed_jobs=failed)
+    connector.update_connector_output(KVConnectorOutput(finished_recving={"r"}, kv_connector_worker_meta=report))
+    connector.connector_scheduler._req_status["r"].group_states[0].block_ids.extend([5, 6, 7, 8])
+    request.num_computed_tokens = PROMPT_TOKENS
+    assert stored_blocks(connector, request, RequestStatus.FINISHED_LENGTH_CAPPED) == [5, 6, 7]
