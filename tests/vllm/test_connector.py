@@ -15,6 +15,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput
@@ -336,6 +337,21 @@ def test_a_failed_load_is_received_and_failed_and_no_assertion_ends_the_worker(
         5: FailedJob(ErrorCode.NOT_READY, ((0, block_hash(1)),)),
         6: FailedJob(ErrorCode.NO_ROOM, ((0, block_hash(2)),)),
     }
+
+
+def test_stores_begin_in_the_next_step_whether_vllm_waits_for_saves_or_not(
+    worker: tuple[KvoffdConnector, FakeWorkerClient],
+) -> None:
+    connector, client = worker
+    keyed = KeyedSpec.of([key(1)], {(0).to_bytes(4, "big"): 0})
+    store = TransferJob("r", GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0]), keyed)
+    for jobs in ({3: store}, {}):
+        metadata = KvoffdConnectorMetadata(load_jobs={}, store_jobs=jobs)
+        connector.handle_preemptions(metadata)
+        connector.bind_connector_metadata(metadata)
+        assert list(client.stores) == []
+        connector.start_load_kv(None)
+    assert list(client.stores) == [3]
 
 
 def test_credit_is_reported_when_it_changes_and_not_otherwise(

@@ -36,6 +36,7 @@ from kvoffd_client.vllm.connector_metadata import (
     MemoryReport,
 )
 from kvoffd_client.vllm.connector_options import ConnectorOptions, parse_options
+from kvoffd_client.vllm.early_fence import fence_early
 from kvoffd_client.vllm.engine_requirements import check_engine, check_groups, check_siblings, machine_id, parents_of
 from kvoffd_client.vllm.factors import collect_factors, label_of, shard_bytes_of
 from kvoffd_client.vllm.fingerprint import namespace_of
@@ -80,6 +81,7 @@ class KvoffdConnectorWorker(OffloadingConnectorWorker):
         """As vLLM's; names the weights, and has the registration describe the layers' pages."""
         self._weights = LiveWeights.of_caller()
         self._digest = self._weights.digest() if self._weights is not None else None
+        fence_early(self._weights and self._weights.runner, self.handle_preemptions)
         setup = self._kvoffd_spec.setup
         groups = [self.kv_cache_config.kv_cache_groups[group_id].layer_names for group_id in setup.group_ids]
         setup.layers = describe_layers(kv_caches, groups, self.kv_cache_config.num_blocks)
@@ -203,6 +205,17 @@ class KvoffdConnector(OffloadingConnector):
         self._computed = False  # in the last step
 
     # --- worker ---
+
+    def start_load_kv(self, forward_context: v.ForwardContext, **kwargs: object) -> None:
+        """As vLLM's; notes the step's stores, which the next step begins, as vLLM does in wait_for_save().
+
+        With speculative decoding the first model runner calls that in the last pipeline stage alone.
+        """
+        super().start_load_kv(forward_context, **kwargs)
+        self._worker_half.prepare_store_kv(self._connector_metadata)
+
+    def wait_for_save(self) -> None:
+        """Do nothing: see start_load_kv()."""
 
     def get_mem_pool_context(self) -> AbstractContextManager[object] | None:
         """On CPU: have the KV cache allocated in memory that can be shared. On GPUs vLLM's own allocation stays."""

@@ -112,9 +112,9 @@ def _problem(vllm_config: VllmConfig) -> str:
         )
     if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
         return (
-            "its way of pooling needs all tokens of a prompt to be computed, so vLLM supports no prefix caching for it, "
-            "and nothing can be loaded. Start it without --kv-transfer-config, or with LAST as its pooling type if the "
-            "model was trained for that."
+            "its way of pooling needs all tokens of a prompt to be computed, so vLLM supports no prefix caching for "
+            "it, and nothing can be loaded. Start it without --kv-transfer-config, or with LAST as its pooling type "
+            "if the model was trained for that."
         )
     if vllm_config.offload_config.prefetch.offload_group_size:
         return (

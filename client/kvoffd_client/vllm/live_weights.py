@@ -47,10 +47,12 @@ class LiveWeights:
 
     Attributes:
         changed: the weights may be others than those of the last digest.
+        runner: vLLM's model runner, where it was found.
     """
 
-    def __init__(self, models: Callable[[], list[torch.nn.Module]]) -> None:
+    def __init__(self, models: Callable[[], list[torch.nn.Module]], runner: object = None) -> None:
         self._models = models
+        self.runner = runner
         self.changed = False
 
     @classmethod
@@ -71,7 +73,7 @@ class LiveWeights:
             frame = frame.f_back
         if runner is None:
             return None
-        weights = cls(lambda: _models_of(runner))
+        weights = cls(lambda: _models_of(runner), runner)
         for owner in (worker, runner, *_models_of(runner)):
             weights.watch(owner)
         return weights

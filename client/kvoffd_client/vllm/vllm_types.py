@@ -8,6 +8,7 @@ from vllm.config import VllmConfig as VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent as KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata as KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics as KVConnectorPromMetrics
+from vllm.forward_context import ForwardContext as ForwardContext
 from vllm.lora.request import LoRARequest as LoRARequest
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks as KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput as SchedulerOutput
