@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import active_children, get_context, parent_process
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,7 +47,8 @@ def simulate(given: argparse.Namespace) -> int:
     except OSError as error:
         raise BadTrace(f"{given.file} cannot be read ({error.strerror}).") from error
     if not trace.accesses:
-        raise BadTrace(f"{given.file} has no request; there is nothing to replay.")
+        why = "ends before its first request" if trace.cut_off else "has no request"
+        raise BadTrace(f"{given.file} {why}; there is nothing to replay.")
     if trace.cut_off:
         print(f"{given.file} ends in the middle: it is replayed as far as it goes.", file=sys.stderr)
     if trace.missing:
@@ -57,7 +59,12 @@ def simulate(given: argparse.Namespace) -> int:
         )
     if trace.others:
         print(_unequal(trace), file=sys.stderr)
-    results = _run(trace, policies, _sizes(given, trace))
+    sizes = _sizes(given, trace)
+    try:
+        results = _run(trace, policies, sizes)
+    except BrokenProcessPool as error:
+        why = "A process that replays the trace was killed, mostly for want of memory; smaller pools take less."
+        raise ValueError(why) from error
     if given.json:
         print(json.dumps(_as_json(trace, results)))
     else:

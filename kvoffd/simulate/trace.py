@@ -100,12 +100,10 @@ def read_trace(path: Path) -> Trace:
 def _lines(path: Path) -> Iterator[bytes]:
     """The file's lines, decompressed. Raises BadTrace, OSError, EOFError at the end of one that was cut off."""
     with path.open("rb") as file:
-        begin = file.read(len(ZSTD_MAGIC))
+        begin = file.peek(len(ZSTD_MAGIC))  # a pipe cannot be read again
         if begin.startswith(GZIP_MAGIC):
             raise BadTrace(f"{path} is compressed with gzip; unpack it with gunzip.")
-        packed = begin == ZSTD_MAGIC
-        file.seek(0)
-        if not packed:
+        if not begin.startswith(ZSTD_MAGIC):
             yield from file
             return
         if (zstd := zstd_module()) is None:
@@ -118,6 +116,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _read(lines: Iterator[bytes], path: Path) -> Iterator[_Line]:
+    """What the lines have. Raises BadTrace, EOFError where the last one is not whole."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -126,6 +125,8 @@ def _read(lines: Iterator[bytes], path: Path) -> Iterator[_Line]:
             if found.hash_ids and not 0 <= min(found.hash_ids) <= max(found.hash_ids) < 1 << 8 * KEY_BYTES:
                 raise ValueError
         except (DecodeError, ValueError, RecursionError):
+            if number > 1 and not line.endswith(b"\n"):
+                raise EOFError from None
             raise BadTrace(
                 f"{path}:{number} is not a line of Mooncake's format, a JSON object whose hash_ids are a list of whole "
                 "numbers from 0 up, like all other fields."

@@ -190,9 +190,31 @@ def test_a_file_that_is_no_trace_is_refused_with_the_line(tmp_path: Path, line: 
         read_trace(file)
 
 
+def test_a_file_that_was_cut_off_is_replayed_as_far_as_it_goes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, packed = tmp_path / "cut.jsonl", tmp_path / "cut.zst"
+    file.write_text('{"hash_ids": [1]}\n{"hash_ids": [1]}\n{"hash_')
+    packed.write_bytes(b"\x28\xb5\x2f\xfd")
+    assert main(["simulate", str(file), "--policy", "lru", "--blocks", "5", "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["results"][0]["hit_percent"] == 50.0
+    assert "ends in the middle: it is replayed as far as it goes" in said.err
+    assert main(["simulate", str(packed), "--blocks", "5"]) == 2
+    assert "ends before its first request" in capsys.readouterr().err
+
+
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", str(tmp_path / "none"), "--blocks", "5"]) == 2
     assert "cannot be read" in capfd.readouterr().err
+
+
+def test_a_trace_may_come_through_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, pipe = write(tmp_path / "small.jsonl", [[1, 2, 3]] * 4), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["sh", "-c", f"cat {file} > {pipe}"]):
+        assert main(["simulate", str(pipe), "--policy", "lru", "--blocks", "3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["results"][0]["hit_percent"] == 75.0
 
 
 def test_sizes_are_given_in_bytes_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,3 +291,15 @@ def test_a_policy_that_raises_is_one_sentence(
     monkeypatch.setattr("kvoffd.simulate.command.replay", broken)
     assert main(["simulate", str(file), "--policy", "lru", "--blocks", "1"]) == 2
     assert capsys.readouterr().err.endswith("The policy lru failed: IndexError: 7.\n")
+
+
+def test_a_process_that_is_killed_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def killed(*arguments: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    file = write(tmp_path / "t.jsonl", [[1]])
+    monkeypatch.setattr("kvoffd.simulate.command.replay", killed)
+    assert main(["simulate", str(file), "--policy", "lru", "--blocks", "1"]) == 2
+    assert "was killed, mostly for want of memory" in capsys.readouterr().err
