@@ -432,6 +432,19 @@ def test_a_raised_generation_makes_all_void_and_is_not_lowered(store: FaultyStor
     assert rig.load(block) is DONE
 
 
+def test_who_may_not_write_reads_from_a_store_that_forgot_the_generation(store: FaultyStore) -> None:
+    writer, reader = (SharedRig(store.url, generations={ONE: 7}).reachable() for _ in range(2))
+    writer.store(block := writer.block(1))
+    store.forced = {b"SET": b"-NOPERM User reader has no permissions to run the 'set' command\r\n"}
+    store.values.pop(generation_key(ONE), None)
+    assert reader.ask(block) == [Answer.YES]
+    assert reader.load(block) is DONE
+    assert reader.tier.breaker.opened == 0
+    assert "+set" in reader.tier.refusal
+    assert writer.close()
+    assert reader.close()
+
+
 def test_of_two_that_raise_a_generation_at_a_time_neither_undoes_the_other_s(store: FaultyStore) -> None:
     stores = [open_store(store.url, Credentials())() for _ in range(2)]
     until, own_key = time.monotonic() + 10.0, generation_key(ONE)

@@ -253,7 +253,7 @@ class Redis(Store):
             raise StoreError(
                 "cluster", f"{self._name} is of a cluster: name it redis+cluster://, or it changed ({text})."
             )
-        raise StoreError("refused", f"{self._name} answers: {text}.")
+        raise StoreError("refused", f"{self._name} answers: {text.rstrip('.')}.")
 
     def _quoted(self, line: bytes) -> str:
         """What a server says, for the log. One that knows no AUTH repeats the password."""

@@ -215,7 +215,12 @@ class Workers:
             known, found = store.ask(own_key, _names(ask, generation), deadline, prefix=ask.prefix)
         elif generation < known:
             # A store that forgot the number, and not the blocks of an older one, must not bring those back.
-            store.raise_generation(own_key, generation, known, deadline)
+            try:
+                store.raise_generation(own_key, generation, known, deadline)
+            except StoreError as error:
+                if error.kind in LOST:
+                    raise
+                self._fail(store, error, "write")  # whoever may write does it
         if len(found) != len(ask.keys):
             raise StoreError("protocol", f"{len(ask.keys)} keys were asked for, and {len(found)} answered.")
         return known, found
