@@ -196,7 +196,7 @@ class WorkerSession(Session):
 
     def abandon_stores(self, now: float) -> None:
         """Close the lifeline, so that the daemon commits no running store; the stores fail here and now."""
-        self.disconnect("Running stores were abandoned at a fence; the client connects again.", now)
+        self.disconnect("Running stores were abandoned; the client connects again.", now)
 
     def unregister(self, outcome: list[bool], now: float, timeout_s: float) -> None:
         """Give the registration up for good; whether the daemon confirmed that is appended to ``outcome``."""
@@ -389,6 +389,9 @@ class WorkerSession(Session):
         return any(job.generation == self.generation for job in self.jobs.values())
 
     def _role_tick(self, now: float) -> None:
+        stores_only = bool(self.jobs) and not any(job.is_load for job in self.jobs.values())
+        if stores_only and not self.responsive and self.phase is Phase.READY:
+            self.abandon_stores(now)  # an engine that pauses waits until nothing is stored
         if now < self._role_wake_at:
             return
         oldest = min((job.sent_at for job in self.jobs.values() if job.generation == self.generation), default=NEVER)

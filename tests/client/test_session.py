@@ -262,6 +262,21 @@ def test_a_daemon_that_owes_a_reply_for_long_counts_as_away_until_it_answers(
     assert scheduler.problem is None
 
 
+@pytest.mark.parametrize("loads", [[], [m.Load(2, 1 << 32, TRANSFER)]], ids=["stores-only", "beside-a-load"])
+def test_stores_are_abandoned_where_a_daemon_owes_a_reply_for_long_unless_a_load_would_be_lost(
+    worker: WorkerSession, link: PaperLink, loads: list[m.Load]
+) -> None:
+    connect(worker, link, 0.0)
+    worker.submit([m.Store(1, TRANSFER)], loads, 0.0)
+    now = 0.0
+    while now < OPTIONS.unresponsive_after_s + 0.1:
+        now += 0.1
+        worker.tick(now)
+    assert not worker.usable
+    assert link.is_open == bool(loads)
+    assert [result.job_id for result in worker.results if not result.ok] == ([] if loads else [1])
+
+
 def test_an_idle_daemon_is_not_silent(scheduler: SchedulerSession, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
     for tenth in range(300):
