@@ -246,7 +246,7 @@ class SimDaemon:
         except codec.CodecError:
             request = None
         cache, before = service.context.cache, None
-        if cache._LeasedBlocks__deferred is None:  # type: ignore[attr-defined]  # else looking would enter pins
+        if cache._LeasedBlocks__deferred_pins is None:  # type: ignore[attr-defined]  # else looking would enter pins
             before = self._holdings()
         sent = len(service.context.outbox.replies)
         for _ in service.handle(dealer.name, frame) or ():
