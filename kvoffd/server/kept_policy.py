@@ -58,9 +58,10 @@ class KeptPolicy:
             self._policy.go_on(record)
         except FileNotFoundError:
             return
-        except (OSError, ValueError) as error:
+        except Exception as error:  # another package's policy may fail in any way
+            why = error if isinstance(error, (OSError, ValueError)) else f"the policy failed with {error!r}"
             path = self._file.path
-            logger.warning("What a policy knew, in %s, is of no use: %s. The policy begins without it.", path, error)
+            logger.warning("What a policy knew, in %s, is of no use: %s. The policy begins without it.", path, why)
 
     def tick(self) -> None:
         """Write the file where that is due, in a thread: a daemon that is killed leaves what it knew then."""
@@ -70,7 +71,7 @@ class KeptPolicy:
                 return
             self._due = time.monotonic() + KEPT_EVERY_S
             self._complain()
-            record, self._pieces = self._policy.record(), Queue(PIECES_AHEAD)
+            record, self._pieces = self._made(), Queue(PIECES_AHEAD)
             if not (first := next(record, b"")):
                 return
             self._record = record
@@ -91,9 +92,17 @@ class KeptPolicy:
                 with suppress(Empty):  # the thread took it
                     self._pieces.get_nowait()
             self._pieces.put_nowait(_GIVEN_UP)
-        if self._file.join() and (first := next(record := self._policy.record(), b"")):
-            self._file.write(chain((self._name, b"\n", first), record))
+        if self._file.join() and (first := next(record := self._made(), b"")):
+            self._file.write(chain((self._name, b"\n", first), _whole(record)))
             self._complain()
+
+    def _made(self) -> Iterator[bytes]:
+        """The policy's record, whose last piece is that it was given up where another package's policy fails."""
+        try:
+            yield from map(bytes, self._policy.record())
+        except Exception:
+            logger.exception("The policy %s cannot say what it knows.", self._name.decode())
+            yield _GIVEN_UP
 
     def _complain(self) -> None:
         if (error := self._file.error) is not None:
@@ -104,12 +113,17 @@ class KeptPolicy:
             )
 
 
+def _whole(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """The pieces. Raises OSError where they were given up."""
+    for piece in pieces:
+        if piece == _GIVEN_UP:
+            raise OSError("it was given up")
+        yield piece
+
+
 def _taken(pieces: Queue[bytes | None]) -> Iterator[bytes]:
     """The pieces as they come, to the None. Raises OSError where that does not come."""
     try:
-        while (piece := pieces.get(timeout=PIECE_WAIT_S)) is not None:
-            if piece == _GIVEN_UP:
-                raise OSError("the daemon ends")
-            yield piece
+        yield from _whole(iter(lambda: pieces.get(timeout=PIECE_WAIT_S), None))
     except Empty:
         raise OSError("the daemon gave no more of it") from None

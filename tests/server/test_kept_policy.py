@@ -144,3 +144,31 @@ def test_it_is_written_now_and_then_for_a_daemon_that_is_killed(
     assert not file.exists()
     kept.close()
     assert file.exists()
+
+
+class Failing(LruPolicy):
+    """Another package's policy, which fails."""
+
+    def record(self) -> Iterator[bytes]:
+        yield from [b"it "] * 40
+        raise KeyError("what it knew")
+
+    def go_on(self, record: bytes) -> None:
+        raise TypeError("what it knew")
+
+
+def test_a_policy_that_fails_ends_no_daemon_and_leaves_what_was_there(
+    pool_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now, file = [1000.0], Path(f"{pool_file}.policy")
+    monkeypatch.setattr(kept_policy.time, "monotonic", lambda: now[0])
+    file.write_bytes(b"lru\nbefore")
+    file.chmod(0o600)
+    kept = kept_policy.KeptPolicy(Failing(1 << 24), Config(pool_file=str(pool_file), eviction_policy="lru"))
+    kept.go_on()
+    assert "is of no use: the policy failed with TypeError('what it knew'). The policy begins without it" in caplog.text
+    now[0] += kept_policy.KEPT_EVERY_S
+    wait_until(lambda: kept.tick() or kept._file.error, 10)
+    kept.close()
+    assert "it was given up" in caplog.text
+    assert file.read_bytes() == b"lru\nbefore"

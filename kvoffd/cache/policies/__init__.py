@@ -166,7 +166,11 @@ def make_policy(name: str, pool_bytes: int) -> EvictionPolicy:
         return cast(EvictionPolicy, import_module(f"{__name__}.{name}").Policy(pool_bytes))
     point = _OTHERS[name]
     try:
-        return cast(EvictionPolicy, point.load()(pool_bytes))
+        made = point.load()(pool_bytes)
+        wanted = [one for one in vars(EvictionPolicy) if one == "__len__" or not one.startswith("_")]
+        if lacking := [one for one in wanted if not hasattr(made, one)]:
+            raise TypeError(f"it has no {', '.join(lacking)}")
+        return cast(EvictionPolicy, made)
     except Exception as error:
         why = f"The eviction policy {name}, {point.value}, cannot be made: {type(error).__name__}: {error}."
         raise KvoffdError(why, ErrorCode.BAD_ARGUMENT) from error

@@ -159,12 +159,17 @@ def _raises(pool_bytes: int) -> object:
     raise RuntimeError("no licence")
 
 
+def _lacks(pool_bytes: int) -> object:
+    return object()
+
+
 @pytest.mark.parametrize(
     ("place", "why"),
     [
         ("no_such_module:x", "No module named"),
         (f"{__name__}:missing", "has no attribute 'missing'"),
         (f"{__name__}:_raises", "RuntimeError: no licence"),
+        (f"{__name__}:_lacks", "it has no requested, insert,"),
     ],
 )
 def test_a_policy_of_another_package_that_fails_is_named(place: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
