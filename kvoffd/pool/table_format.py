@@ -229,9 +229,9 @@ def check_geometry(fd: int, wanted: Geometry) -> None:
         raise BadTable(f"The existing pool is cut into regions of {found.region_bytes} bytes, not as this one.")
 
 
-def read_boot_id(path: Path = Path("/proc/sys/kernel/random/boot_id")) -> bytes:
+def read_boot_id() -> bytes:
     """16 bytes that change with every boot of the machine; zeros where the kernel does not tell."""
     try:
-        return UUID(path.read_text().strip()).bytes
+        return UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
     except (OSError, ValueError):
         return bytes(16)

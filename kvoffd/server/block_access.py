@@ -18,8 +18,7 @@ from kvoffd.server.engine_memory import EngineMemory, MemoryMapper
 from kvoffd.server.jobs import ERROR_OF_OUTCOME, JobRunner
 from kvoffd.server.session import ClientMemory, Job, Session
 from kvoffd.transfer.checksums import SlotChecksums
-from kvoffd.transfer.engine import Direction, Outcome
-from kvoffd.transfer.plan import Plan
+from kvoffd.transfer.plan import Direction, Outcome, Plan
 from kvoffd_proto.blocks import PUT_NO_ROOM, PUT_PRESENT, PUT_STORED, PutBlocks
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import MemfdHandle

@@ -19,8 +19,7 @@ from kvoffd.server.jobs import ERROR_OF_OUTCOME, JobRunner
 from kvoffd.server.router_index import RouterIndex
 from kvoffd.server.session import Job, Registration, Session
 from kvoffd.transfer.checksums import SlotChecksums
-from kvoffd.transfer.engine import Direction, Outcome
-from kvoffd.transfer.plan import Plan, concatenate, plan_blocks
+from kvoffd.transfer.plan import Direction, Outcome, Plan, concatenate, plan_blocks
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupKeys, GroupTransfer, JobResult
 

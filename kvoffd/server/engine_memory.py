@@ -14,7 +14,8 @@ from kvoffd.system.mappings import MappedSegment
 from kvoffd.transfer.cuda.gpus import GpuMemory, Gpus
 from kvoffd.transfer.cuda.handles import IpcExport, VmmExport
 from kvoffd.transfer.cuda.pinning import UNPINNED, PinProgress
-from kvoffd.transfer.engine import Direction, DirectionLoad, TransferEngine
+from kvoffd.transfer.engine import DirectionLoad, TransferEngine
+from kvoffd.transfer.plan import Direction
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import CudaIpcHandle, CudaVmmHandle, Handle, MemfdHandle
 

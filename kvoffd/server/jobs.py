@@ -10,8 +10,8 @@ from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.session_memory import copy_bytes
 from kvoffd.server.engine_memory import Post
 from kvoffd.server.session import Job, Session
-from kvoffd.transfer.engine import Direction, Outcome, Transfer
-from kvoffd.transfer.plan import Plan
+from kvoffd.transfer.engine import Transfer
+from kvoffd.transfer.plan import Direction, Outcome, Plan
 from kvoffd_proto.errors import ErrorCode
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from kvoffd.server.recent import named
 from kvoffd.server.session import Session
 from kvoffd.tiers.shared.shared_tier import SharedTier
 from kvoffd.tiers.tier import TierStats
-from kvoffd.transfer.engine import Direction
+from kvoffd.transfer.plan import Direction
 from kvoffd_proto import messages as m
 from kvoffd_proto.router_stats import RouterStats
 

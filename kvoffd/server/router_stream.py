@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvoffd.server.router_index import RouterIndex
@@ -47,21 +47,20 @@ class RouterMessage(NamedTuple):
 class RouterStream:
     """Makes messages of what the index publishes."""
 
-    def __init__(self, index: RouterIndex, buffer_steps: int, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, index: RouterIndex, buffer_steps: int) -> None:
         self._index = index
-        self._wall_clock = wall_clock
         self._buffer_steps = buffer_steps
         self._kept: deque[RouterMessage] = deque()
         """The last messages, without gaps."""
         self._kept_bytes = 0
-        self.number = int(wall_clock() * 1e6)
+        self.number = int(time.time() * 1e6)
         """Of the next message."""
         self.messages = 0
 
     def take(self) -> Iterator[RouterMessage]:
         """What has happened since the last call."""
         for topic, events in self._index.take():
-            payload = encode(RouterBatch(self._wall_clock(), events))
+            payload = encode(RouterBatch(time.time(), events))
             yield self._keep(RouterMessage(self.number, topic, payload))
 
     def heartbeat(self) -> RouterMessage:
@@ -75,12 +74,12 @@ class RouterStream:
         before these needs nothing of them.
         """
         for topic, events in self._index.snapshot():
-            payload = encode(RouterBatch(self._wall_clock(), events))
+            payload = encode(RouterBatch(time.time(), events))
             number = self.number
             yield RouterMessage(number, topic, payload), self.heartbeat()
 
     def empty_batch(self) -> bytes:
-        return encode(RouterBatch(self._wall_clock(), []))
+        return encode(RouterBatch(time.time(), []))
 
     def replay(self, start: int) -> Iterator[tuple[bytes, bytes, bytes]]:
         """The messages from number ``start`` to the last one that there is now, and vLLM's end marker.

@@ -16,8 +16,8 @@ from kvoffd.cache.session_memory import RESULT_BYTES, SessionMemory
 from kvoffd.errors import KvoffdError, UnknownNamespace, UnsafeSegment
 from kvoffd.server.engine_memory import EngineMemory
 from kvoffd.transfer.checksums import SlotChecksums
-from kvoffd.transfer.engine import Direction, Outcome, Transfer
-from kvoffd.transfer.plan import GroupLayout
+from kvoffd.transfer.engine import Transfer
+from kvoffd.transfer.plan import Direction, GroupLayout, Outcome
 from kvoffd_proto import codec, events
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import Completions, JobResult, Role

@@ -117,14 +117,14 @@ class Notifier:
             self._failed = True
 
 
-def take_stored_fds(environ: MutableMapping[str, str], pid: int | None = None) -> dict[str, list[int]]:
+def take_stored_fds(environ: MutableMapping[str, str]) -> dict[str, list[int]]:
     """The descriptors that systemd kept for this process, by the name they were stored under.
 
     As sd_listen_fds(3) does it: children inherit neither the descriptors nor the variables, which are taken out.
     """
     given = [environ.pop(variable, "") for variable in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")]
     listen_pid, count, names = given
-    if listen_pid != str(os.getpid() if pid is None else pid) or not re.fullmatch("[0-9]{1,6}", count):
+    if listen_pid != str(os.getpid()) or not re.fullmatch("[0-9]{1,6}", count):
         return {}
     fds = range(FIRST_STORED_FD, FIRST_STORED_FD + int(count))
     stored: dict[str, list[int]] = {}

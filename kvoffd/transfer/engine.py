@@ -11,8 +11,6 @@ from typing import NamedTuple
 from kvoffd.transfer.checksums import SlotChecksums
 from kvoffd.transfer.plan import Direction, Outcome, Plan
 
-__all__ = ["Direction", "DirectionLoad", "Outcome", "Transfer", "TransferEngine"]
-
 
 @dataclass(slots=True, eq=False)
 class Transfer:

@@ -17,11 +17,11 @@ import numpy as np
 import xxhash
 
 from kvoffd.system.native import Native, NotCompiled, native
-from kvoffd.transfer.engine import Direction, Outcome, Transfer
+from kvoffd.transfer.engine import Transfer
 from kvoffd.transfer.lane import CopyProgress, Lane, Steps
 from kvoffd.transfer.lane_engine import LaneEngine
 from kvoffd.transfer.pace import Pace, Slice
-from kvoffd.transfer.plan import Plan
+from kvoffd.transfer.plan import Direction, Outcome, Plan
 
 # Between two looks at whether others wait or the transfer must end, which take no GIL: 50 to 100 microseconds.
 STEP_BYTES = 1 << 20

@@ -18,8 +18,9 @@ from kvoffd.system.fair_queue import FairQueue
 from kvoffd.system.native import native
 from kvoffd.system.threads import DaemonThreads
 from kvoffd.transfer.checksums import ChecksumThreadPool, SlotChecksums, StoreChecksums
-from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer
+from kvoffd.transfer.engine import DirectionLoad, Transfer
 from kvoffd.transfer.pace import OTHERS_WAIT, STOP, Pace, Slice
+from kvoffd.transfer.plan import Direction, Outcome
 
 _log = logging.getLogger(__name__)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 
-from kvoffd.transfer.engine import Direction, DirectionLoad, Transfer, TransferEngine
+from kvoffd.transfer.engine import DirectionLoad, Transfer, TransferEngine
 from kvoffd.transfer.lane import Lane
+from kvoffd.transfer.plan import Direction
 
 
 class LaneEngine(TransferEngine):

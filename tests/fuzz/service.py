@@ -19,7 +19,8 @@ from kvoffd.pool.pool import Pool
 from kvoffd.server.service import Service
 from kvoffd.server.session import Peer, Session
 from kvoffd.system.mappings import MappedSegment
-from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer, TransferEngine
+from kvoffd.transfer.engine import DirectionLoad, Transfer, TransferEngine
+from kvoffd.transfer.plan import Direction, Outcome
 from kvoffd_proto import blocks as b
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvoffd.server.service import Service
 from kvoffd.server.sessions import Sessions
-from kvoffd.transfer.engine import Direction, Outcome
+from kvoffd.transfer.plan import Direction, Outcome
 from kvoffd_proto import codec
 from tests.fuzz.corpus import seeds
 from tests.fuzz.decoders import DECODERS

@@ -14,8 +14,9 @@ from kvoffd.server.engine_memory import MemoryMapper
 from kvoffd.server.jobs import JobRunner
 from kvoffd.server.session import CompletionLog, Lifeline, Peer, Session
 from kvoffd.system.mappings import map_memfd
-from kvoffd.transfer.engine import Outcome, Transfer
+from kvoffd.transfer.engine import Transfer
 from kvoffd.transfer.host_engine import HostEngine
+from kvoffd.transfer.plan import Outcome
 from kvoffd_client import SharedMemory
 from kvoffd_proto.blocks import PutBlocks, PutShard
 from kvoffd_proto.errors import ErrorCode

@@ -15,8 +15,8 @@ from kvoffd.server.engine_jobs import EngineJobs, StoredGroup, StoreJobs
 from kvoffd.server.jobs import JobRunner
 from kvoffd.server.session import CompletionLog, Lifeline, Peer, Session
 from kvoffd.server.submission import Submission
-from kvoffd.transfer.engine import Outcome, Transfer
-from kvoffd.transfer.plan import build_layouts
+from kvoffd.transfer.engine import Transfer
+from kvoffd.transfer.plan import Outcome, build_layouts
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import GroupTransfer, Store, Submit

@@ -17,8 +17,8 @@ from kvoffd.server.disks import Disks
 from kvoffd.server.engine_memory import STUCK_AFTER_S
 from kvoffd.server.session import Job, Peer
 from kvoffd.system.mappings import MappedSegment
-from kvoffd.transfer.engine import Direction, Outcome
 from kvoffd.transfer.lane import OVERDUE_GRACE_S
+from kvoffd.transfer.plan import Direction, Outcome
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer, TransferEngine
+from kvoffd.transfer.engine import DirectionLoad, Transfer, TransferEngine
 from kvoffd.transfer.lane import OVERDUE_GRACE_S
+from kvoffd.transfer.plan import Direction, Outcome
 from tests.sim.clock import Broken, Clock, Injected, Process
 from tests.sim.memory import AddressSpace
 from tests.sim.pool import Slot, WatchedPool

@@ -13,11 +13,11 @@ import pytest
 from kvoffd.transfer.checksums import ChecksumThreadPool, SlotChecksums
 from kvoffd.transfer.cuda.cuda_engine import CudaEngine
 from kvoffd.transfer.cuda.gpu_copy import PinnedChunks
-from kvoffd.transfer.engine import Direction, Outcome, Transfer, TransferEngine
+from kvoffd.transfer.engine import Transfer, TransferEngine
 from kvoffd.transfer.host_engine import HostCopy, HostEngine
 from kvoffd.transfer.lane import MAX_AWAITING_CHECKSUMS
 from kvoffd.transfer.pace import Pace
-from kvoffd.transfer.plan import Plan
+from kvoffd.transfer.plan import Direction, Outcome, Plan
 from kvoffd_proto.cuda_driver import BATCH_FORMS, argument_types
 from tests.support.copy_buffers import address_of, random_bytes
 from tests.support.stub_cuda import Ranges, fresh_stub

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from kvoffd.pool.memory import PoolMemory
-from kvoffd.transfer.engine import Direction, Outcome, Transfer
+from kvoffd.transfer.engine import Transfer
 from kvoffd.transfer.host_engine import STEP_BYTES, HostCopy, HostEngine
 from kvoffd.transfer.pace import Pace
-from kvoffd.transfer.plan import Plan, build_layouts
+from kvoffd.transfer.plan import Direction, Outcome, Plan, build_layouts
 from kvoffd_proto.handles import PageRef, TensorLayout
 from tests.support.copy_buffers import address_of, plan_copy, random_bytes
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from kvoffd.transfer.checksums import SlotChecksums
-from kvoffd.transfer.engine import Direction, Outcome, Transfer
+from kvoffd.transfer.engine import Transfer
 from kvoffd.transfer.host_engine import HostCopy
 from kvoffd.transfer.lane import CopyProgress, Lane, Steps
 from kvoffd.transfer.pace import OTHERS_WAIT, STOP, Pace, Slice
-from kvoffd.transfer.plan import Plan, concatenate
+from kvoffd.transfer.plan import Direction, Outcome, Plan, concatenate
 from tests.support.copy_buffers import address_of, random_bytes
 from tests.support.waiting import wait_until
 

@@ -19,10 +19,11 @@ from kvoffd.system.numa import NOWHERE, Locality, run_near
 from kvoffd.transfer.cuda.driver import CopyCalls, CudaDriver, CudaError
 from kvoffd.transfer.cuda.gpu_copy import STEP_BYTES, STEP_PIECES, STEPS_IN_FLIGHT, GpuCopy, PinnedChunks
 from kvoffd.transfer.cuda.staging import Staging
-from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer
+from kvoffd.transfer.engine import DirectionLoad, Transfer
 from kvoffd.transfer.lane import ChecksumThreads, CopyProgress, Lane, Steps
 from kvoffd.transfer.lane_engine import LaneEngine
 from kvoffd.transfer.pace import Slice
+from kvoffd.transfer.plan import Direction, Outcome
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +46,6 @@ class CudaEngine(LaneEngine):
         name: of the GPU, for logs.
         locality: where its copy threads should run.
         clock: what deadlines are measured on, in seconds.
-        step_pieces: most pieces in a batch.
     """
 
     def __init__(
@@ -57,13 +57,12 @@ class CudaEngine(LaneEngine):
         name: str = "GPU",
         locality: Locality = NOWHERE,
         clock: Callable[[], float] = time.monotonic,
-        step_pieces: int = STEP_PIECES,
     ) -> None:
         self._batches = Batches(driver, name, clock)
 
         def lane(direction: Direction, checksum_threads: ChecksumThreads | None) -> Lane:
-            copier = _GpuCopier(driver, context, direction, pinned, self._batches, locality, step_pieces)
-            one_slice = Slice(STEPS_IN_FLIGHT * STEP_BYTES, STEPS_IN_FLIGHT * step_pieces)
+            copier = _GpuCopier(driver, context, direction, pinned, self._batches, locality)
+            one_slice = Slice(STEPS_IN_FLIGHT * STEP_BYTES, STEPS_IN_FLIGHT * STEP_PIECES)
             return Lane(f"kvoffd-gpu-{direction.value}", clock, [copier], one_slice, checksum_threads)
 
         threads = ChecksumThreads(CHECKSUM_THREADS, INLINE_BYTES, lambda: run_near(locality))
@@ -130,7 +129,6 @@ class _GpuCopier:
     _pinned: PinnedChunks
     _batches: Batches
     _locality: Locality
-    _step_pieces: int
     _calls: CopyCalls = field(init=False)
     _staging: Staging | None = None
     _stream: int = 0
@@ -144,7 +142,7 @@ class _GpuCopier:
         self._calls = self._driver.copy_calls(self._batches.call)
         if self._driver.gathers and self._driver.has_host_addresses():
             try:
-                self._staging = Staging(self._driver, STEPS_IN_FLIGHT, STEP_BYTES, self._step_pieces)
+                self._staging = Staging(self._driver, STEPS_IN_FLIGHT, STEP_BYTES, STEP_PIECES)
             except CudaError as error:
                 _log.warning("Small pieces are not gathered, since the GPU does not allow it: %s", error.message)
 
@@ -158,8 +156,7 @@ class _GpuCopier:
             self._direction,
             self._pinned,
             progress.pace,
-            self._step_pieces,
-            self._staging,
+            staging=self._staging,
         )
         outcome = None
         while outcome is None:

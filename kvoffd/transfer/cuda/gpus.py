@@ -18,7 +18,8 @@ from kvoffd.transfer.cuda.device import Device, find_device, list_devices
 from kvoffd.transfer.cuda.driver import CudaDriver, CudaError, CudaMissing
 from kvoffd.transfer.cuda.handles import GpuMappings, GpuSegment, IpcExport, VmmExport
 from kvoffd.transfer.cuda.pinning import UNPINNED, PinnedPool, PinProgress
-from kvoffd.transfer.engine import Direction, DirectionLoad, TransferEngine
+from kvoffd.transfer.engine import DirectionLoad, TransferEngine
+from kvoffd.transfer.plan import Direction
 from kvoffd_proto.errors import ErrorCode
 
 _log = logging.getLogger(__name__)

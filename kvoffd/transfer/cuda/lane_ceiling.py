@@ -21,8 +21,8 @@ from kvoffd.system.native import LIBRARY
 from kvoffd.transfer.cuda.cuda_engine import CudaEngine
 from kvoffd.transfer.cuda.driver import BatchCopy, CopyCalls, CudaDriver
 from kvoffd.transfer.cuda.gpu_copy import PinnedChunks
-from kvoffd.transfer.engine import Direction, Transfer
-from kvoffd.transfer.plan import Plan
+from kvoffd.transfer.engine import Transfer
+from kvoffd.transfer.plan import Direction, Plan
 
 _JOB_BYTES = 64 << 20
 _POOL_ADDRESS, _GPU_ADDRESS = 1 << 40, 7 << 44

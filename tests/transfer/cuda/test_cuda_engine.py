@@ -15,8 +15,8 @@ from kvoffd.transfer.cuda.cuda_engine import BATCH_PAUSE_S, CudaEngine
 from kvoffd.transfer.cuda.gpu_copy import PLAIN_BYTES, STEP_BYTES, STEP_PIECES, STEPS_IN_FLIGHT
 from kvoffd.transfer.cuda.pinning import PinnedPool
 from kvoffd.transfer.cuda.staging import STAGED_BYTES
-from kvoffd.transfer.engine import Direction, Outcome, Transfer
-from kvoffd.transfer.plan import Plan
+from kvoffd.transfer.engine import Transfer
+from kvoffd.transfer.plan import Direction, Outcome, Plan
 from tests.support.copy_buffers import address_of, random_bytes
 from tests.support.stub_cuda import DeviceBuffer, Ranges, StubCuda
 from tests.support.waiting import wait_until

@@ -16,8 +16,8 @@ from kvoffd.transfer.cuda.device import NoSuchGpu
 from kvoffd.transfer.cuda.driver import CudaMissing
 from kvoffd.transfer.cuda.gpus import GpuMemory, Gpus
 from kvoffd.transfer.cuda.handles import IpcExport, UnmappableHandle, VmmExport
-from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer
-from kvoffd.transfer.plan import Plan
+from kvoffd.transfer.engine import DirectionLoad, Transfer
+from kvoffd.transfer.plan import Direction, Outcome, Plan
 from tests.support.stub_cuda import Ranges, StubCuda, fresh_stub
 from tests.support.waiting import wait_until
 
