@@ -160,11 +160,8 @@ class Disks:
         """A namespace's blocks are stale, as when its weights changed: also those in directories that are coming,
         going or away. (Those that serve are reached through the cache.) ``everywhere``: on all nodes.
         """
-        for shared in self.tiering.shared if self.tiering is not None else ():
-            if everywhere:
-                shared.rejoin(fingerprint)
-            else:
-                shared.leave(fingerprint)
+        if self.tiering is not None:
+            self.tiering.namespace_reset(fingerprint, everywhere=everywhere)
         generations = {tier.name: tier.generation(fingerprint) for tier in self.shared}
         open_ones = [disk.size.directory for disk in self if disk.tier is not None]
         self._kept.note(fingerprint, generations if everywhere else None, open_ones)

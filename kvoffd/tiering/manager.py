@@ -82,7 +82,7 @@ class TieringManager:
         """
         shared = SharedTiering(self._cache, self.transfers, tier, self._clock, settings, self._engines_busy)
         for fingerprint in unshared:
-            shared.do_without(fingerprint)
+            shared.stop_sharing(fingerprint)
         self.shared.append(shared)
 
     # --- what the cache calls: see TieringHooks --------------------------------------------------
@@ -184,13 +184,19 @@ class TieringManager:
     def take_voided(self) -> set[bytes]:
         """Fingerprints of namespaces that were reset for all nodes since the last call.
 
-        Of these nothing is shared until ``rejoin``: what the pool has of them would be written as if it were new.
+        Of these nothing is shared until they are reset everywhere: what the pool has of them would be written as if it
+        were new.
         """
         found = {fingerprint for shared in self.shared for fingerprint in shared.tier.take_voided()}
         for shared in self.shared:
             for fingerprint in found:
-                shared.do_without(fingerprint)
+                shared.stop_sharing(fingerprint)
         return found
+
+    def namespace_reset(self, fingerprint: bytes, *, everywhere: bool) -> None:
+        """A namespace's blocks are stale; ``everywhere``: those of other nodes are gone too."""
+        for shared in self.shared:
+            shared.namespace_reset(fingerprint, everywhere=everywhere)
 
     def forget_unopened(self) -> int:
         """Forget what belongs to namespaces that nobody has opened since the start. Returns how many blocks."""

@@ -24,7 +24,7 @@ The next lookup of the same request goes on behind what is up by then. Each take
 READ_AGAIN_S = 60.0
 """So long after the last read one is tried although it would be slower: speeds change."""
 MOST_UNSHARED = 32_768
-"""Namespaces that are done without: those that there are, and the latest others."""
+"""Namespaces that are not shared: those that there are, and the latest others."""
 SLOWER = "slower"
 """Why blocks are not read that would be."""
 
@@ -220,18 +220,17 @@ class SharedTiering:
                 self.tier.poll(namespace.fingerprint)
         self.tier.tick()
 
-    def rejoin(self, fingerprint: bytes) -> None:
-        """Nothing that is there of a namespace is stale any more."""
-        self.unshared.pop(fingerprint, None)
-
-    def leave(self, fingerprint: bytes) -> None:
-        """An engine reset a namespace: its blocks became stale, and may be there."""
+    def namespace_reset(self, fingerprint: bytes, *, everywhere: bool) -> None:
+        """A namespace's blocks became stale, and may be there; ``everywhere``: they are not there any more either."""
+        if everywhere:
+            self.unshared.pop(fingerprint, None)
+            return
         if fingerprint not in self.unshared:
             logger.info("An engine reset a namespace; its blocks are not shared over %s any more.", self.tier.name)
-        self.do_without(fingerprint)
+        self.stop_sharing(fingerprint)
 
-    def do_without(self, fingerprint: bytes) -> None:
-        """Share nothing of a namespace until ``rejoin``."""
+    def stop_sharing(self, fingerprint: bytes) -> None:
+        """Share nothing of a namespace until it is reset everywhere."""
         if fingerprint not in self.unshared:
             put_newest(
                 self.unshared, fingerprint, None, MOST_UNSHARED, lambda one: self._cache.find_namespace(one) is not None

@@ -172,11 +172,7 @@ class SimDisk:
 
     def namespace_reset(self, fingerprint: bytes, *, everywhere: bool = False) -> None:
         """As ``Disks`` does it; no directory comes or goes here."""
-        for shared in self.tiering.shared:
-            if everywhere:
-                shared.rejoin(fingerprint)
-            else:
-                shared.leave(fingerprint)
+        self.tiering.namespace_reset(fingerprint, everywhere=everywhere)
         if self._shared is not None and everywhere:
             self._shared.left.discard(fingerprint)
         elif self._shared is not None:

@@ -285,8 +285,8 @@ PLANTED = (
     Planted(
         "after a reset blocks still come from the shared store",
         "kvoffd.tiering.shared",
-        "SharedTiering.leave",
-        "self.do_without(fingerprint)",
+        "SharedTiering.namespace_reset",
+        "self.stop_sharing(fingerprint)",
         "pass",
     ),
     Planted(

@@ -310,7 +310,7 @@ def test_what_cannot_be_reached_and_what_an_engine_reset_is_not_asked(
     shared.reachable = False
     assert rig.states(space, keys_of(1)) == [ABSENT]
     shared.reachable = True
-    rig.tiering.shared[0].leave(space.fingerprint)
+    rig.tiering.namespace_reset(space.fingerprint, everywhere=False)
     assert rig.states(space, keys_of(1)) == [ABSENT]
     assert not shared.asked
 
@@ -321,9 +321,9 @@ def test_what_is_remembered_of_namespaces_and_servers_that_come_and_go_is_bounde
     monkeypatch.setattr("kvoffd.tiering.shared.MOST_UNSHARED", 100)
     monkeypatch.setattr("kvoffd.tiering.manager.MOST_LOGGED", 100)
     space = rig.open()
-    rig.tiering.shared[0].leave(space.fingerprint)
+    rig.tiering.namespace_reset(space.fingerprint, everywhere=False)
     for number in range(1000):
-        rig.tiering.shared[0].leave(number.to_bytes(32, "big"))
+        rig.tiering.namespace_reset(number.to_bytes(32, "big"), everywhere=False)
         rig.tiering.tier_error(shared, f"timeout 10.0.{number}.1:6379", "It does not answer.")
     others = [number.to_bytes(32, "big") for number in range(901, 1000)]
     assert list(rig.tiering.shared[0].unshared) == [space.fingerprint, *others]
@@ -340,7 +340,7 @@ def test_a_namespace_that_was_reset_is_not_written(rig: TieringHarness) -> None:
     rig.put(space, keys_of(1))
     rig.tiering.pump()
     assert [block.id.key for block in tier.written] == split(keys_of(1))
-    rig.tiering.shared[0].leave(space.fingerprint)
+    rig.tiering.namespace_reset(space.fingerprint, everywhere=False)
     rig.put(space, keys_of(2))
     rig.tiering.tick()
     assert len(tier.written) == 1
