@@ -18,8 +18,8 @@ from typing import TypeAlias
 
 from kvoffd.config import Config
 from kvoffd.memory_needs import clients_bytes
+from kvoffd_client.client_options import Closing
 from kvoffd_proto.messages import StatsReply
-from tests.support.closing import Closing
 from tests.support.daemon import DaemonProcess
 from tests.support.steal import TooSlow
 from tests.support.waiting import wait_until

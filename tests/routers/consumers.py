@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from tests.support.closing import Closing
+from kvoffd_client.client_options import Closing
 from tests.support.router_daemon import BLOCK_TOKENS, free_ports
 from tests.support.waiting import wait_until
 

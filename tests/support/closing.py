@@ -1,25 +1,13 @@
-"""Context managers of the tests' helpers: what is started or opened is closed in any case."""
+"""Context managers of the tests' helpers: what is started is closed in any case."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from types import TracebackType
+import socketserver
+import threading
+from abc import abstractmethod
 from typing import Self
 
-
-class Closing(ABC):
-    """An object that is open from its construction and is closed at the end of a ``with``."""
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+from kvoffd_client.client_options import Closing
 
 
 class Starting(Closing):
@@ -34,3 +22,24 @@ class Starting(Closing):
         except BaseException:
             self.close()
             raise
+
+
+class ServerThread(Starting):
+    """A server of the standard library, served by a thread of its own."""
+
+    def __init__(self, server: socketserver.TCPServer) -> None:
+        self._server = server
+        self._thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_address[1])
+
+    def start(self) -> Self:
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5.0)

@@ -7,13 +7,14 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
+
+from kvoffd_client.client_options import Closing
 
 MAIN = Path(__file__).with_name("exporter_main.py")
 
 
-class Exporter:
+class Exporter(Closing):
     """Starts it; ``ask`` has it do something.
 
     Args:
@@ -73,12 +74,7 @@ class Exporter:
         self.process.kill()
         self.process.wait(10)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self.kill()
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import zmq
@@ -21,6 +20,7 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.messages import PROTOCOL_VERSION
 from kvoffd_proto.sockets import SocketPaths
 
+from .closing import Starting
 from .waiting import DEADLINE_S
 
 LIMITS = m.Limits(1 << 20, 65536, 1024, 4096, 65536, 262144, 1000, 1000, 1 << 20, 4, 64)
@@ -43,7 +43,7 @@ class Peer:
         self.jobs: dict[int, m.Store | m.Load] = {}
 
 
-class FakeDaemon:
+class FakeDaemon(Starting):
     """A daemon in one thread of the test's process; ``do`` runs a step of the test there and waits for it.
 
     Attributes:
@@ -107,12 +107,7 @@ class FakeDaemon:
         self.epoch += 1
         self.start()
 
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self.stop()
         shutil.rmtree(self.directory, ignore_errors=True)
 

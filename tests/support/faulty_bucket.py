@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
-from types import TracebackType
-from typing import Self
+
+from .closing import ServerThread
 
 
-class FaultyBucket:
+class FaultyBucket(ServerThread):
     """Has the objects of one bucket, until a test sets a fault.
 
     Attributes:
@@ -99,21 +98,8 @@ class FaultyBucket:
 
             do_GET = do_HEAD = do_PUT = do_POST = serve
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+        super().__init__(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
 
     @property
     def url(self) -> str:
-        return f"s3://bucket?endpoint=http://127.0.0.1:{self._server.server_address[1]}&region=us-east-1"
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(5.0)
+        return f"s3://bucket?endpoint=http://127.0.0.1:{self.port}&region=us-east-1"

@@ -7,13 +7,14 @@ import socketserver
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO
+
+from .closing import ServerThread
 
 Values = dict[bytes, bytes]
 
 
-class FaultyStore:
+class FaultyStore(ServerThread):
     """Answers like ``redis-server`` until a test sets a fault.
 
     Attributes:
@@ -61,9 +62,7 @@ class FaultyStore:
             block_on_close = False
             allow_reuse_address = True
 
-        self._server = Server(("127.0.0.1", 0), Handler)
-        self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+        super().__init__(Server(("127.0.0.1", 0), Handler))
 
     @property
     def url(self) -> str:
@@ -122,17 +121,6 @@ class FaultyStore:
             message, self.surplus = message + self.surplus, b""
         connection.sendall(message)
         return True
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(5.0)
 
 
 def _read_command(stream: BinaryIO) -> list[bytes]:

@@ -8,13 +8,13 @@ import socket
 import subprocess
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import pytest
 
 from tests.support.ports import free_port
 
+from .closing import Starting
 from .waiting import wait_until
 
 PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
@@ -23,7 +23,7 @@ START_S = 10.0
 MOST_STARTS = 5
 
 
-class RedisServer:
+class RedisServer(Starting):
     """Listens on a free port of 127.0.0.1 and keeps nothing on disk."""
 
     def __init__(self, *options: str) -> None:
@@ -86,17 +86,12 @@ class RedisServer:
             self._process.wait()
             self._process = None
 
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self.kill()
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-class RedisCluster:
+class RedisCluster(Starting):
     """Three masters, each with a third of the slots."""
 
     def __init__(self, *more: str) -> None:
@@ -120,15 +115,7 @@ class RedisCluster:
         for server in self.servers:
             server.command("FLUSHALL")
 
-    def __enter__(self) -> Self:
-        try:
-            self._start()
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-        return self
-
-    def _start(self) -> None:
+    def start(self) -> Self:
         for number, server in enumerate(self.servers):
             server.start()
             first, last = number * 16384 // 3, (number + 1) * 16384 // 3 - 1
@@ -137,13 +124,12 @@ class RedisCluster:
             met = self.servers[0].command("CLUSTER", "MEET", "127.0.0.1", str(server.port), str(bus_port))
             assert met == b"+OK\r\n"
         wait_until(self._whole, 20.0, explain=lambda: self.servers[0].command("CLUSTER", "NODES"))
+        return self
 
     def _whole(self) -> bool:
         infos = [server.command("CLUSTER", "INFO") for server in self.servers]
         return all(b"cluster_state:ok" in info and b"cluster_slots_assigned:16384" in info for info in infos)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         for server in self.servers:
-            server.__exit__(kind, error, trace)
+            server.close()

@@ -13,10 +13,10 @@ import msgspec
 import zmq
 
 from kvoffd_client import SharedMemory
+from kvoffd_client.client_options import Closing
 from kvoffd_proto import messages as m
 from kvoffd_proto.events import END_OF_REPLAY
 
-from .closing import Closing
 from .daemon import DaemonProcess
 from .waiting import wait_until
 from .wire import WireClient, ids, key

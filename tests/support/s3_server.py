@@ -9,12 +9,12 @@ import sys
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
 import pytest
 
+from .closing import Starting
 from .ports import free_port
 from .waiting import wait_until
 
@@ -25,7 +25,7 @@ START_S = 20.0
 BUCKET = "kvoffd-test"
 
 
-class S3Server:
+class S3Server(Starting):
     """Listens on a free port of 127.0.0.1 and keeps everything in memory."""
 
     def __init__(self, options: Sequence[str] = (), scheme: str = "http") -> None:
@@ -38,7 +38,7 @@ class S3Server:
     def url(self) -> str:
         return f"s3://{BUCKET}/a/prefix?endpoint={self.endpoint}&region=us-east-1"
 
-    def __enter__(self) -> Self:
+    def start(self) -> Self:
         assert PROGRAM is not None
         port = free_port()
         self.endpoint = f"{self._scheme}://localhost:{port}"
@@ -79,9 +79,7 @@ class S3Server:
     def objects(self) -> int:
         return self.request("GET", f"/{BUCKET}?list-type=2").count(b"<Key>")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait()

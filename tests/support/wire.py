@@ -11,13 +11,13 @@ from typing import TypeVar
 import zmq
 
 from kvoffd_client import SharedMemory
+from kvoffd_client.client_options import Closing
 from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.messages import PROTOCOL_VERSION
 from kvoffd_proto.sockets import SocketPaths
 
-from .closing import Closing
 from .waiting import wait_until
 
 TIMEOUT_S = 5.0

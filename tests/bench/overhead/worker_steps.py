@@ -30,12 +30,12 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from kvoffd_client import NamespaceSpec, WorkerClient
 from kvoffd_client.bench.synthetic_engine import KEY_BYTES, host_memory
+from kvoffd_client.client_options import Closing
 from kvoffd_client.shared_memory import Registration
 from kvoffd_client.vllm.connector_metadata import KeyedSpec
 from kvoffd_client.vllm.offloading_worker import KvoffdWorker
 from kvoffd_proto.handles import PageRef, TensorLayout
 from tests.bench.overhead.steps import KVOFFD, NATIVE, Say
-from tests.support.closing import Closing
 
 PAGE_BYTES = 4096
 STEP_S = 0.02

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 from dataclasses import asdict
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from kvoffd_client.client_options import Closing
 from tests.bench.peers.player import Copy, Geometry, Prompt
 from tests.bench.peers.servers import Server
 from tests.bench.report_file import ROOT
@@ -19,7 +19,7 @@ class ClientFailed(Exception):
     """A client could not do what it was told; the message is its own."""
 
 
-class Client:
+class Client(Closing):
     """Starts a player and speaks with it. ``tell`` and ``hear`` are apart so that several can work at once."""
 
     def __init__(self, server: Server) -> None:
@@ -69,12 +69,7 @@ class Client:
         stored, loaded = self.ask("copies", order=order)
         return Copy(**stored), Copy(**loaded)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()

@@ -12,11 +12,11 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from kvoffd_proto.sockets import SocketPaths
 from tests.bench.cpu_time import process_cpu_s
+from tests.support.closing import Starting
 from tests.support.ports import free_port
 
 POOL_GIB = 1
@@ -31,7 +31,7 @@ class ServerFailed(Exception):
     """A server did not start or stop; the message names its log."""
 
 
-class Server:
+class Server(Starting):
     """A server process, started by ``with``. In ``command``, DIRECTORY stands for a directory of its own.
 
     Attributes:
@@ -66,7 +66,7 @@ class Server:
         """The client's environment."""
         return self.environment
 
-    def __enter__(self) -> Self:
+    def start(self) -> Self:
         self.directory = Path(tempfile.mkdtemp(prefix="kvoffd-peers-", dir="/tmp"))
         self.command = [part.replace("DIRECTORY", str(self.directory)) for part in self.command]
         log = self.directory / "server.log"
@@ -75,11 +75,7 @@ class Server:
             self._process = subprocess.Popen(
                 self.command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=self.environment
             )
-        try:
-            self._wait(self.answers, log, begin)
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
+        self._wait(self.answers, log, begin)
         self.start_s = time.perf_counter() - begin
         return self
 
@@ -91,9 +87,7 @@ class Server:
                 raise ServerFailed(f"{self.name} did not start:\n{tail}")
             time.sleep(STEP_S)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:
@@ -152,10 +146,8 @@ class LMCacheServer(Server):
         """
         return self.environment | {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def close(self) -> None:
+        super().close()
         # It unlinks its segment itself unless it had to be killed.
         (Path("/dev/shm") / self.shared_memory).unlink(missing_ok=True)
 
