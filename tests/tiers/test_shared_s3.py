@@ -302,6 +302,20 @@ def test_a_prefix_costs_few_requests(bucket: FaultyBucket, rig: SharedRig) -> No
         assert bucket.requests["GET"] <= 1, "the generation, every few seconds"
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (("127.0.0.1:", "127.0.0.1:1/"), "(Connection refused)"),
+        (("http://", "https://"), "Where it has no TLS, name its endpoint http://"),
+    ],
+)
+def test_why_a_bucket_cannot_be_reached_is_told(bucket: FaultyBucket, change: tuple[str, str], told: str) -> None:
+    rig = SharedRig(bucket.url.replace(*change))
+    rig.until(lambda: rig.kinds["unreachable"] > 0)
+    assert told in rig.tier.problem
+    assert rig.close()
+
+
 # --- a real server ----------------------------------------------------------------------------------
 
 

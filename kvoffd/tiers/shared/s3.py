@@ -50,6 +50,8 @@ PROFILE = {
     "secret_access_key": "aws_secret_access_key",
     "token": "aws_session_token",
 }
+_CAUSE = re.compile(r'(?:message|error): "([^"]{1,200})"')
+"""In what obstore says of an error that it did not expect: the system's words."""
 NO_KEYS = "The role of the container or machine is asked for: no keys are in shared_password_file, AWS's variables or"
 
 T = TypeVar("T")
@@ -342,7 +344,10 @@ class S3(Store):
         if "certificate" in text.lower():
             why = f"{name} does not prove who it is: {_first_line(error)}. Name its authority in SSL_CERT_FILE."
             return StoreError("tls", why, final=True)
-        return StoreError("unreachable", f"{name} cannot be reached: {_first_line(error)}.", final="Connect" in text)
+        cause = f" ({printable(found[1])})" if (found := _CAUSE.search(text)) else ""
+        hint = " Where it has no TLS, name its endpoint http://." if "InvalidContentType" in text else ""
+        why = f"{name} cannot be reached: {_first_line(error)}{cause}.{hint}"
+        return StoreError("unreachable", why, final="Connect" in text)
 
 
 async def _of(task: asyncio.Task[T]) -> T:
