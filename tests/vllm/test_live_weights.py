@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.lora.request import LoRARequest
 from vllm.v1.worker.worker_base import WorkerBase
 
 from kvoffd_client.vllm.live_weights import CHANGING_METHODS, PIECE_BYTES, PIECES, LiveWeights
@@ -147,6 +148,18 @@ def test_the_models_are_found_among_the_callers_and_changes_by_vllms_methods_are
 
 def test_where_no_caller_has_a_model_there_is_none() -> None:
     assert LiveWeights.of_caller() is None
+
+
+def test_an_adapter_that_is_loaded_in_place_changes_weights_and_another_one_does_not() -> None:
+    runner: Any = Runner(None)
+    loaded: list[LoRARequest] = []
+    runner.add_lora = loaded.append
+    weights = Worker(runner).initialize()
+    assert weights is not None
+    for in_place in (False, True):
+        runner.add_lora(LoRARequest("name", 1, "path", load_inplace=in_place))
+        assert weights.changed == in_place
+    assert len(loaded) == 2
 
 
 def test_the_methods_that_change_weights_are_vllms() -> None:

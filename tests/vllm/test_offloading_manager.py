@@ -334,3 +334,38 @@ def store(harness: ManagerHarness, context: ReqContext) -> Collection[OffloadKey
     output = harness.manager.prepare_store(KEYS, context)
     assert output is not None
     return output.keys_to_store
+
+
+def stored(harness: ManagerHarness, context: ReqContext) -> Collection[OffloadKey]:
+    """What is stored of a request, by a store that has ended."""
+    keys = store(harness, context)
+    harness.manager.complete_store(keys, context)
+    return keys
+
+
+def test_requests_of_two_adapters_with_one_id_use_nothing_since_vllm_may_compute_them_with_either() -> None:
+    harness = ManagerHarness()
+    first, second, other, plain = (harness.request(name) for name in ("first", "second", "other", "plain"))
+    harness.manager.begin_adapter("first", b"one", 1)
+    harness.manager.begin_adapter("other", b"one", 2)
+    assert stored(harness, first) == KEYS
+    harness.manager.begin_adapter("second", b"two", 1)
+    assert [stored(harness, context) for context in (first, second)] == [[], []]
+    assert harness.results(second) == [LookupResult.MISS] * 3
+    assert [stored(harness, context) for context in (other, plain)] == [KEYS, KEYS]
+    for context in (first, second):
+        harness.manager.on_request_finished(context)
+    third = harness.request("third")
+    harness.manager.begin_adapter("third", b"two", 1)
+    assert stored(harness, third) == KEYS
+
+
+def test_requests_with_an_adapter_that_began_before_weights_changed_use_nothing_after_it() -> None:
+    harness = ManagerHarness()
+    before, plain = harness.request("before"), harness.request("plain")
+    harness.manager.begin_adapter("before", b"one", 1)
+    harness.manager.namespace.leave(engine_cache_kept=True)
+    harness.report("weights")
+    after = harness.request("after")
+    harness.manager.begin_adapter("after", b"one", 1)
+    assert [stored(harness, context) for context in (before, plain, after)] == [[], KEYS, KEYS]

@@ -256,8 +256,8 @@ class KvoffdConnector(OffloadingConnector):
     def on_new_request(self, request: v.Request) -> None:
         """Look all keys of the request up, where that was not done when it was received."""
         super().on_new_request(request)
-        if request.lora_request is not None:
-            self._manager.begin_adapter(request.request_id, self._adapters.content_of(request.lora_request))
+        if (adapter := request.lora_request) is not None:
+            self._manager.begin_adapter(request.request_id, self._adapters.content_of(adapter), adapter.lora_int_id)
         if is_told(request):
             self._manager.tell_tokens(request.request_id, self._told)
         if not self._manager.is_looked_up(request.request_id):

@@ -83,6 +83,8 @@ class LiveWeights:
         for name in CHANGING_METHODS:
             if callable(method := getattr(owner, name, None)):
                 setattr(owner, name, self._noticing(method))
+        if callable(method := getattr(owner, "add_lora", None)):
+            owner.add_lora = self._noticing(method, lambda lora_request: lora_request.load_inplace)
 
     def digest(self) -> str | None:
         """Return the digest, in hex, of all parameters and buffers: names, types, shapes and samples of their bytes.
@@ -112,14 +114,15 @@ class LiveWeights:
         logger.info("kvoffd: named the weights by %d samples in %.3f s.", len(samples), time.monotonic() - began)
         return total.hexdigest()
 
-    def _noticing(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _noticing(self, method: Callable[..., Any], changes: Callable[..., bool] = lambda *_, **__: True) -> Any:
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.changed = True
+            changed = changes(*args, **kwargs)
+            self.changed |= changed
             try:
                 return method(*args, **kwargs)
             finally:
-                self.changed = True
+                self.changed |= changed
 
         return call
 

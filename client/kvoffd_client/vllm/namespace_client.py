@@ -104,6 +104,7 @@ class EngineNamespace:
     Attributes:
         generation: counts resets and changes of weights.
         current: the namespace; None while it is not known.
+        on_leave: called when the weights, or adapters, may be others from now on.
     """
 
     def __init__(self, world_size: int, client: NamespaceClient, clock: Callable[[], float]) -> None:
@@ -112,6 +113,7 @@ class EngineNamespace:
         self._clock = clock
         self.generation = 0
         self.current: NamespaceSpec | None = None
+        self.on_leave: Callable[[], None] = lambda: None
         self._last: NamespaceSpec | None = None
         self._reports: dict[int, MemoryReport] = {}
         self._waiting_since: float | None = None
@@ -180,6 +182,7 @@ class EngineNamespace:
         self._waiting_since = None
         self._engine_cache_kept = engine_cache_kept
         self._engine_cache_stale = self._engine_cache_stale and engine_cache_kept
+        self.on_leave()
 
     def report(self, reports: Mapping[int, MemoryReport]) -> None:
         for rank, report in reports.items():

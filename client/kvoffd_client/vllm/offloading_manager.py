@@ -138,6 +138,7 @@ class KvoffdManager(OffloadingManager):
         self._loading: dict[str, PendingLookup] = {}
         self._counters = stats.Counters()
         self.namespace = namespace
+        namespace.on_leave = self._leave_adapters
         self._loads = loads
         self._stores = stores
         self._harm = (
@@ -218,10 +219,24 @@ class KvoffdManager(OffloadingManager):
             self._counters.count(stats.LOOKUP_WAITS_IN_VAIN)
             self._lookup_wait.in_vain()
 
-    def begin_adapter(self, request_id: str, content: bytes | None) -> None:
-        """Have a new request's keys hold the content of its LoRA adapter; None: it is not known, so use nothing."""
-        if lookups := self._lookups.get(request_id):
-            lookups.adapter, lookups.outside = content or b"", content is None
+    def begin_adapter(self, request_id: str, content: bytes | None, adapter_id: int) -> None:
+        """Have a new request's keys hold the content of its LoRA adapter; None: it is not known, so use nothing.
+
+        Where other requests have other content under the same id, nobody knows which of it vLLM computes them with.
+        """
+        if (lookups := self._lookups.get(request_id)) is None:
+            return
+        lookups.adapter, lookups.adapter_id, lookups.outside = content or b"", adapter_id, content is None
+        same_id = [other for other in self._lookups.values() if other.adapter_id == adapter_id and other.adapter]
+        if any(other.adapter != content for other in same_id):
+            for other in same_id:
+                other.leave()
+
+    def _leave_adapters(self) -> None:
+        """Adapters may have been replaced in place, and vLLM goes on with the requests that began with others."""
+        for lookups in self._lookups.values():
+            if lookups.adapter:
+                lookups.leave()
 
     def tell_tokens(self, request_id: str, told: Container[OffloadKey]) -> None:
         """Store a new request's blocks once more where the daemon has them and they are not among ``told``."""

@@ -109,6 +109,7 @@ class RequestLookups:
         last_answer: also after its lease was released; tells what need not be stored.
         told: blocks of which the daemon knows the tokens, or needs none; None where the request may tell none.
         adapter: content of the request's LoRA adapter; empty for none.
+        adapter_id: vLLM's number of that adapter; 0 for none.
         outside: nothing of this request may be looked up or stored.
         load_failed: a load of this request failed; the request is recomputed and never looked up again.
         extra_keys: keys that vLLM asked for beside its chunks' (partial tails), and since when.
@@ -129,6 +130,7 @@ class RequestLookups:
     last_answer: PendingLookup | None = None
     told: Container[OffloadKey] | None = None
     adapter: bytes = b""
+    adapter_id: int = 0
     outside: bool = False
     load_failed: bool = False
     extra_keys: dict[OffloadKey, float] = field(default_factory=dict)
@@ -211,6 +213,11 @@ class RequestLookups:
         """End all leases, and forget what is stored."""
         self.release()
         self.last_answer = None
+
+    def leave(self) -> None:
+        """Look up and store nothing of this request any more."""
+        self.release()
+        self.outside = True
 
     def mark_load_failed(self) -> None:
         """Look nothing of this request up any more, and use no answer."""
