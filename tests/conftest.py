@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -62,11 +63,8 @@ def shared_daemon(module_daemon: DaemonProcess) -> Iterator[DaemonProcess]:
 
 @pytest.fixture
 def pool_file() -> Iterator[Path]:
-    """A path in /dev/shm for a pool's file, which is removed afterwards; skips the test where there is no /dev/shm."""
-    shm = Path("/dev/shm")
-    if not os.access(shm, os.W_OK):
+    """A place in /dev/shm for a pool's file and those beside it; skips the test where there is no /dev/shm."""
+    if not os.access("/dev/shm", os.W_OK):
         pytest.skip("/dev/shm is not there")
-    path = shm / f"kvoffd-test-{os.getpid()}.pool"
-    path.unlink(missing_ok=True)
-    yield path
-    path.unlink(missing_ok=True)
+    with TemporaryDirectory(dir="/dev/shm", prefix="kvoffd-test-", suffix=".pool") as directory:
+        yield Path(directory) / "pool"

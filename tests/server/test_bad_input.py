@@ -36,13 +36,6 @@ def daemon(shared_daemon: DaemonProcess) -> DaemonProcess:
 
 
 @pytest.fixture
-def worker(daemon: DaemonProcess):
-    with WireClient(daemon.directory) as client:
-        client.open_namespace()
-        yield client
-
-
-@pytest.fixture
 def memory():
     with SharedMemory(8 * PAGE, "test") as shared:
         yield shared

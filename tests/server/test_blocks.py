@@ -9,7 +9,7 @@ import socket
 import stat
 from collections.abc import Iterator
 from contextlib import ExitStack
-from tempfile import TemporaryDirectory
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -549,28 +549,25 @@ def test_every_block_request_has_a_test_of_who_may_send_it() -> None:
     assert codec.decode_request(codec.encode(requests_of(Paper())[0]))  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="/dev/shm is not there")
-def test_a_successor_knows_what_the_blocks_are_made_of_but_not_who_was_pinned() -> None:
-    with TemporaryDirectory(dir="/dev/shm") as directory:
-        pool_file = f"{directory}/pool"
-        with DaemonProcess("8MiB", block_access="write", pool_file=pool_file) as daemon:
-            with ExitStack() as stack:
-                room = Room(daemon, stack)
-                room.desk.pin(*range(KEYS))
-                content = room.content
-            daemon.kill()
-            daemon.start()
-            with Desk(daemon.directory, m.Role.ADMIN) as desk:
-                told = desk.ask(b.DescribeNamespace(desk.next_id(), desk.token, NAMESPACE), b.NamespaceDescribed)
-                assert told.shards == [[b.ShardSpec(1, [b.PageSpec(PAGE, LAYER)])]]
-                assert desk.list(pinned=True).total == 0
-                assert stats(daemon.directory).pinned_blocks == 0
-                answer, (fd,) = open_pool(desk)
-                assert isinstance(answer, lifeline.PoolOpened)
-                pool = mmap.mmap(fd, answer.pool_bytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=answer.offset_bytes)
-                os.close(fd)
-                for number, shards in enumerate(desk.get(1, *range(KEYS))):
-                    assert shards is not None
-                    found = pool[shards[0].offset_bytes : shards[0].offset_bytes + PAGE]
-                    assert found == content[number].tobytes()
-                pool.close()
+def test_a_successor_knows_what_the_blocks_are_made_of_but_not_who_was_pinned(pool_file: Path) -> None:
+    with DaemonProcess("8MiB", block_access="write", pool_file=str(pool_file)) as daemon:
+        with ExitStack() as stack:
+            room = Room(daemon, stack)
+            room.desk.pin(*range(KEYS))
+            content = room.content
+        daemon.kill()
+        daemon.start()
+        with Desk(daemon.directory, m.Role.ADMIN) as desk:
+            told = desk.ask(b.DescribeNamespace(desk.next_id(), desk.token, NAMESPACE), b.NamespaceDescribed)
+            assert told.shards == [[b.ShardSpec(1, [b.PageSpec(PAGE, LAYER)])]]
+            assert desk.list(pinned=True).total == 0
+            assert stats(daemon.directory).pinned_blocks == 0
+            answer, (fd,) = open_pool(desk)
+            assert isinstance(answer, lifeline.PoolOpened)
+            pool = mmap.mmap(fd, answer.pool_bytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=answer.offset_bytes)
+            os.close(fd)
+            for number, shards in enumerate(desk.get(1, *range(KEYS))):
+                assert shards is not None
+                found = pool[shards[0].offset_bytes : shards[0].offset_bytes + PAGE]
+                assert found == content[number].tobytes()
+            pool.close()

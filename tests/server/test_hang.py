@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -20,17 +18,11 @@ from tests.support.faulty_daemon import FaultyDaemon
 FOR_EVER = "slow 100000"
 DEADLINE_S = 0.5
 KEYS = [number.to_bytes(32, "big") for number in range(8)]
-SHM = Path("/dev/shm")
-
-pytestmark = pytest.mark.skipif(not os.access(SHM, os.W_OK), reason="/dev/shm is not there")
 
 
 @pytest.fixture
-def daemon() -> Iterator[FaultyDaemon]:
-    with (
-        TemporaryDirectory(dir=SHM) as directory,
-        FaultyDaemon("16MiB", pool_file=f"{directory}/pool", job_deadline=f"{DEADLINE_S}s") as running,
-    ):
+def daemon(pool_file: Path) -> Iterator[FaultyDaemon]:
+    with FaultyDaemon("16MiB", pool_file=str(pool_file), job_deadline=f"{DEADLINE_S}s") as running:
         yield running
 
 

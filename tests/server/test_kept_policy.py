@@ -7,7 +7,6 @@ import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -21,12 +20,6 @@ from tests.support.waiting import wait_until
 from tests.support.wire import NAMESPACE, WireClient, ids, keys, stats
 
 PAGE = 16384
-
-
-@pytest.fixture
-def pool_file() -> Iterator[Path]:
-    with TemporaryDirectory(dir="/dev/shm") as directory:
-        yield Path(directory) / "pool"
 
 
 def use(daemon: DaemonProcess) -> None:

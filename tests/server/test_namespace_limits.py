@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -20,12 +18,6 @@ from tests.support.daemon import DaemonProcess
 
 PAGE = 16384
 KEYS = [number.to_bytes(32, "big") for number in range(1000)]
-
-
-@pytest.fixture
-def pool_file() -> Iterator[Path]:
-    with TemporaryDirectory(dir="/dev/shm") as directory:
-        yield Path(directory) / "pool"
 
 
 def test_limits_hold_are_shown_and_outlive_the_daemon(pool_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,8 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 
 import pytest
 import zmq
@@ -92,11 +92,8 @@ def test_a_star_is_all_interfaces() -> None:
             socket.create_connection(("127.0.0.2", port), 5.0).close()
 
 
-def test_blocks_that_an_earlier_daemon_left_are_told_once_they_are_loaded() -> None:
-    with (
-        TemporaryDirectory(dir="/dev/shm") as directory,
-        router_daemon(pool_file=f"{directory}/pool") as (daemon, port, _),
-    ):
+def test_blocks_that_an_earlier_daemon_left_are_told_once_they_are_loaded(pool_file: Path) -> None:
+    with router_daemon(pool_file=str(pool_file)) as (daemon, port, _):
         with PromptEngine(daemon) as engine:
             engine.store(PROMPT)
             keys = engine.keys

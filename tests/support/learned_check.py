@@ -10,6 +10,7 @@ from pathlib import Path
 
 import kvoffd
 from kvoffd.cache.policies.learned import Policy
+from tests.support.cache_harness import CacheHarness
 from tests.support.cuda_abi import compiler
 
 SOURCE = Path(__file__).with_suffix(".c")
@@ -23,6 +24,12 @@ def _checker() -> ctypes.CDLL:
         flags = ["-std=gnu11", "-O1", "-fPIC", "-shared", f"-I{headers}", "-Wl,--unresolved-symbols=ignore-all"]
         subprocess.run([compiler(), *flags, "-o", made, SOURCE], check=True)
         return ctypes.CDLL(str(made))
+
+
+def policy_of(rig: CacheHarness) -> Policy:
+    policy = rig.cache.policy
+    assert isinstance(policy, Policy)
+    return policy
 
 
 def check_learned(policy: Policy) -> None:

@@ -22,17 +22,11 @@ from kvoffd.simulate.trace import KEY_BYTES, Trace
 from kvoffd_proto.messages import READY
 from tests.support.cache_harness import CacheHarness, FoldedEvents, adopt_all, begin_store, keys_of, made
 from tests.support.invariants import check_invariants
-from tests.support.learned_check import check_learned
+from tests.support.learned_check import check_learned, policy_of
 
 CLASSES, BINS, EPOCHS_KEPT, REMEMBERED_POOLS = 77, 17, 320, 16
 """As in learned.h and spans.c."""
 GHOST_BYTES = 100
-
-
-def policy_of(rig: CacheHarness) -> Policy:
-    policy = rig.cache.policy
-    assert isinstance(policy, Policy)
-    return policy
 
 
 def bytes_of(policy: Policy) -> int:

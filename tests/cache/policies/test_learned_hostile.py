@@ -10,19 +10,12 @@ import pytest
 
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import make_policy
-from kvoffd.cache.policies.learned import Policy
 from kvoffd_proto.messages import READY
 from tests.support.cache_harness import CacheHarness, keys_of
-from tests.support.learned_check import check_learned
+from tests.support.learned_check import check_learned, policy_of
 
 MIB = 1 << 20
 MOST_SEEN = 2**16 - 1
-
-
-def policy_of(rig: CacheHarness) -> Policy:
-    policy = rig.cache.policy
-    assert isinstance(policy, Policy)
-    return policy
 
 
 def record_of(rig: CacheHarness) -> bytes:
