@@ -46,6 +46,7 @@ class CudaEngine(LaneEngine):
         name: of the GPU, for logs.
         locality: where its copy threads should run.
         clock: what deadlines are measured on, in seconds.
+        step_pieces: most pieces in a batch.
     """
 
     def __init__(
@@ -57,12 +58,13 @@ class CudaEngine(LaneEngine):
         name: str = "GPU",
         locality: Locality = NOWHERE,
         clock: Callable[[], float] = time.monotonic,
+        step_pieces: int = STEP_PIECES,
     ) -> None:
         self._batches = Batches(driver, name, clock)
 
         def lane(direction: Direction, checksum_threads: ChecksumThreads | None) -> Lane:
-            copier = _GpuCopier(driver, context, direction, pinned, self._batches, locality)
-            one_slice = Slice(STEPS_IN_FLIGHT * STEP_BYTES, STEPS_IN_FLIGHT * STEP_PIECES)
+            copier = _GpuCopier(driver, context, direction, pinned, self._batches, locality, step_pieces)
+            one_slice = Slice(STEPS_IN_FLIGHT * STEP_BYTES, STEPS_IN_FLIGHT * step_pieces)
             return Lane(f"kvoffd-gpu-{direction.value}", clock, [copier], one_slice, checksum_threads)
 
         threads = ChecksumThreads(CHECKSUM_THREADS, INLINE_BYTES, lambda: run_near(locality))
@@ -129,6 +131,7 @@ class _GpuCopier:
     _pinned: PinnedChunks
     _batches: Batches
     _locality: Locality
+    _step_pieces: int
     _calls: CopyCalls = field(init=False)
     _staging: Staging | None = None
     _stream: int = 0
@@ -142,7 +145,7 @@ class _GpuCopier:
         self._calls = self._driver.copy_calls(self._batches.call)
         if self._driver.gathers and self._driver.has_host_addresses():
             try:
-                self._staging = Staging(self._driver, STEPS_IN_FLIGHT, STEP_BYTES, STEP_PIECES)
+                self._staging = Staging(self._driver, STEPS_IN_FLIGHT, STEP_BYTES, self._step_pieces)
             except CudaError as error:
                 _log.warning("Small pieces are not gathered, since the GPU does not allow it: %s", error.message)
 
@@ -156,7 +159,8 @@ class _GpuCopier:
             self._direction,
             self._pinned,
             progress.pace,
-            staging=self._staging,
+            self._step_pieces,
+            self._staging,
         )
         outcome = None
         while outcome is None:
