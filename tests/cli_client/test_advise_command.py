@@ -77,6 +77,16 @@ def test_what_was_saved(served: StatsReply, busy: StatsReply) -> None:
     assert "16.7 % of what the disks have came too late" in told(below, info(1))["disks_late"]
 
 
+def test_of_disks_that_are_not_there_nothing_is_said(served: StatsReply, busy: StatsReply) -> None:
+    counted_so = counted(1, keys_pending=12_000, keys_shared=12_000, misses={"disk_late": 2_000})
+    alone = structs.replace(served, namespaces=[counted_so], below=busy.below, shared=busy.shared, disks=[])
+    assert "Of these 33.3 % came from shared stores." in told(alone, info(1))["saved"]
+    assert told(alone, info(1))["disks_late"].startswith("16.7 % of what the shared stores have came too late")
+    both = told(structs.replace(alone, disks=busy.disks), info(1))
+    assert "0 % came from disks and 33.3 % came from shared stores" in both["saved"]
+    assert "of what the disks and shared stores have came too late" in both["disks_late"]
+
+
 def test_what_engines_left_out(served: StatsReply) -> None:
     assert "slow_copies" not in told(served)
     slow = counted(1, skipped_loads=7, prefill_tokens_per_second=9000.0, load_tokens_per_second=800.0)

@@ -148,7 +148,8 @@ def _saved(stats: StatsReply, known: dict[bytes, NamespaceInfo]) -> Iterator[Adv
         f"In {format_duration(stats.uptime_seconds)} engines loaded {format_count(round(tokens))} tokens instead of "
         f"computing them, {percent(tokens, asked)} of those that they asked for."
     )
-    tiers = [("disks", below - shared)] * (stats.below is not None) + [("shared stores", shared)] * bool(stats.shared)
+    has_disks = stats.below is not None and bool(stats.disks or below > shared)
+    tiers = [("disks", below - shared)] * has_disks + [("shared stores", shared)] * bool(stats.shared)
     if tiers:
         parts = [f"{percent(part, tokens, '0 %')} came from {name}" for name, part in tiers]
         text += f" Of these {' and '.join(parts)}."
@@ -303,7 +304,11 @@ def _late(stats: StatsReply) -> Iterator[Advice]:
     late = sum(one.misses.get("disk_late", 0) for one in stats.namespaces)
     pending = sum(one.keys_pending for one in stats.namespaces)
     if pending and late >= LATE * pending:
-        text = f"{percent(late, pending)} of what the disks have came too late for its request: the disks are too slow."
+        names = ["disks"] * bool(stats.disks) + ["shared stores"] * bool(stats.shared)
+        text = (
+            f"{percent(late, pending)} of what the {' and '.join(names) or 'disks'} have came too late for its request:"
+        )
+        text += " they are too slow."
         yield Advice("disks_late", text, None, {"late_keys": late, "pending_keys": pending})
 
 
