@@ -75,6 +75,8 @@ def read_trace(path: Path) -> Trace:
     missing = 0
     least, most = 1, 1 << 31
     """Tokens that a block may have, by the lengths of all requests: the last block of one need not be full."""
+    least_whole, most_whole = 1, 1 << 31
+    """The same where a request has whole blocks alone, and a rest that is in none."""
     cut_off = False
     try:
         for line in _read(_lines(path), path):
@@ -85,10 +87,13 @@ def read_trace(path: Path) -> Trace:
                 kinds[tokens, line.block_bytes] += count
             if count > 1 and type(length) is int:
                 least, most = max(least, -(-length // count)), min(most, (length - 1) // (count - 1))
+                least_whole, most_whole = max(least_whole, length // (count + 1) + 1), min(most_whole, length // count)
             requests.append(b"".join([block.to_bytes(KEY_BYTES, "big") for block in line.hash_ids]))
     except EOFError:
         cut_off = True
-    fitting = [tokens for tokens in (MOONCAKE_TOKENS, *POWERS) if least <= tokens <= most]
+    usual = (MOONCAKE_TOKENS, *POWERS)
+    fitting = [tokens for tokens in usual if least <= tokens <= most]
+    fitting += [tokens for tokens in usual if least_whole <= tokens <= most_whole]
     tokens, _ = max(kinds, key=kinds.__getitem__, default=((fitting or [MOONCAKE_TOKENS])[0], 0))
     sized = {kind: count for kind, count in kinds.items() if kind[1]}
     every = sum(sized.values())

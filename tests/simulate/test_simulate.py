@@ -147,8 +147,10 @@ def test_what_is_no_trace_is_refused_in_a_sentence(
         ([(9, 1)], 512),
         ([(640, 10), (6400, 10)], 512),
         ([("x", 3)], 512),
+        ([(4100, 4), (3071, 2), (7000, 6)], 1024),
+        ([(40, 2), (63, 3)], 16),
     ],
-    ids=["64", "512", "any", "none fits", "no length"],
+    ids=["64", "512", "any", "none fits", "no length", "whole blocks of 1024", "whole blocks of 16"],
 )
 def test_tokens_of_a_block_are_told_by_lengths_where_nothing_else_does(
     tmp_path: Path, lengths: list[tuple[object, int]], tokens: int
