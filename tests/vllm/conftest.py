@@ -26,7 +26,13 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
 
-    monkeypatch.setattr(logger, "handlers", [Collect()])
+    def collect(record: logging.LogRecord) -> bool:
+        lines.append(record.getMessage())
+        return False
+
+    monkeypatch.setattr(logger, "handlers", [Collect()])  # for what the client logs
+    # vLLM sets its logging up with the first configuration of an engine, and takes handlers away then.
+    monkeypatch.setattr(logger, "filters", [collect])
     level = logger.level
     logger.setLevel(logging.INFO)  # which also forgets what it has found to be below another level
     yield lines
