@@ -28,7 +28,7 @@ class RedisServer(Starting):
 
     def __init__(self, *options: str) -> None:
         self.options = options
-        self.port = free_port()
+        self.port, self.bus_port = free_port(), free_port()
         self._process: subprocess.Popen[bytes] | None = None
         self._started = False
         self._directory = Path(tempfile.mkdtemp(prefix="kvoffd-redis-"))
@@ -41,6 +41,8 @@ class RedisServer(Starting):
         assert PROGRAM is not None
         for _ in range(MOST_STARTS):
             command = [PROGRAM, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+            if "--cluster-enabled" in self.options:
+                command += ["--cluster-port", str(self.bus_port)]
             with (self._directory / "log").open("ab") as log:
                 self._process = subprocess.Popen(
                     [*command, "--dir", str(self._directory), *self.options], stdout=log, stderr=log
@@ -49,8 +51,8 @@ class RedisServer(Starting):
             if self._process.poll() is None:
                 self._started = True
                 return self
-            if not self._started:  # somebody else took the port meanwhile
-                self.port = free_port()
+            if not self._started:  # somebody else took a port meanwhile
+                self.port, self.bus_port = free_port(), free_port()
         raise AssertionError((self._directory / "log").read_text())
 
     def _answers_or_ended(self) -> bool:
@@ -104,8 +106,7 @@ class RedisCluster(Starting):
             "--cluster-require-full-coverage",
             "no",
         )
-        self.bus_ports = [free_port() for _ in range(3)]
-        self.servers = [RedisServer(*options, "--cluster-port", str(port)) for port in self.bus_ports]
+        self.servers = [RedisServer(*options) for _ in range(3)]
 
     @property
     def url(self) -> str:
@@ -120,8 +121,8 @@ class RedisCluster(Starting):
             server.start()
             first, last = number * 16384 // 3, (number + 1) * 16384 // 3 - 1
             assert server.command("CLUSTER", "ADDSLOTSRANGE", str(first), str(last)) == b"+OK\r\n"
-        for server, bus_port in zip(self.servers[1:], self.bus_ports[1:], strict=True):
-            met = self.servers[0].command("CLUSTER", "MEET", "127.0.0.1", str(server.port), str(bus_port))
+        for server in self.servers[1:]:
+            met = self.servers[0].command("CLUSTER", "MEET", "127.0.0.1", str(server.port), str(server.bus_port))
             assert met == b"+OK\r\n"
         wait_until(self._whole, 20.0, explain=lambda: self.servers[0].command("CLUSTER", "NODES"))
         return self
