@@ -13,6 +13,9 @@ static const double WRITE_COST = 0.03;
 static const double PRIOR_REQUESTS = 30;
 /* The same for a class's multiplier, in keys that came back. */
 static const double MULTIPLIER_REQUESTS = 10;
+/* A multiplier below 1 is believed of an age as far as keys of the class were watched at it, in mean requests: what was
+ * asked for once a night does not come back at noon, and must not be taken for dead by that. */
+static const double WATCHED_REQUESTS = 2;
 static const double HIGHEST_HAZARD = 0.95;
 
 /* Standard deviations of a lead that may not be by chance: to take chance for a lead costs little, and there are few
@@ -139,6 +142,7 @@ void work_out(struct learned *l)
     double key_bytes = (all_bytes ? all_bytes : 1) / (double)(l->known.keys ? l->known.keys : 1);
     double mean = all_bytes / (double)(l->known.requests ? l->known.requests : 1);
     double prior = PRIOR_REQUESTS * mean + key_bytes, enough = MULTIPLIER_REQUESTS * mean + key_bytes;
+    double watched_enough = WATCHED_REQUESTS * mean + key_bytes;
     double common[BINS], events[CLASSES] = { 0 }, expected[CLASSES] = { 0 };
     double group_events[GROUPS] = { 0 }, group_expected[GROUPS] = { 0 };
 
@@ -172,7 +176,9 @@ void work_out(struct learned *l)
         double of_group = (group_events[group] + enough) / (group_expected[group] + enough);
         double multiplier = (events[kind] + enough * of_group) / (expected[kind] + enough), hazard[BINS];
         for (int bin = 0; bin < BINS; bin++) {
-            double guess = least(HIGHEST_HAZARD, multiplier * common[bin]);
+            double watched = at_risk[kind][bin] / (at_risk[kind][bin] + watched_enough);
+            double factor = multiplier < 1 ? watched * multiplier + 1 - watched : multiplier;
+            double guess = least(HIGHEST_HAZARD, factor * common[bin]);
             hazard[bin] = (l->returned[kind][bin] + prior * guess) / (at_risk[kind][bin] + prior);
             l->hazard[kind][bin] = hazard[bin] = least(HIGHEST_HAZARD, hazard[bin]);
         }

@@ -178,6 +178,26 @@ def test_where_nothing_can_be_learned_it_does_as_an_lru_does(blocks: int) -> Non
     assert learned.hit_percent > lru.hit_percent - 0.3
 
 
+def nights(days: int) -> list[list[int]]:
+    """Conversations by day, that go on soon or never, and the same hundred documents every night."""
+    rng, numbers, requests = random.Random(3), count(10**6), []
+    for _ in range(days):
+        going: list[list[int]] = [[] for _ in range(30)]
+        for _ in range(250):
+            at = rng.randrange(30)
+            going[at] = [] if len(going[at]) > 8 else going[at]
+            going[at] = going[at] + list(islice(numbers, rng.randint(1, 3)))
+            requests.append(going[at])
+        requests += [list(range(10 * document, 10 * document + 6)) for document in range(100)]
+    return requests
+
+
+def test_what_is_asked_for_once_a_day_is_not_taken_for_dead_at_noon() -> None:
+    lru, learned = (replay(trace_of(nights(10)), policy, 1100) for policy in ("lru", "learned"))
+    print(lru, learned)
+    assert learned.hit_percent > lru.hit_percent + 8
+
+
 def test_a_model_that_begins_in_a_full_pool_is_not_declined_for_what_another_one_asks_for() -> None:
     rig = CacheHarness(regions=10, region_bytes=4096 * 4, policy="learned")  # 40 blocks
     old, new = rig.open("old", shard_bytes=(4096,)), rig.open("new", shard_bytes=(4096,))
