@@ -16,6 +16,8 @@ import uvloop
 
 from kvoffd.observe.loop_watch import LOG_EVERY_S, LoopWatch
 
+pytestmark = pytest.mark.timing
+
 
 def over(watch: LoopWatch, bound: str) -> int:
     buckets = watch.loop_blocked.buckets

@@ -13,6 +13,7 @@ from kvoffd_client import SharedMemory
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from tests.support.daemon import DaemonProcess
+from tests.support.steal import TooSlow
 from tests.support.waiting import wait_until
 from tests.support.wire import NAMESPACE, WireClient, ids, key, keys, stats
 
@@ -307,12 +308,14 @@ def kill_an_engine_in_mid_store(daemon: DaemonProcess, blob: bytes, page_bytes: 
         os.waitpid(child, 0)
 
 
+@pytest.mark.timing(only=TooSlow)
 def test_a_dead_engine_leaves_no_pin_no_job_and_no_half_written_block(daemon, scheduler):
     """Engines die in mid-store: their sessions end at once, their blocks are never served, the books balance."""
     pages = 16
     blobs = [keys(*range(round * 100, round * 100 + pages)) for round in range(3)]
     seconds = [kill_an_engine_in_mid_store(daemon, blob, 2**20) for blob in blobs]
-    assert min(seconds) < 0.1, f"sessions ended after {seconds} s; the least counts, since others' load only adds"
+    if min(seconds) >= 0.1:
+        raise TooSlow(f"sessions ended after {seconds} s; the least counts, since others' load only adds")
     wait_until(lambda: stats(daemon.directory).pool.writing_bytes == 0)
     after = stats(daemon.directory)
     assert after.pool.free_bytes + after.pool.ready_bytes == after.pool.pool_bytes
