@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from kvoffd_client import AdminClient
+from kvoffd_client import AdminClient, DaemonUnavailable
 from kvoffd_proto.messages import StatsReply
 from tests.chaos.supervisor import Supervisor
 from tests.support.engine import (
@@ -26,6 +26,7 @@ from tests.support.engine import (
     wait_stats,
 )
 from tests.support.models import make_tiny_llama
+from tests.support.waiting import wait_until
 
 SHM = Path("/dev/shm")
 ROUNDS = int(os.environ.get("ENGINE_CHAOS_ROUNDS", "8"))
@@ -53,11 +54,18 @@ class Harness:
         """Statistics once ``connected``, or once all full blocks are ``stored`` too."""
         self.supervisor.wait_serving(1)
         wanted = sum(length // BLOCK_TOKENS for length in LENGTHS) if condition == "stored" else 0
-        with AdminClient(self.supervisor.directory) as admin:
-            wait_connected(admin)
-            return wait_stats(
-                admin, lambda stats: sum(item.ready_blocks for item in stats.namespaces) >= wanted, DEADLINE_S
-            )
+
+        def found() -> StatsReply | None:
+            try:
+                with AdminClient(self.supervisor.directory) as admin:
+                    wait_connected(admin)
+                    return wait_stats(
+                        admin, lambda stats: sum(item.ready_blocks for item in stats.namespaces) >= wanted, DEADLINE_S
+                    )
+            except DaemonUnavailable:
+                return None  # on a busy machine the watchdog ends a daemon that was stopped shortly, only now
+
+        return wait_until(found, DEADLINE_S)
 
 
 @pytest.fixture(scope="module")
