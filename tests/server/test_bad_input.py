@@ -346,8 +346,7 @@ def test_the_number_of_sessions_is_limited_but_for_administrators():
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 def test_a_user_who_is_not_allowed_is_refused():
     with DaemonProcess(allowed_uids="4242", allowed_gids="4242") as daemon:
-        for path in (daemon.directory, *daemon.directory.glob("*.sock")):
-            path.chmod(0o777)
+        let_everybody_in(daemon)
         assert cleared(daemon, 4242) == "0"
         refusal = cleared(daemon, 4343)
         assert "User 4343 (group 4343) may not use this kvoffd" in refusal
@@ -371,8 +370,7 @@ def test_the_daemons_own_user_that_is_not_root_is_never_locked_out(monkeypatch: 
 def test_users_that_are_not_named_may_not_administer():
     """Nor can an engine's user, who could clear what others stored."""
     with DaemonProcess(allowed_uids="4242,4343", admin_uids="4343") as daemon:
-        for path in (daemon.directory, *daemon.directory.glob("*.sock")):
-            path.chmod(0o777)
+        let_everybody_in(daemon)
         assert cleared(daemon, 4343) == "0"
         refusal = cleared(daemon, 4242)
         assert "User 4242 may not administer" in refusal
@@ -393,6 +391,12 @@ with AdminClient(directory) as admin:
     except KvoffdClientError as error:
         print(error)
 """
+
+
+def let_everybody_in(daemon: DaemonProcess) -> None:
+    """As far as the file system is concerned."""
+    for path in (daemon.directory, *daemon.directory.glob("*.sock")):
+        path.chmod(0o777)
 
 
 def cleared(daemon: DaemonProcess, uid: int) -> str:
@@ -428,8 +432,7 @@ with zmq.Context() as context, context.socket(zmq.SUB) as tail, context.socket(z
 def test_every_socket_asks_the_kernel_who_is_there(uid: int):
     """Where the file system lets somebody through: his completions and events are for allowed users too."""
     with DaemonProcess(allowed_uids="0,4242") as daemon:
-        for path in (daemon.directory, *daemon.directory.glob("*.sock")):
-            path.chmod(0o777)
+        let_everybody_in(daemon)
         command = [sys.executable, "-c", PEEP, str(daemon.directory), str(uid)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peeping:
             assert peeping.stdout is not None

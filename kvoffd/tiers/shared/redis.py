@@ -34,7 +34,7 @@ WANTS_TLS = " If it wants TLS, name it rediss://."
 
 
 class Redis(Store):
-    """See ``Store``. ``touch`` takes at most ``keys_at_once`` keys.
+    """See ``Store``.
 
     What does not fit the caches between two sockets costs a third of the speed (measured), so little moves at once.
     """
