@@ -188,7 +188,7 @@ class DirectionStats(Wire, frozen=True):
     checksum_bytes: Annotated[ByteCount, counter("Bytes whose checksums were taken or compared for a job.")] = 0
     refused_batches: Annotated[
         Count,
-        counter("Batches of copies that a CUDA driver refused, so that their pieces were copied one by one."),
+        counter("Batches of copies, or kernels in their place, that a CUDA driver refused: copied piece by piece."),
     ] = 0
 
 

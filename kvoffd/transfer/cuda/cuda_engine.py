@@ -85,14 +85,13 @@ class CudaEngine(LaneEngine):
 
 
 class Batches:
-    """Whether one GPU's pieces are copied in batches: not for BATCH_PAUSE_S after one of them was refused.
+    """Whether one GPU's pieces are copied in batches, and gathered: not for BATCH_PAUSE_S after one was refused.
 
     Attributes:
         refused: how many the driver refused that single copies could do.
     """
 
     def __init__(self, driver: CudaDriver, name: str, clock: Callable[[], float]) -> None:
-        self._driver = driver
         self._name = name
         self._clock = clock
         self.refused = dict.fromkeys(Direction, 0)
@@ -109,15 +108,14 @@ class Batches:
 
     def note(self, copy: GpuCopy, direction: Direction) -> None:
         """Note how the batches of the copy's last run went."""
-        if copy.refused:
+        if error := copy.refused:
             self.refused[direction] += 1
             self._resume_at = self._clock() + BATCH_PAUSE_S
             if not self._refusing:
-                error = self._driver.error("cuMemcpyBatchAsync", copy.refused)
                 sentence = "%s: a batch failed; pieces are copied one by one, a batch is tried each %.0f s: %s"
                 _log.warning(sentence, self._name, BATCH_PAUSE_S, error)
             self._refusing = True
-        elif copy.batches:
+        elif copy.taken:
             self._refusing = False
 
 

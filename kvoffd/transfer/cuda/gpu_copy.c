@@ -8,7 +8,7 @@
 #include "../pace.h"
 
 enum { IN_FLIGHT = 3 }; /* steps that the GPU has at a time; see STEPS_IN_FLIGHT */
-enum { BATCH = 1, COPY, RECORD, WAIT, LAUNCH }; /* calls that fail; gpu_copy.py names them */
+enum { BATCH = 1, COPY, RECORD, WAIT, LAUNCH }; /* calls that fail or are refused; gpu_copy.py names them */
 enum { WORD_BYTES = 16, THREADS = 256 };        /* of the kernel, copy_pieces.ptx */
 
 #if !defined(CUDA_VERSION) /* a test compiles this behind NVIDIA's cuda.h */
@@ -60,13 +60,14 @@ struct gpu_copying {
     CUdeviceptr *to, *from; /* [step_pieces] room for a batch */
     size_t *sizes;
 
-    CUfunction kernel;      /* NULL where no piece is staged */
+    CUfunction kernel;      /* NULL where no piece is staged; cleared when its launch is refused */
     uint64_t staged_bytes;  /* smaller pieces are */
     CUdeviceptr staging;    /* step_bytes of the GPU's memory: what is in a stream runs step by step */
     struct piece *table;    /* [step_pieces] for each event, read by the kernel */
 
     uint64_t use_batch;         /* cleared when a batch is refused that single copies can do */
-    uint64_t batches, refused;  /* how many were taken; the status of the refused one */
+    uint64_t taken;             /* batches, and launches of the kernel */
+    uint64_t refused_call, refused; /* BATCH or LAUNCH, and its status, where single copies could do instead */
     uint64_t piece, piece_done; /* the next piece, and the bytes of it that are given to the driver */
     uint64_t next_event, steps; /* steps in flight, the oldest behind event next_event - steps */
     uint64_t nbytes[IN_FLIGHT]; /* of the step before each event */
@@ -93,7 +94,7 @@ static int copy_many(struct gpu_copying *c, uint64_t count)
         else
             status = ((batch_call *)c->batch)(c->to, c->from, c->sizes, count, c->attributes, &first, 1, c->stream);
         if (!status) {
-            c->batches++;
+            c->taken++;
             return 0;
         }
     }
@@ -104,7 +105,7 @@ static int copy_many(struct gpu_copying *c, uint64_t count)
             return fail(c, COPY, error);
     }
     if (status) { /* single copies do work, so it was the batch */
-        c->refused = status;
+        c->refused_call = BATCH, c->refused = status;
         c->use_batch = 0;
     }
     return 0;
@@ -114,8 +115,20 @@ static int copy_many(struct gpu_copying *c, uint64_t count)
 static int copy_by_kernel(struct gpu_copying *c, struct piece *table, uint64_t count)
 {
     void *arguments[] = {&table};
+    int status = c->launch(c->kernel, count, 1, 1, THREADS, 1, 1, 0, c->stream, arguments, NULL);
 
-    return fail(c, LAUNCH, c->launch(c->kernel, count, 1, 1, THREADS, 1, 1, 0, c->stream, arguments, NULL));
+    if (!status) {
+        c->taken++;
+        return 0;
+    }
+    for (uint64_t i = 0; i < count; i++) {
+        int error = c->copy(table[i].to, table[i].from, table[i].size, c->stream);
+        if (error)
+            return fail(c, COPY, error);
+    }
+    c->refused_call = LAUNCH, c->refused = status; /* as with a batch */
+    c->kernel = 0;
+    return 0;
 }
 
 /* Gives the next step to the driver, and an event behind it. */

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.system.native import native
-from kvoffd.transfer.cuda.driver import CopyCalls, CudaDriver
+from kvoffd.transfer.cuda.driver import CopyCalls, CudaDriver, CudaError
 from kvoffd.transfer.cuda.staging import STAGED_BYTES, Staging
 from kvoffd.transfer.pace import Pace
 from kvoffd.transfer.plan import Direction, Plan
@@ -62,9 +62,8 @@ class _GpuCopying(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("chunk_bytes", "first_chunk", "cut_bytes", "plain_bytes")),
         *((name, ctypes.c_void_p) for name in ("to", "from", "sizes", "kernel")),
         *((name, ctypes.c_uint64) for name in ("staged_bytes", "staging", "table")),
-        *((name, ctypes.c_uint64) for name in ("use_batch", "batches", "refused", "piece", "piece_done")),
-        ("next_event", ctypes.c_uint64),
-        ("steps", ctypes.c_uint64),
+        *((name, ctypes.c_uint64) for name in ("use_batch", "taken", "refused_call", "refused")),
+        *((name, ctypes.c_uint64) for name in ("piece", "piece_done", "next_event", "steps")),
         ("nbytes", ctypes.c_uint64 * STEPS_IN_FLIGHT),
         ("failed", ctypes.c_uint64),
         ("status", ctypes.c_uint64),
@@ -119,9 +118,10 @@ class GpuCopy:
             sizes=room[2].ctypes.data,
         )
         setattr(self._copying, "from", room[1].ctypes.data)
+        self._kernel = 0 if staging is None else staging.kernel
         if staging is not None:
-            self._copying.kernel, self._copying.staged_bytes = staging.kernel, STAGED_BYTES
-            self._copying.staging, self._copying.table = staging.buffer, staging.tables
+            self._copying.staged_bytes, self._copying.staging = STAGED_BYTES, staging.buffer
+            self._copying.table = staging.tables
         self._arguments = (ctypes.byref(self._copying), ctypes.byref(pace))
 
     @property
@@ -130,23 +130,26 @@ class GpuCopy:
         return bool(self._copying.piece == self._copying.pieces)
 
     @property
-    def batches(self) -> int:
-        """Batches that the driver took in the last ``run``."""
-        return int(self._copying.batches)
+    def taken(self) -> int:
+        """Batches, and launches of the kernel that gathers, which the driver took in the last ``run``."""
+        return int(self._copying.taken)
 
     @property
-    def refused(self) -> int:
-        """The driver's status for a batch that it refused in the last ``run`` and that single copies could do; or 0."""
-        return int(self._copying.refused)
+    def refused(self) -> CudaError | None:
+        """Why the driver refused one in the last ``run`` that single copies could do."""
+        if not self._copying.refused:
+            return None
+        return self._driver.error(_CALLS[self._copying.refused_call], self._copying.refused)
 
     def run(self, *, batch: bool) -> None:
         """Give steps to the driver until it has all or the pace says otherwise; up to STEPS_IN_FLIGHT may be in flight.
 
-        ``batch`` allows batches; after one that the driver refuses the others of this run are copied one by one.
+        ``batch`` allows batches and the kernel; what follows one that the driver refuses is copied without its kind.
         Raises CudaError; steps may be in flight, one of them in part: then only ``drain`` may be called.
         """
         self._copying.use_batch = batch and bool(self._copying.calls.batch)
-        self._copying.batches = self._copying.refused = 0
+        self._copying.kernel = self._kernel if batch else 0
+        self._copying.taken = self._copying.refused = 0
         native().gpu_copy(*self._arguments)
         self._check()
 

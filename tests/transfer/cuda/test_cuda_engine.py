@@ -426,12 +426,24 @@ def test_a_gpu_without_room_for_the_buffer_is_used_without(
     assert gathering.stub.ranges(Ranges.DEVICE) == 1
 
 
-def test_a_kernel_that_does_not_start_fails_its_transfer(gathering: Machine) -> None:
-    gathering.stub.fail("cuLaunchKernel", 2, UNKNOWN)
-    assert Job(gathering, PAGES, apart=ONE_RUN).wait() is Outcome.FAILED
-    good = Job(gathering, PAGES, apart=ONE_RUN)
-    assert good.wait() is Outcome.DONE
-    assert good.is_copied()
+@pytest.mark.parametrize("direction", list(Direction))
+def test_where_the_kernel_does_not_start_pieces_are_copied_one_by_one_for_a_while(
+    gathering: Machine, direction: Direction, caplog: pytest.LogCaptureFixture
+) -> None:
+    def launches_of_a_job() -> int:
+        before = gathering.stub.calls("cuLaunchKernel")
+        job = Job(gathering, PAGES, direction, apart=ONE_RUN)
+        assert job.wait() is Outcome.DONE
+        assert job.is_copied()
+        return gathering.stub.calls("cuLaunchKernel") - before
+
+    gathering.stub.fail("cuLaunchKernel", 2, 1)
+    assert launches_of_a_job() == 2
+    assert "cuLaunchKernel failed: CUDA_ERROR_INVALID_VALUE" in caplog.text
+    assert gathering.engine.load_of(direction).refused_batches == 1
+    assert launches_of_a_job() == 0
+    gathering.now += BATCH_PAUSE_S
+    assert launches_of_a_job() > 2
 
 
 def test_the_buffer_is_given_up(gathering: Machine) -> None:
