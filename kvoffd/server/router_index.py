@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd_proto.events import MEDIUM_CPU, MEDIUM_STORAGE
-from kvoffd_proto.messages import GroupSpec
+from kvoffd_proto.messages import TOKEN_ID_BYTES, GroupSpec
 from kvoffd_proto.router_events import ClearedBlocks, RemovedBlocks, RouterEvent, StoredBlocks, router_hash
 
 MEDIA = {1: MEDIUM_CPU, 2: MEDIUM_STORAGE}
@@ -29,15 +29,18 @@ BLOCK_BYTES = 320
 MAX_EXPECTED = 65_536
 """Blocks whose tokens are known and whose bytes are still on their way; the oldest are forgotten beyond that."""
 PUBLISHED_AT_ONCE = 512
-"""Blocks that are published or withdrawn in a step, beside twice those that came or went: many may have one parent."""
+"""Blocks that are published or withdrawn in a step, beside twice those that came or went: many may have one parent.
+Where so many were since all news were taken, no more are."""
 MAX_BLOCKS_PER_EVENT = 256
 """A message holds one event of so many blocks, or a few smaller ones."""
+TOKENS_OF_ONE, MAX_BLOCK_TOKENS = 512, 65_536
+"""A block of more tokens counts as several in these two numbers; one of still more is not published."""
 
 
 class RouterBlock:
     """A block, or a parent of one, under its group."""
 
-    __slots__ = ("children", "media", "parent", "published", "seen", "tokens")
+    __slots__ = ("changed", "children", "media", "parent", "published", "seen", "tokens")
 
     def __init__(self) -> None:
         self.parent = ROOT
@@ -49,7 +52,14 @@ class RouterBlock:
         """Where routers think that it is."""
         self.seen = 0
         """Number of the last snapshot whose readers know it."""
+        self.changed = False
+        """Whether it waits among those that changed, apart from what comes after such a block."""
         self.children: int | set[int] | None = None
+
+    @property
+    def weight(self) -> int:
+        """As how many blocks it counts."""
+        return max(1, len(self.tokens or b"") // (TOKENS_OF_ONE * TOKEN_ID_BYTES))
 
 
 @dataclass(eq=False)
@@ -99,12 +109,16 @@ class RouterIndex:
         self._max_bytes = max_bytes
         self._groups: WeakKeyDictionary[Namespace, list[Group]] = WeakKeyDictionary()
         self._expected: OrderedDict[tuple[Group, int], None] = OrderedDict()
-        self._changed: deque[tuple[Group, list[int]]] = deque()
-        """Blocks, the next one last, that may have to be published or withdrawn. What comes after a block stands before
-        what changed later, so that all of it is withdrawn before the block is published anew."""
+        self._changed: deque[tuple[Group, list[int], bool]] = deque()
+        """Blocks, the next one last, that may have to be published or withdrawn. What comes after a block, which is
+        marked True, stands before what changed later, so that all of it is withdrawn before the block is published
+        anew."""
         self._news: deque[tuple[bytes, RouterEvent]] = deque()
+        self._untaken = 0
+        """Blocks of the news, about."""
         self._run: tuple[Group, int, list[int]] | None = None
         """Group, medium and blocks of a stored event that may go on."""
+        self._run_weight = 0
         self._snapshot = 0
         """Number of the running snapshot, or of the last one."""
         self.index_bytes = 0
@@ -122,6 +136,8 @@ class RouterIndex:
         """A store or load of these keys begins; ``parents`` and ``tokens`` as in ``GroupTransfer``, neither empty."""
         found, changed = self._group(namespace, group), []
         size, per_block = namespace.key_bytes, len(tokens) // len(keys)
+        if per_block > MAX_BLOCK_TOKENS * TOKEN_ID_BYTES:
+            return
         earlier = len(self._expected)
         for number, key in enumerate(keys):
             at = router_hash(key)
@@ -172,6 +188,7 @@ class RouterIndex:
         cleared = set(groups)
         for key in [key for key in self._expected if key[0] in cleared]:
             del self._expected[key]
+        self._changed = deque([one for one in self._changed if one[0] not in cleared])
         for group in groups:
             self.index_bytes -= group.bytes
             group.blocks.clear()
@@ -209,7 +226,9 @@ class RouterIndex:
 
     def take(self) -> Iterator[tuple[bytes, list[RouterEvent]]]:
         """What is to be published, in order, by message: a topic and its events; of very much, a part."""
+        self._untaken = 0
         self._publish(PUBLISHED_AT_ONCE)
+        self._untaken = 0
         self._end_run()
         while self._news:
             topic, event = self._news.popleft()
@@ -244,7 +263,7 @@ class RouterIndex:
                 count = 0
                 while left and count < MAX_BLOCKS_PER_EVENT:
                     run = self._chain(group, left, MAX_BLOCKS_PER_EVENT - count)
-                    count += len(run)
+                    count += sum([group.blocks[key].weight for key in run])
                     events += [group.stored(one, run) for one in MEDIA if run and group.blocks[run[0]].published & one]
                 if events:
                     yield group.topic, events
@@ -252,8 +271,8 @@ class RouterIndex:
     def _chain(self, group: Group, left: list[int], most: int) -> list[int]:
         """The next blocks of a snapshot for one event; ``left`` has those that come after them."""
         run: list[int] = []
-        media = 0
-        while left and len(run) < most:
+        media = weight = 0
+        while left and weight < most:
             key = left[-1]
             known = group.blocks.get(key)
             if known is None or not known.published or known.seen == self._snapshot:
@@ -264,55 +283,66 @@ class RouterIndex:
             left.pop()
             media, known.seen = known.published, self._snapshot
             run.append(key)
+            weight += known.weight
             left += self._children(known)
         return run
 
     def _change(self, group: Group, keys: list[int]) -> None:
         """Note blocks that came or went, in their order, and publish some of them."""
-        if keys:
-            keys.reverse()
-            self._changed.append((group, keys))
-            self._publish(PUBLISHED_AT_ONCE + 2 * len(keys))
+        fresh = [key for key in keys if not group.blocks[key].changed]
+        if fresh:
+            for key in fresh:
+                group.blocks[key].changed = True
+            fresh.reverse()
+            self._changed.append((group, fresh, False))
+        self._publish(PUBLISHED_AT_ONCE + 2 * len(keys))
 
     def _publish(self, most: int) -> None:
         """Publish, or withdraw, so many of the blocks that may have to be."""
-        while self._changed and most:
-            group, keys = self._changed[0]
+        while self._changed and most > 0 and self._untaken < PUBLISHED_AT_ONCE:
+            group, keys, after = self._changed[0]
             key = keys.pop()
             if not keys:
                 self._changed.popleft()
-            if (known := group.blocks.get(key)) is not None:
-                self._publish_one(group, key, known)
             most -= 1
+            if (known := group.blocks.get(key)) is not None:
+                known.changed = known.changed and after
+                most -= self._publish_one(group, key, known) - 1
 
-    def _publish_one(self, group: Group, key: int, known: RouterBlock) -> None:
-        """Publish, or withdraw, a block; those that come after it are next."""
+    def _publish_one(self, group: Group, key: int, known: RouterBlock) -> int:
+        """Publish, or withdraw, a block; those that come after it are next. Returns as how many blocks that counts."""
         parent = group.blocks.get(known.parent)
         reachable = known.tokens is not None and parent is not None and (known.parent == ROOT or parent.published)
         wanted = known.media if reachable else 0
         before, known.published = known.published, wanted
+        weight = 1
         for medium in MEDIA:
             if wanted & ~before & medium:
-                self._add_stored(group, medium, key, known.parent)
+                weight = known.weight
+                self._add_stored(group, medium, key, known)
             elif before & ~wanted & medium:
                 self._add_removed(group, medium, [key])
+        self._untaken += weight if wanted != before else 0
         if bool(before) != bool(wanted):
             change = 1 if wanted else -1
             self.published_blocks += change
             group.published_blocks += change
             known.seen = parent.seen if wanted and parent is not None else 0
             if children := self._children(known):
-                self._changed.appendleft((group, children))
+                self._changed.appendleft((group, children, True))
         if not known.media and (group, key) not in self._expected:
             self._drop(group, key)
+        return weight
 
-    def _add_stored(self, group: Group, medium: int, key: int, parent: int) -> None:
+    def _add_stored(self, group: Group, medium: int, key: int, known: RouterBlock) -> None:
         run = self._run
-        if run is None or run[0] is not group or run[1] != medium or run[2][-1] != parent:
+        if run is None or run[0] is not group or run[1] != medium or run[2][-1] != known.parent:
             self._end_run()
             run = self._run = group, medium, []
+            self._run_weight = 0
         run[2].append(key)
-        if len(run[2]) == MAX_BLOCKS_PER_EVENT:
+        self._run_weight += known.weight
+        if self._run_weight >= MAX_BLOCKS_PER_EVENT:
             self._end_run()
 
     def _end_run(self) -> None:
@@ -403,4 +433,7 @@ class RouterIndex:
 
 
 def _blocks_of(event: RouterEvent) -> int:
-    return 1 if isinstance(event, ClearedBlocks) else len(event.block_hashes)
+    if isinstance(event, ClearedBlocks):
+        return 1
+    blocks = len(event.block_hashes)
+    return max(blocks, len(event.token_ids) // TOKENS_OF_ONE) if isinstance(event, StoredBlocks) else blocks

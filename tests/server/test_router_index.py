@@ -11,7 +11,14 @@ import pytest
 
 from kvoffd.cache.namespace import Namespace
 from kvoffd.server import router_index
-from kvoffd.server.router_index import BLOCK_BYTES, MAX_BLOCKS_PER_EVENT, PUBLISHED_AT_ONCE, RouterIndex
+from kvoffd.server.router_index import (
+    BLOCK_BYTES,
+    MAX_BLOCK_TOKENS,
+    MAX_BLOCKS_PER_EVENT,
+    PUBLISHED_AT_ONCE,
+    TOKENS_OF_ONE,
+    RouterIndex,
+)
 from kvoffd_proto.messages import GroupSpec
 from kvoffd_proto.router_events import ClearedBlocks, RemovedBlocks, RouterEvent, StoredBlocks, router_hash
 
@@ -240,6 +247,50 @@ def test_what_comes_after_a_block_is_told_and_taken_back_in_steps(index: RouterI
             told.append(len(router.blocks))
     assert max(told) == told[-1] == most - 1
     assert told.count(0) == 2, "before, and when all was taken back"
+
+
+def test_a_block_that_comes_and_goes_waits_once_while_what_comes_after_it_is_told(index: RouterIndex) -> None:
+    one, router, most = namespace(), Router(), 8 * PUBLISHED_AT_ONCE
+    for number in range(2, most):
+        expect(index, one, [number], 1)
+        index.stored(one, 0, [key(number)])
+    for _ in range(200):
+        expect(index, one, [1])
+        index.stored(one, 0, [key(1)])
+        index.removed(one, 0, [key(1)])
+        assert sum(len(keys) for _, keys, after in index._changed if not after) <= 1
+    while index.has_news:
+        router.take(index.take())
+    assert router.held() == set()
+
+
+def test_blocks_of_many_tokens_are_told_a_few_at_a_time_and_of_very_many_not_at_all() -> None:
+    """Numbers take nine times their bytes, and what makes messages of them is the loop's time."""
+    size, chain = 32 * TOKENS_OF_ONE, range(1, 200)
+    index, one = RouterIndex("node", 1 << 30), namespace()
+    one.groups = (GroupSpec("full_attention", size), GroupSpec("full_attention", MAX_BLOCK_TOKENS + 1))
+    for number in reversed(chain):  # the first of the chain brings all others
+        index.expect(one, 0, [key(number)], key(number - 1), bytes(4 * size))
+        index.stored(one, 0, [key(number)])
+    index.expect(one, 1, [key(1)], ROOT, bytes(4 * (MAX_BLOCK_TOKENS + 1)))
+    index.stored(one, 1, [key(1)])
+    told: set[tuple[int, int]] = set()
+    while index.has_news:
+        step = [stored_in(events) for _, events in index.take()]
+        assert sum(map(tokens_of, step)) <= 2 * PUBLISHED_AT_ONCE * TOKENS_OF_ONE + 2 * size
+        for message in [*step, *[stored_in(events) for _, events in index.snapshot()]]:
+            assert tokens_of(message) <= MAX_BLOCKS_PER_EVENT * TOKENS_OF_ONE + size
+        told |= {(event.group_idx, block) for message in step for event in message for block in event.block_hashes}
+    assert told == {(0, number) for number in chain}
+    assert index.unpublished_blocks == 1
+
+
+def tokens_of(events: Sequence[StoredBlocks]) -> int:
+    return sum([len(event.token_ids) for event in events])
+
+
+def stored_in(events: Sequence[RouterEvent]) -> list[StoredBlocks]:
+    return [event for event in events if isinstance(event, StoredBlocks)]
 
 
 @pytest.mark.parametrize("at_once", [PUBLISHED_AT_ONCE, 1])
