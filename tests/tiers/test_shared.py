@@ -565,6 +565,31 @@ def test_who_asks_for_much_takes_turns_with_who_asks_for_little(
     assert sum(told) < MOST_ASKED
 
 
+def test_very_many_namespaces_keep_no_lookup_waiting_and_each_is_polled(
+    rig: SharedRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client may open hundreds, of which each is looked after every few seconds."""
+    spaces, polled, ask = [number.to_bytes(32, "big") for number in range(200)], list[bytes](), Redis.ask
+
+    def slow(redis: Redis, own_key: bytes, names: Sequence[bytes], deadline: float, *, prefix: bool) -> object:
+        time.sleep(0.005)
+        polled.append(own_key)
+        return ask(redis, own_key, names, deadline, prefix=prefix)
+
+    monkeypatch.setattr(Redis, "ask", slow)
+    monkeypatch.setattr("kvoffd.tiers.shared.shared_tier.RAISE_S", 0.2)
+    rig.ask(rig.block(0, fingerprint=OTHER))
+    for fingerprint in spaces:
+        rig.tier.poll(fingerprint)
+    waited = []
+    for number in range(1, 10):
+        before = len(polled)
+        assert rig.ask(rig.block(number, fingerprint=OTHER)) == [Answer.NO]
+        waited.append(len(polled) - before - 1)
+    assert max(waited) <= 20, "its own ask takes as long as a poll"
+    rig.until(lambda: set(polled) >= set(map(generation_key, spaces)))
+
+
 def test_behind_a_gap_nothing_more_of_a_prefix_is_asked_for(rig: SharedRig, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, ask = list[int](), Redis.ask
 

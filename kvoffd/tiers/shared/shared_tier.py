@@ -6,6 +6,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from kvoffd.system.newest import put_newest
 from kvoffd.tiers.shared.answers import YES_S, Answers
@@ -148,8 +149,8 @@ class SharedTier(AskedTier):
 
     def poll(self, fingerprint: bytes) -> None:
         now = self._clock()
-        if now >= self._polled_at.get(fingerprint, now) + (self._poll_s if fingerprint in self._polled_at else 0.0):
-            put_newest(self._polled_at, fingerprint, now, MOST_NAMESPACES)
+        if now >= self._polled_at.get(fingerprint, -inf) + self._poll_s:
+            put_newest(self._polled_at, fingerprint, inf, MOST_NAMESPACES)  # until it is answered
             self._workers.ask(Ask(POLLS, fingerprint, 0, (), now + RAISE_S, True))
 
     def take_voided(self) -> list[bytes]:
@@ -314,6 +315,8 @@ class SharedTier(AskedTier):
         self._asked[ask.owner] -= len(ask.keys)
         if not self._asked[ask.owner]:
             del self._asked[ask.owner]
+        if ask.owner == POLLS and ask.fingerprint in self._polled_at:
+            self._polled_at[ask.fingerprint] = self._clock()
 
     def unanswered(self, ask: Ask) -> None:
         self._answer(ask)

@@ -18,6 +18,7 @@ class Ask:
     group: int
     keys: Sequence[bytes]
     deadline: float
+    """By when it must have begun, unless it is for no keys but the generation alone."""
     prefix: bool
     """Whether only how many of the first are there is of use."""
 

@@ -148,7 +148,10 @@ class Workers:
                 self._probe_when_due(store)
             elif self._wait(self._to_ask, lambda: bool(self.asks)):
                 for ask in self._next_asks(1):
+                    began = time.monotonic()
                     self._ask(store, ask)
+                    with self._lock:
+                        self.asks.charge(ask.owner, int(1e6 * (time.monotonic() - began)))
             elif time.monotonic() - heard_at < QUIET_S:
                 continue
             elif not self._probe(store):
@@ -179,7 +182,7 @@ class Workers:
 
     def _ask(self, store: Store, ask: Ask) -> None:
         started = time.monotonic()
-        if started >= ask.deadline:
+        if started >= ask.deadline and ask.keys:
             self._end(self._listener.unanswered, ask)
             return
         most = store.keys_at_once
@@ -197,9 +200,8 @@ class Workers:
             part, found = ask, [*found, *[False] * len(rest.keys)]
             rest = replace(ask, keys=())
         self._end(self._listener.asked, part, generation, found, ended - started)
-        with self._lock:
-            self.asks.charge(ask.owner, min(most, len(ask.keys)))
-            if rest.keys:
+        if rest.keys:
+            with self._lock:
                 self.asks.put(ask.owner, rest, first=True)
         # To look for one of several servers that is down takes time, which says nothing of the others.
         if ended - connected > self._ask_deadline_s:
