@@ -99,11 +99,11 @@ def _spin_for_ever(core: int) -> None:
 
 
 def test_a_loop_that_has_no_cpu_is_not_blocked() -> None:
-    """Ten processes share one core with it: it runs a tenth of the time."""
+    """Four processes share one core with it: it runs a fifth of the time."""
     cores = os.sched_getaffinity(0)
     core = min(cores)
     fork = multiprocessing.get_context("fork")
-    others = [fork.Process(target=_spin_for_ever, args=(core,)) for _ in range(10)]
+    others = [fork.Process(target=_spin_for_ever, args=(core,)) for _ in range(4)]
     for other in others:
         other.start()
     os.sched_setaffinity(0, {core})

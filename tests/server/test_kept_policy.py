@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvoffd.cache.policies import make_policy
 from kvoffd.cache.policies.lru import Policy as LruPolicy
 from kvoffd.config import Config
 from kvoffd.server import kept_policy
@@ -71,28 +72,39 @@ def of_format(number: int, file: bytes) -> bytes:
     return name + b"\n" + changed + struct.pack("=I", zlib.crc32(changed))
 
 
-def test_what_is_of_no_use_is_said_and_the_policy_learns_anew(pool_file: Path) -> None:
+def test_what_is_of_no_use_is_said_and_the_policy_learns_anew(
+    pool_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     kept = Path(f"{pool_file}.policy")
     with DaemonProcess("16MiB", pool_file=str(pool_file), eviction_policy="learned") as daemon:
         good = left_by(daemon, kept)
-        for damage, sentence in (
-            (good[:-1], "its checksum is wrong"),
-            (good[:10], "it is cut off"),
-            (b"", "it is empty"),
-            (b"gate\n", "it is not of the policy learned"),
-            (of_format(7, good), "its format is 7, not 4"),
-            (bytes(17 << 20), "more than"),
-        ):
-            kept.write_bytes(damage)
-            daemon.start()
-            assert sentence in daemon.log
-            assert "The policy begins without it." in daemon.log
-            assert stats(daemon.directory).ghost_keys == 0
-            daemon.stop()
+
+    def known_to_the_next() -> int:
+        caplog.clear()
+        policy = make_policy("learned", 16 << 20)
+        config = Config(pool_file=str(pool_file), pool_bytes=16 << 20, eviction_policy="learned")
+        kept_policy.KeptPolicy(policy, config).go_on()
+        return policy.ghosts
+
+    assert known_to_the_next() == 6
+    assert not caplog.messages
+    for damage, sentence in (
+        (good[:-1], "its checksum is wrong"),
+        (good[:10], "it is cut off"),
+        (b"", "it is empty"),
+        (b"gate\n", "it is not of the policy learned"),
+        (of_format(7, good), "its format is 7, not 4"),
+        (bytes(17 << 20), "more than"),
+        (None, "it is not a file of this user's"),
+    ):
         kept.unlink()
-        os.mkfifo(kept)
-        daemon.start()
-        assert "it is not a file of this user's" in daemon.log
+        if damage is None:
+            os.mkfifo(kept)
+        else:
+            kept.write_bytes(damage)
+        assert known_to_the_next() == 0
+        assert sentence in caplog.messages[0]
+        assert "The policy begins without it." in caplog.messages[0]
 
 
 def test_a_link_is_neither_followed_nor_written_through(pool_file: Path, tmp_path: Path) -> None:

@@ -15,6 +15,12 @@ from tests.tools import vllm_cpu_requirements
 BUILD = Path(__file__).with_name("build_venv.py")
 
 
+@pytest.fixture(scope="module")
+def venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One environment for all: none gets further than torch, and none needs it without."""
+    return tmp_path_factory.mktemp("built") / "venv"
+
+
 def build_engine(directory: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the engine part with no package index in reach."""
     environment = {name: text for name, text in os.environ.items() if not name.startswith("PIP_")}
@@ -36,16 +42,16 @@ def make_wheel(directory: Path, cuda: str | None) -> Path:
     return wheel
 
 
-def test_a_gpu_build_of_torch_is_refused(tmp_path: Path) -> None:
-    result = build_engine(tmp_path / "venv", TORCH=str(make_wheel(tmp_path, "13.0")))
+def test_a_gpu_build_of_torch_is_refused(venv: Path, tmp_path: Path) -> None:
+    result = build_engine(venv, TORCH=str(make_wheel(tmp_path, "13.0")))
     assert result.returncode == 1
     assert "is a GPU build" in result.stderr
     assert "PIP_TORCH_ARGS" in result.stderr
     assert "vllm" not in result.stdout
 
 
-def test_a_torch_that_is_nowhere_is_told_with_the_way_out(tmp_path: Path) -> None:
-    result = build_engine(tmp_path / "venv")
+def test_a_torch_that_is_nowhere_is_told_with_the_way_out(venv: Path) -> None:
+    result = build_engine(venv)
     assert result.returncode == 1
     assert "installing torch" in result.stderr
     assert "PIP_TORCH_ARGS" in result.stderr

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.bench.overhead import __main__ as program
 from tests.bench.overhead.steps import CASES, IDLE, KVOFFD, NATIVE, Steps, StepsBench
 from tests.bench.overhead.tables import steps_table, throughput_table, workers_table
 from tests.bench.overhead.throughput import Load, Throughput, Turn
@@ -18,7 +18,6 @@ from tests.bench.overhead.worker_steps import measure_workers
 from tests.support.daemon import DaemonProcess
 from tests.support.models import make_tiny_llama
 
-ROOT = Path(__file__).parents[3]
 BLOCKS, ROUNDS = 12, 2
 
 
@@ -73,15 +72,16 @@ def test_a_connector_that_costs_a_twentieth_misses_the_target_of_throughput() ->
     assert "MISSED" not in throughput_table(found, "tiny")
 
 
-def test_the_program_prints_and_saves_what_it_found(tmp_path: Path) -> None:
+def test_the_program_prints_and_saves_what_it_found(
+    steps: Steps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     saved = tmp_path / "results" / "overhead.md"
     given = ["--part", "steps", "--blocks", "4", "--step-rounds", "1", "--json", "--save", str(saved)]
-    # In a process of its own, since it sets levels of logging for good.
-    program = [sys.executable, "-m", "tests.bench.overhead", *given]
-    ran = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
-    assert ran.returncode == 0, ran.stderr
-    printed = json.loads(ran.stdout)
+    monkeypatch.setattr(program, "_steps", lambda options, model: steps)
+    monkeypatch.setattr(logging.getLogger("kvoffd"), "setLevel", lambda level: None)
+    assert program.main(given) == 0
+    printed = json.loads(capsys.readouterr().out)
     assert printed["command"] == "python -m tests.bench.overhead --part steps --blocks 4 --step-rounds 1"
     assert printed["steps"]["miss"]["ratio"] > 0
     assert "engine" not in printed
-    assert "one request of 4 blocks" in saved.read_text()
+    assert f"one request of {BLOCKS} blocks" in saved.read_text()
