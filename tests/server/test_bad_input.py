@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -22,7 +21,6 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.messages import PROTOCOL_VERSION
-from kvoffd_proto.sockets import SocketPaths
 from tests.support.daemon import DaemonProcess
 from tests.support.wire import NAMESPACE, WireClient, ids, keys, stats
 
@@ -150,38 +148,9 @@ def test_roles_keep_to_their_requests(daemon, worker):
         assert scheduler.refused(store).code is ErrorCode.WRONG_ROLE
 
 
-def test_an_unknown_namespace_is_refused(daemon, worker):
-    with WireClient(daemon.directory, m.Role.SCHEDULER) as scheduler:
-        # The worker has opened it; this session has not.
-        lookup = m.Lookup(1, scheduler.token, NAMESPACE, scheduler.lease(1), [m.GroupKeys(0, keys(1))])
-        assert scheduler.refused(lookup).code is ErrorCode.UNKNOWN_NAMESPACE
-        assert scheduler.refused(m.Reset(2, scheduler.token, NAMESPACE)).code is ErrorCode.UNKNOWN_NAMESPACE
-
-
 def test_a_namespace_cannot_be_opened_with_another_geometry(worker):
     other = m.OpenNamespace(1, worker.token, NAMESPACE, "test", 2, 32, [m.GroupSpec("full", 16)], "{}")
     assert worker.refused(other).code is ErrorCode.NAMESPACE_MISMATCH
-
-
-def test_a_session_does_nothing_with_a_lease_of_another(daemon, worker, memory):
-    assert worker.result(
-        m.Submit(1, worker.token, worker.register(memory), [m.Store(1, [m.GroupTransfer(0, keys(1), ids(0))])])
-    ).ok
-    with (
-        WireClient(daemon.directory, m.Role.SCHEDULER) as owner,
-        WireClient(daemon.directory, m.Role.SCHEDULER) as thief,
-    ):
-        for client in (owner, thief):
-            client.open_namespace()
-        lease = 2**62 + 12345
-        asked = [m.GroupKeys(0, keys(1))]
-        assert owner.ask(m.Lookup(1, owner.token, NAMESPACE, lease, asked), m.LookupReply).pinned == 1
-        for extend in (False, True):
-            lookup = m.Lookup(1, thief.token, NAMESPACE, lease, asked, extend=extend)
-            assert thief.refused(lookup).code is ErrorCode.UNKNOWN_LEASE
-        assert thief.ask(m.Heartbeat(2, thief.token, 0, [lease]), m.HeartbeatReply).ended == [lease]
-        assert thief.ask(m.Release(3, thief.token, [lease]), m.Done).count == 0
-        assert owner.ask(m.Heartbeat(2, owner.token, 0, [lease]), m.HeartbeatReply).ended == []
 
 
 @pytest.mark.parametrize("blob", [b"short", keys(1) + b"x"])
@@ -230,12 +199,6 @@ def test_parents_and_tokens_that_do_not_fit_the_keys_are_refused(worker, memory,
     assert worker.refused(m.Submit(1, worker.token, registration, [m.Store(1, [part])])).code is ErrorCode.BAD_KEYS
 
 
-def test_an_unknown_registration_is_refused(worker):
-    store = m.Submit(1, worker.token, b"r" * 16, [m.Store(1, [m.GroupTransfer(0, keys(1), ids(0))])])
-    assert worker.refused(store).code is ErrorCode.UNKNOWN_REGISTRATION
-    assert worker.refused(m.Unregister(2, worker.token, b"r" * 16)).code is ErrorCode.UNKNOWN_REGISTRATION
-
-
 def test_a_load_under_an_unknown_lease_is_refused(worker, memory):
     registration = worker.register(memory)
     load = m.Submit(1, worker.token, registration, [], [m.Load(1, 2**40, [m.GroupTransfer(0, keys(1), ids(0))])])
@@ -261,7 +224,6 @@ def register_request(worker: WireClient, **changes: object) -> m.Register:
     ("changes", "code"),
     [
         ({"segments": [MemfdHandle(99, 8 * PAGE)]}, ErrorCode.UNKNOWN_SEGMENT),
-        ({"segments": [MemfdHandle(7, 9 * PAGE)]}, ErrorCode.UNSAFE_SEGMENT),
         ({"segments": [MemfdHandle(7, PAGE), MemfdHandle(7, PAGE)]}, ErrorCode.BAD_GEOMETRY),
         ({"tensors": [TensorLayout(0, 0, PAGE, 9)]}, ErrorCode.OUT_OF_BOUNDS),
         ({"tensors": [TensorLayout(0, 1, PAGE, 8)]}, ErrorCode.OUT_OF_BOUNDS),
@@ -288,15 +250,6 @@ def test_memory_that_can_shrink_is_refused(worker):
     finally:
         os.close(fd)
     assert worker.refused(register_request(worker)).code is ErrorCode.UNSAFE_SEGMENT
-
-
-def test_a_file_that_is_no_memfd_is_refused(worker, tmp_path):
-    path = tmp_path / "plain"
-    path.write_bytes(bytes(8 * PAGE))
-    with path.open("r+b") as file:
-        refusal = worker.attach(file.fileno(), 7)
-    assert isinstance(refusal, lifeline.AttachRefused)
-    assert refusal.code is ErrorCode.UNSAFE_SEGMENT
 
 
 def test_gpu_handles_are_refused_with_a_sentence(worker):
@@ -470,14 +423,3 @@ def test_every_limit_is_told_in_welcome():
     }
     with DaemonProcess(**flags) as daemon, WireClient(daemon.directory) as client:
         assert client.hello(m.Role.WORKER).limits == m.Limits(65536, 4, 3, 7, 80, 90, 2, 3, 100, 5, 6)
-
-
-def test_an_idle_lifeline_that_says_no_hello_does_not_harm_others(daemon, worker):
-    streams = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(20)]
-    try:
-        for stream in streams:
-            stream.connect(str(SocketPaths(daemon.directory).lifeline))
-        worker.ask(m.Health(worker.next_id(), worker.token), m.HealthReply)
-    finally:
-        for stream in streams:
-            stream.close()

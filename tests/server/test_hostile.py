@@ -18,6 +18,7 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 import zmq
@@ -191,6 +192,10 @@ def other_descriptors() -> dict[str, Callable[[], int]]:
         finally:
             os.close(fd)
 
+    def file() -> int:
+        with TemporaryFile() as made:
+            return os.dup(made.fileno())
+
     def epoll() -> int:
         with select.epoll() as poller:
             return os.dup(poller.fileno())
@@ -199,6 +204,7 @@ def other_descriptors() -> dict[str, Callable[[], int]]:
         "pipe": lambda: os.pipe()[0],
         "socket": lambda: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).detach(),
         "directory": lambda: os.open("/", os.O_RDONLY),
+        "file": file,
         "path": lambda: os.open("/etc/passwd", os.O_PATH),
         "device": lambda: os.open("/dev/zero", os.O_RDWR),
         "terminal": lambda: os.openpty()[1],
@@ -416,18 +422,6 @@ def test_sessions_are_limited_and_free_again_when_they_end(attack: Victim) -> No
     assert refused >= 6
 
 
-def test_a_flood_of_requests_for_all_events(attack: Victim) -> None:
-    """They take no session, and each is answered with every event that is kept."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as greedy:
-        greedy.setsockopt(zmq.LINGER, 0)
-        greedy.setsockopt(zmq.RCVHWM, 1)
-        greedy.connect(f"ipc://{SocketPaths(attack.daemon.directory).jobs}")
-        for _ in range(2_000):
-            with contextlib.suppress(zmq.Again):
-                greedy.send_multipart([b"", bytes(8)], zmq.NOBLOCK)
-        attack.is_served()
-
-
 def test_strangers_at_the_jobs_socket_get_nothing(attack: Victim) -> None:
     streams = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(50)]
     for number, stream in enumerate(streams):
@@ -496,7 +490,9 @@ def test_what_belongs_to_another_session_cannot_be_named(hostile: WireClient, vi
             m.Reset(5, scheduler.token, fingerprint),
         ):
             assert scheduler.refused(request).code is ErrorCode.UNKNOWN_NAMESPACE
-        assert scheduler.refused(m.Lookup(6, scheduler.token, NAMESPACE, lease, [part])).code is ErrorCode.UNKNOWN_LEASE
+        for extend in (False, True):
+            lookup = m.Lookup(6, scheduler.token, NAMESPACE, lease, [part], extend=extend)
+            assert scheduler.refused(lookup).code is ErrorCode.UNKNOWN_LEASE
         own = scheduler.ask(m.Lookup(7, scheduler.token, NAMESPACE, scheduler.lease(2), [part]), m.LookupReply)
         assert own.pinned == 0
         name = hostile.register(memory)

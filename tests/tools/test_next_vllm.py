@@ -7,7 +7,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from tests.tools.next_vllm import ALLOW, overlay
+from tests.tools.next_vllm import ALLOW, changes, overlay
 
 
 def test_a_release_runs_over_the_binaries_of_another(tmp_path: Path) -> None:
@@ -33,3 +33,15 @@ def test_a_release_runs_over_the_binaries_of_another(tmp_path: Path) -> None:
     path = f"{tree}:{client / 'client'}:{client / 'proto'}"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": path})
     assert found.stdout.split() == ["new", "9.9.0+cpu"], found.stderr
+
+
+def test_what_changed_in_modules_that_the_connector_imports_is_shown_and_nothing_else(tmp_path: Path) -> None:
+    trees = tmp_path / "before", tmp_path / "now"
+    for tree in trees:
+        (tree / "v1" / "core").mkdir(parents=True)
+        (tree / "v1" / "request.py").write_text(f"def arrive(): {tree.name}\n")
+        (tree / "v1" / "core" / "nobody_imports_it.py").write_text(tree.name)
+    found = list(changes(*trees))
+    assert found[0].split()[1] == "vllm.v1.request"
+    assert [line for line in found if "arrive" in line] == ["-def arrive(): before", "+def arrive(): now"]
+    assert len(found) == 5
