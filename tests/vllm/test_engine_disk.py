@@ -45,7 +45,7 @@ def timed(engine: EngineProcess, index: int, salt: str | None = None) -> tuple[C
     return engine.generate([PROMPTS[index]], salt=salt)[0], seconds
 
 
-def test_blocks_come_back_from_disk_also_after_daemon_and_engine_were_restarted(
+def test_blocks_come_back_from_disk_also_after_the_daemon_was_restarted(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     every = len(PROMPTS) * (LENGTH // 32)
@@ -73,10 +73,9 @@ def test_blocks_come_back_from_disk_also_after_daemon_and_engine_were_restarted(
         with capsys.disabled():
             print(f"\n{LENGTH} tokens to the first one: {disk_s:.3f} s from disk, {compute_s:.3f} s computed")
 
-        engine.kill()
         daemon.stop()
         daemon.start()
-        engine.start()
+        engine.forget()
         with AdminClient(daemon.directory) as admin:
             wait_connected(admin)
         wait_on_disk(daemon, every)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from kvoffd_client import AdminClient
 from kvoffd_proto.messages import StatsReply
-from tests.support.engine import BLOCK_TOKENS, Completion, EngineProcess, prompt, wait_connected, wait_stats
+from tests.support.engine import BLOCK_TOKENS, EngineProcess, prompt, wait_connected, wait_stats
 from tests.support.faulty_daemon import FaultyDaemon
 from tests.support.models import make_tiny_llama
 
@@ -18,18 +19,6 @@ PROMPTS = [prompt(seed, length) for seed, length in enumerate([800, 1100, 950, 1
 MAX_TOKENS = 150
 FEW_BLOCKS = 130
 """Of the about 215 that all six requests would fill."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("models") / "model")
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path) -> list[Completion]:
-    """What an engine without a connector and with blocks enough says."""
-    with EngineProcess(model, None) as engine:
-        return engine.generate(PROMPTS, MAX_TOKENS)
 
 
 def wait_settled(daemon: FaultyDaemon, ready_blocks: int) -> None:
@@ -51,22 +40,25 @@ def wait_settled(daemon: FaultyDaemon, ready_blocks: int) -> None:
         pytest.param(4, 8.0, 0.2, id="fences-give-up"),
     ],
 )
-def test_under_block_pressure_tokens_are_those_of_an_engine_without_connector(
-    model: Path,
-    expected: list[Completion],
-    blocks_per_chunk: int,
-    store_seconds: float,
-    store_fence_timeout_s: float,
+def test_under_block_pressure_tokens_are_those_without_a_daemon(
+    tmp_path: Path, blocks_per_chunk: int, store_seconds: float, store_fence_timeout_s: float
 ) -> None:
     extra = {
         "offload_prompt_only": False,
         "blocks_per_chunk": blocks_per_chunk,
         "store_fence_timeout_s": store_fence_timeout_s,
     }
+    model = make_tiny_llama(tmp_path / "model")
     with (
-        FaultyDaemon("256MiB") as daemon,
+        closing(FaultyDaemon("256MiB")) as daemon,
         EngineProcess(model, daemon.directory, num_blocks=FEW_BLOCKS, extra_config=extra) as engine,
     ):
+        # Three at a time, for which there are blocks enough.
+        expected = [*engine.generate(PROMPTS[:3], MAX_TOKENS), *engine.generate(PROMPTS[3:], MAX_TOKENS)]
+        assert not engine.metrics()["vllm:num_preemptions"]
+        daemon.start()
+        wait_settled(daemon, 0)
+        engine.forget()
         with daemon.fault(f"store slow {store_seconds}"):
             runs = [engine.generate(PROMPTS, MAX_TOKENS)]
             engine.forget()

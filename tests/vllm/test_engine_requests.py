@@ -20,8 +20,9 @@ from tests.support.engine import (
     full_blocks,
     prompt,
     wait_connected,
+    wait_stats,
 )
-from tests.support.models import TINY_LLAMA, make_tiny_llama
+from tests.support.models import TINY_LLAMA, make_tiny_llama, write_lora_adapter
 from tests.support.router_daemon import Subscriber, free_ports
 from tests.support.shapes import add_tokenizer, wait_stored
 
@@ -54,6 +55,8 @@ class Answers:
     ``told`` is what a router that came after the first of them was told: by hash of a block its parent and its tokens.
     """
 
+    engine: EngineProcess
+    admin: AdminClient
     cold: dict[str, Completion]
     warm: dict[str, Completion]
     restarted: dict[str, Completion]
@@ -83,6 +86,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
             daemon.directory,
             skip_tokenizer_init=False,
             enable_prompt_embeds=True,
+            enable_lora=True,
+            max_lora_rank=8,
             # Each prompt is computed in several steps, as long ones are.
             max_num_batched_tokens=128,
             max_num_seqs=8,
@@ -108,7 +113,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
             engine.kill()
             engine.start()
             wait_connected(admin)
-            yield Answers(cold, warm, ask(), told)
+            yield Answers(engine, admin, cold, warm, ask(), told)
             stats = admin.stats()
             assert (stats.load.failed_jobs, stats.store.failed_jobs, stats.leases) == (0, 0, 0)
         finally:
@@ -137,3 +142,48 @@ def test_routers_are_told_the_tokens_of_prompts_whose_hashes_are_of_tokens_alone
             parent = by_tokens[parent, tuple(tokens[start : start + BLOCK_TOKENS])]
     first = {tuple(one["prompts"][0][:BLOCK_TOKENS]) for name, one in REQUESTS.items() if name != "prompt-embeddings"}
     assert {tokens for parent, tokens in answers.told.values() if parent is None} == first
+
+
+def test_blocks_follow_the_content_of_a_lora_adapter_that_is_replaced_at_its_path(
+    answers: Answers, tmp_path: Path
+) -> None:
+    engine, admin, everything = answers.engine, answers.admin, full_blocks(LENGTH)
+
+    def once(path: Path | None, name: str = "an adapter", number: int = 1) -> tuple[list[int], int]:
+        """The tokens of a prompt with an adapter, and how many of the prompt's own were not computed."""
+        adapter = (name, number, str(path)) if path else None
+        (completion,) = engine.generate([prompt(6, LENGTH)], adapter=adapter)
+        return completion.tokens, completion.cached
+
+    def wait_blocks(more: int) -> None:
+        wait_stats(admin, lambda stats: stats.namespaces[0].ready_blocks == before + more * (LENGTH // BLOCK_TOKENS))
+
+    before = admin.stats().namespaces[0].ready_blocks
+    adapter = write_lora_adapter(tmp_path / "adapter", seed=1)
+    first, cached = once(adapter)
+    assert cached == 0
+    wait_blocks(1)
+    engine.forget()
+    assert once(adapter) == (first, everything)
+    plain, cached = once(None)
+    assert cached == 0
+    assert plain != first
+    wait_blocks(2)
+
+    # Its files are replaced while it is loaded: what is in memory is still the first.
+    write_lora_adapter(adapter, seed=2)
+    engine.forget()
+    assert once(adapter) == (first, 0)
+    assert "the files of the LoRA adapter an adapter changed" in engine.log
+    # It is loaded anew, as that line says.
+    engine.forget(connector=True)
+    second, cached = once(adapter, number=2)
+    assert cached == 0
+    assert second != first
+    wait_blocks(3)
+    engine.forget()
+    assert once(adapter, number=2) == (second, everything)
+    assert once(None) == (plain, everything)
+    # The control: the same content at another path, which no block has.
+    other = write_lora_adapter(tmp_path / "other", seed=2)
+    assert once(other, "another", 3) == (second, 0)

@@ -61,7 +61,8 @@ class Runs:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(kind, id=kind.replace(" ", "-"), marks=[pytest.mark.shapes] if kind == "tensor parallel" else [])
+        # Of full attention alone the demo's test and test_engine_requests.py show the same.
+        pytest.param(kind, id=kind.replace(" ", "-"), marks=[] if kind == "hybrid" else [pytest.mark.shapes])
         for kind in KINDS
     ],
 )
@@ -72,8 +73,10 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         DaemonProcess("256MiB", **PATIENT_DAEMON) as daemon,
         AdminClient(daemon.directory, PATIENT_CLIENT) as admin,
     ):
+        # The second starts as users' engines do on CPU: its processes are spawned and find the connector on their own.
         first, second = (
-            EngineProcess(model, daemon.directory, extra_config=PATIENT, **kind["settings"]) for _ in range(2)
+            EngineProcess(model, daemon.directory, extra_config=PATIENT, fork=fork, **kind["settings"])
+            for fork in (True, False)
         )
         try:
             with ThreadPoolExecutor() as pool:
