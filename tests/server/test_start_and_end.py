@@ -72,19 +72,21 @@ def test_the_directory_and_its_sockets_are_closed_to_strangers():
         shutil.rmtree(base)
 
 
-def test_a_second_daemon_on_the_same_directory_is_refused(daemon):
-    second = serve("--directory", str(daemon.directory), "--pool-size", "1MiB")
+def test_a_second_daemon_on_the_same_directory_is_refused(shared_daemon):
+    second = serve("--directory", str(shared_daemon.directory), "--pool-size", "1MiB")
     assert second.returncode == 2
-    assert str(daemon.pid) in second.stderr
+    assert str(shared_daemon.pid) in second.stderr
     assert len(second.stderr.strip().splitlines()) == 1
-    stats(daemon.directory)  # the first is unharmed
+    stats(shared_daemon.directory)  # the first is unharmed
 
 
-def test_sockets_of_a_dead_daemon_are_replaced(daemon):
+def test_sockets_of_a_dead_daemon_are_replaced_and_the_next_has_another_epoch(daemon):
+    first = stats(daemon.directory).epoch
     daemon.kill()
     assert SocketPaths(daemon.directory).jobs.exists()
     daemon.start()
     assert stats(daemon.directory).sessions == 1
+    assert stats(daemon.directory).epoch != first
 
 
 def test_sigterm_removes_the_sockets_and_ends_with_success(daemon):
@@ -93,13 +95,6 @@ def test_sigterm_removes_the_sockets_and_ends_with_success(daemon):
     assert daemon.log.rstrip().endswith("Stopped.")
     paths = SocketPaths(daemon.directory)
     assert not any(path.exists() for path in (paths.jobs, paths.events, paths.lifeline))
-
-
-def test_a_new_life_has_a_new_epoch(daemon):
-    first = stats(daemon.directory).epoch
-    daemon.kill()
-    daemon.start()
-    assert stats(daemon.directory).epoch != first
 
 
 def test_more_memory_than_there_is_is_refused_with_both_numbers(tmp_path):
@@ -131,8 +126,8 @@ def test_the_pool_takes_what_was_asked_for_and_at_most_two_percent_more():
         assert report.pool.table_bytes <= 0.02 * report.pool.pool_bytes
 
 
-def test_the_daemon_does_not_import_torch(daemon):
-    maps = Path(f"/proc/{daemon.pid}/maps").read_text()
+def test_the_daemon_does_not_import_torch(shared_daemon):
+    maps = Path(f"/proc/{shared_daemon.pid}/maps").read_text()
     assert "libtorch" not in maps
     script = "import sys, kvoffd.server.daemon, kvoffd.cli; print(json.dumps(sorted(sys.modules)))"
     modules = subprocess.run(
