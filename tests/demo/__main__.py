@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
-from tests.demo.processes import DemoFailed, own_environment, script
+from tests.demo.processes import INTERRUPTS, DemoFailed, own_environment, script
 from tests.demo.scenario import Outcome, Scenario, loadable_tokens
 from tests.demo.screen import Screen
 from tests.support.models import make_demo_llama
@@ -74,7 +74,7 @@ def main() -> int:
                 outcome = play(screen, children)
             finally:
                 # A second Ctrl-C must not interrupt the cleaning up, which ends in seconds.
-                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                for number in INTERRUPTS:
                     signal.signal(number, signal.SIG_IGN)
     except DemoFailed as failure:
         print(f"\n{failure}", file=sys.stderr)

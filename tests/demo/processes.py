@@ -11,10 +11,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOG_TAIL_LINES = 25
 POLL_S = 0.2
 STOP_TIMEOUT_S = 20.0
@@ -23,6 +25,20 @@ ABORT_TIMEOUT_S = 5.0
 
 class DemoFailed(Exception):
     """The demo cannot go on; the text says why, with the tail of the log that explains it."""
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Put off what interrupts the demo: a process that was started is known before."""
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in INTERRUPTS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for one in came:
+        signal.raise_signal(one)
 
 
 class Child:
@@ -150,10 +166,9 @@ class SharedServer(Child):
 
 
 class Engine(Child):
-    """A vLLM engine of tests/demo/engine.py."""
+    """A vLLM engine of ``engine.py``."""
 
     def __init__(self, name: str, arguments: Mapping[str, object], log: Path) -> None:
-        program = Path(__file__).with_name("engine.py")
         environment = {
             **own_environment(),
             # Block hashes begin with it: equal in every engine, or nothing is found again.
@@ -164,7 +179,7 @@ class Engine(Child):
             # With fewer cores than it would reserve, vLLM reserves none, and its threads fight with the daemon's.
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
         }
-        super().__init__(name, [sys.executable, str(program), json.dumps(arguments)], log, environment)
+        super().__init__(name, [sys.executable, "-m", "tests.demo.engine", json.dumps(arguments)], log, environment)
 
     def ask(self, message: Mapping[str, object], timeout_s: float) -> dict[str, object]:
         """Send a request and wait for its answer."""

@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 from kvoffd_client import AdminClient, KvoffdClientError
 from kvoffd_proto.messages import StatsReply
 from kvoffd_proto.sockets import SocketPaths
-from tests.demo.processes import Daemon, DemoFailed, Engine, SharedServer
+from tests.demo.processes import Child, Daemon, DemoFailed, Engine, SharedServer, uninterrupted
 
 BLOCK_TOKENS = 32
 # None is a whole number of blocks: the tail of each is computed again, as in real life.
@@ -32,6 +33,7 @@ STORE_TIMEOUT_S = 60.0
 QUIET_S = 0.5
 POLL_S = 0.1
 
+ChildT = TypeVar("ChildT", bound=Child)
 Step = Callable[[str], AbstractContextManager[None]]
 
 
@@ -156,16 +158,13 @@ class Scenario:
     def start_daemon(self) -> None:
         """Start the daemon, and before it a server to be shared, if there is one."""
         if (program := SharedServer.program()) is not None:
-            server = SharedServer(program, self._logs / "shared-server.log")
-            self._children.callback(server.abort)
-            self._shared = server.url
+            self._shared = self._begin(lambda: SharedServer(program, self._logs / "shared-server.log")).url
         self._start_daemon(self._sockets, "kvoffd.log", f"kvoffd with a pool of {POOL_SIZE}")
 
     def _start_daemon(self, directory: Path, log: str, what: str) -> None:
         """Start a daemon and wait until it takes sessions."""
         with self._step(f"starting {what}"):
-            daemon = Daemon(directory, POOL_SIZE, self._logs / log, self._shared)
-            self._children.callback(daemon.abort)
+            daemon = self._begin(lambda: Daemon(directory, POOL_SIZE, self._logs / log, self._shared))
             deadline = time.monotonic() + DAEMON_TIMEOUT_S
             while not self._daemon_is_ready(directory):
                 daemon.check_alive()
@@ -173,10 +172,19 @@ class Scenario:
                     raise daemon.failure(f"took no sessions within {DAEMON_TIMEOUT_S:.0f} s")
                 time.sleep(POLL_S)
 
+    def _begin(self, start: Callable[[], ChildT]) -> ChildT:
+        """Start a process that ends with ``children``."""
+        with uninterrupted():
+            child = start()
+            self._children.callback(child.abort)
+        return child
+
     def stop_engines(self) -> None:
-        """Stop every engine that runs, in good order."""
-        while self._engines:
-            with self._step("stopping an engine"):
+        """Stop every engine that runs, in good order, all at once."""
+        with self._step("stopping the engines"):
+            for engine in self._engines:
+                engine.ask_to_stop()
+            while self._engines:
                 self._engines.pop().stop()
 
     def _daemon_is_ready(self, directory: Path) -> bool:
@@ -194,9 +202,7 @@ class Scenario:
         engines: list[Engine] = []
         with self._step(f"starting vLLM: {what}"):
             for name, (log, directory) in wanted.items():
-                engine = Engine(name, self._arguments(directory), self._logs / log)
-                self._children.callback(engine.abort)
-                engines.append(engine)
+                engines.append(self._begin(partial(Engine, name, self._arguments(directory), self._logs / log)))
             self._engines += engines
             for engine in engines:
                 engine.receive(ENGINE_TIMEOUT_S)

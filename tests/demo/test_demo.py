@@ -88,7 +88,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, number: signa
 
     def runs_an_engine() -> bool:
         assert demo.poll() is None, demo.communicate()[0]
-        return any("engine.py" in command for command in processes_about(str(tmp_path)))
+        return any("tests.demo.engine" in command for command in processes_about(str(tmp_path)))
 
     wait_until(runs_an_engine, START_DEADLINE_S, interval_s=0.05)
     demo.send_signal(number)

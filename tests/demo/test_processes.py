@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.demo.processes import Child, DemoFailed, own_environment
+from tests.demo.processes import Child, DemoFailed, own_environment, uninterrupted
 from tests.support.waiting import wait_until
 
 DEADLINE_S = 10.0
@@ -80,3 +81,16 @@ def test_lines_that_come_together_are_read_one_by_one(children: ExitStack, tmp_p
 def test_the_users_own_kvoffd_settings_stay_out_of_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVOFFD_POOL_SIZE", "1TiB")
     assert not any(name.startswith("KVOFFD_") for name in own_environment())
+
+
+def test_what_interrupts_waits_until_a_process_that_is_started_is_known() -> None:
+    known = []
+
+    def start() -> None:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            known.append("child")
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert known == ["child"]
