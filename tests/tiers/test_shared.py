@@ -163,9 +163,7 @@ ODD_REPLIES = {
     "a text where a number belongs": {b"EXISTS": b"$1\r\n1\r\n"},
     "an array of arrays": {b"EXISTS": b"*1\r\n*1\r\n*1\r\n:1\r\n"},
     "a generation of negative length": {b"GET": b"$-7\r\n"},
-    "a generation of many terabytes": {b"GET": b"$99999999999999\r\n"},
     "a length with an underscore": {b"GET": b"$1_0\r\n0123456789\r\n"},
-    "a generation of another type": {b"GET": WRONG_TYPE},
 }
 
 
@@ -475,7 +473,7 @@ def test_a_generation_that_is_no_number_is_named_and_nothing_is_found(
     rig.tier.remove_namespace(ONE)
     store.values[generation_key(ONE)] = value
     assert rig.ask(block) == [Answer.NO]
-    assert rig.kinds == {"protocol": 1}
+    assert rig.kinds == {"generation": 1}
     one = rig.tier.raise_generation(ONE)
     rig.until(lambda: one.ended)
     assert one.problem
@@ -483,6 +481,21 @@ def test_a_generation_that_is_no_number_is_named_and_nothing_is_found(
     del store.values[generation_key(ONE)]
     rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
     assert rig.load(block) is DONE
+
+
+@pytest.mark.parametrize("reply", [b"$1\r\nx\r\n", WRONG_TYPE, b"$99999999999999\r\n"])
+def test_a_generation_that_is_none_is_of_its_own_namespace_alone(
+    store: FaultyStore, rig: SharedRig, reply: bytes
+) -> None:
+    other = rig.block(1, fingerprint=OTHER)
+    rig.store(other)
+    store.forced_values[generation_key(ONE)] = reply
+    for number in range(10):
+        assert rig.ask(rig.block(number)) == [Answer.NO]
+        assert rig.tier.reachable
+    assert rig.ask(rig.block(1, fingerprint=OTHER)) == [Answer.YES]
+    assert rig.load(other) is DONE
+    assert rig.kinds == {"generation": 10}
 
 
 def test_a_bug_of_a_store_is_named_and_ends_no_thread(rig: SharedRig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,7 @@ def test_a_generation_of_another_length_than_it_says_is_none(bucket: FaultyBucke
     bucket.objects[f"/bucket/ge/{generation_key(ONE).decode()}"] = b"5"
     bucket.chunks = lambda value: [value, b"7"]
     rig.until(lambda: rig.ask_anew(block) == [Answer.NO] and bool(rig.kinds))
-    assert rig.kinds.keys() == {"protocol"}
+    assert rig.kinds.keys() == {"generation"}
     assert rig.tier.generation(ONE) == 0
 
 

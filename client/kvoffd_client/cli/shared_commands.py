@@ -40,6 +40,7 @@ SHARED_ERRORS = {
     "cluster": "servers of a cluster that was not named as redis+cluster://, has changed, or is down",
     "refused": "other refusals; the daemon's log has the first",
     "protocol": "answers that are not what the protocol says",
+    "generation": "generations of namespaces that are no numbers",
     "internal": "bugs; please report the traceback in the daemon's log",
 }
 """What the kinds of a shared server's errors are."""

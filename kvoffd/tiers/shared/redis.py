@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from kvoffd.tiers.shared.object_format import decode_generation
-from kvoffd.tiers.shared.store import Credentials, GetRequest, Servers, Store, StoreError
+from kvoffd.tiers.shared.store import Credentials, GetRequest, Servers, Store, StoreError, bad_generation
 from kvoffd_proto.units import printable
 
 ASK_DEADLINE_S = 0.02
@@ -144,13 +144,19 @@ class Redis(Store):
         self._send([_repeated(b"GET", generation_keys) + _repeated(b"EXISTS", keys)], deadline)
 
     def generation(self, generation_key: bytes, deadline: float) -> int:
-        return self._number(generation_key, self._small_value(deadline) or b"")
+        length = self._value_length(deadline)
+        if length is not None and not 0 <= length <= HEAD_BYTES:
+            raise self._no_number(generation_key)
+        return self._number(generation_key, self._take(length + 2, deadline)[:-2] if length is not None else b"")
 
     def _number(self, generation_key: bytes, text: bytes) -> int:
-        number = decode_generation(text)
-        if number is None:
-            raise self._broken(f"The value of {generation_key.decode()} is no number of up to 18 digits")
+        if (number := decode_generation(text)) is None:
+            raise self._no_number(generation_key)
         return number
+
+    def _no_number(self, generation_key: bytes) -> StoreError:
+        self.close()
+        return bad_generation(f"The value of {generation_key.decode()} at {self._name}")
 
     def get(self, requests: Sequence[GetRequest], deadline: float) -> Iterator[bytes | None]:
         self.send_gets(requests, deadline)
@@ -278,14 +284,6 @@ class Redis(Store):
         for line in set(map(bytes, replies[:count])) - {b":0", b":1"}:
             self._check(line, b":")
         return [line != b":0" for line in replies[:count]]
-
-    def _small_value(self, deadline: float) -> bytes | None:
-        length = self._value_length(deadline)
-        if length is None:
-            return None
-        if not 0 <= length <= HEAD_BYTES:
-            raise self._broken("A value is too long, or no text")
-        return self._take(length + 2, deadline)[:-2]
 
     def _value_length(self, deadline: float) -> int | None:
         """The length of the value that follows; None for no value, -1 for one of another type, not followed by any."""

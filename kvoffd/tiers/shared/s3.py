@@ -20,7 +20,7 @@ from obstore.store import S3Store
 
 from kvoffd.errors import KvoffdError
 from kvoffd.tiers.shared.object_format import decode_generation
-from kvoffd.tiers.shared.store import Credentials, GetRequest, Store, StoreError
+from kvoffd.tiers.shared.store import Credentials, GetRequest, Store, StoreError, bad_generation
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.units import printable
 
@@ -247,7 +247,7 @@ class S3(Store):
             return known
         number = decode_generation(await self._value(generation_key))
         if number is None:
-            raise StoreError("protocol", f"The object {self._path(generation_key)} is no number of up to 18 digits.")
+            raise bad_generation(f"The object {self._path(generation_key)}")
         if len(self._generations) >= MOST_GENERATIONS:
             self._generations.clear()
         self._generations[generation_key] = number, time.monotonic()

@@ -48,6 +48,11 @@ class StoreError(Exception):
         self.final = final
 
 
+def bad_generation(what: str) -> StoreError:
+    """What keeps a generation is no number: of one namespace nothing is known, and others are served."""
+    return StoreError("generation", f"{what} is no number of up to 18 digits that a node has written; remove it there.")
+
+
 class Server(NamedTuple):
     """A server of a store, as it was found last."""
 

@@ -22,7 +22,7 @@ from kvoffd.tiers.shared.object_format import (
     key_prefix,
     object_key,
 )
-from kvoffd.tiers.shared.store import GetRequest, Store, StoreError
+from kvoffd.tiers.shared.store import GetRequest, Store, StoreError, bad_generation
 from kvoffd.tiers.shared.work import Ask, Raise, Read, WorkListener, Write
 from kvoffd.tiers.tier import Digest, TierBlock, TierResult
 
@@ -342,13 +342,14 @@ class Workers:
             self._end(self._listener.write_ended, write, TierResult.FAILED)
 
     def _fail(self, store: Store, error: Exception, work: str) -> None:
-        """Tell of a failure. It counts for the breaker, but not where the server answers that it takes no writes."""
+        """Tell of a failure. It counts for the breaker, but where the server answers: that it takes no writes, or with
+        a generation that is none."""
         reported = self._report(store, error)
         if self._closed:
             return
         if work == "write" and reported.kind not in LOST:
             self._end(self._listener.writing_refused, reported.sentence)
-        else:
+        elif reported.kind != "generation":
             self._breaker.failed(work, at_once=reported.final)
 
     def _report(self, store: Store, error: Exception) -> StoreError:
@@ -401,8 +402,7 @@ class Workers:
 def _check_generation(own_key: bytes, generation: int) -> None:
     """Raise StoreError for a number that nobody can have raised it to: followed, it could hardly be raised again."""
     if generation > time.time() + MOST_AHEAD_S:
-        why = f"The value of {own_key.decode()} is {generation}, which no node has made it; remove it there."
-        raise StoreError("protocol", why)
+        raise bad_generation(f"{own_key.decode()}, {generation},")
 
 
 def _names(ask: Ask, generation: int) -> list[bytes]:
