@@ -25,6 +25,7 @@ class Supervisor:
 
     Args:
         pool_file: where the pool lies; None has the manager keep it, as systemd's descriptor store does.
+        directory: of its sockets; None for one of its own.
 
     Attributes:
         lives: daemons started.
@@ -35,10 +36,10 @@ class Supervisor:
 
     make_daemon = ManagedDaemon
 
-    def __init__(self, pool_size: str, pool_file: Path | None, **flags: str) -> None:
+    def __init__(self, pool_size: str, pool_file: Path | None, directory: Path | None = None, **flags: str) -> None:
         self._manager = ServiceManager()
         file = {} if pool_file is None else {"pool_file": str(pool_file)}
-        self.daemon = self.make_daemon(self._manager, pool_size, watchdog_s=WATCHDOG_S, **file, **flags)
+        self.daemon = self.make_daemon(self._manager, pool_size, directory, watchdog_s=WATCHDOG_S, **file, **flags)
         self.lives = 0
         self.hung: list[tuple[float, float]] = []
         self.ended_at: list[float] = []

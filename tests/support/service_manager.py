@@ -99,9 +99,15 @@ class ManagedDaemon(DaemonProcess):
     """A daemon run by ``manager``, with a watchdog of ``watchdog_s`` seconds; 0 for none."""
 
     def __init__(
-        self, manager: ServiceManager, pool_size: str = "64MiB", *, watchdog_s: float = 0.0, **flags: str
+        self,
+        manager: ServiceManager,
+        pool_size: str = "64MiB",
+        directory: Path | None = None,
+        *,
+        watchdog_s: float = 0.0,
+        **flags: str,
     ) -> None:
-        super().__init__(pool_size, **flags)
+        super().__init__(pool_size, directory, **flags)
         self.manager = manager
         self._watchdog = {"WATCHDOG_USEC": str(round(watchdog_s * 1e6))} if watchdog_s else {}
 

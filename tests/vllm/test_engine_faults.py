@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Self, TypeVar
 
 import msgspec
@@ -15,9 +18,10 @@ import pytest
 import zmq
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 
-from kvoffd_client import AdminClient
+from kvoffd_client import AdminClient, DaemonUnavailable
 from kvoffd_proto.messages import StatsReply
 from kvoffd_proto.sockets import SocketPaths
+from tests.chaos.supervisor import Supervisor
 from tests.support.engine import (
     BLOCK_TOKENS,
     Completion,
@@ -37,6 +41,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 T = TypeVar("T")
 LENGTHS = [1500, 900, 1200]
 DEADLINE_S = 30.0
+SHM = Path("/dev/shm")
+CHAOS_ROUNDS = int(os.environ.get("ENGINE_CHAOS_ROUNDS", "8"))
+CHAOS_LENGTHS = [1500, 300, 900, 1200, 700, 400]
+CHAOS_TOKENS = 24
+CHAOS_DEADLINE_S = 60.0
+KINDS = ("kill", "kill", "terminate", "stop until the watchdog", "stop shortly")
 
 
 class Harness:
@@ -53,6 +63,8 @@ class Harness:
         )
         self.prompts = [prompt(seed, length) for seed, length in enumerate(LENGTHS)]
         self.expected: list[list[int]] = []
+        self.chaos_prompts = [prompt(100 + seed, length) for seed, length in enumerate(CHAOS_LENGTHS)]
+        self.chaos_expected: list[list[int]] = []
 
     def ensure_daemon(self) -> None:
         """Running, with the engine connected to it: each test begins so."""
@@ -146,6 +158,9 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     try:
         made.engine.start()
         made.expected = tokens(made.engine.generate(made.prompts))
+        answers = made.engine.generate(made.chaos_prompts, CHAOS_TOKENS)
+        assert all(answer.cached == 0 for answer in answers)
+        made.chaos_expected = tokens(answers)
         yield made
     finally:
         made.engine.close()
@@ -263,6 +278,106 @@ def test_vllms_subscriber_reads_stores_and_removals_from_the_engine_and_from_the
         wait_for_events(lambda: engine.hashes(BlockRemoved) >= engine.hashes(BlockStored))
         assert daemon.of(AllBlocksCleared)
         assert not engine.of(AllBlocksCleared), "the engine's own blocks are still there"
+
+
+@pytest.fixture
+def supervisor(harness: Harness) -> Iterator[Supervisor]:
+    """In the place of the harness's daemon one that is started again, with its old pool, whenever it ends."""
+    if not os.access(SHM, os.W_OK):
+        pytest.skip("/dev/shm is not there")
+    if harness.daemon.running:
+        harness.daemon.kill()
+    with TemporaryDirectory(dir=SHM) as pool:
+        started = Supervisor("256MiB", Path(pool) / "pool", harness.daemon.directory).start()
+        try:
+            yield started
+        finally:
+            started.close()
+
+
+def stats_of(supervisor: Supervisor, blocks: int = 0) -> StatsReply:
+    """Statistics once the engine is connected and at least so many blocks are ready."""
+    supervisor.wait_serving(1)
+
+    def found() -> StatsReply | None:
+        try:
+            with AdminClient(supervisor.directory) as admin:
+                wait_connected(admin)
+                return wait_stats(admin, lambda stats: ready_blocks(stats) >= blocks, CHAOS_DEADLINE_S)
+        except DaemonUnavailable:
+            return None  # on a busy machine the watchdog ends a daemon that was stopped shortly, only now
+
+    return wait_until(found, CHAOS_DEADLINE_S)
+
+
+def strike(supervisor: Supervisor, kind: str, rng: random.Random) -> None:
+    match kind:
+        case "kill":
+            supervisor.signal(signal.SIGKILL)
+        case "terminate":
+            supervisor.signal(signal.SIGTERM)
+        case "stop until the watchdog":
+            supervisor.signal(signal.SIGSTOP)
+        case _:
+            supervisor.signal(signal.SIGSTOP)
+            time.sleep(rng.uniform(0.05, 0.6))
+            supervisor.signal(signal.SIGCONT)
+
+
+@pytest.mark.timeout(400 + 20 * CHAOS_ROUNDS)
+def test_chaos_fails_no_request_and_changes_no_token(harness: Harness, supervisor: Supervisor) -> None:
+    """The daemon is killed and stopped at random."""
+    seed = random.SystemRandom().getrandbits(31)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    struck: Counter[str] = Counter()
+    loaded = longest = 0.0
+    failed_before = harness.failed_loads()
+    for number in range(CHAOS_ROUNDS):
+        stats_of(supervisor)
+        harness.engine.forget()
+        order = rng.sample(range(len(CHAOS_LENGTHS)), rng.randint(3, len(CHAOS_LENGTHS)))
+        lives = supervisor.lives
+        begun = time.monotonic()
+        prompts = [harness.chaos_prompts[place] for place in order]
+        harness.engine.begin("generate", prompts=prompts, max_tokens=CHAOS_TOKENS)
+        time.sleep(rng.uniform(0.0, 0.8))
+        kind = rng.choice(KINDS)
+        struck[kind] += 1
+        strike(supervisor, kind, rng)
+        answers = completions(harness.engine.finish())
+        longest = max(longest, time.monotonic() - begun)
+        assert tokens(answers) == [harness.chaos_expected[place] for place in order], (number, kind)
+        assert all(answer.finish == "length" for answer in answers)
+        loaded += sum(answer.cached for answer in answers)
+        supervisor.wait_serving(lives + (kind != "stop shortly"))
+    print(
+        f"{CHAOS_ROUNDS} rounds {dict(struck)}: {loaded:.0f} tokens loaded, "
+        f"{harness.failed_loads() - failed_before:.0f} loads failed and were recomputed, "
+        f"longest round {longest:.1f} s, {supervisor.lives} daemons"
+    )
+    assert loaded > 0
+
+
+def test_what_was_stored_before_a_kill_is_loaded_after_it_and_gives_the_same_tokens(
+    harness: Harness, supervisor: Supervisor
+) -> None:
+    stats_of(supervisor)
+    harness.engine.forget()
+    harness.engine.generate(harness.chaos_prompts, CHAOS_TOKENS)
+    before = stats_of(supervisor, blocks=sum(length // BLOCK_TOKENS for length in CHAOS_LENGTHS))
+    supervisor.signal(signal.SIGKILL)
+    supervisor.wait_serving(2)
+    adopted = stats_of(supervisor)
+    assert adopted.epoch != before.epoch
+    assert adopted.pool.ready_bytes >= 0.999 * before.pool.ready_bytes
+    harness.engine.forget()
+    answers = harness.engine.generate(harness.chaos_prompts, CHAOS_TOKENS)
+    assert tokens(answers) == harness.chaos_expected
+    assert [answer.cached for answer in answers] == [full_blocks(length) for length in CHAOS_LENGTHS]
+    after = stats_of(supervisor)
+    assert after.epoch == adopted.epoch
+    assert after.load.bytes > 0
 
 
 @pytest.mark.timing
