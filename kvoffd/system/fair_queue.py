@@ -64,6 +64,14 @@ class FairQueue(Generic[Item]):
             self._waiting[owner] = items
         return item
 
+    def turn(self) -> Iterator[Item]:
+        """The items of the owner whose turn it is, in their order. They stay in the queue."""
+        if not self._waiting:
+            return iter(())
+        owner = min(self._waiting, key=self._given_to)
+        self._level = max(self._level, self._given_to(owner))
+        return iter(self._waiting[owner])
+
     def charge(self, owner: Hashable, cost: int) -> None:
         """Note that the owner was given ``cost`` more. What nobody else waited for counts for nothing."""
         given = self._given_to(owner) + cost

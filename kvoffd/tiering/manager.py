@@ -109,7 +109,7 @@ class TieringManager:
                     places = prefix_run(found, keys, available)
                 else:
                     places = window_run(found, keys, namespace.groups[group], limit, available)
-                self._request(namespace, group, keys, places, answer[number])
+                self._request(namespace, owner, group, keys, places, answer[number])
         asked = [shared.find(namespace, owner, groups, answer, again) for shared in self.shared]
         return list(map(bytes, answer)), sum(asked)
 
@@ -312,13 +312,21 @@ class TieringManager:
         return lambda key: key in requested or (key in index and key not in writing)
 
     def _request(
-        self, namespace: Namespace, group: int, keys: Sequence[bytes], places: Iterable[int], states: bytearray
+        self,
+        namespace: Namespace,
+        owner: int,
+        group: int,
+        keys: Sequence[bytes],
+        places: Iterable[int],
+        states: bytearray,
     ) -> None:
         """Request keys that are not requested yet, up to the first that cannot come up, and mark them PENDING."""
         requested = self.promoter.requested(namespace, group)
         index = self.tier.readable(namespace.fingerprint, group)
         for place in places:
             key = keys[place]
-            if key not in requested and not (states[place] == ABSENT and self.promoter.request(namespace, index[key])):
+            if key not in requested and (
+                states[place] != ABSENT or not self.promoter.request(namespace, index[key], owner)
+            ):
                 return
             states[place] = PENDING

@@ -1,6 +1,6 @@
 """Which of the keys that a lookup asked for are brought up from a tier, and bringing them up.
 
-There is a bounded queue, a bound on the bytes under way, and a deadline.
+There is a bounded queue, in which sessions take turns, a bound on the bytes under way, and a deadline.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.system.fair_queue import FairQueue
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.transfers import Promotion, TierTransfers
 from kvoffd.tiers.tier import Tier, TierBlock, TierResult
@@ -99,6 +100,8 @@ def whole_prefixes_first(
 class PromotionRequest:
     """A block that a lookup asked for."""
 
+    owner: int
+    """The session that did."""
     namespace: Namespace
     source: TierBlock
     nbytes: int
@@ -108,7 +111,7 @@ class PromotionRequest:
 
 
 class Promoter:
-    """Requests wait in order; ``pump`` begins as many as the bound on bytes under way allows."""
+    """Requests of sessions wait in turn; ``pump`` begins as many as the bound on bytes under way allows."""
 
     def __init__(
         self,
@@ -125,12 +128,15 @@ class Promoter:
         self._under_way_limit = min(cache.slots.pool_bytes // 8, MAX_PROMOTING_BYTES)
         """Pool bytes that promotions may hold at once. A larger block goes alone. What was given up and has not ended,
         as on a device that hangs, may hold as much again: others go on meanwhile."""
-        self._requested_limit = cache.slots.pool_bytes // 2
-        """Bytes that may be under way and wait, together; what is asked for beyond is absent."""
+        self._requested_limit = cache.slots.pool_bytes * 2 // 3
+        """Bytes that may be under way and wait, together; what is asked for beyond is absent. A session has no more
+        than three times what it leaves to others."""
         self._deadline_s = settings.deadline_s
         self._requests: dict[tuple[Namespace, int], dict[bytes, PromotionRequest]] = {}
         """By namespace and group, and by key: blocks that come up, unless they were forgotten or are overdue."""
-        self._queue: dict[PromotionRequest, None] = {}
+        self._queue: FairQueue[PromotionRequest] = FairQueue()
+        self._held = Counter[int]()
+        """By session, bytes that are under way or wait."""
         self._under_way: dict[PromotionRequest, None] = {}
         self._given_up: set[PromotionRequest] = set()
         """Requests under way that are overdue: the tier may still write into their slots."""
@@ -166,7 +172,7 @@ class Promoter:
         """The requests of a group, by key. Not to be changed."""
         return self._requests.get((namespace, group), {})
 
-    def request(self, namespace: Namespace, source: TierBlock) -> bool:
+    def request(self, namespace: Namespace, source: TierBlock, owner: int) -> bool:
         """Queue a block that the pool does not have. False where it cannot be brought up now."""
         group = source.id.group
         if source.id.key in self.requested(namespace, group):
@@ -175,12 +181,11 @@ class Promoter:
             return False
         nbytes = namespace.block_bytes(group)
         held = self.queued_bytes + self.under_way_bytes
-        if held and held + nbytes > self._requested_limit:
+        if held and held + nbytes + self._held[owner] // 3 > self._requested_limit:
             return False
-        request = PromotionRequest(namespace, source, nbytes, self._clock() + self._deadline_s)
+        request = PromotionRequest(owner, namespace, source, nbytes, self._clock() + self._deadline_s)
         self._requests.setdefault((namespace, group), {})[source.id.key] = request
-        self._queue[request] = None
-        self.queued_bytes += nbytes
+        self._enter_queue(request)
         return True
 
     def forget(self, namespace: Namespace, group: int, key: bytes) -> None:
@@ -188,8 +193,7 @@ class Promoter:
         request = self.requested(namespace, group).get(key)
         if request is not None:
             self._withdraw(request)
-            if request in self._queue:
-                self._leave_queue(request)
+            self._leave_queue(request)
 
     def forget_all(self, namespace: Namespace) -> None:
         for group in range(len(namespace.groups)):
@@ -213,6 +217,7 @@ class Promoter:
                 for promotion in self._transfers.begin_promotions(namespace, group, [one.source for one in batch])
             }
             full = False
+            self._queue.charge(batch[0].owner, sum([request.nbytes for request in batch]))
             for request in batch:
                 self._leave_queue(request)
                 promotion = begun.get(request.source.id.key)
@@ -249,11 +254,11 @@ class Promoter:
         self.pump()
 
     def _next_batch(self) -> tuple[list[PromotionRequest], Namespace, int]:
-        """The first requests in the queue that are of one group, as many as may be under way now."""
-        first = next(iter(self._queue))
+        """The next requests of one session and group, as many as may be under way now."""
+        first = next(self._queue.turn())
         room = self._under_way_limit - self.under_way_bytes + min(self._given_up_bytes, self._under_way_limit)
         batch: list[PromotionRequest] = []
-        for request in self._queue:
+        for request in self._queue.turn():
             same = request.namespace is first.namespace and request.source.id.group == first.source.id.group
             alone = not (batch or self._under_way)
             if not same or len(batch) == MAX_BATCH or (request.nbytes > room and not alone):
@@ -272,6 +277,7 @@ class Promoter:
         request.promotion = promotion
         self._under_way[request] = None
         self.under_way_bytes += request.nbytes
+        self._hold(request, request.nbytes)
         return True
 
     def _put_back(self, request: PromotionRequest, promotion: Promotion) -> None:
@@ -279,8 +285,7 @@ class Promoter:
         self._transfers.end_promotion(promotion, ok=False)
         fingerprint, group, key = request.source.id
         if key in self._tier.readable(fingerprint, group):
-            self._queue[request] = None
-            self.queued_bytes += request.nbytes
+            self._enter_queue(request)
         else:
             self._withdraw(request)
             hangs = key in self._tier.index(fingerprint, group)
@@ -299,6 +304,7 @@ class Promoter:
             request.promotion.source = self._tier.contents(request.source)
         del self._under_way[request]
         self.under_way_bytes -= request.nbytes
+        self._hold(request, -request.nbytes)
         self._withdraw(request)
         if self._transfers.end_promotion(request.promotion, result is TierResult.DONE):
             self.promoted_blocks += 1
@@ -326,9 +332,20 @@ class Promoter:
             self.bytes_per_second = OLD_SPEED_WEIGHT * before + (1 - OLD_SPEED_WEIGHT) * speed if before else speed
             self._sample_began, self._sample_bytes = now, 0
 
+    def _enter_queue(self, request: PromotionRequest) -> None:
+        self._queue.put(request.owner, request)
+        self.queued_bytes += request.nbytes
+        self._hold(request, request.nbytes)
+
     def _leave_queue(self, request: PromotionRequest) -> None:
-        del self._queue[request]
-        self.queued_bytes -= request.nbytes
+        if self._queue.remove(request.owner, request):
+            self.queued_bytes -= request.nbytes
+            self._hold(request, -request.nbytes)
+
+    def _hold(self, request: PromotionRequest, nbytes: int) -> None:
+        self._held[request.owner] += nbytes
+        if not self._held[request.owner]:
+            del self._held[request.owner]
 
     def _withdraw(self, request: PromotionRequest) -> None:
         key, requests = request.source.id.key, self.requested(request.namespace, request.source.id.group)

@@ -181,7 +181,9 @@ class SharedTiering:
             key = keys[place]
             if key not in requested:  # what is requested is WRITING once it is being read
                 source = there.get(key)
-                if slower or states[place] != ABSENT or source is None or not self.promoter.request(namespace, source):
+                if slower or states[place] != ABSENT or source is None:
+                    return
+                if not self.promoter.request(namespace, source, self._asker):
                     return
             states[place] = SHARED
 

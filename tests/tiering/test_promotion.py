@@ -193,6 +193,30 @@ def test_no_more_than_a_share_of_the_pool_is_under_way() -> None:
     rig.check()
 
 
+def test_who_wants_much_leaves_room_and_its_turn_to_who_wants_little() -> None:
+    rig = TieringHarness(settings=QUIET, regions=8)
+    greedy, polite = rig.open("greedy"), rig.open("polite")
+    for key in range(24):
+        rig.put_in_tier(greedy, keys_of(key))
+    rig.put_in_tier(polite, keys_of(1, 2))
+
+    def states(session: int, namespace: Namespace, *keys: int) -> list[int]:
+        answer = rig.cache.lookup(namespace, session, session, [(0, keys_of(*keys))])
+        rig.cache.release(session, [session])
+        return list(answer.states[0])
+
+    states(1, greedy, *range(24))
+    rig.tiering.pump()
+    states(1, greedy, *range(24))
+    assert states(2, polite, 1, 2) == [PENDING] * 2
+    for job in list(rig.tier.jobs):
+        rig.tier.end(job, rig.clock())
+    assert [job.block.id.fingerprint for job in rig.tier.jobs].count(polite.fingerprint) == 2
+    rig.finish_promotions()
+    assert states(2, polite, 1, 2) == [READY] * 2
+    rig.check()
+
+
 def test_a_tier_that_takes_no_more_now_is_asked_again_later() -> None:
     rig = TieringHarness(settings=QUIET, regions=8, most_jobs=1)
     space = rig.open()
