@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from ipaddress import ip_network
 from typing import cast
 
 from kvoffd.config import Config
@@ -34,7 +36,7 @@ CONNECT_TIMEOUT_S = 5.0
 RECONNECT_S = 1.0
 """Between two attempts to connect to a router."""
 MAX_PEERS = 64
-"""Connections to each of the two addresses; further ones are closed."""
+"""Connections to each of the two addresses; a further one takes the place of one of the host that has the most."""
 MAX_UNSENT_BYTES, MAX_ALL_UNSENT_BYTES = 8 * 1024**2, 64 * 1024**2
 """What a peer, and all together, may leave unread; beyond that it, or the one with most of it, is disconnected."""
 SNAPSHOT_UNSENT_BYTES, SNAPSHOT_REST_S = 1024**2, 0.01
@@ -53,11 +55,12 @@ MAX_SUBSCRIPTIONS = 64
 
 
 class _Peer(asyncio.Protocol):
-    """One connection, whoever opened it. ``type`` is our socket's."""
+    """One connection. ``type`` is our socket's; ``ours``: it was opened here."""
 
-    def __init__(self, server: RouterServer, socket_type: bytes, peers: frozenset[bytes]) -> None:
+    def __init__(self, server: RouterServer, socket_type: bytes, peers: frozenset[bytes], ours: bool = False) -> None:
         self._server = server
         self._type = socket_type
+        self.ours = ours
         self._input = zmtp.Input(peers, MAX_FRAME_BYTES, MAX_FRAMES)
         self._replay: Iterator[tuple[bytes, bytes, bytes]] | None = None
         self._paused = False
@@ -74,6 +77,9 @@ class _Peer(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's are of another class
         self.opened_at = asyncio.get_running_loop().time()
+        host = (transport.get_extra_info("peername") or ("",))[0].partition("%")[0]
+        # Who has an IPv6 address has many.
+        self.host = str(ip_network((host, 64), strict=False)) if ":" in host else host
         if not self._server.admit(self, self._type):
             self.transport.abort()
             return
@@ -246,7 +252,8 @@ class RouterServer:
             if address:
                 await self._listen(parse_address(address), factory)
         for address in self._config.event_connect:
-            self._connectors.append(asyncio.create_task(self._stay_connected(parse_address(address), publish)))
+            factory = partial(publish, ours=True)
+            self._connectors.append(asyncio.create_task(self._stay_connected(parse_address(address), factory)))
         self._timer = self._loop.call_later(PUBLISH_S, self._tick)
 
     async def _listen(self, address: Address, factory: partial[_Peer]) -> None:
@@ -290,14 +297,24 @@ class RouterServer:
     # --- called by connections --------------------------------------------------------------------
 
     def admit(self, peer: _Peer, socket_type: bytes) -> bool:
-        same = [one for one, of_type in self._peers.items() if of_type == socket_type]
-        if len(same) >= MAX_PEERS and (silent := next((one for one in same if not one.ready), None)) is not None:
-            silent.abort("others want its place, and it has not finished ZeroMQ's handshake")
-            self.forget(silent)
-        elif len(same) >= MAX_PEERS:
+        same = [one for one, of_type in self._peers.items() if of_type == socket_type and not one.ours]
+        if len(same) >= MAX_PEERS and not peer.ours and not self._make_place(peer, same):
             self.warnings.warn("A router was refused: %d are connected already.", MAX_PEERS)
             return False
         self._peers[peer] = socket_type
+        return True
+
+    def _make_place(self, newcomer: _Peer, others: list[_Peer]) -> bool:
+        """Close a connection without a handshake, or the oldest of the host that has more than the newcomer's would."""
+        why, hosts = "it has not finished ZeroMQ's handshake", Counter([one.host for one in others])
+        gone = next((one for one in others if not one.ready), None)
+        if gone is None:
+            host, most = hosts.most_common(1)[0]
+            if hosts[newcomer.host] + 1 >= most:
+                return False
+            why, gone = "its host has the most connections", next(one for one in others if one.host == host)
+        gone.abort(f"others want its place, and {why}")
+        self.forget(gone)
         return True
 
     def forget(self, peer: _Peer) -> None:

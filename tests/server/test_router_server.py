@@ -20,6 +20,7 @@ from kvoffd_proto import messages as m
 from kvoffd_proto import zmtp
 from kvoffd_proto.messages import WANTS_TOKENS, RouterStats
 from tests.chaos.footprint import Footprint
+from tests.hostile.peers import zmtp_frame, zmtp_handshake
 from tests.support.daemon import DaemonProcess
 from tests.support.redis_server import RedisServer, needs_redis
 from tests.support.router_daemon import BLOCK_TOKENS, PromptEngine, Subscriber, free_ports, replay, router_daemon
@@ -290,6 +291,35 @@ def test_a_connection_without_a_handshake_gives_its_place_to_a_newcomer(serving,
         router = stack.enter_context(Subscriber(port))
         engine.store(PROMPT)
         router.take_until({1, 2, 3, 4})
+
+
+def test_who_has_the_most_connections_gives_a_place_to_another_host_and_none_to_its_own() -> None:
+    with router_daemon() as (daemon, port, _), ExitStack() as stack:
+
+        def subscribe(host: str) -> socket.socket:
+            stream = socket.create_connection(("127.0.0.1", port), 5, source_address=(host, 0))
+            stream.sendall(zmtp_handshake(b"SUB") + zmtp_frame(b"\1"))
+            return stack.enter_context(stream)
+
+        def ended(stream: socket.socket) -> bool:
+            stream.settimeout(0)
+            try:
+                while stream.recv(65536):
+                    pass
+            except BlockingIOError:
+                return False
+            except ConnectionError:
+                pass
+            return True
+
+        greedy = [subscribe("127.0.0.1") for _ in range(MAX_PEERS)]
+        wait_until(lambda: router_stats(daemon).subscribers == MAX_PEERS)
+        polite = subscribe("127.0.0.2")
+        wait_until(lambda: ended(greedy[0]))
+        assert router_stats(daemon).subscribers == MAX_PEERS
+        late = subscribe("127.0.0.1")
+        wait_until(lambda: ended(late))
+        assert not any(map(ended, [polite, *greedy[1:]]))
 
 
 def test_engines_are_asked_for_tokens_only_where_there_are_routers(serving, shared_daemon) -> None:
