@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
@@ -799,11 +800,17 @@ def test_masters_are_read_with_their_slots_and_announced_names() -> None:
         f"a 10.0.0.1:1@2,{'h' * 64} master - 0 0 1 connected 0-16383",
         "a h:1@2 master - 0 0 1 connected 0-16383\nb h:2@3 master - 0 0 1 connected 5",
         "\n".join(f"a h:{port}@1 master - 0 0 1 connected {port}" for port in range(1, 400)),
+        "a h:1@2 master - 0 0 1 connected" + " 55" * 300_000,
     ],
+    ids=lambda odd: odd[:60],
 )
 def test_masters_that_cannot_be_are_refused_before_memory_is_taken(odd: str) -> None:
+    tracemalloc.start()
     with pytest.raises(ValueError, match=r"master|invalid literal"):
         masters_of(odd, ("seed", 1))
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 8 << 20
 
 
 def test_a_cluster_none_of_whose_masters_serves_says_why(store: FaultyStore) -> None:

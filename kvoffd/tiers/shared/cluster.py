@@ -63,7 +63,7 @@ def masters_of(nodes: str, asked: Address) -> list[tuple[Address, list[range]]]:
     found = []
     places = 0
     for line in nodes.splitlines():
-        fields = line.split(" ")
+        fields = line.split(" ", 8 + SLOTS)  # what would be more is no slot
         if len(fields) < 8 or "master" not in fields[2].split(",") or "noaddr" in fields[2]:
             continue
         # IP:PORT@BUS-PORT, and where one is announced ,HOSTNAME, which a certificate is for.
