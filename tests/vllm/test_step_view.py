@@ -10,7 +10,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import TransferJobStatus
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.kv_offload.base import OffloadKey, PrepareStoreOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
@@ -45,9 +45,10 @@ def connector(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     built.shutdown()
 
 
-def new_request(connector: KvoffdConnector, blocks: list[int]) -> Any:
+def new_request(connector: KvoffdConnector, blocks: list[int], params: dict[str, Any] | None = None) -> Any:
     """A request of 100 tokens that has these blocks, and of which nothing was computed."""
     request = Request("r", list(range(PROMPT_TOKENS)), SamplingParams(max_tokens=4), None)
+    request.kv_transfer_params = params
     request.block_hashes = [block_hash(number) for number in range(PROMPT_TOKENS // BLOCK_TOKENS)]
     connector.on_new_request(request)
     (group,) = connector.connector_scheduler._req_status["r"].group_states
@@ -110,3 +111,19 @@ def test_blocks_that_are_recomputed_since_their_load_failed_are_stored(connector
     connector.connector_scheduler._req_status["r"].group_states[0].block_ids.extend([5, 6, 7, 8])
     request.num_computed_tokens = PROMPT_TOKENS
     assert stored_blocks(connector, request, RequestStatus.FINISHED_LENGTH_CAPPED) == [5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("request_id", "limit", "stored"),
+    [("r", None, 1), ("r", 16, 1), ("r", 15, 0), ("r", 0, 0), ("forgotten", None, 0)],
+)
+def test_a_state_inside_a_block_that_is_not_to_be_stored_ends_no_engine(
+    connector: KvoffdConnector, request_id: str, limit: int | None, stored: int
+) -> None:
+    new_request(connector, [5, 6, 7, 8], {} if limit is None else {"max_offload_tokens": limit})
+    scheduler = connector.connector_scheduler
+    scheduler.config = scheduler.config._replace(supports_partial_tail=True, tokens_per_hash=16)
+    scheduler._partial_tail_block_size = BLOCK_TOKENS
+    output = SchedulerOutput.make_empty()
+    output.kv_connector_block_state = KVConnectorBlockState(set(), lambda _: ([],), {request_id: [(0, 9, 16)]})
+    assert len(connector.build_connector_meta(output).store_jobs) == stored

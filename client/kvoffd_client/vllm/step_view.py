@@ -19,6 +19,8 @@ def shown(output: SchedulerOutput, requests: Mapping[str, RequestOffloadState]) 
     The tokens of new requests are left out: they are read for stores alone, and those of a new request are prepared in
     the step after its first, since its user waits for the first token. A request that was preempted by a reset and is
     loaded in the next step is left out of the preempted ones, of which it is asserted that only stores are under way.
+    So are states of recurrent layers that a request asks not to be stored (``max_offload_tokens``), or whose request a
+    reset has forgotten: it is asserted that there are none inside a block.
     """
     for request_id in output.finished_req_ids:
         if (status := requests.get(request_id)) is not None:
@@ -31,11 +33,22 @@ def shown(output: SchedulerOutput, requests: Mapping[str, RequestOffloadState]) 
         }
     if loading := {request_id for request_id in output.preempted_req_ids or () if _is_loaded(requests.get(request_id))}:
         changes["preempted_req_ids"] = (output.preempted_req_ids or set()) - loading
+    if (state := output.kv_connector_block_state) is not None and state.boundary_state_offloads:
+        wanted = {
+            request_id: [one for one in offered if _is_wanted(requests.get(request_id), one[2])]
+            for request_id, offered in state.boundary_state_offloads.items()
+        }
+        changes["kv_connector_block_state"] = replace(state, boundary_state_offloads=wanted)
     return replace(output, **changes) if changes else output
 
 
 def _is_loaded(status: RequestOffloadState | None) -> bool:
     return status is not None and status.req.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+
+
+def _is_wanted(status: RequestOffloadState | None, tokens: int) -> bool:
+    """Whether the state after so many tokens of a request may be stored."""
+    return status is not None and (status.max_offload_tokens is None or tokens <= status.max_offload_tokens)
 
 
 def _forget_uncomputed(status: RequestOffloadState) -> None:
