@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tracemalloc
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -17,8 +18,9 @@ from kvoffd.cache.policies import POLICY_NAMES
 from kvoffd.cli import main
 from kvoffd.simulate.optimum import optimum_percent, uses_of
 from kvoffd.simulate.replay import replay
-from kvoffd.simulate.trace import KEY_BYTES, BadTrace, Trace, read_trace
+from kvoffd.simulate.trace import KEY_BYTES, MOST_LINE_BYTES, BadTrace, Trace, read_trace
 from kvoffd_client.cli import main as console
+from kvoffd_proto.zstd import zstd_module
 from tests.support.waiting import wait_until
 
 
@@ -204,6 +206,21 @@ def test_a_file_that_was_cut_off_is_replayed_as_far_as_it_goes(
     assert "ends in the middle: it is replayed as far as it goes" in said.err
     assert main(["simulate", str(packed), "--blocks", "5"]) == 2
     assert "ends before its first request" in capsys.readouterr().err
+
+
+def test_a_file_without_lines_takes_no_memory_however_long_it_is_or_unpacks_to(tmp_path: Path) -> None:
+    plain, packed, nbytes = tmp_path / "sparse.jsonl", tmp_path / "bomb.zst", 4 * MOST_LINE_BYTES
+    plain.touch()
+    os.truncate(plain, nbytes)
+    zstd = zstd_module()
+    packed.write_bytes(zstd.compress(bytes(nbytes)) if zstd is not None else b"")
+    for file in (plain, packed) if zstd is not None else (plain,):
+        tracemalloc.start()
+        with pytest.raises(BadTrace, match="a line of more than 64 MiB"):
+            read_trace(file)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert most < 3 * MOST_LINE_BYTES
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
