@@ -7,13 +7,13 @@ import select
 import socket
 import time
 
+from kvoffd_client.pending_requests import NEVER
 from kvoffd_proto.lifeline import Leaving, MemoryReleased, encode_frame
 from kvoffd_proto.sockets import peer_credentials, peer_pidfd
 
 READ_BYTES = 65536
 MAX_DESCRIPTORS = 4
 """Taken from one read of the lifeline."""
-NEVER = float("inf")
 _RELEASED = encode_frame(MemoryReleased())
 _LEAVING = encode_frame(Leaving())
 

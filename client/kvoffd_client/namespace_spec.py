@@ -16,6 +16,15 @@ from kvoffd_proto.messages import FINGERPRINT_BYTES, GroupSpec
 DEFAULT_GROUPS = (GroupSpec(kind="full_attention", tokens_per_block=0),)
 
 
+def canonical_json(value: object) -> str:
+    """Return JSON with sorted keys and no spaces: equal for equal values, whatever process wrote it."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+def fingerprint_of(canonical: str) -> bytes:
+    return hashlib.sha256(canonical.encode()).digest()
+
+
 @dataclass(frozen=True)
 class NamespaceSpec:
     """Everything the daemon must agree on before blocks are shared.
@@ -83,9 +92,8 @@ class NamespaceSpec:
             "groups": [[spec.kind, spec.tokens_per_block, spec.window_tokens] for spec in groups],
             "fields": fields,
         }
-        canonical = json.dumps(described, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-        fingerprint = hashlib.sha256(canonical.encode()).digest()
-        return cls(fingerprint, name, world_size, key_bytes, tuple(groups), canonical)
+        canonical = canonical_json(described)
+        return cls(fingerprint_of(canonical), name, world_size, key_bytes, tuple(groups), canonical)
 
 
 @dataclass(frozen=True)

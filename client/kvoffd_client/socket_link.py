@@ -12,7 +12,8 @@ import zmq
 
 from kvoffd_client.client_options import ClientOptions
 from kvoffd_client.jobs_socket import MAX_MESSAGE_BYTES, RECONNECT_S, JobsSocket
-from kvoffd_client.lifeline_stream import NEVER, LifelineStream
+from kvoffd_client.lifeline_stream import LifelineStream
+from kvoffd_client.pending_requests import NEVER
 from kvoffd_proto.lifeline import Attach, OpenPool, encode_frame
 from kvoffd_proto.sockets import SocketPaths
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvoffd.cache.admission import Admission, Admitter, count_refused, with_again
@@ -16,7 +17,6 @@ from kvoffd.cache.namespace import Block, BlockState, MissReason, Namespace, nby
 from kvoffd.cache.operator_pins import OperatorPins
 from kvoffd.cache.pins import Lease, LeaseBounds, LoadTicket, StoreTicket
 from kvoffd.cache.policies import EvictionPolicy
-from kvoffd.cache.usage import PoolUsage
 from kvoffd.errors import KvoffdError, NotReady, UnknownLease, UnknownNamespace
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.records import InheritedSlots, NamespaceRecord
@@ -29,6 +29,22 @@ CLEARED_AT_ONCE = 1000
 """Blocks that are forgotten in one step."""
 Steps: TypeAlias = Generator[None, None, int]
 """Work that is done step by step, others being served in between. Whoever begins it makes all steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUsage:
+    """Pool bytes by use. free + writing + ready + leaving + inherited + quarantined = pool."""
+
+    free_bytes: int
+    writing_bytes: int
+    ready_bytes: int
+    leaving_bytes: int
+    inherited_bytes: int
+    """Of blocks of an earlier daemon that are still to be taken over."""
+    pinned_bytes: int
+    """Of the ready and leaving bytes, those that a lease, an operator or a running copy needs."""
+    quarantined_bytes: int = 0
+    """In slots that lost what was stored in them."""
 
 
 class BlockCache(LeasedBlocks):

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import logging
 import os
-import resource
 import signal
 import sys
 import time
@@ -25,7 +24,7 @@ from kvoffd.memory_needs import max_index_bytes, memory_shortage, memory_summary
 from kvoffd.observe.logging import log_what_python_prints
 from kvoffd.pool.pool import Pool
 from kvoffd.server.admin_server import AdminKeys, AdminServer
-from kvoffd.server.descriptors import most_connections, raise_descriptor_limit
+from kvoffd.server.descriptors import half_of_descriptors, most_connections, raise_descriptor_limit
 from kvoffd.server.disks import OpenStores, opener, shared_opener, shared_stores
 from kvoffd.server.engine_memory import open_gpus
 from kvoffd.server.http import HttpServer, NotServing
@@ -244,8 +243,7 @@ class Daemon:
             time.monotonic,
             self._inbox.post,
             map_segment=self._page_faulter.map_memfd,
-            # The other half is for lifelines, the sockets of ZeroMQ, and descriptors on their way to a session.
-            max_attached=resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2,
+            max_attached=half_of_descriptors(),
             gpus=self._gpus if self._gpus.available else None,
             open_disk=opener(pool, self._inbox.post),
         )

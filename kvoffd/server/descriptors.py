@@ -13,12 +13,14 @@ MORE_CONNECTIONS = 32
 """Clients of the ZeroMQ sockets that have no session."""
 
 
-def most_connections(max_sessions: int) -> int:
-    """How many clients may connect to each of the two ZeroMQ sockets: two a session, and some more that only subscribe.
+def half_of_descriptors() -> int:
+    """For what sessions attach. The others are for lifelines, ZeroMQ's sockets, and those on their way to a session."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
-    One half of the descriptors is for what sessions attach; of the other each session has its lifeline.
-    """
-    left = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - max_sessions - OTHER_DESCRIPTORS
+
+def most_connections(max_sessions: int) -> int:
+    """How many clients may connect to each of the two ZeroMQ sockets: two a session, and some that only subscribe."""
+    left = half_of_descriptors() - max_sessions - OTHER_DESCRIPTORS
     wanted = 2 * max_sessions + MORE_CONNECTIONS
     most = max(MORE_CONNECTIONS, min(wanted, left // 2))
     if most < wanted:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from kvoffd.errors import KvoffdError
-from kvoffd.system.files import OnError, try_lock
+from kvoffd.system.files import OnError, is_regular, try_lock
 from kvoffd_proto.sockets import SocketPaths
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class DaemonDirectory:
             ) from error
         with OnError(partial(os.close, lock_fd)):
             lock = os.fstat(lock_fd)
-            if not stat.S_ISREG(lock.st_mode) or lock.st_nlink > 1 or lock.st_uid not in (0, os.geteuid()):
+            if not is_regular(lock) or lock.st_uid not in (0, os.geteuid()):
                 raise DirectoryError(
                     f"{directory}/kvoffd.lock is not the daemon's own: it is no regular file, has other names "
                     f"too, or belongs to uid {lock.st_uid}. Somebody else made it; remove it."

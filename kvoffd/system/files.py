@@ -139,6 +139,14 @@ def allocate_in_steps(calls: FileCalls, fd: int, size_bytes: int, step_bytes: in
         calls.allocate(fd, offset, min(step_bytes, size_bytes - offset))
 
 
+def text_of(path: Path) -> str:
+    """What a file of the kernel's says, without the white space around it; empty where it cannot be read."""
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
 def held_bytes(status: os.stat_result) -> int:
     """What a file has taken of its file system: of memory on tmpfs or hugetlbfs, of the device on a disk."""
     return status.st_blocks * 512

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvoffd.errors import PoolTooLarge
+from kvoffd.system.files import text_of
+from kvoffd_proto.units import format_size
 
 # cgroup v1 has no word for "no limit": it is the largest page count, in bytes.
 _NO_LIMIT = 2**62
@@ -39,14 +41,10 @@ def check_fits(wanted_bytes: int, limit: MemoryLimit) -> None:
     """Raises PoolTooLarge when ``wanted_bytes`` are more than the limit."""
     if wanted_bytes > limit.bytes:
         raise PoolTooLarge(
-            f"The pool with its table needs at least {wanted_bytes} bytes ({_gib(wanted_bytes)}), and "
-            f"{limit.bytes} bytes ({_gib(limit.bytes)}) are available: {limit.source}. "
+            f"The pool with its table needs at least {wanted_bytes} bytes ({format_size(wanted_bytes)}), and "
+            f"{limit.bytes} bytes ({format_size(limit.bytes)}) are available: {limit.source}. "
             "Choose a smaller pool or give the daemon more memory."
         )
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"
 
 
 def _machine_limit(proc: Path) -> MemoryLimit:
@@ -58,7 +56,7 @@ def _machine_limit(proc: Path) -> MemoryLimit:
 
 def _cgroups(proc: Path) -> Iterator[tuple[str, str]]:
     """(controller, path) of each cgroup of this process; the controller of v2 is the empty string."""
-    for line in _text(proc / "self" / "cgroup").splitlines():
+    for line in text_of(proc / "self" / "cgroup").splitlines():
         fields = line.split(":", 2)
         if len(fields) == 3:
             for controller in fields[1].split(","):
@@ -97,24 +95,18 @@ def _less_use(directory: Path, limit: int | None, used: int | None, reclaimable_
         return None
     reclaimable = dict(_pairs(directory / "memory.stat")).get(reclaimable_name, 0)
     needed = max(0, used - reclaimable)
-    source = f"the memory cgroup {directory} is limited to {_gib(limit)}, of which {_gib(needed)} are in use"
+    total, in_use = format_size(limit), format_size(needed)
+    source = f"the memory cgroup {directory} is limited to {total}, of which {in_use} are in use"
     return MemoryLimit(max(0, limit - needed), source)
 
 
 def _pairs(path: Path) -> Iterator[tuple[str, int]]:
-    for line in _text(path).splitlines():
+    for line in text_of(path).splitlines():
         fields = line.split()
         if len(fields) >= 2 and fields[1].isdecimal():
             yield fields[0], int(fields[1])
 
 
 def _number(path: Path) -> int | None:
-    text = _text(path).strip()
+    text = text_of(path)
     return int(text) if text.isdecimal() else None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

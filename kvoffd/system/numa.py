@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from kvoffd.system.files import text_of
+
 _log = logging.getLogger(__name__)
 
 SYSFS = Path("/sys")
@@ -32,8 +34,8 @@ def locality_of(pci_bus_id: str, sysfs: Path = SYSFS) -> Locality:
     domain, _, rest = pci_bus_id.lower().partition(":")
     # The driver may print eight digits of the domain where sysfs has four.
     device = sysfs / "bus" / "pci" / "devices" / f"{domain[-4:]}:{rest}"
-    node = _text(device / "numa_node")
-    return Locality(int(node) if node.isdecimal() else None, parse_cpu_list(_text(device / "local_cpulist")))
+    node = text_of(device / "numa_node")
+    return Locality(int(node) if node.isdecimal() else None, parse_cpu_list(text_of(device / "local_cpulist")))
 
 
 def nodes_with_gpus(sysfs: Path = SYSFS) -> list[Locality]:
@@ -44,14 +46,14 @@ def nodes_with_gpus(sysfs: Path = SYSFS) -> list[Locality]:
     numbers = {
         int(node)
         for device in (sysfs / "bus" / "pci" / "devices").glob("*")
-        if _text(device / "vendor") == _NVIDIA
-        and _text(device / "class").startswith(_DISPLAY_CLASS)
-        and (node := _text(device / "numa_node")).isdecimal()
+        if text_of(device / "vendor") == _NVIDIA
+        and text_of(device / "class").startswith(_DISPLAY_CLASS)
+        and (node := text_of(device / "numa_node")).isdecimal()
     }
     usable = os.sched_getaffinity(0)
     directory = sysfs / "devices" / "system" / "node"
     nodes = [
-        Locality(number, parse_cpu_list(_text(directory / f"node{number}" / "cpulist")) & usable)
+        Locality(number, parse_cpu_list(text_of(directory / f"node{number}" / "cpulist")) & usable)
         for number in sorted(numbers)
     ]
     return [node for node in nodes if node.cpus]
@@ -78,10 +80,3 @@ def run_near(locality: Locality) -> None:
         os.sched_setaffinity(0, wanted)
     except OSError as error:  # a container's policy: copies are slower at worst
         _log.debug("The thread stays where it is: %s.", error)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""

@@ -12,7 +12,16 @@ from statistics import mean, median
 import numpy as np
 
 from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.bench import GPU_JOB_BYTES, GPU_PIECES, HOST_JOB_BYTES, HOST_PIECES, MIB, POOL_JOBS, STREAM_JOBS
+from kvoffd_client.bench import (
+    GPU_JOB_BYTES,
+    GPU_PIECES,
+    HOST_JOB_BYTES,
+    HOST_PIECES,
+    MIB,
+    PAGE_BYTES,
+    POOL_JOBS,
+    STREAM_JOBS,
+)
 from kvoffd_client.bench.gpu_device import GpuDevice
 from kvoffd_client.bench.host_device import BOTH, DIRECTIONS, LOAD, STORE, Device, HostDevice, Memcpy
 from kvoffd_client.bench.load_generators import LoadGenerators
@@ -30,7 +39,6 @@ POOL_SHARE = 0.75
 """Of the pool, what the blocks may take: slots of other sizes have parts of it."""
 IN_FLIGHT = 2
 """Jobs for each copy thread: one is copied while the daemon takes in the next, as under an engine with much to do."""
-PAGE_BYTES = 4096
 PINNING_WAIT_S = 60.0
 """For each part of the pool: locking 256 MiB takes some milliseconds."""
 RELEASE_WAIT_S = 5.0

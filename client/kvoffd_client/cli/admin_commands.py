@@ -22,7 +22,6 @@ from kvoffd_client.cli.console import (
     namespace_name,
     percent,
     print_line,
-    printable,
     short_fingerprint,
 )
 from kvoffd_client.cli.json_objects import (
@@ -46,7 +45,7 @@ from kvoffd_client.cli.target import (
 )
 from kvoffd_client.namespace_spec import differences
 from kvoffd_proto.messages import NamespaceInfo, NamespaceLimits, Role, ScrubReply, SessionInfo
-from kvoffd_proto.units import format_count, format_duration, format_rate, format_size
+from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, printable
 
 FIRST_SCRUB_PAUSE_S = 0.02
 SCRUB_PAUSE_S = 0.5

@@ -15,7 +15,6 @@ from kvoffd_client.cli.console import (
     percent,
     plural,
     print_page,
-    printable,
     short_fingerprint,
 )
 from kvoffd_client.cli.json_objects import Advice, AdviceGiven
@@ -24,7 +23,7 @@ from kvoffd_client.cli.pool_notes import FULL_INDEX, index_is_full
 from kvoffd_client.cli.target import Directory, Json, open_admin
 from kvoffd_client.namespace_spec import differences, differing_fields
 from kvoffd_proto.messages import BENCH_LABEL, HitCurve, NamespaceInfo, NamespaceStats, PoolStats, StatsReply
-from kvoffd_proto.units import format_count, format_duration, format_size
+from kvoffd_proto.units import format_count, format_duration, format_size, printable
 
 FEWEST_LOOKUPS = 100
 """With fewer the numbers are left to chance."""

@@ -20,7 +20,6 @@ from kvoffd_client.cli.console import (
     plural,
     print_line,
     print_list,
-    printable,
     progress_bar,
     section,
 )
@@ -40,7 +39,7 @@ from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json
 from kvoffd_client.errors import BlockDamaged
 from kvoffd_proto.blocks import BlockInfo
 from kvoffd_proto.messages import KeyWorth
-from kvoffd_proto.units import format_count, format_size
+from kvoffd_proto.units import format_count, format_size, printable
 
 if TYPE_CHECKING:
     # The commands that need them import them: they would make every other command start more slowly.

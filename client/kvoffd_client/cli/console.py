@@ -12,8 +12,7 @@ from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType,
 from rich.table import Table
 from rich.text import Text
 
-from kvoffd_client.cli.text import printable as printable
-from kvoffd_proto.units import format_count
+from kvoffd_proto.units import format_count, printable
 
 TEXT_CELLS = 80
 """Width of what need not be wider."""

@@ -13,12 +13,12 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kvoffd_client.admin_client import OPERATOR_OPTIONS, AdminClient, AdminRequests
-from kvoffd_client.cli.console import percent, print_line, printable
+from kvoffd_client.cli.console import percent, print_line
 from kvoffd_client.cli.json_objects import Disks
 from kvoffd_client.cli.json_output import print_listing
 from kvoffd_client.cli.target import CliError, Directory, Json, local_directory, open_admin
 from kvoffd_proto.messages import DiskStats, TieringStats
-from kvoffd_proto.units import UnitError, format_count, format_duration, format_rate, format_size, parse_size
+from kvoffd_proto.units import UnitError, format_count, format_duration, format_rate, format_size, parse_size, printable
 
 POLL_S = 0.1
 """Between two questions for the state of a directory that is attached or detached."""

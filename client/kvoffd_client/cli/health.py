@@ -6,10 +6,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvoffd_client.cli.text import printable
 from kvoffd_client.health_request import ask_health
 from kvoffd_proto.health import HealthLevel, HealthReply
 from kvoffd_proto.sockets import default_directory
+from kvoffd_proto.units import printable
 
 STATUS = {HealthLevel.OK: 0, HealthLevel.DEGRADED: 1, HealthLevel.DOWN: 2}
 """Exit status without an option; 2 also where no daemon answers."""

@@ -18,7 +18,6 @@ from kvoffd_client.cli.console import (
     plural,
     print_line,
     print_page,
-    printable,
     short_fingerprint,
 )
 from kvoffd_client.cli.health import health_lines, health_status
@@ -29,7 +28,7 @@ from kvoffd_client.cli.target import CliError, Directory, Json, local_directory,
 from kvoffd_client.errors import DaemonUnavailable, RequestTimeout
 from kvoffd_proto.events import KV_TOPIC_PREFIX, AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KvEvent
 from kvoffd_proto.messages import StatsReply
-from kvoffd_proto.units import UnitError, format_duration, parse_duration
+from kvoffd_proto.units import UnitError, format_duration, parse_duration, printable
 
 WATCH_WAIT_S = 2.0
 """What follows the first page says so when it is late by so much; the next question waits longer."""

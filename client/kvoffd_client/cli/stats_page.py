@@ -18,7 +18,6 @@ from kvoffd_client.cli.console import (
     fitting,
     percent,
     plural,
-    printable,
     section,
     short_fingerprint,
 )
@@ -32,7 +31,7 @@ from kvoffd_proto.messages import (
     RecentStats,
     StatsReply,
 )
-from kvoffd_proto.units import format_count, format_duration, format_rate, format_size
+from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, printable
 
 TITLE_CELLS = 11
 """Width of the first column of every section with its gap, so that the sections line up."""

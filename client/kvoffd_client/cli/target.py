@@ -18,10 +18,11 @@ from kvoffd_client.admin_client import (
     RemoteAdminClient,
     matching_namespaces,
 )
-from kvoffd_client.cli.console import printable, short_fingerprint
+from kvoffd_client.cli.console import short_fingerprint
 from kvoffd_proto.curve_keys import CurveKeyError, is_key, read_public_keys, read_secret_key
 from kvoffd_proto.messages import NamespaceInfo
 from kvoffd_proto.sockets import default_directory
+from kvoffd_proto.units import printable
 
 Directory = Annotated[
     Path | None,

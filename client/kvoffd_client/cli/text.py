@@ -7,8 +7,6 @@ import os
 import sys
 from io import TextIOWrapper
 
-from kvoffd_proto.units import printable as printable
-
 PLAIN = {"µ": "u", "…": ".", "█": "#", "▒": "+", "░": ".", "━": "-", "╸": "-", "╺": "-"}
 """What stands for a character where the locale has no such."""
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from kvoffd_client.namespace_spec import NamespaceSpec
+from kvoffd_client.namespace_spec import NamespaceSpec, canonical_json, fingerprint_of
 from kvoffd_proto.messages import GroupSpec
 
 FORMAT = 2
@@ -106,11 +106,6 @@ class EngineFactors:
         return len(self.hash_probe) // 2
 
 
-def canonical_json(value: object) -> str:
-    """Return JSON with sorted keys and no spaces: equal for equal values, whatever process wrote it."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-
-
 def digest(value: object) -> str:
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
@@ -119,7 +114,7 @@ def namespace_of(factors: EngineFactors, label: str) -> NamespaceSpec:
     """Return the namespace of an engine's configuration. ``label`` is for display only and goes into no fingerprint."""
     canonical = canonical_json({"format": FORMAT, **asdict(factors)})
     return NamespaceSpec(
-        fingerprint=_fingerprint(canonical),
+        fingerprint=fingerprint_of(canonical),
         label=label[:256],
         world_size=factors.world_size,
         key_bytes=factors.key_bytes,
@@ -140,8 +135,4 @@ def namespace_of(factors: EngineFactors, label: str) -> NamespaceSpec:
 def with_live_weights(namespace: NamespaceSpec, weights: Sequence[str]) -> NamespaceSpec:
     """Return the namespace of an engine with these weights in memory: one digest for each worker, by rank."""
     canonical = canonical_json({**json.loads(namespace.description), "live_weights": digest(list(weights))})
-    return replace(namespace, fingerprint=_fingerprint(canonical), description=canonical)
-
-
-def _fingerprint(canonical: str) -> bytes:
-    return hashlib.sha256(canonical.encode()).digest()
+    return replace(namespace, fingerprint=fingerprint_of(canonical), description=canonical)
