@@ -7,7 +7,6 @@ import os
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
+
+from tests.support.ports import free_port
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOG_TAIL_LINES = 25
@@ -158,8 +159,7 @@ class SharedServer(Child):
         return shutil.which("valkey-server") or shutil.which("redis-server")
 
     def __init__(self, program: str, log: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"redis://127.0.0.1:{port}"
         options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         super().__init__("The shared server", [program, *options], log, own_environment())

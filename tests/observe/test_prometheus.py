@@ -15,7 +15,7 @@ import pytest
 
 from kvoffd_client.testing import FakeEngine
 from tests.support.daemon import DaemonProcess
-from tests.support.ports import free_port
+from tests.support.ports import free_ports
 from tests.support.waiting import wait_until
 
 needs_prometheus = pytest.mark.skipif(
@@ -36,7 +36,7 @@ def get(url: str) -> bytes:
 
 @needs_prometheus
 def test_prometheus_finds_nothing_to_complain_of_and_scrapes_all(tmp_path: Path) -> None:
-    port, own_port = free_port(), free_port()
+    port, own_port = free_ports(2)
     with DaemonProcess(http_address=f"127.0.0.1:{port}") as daemon:
         with FakeEngine(daemon.directory) as engine:
             assert engine.store([b"a" * 32], [0]).ok

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kvoffd_client.client_options import Closing
-from tests.support.router_daemon import BLOCK_TOKENS, free_ports
+from tests.support.ports import free_port, free_ports
+from tests.support.router_daemon import BLOCK_TOKENS
 from tests.support.waiting import wait_until
 
 ENVIRONMENTS = Path(__file__).parents[2] / ".venv-routers"
@@ -70,7 +71,7 @@ class DynamoIndexer(Consumer):
     """Dynamo's indexer as a service. Nodes are its workers, by number."""
 
     def __init__(self, log: Path) -> None:
-        (port,) = free_ports(1)
+        port = free_port()
         command = [str(DYNAMO), "-m", "dynamo.indexer", "--port", str(port), "--threads", "1"]
         super().__init__(command, f"http://127.0.0.1:{port}", log)
 

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import zmq
-
 from kvoffd_client import SharedMemory
 from kvoffd_proto import events
 from kvoffd_proto import messages as m
 from tests.support.daemon import DaemonProcess
+from tests.support.router_daemon import replay
 from tests.support.wire import NAMESPACE, WireClient, ids, key, keys
 
 PAGE = 16384
 
 
-def replay(daemon: DaemonProcess, start: int) -> list[tuple[bytes, int, bytes]]:
-    """Ask as vLLM's subscribers do: a REQ-like exchange of an empty frame and eight bytes."""
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(f"ipc://{daemon.directory}/jobs.sock")
-    try:
-        socket.send_multipart([b"", start.to_bytes(8, "big")])
-        found = []
-        while True:
-            assert socket.poll(5000), "the replay did not end"
-            empty, topic, sequence, payload = socket.recv_multipart()
-            assert empty == b""
-            if sequence == events.END_OF_REPLAY:
-                return found
-            found.append((topic, int.from_bytes(sequence, "big"), payload))
-    finally:
-        context.destroy(linger=0)
+def jobs_of(daemon: DaemonProcess) -> str:
+    return f"ipc://{daemon.directory}/jobs.sock"
 
 
 def fold(messages: list[tuple[bytes, int, bytes]]) -> dict[bytes, set[tuple[int, bytes]]]:
@@ -65,7 +48,7 @@ def test_folding_the_stream_from_the_start_gives_the_index():
             states = scheduler.ask(asked, m.LookupReply).states[0]
             index = {(0, key(number)) for number, state in enumerate(states) if state == 2}
             assert 0 < len(index) < 128
-            messages = replay(daemon, 0)
+            messages = replay(jobs_of(daemon), 0)
             assert [sequence for _, sequence, _ in messages] == list(range(len(messages)))
             assert fold(messages)[events.kv_topic(NAMESPACE)] == index
 
@@ -77,20 +60,20 @@ def test_a_replay_begins_where_it_is_asked_to(daemon):
         for job in range(3):
             parts = [m.GroupTransfer(0, keys(job), ids(job))]
             worker.result(m.Submit(worker.next_id(), worker.token, registration, [m.Store(job, parts)]))
-        assert [sequence for _, sequence, _ in replay(daemon, 2)] == [2, 3]
-        assert replay(daemon, 99) == []
+        assert [sequence for _, sequence, _ in replay(jobs_of(daemon), 2)] == [2, 3]
+        assert replay(jobs_of(daemon), 99) == []
 
 
 def test_the_oldest_messages_are_forgotten_beyond_the_buffer():
     with DaemonProcess(event_buffer_steps="2") as daemon, WireClient(daemon.directory) as worker:
         for number in range(5):
             worker.open_namespace(bytes([number]) * 32)
-        assert [sequence for _, sequence, _ in replay(daemon, 0)] == [3, 4]
+        assert [sequence for _, sequence, _ in replay(jobs_of(daemon), 0)] == [3, 4]
 
 
 def test_a_new_namespace_is_announced_as_empty(daemon):
     with WireClient(daemon.directory) as worker:
         worker.open_namespace()
-        ((topic, sequence, payload),) = replay(daemon, 0)
+        ((topic, sequence, payload),) = replay(jobs_of(daemon), 0)
         assert (topic, sequence) == (events.kv_topic(NAMESPACE), 0)
         assert events.decode_event_batch(payload).events == [events.AllBlocksCleared()]

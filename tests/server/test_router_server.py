@@ -22,8 +22,9 @@ from kvoffd_proto.messages import WANTS_TOKENS, RouterStats
 from tests.chaos.footprint import Footprint
 from tests.hostile.peers import zmtp_frame, zmtp_handshake
 from tests.support.daemon import DaemonProcess
+from tests.support.ports import free_port, free_ports
 from tests.support.redis_server import RedisServer, needs_redis
-from tests.support.router_daemon import BLOCK_TOKENS, PromptEngine, Subscriber, free_ports, replay, router_daemon
+from tests.support.router_daemon import BLOCK_TOKENS, PromptEngine, Subscriber, replay, router_daemon
 from tests.support.waiting import wait_until
 from tests.support.wire import WireClient
 
@@ -183,7 +184,7 @@ def test_what_was_missed_is_replayed_and_what_is_not_kept_is_not(serving, engine
         engine.store(PROMPT)
         router.take_until({1, 2, 3, 4})
         first, last = router.numbers[0], router.numbers[-1]
-        found = replay(replay_port, first)
+        found = replay(f"tcp://127.0.0.1:{replay_port}", first)
         assert [number for _, number, _ in found][: last - first + 1] == list(range(first, last + 1))
         assert {topic for topic, _, _ in found} == {b""}
         folded = dict(router.blocks)
@@ -191,12 +192,12 @@ def test_what_was_missed_is_replayed_and_what_is_not_kept_is_not(serving, engine
         for _, _, payload in found:
             router.fold(payload)
         assert router.blocks == folded
-    assert replay(replay_port, 0) == []
-    assert replay(replay_port, last + 10**9) == []
+    assert replay(f"tcp://127.0.0.1:{replay_port}", 0) == []
+    assert replay(f"tcp://127.0.0.1:{replay_port}", last + 10**9) == []
 
 
 def test_a_router_that_listens_is_connected_to_when_it_comes_and_again_when_it_comes_back() -> None:
-    (port,) = free_ports(1)
+    port = free_port()
     with DaemonProcess(event_connect=f"127.0.0.1:{port}", event_node="far", event_heartbeat="0.2s") as daemon:
         with PromptEngine(daemon) as engine:
             engine.store(PROMPT)

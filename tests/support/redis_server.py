@@ -12,7 +12,7 @@ from typing import Self
 
 import pytest
 
-from tests.support.ports import free_port
+from tests.support.ports import free_ports
 
 from .closing import Starting
 from .waiting import wait_until
@@ -28,7 +28,7 @@ class RedisServer(Starting):
 
     def __init__(self, *options: str) -> None:
         self.options = options
-        self.port, self.bus_port = free_port(), free_port()
+        self.port, self.bus_port = free_ports(2)
         self._process: subprocess.Popen[bytes] | None = None
         self._started = False
         self._directory = Path(tempfile.mkdtemp(prefix="kvoffd-redis-"))
@@ -52,7 +52,7 @@ class RedisServer(Starting):
                 self._started = True
                 return self
             if not self._started:  # somebody else took a port meanwhile
-                self.port, self.bus_port = free_port(), free_port()
+                self.port, self.bus_port = free_ports(2)
         raise AssertionError((self._directory / "log").read_text())
 
     def _answers_or_ended(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import struct
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.events import END_OF_REPLAY
 
 from .daemon import DaemonProcess
+from .ports import free_ports
 from .waiting import wait_until
 from .wire import WireClient, ids, key
 
@@ -25,15 +25,6 @@ PAGE = 16384
 BLOCK_TOKENS, KEY_BYTES = 16, 32
 POOL_BLOCKS = 256
 TIMEOUT_MS = 5000
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 class PromptEngine(Closing):
@@ -179,11 +170,11 @@ class Subscriber(Closing):
         self._context.destroy(linger=0)
 
 
-def replay(port: int, start: int) -> list[tuple[bytes, int, bytes]]:
-    """Ask for a replay as vLLM's subscribers do: topic, number and payload of each message."""
+def replay(address: str, start: int) -> list[tuple[bytes, int, bytes]]:
+    """Ask for a replay as vLLM's subscribers do, by an empty frame and eight bytes: topic, number, payload of each."""
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
-    socket.connect(f"tcp://127.0.0.1:{port}")
+    socket.connect(address)
     try:
         socket.send_multipart([b"", start.to_bytes(8, "big")])
         found = []

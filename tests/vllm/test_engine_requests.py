@@ -23,7 +23,8 @@ from tests.support.engine import (
     wait_stats,
 )
 from tests.support.models import TINY_LLAMA, make_tiny_llama, write_lora_adapter
-from tests.support.router_daemon import Subscriber, free_ports
+from tests.support.ports import free_port
+from tests.support.router_daemon import Subscriber
 from tests.support.shapes import add_tokenizer, wait_stored
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -76,7 +77,7 @@ def told_blocks(port: int, admin: AdminClient) -> dict[int, tuple[int | None, tu
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
     model: Path = add_tokenizer(make_tiny_llama(tmp_path_factory.mktemp("models") / "model"))
-    (port,) = free_ports(1)
+    port = free_port()
     with (
         DaemonProcess("64MiB", event_address=f"127.0.0.1:{port}") as daemon,
         AdminClient(daemon.directory) as admin,

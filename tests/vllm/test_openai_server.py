@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from kvoffd_proto.messages import NamespaceStats
 from tests.support.daemon import DaemonProcess
 from tests.support.engine import prompt
 from tests.support.models import make_tiny_llama
+from tests.support.ports import free_port
 from tests.support.shapes import add_tokenizer
 from tests.support.waiting import wait_until
 from tests.support.wire import stats
@@ -69,8 +69,7 @@ class Server:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = add_tokenizer(make_tiny_llama(tmp_path_factory.mktemp("models") / "model"))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     extra = {"lookup_deadline_ms": 20_000, "store_threshold": 2}
     log = tmp_path_factory.mktemp("server") / "log"
     with DaemonProcess("64MiB") as daemon:
