@@ -604,6 +604,21 @@ def test_very_many_namespaces_keep_no_lookup_waiting_and_each_is_polled(
     rig.until(lambda: set(polled) >= set(map(generation_key, spaces)))
 
 
+def test_the_daemon_s_thread_hears_of_many_ends_in_several_turns(
+    rig: SharedRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a server hangs all that is asked of it ends at once."""
+    monkeypatch.setattr("kvoffd.tiers.shared.shared_tier.DELIVER_S", 0.0)
+    monkeypatch.setattr(Redis, "ask", lambda *_, **__: time.sleep(0.2))
+    for owner in range(1, 9):
+        rig.tier.ask(owner, ONE, 0, [5000], [bytes([owner]) * 32], prefix=True)
+    left = []
+    while rig.tier.counters.unanswered_keys < 8:
+        rig._posted.get(timeout=10.0)()
+        left.append(8 - rig.tier.counters.unanswered_keys)
+    assert {1, 2, 3} <= set(left)
+
+
 def test_behind_a_gap_nothing_more_of_a_prefix_is_asked_for(rig: SharedRig, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, ask = list[int](), Redis.ask
 

@@ -36,6 +36,8 @@ RAISE_S = 5.0
 """How long it may take to raise a generation, or to look whether another node did."""
 MOST_OBJECT_BYTES = 500 * 2**20
 """Redis takes values of 512 MiB."""
+DELIVER_S = 0.005
+"""After which the daemon's thread does other work before it hears of more."""
 STEADY_S = 5.0
 """How long it is reachable again until the log says so: what comes and goes does not fill it."""
 OLD_WEIGHT = 0.9
@@ -264,7 +266,8 @@ class SharedTier(AskedTier):
     def close(self, deadline_s: float) -> bool:
         self._closed = True
         ended = self._workers.close(deadline_s)
-        self._deliver()
+        while self._ended:
+            self._ended.popleft()()
         if ended:
             for on_done in [*self._reads.values(), *self._writes.values()]:
                 on_done(TierResult.CANCELLED)
@@ -277,8 +280,12 @@ class SharedTier(AskedTier):
         self._post(self._deliver)
 
     def _deliver(self) -> None:
+        """Call what has ended, and the rest at a later turn of the loop: very many asks may end at once."""
+        until = self._clock() + DELIVER_S
         while self._ended:
             self._ended.popleft()()
+            if self._ended and self._clock() >= until:
+                return self._post(self._deliver)
 
     def asked(self, ask: Ask, generation: int, found: Sequence[bool], seconds: float) -> None:
         counters = self.counters
