@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
 from kvoffd.cache.cache import BlockCache
@@ -13,6 +13,8 @@ from kvoffd.tiers.tier import AskedTier, Tier, TierResult
 
 MAX_WRITING_BYTES = 16 * 2**20
 """Bound on the bytes that are being written, beside a sixteenth of the pool."""
+MAX_AT_ONCE = 512
+"""Blocks that wait, or that a lookup found, that are looked at in one go."""
 MAX_COLD_BLOCKS = 1024
 """Blocks at the cold end of the policy's order that are looked at in one tick."""
 MIN_SWEPT_BLOCKS = 1024
@@ -148,7 +150,8 @@ class Demoter:
         if self.mode not in self._modes_of_use or not blocks:
             return
         index = self._tier.index(blocks[0].namespace.fingerprint, blocks[0].group)
-        self._waiting.update(dict.fromkeys([block for block in blocks if block.key not in index]))
+        self._waiting.update(dict.fromkeys([block for block in blocks[:MAX_AT_ONCE] if block.key not in index]))
+        self._waiting.update(dict.fromkeys(blocks[MAX_AT_ONCE:]))  # looked at when it is their turn
 
     def stop(self) -> None:
         """Begin nothing any more."""
@@ -173,9 +176,9 @@ class Demoter:
 
     def pump(self) -> None:
         """Begin to write what may be written now."""
-        busy = self._engines_busy()
+        busy, some = self._engines_busy(), self._take_some()
         while self.under_way_bytes < self._under_way_limit and (not busy or self._trickle_left > 0):
-            block = self._next()
+            block = next(some, None)
             if block is None:
                 return
             nbytes = tier_block(block).nbytes
@@ -201,13 +204,18 @@ class Demoter:
             self._waiting = {block: None for block in self._waiting if block.state is BlockState.READY}
             self._sweep_at = 2 * len(self._waiting) + MIN_SWEPT_BLOCKS
 
-    def _next(self) -> Block | None:
-        while blocks := self._waiting or (self._cold if self.mode is not WriteMode.REUSE or self._idle() else None):
-            block = next(iter(blocks))
-            del blocks[block]
-            if block.state is BlockState.READY and not self._in_tier(block):
-                return block
-        return None
+    def _take_some(self) -> Iterator[Block]:
+        """Those to be written of the next few, each taken out as it comes. Of a dict the first one is looked for behind
+        all that are gone, so that to take one by one out of many would be slow."""
+        for blocks in (self._waiting, self._cold):
+            if blocks is self._cold and self.mode is WriteMode.REUSE and not self._idle():
+                return
+            for block in list(islice(blocks, MAX_AT_ONCE)):
+                blocks.pop(block, None)
+                if block.state is BlockState.READY and not self._in_tier(block):
+                    yield block
+            if blocks:
+                return
 
     def _in_tier(self, block: Block) -> bool:
         """Whether the tier has the block, is being given it, or is not to have it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -80,7 +81,8 @@ class DiskQueue:
         self._most = {Kind.READ: most_reads, Kind.UPDATE: 1, Kind.WRITE: most_writes}
         self._merge_bytes = merge_bytes
         self._patience_s = patience_s
-        self._waiting: dict[Kind, dict[DiskJob, None]] = {kind: {} for kind in Kind}
+        # Of a dict the first one is looked for behind all that are gone.
+        self._waiting: dict[Kind, OrderedDict[DiskJob, None]] = {kind: OrderedDict() for kind in Kind}
         self._by_offset: dict[Kind, dict[int, DiskJob]] = {kind: {} for kind in Kind}
         self.running: dict[Kind, set[Batch]] = {kind: set() for kind in Kind}
         self.jobs = 0
