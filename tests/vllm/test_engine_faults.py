@@ -1,4 +1,4 @@
-"""One real engine through everything that can go wrong with its daemon. It is never restarted for it."""
+"""One real engine through everything that may become of its daemon. It is never restarted for it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from kvoffd_client import AdminClient, DaemonUnavailable
 from kvoffd_proto.messages import StatsReply
 from kvoffd_proto.sockets import SocketPaths
 from tests.chaos.supervisor import Supervisor
+from tests.support.daemon import DaemonProcess
 from tests.support.engine import (
     BLOCK_TOKENS,
     Completion,
@@ -46,6 +47,8 @@ CHAOS_ROUNDS = int(os.environ.get("ENGINE_CHAOS_ROUNDS", "8"))
 CHAOS_LENGTHS = [1500, 300, 900, 1200, 700, 400]
 CHAOS_TOKENS = 24
 CHAOS_DEADLINE_S = 60.0
+DISK_LENGTH = 3000
+DISK_DEADLINE_S = 60.0
 KINDS = ("kill", "kill", "terminate", "stop until the watchdog", "stop shortly")
 
 
@@ -58,7 +61,12 @@ class Harness:
         self.engine = EngineProcess(
             model,
             self.daemon.directory,
-            extra_config={"self_describing_kv_events": True, "lookup_deadline_ms": 2000},
+            extra_config={
+                "self_describing_kv_events": True,
+                "lookup_deadline_ms": 2000,
+                # A machine busy with other tests may read slowly; a block that is given up would fail a test.
+                "disk_wait": "wait",
+            },
             events={"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.events_endpoint},
         )
         self.prompts = [prompt(seed, length) for seed, length in enumerate(LENGTHS)]
@@ -72,6 +80,10 @@ class Harness:
             self.daemon.start()
         with AdminClient(self.daemon.directory) as admin:
             wait_connected(admin)
+
+    def ensure_no_daemon(self) -> None:
+        if self.daemon.running:
+            self.daemon.kill()
 
     def ensure_stored(self) -> None:
         """All prompts' blocks are in the daemon, nothing else is, and the engine has none of its own."""
@@ -285,8 +297,7 @@ def supervisor(harness: Harness) -> Iterator[Supervisor]:
     """In the place of the harness's daemon one that is started again, with its old pool, whenever it ends."""
     if not os.access(SHM, os.W_OK):
         pytest.skip("/dev/shm is not there")
-    if harness.daemon.running:
-        harness.daemon.kill()
+    harness.ensure_no_daemon()
     with TemporaryDirectory(dir=SHM) as pool:
         started = Supervisor("256MiB", Path(pool) / "pool", harness.daemon.directory).start()
         try:
@@ -378,6 +389,62 @@ def test_what_was_stored_before_a_kill_is_loaded_after_it_and_gives_the_same_tok
     after = stats_of(supervisor)
     assert after.epoch == adopted.epoch
     assert after.load.bytes > 0
+
+
+def timed(engine: EngineProcess, wanted: list[int], salt: str | None = None) -> tuple[Completion, float]:
+    """A prompt alone, and the time to its first token; the others follow at once."""
+    started = time.monotonic()
+    engine.generate([wanted], 1, salt=salt)
+    seconds = time.monotonic() - started
+    return engine.generate([wanted], salt=salt)[0], seconds
+
+
+def test_blocks_come_back_from_disk_also_after_the_daemon_was_restarted(
+    harness: Harness, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The pool is too small for the prompts, the disk holds them."""
+    engine, prompts = harness.engine, [prompt(seed, DISK_LENGTH) for seed in range(200, 204)]
+    every = len(prompts) * (DISK_LENGTH // BLOCK_TOKENS)
+
+    def on_disk(stats: StatsReply) -> bool:
+        return stats.disks[0].blocks >= every
+
+    harness.ensure_no_daemon()
+    with DaemonProcess(
+        "32MiB", harness.daemon.directory, disk=f"{tmp_path}=256MiB", disk_write="always", disk_deadline="60s"
+    ) as daemon:
+        with AdminClient(daemon.directory) as admin:
+            wait_connected(admin)
+            computed = [engine.generate([one])[0] for one in prompts]
+            stats = wait_stats(admin, on_disk, DISK_DEADLINE_S)
+            assert ready_blocks(stats) < every, "the pool should be too small"
+
+            engine.forget()
+            from_disk, disk_s = timed(engine, prompts[0])
+            assert from_disk.tokens == computed[0].tokens
+            promoted = admin.stats().below
+            assert promoted is not None
+            assert promoted.promoted_blocks >= full_blocks(DISK_LENGTH) // BLOCK_TOKENS
+            by_source = engine.call("cached_by_source")
+            assert by_source["disk"] >= full_blocks(DISK_LENGTH)
+            engine.forget()
+            _, compute_s = timed(engine, prompts[0], salt="never seen")
+        with capsys.disabled():
+            print(f"\n{DISK_LENGTH} tokens to the first one: {disk_s:.3f} s from disk, {compute_s:.3f} s computed")
+
+        daemon.stop()
+        daemon.start()
+        engine.forget()
+        with AdminClient(daemon.directory) as admin:
+            wait_connected(admin)
+            assert wait_stats(admin, on_disk, DISK_DEADLINE_S).pool.ready_bytes == 0
+            again = [engine.generate([one])[0] for one in prompts]
+            assert [one.tokens for one in again] == [one.tokens for one in computed]
+            assert [one.cached for one in again] == [full_blocks(DISK_LENGTH)] * len(prompts)
+            below = admin.stats().below
+        assert below is not None
+        assert below.promoted_blocks >= len(prompts) * (full_blocks(DISK_LENGTH) // BLOCK_TOKENS)
+        assert not below.failed_promotions
 
 
 @pytest.mark.timing
