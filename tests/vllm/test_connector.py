@@ -16,9 +16,11 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 
 import kvoffd_client.vllm
 import kvoffd_client.vllm.connector as connector_module
@@ -141,6 +143,20 @@ def test_children_that_cannot_be_beside_kvoffd_are_refused(config: Any, tmp_path
     below_multi_connector(config, own(tmp_path), native)
     with pytest.raises(ValueError, match="both KvoffdConnector and OffloadingConnector"):
         MultiConnector(config, role, cache_config())
+
+
+def test_a_hit_of_whole_blocks_waits_for_what_is_stored_of_the_next_one(
+    scheduler: KvoffdConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request("r", [1] * 100, SamplingParams(max_tokens=1), None)
+    scheduler.on_new_request(request)
+    found, unanswered = iter([64, 96]), iter([True, False])
+    monkeypatch.setattr(
+        scheduler.connector_scheduler, "get_num_new_matched_tokens", lambda *_, **__: (next(found), True)
+    )
+    monkeypatch.setattr(scheduler._manager, "is_tail_unanswered", lambda _: next(unanswered))
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (96, True)
 
 
 def test_a_wrong_option_stops_the_engine_at_its_start(model: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from kvoffd_client import AdminClient, BlockClient
 from tests.support.daemon import DaemonProcess
-from tests.support.engine import Completion, EngineProcess, full_blocks, wait_connected
+from tests.support.engine import Completion, EngineProcess, full_blocks, prompt, wait_connected
 from tests.support.models import make_draft, make_tiny_gemma3, make_tiny_llama
 from tests.support.shapes import (
     PROMPTS,
@@ -30,6 +30,19 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 def of(config_class: str, **settings: Any) -> Callable[[Path], Path]:
     return lambda path: make_transformers_model(path, config_class, **settings)
 
+
+QWEN3_NEXT = of(
+    "Qwen3NextConfig",
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+    shared_expert_intermediate_size=64,
+    num_key_value_heads=4,
+    linear_num_value_heads=2,
+    linear_num_key_heads=2,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+)
 
 SHAPES = {
     "gpt-oss": Shape(
@@ -51,21 +64,12 @@ SHAPES = {
         {"num_blocks": 1600},
     ),
     "mla": Shape(make_tiny_deepseek, varies=True),
-    "qwen3-next": Shape(
-        of(
-            "Qwen3NextConfig",
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=64,
-            shared_expert_intermediate_size=64,
-            num_key_value_heads=4,
-            linear_num_value_heads=2,
-            linear_num_key_heads=2,
-            linear_key_head_dim=128,
-            linear_value_head_dim=128,
-        ),
-        # vLLM's CPU kernel of linear attention takes nothing else.
-        {"num_blocks": 800, "dtype": "bfloat16"},
+    # vLLM's CPU kernel of linear attention takes nothing but bfloat16.
+    "qwen3-next": Shape(QWEN3_NEXT, {"num_blocks": 800, "dtype": "bfloat16"}, varies=True),
+    "prefix-match-unit": Shape(
+        QWEN3_NEXT,
+        {"num_blocks": 800, "dtype": "bfloat16", "prefix_match_unit": 32},
+        prompts=[prompt(1, 900), prompt(2, 333), prompt(3, 70)],
         varies=True,
     ),
     "fp8-kv": Shape(settings={"kv_cache_dtype": "fp8"}),

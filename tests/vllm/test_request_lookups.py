@@ -48,6 +48,37 @@ def test_keys_are_put_off_until_the_answer_is_taken_in() -> None:
     assert harness.statuses(1, 2, 4) == [KeyStatus.HIT, KeyStatus.MISS, KeyStatus.HIT]
 
 
+def test_keys_that_vllm_asks_for_beside_those_of_whole_blocks_are_looked_up_also_where_a_prompt_fills_no_block() -> (
+    None
+):
+    for groups in (GROUPS, [[], []]):
+        harness = Harness()
+        asked = harness.lookups.refresh(groups)
+        assert asked == (groups is GROUPS)
+        if asked:
+            harness.client.answer(ALL)
+            harness.lookups.refresh(groups)
+        assert not harness.lookups.tail_unanswered
+        tail = key(9, group_id=7)
+        assert harness.lookups.status(tail) is KeyStatus.RETRY
+        assert harness.lookups.refresh(groups)
+        assert harness.client.asked[-1][1][-1].keys.endswith(block_hash(9))
+        assert harness.lookups.tail_unanswered
+        harness.client.answer(ALL | {block_hash(9)})
+        harness.lookups.refresh(groups)
+        assert harness.lookups.status(tail) is KeyStatus.HIT
+        assert not harness.lookups.tail_unanswered
+
+
+def test_keys_beside_those_of_whole_blocks_are_awaited_until_the_deadline() -> None:
+    harness = Harness()
+    harness.lookups.status(key(9, group_id=7))
+    harness.lookups.refresh([[], []])
+    assert harness.lookups.tail_unanswered
+    harness.clock.now += 0.2
+    assert not harness.lookups.tail_unanswered
+
+
 def test_without_an_answer_by_the_deadline_it_is_a_miss_and_a_later_answer_still_counts() -> None:
     harness = Harness()
     harness.lookups.refresh(GROUPS)

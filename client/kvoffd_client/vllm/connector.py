@@ -269,6 +269,10 @@ class KvoffdConnector(OffloadingConnector):
         self._begin_lookup(request)
         self._manager.await_answer(request.request_id, self._others_that_could_run(request))
         tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if tokens and self._manager.is_tail_unanswered(request.request_id):
+            # vLLM would load the whole blocks and compute the rest.
+            self._begin_lookup(request)
+            return None, False
         return (tokens, loads) if not tokens or self._manager.load_pays(request.request_id, tokens) else (0, False)
 
     def update_state_after_alloc(self, request: v.Request, blocks: v.KVCacheBlocks, num_external_tokens: int) -> None:

@@ -206,6 +206,11 @@ class KvoffdManager(OffloadingManager):
         lookups = self._lookups.get(request_id)
         return lookups is not None and lookups.pending is not None
 
+    def is_tail_unanswered(self, request_id: str) -> bool:
+        """Whether it is not known yet if a block of the request is stored up to some token inside it."""
+        lookups = self._lookups.get(request_id)
+        return lookups is not None and lookups.tail_unanswered
+
     def await_answer(self, request_id: str, others: Iterable[str]) -> None:
         """Wait a moment for a request's answer where none of ``others`` can run; see ``LookupWait``."""
         lookups = self._lookups.get(request_id)

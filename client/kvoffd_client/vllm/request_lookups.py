@@ -161,7 +161,7 @@ class RequestLookups:
         ):
             return False
         count = sum(len(keys) for keys in groups)
-        if count == 0 or not self._outdated(count):
+        if (count == 0 and not self.extra_keys) or not self._outdated(count):
             return False
         self._send(groups)
         return True
@@ -184,6 +184,11 @@ class RequestLookups:
         if self._failed_lately or not self.settings.client.ready:
             return KeyStatus.MISS
         return self._unanswered(self.extra_keys.setdefault(key, self.settings.clock()))
+
+    @property
+    def tail_unanswered(self) -> bool:
+        """Whether vLLM asked for keys beside the chunks', of which nothing is known yet."""
+        return any(self.status(key) is KeyStatus.RETRY for key in self.extra_keys)
 
     def count_timeout(self) -> bool:
         """Return True at the first call for a lookup that timed out."""
