@@ -98,6 +98,7 @@ def test_the_package_is_installed_used_and_purged(chroot: Path) -> None:
         "/etc/kvoffd/kvoffd.toml",
         "/run/kvoffd",
         "/run/kvoffd/kvoffd.lock",
+        "/run/kvoffd/kvoffd.policy",
     }
     assert config.read_text().endswith("# mine\n")
     run("chroot", chroot, "dpkg", "--purge", "kvoffd")
