@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-lmcache
 ROUTERS := .venv-routers
+TORCHVISION := .venv-torchvision
 BUILD := tests/tools/build_venv.py
 HERE := not gpu and not shapes and not delivery
 # The first of these that runs and is new enough; `make venv PYTHON=/path/to/python` takes another.
@@ -38,7 +39,7 @@ servers: ## install what the shared tier is tested with: Debian's redis-server (
 abi: $(VENV)/.tools .cuda/.fetched ## compare our declarations of the CUDA driver with NVIDIA's headers (a part of test)
 	$(BIN)/pytest tests/abi $(PYTEST_ARGS)
 
-shapes: $(VENV)/.engine ## run a real vLLM in every shape of client/SHAPES.md that CI has no time for (half an hour)
+shapes: $(VENV)/.engine $(TORCHVISION)/.built ## run a real vLLM in every shape of client/SHAPES.md that CI has no time for (half an hour)
 	$(BIN)/pytest -m 'shapes and not gpu' $(PYTEST_ARGS)
 
 dist: $(VENV)/.dist ## build the sdist and a wheel for all Pythons of x86_64 and aarch64, as far as their gcc is here
@@ -102,7 +103,7 @@ exposure: ## what systemd says of the unit's hardening, and why the rest is left
 	@$(PYTHON) -m tests.tools.exposure
 
 clean: ## remove .venv, the demo's files and all caches
-	rm -rf $(VENV) $(PEERS) $(ROUTERS) .venv-next .venv-servers .demo .fuzz .cuda .delivery dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(ROUTERS) $(TORCHVISION) .venv-next .venv-servers .demo .fuzz .cuda .delivery dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find kvoffd client proto tests deploy -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # Editable: Python is taken from here as it is, but C must be compiled again.
@@ -130,6 +131,14 @@ $(VENV)/.fuzz: $(BUILD) | $(VENV)/.tools
 
 $(ROUTERS)/.built: tests/routers/build_routers.py $(BUILD)
 	@$(PYTHON) -m tests.routers.build_routers $(ROUTERS)
+	@touch $@
+
+# PyPI's torchvision is built for CUDA: beside a torch for CPU its operators do not load, and it is not imported where
+# these two are not declared. 0.28 is that of torch 2.13.
+$(TORCHVISION)/.built: $(VENV)/.engine
+	@rm -rf $(TORCHVISION)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target $(TORCHVISION) 'torchvision==0.28.*'
+	@sed -i '1i import torch\nlibrary = torch.library.Library("torchvision", "DEF")\nfor name in ("nms", "qnms"):\n    library.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")' $(TORCHVISION)/torchvision/__init__.py
 	@touch $@
 
 $(PEERS)/.built: tests/bench/peers/build_lmcache.py $(BUILD)

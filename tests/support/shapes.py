@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from kvoffd_client import AdminClient, ClientOptions
 from kvoffd_proto.messages import StatsReply
@@ -17,6 +20,7 @@ from .models import make_tiny_llama
 from .waiting import wait_until
 
 PROMPTS: Sequence[Any] = [prompt(1, 900), prompt(2, 333)]
+IMAGE_PIXELS, IMAGE_TOKEN, IMAGE_NAME = 112, 1023, "<unused764>"
 # Workers of tensor parallelism spin on a small machine, and another process may get no CPU for half a minute.
 PATIENCE_S = 100.0
 
@@ -145,19 +149,74 @@ def make_transformers_model(path: Path, config_class: str, **settings: Any) -> P
         import transformers
 
         config = getattr(transformers, config_class)(**{**COMMON, **settings})
-        torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if parameter.dim() >= 2 and "conv1d" not in name:
-                    is_table = "embed" in name and "proj" not in name
-                    parameter.normal_(0, 1.0 if is_table else 1.6 / parameter.shape[-1] ** 0.5)
+        _draw_weights(model)
         model.save_pretrained(path)
     return path
 
 
-def add_tokenizer(path: Path, size: int = 1024) -> Path:
-    """Write a tokenizer of bytes, filled up to ``size`` tokens, into the directory ``path``."""
+def _draw_weights(model: Any) -> None:
+    import torch
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() >= 2 and "conv1d" not in name:
+                is_table = "embed" in name and "proj" not in name
+                parameter.normal_(0, 1.0 if is_table else 1.6 / parameter.shape[-1] ** 0.5)
+
+
+def make_tiny_llava(path: Path) -> Path:
+    """Write a LLaVA, a Llama that sees images of 112 by 112 pixels as 64 tokens each, into the directory ``path``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import transformers
+        from safetensors.torch import save_file
+
+        vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+        config = transformers.LlavaConfig(
+            text_config=transformers.LlamaConfig(**COMMON),
+            vision_config=transformers.CLIPVisionConfig(**vision, image_size=IMAGE_PIXELS, patch_size=14),
+            image_token_index=IMAGE_TOKEN,
+            architectures=["LlavaForConditionalGeneration"],
+        )
+        model = transformers.LlavaForConditionalGeneration(config)
+        _draw_weights(model)
+        add_tokenizer(path, special=[IMAGE_NAME])
+        config.save_pretrained(path)
+        # vLLM knows the names of before transformers 5.
+        names = {name: name.replace("vision_tower.", "vision_tower.vision_model.") for name in model.state_dict()}
+        save_file({names[name]: tensor for name, tensor in model.state_dict().items()}, path / "model.safetensors")
+    side = {"height": IMAGE_PIXELS, "width": IMAGE_PIXELS}
+    processor = {
+        "processor_class": "LlavaProcessor",
+        "image_processor": {"image_processor_type": "CLIPImageProcessor", "size": side, "crop_size": side},
+        "image_token": IMAGE_NAME,
+        "num_additional_image_tokens": 1,
+        "patch_size": 14,
+        "vision_feature_select_strategy": "default",
+    }
+    (path / "processor_config.json").write_text(json.dumps(processor))
+    return path
+
+
+def with_images(seeds: Sequence[int]) -> dict[str, Any]:
+    """A prompt that begins with images, each made of its seed; the text is always the same, 300 tokens."""
+    from PIL import Image
+
+    shape = (IMAGE_PIXELS, IMAGE_PIXELS, 3)
+    images = [Image.fromarray(np.random.default_rng(seed).integers(0, 256, shape, np.uint8)) for seed in seeds]
+    return {
+        "prompt_token_ids": [IMAGE_TOKEN] * len(seeds) + prompt(3, 300),
+        "multi_modal_data": {"image": images},
+    }
+
+
+def add_tokenizer(path: Path, size: int = 1024, special: Sequence[str] = ()) -> Path:
+    """Write a tokenizer of bytes, filled up to ``size`` tokens, into the directory ``path``.
+
+    ``special``: names of tokens that are found as they are in a text.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -169,7 +228,11 @@ def add_tokenizer(path: Path, size: int = 1024) -> Path:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+            tokenizer_object=tokenizer,
+            bos_token="<s>",
+            eos_token="</s>",
+            pad_token="<pad>",
+            additional_special_tokens=list(special),
         ).save_pretrained(path)
     return path
 

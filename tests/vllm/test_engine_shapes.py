@@ -19,12 +19,15 @@ from tests.support.shapes import (
     add_tokenizer,
     check_runs,
     make_tiny_deepseek,
+    make_tiny_llava,
     make_transformers_model,
     run_shape,
     wait_stored,
+    with_images,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+TORCHVISION = Path(__file__).parents[2] / ".venv-torchvision"
 
 
 def of(config_class: str, **settings: Any) -> Callable[[Path], Path]:
@@ -95,6 +98,20 @@ def test_shape(name: str, tmp_path: Path) -> None:
     shape = SHAPES[name]
     with DaemonProcess("256MiB", lease_ttl="200s", job_deadline="200s") as daemon:
         check_runs(shape, run_shape(shape, shape.make(tmp_path / name), daemon))
+
+
+@pytest.mark.shapes
+@pytest.mark.skipif(not TORCHVISION.exists(), reason="make shapes fetches torchvision")
+def test_images(tmp_path: Path) -> None:
+    """The same text behind other images has blocks of its own."""
+    shape = Shape(
+        make_tiny_llava,
+        {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2}},
+        environ={"PYTHONPATH": str(TORCHVISION)},
+        prompts=[with_images(seeds) for seeds in ([1], [2], [3, 1], [4, 1])],
+    )
+    with DaemonProcess("256MiB", lease_ttl="200s", job_deadline="200s") as daemon:
+        check_runs(shape, run_shape(shape, shape.make(tmp_path / "llava"), daemon))
 
 
 @pytest.mark.shapes
