@@ -14,23 +14,23 @@ from kvoffd_client.bench.echo import Echo
 from kvoffd_client.bench.load_generators import LoadGenerators
 from kvoffd_client.bench.results import BenchFailed
 from tests.support.daemon import DaemonProcess
+from tests.support.waiting import wait_until
 
 
-def test_every_process_works_and_says_how_much() -> None:
-    with Echo() as echo, LoadGenerators("echoes", echo.directory, 64, 2) as load:
-        load.start()
-        done = load.stop()
-    assert len(done) == 2
-    assert all(work.seconds > 0 for work in done)
+def test_every_process_works_from_each_start_to_the_next_stop_and_says_how_much() -> None:
+    with Echo() as echo, LoadGenerators("echoes", echo.directory, 1, 2) as load:
 
-
-def test_processes_work_from_each_start_to_the_next_stop() -> None:
-    with Echo() as echo, LoadGenerators("echoes", echo.directory, 1, 1) as load:
-        for _ in range(3):
+        def all_work() -> bool:
+            """On a busy machine one may have no CPU all the time."""
             load.start()
             time.sleep(0.05)
-            (done,) = load.stop()
-            assert done.count > 0
+            done = load.stop()
+            assert len(done) == 2
+            assert all(work.seconds > 0 for work in done)
+            return all(work.count > 0 for work in done)
+
+        for _ in range(3):
+            wait_until(all_work)
 
 
 @pytest.mark.parametrize("role", ["lookups", "copies"])

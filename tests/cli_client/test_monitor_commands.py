@@ -18,6 +18,7 @@ from kvoffd_client.cli.monitor_commands import (
 )
 from kvoffd_proto.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, kv_topic
 from kvoffd_proto.messages import StatsReply
+from tests.support.clock import Clock
 
 FINGERPRINT = bytes(range(32))
 TOPIC = kv_topic(FINGERPRINT)
@@ -70,13 +71,10 @@ def test_a_strange_topic_has_no_fingerprint(topic: bytes) -> None:
     assert topic_fingerprint(topic) == b""
 
 
-class Clock:
+class SleepingClock(Clock):
     def __init__(self) -> None:
-        self.now = 100.0
+        super().__init__(100.0)
         self.slept: list[float] = []
-
-    def __call__(self) -> float:
-        return self.now
 
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
@@ -86,7 +84,7 @@ class Clock:
 class Source:
     """Answers with each of ``answers`` in turn; None is a daemon that is not there. Takes ``cost_s`` an answer."""
 
-    def __init__(self, clock: Clock, answers: list[StatsReply | None], cost_s: float = 0.0) -> None:
+    def __init__(self, clock: SleepingClock, answers: list[StatsReply | None], cost_s: float = 0.0) -> None:
         self._clock = clock
         self._answers = iter(answers)
         self._cost_s = cost_s
@@ -102,28 +100,28 @@ class Source:
 
 
 def test_each_page_is_a_new_answer(busy: StatsReply, fresh: StatsReply) -> None:
-    clock = Clock()
+    clock = SleepingClock()
     pages = islice(stats_pages(Source(clock, [fresh, busy, fresh]).stats, 1.0, clock, clock.sleep), 3)
     assert [page.now for page in pages] == [fresh, busy, fresh]
     assert clock.slept == [1.0, 1.0]
 
 
 def test_the_time_of_an_answer_does_not_add_to_the_interval(fresh: StatsReply) -> None:
-    clock = Clock()
+    clock = SleepingClock()
     source = Source(clock, [fresh] * 4, cost_s=0.25)
     list(islice(stats_pages(source.stats, 1.0, clock, clock.sleep), 4))
     assert clock.slept == [1.0, 0.75, 0.75]
 
 
 def test_slow_answers_are_not_made_up_for(fresh: StatsReply) -> None:
-    clock = Clock()
+    clock = SleepingClock()
     source = Source(clock, [fresh] * 4, cost_s=5.0)
     list(islice(stats_pages(source.stats, 1.0, clock, clock.sleep), 4))
     assert clock.slept == [1.0, 0.0, 0.0]
 
 
 def test_a_daemon_that_goes_is_told_and_waited_for(fresh: StatsReply, busy: StatsReply) -> None:
-    clock = Clock()
+    clock = SleepingClock()
     source = Source(clock, [fresh, None, None, None, busy, busy])
     _, gone, still_gone, _, back, _ = islice(stats_pages(source.stats, 1.0, clock, clock.sleep), 6)
     for page in (gone, still_gone):
@@ -135,6 +133,6 @@ def test_a_daemon_that_goes_is_told_and_waited_for(fresh: StatsReply, busy: Stat
 
 
 def test_without_a_daemon_at_the_start_there_is_nothing_to_watch(fresh: StatsReply) -> None:
-    clock = Clock()
+    clock = SleepingClock()
     with pytest.raises(DaemonUnavailable):
         next(stats_pages(Source(clock, [None]).stats, 1.0, clock, clock.sleep))

@@ -22,6 +22,7 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.messages import PROTOCOL_VERSION
 from tests.support.daemon import DaemonProcess
+from tests.support.waiting import wait_until
 from tests.support.wire import NAMESPACE, WireClient, ids, keys, stats
 
 PAGE = 16384
@@ -294,6 +295,12 @@ def test_the_number_of_sessions_is_limited_but_for_administrators():
         assert refused.code is ErrorCode.TOO_MANY
         for client in reserve:
             client.close()
+
+        def free_again() -> bool:
+            with WireClient(daemon.directory, role=None) as client:
+                return not isinstance(client.greeting, lifeline.Refused)
+
+        wait_until(free_again)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")

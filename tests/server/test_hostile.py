@@ -409,19 +409,6 @@ def test_completions_that_are_never_acknowledged_are_bounded(hostile: WireClient
         hostile.reply()
 
 
-def test_sessions_are_limited_and_free_again_when_they_end(attack: Victim) -> None:
-    clients: list[WireClient] = []
-    refused = 0
-    for _ in range(MAX_SESSIONS + 6):
-        client = WireClient(attack.daemon.directory, role=None)
-        refused += isinstance(client.greeting, lifeline.Refused)
-        clients.append(client)
-    attack.is_served()
-    for client in clients:
-        client.close()
-    assert refused >= 6
-
-
 def test_strangers_at_the_jobs_socket_get_nothing(attack: Victim) -> None:
     streams = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(50)]
     for number, stream in enumerate(streams):
