@@ -10,7 +10,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import TransferJobStatus
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+from vllm.v1.core.sched.output import KVConnectorBlockState, NewRequestData, SchedulerOutput
 from vllm.v1.kv_offload.base import OffloadKey, PrepareStoreOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
@@ -127,3 +127,18 @@ def test_a_state_inside_a_block_that_is_not_to_be_stored_ends_no_engine(
     output = SchedulerOutput.make_empty()
     output.kv_connector_block_state = KVConnectorBlockState(set(), lambda _: ([],), {request_id: [(0, 9, 16)]})
     assert len(connector.build_connector_meta(output).store_jobs) == stored
+
+
+def test_a_session_s_next_part_stores_its_own_blocks(connector: KvoffdConnector) -> None:
+    request = new_request(connector, [5, 6, 7, 8])
+    connector.connector_scheduler._req_status["r"].group_states[0].next_stored_chunk_idx = 3
+    request.num_computed_tokens = PROMPT_TOKENS
+    request.append_output_token_ids(list(range(92)))
+    request.num_prompt_tokens = 192
+    request.block_hashes += [block_hash(number) for number in range(3, 6)]
+    output = SchedulerOutput.make_empty()
+    next_part = NewRequestData.from_request(request, ([5, 6, 7, 8, 9, 10],))
+    output.scheduled_new_reqs, output.num_scheduled_tokens = [next_part], {"r": 92}
+    connector.build_connector_meta(output)
+    request.num_computed_tokens = 192
+    assert stored_blocks(connector, request, RequestStatus.FINISHED_ABORTED) == [8, 9, 10]

@@ -21,7 +21,13 @@ def shown(output: SchedulerOutput, requests: Mapping[str, RequestOffloadState]) 
     loaded in the next step is left out of the preempted ones, of which it is asserted that only stores are under way.
     So are states of recurrent layers that a request asks not to be stored (``max_offload_tokens``), or whose request a
     reset has forgotten: it is asserted that there are none inside a block.
+
+    A session's next part is scheduled as a new request that has all blocks of the session, and 0.32 puts them behind
+    those that it knows: what it knows is forgotten first.
     """
+    for request in output.scheduled_new_reqs:
+        for group in status.group_states if (status := requests.get(request.req_id)) is not None else ():
+            group.block_ids.clear()
     for request_id in output.finished_req_ids:
         if (status := requests.get(request_id)) is not None:
             _forget_uncomputed(status)
