@@ -15,6 +15,8 @@ MAX_WRITING_BYTES = 16 * 2**20
 """Bound on the bytes that are being written, beside a sixteenth of the pool."""
 MAX_AT_ONCE = 512
 """Blocks that wait, or that a lookup found, that are looked at in one go."""
+MAX_BEGUN = 64
+"""Blocks whose writing is begun in one go."""
 MAX_COLD_BLOCKS = 1024
 """Blocks at the cold end of the policy's order that are looked at in one tick."""
 MIN_SWEPT_BLOCKS = 1024
@@ -175,11 +177,10 @@ class Demoter:
         self.pump()
 
     def pump(self) -> None:
-        """Begin to write what may be written now."""
-        busy, some = self._engines_busy(), self._take_some()
+        """Begin to write what may be written now, of very much a part."""
+        busy, some, most = self._engines_busy(), self._take_some(), len(self._under_way) + MAX_BEGUN
         while self.under_way_bytes < self._under_way_limit and (not busy or self._trickle_left > 0):
-            block = next(some, None)
-            if block is None:
+            if len(self._under_way) == most or (block := next(some, None)) is None:
                 return
             nbytes = tier_block(block).nbytes
             if not self.budget.take(nbytes):

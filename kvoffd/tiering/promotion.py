@@ -27,6 +27,9 @@ MISSES = {
 """What a promotion's failure is to those that asked; any other is the disk's failure."""
 MAX_PROMOTING_BYTES = 2**30
 """Bound on the pool bytes that promotions hold, beside an eighth of the pool."""
+MAX_AT_ONCE, BEGUN_PER_END = 64, 16
+"""Blocks that are begun in one go, and when one has ended and less than half of what may be is under way. Otherwise
+they wait for the next go: to make room for a few takes as long as for many."""
 MAX_BATCH = 64
 """Blocks whose slots are taken together, so that neighbours in the queue are neighbours in the pool."""
 SPEED_SAMPLE_S = 0.05
@@ -206,12 +209,13 @@ class Promoter:
         for group in range(len(namespace.groups)):
             self._requests.pop((namespace, group), None)
 
-    def pump(self) -> None:
-        """Begin what may begin now."""
-        while self._queue and not self._stopped:
-            batch, namespace, group = self._next_batch()
+    def pump(self, most: int = MAX_AT_ONCE) -> None:
+        """Begin what may begin now, of very much a part."""
+        while self._queue and not self._stopped and most > 0:
+            batch, namespace, group = self._next_batch(min(most, MAX_BATCH))
             if not batch:
                 return
+            most -= len(batch)
             begun = {
                 promotion.source.id.key: promotion
                 for promotion in self._transfers.begin_promotions(namespace, group, [one.source for one in batch])
@@ -253,7 +257,7 @@ class Promoter:
             self._transfers.give_up_promotion(request.promotion)
         self.pump()
 
-    def _next_batch(self) -> tuple[list[PromotionRequest], Namespace, int]:
+    def _next_batch(self, most: int) -> tuple[list[PromotionRequest], Namespace, int]:
         """The next requests of one session and group, as many as may be under way now."""
         first = next(self._queue.turn())
         room = self._under_way_limit - self.under_way_bytes + min(self._given_up_bytes, self._under_way_limit)
@@ -261,7 +265,7 @@ class Promoter:
         for request in self._queue.turn():
             same = request.namespace is first.namespace and request.source.id.group == first.source.id.group
             alone = not (batch or self._under_way)
-            if not same or len(batch) == MAX_BATCH or (request.nbytes > room and not alone):
+            if not same or len(batch) == most or (request.nbytes > room and not alone):
                 break
             batch.append(request)
             room -= request.nbytes
@@ -294,7 +298,8 @@ class Promoter:
     def _on_done(self, request: PromotionRequest) -> Callable[[TierResult], None]:
         def done(result: TierResult) -> None:
             self._end(request, result)
-            self.pump()
+            if 2 * self.under_way_bytes <= self._under_way_limit:
+                self.pump(BEGUN_PER_END)
 
         return done
 

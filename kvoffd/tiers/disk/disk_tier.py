@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -40,6 +41,8 @@ MOST_READS, MOST_WRITES = 65536, 64
 """Those that may wait or run; more are not taken."""
 WRITE_PATIENCE_S = 0.5
 """How long a write waits while reads keep coming."""
+ENDED_AT_ONCE = 32
+"""Jobs whose ends are handled before the daemon's thread does other work."""
 HANG_TIMEOUT_S = 10.0
 """A call that takes longer hangs."""
 
@@ -314,14 +317,16 @@ class DiskTier(DeviceTier):
     def _process_posted(self) -> None:
         if self._processing.acquire(blocking=False):  # else another thread closes the tier, and processes what ends
             try:
-                self._process_ended()
+                self._process_ended(ENDED_AT_ONCE)
+                if self.workers.has_ended:
+                    self._wake()
             finally:
                 self._processing.release()
 
-    def _process_ended(self) -> None:
-        """Handles the jobs that have ended, and sends the events that came of them."""
+    def _process_ended(self, most: int = sys.maxsize) -> None:
+        """Handles jobs that have ended, and sends the events that came of them."""
         self._events.deliver()
-        for ended in self.workers.collect():
+        for ended in self.workers.collect(most):
             self._end(ended)
         if self._index.removed_entries:
             self._index.free_removed()

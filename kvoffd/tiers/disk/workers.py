@@ -179,9 +179,14 @@ class Workers:
             jobs = self._queue.clear()
         self._end_unbegun(jobs, result)
 
-    def collect(self) -> list[JobEnd]:
-        """Takes the jobs that have ended since the last call."""
-        return [self._ended.popleft() for _ in range(len(self._ended))]
+    def collect(self, most: int) -> list[JobEnd]:
+        """Takes jobs that have ended, the first so many."""
+        return [self._ended.popleft() for _ in range(min(most, len(self._ended)))]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there are jobs to collect."""
+        return bool(self._ended)
 
     def load(self) -> Load:
         """Jobs that wait and run now. Updates count as writes."""
