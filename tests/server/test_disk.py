@@ -13,7 +13,7 @@ from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import events
 from kvoffd_proto import messages as m
-from tests.server.test_kv_events import replay
+from tests.server.test_kv_events import jobs_of, replay
 from tests.support.daemon import DaemonProcess
 from tests.support.waiting import wait_until
 
@@ -178,7 +178,7 @@ def test_events_give_the_index_of_each_medium(daemon: DaemonProcess) -> None:
         engine.lookup(keys_of(0, 1))
         engine.release()
         index: dict[str | None, set[bytes]] = {events.MEDIUM_CPU: set(), events.MEDIUM_STORAGE: set()}
-        for _, _, payload in replay(daemon, 0):
+        for _, _, payload in replay(jobs_of(daemon), 0):
             for event in events.decode_event_batch(payload).events:
                 if isinstance(event, events.AllBlocksCleared):
                     index = {medium: set() for medium in index}

@@ -18,7 +18,7 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import kv_topic
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.lifeline import Attached
-from tests.server.test_kv_events import fold, replay
+from tests.server.test_kv_events import fold, jobs_of, replay
 from tests.support.daemon import DaemonProcess
 from tests.support.waiting import wait_until
 from tests.support.wire import NAMESPACE, WireClient, ids, key, keys, stats
@@ -384,4 +384,4 @@ def test_a_reset_whose_sender_went_away_is_done_all_the_same():
             wait_until(lambda: sum(one.ready_blocks for one in stats(daemon.directory).namespaces) < count)
             wait_until(lambda: sum(one.ready_blocks for one in stats(daemon.directory).namespaces) == 0, 2.0)
             assert not any(lookup(scheduler, 1, blob[: 32 * 1000]).states[0])
-            assert fold(replay(daemon, 0))[kv_topic(NAMESPACE)] == set()
+            assert fold(replay(jobs_of(daemon), 0))[kv_topic(NAMESPACE)] == set()
