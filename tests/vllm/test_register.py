@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from types import SimpleNamespace
 
 import pytest
+from vllm.config import KVTransferConfig, MultiModalConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 import kvoffd_client.vllm
@@ -23,6 +25,19 @@ def test_registering_twice_is_harmless_and_the_connector_is_found_by_name() -> N
     kvoffd_client.vllm.register()
     connector = KVConnectorFactory.get_connector_class_by_name("KvoffdConnector")
     assert connector.__name__ == "KvoffdConnector"
+
+
+@pytest.mark.parametrize(("connector", "taken"), [("KvoffdConnector", False), ("OffloadingConnector", True)])
+def test_images_without_pixels_are_taken_by_others_only(connector: str, taken: bool) -> None:
+    kvoffd_client.vllm.register()
+    multimodal = MultiModalConfig()
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=multimodal),
+        kv_transfer_config=KVTransferConfig(kv_connector=connector, kv_role="kv_both"),
+        ec_transfer_config=None,
+    )
+    VllmConfig._resolve_mm_embedding_inputs(config)
+    assert multimodal.enable_mm_embeds == multimodal.allow_missing_mm_embeddings == taken
 
 
 def test_the_hook_never_breaks_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:

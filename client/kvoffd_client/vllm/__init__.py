@@ -6,6 +6,7 @@ The supported releases of vLLM are named here, so that another one is refused be
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 CONNECTOR_NAME = "KvoffdConnector"
 CONNECTOR_MODULE = "kvoffd_client.vllm.connector"
@@ -27,8 +28,27 @@ def register() -> None:
 
         if CONNECTOR_NAME not in KVConnectorFactory._registry:
             KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)
+            from vllm.config import VllmConfig
+
+            _require_images(VllmConfig)
     except Exception as error:
         _log.debug("This vLLM takes no %s: %r", CONNECTOR_NAME, error)
+
+
+def _require_images(config_class: Any) -> None:
+    """Have engines of this connector refuse images, and the like, that come without their pixels.
+
+    vLLM takes each engine with ``kv_role`` kv_both for one that gets the blocks of such images from elsewhere: it lets
+    clients send embeddings, or nothing but their sizes, by which one request ends the engine.
+    """
+    resolve = config_class._resolve_mm_embedding_inputs
+
+    def resolve_for_others(config: Any) -> None:
+        transfer, encoder = config.kv_transfer_config, config.ec_transfer_config
+        if transfer is None or transfer.kv_connector != CONNECTOR_NAME or (encoder and encoder.is_ec_consumer):
+            resolve(config)
+
+    config_class._resolve_mm_embedding_inputs = resolve_for_others
 
 
 def release_of(version: str) -> tuple[int, int] | None:
