@@ -52,6 +52,22 @@ def test_pinned_and_half_written_blocks_are_never_evicted() -> None:
     check_invariants(rig.cache)
 
 
+def test_very_many_pinned_blocks_are_not_passed_over_for_each_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffd.cache.policies.lru.MAX_HELD", 2)
+    rig = full_rig()
+    namespace = rig.open()
+    rig.put(namespace, keys_of(*range(4)))
+    rig.cache.lookup(namespace, 5, 1, [(0, keys_of(*range(4)))])
+    rig.cache.touch(5)
+    rig.put(namespace, keys_of(4, 5, 6, 7))
+    for number in (8, 9):
+        rig.put(namespace, keys_of(number))
+        order = [int.from_bytes(block.key, "big") for block in rig.cache.policy.candidates()]
+        assert set(order[:2]) <= {4, 5, 6, 7, 8}, "the pinned ones are behind"
+    assert rig.states(namespace, keys_of(*range(4), 8, 9)) == [R] * 6
+    check_invariants(rig.cache)
+
+
 def test_a_job_larger_than_the_pool_keeps_its_head_and_drops_its_tail() -> None:
     rig = full_rig()
     namespace = rig.open()
