@@ -19,8 +19,8 @@ def shown(output: SchedulerOutput, requests: Mapping[str, RequestOffloadState]) 
     The tokens of new requests are left out: they are read for stores alone, and those of a new request are prepared in
     the step after its first, since its user waits for the first token. A request that was preempted by a reset and is
     loaded in the next step is left out of the preempted ones, of which it is asserted that only stores are under way.
-    So are states of recurrent layers that a request asks not to be stored (``max_offload_tokens``), or whose request a
-    reset has forgotten: it is asserted that there are none inside a block.
+    So are states of recurrent layers that a request asks not to be stored (``max_offload_tokens``): it is asserted that
+    there are none inside a block.
 
     A session's next part is scheduled as a new request that has all blocks of the session, and 0.32 puts them behind
     those that it knows: what it knows is forgotten first.
