@@ -25,6 +25,7 @@ from kvoffd.server.daemon import Daemon
 from kvoffd_client import SharedMemory
 from kvoffd_proto import messages as m
 from kvoffd_proto.sockets import SocketPaths
+from kvoffd_proto.units import parse_size
 from tests.support.daemon import DaemonProcess
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
@@ -100,9 +101,9 @@ def test_sigterm_removes_the_sockets_and_ends_with_success(daemon):
 def test_more_memory_than_there_is_is_refused_with_both_numbers(tmp_path):
     refused = serve("--directory", str(tmp_path), "--pool-size", "500TiB")
     assert refused.returncode == 2
-    wanted, given = (float(number) for number in re.findall(r"([0-9.]+) GiB", refused.stderr))
-    assert wanted >= 500 * 1024
-    assert 0 < given < 64 * 1024
+    wanted, given = map(parse_size, re.findall(r"[0-9.]+ [GT]iB", refused.stderr))
+    assert wanted >= parse_size("500TiB")
+    assert 0 < given < parse_size("64TiB")
     assert len(refused.stderr.strip().splitlines()) == 1
 
 

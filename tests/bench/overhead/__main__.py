@@ -26,7 +26,8 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+if __name__ == "__main__":  # a test's other engines are to log as ever
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from tests.bench.cpu_time import OthersShare
 from tests.bench.overhead.steps import Steps, StepsBench
