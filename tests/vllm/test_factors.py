@@ -77,6 +77,20 @@ def test_the_longest_context_counts_only_where_rope_depends_on_it(engine_config:
     assert factors(1024, "longrope") != factors(2048, "longrope")
 
 
+def test_the_scale_of_queries_counts_in_llama_4(engine_config: Any) -> None:
+    def factors(length: int, tuning: bool | None = None, kind: str = "llama4_text") -> EngineFactors:
+        config = copy.deepcopy(engine_config)
+        config.model_config.max_model_len = length
+        config.model_config.override_generation_config = {"attn_temperature_tuning": tuning}
+        config.model_config.hf_config.text_config = {"model_type": kind}
+        return factors_of(config)
+
+    assert factors(32_768) == factors(32_768)
+    assert factors(32_768) != factors(65_536)
+    assert factors(65_536, True) != factors(65_536, False)
+    assert factors(32_768, True, "llama") == factors(65_536, False, "llama")
+
+
 def test_pipeline_stages_agree_though_their_layers_differ(engine_config: Any) -> None:
     config = copy.deepcopy(engine_config)
     config.parallel_config.pipeline_parallel_size = 2

@@ -178,8 +178,14 @@ def _private_id(vllm_config: VllmConfig, algorithm: str) -> str:
 
 def _config_digest(model: ModelConfig) -> str:
     plain = _plain(model.hf_config.to_dict())
+    text = canonical_json(plain)
     # Long RoPE chooses its factors by the longest context the engine was started for.
-    length = model.max_model_len if "longrope" in canonical_json(plain) else None
+    length: object = model.max_model_len if "longrope" in text else None
+    if "llama4" in text:
+        # So does Llama 4 whether it scales queries by their position, unless its generation config says so. Where it
+        # sees images it notes that in a copy of its configuration.
+        generation = {**model.try_get_generation_config(), **model.override_generation_config}
+        length = [model.max_model_len, _plain(generation.get("attn_temperature_tuning"))]
     return digest(
         {
             "config": plain,
