@@ -171,6 +171,14 @@ def test_a_key_nobody_reads_is_told(model: Path, tmp_path: Path, said: list[str]
     assert any("zeta" in line for line in said)
 
 
+def test_a_replica_of_data_parallelism_has_its_number_in_its_name(config: Any) -> None:
+    config.parallel_config.data_parallel_index = 1  # of a dense model, of which vLLM leaves the size at 1
+    for engine_id, replica in (("0123456789_dp1", " replica 1"), ("0123456789", "")):
+        config.kv_transfer_config.engine_id = engine_id
+        spec = KvoffdConnector(config, KVConnectorRole.WORKER, cache_config()).connector_worker.spec
+        assert spec._name(NamespaceSpec.named("model"), "scheduler") == f"vllm:01234567 model{replica} scheduler"
+
+
 def test_sleep_mode_is_refused_where_vllm_does_not_tell_of_it(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert KvoffdConnector.supports_sleep_mode(config.kv_transfer_config)
     config.model_config.enable_sleep_mode = True

@@ -176,8 +176,9 @@ class KvoffdSpec(OffloadingSpec):
         )
 
     def _name(self, namespace: NamespaceSpec, role: str) -> str:
-        parallel = self.config.parallel
-        replica = f" replica {parallel.data_parallel_index}" if parallel.data_parallel_size > 1 else ""
+        # vLLM tells each replica of a dense model that it is the only one, but for its index and the engine's id.
+        index = self.config.parallel.data_parallel_index
+        replica = f" replica {index}" if self.setup.engine_id.endswith(f"_dp{index}") else ""
         return f"vllm:{self.setup.engine_id[:ENGINE_ID_SHOWN]} {namespace.label[:80]}{replica} {role}"
 
 
