@@ -1,7 +1,7 @@
 """A real vLLM engine as a process of its own, driven by lines of JSON.
 
 Started with one argument, a JSON object of `LLM` arguments. Reads requests from stdin and answers each with one line
-on stdout; everything vLLM itself prints goes to stderr. Its processes are forked, as on GPUs. The first line,
+on stdout; everything vLLM itself prints goes to stderr. The first line,
 `{"ready": true}`, comes when the model is loaded. Requests: `{"op": "generate", "prompt": [token ids], "max_tokens":
 n}`, `{"op": "reset"}` (the engine forgets its own prefix cache), and end of file, which ends it in good order.
 """
@@ -14,8 +14,6 @@ import signal
 import sys
 import time
 from typing import IO, TYPE_CHECKING
-
-from tests.support.engine_main import fork_workers
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -75,7 +73,6 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    fork_workers()
     from vllm import LLM
 
     llm = LLM(**json.loads(sys.argv[1]))
