@@ -24,7 +24,7 @@ from tests.support.models import make_demo_llama
 
 HOME = Path(".demo")
 INTERRUPTED = 130
-STATS_TIMEOUT_S = 30.0
+CLI_TIMEOUT_S = 30.0
 
 
 def play(screen: Screen, children: ExitStack) -> Outcome:
@@ -42,9 +42,11 @@ def play(screen: Screen, children: ExitStack) -> Outcome:
     outcome = scenario.run()
     (HOME / "result.json").write_text(json.dumps(outcome.as_json(), indent=2) + "\n")
     screen.show(outcome)
-    print("$ kvoffd-cli stats", flush=True)
-    command = [script("kvoffd-cli"), "stats", "--directory", str(sockets)]
-    subprocess.run(command, check=True, env=own_environment(), timeout=STATS_TIMEOUT_S)
+    # Engines that did not share differ in their namespaces' descriptions.
+    for words in (["stats"], ["namespaces", "--json"]) if judge(outcome) else (["stats"],):
+        print(f"$ kvoffd-cli {' '.join(words)}", flush=True)
+        command = [script("kvoffd-cli"), *words, "--directory", str(sockets)]
+        subprocess.run(command, check=True, env=own_environment(), timeout=CLI_TIMEOUT_S)
     scenario.stop_engines()
     return outcome
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.v1.worker.worker_base import WorkerBase
 
 from kvoffd_client.vllm.live_weights import CHANGING_METHODS, PIECE_BYTES, PIECES, LiveWeights
@@ -90,6 +91,63 @@ def test_of_a_large_tensor_no_more_than_the_samples_are_read() -> None:
     with torch.no_grad():
         model.large.view(-1)[(PIECE_BYTES + 4) // 4 : step // 4] += 1
     assert digest(model) == before
+
+
+class WithExperts(Model):
+    """A rank's model that computes with experts of other ranks too."""
+
+    def __init__(self, first_expert: int) -> None:
+        super().__init__()
+        self.experts = RoutedExperts.__new__(RoutedExperts)
+        torch.nn.Module.__init__(self.experts)
+        self.experts.register_parameter("w13_weight", torch.nn.Parameter(torch.full((2, 4), float(first_expert))))
+        self.experts.register_buffer("_expert_map", torch.arange(2) + first_expert)
+
+    def move_experts(self) -> None:
+        """As EPLB does, which calls no method that vLLM has for changes of weights."""
+        self.experts.w13_weight.data += 1
+
+
+def ranks(*models: torch.nn.Module, experts_elsewhere: bool = True) -> list[LiveWeights]:
+    found = [LiveWeights(lambda model=model: [model], experts_elsewhere=experts_elsewhere) for model in models]  # type: ignore[misc]
+    for weights, model in zip(found, models, strict=True):
+        weights.watch(model)
+        weights.digest()
+    return found
+
+
+def test_ranks_whose_experts_are_spread_over_all_have_one_digest() -> None:
+    first, second = ranks(WithExperts(0), WithExperts(2))
+    assert first.digest() == second.digest()
+    alone = {weights.digest() for weights in ranks(WithExperts(0), WithExperts(2), experts_elsewhere=False)}
+    assert len(alone) == 2
+
+
+def test_experts_that_are_moved_between_ranks_make_no_other_digest() -> None:
+    model = WithExperts(0)
+    (weights,) = ranks(model)
+    before = weights.digest()
+    model.move_experts()
+    assert weights.digest() == before
+
+
+def test_experts_that_are_updated_make_another_digest_until_they_are_back() -> None:
+    model = WithExperts(0)
+    (weights,) = ranks(model)
+    before = weights.digest()
+    was = model.experts.w13_weight.detach().clone()
+    model.load_weights({"experts.w13_weight": was + 1})
+    assert weights.digest() != before
+    model.load_weights({"experts.w13_weight": was})
+    assert weights.digest() == before
+
+
+def test_other_weights_that_are_updated_make_the_experts_count() -> None:
+    models = WithExperts(0), WithExperts(2)
+    found = ranks(*models)
+    for model in models:
+        model.large.data.mul_(2)  # noticed by nobody
+    assert found[0].digest() != found[1].digest()
 
 
 class Runner:

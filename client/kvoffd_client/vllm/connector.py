@@ -41,7 +41,7 @@ from kvoffd_client.vllm.engine_requirements import check_engine, check_groups, c
 from kvoffd_client.vllm.factors import collect_factors, label_of, shard_bytes_of
 from kvoffd_client.vllm.fingerprint import namespace_of
 from kvoffd_client.vllm.kv_memory import describe_layers
-from kvoffd_client.vllm.live_weights import LiveWeights
+from kvoffd_client.vllm.live_weights import LiveWeights, has_experts_elsewhere
 from kvoffd_client.vllm.log import StoreRefusalFilter, logger
 from kvoffd_client.vllm.lookup_timing import tell_of_received_requests
 from kvoffd_client.vllm.lora_adapters import LoraAdapters
@@ -79,7 +79,7 @@ class KvoffdConnectorWorker(OffloadingConnectorWorker):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """As vLLM's; names the weights, and has the registration describe the layers' pages."""
-        self._weights = LiveWeights.of_caller()
+        self._weights = LiveWeights.of_caller(experts_elsewhere=has_experts_elsewhere(self.vllm_config))
         self._digest = self._weights.digest() if self._weights is not None else None
         fence_early(self._weights and self._weights.runner, self.handle_preemptions)
         setup = self._kvoffd_spec.setup

@@ -12,14 +12,18 @@ import time
 from collections.abc import Callable, Iterator
 from functools import wraps
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.parameter import SharedWeightParameter
 from vllm.v1.worker.worker_base import WorkerBase
 
 from kvoffd_client.vllm.log import logger
+
+if TYPE_CHECKING:
+    from kvoffd_client.vllm.vllm_types import VllmConfig
 
 PIECE_BYTES = 64
 PIECES = 16
@@ -41,22 +45,45 @@ CHANGING_METHODS = (
 )
 """Methods of vLLM's workers, model runners and models (0.32, 0.33) after which the weights may be others."""
 
+CHECKPOINT_FORMATS = frozenset(
+    {"auto", "fastsafetensors", "hf", "instanttensor", "mistral", "npcache", "pt", "safetensors"}
+)
+"""Load formats that fill a model from the files that its configuration names (vLLM's DefaultModelLoader)."""
+
+
+def has_experts_elsewhere(vllm_config: VllmConfig) -> bool:
+    """Return whether this engine's experts are spread over other engines too, and the fingerprint's files tell which.
+
+    Under data parallelism vLLM gives each rank other experts, or other parts of all of them.
+    """
+    spread = vllm_config.parallel_config.data_parallel_size > 1
+    return spread and str(vllm_config.load_config.load_format) in CHECKPOINT_FORMATS
+
 
 class LiveWeights:
     """The models of one worker. ``models`` returns those that are in memory: the model, and a draft model if any.
+
+    Where ``experts_elsewhere`` is true the engines of other ranks compute with the experts that are here, and this one
+    with theirs: the experts here tell no engine from another as long as all is as it was loaded.
 
     Attributes:
         changed: the weights may be others than those of the last digest.
         runner: vLLM's model runner, where it was found.
     """
 
-    def __init__(self, models: Callable[[], list[torch.nn.Module]], runner: object = None) -> None:
+    def __init__(
+        self, models: Callable[[], list[torch.nn.Module]], runner: object = None, *, experts_elsewhere: bool = False
+    ) -> None:
         self._models = models
         self.runner = runner
         self.changed = False
+        self._experts_elsewhere = experts_elsewhere
+        self._loaded: tuple[str, str] | None = None
+        """Digests as of ``_digests`` when the weights were read first."""
+        self._ever_changed = False
 
     @classmethod
-    def of_caller(cls) -> LiveWeights | None:
+    def of_caller(cls, *, experts_elsewhere: bool = False) -> LiveWeights | None:
         """Return the weights of the worker that is calling, None where no caller is a model runner.
 
         vLLM hands connectors no model. It registers the KV caches from inside its model runner, in a method of its
@@ -73,7 +100,7 @@ class LiveWeights:
             frame = frame.f_back
         if runner is None:
             return None
-        weights = cls(lambda: _models_of(runner), runner)
+        weights = cls(lambda: _models_of(runner), runner, experts_elsewhere=experts_elsewhere)
         for owner in (worker, runner, *_models_of(runner)):
             weights.watch(owner)
         return weights
@@ -99,20 +126,35 @@ class LiveWeights:
             return None
 
     def _digest(self) -> str:
-        began = time.monotonic()
+        self._ever_changed |= self.changed
         self.changed = False
-        total = hashlib.sha256()
-        samples: list[torch.Tensor] = []
+        shared, own_experts = found = self._digests()
+        if self._loaded is None:
+            self._loaded = found
+        # Experts that vLLM moved between ranks (EPLB) are others here and the same in all; nothing else has changed.
+        as_loaded = found == self._loaded or (shared == self._loaded[0] and not self._ever_changed)
+        return shared if as_loaded else shared + own_experts
+
+    def _digests(self) -> tuple[str, str]:
+        """Return the digests of what has to be equal in all ranks, and of experts of which other ranks have others."""
+        began = time.monotonic()
+        totals = hashlib.sha256(), hashlib.sha256()
+        samples: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         for number, model in enumerate(self._models()):
+            experts = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, RoutedExperts))
             for name, tensor in (*_tensors(model), *_packed_columns(model)):
-                total.update(f"{number} {name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-                samples.extend(_sample(tensor))
-        for device in dict.fromkeys(sample.device for sample in samples):
-            # One copy per device: each would wait for the device anew.
-            joined = torch.cat([sample for sample in samples if sample.device == device])
-            total.update(joined.cpu().numpy().tobytes())
-        logger.info("kvoffd: named the weights by %d samples in %.3f s.", len(samples), time.monotonic() - began)
-        return total.hexdigest()
+                of_expert = self._experts_elsewhere and name.startswith(experts)
+                totals[of_expert].update(f"{number} {name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+                samples[of_expert].extend(_sample(tensor))
+        for total, pieces in zip(totals, samples, strict=True):
+            for device in dict.fromkeys(piece.device for piece in pieces):
+                # One copy per device: each would wait for the device anew.
+                joined = torch.cat([piece for piece in pieces if piece.device == device])
+                total.update(joined.cpu().numpy().tobytes())
+        logger.info(
+            "kvoffd: named the weights by %d samples in %.3f s.", sum(map(len, samples)), time.monotonic() - began
+        )
+        return totals[0].hexdigest(), totals[1].hexdigest()
 
     def _noticing(self, method: Callable[..., Any], changes: Callable[..., bool] = lambda *_, **__: True) -> Any:
         @wraps(method)
