@@ -11,7 +11,7 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.wire import MAX_PAGES
 from tests.hostile.target import Target
-from tests.support.wire import NAMESPACE, WireClient, ids, keys, refusal_of
+from tests.support.wire import NAMESPACE, WireClient, ids, keys, load_of, refusal_of, store_of
 
 PAGE = 8192
 BLOCKS = 64
@@ -23,13 +23,8 @@ def hold(client: WireClient, memory: SharedMemory, pages: int, fingerprint: byte
     segment = client.next_id()
     client.attach(memory.fd, segment)
     name = fingerprint[:16]
-    client.ask(
-        m.Register(
-            client.next_id(), client.token, fingerprint, name, 0, 1,
-            [MemfdHandle(segment, memory.size_bytes)], [TensorLayout(0, 0, PAGE, BLOCKS)], [[PageRef(0, 1)] * pages],
-        ),
-        m.Registered,
-    )  # fmt: skip
+    handles, tensors = [MemfdHandle(segment, memory.size_bytes)], [TensorLayout(0, 0, PAGE, BLOCKS)]
+    client.ask(m.Register, fingerprint, name, 0, 1, handles, tensors, [[PageRef(0, 1)] * pages])
     return name
 
 
@@ -39,20 +34,16 @@ def test_many_pages_times_many_blocks(target: Target) -> None:
     def attack(directory: Path) -> None:
         with WireClient(directory) as client, SharedMemory(BLOCKS * PAGE) as memory:
             name = hold(client, memory, MAX_PAGES, b"\7" * 32)
-            one = m.GroupTransfer(0, keys(1), ids(1))
-            assert client.result(m.Submit(client.next_id(), client.token, name, [m.Store(1, [one])])).ok
-            many = m.GroupTransfer(0, keys(*range(BLOCKS)), ids(*range(BLOCKS)))
+            assert client.store(name, 1, keys(1), ids(1)).ok
             for number in range(20):
-                refusal = client.refused(m.Submit(client.next_id(), client.token, name, [m.Store(number, [many])]))
+                many = store_of(number, keys(*range(BLOCKS)), ids(*range(BLOCKS)))
+                refusal = client.refused(m.Submit, name, [many])
                 assert refusal.code is ErrorCode.TOO_MANY
             with WireClient(directory, m.Role.SCHEDULER) as scheduler:
                 scheduler.open_namespace(b"\7" * 32)
-                lookup = m.Lookup(1, scheduler.token, b"\7" * 32, 2**40, [m.GroupKeys(0, keys(1))])
-                assert scheduler.ask(lookup, m.LookupReply).pinned == 1
-                again = m.GroupTransfer(0, keys(*[1] * 500), ids(*range(BLOCKS)))
-                refusal = client.refused(
-                    m.Submit(client.next_id(), client.token, name, [], [m.Load(5, 2**40, [again])])
-                )
+                assert scheduler.ask(m.Lookup, b"\7" * 32, 2**40, [m.GroupKeys(0, keys(1))]).pinned == 1
+                again = load_of(5, 2**40, keys(*[1] * 500), ids(*range(BLOCKS)))
+                refusal = client.refused(m.Submit, name, [], [again])
                 assert refusal.code is ErrorCode.TOO_MANY
 
     target.attack(attack)
@@ -65,10 +56,9 @@ def test_jobs_that_each_may_be_and_together_may_not(target: Target) -> None:
         with WireClient(directory) as client, SharedMemory(BLOCKS * PAGE) as memory:
             name = hold(client, memory, MAX_PAGES, b"\6" * 32)
             for number in range(64):
-                one = m.GroupTransfer(0, keys(number), ids(1))
-                client.send(m.Submit(1000 + number, client.token, name, [m.Store(number, [one])]))
-            client.send(m.Health(9999, client.token))
-            while (reply := client.reply()).request_id != 9999:
+                client.send(m.Submit, name, [store_of(number, keys(number), ids(1))])
+            last = client.send(m.Health)
+            while (reply := client.reply()).request_id != last.request_id:
                 assert refusal_of(reply).code is ErrorCode.TOO_MANY
 
     target.attack(attack)
@@ -81,8 +71,7 @@ def test_one_block_in_very_many_leases(target: Target) -> None:
         with WireClient(directory) as worker, SharedMemory(BLOCKS * PAGE) as memory:
             worker.open_namespace()
             name = worker.register(memory, PAGE)
-            part = m.GroupTransfer(0, keys(1), ids(1))
-            assert worker.result(m.Submit(worker.next_id(), worker.token, name, [m.Store(1, [part])])).ok
+            assert worker.store(name, 1, keys(1), ids(1)).ok
             with WireClient(directory, m.Role.SCHEDULER) as scheduler:
                 scheduler.open_namespace()
                 pinned = 0
@@ -107,14 +96,13 @@ def test_the_whole_pool_under_leases(target: Target) -> None:
             name = worker.register(memory, PAGE)
             for begin in range(0, count, 64):
                 numbers = range(begin, begin + 64)
-                part = m.GroupTransfer(0, keys(*numbers), ids(*numbers))
-                worker.result(m.Submit(worker.next_id(), worker.token, name, [m.Store(begin, [part])]))
+                worker.store(name, begin, keys(*numbers), ids(*numbers))
             with WireClient(directory, m.Role.SCHEDULER) as scheduler:
                 scheduler.open_namespace()
                 for number in range(50):
                     asked = [m.GroupKeys(0, keys(*range(count)))]
                     lookup = m.Lookup(number + 1, scheduler.token, NAMESPACE, 2**40 + number, asked)
-                    reply = scheduler.ask(lookup, m.LookupReply)
+                    reply = scheduler.ask(lookup)
                     assert reply.pinned < count
 
     target.attack(attack)

@@ -29,9 +29,8 @@ def fill(worker: WireClient, memory: SharedMemory) -> None:
     worker.open_namespace()
     name = worker.register(memory, page_bytes=SLOT_BYTES)
     for first in range(0, BLOCKS, BATCH):
-        part = m.GroupTransfer(0, keys(*range(first, first + BATCH)), ids(*range(BATCH)))
-        assert worker.result(m.Submit(worker.next_id(), worker.token, name, [m.Store(first, [part])])).ok
-        worker.ask(m.Heartbeat(worker.next_id(), worker.token, 2**62, []), m.HeartbeatReply)
+        assert worker.store(name, first, keys(*range(first, first + BATCH)), ids(*range(BATCH))).ok
+        worker.ask(m.Heartbeat, 2**62, [])
 
 
 def test_neither_a_reset_nor_the_end_of_many_leases_keeps_others_waiting(target: Target) -> None:
@@ -42,11 +41,10 @@ def test_neither_a_reset_nor_the_end_of_many_leases_keeps_others_waiting(target:
                 scheduler.open_namespace()
                 every = [m.GroupKeys(0, keys(*range(BLOCKS)))]
                 for number in range(4):
-                    lookup = m.Lookup(scheduler.next_id(), scheduler.token, NAMESPACE, 2**32 + number, every)
-                    scheduler.ask(lookup, m.LookupReply)
+                    scheduler.ask(m.Lookup, NAMESPACE, 2**32 + number, every)
             with WireClient(directory, m.Role.SCHEDULER) as scheduler:
                 scheduler.open_namespace()
-                reset = scheduler.ask(m.Reset(scheduler.next_id(), scheduler.token, NAMESPACE), m.Done)
+                reset = scheduler.ask(m.Reset, NAMESPACE)
                 assert reset.count >= BLOCKS // 2
 
     target.attack(attack)

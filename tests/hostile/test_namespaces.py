@@ -13,7 +13,7 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from tests.hostile.target import Target
 from tests.support.waiting import wait_until
-from tests.support.wire import WireClient, ids, keys
+from tests.support.wire import WireClient, ids, keys, store_of
 
 PLACES = 64
 SESSIONS = 10
@@ -69,8 +69,8 @@ def test_a_block_in_each_does_not_keep_namespaces_for_good(target: Target) -> No
                     name = os.urandom(32)
                     assert isinstance(open_one(client, name), m.NamespaceOpened), number
                     registration = client.register(memory, PAGE, fingerprint=name)
-                    store = m.Store(1, [m.GroupTransfer(0, keys(1), ids(0))])
-                    assert client.result(m.Submit(client.next_id(), client.token, registration, [store])).ok
+                    store = store_of(1, keys(1), ids(0))
+                    assert client.result(m.Submit, registration, [store]).ok
 
     target.attack(attack)
 
@@ -96,15 +96,14 @@ def test_an_operator_clears_the_geometry_of_what_nobody_has_open(target: Target)
     with WireClient(target.directory) as squatter, SharedMemory(PAGE) as memory:
         assert isinstance(open_one(squatter, name), m.NamespaceOpened)
         registration = squatter.register(memory, PAGE, fingerprint=name)
-        part = m.GroupTransfer(0, keys(1), ids(0))
-        assert squatter.result(m.Submit(squatter.next_id(), squatter.token, registration, [m.Store(1, [part])])).ok
+        assert squatter.store(registration, 1, keys(1), ids(0)).ok
     with WireClient(target.directory, m.Role.ADMIN) as admin, WireClient(target.directory) as owner:
         refusal = open_one(owner, name, 2)
         assert isinstance(refusal, m.Error)
         assert refusal.code is ErrorCode.NAMESPACE_MISMATCH
 
         def cleared() -> bool:
-            admin.ask(m.Clear(admin.next_id(), admin.token), m.Done)
+            admin.ask(m.Clear)
             return isinstance(open_one(owner, name, 2), m.NamespaceOpened)
 
         wait_until(cleared, 5.0)
@@ -113,11 +112,11 @@ def test_an_operator_clears_the_geometry_of_what_nobody_has_open(target: Target)
 def test_names_cannot_write_lines_into_the_log_or_to_a_terminal(target: Target) -> None:
     evil = "x\n2026 ERROR root: all is lost\x1b[2J"
     with WireClient(target.directory, role=None) as client:
-        client.ask(m.Hello(1, client.token, m.PROTOCOL_VERSION, m.Role.WORKER, evil, evil), m.Welcome)
+        client.ask(m.Hello, m.PROTOCOL_VERSION, m.Role.WORKER, evil, evil)
         assert isinstance(open_one(client, os.urandom(32), label=evil), m.NamespaceOpened)
         with WireClient(target.directory, m.Role.ADMIN) as admin:
-            sessions = admin.ask(m.Sessions(1, admin.token), m.SessionsReply).sessions
-            namespaces = admin.ask(m.Namespaces(1, admin.token), m.NamespacesReply).namespaces
+            sessions = admin.ask(m.Sessions).sessions
+            namespaces = admin.ask(m.Namespaces).namespaces
         shown = [text for one in sessions for text in (one.name, one.software)] + [one.label for one in namespaces]
         assert all(text.isprintable() for text in shown)
     assert "\nx\n2026 ERROR" not in target.daemon.log

@@ -29,9 +29,10 @@ def test_small_blocks_fill_the_index_and_no_more(target: Target) -> None:
             worker.open_namespace()
             name = worker.register(memory, page_bytes=8192)
             for number in range(12):
-                part = m.GroupTransfer(0, keys(*range(BATCH * number, BATCH * (number + 1))), ids(*range(BATCH)))
-                assert worker.result(m.Submit(worker.next_id(), worker.token, name, [m.Store(number, [part])])).ok
-                worker.ask(m.Heartbeat(worker.next_id(), worker.token, 2**62, []), m.HeartbeatReply)
+                assert worker.store(
+                    name, number, keys(*range(BATCH * number, BATCH * (number + 1))), ids(*range(BATCH))
+                ).ok
+                worker.ask(m.Heartbeat, 2**62, [])
 
     target.attack(attack)
     stats = target.stats()

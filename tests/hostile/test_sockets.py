@@ -58,7 +58,7 @@ def test_connections_until_descriptors_run_out(target: Target) -> None:
         process.join(2 * ATTACK_S)
         assert peers.descriptors_of(target.pid) < DESCRIPTORS * 3 // 4
         with WireClient(target.directory) as newcomer:
-            newcomer.ask(m.Health(newcomer.next_id(), newcomer.token), m.HealthReply)
+            newcomer.ask(m.Health)
 
 
 def test_connections_as_fast_as_it_goes(target: Target) -> None:
@@ -72,7 +72,7 @@ def test_connections_as_fast_as_it_goes(target: Target) -> None:
     with target.attacker(attack):
         time.sleep(ATTACK_S)
         with WireClient(target.directory) as newcomer:
-            newcomer.ask(m.Health(newcomer.next_id(), newcomer.token), m.HealthReply)
+            newcomer.ask(m.Health)
 
 
 def test_thirty_megabytes_of_subscriptions(target: Target) -> None:
@@ -138,7 +138,7 @@ def test_two_hundred_connections_of_requests_leave_others_their_share(target: Ta
         with WireClient(target.directory) as client:
             for _ in peers.for_seconds(ATTACK_S):
                 began = time.monotonic()
-                client.ask(m.Health(client.next_id(), client.token), m.HealthReply)
+                client.ask(m.Health)
                 took.append(time.monotonic() - began)
         return statistics.median(took)
 

@@ -57,27 +57,20 @@ class Desk(WireClient):
     """An operator's session."""
 
     def list(self, **fields: Any) -> b.BlocksListed:
-        request = b.ListBlocks(self.next_id(), self.token, NAMESPACE, 0)
-        return self.ask(msgspec.structs.replace(request, **fields), b.BlocksListed)
+        return self.ask(msgspec.structs.replace(self.request(b.ListBlocks, NAMESPACE, 0), **fields))
 
     def get(self, number: int, *wanted: int) -> list[list[b.HeldShard] | None]:
-        request = b.GetBlocks(self.next_id(), self.token, NAMESPACE, self.lease(number), 0, keys(*wanted))
-        return self.ask(request, b.BlocksGot).blocks
+        return self.ask(b.GetBlocks, NAMESPACE, self.lease(number), 0, keys(*wanted)).blocks
 
     def pin(self, *wanted: int, pin: bool = True) -> int:
-        return self.ask(b.PinBlocks(self.next_id(), self.token, NAMESPACE, 0, keys(*wanted), pin), m.Done).count
+        return self.ask(b.PinBlocks, NAMESPACE, 0, keys(*wanted), pin).count
 
     def put_request(self, memory: SharedMemory, segment: int, *wanted: int, **fields: Any) -> b.PutBlocks:
         """Blocks of one shard, end to end in ``memory``."""
         view = memory.view
         shards = [[b.PutShard(at * PAGE, checksum(view[at * PAGE : (at + 1) * PAGE]))] for at, _ in enumerate(wanted)]
-        request = b.PutBlocks(
-            self.next_id(), self.token, NAMESPACE, segment, memory.size_bytes, 0, keys(*wanted), shards
-        )
+        request = self.request(b.PutBlocks, NAMESPACE, segment, memory.size_bytes, 0, keys(*wanted), shards)
         return msgspec.structs.replace(request, **fields)
-
-    def release(self, number: int) -> int:
-        return self.ask(m.Release(self.next_id(), self.token, [self.lease(number)]), m.Done).count
 
 
 class Room:
@@ -108,10 +101,7 @@ class Room:
 
     def store(self, *numbers: int) -> m.JobResult:
         self._job += 1
-        part = m.GroupTransfer(0, keys(*numbers), ids(*(number % KEYS for number in numbers)))
-        return self.worker.result(
-            m.Submit(self.worker.next_id(), self.worker.token, b"r" * 16, [m.Store(self._job, [part])])
-        )
+        return self.worker.store(b"r" * 16, self._job, keys(*numbers), ids(*(number % KEYS for number in numbers)))
 
 
 @pytest.fixture(scope="module")
@@ -225,10 +215,10 @@ def test_a_session_that_said_no_hello_gets_no_pool(room: Room) -> None:
 
 def test_a_namespace_tells_what_its_blocks_are_made_of(room: Room) -> None:
     desk = room.desk
-    told = desk.ask(b.DescribeNamespace(desk.next_id(), desk.token, NAMESPACE), b.NamespaceDescribed)
+    told = desk.ask(b.DescribeNamespace, NAMESPACE)
     assert (told.label, told.world_size, told.key_bytes, told.description) == ("test", 1, 32, "{}")
     assert told.shards == [[b.ShardSpec(1, [b.PageSpec(PAGE, LAYER)])]]
-    assert desk.refused(b.DescribeNamespace(desk.next_id(), desk.token, OTHER)).code == ErrorCode.UNKNOWN_NAMESPACE
+    assert desk.refused(b.DescribeNamespace, OTHER).code == ErrorCode.UNKNOWN_NAMESPACE
 
 
 def test_blocks_are_listed_by_pages_and_prefix(room: Room) -> None:
@@ -249,14 +239,8 @@ def test_blocks_are_listed_by_pages_and_prefix(room: Room) -> None:
     assert room.desk.list(prefix=key(3).hex()).blocks == [info for info in found if info.key == key(3)]
     assert room.desk.list(prefix="0").total == KEYS, "half a byte"
     assert room.desk.list(prefix="1").total == 0
-    assert (
-        room.desk.refused(b.ListBlocks(room.desk.next_id(), room.desk.token, NAMESPACE, 0, 0, 1, "xy")).code
-        == ErrorCode.BAD_KEYS
-    )
-    assert (
-        room.desk.refused(b.ListBlocks(room.desk.next_id(), room.desk.token, NAMESPACE, 7)).code
-        == ErrorCode.BAD_ARGUMENT
-    )
+    assert room.desk.refused(b.ListBlocks, NAMESPACE, 0, 0, 1, "xy").code == ErrorCode.BAD_KEYS
+    assert room.desk.refused(b.ListBlocks, NAMESPACE, 7).code == ErrorCode.BAD_ARGUMENT
 
 
 def test_a_block_is_read_in_the_pool_itself_and_cannot_be_written_there(room: Room) -> None:
@@ -300,10 +284,8 @@ def test_what_is_got_is_pinned_until_it_is_released(room: Room) -> None:
 def test_a_lease_is_of_its_session_and_ends_with_it(room: Room) -> None:
     held = room.desk.get(1, 0)
     with Desk(room.daemon.directory, m.Role.ADMIN) as other:
-        request = b.GetBlocks(other.next_id(), other.token, NAMESPACE, room.desk.lease(1), 0, key(0))
-        assert other.refused(request).code == ErrorCode.UNKNOWN_LEASE
-        release = m.Release(other.next_id(), other.token, [room.desk.lease(1)])
-        assert other.ask(release, m.Done).count == 0, "another session's pin"
+        assert other.refused(b.GetBlocks, NAMESPACE, room.desk.lease(1), 0, key(0)).code == ErrorCode.UNKNOWN_LEASE
+        assert other.ask(m.Release, [room.desk.lease(1)]).count == 0, "another session's pin"
         assert room.desk.get(1, 0) == held, "asking again tells the same"
         assert other.get(1, 0) == held
         assert stats(room.daemon.directory).leases == 2
@@ -327,7 +309,7 @@ def test_a_look_counts_in_no_hit_ratio(own_room: Room) -> None:
 def test_a_block_is_put_and_read_again(room: Room) -> None:
     desk = room.desk
     desk.attach(room.staging.fd, 1)
-    reply = desk.ask(desk.put_request(room.staging, 1, 50, 0, 51), b.BlocksPut)
+    reply = desk.ask(desk.put_request(room.staging, 1, 50, 0, 51))
     assert reply.states == bytes([b.PUT_STORED, b.PUT_PRESENT, b.PUT_STORED])
     held = desk.get(1, 50, 0, 51)
     expected = [
@@ -340,7 +322,7 @@ def test_a_block_is_put_and_read_again(room: Room) -> None:
     assert (report.put_blocks, report.put_bytes) == (2, 2 * PAGE)
     # The segment is named again, with other bytes in it.
     room.staging.view[:PAGE] = 7
-    assert desk.ask(desk.put_request(room.staging, 1, 60), b.BlocksPut).states == bytes([b.PUT_STORED])
+    assert desk.ask(desk.put_request(room.staging, 1, 60)).states == bytes([b.PUT_STORED])
 
 
 def held(room: Room) -> PoolStats:
@@ -388,7 +370,7 @@ def test_a_put_that_does_not_fit_is_refused_whole(room: Room) -> None:
         request = msgspec.structs.replace(desk.put_request(room.staging, 1, 50), **fields)
         assert desk.refused(request).code == code, fields
         assert held(room) == before
-    assert desk.ask(desk.put_request(room.staging, 1, 50), b.BlocksPut).states == bytes([b.PUT_STORED])
+    assert desk.ask(desk.put_request(room.staging, 1, 50)).states == bytes([b.PUT_STORED])
 
 
 def test_a_client_that_dies_in_the_middle_leaves_nothing(room: Room) -> None:
@@ -420,9 +402,9 @@ def test_a_namespace_is_restored_without_an_engine(own_room: Room) -> None:
     shard, narrow = b.ShardSpec(2, [b.PageSpec(PAGE, LAYER)] * 3), b.ShardSpec(2, [b.PageSpec(4096)])
     ranks = [[shard, narrow], [shard, b.ShardSpec(2, [])]]
     request = b.RestoreNamespace(desk.next_id(), desk.token, OTHER, "restored", 2, 32, groups, '{"a":1}', ranks)
-    assert desk.ask(request, m.NamespaceOpened).created
-    assert not desk.ask(request, m.NamespaceOpened).created
-    told = desk.ask(b.DescribeNamespace(desk.next_id(), desk.token, OTHER), b.NamespaceDescribed)
+    assert desk.ask(request).created
+    assert not desk.ask(request).created
+    told = desk.ask(b.DescribeNamespace, OTHER)
     assert (told.label, told.groups, told.shards) == ("restored", groups, ranks)
     for wrong, code in (
         ({"shards": ranks[:1]}, ErrorCode.BAD_GEOMETRY),
@@ -433,7 +415,7 @@ def test_a_namespace_is_restored_without_an_engine(own_room: Room) -> None:
         ({"namespace": b"\x11" * 32, "shards": [[shard]] * 2}, ErrorCode.BAD_GEOMETRY),
     ):
         assert desk.refused(msgspec.structs.replace(request, **wrong)).code == code
-    open_ones = desk.ask(m.Namespaces(desk.next_id(), desk.token), m.NamespacesReply).namespaces
+    open_ones = desk.ask(m.Namespaces).namespaces
     assert [info.namespace for info in open_ones] == [NAMESPACE, OTHER], "a refused one was opened"
 
 
@@ -441,17 +423,14 @@ def test_all_shards_of_a_block_come_at_once(own_room: Room) -> None:
     desk = own_room.desk
     rank = [b.ShardSpec(1, [b.PageSpec(PAGE)])]
     nothing = [b.ShardSpec(1, [])]
-    request = b.RestoreNamespace(
-        desk.next_id(), desk.token, OTHER, "two", 3, 32, [m.GroupSpec("full", 16)], "{}", [rank, rank, nothing]
-    )
-    desk.ask(request, m.NamespaceOpened)
+    desk.ask(b.RestoreNamespace, OTHER, "two", 3, 32, [m.GroupSpec("full", 16)], "{}", [rank, rank, nothing])
     desk.attach(own_room.staging.fd, 1)
     view = own_room.staging.view
     shards = [b.PutShard(at * PAGE, checksum(view[at * PAGE : (at + 1) * PAGE])) for at in range(2)]
     empty = b.PutShard(0, checksum(b""))
     put = desk.put_request(own_room.staging, 1, 1, namespace=OTHER, shards=[[*shards, empty]])
-    assert desk.ask(put, b.BlocksPut).states == bytes([b.PUT_STORED])
-    got = desk.ask(b.GetBlocks(desk.next_id(), desk.token, OTHER, desk.lease(1), 0, key(1)), b.BlocksGot)
+    assert desk.ask(put).states == bytes([b.PUT_STORED])
+    got = desk.ask(b.GetBlocks, OTHER, desk.lease(1), 0, key(1))
     (held,) = got.blocks
     assert held is not None
     assert [shard.length for shard in held] == [PAGE, PAGE, 0]
@@ -464,10 +443,7 @@ def test_a_put_that_finds_no_room_leaves_no_half_blocks(own_room: Room) -> None:
     own_room.desk.get(1, *range(KEYS))
     big = [b.ShardSpec(1, [b.PageSpec(512 << 10)])]
     small = [b.ShardSpec(1, [b.PageSpec(PAGE)])]
-    request = b.RestoreNamespace(
-        desk.next_id(), desk.token, OTHER, "two", 2, 32, [m.GroupSpec("full", 16)], "{}", [big, small]
-    )
-    desk.ask(request, m.NamespaceOpened)
+    desk.ask(b.RestoreNamespace, OTHER, "two", 2, 32, [m.GroupSpec("full", 16)], "{}", [big, small])
     with SharedMemory(1 << 20, "staging") as memory:
         memory.view[:] = 3
         desk.attach(memory.fd, 2)
@@ -478,10 +454,10 @@ def test_a_put_that_finds_no_room_leaves_no_half_blocks(own_room: Room) -> None:
         states = b""
         for start in range(0, 40, 1):
             put = desk.put_request(memory, 2, start, namespace=OTHER, shards=[pair])
-            reply = desk.ask(put, b.BlocksPut)
+            reply = desk.ask(put)
             states += reply.states
-            held = b.GetBlocks(desk.next_id(), desk.token, OTHER, desk.lease(100 + start), 0, key(start))
-            desk.ask(held, b.BlocksGot)  # so that the next one cannot have its place
+            # So that the next one cannot have its place.
+            desk.ask(b.GetBlocks, OTHER, desk.lease(100 + start), 0, key(start))
     assert states[0] == b.PUT_STORED
     assert states[-1] == b.PUT_NO_ROOM
     assert stats(own_room.daemon.directory).pool.writing_bytes == 0
@@ -510,7 +486,7 @@ def test_an_operator_s_pin_outlives_the_session_and_keeps_blocks_from_eviction(r
 
 def test_a_pinned_block_that_is_dropped_is_gone(room: Room) -> None:
     room.desk.pin(*range(KEYS))
-    room.desk.ask(m.Clear(room.desk.next_id(), room.desk.token, NAMESPACE), m.Done)
+    room.desk.ask(m.Clear, NAMESPACE)
     report = stats(room.daemon.directory)
     assert (report.blocks.pinned_blocks, report.blocks.pinned_bytes, report.pool.leaving_bytes) == (0, 0, 0)
     assert report.pool.free_bytes == report.pool.pool_bytes
@@ -558,7 +534,7 @@ def test_a_successor_knows_what_the_blocks_are_made_of_but_not_who_was_pinned(po
         daemon.kill()
         daemon.start()
         with Desk(daemon.directory, m.Role.ADMIN) as desk:
-            told = desk.ask(b.DescribeNamespace(desk.next_id(), desk.token, NAMESPACE), b.NamespaceDescribed)
+            told = desk.ask(b.DescribeNamespace, NAMESPACE)
             assert told.shards == [[b.ShardSpec(1, [b.PageSpec(PAGE, LAYER)])]]
             assert desk.list(pinned=True).total == 0
             assert stats(daemon.directory).pinned_blocks == 0

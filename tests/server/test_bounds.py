@@ -15,7 +15,7 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.wire import MAX_GROUPS
 from tests.support.daemon import DaemonProcess
-from tests.support.wire import NAMESPACE, WireClient, ids, keys, stats
+from tests.support.wire import NAMESPACE, WireClient, ids, keys, load_of, stats, store_of
 
 PAGE = 8192
 BLOCKS = 64
@@ -35,20 +35,13 @@ def memory() -> Iterator[SharedMemory]:
         yield shared
 
 
-def load(client: WireClient, name: bytes, lease: int, part: m.GroupTransfer) -> m.Load:
-    number = client.next_id()
-    return m.Submit(number, client.token, name, [], [m.Load(number, lease, [part])])
-
-
 def store(client: WireClient, name: bytes, *numbers: int) -> m.JobResult:
-    part = m.GroupTransfer(0, keys(*numbers), ids(*(number % BLOCKS for number in numbers)))
-    number = client.next_id()
-    return client.result(m.Submit(number, client.token, name, [m.Store(number, [part])]))
+    return client.store(name, client.next_id(), keys(*numbers), ids(*(number % BLOCKS for number in numbers)))
 
 
 def lookup(client: WireClient, lease: int, *numbers: int, extend: bool = False) -> m.LookupReply:
     asked = [m.GroupKeys(0, keys(*numbers))]
-    return client.ask(m.Lookup(client.next_id(), client.token, NAMESPACE, lease, asked, extend=extend), m.LookupReply)
+    return client.ask(m.Lookup, NAMESPACE, lease, asked, extend=extend)
 
 
 def test_a_small_request_for_a_large_plan_is_refused_before_it_is_planned(
@@ -59,19 +52,15 @@ def test_a_small_request_for_a_large_plan_is_refused_before_it_is_planned(
     pages = [[PageRef(0, 1)] * 100]
     name = bytes(16)
     worker.open_namespace(b"\1" * 32)
-    request = m.Register(
-        worker.next_id(), worker.token, b"\1" * 32, name, 0, 1,
-        [MemfdHandle(7, memory.size_bytes)], [TensorLayout(0, 0, PAGE, BLOCKS)], pages,
-    )  # fmt: skip
-    worker.ask(request, m.Registered)
-    part = m.GroupTransfer(0, keys(1, 2, 3), ids(1, 2, 3))
-    refusal = worker.refused(m.Submit(worker.next_id(), worker.token, name, [m.Store(1, [part])]))
+    tensors = [TensorLayout(0, 0, PAGE, BLOCKS)]
+    worker.ask(m.Register, b"\1" * 32, name, 0, 1, [MemfdHandle(7, memory.size_bytes)], tensors, pages)
+    refusal = worker.refused(m.Submit, name, [store_of(1, keys(1, 2, 3), ids(1, 2, 3))])
     assert refusal.code is ErrorCode.TOO_MANY
     assert "300 pieces" in refusal.message
-    twice = load(worker, name, 2**40, m.GroupTransfer(0, keys(1, 1), ids(1, 2)))
-    assert worker.refused(twice).code is ErrorCode.BAD_KEYS
-    twice = load(worker, name, 2**40, m.GroupTransfer(0, keys(1, 2), ids(1, 1)))
-    assert worker.refused(twice).code is ErrorCode.BAD_BLOCK_IDS
+    twice = load_of(1, 2**40, keys(1, 1), ids(1, 2))
+    assert worker.refused(m.Submit, name, [], [twice]).code is ErrorCode.BAD_KEYS
+    twice = load_of(1, 2**40, keys(1, 2), ids(1, 1))
+    assert worker.refused(m.Submit, name, [], [twice]).code is ErrorCode.BAD_BLOCK_IDS
 
 
 def test_a_block_that_is_named_often_counts_as_often(
@@ -86,9 +75,9 @@ def test_a_block_that_is_named_often_counts_as_often(
         assert lookup(scheduler, 2**50, *[1] * 400).pinned == 400
         assert lookup(scheduler, 2**50 + 1, *[1] * 900).pinned == 600, "as many keys as a session may lease"
         assert lookup(scheduler, 2**50 + 2, 1).pinned == 0
-        report = admin.ask(m.Stats(admin.next_id(), admin.token), m.StatsReply)
+        report = admin.ask(m.Stats)
         assert (report.pinned_blocks, report.shortened_lookups) == (1, 2)
-        scheduler.ask(m.Release(scheduler.next_id(), scheduler.token, [2**50]), m.Done)
+        scheduler.ask(m.Release, [2**50])
         assert lookup(scheduler, 2**50 + 3, 1).pinned == 1
 
 
@@ -114,9 +103,9 @@ def test_leases_leave_room_for_others_and_are_shared_when_others_come(
         assert lookup(greedy, 2**50 + 2, *everything[:20]).pinned == 20, "they are pinned already"
         assert lookup(other, 2**50 + 3, *everything[-40:]).pinned == 40
         assert store(worker, name, *range(5000, 5024)).ok
-        renewed = greedy.ask(m.Heartbeat(greedy.next_id(), greedy.token, 0, [2**50]), m.HeartbeatReply)
+        renewed = greedy.ask(m.Heartbeat, 0, [2**50])
         assert renewed.ended == [2**50], "it has more than its share now"
-        renewed = other.ask(m.Heartbeat(other.next_id(), other.token, 0, [2**50 + 3]), m.HeartbeatReply)
+        renewed = other.ask(m.Heartbeat, 0, [2**50 + 3])
         assert not renewed.ended
     deadline = time.monotonic() + 10
     while stats(daemon.directory).pinned_blocks and time.monotonic() < deadline:
@@ -146,19 +135,18 @@ def test_a_lease_is_extended_by_keys_of_another_request(
         scheduler.open_namespace()
         assert lookup(scheduler, 2**50, 1).pinned == 1
         assert lookup(scheduler, 2**50, 2, 3, 4, extend=True).states == [b"\2\2\0"]
-        assert worker.result(load(worker, name, 2**50, m.GroupTransfer(0, keys(1, 2, 3), ids(4, 5, 6)))).ok
+        assert worker.load(name, 9, 2**50, keys(1, 2, 3), ids(4, 5, 6)).ok
         assert stats(daemon.directory).leases == 0
 
 
 def test_a_large_frame_of_small_objects_is_refused_before_it_is_decoded(worker: WireClient) -> None:
     """A million pages of a registration would keep the loop for a tenth of a second, and the frame is all they cost."""
     pages = [PageRef(0, PAGE)] * 65_536
-    request = m.Register(9, worker.token, NAMESPACE, b"x" * 16, 0, 1, [MemfdHandle(1, PAGE)], [], [pages] * 16)
-    refused = worker.refused(request)
+    refused = worker.refused(m.Register, NAMESPACE, b"x" * 16, 0, 1, [MemfdHandle(1, PAGE)], [], [pages] * 16)
     assert refused.code is ErrorCode.TOO_LARGE
     assert "2097152 are allowed" in refused.message
     many = [m.GroupTransfer(0, b"", b"")] * (MAX_GROUPS + 1)
-    assert worker.refused(m.Submit(10, worker.token, b"x" * 16, [m.Store(1, many)])).code is ErrorCode.MALFORMED
+    assert worker.refused(m.Submit, b"x" * 16, [m.Store(1, many)]).code is ErrorCode.MALFORMED
 
 
 def test_a_listing_has_descriptions_of_a_mebibyte(daemon: DaemonProcess) -> None:
@@ -169,7 +157,7 @@ def test_a_listing_has_descriptions_of_a_mebibyte(daemon: DaemonProcess) -> None
             for number in range(16):
                 name, groups = bytes([session, number]) * 16, [m.GroupSpec("full_attention", 16)]
                 request = m.OpenNamespace(number, client.token, name, "big", 1, 32, groups, "x" * 60_000)
-                client.ask(request, m.NamespaceOpened)
-        listed = admin.ask(m.Namespaces(99, admin.token), m.NamespacesReply).namespaces
+                client.ask(request)
+        listed = admin.ask(m.Namespaces).namespaces
         assert sum(len(one.description) for one in listed) <= DESCRIPTIONS_BYTES
         assert {len(one.description) for one in listed if one.label == "big"} == {0, 60_000}

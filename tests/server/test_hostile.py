@@ -260,7 +260,7 @@ def test_tensors_that_lie_over_each_other_are_its_own_affair(hostile: WireClient
     hostile.attach(memory.fd, 7)
     layout = TensorLayout(0, 0, PAGE, BLOCKS)
     request = registration(hostile, tensors=[layout] * 64, groups=[[PageRef(number, 256) for number in range(64)]])
-    hostile.ask(request, m.Registered)
+    hostile.ask(request)
     assert hostile.result(job(hostile, request.registration_id, 1, 1, 2, 3)).ok
 
 
@@ -281,16 +281,16 @@ def test_memory_that_is_unmapped_and_emptied_under_its_jobs(hostile: WireClient)
     mapped[:] = b"\xaa" * len(mapped)
     hostile.attach(fd, 7)
     request = registration(hostile)
-    hostile.ask(request, m.Registered)
+    hostile.ask(request)
     for number in range(1, 16):
         hostile.send(job(hostile, request.registration_id, number, *range(number * 8, number * 8 + 8)))
-    hostile.ask(m.Replay(98, hostile.token, 0), m.ReplayReply)  # they are accepted
+    hostile.ask(m.Replay, 0)  # they are accepted
     mapped.close()
     # The seal keeps the file's length; its pages can be taken out all the same.
     assert ctypes.CDLL(None).fallocate(fd, KEEP_SIZE | PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(BLOCKS * PAGE)) == 0
     os.close(fd)
     # What is copied from the holes is allocated again, so that the next jobs may find all of it there.
-    wait_until(lambda: not hostile.ask(m.Replay(99, hostile.token, 0), m.ReplayReply).unfinished)
+    wait_until(lambda: not hostile.ask(m.Replay, 0).unfinished)
 
 
 # --- floods ----------------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ def test_jobs_beyond_the_limit_are_refused_and_those_within_it_end(hostile: Wire
         refused += 1
 
     def done() -> int:
-        replay = hostile.ask(m.Replay(hostile.next_id() + 20_000, hostile.token, 0), m.ReplayReply)
+        replay = hostile.ask(m.Replay(hostile.next_id() + 20_000, hostile.token, 0))
         return sum(len(batch.results) for batch in replay.batches)
 
     wait_until(lambda: done() + refused >= 500)
@@ -390,8 +390,7 @@ def test_completions_that_are_never_acknowledged_are_bounded(hostile: WireClient
     assert hostile.result(job(hostile, name, 1, 1)).ok
     with WireClient(hostile.paths.directory, m.Role.SCHEDULER) as scheduler:
         scheduler.open_namespace()
-        lookup = m.Lookup(1, scheduler.token, NAMESPACE, scheduler.lease(1), [m.GroupKeys(0, keys(1))])
-        assert scheduler.ask(lookup, m.LookupReply).pinned == 1
+        assert scheduler.ask(m.Lookup, NAMESPACE, scheduler.lease(1), [m.GroupKeys(0, keys(1))]).pinned == 1
         part = m.GroupTransfer(0, keys(*range(5000, 9096)), ids(*range(4096)))
         accepted, request_id = 0, 100
         while accepted < 1000:
@@ -427,8 +426,7 @@ def test_a_subscriber_of_everything_that_never_reads(hostile: WireClient, memory
     name = hostile.register(memory)
     for round_ in range(100):
         assert hostile.result(job(hostile, name, round_ + 1, *range(round_ * 8, round_ * 8 + 8))).ok
-        acknowledged = m.Heartbeat(hostile.next_id(), hostile.token, 2**62, [])
-        hostile.ask(acknowledged, m.HeartbeatReply)
+        hostile.ask(m.Heartbeat, 2**62, [])
 
 
 @pytest.mark.parametrize(
@@ -468,8 +466,8 @@ def test_what_belongs_to_another_session_cannot_be_named(hostile: WireClient, vi
     fingerprint = victim.engine.namespace.fingerprint
     with WireClient(victim.daemon.directory, m.Role.SCHEDULER) as scheduler, SharedMemory(BLOCKS * PAGE, "x") as memory:
         scheduler.open_namespace()
-        assert scheduler.ask(m.Release(1, scheduler.token, [lease]), m.Done).count == 0
-        assert scheduler.ask(m.Heartbeat(2, scheduler.token, 0, [lease]), m.HeartbeatReply).ended == [lease]
+        assert scheduler.ask(m.Release, [lease]).count == 0
+        assert scheduler.ask(m.Heartbeat, 0, [lease]).ended == [lease]
         part = m.GroupKeys(0, b"".join(VICTIM_KEYS))
         for request in (
             m.Lookup(3, scheduler.token, fingerprint, scheduler.lease(1), [part]),
@@ -478,20 +476,18 @@ def test_what_belongs_to_another_session_cannot_be_named(hostile: WireClient, vi
         ):
             assert scheduler.refused(request).code is ErrorCode.UNKNOWN_NAMESPACE
         for extend in (False, True):
-            lookup = m.Lookup(6, scheduler.token, NAMESPACE, lease, [part], extend=extend)
-            assert scheduler.refused(lookup).code is ErrorCode.UNKNOWN_LEASE
-        own = scheduler.ask(m.Lookup(7, scheduler.token, NAMESPACE, scheduler.lease(2), [part]), m.LookupReply)
+            assert scheduler.refused(m.Lookup, NAMESPACE, lease, [part], extend=extend).code is ErrorCode.UNKNOWN_LEASE
+        own = scheduler.ask(m.Lookup, NAMESPACE, scheduler.lease(2), [part])
         assert own.pinned == 0
         name = hostile.register(memory)
         blocks = m.GroupTransfer(0, b"".join(VICTIM_KEYS), ids(*range(BLOCKS)))
-        load = m.Submit(8, hostile.token, name, [], [m.Load(8, lease, [blocks])])
-        assert hostile.refused(load).code is ErrorCode.UNKNOWN_LEASE
+        assert hostile.refused(m.Submit, name, [], [m.Load(8, lease, [blocks])]).code is ErrorCode.UNKNOWN_LEASE
         assert not any(memory.view)
-        cancel = hostile.ask(m.Cancel(9, hostile.token, list(range(100))), m.CancelReply)
+        cancel = hostile.ask(m.Cancel, list(range(100)))
         assert (cancel.cancelled, cancel.running) == ([], [])
         for session in range(1, hostile.session_id):
             foreign = [(session << 32) + number for number in range(1, 20)]
-            assert scheduler.ask(m.Release(10, scheduler.token, foreign), m.Done).count == 0
+            assert scheduler.ask(m.Release, foreign).count == 0
     assert victim.engine.load(VICTIM_KEYS, range(BLOCKS, 2 * BLOCKS)).ok
     assert victim.engine.checksums(range(BLOCKS, 2 * BLOCKS)) == victim.sums
 
@@ -501,7 +497,7 @@ def test_a_registration_of_another_session_is_unknown(hostile: WireClient, memor
     with WireClient(hostile.paths.directory) as other:
         other.open_namespace()
         assert other.refused(job(other, name, 1, 1)).code is ErrorCode.UNKNOWN_REGISTRATION
-        assert other.refused(m.Unregister(2, other.token, name)).code is ErrorCode.UNKNOWN_REGISTRATION
+        assert other.refused(m.Unregister, name).code is ErrorCode.UNKNOWN_REGISTRATION
         assert other.refused(registration(other)).code is ErrorCode.UNKNOWN_SEGMENT
 
 
@@ -519,7 +515,7 @@ def test_a_pool_that_is_written_full_evicts_but_never_what_is_pinned(hostile: Wi
         for round_ in range(200):  # 25 MiB into 16
             result = hostile.result(job(hostile, name, round_ + 1, *range(round_ * 8, round_ * 8 + 8)))
             assert result.ok
-            hostile.ask(m.Heartbeat(hostile.next_id(), hostile.token, 2**62, []), m.HeartbeatReply)
+            hostile.ask(m.Heartbeat, 2**62, [])
     assert victim.engine.load(VICTIM_KEYS, range(BLOCKS, 2 * BLOCKS)).ok
     assert victim.engine.checksums(range(BLOCKS, 2 * BLOCKS)) == victim.sums
 
@@ -533,7 +529,7 @@ def test_a_frame_that_comes_byte_by_byte_is_a_frame(hostile: WireClient, memory:
     for byte in frame[1:]:
         hostile.send_fds(bytes([byte]), [])
     assert hostile.lifeline_frame() == lifeline.Attached(7)
-    hostile.ask(registration(hostile), m.Registered)
+    hostile.ask(registration(hostile))
 
 
 def test_a_lifeline_left_in_the_middle_of_a_frame(attack: Victim) -> None:

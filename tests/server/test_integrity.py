@@ -13,7 +13,7 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from tests.support.daemon import DaemonProcess
 from tests.support.waiting import wait_until
-from tests.support.wire import NAMESPACE, WireClient, ids, key, keys, stats
+from tests.support.wire import WireClient, ids, key, keys, stats
 
 PAGE = 16384
 KEYS = 24
@@ -35,42 +35,22 @@ class Engine:
 
     def store(self, *numbers: int) -> m.JobResult:
         self._number += 1
-        part = m.GroupTransfer(0, keys(*numbers), ids(*numbers))
-        return self.worker.result(
-            m.Submit(self.worker.next_id(), self.worker.token, self.registration, [m.Store(self._number, [part])])
-        )
+        return self.worker.store(self.registration, self._number, keys(*numbers), ids(*numbers))
 
     def lookup(self, *numbers: int) -> list[int]:
         """States; what is ready is under a lease for the next load."""
         self._number += 1
-        request = m.Lookup(
-            self.scheduler.next_id(),
-            self.scheduler.token,
-            NAMESPACE,
-            self.scheduler.lease(self._number),
-            [m.GroupKeys(0, keys(*numbers))],
-        )
-        return list(self.scheduler.ask(request, m.LookupReply).states[0])
+        return list(self.scheduler.lookup(self._number, keys(*numbers)).states[0])
 
     def release(self) -> None:
         """End the last lookup's lease."""
-        lease = self.scheduler.lease(self._number)
-        self.scheduler.ask(m.Release(self.scheduler.next_id(), self.scheduler.token, [lease]), m.Done)
+        self.scheduler.release(self._number)
 
     def load(self, *numbers: int) -> m.JobResult:
         """Load what the last lookup found into blocks of its own, which are cleared before."""
         self.memory.view[KEYS * PAGE :] = 0
-        part = m.GroupTransfer(0, keys(*numbers), ids(*[KEYS + number for number in numbers]))
-        lease = self.scheduler.lease(self._number)
-        return self.worker.result(
-            m.Submit(
-                self.worker.next_id(),
-                self.worker.token,
-                self.registration,
-                [],
-                [m.Load(1000 + self._number, lease, [part])],
-            )
-        )
+        lease, into = self.scheduler.lease(self._number), ids(*[KEYS + number for number in numbers])
+        return self.worker.load(self.registration, 1000 + self._number, lease, keys(*numbers), into)
 
     def loaded(self, number: int) -> np.ndarray:
         start = (KEYS + number) * PAGE
@@ -218,5 +198,5 @@ def test_only_an_administrator_scrubs() -> None:
     with ExitStack() as stack:
         daemon = stack.enter_context(DaemonProcess("32MiB"))
         worker = stack.enter_context(WireClient(daemon.directory))
-        refusal = worker.refused(m.Scrub(worker.next_id(), worker.token, True))
+        refusal = worker.refused(m.Scrub, True)
         assert refusal.code is ErrorCode.WRONG_ROLE

@@ -15,7 +15,7 @@ from kvoffd_proto.errors import ErrorCode
 from tests.support.daemon import DaemonProcess
 from tests.support.steal import TooSlow
 from tests.support.waiting import wait_until
-from tests.support.wire import NAMESPACE, WireClient, ids, key, keys, stats
+from tests.support.wire import NAMESPACE, WireClient, ids, key, keys, load_of, stats, store_of
 
 PAGE = 16384
 BLOCKS = 32
@@ -43,32 +43,16 @@ def daemon(shared_daemon: DaemonProcess) -> DaemonProcess:
     return shared_daemon
 
 
-def store(client: WireClient, registration: bytes, job: int, blob: bytes, block_ids: bytes) -> m.JobResult:
-    return client.result(
-        m.Submit(client.next_id(), client.token, registration, [m.Store(job, [m.GroupTransfer(0, blob, block_ids)])])
-    )
-
-
-def load(client: WireClient, registration: bytes, job: int, lease: int, blob: bytes, block_ids: bytes) -> m.JobResult:
-    part = m.GroupTransfer(0, blob, block_ids)
-    return client.result(m.Submit(client.next_id(), client.token, registration, [], [m.Load(job, lease, [part])]))
-
-
-def lookup(client: WireClient, lease: int, blob: bytes, fingerprint: bytes = NAMESPACE) -> m.LookupReply:
-    request = m.Lookup(client.next_id(), client.token, fingerprint, client.lease(lease), [m.GroupKeys(0, blob)])
-    return client.ask(request, m.LookupReply)
-
-
 def test_what_is_stored_comes_back_into_other_blocks_byte_for_byte(worker, scheduler, memory):
     fill(memory, 1)
     registration = worker.register(memory)
     wanted = [page(memory, block) for block in (3, 1, 7)]
-    stored = store(worker, registration, 1, keys(1, 2, 3), ids(3, 1, 7))
+    stored = worker.store(registration, 1, keys(1, 2, 3), ids(3, 1, 7))
     assert (stored.ok, stored.bytes) == (True, 3 * PAGE)
     memory.view[:] = 0
-    found = lookup(scheduler, 1, keys(1, 2, 3, 4))
+    found = scheduler.lookup(1, keys(1, 2, 3, 4))
     assert found.states == [bytes([2, 2, 2, 0])]
-    loaded = load(worker, registration, 2, scheduler.lease(1), keys(1, 2, 3), ids(20, 5, 0))
+    loaded = worker.load(registration, 2, scheduler.lease(1), keys(1, 2, 3), ids(20, 5, 0))
     assert (loaded.ok, loaded.bytes) == (True, 3 * PAGE)
     assert [page(memory, block) for block in (20, 5, 0)] == wanted
     assert not any(page(memory, 3)), "a block that was not asked for was written"
@@ -76,18 +60,18 @@ def test_what_is_stored_comes_back_into_other_blocks_byte_for_byte(worker, sched
 
 def test_a_lease_ends_by_itself_when_the_last_rank_has_loaded(daemon, worker, scheduler, memory):
     registration = worker.register(memory)
-    store(worker, registration, 1, keys(1), ids(0))
-    lookup(scheduler, 1, keys(1))
+    worker.store(registration, 1, keys(1), ids(0))
+    scheduler.lookup(1, keys(1))
     assert stats(daemon.directory).leases == 1
-    load(worker, registration, 2, scheduler.lease(1), keys(1), ids(0))
+    worker.load(registration, 2, scheduler.lease(1), keys(1), ids(0))
     after = stats(daemon.directory)
     assert (after.leases, after.pinned_blocks, after.pool.pinned_bytes) == (0, 0, 0)
 
 
 def test_storing_twice_copies_once(worker, memory):
     registration = worker.register(memory)
-    assert store(worker, registration, 1, keys(1), ids(0)).bytes == PAGE
-    again = store(worker, registration, 2, keys(1, 2), ids(0, 1))
+    assert worker.store(registration, 1, keys(1), ids(0)).bytes == PAGE
+    again = worker.store(registration, 2, keys(1, 2), ids(0, 1))
     assert (again.ok, again.bytes) == (True, PAGE)
 
 
@@ -105,32 +89,32 @@ def test_a_block_is_not_ready_before_every_rank_has_stored_its_shard(daemon, sch
                 zero.register(first, rank=0, fingerprint=other),
                 one.register(second, rank=1, fingerprint=other),
             )
-            assert store(zero, registered[0], 1, keys(9), ids(4)).ok
-            assert lookup(scheduler, 1, keys(9), other).states == [bytes([1])]
-            assert store(one, registered[1], 1, keys(9), ids(4)).ok
-            assert lookup(scheduler, 2, keys(9), other).states == [bytes([2])]
+            assert zero.store(registered[0], 1, keys(9), ids(4)).ok
+            assert scheduler.lookup(1, keys(9), other).states == [bytes([1])]
+            assert one.store(registered[1], 1, keys(9), ids(4)).ok
+            assert scheduler.lookup(2, keys(9), other).states == [bytes([2])]
             first.view[:] = second.view[:] = 0
-            assert load(zero, registered[0], 2, scheduler.lease(2), keys(9), ids(11)).ok
+            assert zero.load(registered[0], 2, scheduler.lease(2), keys(9), ids(11)).ok
             assert stats(daemon.directory).leases == 1, "one rank of two has loaded"
-            assert load(one, registered[1], 2, scheduler.lease(2), keys(9), ids(12)).ok
+            assert one.load(registered[1], 2, scheduler.lease(2), keys(9), ids(12)).ok
             assert (page(first, 11), page(second, 12)) == shards
             assert stats(daemon.directory).leases == 0
 
 
 def test_namespaces_do_not_see_each_other(worker, scheduler, memory):
     registration = worker.register(memory)
-    store(worker, registration, 1, keys(1), ids(0))
+    worker.store(registration, 1, keys(1), ids(0))
     other = b"n" * 32
     scheduler.open_namespace(other)
-    assert lookup(scheduler, 1, keys(1), other).states == [bytes([0])]
+    assert scheduler.lookup(1, keys(1), other).states == [bytes([0])]
 
 
 def test_a_load_of_keys_outside_its_lease_fails_and_names_them(worker, scheduler, memory):
     registration = worker.register(memory)
-    store(worker, registration, 1, keys(1, 2), ids(0, 1))
-    lookup(scheduler, 1, keys(1))
+    worker.store(registration, 1, keys(1, 2), ids(0, 1))
+    scheduler.lookup(1, keys(1))
     before = fill(memory, 5)
-    failed = load(worker, registration, 2, scheduler.lease(1), keys(1, 2), ids(0, 1))
+    failed = worker.load(registration, 2, scheduler.lease(1), keys(1, 2), ids(0, 1))
     assert (failed.ok, failed.error, failed.bytes) == (False, ErrorCode.NOT_READY, 0)
     assert failed.failed == [m.GroupKeys(0, key(2))]
     assert memory.view.tobytes() == before
@@ -143,13 +127,13 @@ def test_a_full_pool_of_pinned_blocks_drops_keys_and_says_which():
             scheduler.open_namespace()
             registration = worker.register(memory)
             first = list(range(64))
-            assert store(worker, registration, 1, keys(*first), ids(*first)).ok
-            assert lookup(scheduler, 1, keys(*first)).pinned == 64
-            dropped = store(worker, registration, 2, keys(100), ids(65))
+            assert worker.store(registration, 1, keys(*first), ids(*first)).ok
+            assert scheduler.lookup(1, keys(*first)).pinned == 64
+            dropped = worker.store(registration, 2, keys(100), ids(65))
             assert (dropped.ok, dropped.error) == (False, ErrorCode.NO_ROOM)
             assert dropped.failed == [m.GroupKeys(0, key(100))]
-            scheduler.ask(m.Release(scheduler.next_id(), scheduler.token, [scheduler.lease(1)]), m.Done)
-            assert store(worker, registration, 3, keys(100), ids(65)).ok
+            scheduler.release(1)
+            assert worker.store(registration, 3, keys(100), ids(65)).ok
             report = stats(daemon.directory)
             assert (report.namespaces[0].evicted_blocks, report.namespaces[0].dropped_keys) == (1, 1)
 
@@ -161,9 +145,9 @@ def test_a_store_that_the_policy_declines_is_no_error_and_says_which_keys():
             scheduler.open_namespace()
             registration = worker.register(memory)
             for number in range(2):
-                lookup(scheduler, number, keys(1, 2))
-            lookup(scheduler, 3, keys(1, 2, 3))
-            result = store(worker, registration, 1, keys(1, 2, 3), ids(1, 2, 3))
+                scheduler.lookup(number, keys(1, 2))
+            scheduler.lookup(3, keys(1, 2, 3))
+            result = worker.store(registration, 1, keys(1, 2, 3), ids(1, 2, 3))
             assert (result.ok, result.failed, result.bytes) == (True, [], 2 * PAGE)
             assert result.declined == [m.GroupKeys(0, key(3))]
             (space,) = stats(daemon.directory).namespaces
@@ -173,23 +157,21 @@ def test_a_store_that_the_policy_declines_is_no_error_and_says_which_keys():
 def test_completions_are_numbered_and_kept_until_acknowledged(worker, memory):
     registration = worker.register(memory)
     for job in range(5):
-        store(worker, registration, job, keys(job), ids(job))
-    replay = worker.ask(m.Replay(worker.next_id(), worker.token, 0), m.ReplayReply)
+        worker.store(registration, job, keys(job), ids(job))
+    replay = worker.ask(m.Replay, 0)
     assert [batch.sequence for batch in replay.batches] == list(range(1, len(replay.batches) + 1))
     assert sorted(result.job_id for batch in replay.batches for result in batch.results) == list(range(5))
     last = replay.batches[-1].sequence
-    beat = worker.ask(m.Heartbeat(worker.next_id(), worker.token, last, []), m.HeartbeatReply)
+    beat = worker.ask(m.Heartbeat, last, [])
     assert beat.sequence == last
-    assert worker.ask(m.Replay(worker.next_id(), worker.token, last), m.ReplayReply).batches == []
+    assert worker.ask(m.Replay, last).batches == []
 
 
 def test_completions_come_over_pub(worker, memory):
     registration = worker.register(memory)
     # Once one message has come the subscription is known to work; from then on each must come exactly once.
-    store(worker, registration, 0, keys(0), ids(0))
-    worker.send(
-        m.Submit(worker.next_id(), worker.token, registration, [m.Store(1, [m.GroupTransfer(0, keys(1), ids(1))])])
-    )
+    worker.store(registration, 0, keys(0), ids(0))
+    worker.send(m.Submit, registration, [store_of(1, keys(1), ids(1))])
     batch = worker.completions()
     while batch.results[0].job_id != 1:
         batch = worker.completions()
@@ -205,11 +187,9 @@ def test_unregister_ends_the_daemons_hold_on_the_memory(daemon, worker, memory):
             return sum("kvoffd:test" in line or "memfd:test" in line for line in maps)
 
     assert mapped() == 1
-    worker.ask(m.Unregister(worker.next_id(), worker.token, registration), m.Done)
+    worker.ask(m.Unregister, registration)
     assert mapped() == 0
-    refused = worker.refused(
-        m.Submit(worker.next_id(), worker.token, registration, [m.Store(1, [m.GroupTransfer(0, keys(1), ids(0))])])
-    )
+    refused = worker.refused(m.Submit, registration, [store_of(1, keys(1), ids(0))])
     assert refused.code is ErrorCode.UNKNOWN_REGISTRATION
 
 
@@ -220,42 +200,31 @@ def test_leases_end_with_their_time_unless_renewed():
             worker.open_namespace()
             scheduler.open_namespace()
             registration = worker.register(memory)
-            store(worker, registration, 1, keys(1, 2), ids(0, 1))
-            assert lookup(scheduler, 1, keys(1)).ttl_ms == 1000
-            lookup(scheduler, 2, keys(2))
+            worker.store(registration, 1, keys(1, 2), ids(0, 1))
+            assert scheduler.lookup(1, keys(1)).ttl_ms == 1000
+            scheduler.lookup(2, keys(2))
             kept = scheduler.lease(2)
 
             def first_is_gone() -> bool:
-                beat = m.Heartbeat(scheduler.next_id(), scheduler.token, 0, [kept])
-                assert scheduler.ask(beat, m.HeartbeatReply).ended == []
+                assert scheduler.ask(m.Heartbeat, 0, [kept]).ended == []
                 return stats(daemon.directory).leases == 1
 
             wait_until(first_is_gone)
-            assert load(worker, registration, 2, kept, keys(2), ids(9)).ok
-            refused = worker.refused(
-                m.Submit(
-                    worker.next_id(),
-                    worker.token,
-                    registration,
-                    [],
-                    [m.Load(3, scheduler.lease(1), [m.GroupTransfer(0, keys(1), ids(0))])],
-                )
-            )
+            assert worker.load(registration, 2, kept, keys(2), ids(9)).ok
+            refused = worker.refused(m.Submit, registration, [], [load_of(3, scheduler.lease(1), keys(1), ids(0))])
             assert refused.code is ErrorCode.UNKNOWN_LEASE
 
 
 def test_a_lease_that_is_to_be_kept_outlasts_the_loads_of_all_ranks(worker, scheduler, memory):
     fill(memory, 2)
     registration = worker.register(memory)
-    assert store(worker, registration, 1, keys(1), ids(0)).ok
-    assert lookup(scheduler, 5, keys(1)).pinned == 1
+    assert worker.store(registration, 1, keys(1), ids(0)).ok
+    assert scheduler.lookup(5, keys(1)).pinned == 1
     lease, part = scheduler.lease(5), [m.GroupTransfer(0, keys(1), ids(7))]
     for job in (2, 3):
-        assert worker.result(
-            m.Submit(worker.next_id(), worker.token, registration, [], [m.Load(job, lease, part, keep_lease=True)])
-        ).ok
-    assert load(worker, registration, 4, lease, keys(1), ids(7)).ok
-    refused = worker.refused(m.Submit(worker.next_id(), worker.token, registration, [], [m.Load(5, lease, part)]))
+        assert worker.result(m.Submit, registration, [], [m.Load(job, lease, part, keep_lease=True)]).ok
+    assert worker.load(registration, 4, lease, keys(1), ids(7)).ok
+    refused = worker.refused(m.Submit, registration, [], [m.Load(5, lease, part)])
     assert refused.code is ErrorCode.UNKNOWN_LEASE
 
 
@@ -264,10 +233,10 @@ def test_half_stored_blocks_time_out(scheduler):
         with WireClient(daemon.directory) as worker:
             worker.open_namespace(world_size=2)
             registration = worker.register(memory)
-            assert store(worker, registration, 1, keys(1), ids(0)).ok
+            assert worker.store(registration, 1, keys(1), ids(0)).ok
             assert stats(daemon.directory).pool.writing_bytes > 0
             wait_until(lambda: stats(daemon.directory).pool.writing_bytes == 0)
-            assert store(worker, registration, 2, keys(2), ids(0)).ok
+            assert worker.store(registration, 2, keys(2), ids(0)).ok
             wait_until(lambda: stats(daemon.directory).namespaces[0].half_stored_blocks == 2)
             assert daemon.log.count("not all of its 2 ranks stored their shard") == 1
 
@@ -285,7 +254,7 @@ def kill_an_engine_in_mid_store(daemon: DaemonProcess, blob: bytes, page_bytes: 
             memory = SharedMemory(pages * page_bytes, "victim")
             registration = client.register(memory, page_bytes=page_bytes)
             parts = [m.GroupTransfer(0, blob, ids(*range(pages)))]
-            client.send(m.Submit(client.next_id(), client.token, registration, [m.Store(1, parts)]))
+            client.send(m.Submit, registration, [m.Store(1, parts)])
             os.write(write_end, client.session_id.to_bytes(8, "little"))
             time.sleep(60)
         finally:
@@ -296,7 +265,7 @@ def kill_an_engine_in_mid_store(daemon: DaemonProcess, blob: bytes, page_bytes: 
         with WireClient(daemon.directory, m.Role.ADMIN) as admin:
 
             def gone() -> bool:
-                reply = admin.ask(m.Sessions(admin.next_id(), admin.token), m.SessionsReply)
+                reply = admin.ask(m.Sessions)
                 return session_id not in [session.session_id for session in reply.sessions]
 
             killed = time.monotonic()
@@ -322,30 +291,29 @@ def test_a_dead_engine_leaves_no_pin_no_job_and_no_half_written_block(daemon, sc
     assert (after.pinned_blocks, after.leases) == (0, 0)
     for number, blob in enumerate(blobs):
         # Either the whole store was committed before the kill, or none of it is served.
-        assert set(lookup(scheduler, number, blob).states[0]) in ({0}, {2})
+        assert set(scheduler.lookup(number, blob).states[0]) in ({0}, {2})
 
 
 def test_invalidated_blocks_are_not_found_any_more(worker, scheduler, memory):
     registration = worker.register(memory)
-    store(worker, registration, 1, keys(1, 2), ids(0, 1))
-    request = m.Invalidate(scheduler.next_id(), scheduler.token, NAMESPACE, [m.GroupKeys(0, keys(1, 9))])
-    assert scheduler.ask(request, m.Done).count == 1
-    assert lookup(scheduler, 1, keys(1, 2)).states == [bytes([0, 2])]
+    worker.store(registration, 1, keys(1, 2), ids(0, 1))
+    assert scheduler.ask(m.Invalidate, NAMESPACE, [m.GroupKeys(0, keys(1, 9))]).count == 1
+    assert scheduler.lookup(1, keys(1, 2)).states == [bytes([0, 2])]
 
 
 def test_reset_drops_the_namespace(daemon, worker, scheduler, memory):
     registration = worker.register(memory)
-    store(worker, registration, 1, keys(1, 2), ids(0, 1))
-    assert scheduler.ask(m.Reset(scheduler.next_id(), scheduler.token, NAMESPACE), m.Done).count == 2
+    worker.store(registration, 1, keys(1, 2), ids(0, 1))
+    assert scheduler.ask(m.Reset, NAMESPACE).count == 2
     assert stats(daemon.directory).pool.free_bytes == stats(daemon.directory).pool.pool_bytes
 
 
 def test_a_duplicate_job_is_refused_and_cancel_names_only_jobs_of_the_session(worker, memory):
     registration = worker.register(memory)
-    cancelled = worker.ask(m.Cancel(worker.next_id(), worker.token, [1, 2, 3]), m.CancelReply)
+    cancelled = worker.ask(m.Cancel, [1, 2, 3])
     assert (cancelled.cancelled, cancelled.running) == ([], [])
-    store(worker, registration, 1, keys(1), ids(0))
-    assert store(worker, registration, 1, keys(2), ids(1)).ok, "an ended job's id may be used again"
+    worker.store(registration, 1, keys(1), ids(0))
+    assert worker.store(registration, 1, keys(2), ids(1)).ok, "an ended job's id may be used again"
 
 
 def test_a_block_stored_in_part_is_stored_again_in_full_and_only_what_was_written_is_loaded(worker, scheduler, memory):
@@ -357,19 +325,15 @@ def test_a_block_stored_in_part_is_stored_again_in_full_and_only_what_was_writte
     second_half, whole = page(memory, 9), page(memory, 8) + page(memory, 9)
 
     def store_from(job: int, first_block: int, block_ids: bytes) -> m.JobResult:
-        parts = [m.GroupTransfer(0, keys(1), block_ids, first_block)]
-        return worker.result(m.Submit(worker.next_id(), worker.token, registration, [m.Store(job, parts)]))
+        return worker.store(registration, job, keys(1), block_ids, first_block)
 
     def load_from(job: int, first_block: int, block_ids: bytes) -> m.JobResult:
-        assert lookup(scheduler, job, keys(1), of_two_pages).states == [bytes([2])]
-        parts = [m.GroupTransfer(0, keys(1), block_ids, first_block)]
-        return worker.result(
-            m.Submit(worker.next_id(), worker.token, registration, [], [m.Load(job, scheduler.lease(job), parts)])
-        )
+        assert scheduler.lookup(job, keys(1), of_two_pages).states == [bytes([2])]
+        return worker.load(registration, job, scheduler.lease(job), keys(1), block_ids, first_block)
 
     assert store_from(1, 1, ids(9)).bytes == PAGE
     assert load_from(2, 0, ids(20, 21)).error is ErrorCode.NOT_READY, "the first half was never written"
-    scheduler.ask(m.Release(scheduler.next_id(), scheduler.token, [scheduler.lease(2)]), m.Done)
+    scheduler.release(2)
     assert load_from(3, 1, ids(21)).ok
     assert page(memory, 21) == second_half
     assert store_from(4, 0, ids(8, 9)).bytes == 2 * PAGE

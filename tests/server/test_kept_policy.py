@@ -33,12 +33,10 @@ def use(daemon: DaemonProcess) -> None:
         for client in (worker, scheduler):
             client.open_namespace()
         registration = worker.register(memory)
-        store = m.Store(1, [m.GroupTransfer(0, keys(1, 2), ids(0, 1))])
-        assert worker.result(m.Submit(worker.next_id(), worker.token, registration, [store])).ok
+        assert worker.store(registration, 1, keys(1, 2), ids(0, 1)).ok
         for lease, asked in enumerate([keys(1, 2, 3), keys(1, 4, 5, 6)]):
             groups = [m.GroupKeys(0, asked)]
-            lookup = m.Lookup(scheduler.next_id(), scheduler.token, NAMESPACE, scheduler.lease(lease), groups)
-            scheduler.ask(lookup, m.LookupReply)
+            scheduler.ask(m.Lookup, NAMESPACE, scheduler.lease(lease), groups)
 
 
 @pytest.mark.parametrize("in_file", [True, False])

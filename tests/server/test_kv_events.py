@@ -38,14 +38,9 @@ def test_folding_the_stream_from_the_start_gives_the_index():
             registration = worker.register(memory)
             for job in range(32):  # twice what the pool holds
                 numbers = range(job * 4, job * 4 + 4)
-                parts = [m.GroupTransfer(0, keys(*numbers), ids(*numbers))]
-                assert worker.result(m.Submit(worker.next_id(), worker.token, registration, [m.Store(job, parts)])).ok
-            invalid = m.Invalidate(scheduler.next_id(), scheduler.token, NAMESPACE, [m.GroupKeys(0, keys(126, 127))])
-            scheduler.ask(invalid, m.Done)
-            asked = m.Lookup(
-                scheduler.next_id(), scheduler.token, NAMESPACE, scheduler.lease(1), [m.GroupKeys(0, keys(*range(128)))]
-            )
-            states = scheduler.ask(asked, m.LookupReply).states[0]
+                assert worker.store(registration, job, keys(*numbers), ids(*numbers)).ok
+            scheduler.ask(m.Invalidate, NAMESPACE, [m.GroupKeys(0, keys(126, 127))])
+            states = scheduler.lookup(1, keys(*range(128))).states[0]
             index = {(0, key(number)) for number, state in enumerate(states) if state == 2}
             assert 0 < len(index) < 128
             messages = replay(jobs_of(daemon), 0)
@@ -58,8 +53,7 @@ def test_a_replay_begins_where_it_is_asked_to(daemon):
         worker.open_namespace()
         registration = worker.register(memory)
         for job in range(3):
-            parts = [m.GroupTransfer(0, keys(job), ids(job))]
-            worker.result(m.Submit(worker.next_id(), worker.token, registration, [m.Store(job, parts)]))
+            worker.store(registration, job, keys(job), ids(job))
         assert [sequence for _, sequence, _ in replay(jobs_of(daemon), 2)] == [2, 3]
         assert replay(jobs_of(daemon), 99) == []
 

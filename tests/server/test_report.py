@@ -30,16 +30,15 @@ def test_what_an_engine_learned_is_told_and_what_it_left_out_adds_up() -> None:
             return m.ReportEngine(scheduler.next_id(), scheduler.token, namespace, *figures)  # type: ignore[arg-type]
 
         scheduler.open_namespace()
-        scheduler.ask(tell(NAMESPACE, 20_000.0, 300_000.0, 3, 1), m.Done)
-        scheduler.ask(tell(NAMESPACE, 21_000.0, 0.0, 2, 0), m.Done)
-        scheduler.ask(tell(b"x" * 32, 1.0, 1.0, 1, 1), m.Error)
-        scheduler.ask(tell(NAMESPACE, 1.0, 1.0, 2**62, 1), m.Error)
-        scheduler.ask(tell(NAMESPACE, float("inf"), 1.0, 1, 1), m.Error)
-        scheduler.ask(tell(NAMESPACE, 1.0, float("nan"), 1, 1), m.Error)
-        hint = m.Hint(scheduler.next_id(), scheduler.token, NAMESPACE, [m.GroupKeys(0, keys(*range(2500)))], -10)
-        assert scheduler.ask(hint, m.Done).count == 2500
+        scheduler.ask(tell(NAMESPACE, 20_000.0, 300_000.0, 3, 1))
+        scheduler.ask(tell(NAMESPACE, 21_000.0, 0.0, 2, 0))
+        scheduler.refused(tell(b"x" * 32, 1.0, 1.0, 1, 1))
+        scheduler.refused(tell(NAMESPACE, 1.0, 1.0, 2**62, 1))
+        scheduler.refused(tell(NAMESPACE, float("inf"), 1.0, 1, 1))
+        scheduler.refused(tell(NAMESPACE, 1.0, float("nan"), 1, 1))
+        assert scheduler.ask(m.Hint, NAMESPACE, [m.GroupKeys(0, keys(*range(2500)))], -10).count == 2500
         for groups in ([m.GroupKeys(1, keys(1))], [m.GroupKeys(0, b"short")]):
-            scheduler.ask(m.Hint(scheduler.next_id(), scheduler.token, NAMESPACE, groups, 1, 1000), m.Error)
+            scheduler.refused(m.Hint(scheduler.next_id(), scheduler.token, NAMESPACE, groups, 1, 1000))
         (found,) = stats(daemon.directory).namespaces
         assert found.hinted_keys == 2500
         assert (found.prefill_tokens_per_second, found.load_tokens_per_second) == (21_000.0, 0.0)
@@ -52,7 +51,7 @@ def test_what_a_client_says_that_it_never_sent_cannot_make_the_figures_more_than
         def cancel(unsent: int) -> m.Cancel:
             return m.Cancel(worker.next_id(), worker.token, [], unsent)
 
-        worker.ask(cancel(5), m.CancelReply)
+        worker.ask(cancel(5))
         for _ in range(3):
-            worker.ask(cancel(2**63 - 1), m.Error)
+            worker.refused(cancel(2**63 - 1))
         assert stats(daemon.directory).unsent_stores == 5

@@ -139,7 +139,7 @@ def test_a_namespace_that_is_forgotten_takes_no_memory_any_more() -> None:
             assert router_stats(daemon).index_bytes == BLOCK_BYTES, "the beginning of all prompts"
         with WireClient(daemon.directory) as other:  # what is empty and not open gives its name to another geometry
             groups = [m.GroupSpec("full_attention", BLOCK_TOKENS)]
-            other.ask(m.OpenNamespace(other.next_id(), other.token, name, "", 1, 64, groups, "{}"), m.NamespaceOpened)
+            other.ask(m.OpenNamespace, name, "", 1, 64, groups, "{}")
             assert router_stats(daemon).index_bytes == 0
 
 

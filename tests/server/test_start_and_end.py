@@ -29,7 +29,7 @@ from kvoffd_proto.units import parse_size
 from tests.support.daemon import DaemonProcess
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
-from tests.support.wire import WireClient, ids, keys, stats
+from tests.support.wire import WireClient, ids, keys, stats, store_of
 
 
 def serve(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -141,12 +141,9 @@ def test_sigterm_lets_running_jobs_finish_and_refuses_new_ones(daemon):
     with WireClient(daemon.directory) as client, SharedMemory(16 * 2**20, "test") as memory:
         client.open_namespace()
         registration = client.register(memory, page_bytes=2**20)
-        store = m.Submit(
-            1, client.token, registration, [m.Store(1, [m.GroupTransfer(0, keys(*range(16)), ids(*range(16)))])]
-        )
-        client.send(store)
+        client.send(m.Submit, registration, [store_of(1, keys(*range(16)), ids(*range(16)))])
         # Requests are handled in order: once this one is answered the store was accepted.
-        client.ask(m.Health(client.next_id(), client.token), m.HealthReply)
+        client.ask(m.Health)
         daemon.process.terminate()
         assert client.completions().results[0].ok
         assert client.lifeline_ended()

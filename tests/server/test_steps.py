@@ -21,7 +21,7 @@ from kvoffd_proto.lifeline import Attached
 from tests.server.test_kv_events import fold, jobs_of, replay
 from tests.support.daemon import DaemonProcess
 from tests.support.waiting import wait_until
-from tests.support.wire import NAMESPACE, WireClient, ids, key, keys, stats
+from tests.support.wire import NAMESPACE, WireClient, ids, key, keys, load_of, stats, store_of
 
 PAGE = 4096
 SLOT = 8192
@@ -48,24 +48,18 @@ def page(memory: SharedMemory, block: int) -> bytes:
     return memory.view[block * PAGE : (block + 1) * PAGE].tobytes()
 
 
-def one(job: int, blob: bytes, block_ids: bytes, first_block: int = 0, group: int = 0) -> m.Store:
-    return m.Store(job, [m.GroupTransfer(group, blob, block_ids, first_block)])
-
-
 def step(
     client: WireClient, registration: bytes, stores: Sequence[m.Store], loads: Sequence[m.Load] = ()
 ) -> tuple[dict[int, m.JobResult], dict[int, ErrorCode]]:
     """Send one message; return the results of the jobs and the codes of those that were refused, by job id."""
     jobs = len(stores) + len(loads)
-    after = client.ask(m.Heartbeat(client.next_id(), client.token, 0, []), m.HeartbeatReply).sequence
-    message = m.Submit(client.next_id(), client.token, registration, list(stores), list(loads))
-    client.send(message)
+    after = client.ask(m.Heartbeat, 0, []).sequence
+    message = client.send(m.Submit, registration, list(stores), list(loads))
     refused: list[m.Refusal] = []
     results: list[m.JobResult] = []
 
     def answered() -> bool:
-        replay = m.Replay(client.next_id(), client.token, after)
-        client.send(replay)
+        replay = client.send(m.Replay, after)
         while (reply := client.reply()).request_id != replay.request_id:
             assert isinstance(reply, m.JobsRefused), reply
             assert (reply.request_id, refused) == (message.request_id, []), "one reply a message"
@@ -81,15 +75,10 @@ def step(
     return found, codes
 
 
-def lookup(client: WireClient, number: int, blob: bytes, group: int = 0) -> m.LookupReply:
-    request = m.Lookup(client.next_id(), client.token, NAMESPACE, client.lease(number), [m.GroupKeys(group, blob)])
-    return client.ask(request, m.LookupReply)
-
-
 def test_the_jobs_of_a_step_are_judged_one_by_one(daemon, worker, scheduler, memory):
     registration = worker.register(memory, PAGE)
-    assert step(worker, registration, [one(1, keys(1, 2), ids(1, 2))])[0][1].ok
-    lookup(scheduler, 1, keys(1, 2))
+    assert step(worker, registration, [store_of(1, keys(1, 2), ids(1, 2))])[0][1].ok
+    scheduler.lookup(1, keys(1, 2))
     wanted = [page(memory, block) for block in (1, 2, 3, 4)]
     before = stats(daemon.directory)
     lease = scheduler.lease(1)
@@ -97,25 +86,25 @@ def test_the_jobs_of_a_step_are_judged_one_by_one(daemon, worker, scheduler, mem
         worker,
         registration,
         [
-            one(10, keys(3), ids(3)),
-            one(11, keys(30), ids(BLOCKS)),
-            one(12, keys(31, 32, 31), ids(3, 4, 5)),
-            one(13, keys(33), ids(-1)),
-            one(14, keys(34)[:-1], ids(3)),
-            one(15, keys(35), ids(3)[:-1]),
-            one(16, keys(36), ids(3, 4)),
-            one(17, keys(37), ids(3), group=1),
-            one(18, b"", b""),
+            store_of(10, keys(3), ids(3)),
+            store_of(11, keys(30), ids(BLOCKS)),
+            store_of(12, keys(31, 32, 31), ids(3, 4, 5)),
+            store_of(13, keys(33), ids(-1)),
+            store_of(14, keys(34)[:-1], ids(3)),
+            store_of(15, keys(35), ids(3)[:-1]),
+            store_of(16, keys(36), ids(3, 4)),
+            store_of(17, keys(37), ids(3), group=1),
+            store_of(18, b"", b""),
             m.Store(19, [m.GroupTransfer(0, keys(38), ids(3)), m.GroupTransfer(0, keys(39), ids(4))]),
-            one(10, keys(40), ids(4)),
-            one(20, keys(4), ids(4)),
-            one(21, keys(1), ids(1)),
+            store_of(10, keys(40), ids(4)),
+            store_of(20, keys(4), ids(4)),
+            store_of(21, keys(1), ids(1)),
         ],
         [
-            m.Load(50, lease, [m.GroupTransfer(0, keys(1), ids(100))]),
-            m.Load(51, lease + 1, [m.GroupTransfer(0, keys(1), ids(101))]),
-            m.Load(52, lease, [m.GroupTransfer(0, keys(1, 2), ids(102, 102))]),
-            m.Load(53, lease, [m.GroupTransfer(0, keys(9), ids(103))]),
+            load_of(50, lease, keys(1), ids(100)),
+            load_of(51, lease + 1, keys(1), ids(101)),
+            load_of(52, lease, keys(1, 2), ids(102, 102)),
+            load_of(53, lease, keys(9), ids(103)),
         ],
     )
     assert {job: (result.ok, result.bytes) for job, result in results.items()} == {
@@ -140,23 +129,20 @@ def test_the_jobs_of_a_step_are_judged_one_by_one(daemon, worker, scheduler, mem
     after = stats(daemon.directory)
     assert after.pool.ready_bytes - before.pool.ready_bytes == 2 * SLOT
     assert sum(after.errors.values()) - sum(before.errors.values()) == len(refused)
-    assert lookup(scheduler, 2, keys(1, 2, 3, 4, *range(30, 41))).states == [bytes([2] * 4 + [0] * 11)]
+    assert scheduler.lookup(2, keys(1, 2, 3, 4, *range(30, 41))).states == [bytes([2] * 4 + [0] * 11)]
     memory.view[:] = 0
-    (last,) = step(worker, registration, [], [load_of(60, scheduler, 2, keys(1, 2, 3, 4), ids(9, 8, 7, 6))])[0].values()
-    assert last.ok
+    assert worker.load(registration, 60, scheduler.lease(2), keys(1, 2, 3, 4), ids(9, 8, 7, 6)).ok
     assert [page(memory, block) for block in (9, 8, 7, 6)] == wanted
-
-
-def load_of(job: int, scheduler: WireClient, lease: int, blob: bytes, block_ids: bytes, group: int = 0) -> m.Load:
-    return m.Load(job, scheduler.lease(lease), [m.GroupTransfer(group, blob, block_ids)])
 
 
 def test_a_step_of_bad_jobs_alone_changes_nothing(daemon, worker, memory):
     registration = worker.register(memory, PAGE)
-    step(worker, registration, [one(1, keys(1), ids(1))])
+    step(worker, registration, [store_of(1, keys(1), ids(1))])
     before = stats(daemon.directory)
     results, refused = step(
-        worker, registration, [one(job, keys(job, job), ids(1, 2)) for job in range(100)] + [one(200, keys(5), ids(-5))]
+        worker,
+        registration,
+        [store_of(job, keys(job, job), ids(1, 2)) for job in range(100)] + [store_of(200, keys(5), ids(-5))],
     )
     assert (results, len(refused)) == ({}, 101)
     after = stats(daemon.directory)
@@ -169,13 +155,13 @@ def test_a_step_of_bad_jobs_alone_changes_nothing(daemon, worker, memory):
 def test_a_step_is_of_one_registration_and_bounded(daemon, worker, memory):
     registration = worker.register(memory, PAGE)
     before = stats(daemon.directory).pool
-    unknown = m.Submit(worker.next_id(), worker.token, os.urandom(16), [one(1, keys(1), ids(1))])
-    assert worker.ask(unknown, m.Error).code is ErrorCode.UNKNOWN_REGISTRATION
-    many = [one(job, keys(job), ids(job % BLOCKS)) for job in range(1025)]
+    unknown = m.Submit(worker.next_id(), worker.token, os.urandom(16), [store_of(1, keys(1), ids(1))])
+    assert worker.refused(unknown).code is ErrorCode.UNKNOWN_REGISTRATION
+    many = [store_of(job, keys(job), ids(job % BLOCKS)) for job in range(1025)]
     too_many = m.Submit(worker.next_id(), worker.token, registration, many[:1000], [m.Load(2000, 0, [])] * 25)
     assert worker.refused(too_many).code is ErrorCode.MALFORMED, "a load has groups"
     too_many = m.Submit(worker.next_id(), worker.token, registration, many)
-    assert worker.ask(too_many, m.Error).code is ErrorCode.TOO_MANY
+    assert worker.refused(too_many).code is ErrorCode.TOO_MANY
     assert stats(daemon.directory).pool == before
     results, refused = step(worker, registration, many[:1024])
     assert (len(results), refused) == (1024, {})
@@ -185,7 +171,7 @@ def test_a_step_is_of_one_registration_and_bounded(daemon, worker, memory):
 def test_a_step_without_a_job_has_no_answer_and_does_no_harm(worker, memory):
     registration = worker.register(memory, PAGE)
     assert step(worker, registration, []) == ({}, {})
-    assert step(worker, registration, [one(1, keys(1), ids(1))])[0][1].ok
+    assert step(worker, registration, [store_of(1, keys(1), ids(1))])[0][1].ok
 
 
 def test_what_a_session_may_have_under_way_is_counted_within_a_step():
@@ -194,11 +180,13 @@ def test_what_a_session_may_have_under_way_is_counted_within_a_step():
         with WireClient(daemon.directory) as worker:
             worker.open_namespace()
             registration = worker.register(memory, PAGE)
-            results, refused = step(worker, registration, [one(job, keys(job), ids(job)) for job in range(40)])
+            results, refused = step(worker, registration, [store_of(job, keys(job), ids(job)) for job in range(40)])
             assert (sorted(results), set(refused.values())) == ([*range(16)], {ErrorCode.TOO_MANY})
             # A key counts as 8 pieces: the first has 800 of the 1,024, the second would be too many, the third is not.
-            large = [one(job, keys(*range(first, first + 100)), ids(*range(100))) for job, first in ((1, 50), (2, 200))]
-            results, refused = step(worker, registration, [*large, one(3, keys(400), ids(1))])
+            large = [
+                store_of(job, keys(*range(first, first + 100)), ids(*range(100))) for job, first in ((1, 50), (2, 200))
+            ]
+            results, refused = step(worker, registration, [*large, store_of(3, keys(400), ids(1))])
             assert (sorted(results), refused) == ([1, 3], {2: ErrorCode.TOO_MANY})
             assert step(worker, registration, large[1:])[0][2].ok, "there is room again"
 
@@ -209,7 +197,7 @@ def test_a_step_that_is_too_long_to_be_kept_is_dealt_with_as_far_as_it_goes_at_o
             worker.open_namespace()
             registration = worker.register(memory, PAGE)
             block_ids = ids(*range(128))
-            stores = [one(job, keys(*range(128 * job, 128 * job + 128)), block_ids) for job in range(1000)]
+            stores = [store_of(job, keys(*range(128 * job, 128 * job + 128)), block_ids) for job in range(1000)]
             results, refused = step(worker, registration, stores)
             assert sorted(results) == [0, 1, 2, 3], "until they have 4,096 pieces, of which a key counts as eight"
             assert all(result.ok for result in results.values())
@@ -221,11 +209,13 @@ def test_a_step_that_is_too_long_to_be_kept_is_dealt_with_as_far_as_it_goes_at_o
 def test_a_key_that_two_stores_of_a_step_have_is_copied_once(daemon, worker, scheduler, memory):
     registration = worker.register(memory, PAGE)
     results, refused = step(
-        worker, registration, [one(1, keys(1, 2), ids(1, 2)), one(2, keys(2, 3), ids(2, 3)), one(3, keys(1), ids(1))]
+        worker,
+        registration,
+        [store_of(1, keys(1, 2), ids(1, 2)), store_of(2, keys(2, 3), ids(2, 3)), store_of(3, keys(1), ids(1))],
     )
     assert [(results[job].ok, results[job].bytes) for job in (1, 2, 3)] == [(True, 2 * PAGE), (True, PAGE), (True, 0)]
     assert refused == {}
-    assert lookup(scheduler, 1, keys(1, 2, 3)).states == [bytes([2, 2, 2])]
+    assert scheduler.lookup(1, keys(1, 2, 3)).states == [bytes([2, 2, 2])]
     assert stats(daemon.directory).pool.ready_bytes == 3 * SLOT
 
 
@@ -236,17 +226,17 @@ def test_each_store_of_a_step_says_which_of_its_keys_found_no_room():
             scheduler.open_namespace()
             registration = worker.register(memory)
             first = [*range(62)]
-            step(worker, registration, [one(1, keys(*first), ids(*first))])
-            assert lookup(scheduler, 1, keys(*first)).pinned == 62
+            step(worker, registration, [store_of(1, keys(*first), ids(*first))])
+            assert scheduler.lookup(1, keys(*first)).pinned == 62
             results, _ = step(
                 worker,
                 registration,
                 [
-                    one(2, keys(100), ids(70)),
-                    one(3, keys(5, 101, 102), ids(5, 71, 72)),
-                    one(4, keys(100, 103), ids(70, 73)),
-                    one(5, keys(102), ids(72)),
-                    one(6, keys(6), ids(6)),
+                    store_of(2, keys(100), ids(70)),
+                    store_of(3, keys(5, 101, 102), ids(5, 71, 72)),
+                    store_of(4, keys(100, 103), ids(70, 73)),
+                    store_of(5, keys(102), ids(72)),
+                    store_of(6, keys(6), ids(6)),
                 ],
             )
             told = {job: (result.error, [part.keys for part in result.failed]) for job, result in results.items()}
@@ -269,10 +259,7 @@ def register_groups(worker: WireClient, memory: SharedMemory) -> bytes:
     ]
     groups = [[PageRef(0, PAGE)], [PageRef(1, PAGE), PageRef(2, PAGE)]]
     handles = [MemfdHandle(segment_id, memory.size_bytes)]
-    request = m.Register(
-        worker.next_id(), worker.token, NAMESPACE, registration_id, 0, 2, handles, tensors, groups
-    )  # fmt: skip
-    worker.ask(request, m.Registered)
+    worker.ask(m.Register, NAMESPACE, registration_id, 0, 2, handles, tensors, groups)
     return registration_id
 
 
@@ -327,7 +314,7 @@ def test_steps_of_many_shapes_store_every_byte_where_it_belongs(daemon):
                 )  # fmt: skip
             numbers = rng.sample(sorted(stored), min(len(stored), 100))
             for lease, (group, number) in enumerate(numbers, 1):
-                assert lookup(scheduler, lease, keys(number), group).states[-1] == bytes([2]), (group, number)
+                assert scheduler.lookup(lease, keys(number), group=group).states[-1] == bytes([2]), (group, number)
             for begin in range(0, len(numbers), 20):
                 loads: list[m.Load] = []
                 wanted: list[tuple[int, list[int], bytes]] = []
@@ -346,20 +333,20 @@ def test_steps_of_many_shapes_store_every_byte_where_it_belongs(daemon):
 
 def test_completions_of_a_step_come_in_one_message(worker, memory):
     registration = worker.register(memory, PAGE)
-    step(worker, registration, [one(0, keys(0), ids(0))])  # from now on the subscription is known to work
+    step(worker, registration, [store_of(0, keys(0), ids(0))])  # from now on the subscription is known to work
     first = worker.completions() if worker.events.poll(200) else None
     assert first is None or first.results[0].job_id == 0
-    stores = [one(job, keys(job), ids(job)) for job in range(1, 257)]
-    worker.send(m.Submit(worker.next_id(), worker.token, registration, stores))
+    stores = [store_of(job, keys(job), ids(job)) for job in range(1, 257)]
+    worker.send(m.Submit, registration, stores)
     batch = worker.completions()
     assert sorted(result.job_id for result in batch.results) == [*range(1, 257)]
 
 
 def test_a_fence_tells_how_many_stores_were_never_sent(daemon, worker):
     before = stats(daemon.directory)
-    worker.ask(m.Cancel(worker.next_id(), worker.token, [], 3), m.CancelReply)
+    worker.ask(m.Cancel, [], 3)
     assert stats(daemon.directory).unsent_stores == before.unsent_stores + 3
-    assert worker.refused(m.Cancel(worker.next_id(), worker.token, [], -1)).code is ErrorCode.MALFORMED
+    assert worker.refused(m.Cancel, [], -1).code is ErrorCode.MALFORMED
 
 
 def test_a_reset_whose_sender_went_away_is_done_all_the_same():
@@ -372,7 +359,7 @@ def test_a_reset_whose_sender_went_away_is_done_all_the_same():
             registration = worker.register(memory, PAGE)
             part = 2 * CLEARED_AT_ONCE
             for begin in range(0, count, part):
-                store = one(begin, keys(*range(begin, begin + part)), ids(*[0] * part))
+                store = store_of(begin, keys(*range(begin, begin + part)), ids(*[0] * part))
                 assert step(worker, registration, [store])[0][begin].ok
             assert sum(one.ready_blocks for one in stats(daemon.directory).namespaces) == count
             with socket.socket(socket.AF_UNIX) as gone:
@@ -383,5 +370,5 @@ def test_a_reset_whose_sender_went_away_is_done_all_the_same():
                 gone.sendall(zmtp.encode([frame]))
             wait_until(lambda: sum(one.ready_blocks for one in stats(daemon.directory).namespaces) < count)
             wait_until(lambda: sum(one.ready_blocks for one in stats(daemon.directory).namespaces) == 0, 2.0)
-            assert not any(lookup(scheduler, 1, blob[: 32 * 1000]).states[0])
+            assert not any(scheduler.lookup(1, blob[: 32 * 1000]).states[0])
             assert fold(replay(jobs_of(daemon), 0))[kv_topic(NAMESPACE)] == set()

@@ -44,8 +44,7 @@ class PromptEngine(Closing):
         self.capabilities = self.worker.hello(m.Role.WORKER).capabilities
         self.scheduler = WireClient(daemon.directory, m.Role.SCHEDULER)
         for one in (self.worker, self.scheduler):
-            opening = m.OpenNamespace(one.next_id(), one.token, self.fingerprint, label, 1, KEY_BYTES, groups, "{}")
-            one.ask(opening, m.NamespaceOpened)
+            one.ask(m.OpenNamespace, self.fingerprint, label, 1, KEY_BYTES, groups, "{}")
         self.registration = self.worker.register(self.memory, fingerprint=self.fingerprint)
         self.keys = keys if keys is not None else {}
         self._jobs = self._leases = 0
@@ -82,7 +81,7 @@ class PromptEngine(Closing):
         )
 
     def _submit(self, **jobs: Any) -> None:
-        result = self.worker.result(m.Submit(self.worker.next_id(), self.worker.token, self.registration, **jobs))
+        result = self.worker.result(m.Submit, self.registration, **jobs)
         assert result.ok, result
 
     def _look_up(self, numbers: Sequence[int]) -> tuple[int, bytes]:
@@ -90,23 +89,20 @@ class PromptEngine(Closing):
         self._leases += 1
         name = self.scheduler.lease(self._leases)
         asked = m.GroupKeys(0, b"".join(map(key, numbers)))
-        lookup = m.Lookup(self.scheduler.next_id(), self.scheduler.token, self.fingerprint, name, [asked])
-        return name, self.scheduler.ask(lookup, m.LookupReply).states[0]
+        return name, self.scheduler.ask(m.Lookup, self.fingerprint, name, [asked]).states[0]
 
     def invalidate(self, *numbers: int) -> None:
         gone = m.GroupKeys(0, b"".join(map(key, numbers)))
-        self.scheduler.ask(
-            m.Invalidate(self.scheduler.next_id(), self.scheduler.token, self.fingerprint, [gone]), m.Done
-        )
+        self.scheduler.ask(m.Invalidate, self.fingerprint, [gone])
 
     def reset(self) -> None:
-        self.scheduler.ask(m.Reset(self.scheduler.next_id(), self.scheduler.token, self.fingerprint), m.Done)
+        self.scheduler.ask(m.Reset, self.fingerprint)
 
     def held(self) -> set[int]:
         """The keys that the pool has, of all that were ever stored, by a lookup."""
         numbers = sorted(self.keys.values())
         name, states = self._look_up(numbers)
-        self.scheduler.ask(m.Release(self.scheduler.next_id(), self.scheduler.token, [name]), m.Done)
+        self.scheduler.ask(m.Release, [name])
         return {number for number, state in zip(numbers, states, strict=True) if state == 2}
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import itertools
 import os
 import socket
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import zmq
 
@@ -22,7 +22,6 @@ from .waiting import wait_until
 
 TIMEOUT_S = 5.0
 JOB_DEADLINE_S = 30.0
-R = TypeVar("R", bound=m.Reply)
 
 ZERO_TOKEN = bytes(m.TOKEN_BYTES)
 RELEASED = lifeline.encode_frame(lifeline.MemoryReleased())
@@ -42,6 +41,16 @@ def keys(*numbers: int) -> bytes:
 def ids(*numbers: int) -> bytes:
     """Block ids as the wire has them."""
     return b"".join(number.to_bytes(4, "little", signed=True) for number in numbers)
+
+
+def store_of(job: int, blob: bytes, block_ids: bytes, first_block: int = 0, group: int = 0) -> m.Store:
+    """A store of blocks of one group."""
+    return m.Store(job, [m.GroupTransfer(group, blob, block_ids, first_block)])
+
+
+def load_of(job: int, lease: int, blob: bytes, block_ids: bytes, first_block: int = 0, group: int = 0) -> m.Load:
+    """A load of blocks of one group."""
+    return m.Load(job, lease, [m.GroupTransfer(group, blob, block_ids, first_block)])
 
 
 def refusal_of(reply: m.AnyReply) -> m.Error | m.Refusal:
@@ -121,30 +130,37 @@ class WireClient(Closing):
         assert self.jobs.poll(TIMEOUT_S * 1000), "the daemon did not reply"
         return codec.decode_reply(self.jobs.recv())
 
-    def ask(self, request: m.AnyRequest, expected: type[R]) -> R:
+    def request(self, what: m.AnyRequest | type[m.AnyRequest], *fields: Any, **named: Any) -> m.AnyRequest:
+        """A request of this kind with a new id and this session's token; one that is made already as it is."""
+        return what(self.next_id(), self.token, *fields, **named) if isinstance(what, type) else what
+
+    def ask(self, what: m.AnyRequest | type[m.AnyRequest], *fields: Any, **named: Any) -> Any:
+        """Send a ``request``; its reply, of the type that is declared at it."""
+        request = self.request(what, *fields, **named)
         reply = self.raw(codec.encode(request))
-        assert isinstance(reply, expected), reply
+        assert isinstance(reply, m.EXCHANGES[type(request)].answer), reply
         assert reply.request_id == request.request_id
         return reply
 
-    def refused(self, request: m.AnyRequest) -> m.Error | m.Refusal:
-        """Why a request is refused, or the one job of a Submit."""
+    def refused(self, what: m.AnyRequest | type[m.AnyRequest], *fields: Any, **named: Any) -> m.Error | m.Refusal:
+        """Why a ``request`` is refused, or the one job of a Submit."""
+        request = self.request(what, *fields, **named)
         reply = self.raw(codec.encode(request))
         assert reply.request_id == request.request_id
         return refusal_of(reply)
 
-    def send(self, request: m.AnyRequest) -> None:
+    def send(self, what: m.AnyRequest | type[m.AnyRequest], *fields: Any, **named: Any) -> m.AnyRequest:
+        """Send a ``request``, which is returned, and do not wait for its reply."""
+        request = self.request(what, *fields, **named)
         self.jobs.send(codec.encode(request))
+        return request
 
     def hello(self, role: m.Role) -> m.Welcome:
-        return self.ask(m.Hello(self.next_id(), self.token, PROTOCOL_VERSION, role, "test", "wire"), m.Welcome)
+        return self.ask(m.Hello, PROTOCOL_VERSION, role, "test", "wire")
 
     def open_namespace(self, fingerprint: bytes = NAMESPACE, world_size: int = 1, groups: int = 1) -> None:
         specs = [m.GroupSpec("full", 16)] * groups
-        self.ask(
-            m.OpenNamespace(self.next_id(), self.token, fingerprint, "test", world_size, 32, specs, "{}"),
-            m.NamespaceOpened,
-        )
+        self.ask(m.OpenNamespace, fingerprint, "test", world_size, 32, specs, "{}")
 
     def register(
         self,
@@ -161,23 +177,39 @@ class WireClient(Closing):
         registration_id = os.urandom(16)
         blocks = memory.size_bytes // page_bytes
         self.ask(
-            m.Register(
-                self.next_id(),
-                self.token,
-                fingerprint,
-                registration_id,
-                rank,
-                blocks_per_key,
-                [MemfdHandle(segment_id, memory.size_bytes)],
-                [TensorLayout(0, 0, page_bytes, blocks)],
-                [[PageRef(0, page_bytes)]],
-            ),
-            m.Registered,
+            m.Register,
+            fingerprint,
+            registration_id,
+            rank,
+            blocks_per_key,
+            [MemfdHandle(segment_id, memory.size_bytes)],
+            [TensorLayout(0, 0, page_bytes, blocks)],
+            [[PageRef(0, page_bytes)]],
         )
         return registration_id
 
+    # --- lookups and jobs ------------------------------------------------------------------------
+
     def lease(self, number: int) -> int:
         return (self.session_id << 32) + number
+
+    def lookup(self, number: int, blob: bytes, fingerprint: bytes = NAMESPACE, group: int = 0) -> m.LookupReply:
+        """Look keys up under the lease of this number."""
+        found: m.LookupReply = self.ask(m.Lookup, fingerprint, self.lease(number), [m.GroupKeys(group, blob)])
+        return found
+
+    def release(self, *numbers: int) -> int:
+        """End leases; how many there were."""
+        ended: m.Done = self.ask(m.Release, [self.lease(number) for number in numbers])
+        return ended.count
+
+    def store(self, registration: bytes, job: int, blob: bytes, block_ids: bytes, first_block: int = 0) -> m.JobResult:
+        return self.result(m.Submit, registration, [store_of(job, blob, block_ids, first_block)])
+
+    def load(
+        self, registration: bytes, job: int, lease: int, blob: bytes, block_ids: bytes, first_block: int = 0
+    ) -> m.JobResult:
+        return self.result(m.Submit, registration, [], [load_of(job, lease, blob, block_ids, first_block)])
 
     # --- events --------------------------------------------------------------------------------
 
@@ -190,13 +222,14 @@ class WireClient(Closing):
         _, _, payload = self.events.recv_multipart()
         return codec.decode_completions(payload)
 
-    def result(self, request: m.Submit) -> m.JobResult:
+    def result(self, what: m.Submit | type[m.Submit], *fields: Any, **named: Any) -> m.JobResult:
         """Send a job and return its result, by asking: a subscription just made may miss the first message."""
+        request = self.request(what, *fields, **named)
         (job,) = (*request.stores, *request.loads)
         self.send(request)
 
         def result() -> m.JobResult | None:
-            reply = self.ask(m.Replay(self.next_id(), self.token, 0), m.ReplayReply)
+            reply = self.ask(m.Replay, 0)
             results = (result for batch in reply.batches for result in batch.results)
             return next((result for result in results if result.job_id == job.job_id), None)
 
@@ -212,4 +245,4 @@ class WireClient(Closing):
 def stats(directory: Path) -> m.StatsReply:
     """The daemon's statistics, over a session of their own."""
     with WireClient(directory, m.Role.ADMIN) as admin:
-        return admin.ask(m.Stats(admin.next_id(), admin.token), m.StatsReply)
+        return admin.ask(m.Stats)
