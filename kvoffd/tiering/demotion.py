@@ -13,7 +13,7 @@ from kvoffd.tiers.tier import AskedTier, Tier, TierResult
 
 MAX_WRITING_BYTES = 16 * 2**20
 """Bound on the bytes that are being written, beside a sixteenth of the pool."""
-MAX_AT_ONCE = 512
+MAX_LOOKED_AT = 512
 """Blocks that wait, or that a lookup found, that are looked at in one go."""
 MAX_BEGUN = 64
 """Blocks whose writing is begun in one go."""
@@ -152,8 +152,8 @@ class Demoter:
         if self.mode not in self._modes_of_use or not blocks:
             return
         index = self._tier.index(blocks[0].namespace.fingerprint, blocks[0].group)
-        self._waiting.update(dict.fromkeys([block for block in blocks[:MAX_AT_ONCE] if block.key not in index]))
-        self._waiting.update(dict.fromkeys(blocks[MAX_AT_ONCE:]))  # looked at when it is their turn
+        self._waiting.update(dict.fromkeys([block for block in blocks[:MAX_LOOKED_AT] if block.key not in index]))
+        self._waiting.update(dict.fromkeys(blocks[MAX_LOOKED_AT:]))  # looked at when it is their turn
 
     def stop(self) -> None:
         """Begin nothing any more."""
@@ -211,7 +211,7 @@ class Demoter:
         for blocks in (self._waiting, self._cold):
             if blocks is self._cold and self.mode is WriteMode.REUSE and not self._idle():
                 return
-            for block in list(islice(blocks, MAX_AT_ONCE)):
+            for block in list(islice(blocks, MAX_LOOKED_AT)):
                 blocks.pop(block, None)
                 if block.state is BlockState.READY and not self._in_tier(block):
                     yield block

@@ -27,11 +27,10 @@ MISSES = {
 """What a promotion's failure is to those that asked; any other is the disk's failure."""
 MAX_PROMOTING_BYTES = 2**30
 """Bound on the pool bytes that promotions hold, beside an eighth of the pool."""
-MAX_AT_ONCE, BEGUN_PER_END = 64, 16
+MAX_BEGUN, BEGUN_PER_END = 64, 16
 """Blocks that are begun in one go, and when one has ended and less than half of what may be is under way. Otherwise
-they wait for the next go: to make room for a few takes as long as for many."""
-MAX_BATCH = 64
-"""Blocks whose slots are taken together, so that neighbours in the queue are neighbours in the pool."""
+they wait for the next go: to make room for a few takes as long as for many. Their slots are taken together, so that
+neighbours in the queue are neighbours in the pool."""
 SPEED_SAMPLE_S = 0.05
 """Reading is timed over at least this long."""
 OLD_SPEED_WEIGHT = 0.7
@@ -209,10 +208,10 @@ class Promoter:
         for group in range(len(namespace.groups)):
             self._requests.pop((namespace, group), None)
 
-    def pump(self, most: int = MAX_AT_ONCE) -> None:
+    def pump(self, most: int = MAX_BEGUN) -> None:
         """Begin what may begin now, of very much a part."""
         while self._queue and not self._stopped and most > 0:
-            batch, namespace, group = self._next_batch(min(most, MAX_BATCH))
+            batch, namespace, group = self._next_batch(most)
             if not batch:
                 return
             most -= len(batch)

@@ -7,7 +7,7 @@ import pytest
 from kvoffd.cache import cache as cache_module
 from kvoffd.cache.namespace import BlockState, MissReason, Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.promotion import BEGUN_PER_END, MAX_AT_ONCE
+from kvoffd.tiering.promotion import BEGUN_PER_END, MAX_BEGUN
 from kvoffd.tiers.tier import TierResult
 from kvoffd_proto.messages import ABSENT, PENDING, READY, WRITING, GroupSpec
 from tests.support.cache_harness import SLOT_UNIT, begin_store, keys_of, made
@@ -219,15 +219,15 @@ def test_who_wants_much_leaves_room_and_its_turn_to_who_wants_little() -> None:
 
 
 def test_of_very_much_that_is_asked_for_a_part_is_begun_at_once_and_more_with_each_end() -> None:
-    most = 3 * MAX_AT_ONCE
+    most = 3 * MAX_BEGUN
     rig = TieringHarness(settings=QUIET, regions=4 * most)
     space = rig.open()
     rig.put_in_tier(space, keys_of(*range(most)))
     assert rig.states(space, keys_of(*range(most))) == [PENDING] * most
     rig.tiering.pump()
-    assert len(rig.tier.jobs) == MAX_AT_ONCE
+    assert len(rig.tier.jobs) == MAX_BEGUN
     rig.tier.end(next(iter(rig.tier.jobs)), rig.clock())
-    assert len(rig.tier.jobs) == MAX_AT_ONCE - 1 + BEGUN_PER_END
+    assert len(rig.tier.jobs) == MAX_BEGUN - 1 + BEGUN_PER_END
     rig.tier.end_all(rig.clock())
     assert rig.states(space, keys_of(*range(most))) == [READY] * most
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.demotion import DAY_S, MAX_AT_ONCE, MIN_SWEPT_BLOCKS, WriteBudget
+from kvoffd.tiering.demotion import DAY_S, MAX_LOOKED_AT, MIN_SWEPT_BLOCKS, WriteBudget
 from kvoffd.tiers.tier import TierResult
 from tests.support.cache_harness import SLOT_UNIT, begin_store, keys_of, made
 from tests.support.invariants import check_invariants
@@ -265,15 +265,15 @@ def test_a_block_larger_than_what_may_be_saved_is_written_and_paid_off() -> None
 
 
 def test_of_very_many_that_wait_only_some_are_looked_at_at_once() -> None:
-    rig = TieringHarness(settings=TieringSettings(mode=WriteMode.ALWAYS), regions=2 * MAX_AT_ONCE)
+    rig = TieringHarness(settings=TieringSettings(mode=WriteMode.ALWAYS), regions=2 * MAX_LOOKED_AT)
     space = rig.open()
     rig.engines_busy = True
-    rig.put(space, keys_of(*range(3 * MAX_AT_ONCE)))
+    rig.put(space, keys_of(*range(3 * MAX_LOOKED_AT)))
     for _ in rig.cache.clear(space):
         pass
     rig.put(space, keys_of(9999))
     rig.engines_busy = False
-    for left in (2 * MAX_AT_ONCE + 1, MAX_AT_ONCE + 1, 1, 0):
+    for left in (2 * MAX_LOOKED_AT + 1, MAX_LOOKED_AT + 1, 1, 0):
         assert not rig.tier.jobs
         rig.tiering.pump()
         assert rig.tiering.demoter.waiting_blocks == left
