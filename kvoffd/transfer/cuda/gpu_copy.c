@@ -81,6 +81,11 @@ static int fail(struct gpu_copying *c, int call, int status)
     return status;
 }
 
+static int copy_one(struct gpu_copying *c, CUdeviceptr to, CUdeviceptr from, size_t size)
+{
+    return fail(c, COPY, c->copy(to, from, size, c->stream));
+}
+
 /* Copies what is in `to`, `from` and `sizes`. */
 static int copy_many(struct gpu_copying *c, uint64_t count)
 {
@@ -99,15 +104,11 @@ static int copy_many(struct gpu_copying *c, uint64_t count)
         }
     }
     /* Copying a piece twice does no harm, so it does not matter how far the batch came. */
-    for (uint64_t i = 0; i < count; i++) {
-        int error = c->copy(c->to[i], c->from[i], c->sizes[i], c->stream);
-        if (error)
-            return fail(c, COPY, error);
-    }
-    if (status) { /* single copies do work, so it was the batch */
-        c->refused_call = BATCH, c->refused = status;
-        c->use_batch = 0;
-    }
+    for (uint64_t i = 0; i < count; i++)
+        if (copy_one(c, c->to[i], c->from[i], c->sizes[i]))
+            return 1;
+    if (status) /* single copies do work, so it was the batch */
+        c->refused_call = BATCH, c->refused = status, c->use_batch = 0;
     return 0;
 }
 
@@ -121,13 +122,10 @@ static int copy_by_kernel(struct gpu_copying *c, struct piece *table, uint64_t c
         c->taken++;
         return 0;
     }
-    for (uint64_t i = 0; i < count; i++) {
-        int error = c->copy(table[i].to, table[i].from, table[i].size, c->stream);
-        if (error)
-            return fail(c, COPY, error);
-    }
-    c->refused_call = LAUNCH, c->refused = status; /* as with a batch */
-    c->kernel = 0;
+    for (uint64_t i = 0; i < count; i++)
+        if (copy_one(c, table[i].to, table[i].from, table[i].size))
+            return 1;
+    c->refused_call = LAUNCH, c->refused = status, c->kernel = 0; /* as with a batch */
     return 0;
 }
 
@@ -161,10 +159,8 @@ static int launch_step(struct gpu_copying *c, struct pace *p)
         } else if (c->use_batch && pinned && size < c->plain_bytes) {
             c->to[count] = to, c->from[count] = from, c->sizes[count++] = size;
             run_end = 0;
-        } else {
-            int status = c->copy(to, from, size, c->stream);
-            if (status)
-                return fail(c, COPY, status);
+        } else if (copy_one(c, to, from, size)) {
+            return 1;
         }
         nbytes += size;
         c->piece_done += size;
