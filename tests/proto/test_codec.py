@@ -1,4 +1,7 @@
-"""The codec takes every message apart as it was put together, and refuses everything else with CodecError."""
+"""The codec takes every message apart as it was put together, and refuses everything else with CodecError.
+
+What becomes of any bytes, and of messages of which some bytes are changed, tests/fuzz has.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import Meta, Struct
 
-from kvoffd_proto import codec, handles, lifeline
+from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import CodecError, decode_completions, decode_reply, decode_request, encode, request_id_of
 from kvoffd_proto.wire import fields_of
 
 REQUESTS = tuple(m.EXCHANGES)
 REPLIES = m.REPLIES
-DECODERS = (decode_request, decode_reply, decode_completions)
 
 
 def bound(metas: list[Meta], name: str, otherwise: int) -> int:
@@ -93,15 +95,6 @@ def test_completions_come_back_as_they_were_published(message: m.Completions) ->
     assert decode_completions(encode(message)) == message
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.binary(max_size=200))
-def test_garbage_is_refused_with_codec_error_only(frame: bytes) -> None:
-    for decode in DECODERS:
-        with pytest.raises(CodecError):
-            decode(frame)
-    assert 0 <= request_id_of(frame) < 2**63
-
-
 @quick
 @given(a_request, st.data())
 def test_a_truncated_frame_is_refused(message: m.AnyRequest, data: st.DataObject) -> None:
@@ -116,17 +109,6 @@ def test_a_truncated_frame_is_refused(message: m.AnyRequest, data: st.DataObject
 def test_bytes_behind_the_message_are_refused(message: m.AnyRequest, rest: bytes) -> None:
     with pytest.raises(CodecError):
         decode_request(encode(message) + rest)
-
-
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(a_request, st.data())
-def test_a_flipped_byte_gives_a_message_or_codec_error(message: m.AnyRequest, data: st.DataObject) -> None:
-    frame = bytearray(encode(message))
-    frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
-    try:
-        decode_request(bytes(frame))
-    except CodecError:
-        pass  # the one thing that may happen besides a message of other values
 
 
 def wire(*parts: object) -> bytes:
@@ -215,43 +197,7 @@ def test_a_lifeline_frame_of_an_impossible_length_is_refused_before_it_arrives(s
         lifeline.FrameBuffer().feed(size.to_bytes(lifeline.LENGTH_BYTES, "little"))
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.binary(max_size=100))
-def test_lifeline_garbage_is_refused_with_lifeline_error_only(body: bytes) -> None:
-    for decode in (lifeline.decode_from_client, lifeline.decode_from_daemon):
-        with pytest.raises(lifeline.LifelineError):
-            decode(body)
-    try:
-        lifeline.FrameBuffer().feed(body)
-    except lifeline.LifelineError:
-        pass  # most lengths are impossible
-
-
 def test_deeply_nested_lifeline_garbage_is_refused() -> None:
     for decode in (lifeline.decode_from_client, lifeline.decode_from_daemon):
         with pytest.raises(lifeline.LifelineError):
             decode(b"\x91" * (lifeline.MAX_FRAME_BYTES - 1))
-
-
-@pytest.mark.parametrize(
-    "handle",
-    [
-        handles.MemfdHandle(1, 4096),
-        handles.CudaIpcHandle(b"h" * 64, 4096, b"u" * 16),
-        handles.CudaVmmHandle([1, 2], [4096, 8192], b"u" * 16),
-    ],
-    ids=lambda handle: type(handle).__name__,
-)
-def test_every_kind_of_handle_travels_in_a_registration(handle: handles.Handle) -> None:
-    request = m.Register(
-        1,
-        TOKEN,
-        FINGERPRINT,
-        b"r" * 16,
-        0,
-        1,
-        [handle],
-        [handles.TensorLayout(0, 0, 64, 8)],
-        [[handles.PageRef(0, 64)]],
-    )
-    assert decode_request(encode(request)) == request
