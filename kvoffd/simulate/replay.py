@@ -76,8 +76,8 @@ class CountedSlots:
     mark_all_ready = note_namespace = mark_all_writing
 
 
-class _Silence:
-    """A listener."""
+class Silence:
+    """A listener to which nothing is worth a word."""
 
     def stored(self, namespace: Namespace, group: int, keys: list[bytes]) -> None:
         """Nobody is told."""
@@ -95,7 +95,7 @@ def replay(trace: Trace, policy: str, blocks: int, note: Callable[[int], None] =
     ``note`` is told now and then how many accesses more are done.
     """
     slots = cast(Pool, CountedSlots(blocks))
-    cache = BlockCache(slots, make_policy(policy, slots.pool_bytes), _Silence(), lambda: 0.0)
+    cache = BlockCache(slots, make_policy(policy, slots.pool_bytes), Silence(), lambda: 0.0)
     groups = [GroupSpec("full", trace.tokens_per_block)]
     namespace, _ = cache.open_namespace(bytes(32), trace.name, 1, KEY_BYTES, groups, "{}")
     cache.set_shard_bytes(namespace, 0, [BLOCK_BYTES])

@@ -20,6 +20,7 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.policies import DEFAULT_POLICY, make_policy
 from kvoffd.pool.pool import Pool
 from kvoffd.server.daemon import GC_THRESHOLDS
+from kvoffd.simulate.replay import Silence
 from kvoffd.system.limits import MemoryLimit
 from kvoffd_proto.messages import READY, GroupSpec
 from tests.bench.scale.load import KEY_BYTES, SLOT_BYTES, TOKENS, Part, Requests, keys_of
@@ -30,19 +31,6 @@ SAMPLES = 300
 """Lookups, and stores."""
 FILLED_HOLES = 2000
 """Objects of each size that fill what others left free, so that no block is found there."""
-
-
-class Silence:
-    """A listener to which nothing is worth a word."""
-
-    def stored(self, namespace: Namespace, group: int, keys: list[bytes]) -> None:
-        """Nobody is told."""
-
-    def removed(self, namespace: Namespace, group: int, keys: list[bytes]) -> None:
-        """Nobody is told."""
-
-    def cleared(self, namespace: Namespace) -> None:
-        """Nobody is told."""
 
 
 class Books:
