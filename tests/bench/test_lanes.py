@@ -17,7 +17,11 @@ def test_batches_are_full_and_large_pieces_are_copied_alone() -> None:
     assert measure(2, 256 * KIB, 3)["pieces_per_call"] == 1
 
 
-def test_bench_copy_shows_the_ceiling_without_a_daemon(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_copy_shows_the_ceiling_without_a_daemon(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffd_client.bench.lanes.ROUNDS", 1)
+    monkeypatch.setattr("kvoffd_client.bench.lanes.TRANSFERS", 100)
     options = ["bench", "copy", "--lanes", "2", "--piece-size", "64KiB", "--json"]
     assert main(options) == 0
     (result,) = json.loads(capsys.readouterr().out)["results"]

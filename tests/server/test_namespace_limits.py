@@ -17,7 +17,7 @@ from kvoffd_proto.messages import NamespaceLimits
 from tests.support.daemon import DaemonProcess
 
 PAGE = 16384
-KEYS = [number.to_bytes(32, "big") for number in range(1000)]
+KEYS = [number.to_bytes(32, "big") for number in range(350)]
 
 
 def test_limits_hold_are_shown_and_outlive_the_daemon(pool_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,7 +55,7 @@ def test_limits_hold_are_shown_and_outlive_the_daemon(pool_file: Path, capsys: p
             assert problem in cli("namespace", "set", "flood", *words, status=2)
             assert listed("flood")["limits"] == {"minimum_bytes": 0, "maximum_bytes": None, "weight": None}
         assert "No open namespace" in cli("namespace", "set", "other", "--min", "1MiB", status=2)
-        store("flood", 10, 900)
+        store("flood", 10, 300)
         assert listed("polite")["ready_bytes"] == 192 * PAGE
         cli("namespace", "set", "flood", "--max", "2MiB", "--weight", "1.5")
         store("flood", 0, 10)
