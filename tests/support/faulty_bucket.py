@@ -16,7 +16,7 @@ class FaultyBucket(ServerThread):
     """Has the objects of one bucket, until a test sets a fault.
 
     Attributes:
-        objects: by path.
+        values: the objects, by path.
         delay_s: time that it takes before each answer.
         spoil: changes an object on its way to a client.
         cut_after: bytes of an object after which it closes the connection.
@@ -27,7 +27,7 @@ class FaultyBucket(ServerThread):
     """
 
     def __init__(self) -> None:
-        self.objects: dict[str, bytes] = {}
+        self.values: dict[str, bytes] = {}
         self.delay_s = 0.0
         self.spoil: Callable[[bytes], bytes] = bytes
         self.cut_after: int | None = None
@@ -83,18 +83,18 @@ class FaultyBucket(ServerThread):
                 elif self.command == "PUT" and bucket.write_error is not None:
                     self.refuse(*bucket.write_error)
                 elif self.command == "PUT":
-                    bucket.objects[path] = body
+                    bucket.values[path] = body
                     self.answer(200)
                 elif self.command == "POST":
                     gone = re.findall(rb"<Key>(.*?)</Key>", body)
                     for key in gone:
-                        bucket.objects.pop(f"{path.rstrip('/')}/{key.decode()}", None)
+                        bucket.values.pop(f"{path.rstrip('/')}/{key.decode()}", None)
                     deleted = b"".join(b"<Deleted><Key>%s</Key></Deleted>" % key for key in gone)
                     self.answer(200, b"<DeleteResult>%s</DeleteResult>" % deleted)
-                elif path not in bucket.objects:
+                elif path not in bucket.values:
                     self.refuse(404, "NoSuchKey")
                 else:
-                    self.answer(200, bucket.spoil(bucket.objects[path]))
+                    self.answer(200, bucket.spoil(bucket.values[path]))
 
             do_GET = do_HEAD = do_PUT = do_POST = serve
 

@@ -1,4 +1,4 @@
-"""What any tier that is asked must do, over whatever server. Make a subclass with a fixture ``url``."""
+"""What any tier that is asked must do, over whatever server, and over one that breaks as it is told."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 from kvoffd.tiers.shared.object_format import generation_key
 from kvoffd.tiers.shared.store import Credentials, open_store
 from kvoffd.tiers.tier import Answer, TierResult
+from tests.support.faulty_bucket import FaultyBucket
+from tests.support.faulty_store import FaultyStore
 from tests.tiers.shared_rig import ONE, OTHER, SharedRig, key_of
 
 DONE = TierResult.DONE
@@ -17,7 +19,7 @@ Nodes = Callable[[], SharedRig]
 
 
 class SharedConformance:
-    """Two nodes write and read over one server, that has nothing at first."""
+    """Two nodes write and read over one server, that has nothing at first. Has the fixture ``url``."""
 
     most_asked = 5000
 
@@ -171,6 +173,95 @@ class SharedConformance:
         reads = [rig.begin_read(blocks[0], slot=slot) for slot in range(8, 20)]
         assert rig.close()
         assert all(ended is not None and len(ended) == 1 for ended in reads)
+
+
+LIES: dict[str, Callable[[bytes], bytes]] = {
+    "a bit of the first byte": lambda value: bytes([value[0] ^ 1]) + value[1:],
+    "a bit of the last byte": lambda value: value[:-1] + bytes([value[-1] ^ 1]),
+    "a bit of a checksum": lambda value: value[:104] + bytes([value[104] ^ 1]) + value[105:],
+    "shorter": lambda value: value[:-1],
+    "longer": lambda value: value + b"\0",
+    "longer than the pool": lambda value: value * 1000,
+    "empty": lambda value: b"",
+    "zeros": lambda value: bytes(len(value)),
+}
+
+
+class FaultConformance:
+    """A node over a server that breaks as it is told: a miss, never a wrong byte. Has the fixtures ``double``, ``rig``.
+
+    Attributes:
+        slow_s: an answer that takes so long is late.
+        cut: the kind of error that a connection is which ends in an object.
+    """
+
+    slow_s = 0.04
+    cut = "disconnected"
+
+    @pytest.fixture
+    def double(self) -> FaultyStore | FaultyBucket:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def url(self, double: FaultyStore | FaultyBucket) -> str:
+        return double.url
+
+    @pytest.mark.parametrize("lie", LIES)
+    def test_what_is_not_the_block_is_a_miss_and_is_removed(
+        self, double: FaultyStore | FaultyBucket, rig: SharedRig, lie: str
+    ) -> None:
+        block = rig.block(1, (5000, 300))
+        rig.store(block)
+        double.spoil = LIES[lie]
+        assert rig.load(block) is TierResult.CORRUPT
+        assert rig.tier.counters.mismatches == 1
+        assert rig.kinds == {"mismatch": 1}
+        rig.until(lambda: not double.values)
+        assert rig.ask(block) == [Answer.NO], "it is not asked for again soon"
+
+    @pytest.mark.parametrize("cut_after", [0, 3, 40, 2000])
+    def test_a_connection_cut_in_a_value_is_a_miss_and_others_go_on(
+        self, double: FaultyStore | FaultyBucket, rig: SharedRig, cut_after: int
+    ) -> None:
+        block, other = rig.block(1), rig.block(2)
+        rig.store(block, rig.block(2))
+        double.cut_after = cut_after
+        assert rig.load(block) is TierResult.FAILED
+        double.cut_after = None
+        assert rig.tier.reachable
+        assert rig.load(other) is DONE
+        assert rig.kinds == {self.cut: 1}
+
+    def test_what_is_gone_between_asking_and_reading_is_a_miss(
+        self, double: FaultyStore | FaultyBucket, rig: SharedRig
+    ) -> None:
+        block = rig.block(1)
+        rig.store(block)
+        assert rig.ask(block) == [Answer.YES]
+        double.values.clear()
+        assert rig.load(block) is TierResult.GONE
+        assert rig.tier.reachable
+
+    def test_slow_answers_are_misses_at_their_deadline_and_open_the_breaker(
+        self, double: FaultyStore | FaultyBucket
+    ) -> None:
+        rig = SharedRig(double.url, ask_deadline_s=self.slow_s / 2).reachable()
+        rig.store(block := rig.block(1))
+        rig.tier.remove_namespace(ONE)
+        double.delay_s = self.slow_s
+        times = []
+        while rig.tier.reachable:
+            started = time.monotonic()
+            assert rig.ask(rig.block(10 + len(times))) != [Answer.YES]
+            times.append(time.monotonic() - started)
+        assert min(times) < self.slow_s / 2 + 0.1  # others may find a busy machine
+        rig.tier.ask(1, ONE, 0, [5000], [b"k" * 32], prefix=True)
+        assert rig.tier.answers(ONE, 0, [b"k" * 32]) == [Answer.UNKNOWN], "an open breaker asks nothing"
+        double.delay_s = 0.0
+        rig.until(lambda: rig.tier.reachable, 5.0)
+        rig.block(1)
+        rig.until(lambda: rig.load(block) is DONE)
+        assert rig.close()
 
 
 def _bytes_of(rig: SharedRig, number: int, length: int) -> bytes:

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import itertools
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from kvoffd.tiers.tier import Answer, TierResult
 from tests.support.faulty_bucket import FaultyBucket
 from tests.support.s3_server import S3Server, needs_moto
 from tests.support.waiting import wait_until
-from tests.tiers.shared_conformance import SharedConformance
+from tests.tiers.shared_conformance import FaultConformance, SharedConformance
 from tests.tiers.shared_rig import ONE, SharedRig, key_of
 
 pytest.importorskip("obstore")
@@ -52,18 +51,6 @@ class TestS3(SharedConformance):
         return server.url
 
 
-class TestDouble(SharedConformance):
-    most_asked = 128
-
-    @pytest.fixture
-    def url(self) -> Iterator[str]:
-        with FaultyBucket() as bucket:
-            yield bucket.url
-
-
-# --- the double, told to break ----------------------------------------------------------------------
-
-
 @pytest.fixture
 def bucket() -> Iterator[FaultyBucket]:
     with FaultyBucket() as running:
@@ -77,35 +64,17 @@ def rig(bucket: FaultyBucket) -> Iterator[SharedRig]:
     assert rig.close()
 
 
-LIES: dict[str, Callable[[bytes], bytes]] = {
-    "a bit of the first byte": lambda value: bytes([value[0] ^ 1]) + value[1:],
-    "a bit of the last byte": lambda value: value[:-1] + bytes([value[-1] ^ 1]),
-    "shorter": lambda value: value[:-1],
-    "empty": lambda value: b"",
-    "longer than the pool": lambda value: value * 1000,
-}
+class TestDouble(FaultConformance, SharedConformance):
+    most_asked = 128
+    slow_s = 0.5
+    cut = "unreachable"
+
+    @pytest.fixture
+    def double(self, bucket: FaultyBucket) -> FaultyBucket:
+        return bucket
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_what_is_not_the_block_is_a_miss_and_is_removed(bucket: FaultyBucket, rig: SharedRig, lie: str) -> None:
-    block = rig.block(1, (5000, 300))
-    rig.store(block)
-    bucket.spoil = LIES[lie]
-    assert rig.load(block) is TierResult.CORRUPT
-    assert rig.kinds == {"mismatch": 1}
-    rig.until(lambda: not bucket.objects)
-
-
-@pytest.mark.parametrize("cut_after", [0, 40, 2000])
-def test_a_connection_cut_in_an_object_is_a_miss(bucket: FaultyBucket, rig: SharedRig, cut_after: int) -> None:
-    block, other = rig.block(1), rig.block(2)
-    rig.store(block, rig.block(2))
-    bucket.cut_after = cut_after
-    assert rig.load(block) is TierResult.FAILED
-    bucket.cut_after = None
-    rig.until(lambda: rig.tier.reachable, 5.0)
-    rig.block(2)
-    rig.until(lambda: rig.load(other) is DONE)
+# --- the double, told to break as no other can ------------------------------------------------------
 
 
 CHUNKS: dict[str, Callable[[bytes], Iterator[bytes]]] = {
@@ -140,37 +109,11 @@ def test_an_object_of_another_length_than_it_says_is_a_miss_and_is_not_received_
 
 def test_a_generation_of_another_length_than_it_says_is_none(bucket: FaultyBucket, rig: SharedRig) -> None:
     (block,) = rig.store_some(1)
-    bucket.objects[f"/bucket/ge/{generation_key(ONE).decode()}"] = b"5"
+    bucket.values[f"/bucket/ge/{generation_key(ONE).decode()}"] = b"5"
     bucket.chunks = lambda value: [value, b"7"]
     rig.until(lambda: rig.ask_anew(block) == [Answer.NO] and bool(rig.kinds))
     assert rig.kinds.keys() == {"generation"}
     assert rig.tier.generation(ONE) == 0
-
-
-def test_what_expires_between_asking_and_reading_is_a_miss(bucket: FaultyBucket, rig: SharedRig) -> None:
-    block = rig.block(1)
-    rig.store(block)
-    assert rig.ask(block) == [Answer.YES]
-    bucket.objects.clear()
-    assert rig.load(block) is TierResult.GONE
-    assert rig.tier.reachable
-
-
-def test_slow_answers_are_misses_at_their_deadline_and_open_the_breaker(bucket: FaultyBucket) -> None:
-    rig = SharedRig(bucket.url, ask_deadline_s=0.05).reachable()
-    rig.store(block := rig.block(1))
-    bucket.delay_s = 0.5
-    times = []
-    while rig.tier.reachable:
-        started = time.monotonic()
-        assert rig.ask(rig.block(10 + len(times))) != [Answer.YES]
-        times.append(time.monotonic() - started)
-    assert min(times) < 0.15
-    bucket.delay_s = 0.0
-    rig.until(lambda: rig.tier.reachable, 5.0)
-    rig.block(1)
-    rig.until(lambda: rig.load(block) is DONE)
-    assert rig.close()
 
 
 @pytest.mark.parametrize(
@@ -293,7 +236,7 @@ def test_a_prefix_costs_few_requests(bucket: FaultyBucket, rig: SharedRig) -> No
     blocks = [block._replace(id=block.id._replace(key=key_of(n))) for n in range(1000)]
     for there, most in ((0, 2), (1, 40), (77, 40), (640, 40), (1000, 2)):
         rig.tier.remove_namespace(ONE)
-        bucket.objects.update(
+        bucket.values.update(
             (f"/bucket/{key_of(n).hex()[:2]}/{object_key(blocks[n].id, 0).decode()}", b"") for n in range(there)
         )
         bucket.requests.clear()
