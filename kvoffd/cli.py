@@ -26,6 +26,7 @@ from kvoffd.config import (
     given_log_format,
     load_config,
 )
+from kvoffd.observe.standard_streams import open_standard_streams
 from kvoffd.settings import did_you_mean
 
 EXIT_REFUSED = 2
@@ -50,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0 is success, 2 a refusal with one sentence on stderr, 130 Ctrl-C; ``serve`` returns what the daemon returns.
     """
+    open_standard_streams()
     parser = make_parser()
     given = parser.parse_args(arguments)
     if given.command is None:

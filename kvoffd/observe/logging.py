@@ -12,11 +12,14 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+from kvoffd.observe.log_writer import LogWriter
+
 # A client chooses some of the texts that are logged, such as its name: it must not be able to forge a line, or to
 # talk to a terminal. Tracebacks become one line the same way.
 _ESCAPES = {code: ascii(chr(code))[1:-1] for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)}
 # The levels of syslog(3), as sd-daemon(3) puts them before a line: without them the journal takes all lines for "info".
 _PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
+STDERR = 2
 RARE_S = 60.0
 """Between two warnings of one kind."""
 
@@ -77,15 +80,15 @@ class RareWarnings:
 
 
 def configure_logging(level: str, log_format: str, stream: TextIO | None = None) -> None:
-    """Send the records of all loggers from ``level`` up to ``stream`` (stderr where None), replacing other handlers.
+    """Send the records of all loggers from ``level`` up to ``stream``, replacing other handlers.
 
     Args:
         level: One of ``kvoffd.config.LOG_LEVELS``.
         log_format: One of ``kvoffd.config.LOG_FORMATS``.
-        stream: Where to write.
+        stream: Where to write; stderr where None, which whoever logs does not wait for.
     """
+    handler = LogWriter(STDERR) if stream is None else logging.StreamHandler(stream)
     stream = stream if stream is not None else sys.stderr
-    handler = logging.StreamHandler(stream)
     handler.setFormatter(_formatter(JsonFormatter() if log_format == "json" else TextFormatter(), stream, os.environ))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 

@@ -79,7 +79,7 @@ GC_THRESHOLDS = (10_000, 10, 2**31 - 1)
 
 
 def run(config: Config) -> int:
-    """Serve until SIGTERM or SIGINT, then return 0. Raises KvoffdError with a sentence when it cannot start."""
+    """Serve until SIGTERM, SIGINT or SIGHUP, then return 0. Raises KvoffdError with a sentence when it cannot start."""
     log_what_python_prints()
     native()  # fails now, or after minutes of touching the pool
     os.umask(0o007)
@@ -119,8 +119,9 @@ class Daemon:
     async def serve(self) -> None:
         """Start, serve until told to stop, stop. Raises KvoffdError when it cannot start."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup(1) has it
+                loop.add_signal_handler(number, self._stop.set)
         # Read before the pool is touched, which may take minutes.
         admin_keys = AdminKeys.read(self._config) if self._config.admin_address else None
         self._shared_stores = shared_stores(self._config)

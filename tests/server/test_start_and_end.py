@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import re
 import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -22,7 +24,7 @@ import pytest
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server.daemon import Daemon
-from kvoffd_client import SharedMemory
+from kvoffd_client import AdminClient, SharedMemory
 from kvoffd_proto import messages as m
 from kvoffd_proto.sockets import SocketPaths
 from kvoffd_proto.units import parse_size
@@ -96,6 +98,65 @@ def test_sigterm_removes_the_sockets_and_ends_with_success(daemon):
     assert daemon.log.rstrip().endswith("Stopped.")
     paths = SocketPaths(daemon.directory)
     assert not any(path.exists() for path in (paths.jobs, paths.events, paths.lifeline))
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["terminal", "nohup"])
+def test_a_terminal_that_is_closed_ends_the_daemon_in_good_order_unless_it_is_told_otherwise(
+    tmp_path: Path, ignored: bool
+) -> None:
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        daemon = DaemonProcess().start()
+    finally:
+        signal.signal(signal.SIGHUP, handler)
+    with closing(daemon):
+        daemon.process.send_signal(signal.SIGHUP)
+        if ignored:
+            with AdminClient(daemon.directory) as admin:
+                assert admin.health().healthy
+            assert daemon.stop() == 0
+        else:
+            assert daemon.process.wait(20) == 0
+            assert not SocketPaths(daemon.directory).jobs.exists()
+
+
+def test_a_daemon_whose_standard_streams_are_closed_serves_and_ends() -> None:
+    class Closed(DaemonProcess):
+        @property
+        def program(self) -> list[str]:
+            return ["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh", *super().program]
+
+    with Closed() as daemon, AdminClient(daemon.directory) as admin:
+        opened = [os.readlink(f"/proc/{daemon.pid}/fd/{fd}") for fd in range(3)]
+        assert opened == [os.devnull] * 3
+        assert admin.health().healthy
+        admin.close()
+        assert daemon.stop() == 0
+
+
+def test_a_log_that_nobody_reads_keeps_no_client_waiting() -> None:
+    """As where the program that takes a container's log stands still."""
+    read_end, write_end = os.pipe()
+    fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, 4096)
+
+    class Unread(DaemonProcess):
+        @property
+        def program(self) -> list[str]:
+            return ["sh", "-c", f'exec "$@" 2>/dev/fd/{write_end}', "sh", *super().program]
+
+        @property
+        def pass_fds(self) -> tuple[int, ...]:
+            return (write_end,)
+
+    try:
+        with Unread() as daemon:
+            for _ in range(40):  # each leaves two lines
+                with WireClient(daemon.directory) as client:
+                    client.open_namespace()
+            assert daemon.stop() == 0
+    finally:
+        os.close(read_end)
+        os.close(write_end)
 
 
 def test_more_memory_than_there_is_is_refused_with_both_numbers(tmp_path):
