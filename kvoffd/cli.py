@@ -69,15 +69,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(config: Config) -> int:
     """Run the daemon until it is told to stop; return its exit status."""
-    from kvoffd.errors import KvoffdError
+    from kvoffd.errors import KvoffdError, NoMoreThreads
     from kvoffd.observe.logging import configure_logging
     from kvoffd.server.daemon import run
 
-    configure_logging(config.log_level, config.log_format)
     try:
+        configure_logging(config.log_level, config.log_format)
         return run(config)
     except KvoffdError as error:
         return _refuse(str(error), config.log_format)
+    except RuntimeError as error:
+        if str(error) != "can't start new thread":
+            raise
+        return _refuse(str(NoMoreThreads()), config.log_format)
 
 
 def simulate(given: argparse.Namespace) -> int:

@@ -321,6 +321,8 @@ def load_config(
         for setting in SETTINGS:
             if setting.name in layer:
                 given, source = layer[setting.name]
+                if not is_utf8(given):
+                    raise ConfigError(f"{setting.name} ({source}): what is given is not UTF-8; choose another name.")
                 try:
                     values[setting.field_name] = setting.kind.parse(given)
                 except ValueError as error:
@@ -329,6 +331,15 @@ def load_config(
     config = dataclasses.replace(Config(), **values)  # type: ignore[arg-type]
     _check_together(config, sources)
     return LoadedConfig(config, sources)
+
+
+def is_utf8(given: object) -> bool:
+    """Whether it is text, as names of files need not be: no client could be told one that is not."""
+    try:
+        "".join(map(str, given if isinstance(given, list) else [given])).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def given_log_format(

@@ -105,3 +105,13 @@ class NotReady(KvoffdError):
         self.group = group
         self.missing = missing
         """Indices of those keys in the request, ascending."""
+
+
+class NoMoreThreads(KvoffdError):
+    """The kernel gives this process no more threads."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The daemon gets no more threads, of which processes beside it may have too many: see pids.max of its "
+            "cgroups, pod_pids_limit of Kubernetes, ulimit -u and the memory that it may have."
+        )

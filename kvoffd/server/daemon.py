@@ -344,7 +344,10 @@ class Daemon:
             started = time.monotonic()
             if checks := scrubber.next_step():
                 slots = [(check.offset, check.length) for check in checks]
-                checksums = await asyncio.to_thread(self._pool.digests, slots)
+                try:
+                    checksums = await asyncio.to_thread(self._pool.digests, slots)
+                except RuntimeError:  # there is no thread for it, and a step is short enough for this one
+                    checksums = self._pool.digests(slots)
                 scrubber.finish_step(checks, checksums)
                 self._transport.wake()
             await asyncio.sleep((time.monotonic() - started) * SCRUB_REST)

@@ -13,12 +13,13 @@ from pathlib import Path
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
-from kvoffd.errors import KvoffdError
+from kvoffd.errors import KvoffdError, NoMoreThreads
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.table_format import digest
 from kvoffd.server.engine_memory import Post
 from kvoffd.server.kept_resets import KeptResets
 from kvoffd.settings import DiskSize
+from kvoffd.system.threads import start
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.manager import TierEvents, TieringManager
 from kvoffd.tiers.disk.disk_tier import DiskTier
@@ -109,8 +110,13 @@ class Disks:
         disk = self._disks[size.directory] = Disk(size)
         # Not one of the executor's threads: those are waited for when the process ends, and a disk may hang.
         name, arguments = f"kvoffd-open-{Path(size.directory).name}", (disk, self._have_tiering())
-        disk.opener = threading.Thread(target=self._open, args=arguments, name=name, daemon=True)
-        disk.opener.start()
+        opener = threading.Thread(target=self._open, args=arguments, name=name, daemon=True)
+        try:
+            start(opener)
+        except NoMoreThreads as error:
+            self._failed(disk, error.message)
+        else:
+            disk.opener = opener
 
     def start(self, open_shared: OpenShared) -> None:
         """Begin to open what the configuration names. Raises KvoffdError."""

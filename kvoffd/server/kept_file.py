@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvoffd.config import Config
+from kvoffd.errors import NoMoreThreads
+from kvoffd.system.threads import start
 
 WRITER_CLOSE_S = 2.0
 
@@ -67,8 +69,12 @@ class KeptFile:
     def write_soon(self, content: Iterable[bytes]) -> None:
         """Write it in a thread, piece by piece as it comes; only while none is being written."""
         assert not self.is_being_written
-        self._writer = threading.Thread(target=self.write, args=(content,), name="kvoffd-kept-file", daemon=True)
-        self._writer.start()
+        writer = threading.Thread(target=self.write, args=(content,), name="kvoffd-kept-file", daemon=True)
+        try:
+            start(writer)
+            self._writer = writer
+        except NoMoreThreads as error:
+            self.error = OSError(error.message)
 
     def write(self, content: Iterable[bytes]) -> None:
         """Write it now; ``error`` says how that went, also where ``content`` raises OSError."""

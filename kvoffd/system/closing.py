@@ -16,9 +16,11 @@ import stat
 import struct
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
-from kvoffd.errors import UnsafeSegment
+from kvoffd.errors import NoMoreThreads, UnsafeSegment
+from kvoffd.system.threads import start
 
 CLOSING_THREADS = 8
 """So many closes may hang before descriptors that are no memory stay open."""
@@ -86,7 +88,8 @@ class Closer:
         """Have the descriptor closed. Returns at once."""
         self._waiting.put(fd)
         if self._waiting.qsize() > WAITING_CLOSES and len(self._threads) < CLOSING_THREADS:
-            self._start_thread()
+            with suppress(NoMoreThreads):  # then the others close it
+                self._start_thread()
 
     def interrupt(self) -> None:
         """End closes that wait for long: a signal does so to a socket's, even one in the queue of another socket."""
@@ -104,8 +107,8 @@ class Closer:
 
     def _start_thread(self) -> None:
         thread = threading.Thread(target=self._run, name="kvoffd-close", daemon=True)
+        start(thread)
         self._threads.append(thread)
-        thread.start()
 
     def _run(self) -> None:
         own = threading.get_ident()

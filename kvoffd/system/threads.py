@@ -6,14 +6,27 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+from kvoffd.errors import NoMoreThreads
+
+
+def start(thread: threading.Thread) -> None:
+    """Start a thread. Raises NoMoreThreads."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise NoMoreThreads from error
+
 
 class DaemonThreads:
-    """Starts a thread for each function, given with the thread's name. An executor's threads would be waited for."""
+    """Starts a thread for each function, given with the thread's name. An executor's threads would be waited for.
+
+    Raises NoMoreThreads; those that were started then run.
+    """
 
     def __init__(self, works: Iterable[tuple[str, Callable[[], None]]]) -> None:
         self._threads = [threading.Thread(target=work, name=name, daemon=True) for name, work in works]
         for thread in self._threads:
-            thread.start()
+            start(thread)
 
     def join(self, until: float) -> bool:
         """Wait for all to end; False where one still runs at ``until`` (of ``time.monotonic``)."""

@@ -37,7 +37,11 @@ class SocketPaths:
         return self.directory / "lifeline.sock"
 
     def problem(self) -> str | None:
-        """A sentence when the paths are too long for a unix socket, else None."""
+        """A sentence when the paths are too long for a unix socket or not UTF-8, which ZeroMQ wants; else None."""
+        try:
+            str(self.directory).encode()
+        except UnicodeEncodeError:
+            return f"The directory {os.fsencode(self.directory)!r} is not UTF-8; choose another --directory."
         longest = max((self.jobs, self.events, self.lifeline), key=lambda path: len(os.fsencode(path)))
         if len(os.fsencode(longest)) > MAX_SOCKET_PATH_BYTES:
             return (

@@ -77,6 +77,23 @@ def test_a_daemon_that_refuses_to_start_says_one_sentence(
     assert refused(["serve"], capsys) == "kvoffd: 8 GiB were asked for, 4 GiB can be had.\n"
 
 
+def test_a_daemon_that_gets_no_threads_says_so(
+    stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(config: Config) -> int:
+        raise RuntimeError("can't start new thread")
+
+    stand_in(run)
+    assert "pids.max" in refused(["serve"], capsys)
+
+
+@pytest.mark.parametrize("option", ["--directory", "--pool-file", "--disk"])
+def test_a_path_that_is_no_text_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """No client could connect to such sockets, and no administrator be told of such a disk."""
+    value = os.fsdecode(b"/tmp/\xff") + ("=1GiB" if option == "--disk" else "")
+    assert "UTF-8" in refused(["serve", option, value], capsys)
+
+
 @pytest.mark.parametrize("where", ["flag", "variable", "file"])
 @pytest.mark.parametrize("text", ["pool_size = 'many'", "no TOML", "unknown = 1"])
 def test_where_lines_are_json_so_is_a_refusal(where: str, text: str, tmp_path: Path) -> None:

@@ -117,6 +117,10 @@ class DisksRig:
         return [disk.state for disk in self.disks._disks.values()]
 
 
+def no_more_threads(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[DisksRig]:
     made = DisksRig(tmp_path)
@@ -151,6 +155,20 @@ def test_what_goes_wrong_inside_an_opening_is_a_problem_and_no_end(rig: DisksRig
     rig.opened()
     assert rig.state() == [DiskState.FAILED]
     assert "surprise" in rig.disks.problems[0][1]
+
+
+def test_without_a_thread_to_open_it_a_directory_says_so_and_can_be_tried_again(
+    rig: DisksRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_more_threads)
+        rig.attach()
+    assert rig.state() == [DiskState.FAILED]
+    assert "no more threads" in rig.disks.problems[0][1]
+    assert rig.disks.close(0.0)
+    rig.attach()
+    rig.opened()
+    assert rig.state() == [DiskState.SERVING]
 
 
 def test_a_directory_is_attached_once(rig: DisksRig) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import pytest
 
 from kvoffd.errors import UnsafeSegment
-from kvoffd.system.closing import check_descriptor
+from kvoffd.system.closing import WAITING_CLOSES, Closer, check_descriptor
+from tests.support.waiting import wait_until
 
 
 @pytest.mark.parametrize("name", ["/dev/nvidiactl", "/dmabuf:", "anon_inode:[dmabuf]"])
@@ -23,3 +25,16 @@ def test_a_device_file_of_the_driver_is_taken(monkeypatch: pytest.MonkeyPatch) -
     with open("/dev/null", "rb") as device:
         monkeypatch.setattr(os, "readlink", lambda _: "/dev/nvidiactl")
         check_descriptor(device.fileno())
+
+
+def test_where_no_more_threads_can_be_had_one_closes_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_more_threads(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    closer = Closer()
+    monkeypatch.setattr(threading.Thread, "start", no_more_threads)
+    fds = [os.open(os.devnull, os.O_RDONLY) for _ in range(4 * WAITING_CLOSES)]
+    for fd in fds:
+        closer.close(fd)
+    wait_until(lambda: not any(os.path.exists(f"/proc/self/fd/{fd}") for fd in fds))
+    closer.stop()

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from kvoffd.errors import NoMoreThreads
 from kvoffd.pool.slots import PAGE_BYTES, page_up
 from kvoffd.system.files import ShortRead, held_bytes, read_all, write_all
 from kvoffd.system.threads import DaemonThreads
@@ -161,7 +162,13 @@ class Workers:
         self._ended: deque[JobEnd] = deque()
         self._busy_seconds = 0.0
         self._stopped = False
-        self._threads = DaemonThreads((f"{name}-{index}", self._run) for index in range(threads))
+        try:
+            self._threads = DaemonThreads((f"{name}-{index}", self._run) for index in range(threads))
+        except NoMoreThreads:
+            with self._changed:  # those that there are shall end
+                self._stopped = True
+                self._changed.notify_all()
+            raise
 
     def submit(self, job: DiskJob) -> None:
         """Queues a job. It ends exactly once."""
