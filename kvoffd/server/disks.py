@@ -211,6 +211,7 @@ class Disks:
         waited_for = [one for one in waited_for if one.cleared or one.invalidated]
         return lambda: (
             kept()
+            and self._kept.is_kept
             and all(
                 one.state is not DiskState.OPENING and (one.tier is None or one.tier.removals_kept()())
                 for one in waited_for
@@ -218,6 +219,7 @@ class Disks:
         )
 
     def tick(self) -> None:
+        self._kept.tick()
         if self.tiering is not None:
             self.tiering.tick()
         for disk in [one for one in self._disks.values() if one.state is DiskState.CLOSING]:
@@ -274,6 +276,7 @@ class Disks:
         """Close all within the deadline. False where something hangs still, in pool memory. For the daemon's end."""
         until = time.monotonic() + deadline_s
         self._stopping = True
+        self._kept.close()
         if self.tiering is not None:
             self.tiering.stop()
         for disk in self._disks.values():

@@ -89,8 +89,13 @@ class KeptFile:
         except OSError as error:
             self.error = error
 
-    def join(self) -> bool:
+    def take_error(self) -> OSError | None:
+        """Why it could not be written the last time, once."""
+        error, self.error = self.error, None
+        return error
+
+    def join(self, timeout_s: float | None = None) -> bool:
         """Wait a moment for ``write_soon``; False where it does not end."""
         if self._writer is not None:
-            self._writer.join(WRITER_CLOSE_S)
+            self._writer.join(WRITER_CLOSE_S if timeout_s is None else timeout_s)
         return not self.is_being_written

@@ -77,7 +77,8 @@ class KeptLimits:
 
     def close(self) -> None:
         if self._file.join() and (content := self._content()) != self._written:
-            self._file.write([content])
+            self._file.write_soon([content])
+            self._file.join()
 
     def _content(self) -> bytes:
         lines = (

@@ -26,6 +26,7 @@ PIECES_S = 0.002
 PIECES_AHEAD = 16
 """Made and not written yet."""
 PIECE_WAIT_S = 60.0
+LAST_WRITE_S = 8.0
 _GIVEN_UP = b""
 """In place of a piece: the rest does not come."""
 LARGEST_PART, LARGEST_BYTES = 25, 16 << 20
@@ -93,7 +94,9 @@ class KeptPolicy:
                     self._pieces.get_nowait()
             self._pieces.put_nowait(_GIVEN_UP)
         if self._file.join() and (first := next(record := self._made(), b"")):
-            self._file.write(chain((self._name, b"\n", first), _whole(record)))
+            self._file.write_soon(chain((self._name, b"\n", first), _whole(record)))
+            if not self._file.join(LAST_WRITE_S):
+                logger.warning("%s takes long to write; the next daemon goes on with what it had.", self._file.path)
             self._complain()
 
     def _made(self) -> Iterator[bytes]:

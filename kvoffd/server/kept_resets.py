@@ -3,6 +3,7 @@
 A disk's directory that was away does not bring back what was reset meanwhile. A generation of a shared store that was
 followed is no news after a restart; of others, what pool and disks kept is void. A namespace that an engine reset is
 not shared again. Without the file no reset is known, and no generation was followed.
+It is written in a thread: the directory's file system may be slow, or hang.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class KeptResets:
         self._file = file
         self._record = record
         self._is_there = is_there
+        self._differs = False
 
     @classmethod
     def of(cls, directory: Path, is_there: Callable[[bytes], bool] = lambda fingerprint: False) -> KeptResets:
@@ -111,7 +113,27 @@ class KeptResets:
     def _put_reset(self, known: dict[str, T], name: str, value: T) -> None:
         put_newest(known, name, value, MOST_NAMES, lambda one: self._is_there(bytes.fromhex(one)))
 
-    def _write(self) -> None:
-        self._file.write([checked(msgspec.json.encode(self._record))])
-        if (error := self._file.error) is not None:
+    @property
+    def is_kept(self) -> bool:
+        """Whether the file has what is known, or has failed."""
+        return not self._differs and not self._file.is_being_written
+
+    def tick(self) -> None:
+        """Write what is not written yet, and say so where that has failed."""
+        if self._file.is_being_written:
+            return
+        if (error := self._file.take_error()) is not None:
             logger.warning("What is known of resets cannot be kept in %s: %s.", self._file.path, error)
+        if self._differs:
+            self._differs = False
+            self._file.write_soon([checked(msgspec.json.encode(self._record))])
+
+    def close(self) -> None:
+        """Wait a moment for all of it to be written."""
+        while self._file.join() and not self.is_kept:
+            self.tick()
+        self.tick()
+
+    def _write(self) -> None:
+        self._differs = True
+        self.tick()

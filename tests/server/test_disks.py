@@ -353,10 +353,12 @@ def test_a_directory_that_was_away_over_a_reset_and_a_restart_brings_nothing_bac
     rig.disks.detach(SIZE.directory)
     rig.disks.tick()
     rig.disks.namespace_reset(b"one", everywhere=True)
+    wait_until(rig.disks.removals_kept())
     for left in ({b"other"}, {b"one", b"other"}):
         again = DisksRig(tmp_path)
         again.result = disk
         again.attach()
         again.opened()
         assert disk.names == left
+        wait_until(again.disks.removals_kept())
         disk.names = {b"one", b"other"}

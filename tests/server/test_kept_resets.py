@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
-from kvoffd.server import kept_resets
+from kvoffd.server import kept_file, kept_resets
 from kvoffd.server.kept_file import checked
 from kvoffd.server.kept_resets import FILE, KeptResets
 
@@ -21,15 +22,18 @@ def test_what_was_noted_is_known_again(tmp_path: Path) -> None:
     kept.note(ONE, None, ["/there"])
     kept.note(OTHER, None, [])
     kept.note(OTHER, {"a": 9}, [])
+    kept.close()
     again = KeptResets.of(tmp_path)
     assert again.unshared == [ONE]
     assert again.generations_of("a") == {ONE: 3, OTHER: 9}
     assert again.take_missed("/there") == [OTHER]
     assert set(again.take_missed("/away")) == {ONE, OTHER}
+    again.close()
     last = KeptResets.of(tmp_path)
     assert last.take_missed("/there") == last.take_missed("/away") == []
     last.note(ONE, None, ["/away"])
     assert (last.take_missed("/there"), last.take_missed("/away")) == ([ONE], [])
+    last.close()
     assert os.stat(tmp_path / FILE).st_mode & 0o777 == 0o600
 
 
@@ -40,6 +44,7 @@ def test_a_damaged_file_is_as_none(tmp_path: Path, text: str, caplog: pytest.Log
     assert (kept.unshared, kept.generations_of("a")) == ([], {})
     assert "is of no use" in caplog.text
     kept.note(ONE, None, [])
+    kept.close()
     assert KeptResets.of(tmp_path).unshared == [ONE]
 
 
@@ -47,6 +52,7 @@ def test_damage_of_any_byte_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFix
     kept = KeptResets.of(tmp_path)
     kept.note(ONE, None, ["/there"])
     kept.note(OTHER, {"a": 17}, ["/there"])
+    kept.close()
     whole = (tmp_path / FILE).read_bytes()
     for at in range(len(whole)):
         for bit in (1, 16):  # one digit becomes another
@@ -78,11 +84,35 @@ def test_whoever_resets_very_many_makes_that_of_no_other_that_there_is_be_forgot
     kept = KeptResets.of(tmp_path, {ONE}.__contains__)
     for name in (OTHER, ONE, *(bytes([number]) for number in range(20))):
         kept.note(name, None, [])
+    kept.close()
     again = KeptResets.of(tmp_path)
     assert again.unshared == [ONE, *(bytes([number]) for number in range(11, 20))]
     assert ONE in again.take_missed("/away")
 
 
 def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    KeptResets.of(tmp_path / "missing").note(ONE, None, [])
+    kept = KeptResets.of(tmp_path / "missing")
+    kept.note(ONE, None, [])
+    kept.close()
     assert "cannot be kept" in caplog.text
+
+
+def test_a_file_system_that_hangs_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs, replace = threading.Event(), os.replace
+
+    def hang(*names: str) -> None:
+        hangs.wait(30.0)
+        replace(*names)
+
+    monkeypatch.setattr(kept_file, "WRITER_CLOSE_S", 0.01)
+    monkeypatch.setattr(os, "replace", hang)
+    kept = KeptResets.of(tmp_path)
+    for name in (ONE, OTHER):
+        kept.note(name, None, [])
+    kept.close()
+    assert not kept.is_kept
+    hangs.set()
+    monkeypatch.setattr(kept_file, "WRITER_CLOSE_S", 30.0)
+    kept.close()
+    assert kept.is_kept
+    assert KeptResets.of(tmp_path).unshared == [ONE, OTHER]
