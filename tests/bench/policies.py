@@ -69,16 +69,22 @@ def policy_table(path: Path, trace: Trace) -> Iterator[str]:
     yield f"| the optimum | {' | '.join(best)} |"
 
 
+def split(trace: Trace, parts: int) -> Trace:
+    """A trace, each block cut into parts."""
+    requests = []
+    for keys in trace.requests:
+        ids = [int.from_bytes(keys[at : at + KEY_BYTES], "big") * parts for at in range(0, len(keys), KEY_BYTES)]
+        requests.append(b"".join((one + part).to_bytes(KEY_BYTES, "big") for one in ids for part in range(parts)))
+    return Trace(trace.name, trace.tokens_per_block // parts, requests)
+
+
 def curve_of(trace: Trace, pool: int, cut: int) -> list[float]:
     """The curve in %, where each block of the trace is ``cut`` smaller ones."""
     curve = HitRatioCurve(pool * BLOCK_BYTES, lambda: 0.0)
-    tokens = trace.tokens_per_block // cut
-    namespace = Namespace(bytes(32), trace.name, 1, KEY_BYTES, [GroupSpec("full", tokens)], "{}")
+    small = split(trace, cut)
+    namespace = Namespace(bytes(32), trace.name, 1, KEY_BYTES, [GroupSpec("full", small.tokens_per_block)], "{}")
     namespace.fix_shard_bytes(0, [BLOCK_BYTES // cut], [BLOCK_BYTES // cut])
-    for keys in trace.requests:
-        if cut > 1:
-            ids = [int.from_bytes(keys[at : at + KEY_BYTES], "big") * cut for at in range(0, len(keys), KEY_BYTES)]
-            keys = b"".join((one + part).to_bytes(KEY_BYTES, "big") for one in ids for part in range(cut))
+    for keys in small.requests:
         curve.requested([Chain(namespace, 0, keys, ())])
     return [100 * ratio for ratio in curve.in_all().lru_ratios.values()]
 

@@ -1,4 +1,4 @@
-"""What a policy costs per key of a trace, apart from the cache: ``python -m tests.tools.policy_cost FILE``.
+"""What a policy costs per key of a trace, apart from the cache: ``python -m tests.bench.policy_cost FILE``.
 
 The trace is replayed once to record what the cache asks of the policy; then a new policy is asked the same, and
 nothing else is done. Times are of the CPU, the best of some runs. With ``--split 32`` a block becomes 32 smaller ones.
@@ -19,7 +19,8 @@ from typing import Any, cast
 from kvoffd.cache.namespace import Block
 from kvoffd.cache.policies import POLICY_NAMES, EvictionPolicy, make_policy
 from kvoffd.simulate import replay
-from kvoffd.simulate.trace import KEY_BYTES, Trace, read_trace
+from kvoffd.simulate.trace import read_trace
+from tests.bench.policies import split
 
 RECORDED = ("requested", "insert", "remove", "offers", "declined")
 Calls = list[tuple[str, tuple[Any, ...]]]
@@ -68,15 +69,6 @@ def ask_again(policy: EvictionPolicy, calls: Calls) -> None:
         methods[name](*arguments)
 
 
-def split(trace: Trace, parts: int, requests: int) -> Trace:
-    """The first requests of a trace, each block cut into parts."""
-    cut = []
-    for keys in trace.requests[:requests]:
-        numbers = [int.from_bytes(keys[at : at + KEY_BYTES], "big") for at in range(0, len(keys), KEY_BYTES)]
-        cut.append(b"".join((n * parts + part).to_bytes(KEY_BYTES, "big") for n in numbers for part in range(parts)))
-    return Trace(trace.name, trace.tokens_per_block // parts, cut)
-
-
 def main() -> None:
     """Print microseconds of CPU time per key of the trace."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -84,10 +76,9 @@ def main() -> None:
     parser.add_argument("--policy", default=",".join(POLICY_NAMES))
     parser.add_argument("--blocks", type=int, default=4000)
     parser.add_argument("--split", type=int, default=1)
-    parser.add_argument("--requests", type=int, default=10**9)
     parser.add_argument("--runs", type=int, default=5)
     given = parser.parse_args()
-    trace = split(read_trace(given.file), given.split, given.requests)
+    trace = split(read_trace(given.file), given.split)
     for name in given.policy.split(","):
         made: list[RecordedPolicy] = []
 
