@@ -74,7 +74,10 @@ class Disk:
 
 @dataclass(eq=False)
 class Disks:
-    """All directories. For the service's thread, but for what ``_open_disk`` does."""
+    """All directories. For the service's thread, but for what ``_open_disk`` does.
+
+    What is cleared, invalidated or reset reaches those that serve through the cache; here it is told for the others.
+    """
 
     _config: Config
     _cache: BlockCache
@@ -164,7 +167,7 @@ class Disks:
 
     def namespace_reset(self, fingerprint: bytes, *, everywhere: bool = False) -> None:
         """A namespace's blocks are stale, as when its weights changed: also those in directories that are coming,
-        going or away. (Those that serve are reached through the cache.) ``everywhere``: on all nodes.
+        going or away. ``everywhere``: on all nodes.
         """
         if self.tiering is not None:
             self.tiering.namespace_reset(fingerprint, everywhere=everywhere)
@@ -176,19 +179,13 @@ class Disks:
                 disk.tier.remove_namespace(fingerprint)
 
     def cleared(self, fingerprint: bytes | None) -> None:
-        """A namespace, or all (None), was cleared: also in directories that are being opened. What is detached is kept.
-
-        (Those that serve are reached through the cache.)
-        """
+        """A namespace, or all (None), was cleared: also where a directory is being opened. What is detached is kept."""
         for disk in self._disks.values():
             if disk.state is DiskState.OPENING:
                 disk.cleared.add(fingerprint)
 
     def invalidated(self, namespace: Namespace, groups: Sequence[GroupKeys]) -> None:
-        """Blocks were invalidated: also in directories that are being opened; of very many, the whole namespace there.
-
-        (Those that serve are reached through the cache.)
-        """
+        """Blocks were invalidated: also where a directory is being opened; of very many, the whole namespace there."""
         opening = [disk for disk in self._disks.values() if disk.state is DiskState.OPENING]
         if not opening:
             return
