@@ -15,6 +15,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading_scheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -163,6 +164,23 @@ def test_a_wrong_option_stops_the_engine_at_its_start(model: Path) -> None:
     config = make_config(model, {"dirctory": "/run"})
     with pytest.raises(ValueError, match="did you mean 'directory'"):
         KvoffdConnector(config, KVConnectorRole.WORKER, cache_config())
+
+
+def test_where_cuda_graphs_are_captured_a_wrong_option_is_told_before_the_model_is_loaded() -> None:
+    assert not KvoffdConnector.requires_piecewise_for_cudagraph({"disk_wait": "limit"})
+    with pytest.raises(ValueError, match="did you mean 'directory'"):
+        KvoffdConnector.requires_piecewise_for_cudagraph({"dirctory": "/run"})
+
+
+def test_a_bad_bound_of_a_request_is_told_once(scheduler: KvoffdConnector, monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds = {"max_load_tokens": "many", "max_offload_tokens": -1}
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": bounds})
+    request = Request("r", [1] * 100, sampling, None, block_hasher=lambda _: [block_hash(1)] * 3)
+    told: list[str] = []
+    monkeypatch.setattr(offloading_scheduler.logger, "warning", lambda line, *_: told.append(line.split()[0]))
+    scheduler.on_request_received(request)
+    scheduler.on_new_request(request)
+    assert told == list(bounds)
 
 
 def test_a_key_nobody_reads_is_told(model: Path, tmp_path: Path, said: list[str]) -> None:

@@ -27,13 +27,34 @@ def test_registering_twice_is_harmless_and_the_connector_is_found_by_name() -> N
     assert connector.__name__ == "KvoffdConnector"
 
 
-@pytest.mark.parametrize(("connector", "taken"), [("KvoffdConnector", False), ("OffloadingConnector", True)])
-def test_images_without_pixels_are_taken_by_others_only(connector: str, taken: bool) -> None:
+OURS, ANOTHER = ("KvoffdConnector", "kv_both"), ("NixlConnector", "kv_consumer")
+
+
+def transfer_config(*connectors: tuple[str, str]) -> KVTransferConfig:
+    """These connectors, names and roles, below MultiConnector where there are several."""
+    several = [{"kv_connector": name, "kv_role": role} for name, role in connectors]
+    if len(several) == 1:
+        return KVTransferConfig(**several[0])
+    return KVTransferConfig("MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": several})
+
+
+@pytest.mark.parametrize(
+    ("connectors", "taken"),
+    [
+        ([OURS], False),
+        ([("OffloadingConnector", "kv_both")], True),
+        ([OURS, ("NixlConnector", "kv_producer")], False),
+        ([ANOTHER, OURS], True),
+    ],
+)
+def test_images_without_pixels_are_taken_where_another_connector_loads(
+    connectors: list[tuple[str, str]], taken: bool
+) -> None:
     kvoffd_client.vllm.register()
     multimodal = MultiModalConfig()
     config = SimpleNamespace(
         model_config=SimpleNamespace(multimodal_config=multimodal),
-        kv_transfer_config=KVTransferConfig(kv_connector=connector, kv_role="kv_both"),
+        kv_transfer_config=transfer_config(*connectors),
         ec_transfer_config=None,
     )
     VllmConfig._resolve_mm_embedding_inputs(config)

@@ -6,6 +6,7 @@ The supported releases of vLLM are named here, so that another one is refused be
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 CONNECTOR_NAME = "KvoffdConnector"
@@ -39,16 +40,25 @@ def _require_images(config_class: Any) -> None:
     """Have engines of this connector refuse images, and the like, that come without their pixels.
 
     vLLM takes each engine with ``kv_role`` kv_both for one that gets the blocks of such images from elsewhere: it lets
-    clients send embeddings, or nothing but their sizes, by which one request ends the engine.
+    clients send embeddings, or nothing but their sizes, by which one request ends the engine. That is left to engines
+    in which another connector loads too.
     """
     resolve = config_class._resolve_mm_embedding_inputs
 
     def resolve_for_others(config: Any) -> None:
         transfer, encoder = config.kv_transfer_config, config.ec_transfer_config
-        if transfer is None or transfer.kv_connector != CONNECTOR_NAME or (encoder and encoder.is_ec_consumer):
+        if transfer is None or _others_load(vars(transfer)) or (encoder and encoder.is_ec_consumer):
             resolve(config)
 
     config_class._resolve_mm_embedding_inputs = resolve_for_others
+
+
+def _others_load(transfer: Mapping[str, Any]) -> bool:
+    """Return whether an engine of this kv_transfer_config has a connector that loads and is not this one."""
+    children = (transfer.get("kv_connector_extra_config") or {}).get("connectors")
+    if children:  # MultiConnector's, whose own role says nothing of theirs
+        return any(map(_others_load, children))
+    return transfer["kv_connector"] != CONNECTOR_NAME and transfer.get("kv_role") != "kv_producer"
 
 
 def release_of(version: str) -> tuple[int, int] | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -248,8 +249,10 @@ class KvoffdConnector(OffloadingConnector):
         # An adapter's content is read when the request is scheduled; a later part of a session is no new request.
         if request.lora_request is not None or request.resumable or request.skip_reading_prefix_cache:
             return
+        # vLLM warns of transfer parameters that it cannot read; on_new_request() has it read them.
+        hashed: Any = SimpleNamespace(block_hashes=request.block_hashes, kv_transfer_params=None)
         context = ReqContext(request.request_id)
-        status = RequestOffloadState(self.connector_scheduler.config, request, context, RequestOffloadingContext())
+        status = RequestOffloadState(self.connector_scheduler.config, hashed, context, RequestOffloadingContext())
         status.update_offload_keys()
         self._manager.begin_early_lookup(request.request_id, _keys_of(status))
 
@@ -333,6 +336,12 @@ class KvoffdConnector(OffloadingConnector):
         if not kept:
             self._adapters.engine_cache_reset()
         return super().reset_cache()
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """As vLLM's, which asks for CUDA graphs before it loads the model: wrong options are refused here already."""
+        parse_options(extra_config)
+        return super().requires_piecewise_for_cudagraph(extra_config)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: v.VllmConfig) -> str | None:
