@@ -8,9 +8,11 @@ import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -34,6 +36,7 @@ from kvoffd_client.vllm.connector_metadata import (
     KvoffdConnectorMetadata,
     KvoffdWorkerMetadata,
 )
+from kvoffd_client.vllm.connector_stats import CONNECTED, LOAD_RATE
 from kvoffd_client.vllm.live_weights import LiveWeights
 from kvoffd_client.vllm.log import StoreRefusalFilter
 from kvoffd_client.vllm.offloading_worker import KvoffdWorker
@@ -181,6 +184,13 @@ def test_a_bad_bound_of_a_request_is_told_once(scheduler: KvoffdConnector, monke
     scheduler.on_request_received(request)
     scheduler.on_new_request(request)
     assert told == list(bounds)
+
+
+def test_of_several_api_servers_the_latest_value_of_a_gauge_is_shown(config: Any) -> None:
+    gauge = Mock()
+    KvoffdConnector.build_prom_metrics(config, {Gauge: gauge, Counter: Mock(), Histogram: Mock()}, ["engine"], {0: [0]})
+    assert {CONNECTED, LOAD_RATE} <= {call.kwargs["name"] for call in gauge.call_args_list}
+    assert {call.kwargs["multiprocess_mode"] for call in gauge.call_args_list} == {"mostrecent"}
 
 
 def test_a_key_nobody_reads_is_told(model: Path, tmp_path: Path, said: list[str]) -> None:

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
+from prometheus_client import Gauge
 
 from kvoffd_client.vllm import require_supported
 
@@ -26,7 +28,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext
-from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.request import RequestStatus
 
 from kvoffd_client.vllm.block_origins import ToldBlocks, is_told, tell_origins
@@ -47,14 +48,13 @@ from kvoffd_client.vllm.log import StoreRefusalFilter, logger
 from kvoffd_client.vllm.lookup_timing import tell_of_received_requests
 from kvoffd_client.vllm.lora_adapters import LoraAdapters
 from kvoffd_client.vllm.offloading_manager import KvoffdManager
-from kvoffd_client.vllm.offloading_spec import SETUP, EngineSetup, KvoffdSpec
+from kvoffd_client.vllm.offloading_spec import SETUP, EngineSetup, KvoffdSpec, name_spec
 from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWorker
 from kvoffd_client.vllm.step_view import shown
 
 if TYPE_CHECKING:
     from kvoffd_client.vllm import vllm_types as v
 
-SPEC_NAME = "KvoffdSpec"
 OUTPUT_PAUSE_S = 0.00005
 """Pause in the first step that computes nothing: the thread that sends the last tokens waits for the GIL, and with it
 the user; nobody waits for such a step."""
@@ -185,7 +185,7 @@ class KvoffdConnector(OffloadingConnector):
             logger.warning(
                 "kvoffd: kv_connector_extra_config has keys that nobody reads: %s.", ", ".join(sorted(unknown))
             )
-        _name_spec(transfer_config)
+        name_spec(transfer_config)
         self._setup = _setup_of(vllm_config, kv_cache_config, options, role)
         token = SETUP.set(self._setup)
         try:
@@ -355,10 +355,16 @@ class KvoffdConnector(OffloadingConnector):
         return True
 
     @classmethod
-    def build_prom_metrics(cls, vllm_config: v.VllmConfig, *args: object, **kwargs: object) -> v.KVConnectorPromMetrics:
-        """As vLLM's, which looks for the spec by name in a process where no connector was built."""
-        _name_spec(vllm_config.kv_transfer_config)
-        return super().build_prom_metrics(vllm_config, *args, **kwargs)
+    def build_prom_metrics(
+        cls, vllm_config: v.VllmConfig, metric_types: Mapping[type, Any], *args: object
+    ) -> v.KVConnectorPromMetrics:
+        """As vLLM's, which looks for the spec by name in a process where no connector was built.
+
+        Each API server gets the statistics of other steps, so the latest value of a gauge counts; 0.32 shows them all.
+        """
+        name_spec(vllm_config.kv_transfer_config)
+        gauge = functools.partial(metric_types[Gauge], multiprocess_mode="mostrecent")
+        return super().build_prom_metrics(vllm_config, {**metric_types, Gauge: gauge}, *args)
 
     def _begin_lookup(self, request: v.Request) -> None:
         status = self.connector_scheduler._req_status.get(request.request_id)
@@ -400,13 +406,6 @@ class KvoffdConnector(OffloadingConnector):
 
 def _keys_of(status: RequestOffloadState) -> Sequence[Sequence[bytes]]:
     return [state.offload_keys for state in status.group_states]
-
-
-def _name_spec(kv_transfer_config: v.KVTransferConfig) -> None:
-    """Have vLLM find our spec, so that users need not name it."""
-    if SPEC_NAME not in OffloadingSpecFactory._registry:
-        OffloadingSpecFactory.register_spec(SPEC_NAME, "kvoffd_client.vllm.offloading_spec", SPEC_NAME)
-    kv_transfer_config.kv_connector_extra_config["spec_name"] = SPEC_NAME
 
 
 def _setup_of(

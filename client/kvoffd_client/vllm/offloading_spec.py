@@ -6,7 +6,7 @@ import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.v1.kv_offload.base import (
@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingWorker,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from kvoffd_client.cuda.order import OrderedSender
 from kvoffd_client.namespace_spec import NamespaceSpec
@@ -34,6 +35,9 @@ from kvoffd_client.vllm.prefill_rate import PrefillRate
 from kvoffd_client.vllm.request_lookups import LookupSettings
 from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.handles import LayerSpec
+
+if TYPE_CHECKING:
+    from kvoffd_client.vllm.vllm_types import KVTransferConfig
 
 
 @dataclass
@@ -180,6 +184,14 @@ class KvoffdSpec(OffloadingSpec):
         index = self.config.parallel.data_parallel_index
         replica = f" replica {index}" if self.setup.engine_id.endswith(f"_dp{index}") else ""
         return f"vllm:{self.setup.engine_id[:ENGINE_ID_SHOWN]} {namespace.label[:80]}{replica} {role}"
+
+
+def name_spec(transfer_config: KVTransferConfig) -> None:
+    """Have vLLM find our spec, so that users need not name it."""
+    name = KvoffdSpec.__name__
+    if name not in OffloadingSpecFactory._registry:
+        OffloadingSpecFactory.register_spec(name, __name__, name)
+    transfer_config.kv_connector_extra_config["spec_name"] = name
 
 
 def _software() -> str:
