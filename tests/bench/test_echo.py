@@ -26,8 +26,6 @@ def test_answers_come_back_on_their_way(way: ReplySocket) -> None:
 def test_the_process_ends_when_its_parent_goes(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "kvoffd_client.bench.echo", str(tmp_path))
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
         assert process.stdout.readline() == b"ready\n"
         process.stdin.close()
         assert process.wait(timeout=10) == 0

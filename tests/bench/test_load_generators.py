@@ -54,8 +54,6 @@ def test_a_process_ends_with_its_parent() -> None:
     with Echo() as echo:
         command = (sys.executable, "-m", "kvoffd_client.bench.load_generators", "echoes", str(echo.directory), "1")
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
             assert process.stdout.readline() == b"ready\n"
             process.stdin.write(b"\n")
             process.stdin.close()

@@ -65,11 +65,9 @@ def test_what_was_asked_for_is_recorded_and_replayed(tmp_path: Path, capfd: pyte
             engine.release()
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
-        assert process.stdout is not None
         done = json.loads(process.stdout.read())
     assert (done["chains"], done["keys"], done["dropped"], done["ended"]) == (3, 14, 0, "interrupt")
     assert done["bytes"] == file.stat().st_size
-    assert zstd is not None
     lines = [json.loads(line) for line in zstd.decompress(file.read_bytes()).splitlines()]
     first, second, third = (line["hash_ids"] for line in lines)
     assert first == second[:4] == third

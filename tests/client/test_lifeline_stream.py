@@ -40,11 +40,9 @@ class Peer:
         self.process = subprocess.Popen(
             [sys.executable, "-c", LISTENER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        assert self.process.stdout is not None
         assert self.process.stdout.readline() == "listens\n"
 
     def send(self, data: bytes) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(data.hex() + "\n")
         self.process.stdin.flush()
 

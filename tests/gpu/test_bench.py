@@ -90,7 +90,6 @@ def test_the_bench_copies_what_it_says_on_the_gpu(make: MakeMachine) -> None:
 def test_a_second_bench_finds_the_gpu_let_go_and_measures_the_daemons_memory_again(machine: Machine) -> None:
     for _ in range(2):
         report = small(machine.daemon.directory, quiet, piece_sizes=(64 * KIB,))
-        assert report.gpu is not None
         assert report.gpu.daemon_bytes is not None
 
 

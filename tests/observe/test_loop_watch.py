@@ -82,7 +82,6 @@ def test_a_stopped_process_is_told_as_such() -> None:
     command = [sys.executable, "-c", _WATCHED]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as stopped:
-        assert stopped.stdout is not None
         assert stopped.stdout.readline() == "ready\n"
         stopped.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, stopped.pid, os.WSTOPPED)

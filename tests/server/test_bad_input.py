@@ -381,7 +381,6 @@ def test_every_socket_asks_the_kernel_who_is_there(uid: int):
         let_everybody_in(daemon)
         command = [sys.executable, "-c", PEEP, str(daemon.directory), str(uid)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peeping:
-            assert peeping.stdout is not None
             assert peeping.stdout.readline() == "ready\n"
             with FakeEngine(daemon.directory, layers=1, blocks=2) as engine:
                 assert engine.lookup([b"k" * 32]) == 0

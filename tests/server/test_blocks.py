@@ -543,7 +543,6 @@ def test_a_successor_knows_what_the_blocks_are_made_of_but_not_who_was_pinned(po
             pool = mmap.mmap(fd, answer.pool_bytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=answer.offset_bytes)
             os.close(fd)
             for number, shards in enumerate(desk.get(1, *range(KEYS))):
-                assert shards is not None
                 found = pool[shards[0].offset_bytes : shards[0].offset_bytes + PAGE]
                 assert found == content[number].tobytes()
             pool.close()

@@ -32,7 +32,6 @@ def test_who_left_and_why(daemon: DaemonProcess) -> None:
         pass
     wait_until(lambda: ended() == {"closed": 2}, 10)
     engine = subprocess.Popen([sys.executable, "-c", ENGINE, str(daemon.directory)], stdout=subprocess.PIPE)
-    assert engine.stdout is not None
     assert engine.stdout.readline() == b"ready\n"
     engine.send_signal(signal.SIGKILL)
     engine.wait()

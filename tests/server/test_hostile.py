@@ -461,7 +461,6 @@ def test_an_absurd_frame_costs_its_sender_the_connection_and_nobody_else(attack:
 def test_what_belongs_to_another_session_cannot_be_named(hostile: WireClient, victim: Victim) -> None:
     assert victim.engine.lookup(VICTIM_KEYS) == BLOCKS  # pinned, until it loads
     future = victim.engine._lookup
-    assert future is not None
     lease = future.lease_id
     fingerprint = victim.engine.namespace.fingerprint
     with WireClient(victim.daemon.directory, m.Role.SCHEDULER) as scheduler, SharedMemory(BLOCKS * PAGE, "x") as memory:

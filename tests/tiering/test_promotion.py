@@ -52,7 +52,6 @@ def test_of_a_sliding_window_its_last_whole_window_comes_up_within_what_the_othe
     for key in range(1, 7):
         rig.put(space, keys_of(key), group=1)
         ticket = rig.tiering.transfers.begin_demotion(space.index[1][keys_of(key)])
-        assert ticket is not None
         assert rig.tier.write(ticket.copy, ticket.offsets, lambda _, ticket=ticket: rig.end_write(ticket))  # type: ignore[misc]
         rig.tier.end_all()
     rig.cache.blocks.evict(list(space.index[1].values()))
@@ -285,7 +284,6 @@ def test_first_blocks_come_up_as_they_went_down(rig: TieringHarness) -> None:
     rig.put(space, keys_of(1), first_block=2)
     block = space.index[0][keys_of(1)]
     ticket = rig.tiering.transfers.begin_demotion(block)
-    assert ticket is not None
     rig.tier.write(ticket.copy, ticket.offsets, lambda _: rig.end_write(ticket))
     rig.tier.end_all()
     rig.cache.blocks.evict([block])
@@ -298,7 +296,6 @@ def test_a_block_that_is_stored_with_more_than_before_leaves_the_tier(rig: Tieri
     space = rig.open()
     rig.put(space, keys_of(1), first_block=2)
     ticket = rig.tiering.transfers.begin_demotion(space.index[0][keys_of(1)])
-    assert ticket is not None
     rig.tier.write(ticket.copy, ticket.offsets, lambda _: rig.end_write(ticket))
     rig.tier.end_all()
     rig.put(space, keys_of(1), first_block=0)

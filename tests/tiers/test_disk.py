@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd.tiers.disk.disk_tier import DiskTier
 from kvoffd.tiers.tier import TierResult
 from tests.tiers.conformance import TierConformance
 from tests.tiers.makers import DiskMaker, SteppedMaker
@@ -32,7 +31,6 @@ def test_of_many_jobs_that_ended_some_are_handled_at_a_time(tmp_path: Path, monk
     monkeypatch.setattr("kvoffd.tiers.disk.disk_tier.ENDED_AT_ONCE", 2)
     rig = TierRig(DiskMaker(tmp_path))
     endings = [rig.write(block_of(number)) for number in range(5)]
-    assert isinstance(rig.tier, DiskTier)
     assert rig.tier.workers.wait_idle(time.monotonic() + PATIENCE_S)
     handled = []
     while rig.under_way:

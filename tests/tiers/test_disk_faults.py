@@ -13,7 +13,6 @@ from random import Random
 import pytest
 
 from kvoffd.system.files import FileCalls
-from kvoffd.tiers.disk.disk_tier import DiskTier
 from kvoffd.tiers.disk.file import DiskError
 from kvoffd.tiers.tier import TierResult
 from tests.tiers.makers import DiskMaker, SteppedMaker, removals_are_durable, step
@@ -226,16 +225,13 @@ def test_reads_go_before_writes_and_a_write_has_its_turn_at_last(rig: TierRig) -
     reading = rig.read(block_of(1))
     assert step(rig.tier)
     run_posted(rig)
-    assert reading is not None
     assert reading.result is DONE
-    assert writing is not None
     assert writing.result is None
     rig.now += 1
     reading = rig.read(block_of(2))
     assert step(rig.tier)
     run_posted(rig)
     assert writing.result is DONE
-    assert reading is not None
     assert reading.result is None
     rig.settle()
 
@@ -250,7 +246,6 @@ def test_after_a_failed_write_there_is_a_pause_and_another_slot(rig: TierRig, di
     disk.fault = failing("write", disk.counts["write"] + 1, errno.EIO)
     ending = rig.write(block_of(2))
     rig.settle()
-    assert ending is not None
     assert ending.result is TierResult.FAILED
     assert rig.write(block_of(3)) is None
     assert load(rig, 1) is DONE
@@ -325,10 +320,8 @@ def test_a_block_has_no_record_before_its_bytes_are_written(rig: TierRig, disk: 
 
 def test_the_wear_outlives_a_kill(rig: TierRig, disk: MemoryDisk) -> None:
     store(rig, 1, 2, 3)
-    assert isinstance(rig.tier, DiskTier)
     before = rig.tier.lifetime_written_bytes
     heir = die_and_return(rig, disk)
-    assert isinstance(heir.tier, DiskTier)
     # The last update itself is not in the head that it wrote.
     assert before - 32_768 <= heir.tier.lifetime_written_bytes <= before
     assert heir.tier._file.head.written_blocks == 3
@@ -381,7 +374,6 @@ def test_a_kill_tears_nothing_on_a_full_disk(
     for block_id in heir.ids():
         ending = heir.read(blocks[block_id])
         heir.settle()
-        assert ending is not None
         assert ending.result is DONE
     assert not heir.fold.kinds
 
@@ -401,7 +393,6 @@ def test_writes_that_wait_for_records_end_with_them(
         rig.settle()
         assert rig.write(block_of(held + 9)) is None, "not before its records can be written"
     elif fault == "hangs":
-        assert isinstance(rig.tier, DiskTier)
         load = rig.tier.workers.load()._replace(longest_s=11.0)
         with monkeypatch.context() as patch:
             patch.setattr(rig.tier.workers, "load", lambda: load)
@@ -446,8 +437,6 @@ def test_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path) -> None:
     rig.now += 11
     rig.tier.tick()
     run_posted(rig)
-    assert waiting is not None
-    assert writing is not None
     assert waiting.result is writing.result is TierResult.DEADLINE
     assert rig.fold.kinds == {"hung": 1}
     assert rig.read(block_of(3)) is None
@@ -455,7 +444,6 @@ def test_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path) -> None:
     assert block_of(3).id.key in rig.tier.index(ONE, 0)
     assert not rig.tier.readable(ONE, 0)
     # Its memory is in use for as long as it hangs: it has not ended, and nobody may unmap the pool.
-    assert stuck is not None
     assert stuck.result is None
     rig.tier.tick()
     assert rig.fold.kinds == {"hung": 1}
@@ -477,7 +465,6 @@ def test_closing_a_disk_that_hangs_says_so_and_can_be_asked_again(tmp_path: Path
     stuck = rig.read(block_of(1))
     assert calls.reading.wait(60)
     assert not rig.tier.close(0.05)
-    assert stuck is not None
     assert stuck.result is None
     with pytest.raises(DiskError, match="in use"):
         DiskMaker(tmp_path).open(rig)

@@ -51,7 +51,6 @@ class DiskLife(RuleBasedStateMachine):
 
     @property
     def tier(self) -> DiskTier:
-        assert isinstance(self.rig.tier, DiskTier)
         return self.rig.tier
 
     def block(self, number: int, version: int) -> TierBlock:

@@ -516,10 +516,8 @@ def test_copies_do_not_wait_for_checksums_that_are_behind(harness: Harness) -> N
     sums.gate.set()
     for job in (*jobs, late):
         assert job.outcome() is Outcome.DONE
-    assert late.checksums is not None
     assert late.checksums.sums.count(0) >= 20 - threads
     for job in jobs:
-        assert job.checksums is not None
         assert all(job.checksums.sums)
 
 

@@ -345,7 +345,6 @@ def test_what_would_go_before_a_block_is_told_without_counting_all_of_it() -> No
     order = [block.key for block in policy.candidates()]
     for at in range(0, 4000, 250):
         worth = policy.worth_of(namespace, 0, order[at])
-        assert worth is not None
         assert worth.bytes_before == pytest.approx(4096 * at, abs=4096 * 20)
     assert sum(one.kept_bytes for one in policy.describe().classes) == 4096 * 4000
 

@@ -120,7 +120,6 @@ def test_what_is_asked_for_for_ever_is_counted_no_further(seen: int) -> None:
     for _ in range(3):
         ask(heir, namespace, [1, 2, 3])
         worth = policy.worth_of(namespace, 0, keys_of(1))
-        assert worth is not None
         assert (worth.requests, worth.turn) == (MOST_SEEN, MOST_SEEN)
         next_one = make_policy("learned", heir.slots.pool_bytes)
         next_one.go_on(record_of(heir))  # is not refused
