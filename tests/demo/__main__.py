@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import signal
 import subprocess
@@ -17,8 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
-from tests.demo.processes import INTERRUPTS, DemoFailed, own_environment, script
-from tests.demo.scenario import Outcome, Scenario, loadable_tokens
+from tests.demo.scenario import INTERRUPTS, Outcome, Scenario, loadable_tokens
 from tests.demo.screen import Screen
 from tests.support.models import make_demo_llama
 
@@ -42,11 +42,13 @@ def play(screen: Screen, children: ExitStack) -> Outcome:
     outcome = scenario.run()
     (HOME / "result.json").write_text(json.dumps(outcome.as_json(), indent=2) + "\n")
     screen.show(outcome)
+    # Without kvoffd's variables, which are meant for the user's own daemon.
+    environ = {name: text for name, text in os.environ.items() if not name.startswith("KVOFFD_")}
     # Engines that did not share differ in their namespaces' descriptions.
     for words in (["stats"], ["namespaces", "--json"]) if judge(outcome) else (["stats"],):
         print(f"$ kvoffd-cli {' '.join(words)}", flush=True)
-        command = [script("kvoffd-cli"), *words, "--directory", str(sockets)]
-        subprocess.run(command, check=True, env=own_environment(), timeout=CLI_TIMEOUT_S)
+        command = [Path(sys.executable).with_name("kvoffd-cli"), *words, "--directory", str(sockets)]
+        subprocess.run(command, check=True, env=environ, timeout=CLI_TIMEOUT_S)
     scenario.stop_engines()
     return outcome
 
@@ -78,7 +80,7 @@ def main() -> int:
                 # A second Ctrl-C must not interrupt the cleaning up, which ends in seconds.
                 for number in INTERRUPTS:
                     signal.signal(number, signal.SIG_IGN)
-    except DemoFailed as failure:
+    except AssertionError as failure:
         print(f"\n{failure}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

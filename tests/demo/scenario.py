@@ -5,46 +5,45 @@ is another node for all they know: another daemon, which shares a server with th
 from __future__ import annotations
 
 import random
+import signal
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
 
-from kvoffd_client import AdminClient, KvoffdClientError
+from kvoffd_client import AdminClient
+from kvoffd_client.client_options import Closing
 from kvoffd_proto.messages import StatsReply
-from kvoffd_proto.sockets import SocketPaths
-from tests.demo.processes import Child, Daemon, DemoFailed, Engine, SharedServer, uninterrupted
+from tests.support.daemon import START_DEADLINE_S, DaemonProcess
+from tests.support.engine import BLOCK_TOKENS, EngineProcess
+from tests.support.redis_server import PROGRAM, RedisServer
+from tests.support.waiting import wait_until
 
-BLOCK_TOKENS = 32
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # None is a whole number of blocks: the tail of each is computed again, as in real life.
 PROMPT_LENGTHS = (6013, 5003, 4007)
 WARM_UP_TOKENS = 2500
 # Enough steps after the prompt's for vLLM to hand over all stores, and enough tokens to compare.
 ANSWER_TOKENS = 16
 POOL_SIZE = "1GiB"
-DAEMON_TIMEOUT_S = 60.0
-ENGINE_TIMEOUT_S = 300.0
-REQUEST_TIMEOUT_S = 300.0
+ENGINE_BLOCKS = 600
 STORE_TIMEOUT_S = 60.0
 # Stores have ended when the daemon has nothing to do and holds the same bytes for this long.
 QUIET_S = 0.5
 POLL_S = 0.1
+HITS = "vllm:external_prefix_cache_hits"
 
-ChildT = TypeVar("ChildT", bound=Child)
 Step = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One prompt's outcome. ``loaded_tokens`` came from kvoffd, ``own_tokens`` from the engine's own prefix cache."""
+    """One prompt's outcome. ``loaded_tokens`` came from kvoffd."""
 
     ttft_ms: float
     loaded_tokens: int
-    own_tokens: int
-    tokens: tuple[int, ...]
+    tokens: list[int]
 
 
 @dataclass(frozen=True)
@@ -114,6 +113,20 @@ def loadable_tokens() -> int:
     return sum(length // BLOCK_TOKENS * BLOCK_TOKENS for length in PROMPT_LENGTHS)
 
 
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Put off what interrupts the demo: a process that was started is known before."""
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in INTERRUPTS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for one in came:
+        signal.raise_signal(one)
+
+
 class Scenario:
     """Runs the passes. Closing ``children`` ends whatever runs still, at once."""
 
@@ -123,8 +136,8 @@ class Scenario:
         self._logs = logs
         self._step = step
         self._children = children
-        self._engines: list[Engine] = []
-        self._shared = ""
+        self._engines: list[EngineProcess] = []
+        self._shared: dict[str, str] = {}
         prompts = random.Random(7)
         self._prompts = [prompts.choices(range(3, 1000), k=length) for length in PROMPT_LENGTHS]
         self._warm_up = prompts.choices(range(3, 1000), k=WARM_UP_TOKENS)
@@ -138,7 +151,7 @@ class Scenario:
         with self._step("waiting until the daemon has stored everything"):
             self._wait_for_stores()
         with self._step("clearing the engine's own prefix cache"):
-            first.ask({"op": "reset"}, REQUEST_TIMEOUT_S)
+            first.forget()
         warm = self._send_all(first, "cache cleared")
         second = self._send_all(second_engine, "second engine")
         self.stop_engines()
@@ -157,27 +170,32 @@ class Scenario:
 
     def start_daemon(self) -> None:
         """Start the daemon, and before it a server to be shared, if there is one."""
-        if (program := SharedServer.program()) is not None:
-            self._shared = self._begin(lambda: SharedServer(program, self._logs / "shared-server.log")).url
+        if PROGRAM is not None:
+            server = RedisServer()
+            self._begin(server, server.start)
+            # The deadlines are for a machine that is busy with other things, as the client's are.
+            self._shared = {"shared": server.url, "shared_ask_deadline": "1s", "shared_deadline": "10s"}
         self._start_daemon(self._sockets, "kvoffd.log", f"kvoffd with a pool of {POOL_SIZE}")
 
     def _start_daemon(self, directory: Path, log: str, what: str) -> None:
         """Start a daemon and wait until it takes sessions."""
         with self._step(f"starting {what}"):
-            daemon = self._begin(lambda: Daemon(directory, POOL_SIZE, self._logs / log, self._shared))
-            deadline = time.monotonic() + DAEMON_TIMEOUT_S
-            while not self._daemon_is_ready(directory):
-                daemon.check_alive()
-                if time.monotonic() > deadline:
-                    raise daemon.failure(f"took no sessions within {DAEMON_TIMEOUT_S:.0f} s")
-                time.sleep(POLL_S)
+            daemon = DaemonProcess(POOL_SIZE, directory, **self._shared)
+            daemon.log_path = self._logs / log
+            self._begin(daemon, lambda: daemon.start(wait=False))
+            daemon.wait_ready()
+            with AdminClient(directory) as admin:
+                wait_until(
+                    lambda: admin.health().ready and all(one.reachable for one in admin.stats().shared),
+                    START_DEADLINE_S,
+                    explain=lambda: daemon.log,
+                )
 
-    def _begin(self, start: Callable[[], ChildT]) -> ChildT:
+    def _begin(self, process: Closing, start: Callable[[], object]) -> None:
         """Start a process that ends with ``children``."""
+        self._children.callback(process.close)
         with uninterrupted():
-            child = start()
-            self._children.callback(child.abort)
-        return child
+            start()
 
     def stop_engines(self) -> None:
         """Stop every engine that runs, in good order, all at once."""
@@ -185,94 +203,66 @@ class Scenario:
             for engine in self._engines:
                 engine.ask_to_stop()
             while self._engines:
-                self._engines.pop().stop()
+                self._engines.pop().wait_stopped()
 
-    def _daemon_is_ready(self, directory: Path) -> bool:
-        if not SocketPaths(directory).lifeline.exists():
-            return False
-        try:
-            with AdminClient(directory) as admin:
-                return admin.health().ready and all(one.reachable for one in admin.stats().shared)
-        except KvoffdClientError:
-            return False
-
-    def _start_engines(self, wanted: Mapping[str, tuple[str, Path]]) -> list[Engine]:
+    def _start_engines(self, wanted: Mapping[str, tuple[str, Path]]) -> list[EngineProcess]:
         """Start engines, given their names, logs and daemons, at the same time: a start has one core busy."""
         what = " and ".join(f"{name.lower()} (its log: {self._logs / log})" for name, (log, _) in wanted.items())
-        engines: list[Engine] = []
         with self._step(f"starting vLLM: {what}"):
-            for name, (log, directory) in wanted.items():
-                engines.append(self._begin(partial(Engine, name, self._arguments(directory), self._logs / log)))
-            self._engines += engines
-            for engine in engines:
-                engine.receive(ENGINE_TIMEOUT_S)
-            for engine in engines:
+            for log, directory in wanted.values():
+                engine = EngineProcess(
+                    self._model,
+                    directory,
+                    num_blocks=ENGINE_BLOCKS,
+                    max_model_len=8192,
+                    fork=False,
+                    # A machine busy with other things may answer a lookup late; a late answer is a miss.
+                    extra_config={"lookup_deadline_ms": 2000.0, "disk_wait_ms": 5000.0, "do_no_harm": True},
+                    # Block hashes begin with it: equal in every engine, or nothing is found again.
+                    environ={"PYTHONHASHSEED": "0"},
+                )
+                engine.log_path = self._logs / log
+                self._begin(engine, engine.launch)
+                self._engines.append(engine)
+            for engine in self._engines:
+                engine.wait_ready()
+            for engine in self._engines:
                 # An engine's first request pays for more than its prompt: buffers are made, code is loaded.
                 self._send(engine, self._warm_up)
-        return engines
+        return list(self._engines)
 
-    def _arguments(self, directory: Path) -> dict[str, object]:
-        """What vLLM is started with to use the daemon in ``directory``."""
-        return {
-            "model": str(self._model),
-            "skip_tokenizer_init": True,
-            "dtype": "float32",
-            "max_model_len": 8192,
-            "block_size": BLOCK_TOKENS,
-            "enforce_eager": True,
-            "disable_log_stats": False,
-            "seed": 0,
-            "kv_transfer_config": {
-                "kv_connector": "KvoffdConnector",
-                "kv_role": "kv_both",
-                # A machine busy with other things may answer a lookup late; a late answer is a miss.
-                "kv_connector_extra_config": {
-                    "directory": str(directory),
-                    "lookup_deadline_ms": 2000.0,
-                    "disk_wait_ms": 5000.0,
-                },
-            },
-        }
-
-    def _send_all(self, engine: Engine, title: str) -> Pass:
+    def _send_all(self, engine: EngineProcess, title: str) -> Pass:
         answers = []
         for number, prompt in enumerate(self._prompts, 1):
             with self._step(f"{title}: prompt {number} of {len(self._prompts)}, {len(prompt):,} tokens"):
                 answers.append(self._send(engine, prompt))
         return Pass(title, tuple(answers))
 
-    def _send(self, engine: Engine, prompt: list[int]) -> Answer:
-        reply = engine.ask({"op": "generate", "prompt": prompt, "max_tokens": ANSWER_TOKENS}, REQUEST_TIMEOUT_S)
-        loaded = cast(int, reply["loaded_tokens"])
-        return Answer(
-            ttft_ms=cast(float, reply["ttft_ms"]),
-            loaded_tokens=loaded,
-            own_tokens=cast(int, reply["cached_tokens"]) - loaded,
-            tokens=tuple(cast(list[int], reply["tokens"])),
-        )
+    def _send(self, engine: EngineProcess, prompt: list[int]) -> Answer:
+        loaded = engine.metrics()[HITS]
+        (answer,) = engine.generate([prompt], ANSWER_TOKENS)
+        loaded = engine.metrics()[HITS] - loaded
+        return Answer(1000 * answer.first_token_s, int(loaded), answer.tokens)
 
     def _wait_for_stores(self) -> None:
-        deadline = time.monotonic() + STORE_TIMEOUT_S
-        quiet_since, held_bytes = time.monotonic(), -1
-        with AdminClient(self._sockets) as admin:
-            while time.monotonic() - quiet_since < QUIET_S:
-                if time.monotonic() > deadline:
-                    raise DemoFailed(f"The daemon was still busy storing after {STORE_TIMEOUT_S:.0f} s.")
-                stats = admin.stats()
-                if is_storing(stats) or stats.pool.ready_bytes != held_bytes:
-                    quiet_since, held_bytes = time.monotonic(), stats.pool.ready_bytes
-                time.sleep(POLL_S)
+        self._wait_quiet(lambda stats: None if is_storing(stats) else stats.pool.ready_bytes)
 
     def _wait_for_writes(self) -> None:
-        deadline, written_at, written = time.monotonic() + STORE_TIMEOUT_S, time.monotonic(), -1
+        self._wait_quiet(lambda stats: None if stats.shared[0].queued_writes else stats.shared[0].written_blocks)
+
+    def _wait_quiet(self, figure: Callable[[StatsReply], int | None]) -> None:
+        """Until a figure, which is None while work is waiting, has stayed above 0 and the same for a while."""
+        last, since = 0, time.monotonic()
         with AdminClient(self._sockets) as admin:
-            while written <= 0 or time.monotonic() - written_at < QUIET_S:
-                if time.monotonic() > deadline:
-                    raise DemoFailed(f"The shared server was still being written after {STORE_TIMEOUT_S:.0f} s.")
-                (shared,) = admin.stats().shared
-                if shared.written_blocks != written or shared.queued_writes:
-                    written_at, written = time.monotonic(), shared.written_blocks
-                time.sleep(POLL_S)
+
+            def quiet() -> bool:
+                nonlocal last, since
+                found = figure(admin.stats()) or 0
+                if found != last or not found:
+                    last, since = found, time.monotonic()
+                return time.monotonic() - since >= QUIET_S
+
+            wait_until(quiet, STORE_TIMEOUT_S, explain=admin.stats, interval_s=POLL_S)
 
 
 def is_storing(stats: StatsReply) -> bool:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.demo.processes import SharedServer
+from tests.demo.scenario import uninterrupted
+from tests.support.redis_server import PROGRAM
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +21,7 @@ START_DEADLINE_S = 60.0
 
 def start_demo(directory: Path) -> subprocess.Popen[str]:
     """The demo with ``directory`` as the place of .demo/ and of its sockets."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(directory)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(directory), "DEMO_IN": str(directory)}
     return subprocess.Popen(
         [sys.executable, "-m", "tests.demo"],
         cwd=directory,
@@ -32,17 +33,16 @@ def start_demo(directory: Path) -> subprocess.Popen[str]:
     )
 
 
-def processes_about(text: str) -> list[str]:
-    """Command lines of live processes that name ``text``."""
+def processes_of(directory: Path) -> list[str]:
+    """Command lines of live processes that a demo there has started, itself included."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if f"DEMO_IN={directory}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
             except OSError:
                 continue
-            if text in command:
-                found.append(command)
     return found
 
 
@@ -69,7 +69,7 @@ def test_the_demo_shows_what_it_promises(tmp_path: Path) -> None:
     assert result["prompt_tokens"] - 3 * 32 < result["loaded_tokens"] < result["prompt_tokens"]
     for name in ("warm_ttft_ms", "restarted_ttft_ms", "second_engine_ttft_ms"):
         assert 0 < result[name] < result["cold_ttft_ms"] / 2
-    if SharedServer.program() is None:
+    if PROGRAM is None:
         assert result["another_node_ttft_ms"] is None
         assert "Another node was not tried" in output
     else:
@@ -77,7 +77,7 @@ def test_the_demo_shows_what_it_promises(tmp_path: Path) -> None:
         assert "another node" in output
     assert "kvoffd-cli stats" in output
     assert not list(tmp_path.glob("kvoffd-demo-*"))
-    assert processes_about(str(tmp_path)) == []
+    assert processes_of(tmp_path) == []
 
 
 @pytest.mark.engine
@@ -88,7 +88,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, number: signa
 
     def runs_an_engine() -> bool:
         assert demo.poll() is None, demo.communicate()[0]
-        return any("tests.demo.engine" in command for command in processes_about(str(tmp_path)))
+        return any("engine_main" in command for command in processes_of(tmp_path))
 
     wait_until(runs_an_engine, START_DEADLINE_S, interval_s=0.05)
     demo.send_signal(number)
@@ -96,5 +96,18 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, number: signa
     assert demo.returncode == 130
     assert "Traceback" not in output
     assert "Interrupted" in output
-    assert processes_about(str(tmp_path)) == []
+    assert processes_of(tmp_path) == []
     assert not list(tmp_path.glob("kvoffd-demo-*"))
+
+
+def test_what_interrupts_waits_until_a_process_that_is_started_is_known() -> None:
+    known = []
+
+    def start() -> None:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            known.append("child")
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert known == ["child"]

@@ -22,7 +22,7 @@ from .closing import Starting
 from .waiting import wait_until
 
 MAIN = Path(__file__).parent / "engine_main.py"
-START_DEADLINE_S = 180.0
+START_DEADLINE_S = 300.0
 ANSWER_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 60.0
 BLOCK_TOKENS = 32
@@ -37,6 +37,7 @@ class Completion:
         logprobs: their log probabilities.
         cached: prompt tokens that were not computed.
         finish: why it ended, ``length`` when all went well.
+        first_token_s: time to the first token, as vLLM measures it.
         transfer: kv_transfer_params for another engine; None where no connector gave any.
     """
 
@@ -44,6 +45,7 @@ class Completion:
     logprobs: list[float]
     cached: int
     finish: str
+    first_token_s: float
     transfer: dict[str, Any] | None = None
 
 
@@ -207,6 +209,20 @@ class EngineProcess(Starting):
             self._connection.close()
         self._listener.close()
         self._process = self._connection = None
+
+    def ask_to_stop(self) -> None:
+        """Have it end in good order."""
+        assert self._connection is not None
+        self._connection.close()
+
+    def wait_stopped(self) -> None:
+        """Until it has ended; by force where that takes too long."""
+        assert self._process is not None
+        try:
+            self._process.wait(STOP_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            pass
+        self.kill()
 
     def close(self) -> None:
         """Kill it and remove what it left."""

@@ -28,7 +28,7 @@ def fork_workers() -> None:
     def get_forking_context(method: str | None = None) -> Any:
         return get_context("fork" if method == "spawn" else method)
 
-    multiprocessing.get_context = get_forking_context  # type: ignore[assignment]
+    multiprocessing.get_context = get_forking_context
 
 
 def build(settings: dict[str, Any]) -> Any:
@@ -90,6 +90,7 @@ def generate(
             "logprobs": [next(iter(step.values())).logprob for sample in output.outputs for step in sample.logprobs],
             "cached": output.num_cached_tokens,
             "finish": output.outputs[0].finish_reason,
+            "first_token_s": output.metrics.first_token_latency if output.metrics else 0.0,
             "transfer": output.kv_transfer_params,
         }
         for output in llm.generate(inputs, every, use_tqdm=False, lora_request=lora_request)
