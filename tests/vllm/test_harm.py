@@ -153,7 +153,7 @@ def test_the_manager_counts_what_is_left_out_and_tells_the_daemon(said: pytest.L
     assert harm.skipped_loads == 0
 
 
-def test_switched_off_it_measures_and_leaves_nothing_out() -> None:
+def test_switched_off_it_measures_and_leaves_nothing_out(said: pytest.LogCaptureFixture) -> None:
     rig, harm = harness(active=False)
     rig.request("r", set())
     for _ in range(LEAST_SAMPLES):
@@ -164,6 +164,7 @@ def test_switched_off_it_measures_and_leaves_nothing_out() -> None:
     output = rig.manager.prepare_store(KEYS, ReqContext("r"))
     assert output is not None
     assert list(output.keys_to_store)
+    assert not said.records
 
 
 def test_the_slowest_rank_counts() -> None:

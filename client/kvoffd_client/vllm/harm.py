@@ -140,10 +140,14 @@ class Harm:
             )
         return False
 
+    def waited(self, seconds: float) -> None:
+        """Note that vLLM waited so long for stores, which pause where that happens too often."""
+        if self._active:
+            self.stores.waited(seconds)
+
     def leave_store_out(self) -> bool:
         """Whether to leave a store out; counts it."""
-        paused = self._active and self.stores.paused
-        self._paused += paused
+        self._paused += (paused := self.stores.paused)
         return paused
 
     def news(self) -> tuple[float, float, int, int] | None:

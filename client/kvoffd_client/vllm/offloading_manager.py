@@ -275,7 +275,7 @@ class KvoffdManager(OffloadingManager):
         """Take the workers' report: how much each may have outstanding, whether their memory can be shared, how long
         vLLM waited for stores."""
         if self._harm is not None:
-            self._harm.stores.waited(waited_s)
+            self._harm.waited(waited_s)
         if credit_bytes is not None:
             self._store_window.credit_bytes = credit_bytes
             self._credit_reported = True
