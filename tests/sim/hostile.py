@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
@@ -100,22 +100,22 @@ class Hostile:
         ]
         return entry + [self._rng.choice(deeds) for _ in range(self._rng.randint(3, 12))]
 
-    def _id(self) -> int:
+    def _request(self, kind: type[m.AnyRequest], *fields: Any, token: bytes | None = None) -> m.AnyRequest:
         self._request_id += 1
-        return self._request_id
+        return kind(self._request_id, self._token if token is None else token, *fields)
 
-    def _send(self, message: m.AnyRequest) -> None:
-        self._dealer.send((codec.encode(message),))
+    def _send(self, kind: type[m.AnyRequest], *fields: Any, token: bytes | None = None) -> None:
+        self._dealer.send((codec.encode(self._request(kind, *fields, token=token)),))
 
     def _victim(self) -> bytes:
         return self._rng.choice(self._world.contents).spec.fingerprint
 
     def _hello(self) -> None:
-        self._send(m.Hello(self._id(), self._token, PROTOCOL_VERSION, self._role, "h", ""))
+        self._send(m.Hello, PROTOCOL_VERSION, self._role, "h", "")
 
     def _open(self) -> None:
         specs = [m.GroupSpec("x", 1)]
-        self._send(m.OpenNamespace(self._id(), self._token, self._fingerprint, "h", 1, KEY_BYTES, specs, ""))
+        self._send(m.OpenNamespace, self._fingerprint, "h", 1, KEY_BYTES, specs, "")
 
     def _attach(self) -> None:
         if self._lifeline.server_open:
@@ -126,7 +126,7 @@ class Hostile:
         handles: list[Handle] = [MemfdHandle(0, self._segment.data.size)]
         tensors, groups = [TensorLayout(0, 0, PAGE, BLOCKS)], [[PageRef(0, PAGE)]]
         name = self._registration
-        self._send(m.Register(self._id(), self._token, self._fingerprint, name, 0, 1, handles, tensors, groups))
+        self._send(m.Register, self._fingerprint, name, 0, 1, handles, tensors, groups)
 
     def _bad_register(self) -> None:
         tensor = TensorLayout(
@@ -145,7 +145,7 @@ class Hostile:
         where = self._rng.choice((self._fingerprint, self._fingerprint, self._victim()))
         name = self._rng.choice((self._registration, self._rng.randbytes(16)))
         per_key = self._rng.choice((1, 1, 65535))
-        self._send(m.Register(self._id(), self._token, where, name, rank, per_key, handles, [tensor], [[page]]))
+        self._send(m.Register, where, name, rank, per_key, handles, [tensor], [[page]])
 
     def _parts(self) -> list[m.GroupTransfer]:
         count = self._rng.randint(0, 3)
@@ -164,19 +164,11 @@ class Hostile:
     def _store(self) -> None:
         self._job_id = self._rng.choice((self._job_id, self._job_id + 1))
         name = self._rng.choice((self._registration, self._registration, bytes(16)))
-        self._send(m.Submit(self._id(), self._token, name, [m.Store(self._job_id, self._parts())]))
+        self._send(m.Submit, name, [m.Store(self._job_id, self._parts())])
 
     def _load(self) -> None:
         self._job_id += 1
-        self._send(
-            m.Submit(
-                self._id(),
-                self._token,
-                self._registration,
-                [],
-                [m.Load(self._job_id, self._some_lease(), self._parts())],
-            )
-        )
+        self._send(m.Submit, self._registration, [], [m.Load(self._job_id, self._some_lease(), self._parts())])
 
     def _some_lease(self) -> int:
         session = self._rng.choice((self._session_id, self._rng.randint(1, self._session_id)))
@@ -189,40 +181,37 @@ class Hostile:
 
     def _leases(self) -> None:
         foreign = self._foreign_leases()
-        for message in (
-            m.Heartbeat(self._id(), self._token, self._rng.choice((0, 2**63 - 1)), foreign),
-            m.Release(self._id(), self._token, foreign),
-        ):
-            self._asked[message.request_id] = len(foreign)
-            self._send(message)
+        for kind, fields in ((m.Heartbeat, (self._rng.choice((0, 2**63 - 1)), foreign)), (m.Release, (foreign,))):
+            self._asked[self._request_id + 1] = len(foreign)
+            self._send(kind, *fields)
 
     def _lookup(self) -> None:
         where = self._rng.choice((self._fingerprint, self._victim()))
         keys = self._rng.choice((b"a" * KEY_BYTES, b"A" * KEY_BYTES, b"a" * 7, b"x" * 9000))
-        self._send(m.Lookup(self._id(), self._token, where, self._some_lease(), [m.GroupKeys(0, keys)]))
+        self._send(m.Lookup, where, self._some_lease(), [m.GroupKeys(0, keys)])
 
     def _cancel(self) -> None:
-        self._send(m.Cancel(self._id(), self._token, [self._job_id, 1, 2, 3, 2**63 - 1, 1]))
+        self._send(m.Cancel, [self._job_id, 1, 2, 3, 2**63 - 1, 1])
 
     def _unregister(self) -> None:
-        self._send(m.Unregister(self._id(), self._token, self._rng.choice((self._registration, bytes(16)))))
+        self._send(m.Unregister, self._rng.choice((self._registration, bytes(16))))
 
     def _other_geometry(self) -> None:
         victim, specs = self._victim(), [m.GroupSpec("y", 3)]
         # One that is not open yet would be its own: whoever may connect and knows a fingerprint may open it.
         if any(namespace.fingerprint == victim for namespace in self._world.daemon.service.context.cache.namespaces):
-            self._send(m.OpenNamespace(self._id(), self._token, victim, "h", 7, 64, specs, ""))
+            self._send(m.OpenNamespace, victim, "h", 7, 64, specs, "")
 
     def _foreign_token(self) -> None:
         token = self._rng.randbytes(16)
-        self._send(m.Reset(self._id(), token, self._victim()))
-        self._send(m.Clear(self._id(), token, None))
+        self._send(m.Reset, self._victim(), token=token)
+        self._send(m.Clear, None, token=token)
 
     def _wrong_version(self) -> None:
-        self._send(m.Hello(self._id(), self._token, PROTOCOL_VERSION + 1, m.Role.ADMIN, "h", ""))
+        self._send(m.Hello, PROTOCOL_VERSION + 1, m.Role.ADMIN, "h", "")
 
     def _replay(self) -> None:
-        self._send(m.Replay(self._id(), self._token, self._rng.choice((0, 2**63 - 1))))
+        self._send(m.Replay, self._rng.choice((0, 2**63 - 1)))
 
     def _garbage(self) -> None:
         self._dealer.send((self._rng.randbytes(self._rng.choice((0, 1, 20, 300))),))
@@ -231,7 +220,7 @@ class Hostile:
         self._dealer.send(self._rng.choice(((b"", b"12345678"), (b"", b"1"), (b"a", b"b", b"c"), (b"x" * 70_000,))))
 
     def _mutated(self) -> None:
-        message = m.Lookup(self._id(), self._token, self._fingerprint, 2**33, [m.GroupKeys(0, b"a" * KEY_BYTES)])
+        message = self._request(m.Lookup, self._fingerprint, 2**33, [m.GroupKeys(0, b"a" * KEY_BYTES)])
         frame = bytearray(codec.encode(message))
         for _ in range(self._rng.randint(1, 4)):
             at = self._rng.randrange(len(frame))
