@@ -16,15 +16,12 @@ from kvoffd_proto import messages as m
 from tests.server.test_kv_events import jobs_of, replay
 from tests.support.daemon import DaemonProcess
 from tests.support.waiting import wait_until
+from tests.support.wire import key_list
 
 DEADLINE_S = 30.0
 PAGE = 65536
 BATCH = 8
 BLOCK_BYTES = 4 * PAGE
-
-
-def keys_of(*numbers: int) -> list[bytes]:
-    return [number.to_bytes(32, "big") for number in numbers]
 
 
 def daemon_on(place: Path, size: str = "64MiB", directory: Path | None = None, **flags: str) -> DaemonProcess:
@@ -54,16 +51,16 @@ def fill(engine: FakeEngine, admin: AdminClient, blocks: int) -> dict[int, int]:
         numbers = range(first, first + BATCH)
         engine.fill(range(BATCH), seed=first)
         sums.update(zip(numbers, engine.checksums(range(BATCH)), strict=True))
-        assert engine.store(keys_of(*numbers), range(BATCH)).ok
+        assert engine.store(key_list(*numbers), range(BATCH)).ok
         wait_until(lambda: below(admin).written_blocks >= before + len(sums), DEADLINE_S)
     return sums
 
 
 def loaded(engine: FakeEngine, numbers: range) -> list[int]:
     """Look up, load, and return the checksums of what came."""
-    assert engine.lookup(keys_of(*numbers)) == len(numbers)
+    assert engine.lookup(key_list(*numbers)) == len(numbers)
     blocks = range(32, 32 + len(numbers))
-    assert engine.load(keys_of(*numbers), blocks).ok
+    assert engine.load(key_list(*numbers), blocks).ok
     return engine.checksums(blocks)
 
 
@@ -119,7 +116,7 @@ def test_what_is_put_and_finds_no_room_stays_on_disk(tmp_path: Path) -> None:
             held = desk.get_blocks(namespace.namespace, there)
             assert held[0] is not None
             with pytest.raises(BlockUnavailable, match="no room"):
-                desk.put_block(namespace.namespace, keys_of(0)[0], held[0].copy())
+                desk.put_block(namespace.namespace, key_list(0)[0], held[0].copy())
             for block in held:
                 block.close()
             assert loaded(engine, range(1)) == [sums[0]]
@@ -129,15 +126,15 @@ def test_what_is_invalidated_or_reset_or_cleared_does_not_come_back(daemon: Daem
     with engine_on(daemon) as engine, AdminClient(daemon.directory) as admin:
         serving(admin)
         fill(engine, admin, 48)
-        engine.scheduler.invalidate([m.GroupKeys(0, keys_of(1)[0])])
-        assert engine.lookup(keys_of(0, 1, 2)) == 1
-        assert engine.lookup(keys_of(2)) == 1
+        engine.scheduler.invalidate([m.GroupKeys(0, key_list(1)[0])])
+        assert engine.lookup(key_list(0, 1, 2)) == 1
+        assert engine.lookup(key_list(2)) == 1
         assert engine.scheduler.reset()
-        assert engine.lookup(keys_of(2)) == 0
+        assert engine.lookup(key_list(2)) == 0
         fill(engine, admin, 48)
         wait_until(lambda: below(admin).written_blocks >= 96, DEADLINE_S)
         assert admin.clear() >= 48
-        assert engine.lookup(keys_of(40)) == 0
+        assert engine.lookup(key_list(40)) == 0
         wait_until(lambda: admin.stats().disks[0].blocks == 0, DEADLINE_S)
 
 
@@ -151,7 +148,7 @@ def test_what_was_removed_stays_away_after_a_kill_right_behind_the_answer(daemon
         daemon.start()
         with engine_on(daemon) as engine, AdminClient(daemon.directory) as admin:
             serving(admin)
-            assert engine.lookup(keys_of(0)) == admin.stats().disks[0].blocks == 0
+            assert engine.lookup(key_list(0)) == admin.stats().disks[0].blocks == 0
 
 
 def test_clearing_all_reaches_namespaces_that_nobody_has_opened_yet(tmp_path: Path) -> None:
@@ -166,15 +163,15 @@ def test_clearing_all_reaches_namespaces_that_nobody_has_opened_yet(tmp_path: Pa
             assert admin.stats().disks[0].blocks == 16
             assert admin.clear() == 16
             with engine_on(daemon) as engine:
-                assert engine.lookup(keys_of(0)) == 0
+                assert engine.lookup(key_list(0)) == 0
 
 
 def test_events_give_the_index_of_each_medium(daemon: DaemonProcess) -> None:
     with engine_on(daemon) as engine, AdminClient(daemon.directory) as admin:
         serving(admin)
         fill(engine, admin, 48)
-        engine.scheduler.invalidate([m.GroupKeys(0, b"".join(keys_of(3, 47)))])
-        engine.lookup(keys_of(0, 1))
+        engine.scheduler.invalidate([m.GroupKeys(0, b"".join(key_list(3, 47)))])
+        engine.lookup(key_list(0, 1))
         engine.release()
         index: dict[str | None, set[bytes]] = {events.MEDIUM_CPU: set(), events.MEDIUM_STORAGE: set()}
         for _, _, payload in replay(jobs_of(daemon), 0):
@@ -187,9 +184,9 @@ def test_events_give_the_index_of_each_medium(daemon: DaemonProcess) -> None:
                 else:
                     assert index[event.medium] >= set(event.block_hashes)
                     index[event.medium] -= set(event.block_hashes)
-        assert index[events.MEDIUM_STORAGE] == set(keys_of(*range(48))) - set(keys_of(3, 47))
+        assert index[events.MEDIUM_STORAGE] == set(key_list(*range(48))) - set(key_list(3, 47))
         assert len(index[events.MEDIUM_CPU]) == admin.stats().namespaces[0].ready_blocks
-        assert set(keys_of(0, 1)) <= index[events.MEDIUM_CPU]
+        assert set(key_list(0, 1)) <= index[events.MEDIUM_CPU]
 
 
 def test_a_spoilt_file_is_a_miss_and_counted(daemon: DaemonProcess, tmp_path: Path) -> None:
@@ -204,7 +201,7 @@ def test_a_spoilt_file_is_a_miss_and_counted(daemon: DaemonProcess, tmp_path: Pa
             at = content.index(engine._pages[0][0, 0].tobytes())
             bytes_of.seek(at)
             bytes_of.write(b"\0" * 100)
-        assert engine.lookup(keys_of(0)) == 0
+        assert engine.lookup(key_list(0)) == 0
         assert below(admin).failed_promotions == {"corrupt": 1}
         assert admin.stats().disks[0].errors == {"corrupt": 1}
         assert loaded(engine, range(1, 5)) == [sums[number] for number in range(1, 5)]
@@ -220,8 +217,8 @@ def test_a_directory_that_cannot_be_used_does_not_stop_the_daemon(tmp_path: Path
         with engine_on(daemon) as engine, AdminClient(daemon.directory) as admin:
             wait_until(lambda: [disk.state for disk in admin.stats().disks] == ["failed"], DEADLINE_S)
             engine.fill([0], seed=0)
-            assert engine.store(keys_of(0), [0]).ok
-            assert engine.lookup(keys_of(0)) == 1
+            assert engine.store(key_list(0), [0]).ok
+            assert engine.lookup(key_list(0)) == 1
             health = admin.health()
             assert not health.healthy
             assert "missing" in health.problems[0]
@@ -240,7 +237,7 @@ def test_disks_come_and_go_while_the_daemon_serves(
         assert main(["disk", "attach", f"{other}=32MiB", *where]) == 0
         assert main(["disk", "drain", str(tmp_path), *where]) == 0
         engine.fill(range(BATCH), seed=99)
-        assert engine.store(keys_of(*range(100, 108)), range(BATCH)).ok
+        assert engine.store(key_list(*range(100, 108)), range(BATCH)).ok
         wait_until(lambda: admin.stats().disks[1].blocks == BATCH, DEADLINE_S)
         assert main(["disk", *where]) == 0
         page = capsys.readouterr().out
@@ -271,7 +268,7 @@ def test_a_disk_that_was_away_while_its_blocks_became_stale_does_not_bring_them_
         assert engine.scheduler.reset()
         admin.attach_disk(str(tmp_path), 2**26)
         serving(admin)
-        assert engine.lookup(keys_of(*range(16))) == 0
+        assert engine.lookup(key_list(*range(16))) == 0
         wait_until(lambda: admin.stats().disks[0].blocks == 0, DEADLINE_S)
         # What is stored from now on is good, and stays over the next absence.
         sums = fill(engine, admin, BATCH)
@@ -308,7 +305,7 @@ def test_an_engine_that_dies_while_its_blocks_come_up_leaves_nothing(daemon: Dae
             serving(admin)
             fill(engine, admin, 48)
             for _ in range(5):
-                engine.scheduler.lookup([m.GroupKeys(0, b"".join(keys_of(*range(8))))])
+                engine.scheduler.lookup([m.GroupKeys(0, b"".join(key_list(*range(8))))])
         wait_until(lambda: below(admin).pending_blocks == 0, DEADLINE_S)
         wait_until(lambda: admin.stats().pool.pinned_bytes == 0, DEADLINE_S)
         assert admin.stats().pool.writing_bytes == 0

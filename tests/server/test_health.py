@@ -14,14 +14,11 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import HealthLevel
 from tests.support.daemon import DaemonProcess
 from tests.support.waiting import wait_until
+from tests.support.wire import key
 
 DEADLINE_S = 10.0
 BLOCKS = 192
 """Of 64 KiB: as many as a pool of 12 MiB holds."""
-
-
-def key(number: int) -> bytes:
-    return number.to_bytes(32, "big")
 
 
 def test_a_taken_http_port_is_degraded_and_does_not_keep_the_daemon_from_serving() -> None:

@@ -18,6 +18,7 @@ from kvoffd_proto import messages as m
 from tests.support.daemon import DaemonProcess
 from tests.support.redis_server import RedisCluster, RedisServer, needs_redis
 from tests.support.waiting import wait_until
+from tests.support.wire import key_list
 
 pytestmark = needs_redis
 DEADLINE_S = 30.0
@@ -25,11 +26,7 @@ PAGE = 65536
 BLOCKS = 8
 
 
-def keys_of(*numbers: int) -> list[bytes]:
-    return [number.to_bytes(32, "big") for number in numbers]
-
-
-KEYS = keys_of(*range(BLOCKS))
+KEYS = key_list(*range(BLOCKS))
 
 
 class Node:
@@ -107,7 +104,7 @@ def test_what_one_node_stored_another_loads_also_when_the_first_is_gone(server: 
 def test_keys_that_nobody_has_are_misses_and_those_of_the_store_its_hits(server: RedisServer) -> None:
     with Node(server.url) as first, Node(server.url) as second:
         first.store()
-        assert second.engine.lookup(keys_of(*range(100, 500))) == 0
+        assert second.engine.lookup(key_list(*range(100, 500))) == 0
         wait_until(
             lambda: second.namespace.misses == {"never_stored": 400}, DEADLINE_S, explain=lambda: second.namespace
         )
@@ -207,7 +204,7 @@ def test_a_master_of_a_cluster_that_is_gone_is_told_of() -> None:
         name = f"127.0.0.1:{cluster.servers[2].port}"
 
         def lost() -> list[str]:
-            node.engine.lookup(keys_of(*range(100, 132)))
+            node.engine.lookup(key_list(*range(100, 132)))
             return [server.name for server in node.shared.servers if not server.answers]
 
         wait_until(lambda: lost() == [name], DEADLINE_S, explain=lambda: node.shared)
@@ -234,7 +231,7 @@ def test_a_server_that_takes_no_writes_is_told_of_until_it_takes_one(server: Red
         assert node.admin.health().ready
         server.command("ACL", "SETUSER", "default", "+set")
         more = itertools.count(BLOCKS)
-        wait_until(lambda: node.engine.store(keys_of(next(more)), [0]).ok and not causes(), DEADLINE_S, interval_s=0.5)
+        wait_until(lambda: node.engine.store(key_list(next(more)), [0]).ok and not causes(), DEADLINE_S, interval_s=0.5)
 
 
 @pytest.mark.timing
@@ -266,7 +263,7 @@ def test_a_server_that_fails_is_a_miss_in_time_and_never_a_wrong_byte(server: Re
         while fault in ("killed", "stopped") and second.shared.reachable:
             number += 1
             started = time.monotonic()
-            assert second.engine.lookup(keys_of(number)) == 0
+            assert second.engine.lookup(key_list(number)) == 0
             assert time.monotonic() - started < 2.0
         if fault in ("killed", "stopped"):
             assert [cause.reason for cause in second.admin.health().causes] == ["shared_unreachable"]

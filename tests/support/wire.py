@@ -38,6 +38,11 @@ def keys(*numbers: int) -> bytes:
     return b"".join(map(key, numbers))
 
 
+def key_list(*numbers: int) -> list[bytes]:
+    """Several keys, one by one."""
+    return list(map(key, numbers))
+
+
 def ids(*numbers: int) -> bytes:
     """Block ids as the wire has them."""
     return b"".join(number.to_bytes(4, "little", signed=True) for number in numbers)
