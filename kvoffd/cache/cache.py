@@ -199,26 +199,9 @@ class BlockCache(LeasedBlocks):
         blocks = self.blocks
         known = namespace.index[group].find(b"".join(keys)) if not namespace.clearing else [None] * len(keys)
         ticket = StoreTicket(namespace, rank, group)
-        present, lacking, again = ticket.present, [], ticket.again
-        wanted: set[bytes] = set()
-        narrow: list[tuple[int, Block]] = []
         fresh = not any(known) and len(set(keys)) == len(keys)
-        if fresh:
-            lacking = list(range(len(keys)))
-        for number, (key, block) in enumerate(zip(keys, known, strict=True)) if not fresh else ():
-            if key in wanted:
-                again.append(number)
-                continue
-            if block is not None:
-                present.append(block)
-                if block.words[2 * rank]:
-                    if block.holds_less(rank, first_blocks.get(number, 0)) and not block.pins:
-                        narrow.append((number, block))
-                        wanted.add(key)
-                    continue
-            wanted.add(key)
-            lacking.append(number)
-        protected = set(present).union(*[other.present for other in same_job])
+        lacking, narrow = (list(range(len(keys))), []) if fresh else _lacking(ticket, keys, known, first_blocks)
+        protected = set(ticket.present).union(*[other.present for other in same_job])
         namespace.nodes[rank] = node
         if namespace.clearing:
             found = Admission(dropped=lacking)
@@ -230,8 +213,8 @@ class BlockCache(LeasedBlocks):
         offsets = found.offsets
         ticket.copy = found.admitted
         count_refused(blocks, namespace, group, keys, found)
-        ticket.dropped = with_again(keys, found.dropped, again)
-        ticket.declined = with_again(keys, found.declined, again)
+        ticket.dropped = with_again(keys, found.dropped, ticket.again)
+        ticket.declined = with_again(keys, found.declined, ticket.again)
         if narrow:
             offsets = self._reopen(ticket, narrow, offsets)
         ticket.offsets = offsets
@@ -433,3 +416,29 @@ class BlockCache(LeasedBlocks):
         )
         pinned, quarantined = self.blocks.pinned_bytes, self.blocks.quarantined_bytes
         return PoolUsage(self.slots.free_bytes, writing, ready, leaving, inherited, pinned, quarantined)
+
+
+def _lacking(
+    ticket: StoreTicket, keys: Sequence[bytes], known: Sequence[Block | None], first_blocks: Mapping[int, int]
+) -> tuple[list[int], list[tuple[int, Block]]]:
+    """Numbers of the keys whose shard is to be written in a new slot, and in the one that holds less, with the block.
+
+    Enters in the ticket which blocks are present and which keys come again.
+    """
+    lacking: list[int] = []
+    narrow: list[tuple[int, Block]] = []
+    wanted: set[bytes] = set()
+    for number, (key, block) in enumerate(zip(keys, known, strict=True)):
+        if key in wanted:
+            ticket.again.append(number)
+            continue
+        if block is not None:
+            ticket.present.append(block)
+            if block.words[2 * ticket.rank]:
+                if block.holds_less(ticket.rank, first_blocks.get(number, 0)) and not block.pins:
+                    narrow.append((number, block))
+                    wanted.add(key)
+                continue
+        wanted.add(key)
+        lacking.append(number)
+    return lacking, narrow
