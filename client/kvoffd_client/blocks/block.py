@@ -189,14 +189,23 @@ class Block(Closing):
         return self._close is None
 
     def copy(self) -> Block:
-        """The same block in memory of its own: writable, and not pinned."""
+        """The same block in memory of its own: writable, and not pinned. Raises BlockUnavailable."""
         shards = [shard.data.copy() for shard in self.shards]
+        self.check_held()
         return Block.of_bytes(self.geometry, self.group, self.key, shards, self.first_block)
 
+    def check_held(self) -> None:
+        """Raise BlockUnavailable where what was read up to now may have been other bytes: as when the process was
+        stopped for longer than the daemon keeps its pins.
+        """
+        for shard in self.shards:
+            shard._read()
+
     def verify(self) -> None:
-        """Compare all shards with their checksums. Raises BlockDamaged."""
+        """Compare all shards with their checksums. Raises BlockDamaged, BlockUnavailable."""
         for shard in self.shards:
             if shard.checksum and checksum_of(shard.data.data) != shard.checksum:
+                self.check_held()
                 raise BlockDamaged(
                     f"The shard of rank {shard.rank} of block {self.key.hex()} does not match its checksum; "
                     "`kvoffd-cli scrub` checks all of them."
@@ -213,7 +222,8 @@ class Block(Closing):
 
 def not_held(key: bytes) -> BlockUnavailable:
     return BlockUnavailable(
-        f"Block {key.hex()[:16]} is not held any more (it was closed, or the daemon ended the session); get it again."
+        f"Block {key.hex()[:16]} is not held any more: it was closed, the daemon ended the session, or this process "
+        "was stopped for longer than a lease lives; get it again."
     )
 
 

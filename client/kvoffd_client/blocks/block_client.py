@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import ClassVar
@@ -131,6 +132,7 @@ class BlockClient(AdminClient):
             if session.generation != generation:  # the offsets would be of another pool
                 raise DaemonUnavailable(_INTERRUPTED)
             made.append(session.new_lease())
+            made[0].ends_at = time.monotonic()
             session.leases[made[0].id] = made[0]
             return b.GetBlocks(request_id, token, geometry.fingerprint, made[0].id, group, b"".join(keys))
 
@@ -141,6 +143,7 @@ class BlockClient(AdminClient):
                 self._release(lease)
             raise
         (lease,) = made
+        lease.ends_at += reply.ttl_ms / 1000
         lease.open_blocks = sum(shards is not None for shards in reply.blocks)
         if not lease.open_blocks:
             self._release(lease)
@@ -156,7 +159,7 @@ class BlockClient(AdminClient):
 
         def reader(shard: b.HeldShard) -> Callable[[], Bytes]:
             def read() -> Bytes:
-                if block.closed or not lease.alive:
+                if block.closed or not lease.holds:
                     raise not_held(key)
                 return pool[shard.offset_bytes : shard.offset_bytes + shard.length]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from io import FileIO
@@ -30,11 +31,18 @@ class Lease:
         id: its name on the wire.
         alive: False once the daemon has ended it, or the session has ended.
         open_blocks: blocks that were opened under it and are not closed.
+        ends_at: when it ends unless it is renewed. A process that was stopped meanwhile is told later.
     """
 
     id: int
     alive: bool = True
     open_blocks: int = 0
+    ends_at: float = 0.0
+
+    @property
+    def holds(self) -> bool:
+        """Whether what is under it is pinned still."""
+        return self.alive and time.monotonic() < self.ends_at
 
 
 class BlockSession(AdminSession):
@@ -48,6 +56,8 @@ class BlockSession(AdminSession):
         super().__init__(link, identity, options, rng)
         self._socket_link = cast(SocketLink, link)
         self.leases: dict[int, Lease] = {}
+        self._renewed: list[Lease] = []
+        """Those of the last heartbeat."""
         self._next_segment = 0
         self._on_answer: Callable[[FromDaemon | KvoffdClientError], None] | None = None
 
@@ -115,12 +125,15 @@ class BlockSession(AdminSession):
         super().on_lifeline_message(message, now)
 
     def _renewals(self, now: float) -> list[int]:
+        self._renewed = list(self.leases.values())
         return list(self.leases)
 
     def _role_heartbeat(self, reply: HeartbeatReply, sent_at: float, now: float) -> None:
+        for lease in self._renewed:
+            lease.ends_at = max(lease.ends_at, sent_at + self.lease_ttl_s)
         for lease_id in reply.ended:
-            if (lease := self.leases.pop(lease_id, None)) is not None:
-                lease.alive = False
+            if (ended := self.leases.pop(lease_id, None)) is not None:
+                ended.alive = False
 
     def _role_disconnected(self, dead: bool, now: float) -> None:
         super()._role_disconnected(dead, now)

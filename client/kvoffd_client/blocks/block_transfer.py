@@ -27,7 +27,7 @@ from kvoffd_client.blocks.block_file import (
     write_at,
     write_header,
 )
-from kvoffd_client.errors import BlockDamaged
+from kvoffd_client.errors import BlockDamaged, BlockUnavailable
 from kvoffd_client.namespace_spec import Geometry, differing_fields
 from kvoffd_proto.blocks import PUT_NO_ROOM, PUT_STORED, PutShard
 from kvoffd_proto.messages import READY
@@ -144,10 +144,11 @@ def _write_block(part: _PartialFile, block: Block | None, done: Exported) -> Non
     with block:
         try:
             block.verify()
+            done.late += not part.add(block)
         except BlockDamaged:
             done.damaged.append(block.key)
-        else:
-            done.late += not part.add(block)
+        except BlockUnavailable:
+            done.evicted += 1
 
 
 class _PartialFile:
@@ -230,7 +231,7 @@ class _PartialFile:
         self._header_bytes += entry_room(self._geometry, entry)
 
     def add(self, block: Block) -> bool:
-        """Append a block; False where the header has no room for it."""
+        """Append a block; False where the header has no room for it. Raises BlockUnavailable."""
         entry = Entry.of(block)
         if self._header_bytes + entry_room(self._geometry, entry) > self._header_room:
             return False
@@ -238,6 +239,7 @@ class _PartialFile:
         for shard in block.shards:
             write_at(self._fd, shard.data.data, at)
             at += shard.data.nbytes
+        block.check_held()
         self._log_line(entry.text)
         self._add_entry(entry)
         return True

@@ -1,0 +1,39 @@
+"""Blocks that are read in the pool itself are read no more once the daemon may have given their slots away."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvoffd_client import AdminClient, BlockClient, BlockUnavailable
+from kvoffd_client.blocks.block_session import BlockSession
+from kvoffd_client.testing import FakeEngine
+from tests.support.daemon import DaemonProcess
+from tests.support.waiting import wait_until
+
+KEY, OTHERS = bytes(32), [bytes([number]) * 32 for number in range(1, 17)]
+
+
+def test_a_process_that_was_stopped_reads_no_other_blocks_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It renews nothing meanwhile, and has not been told yet that its lease is over."""
+    with (
+        DaemonProcess(
+            "1MiB", block_access="read", lease_ttl="1s", heartbeat_interval="200ms", eviction_policy="lru"
+        ) as daemon,
+        FakeEngine(daemon.directory, page_bytes=16384, blocks=len(OTHERS)) as engine,
+        AdminClient(daemon.directory) as admin,
+        BlockClient(daemon.directory) as client,
+    ):
+        engine.fill([0], seed=1)
+        assert engine.store([KEY], [0]).ok
+        monkeypatch.setattr(BlockSession, "_renewals", lambda *_: [])
+        block = client.get_block(admin.namespaces().namespaces[0].namespace, KEY)
+        view = block.shards[0].data
+        before = view.copy()
+        wait_until(lambda: not admin.stats().pool.pinned_bytes)
+        engine.fill(range(len(OTHERS)), seed=2)
+        assert engine.store(OTHERS, range(len(OTHERS))).ok
+        assert not np.array_equal(view, before), "the slot is another block's by now"
+        for read in (lambda: block.shards[0].data, block.copy, block.verify):
+            with pytest.raises(BlockUnavailable, match="not held any more"):
+                read()
