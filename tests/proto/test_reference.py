@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import sys
@@ -30,6 +31,14 @@ PAGE = Path(__file__).parents[2] / "proto" / "PROTOCOL.md"
 
 def test_the_page_is_current() -> None:
     assert PAGE.read_text() == reference(), "run: python -m kvoffd_proto.reference > proto/PROTOCOL.md"
+
+
+def test_a_wire_of_another_shape_has_another_version() -> None:
+    """Two ends of one version that differ could not read each other's frames, and loads would never be answered."""
+    kept = [line for line in reference().splitlines() if line.startswith(("|", "####", "Encoded as"))]
+    shape = "\n".join(line.rsplit(" | ", 1)[0] for line in kept)  # without what the fields mean
+    found = m.PROTOCOL_VERSION, hashlib.sha256(shape.encode()).hexdigest()[:16]
+    assert found == (3, "e0948318afc7ec69"), "raise PROTOCOL_VERSION where the wire has changed, and put both here"
 
 
 def test_the_command_prints_the_page() -> None:
