@@ -70,7 +70,14 @@ class DaemonDirectory:
                     f"{directory}/kvoffd.lock is not the daemon's own: it is no regular file, has other names "
                     f"too, or belongs to uid {lock.st_uid}. Somebody else made it; remove it."
                 )
-            if not try_lock(lock_fd):
+            try:
+                locked = try_lock(lock_fd)
+            except OSError as error:
+                raise DirectoryError(
+                    f"The directory {directory} cannot be locked against a second daemon ({error.strerror}), as on "
+                    "some network file systems; choose another with --directory."
+                ) from error
+            if not locked:
                 holder = os.pread(lock_fd, 32, 0).decode(errors="replace").strip() or "unknown"
                 raise DirectoryError(
                     f"Another kvoffd (pid {holder}) serves {directory}; stop it first or choose another --directory."

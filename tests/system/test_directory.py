@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -26,6 +27,12 @@ def test_a_lock_file_that_cannot_be_written_is_refused_and_let_go(
     again = DaemonDirectory(tmp_path)
     again.acquire()
     again.release()
+
+
+def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(DirectoryError, match="cannot be locked"):
+        DaemonDirectory(tmp_path).acquire()
 
 
 def test_sockets_that_cannot_be_removed_do_not_keep_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
