@@ -17,7 +17,7 @@ from kvoffd.tiering.promotion import Promoter, prefix_run, whole_prefixes_first,
 from kvoffd.tiering.shared import SharedTiering
 from kvoffd.tiering.transfers import TierTransfers, tier_key
 from kvoffd.tiers.tier import AskedTier, Tier, TierBlock, TierKey
-from kvoffd_proto.messages import ABSENT, PENDING, WRITING
+from kvoffd_proto.messages import PENDING, WRITING
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class TieringManager:
                     places = prefix_run(found, keys, available)
                 else:
                     places = window_run(found, keys, namespace.groups[group], limit, available)
-                self._request(namespace, owner, group, keys, places, answer[number])
+                self.promoter.request(namespace, owner, group, keys, places, answer[number], PENDING)
         asked = [shared.find(namespace, owner, groups, answer, again) for shared in self.shared]
         return list(map(bytes, answer)), sum(asked)
 
@@ -310,23 +310,3 @@ class TieringManager:
             return None
         writing = {key for key, state in zip(keys, states, strict=True) if state == WRITING}
         return lambda key: key in requested or (key in index and key not in writing)
-
-    def _request(
-        self,
-        namespace: Namespace,
-        owner: int,
-        group: int,
-        keys: Sequence[bytes],
-        places: Iterable[int],
-        states: bytearray,
-    ) -> None:
-        """Request keys that are not requested yet, up to the first that cannot come up, and mark them PENDING."""
-        requested = self.promoter.requested(namespace, group)
-        index = self.tier.readable(namespace.fingerprint, group)
-        for place in places:
-            key = keys[place]
-            if key not in requested and (
-                states[place] != ABSENT or not self.promoter.request(namespace, index[key], owner)
-            ):
-                return
-            states[place] = PENDING

@@ -6,7 +6,7 @@ There is a bounded queue, in which sessions take turns, a bound on the bytes und
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvoffd.cache.cache import BlockCache
@@ -15,7 +15,7 @@ from kvoffd.system.fair_queue import FairQueue
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.transfers import Promotion, TierTransfers
 from kvoffd.tiers.tier import Tier, TierBlock, TierResult
-from kvoffd_proto.messages import COMING, READY, GroupSpec
+from kvoffd_proto.messages import ABSENT, COMING, READY, GroupSpec
 
 MISSES = {
     "no_room": MissReason.NO_ROOM,
@@ -174,21 +174,37 @@ class Promoter:
         """The requests of a group, by key. Not to be changed."""
         return self._requests.get((namespace, group), {})
 
-    def request(self, namespace: Namespace, source: TierBlock, owner: int) -> bool:
-        """Queue a block that the pool does not have. False where it cannot be brought up now."""
-        group = source.id.group
-        if source.id.key in self.requested(namespace, group):
-            return True
-        if not self._transfers.fits(namespace, source):
-            return False
-        nbytes = namespace.block_bytes(group)
-        held = self.queued_bytes + self.under_way_bytes
-        if held and held + nbytes + self._held[owner] // 3 > self._requested_limit:
-            return False
-        request = PromotionRequest(owner, namespace, source, nbytes, self._clock() + self._deadline_s)
-        self._requests.setdefault((namespace, group), {})[source.id.key] = request
-        self._enter_queue(request)
-        return True
+    def request(
+        self,
+        namespace: Namespace,
+        owner: int,
+        group: int,
+        keys: Sequence[bytes],
+        places: Iterable[int],
+        states: memoryview | bytearray,
+        mark: int,
+    ) -> None:
+        """Queue the blocks of keys at some places that are not queued yet, up to the first that cannot be brought up.
+
+        A lookup may ask for thousands at once. What comes up is marked in ``states``.
+        """
+        sizes = [namespace.shard_bytes(rank) for rank in range(namespace.world_size)]
+        lengths = [one[group] if one is not None else None for one in sizes]
+        there = self._tier.readable(namespace.fingerprint, group)
+        requested = self._requests.setdefault((namespace, group), {})
+        nbytes, deadline = namespace.block_bytes(group), self._clock() + self._deadline_s
+        for place in places:
+            key = keys[place]
+            if key not in requested:  # what is requested is WRITING once it is being read
+                source = there.get(key) if states[place] == ABSENT else None
+                if source is None or [shard.length for shard in source.shards] != lengths:
+                    return
+                held = self.queued_bytes + self.under_way_bytes
+                if held and held + nbytes + self._held[owner] // 3 > self._requested_limit:
+                    return
+                requested[key] = request = PromotionRequest(owner, namespace, source, nbytes, deadline)
+                self._enter_queue(request)
+            states[place] = mark
 
     def forget(self, namespace: Namespace, group: int, key: bytes) -> None:
         """Withdraw a request. What is under way ends by itself and leaves nothing, if the cache dropped it."""

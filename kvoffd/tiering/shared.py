@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from operator import and_
 
 from kvoffd.cache.cache import BlockCache
@@ -18,6 +19,7 @@ from kvoffd_proto.messages import ABSENT, SHARED
 
 logger = logging.getLogger(__name__)
 
+YES, NO, ASKED, UNKNOWN = Answer.YES, Answer.NO, Answer.ASKED, Answer.UNKNOWN
 MOST_KEYS = 8192
 """Keys that one lookup asks for, of each of its groups as many: the first that are missing, or the last of a window.
 The next lookup of the same request goes on behind what is up by then. Each takes some microseconds of the loop."""
@@ -46,10 +48,10 @@ class SharedTiering:
         self._asked_until = self._read_again_at = 0.0
         self._asker = 0
         """Owner of the lookup at hand."""
-        self._asked: list[tuple[bytes, int, bytes]] = []
-        """Fingerprint, group and key of what that is told of as being asked for."""
-        self._uncounted: set[tuple[bytes, int, bytes]] = set()
-        """Of what lookups were told so, what is neither a hit nor a miss yet."""
+        self._asked: list[tuple[int, list[bytes]]] = []
+        """Groups and keys of what that is told of as being asked for."""
+        self._uncounted: dict[tuple[bytes, int], set[bytes]] = {}
+        """By fingerprint and group, of what lookups were told so, what is neither a hit nor a miss yet."""
         self.tier = tier
         self.promoter = Promoter(cache, transfers, tier, clock, settings)
         self.unshared: dict[bytes, None] = {}
@@ -90,8 +92,9 @@ class SharedTiering:
                 start = max(0, limit - min(most, self.tier.most_window_keys))
                 self._find_window(namespace, group, keys[start:limit], found[start:limit], wait=asking)
         if not again:
-            self._uncounted.update(self._asked)
-        return len(self._asked)
+            for group, asked in self._asked:
+                self._uncounted.setdefault((namespace.fingerprint, group), set()).update(asked)
+        return sum(len(asked) for _, asked in self._asked)
 
     def serves(self, namespace: Namespace) -> bool:
         """Whether the tier can be asked for keys of a namespace."""
@@ -101,9 +104,9 @@ class SharedTiering:
     def _find_run(self, namespace: Namespace, group: int, keys: Sequence[bytes], states: memoryview) -> bool:
         """Find how far the run goes from the first of these keys on; returns whether any of it is being asked for."""
         answers = self._answers(namespace, group, keys, states)
-        end = answers.index(Answer.NO) if Answer.NO in answers else len(keys)
+        end = answers.index(NO) if NO in answers else len(keys)
         asking = self._ask(namespace, group, keys[:end], answers[:end], states, prefix=True)
-        self._request(namespace, group, keys, [at for at in range(end) if answers[at] is Answer.YES], states)
+        self._request(namespace, group, keys, [at for at in range(end) if answers[at] is YES], states)
         return asking
 
     def _find_window(
@@ -113,7 +116,7 @@ class SharedTiering:
         answers = self._answers(namespace, group, keys, states)
         if self._ask(namespace, group, keys, answers, states, prefix=False) or wait:
             return
-        there = {key for key, answer in zip(keys, answers, strict=True) if answer is Answer.YES}
+        there = {key for key, answer in zip(keys, answers, strict=True) if answer is YES}
         places = window_run(bytes(states), keys, namespace.groups[group], len(keys), there.__contains__)
         self._request(namespace, group, keys, places, states)
 
@@ -124,9 +127,9 @@ class SharedTiering:
         if requested or any(states):
             for at, (key, state) in enumerate(zip(keys, states, strict=True)):
                 if state in SETTLED or key in requested:
-                    answers[at] = Answer.YES
+                    answers[at] = YES
                 elif state != ABSENT:
-                    answers[at] = Answer.NO
+                    answers[at] = NO
         return answers
 
     def _ask(
@@ -140,23 +143,26 @@ class SharedTiering:
         prefix: bool,
     ) -> bool:
         """Ask for what is unknown, and mark what is being asked for SHARED; whether there is any."""
-        unknown = [key for key, answer in zip(keys, answers, strict=True) if answer is Answer.UNKNOWN]
-        if unknown:
+        asked = [at for at, answer in enumerate(answers) if answer is ASKED and states[at] == ABSENT]
+        if unknown := [at for at, answer in enumerate(answers) if answer is UNKNOWN]:
             lengths = [namespace.shard_length(rank, group) for rank in range(namespace.world_size)]
-            self.tier.ask(self._asker, namespace.fingerprint, group, lengths, unknown, prefix=prefix)
+            wanted = [keys[at] for at in unknown]
+            taken = self.tier.ask(self._asker, namespace.fingerprint, group, lengths, wanted, prefix=prefix)
             self._asked_until = self._clock() + self.tier.ask_deadline_s
-            answers = self.tier.answers(namespace.fingerprint, group, keys)
-        asked = [at for at, answer in enumerate(answers) if answer is Answer.ASKED and states[at] == ABSENT]
-        for at in asked:
-            states[at] = SHARED
-            self._asked.append((namespace.fingerprint, group, keys[at]))
+            asked += unknown[:taken]
+        if asked:
+            for at in asked:
+                states[at] = SHARED
+            self._asked.append((group, [keys[at] for at in asked]))
         return bool(asked)
 
     def answered(self, fingerprint: bytes, group: int, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         """Count what lookups were told of as being asked for."""
-        names = [(fingerprint, group, key) for key in keys]
-        counted = [name in self._uncounted for name in names]
-        self._uncounted.difference_update(names)
+        uncounted = self._uncounted.get((fingerprint, group), set())
+        counted = [key in uncounted for key in keys]
+        uncounted.difference_update(keys)
+        if not uncounted:
+            self._uncounted.pop((fingerprint, group), None)
         namespace = self._cache.find_namespace(fingerprint)
         if namespace is None or group >= len(namespace.groups) or (keys and len(keys[0]) != namespace.key_bytes):
             return  # it was forgotten meanwhile, maybe for one of another geometry
@@ -172,20 +178,12 @@ class SharedTiering:
     ) -> None:
         """Request keys that are there, up to the first that cannot come up, and mark them SHARED."""
         requested = self.promoter.requested(namespace, group)
-        there = self.tier.readable(namespace.fingerprint, group)
         wanted = [place for place in places if states[place] not in SETTLED]
         fresh = sum(keys[place] not in requested for place in wanted)
-        if slower := self._is_slower(namespace, group, fresh):
+        if self._is_slower(namespace, group, fresh):
             self.promoter.failures[SLOWER] += fresh
-        for place in wanted:
-            key = keys[place]
-            if key not in requested:  # what is requested is WRITING once it is being read
-                source = there.get(key)
-                if slower or states[place] != ABSENT or source is None:
-                    return
-                if not self.promoter.request(namespace, source, self._asker):
-                    return
-            states[place] = SHARED
+            wanted = list(takewhile(lambda place: keys[place] in requested, wanted))
+        self.promoter.request(namespace, self._asker, group, keys, wanted, states, SHARED)
 
     def _is_slower(self, namespace: Namespace, group: int, count: int) -> bool:
         """Whether so many blocks take longer to read than to compute, by the speeds of late; not once a while."""

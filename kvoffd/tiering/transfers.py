@@ -45,17 +45,6 @@ class TierTransfers:
         self._cache = cache
         self.demotions: set[Demotion] = set()
 
-    def fits(self, namespace: Namespace, source: TierBlock) -> bool:
-        """Whether a block of a tier has the geometry of its namespace, as far as that is known by now."""
-        group, key = source.id.group, source.id.key
-        if group >= len(namespace.groups) or len(key) != namespace.key_bytes:
-            return False
-        sizes = [namespace.shard_bytes(rank) for rank in range(namespace.world_size)]
-        return len(source.shards) == len(sizes) and all(
-            known is not None and known[group] == shard.length
-            for known, shard in zip(sizes, source.shards, strict=True)
-        )
-
     def begin_promotions(self, namespace: Namespace, group: int, sources: Sequence[TierBlock]) -> list[Promotion]:
         """Take slots for blocks of a tier, all of one group, that fit; evicting if needed.
 

@@ -224,13 +224,13 @@ class AskedTier(Tier):
     @abstractmethod
     def ask(
         self, owner: int, fingerprint: bytes, group: int, lengths: Sequence[int], keys: Sequence[bytes], *, prefix: bool
-    ) -> None:
+    ) -> int:
         """Begin to ask for keys whose answer is UNKNOWN. ``lengths``: bytes of a block's shards, by rank.
 
         ``prefix``: they follow one another from the root of a prefix on, and behind a gap nothing is of use.
 
-        Where too much is being asked already, the last of them stay UNKNOWN. An ``owner`` who asks for much must not
-        keep others waiting.
+        Returns for how many of them, from the first on: where too much is being asked already, the others stay UNKNOWN.
+        An ``owner`` who asks for much must not keep others waiting.
         """
 
     @abstractmethod

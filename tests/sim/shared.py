@@ -105,15 +105,16 @@ class SimShared(AskedTier):
 
     def ask(
         self, owner: int, fingerprint: bytes, group: int, lengths: Sequence[int], keys: Sequence[bytes], *, prefix: bool
-    ) -> None:
+    ) -> int:
         if self._hit("dark"):
             self._dark_until = self._clock.now + self._rng.uniform(0.05, 1.5)
         if not self.reachable:
-            return
+            return 0
         self._answers.set_lengths(fingerprint, group, lengths)
         self._answers.give(fingerprint, group, keys, Answer.ASKED)
         delay = self._rng.uniform(0.02, 0.3) if self._hit("late") else self._rng.uniform(0.0002, 0.005)
         self._process.after(delay, lambda: self._answer(fingerprint, group, keys))
+        return len(keys)
 
     def _answer(self, fingerprint: bytes, group: int, keys: Sequence[bytes]) -> None:
         if self._hit("reset"):  # by another node

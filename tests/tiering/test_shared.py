@@ -42,10 +42,11 @@ class FakeAskedTier(AskedTier):
 
     def ask(
         self, owner: int, fingerprint: bytes, group: int, lengths: Sequence[int], keys: Sequence[bytes], *, prefix: bool
-    ) -> None:
+    ) -> int:
         self.fingerprint, self.lengths = fingerprint, lengths
         self.asked += keys
         self.known.update(((group, key), Answer.ASKED) for key in keys)
+        return len(keys)
 
     def answer(self) -> None:
         for (group, key), answer in self.known.items():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvoffd.tiers.tier import Answer, TierBlock, TierKey, TierShard
 
+YES, NO, ASKED, UNKNOWN = Answer.YES, Answer.NO, Answer.ASKED, Answer.UNKNOWN
 YES_S, NO_S, FAILED_S = 2.0, 1.0, 30.0
 """How long an answer is taken for true; the last for a block that was there by its answer and could not be read."""
 MOST_REFUSED = 32_768
@@ -32,7 +33,7 @@ class Answers:
 
     def __init__(self, clock: Callable[[], float], ask_deadline_s: float) -> None:
         self._clock = clock
-        self._lasts = {Answer.YES: YES_S, Answer.NO: 0.0, Answer.ASKED: ask_deadline_s}
+        self._ask_deadline_s = ask_deadline_s
         self._groups: dict[tuple[bytes, int], _Group] = {}
         self._refused: OrderedDict[tuple[bytes, int, bytes], float] = OrderedDict()
         """Keys that stay NO until then, whatever is answered."""
@@ -43,26 +44,28 @@ class Answers:
 
     def of(self, fingerprint: bytes, group: int, keys: Sequence[bytes]) -> list[Answer]:
         known = self._groups.get((fingerprint, group))
-        if known is None:
-            return [Answer.UNKNOWN] * len(keys)
-        now, get = self._clock(), known.answers.get
-        return [self._now(get(key), now) for key in keys]
+        given = list(map(known.answers.get, keys)) if known is not None else []
+        if not any(given):
+            return [UNKNOWN] * len(keys)
+        now = self._clock()
+        return [self._now(one, now) for one in given]
 
     def _now(self, given: tuple[Answer, float] | None, now: float) -> Answer:
         """An answer as it is now. That of NO has the time at which it ends, the others when they were given."""
         if given is None:
-            return Answer.UNKNOWN
+            return UNKNOWN
         answer, at = given
-        if now < at + self._lasts[answer]:
-            return answer
+        if answer is NO:
+            return NO if now < at else UNKNOWN
+        if answer is YES:
+            return YES if now < at + YES_S else UNKNOWN
         # Who asked and got no answer in time has its miss; the next may ask again a little later.
-        if answer is Answer.ASKED and now < at + self._lasts[answer] + NO_S:
-            return Answer.NO
-        return Answer.UNKNOWN
+        ended = at + self._ask_deadline_s
+        return ASKED if now < ended else NO if now < ended + NO_S else UNKNOWN
 
     def give(self, fingerprint: bytes, group: int, keys: Iterable[bytes], answer: Answer) -> None:
         """Note the same answer for some keys; NO for ``NO_S``."""
-        at = self._clock() + (NO_S if answer is Answer.NO else 0.0)
+        at = self._clock() + (NO_S if answer is NO else 0.0)
         self._update(self._group(fingerprint, group), dict.fromkeys(keys, (answer, at)))
 
     def refuse(self, fingerprint: bytes, group: int, key: bytes) -> None:
@@ -72,15 +75,15 @@ class Answers:
         self._refused[name] = until
         if len(self._refused) > MOST_REFUSED:
             self._refused.popitem(last=False)  # of a dict the first one is looked for behind all that are gone
-        self._update(self._group(fingerprint, group), {key: (Answer.NO, until)})
+        self._update(self._group(fingerprint, group), {key: (NO, until)})
 
     def answered(self, fingerprint: bytes, group: int, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         known, now = self._group(fingerprint, group), self._clock()
-        yes, no = (Answer.YES, now), (Answer.NO, now + NO_S)
+        yes, no = (YES, now), (NO, now + NO_S)
         fresh = {key: yes if there else no for key, there in zip(keys, found, strict=True)}
         for key in keys if self._refused else ():
             if (until := self._refused.get((fingerprint, group, key), now)) > now:
-                fresh[key] = Answer.NO, until
+                fresh[key] = NO, until
         self._update(known, fresh)
 
     def _group(self, fingerprint: bytes, group: int) -> _Group:
@@ -128,17 +131,17 @@ class _Yes(Mapping[bytes, TierBlock]):
         self._fingerprint = fingerprint
         self._group = group
         self._known = known
+        self._shards = tuple(TierShard(length, 0, 0) for length in known.lengths)
         self._since = clock() - seconds
 
     def __contains__(self, key: object) -> bool:
         given = self._known.answers.get(key)  # type: ignore[call-overload]
-        return given is not None and given[0] is Answer.YES and given[1] > self._since
+        return given is not None and given[0] is YES and given[1] > self._since
 
     def __getitem__(self, key: bytes) -> TierBlock:
         if key not in self:
             raise KeyError(key)
-        shards = tuple(TierShard(length, 0, 0) for length in self._known.lengths)
-        return TierBlock(TierKey(self._fingerprint, self._group, key), shards)
+        return TierBlock(TierKey(self._fingerprint, self._group, key), self._shards)
 
     def __iter__(self) -> Iterator[bytes]:
         return (key for key in self._known.answers if key in self)

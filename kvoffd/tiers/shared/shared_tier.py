@@ -137,17 +137,18 @@ class SharedTier(AskedTier):
 
     def ask(
         self, owner: int, fingerprint: bytes, group: int, lengths: Sequence[int], keys: Sequence[bytes], *, prefix: bool
-    ) -> None:
+    ) -> int:
         # No owner has more waiting than it leaves room for others, so that there is always some.
         wanted = keys[: max(0, MOST_ASKED - self._asked.total() - self._asked[owner]) // 2]
         if self.breaker.open or not wanted:
-            return
+            return 0
         self._answers.set_lengths(fingerprint, group, lengths)
         self._answers.give(fingerprint, group, wanted, Answer.ASKED)
         deadline = self._clock() + self.ask_deadline_s
         self._asked[owner] += len(wanted)
         self.counters.asked_keys += len(wanted)
         self._workers.ask(Ask(owner, fingerprint, group, wanted, deadline, prefix))
+        return len(wanted)
 
     def poll(self, fingerprint: bytes) -> None:
         now = self._clock()
