@@ -38,7 +38,9 @@ class _Connection(Lifeline):
         self._stream = stream
         self._server = server
         self._buffer = lifeline.FrameBuffer()
-        self._fds: list[int] = []
+        self._fds: list[int | KvoffdError] = []
+        """What came and has no frame yet. Of what is no memory, why it is refused: held open, the peer's own end of the
+        lifeline would hide that the peer is gone."""
         self.leaving = False
         self.session: Session
         """Set once the peer is admitted, before anything is read from it."""
@@ -65,7 +67,8 @@ class _Connection(Lifeline):
             # What was sent over it and not read is closed with it.
             self._server.closer.close(self._stream.detach())
         for fd in self._fds:
-            self._server.closer.close(fd)
+            if isinstance(fd, int):
+                self._server.closer.close(fd)
         self._fds.clear()
 
     def release(self) -> None:
@@ -92,7 +95,10 @@ class _Connection(Lifeline):
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 fds = array.array("i")
                 fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+                first = len(self._fds)
                 self._fds += fds
+                for at, fd in enumerate(fds, first):
+                    self._fds[at] = self._checked(fd)
         if flags & socket.MSG_CTRUNC:
             raise lifeline.LifelineError("More descriptors came with one message than are accepted.")
         if not data:
@@ -108,15 +114,26 @@ class _Connection(Lifeline):
         if len(self._fds) > _MAX_FDS:
             raise lifeline.LifelineError("Descriptors came without Attach frames.")
 
+    def _checked(self, fd: int) -> int | KvoffdError:
+        """The descriptor; or why it is refused, and then it is closed."""
+        try:
+            check_descriptor(fd)
+        except KvoffdError as error:
+            self._server.closer.close(fd)
+            return error
+        return fd
+
     def _attach(self, frame: lifeline.Attach) -> None:
         if not self._fds:
             raise lifeline.LifelineError("An Attach frame came without its descriptor.")
         fd = self._fds.pop(0)
         try:
-            check_descriptor(fd)
+            if isinstance(fd, KvoffdError):
+                raise fd
             self._server.context.sessions.attach(self.session, frame.segment_id, fd)
         except KvoffdError as error:
-            self._server.closer.close(fd)
+            if isinstance(fd, int):
+                self._server.closer.close(fd)
             self._server.context.count_error(error.code)
             self.send(lifeline.AttachRefused(frame.segment_id, error.code, error.message))
         else:

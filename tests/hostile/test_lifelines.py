@@ -19,6 +19,7 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.sockets import SocketPaths
 from tests.hostile import peers
 from tests.hostile.target import FLAGS, Target
+from tests.support.wire import WireClient
 
 MAX_SESSIONS = int(FLAGS["max_sessions"])
 LINGER_S = 20
@@ -99,9 +100,10 @@ def test_its_own_end_of_the_lifeline(target: Target) -> None:
     """The daemon would hold the peer's end open, and never see the end of the session."""
 
     def attack(directory: Path) -> None:
-        session = peers.RawSession(directory)
-        attached(session, session.stream.fileno())
-        socket.send_fds(session.stream, [b"\0"], [session.stream.fileno()] * 8)
-        time.sleep(0.2)
+        with WireClient(directory) as session:  # which has said Hello: no deadline ends it
+            assert isinstance(session.attach(session.stream.fileno(), 1), lifeline.AttachRefused)
+            session.send_fds(b"\0", [session.stream.fileno()] * 8)
+            time.sleep(0.2)
+            os._exit(0)
 
     target.attack(attack)
