@@ -174,7 +174,7 @@ class Scenario:
             server = RedisServer()
             self._begin(server, server.start)
             # The deadlines are for a machine that is busy with other things, as the client's are.
-            self._shared = {"shared": server.url, "shared_ask_deadline": "1s", "shared_deadline": "10s"}
+            self._shared = {"shared": server.url, "shared_ask_deadline": "1s", "shared_deadline": "30s"}
         self._start_daemon(self._sockets, "kvoffd.log", f"kvoffd with a pool of {POOL_SIZE}")
 
     def _start_daemon(self, directory: Path, log: str, what: str) -> None:
@@ -216,8 +216,9 @@ class Scenario:
                     num_blocks=ENGINE_BLOCKS,
                     max_model_len=8192,
                     fork=False,
-                    # A machine busy with other things may answer a lookup late; a late answer is a miss.
-                    extra_config={"lookup_deadline_ms": 2000.0, "disk_wait_ms": 5000.0, "do_no_harm": True},
+                    # On a machine that is busy with other things an answer may be late and a read slow: to compute
+                    # instead is right there, and not what is to be seen here.
+                    extra_config={"lookup_deadline_ms": 2000.0, "disk_wait": "wait"},
                     # Block hashes begin with it: equal in every engine, or nothing is found again.
                     environ={"PYTHONHASHSEED": "0"},
                 )
