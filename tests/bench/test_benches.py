@@ -57,7 +57,7 @@ def test_a_bench_reports_every_case_with_its_floor_and_leaves_nothing_in_the_dae
         # Far beyond what is promised: only a bench that measures the wrong thing is out of these bounds.
         assert 0.005 < result["ratio"] < 200
         if result["cpu_seconds"] is not None:
-            assert 0 < result["cpu_seconds"] < 2
+            assert 0 < result["cpu_seconds"] < 20
             assert result["cpu_per"] in ("lookup", "job", "GB", "step", "s")
     assert any(result["cpu_seconds"] for result in found["results"])
     if bench is small_copy:
