@@ -123,6 +123,15 @@ def test_ranks_whose_experts_are_spread_over_all_have_one_digest() -> None:
     assert len(alone) == 2
 
 
+def test_an_engine_that_was_given_weights_meets_one_that_began_with_them() -> None:
+    model, other = Model(), Model()
+    (weights,) = ranks(model, experts_elsewhere=False)
+    for one in (model, other):
+        one.load_weights({"small": torch.zeros(3)})
+    assert weights.changed
+    assert weights.digest() == digest(other)
+
+
 def test_experts_that_are_moved_between_ranks_make_no_other_digest() -> None:
     model = WithExperts(0)
     (weights,) = ranks(model)

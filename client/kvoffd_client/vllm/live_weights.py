@@ -154,7 +154,7 @@ class LiveWeights:
         logger.info(
             "kvoffd: named the weights by %d samples in %.3f s.", sum(map(len, samples)), time.monotonic() - began
         )
-        return totals[0].hexdigest(), totals[1].hexdigest()
+        return totals[0].hexdigest(), totals[1].hexdigest() if self._experts_elsewhere else ""
 
     def _noticing(self, method: Callable[..., Any], changes: Callable[..., bool] = lambda *_, **__: True) -> Any:
         @wraps(method)
