@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,13 +19,23 @@ from kvoffd_client import AdminClient
 from kvoffd_proto.messages import StatsReply
 
 from .closing import Starting
+from .engine_main import run
 from .waiting import wait_until
 
-MAIN = Path(__file__).parent / "engine_main.py"
 START_DEADLINE_S = 300.0
 ANSWER_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 60.0
 BLOCK_TOKENS = 32
+# One process imports torch and vLLM, which is most of the CPU time of a start, and engines are forked from it.
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload([f"{__package__}.engine_imports"])
+
+
+def import_vllm() -> None:
+    """Have vLLM imported for the engines to come. Unlike the start of an engine it may be interrupted."""
+    process = _PROCESSES.Process(target=int)
+    process.start()
+    process.join()
 
 
 @dataclass(frozen=True)
@@ -52,8 +62,8 @@ class Completion:
 class EngineProcess(Starting):
     """One engine. ``directory`` is the daemon's, None for an engine without a connector.
 
-    With ``fork`` its core and workers are forked, which saves most of the CPU time of a start; without, vLLM starts
-    them as it does for users, by spawning them on CPU.
+    With ``fork`` it is forked from a process that has imported vLLM, as its core and workers are from it, and is there
+    in seconds; without, it is a new process and vLLM starts them as it does for users, by spawning them on CPU.
     """
 
     def __init__(
@@ -85,7 +95,6 @@ class EngineProcess(Starting):
             "tensor_parallel_size": tensor_parallel,
             "kv_transfer_config": None,
             "kv_events_config": events,
-            "fork": fork,
             **settings,
         }
         if directory is not None:
@@ -112,7 +121,8 @@ class EngineProcess(Starting):
             **({"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"} if tensor_parallel > 1 else {}),
             **(environ or {}),
         }
-        self._process: subprocess.Popen[bytes] | None = None
+        self._fork = fork
+        self._process: ForkServerProcess | None = None
         self._connection: Connection[Any, Any] | None = None
 
     @property
@@ -144,15 +154,9 @@ class EngineProcess(Starting):
         address = self._own / "socket"
         address.unlink(missing_ok=True)
         self._listener = Listener(str(address), family="AF_UNIX")
-        with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, str(MAIN), str(address)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self._environ,
-                start_new_session=True,
-            )
+        arguments = (str(address), str(self.log_path), self._environ, self._fork)
+        self._process = _PROCESSES.Process(target=run, args=arguments)
+        self._process.start()
         return self
 
     def wait_ready(self) -> Self:
@@ -164,7 +168,7 @@ class EngineProcess(Starting):
             try:
                 self._connection = self._listener.accept()
             except TimeoutError:
-                alive = self._process.poll() is None and time.monotonic() < deadline
+                alive = self._process.is_alive() and time.monotonic() < deadline
                 assert alive, f"the engine did not come up:\n{self.log[-4000:]}"
         self._connection.send(self._settings)
         assert self._receive(START_DEADLINE_S)[0] == "ready"
@@ -202,9 +206,10 @@ class EngineProcess(Starting):
         """SIGKILL to every process of the engine at once. It can be started again."""
         if self._process is None:
             return
+        self._process.kill()  # it may have no session of its own yet
         for pid in self.pids:
             os.kill(pid, signal.SIGKILL)
-        self._process.wait(STOP_DEADLINE_S)
+        self._process.join(STOP_DEADLINE_S)
         if self._connection is not None:
             self._connection.close()
         self._listener.close()
@@ -218,10 +223,7 @@ class EngineProcess(Starting):
     def wait_stopped(self) -> None:
         """Until it has ended; by force where that takes too long."""
         assert self._process is not None
-        try:
-            self._process.wait(STOP_DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            pass
+        self._process.join(STOP_DEADLINE_S)
         self.kill()
 
     def close(self) -> None:

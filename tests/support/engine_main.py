@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 from multiprocessing.connection import Client, Connection
 from typing import Any
+
+
+def run(address: str, log: str, environ: dict[str, str], fork: bool) -> None:
+    """Be the engine's process, in a session of its own, forked as it is or begun anew."""
+    os.setsid()
+    for descriptor, path, flags in ((0, os.devnull, os.O_RDONLY), (1, log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)):
+        os.dup2(os.open(path, flags), descriptor)
+    os.dup2(1, 2)
+    if not fork:
+        os.execve(sys.executable, [sys.executable, __file__, address], environ)
+    os.environ.clear()
+    os.environ.update(environ)
+    fork_workers()
+    main(address)
 
 
 def main(address: str) -> None:
@@ -36,8 +51,6 @@ def build(settings: dict[str, Any]) -> Any:
     from vllm import LLM
     from vllm.config import KVEventsConfig, KVTransferConfig
 
-    if settings.pop("fork"):
-        fork_workers()
     if transfer := settings.pop("kv_transfer_config", None):
         settings["kv_transfer_config"] = KVTransferConfig(**transfer)
     if events := settings.pop("kv_events_config", None):

@@ -106,7 +106,7 @@ def test_images(tmp_path: Path) -> None:
     """The same text behind other images has blocks of its own."""
     shape = Shape(
         make_tiny_llava,
-        {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2}},
+        {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2}, "fork": False},
         environ={"PYTHONPATH": str(TORCHVISION)},
         prompts=[with_images(seeds) for seeds in ([1], [2], [3, 1], [4, 1])],
     )

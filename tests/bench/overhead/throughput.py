@@ -143,7 +143,12 @@ def _take_turns(
 def _engine(model: Path, directory: Path | None, **settings: Any) -> EngineProcess:
     # The default deadline: what it costs when the daemon is late is a part of what is measured.
     return EngineProcess(
-        model, directory, extra_config={"lookup_deadline_ms": 200.0}, environ={"PYTHONPATH": _path()}, **settings
+        model,
+        directory,
+        extra_config={"lookup_deadline_ms": 200.0},
+        fork=False,
+        environ={"PYTHONPATH": _path()},
+        **settings,
     )
 
 
