@@ -21,8 +21,8 @@ from tests.support.wire import WireClient
 
 ATTACK_S = 2.0
 BEFORE_S = 0.002
-"""CPU time that the daemon may have before it answers the median request of a client beside a flood: 0.0002 to 0.0007 were seen, and
-0.3 s of it before clients took turns."""
+"""CPU time that the daemon may have before it answers the median request of a client beside a flood: 0.0002 to 0.0007
+were seen, and 0.3 s before clients took turns."""
 
 
 def flood(streams: list[socket.socket], data: bytes, *, read: bool = True) -> None:
