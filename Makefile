@@ -26,7 +26,7 @@ demo: $(VENV)/.engine ## watch a real vLLM get its prompts back from kvoffd
 test: $(VENV)/.engine .cuda/.fetched ## run every test that needs no GPU, but for shapes and delivery; PYTEST_ARGS adds arguments
 	@# An engine has all cores busy; the other tests run side by side. 5: none of those asked for is of this kind.
 	@passed() { "$(BIN)/pytest" "$$@" $(PYTEST_ARGS) || [ $$? = 5 ]; }; failed=0; \
-		passed -n logical --maxprocesses 4 --dist loadfile -m 'not engine and $(HERE)' || failed=1; \
+		passed -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m 'not engine and $(HERE)' || failed=1; \
 		passed -m 'engine and $(HERE)' || failed=1; \
 		exit $$failed
 

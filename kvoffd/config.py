@@ -39,7 +39,7 @@ from kvoffd.settings import (
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.shared.store import PASSWORD_VARIABLE, check_url
 from kvoffd_proto.limits import MAX_JOBS
-from kvoffd_proto.sockets import default_directory
+from kvoffd_proto.sockets import default_directory, is_utf8
 from kvoffd_proto.units import exact_duration, exact_size, quoted
 
 VARIABLE_PREFIX = "KVOFFD_"
@@ -321,7 +321,7 @@ def load_config(
         for setting in SETTINGS:
             if setting.name in layer:
                 given, source = layer[setting.name]
-                if not is_utf8(given):
+                if not all(map(is_utf8, given if isinstance(given, list) else [given])):
                     raise ConfigError(f"{setting.name} ({source}): what is given is not UTF-8; choose another name.")
                 try:
                     values[setting.field_name] = setting.kind.parse(given)
@@ -331,15 +331,6 @@ def load_config(
     config = dataclasses.replace(Config(), **values)  # type: ignore[arg-type]
     _check_together(config, sources)
     return LoadedConfig(config, sources)
-
-
-def is_utf8(given: object) -> bool:
-    """Whether it is text, as names of files need not be: no client could be told one that is not."""
-    try:
-        "".join(map(str, given if isinstance(given, list) else [given])).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def given_log_format(

@@ -38,9 +38,7 @@ class SocketPaths:
 
     def problem(self) -> str | None:
         """A sentence when the paths are too long for a unix socket or not UTF-8, which ZeroMQ wants; else None."""
-        try:
-            str(self.directory).encode()
-        except UnicodeEncodeError:
+        if not is_utf8(self.directory):
             return f"The directory {os.fsencode(self.directory)!r} is not UTF-8; choose another --directory."
         longest = max((self.jobs, self.events, self.lifeline), key=lambda path: len(os.fsencode(path)))
         if len(os.fsencode(longest)) > MAX_SOCKET_PATH_BYTES:
@@ -48,6 +46,15 @@ class SocketPaths:
                 f"The socket path {longest} is longer than {MAX_SOCKET_PATH_BYTES} bytes; choose a shorter --directory."
             )
         return None
+
+
+def is_utf8(name: object) -> bool:
+    """Whether it is text, as names of files need not be: no peer could be told one that is not."""
+    try:
+        str(name).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def default_directory() -> Path:
