@@ -86,17 +86,17 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, number: signa
     pytest.importorskip("vllm")
     demo = start_demo(tmp_path)
 
-    def runs_an_engine() -> bool:
+    def starts_an_engine() -> bool:
         assert demo.poll() is None, demo.communicate()[0]
         return any("multiprocessing" in command for command in processes_of(tmp_path))
 
-    wait_until(runs_an_engine, START_DEADLINE_S, interval_s=0.05)
+    wait_until(starts_an_engine, START_DEADLINE_S, interval_s=0.05)
     demo.send_signal(number)
     output, _ = demo.communicate(timeout=30)
     assert demo.returncode == 130
     assert "Traceback" not in output
     assert "Interrupted" in output
-    # What engines are forked from looks whether it is still needed once it has imported vLLM.
+    # What engines are forked from looks now and then whether it is still needed.
     wait_until(lambda: not processes_of(tmp_path), START_DEADLINE_S, explain=lambda: processes_of(tmp_path))
     assert not list(tmp_path.glob("kvoffd-demo-*"))
 

@@ -1,14 +1,22 @@
 """What engines have in common when they are forked: vLLM's modules, imported once, and quietly."""
 
 import os
+import signal
 
-# What else the sampler would compile when an engine is first asked for log probabilities, for seconds.
-os.environ["TORCH_COMPILE_DISABLE"] = "1"
+# Whoever wants engines may be interrupted meanwhile; multiprocessing's server looks for that later.
+parent = os.getppid()
+signal.signal(signal.SIGALRM, lambda *_: os.getppid() == parent or os._exit(0))
+signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
 for descriptor in (1, 2):
     os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+# What else the sampler would compile when an engine is first asked for log probabilities, for seconds.
+os.environ["TORCH_COMPILE_DISABLE"] = "1"
 
 import vllm.entrypoints.llm  # noqa: E402
 import vllm.model_executor.models.llama  # noqa: E402
 import vllm.v1.engine.core  # noqa: E402
 import vllm.v1.executor.multiproc_executor  # noqa: E402
 import vllm.v1.worker.cpu_worker  # noqa: E402, F401
+
+signal.setitimer(signal.ITIMER_REAL, 0)
+signal.signal(signal.SIGALRM, signal.SIG_DFL)
