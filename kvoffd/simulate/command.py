@@ -59,7 +59,8 @@ def simulate(given: argparse.Namespace) -> int:
         )
     if trace.others:
         print(_unequal(trace), file=sys.stderr)
-    sizes = _sizes(given, trace)
+    block_bytes = _block_bytes(given, trace)
+    sizes = _sizes(given, trace, block_bytes)
     try:
         results = _run(trace, policies, sizes)
     except BrokenProcessPool as error:
@@ -68,7 +69,7 @@ def simulate(given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps(_as_json(trace, results)))
     else:
-        print(_as_table(trace, results), end="")
+        print(_as_table(trace, results, block_bytes), end="")
     if given.plot:
         print(_as_plot(results), end="", file=sys.stderr if given.json else sys.stdout)
     sys.stdout.flush()
@@ -92,7 +93,16 @@ def _policies(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _sizes(given: argparse.Namespace, trace: Trace) -> list[int]:
+def _block_bytes(given: argparse.Namespace, trace: Trace) -> int:
+    """Pool bytes of a block; 0 where neither the trace nor the user says."""
+    if not given.block_size:
+        return trace.block_bytes
+    if not (block_bytes := _bytes_of("--block-size", given.block_size)):
+        raise ValueError(f"--block-size {given.block_size}: a block has some bytes.")
+    return block_bytes
+
+
+def _sizes(given: argparse.Namespace, trace: Trace, block_bytes: int) -> list[int]:
     """Pool sizes in blocks, ascending."""
     sizes: set[int] = set()
     if given.blocks:
@@ -103,9 +113,6 @@ def _sizes(given: argparse.Namespace, trace: Trace) -> list[int]:
         if min(sizes) < 1:
             raise ValueError(f"--blocks {given.blocks!r} is no list of numbers of blocks; give some as in 1000,2000.")
     if given.size:
-        block_bytes = _bytes_of("--block-size", given.block_size) if given.block_size else trace.block_bytes
-        if given.block_size and not block_bytes:
-            raise ValueError(f"--block-size {given.block_size}: a block has some bytes.")
         if not block_bytes:
             raise ValueError(
                 f"The trace does not say how many bytes a block of {trace.tokens_per_block} tokens has, which --size "
@@ -217,8 +224,10 @@ def _as_json(trace: Trace, results: Sequence[Result]) -> dict[str, object]:
     }
 
 
-def _as_table(trace: Trace, results: Sequence[Result]) -> str:
-    size = f" of {trace.tokens_per_block} tokens" if trace.tokens_per_block else ""
+def _as_table(trace: Trace, results: Sequence[Result], block_bytes: int) -> str:
+    sizes = [f"{trace.tokens_per_block} tokens"] * bool(trace.tokens_per_block)
+    sizes += [format_size(block_bytes)] * bool(block_bytes)
+    size = f" of {' and '.join(sizes)}" if sizes else ""
     lines = [
         f"{trace.name}: {len(trace.requests):,} requests, {trace.accesses:,} blocks{size}",
         f"{'blocks':>10}  {'policy':<12}{'hits %':>8}{'written %':>11}{'optimum %':>11}",
@@ -231,9 +240,9 @@ def _as_table(trace: Trace, results: Sequence[Result]) -> str:
 
 
 def _as_plot(results: Sequence[Result]) -> str:
-    """Bars of the hit ratios; a mark shows the optimum."""
+    """Bars of the hit ratios."""
     most = max(max(result.optimum_percent for result in results), 1e-9)
-    lines = []
+    lines = [f"{'blocks':>10}  {'policy':<12}hits %, | optimum"]
     for one, optimum in results:
         cells, mark = round(BAR_CELLS * one.hit_percent / most), round(BAR_CELLS * optimum / most)
         bar = "█" * cells + " " * (mark - cells) + "|"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
@@ -15,7 +17,17 @@ from tests.support.daemon import DaemonProcess
 KEYS = [bytes([number]) * 32 for number in range(1, 9)]
 
 
-def test_it_tells_what_requests_found_and_had_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_tells_what_requests_found_and_had_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    legends = []
+    save = Figure.savefig
+
+    def note_and_save(figure: Figure, *arguments: Any, **options: Any) -> None:
+        legends.append(figure.axes[0].get_legend_handles_labels()[1])
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", note_and_save)
     with (
         DaemonProcess("32MiB") as daemon,
         FakeEngine(daemon.directory, "tiny", blocks=32, page_bytes=4096) as engine,
@@ -50,6 +62,13 @@ def test_it_tells_what_requests_found_and_had_found(tmp_path: Path, capsys: pyte
         assert "has the label ''" in capsys.readouterr().err
         cli("curve", "--png", str(drawn))
         assert drawn.read_bytes().startswith(b"\x89PNG")
+        with FakeEngine(daemon.directory, "other", blocks=32, page_bytes=4096) as other:
+            assert other.lookup(KEYS[:2]) == 0
+        cli("curve", "--png", str(drawn))
+        assert legends == [
+            ["all, lru", "learned, measured"],
+            ["all, lru", "learned, measured", "tiny, lru", "other, lru"],
+        ]
 
 
 def test_a_plot_that_cannot_be_made_is_refused_first(

@@ -90,11 +90,13 @@ def test_it_prints_json_as_documented(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_it_prints_a_table_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "small.jsonl", [[1, 2, 3]] * 4)
-    assert main(["simulate", str(file), "--policy", "lru,learned", "--blocks", "3", "--plot"]) == 0
+    size = ["--size", "6MiB", "--block-size", "2MiB"]
+    assert main(["simulate", str(file), "--policy", "lru,learned", *size, "--plot"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "small: 4 requests, 12 blocks of 512 tokens"
+    assert lines[0] == "small: 4 requests, 12 blocks of 512 tokens and 2.00 MiB"
     assert lines[2].split() == ["3", "lru", "75.00", "25.00", "75.00"]
-    assert lines[4].endswith("█| 75.0")
+    assert lines[4].split() == ["blocks", "policy", "hits", "%,", "|", "optimum"]
+    assert lines[5].endswith("█| 75.0")
 
 
 @pytest.mark.parametrize(
@@ -254,7 +256,7 @@ def test_a_trace_that_has_the_bytes_of_its_blocks_needs_no_block_size(
     told = found.out.splitlines()
     assert "16 tokens in 4.00 KiB (50.0 %), 16 tokens in 8.00 KiB (50.0 %)" in found.err
     assert "as if each took their mean, 6.00 KiB" in found.err
-    assert told[0] == "asked: 3 requests, 9 blocks of 16 tokens"
+    assert told[0] == "asked: 3 requests, 9 blocks of 16 tokens and 6.00 KiB"
     assert told[2].split()[:3] == ["3", "lru", "66.67"]
 
 

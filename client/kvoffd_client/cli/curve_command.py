@@ -124,12 +124,15 @@ def _page(found: HitCurves, one: CurveOf, console: Console) -> Iterator[Text]:
 def _draw(found: HitCurves, path: Path) -> None:
     from kvoffd_client.bench.results import plot_into
 
+    # The curve of one namespace that is alone would lie on that of all.
+    alone = len(found.curves) == 2 and not _forgotten_tokens(found)
+    curves = found.curves[:1] if alone else found.curves
     with plot_into(path) as axes:
-        for one in found.curves:
+        for one in curves:
             sizes = [point.pool_bytes for point in one.points]
             name = "all, lru" if one.namespace is None else f"{one.label}, lru"
             (line,) = axes.plot(sizes, [point.lru_hit_percent for point in one.points], marker=".", label=name)
-            label = f"{found.policy}, measured" if one is found.curves[0] else None
+            label = f"{found.policy}, measured" if one is curves[0] else None
             star = {"marker": "*", "markersize": 12, "color": line.get_color(), "ls": ""}
             axes.plot([found.pool_bytes], [one.hit_percent], label=label, **star)
         axes.set(xscale="log", xlabel="pool", ylabel="tokens found, %", ylim=(0, None))
