@@ -55,7 +55,7 @@ class KeptResets:
     @classmethod
     def of(cls, directory: Path, is_there: Callable[[bytes], bool] = lambda fingerprint: False) -> KeptResets:
         """What an earlier daemon of this directory left, which this user alone may write."""
-        file, record = KeptFile(str(directory / FILE), MOST_BYTES), _Record()
+        file, record, damaged = KeptFile(str(directory / FILE), MOST_BYTES), _Record(), False
         try:
             record = msgspec.json.decode(file.read_checked(), type=_Record)
             for name in (
@@ -67,9 +67,12 @@ class KeptResets:
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
-            record = _Record()
-            logger.warning("What was known of resets, in %s, is of no use: %s.", file.path, error)
-        return cls(file, record, is_there)
+            record, damaged = _Record(), isinstance(error, ValueError)
+            what = "What was known of resets, in %s, is of no use: %s. The daemon begins without it."
+            logger.warning(what, file.path, error)
+        kept = cls(file, record, is_there)
+        kept._differs = damaged  # written anew, so that the next daemon finds nothing wrong
+        return kept
 
     @property
     def unshared(self) -> list[bytes]:

@@ -43,6 +43,10 @@ def test_a_damaged_file_is_as_none(tmp_path: Path, text: str, caplog: pytest.Log
     kept = KeptResets.of(tmp_path)
     assert (kept.unshared, kept.generations_of("a")) == ([], {})
     assert "is of no use" in caplog.text
+    kept.close()
+    caplog.clear()
+    kept = KeptResets.of(tmp_path)
+    assert (kept.unshared, caplog.messages) == ([], [])
     kept.note(ONE, None, [])
     kept.close()
     assert KeptResets.of(tmp_path).unshared == [ONE]
