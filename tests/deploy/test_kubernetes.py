@@ -179,7 +179,8 @@ def test_the_pool_is_in_memory_that_outlives_the_daemon() -> None:
         if "emptyDir" in volume:
             assert volume["emptyDir"]["medium"] == "Memory"
             room = quantity(volume["emptyDir"]["sizeLimit"])
-            assert room >= 1.02 * parse_size(variables["KVOFFD_POOL_SIZE"])
+            # 1.9 % are the slot table; what the policy learned has up to 0.9 %, and is there twice while it is written.
+            assert room >= 1.04 * parse_size(variables["KVOFFD_POOL_SIZE"])
         else:
             assert volume["hostPath"]["path"].startswith("/dev/shm/")
         others = [c for c in containers(pod) if c is not container and c["name"] != "own-directory"]
