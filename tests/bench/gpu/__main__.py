@@ -21,7 +21,7 @@ from typing import Any
 
 from kvoffd_client.cuda.export import LIBRARY_VARIABLE
 from tests.bench.gpu.page import write_page
-from tests.bench.gpu.parts import PARTS, Setup
+from tests.bench.gpu.parts import PARTS, Setup, is_wrong
 from tests.bench.report_file import run_facts
 
 ROOT = Path(__file__).parents[3]
@@ -47,10 +47,14 @@ def run_part(name: str, setup: Setup) -> dict[str, Any]:
                 os.killpg(process.pid, signal.SIGKILL)  # and the daemons and engines that it has left
             except ProcessLookupError:
                 pass
-            process.wait()
+            try:
+                process.wait(10.0)
+            except subprocess.TimeoutExpired:
+                pass  # it is in a call of a driver that hangs, and does not end
         seconds = time.monotonic() - began
         if answer.exists():
-            return {"outcome": "done", "seconds": seconds, "found": json.loads(answer.read_text())}
+            found = json.loads(answer.read_text())
+            return {"outcome": "wrong" if is_wrong(name, found) else "done", "seconds": seconds, "found": found}
         late = seconds >= PARTS[name].most_s
         tail = said.read_text(errors="replace")[-TAIL_CHARACTERS:]
         return {"outcome": "not done in time" if late else "failed", "seconds": seconds, "found": tail}
@@ -93,7 +97,7 @@ def main() -> int:
 
 
 def measure(names: list[str], setup: Setup, out: Path) -> int:
-    """Run the parts and write the results; 0 when all could be done."""
+    """Run the parts and write the results; 0 when all could be done and none found what must not be."""
     facts = run_facts("make gpu")
     parts: dict[str, Any] = {}
     look = run_part("driver", setup)  # first, alone too: it names the card

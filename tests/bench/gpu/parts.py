@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -147,6 +148,8 @@ def share_memory(setup: Setup) -> Found:
             with setup.daemon(256 * MIB, allowed_uids=str(NOBODY)) as daemon:
                 daemon.directory.chmod(0o755)
                 found[f"{kind}, another user"] = tried(partial(_share_as, setup, daemon, kind))
+        else:
+            found[f"{kind}, another user"] = {"registered": None, "said": "not tried: only root can be another user"}
     return found
 
 
@@ -354,7 +357,7 @@ class _FaultingDaemon(DaemonProcess):
 
 @dataclass(frozen=True)
 class Part:
-    """One part, and how long it may take: all together ten minutes."""
+    """One part, and how long it may take: all together, with their ends, ten minutes."""
 
     run: Callable[[Setup], Found]
     most_s: float
@@ -367,8 +370,22 @@ PARTS = {
     "tests": Part(run_tests, 150),
     "copy": Part(copy, 90),
     "gather": Part(gather, 30),
-    "compute": Part(compute, 60),
+    "compute": Part(compute, 50),
     "death": Part(die, 80),
     "fault": Part(fault, 40),
 }
 """In the order in which they run; a process each, so that what hangs or crashes costs its own part only."""
+
+
+def is_wrong(name: str, found: Mapping[str, Any]) -> bool:
+    """Whether a part ran and found what must not be. Times, and what a driver refuses, are for people to judge."""
+    match name:
+        case "sharing" | "pinning":
+            return any(isinstance(one, str) or one.get("right_bytes") is False for one in found.values())
+        case "tests":
+            return bool(found["status"] != 0)
+        case "death":
+            return bool(found["reverted"] > 0)
+        case "fault":
+            return not found["status_is_right"] or found["block_is_back"] is False
+    return False

@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.bench.gpu import __main__ as program
 from tests.bench.gpu.page import write_page
+from tests.bench.gpu.parts import Setup, is_wrong
 from tests.support.stub_cuda import fresh_stub
 
 ROOT = Path(__file__).parents[3]
@@ -41,3 +45,42 @@ def test_a_part_that_failed_is_told_on_the_page() -> None:
     assert "x.png" in page
     assert "| 91%" in page
     assert "Not a GPU" not in page
+
+
+@pytest.mark.parametrize(
+    ("part", "good", "bad"),
+    [
+        ("sharing", {"ordinary": {"right_bytes": True}}, {"ordinary": {"right_bytes": False}}),
+        ("sharing", {"ordinary, another user": {"registered": False}}, {"chunks": "CudaError: out of memory"}),
+        ("pinning", {"1 GiB": {"refused_bytes": 0}}, {"1 GiB": "TimeoutError: "}),
+        ("tests", {"status": 0}, {"status": 1}),
+        ("death", {"reverted": 0}, {"reverted": 1}),
+        ("fault", {"status_is_right": True, "block_is_back": None}, {"status_is_right": False, "block_is_back": None}),
+        ("fault", {"status_is_right": True, "block_is_back": True}, {"status_is_right": True, "block_is_back": False}),
+    ],
+)
+def test_what_ran_and_found_what_must_not_be_is_wrong(
+    part: str, good: dict[str, object], bad: dict[str, object]
+) -> None:
+    assert (is_wrong(part, good), is_wrong(part, bad)) == (False, True)
+
+
+class HangingProcess:
+    """A part that wrote what it found and then, in a call of a driver that hangs, survives SIGKILL."""
+
+    pid = 1 << 30  # nobody
+
+    def __init__(self, command: list[str], **options: object) -> None:
+        Path(command[command.index("--to") + 1]).write_text('{"card": "X", "reverted": 1}')
+
+    def wait(self, timeout_s: float) -> None:
+        raise subprocess.TimeoutExpired("part", timeout_s)
+
+
+def test_a_wrong_part_fails_the_run_which_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", HangingProcess)
+    monkeypatch.setattr(program, "run_facts", lambda command: {"date": "today", "commit": "abc"})
+    assert program.measure(["driver", "death"], Setup("", double=True), tmp_path) == 1
+    (page,) = tmp_path.glob("*.md")
+    assert "## driver: done" in page.read_text()
+    assert "## death: wrong" in page.read_text()
