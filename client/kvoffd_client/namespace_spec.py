@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -12,8 +12,11 @@ import msgspec
 from kvoffd_client.errors import BlockUnavailable
 from kvoffd_proto.blocks import NamespaceDescribed, ShardSpec, shard_bytes_of
 from kvoffd_proto.messages import FINGERPRINT_BYTES, GroupSpec
+from kvoffd_proto.units import printable
 
 DEFAULT_GROUPS = (GroupSpec(kind="full_attention", tokens_per_block=0),)
+MOST_NESTED = 16
+"""Levels of a description that is shown."""
 
 
 def canonical_json(value: object) -> str:
@@ -169,7 +172,7 @@ class _GeometryJson(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def differences(one: str, other: str) -> list[tuple[str, object, object]]:
     """The fields on which two descriptions disagree, with what each says; None where it does not have the field."""
-    fields, others = _fields_of(one), _fields_of(other)
+    fields, others = fields_of_description(one) or {}, fields_of_description(other) or {}
     names = dict.fromkeys([*fields, *others])
     return [(name, fields.get(name), others.get(name)) for name in names if fields.get(name) != others.get(name)]
 
@@ -181,15 +184,21 @@ def differing_fields(one: str, other: str) -> str:
         return "nobody knows in what"
     shown = [f"{name} ({_short(here)} and {_short(there)})" for name, here, there in found[:4]]
     more = f" and {len(found) - 4} more" if len(found) > 4 else ""
-    return f"in {', '.join(shown)}{more}"
+    return printable(f"in {', '.join(shown)}{more}")
 
 
-def _fields_of(description: str) -> Mapping[str, object]:
+def fields_of_description(description: str) -> dict[str, object] | None:
+    """The fields of a description, which any client may have written; None where it is no object that can be shown."""
     try:
-        found = json.loads(description)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+        found = msgspec.json.decode(description)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and _nests_at_most(found, MOST_NESTED) else None
+
+
+def _nests_at_most(value: object, levels: int) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels > 0 and all(_nests_at_most(one, levels - 1) for one in items)
 
 
 def _short(value: object) -> str:

@@ -7,11 +7,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvoffd_client import SchedulerClient
 from kvoffd_client.cli import main
+from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.testing import FakeEngine
 from tests.support.daemon import DaemonProcess
 
@@ -235,6 +239,27 @@ def test_namespaces_that_differ_are_compared(shared_daemon: DaemonProcess, capsy
         assert (status, out.split()[-3:]) == (0, ["is", "one", "namespace."])
         status, out, _ = cli_at(where, "namespaces", "--json")
         assert [one["description"]["name"] for one in json.loads(out)["namespaces"]] == ["tiny", "other"]
+
+
+@pytest.mark.parametrize("nested", ["[" * 30_000 + "]" * 30_000, '{"a":' * 900 + "1" + "}" * 900, '{"model": NaN}'])
+def test_a_description_that_a_client_made_up_keeps_no_listing_away(
+    nested: str, shared_daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = shared_daemon.directory
+    texts = ('{"\\u001b[2J": "\\u001b]0;x\\u0007", "model": "a"}', '{"model": "a", "\\u202e": "\\u009b"}', nested)
+    specs = [
+        replace(NamespaceSpec.named(name), label=name, description=text)
+        for name, text in zip(("one", "two", "three"), texts, strict=True)
+    ]
+    with ExitStack() as clients:
+        for spec in specs:
+            assert clients.enter_context(SchedulerClient(where, spec)).wait_ready(10)
+        for words in ("namespaces", "namespaces diff one two", "namespaces diff one three", "advise"):
+            assert main([*words.split(), "--directory", str(where)]) in (0, 1)
+            assert capsys.readouterr().out.replace("\n", "").isprintable()
+        assert main(["namespaces", "--json", "--directory", str(where)]) == 0
+        found = {one["label"]: one["description"] for one in json.loads(capsys.readouterr().out)["namespaces"]}
+        assert (found["two"]["model"], found["three"]) == ("a", nested)
 
 
 def test_what_names_the_daemon_may_stand_before_the_command_or_behind_it(

@@ -193,7 +193,7 @@ def diff(
         page = Text(f"{names[0]} and {names[1]} differ, and their descriptions do not say in what.")
     else:
         titles = ("field", *names)
-        cells = zip(*((name, _shown(a), _shown(b)) for name, a, b in fields), strict=True)
+        cells = zip(*((printable(name), _shown(a), _shown(b)) for name, a, b in fields), strict=True)
         page = Listing([Column(title, list(column), 0, 12) for title, column in zip(titles, cells, strict=True)])
     print_listing(Differences([Difference(*one) for one in fields]), page, as_json=json)
     return int(first.namespace != second.namespace)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_text
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, islice
 
@@ -21,7 +20,7 @@ from kvoffd_client.cli.json_objects import Advice, AdviceGiven
 from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.pool_notes import FULL_INDEX, index_is_full
 from kvoffd_client.cli.target import Directory, Json, open_admin
-from kvoffd_client.namespace_spec import differences, differing_fields
+from kvoffd_client.namespace_spec import differences, differing_fields, fields_of_description
 from kvoffd_proto.messages import BENCH_LABEL, HitCurve, NamespaceInfo, NamespaceStats, PoolStats, StatsReply
 from kvoffd_proto.units import format_count, format_duration, format_size, printable
 
@@ -372,7 +371,4 @@ def _apart(namespaces: Sequence[NamespaceInfo]) -> Iterator[Advice]:
 
 
 def _model(info: NamespaceInfo) -> object:
-    try:
-        return json_text.loads(info.description).get("model") or info.label
-    except (ValueError, AttributeError):
-        return info.label
+    return (fields_of_description(info.description) or {}).get("model") or info.label

@@ -6,12 +6,13 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from typing import Annotated, get_args, get_origin
+from typing import Annotated, cast, get_args, get_origin
 
 from msgspec import Struct
 from rich.console import RenderableType
 
 from kvoffd_client.cli.console import print_line, print_list
+from kvoffd_client.namespace_spec import fields_of_description
 from kvoffd_proto.wire import fields_of, struct_in
 
 Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
@@ -37,12 +38,9 @@ def to_plain(value: object) -> Plain:
 
 
 def described(description: str) -> Plain:
-    """A namespace's description as an object; as it is where it is no JSON."""
-    try:
-        found: Plain = json.loads(description)
-    except ValueError:
-        return description
-    return found
+    """A namespace's description as an object; as it is where it is none."""
+    fields = fields_of_description(description)
+    return description if fields is None else cast(Plain, fields)
 
 
 def to_json(value: object) -> str:
