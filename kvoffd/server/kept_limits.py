@@ -11,6 +11,7 @@ from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server.kept_file import KeptFile, checked, path_beside_pool
 from kvoffd_proto.messages import NamespaceLimits
+from kvoffd_proto.wire import ByteCount
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +22,8 @@ LIMIT_BYTES = 256
 class _Line(msgspec.Struct, forbid_unknown_fields=True):
     fingerprint: str
     """In hex."""
-    minimum_bytes: int
-    maximum_bytes: int | None
+    minimum_bytes: ByteCount
+    maximum_bytes: ByteCount | None
     weight: float | None
 
 

@@ -66,8 +66,8 @@ class KeptResets:
                 bytes.fromhex(name)
         except FileNotFoundError:
             pass
-        except (OSError, ValueError) as error:
-            record, damaged = _Record(), isinstance(error, ValueError)
+        except (OSError, ValueError, RecursionError) as error:
+            record, damaged = _Record(), not isinstance(error, OSError)
             what = "What was known of resets, in %s, is of no use: %s. The daemon begins without it."
             logger.warning(what, file.path, error)
         kept = cls(file, record, is_there)

@@ -37,7 +37,12 @@ def test_what_was_noted_is_known_again(tmp_path: Path) -> None:
     assert os.stat(tmp_path / FILE).st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"left": {"no hex": null}}', '{"generations": {"a": {"0": "x"}}}'])
+NESTED = '{"x": ' + "[" * 100_000 + "]" * 100_000 + "}"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"left": {"no hex": null}}', '{"generations": {"a": {"0": "x"}}}', NESTED]
+)
 def test_a_damaged_file_is_as_none(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / FILE).write_bytes(checked(text.encode()))
     kept = KeptResets.of(tmp_path)

@@ -101,12 +101,14 @@ def test_a_file_of_no_use_is_said_and_what_the_pool_cannot_keep_is_left_out(
     assert list(taken_over(1 << 28)) == [b"b" * 32]
     assert "three quarters of the pool" in caplog.messages[0]
     odd = b'{"fingerprint":"zz","minimum_bytes":0,"maximum_bytes":null,"weight":null}\n'
+    huge = odd.replace(b"zz", b"aa").replace(b":0", b":1" + b"0" * 400)
     for damage, sentence in (
         (b"", "its checksum is wrong"),
         (good[:-5], "its checksum is wrong"),
         (good.replace(b"2.5", b"9.5"), "its checksum is wrong"),
         (b"%08x\n%s" % (zlib.crc32(b"[]\n"), b"[]\n"), "Expected `object`"),
         (b"%08x\n%s" % (zlib.crc32(odd), odd), "non-hexadecimal"),
+        (b"%08x\n%s" % (zlib.crc32(huge), huge), "<= 9223372036854775807"),
         (bytes(1 << 20), "more than"),
     ):
         kept.write_bytes(damage)
