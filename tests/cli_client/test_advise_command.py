@@ -187,6 +187,13 @@ def test_what_was_loaded_in_forgotten_namespaces_is_told(served: StatsReply, bus
     assert "too_little_traffic" not in told(only_before)
 
 
+def test_nothing_is_advised_of_what_benches_do(fresh: StatsReply) -> None:
+    benched = structs.replace(fresh, namespaces=[counted(3, "bench lookup", keys_ready=0)])
+    assert told(benched, info(3, "bench lookup", shard_bytes=4096)) == {
+        "too_little_traffic": "No request so far: too few to tell; ask again after 100 of them."
+    }
+
+
 def test_blocks_that_are_too_large_or_too_small(served: StatsReply) -> None:
     assert not {"block_size", "small_shards"} & told(served, info(1)).keys()
     short = structs.replace(served, namespaces=[counted(1, keys_asked=1500)])

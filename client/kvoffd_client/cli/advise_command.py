@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, islice
 
 import typer
+from msgspec import structs
 
 from kvoffd_client.cli.console import (
     TEXT_CELLS,
@@ -70,6 +71,8 @@ def advise(context: typer.Context, directory: Directory = None, json: Json = Fal
 
 
 def advice_of(stats: StatsReply, namespaces: Sequence[NamespaceInfo]) -> AdviceGiven:
+    stats = structs.replace(stats, namespaces=[one for one in stats.namespaces if not _is_of_bench(one)])
+    namespaces = [info for info in namespaces if not _is_of_bench(info)]
     known = {info.namespace: info for info in namespaces}
     lookups = sum(one.lookups for one in stats.namespaces) + _of_forgotten(stats, "lookups")
     enough = lookups >= FEWEST_LOOKUPS and stats.curve is not None and stats.curve.asked_tokens > 0
@@ -94,13 +97,17 @@ def advice_of(stats: StatsReply, namespaces: Sequence[NamespaceInfo]) -> AdviceG
     return AdviceGiven(enough, found)
 
 
+def _is_of_bench(one: NamespaceStats | NamespaceInfo) -> bool:
+    """Whether ``kvoffd-cli bench`` made it, of whose traffic nothing follows."""
+    return one.label.startswith(BENCH_LABEL)
+
+
 def _of_forgotten(stats: StatsReply, counter: str) -> int:
-    """What was counted of namespaces that are forgotten by now; benches are not."""
+    """What was counted of namespaces that are forgotten by now."""
     since_start = next((one for one in stats.recent if not one.window_seconds), None)
     if since_start is None:
         return 0
-    known = [one for one in stats.namespaces if not one.label.startswith(BENCH_LABEL)]
-    return max(0, int(getattr(since_start, counter)) - sum(int(getattr(one, counter)) for one in known))
+    return max(0, int(getattr(since_start, counter)) - sum(int(getattr(one, counter)) for one in stats.namespaces))
 
 
 def _token_bytes(info: NamespaceInfo) -> float:
@@ -278,7 +285,7 @@ def _starving(stats: StatsReply, curve: HitCurve) -> Iterator[Advice]:
 
 def _without_hits(counted: Iterable[NamespaceStats]) -> Iterator[Advice]:
     for one in counted:
-        if one.lookups < FEWEST_LOOKUPS or one.keys_ready or one.keys_pending or one.label.startswith(BENCH_LABEL):
+        if one.lookups < FEWEST_LOOKUPS or one.keys_ready or one.keys_pending:
             continue
         text = (
             f"{namespace_name(one.label, one.namespace)} never found anything, in {format_count(one.lookups)} requests"
