@@ -14,14 +14,20 @@ from pathlib import Path
 
 from kvoffd.config import Config
 from kvoffd.errors import NoMoreThreads
+from kvoffd.system.mappings import is_hugetlbfs
 from kvoffd.system.threads import start
 
 WRITER_CLOSE_S = 2.0
 
 
 def path_beside_pool(config: Config, suffix: str) -> str:
-    """Where something is kept as long as the pool: beside ``pool_file``, without one in the daemon's directory."""
-    return (config.pool_file or str(config.directory / "kvoffd")) + suffix
+    """Where something is kept as long as the pool: beside ``pool_file``, without one in the daemon's directory.
+
+    There too where that file is on hugetlbfs, whose files can be mapped and not written.
+    """
+    if config.pool_file and not is_hugetlbfs(Path(config.pool_file).parent):
+        return config.pool_file + suffix
+    return str(config.directory / "kvoffd") + suffix
 
 
 class OfNoUse(ValueError):

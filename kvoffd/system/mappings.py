@@ -8,11 +8,12 @@ import logging
 import mmap
 import os
 import threading
+from pathlib import Path
 
 import numpy as np
 
 from kvoffd.errors import UnsafeSegment
-from kvoffd.system.files import held_bytes
+from kvoffd.system.files import held_bytes, open_directory
 
 _log = logging.getLogger(__name__)
 
@@ -150,6 +151,18 @@ def filesystem_magic(fd: int) -> int:
     if _fstatfs(fd, buffer) != 0:
         return 0
     return int(buffer[0])
+
+
+def is_hugetlbfs(directory: Path) -> bool:
+    """Whether files in the directory are made of huge pages; False where it cannot be opened."""
+    try:
+        fd = open_directory(directory)
+    except OSError:
+        return False
+    try:
+        return filesystem_magic(fd) == HUGETLBFS_MAGIC
+    finally:
+        os.close(fd)
 
 
 class FaultedSegment(MappedSegment):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -115,3 +117,30 @@ def test_a_file_of_no_use_is_said_and_what_the_pool_cannot_keep_is_left_out(
         assert taken_over(1 << 30) == {}
         assert sentence in caplog.messages[0]
         assert "There are none." in caplog.messages[0]
+
+
+@pytest.fixture
+def hugetlbfs(tmp_path: Path) -> Iterator[Path]:
+    """A hugetlbfs that needs no huge pages, as long as nothing is mapped."""
+    where = tmp_path / "huge"
+    where.mkdir()
+    mounted = subprocess.run(["mount", "-t", "hugetlbfs", "none", where], capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no hugetlbfs can be mounted: {mounted.stderr}")
+    yield where
+    subprocess.run(["umount", where], check=True)
+
+
+def test_beside_a_pool_of_huge_pages_nothing_can_be_written_so_they_are_kept_in_the_directory(
+    hugetlbfs: Path, tmp_path: Path
+) -> None:
+    config, limits = Config(pool_file=str(hugetlbfs / "pool"), directory=tmp_path), NamespaceLimits(1 << 20)
+    shares = Shares(1 << 30, lambda: 0.0)
+    writer = KeptLimits(shares, config)
+    shares.set(b"a" * 32, limits)
+    writer.close()
+    assert not writer.problem
+    shares = Shares(1 << 30, lambda: 0.0)
+    KeptLimits(shares, config).go_on()
+    assert dict(shares) == {b"a" * 32: limits}
+    assert not list(hugetlbfs.iterdir())
