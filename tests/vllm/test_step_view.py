@@ -10,6 +10,8 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import TransferJobStatus
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import KVConnectorBlockState, NewRequestData, SchedulerOutput
 from vllm.v1.kv_offload.base import OffloadKey, PrepareStoreOutput
 from vllm.v1.outputs import KVConnectorOutput
@@ -83,6 +85,19 @@ def test_of_a_request_that_ends_no_block_is_stored_that_it_has_not_computed(
     request = new_request(connector, [5, 6, 7, 8])
     request.num_computed_tokens = computed
     assert stored_blocks(connector, request, status) == stored
+
+
+def test_a_store_ends_before_another_connector_loads_into_its_blocks(connector: KvoffdConnector) -> None:
+    request = new_request(connector, [5, 6, 7, 8])
+    request.num_computed_tokens = PROMPT_TOKENS
+    assert stored_blocks(connector, request, RequestStatus.FINISHED_LENGTH_CAPPED) == [5, 6, 7]
+    # As MultiConnector tells of a request that its other child loads: it is in no step before its load has ended.
+    other = Request("other", [1], SamplingParams(max_tokens=4), None)
+    connector.on_new_request(other)
+    blocks = KVCacheBlocks(([KVCacheBlock(block_id) for block_id in (9, 6)],))
+    connector.update_state_after_alloc(other, blocks, 0)
+    (store,) = connector.connector_scheduler._jobs
+    assert connector.build_connector_meta(SchedulerOutput.make_empty()).jobs_to_flush == {store}
 
 
 def begin_load(connector: KvoffdConnector, request: Any) -> None:

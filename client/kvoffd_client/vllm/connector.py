@@ -50,7 +50,7 @@ from kvoffd_client.vllm.lora_adapters import LoraAdapters
 from kvoffd_client.vllm.offloading_manager import KvoffdManager
 from kvoffd_client.vllm.offloading_spec import SETUP, EngineSetup, KvoffdSpec, name_spec
 from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWorker
-from kvoffd_client.vllm.step_view import shown
+from kvoffd_client.vllm.step_view import note_allocated, shown
 
 if TYPE_CHECKING:
     from kvoffd_client.vllm import vllm_types as v
@@ -283,6 +283,7 @@ class KvoffdConnector(OffloadingConnector):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens == 0:
             self._manager.scheduled_without_load(request.request_id)
+            note_allocated(self.connector_scheduler, blocks)
 
     def build_connector_meta(self, scheduler_output: v.SchedulerOutput) -> KvoffdConnectorMetadata:
         """As vLLM's, with what the workers must be told about the namespace."""

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+    RequestOffloadState,
+)
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
-    from kvoffd_client.vllm.vllm_types import SchedulerOutput
+    from kvoffd_client.vllm.vllm_types import KVCacheBlocks, SchedulerOutput
 
 
 def shown(output: SchedulerOutput, requests: Mapping[str, RequestOffloadState]) -> SchedulerOutput:
@@ -46,6 +49,16 @@ def shown(output: SchedulerOutput, requests: Mapping[str, RequestOffloadState]) 
         }
         changes["kv_connector_block_state"] = replace(state, boundary_state_offloads=wanted)
     return replace(output, **changes) if changes else output
+
+
+def note_allocated(scheduler: OffloadingConnectorScheduler, blocks: KVCacheBlocks) -> None:
+    """Have stores that read these blocks end before this step, as 0.33 does.
+
+    0.32 notes a request's blocks where it loads them itself, or computes. Below MultiConnector another connector may
+    load into them, and a store of who had them before would take its bytes.
+    """
+    ids = (block.block_id for group in blocks.blocks for block in group if not block.is_null)
+    scheduler._current_batch_allocated_block_ids.update(ids)
 
 
 def _is_loaded(status: RequestOffloadState | None) -> bool:
