@@ -53,7 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     open_standard_streams()
     parser = make_parser()
-    given = parser.parse_args(arguments)
+    given, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.prog += f" {given.command}" if given.command else ""  # whose --help has the options
+        parser.error(f"{_UNKNOWN}{' '.join(unknown)}")
     if given.command is None:
         parser.print_help()
         return 0

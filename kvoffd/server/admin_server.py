@@ -142,7 +142,7 @@ class AdminServer:
         self._acceptor.start()
         self._loop.add_reader(self._socket.FD, self._read_messages)
         logger.info(
-            "Administration over %s for %d keys; the daemon's own public key is %s",
+            "Administration over %s, known keys: %d; the daemon's own public key is %s",
             self.endpoint,
             len(self._keys.clients),
             self._keys.public.decode(),

@@ -76,7 +76,7 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     }  # fmt: skip
     with DaemonProcess("16MiB", **flags) as daemon, FakeEngine(daemon.directory, "tiny") as engine:
         daemon.wait_log("Administration over")
-        found = re.search(r"Administration over tcp://(\S+) for 1 keys", daemon.log)
+        found = re.search(r"Administration over tcp://(\S+), known keys: 1;", daemon.log)
         assert found is not None
         (server_key,) = read_public_keys(files / "server.key.pub")
         assert server_key in daemon.log

@@ -55,6 +55,8 @@ def stats(
 
     A key that an engine asks for is a hit of the pool, or of the disk when a disk has it and begins to bring it up,
     or a miss. What a disk could not bring up after all is counted as failed in the row of the disks.
+
+    What kvoffd-cli bench does is counted as copies and in the rows of its own namespaces, and nowhere else.
     """
     interval_s = _interval_s(interval)
     with open_admin(context, directory) as admin:
