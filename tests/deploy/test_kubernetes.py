@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from textwrap import dedent
 from typing import Any, TypeAlias
 
 import kubernetes_validate
@@ -140,6 +141,14 @@ def test_both_ways_of_running_the_daemon_are_there() -> None:
 @needs_kustomize
 def test_images_are_named_in_one_place() -> None:
     assert all(container["image"].startswith(DAEMON_IMAGE) for _, container in daemons())
+
+
+def test_the_overlay_of_the_readme_names_all_images() -> None:
+    lines = (KUBERNETES.parent / "README.md").read_text().splitlines()
+    first, last = lines.index("    # kustomization.yaml"), lines.index("    kubectl apply --kustomize .")
+    overlay = yaml.safe_load(dedent("\n".join(lines[first:last])))
+    base = yaml.safe_load((KUBERNETES / "base" / "kustomization.yaml").read_text())
+    assert {one["name"] for one in overlay["images"]} == {one["newName"] for one in base["images"]}
 
 
 def test_the_daemons_configuration_is_accepted_and_its_pool_fits_the_container() -> None:
