@@ -54,9 +54,8 @@ def stats(
     lookups and their latency, namespaces, and errors. With --watch and --json, each page is one line.
 
     A key that an engine asks for is a hit of the pool, or of the disk when a disk has it and begins to bring it up,
-    or a miss. What a disk could not bring up after all is counted as failed in the row of the disks.
-
-    What kvoffd-cli bench does is counted as copies and in the rows of its own namespaces, and nowhere else.
+    or a miss. What a disk could not bring up after all is counted as failed in the row of the disks. Of benches the
+    copies and their own namespaces' rows tell, and nothing else.
     """
     interval_s = _interval_s(interval)
     with open_admin(context, directory) as admin:
