@@ -44,6 +44,7 @@ def machine_of(
         log = tmp_path / "driver.log"
         monkeypatch.setenv("STUB_LOG", str(log))
         monkeypatch.setenv("STUB_DEVICES", "2")
+        monkeypatch.setenv("STUB_SEED", "1")  # what is not waited for is done in any order
         library = fresh_stub().path
     elif not real_gpus():
         pytest.skip("no GPU here")

@@ -140,6 +140,19 @@ def test_what_the_driver_does_not_lock_is_told(stub_machine: Callable[..., Machi
         assert admin.stats().pool.page_locked_bytes == 0
 
 
+@pytest.mark.parametrize(("batches", "refused"), [("auto", 1), ("off", 0)])
+def test_a_refused_batch_is_counted_and_an_operator_may_do_without(
+    stub_machine: Callable[..., Machine], batches: str, refused: int
+) -> None:
+    machine = stub_machine({"STUB_FAIL": "cuMemcpyBatchAsync:1:1"}, cuda_batches=batches)
+    with machine.exporter("ordinary") as worker, AdminClient(machine.daemon.directory) as admin:
+        worker.wait_ready()
+        wait_until(lambda: admin.stats().pool.page_locked_bytes == admin.stats().pool.pool_bytes)
+        assert worker.ask("store", job_id=1, keys=keys(1, 2).hex(), blocks=[0, 1])["ok"]
+        assert admin.stats().store.refused_batches == refused
+    assert machine.driver_log().count("cuMemcpyBatchAsync fails") == refused
+
+
 def test_a_daemon_that_is_stopped_lets_the_gpu_go(machine: Machine) -> None:
     with machine.exporter("ordinary") as worker:
         worker.wait_ready()
