@@ -18,7 +18,7 @@ from kvoffd.transfer.cuda.staging import KERNEL, KERNEL_NAME
 from kvoffd_proto import cuda_driver as cuda
 from tests.support.cuda_abi import compiler
 from tests.support.cuda_calls import copy_batch, load
-from tests.support.cuda_files import include_directory
+from tests.support.cuda_files import VERSIONS, include_directory
 from tests.support.stub_cuda import COMPILER_FLAGS, SOURCE, DeviceBuffer, StubCuda, fresh_stub
 
 KIB = 1 << 10
@@ -80,6 +80,30 @@ def bench(stub: StubCuda) -> Bench:
 # --- it is held to the header -----------------------------------------------------------------------
 
 
+LACKING = """
+#define _GNU_SOURCE
+#include "cuda.h"
+#include "cudaTypedefs.h"
+#if CUDA_VERSION < 12080
+#define CUDA_ERROR_CONTAINED 226
+#define CUDA_ERROR_TENSOR_MEMORY_LEAK 721
+#define CU_MEMCPY_SRC_ACCESS_ORDER_STREAM 1
+#define CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE 1
+typedef struct { unsigned srcAccessOrder; CUmemLocation srcLocHint, dstLocHint; unsigned flags; } CUmemcpyAttributes;
+#define PFN_cuMemcpyBatchAsync_v12080 __typeof__(&batch_12080)
+#endif
+#if CUDA_VERSION < 13000
+#define PFN_cuMemcpyBatchAsync_v13000 __typeof__(&batch_13000)
+#endif
+"""
+"""What older headers do not declare."""
+
+
+def compiles(source: str, version: str, *more: str) -> bool:
+    flags = [*COMPILER_FLAGS, *more, "-isystem", str(include_directory(version)), "-fsyntax-only", "-x", "c", "-"]
+    return subprocess.run([compiler(), *flags], input=source, capture_output=True, text=True).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
@@ -97,13 +121,12 @@ def bench(stub: StubCuda) -> Bench:
 def test_the_compiler_refuses_a_mistake_in_it(right: str, wrong: str) -> None:
     text = SOURCE.read_text()
     assert right in text
+    assert not compiles(text.replace(right, wrong), "newest")
 
-    def compiles(source: str) -> bool:
-        flags = [*COMPILER_FLAGS, "-isystem", str(include_directory("newest")), "-fsyntax-only", "-x", "c", "-"]
-        return subprocess.run([compiler(), *flags], input=source, capture_output=True, text=True).returncode == 0
 
-    assert compiles(text)
-    assert not compiles(text.replace(right, wrong))
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_header_agrees_with_it(version: str) -> None:
+    assert compiles(LACKING + SOURCE.read_text(), version, "-Wno-switch")
 
 
 # These make or choose a context, or only tell of devices; cuda.h lists INVALID_CONTEXT for them all the same.
