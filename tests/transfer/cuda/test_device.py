@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import pytest
 
 from kvoffd.transfer.cuda.device import NoSuchGpu, find_device, list_devices
@@ -36,3 +39,19 @@ def test_a_mig_instance_is_a_device_of_its_own(stub: StubCuda) -> None:
         find_device([device], bytes([0x10] * 16))
     with pytest.raises(NoSuchGpu, match="one MIG instance only"):
         find_device([device], bytes([0x81] * 16))
+
+
+class NewerLibrary(ctypes.CDLL):
+    """A driver that has dropped what headers do not declare any more."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "cuDeviceGetUuid":
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+
+def test_a_driver_without_the_first_form_of_a_uuid_is_used(stub: StubCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub.set("mig", 1)
+    monkeypatch.setattr(ctypes, "CDLL", NewerLibrary)
+    (device,) = list_devices(stub.driver())
+    assert device.whole_uuid == device.uuid == bytes([0x80] * 16)
