@@ -5,8 +5,9 @@ from __future__ import annotations
 from math import inf
 
 import pytest
+from vllm.config import SchedulerConfig
 
-from kvoffd_client.vllm.prefill_rate import SAMPLES, PrefillRate
+from kvoffd_client.vllm.prefill_rate import SAMPLES, PrefillRate, largest_chunk_of
 from tests.support.clock import Clock
 from tests.support.vllm_fakes import key
 
@@ -16,10 +17,10 @@ Step = tuple[tuple[int, ...], float]
 """Tokens of each request, and the seconds that they take; IDLE: as long as there is nothing to do."""
 
 
-def rate_after(*steps: Step, most_running: int = 1, first: Step = ((2048,), 9.0)) -> PrefillRate:
+def rate_after(*steps: Step, most_running: int = 1, first: Step = ((2048,), 9.0), chunk: int = 2048) -> PrefillRate:
     """As vLLM's loop begins steps, and takes their outputs when as many run as may or none is to begin."""
     clock, ends = Clock(), [0.0]
-    rate = PrefillRate(TOKENS, clock, most_running)
+    rate = PrefillRate(TOKENS, clock, most_running, chunk)
     running: list[float] = []
 
     def end_first() -> None:
@@ -84,6 +85,22 @@ def test_what_is_not_mostly_prompts_or_too_short_tells_nothing(steps: list[Step]
     rate = rate_after(*steps, most_running=most_running)
     assert rate.tokens_per_second == 0.0
     assert rate.seconds_for([key(1)]) == inf
+
+
+@pytest.mark.parametrize(
+    ("settings", "chunk"),
+    [
+        ({"max_num_batched_tokens": 128}, 128),
+        ({"max_num_batched_tokens": 2048, "long_prefill_token_threshold": 40}, 40),
+        ({"max_num_batched_tokens": 4096}, 4096),
+    ],
+)
+def test_an_engine_that_computes_little_of_a_prompt_in_a_step_is_timed(settings: dict[str, int], chunk: int) -> None:
+    config = SchedulerConfig(max_model_len=1024, is_encoder_decoder=False, max_num_seqs=8, **settings)
+    assert largest_chunk_of(config) == chunk
+    prompts = [((chunk - 8, *DECODING), chunk / 10_000)] * (2048 // chunk + 2)
+    assert rate_after(*prompts, chunk=chunk).tokens_per_second == pytest.approx(10_000)
+    assert rate_after(*[((4,) * 300, 0.03)] * 50, chunk=chunk).tokens_per_second == 0.0, "speculative tokens"
 
 
 def test_it_follows_an_engine_that_changed_and_no_single_slow_step() -> None:

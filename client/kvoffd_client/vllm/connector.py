@@ -50,6 +50,7 @@ from kvoffd_client.vllm.lora_adapters import LoraAdapters
 from kvoffd_client.vllm.offloading_manager import KvoffdManager
 from kvoffd_client.vllm.offloading_spec import SETUP, EngineSetup, KvoffdSpec, name_spec
 from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWorker
+from kvoffd_client.vllm.prefill_rate import largest_chunk_of
 from kvoffd_client.vllm.step_view import note_allocated, shown
 
 if TYPE_CHECKING:
@@ -418,12 +419,10 @@ def _setup_of(
     namespace = None
     if role == KVConnectorRole.WORKER:
         namespace = namespace_of(collect_factors(vllm_config, kv_cache_config, options), label_of(vllm_config))
-    transfer = vllm_config.kv_transfer_config
-    loads, stores, engine_id = transfer.is_kv_consumer, transfer.is_kv_producer, str(transfer.engine_id)
-    most_running = vllm_config.max_concurrent_batches
-    return EngineSetup(
-        options, namespace, group_ids, shard_bytes, loads, stores, engine_id=engine_id, most_running=most_running
-    )
+    transfer, most_running = vllm_config.kv_transfer_config, vllm_config.max_concurrent_batches
+    chunk = largest_chunk_of(vllm_config.scheduler_config)
+    whose = options, namespace, group_ids, shard_bytes, transfer.is_kv_consumer, transfer.is_kv_producer
+    return EngineSetup(*whose, engine_id=str(transfer.engine_id), most_running=most_running, largest_chunk=chunk)
 
 
 def _choose_load_failure_policy(transfer_configs: Sequence[v.KVTransferConfig], options: ConnectorOptions) -> None:

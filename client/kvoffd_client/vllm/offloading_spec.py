@@ -31,7 +31,7 @@ from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.namespace_client import EngineNamespace, NamespaceClient
 from kvoffd_client.vllm.offloading_manager import KvoffdManager, StoreThreshold, StoreWindow
 from kvoffd_client.vllm.offloading_worker import KvoffdWorker
-from kvoffd_client.vllm.prefill_rate import PrefillRate
+from kvoffd_client.vllm.prefill_rate import LEAST_STEP_TOKENS, PrefillRate
 from kvoffd_client.vllm.request_lookups import LookupSettings
 from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.handles import LayerSpec
@@ -54,6 +54,7 @@ class EngineSetup:
         layers: what the pages of a worker's layers are, per group on the wire; empty until vLLM has allocated them.
         engine_id: vLLM's, the same in the scheduler and in all workers of an engine.
         most_running: steps that vLLM begins at most before the first of them ends.
+        largest_chunk: tokens of a prompt that the engine computes in a step at most.
     """
 
     options: ConnectorOptions
@@ -66,6 +67,7 @@ class EngineSetup:
     layers: tuple[tuple[LayerSpec, ...], ...] = ()
     engine_id: str = ""
     most_running: int = 1
+    largest_chunk: int = LEAST_STEP_TOKENS
 
 
 ENGINE_ID_SHOWN = 8
@@ -165,7 +167,9 @@ class KvoffdSpec(OffloadingSpec):
                 clock=time.monotonic,
                 disk_wait=options.disk_wait,
                 disk_wait_s=options.disk_wait_ms / 1000,
-                prefill=PrefillRate(dict(zip(suffixes, tokens, strict=True)), time.monotonic, setup.most_running),
+                prefill=PrefillRate(
+                    dict(zip(suffixes, tokens, strict=True)), time.monotonic, setup.most_running, setup.largest_chunk
+                ),
             ),
             StoreWindow(dict(zip(suffixes, setup.shard_bytes, strict=True))),
             KvEventTranslator(setup.group_ids) if publishes else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vllm.config import KVTransferConfig as KVTransferConfig
 from vllm.config import ModelConfig as ModelConfig
+from vllm.config import SchedulerConfig as SchedulerConfig
 from vllm.config import VllmConfig as VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent as KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata as KVConnectorMetadata
