@@ -159,8 +159,8 @@ def format_duration(seconds: float) -> str:
     """For people: ``850 µs``, ``12.3 ms``, ``4.50 s``, ``3 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
     if seconds < 0:
         return f"-{format_duration(-seconds)}"
-    if seconds == 0:
-        return "0 s"
+    if seconds in (0, math.inf):
+        return "∞ s" if seconds else "0 s"
     if seconds < 0.0009995:
         return f"{_three_digits(seconds * 1e6)} µs"
     if seconds < 0.9995:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,3 +87,13 @@ def test_all_numbers_are_shown_on_80_columns(
     assert " ".join(first.split()) == "99.5 % 48.3 % 1.5 400 GiB 0.345 old turn 2-3 pause 0.5-2 +1,536"
     assert "pause: since its last turn, in pool lifetimes" in " ".join(legend)
     assert last == "And 1 rare kind: 0.5 % of what is asked for, 400 GiB kept."
+
+
+def test_the_name_of_a_policy_writes_nothing_else_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = PolicyDescribed(1, 1, "\x1b[2J", 0, 0, 0, 0, 0, 0, False, [])
+    admin = SimpleNamespace(describe_policy=lambda: described)
+    monkeypatch.setattr(policy_command, "open_admin", lambda *_: nullcontext(admin))
+    main(["policy"])
+    assert capsys.readouterr().out == "Policy ?[2J. It does not learn.\n"

@@ -148,6 +148,7 @@ def test_a_shown_size_has_at_most_four_digits_and_is_near_the_truth(size_bytes: 
         (format_count(12_345_678), "12.3 M"),
         (format_count(5_000_000_000), "5.00 G"),
         (format_duration(0), "0 s"),
+        (format_duration(float("inf")), "∞ s"),
         (format_duration(0.00085), "850 µs"),
         (format_duration(0.0123), "12.3 ms"),
         (format_duration(4.5), "4.50 s"),

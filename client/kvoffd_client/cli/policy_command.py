@@ -11,7 +11,7 @@ from kvoffd_client.cli.console import percent, plain_table, plural, print_line, 
 from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.target import Directory, Json, open_admin
 from kvoffd_proto.messages import KeyWorth, PolicyClass, PolicyDescribed
-from kvoffd_proto.units import format_count, format_size
+from kvoffd_proto.units import format_count, format_size, printable
 
 RARE = 0.01
 """Of what is asked for; kinds of less have no line of their own."""
@@ -44,7 +44,7 @@ def policy(context: typer.Context, directory: Directory = None, json: Json = Fal
         print_json(found)
         return
     for line in _sentences(found):
-        print_page(Text(line))
+        print_page(Text(printable(line)))
     if found.classes:
         print_line("")
         _print_classes(found)
