@@ -40,6 +40,21 @@ def test_a_load_fails_when_the_daemons_process_is_gone_and_not_at_its_eof(stub_m
     assert failed["gone"]
 
 
+def test_a_load_that_hangs_while_the_daemon_is_stopped_fails_when_its_process_is_gone(
+    stub_machine: MakeMachine,
+) -> None:
+    machine = stub_machine({"STUB_HANG": "cuEventSynchronize:2"}, shutdown_deadline="200ms")
+    with machine.exporter("ordinary") as worker, machine.scheduler() as scheduler:
+        worker.wait_ready()
+        assert worker.ask("store", job_id=1, keys=KEY.hex(), blocks=[0])["ok"]
+        load = {"job_id": 2, "lease_id": lease(scheduler), "keys": KEY.hex(), "blocks": [1]}
+        worker.send("load_and_watch", **load, pid=machine.daemon.pid, for_s=0.5)
+        wait_until(lambda: "cuEventSynchronize hangs" in machine.driver_log())
+        machine.daemon.stop()
+        failed = worker.answer()
+    assert (failed["ok"], failed["gone"], failed["stays"]) == (False, True, True), failed
+
+
 def test_a_client_that_does_not_wait_for_the_process_is_seen(
     stub_machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
