@@ -253,8 +253,7 @@ class TieringManager:
             self._publish_stored(namespace, group, [key])
 
     def tier_removed(self, tier: Tier, ids: Sequence[TierKey]) -> None:
-        # What was forgotten from here is published already. A reset removes all of a namespace at once, and leaves
-        # nothing to publish: it must not take long.
+        # What was forgotten from here is published already, and a reset leaves nothing to publish.
         for (fingerprint, group), same in groupby(ids, itemgetter(0, 1)):
             namespace = self._cache.find_namespace(fingerprint)
             published = self._published.get((namespace, group)) if namespace is not None else None

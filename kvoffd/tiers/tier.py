@@ -160,7 +160,10 @@ class Tier(ABC):
 
     @abstractmethod
     def remove_namespace(self, fingerprint: bytes) -> int:
-        """Remove all blocks of a namespace for good, also those being written. Returns how many could be read."""
+        """Remove all blocks of a namespace for good, also those being written. Returns how many could be read.
+
+        The listener may be told of them later, and is not of those that were stored again by then.
+        """
 
     def removals_kept(self) -> Callable[[], bool]:
         """What says whether all that was removed up to now stays away also after a kill or a power cut."""

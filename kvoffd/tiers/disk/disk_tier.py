@@ -216,9 +216,9 @@ class DiskTier(DeviceTier):
         removed = self._index.remove_namespace(fingerprint)
         self._updates.forget_namespace(fingerprint)
         if removed:
-            self._events.removed(removed)
+            self._wake()
         self._write_records()
-        return len(removed)
+        return removed
 
     def removals_kept(self) -> Callable[[], bool]:
         removals = self._updates.removals
@@ -329,7 +329,7 @@ class DiskTier(DeviceTier):
         for ended in self.workers.collect(most):
             self._end(ended)
         if self._index.removed_entries:
-            self._index.free_removed()
+            self._events.removed(self._index.free_removed())
             self._updates.sync()
             self._wake()
         self._write_records()

@@ -17,7 +17,7 @@ LEAST_INDEX_BYTES, INDEX_PART = 32 << 20, 256
 # Blocks that are being read cannot be evicted; a write that finds this many of them first is not worth a longer search.
 _MOST_PASSED_OVER = 64
 # Slots of a removed namespace: so many that the event loop is not held up.
-_FREED_AT_ONCE = 2000
+_FREED_AT_ONCE = 500
 
 
 def index_bytes(size_bytes: int) -> int:
@@ -57,11 +57,13 @@ class DiskIndex:
         self.regions = regions
         self._max_bytes = max_bytes
         self._shards = 0
+        self._shards_of = Counter[tuple[bytes, int]]()
+        """Of the blocks of each group."""
         self.blocks = 0
         self.ages: Counter[int] = Counter()
         """Number of blocks by the hour (AGE_STEP_S) since 1970 in which they were written."""
-        self.removed_entries: list[Iterator[Entry]] = []
-        """Entries of removed namespaces: no longer in the index, but still in their slots."""
+        self.removed_entries: list[dict[bytes, Entry]] = []
+        """Entries of removed namespaces, no dict empty: no longer in the index, but still in their slots."""
         self._groups: dict[tuple[bytes, int], dict[bytes, Entry]] = {}
         self._writing: dict[TierKey, Entry] = {}
         self._by_use: dict[SlotShape, OrderedDict[Entry, None]] = {}
@@ -127,13 +129,15 @@ class DiskIndex:
     def add(self, entry: Entry) -> None:
         """Adds an entry whose block can be read, as the most recently used."""
         entry.ready = True
-        self._groups.setdefault(entry.block.id[:2], {})[entry.block.id.key] = entry
+        name = entry.block.id[:2]
+        self._groups.setdefault(name, {})[entry.block.id.key] = entry
         shape = entry.region.shape
         assert shape is not None
         self._by_use.setdefault(shape, OrderedDict())[entry] = None
         self._use(entry)
         self.blocks += 1
         self._shards += len(entry.block.shards)
+        self._shards_of[name] += len(entry.block.shards)
         self.ages[int(entry.written_at // AGE_STEP_S)] += 1
 
     def touch(self, block_ids: Iterable[TierKey]) -> None:
@@ -145,14 +149,16 @@ class DiskIndex:
 
     def drop(self, entry: Entry) -> bool:
         """Removes an entry; its slot is free when nobody reads it. False where the index did not have it any more."""
-        group = self._groups.get(entry.block.id[:2], {})
+        name = entry.block.id[:2]
+        group = self._groups.get(name, {})
         known = group.get(entry.block.id.key) is entry
         if known:
             del group[entry.block.id.key]
-            if not group:
-                del self._groups[entry.block.id[:2]]
             self.blocks -= 1
             self._shards -= len(entry.block.shards)
+            self._shards_of[name] -= len(entry.block.shards)
+            if not group:
+                del self._groups[name], self._shards_of[name]
         if entry.ready:
             entry.ready = False
             self._forget_use(entry)
@@ -173,29 +179,31 @@ class DiskIndex:
         for block_id in block_ids:
             self._writing.pop(block_id, None)
 
-    def remove_namespace(self, fingerprint: bytes) -> list[TierKey]:
-        """Removes a namespace from the index at once; ``free_removed`` frees its slots. Returns its blocks."""
+    def remove_namespace(self, fingerprint: bytes) -> int:
+        """Removes a namespace at once; ``free_removed`` frees its slots. Returns how many blocks it had."""
         self.forget_writing([block_id for block_id in self._writing if block_id.fingerprint == fingerprint])
-        removed: list[TierKey] = []
+        before = self.blocks
         for name in [name for name in self._groups if name[0] == fingerprint]:
             entries = self._groups.pop(name)
-            removed += [entry.block.id for entry in entries.values()]
-            self._shards -= sum(len(entry.block.shards) for entry in entries.values())
-            self.removed_entries.append(iter(list(entries.values())))
-        self.blocks -= len(removed)
-        return removed
+            self.blocks -= len(entries)
+            self._shards -= self._shards_of.pop(name)
+            self.removed_entries.append(entries)
+        return before - self.blocks
 
-    def free_removed(self) -> bool:
-        """Frees some slots of removed namespaces; False when none are left."""
-        most = _FREED_AT_ONCE
-        while self.removed_entries and most > 0:
-            entries = list(islice(self.removed_entries[0], most))
-            for entry in entries:
-                self.drop(entry)
-            if len(entries) < most:
+    def free_removed(self) -> list[TierKey]:
+        """Frees some slots of removed namespaces. Returns those of the blocks that have not been written again."""
+        gone = []
+        for _ in range(_FREED_AT_ONCE):
+            if not self.removed_entries:
+                break
+            entries = self.removed_entries[0]
+            _, entry = entries.popitem()
+            if not entries:
                 del self.removed_entries[0]
-            most -= len(entries)
-        return bool(self.removed_entries)
+            self.drop(entry)
+            if self.get(entry.block.id) is None:
+                gone.append(entry.block.id)
+        return gone
 
     def oldest_age_s(self, now: float) -> float:
         """Time since the oldest block was written, to the hour; 0 without blocks. ``now``: seconds since 1970."""
