@@ -6,6 +6,7 @@ What one life of the daemon wrote another one reads: the store outlives them, as
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from kvoffd.pool.table_format import digest
@@ -34,12 +35,13 @@ CHANCES = {
 class SharedStore:
     """Objects by name, as they would lie in Redis, and the generations of namespaces."""
 
-    def __init__(self, contents: Mapping[bytes, Content], rng: random.Random) -> None:
+    def __init__(self, contents: Mapping[bytes, Content], rng: random.Random, counts: Counter[str]) -> None:
         self.objects: dict[bytes, bytes] = {}
         self.generations: dict[bytes, int] = {}
         self.chances = {fault: chance * rng.choice((0, 1)) for fault, chance in CHANCES.items()}
         self.chances["elsewhere"] = rng.choice((0.0, 0.3, 0.8))
         self._contents = contents
+        self.counts = counts
 
     def put(self, name: bytes, data: bytes) -> None:
         """Keep an object, and not too many: the oldest goes."""
@@ -92,7 +94,9 @@ class SimShared(AskedTier):
         self.listener: TierListener | None = None
 
     def _hit(self, fault: str) -> bool:
-        return not self._calm() and self._rng.random() < self.store.chances[fault]
+        happens = not self._calm() and self._rng.random() < self.store.chances[fault]
+        self.store.counts[f"shared_{fault}"] += happens
+        return happens
 
     @property
     def reachable(self) -> bool:
@@ -171,6 +175,7 @@ class SimShared(AskedTier):
 
         def finish() -> None:
             result, found = self._read(block_id, generation, offsets, lengths, deadline)
+            self.store.counts["shared_read"] += result is TierResult.DONE
             self._let_go(slots)
             if result is TierResult.CORRUPT:
                 self.remove([block_id])

@@ -14,6 +14,7 @@ from tests.sim.client import OPTIONS
 from tests.sim.daemon import job_end_bound_s
 from tests.sim.parts import make_config
 from tests.sim.scenario import CHANCES, KINDS, TIMED, Scenario
+from tests.sim.shared import CHANCES as SHARED_CHANCES
 from tests.sim.soak import Part, run_part
 from tests.sim.world import run
 
@@ -38,7 +39,8 @@ def test_no_promise_breaks_in_any_of_the_ordinary_seeds(parts: list[Future[Part]
 @pytest.mark.timeout(300)
 def test_every_fault_happens_within_the_ordinary_seeds(parts: list[Future[Part]]) -> None:
     counts = sum((part.result().counts for part in parts), start=Counter[str]())
-    assert [kind for kind in KINDS if not counts[kind]] == []
+    assert [kind for kind in (*KINDS, *(f"shared_{fault}" for fault in SHARED_CHANCES)) if not counts[kind]] == []
+    assert counts["shared_read"] > 100
     assert counts["load_ok"] > 300
     assert counts["store_ok"] > 300
     assert counts["load_failed"] > 30

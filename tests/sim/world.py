@@ -67,7 +67,9 @@ class World:
         self.device = Device() if scenario.rng("has a disk").random() < 0.6 else None
         own_rng = scenario.rng("a shared store")
         self.shared = (
-            SharedStore(self.content_of, own_rng) if self.device is not None and own_rng.random() < 0.5 else None
+            SharedStore(self.content_of, own_rng, self.faults.counts)
+            if self.device is not None and own_rng.random() < 0.5
+            else None
         )
         self.log = FailureLog()
         self.descriptors = Descriptors()

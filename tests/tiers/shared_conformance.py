@@ -82,6 +82,38 @@ class SharedConformance:
         assert answers.count(Answer.YES) == 1
         assert answers[-1] is Answer.YES
 
+    def test_what_is_evicted_between_asking_and_reading_is_a_miss(self, node: Nodes) -> None:
+        ours, theirs, third = node(), node(), node()
+        block = ours.block(1)
+        ours.store(block)
+        assert theirs.ask(block) == [Answer.YES]
+        ours.tier.remove([block.id])
+        third.until(lambda: third.ask_anew(block) == [Answer.NO])
+        ended = theirs.begin_read(block)
+        assert ended is not None
+        theirs.until(lambda: bool(ended))
+        assert ended == [TierResult.GONE]
+        assert theirs.tier.reachable
+        assert theirs.ask(block) == [Answer.NO]
+
+    @pytest.mark.parametrize("off_s", [-3600, 3600])
+    def test_a_reset_by_a_clock_that_is_off_is_followed_and_so_is_the_next(
+        self, node: Nodes, monkeypatch: pytest.MonkeyPatch, off_s: int
+    ) -> None:
+        now, ours, theirs = time.time, node(), node()
+        block = ours.block(1)
+        theirs.block(1)
+        for rig, other, off in ((ours, theirs, off_s), (theirs, ours, 0)):
+            rig.store(block)
+            other.until(lambda other=other: other.ask_anew(block) == [Answer.YES])
+            monkeypatch.setattr(time, "time", lambda off=off: now() + off)
+            raised = rig.tier.raise_generation(ONE)
+            rig.until(lambda raised=raised: raised.ended)
+            assert not raised.problem
+            rig.tier.take_voided()
+            other.until(lambda other=other: other.ask_anew(block) == [Answer.NO])
+            assert list(other.tier.take_voided()) == [ONE]
+
     def test_nothing_is_written_twice(self, node: Nodes) -> None:
         ours, theirs = node(), node()
         block = ours.block(1)

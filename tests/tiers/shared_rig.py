@@ -68,7 +68,7 @@ class SharedRig:
     def tier_error(self, tier: Tier, kind: str, sentence: str) -> None:
         self.kinds[kind] += 1
 
-    def until(self, condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
+    def until(self, condition: Callable[[], bool], deadline_s: float = 30.0) -> None:
         def delivered() -> bool:
             while not self._posted.empty():
                 self._posted.get()()

@@ -7,6 +7,8 @@ import pytest
 from kvoffd.tiers.shared import answers as module
 from kvoffd.tiers.shared.answers import FAILED_S, NO_S, YES_S, Answers
 from kvoffd.tiers.shared.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, Breaker
+from kvoffd.tiers.shared.redis import CONNECT_S
+from kvoffd.tiers.shared.workers import PROBE_S
 from kvoffd.tiers.tier import Answer
 from tests.support.clock import Clock
 
@@ -130,7 +132,8 @@ def test_the_breaker_opens_after_three_failures_and_probes_ever_less_often(clock
         breaker.failed("read")
         assert breaker.probe_in_s == 0, "only a probe's failure puts the next one off"
         breaker.probe_failed()
-    assert pauses == [1.0, 2.0, 4.0, LONGEST_PAUSE_S]
+    assert pauses == [1.0, 2.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+    assert 1.25 * LONGEST_PAUSE_S + max(CONNECT_S, PROBE_S) < 5.0, "a server that is back is used within 5 s"
     breaker.probe_succeeded()
     breaker.succeeded("ask")
     breaker.failed("read")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import statistics
 import threading
 import time
 import tracemalloc
@@ -622,6 +623,7 @@ def test_a_server_that_is_killed_and_comes_back_empty() -> None:
 
 
 @needs_redis
+@pytest.mark.timing
 def test_a_server_that_is_stopped_costs_no_lookup_more_than_the_ask_deadline() -> None:
     with RedisServer() as server:
         rig = SharedRig(server.url, ask_deadline_s=0.02).reachable()
@@ -635,7 +637,7 @@ def test_a_server_that_is_stopped_costs_no_lookup_more_than_the_ask_deadline() -
             rig.tier.ask(1, ONE, 0, [5000], keys, prefix=True)
             rig.until(lambda keys=keys: rig.tier.answers(ONE, 0, keys) != [Answer.ASKED])
             times.append(time.monotonic() - started)
-        assert min(times) < 0.05
+        assert statistics.median(times) < 0.05
         assert rig.tier.counters.unanswered_keys
         assert rig.tier.read(block.id, [8 << 20], time.monotonic() + 1, lambda _: None) is False
         server.signal(signal.SIGCONT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import statistics
 import subprocess
 import time
 from collections.abc import Iterator
@@ -76,6 +77,7 @@ def far() -> Iterator[Far]:
         yield made
 
 
+@pytest.mark.timing
 def test_a_partition_in_the_middle_of_reads_is_a_miss_in_time_and_never_a_wrong_byte(far: Far) -> None:
     rig = SharedRig(f"redis://{THEIRS}:{PORT}", ask_deadline_s=0.2).reachable()
     blocks = [rig.block(number, (SLOT_BYTES,)) for number in range(BLOCKS)]
@@ -106,7 +108,7 @@ def test_a_partition_in_the_middle_of_reads_is_a_miss_in_time_and_never_a_wrong_
         rig.tier.ask(1, ONE, 0, [SLOT_BYTES], keys, prefix=True)
         rig.until(lambda keys=keys: rig.tier.answers(ONE, 0, keys) != [Answer.ASKED])  # type: ignore[misc]
         times.append(time.monotonic() - asked)
-    assert min(times, default=0.0) < 0.5
+    assert statistics.median(times or [0.0]) < 0.5, "none where the reads have shown it already"
     far.set_link("up")
     started = time.monotonic()
     rig.until(lambda: rig.tier.reachable, 40.0)

@@ -6,8 +6,9 @@ import asyncio
 import errno
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import pytest
 
@@ -22,7 +23,7 @@ from tests.tiers.shared_conformance import FaultConformance, SharedConformance
 from tests.tiers.shared_rig import ONE, SharedRig, key_of
 
 pytest.importorskip("obstore")
-from kvoffd.tiers.shared.s3 import S3, open_bucket
+from kvoffd.tiers.shared.s3 import RECEIVE_BYTES, S3, _receive, open_bucket
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 DONE = TierResult.DONE
@@ -283,3 +284,31 @@ def test_over_tls_the_server_is_verified(certificate: tuple[str, str, str], monk
         rig = SharedRig(server.url)
         rig.until(lambda: rig.kinds["bucket"] > 0, 10.0)
         assert rig.close()
+
+
+class Arriving(NamedTuple):
+    """What ``obstore`` has of an object that is on its way."""
+
+    said_bytes: int
+    parts: list[bytes]
+
+    @property
+    def meta(self) -> dict[str, int]:
+        return {"size": self.said_bytes}
+
+    async def stream(self, least_bytes: int) -> AsyncIterator[bytes]:
+        assert least_bytes == RECEIVE_BYTES, "a whole object would be held beside the pool"
+        for part in self.parts:
+            yield part
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_an_object_is_put_where_it_belongs_however_it_is_cut(size: int, more: int) -> None:
+    whole = bytes(range(7 + more))
+    parts = [whole[at : at + size] for at in range(0, len(whole), size)]
+    into = [bytearray(length) for length in (2, 0, 4, 1)]
+    answer = cast(Any, Arriving(7, parts))
+    assert asyncio.run(_receive(answer, into)) is (more == 0)
+    if more == 0:
+        assert b"".join(into) == whole

@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 MOST_FAILURES = 3
 """Failures or slow answers of one kind of work, one after another, that open the breaker."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 4.0
-"""Pause before the first probe and the longest between two, each up to a quarter shorter or longer."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 3.0
+"""Pause before the first probe and the longest between two, each up to a quarter shorter or longer. A server
+that is back is used within 5 s, with what a probe may take."""
 
 
 class Breaker:

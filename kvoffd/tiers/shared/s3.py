@@ -34,6 +34,8 @@ GENERATION_S = 5.0
 MOST_GENERATIONS = 1024
 MOST_VALUE_BYTES = 20
 """Of a generation, a number of up to 18 digits."""
+RECEIVE_BYTES = 1 << 20
+"""Of an object that are received before they are put where they belong, or as many as come at a time."""
 MOST_QUOTED_CHARACTERS = 4096
 """Of an exception's text, which has all that a server sends with an error."""
 PROBES = 12
@@ -185,29 +187,19 @@ class S3(Store):
         assert self._loop is not None
         running = [self._loop.create_task(self._get(request)) for request in requests]
         try:
-            for task, request in zip(running, requests, strict=True):
-                data = task.result() if task.done() and not task.exception() else self._run(_of(task), deadline)
-                yield self._fill(data, request) if data else None if data is None else b""
+            for task in running:
+                header = task.result() if task.done() and not task.exception() else self._run(_of(task), deadline)
+                yield header
         finally:
             for task in running:
                 task.cancel()
 
-    @staticmethod
-    def _fill(data: memoryview, request: GetRequest) -> bytes:
-        at = request.header_bytes
-        for view in request.views:
-            # As arrays: the interpreter is left to others meanwhile, as it is not while a memoryview is copied.
-            np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(data, np.uint8, len(view), at))
-            at += len(view)
-        return bytes(data[: request.header_bytes])
-
-    async def _get(self, request: GetRequest) -> memoryview | None:
-        """The bytes of an object; empty where it is of another length, None where it is not there."""
+    async def _get(self, request: GetRequest) -> bytes | None:
+        """Fill the views; the object's header, empty where it is of another length, None where it is not there."""
+        header = bytearray(request.header_bytes)
         try:
             answer = await obstore.get_async(self._bucket.client, self._path(request.key))
-            size = request.header_bytes + sum(map(len, request.views))
-            body = await _body(answer, size) if answer.meta["size"] == size else None
-            return memoryview(b"") if body is None else body
+            return bytes(header) if await _receive(answer, [header, *request.views]) else b""
         except FileNotFoundError:
             return None
 
@@ -257,9 +249,8 @@ class S3(Store):
         """The first bytes of a small object; empty where there is none."""
         try:
             answer = await obstore.get_async(self._bucket.client, self._path(key))
-            size = answer.meta["size"]
-            body = await _body(answer, size) if size <= MOST_VALUE_BYTES else None
-            return b"?" if body is None else bytes(body)
+            value = bytearray(min(answer.meta["size"], MOST_VALUE_BYTES))
+            return bytes(value) if await _receive(answer, [value]) else b"?"
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error):
                 raise
@@ -354,14 +345,26 @@ async def _of(task: asyncio.Task[T]) -> T:
     return await task
 
 
-async def _body(answer: obstore.GetResult, nbytes: int) -> memoryview | None:
-    """The bytes of an answer; None where they are more or fewer than it says, as they may be where they come in chunks.
+async def _receive(answer: obstore.GetResult, into: Sequence[bytearray | memoryview]) -> bool:
+    """Receive as many bytes as these take; False where an answer has more or fewer.
 
-    What is more is not received.
+    It may where it says how many, and where it comes in chunks. What is more is not received.
     """
-    async for part in answer.stream(nbytes + 1):
-        return memoryview(part) if len(part) == nbytes else None
-    return None if nbytes else memoryview(b"")
+    if answer.meta["size"] != sum(map(len, into)):
+        return False
+    rooms = [np.frombuffer(room, np.uint8) for room in into if len(room)]
+    async for part in answer.stream(RECEIVE_BYTES):
+        data = np.frombuffer(part, np.uint8)
+        while len(data):
+            if not rooms:
+                return False
+            count = min(len(data), len(rooms[0]))
+            # As arrays: the interpreter is left to others meanwhile, as it is not while a memoryview is copied.
+            np.copyto(rooms[0][:count], data[:count])
+            data, rooms[0] = data[count:], rooms[0][count:]
+            if not len(rooms[0]):
+                del rooms[0]
+    return not rooms
 
 
 async def _all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
