@@ -131,7 +131,7 @@ BATCH_MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.parametrize("version", ["12.0", "newest"])
+@pytest.mark.parametrize("version", VERSIONS)
 def test_a_mistake_is_found(version: str, mistake: str) -> None:
     wrong, name = MISTAKES[mistake]
     assert list(differences(wrong, include_directory(version))) == [name]
