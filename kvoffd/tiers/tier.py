@@ -162,7 +162,7 @@ class Tier(ABC):
     def remove_namespace(self, fingerprint: bytes) -> int:
         """Remove all blocks of a namespace for good, also those being written. Returns how many could be read.
 
-        The listener may be told of them later, and is not of those that were stored again by then.
+        The listener may be told of them later, but of each before it is stored again.
         """
 
     def removals_kept(self) -> Callable[[], bool]:

@@ -31,6 +31,9 @@ Token hit ratio in %, and in brackets the share of the blocks asked for that is 
 blocks of the trace, through the daemon's own cache; the optimum is Belady's with bypass. Written by `python -m
 tests.bench.policies TRACE...`, here on the traces of Mooncake's FAST'25 release (an hour of chat,
 `conversation_trace`, and `synthetic_trace`), which are no part of kvoffd.
+
+Aimed at on `conversation_trace` were 8.5, 12, 17, 22.5, 29 and 34.5 % with `learned`, and 12 % written at 2,000
+blocks; what had to be reached were 8.0, 11.2, 15.9, 21.2, 28.1 and 33.9 %, and 20 %.
 """
 
 CURVE = """

@@ -76,9 +76,11 @@ def main() -> None:
     parser.add_argument("--policy", default=",".join(POLICY_NAMES))
     parser.add_argument("--blocks", type=int, default=4000)
     parser.add_argument("--split", type=int, default=1)
+    parser.add_argument("--requests", type=int, help="the first so many of the trace (default: all)")
     parser.add_argument("--runs", type=int, default=5)
     given = parser.parse_args()
-    trace = split(read_trace(given.file), given.split)
+    trace = read_trace(given.file)
+    trace = split(trace._replace(requests=trace.requests[: given.requests]), given.split)
     for name in given.policy.split(","):
         made: list[RecordedPolicy] = []
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from random import Random
+from typing import cast
 
 import pytest
 
 from kvoffd.cache import curve
+from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.curve import SIZES, HitRatioCurve
 from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.policies import Chain
-from kvoffd.simulate.replay import replay
+from kvoffd.cache.policies import Chain, make_policy
+from kvoffd.pool.pool import Pool
+from kvoffd.simulate.replay import CountedSlots, Silence, _request, replay
 from kvoffd.simulate.trace import KEY_BYTES, Trace
 from kvoffd_proto.messages import GroupSpec
 
@@ -128,6 +131,29 @@ def test_namespaces_share_the_pool_and_benches_count_nowhere() -> None:
         assert state.lru_ratios["0.3"] == 0  # the other one's came in between
         assert state.lru_ratios["1"] == pytest.approx(0.8)
     assert watched.in_all().asked_tokens == 10 * 40 * 512
+
+
+def test_each_namespace_has_its_own_curve_in_a_pool_of_all() -> None:
+    traces = [conversations(400, 1, 10), conversations(400, 2, 60)]
+    watched, namespaces = HitRatioCurve(200 * MIB, lambda: 0.0), [namespace_of(name=1), namespace_of(name=2)]
+    for requests in zip(*(trace.requests for trace in traces), strict=True):
+        for namespace, keys in zip(namespaces, requests, strict=True):
+            watched.requested([Chain(namespace, 0, keys, ())])
+    for size in ("0.2", "0.5", "1", "2"):
+        blocks = int(200 * float(size))
+        cache = BlockCache(cast(Pool, CountedSlots(blocks)), make_policy("lru", blocks * MIB), Silence(), lambda: 0.0)
+        opened = [
+            cache.open_namespace(bytes([number]) * 32, "tiny", 1, KEY_BYTES, [GroupSpec("full", 512)], "{}")[0]
+            for number in (1, 2)
+        ]
+        for namespace in opened:
+            cache.set_shard_bytes(namespace, 0, [MIB])
+        for requests in zip(*(trace.requests for trace in traces), strict=True):
+            for namespace, keys in zip(opened, requests, strict=True):
+                _request(cache, namespace, keys)
+        for namespace, true, trace in zip(namespaces, opened, traces, strict=True):
+            found = true.counters.prefix_keys_ready / trace.accesses
+            assert watched.of_namespace(namespace).lru_ratios[size] == pytest.approx(found, abs=0.006)
 
 
 def test_what_is_old_weighs_half() -> None:

@@ -44,6 +44,19 @@ def chain(*numbers: int) -> RecordedChain:
 
 
 @needs_zstd
+def test_two_recordings_of_the_same_have_no_number_in_common(tmp_path: Path) -> None:
+    numbers: list[set[int]] = []
+    for name in ("first", "second"):
+        with (tmp_path / name).open("xb") as opened:
+            writer = TraceWriter(opened, zstd, 1 << 20)
+            writer.write(chain(*range(50)), 0)
+            writer.close()
+        numbers.append(set(json.loads(zstd.decompress((tmp_path / name).read_bytes()))["hash_ids"]))
+    assert len(numbers[0]) == 50
+    assert not numbers[0] & numbers[1]
+
+
+@needs_zstd
 def test_what_was_asked_for_is_recorded_and_replayed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "asked.jsonl.zst"
     with (

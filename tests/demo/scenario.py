@@ -16,7 +16,7 @@ from kvoffd_client import AdminClient
 from kvoffd_client.client_options import Closing
 from kvoffd_proto.messages import StatsReply
 from tests.support.daemon import START_DEADLINE_S, DaemonProcess
-from tests.support.engine import BLOCK_TOKENS, EngineProcess, import_vllm
+from tests.support.engine import BLOCK_TOKENS, EngineProcess
 from tests.support.redis_server import PROGRAM, RedisServer
 from tests.support.waiting import wait_until
 
@@ -209,13 +209,13 @@ class Scenario:
         """Start engines, given their names, logs and daemons, at the same time: a start has one core busy."""
         what = " and ".join(f"{name.lower()} (its log: {self._logs / log})" for name, (log, _) in wanted.items())
         with self._step(f"starting vLLM: {what}"):
-            import_vllm()
             for log, directory in wanted.values():
                 engine = EngineProcess(
                     self._model,
                     directory,
                     num_blocks=ENGINE_BLOCKS,
                     max_model_len=8192,
+                    fork=False,
                     # On a machine that is busy with other things an answer may be late and a read slow: to compute
                     # instead is right there, and not what is to be seen here.
                     extra_config={"lookup_deadline_ms": 2000.0, "disk_wait": "wait"},

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,15 +27,9 @@ ANSWER_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 60.0
 BLOCK_TOKENS = 32
 # One process imports torch and vLLM, which is most of the CPU time of a start, and engines are forked from it.
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload([f"{__package__}.engine_imports"])
-
-
-def import_vllm() -> None:
-    """Have vLLM imported for the engines to come. Unlike the start of an engine it may be interrupted."""
-    process = _PROCESSES.Process(target=int)
-    process.start()
-    process.join()
+_FORKED = multiprocessing.get_context("forkserver")
+_FORKED.set_forkserver_preload([f"{__package__}.engine_imports"])
+_NEW = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True)
@@ -63,7 +57,8 @@ class EngineProcess(Starting):
     """One engine. ``directory`` is the daemon's, None for an engine without a connector.
 
     With ``fork`` it is forked from a process that has imported vLLM, as its core and workers are from it, and is there
-    in seconds; without, it is a new process and vLLM starts them as it does for users, by spawning them on CPU.
+    in seconds; without, it is a new process and vLLM starts them as it does for users, by spawning them on CPU. Of some
+    hundred forked engines two were in a namespace of their own, nobody knows why: what must share is not forked.
     """
 
     def __init__(
@@ -122,7 +117,7 @@ class EngineProcess(Starting):
             **(environ or {}),
         }
         self._fork = fork
-        self._process: ForkServerProcess | None = None
+        self._process: BaseProcess | None = None
         self._connection: Connection[Any, Any] | None = None
 
     @property
@@ -155,7 +150,7 @@ class EngineProcess(Starting):
         address.unlink(missing_ok=True)
         self._listener = Listener(str(address), family="AF_UNIX")
         arguments = (str(address), str(self.log_path), self._environ, self._fork)
-        self._process = _PROCESSES.Process(target=run, args=arguments)
+        self._process = (_FORKED if self._fork else _NEW).Process(target=run, args=arguments)
         self._process.start()
         return self
 

@@ -402,6 +402,8 @@ class DiskTier(DeviceTier):
         self._counts["written_bytes"] += entry.block.nbytes
         if not self._index.written(entry):
             return TierResult.GONE
+        if self._index.forget_removed(entry.block.id):
+            self._events.removed([entry.block.id])
         self._events.stored(entry.block)
         return result
 

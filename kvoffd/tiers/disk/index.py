@@ -94,8 +94,8 @@ class DiskIndex:
             if not heads:
                 return None, evicted
             coldest = min(heads, key=lambda entry: entry.used)
-            self.drop(coldest)
-            evicted.append(coldest.block.id)
+            if self.drop(coldest):
+                evicted.append(coldest.block.id)
         place = self.regions.take(shape)
         if place is None:
             evicted += [entry.block.id for entry in self._make_room(shape) if self.drop(entry)]
@@ -191,19 +191,27 @@ class DiskIndex:
         return before - self.blocks
 
     def free_removed(self) -> list[TierKey]:
-        """Frees some slots of removed namespaces. Returns those of the blocks that have not been written again."""
-        gone = []
-        for _ in range(_FREED_AT_ONCE):
-            if not self.removed_entries:
-                break
-            entries = self.removed_entries[0]
-            _, entry = entries.popitem()
-            if not entries:
+        """Frees some slots of removed namespaces. Returns their blocks."""
+        gone: list[TierKey] = []
+        while self.removed_entries and len(gone) < _FREED_AT_ONCE:
+            _, entry = self.removed_entries[0].popitem()
+            if not self.removed_entries[0]:
                 del self.removed_entries[0]
             self.drop(entry)
-            if self.get(entry.block.id) is None:
-                gone.append(entry.block.id)
+            gone.append(entry.block.id)
         return gone
+
+    def forget_removed(self, block_id: TierKey) -> bool:
+        """Frees the slot that a block had before its namespace was removed; False where there is none."""
+        for number, entries in enumerate(self.removed_entries):
+            entry = entries.get(block_id.key)
+            if entry is not None and entry.block.id == block_id:
+                del entries[block_id.key]
+                if not entries:
+                    del self.removed_entries[number]
+                self.drop(entry)
+                return True
+        return False
 
     def oldest_age_s(self, now: float) -> float:
         """Time since the oldest block was written, to the hour; 0 without blocks. ``now``: seconds since 1970."""
