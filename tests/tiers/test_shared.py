@@ -22,6 +22,7 @@ from kvoffd.tiers.tier import MOST_FIRST_BLOCK, Answer, TierResult
 from tests.support.faulty_store import FaultyStore
 from tests.support.ports import free_port
 from tests.support.redis_server import RedisCluster, RedisServer, needs_redis
+from tests.support.steal import TooSlow
 from tests.tiers.shared_conformance import FaultConformance, SharedConformance
 from tests.tiers.shared_rig import ONE, OTHER, SLOT_BYTES, SharedRig
 
@@ -623,7 +624,7 @@ def test_a_server_that_is_killed_and_comes_back_empty() -> None:
 
 
 @needs_redis
-@pytest.mark.timing
+@pytest.mark.timing(only=TooSlow)
 def test_a_server_that_is_stopped_costs_no_lookup_more_than_the_ask_deadline() -> None:
     with RedisServer() as server:
         rig = SharedRig(server.url, ask_deadline_s=0.02).reachable()
@@ -637,7 +638,8 @@ def test_a_server_that_is_stopped_costs_no_lookup_more_than_the_ask_deadline() -
             rig.tier.ask(1, ONE, 0, [5000], keys, prefix=True)
             rig.until(lambda keys=keys: rig.tier.answers(ONE, 0, keys) != [Answer.ASKED])
             times.append(time.monotonic() - started)
-        assert statistics.median(times) < 0.05
+        if statistics.median(times) >= 0.05:
+            raise TooSlow(f"questions took {times} s")
         assert rig.tier.counters.unanswered_keys
         assert rig.tier.read(block.id, [8 << 20], time.monotonic() + 1, lambda _: None) is False
         server.signal(signal.SIGCONT)
