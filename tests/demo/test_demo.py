@@ -86,11 +86,11 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, number: signa
     pytest.importorskip("vllm")
     demo = start_demo(tmp_path)
 
-    def starts_an_engine() -> bool:
+    def runs_an_engine() -> bool:
         assert demo.poll() is None, demo.communicate()[0]
         return any("engine_main" in command for command in processes_of(tmp_path))
 
-    wait_until(starts_an_engine, START_DEADLINE_S, interval_s=0.05)
+    wait_until(runs_an_engine, START_DEADLINE_S, interval_s=0.05)
     demo.send_signal(number)
     output, _ = demo.communicate(timeout=30)
     assert demo.returncode == 130

@@ -11,6 +11,7 @@ from kvoffd.server.daemon import EXIT_GPU_LOST
 from kvoffd_client import SchedulerClient
 from kvoffd_proto.messages import GroupKeys
 from tests.support.dying_daemon import DyingDaemon
+from tests.support.exporter import Exporter
 from tests.support.gpu_machine import Machine
 from tests.support.waiting import wait_until
 
@@ -24,15 +25,20 @@ def lease(scheduler: SchedulerClient) -> int:
     return future.lease_id
 
 
+def begin_hanging_load(machine: Machine, worker: Exporter, scheduler: SchedulerClient, watch_s: float) -> None:
+    """Load the stored block by a driver that hangs; once the load has failed, the worker watches for so long."""
+    load = {"job_id": 2, "lease_id": lease(scheduler), "keys": KEY.hex(), "blocks": [1]}
+    worker.send("load_and_watch", **load, pid=machine.daemon.pid, for_s=watch_s)
+    wait_until(lambda: "cuEventSynchronize hangs" in machine.driver_log())
+
+
 def test_a_load_fails_when_the_daemons_process_is_gone_and_not_at_its_eof(stub_machine: MakeMachine) -> None:
     machine = stub_machine({"STUB_HANG": "cuEventSynchronize:2"}, DyingDaemon)
     with machine.exporter("ordinary") as worker, machine.scheduler() as scheduler:
         worker.wait_ready()
         worker.ask("fill", seed=7)
         assert worker.ask("store", job_id=1, keys=KEY.hex(), blocks=[0])["ok"]
-        load = {"job_id": 2, "lease_id": lease(scheduler), "keys": KEY.hex(), "blocks": [1]}
-        worker.send("load_and_watch", **load, pid=machine.daemon.pid, for_s=1.0)
-        wait_until(lambda: "cuEventSynchronize hangs" in machine.driver_log())
+        begin_hanging_load(machine, worker, scheduler, watch_s=1.0)
         machine.daemon.kill()
         failed = worker.answer()
     assert (failed["ok"], failed["error"]) == (False, "SESSION_ENDED")
@@ -47,9 +53,7 @@ def test_a_load_that_hangs_while_the_daemon_is_stopped_fails_when_its_process_is
     with machine.exporter("ordinary") as worker, machine.scheduler() as scheduler:
         worker.wait_ready()
         assert worker.ask("store", job_id=1, keys=KEY.hex(), blocks=[0])["ok"]
-        load = {"job_id": 2, "lease_id": lease(scheduler), "keys": KEY.hex(), "blocks": [1]}
-        worker.send("load_and_watch", **load, pid=machine.daemon.pid, for_s=0.5)
-        wait_until(lambda: "cuEventSynchronize hangs" in machine.driver_log())
+        begin_hanging_load(machine, worker, scheduler, watch_s=0.5)
         machine.daemon.stop()
         failed = worker.answer()
     assert (failed["ok"], failed["gone"], failed["stays"]) == (False, True, True), failed

@@ -58,7 +58,8 @@ class EngineProcess(Starting):
 
     With ``fork`` it is forked from a process that has imported vLLM, as its core and workers are from it, and is there
     in seconds; without, it is a new process and vLLM starts them as it does for users, by spawning them on CPU. Of some
-    hundred forked engines two were in a namespace of their own, nobody knows why: what must share is not forked.
+    hundred forked engines two were in a namespace of their own, nobody knows why: the demo and the test of sharing do
+    not fork theirs.
     """
 
     def __init__(

@@ -188,8 +188,7 @@ class S3(Store):
         running = [self._loop.create_task(self._get(request)) for request in requests]
         try:
             for task in running:
-                header = task.result() if task.done() and not task.exception() else self._run(_of(task), deadline)
-                yield header
+                yield task.result() if task.done() and not task.exception() else self._run(_of(task), deadline)
         finally:
             for task in running:
                 task.cancel()
