@@ -22,7 +22,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -40,17 +39,14 @@ from kvoffd_client.vllm.connector_metadata import (
 from kvoffd_client.vllm.connector_options import ConnectorOptions, parse_options
 from kvoffd_client.vllm.early_fence import fence_early
 from kvoffd_client.vllm.engine_requirements import check_engine, check_groups, check_siblings, machine_id, parents_of
-from kvoffd_client.vllm.factors import collect_factors, label_of, shard_bytes_of
-from kvoffd_client.vllm.fingerprint import namespace_of
 from kvoffd_client.vllm.kv_memory import describe_layers
 from kvoffd_client.vllm.live_weights import LiveWeights, has_experts_elsewhere
 from kvoffd_client.vllm.log import StoreRefusalFilter, logger
 from kvoffd_client.vllm.lookup_timing import tell_of_received_requests
 from kvoffd_client.vllm.lora_adapters import LoraAdapters
 from kvoffd_client.vllm.offloading_manager import KvoffdManager
-from kvoffd_client.vllm.offloading_spec import SETUP, EngineSetup, KvoffdSpec, name_spec
+from kvoffd_client.vllm.offloading_spec import SETUP, KvoffdSpec, name_spec, setup_of
 from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWorker
-from kvoffd_client.vllm.prefill_rate import largest_chunk_of
 from kvoffd_client.vllm.step_view import note_allocated, shown
 
 if TYPE_CHECKING:
@@ -187,7 +183,7 @@ class KvoffdConnector(OffloadingConnector):
                 "kvoffd: kv_connector_extra_config has keys that nobody reads: %s.", ", ".join(sorted(unknown))
             )
         name_spec(transfer_config)
-        self._setup = _setup_of(vllm_config, kv_cache_config, options, role)
+        self._setup = setup_of(vllm_config, kv_cache_config, options, role)
         token = SETUP.set(self._setup)
         try:
             super().__init__(vllm_config, role, kv_cache_config)
@@ -408,21 +404,6 @@ class KvoffdConnector(OffloadingConnector):
 
 def _keys_of(status: RequestOffloadState) -> Sequence[Sequence[bytes]]:
     return [state.offload_keys for state in status.group_states]
-
-
-def _setup_of(
-    vllm_config: v.VllmConfig, kv_cache_config: v.KVCacheConfig, options: ConnectorOptions, role: KVConnectorRole
-) -> EngineSetup:
-    offloading = build_offloading_config(vllm_config, kv_cache_config)
-    group_ids = tuple(group.group_id for group in offloading.groups)
-    shard_bytes = shard_bytes_of(kv_cache_config, group_ids, offloading.cache.blocks_per_chunk)
-    namespace = None
-    if role == KVConnectorRole.WORKER:
-        namespace = namespace_of(collect_factors(vllm_config, kv_cache_config, options), label_of(vllm_config))
-    transfer, most_running = vllm_config.kv_transfer_config, vllm_config.max_concurrent_batches
-    chunk = largest_chunk_of(vllm_config.scheduler_config)
-    whose = options, namespace, group_ids, shard_bytes, transfer.is_kv_consumer, transfer.is_kv_producer
-    return EngineSetup(*whose, engine_id=str(transfer.engine_id), most_running=most_running, largest_chunk=chunk)
 
 
 def _choose_load_failure_policy(transfer_configs: Sequence[v.KVTransferConfig], options: ConnectorOptions) -> None:

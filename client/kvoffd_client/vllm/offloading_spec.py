@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     OffloadingManager,
@@ -25,19 +27,21 @@ from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES
 from kvoffd_client.vllm.connector_options import ConnectorOptions
 from kvoffd_client.vllm.connector_stats import DEFINITIONS
+from kvoffd_client.vllm.factors import collect_factors, label_of, shard_bytes_of
+from kvoffd_client.vllm.fingerprint import namespace_of
 from kvoffd_client.vllm.kv_event_translator import KvEventTranslator
 from kvoffd_client.vllm.kv_memory import NotShareable, SharedKvMemory, record_event, registration_of
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.namespace_client import EngineNamespace, NamespaceClient
 from kvoffd_client.vllm.offloading_manager import KvoffdManager, StoreThreshold, StoreWindow
 from kvoffd_client.vllm.offloading_worker import KvoffdWorker
-from kvoffd_client.vllm.prefill_rate import LEAST_STEP_TOKENS, PrefillRate
+from kvoffd_client.vllm.prefill_rate import LEAST_STEP_TOKENS, PrefillRate, largest_chunk_of
 from kvoffd_client.vllm.request_lookups import LookupSettings
 from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.handles import LayerSpec
 
 if TYPE_CHECKING:
-    from kvoffd_client.vllm.vllm_types import KVTransferConfig
+    from kvoffd_client.vllm.vllm_types import KVCacheConfig, KVTransferConfig, VllmConfig
 
 
 @dataclass
@@ -68,6 +72,29 @@ class EngineSetup:
     engine_id: str = ""
     most_running: int = 1
     largest_chunk: int = LEAST_STEP_TOKENS
+
+
+def setup_of(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: ConnectorOptions, role: KVConnectorRole
+) -> EngineSetup:
+    """Return what an engine's configuration says of it."""
+    offloading = build_offloading_config(vllm_config, kv_cache_config)
+    group_ids = tuple(group.group_id for group in offloading.groups)
+    namespace = None
+    if role == KVConnectorRole.WORKER:
+        namespace = namespace_of(collect_factors(vllm_config, kv_cache_config, options), label_of(vllm_config))
+    transfer = vllm_config.kv_transfer_config
+    return EngineSetup(
+        options,
+        namespace,
+        group_ids,
+        shard_bytes_of(kv_cache_config, group_ids, offloading.cache.blocks_per_chunk),
+        transfer.is_kv_consumer,
+        transfer.is_kv_producer,
+        engine_id=str(transfer.engine_id),
+        most_running=vllm_config.max_concurrent_batches,
+        largest_chunk=largest_chunk_of(vllm_config.scheduler_config),
+    )
 
 
 ENGINE_ID_SHOWN = 8
