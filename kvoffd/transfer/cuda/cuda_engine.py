@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvoffd.system.numa import NOWHERE, Locality, run_near
-from kvoffd.transfer.cuda.driver import CopyCalls, CudaDriver, CudaError
-from kvoffd.transfer.cuda.gpu_copy import STEP_BYTES, STEP_PIECES, STEPS_IN_FLIGHT, GpuCopy, PinnedChunks
+from kvoffd.transfer.cuda.driver import CudaDriver, CudaError
+from kvoffd.transfer.cuda.gpu_copy import STEP_BYTES, STEP_PIECES, STEPS_IN_FLIGHT, GpuCopy, GpuStream, PinnedChunks
 from kvoffd.transfer.cuda.staging import Staging
 from kvoffd.transfer.engine import DirectionLoad, Transfer
 from kvoffd.transfer.lane import ChecksumThreads, CopyProgress, Lane, Steps
@@ -130,36 +130,32 @@ class _GpuCopier:
     _batches: Batches
     _locality: Locality
     _step_pieces: int
-    _calls: CopyCalls = field(init=False)
+    _stream: GpuStream = field(init=False)
     _staging: Staging | None = None
-    _stream: int = 0
-    _events: list[int] = field(default_factory=list)
 
     def open(self) -> None:
         run_near(self._locality)
         self._driver.set_context(self._context)
-        self._stream = self._driver.create_stream(urgent=self._direction is Direction.LOAD)
-        self._events.extend(self._driver.create_event() for _ in range(STEPS_IN_FLIGHT))
-        self._calls = self._driver.copy_calls(self._batches.call)
+        stream = self._driver.create_stream(urgent=self._direction is Direction.LOAD)
+        events = [self._driver.create_event() for _ in range(STEPS_IN_FLIGHT)]
         if self._driver.gathers and self._driver.has_host_addresses():
             try:
                 self._staging = Staging(self._driver, STEPS_IN_FLIGHT, STEP_BYTES, self._step_pieces)
             except CudaError as error:
                 _log.warning("Small pieces are not gathered, since the GPU does not allow it: %s", error.message)
-
-    def copy(self, transfer: Transfer, progress: CopyProgress) -> Steps:
-        copy = GpuCopy(
+        self._stream = GpuStream(
             self._driver,
-            self._calls,
-            self._stream,
-            self._events,
-            transfer.plan,
+            self._driver.copy_calls(self._batches.call),
+            stream,
+            events,
             self._direction,
             self._pinned,
-            progress.pace,
             self._step_pieces,
             self._staging,
         )
+
+    def copy(self, transfer: Transfer, progress: CopyProgress) -> Steps:
+        copy = GpuCopy(self._stream, transfer.plan, progress.pace)
         outcome = None
         while outcome is None:
             try:
@@ -176,9 +172,9 @@ class _GpuCopier:
         try:
             if self._staging is not None:
                 self._staging.close()
-            for event in self._events:
+            for event in self._stream.events:
                 self._driver.destroy_event(event)
-            self._driver.destroy_stream(self._stream)
+            self._driver.destroy_stream(self._stream.stream)
         except CudaError as error:
             _log.warning("A stream could not be destroyed: %s", error.message)
 
@@ -199,7 +195,7 @@ class _GpuCopier:
             copy.drain()
         except CudaError as error:
             try:
-                self._driver.wait_stream(self._stream)
+                self._driver.wait_stream(self._stream.stream)
             except CudaError:
                 pass  # the context is lost, and its work with it: the driver has taken it off the GPU
             self._driver.lose(error)

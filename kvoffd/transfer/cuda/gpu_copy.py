@@ -70,12 +70,12 @@ class _GpuCopying(ctypes.Structure):
     )
 
 
-class GpuCopy:
-    """One plan, copied as its pace says. Its calls are made in a thread that has the GPU's context.
+class GpuStream:
+    """A copy thread's stream, its events, and all else that its copies have in common.
 
     Args:
         calls: the driver's functions.
-        events: STEPS_IN_FLIGHT of them, for nobody else until the copy has ended.
+        events: STEPS_IN_FLIGHT of them, for nobody else.
         step_pieces: most pieces in a batch.
         staging: by way of which small pieces are copied, of as many steps and pieces; None for none.
     """
@@ -86,28 +86,20 @@ class GpuCopy:
         calls: CopyCalls,
         stream: int,
         events: Sequence[int],
-        plan: Plan,
         direction: Direction,
         pinned: PinnedChunks,
-        pace: Pace,
         step_pieces: int = STEP_PIECES,
         staging: Staging | None = None,
     ) -> None:
-        self._driver, self._stream, self._event = driver, stream, events[0]
-        self._pace = pace
-        pace.step_bytes, pace.step_pieces = STEP_BYTES, step_pieces
-        columns = [np.ascontiguousarray(one, dtype=np.uint64) for one in (plan.destination, plan.source, plan.size)]
+        self.driver, self.stream, self.events = driver, stream, events
+        self.step_pieces = step_pieces
+        self.kernel = 0 if staging is None else staging.kernel
         room = np.empty((3, step_pieces), dtype=np.uint64)
-        self._kept = (columns, room, pinned.flags)  # the structure points to them
-        destination, source, size = (column.ctypes.data for column in columns)
-        self._copying = _GpuCopying(
+        self._kept = (room, pinned.flags)  # the structure points to them
+        self.copying = _GpuCopying(
             calls=calls,
             stream=stream,
             event=(ctypes.c_void_p * STEPS_IN_FLIGHT)(*events),
-            destination=destination,
-            source=source,
-            size=size,
-            pieces=plan.pieces,
             from_pool=direction is Direction.LOAD,
             pinned=pinned.flags.ctypes.data,
             chunk_bytes=pinned.chunk_bytes,
@@ -117,12 +109,30 @@ class GpuCopy:
             to=room[0].ctypes.data,
             sizes=room[2].ctypes.data,
         )
-        setattr(self._copying, "from", room[1].ctypes.data)
-        self._kernel = 0 if staging is None else staging.kernel
+        setattr(self.copying, "from", room[1].ctypes.data)
         if staging is not None:
-            self._copying.staged_bytes, self._copying.staging = STAGED_BYTES, staging.buffer
-            self._copying.table = staging.tables
-        self._arguments = (ctypes.byref(self._copying), ctypes.byref(pace))
+            self.copying.staged_bytes, self.copying.staging = STAGED_BYTES, staging.buffer
+            self.copying.table = staging.tables
+
+
+class GpuCopy:
+    """One plan, copied as its pace says. Its calls are made in the stream's thread, which has the GPU's context.
+
+    Nothing else may be in flight in the stream while one of them runs.
+    """
+
+    def __init__(self, stream: GpuStream, plan: Plan, pace: Pace) -> None:
+        self._stream = stream
+        self._driver = stream.driver
+        self._pace = pace
+        pace.step_bytes, pace.step_pieces = STEP_BYTES, stream.step_pieces
+        self._columns = [
+            np.ascontiguousarray(one, dtype=np.uint64) for one in (plan.destination, plan.source, plan.size)
+        ]
+        copying = self._copying = _GpuCopying.from_buffer_copy(stream.copying)
+        copying.destination, copying.source, copying.size = (column.ctypes.data for column in self._columns)
+        copying.pieces = plan.pieces
+        self._arguments = (ctypes.byref(copying), ctypes.byref(pace))
 
     @property
     def launched(self) -> bool:
@@ -148,7 +158,7 @@ class GpuCopy:
         Raises CudaError; steps may be in flight, one of them in part: then only ``drain`` may be called.
         """
         self._copying.use_batch = batch and bool(self._copying.calls.batch)
-        self._copying.kernel = self._kernel if batch else 0
+        self._copying.kernel = self._stream.kernel if batch else 0
         self._copying.taken = self._copying.refused = 0
         native().gpu_copy(*self._arguments)
         self._check()
@@ -160,8 +170,8 @@ class GpuCopy:
 
     def drain(self) -> None:
         """After an error: wait for whatever is in the stream. Raises CudaError where the context is lost."""
-        self._driver.record_event(self._event, self._stream)
-        self._driver.wait_event(self._event)
+        self._driver.record_event(self._stream.events[0], self._stream.stream)
+        self._driver.wait_event(self._stream.events[0])
         copying = self._copying
         first = copying.next_event - copying.steps
         self._pace.copied += sum(copying.nbytes[(first + step) % STEPS_IN_FLIGHT] for step in range(copying.steps))

@@ -19,6 +19,7 @@ from kvoffd.transfer.cuda.gpu_copy import (
     STEP_PIECES,
     STEPS_IN_FLIGHT,
     GpuCopy,
+    GpuStream,
     PinnedChunks,
 )
 from kvoffd.transfer.pace import OTHERS_WAIT, STOP, Pace, Slice
@@ -93,7 +94,8 @@ def steps_of(
     flags = np.ones(1 << 12, dtype=np.bool_)
     flags[list(not_pinned)] = False
     pinned = PinnedChunks(flags, STEP_BYTES, POOL // STEP_BYTES)
-    copy = GpuCopy(DRIVER, recorder.calls, 1, [11, 12, 13], plan, direction, pinned, pace, limit_pieces)
+    stream = GpuStream(DRIVER, recorder.calls, 1, [11, 12, 13], direction, pinned, limit_pieces)
+    copy = GpuCopy(stream, plan, pace)
     while not copy.launched:
         copy.run(batch=True)
     copy.wait()
@@ -187,7 +189,8 @@ def test_a_loop_goes_on_unless_it_is_told_otherwise(look: int, steps: int) -> No
     plan = plan_of([i * 5000 for i in range(400)], [4096] * 400, Direction.STORE)
     recorder, pace = Recorder(), Pace.of(Slice(400 * 4096, 40))
     pinned = PinnedChunks(np.ones(1 << 12, dtype=np.bool_), STEP_BYTES, POOL // STEP_BYTES)
-    copy = GpuCopy(DRIVER, recorder.calls, 1, [11, 12, 13], plan, Direction.STORE, pinned, pace, 10)
+    stream = GpuStream(DRIVER, recorder.calls, 1, [11, 12, 13], Direction.STORE, pinned, 10)
+    copy = GpuCopy(stream, plan, pace)
     pace.look = look
     copy.run(batch=True)
     while pace.used < steps * 10 * pace.piece_cost:  # a busy machine has let some milliseconds pass
