@@ -101,7 +101,8 @@ class FakeEngine(Closing):
 
     Args:
         directory: where the daemon's sockets are.
-        namespace: engines of the same name and geometry share blocks.
+        namespace: engines of the same name and geometry share blocks; or the whole of what they agree on, with keys of
+            32 bytes and one group.
         world_size: workers; every operation goes to all of them.
         layers: pages per block and worker.
         blocks: engine blocks.
@@ -116,7 +117,7 @@ class FakeEngine(Closing):
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        namespace: str = "demo",
+        namespace: str | NamespaceSpec = "demo",
         world_size: int = 1,
         layers: int = 4,
         blocks: int = 512,
@@ -127,7 +128,9 @@ class FakeEngine(Closing):
         if min(world_size, layers, blocks, page_bytes) < 1:
             raise ValueError("world_size, layers, blocks and page_bytes must all be at least 1.")
         self.world_size, self.layers, self.blocks, self.page_bytes = world_size, layers, blocks, page_bytes
-        self.namespace = NamespaceSpec.named(namespace, world_size, KEY_BYTES, layers=layers, page_bytes=page_bytes)
+        if isinstance(namespace, str):
+            namespace = NamespaceSpec.named(namespace, world_size, KEY_BYTES, layers=layers, page_bytes=page_bytes)
+        self.namespace = namespace
         self._directory = os.fspath(directory)
         self._job_ids = itertools.count(1)
         self._lookup: LookupFuture | None = None

@@ -20,6 +20,9 @@ POWERS = [1 << bits for bits in range(4, 13)]
 """Other tokens of a block that lengths of requests may tell of."""
 MOST_LINE_BYTES = 64 << 20
 """Of a request of three million blocks: no memory is taken for a file that has no lines, or unpacks to none."""
+MOST_ACCESSES = 1 << 26
+"""Requests and their blocks, together: a replay takes about 190 bytes for each, and a small file may unpack to any
+number."""
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 GZIP_MAGIC = b"\x1f\x8b"
 
@@ -75,7 +78,7 @@ def read_trace(path: Path) -> Trace:
     kinds: Counter[tuple[int, int]] = Counter()
     """Blocks by their tokens and bytes, where a line says them."""
     requests: list[bytes] = []
-    missing = 0
+    missing = accesses = 0
     least, most = 1, 1 << 31
     """Tokens that a block may have, by the lengths of all requests: the last block of one need not be full."""
     least_whole, most_whole = 1, 1 << 31
@@ -84,6 +87,9 @@ def read_trace(path: Path) -> Trace:
     try:
         for line in _read(_lines(path), path):
             count, length = len(line.hash_ids), line.input_length
+            if (accesses := accesses + 1 + count) > MOST_ACCESSES:
+                why = f"has more than {MOST_ACCESSES:,} requests and blocks of requests, together"
+                raise BadTrace(f"{path} {why}, which are too many to replay; give a part of its lines.")
             missing += line.dropped
             if line.block_tokens is not None or line.block_bytes:
                 tokens = MOONCAKE_TOKENS if line.block_tokens is None else line.block_tokens

@@ -53,8 +53,8 @@ def served(fresh: StatsReply) -> StatsReply:
         namespaces=[counted(1)],
         curve=curve(),
         curve_seen_bytes=200 * GIB,
-        store=structs.replace(fresh.store, bytes=40 * GIB),
-        load=structs.replace(fresh.load, bytes=20 * GIB),
+        store=structs.replace(fresh.store, bytes=90 * GIB),  # benches have a part in these
+        load=structs.replace(fresh.load, bytes=70 * GIB),
     )
 
 
@@ -148,9 +148,9 @@ def test_a_full_index_is_named_with_the_size_that_it_needs(served: StatsReply) -
 
 def test_whether_storing_pays(served: StatsReply) -> None:
     assert told(served)["stores"] == "Engines stored 2.0 bytes for each byte that they loaded."
-    dear = structs.replace(served, policy="lru", load=structs.replace(served.load, bytes=GIB))
+    dear = structs.replace(served, policy="lru", namespaces=[counted(1, loaded_bytes=GIB)])
     assert "hardly pays. The policies learned and gate store less" in told(dear)["stores"]
-    never = structs.replace(served, load=structs.replace(served.load, bytes=0))
+    never = structs.replace(served, namespaces=[counted(1, loaded_bytes=0)])
     assert "loaded nothing" in told(never)["stores"]
 
 
@@ -161,6 +161,9 @@ def test_which_namespace_starves(served: StatsReply) -> None:
     text = told(both)["starving"]
     assert text.startswith("qwen (02020202) starves: it asks for 50.0 % of all tokens and has 9.1 % of the pool's")
     assert "finds 5.0 % of its tokens, and would find 36.0 %" in text
+    assert text.endswith("kvoffd-cli namespace set 02020202 --min SIZE keeps it a part of the pool.")
+    capped = structs.replace(both, namespaces=[counted(1), structs.replace(poor, maximum_bytes=GIB)])
+    assert told(capped)["starving"].endswith("--max SIZE lets it have more than its maximum, 1.00 GiB.")
     content = structs.replace(both, namespaces=[counted(1), structs.replace(poor, curve=curve(found=0.3))])
     assert "starving" not in told(content)
 

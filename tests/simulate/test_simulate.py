@@ -347,3 +347,15 @@ def test_progress_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys
     for part in (0.0, 0.5, 1.0):
         _show_progress(part)
     assert capsys.readouterr().err == "\r  0 % replayed\r 50 % replayed\r\033[K"
+
+
+def test_a_trace_of_too_many_requests_is_refused_and_takes_no_memory_until_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvoffd.simulate.trace.MOST_ACCESSES", 10)
+    assert read_trace(write(tmp_path / "fits.jsonl", [[1, 2, 3], [1, 2, 3], [], []])).accesses == 6
+    for requests in ([[]] * 11, [[1, 2, 3], [1, 2, 3], [1, 2]], [[*range(10)]]):
+        file = write(tmp_path / "many.jsonl", requests)
+        assert main(["simulate", str(file), "--blocks", "5"]) == 2
+        said = capsys.readouterr().err
+        assert "many.jsonl has more than 10 requests and blocks of requests, together, which are too many" in said

@@ -50,6 +50,9 @@ def times(tokens_per_second: float, *loads: tuple[int, float]) -> LoadTimes:
     [
         ([(1000, 0.5)] * LEAST_SAMPLES, False),
         ([(1000, 0.5)] * (LEAST_SAMPLES - 1), True),  # too few
+        ([(1000, 30.0)] * 2, False),  # enough of those
+        ([(1000, 30.0)], True),
+        ([(1000, 4.0)] * 2, True),
         ([(1000, 0.19)] * 9, True),  # not clearly slower than the 0.1 s
         ([(1000, 0.5)] * 4 + [(1000, 0.01)] * 5, True),  # a bad moment
         ([(1000, 0.01)] * 5 + [(1000, 9.0)] * 4, True),

@@ -30,6 +30,8 @@ FEWEST_LOOKUPS = 100
 POINTS = 1.0
 """Percentage points of hits that are worth a sentence."""
 STARVED_POINTS = 10.0
+AT_MAXIMUM = 0.9
+"""Part of its maximum from which on it is that which keeps a namespace from more."""
 DEAR = 10.0
 """Bytes written for a byte read that are too many."""
 SMALLEST_SLOT_BYTES = 8192
@@ -74,7 +76,7 @@ def advice_of(stats: StatsReply, namespaces: Sequence[NamespaceInfo]) -> AdviceG
     stats = structs.replace(stats, namespaces=[one for one in stats.namespaces if not _is_of_bench(one)])
     namespaces = [info for info in namespaces if not _is_of_bench(info)]
     known = {info.namespace: info for info in namespaces}
-    lookups = sum(one.lookups for one in stats.namespaces) + _of_forgotten(stats, "lookups")
+    lookups = _of_all(stats, "lookups")
     enough = lookups >= FEWEST_LOOKUPS and stats.curve is not None and stats.curve.asked_tokens > 0
     found: list[Advice] = []
     if enough:
@@ -110,6 +112,11 @@ def _of_forgotten(stats: StatsReply, counter: str) -> int:
     return max(0, int(getattr(since_start, counter)) - sum(int(getattr(one, counter)) for one in stats.namespaces))
 
 
+def _of_all(stats: StatsReply, counter: str) -> int:
+    """What was counted of all namespaces, also those that are forgotten, but not of benches."""
+    return sum(int(getattr(one, counter)) for one in stats.namespaces) + _of_forgotten(stats, counter)
+
+
 def _token_bytes(info: NamespaceInfo) -> float:
     """Bytes of a token of all ranks and groups; 0 where that is not known."""
     return sum(
@@ -143,11 +150,9 @@ def _saved(stats: StatsReply, known: dict[bytes, NamespaceInfo]) -> Iterator[Adv
         "prefill_seconds": seconds,
     }
     if not asked:
-        if stats.load.bytes:
-            text = (
-                f"Engines loaded {format_size(stats.load.bytes)} that they did not compute; how many tokens these are, "
-            )
-            yield Advice("saved", text + "their namespaces do not say.", None, {"loaded_bytes": stats.load.bytes})
+        if nbytes := _of_all(stats, "loaded_bytes"):
+            text = f"Engines loaded {format_size(nbytes)} that they did not compute; how many tokens these are, "
+            yield Advice("saved", text + "their namespaces do not say.", None, {"loaded_bytes": nbytes})
         return
     text = (
         f"In {format_duration(stats.uptime_seconds)} engines loaded {format_count(round(tokens))} tokens instead of "
@@ -239,7 +244,7 @@ def _full_index(pool: PoolStats) -> Iterator[Advice]:
 
 
 def _writes(stats: StatsReply) -> Iterator[Advice]:
-    stored, loaded = stats.store.bytes, stats.load.bytes
+    stored, loaded = (_of_all(stats, counter) for counter in ("stored_bytes", "loaded_bytes"))
     if stored:
         cost = stored / max(1, loaded)
         figures: dict[str, float] = {"stored_bytes": stored, "loaded_bytes": loaded}
@@ -276,8 +281,12 @@ def _starving(stats: StatsReply, curve: HitCurve) -> Iterator[Advice]:
             text = (
                 f"{name} starves: it asks for {percent(asks, 1)} of all tokens and has {percent(has, 1)} of the pool's "
                 f"blocks; it finds {own:.1f} % of its tokens, and would find {could:.1f} % with ten times the memory. "
-                f"kvoffd-cli namespace set {short_fingerprint(one.namespace)} --min SIZE keeps it a part of the pool."
+                f"kvoffd-cli namespace set {short_fingerprint(one.namespace)} "
             )
+            if one.maximum_bytes is not None and one.ready_bytes > AT_MAXIMUM * one.maximum_bytes:
+                text += f"--max SIZE lets it have more than its maximum, {format_size(one.maximum_bytes)}."
+            else:
+                text += "--min SIZE keeps it a part of the pool."
             yield Advice(
                 "starving", text, one.namespace, {"hit_percent": own, "could_percent": could, "share_of_pool": has}
             )

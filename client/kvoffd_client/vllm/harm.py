@@ -13,6 +13,8 @@ from kvoffd_proto.engine_report import MAX_REPORTED
 SAMPLES = 9
 """Loads of about one length that are remembered."""
 LEAST_SAMPLES = 5
+LEAST_DEAR, DEAR_S = 2, 10.0
+"""So few are enough where they took so long together: of loads of half a minute there are never five in a while."""
 SAMPLE_AGE_S = 120.0
 """What was measured longer ago says nothing: where loads were skipped for it, they are tried again."""
 MARGIN = 2.0
@@ -50,7 +52,8 @@ class LoadTimes:
         """How long a load of so many tokens takes; None where too few of about that length were measured lately."""
         oldest = self._clock() - SAMPLE_AGE_S
         lately = [per_token for at, per_token in self._samples.get(tokens.bit_length(), ()) if at >= oldest]
-        return tokens * median(lately) if len(lately) >= LEAST_SAMPLES else None
+        enough = LEAST_DEAR if tokens * sum(lately) >= DEAR_S else LEAST_SAMPLES
+        return tokens * median(lately) if len(lately) >= enough else None
 
     def pays(self, tokens: int) -> bool:
         """Whether a load of so many tokens is not clearly slower than computing them."""
