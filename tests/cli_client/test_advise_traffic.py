@@ -127,6 +127,7 @@ def test_what_came_from_disk_and_what_its_wear_brought(tmp_path: Path, capsys: p
     chains = [chain(name, 30) for name in range(100)]
     flags = {"disk": f"{tmp_path}=256MiB", "disk_write": "always", "eviction_policy": "lru"}
     with DaemonProcess(POOL, **flags) as daemon, Engine(daemon) as engine, AdminClient(daemon.directory) as admin:
+        wait_until(lambda: [disk.state for disk in admin.stats().disks] == ["serving"])
         for keys in chains:
             assert engine.serve(keys) == 0
             wait_until(lambda: admin.stats().below.waiting_writes == 0)  # type: ignore[union-attr]
