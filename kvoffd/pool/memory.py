@@ -18,7 +18,7 @@ from kvoffd.errors import PoolTooLarge, UnsafeSegment
 from kvoffd.pool.slots import PoolSegment
 from kvoffd.system.files import OnError
 from kvoffd.system.mappings import MADV_POPULATE_WRITE, MappedSegment, madvise, map_memfd, map_shared, view_of
-from kvoffd.system.numa import NOWHERE, run_near
+from kvoffd.system.numa import NOWHERE, run_near, usable_cpus
 
 # Touched by one thread at a time: short enough to stop soon and to show progress, long enough to cost nothing.
 TOUCH_CHUNK_BYTES = 32 << 20
@@ -137,7 +137,7 @@ class PoolMemory:
             PoolTooLarge: the memory is not there.
         """
         madvise(self.address, self.size_bytes, mmap.MADV_HUGEPAGE)  # a kernel without huge pages refuses; that is fine
-        threads = threads or min(16, len(os.sched_getaffinity(0)))
+        threads = threads or min(16, len(usable_cpus()))
         progress = _Progress(on_progress)
 
         def touch_chunk(offset: int, length: int) -> None:
@@ -191,7 +191,7 @@ def _populate(address: int, length: int) -> None:
     while code := madvise(address, length, MADV_POPULATE_WRITE):
         if code in (errno.EINTR, errno.EAGAIN):
             continue
-        if code == errno.EINVAL:
+        if code in (errno.EINVAL, errno.EPERM, errno.ENOSYS):
             _populate_by_writing(address, length)
             return
         raise PoolTooLarge(
@@ -201,6 +201,6 @@ def _populate(address: int, length: int) -> None:
 
 
 def _populate_by_writing(address: int, length: int) -> None:
-    """For kernels before 5.14: writes one byte of every page back to where it came from."""
+    """For kernels before 5.14, and seccomp filters: writes one byte of every page back to where it came from."""
     pages = np.frombuffer(view_of(address, length), dtype=np.uint8)[:: mmap.PAGESIZE]
     np.bitwise_or(pages, 0, out=pages)

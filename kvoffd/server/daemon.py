@@ -24,7 +24,12 @@ from kvoffd.memory_needs import max_index_bytes, memory_shortage, memory_summary
 from kvoffd.observe.logging import log_what_python_prints
 from kvoffd.pool.pool import Pool
 from kvoffd.server.admin_server import AdminKeys, AdminServer
-from kvoffd.server.descriptors import half_of_descriptors, most_connections, raise_descriptor_limit
+from kvoffd.server.descriptors import (
+    check_loop_calls,
+    half_of_descriptors,
+    most_connections,
+    raise_descriptor_limit,
+)
 from kvoffd.server.disks import OpenStores, opener, shared_opener, shared_stores
 from kvoffd.server.engine_memory import open_gpus
 from kvoffd.server.http import HttpServer, NotServing
@@ -81,19 +86,35 @@ GC_THRESHOLDS = (10_000, 10, 2**31 - 1)
 def run(config: Config) -> int:
     """Serve until SIGTERM, SIGINT or SIGHUP, then return 0. Raises KvoffdError with a sentence when it cannot start."""
     log_what_python_prints()
-    native()  # fails now, or after minutes of touching the pool
-    os.umask(0o007)
-    raise_descriptor_limit()
-    signal.signal(signal.SIGURG, lambda *_: None)  # a signal that is not ignored interrupts: see Closer.interrupt
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
-    daemon = Daemon(config)
-    uvloop.run(daemon.serve())
+    daemon: Daemon | None = None
+    try:
+        _prepare()
+        daemon = Daemon(config)
+        uvloop.run(daemon.serve())
+    except (OSError, MemoryError) as error:
+        if daemon is not None and daemon.served:
+            raise
+        logger.debug("The daemon cannot start.", exc_info=True)
+        raise StartError(
+            f"The system refuses what the daemon needs to start ({str(error) or 'it gives no more memory'}); see the "
+            "limits (ulimit -a) and the seccomp filter that it is started with."
+        ) from error
     if daemon.gpu_lost:
         logging.shutdown()
         os._exit(EXIT_GPU_LOST)  # past the driver's own end, which may hang where its context is lost
     return 0
+
+
+def _prepare() -> None:
+    """Set the process up. Raises KvoffdError, OSError."""
+    native()  # fails now, or after minutes of touching the pool
+    os.umask(0o007)
+    raise_descriptor_limit()
+    check_loop_calls()
+    signal.signal(signal.SIGURG, lambda *_: None)  # a signal that is not ignored interrupts: see Closer.interrupt
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
 
 
 class Daemon:
@@ -107,6 +128,8 @@ class Daemon:
         self._stop = asyncio.Event()
         self._copy_stuck = False
         self.gpu_lost = False
+        self.served = False
+        """Whether it came so far as to open its sockets."""
         self._tick_failed_at = -TICK_FAILURES_LOGGED_S
         self._page_mapper: asyncio.Future[None] | None = None
         self._scrubbing: asyncio.Task[None] | None = None
@@ -277,6 +300,7 @@ class Daemon:
         except OSError as error:
             raise StartError(f"The sockets in {config.directory} cannot be opened: {error}.") from error
         self._probe = probe
+        self.served = True
         self._notifier.ready(f"Serving {config.directory} with a pool of {format_size(config.pool_bytes)}.")
         logger.info("Serving %s.", config.directory)
         disks = self._service.context.disks

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import resource
+import select
+import socket
+from collections.abc import Callable
+
+from kvoffd.errors import KvoffdError
+from kvoffd_proto.descriptors import descriptor_limits
 
 logger = logging.getLogger(__name__)
 
@@ -15,7 +22,7 @@ MORE_CONNECTIONS = 32
 
 def half_of_descriptors() -> int:
     """For what sessions attach. The others are for lifelines, ZeroMQ's sockets, and those on their way to a session."""
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+    return descriptor_limits()[0] // 2
 
 
 def most_connections(max_sessions: int) -> int:
@@ -33,8 +40,35 @@ def most_connections(max_sessions: int) -> int:
 
 
 def raise_descriptor_limit() -> None:
-    """Each session costs descriptors; take what the hard limit gives."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Each session costs descriptors; take what the hard limit gives. Raises KvoffdError where that is too few."""
+    soft, hard = descriptor_limits()
     wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
     if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+        except (OSError, ValueError) as error:  # a seccomp filter
+            logger.warning("The limit of open files stays at %d (%s).", soft, error)
+    if soft < OTHER_DESCRIPTORS:
+        raise KvoffdError(
+            f"The daemon may open {soft} files, and itself needs {OTHER_DESCRIPTORS}: raise the limit (ulimit -n, "
+            "LimitNOFILE=)."
+        )
+
+
+def check_loop_calls() -> None:
+    """Raise KvoffdError where there can be no event loop: libuv ends the process, or leaves half of one behind."""
+    calls: dict[str, Callable[[], object]] = {
+        "epoll_create1": lambda: select.epoll().close(),
+        "eventfd2": lambda: os.close(os.eventfd(0, os.EFD_CLOEXEC)),
+        "pipe2": lambda: list(map(os.close, os.pipe())),
+        "socketpair": lambda: list(map(socket.socket.close, socket.socketpair())),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except OSError as error:
+            raise KvoffdError(
+                f"The daemon can have no event loop: {name} is refused ({error.strerror}). See the limit of open "
+                "files (ulimit -n) and the seccomp filter that it is started with."
+            ) from error

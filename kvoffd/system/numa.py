@@ -50,13 +50,21 @@ def nodes_with_gpus(sysfs: Path = SYSFS) -> list[Locality]:
         and text_of(device / "class").startswith(_DISPLAY_CLASS)
         and (node := text_of(device / "numa_node")).isdecimal()
     }
-    usable = os.sched_getaffinity(0)
+    usable = usable_cpus()
     directory = sysfs / "devices" / "system" / "node"
     nodes = [
         Locality(number, parse_cpu_list(text_of(directory / f"node{number}" / "cpulist")) & usable)
         for number in sorted(numbers)
     ]
     return [node for node in nodes if node.cpus]
+
+
+def usable_cpus() -> frozenset[int]:
+    """The CPUs that this process may use; all of the machine where a seccomp filter lets nobody ask."""
+    try:
+        return frozenset(os.sched_getaffinity(0))
+    except OSError:
+        return frozenset(range(os.cpu_count() or 1))
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
@@ -73,7 +81,7 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 
 def run_near(locality: Locality) -> None:
     """Keeps the calling thread on those of the locality's CPUs that it may use; does nothing where there is none."""
-    wanted = locality.cpus & os.sched_getaffinity(0)
+    wanted = locality.cpus & usable_cpus()
     if not wanted:
         return
     try:

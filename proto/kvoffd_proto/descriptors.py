@@ -1,4 +1,4 @@
-"""Whether this process runs out of descriptors, which the CUDA driver does not say of itself."""
+"""How many descriptors this process may have, and whether it runs out of them, which the CUDA driver does not say."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ import resource
 
 # A driver call may open a few files of its own.
 _SPARE_DESCRIPTORS = 8
+_LINUX_LIMITS = 1024, 4096
+
+
+def descriptor_limits() -> tuple[int, int]:
+    """The soft and the hard limit; those that Linux begins with where a seccomp filter lets nobody ask."""
+    try:
+        return resource.getrlimit(resource.RLIMIT_NOFILE)
+    except OSError:
+        return _LINUX_LIMITS
 
 
 def missing_descriptors() -> str:
     """Return a sentence if this process can open hardly any file more, which the driver does not say; else nothing."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit, _ = descriptor_limits()
     try:
         if len(os.listdir("/proc/self/fd")) < limit - _SPARE_DESCRIPTORS:
             return ""

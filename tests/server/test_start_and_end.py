@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -28,6 +30,7 @@ from kvoffd_client import AdminClient, SharedMemory
 from kvoffd_proto import messages as m
 from kvoffd_proto.sockets import SocketPaths
 from kvoffd_proto.units import parse_size
+from tests.support import refused_calls
 from tests.support.daemon import DaemonProcess
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
@@ -304,6 +307,50 @@ def test_bad_configuration_is_refused_in_one_sentence(tmp_path):
         refused = serve("--directory", str(tmp_path), *arguments, **environ)
         assert refused.returncode == 2
         assert len(refused.stderr.strip().splitlines()) == 1, refused.stderr
+
+
+class RefusedCall(DaemonProcess):
+    """Under a seccomp filter that refuses one call to the system."""
+
+    def __init__(self, code: int, call: str) -> None:
+        super().__init__()
+        self._filter = [sys.executable, refused_calls.__file__, str(code), call]
+
+    @property
+    def program(self) -> list[str]:
+        return [*self._filter, *super().program]
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS])
+@pytest.mark.parametrize("call", ["madvise", "prlimit64", "sched_getaffinity"])
+def test_a_call_that_a_seccomp_filter_refuses_is_done_without(call: str, code: int) -> None:
+    with RefusedCall(code, call) as daemon, AdminClient(daemon.directory) as admin:
+        assert admin.stats().pool.pool_bytes == parse_size("64MiB")
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS])
+@pytest.mark.parametrize("call", ["epoll_create1", "eventfd2", "pipe2", "rt_sigaction", "socketpair"])
+def test_a_call_that_no_daemon_can_do_without_is_refused_in_one_sentence(call: str, code: int) -> None:
+    with closing(RefusedCall(code, call)) as daemon:
+        daemon.start(wait=False)
+        assert daemon.process.wait(30) == 2
+        assert os.strerror(code) in daemon.log
+        assert daemon.log.startswith("kvoffd: ")
+        assert daemon.log.count("\n") == 1
+
+
+@pytest.mark.parametrize(("kind", "limit"), [(resource.RLIMIT_NOFILE, 20), (resource.RLIMIT_FSIZE, 0)])
+def test_a_limit_that_no_daemon_can_do_with_is_refused_in_one_sentence(kind: int, limit: int, tmp_path: Path) -> None:
+    code = (
+        f"import os, resource, sys; resource.setrlimit({kind}, ({limit}, {limit})); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    daemon = [sys.executable, "-m", "kvoffd", "serve", "--directory", str(tmp_path)]
+    refused = subprocess.run(
+        [sys.executable, "-c", code, *daemon], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("kvoffd: ")
+    assert refused.stderr.count("\n") == 1
 
 
 def test_regular_work_that_fails_does_not_end_the_daemon(caplog: pytest.LogCaptureFixture) -> None:
