@@ -6,7 +6,7 @@ Each part is a bound that holds whatever clients do. What of it is in use, ``kvo
 from __future__ import annotations
 
 from kvoffd.cache.namespace import SLOT_BYTES, nbytes_of_block
-from kvoffd.cache.policies import GHOST_PART, REMEMBERS_NOTHING
+from kvoffd.cache.policies import DEFAULT_POLICY, GHOST_PART, REMEMBERS_NOTHING
 from kvoffd.config import Config
 from kvoffd.pool.slots import MIN_SLOT_BYTES
 from kvoffd.system.limits import MemoryLimit
@@ -14,6 +14,9 @@ from kvoffd.tiers.disk import index
 from kvoffd_proto.units import format_count, format_size
 
 LEAST_INDEX_BYTES, INDEX_PART = 128 << 20, 64
+POLICY_FILES_PART = 40
+"""What a policy knows is kept on tmpfs, twice while it is written: 56 bytes of a key (``learned/records.c``) that takes
+116 in memory, or has a block of ``MIN_SLOT_BYTES`` at least."""
 KEY_BYTES = 32
 """Of vLLM's block hashes."""
 PROCESS_BYTES = 64 << 20
@@ -41,6 +44,7 @@ def memory_needs(config: Config) -> dict[str, int]:
         "slot table and page tables": config.pool_bytes * 21 // 1000,
         "index of the blocks": max_index_bytes(config),
         "keys without blocks": 0 if config.eviction_policy == REMEMBERS_NOTHING else config.pool_bytes // GHOST_PART,
+        "the policy's file": config.pool_bytes // POLICY_FILES_PART if config.eviction_policy == DEFAULT_POLICY else 0,
         "indices of disks": sum(index.index_bytes(one.size_bytes) for one in config.disk),
         "shared stores": SHARED_BYTES * len(config.shared),
         "routers": ROUTERS_BYTES + config.event_index_bytes if routers else 0,

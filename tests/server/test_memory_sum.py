@@ -35,11 +35,13 @@ def test_the_sum_has_every_bound_of_the_sockets() -> None:
 def test_it_says_what_each_part_is_for_and_from_which_size_of_blocks_on_it_is_enough() -> None:
     config = Config(pool_bytes=64 * GIB)
     assert memory_summary(config) == (
-        "The daemon needs 68.2 GiB of memory: pool 64.0 GiB, slot table and page tables 1.34 GiB, index of the blocks "
-        "1.00 GiB, keys without blocks 1.28 GiB, clients 493 MiB, process 64.0 MiB. The index has room for 1,789,569 "
-        "blocks of one shard; if they have less than 37.5 KiB, it is full before the pool is: raise index_size then."
+        "The daemon needs 69.8 GiB of memory: pool 64.0 GiB, slot table and page tables 1.34 GiB, index of the blocks "
+        "1.00 GiB, keys without blocks 1.28 GiB, the policy's file 1.60 GiB, clients 493 MiB, process 64.0 MiB. The "
+        "index has room for 1,789,569 blocks of one shard; if they have less than 37.5 KiB, it is full before the pool "
+        "is: raise index_size then."
     )
-    assert "keys without blocks" not in memory_summary(Config(eviction_policy="lru"))
+    for policy, lacks in (("lru", "keys without blocks"), ("lru", "policy's file"), ("arc", "policy's file")):
+        assert lacks not in memory_summary(Config(eviction_policy=policy))
     assert memory_summary(Config(pool_bytes=GIB)).endswith("of one shard; the pool can hold no more than that.")
 
 
@@ -48,5 +50,5 @@ def test_a_shortage_beside_the_pool_is_told_with_both_numbers() -> None:
     beside = sum(memory_needs(config).values()) - 64 * GIB
     assert memory_shortage(config, MemoryLimit(beside, "the machine")) == ""
     assert memory_shortage(config, MemoryLimit(beside - 1, "the machine")).startswith(
-        "Beside its pool the daemon may come to need 4.17 GiB, and 4.17 GiB are left (the machine): "
+        "Beside its pool the daemon may come to need 5.77 GiB, and 5.77 GiB are left (the machine): "
     )
