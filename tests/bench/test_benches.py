@@ -127,6 +127,20 @@ def test_copies_fit_the_pool_or_say_what_they_need(daemon: DaemonProcess) -> Non
         bench_copy(small.directory, quiet, piece_sizes=(MIB,), rounds=1)
 
 
+def test_a_bench_drops_what_one_that_was_killed_left_and_nothing_else(daemon: DaemonProcess) -> None:
+    keys = [bytes([number]) * 32 for number in range(3)]
+    with FakeEngine(daemon.directory, namespace="bench lookup") as running, FakeEngine(daemon.directory) as engine:
+        assert running.store(keys[:1], [0]).ok
+        assert engine.store(keys, range(3)).ok
+        with FakeEngine(daemon.directory, namespace="bench copy") as killed:
+            assert killed.store(keys[:2], range(2)).ok
+        with AdminClient(daemon.directory) as admin:
+            wait_until(lambda: [one.sessions for one in admin.namespaces().namespaces] == [2, 2, 0])
+            assert run_bench(lambda *_: Report("jobs", "nothing", []), daemon.directory, as_json=True) == 0
+            left = {one.label: one.ready_blocks for one in admin.namespaces().namespaces}
+    assert left == {"bench lookup": 1, "demo": 3}
+
+
 def test_a_bench_says_what_it_evicts(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
     report = Report("jobs", "nothing", [])
     for most_bytes, words in ((0, ""), (8 * MIB, ""), (100 * MIB, "up to 64.0 MiB of its own"), (2**50, "64.0 MiB")):

@@ -41,6 +41,7 @@ from kvoffd_client.cli.console import Column, Listing, print_line, print_list
 from kvoffd_client.cli.json_objects import BenchGpu
 from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.target import CliError, Directory, Json, local_directory
+from kvoffd_proto.messages import BENCH_LABEL
 from kvoffd_proto.units import UnitError, exact_size, format_duration, format_size, parse_size
 
 if TYPE_CHECKING:
@@ -279,13 +280,16 @@ def run_bench(
     """Run ``bench`` against the daemon in ``directory``, print its report, draw it into ``plot``; return 0.
 
     ``most_bytes`` is what it has in the pool at most; what that evicts is said on stderr before it begins. A smaller
-    pool is refused, unless the bench ``fits`` itself to it. Raises CliError.
+    pool is refused, unless the bench ``fits`` itself to it. Drops what a bench that was killed left. Raises CliError.
     """
     from kvoffd_client.bench.results import check_plot, draw_plot
 
     if plot is not None:
         check_plot(plot)
     with AdminClient(directory) as admin:
+        for one in admin.namespaces().namespaces:
+            if one.label.startswith(BENCH_LABEL) and not one.sessions:
+                admin.clear(one.namespace)
         pool = admin.stats().pool
         least_bytes = 0 if fits else most_bytes + most_bytes // POOL_SLACK
         if pool.pool_bytes < least_bytes:
