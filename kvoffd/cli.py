@@ -33,6 +33,7 @@ EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
 _DEFAULTS = Config()
 _UNKNOWN = "unrecognized arguments: "
+_NO_MEMORY = "the system gives it too little memory: see ulimit -d and ulimit -v"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -40,7 +41,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix(_UNKNOWN).split()[0].split("=")[0] if message.startswith(_UNKNOWN) else ""
-        if nearest := unknown and did_you_mean(unknown, [setting.flag for setting in SETTINGS]):
+        if nearest := unknown and did_you_mean(unknown, self._option_string_actions):
             message = f"{message} ({nearest})"
         _refuse(f"{message}; {self.prog} --help shows what can be given.", given_log_format({}, os.environ))
         self.exit(EXIT_REFUSED)
@@ -55,8 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     given, unknown = parser.parse_known_args(arguments)
     if unknown:
-        parser.prog += f" {given.command}" if given.command else ""  # whose --help has the options
-        parser.error(f"{_UNKNOWN}{' '.join(unknown)}")
+        given.parser.error(f"{_UNKNOWN}{' '.join(unknown)}")
     if given.command is None:
         parser.print_help()
         return 0
@@ -73,9 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def serve(config: Config) -> int:
     """Run the daemon until it is told to stop; return its exit status."""
     from kvoffd.errors import KvoffdError, NoMoreThreads
-    from kvoffd.observe.logging import configure_logging
-    from kvoffd.server.daemon import run
 
+    try:
+        from kvoffd.observe.logging import configure_logging
+        from kvoffd.server.daemon import run
+    except (MemoryError, OSError) as error:
+        return _refuse(f"The daemon cannot be loaded ({str(error) or _NO_MEMORY}).", config.log_format)
     try:
         configure_logging(config.log_level, config.log_format)
         return run(config)
@@ -185,6 +188,8 @@ def make_parser() -> argparse.ArgumentParser:
         "share of the blocks that is written, and the most hits that were possible.",
     )
     _add_simulation(simulating)
+    for one in (parser, serving, showing, simulating):
+        one.set_defaults(parser=one)  # whose --help has the options
     for command in (serving, showing):
         command.epilog = "A flag overrides its KVOFFD_ variable, the variable overrides the key in the file."
         _add_settings(command)

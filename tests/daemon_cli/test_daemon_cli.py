@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import types
@@ -147,6 +148,23 @@ def test_bad_arguments_are_refused_in_one_sentence(
     command: str, arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert part.replace("COMMAND", command) in refused([command, *arguments], capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "question"),
+    [
+        (["simulate", "--blcks", "1", "FILE"], ["--blocks"]),
+        (["simulate", "--pool-size", "1GiB", "FILE"], ["--size"]),
+        (["config", "--jsn"], ["--json"]),
+        (["serve", "--jsn"], []),
+        (["serve", "--cofig", "FILE"], ["--config"]),
+        (["--verson"], ["--version"]),
+    ],
+)
+def test_only_what_the_command_takes_is_asked_for(
+    arguments: list[str], question: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert re.findall(r"did you mean (\S+)\?", refused(arguments, capsys)) == question
 
 
 def test_an_unknown_command_is_refused_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
