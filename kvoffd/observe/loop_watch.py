@@ -106,7 +106,10 @@ class LoopWatch:
         # The thread that looks at the stack came as late as the loop, and nothing ran.
         idle = time.process_time() - self._process_s < STOPPED_SHARE * late_s
         if idle and seen_at - due_at > late_s / 2:
-            what = "a stop of the whole process (SIGSTOP, a frozen container or machine)"
+            what = (
+                "a stop of the whole process (SIGSTOP, a frozen container, or a host that gave this machine no CPU: "
+                "see st in vmstat)"
+            )
         self.observe(late_s, what)
         self._beat_again(now)
 

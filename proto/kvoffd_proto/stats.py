@@ -164,7 +164,7 @@ class DirectionStats(Wire, frozen=True):
 
     jobs: Annotated[Count, counter("Jobs that ended.")]
     failed_jobs: Annotated[Count, counter("Jobs that failed or were cancelled.", "jobs_failed")]
-    bytes: Annotated[ByteCount, counter("Bytes copied.", "copied_bytes")]
+    bytes: Annotated[ByteCount, counter("Bytes copied, those of benches included.", "copied_bytes")]
     busy_seconds: Annotated[
         Seconds,
         counter(

@@ -263,7 +263,7 @@ def clear(
 
     The blocks leave the index at once; the bytes of blocks in use are freed when their last user is done.
 
-    Exit status: 0 done, 1 not confirmed, 2 an error.
+    Exit status: 0 done, 1 the answer was no, 2 an error, as where there is no terminal to ask on.
     """
     if (namespace is None) != everything:
         raise CliError("Choose what to clear: either --namespace with a label or fingerprint, or --all.")

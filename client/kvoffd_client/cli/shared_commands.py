@@ -70,7 +70,7 @@ def reset(
     For weights that changed under the same name. Each node drops its blocks within seconds of hearing of it: at once
     where it is asked for them, else every 5 s (S3: 15 s).
 
-    Exit status: 0 done, 1 not confirmed, 2 an error.
+    Exit status: 0 done, 1 the answer was no, 2 an error, as where there is no terminal to ask on.
     """
     if not fleet:
         raise CliError("Add --fleet to reset a namespace on all nodes; `kvoffd-cli clear` clears it on this one.")
