@@ -100,8 +100,12 @@ def test_what_other_sizes_would_bring(served: StatsReply) -> None:
     assert "find 28.0 % of their tokens in the pool of 20.0 GiB; with lru it would be 26.0 %" in text
     assert "Twice the memory would find 33.0 %, ten times as much, such as a disk of 180 GiB, 36.0 %." in text
     assert "Beyond 100 GiB there is little more. Half the memory would find 17.0 %." in text
+    assert text.endswith("What learned would find with more or less, kvoffd-cli record and simulate tell.")
     flat = structs.replace(served, curve=curve(*[25.5] * 4, *[26] * 9))
     text = told(flat, info(1))["size"]
+    assert "With ten times the memory it would find 26.0 %, less than is found now." in text
+    assert "With 2.00 GiB it would find nearly as much. What learned" in text
+    text = told(structs.replace(flat, policy="lru"), info(1))["size"]
     assert "More memory brings nothing: with ten times as much it would be 26.0 %." in text
     assert "2.00 GiB would find nearly as much as the pool does." in text
     ahead = told(structs.replace(served, curve=curve(found=0.36)), info(1))["size"]
@@ -109,7 +113,7 @@ def test_what_other_sizes_would_bring(served: StatsReply) -> None:
     assert "More memory brings nothing: with ten times as much it would be 36.0 %." in ahead
     cold = told(structs.replace(served, curve=curve(*[0] * 10, 9, 36, 36)), info(1))["size"]
     assert "Twice the memory would find 0.0 %, ten times as much, such as a disk of 180 GiB, 36.0 %." in cold
-    assert cold.endswith("there is little more.")
+    assert "there is little more. What learned would find with more" in cold
 
 
 def test_where_all_fits_no_policy_is_named(served: StatsReply) -> None:

@@ -193,9 +193,12 @@ def _sizes(stats: StatsReply, curve: HitCurve) -> Iterator[Advice]:
         text += "."
     else:
         text += f"; the estimate for this size{without} is {now:.1f} %, and what follows is by the estimate."
+    is_ahead = stats.policy != "lru" and own - now >= POINTS and seen >= pool
     if seen < pool:
         text += f" All different blocks that were asked for, {format_size(seen)}, fit into it: more memory brings"
         text += " nothing yet."
+    elif is_ahead and own - most >= POINTS:
+        text += f" With ten times the memory it would find {most:.1f} %, less than is found now."
     elif most - max(now, own) < POINTS:
         text += f" More memory brings nothing: with ten times as much it would be {most:.1f} %."
     else:
@@ -208,13 +211,17 @@ def _sizes(stats: StatsReply, curve: HitCurve) -> Iterator[Advice]:
     if now < POINTS:
         pass  # whatever is smaller finds nearly as much
     elif least < 1:
-        text += f" {format_size(least * pool)} would find nearly as much as the pool does."
+        size = format_size(least * pool)
+        nearly = f"With {size} it would find nearly as much." if is_ahead else ""
+        text += f" {nearly or f'{size} would find nearly as much as the pool does.'}"
     else:
         text += f" Half the memory would find {ratios[0.5]:.1f} %."
+    if is_ahead:
+        text += f" What {printable(stats.policy)} would find with more or less, kvoffd-cli record and simulate tell."
     if stats.disks:
-        size = sum(one.size_bytes for one in stats.disks)
-        near = min(ratios, key=lambda at: abs(at * pool - pool - size))
-        text += f" With the disks, {format_size(size)}, there is room for about {ratios[near]:.1f} %."
+        below = sum(one.size_bytes for one in stats.disks)
+        near = min(ratios, key=lambda at: abs(at * pool - pool - below))
+        text += f" With the disks, {format_size(below)}, there is room for about {ratios[near]:.1f} %."
     yield Advice("size", text, None, figures)
 
 

@@ -107,7 +107,8 @@ def _short(one: PolicyClass) -> str:
 def key_sentence(key: KeyWorth) -> str:
     """Why a block is kept, and what would go before it."""
     turn = f", the last one turn {key.turn} of its conversation" if key.turn else ""
+    requests = f"{format_count(key.requests)} request{plural(key.requests)}"
     return (
-        f"kept as: {key.kind}; asked for by {format_count(key.requests)} requests{turn}, {key.age:.2f} pool lifetimes "
-        f"ago; {key.worth:.3f} hits to be expected in a lifetime; {format_size(key.bytes_before)} would go before it"
+        f"kept as: {key.kind}; asked for by {requests}{turn}, {key.age:.2f} pool lifetimes ago; "
+        f"{key.worth:.3f} hits to be expected in a lifetime; {format_size(key.bytes_before)} would go before it"
     )
