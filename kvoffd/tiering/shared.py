@@ -188,12 +188,13 @@ class SharedTiering:
     def _is_slower(self, namespace: Namespace, group: int, count: int) -> bool:
         """Whether so many blocks take longer to read than to compute, by the speeds of late; not once a while."""
         prefill, speed = namespace.counters.prefill_tokens_per_second, self.promoter.bytes_per_second
-        if not (count and prefill and speed):
+        tokens = count * namespace.groups[group].tokens_per_block
+        if not (tokens and prefill and speed):
             return False
         nbytes = len(namespace.groups) * count * namespace.block_bytes(group)
         seconds = self.promoter.wait_s + nbytes / speed
         now = self._clock()
-        if seconds <= count * namespace.groups[group].tokens_per_block / prefill or now >= self._read_again_at:
+        if seconds <= tokens / prefill or now >= self._read_again_at:
             self._read_again_at = max(self._read_again_at, now + READ_AGAIN_S)
             return False
         return True
@@ -218,6 +219,8 @@ class SharedTiering:
         if self.tier.reachable:
             for namespace in self._cache.namespaces:
                 self.tier.poll(namespace.fingerprint)
+        else:
+            self._read_again_at = 0.0  # once it is back
         self.tier.tick()
 
     def namespace_reset(self, fingerprint: bytes, *, everywhere: bool) -> None:

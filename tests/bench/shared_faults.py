@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.messages import SharedStats
 from tests.bench.intervals import Floats, interval
+from tests.support import s3_server
 from tests.support.daemon import DaemonProcess
 from tests.support.faulty_bucket import FaultyBucket
 from tests.support.redis_server import RedisCluster, RedisServer
@@ -160,10 +162,6 @@ def lock(server: RedisServer) -> None:
         assert connected.recv(100)
 
 
-def restart(server: RedisServer) -> None:
-    server.start()
-
-
 def fill(server: RedisServer) -> None:
     server.command("CONFIG", "SET", "maxmemory", "1")
 
@@ -176,20 +174,26 @@ def emptied(server: RedisServer) -> None:
     server.command("FLUSHALL")
 
 
-Act = Callable[[RedisServer], None]
+Act = Callable[[Any], object]
 FAULTS: dict[str, tuple[Act, Act, bool]] = {
-    "killed, back empty": (RedisServer.kill, restart, True),
-    "stopped (SIGSTOP)": (lambda one: one.signal(signal.SIGSTOP), lambda one: one.signal(signal.SIGCONT), False),
+    "killed, back empty": (lambda server: server.kill(), lambda server: server.start(), True),
+    "stopped (SIGSTOP)": (
+        lambda server: server.signal(signal.SIGSTOP),
+        lambda server: server.signal(signal.SIGCONT),
+        False,
+    ),
     "emptied": (emptied, emptied, True),
     "full": (fill, make_room, False),
     "another password": (lock, unlock, False),
     "cut off (iptables)": (lambda server: cut(server.port, "-I"), lambda server: cut(server.port, "-D"), False),
 }
 """What begins and ends each, and whether the server has nothing afterwards."""
+GONE = ("killed, back empty", "stopped (SIGSTOP)")
+"""Those that are played with moto's server too."""
 
 
-S3_FAULTS = {
-    "S3: a quota": ("write_error", (403, "QuotaExceeded")),
+S3_FAULTS: dict[str, tuple[str, object]] = {
+    "S3: a quota": ("errors", {"PUT": (403, "QuotaExceeded")}),
     "S3: a clock off by an hour": ("error", (403, "RequestTimeTooSkewed")),
     "S3: no key is right": ("error", (403, "InvalidAccessKeyId")),
     "S3: an error each time": ("error", (500, "InternalError")),
@@ -212,10 +216,15 @@ def main() -> None:
         with RedisServer() as server:
             print(row(name, server.url, partial(begin, server), partial(end, server), lost=lost), flush=True)
     os.environ |= {"AWS_ACCESS_KEY_ID": "user", "AWS_SECRET_ACCESS_KEY": "secret"}
+    for name in GONE if s3_server.PROGRAM is not None else ():
+        begin, end, lost = FAULTS[name]
+        if not only or any(word in f"S3: {name}" for word in only):
+            with s3_server.S3Server() as moto:
+                print(row(f"S3: {name}", moto.url, partial(begin, moto), partial(end, moto), lost=lost), flush=True)
     for name, (kind, error) in S3_FAULTS.items():
         if not only or any(word in name for word in only):
             with FaultyBucket() as bucket:
-                end = partial(setattr, bucket, kind, None)
+                end = partial(setattr, bucket, kind, getattr(bucket, kind))
                 print(row(name, bucket.url, partial(setattr, bucket, kind, error), end, lost=False), flush=True)
     if only and "masters" not in only:
         return

@@ -6,6 +6,8 @@ import itertools
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -13,10 +15,12 @@ import pytest
 
 from kvoffd.server.kept_resets import KeptResets
 from kvoffd_client import AdminClient
+from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import messages as m
 from tests.support.daemon import DaemonProcess
 from tests.support.redis_server import RedisCluster, RedisServer, needs_redis
+from tests.support.slow_proxy import SlowProxy
 from tests.support.waiting import wait_until
 from tests.support.wire import key_list
 
@@ -215,6 +219,38 @@ def test_a_master_of_a_cluster_that_is_gone_is_told_of() -> None:
         assert [cause.reason for cause in health.causes] == ["shared_server"]
         assert name in health.causes[0].sentence
         assert f"{name} cannot be reached" in node.daemon.log
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "read", "why"),
+    [(2e6, 2, {"slower"}), (1e5, 0, {"slower", "deadline", "overdue"})],
+    ids=["slow", "too slow"],
+)
+def test_what_comes_slower_than_it_is_computed_is_not_read_once_that_is_known(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, read: int, why: set[str]
+) -> None:
+    groups = (m.GroupSpec("full_attention", 16),)
+    monkeypatch.setattr(NamespaceSpec, "named", partial(NamespaceSpec.named, groups=groups))
+    with ExitStack() as running:
+        proxy, first = running.enter_context(SlowProxy(server.port)), running.enter_context(Node(server.url))
+        second = running.enter_context(Node(proxy.url, shared_ask_deadline="2s"))
+        first.store()
+        proxy.bytes_per_s = bytes_per_s
+        second.engine.scheduler.report(16_000.0, 0.0, 0, 0)  # a block in a millisecond
+        wait_until(lambda: second.namespace.prefill_tokens_per_second)
+        for key in KEYS[:2]:  # how fast it is nobody knows at first, and once a minute it is tried
+            second.engine.lookup([key])
+        before = second.shared
+        assert before.read_blocks == read
+        for _ in range(10):
+            for key in KEYS[2:]:
+                assert second.engine.lookup([key]) == 0
+        after = second.shared
+        assert (after.read_blocks, after.queued_reads, after.reachable, after.opened) == (read, 0, True, 0)
+        slower = after.failed_promotions["slower"] - before.failed_promotions.get("slower", 0)
+        assert slower == 60
+        assert set(after.failed_promotions) <= why
+        assert first.load() == first.engine.checksums(range(BLOCKS))
 
 
 def test_a_server_that_takes_no_writes_is_told_of_until_it_takes_one(server: RedisServer) -> None:

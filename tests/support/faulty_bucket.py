@@ -22,7 +22,8 @@ class FaultyBucket(ServerThread):
         cut_after: bytes of an object after which it closes the connection.
         chunks: what is sent of an object, in chunks; its length is told beside, as no server should.
         error: status and code that every request gets.
-        write_error: those that writes get.
+        errors: those that requests of a method get.
+        kept: the code with which each object stays that one request is to remove with others.
         requests: how many of each method it was given.
     """
 
@@ -33,7 +34,8 @@ class FaultyBucket(ServerThread):
         self.cut_after: int | None = None
         self.chunks: Callable[[bytes], Iterable[bytes]] | None = None
         self.error: tuple[int, str] | None = None
-        self.write_error: tuple[int, str] | None = None
+        self.errors: dict[str, tuple[int, str]] = {}
+        self.kept = ""
         self.requests: Counter[str] = Counter()
         bucket = self
 
@@ -80,13 +82,17 @@ class FaultyBucket(ServerThread):
                 path = self.path.partition("?")[0]
                 if bucket.error is not None:
                     self.refuse(*bucket.error)
-                elif self.command == "PUT" and bucket.write_error is not None:
-                    self.refuse(*bucket.write_error)
+                elif self.command in bucket.errors:
+                    self.refuse(*bucket.errors[self.command])
                 elif self.command == "PUT":
                     bucket.values[path] = body
                     self.answer(200)
                 elif self.command == "POST":
                     gone = re.findall(rb"<Key>(.*?)</Key>", body)
+                    if bucket.kept:
+                        kept = b"<Error><Key>%s</Key><Code>%s</Code><Message>No.</Message></Error>"
+                        answers = b"".join(kept % (key, bucket.kept.encode()) for key in gone)
+                        return self.answer(200, b"<DeleteResult>%s</DeleteResult>" % answers)
                     for key in gone:
                         bucket.values.pop(f"{path.rstrip('/')}/{key.decode()}", None)
                     deleted = b"".join(b"<Deleted><Key>%s</Key></Deleted>" % key for key in gone)

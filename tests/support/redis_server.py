@@ -8,7 +8,7 @@ import socket
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import pytest
 
@@ -23,19 +23,41 @@ START_S = 10.0
 MOST_STARTS = 5
 
 
-class RedisServer(Starting):
-    """Listens on a free port of 127.0.0.1 and keeps nothing on disk."""
+class Certificate(NamedTuple):
+    """Files of a server: the certificate of who signed, its own, and its key."""
 
-    def __init__(self, *options: str) -> None:
+    authority: str
+    cert: str
+    key: str
+
+
+class RedisServer(Starting):
+    """Listens on a free port of 127.0.0.1 and keeps nothing on disk. With a certificate on another one over TLS too."""
+
+    def __init__(self, *options: str, certificate: Certificate | None = None) -> None:
+        self.certificate = certificate
         self.options = options
-        self.port, self.bus_port = free_ports(2)
+        self.port, self.bus_port, self.tls_port = free_ports(3)
         self._process: subprocess.Popen[bytes] | None = None
         self._started = False
         self._directory = Path(tempfile.mkdtemp(prefix="kvoffd-redis-"))
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}"
+        return f"rediss://localhost:{self.tls_port}" if self.certificate else f"redis://127.0.0.1:{self.port}"
+
+    @property
+    def name(self) -> str:
+        """As operators are told of it."""
+        return self.url.partition("://")[2]
+
+    @property
+    def _tls_options(self) -> list[str]:
+        if self.certificate is None:
+            return []
+        authority, cert, key = self.certificate
+        files = ["--tls-ca-cert-file", authority, "--tls-cert-file", cert, "--tls-key-file", key]
+        return ["--tls-port", str(self.tls_port), *files, "--tls-auth-clients", "no"]
 
     def start(self) -> Self:
         assert PROGRAM is not None
@@ -43,16 +65,20 @@ class RedisServer(Starting):
             command = [PROGRAM, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
             if "--cluster-enabled" in self.options:
                 command += ["--cluster-port", str(self.bus_port)]
+                if self.certificate is not None:
+                    command += ["--tls-cluster", "yes", "--cluster-announce-hostname", "localhost"]
             with (self._directory / "log").open("ab") as log:
                 self._process = subprocess.Popen(
-                    [*command, "--dir", str(self._directory), *self.options], stdout=log, stderr=log
+                    [*command, "--dir", str(self._directory), *self._tls_options, *self.options],
+                    stdout=log,
+                    stderr=log,
                 )
             wait_until(self._answers_or_ended, START_S, explain=lambda: (self._directory / "log").read_text())
             if self._process.poll() is None:
                 self._started = True
                 return self
             if not self._started:  # somebody else took a port meanwhile
-                self.port, self.bus_port = free_ports(2)
+                self.port, self.bus_port, self.tls_port = free_ports(3)
         raise AssertionError((self._directory / "log").read_text())
 
     def _answers_or_ended(self) -> bool:
@@ -70,6 +96,11 @@ class RedisServer(Starting):
         with socket.create_connection(("127.0.0.1", self.port), 5.0) as connected:
             connected.sendall(b"*%d\r\n" % len(data) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in data))
             return connected.recv(65536)
+
+    @property
+    def node_id(self) -> str:
+        """Of a cluster's."""
+        return self.command("CLUSTER", "MYID").split(b"\r\n")[1].decode()
 
     @property
     def objects(self) -> int:
@@ -94,23 +125,25 @@ class RedisServer(Starting):
 
 
 class RedisCluster(Starting):
-    """Three masters, each with a third of the slots."""
+    """Three masters, each with a third of the slots; with a certificate, they speak TLS among themselves too."""
 
-    def __init__(self, *more: str) -> None:
-        options = (
+    def __init__(self, *more: str, certificate: Certificate | None = None) -> None:
+        self.options = (
             *more,
             "--cluster-enabled",
             "yes",
             "--cluster-node-timeout",
             "500",
+            "--repl-diskless-sync-delay",
+            "0",
             "--cluster-require-full-coverage",
             "no",
         )
-        self.servers = [RedisServer(*options) for _ in range(3)]
+        self.servers = [RedisServer(*self.options, certificate=certificate) for _ in range(3)]
 
     @property
     def url(self) -> str:
-        return f"redis+cluster://127.0.0.1:{self.servers[0].port}"
+        return self.servers[0].url.replace("://", "+cluster://")
 
     def flush(self) -> None:
         for server in self.servers:
@@ -122,10 +155,15 @@ class RedisCluster(Starting):
             first, last = number * 16384 // 3, (number + 1) * 16384 // 3 - 1
             assert server.command("CLUSTER", "ADDSLOTSRANGE", str(first), str(last)) == b"+OK\r\n"
         for server in self.servers[1:]:
-            met = self.servers[0].command("CLUSTER", "MEET", "127.0.0.1", str(server.port), str(server.bus_port))
-            assert met == b"+OK\r\n"
+            self.meet(server)
         wait_until(self._whole, 20.0, explain=lambda: self.servers[0].command("CLUSTER", "NODES"))
         return self
+
+    def meet(self, server: RedisServer) -> None:
+        """Have a server join the cluster."""
+        port = server.tls_port if server.certificate else server.port
+        met = self.servers[0].command("CLUSTER", "MEET", "127.0.0.1", str(port), str(server.bus_port))
+        assert met == b"+OK\r\n"
 
     def _whole(self) -> bool:
         infos = [server.command("CLUSTER", "INFO") for server in self.servers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -29,7 +30,8 @@ class S3Server(Starting):
     """Listens on a free port of 127.0.0.1 and keeps everything in memory."""
 
     def __init__(self, options: Sequence[str] = (), scheme: str = "http") -> None:
-        self.endpoint = ""
+        self._port = free_port()
+        self.endpoint = f"{scheme}://localhost:{self._port}"
         self._options = options
         self._scheme = scheme
         self._process: subprocess.Popen[bytes] | None = None
@@ -40,9 +42,7 @@ class S3Server(Starting):
 
     def start(self) -> Self:
         assert PROGRAM is not None
-        port = free_port()
-        self.endpoint = f"{self._scheme}://localhost:{port}"
-        command = [PROGRAM, "-H", "127.0.0.1", "-p", str(port), *self._options]
+        command = [PROGRAM, "-H", "127.0.0.1", "-p", str(self._port), *self._options]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         if self._scheme == "http":
             wait_until(self._answers, START_S)
@@ -79,7 +79,15 @@ class S3Server(Starting):
     def objects(self) -> int:
         return self.request("GET", f"/{BUCKET}?list-type=2").count(b"<Key>")
 
-    def close(self) -> None:
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+            self._process = None
+
+    def close(self) -> None:
+        self.kill()

@@ -234,6 +234,51 @@ def test_what_takes_longer_than_computing_it_is_not_read_but_for_a_try_now_and_t
     rig.check()
 
 
+def test_what_does_not_come_in_time_is_slow_until_the_store_was_away_and_is_back(
+    rig: TieringHarness, shared: FakeAskedTier
+) -> None:
+    space = rig.open()
+    shared.there = {(0, key) for key in split(keys_of(*range(1, 9)))}
+    space.counters.prefill_tokens_per_second = 10.0 * space.groups[0].tokens_per_block
+    promoter = rig.tiering.shared[0].promoter
+    promoter.bytes_per_second = 1e12
+
+    def asked(*numbers: int) -> list[int]:
+        rig.states(space, keys_of(*numbers))
+        shared.answer()
+        found = rig.states(space, keys_of(*numbers))
+        rig.tiering.pump()
+        return found
+
+    assert asked(1, 2) == [SHARED, SHARED]
+    rig.clock.now += 2.0
+    shared.end_reads(space, TierResult.DEADLINE)
+    assert promoter.bytes_per_second == pytest.approx(SLOT_UNIT / 2)
+    assert asked(3) == [ABSENT]
+    assert promoter.failures == {"deadline": 2, "slower": 1}
+    shared.reachable = False
+    rig.tiering.tick()
+    shared.reachable = True
+    assert asked(4) == [SHARED]
+    assert asked(5) == [ABSENT]
+    shared.end_reads(space)
+    assert asked(6) == [SHARED], "it is as fast again as before"
+
+
+def test_where_nobody_says_how_many_tokens_a_block_has_nothing_is_slower(
+    rig: TieringHarness, shared: FakeAskedTier
+) -> None:
+    space, _ = rig.cache.open_namespace(b"w".ljust(32), "w", 1, 8, [GroupSpec("full_attention", 0)], "{}")
+    rig.cache.set_shard_bytes(space, 0, [SLOT_UNIT])
+    space.counters.prefill_tokens_per_second = 1e6
+    rig.tiering.shared[0].promoter.bytes_per_second = 1.0
+    shared.there = {(0, key) for key in split(keys_of(1, 2, 3))}
+    for number in (1, 2, 3):
+        rig.states(space, keys_of(number))
+        shared.answer()
+        assert rig.states(space, keys_of(number)) == [SHARED]
+
+
 def test_a_lookup_of_many_groups_asks_for_no_more_keys_than_one_of_one_group(
     rig: TieringHarness, shared: FakeAskedTier
 ) -> None:

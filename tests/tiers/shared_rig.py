@@ -35,6 +35,7 @@ class SharedRig:
         password: str = "",
         ask_deadline_s: float = 2.0,
         generations: Mapping[bytes, int] | None = None,
+        user: str = "",
     ) -> None:
         self.pool = memoryview(bytearray(SLOTS * SLOT_BYTES))
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -44,7 +45,7 @@ class SharedRig:
         self.answered: dict[tuple[bytes, int, bytes], bool] = {}
         self.tier = SharedTier(
             url,
-            open_store(url, Credentials(password=password)),
+            open_store(url, Credentials(user, password)),
             pool=self.pool,
             digest=digest,
             clock=time.monotonic,

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
-import socket
 import statistics
 import threading
 import time
-import tracemalloc
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
-from kvoffd.tiers.shared.cluster import masters_of, slot_of
+from kvoffd.tiers.shared.cluster import slot_of
 from kvoffd.tiers.shared.object_format import generation_key, object_key
-from kvoffd.tiers.shared.redis import Redis
+from kvoffd.tiers.shared.redis import NEEDED_COMMANDS, Redis, _tls_context
 from kvoffd.tiers.shared.shared_tier import MOST_ASKED
-from kvoffd.tiers.shared.store import Credentials, StoreError, open_store
+from kvoffd.tiers.shared.store import Credentials, open_store
 from kvoffd.tiers.tier import MOST_FIRST_BLOCK, Answer, TierResult
 from tests.support.faulty_store import FaultyStore
-from tests.support.ports import free_port
-from tests.support.redis_server import RedisCluster, RedisServer, needs_redis
+from tests.support.redis_server import Certificate, RedisCluster, RedisServer, needs_redis
 from tests.support.steal import TooSlow
 from tests.tiers.shared_conformance import FaultConformance, SharedConformance
 from tests.tiers.shared_rig import ONE, OTHER, SLOT_BYTES, SharedRig
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 DONE = TierResult.DONE
+PAGE = Path(__file__).parents[2] / "deploy/shared.md"
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +56,6 @@ class TestCluster(SharedConformance):
     def url(self, cluster: RedisCluster) -> str:
         cluster.flush()
         return cluster.url
-
-
-@pytest.fixture
-def store() -> Iterator[FaultyStore]:
-    with FaultyStore() as running:
-        yield running
 
 
 @pytest.fixture
@@ -596,6 +590,60 @@ def test_what_nobody_uses_expires_and_a_use_begins_its_time_anew(of: str, reques
     assert other.close()
 
 
+RIGHTS = re.findall(r"\+([a-z|]+)", NEEDED_COMMANDS)
+
+
+@needs_redis
+@pytest.mark.parametrize("lacking", ["", *(right for right in RIGHTS if right != "cluster|nodes")])
+def test_each_right_that_is_named_is_needed_and_they_suffice(lacking: str) -> None:
+    assert all(f"+{right}" in PAGE.read_text() for right in RIGHTS)
+    with RedisServer() as server:
+        rights = [f"+{right}" for right in RIGHTS if right not in (lacking, "cluster|nodes")]
+        assert server.command("ACL", "SETUSER", "node", "on", ">s3cret", "~kvoffd/*", *rights) == b"+OK\r\n"
+        url = f"{server.url}/1?ttl=1h" if lacking in ("expire", "select") else server.url
+        owner = SharedRig(server.url).reachable()
+        (block,) = owner.store_some(1)
+        rig = SharedRig(url, "s3cret", user="node")
+        if lacking in ("ping", "get", "exists", "select"):
+            rig.until(lambda: rig.ask_anew(block) and rig.kinds["forbidden"] > 0)
+            assert rig.ask_anew(block) in ([Answer.UNKNOWN], [Answer.NO])
+            assert f"'{lacking}' command" in rig.tier.problem
+        else:
+            rig.reachable()
+            if lacking != "expire":  # which is in another database
+                assert rig.load(block) is DONE
+            written = rig.write(rig.block(1))
+            one = rig.tier.raise_generation(OTHER)
+            rig.until(lambda: one.ended)
+            again = rig.tier.raise_generation(OTHER)
+            rig.until(lambda: again.ended)
+            rig.tier.remove([block.id])
+            if lacking in ("", "incrby"):
+                owner.until(lambda: owner.ask_anew(block) == [Answer.NO])
+            assert (written is DONE) == (lacking not in ("touch", "expire", "set"))
+            assert bool(one.problem) == (lacking == "set")
+            assert bool(again.problem) == (lacking in ("set", "incrby"))
+            rig.until(lambda: (rig.kinds["forbidden"] > 0) == bool(lacking))
+            assert f"'{lacking}' command" in rig.tier.problem or not lacking
+            assert rig.tier.breaker.opened == 0, "it is read all the same"
+        if lacking:
+            assert f"+{lacking}" in rig.tier.problem
+        assert rig.close()
+        assert owner.close()
+
+
+def test_connections_share_what_they_know_of_authorities_until_their_file_changes(
+    certificate: Certificate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "ca"
+    file.write_bytes(Path(certificate.authority).read_bytes())
+    monkeypatch.setenv("SSL_CERT_FILE", str(file))
+    first = _tls_context()
+    assert _tls_context() is first
+    os.utime(file, (1, 1))
+    assert _tls_context() is not first
+
+
 # --- a real server that goes away -------------------------------------------------------------------
 
 
@@ -677,30 +725,27 @@ def test_a_wrong_password_is_named_and_the_right_one_serves() -> None:
 
 
 @needs_redis
-def test_over_tls_the_server_is_verified(certificate: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    authority, cert, key = certificate
-    tls_port = free_port()
-    options = ("--tls-port", str(tls_port), "--tls-cert-file", cert, "--tls-key-file", key, "--tls-auth-clients", "no")
-    with RedisServer(*options) as server:
-        url = f"rediss://localhost:{tls_port}"
+def test_over_tls_the_server_is_verified(certificate: Certificate, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RedisServer(certificate=certificate) as server:
+        url = server.url
         rig = SharedRig(url)
         rig.until(lambda: rig.kinds["tls"] > 0)
         assert not rig.tier.reachable
         assert rig.close()
-        for mistaken in (f"redis://localhost:{tls_port}", f"rediss://localhost:{server.port}"):
+        for mistaken in (f"redis://localhost:{server.tls_port}", f"rediss://localhost:{server.port}"):
             rig = SharedRig(mistaken)
             rig.until(lambda rig=rig: bool(rig.tier.problem))
             assert "name it redis" in rig.tier.problem
             assert rig.close()
-        monkeypatch.setenv("SSL_CERT_FILE", authority)
-        server.command("CONFIG", "SET", "tls-ca-cert-file", authority, "tls-auth-clients", "yes")
+        monkeypatch.setenv("SSL_CERT_FILE", certificate.authority)
+        server.command("CONFIG", "SET", "tls-auth-clients", "yes")
         rig = SharedRig(url)
         rig.until(lambda: bool(rig.tier.problem))
         assert "set tls-auth-clients no" in rig.tier.problem
         assert "rediss://" not in rig.tier.problem
         assert rig.close()
         server.command("CONFIG", "SET", "tls-auth-clients", "no")
-        rig = SharedRig(f"rediss://127.0.0.1:{tls_port}")
+        rig = SharedRig(f"rediss://127.0.0.1:{server.tls_port}")
         rig.until(lambda: rig.kinds["tls"] > 0)
         assert rig.close()
         rig, other = SharedRig(url).reachable(), SharedRig(url).reachable()
@@ -714,236 +759,3 @@ def test_over_tls_the_server_is_verified(certificate: tuple[str, str, str], monk
             rig.tier.remove_namespace(ONE)
         assert rig.close()
         assert other.close()
-
-
-# --- a cluster of which one master goes away --------------------------------------------------------
-
-
-def test_the_slot_of_a_key_is_that_of_the_specification() -> None:
-    assert slot_of(b"123456789") == 0x31C3
-
-
-def test_masters_are_read_with_their_slots_and_announced_names() -> None:
-    nodes = (
-        "a 10.0.0.1:7000@17000 myself,master - 0 0 1 connected 0-5460 9000\n"
-        "b 10.0.0.2:7000@17000,valkey-1.example master - 0 0 2 connected 5461-8999 [77->-a]\n"
-        "c 10.0.0.3:7000@17000 slave a 0 0 1 connected\n"
-        "d :7003@17003,,shard-id=9 master - 0 0 3 connected 9001-16383\n"
-        "e :0@0 master,noaddr - 0 0 3 disconnected 1\n"
-    )
-    assert masters_of(nodes, ("seed", 1)) == [
-        (("10.0.0.1", 7000), [range(5461), range(9000, 9001)]),
-        (("valkey-1.example", 7000), [range(5461, 9000)]),
-        (("seed", 7003), [range(9001, 16384)]),
-    ]
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [
-        "a h:1@2 master - 0 0 1 connected 0-999999999999",
-        "a h:1@2 master - 0 0 1 connected 7-3",
-        "a h:1@2 master - 0 0 1 connected -5",
-        "a h:99999@2 master - 0 0 1 connected 0-16383",
-        "a h:0@2 master - 0 0 1 connected 0-16383",
-        "a h@2 master - 0 0 1 connected 0-16383",
-        "a h\x1b[2J:1@2 master - 0 0 1 connected 0-16383",
-        "a h..h:1@2 master - 0 0 1 connected 0-16383",
-        f"a 10.0.0.1:1@2,{'h' * 64} master - 0 0 1 connected 0-16383",
-        "a h:1@2 master - 0 0 1 connected 0-16383\nb h:2@3 master - 0 0 1 connected 5",
-        "\n".join(f"a h:{port}@1 master - 0 0 1 connected {port}" for port in range(1, 400)),
-        "a h:1@2 master - 0 0 1 connected" + " 55" * 300_000,
-    ],
-    ids=lambda odd: odd[:60],
-)
-def test_masters_that_cannot_be_are_refused_before_memory_is_taken(odd: str) -> None:
-    tracemalloc.start()
-    with pytest.raises(ValueError, match=r"master|invalid literal"):
-        masters_of(odd, ("seed", 1))
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert most < 8 << 20
-
-
-def test_a_cluster_none_of_whose_masters_serves_says_why(store: FaultyStore) -> None:
-    nodes = b"a 127.0.0.1:%d@1 master - 0 0 1 connected 0-16383\n" % free_port()
-    store.forced = {b"CLUSTER": b"$%d\r\n%s\r\n" % (len(nodes), nodes)}
-    rig = SharedRig(store.url.replace("redis:", "redis+cluster:"))
-    rig.until(lambda: "Connection refused" in rig.tier.problem)
-    assert rig.close()
-
-
-def test_a_server_that_is_in_no_cluster_yet_is_told_of(store: FaultyStore) -> None:
-    nodes = b"a 127.0.0.1:%d@1 myself,master - 0 0 0 connected\n" % store.port
-    store.forced = {b"CLUSTER": b"$%d\r\n%s\r\n" % (len(nodes), nodes)}
-    rig = SharedRig(store.url.replace("redis:", "redis+cluster:"))
-    rig.until(lambda: "redis-cli --cluster create" in rig.tier.problem)
-    assert rig.close()
-
-
-def test_a_name_that_no_host_can_have_is_one_that_cannot_be_reached() -> None:
-    connection = Redis("a..b", 6379, 0, Credentials(), tls=False)
-    with pytest.raises(StoreError, match="cannot be reached") as refused:
-        connection.connect()
-    assert refused.value.kind == "unreachable"
-
-
-@needs_redis
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-def test_without_one_of_three_masters_what_the_others_have_is_found(fault: signal.Signals) -> None:
-    with RedisCluster() as cluster:
-        rig = SharedRig(cluster.url, ask_deadline_s=0.2).reachable()
-        blocks = rig.store_some(12)
-        victim = 1
-        others = [
-            number for number, block in enumerate(blocks) if slot_of(object_key(block.id, 0)) * 3 // 16384 != victim
-        ]
-        assert 0 < len(others) < len(blocks)
-        cluster.servers[victim].signal(fault)
-        wanted = [Answer.YES if number in others else Answer.NO for number in range(12)]
-        rig.until(lambda: rig.ask_anew(*blocks) == wanted)
-        rig.block(others[0])
-        assert rig.load(blocks[others[0]]) is DONE
-        fresh = [rig.block(number) for number in range(100, 112)]
-        written = []
-        for number, block in enumerate(fresh):
-            rig.block(100 + number)
-            written.append(rig.write(block))
-        there = [slot_of(object_key(block.id, 0)) * 3 // 16384 != victim for block in fresh]
-        assert 0 < sum(there) < len(fresh)
-        assert [result is DONE for result in written] == there, "what the others take is written all the same"
-
-        one = rig.tier.raise_generation(ONE)
-        rig.until(lambda: one.ended)
-        assert not one.problem
-        if fault is signal.SIGKILL:
-            cluster.servers[victim].kill()
-            cluster.servers[victim].start()  # empty
-        else:
-            cluster.servers[victim].signal(signal.SIGCONT)
-        cluster.servers[(victim + 1) % 3].signal(signal.SIGSTOP)
-        late = SharedRig(cluster.url, ask_deadline_s=0.2).reachable()
-        found: list[Answer] = []
-        late.until(lambda: found.extend(late.ask_anew(*blocks)) or late.tier.generation(ONE) > 0)  # type: ignore[func-returns-value]
-        assert Answer.YES not in found, "a reset that one master has not seen"
-        cluster.servers[(victim + 1) % 3].signal(signal.SIGCONT)
-        assert late.close()
-        assert rig.close()
-
-
-@needs_redis
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_master_that_fails_is_named_until_it_answers_again(fault: signal.Signals) -> None:
-    with RedisCluster() as cluster:
-        rig = SharedRig(cluster.url, ask_deadline_s=0.2).reachable()
-        victim = f"127.0.0.1:{cluster.servers[1].port}"
-
-        def lost() -> list[str]:
-            rig.tier.tick()
-            rig.ask_anew(rig.block(1))
-            return [server.name for server in rig.tier.servers if not server.answers]
-
-        assert lost() == []
-        assert sorted(server.name for server in rig.tier.servers) == sorted(
-            f"127.0.0.1:{server.port}" for server in cluster.servers
-        )
-        cluster.servers[1].signal(fault)
-        rig.until(lambda: lost() == [victim])
-        for _ in range(30):
-            assert lost() == [victim], "whoever is stopped can still be connected to"
-        (problem,) = [server.problem for server in rig.tier.servers if server.name == victim]
-        assert victim in problem
-        rig.until(lambda: lost() == [victim] and any(victim in kind for kind in rig.kinds))
-        assert rig.tier.reachable
-        assert rig.tier.counters.errors
-        if fault is signal.SIGKILL:
-            cluster.servers[1].kill()
-            cluster.servers[1].start()
-        cluster.servers[1].signal(signal.SIGCONT)
-        rig.until(lambda: lost() == [])
-        assert rig.close()
-
-
-@needs_redis
-def test_to_look_for_a_master_that_is_stopped_is_no_slow_answer_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffd.tiers.shared.cluster.AGAIN_S", 0.3)
-    monkeypatch.setattr("kvoffd.tiers.shared.cluster.DOWN_PAUSE_S", 0.3)
-    with RedisCluster() as cluster:
-        rig = SharedRig(cluster.url, ask_deadline_s=0.2).reachable()
-        cluster.servers[1].signal(signal.SIGSTOP)
-        for _ in range(5):
-            rig.ask_anew(rig.block(1))
-            next_at = time.monotonic() + 0.7
-            rig.until(lambda next_at=next_at: time.monotonic() > next_at)
-        assert [server.answers for server in rig.tier.servers].count(False) == 1
-        assert rig.tier.breaker.opened == 0
-        cluster.servers[1].signal(signal.SIGCONT)
-        assert rig.close()
-
-
-@needs_redis
-@pytest.mark.parametrize("ours", ["right", ""])
-def test_masters_that_do_not_let_us_in_are_named_and_two_of_three_are_no_store(ours: str) -> None:
-    with RedisCluster() as cluster:
-        for server, password in zip(cluster.servers, (ours, "other", "other"), strict=True):
-            assert server.command("CONFIG", "SET", "requirepass", password) == b"+OK\r\n"
-        rig = SharedRig(cluster.url, ours)
-
-        def told() -> bool:
-            rig.tier.tick()
-            return all(rig.kinds[f"credentials 127.0.0.1:{server.port}"] > 0 for server in cluster.servers[1:])
-
-        rig.until(told)
-        rig.until(lambda: rig.kinds["unreachable"] > 1)
-        assert not rig.tier.reachable
-        assert [server.answers for server in rig.tier.servers].count(False) == 2
-        assert rig.tier.problem.startswith("Too many masters")
-        assert rig.close()
-
-
-@needs_redis
-def test_who_has_the_slots_of_a_master_that_failed_is_asked_for_them() -> None:
-    with RedisCluster() as cluster:
-        rig = SharedRig(cluster.url).reachable()
-        block = next(block for block in map(rig.block, range(99)) if slot_of(object_key(block.id, 0)) * 3 // 16384 == 1)
-        rig.block(int.from_bytes(block.id.key, "big"))
-        rig.store(block)
-        cluster.servers[1].kill()
-        rig.until(lambda: rig.ask_anew(block) == [Answer.NO])
-        for command in ("DELSLOTSRANGE", "ADDSLOTSRANGE"):
-            assert cluster.servers[0].command("CLUSTER", command, "5461", "10921") == b"+OK\r\n"
-        assert b"BUMPED" in cluster.servers[0].command("CLUSTER", "BUMPEPOCH"), (
-            "or others go on believing the old master"
-        )
-        rig.until(lambda: rig.write(block) is DONE)
-        assert rig.close()
-
-
-@needs_redis
-def test_a_master_that_nothing_can_be_sent_to_holds_up_no_question_to_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("kvoffd.tiers.shared.cluster.DOWN_PAUSE_S", 0.0)
-    with RedisCluster() as cluster, ExitStack() as stack:
-        rig = SharedRig(cluster.url).reachable()
-        home = 1
-        block = next(
-            block for block in map(rig.block, range(99)) if slot_of(object_key(block.id, 0)) * 3 // 16384 == home
-        )
-        rig.block(int.from_bytes(block.id.key, "big"))
-        rig.store(block)
-        deaf = cluster.servers[(home + 1) % 3]
-        deaf.kill()
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", deaf.port), backlog=0))
-        for _ in range(4):  # whoever comes when as many wait is not answered at all
-            waiting = stack.enter_context(socket.socket())
-            waiting.setblocking(False)
-            waiting.connect_ex(listener.getsockname())
-        rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
-        times = []
-        for _ in range(4):
-            started = time.monotonic()
-            rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
-            times.append(time.monotonic() - started)
-        assert min(times) < 0.9, "a second each or more"
-        assert rig.close()

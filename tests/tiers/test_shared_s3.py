@@ -6,6 +6,7 @@ import asyncio
 import errno
 import itertools
 import os
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -191,7 +192,7 @@ def test_a_quota_stops_writes_and_is_no_matter_of_credentials(
     bucket: FaultyBucket, rig: SharedRig, error: tuple[int, str]
 ) -> None:
     rig.store(block := rig.block(1))
-    bucket.write_error = error
+    bucket.errors["PUT"] = error
     assert rig.write(rig.block(2)) is TierResult.FAILED
     assert rig.kinds == {"full": 1}
     rig.block(1)
@@ -204,13 +205,53 @@ def test_a_bucket_that_refuses_writes_is_still_read(
 ) -> None:
     monkeypatch.setattr("kvoffd.tiers.shared.shared_tier.FULL_PAUSE_S", 0.0)
     rig.store(block := rig.block(1))
-    bucket.write_error = error
+    bucket.errors["PUT"] = error
     for number in range(2, 7):
         assert rig.write(rig.block(number)) is TierResult.FAILED
         assert rig.tier.reachable
     assert error[1] in rig.tier.problem
     assert rig.tier.breaker.opened == 0
     rig.block(1)
+    assert rig.load(block) is DONE
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["the request", "each object"])
+def test_a_bucket_in_which_nothing_may_be_removed_is_still_read_and_says_so(
+    bucket: FaultyBucket, rig: SharedRig, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    blocks = rig.store_some(5)
+    if whole:
+        bucket.errors["POST"] = (403, "AccessDenied")
+    else:
+        bucket.kept = "AccessDenied"
+    bucket.spoil = lambda value: value[:-1] + b"."
+    for number, block in enumerate(blocks[:4], 1):
+        assert rig.load(block) is TierResult.CORRUPT
+        rig.until(lambda number=number: rig.kinds["credentials"] == number)
+        assert rig.tier.reachable
+    assert rig.kinds == {"mismatch": 4, "credentials": 4}
+    assert rig.tier.breaker.opened == 0
+    assert "AccessDenied: see the credentials" in rig.tier.refusal
+    assert "s3:DeleteObject" in rig.tier.refusal
+    bucket.spoil = bytes
+    assert rig.load(blocks[4]) is DONE
+    assert len(bucket.values) == 5
+
+
+def test_a_bucket_that_cannot_be_asked_what_it_has_says_which_rights_are_needed(
+    bucket: FaultyBucket, rig: SharedRig
+) -> None:
+    (block,) = rig.store_some(1)
+    bucket.errors["HEAD"] = (403, "AccessDenied")
+    for _ in range(3):
+        rig.until(lambda: rig.tier.reachable)
+        assert rig.ask_anew(block) == [Answer.NO]
+        assert not rig.tier.reachable, "at once: it will be so the next time"
+    assert set(rig.kinds) == {"credentials"}
+    assert "s3:ListBucket" in rig.tier.problem
+    bucket.errors.clear()
+    rig.until(lambda: rig.tier.reachable)
+    assert rig.ask_anew(block) == [Answer.YES]
     assert rig.load(block) is DONE
 
 
@@ -270,6 +311,42 @@ def test_a_bucket_that_is_missing_is_named(server: S3Server) -> None:
     assert not rig.tier.reachable
     assert "NoSuchBucket" in rig.tier.problem
     assert rig.close()
+
+
+@needs_moto
+@pytest.mark.parametrize("fault", ["killed", "stopped"])
+def test_a_server_that_goes_away_and_comes_back(fault: str) -> None:
+    with S3Server() as server:
+        rig, other = SharedRig(server.url).reachable(), SharedRig(server.url).reachable()
+        blocks = rig.store_some(4)
+        assert other.load(blocks[0]) is DONE
+        reads = [other.begin_read(block, slot=8 + number) for number, block in enumerate(blocks) if other.ask(block)]
+        if fault == "killed":
+            server.kill()
+        else:
+            server.signal(signal.SIGSTOP)
+        number = 100
+        while other.tier.reachable:
+            number += 1
+            assert other.ask(other.block(number)) == [Answer.NO]
+        other.until(lambda: all(ended != [] for ended in reads), 10.0)
+        assert other.write(other.block(99)) is None
+        assert other.ask_anew(blocks[0]) == [Answer.UNKNOWN]
+        if fault == "killed":
+            server.start()
+        server.signal(signal.SIGCONT)
+        for each in (rig, other):
+            each.until(lambda each=each: each.tier.reachable, 6.0)
+        if fault == "killed":
+            rig.until(lambda: rig.ask_anew(blocks[0]) == [Answer.NO])
+            rig.store(rig.block(0))
+        other.until(lambda: other.ask_anew(blocks[0]) == [Answer.YES])
+        other.block(0)
+        assert other.load(blocks[0]) is DONE
+        for each in (rig, other):
+            assert each.tier.counters.mismatches == 0
+            assert set(each.kinds) <= {"timeout", "unreachable", "bucket"}
+            assert each.close()
 
 
 @needs_moto

@@ -137,7 +137,11 @@ def test_a_store_of_another_package_is_found_by_its_scheme(monkeypatch: pytest.M
     point = EntryPoint("mine", f"{__name__}:_opener", stores.ENTRY_POINTS)
     monkeypatch.setattr(stores, "_OTHERS", {"mine": point})
     monkeypatch.setattr(stores, "SCHEMES", (*stores.SCHEMES, "mine"))
-    check_url("mine://anything/at?all=1")
+    for url in ("mine://anything/at?all=1", "mine:///of/no/host"):
+        check_url(url)
+    for url in ("mine://a..b/", "mine://:0/", "mine:///a b", f"mine://{SECRET}@host"):
+        with pytest.raises(ValueError, match=r"password|can be used"):
+            check_url(url)
     assert isinstance(open_store("mine://anything", Credentials())(), Redis)
 
 

@@ -23,8 +23,10 @@ from kvoffd_proto.units import is_host, parse_duration, quoted
 SLOTS = 16_384
 DOWN_PAUSE_S = 2.0
 """How long a master that failed is left alone."""
-AGAIN_S = 0.05
+AGAIN_S, TLS_AGAIN_S = 0.05, 0.2
 """How long it may then take to connect to it: others are asked over the same thread."""
+RAISE_PAUSE_S = 60.0
+"""How long a copy of a generation that was lost is left so, where we may not write it."""
 MOST_MASTERS = 256
 """Each takes four connections."""
 
@@ -99,14 +101,22 @@ class RedisCluster(Store):
         self, host: str, port: int, credentials: Credentials, servers: Servers, *, tls: bool, ttl_s: int = 0
     ) -> None:
         self._seed = (host, port)
+        self._tls = tls
         self.servers: Servers = servers
-        self._open: Callable[[Address], Redis] = lambda address: Redis(*address, 0, credentials, tls=tls, ttl_s=ttl_s)
+
+        def open_node(address: Address) -> Redis:
+            node = Redis(*address, 0, credentials, tls=tls, ttl_s=ttl_s)
+            node.clustered = True
+            return node
+
+        self._open = open_node
         self._nodes: dict[Address, Redis] = {}
         self._down_until: dict[Address, float] = {}
         self._owners: list[Address | None] = []
         """By slot; empty while that is not known."""
         self._stale = False
-        """Whether a master failed since: others may have its slots."""
+        """Whether a master failed since, or said that it has them no more: others may have its slots."""
+        self._raise_at = 0.0
 
     def connect(self) -> None:
         if not self._owners or self._stale:
@@ -142,7 +152,7 @@ class RedisCluster(Store):
 
     def _down(self, address: Address, error: StoreError, *, raised: bool) -> None:
         self._down_until[address] = time.monotonic() + DOWN_PAUSE_S
-        self._nodes[address].connect_s = AGAIN_S
+        self._nodes[address].connect_s = TLS_AGAIN_S if self._tls else AGAIN_S
         self.servers.failed(_name_of(address), error, raised=raised)
 
     def _find_owners(self) -> None:
@@ -208,7 +218,13 @@ class RedisCluster(Store):
         numbers, found = self._questions(keys, deadline, copies_of(generation_key))
         generation = max(numbers.values())
         lost = {key: number for key, number in numbers.items() if not number}
-        self._raise_copies(lost, generation, deadline)
+        if time.monotonic() >= self._raise_at:
+            try:
+                self._raise_copies(lost, generation, deadline)
+            except StoreError as error:
+                if error.kind in LOST:
+                    raise
+                self._raise_at = time.monotonic() + RAISE_PAUSE_S  # whoever may write does it
         return generation, found
 
     def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
@@ -238,9 +254,13 @@ class RedisCluster(Store):
             places = parts.get(address, [])
             with self._exchange(address) as node:
                 for at in copies_at.get(address, ()):
-                    numbers[copies[at]] = node.generation(copies[at], deadline)
+                    elsewhere, number = node.elsewhere, node.generation(copies[at], deadline)
+                    if node.elsewhere == elsewhere:
+                        numbers[copies[at]] = number
                 for at, there in zip(places, node.answers(len(places), deadline), strict=True):
                     found[at] = there
+        if copies and len(numbers) < NEEDED_COPIES:
+            raise self._too_few()
         return numbers, found
 
     def get(self, requests: Sequence[GetRequest], deadline: float) -> Iterator[bytes | None]:
@@ -283,8 +303,11 @@ class RedisCluster(Store):
     @contextmanager
     def _exchange(self, address: Address) -> Iterator[Redis]:
         """Part of an exchange with a master. Where it fails all is closed: others' answers may be on their way."""
+        node = self._nodes[address]
         try:
-            yield self._nodes[address]
+            yield node
+            if node.moved:
+                self._stale, node.moved = True, False
         except StoreError as error:
             if error.kind in LOST:
                 self._down(address, error, raised=True)

@@ -44,7 +44,7 @@ REQUESTS_AT_ONCE = 64
 """HEADs and DELETEs at a time otherwise."""
 FULL_CODES = re.compile("Quota|StorageFull|InsufficientStorage|InsufficientCapacity|EntityTooLarge")
 CLOCK_CODES = ("RequestTimeTooSkewed", "RequestExpired")
-KEY_CODES = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired")
+KEY_CODES = ("AccessDenied", "ExpiredToken", "InvalidToken", "TokenRefreshRequired")
 KEY_VARIABLES = {"AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"}
 """With one of these AWS's own programs read no file of credentials."""
 PROFILE = {
@@ -52,6 +52,8 @@ PROFILE = {
     "secret_access_key": "aws_secret_access_key",
     "token": "aws_session_token",
 }
+_CODE = re.compile(r"(?:<Code>|\(code: )([A-Za-z0-9]+)(?:</Code>|\))")
+"""Of a request, or of one object of those that one request removes, which succeeds although none is."""
 _CAUSE = re.compile(r'(?:message|error): "([^"]{1,200})"')
 """In what obstore says of an error that it did not expect: the system's words."""
 NO_KEYS = "The role of the container or machine is asked for: no keys are in shared_password_file, AWS's variables or"
@@ -315,9 +317,9 @@ class S3(Store):
         if "://169.254." in text:
             why = f"{name} has no credentials: {_first_line(error)}.{self._bucket.no_keys}"
             return StoreError("credentials", why, final=True)
-        code = found[1] if (found := re.search("<Code>([A-Za-z0-9]+)</Code>", text)) else ""
+        code = found[1] if (found := _CODE.search(text)) else ""
         status = int(found[1]) if (found := re.search("status code: ([0-9]{3})", text)) else 0
-        what = f"{name} answers {status} {code}".rstrip()
+        what = " ".join([name, "answers", *filter(None, (str(status or ""), code))])
         if FULL_CODES.search(code) or status == 507:
             return StoreError("full", f"{what}: it takes no more.")
         if code in CLOCK_CODES:
@@ -329,8 +331,9 @@ class S3(Store):
         if status in (401, 403) or code in KEY_CODES:
             why = "see the credentials; they need s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket."
             return StoreError("credentials", f"{what}: {why}", final=True)
-        if status:
-            return StoreError("busy" if status in (429, 503) else "protocol", f"{what}.")
+        if status or code:
+            busy = status in (429, 503) or code == "SlowDown"
+            return StoreError("busy" if busy else "protocol", f"{what}.")
         if "certificate" in text.lower():
             why = f"{name} does not prove who it is: {_first_line(error)}. Name its authority in SSL_CERT_FILE."
             return StoreError("tls", why, final=True)

@@ -240,7 +240,9 @@ def check_url(url: str) -> None:
         raise ValueError("it has a user or a password in it; name their file as shared_password_file")
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in SCHEMES and is_host(parts.hostname or "") and parts.port != 0 and not parts.fragment
+        own = parts.scheme in (*REDIS_SCHEMES, "s3")
+        named = is_host(parts.hostname or "") if own or parts.netloc else True  # others' may name a directory alone
+        usable = parts.scheme in SCHEMES and named and parts.port != 0 and not parts.fragment
         usable = usable and re.search(r"[\s\x00-\x1f\x7f]", url) is None
     except ValueError:
         usable = False

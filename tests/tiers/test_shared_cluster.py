@@ -1,0 +1,497 @@
+"""The shared tier over a cluster of Redis servers: one that goes away, is another's, or whose slots move."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import time
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from kvoffd.tiers.shared.cluster import copies_of, masters_of, slot_of
+from kvoffd.tiers.shared.object_format import generation_key, object_key
+from kvoffd.tiers.shared.redis import NEEDED_COMMANDS, Redis
+from kvoffd.tiers.shared.store import Credentials, StoreError
+from kvoffd.tiers.tier import Answer, TierBlock, TierResult
+from tests.support.faulty_store import FaultyStore
+from tests.support.ports import free_port
+from tests.support.redis_server import Certificate, RedisCluster, RedisServer, needs_redis
+from tests.support.waiting import wait_until
+from tests.tiers.conftest import Sign
+from tests.tiers.shared_conformance import SharedConformance
+from tests.tiers.shared_rig import ONE, SharedRig
+
+pytestmark = pytest.mark.usefixtures("short_pauses")
+DONE = TierResult.DONE
+
+
+@needs_redis
+class TestCluster(SharedConformance):
+    @pytest.fixture
+    def url(self, cluster: RedisCluster) -> str:
+        cluster.flush()
+        return cluster.url
+
+
+@pytest.fixture(scope="module")
+def tls_cluster(certificate: Certificate) -> Iterator[RedisCluster]:
+    with RedisCluster(certificate=certificate) as running:
+        yield running
+
+
+@pytest.fixture
+def trusted(certificate: Certificate, monkeypatch: pytest.MonkeyPatch) -> Certificate:
+    monkeypatch.setenv("SSL_CERT_FILE", certificate.authority)
+    return certificate
+
+
+@needs_redis
+@pytest.mark.usefixtures("trusted")
+class TestTlsCluster(SharedConformance):
+    @pytest.fixture
+    def url(self, tls_cluster: RedisCluster) -> str:
+        tls_cluster.flush()
+        return tls_cluster.url
+
+
+@pytest.fixture(params=["plain", "TLS"])
+def masters(request: pytest.FixtureRequest) -> Iterator[RedisCluster]:
+    """A cluster that a test may break."""
+    own = request.getfixturevalue("trusted") if request.param == "TLS" else None
+    with RedisCluster(certificate=own) as running:
+        yield running
+
+
+def home_of(block: TierBlock) -> int:
+    """The number of the master that has a block's slot."""
+    return slot_of(object_key(block.id, 0)) * 3 // 16384
+
+
+def a_block_of(rig: SharedRig, home: int) -> TierBlock:
+    """A block whose slot a master has, its bytes in the first slot of the pool."""
+    number = next(number for number in range(99) if home_of(rig.block(number)) == home)
+    return rig.block(number)
+
+
+def test_the_slot_of_a_key_is_that_of_the_specification() -> None:
+    assert slot_of(b"123456789") == 0x31C3
+
+
+def test_masters_are_read_with_their_slots_and_announced_names() -> None:
+    nodes = (
+        "a 10.0.0.1:7000@17000 myself,master - 0 0 1 connected 0-5460 9000\n"
+        "b 10.0.0.2:7000@17000,valkey-1.example master - 0 0 2 connected 5461-8999 [77->-a]\n"
+        "c 10.0.0.3:7000@17000 slave a 0 0 1 connected\n"
+        "d :7003@17003,,shard-id=9 master - 0 0 3 connected 9001-16383\n"
+        "e :0@0 master,noaddr - 0 0 3 disconnected 1\n"
+    )
+    assert masters_of(nodes, ("seed", 1)) == [
+        (("10.0.0.1", 7000), [range(5461), range(9000, 9001)]),
+        (("valkey-1.example", 7000), [range(5461, 9000)]),
+        (("seed", 7003), [range(9001, 16384)]),
+    ]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        "a h:1@2 master - 0 0 1 connected 0-999999999999",
+        "a h:1@2 master - 0 0 1 connected 7-3",
+        "a h:1@2 master - 0 0 1 connected -5",
+        "a h:99999@2 master - 0 0 1 connected 0-16383",
+        "a h:0@2 master - 0 0 1 connected 0-16383",
+        "a h@2 master - 0 0 1 connected 0-16383",
+        "a h\x1b[2J:1@2 master - 0 0 1 connected 0-16383",
+        "a h..h:1@2 master - 0 0 1 connected 0-16383",
+        f"a 10.0.0.1:1@2,{'h' * 64} master - 0 0 1 connected 0-16383",
+        "a h:1@2 master - 0 0 1 connected 0-16383\nb h:2@3 master - 0 0 1 connected 5",
+        "\n".join(f"a h:{port}@1 master - 0 0 1 connected {port}" for port in range(1, 400)),
+        "a h:1@2 master - 0 0 1 connected" + " 55" * 300_000,
+    ],
+    ids=lambda odd: odd[:60],
+)
+def test_masters_that_cannot_be_are_refused_before_memory_is_taken(odd: str) -> None:
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"master|invalid literal"):
+        masters_of(odd, ("seed", 1))
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 8 << 20
+
+
+def test_a_cluster_none_of_whose_masters_serves_says_why(store: FaultyStore) -> None:
+    nodes = b"a 127.0.0.1:%d@1 master - 0 0 1 connected 0-16383\n" % free_port()
+    store.forced = {b"CLUSTER": b"$%d\r\n%s\r\n" % (len(nodes), nodes)}
+    rig = SharedRig(store.url.replace("redis:", "redis+cluster:"))
+    rig.until(lambda: "Connection refused" in rig.tier.problem)
+    assert rig.close()
+
+
+def test_a_server_that_is_in_no_cluster_yet_is_told_of(store: FaultyStore) -> None:
+    nodes = b"a 127.0.0.1:%d@1 myself,master - 0 0 0 connected\n" % store.port
+    store.forced = {b"CLUSTER": b"$%d\r\n%s\r\n" % (len(nodes), nodes)}
+    rig = SharedRig(store.url.replace("redis:", "redis+cluster:"))
+    rig.until(lambda: "redis-cli --cluster create" in rig.tier.problem)
+    assert rig.close()
+
+
+def test_a_name_that_no_host_can_have_is_one_that_cannot_be_reached() -> None:
+    connection = Redis("a..b", 6379, 0, Credentials(), tls=False)
+    with pytest.raises(StoreError, match="cannot be reached") as refused:
+        connection.connect()
+    assert refused.value.kind == "unreachable"
+
+
+@needs_redis
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_without_one_of_three_masters_what_the_others_have_is_found(
+    masters: RedisCluster, fault: signal.Signals
+) -> None:
+    rig = SharedRig(masters.url, ask_deadline_s=0.2).reachable()
+    blocks = rig.store_some(12)
+    victim = 1
+    others = [number for number, block in enumerate(blocks) if home_of(block) != victim]
+    assert 0 < len(others) < len(blocks)
+    masters.servers[victim].signal(fault)
+    wanted = [Answer.YES if number in others else Answer.NO for number in range(12)]
+    rig.until(lambda: rig.ask_anew(*blocks) == wanted)
+    rig.block(others[0])
+    assert rig.load(blocks[others[0]]) is DONE
+    fresh = [rig.block(number) for number in range(100, 112)]
+    written = []
+    for number, block in enumerate(fresh):
+        rig.block(100 + number)
+        written.append(rig.write(block))
+    there = [home_of(block) != victim for block in fresh]
+    assert 0 < sum(there) < len(fresh)
+    assert [result is DONE for result in written] == there, "what the others take is written all the same"
+
+    one = rig.tier.raise_generation(ONE)
+    rig.until(lambda: one.ended)
+    assert not one.problem
+    if fault is signal.SIGKILL:
+        masters.servers[victim].kill()
+        masters.servers[victim].start()  # empty
+    else:
+        masters.servers[victim].signal(signal.SIGCONT)
+    masters.servers[(victim + 1) % 3].signal(signal.SIGSTOP)
+    late = SharedRig(masters.url, ask_deadline_s=0.2).reachable()
+    found: list[Answer] = []
+    late.until(lambda: found.extend(late.ask_anew(*blocks)) or late.tier.generation(ONE) > 0)  # type: ignore[func-returns-value]
+    assert Answer.YES not in found, "a reset that one master has not seen"
+    masters.servers[(victim + 1) % 3].signal(signal.SIGCONT)
+    assert late.close()
+    assert rig.close()
+
+
+@needs_redis
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_master_that_fails_is_named_until_it_answers_again(masters: RedisCluster, fault: signal.Signals) -> None:
+    rig = SharedRig(masters.url, ask_deadline_s=0.2).reachable()
+    victim = masters.servers[1].name
+
+    def lost() -> list[str]:
+        rig.tier.tick()
+        rig.ask_anew(rig.block(1))
+        return [server.name for server in rig.tier.servers if not server.answers]
+
+    assert lost() == []
+    assert sorted(server.name for server in rig.tier.servers) == sorted(server.name for server in masters.servers)
+    masters.servers[1].signal(fault)
+    rig.until(lambda: lost() == [victim])
+    for _ in range(30):
+        assert lost() == [victim], "whoever is stopped can still be connected to"
+    (problem,) = [server.problem for server in rig.tier.servers if server.name == victim]
+    assert victim in problem
+    rig.until(lambda: lost() == [victim] and any(victim in kind for kind in rig.kinds))
+    assert rig.tier.reachable
+    assert rig.tier.counters.errors
+    if fault is signal.SIGKILL:
+        masters.servers[1].kill()
+        masters.servers[1].start()
+    masters.servers[1].signal(signal.SIGCONT)
+    rig.until(lambda: lost() == [])
+    assert rig.close()
+
+
+@needs_redis
+def test_to_look_for_a_master_that_is_stopped_is_no_slow_answer_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffd.tiers.shared.cluster.AGAIN_S", 0.3)
+    monkeypatch.setattr("kvoffd.tiers.shared.cluster.DOWN_PAUSE_S", 0.3)
+    with RedisCluster() as cluster:
+        rig = SharedRig(cluster.url, ask_deadline_s=0.2).reachable()
+        cluster.servers[1].signal(signal.SIGSTOP)
+        for _ in range(5):
+            rig.ask_anew(rig.block(1))
+            next_at = time.monotonic() + 0.7
+            rig.until(lambda next_at=next_at: time.monotonic() > next_at)
+        assert [server.answers for server in rig.tier.servers].count(False) == 1
+        assert rig.tier.breaker.opened == 0
+        cluster.servers[1].signal(signal.SIGCONT)
+        assert rig.close()
+
+
+@needs_redis
+@pytest.mark.parametrize("ours", ["right", ""])
+def test_masters_that_do_not_let_us_in_are_named_and_two_of_three_are_no_store(ours: str) -> None:
+    with RedisCluster() as cluster:
+        for server, password in zip(cluster.servers, (ours, "other", "other"), strict=True):
+            assert server.command("CONFIG", "SET", "requirepass", password) == b"+OK\r\n"
+        rig = SharedRig(cluster.url, ours)
+
+        def told() -> bool:
+            rig.tier.tick()
+            return all(rig.kinds[f"credentials 127.0.0.1:{server.port}"] > 0 for server in cluster.servers[1:])
+
+        rig.until(told)
+        rig.until(lambda: rig.kinds["unreachable"] > 1)
+        assert not rig.tier.reachable
+        assert [server.answers for server in rig.tier.servers].count(False) == 2
+        assert rig.tier.problem.startswith("Too many masters")
+        assert rig.close()
+
+
+@needs_redis
+def test_who_has_the_slots_of_a_master_that_failed_is_asked_for_them() -> None:
+    with RedisCluster() as cluster:
+        rig = SharedRig(cluster.url).reachable()
+        block = a_block_of(rig, 1)
+        rig.store(block)
+        cluster.servers[1].kill()
+        rig.until(lambda: rig.ask_anew(block) == [Answer.NO])
+        for command in ("DELSLOTSRANGE", "ADDSLOTSRANGE"):
+            assert cluster.servers[0].command("CLUSTER", command, "5461", "10921") == b"+OK\r\n"
+        assert b"BUMPED" in cluster.servers[0].command("CLUSTER", "BUMPEPOCH"), (
+            "or others go on believing the old master"
+        )
+        rig.until(lambda: rig.write(block) is DONE)
+        assert rig.close()
+
+
+@needs_redis
+def test_a_master_that_nothing_can_be_sent_to_holds_up_no_question_to_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvoffd.tiers.shared.cluster.DOWN_PAUSE_S", 0.0)
+    with RedisCluster() as cluster, ExitStack() as stack:
+        rig = SharedRig(cluster.url).reachable()
+        home = 1
+        block = a_block_of(rig, home)
+        rig.store(block)
+        deaf = cluster.servers[(home + 1) % 3]
+        deaf.kill()
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", deaf.port), backlog=0))
+        for _ in range(4):  # whoever comes when as many wait is not answered at all
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
+        times = []
+        for _ in range(4):
+            started = time.monotonic()
+            rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
+            times.append(time.monotonic() - started)
+        assert min(times) < 0.9, "a second each or more"
+        assert rig.close()
+
+
+# --- certificates -----------------------------------------------------------------------------------
+
+
+@needs_redis
+def test_masters_that_do_not_prove_their_name_are_refused_and_told_of(
+    tls_cluster: RedisCluster, trusted: Certificate, sign: Sign, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, victim = sign("other.example"), tls_cluster.servers[1]
+    tls_cluster.flush()
+    rig = SharedRig(tls_cluster.url).reachable()
+    blocks = rig.store_some(12)
+
+    def set_certificate(server: RedisServer, shown: Certificate) -> None:
+        files = ("tls-cert-file", shown.cert, "tls-key-file", shown.key)
+        assert server.command("CONFIG", "SET", *files) == b"+OK\r\n"
+
+    try:
+        set_certificate(victim, other)
+        late = SharedRig(tls_cluster.url).reachable()
+        wanted = [Answer.NO if home_of(block) == 1 else Answer.YES for block in blocks]
+        assert len(set(wanted)) == 2
+        late.until(lambda: late.ask_anew(*blocks) == wanted)
+        late.until(lambda: late.tier.tick() or late.kinds[f"tls {victim.name}"] > 0)  # type: ignore[func-returns-value]
+        (told,) = [server for server in late.tier.servers if not server.answers]
+        assert told.name == victim.name
+        assert "does not prove who it is" in told.problem
+        for server in tls_cluster.servers:
+            set_certificate(server, other)
+        refused = SharedRig(tls_cluster.url)
+        refused.until(lambda: refused.kinds["tls"] > 0)
+        assert not refused.tier.reachable
+        assert refused.close()
+        assert late.close()
+    finally:
+        for server in tls_cluster.servers:
+            set_certificate(server, trusted)
+    monkeypatch.delenv("SSL_CERT_FILE")
+    stranger = SharedRig(tls_cluster.url)
+    stranger.until(lambda: stranger.kinds["tls"] > 0)
+    assert not stranger.tier.reachable
+    assert stranger.close()
+    assert rig.close()
+
+
+# --- slots that move --------------------------------------------------------------------------------
+
+
+def move(cluster: RedisCluster, slot: int, source: int, target: int, *keys: bytes) -> None:
+    """Begin to move a slot from one master to another, and move some of its keys."""
+    ours, theirs = cluster.servers[source], cluster.servers[target]
+    for server, state, other in ((theirs, "IMPORTING", ours), (ours, "MIGRATING", theirs)):
+        assert server.command("CLUSTER", "SETSLOT", str(slot), state, other.node_id) == b"+OK\r\n"
+    for key in keys:
+        assert ours.command("MIGRATE", "127.0.0.1", str(theirs.port), key, "0", "5000") == b"+OK\r\n"
+
+
+def end_move(cluster: RedisCluster, slot: int, target: int) -> None:
+    for number in (target, *{0, 1, 2} - {target}):
+        node_id = cluster.servers[target].node_id
+        assert cluster.servers[number].command("CLUSTER", "SETSLOT", str(slot), "NODE", node_id) == b"+OK\r\n"
+
+
+@needs_redis
+def test_while_a_slot_moves_its_keys_are_misses_and_all_others_are_served() -> None:
+    with RedisCluster() as cluster:
+        rig, other = SharedRig(cluster.url).reachable(), SharedRig(cluster.url).reachable()
+        blocks = rig.store_some(12)
+        moved = next(block for block in blocks if home_of(block) == 0)
+        others = [block for block in blocks if block is not moved]
+        name = object_key(moved.id, 0)
+        slot = slot_of(name)
+        assert slot not in [slot_of(object_key(block.id, 0)) for block in others]
+        move(cluster, slot, 0, 1, name)
+        assert other.ask_anew(*others, moved) == [Answer.YES] * 11 + [Answer.NO]
+        number = int.from_bytes(moved.id.key, "big")
+        rig.block(number)
+        rig.tier.remove_namespace(ONE)
+        assert rig.write(moved) is TierResult.FAILED, "it lies at the other master, which does not have the slot yet"
+        assert rig.write(rig.block(50)) is DONE, "others are written all the same"
+        end_move(cluster, slot, 1)
+        for each in (rig, other):
+            each.until(lambda each=each: each.ask_anew(moved) == [Answer.YES])
+            each.block(number)
+            assert each.load(moved) is DONE
+        rig.block(number)
+        rig.tier.remove_namespace(ONE)
+        rig.until(lambda: rig.write(moved) is TierResult.PRESENT)
+        for each in (rig, other):
+            assert not each.kinds
+            assert each.tier.breaker.opened == 0
+            assert each.close()
+
+
+@needs_redis
+def test_a_slot_that_moves_with_a_generation_in_it_hides_nothing() -> None:
+    with RedisCluster() as cluster:
+        rig, other = (SharedRig(cluster.url, generations={ONE: 7}).reachable() for _ in range(2))
+        rig.ask(rig.block(0))  # writes what the cluster forgot
+        rig.store(block := a_block_of(rig, 0))
+        first, second, _ = copies_of(generation_key(ONE))
+        move(cluster, slot_of(first), 0, 1, first)
+        other.until(lambda: other.ask_anew(block) == [Answer.YES])
+        move(cluster, slot_of(second), 1, 2, second)
+        assert other.ask_anew(block) == [Answer.NO], "of two copies the one that is left may be of before a reset"
+        end_move(cluster, slot_of(second), 2)
+        other.until(lambda: other.ask_anew(block) == [Answer.YES])
+        copies = [server.command("KEYS", "*/generation/*")[:2] for server in cluster.servers]
+        assert copies == [b"*0", b"*1", b"*2"], "nobody has written one anew"
+        end_move(cluster, slot_of(first), 1)
+        assert rig.close()
+        assert other.close()
+
+
+@needs_redis
+@pytest.mark.parametrize("fault", ["killed", "takes turns"])
+def test_a_replica_that_becomes_master_serves_what_was_written_before_and_after(fault: str) -> None:
+    with RedisCluster() as cluster, RedisServer(*cluster.options) as replica:
+        cluster.meet(replica)
+        master = cluster.servers[1]
+        wait_until(lambda: master.node_id in replica.command("CLUSTER", "NODES").decode())
+        wait_until(lambda: replica.command("CLUSTER", "REPLICATE", master.node_id) == b"+OK\r\n")
+        rig, other = SharedRig(cluster.url).reachable(), SharedRig(cluster.url).reachable()
+        blocks = rig.store_some(12)
+        wait_until(lambda: replica.objects == master.objects > 0)
+        if fault == "killed":
+            master.kill()
+        else:
+            wait_until(lambda: replica.command("CLUSTER", "FAILOVER") == b"+OK\r\n", 20.0)
+        wait_until(lambda: b"role:master" in replica.command("INFO", "replication"), 20.0)
+        for each in (rig, other):
+            each.until(
+                lambda each=each: (
+                    each.ask_anew(*blocks) == [Answer.YES] * 12
+                    and replica.name in [server.name for server in each.tier.servers]
+                )
+            )
+        late = next(block for block in map(rig.block, range(50, 99)) if home_of(block) == 1)
+        rig.until(lambda: rig.write(rig.block(int.from_bytes(late.id.key, "big"))) in (DONE, TierResult.PRESENT))
+        for number, block in enumerate([*blocks, late]):
+            other.block(number if block is not late else int.from_bytes(late.id.key, "big"))
+            other.until(lambda block=block: other.ask_anew(block) == [Answer.YES])
+            assert other.load(block) is DONE
+        for each in (rig, other):
+            assert each.tier.counters.mismatches == 0
+            if fault == "takes turns":
+                assert each.tier.breaker.opened == 0
+            assert each.close()
+
+
+# --- rights -----------------------------------------------------------------------------------------
+
+
+@needs_redis
+@pytest.mark.parametrize("lacking", ["", "cluster|nodes"])
+def test_the_rights_that_are_named_suffice(cluster: RedisCluster, lacking: str) -> None:
+    rights = re.findall(r"\+[a-z|]+", NEEDED_COMMANDS)
+    cluster.flush()
+    for server in cluster.servers:
+        user = ["node", "reset", "on", ">s3cret", "~kvoffd/*", *(one for one in rights if one != f"+{lacking}")]
+        assert server.command("ACL", "SETUSER", *user) == b"+OK\r\n"
+    rig = SharedRig(cluster.url, "s3cret", user="node")
+    if lacking:
+        rig.until(lambda: rig.kinds["forbidden"] > 0)
+        assert "'cluster|nodes' command" in rig.tier.problem
+        assert not rig.tier.reachable
+    else:
+        rig.reachable()
+        for block in rig.store_some(6):
+            assert rig.load(block) is DONE
+            rig.tier.remove([block.id])
+        for _ in range(2):
+            one = rig.tier.raise_generation(ONE)
+            rig.until(lambda one=one: one.ended)
+            assert not one.problem
+        assert not rig.kinds
+    assert rig.close()
+
+
+@needs_redis
+def test_who_may_not_write_reads_from_a_cluster_that_lost_a_copy_of_the_generation() -> None:
+    with RedisCluster() as cluster:
+        writer = SharedRig(cluster.url, generations={ONE: 7}).reachable()
+        writer.ask(writer.block(0))
+        writer.store(block := a_block_of(writer, 0))
+        assert writer.close()
+        lost = copies_of(generation_key(ONE))[1]
+        assert cluster.servers[1].command("UNLINK", lost) == b":1\r\n"
+        for server in cluster.servers:
+            assert server.command("ACL", "SETUSER", "default", "-set", "-incrby") == b"+OK\r\n"
+        reader = SharedRig(cluster.url, generations={ONE: 7}).reachable()
+        for _ in range(5):
+            assert reader.ask_anew(block) in ([Answer.YES], [Answer.NO])
+        reader.until(lambda: reader.ask_anew(block) == [Answer.YES])
+        assert reader.load(block) is DONE
+        assert reader.tier.breaker.opened == 0
+        assert reader.close()
