@@ -302,14 +302,14 @@ class Redis(Store):
         if len(replies) <= count:
             raise self._broken("Lines end with half an end")
         self._input = replies[count]
-        lines = list(map(bytes, replies[:count]))
+        answers = list(map(bytes, replies[:count]))
         absent = {b":0"}
-        for line in set(lines) - {b":0", b":1"}:
+        for line in set(answers) - {b":0", b":1"}:
             if self._is_elsewhere(line):
                 absent.add(line)
             else:
                 self._check(line, b":")
-        return [line not in absent for line in lines]
+        return [line not in absent for line in answers]
 
     def _value_length(self, deadline: float) -> int | None:
         """The length of the value that follows; None for no value, -1 for one of another type, not followed by any."""
