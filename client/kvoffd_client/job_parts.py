@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -98,6 +98,10 @@ class PartSizes:
     key_bytes: int
     blocks_per_key: int
     pages: tuple[int, ...]
+
+    def fit(self, named: Iterable[GroupKeys]) -> bool:
+        """Whether these can be keys of the registration's groups."""
+        return all(one.group < len(self.pages) and len(one.keys) % self.key_bytes == 0 for one in named)
 
     def cut(self, groups: Sequence[GroupTransfer], limits: Limits | None) -> deque[Part]:
         """The parts of a job, in its order; one where all of it may be sent at once."""

@@ -12,7 +12,7 @@ import zmq
 
 from kvoffd_client.client_options import ClientOptions
 from kvoffd_client.jobs_socket import MAX_MESSAGE_BYTES, RECONNECT_S, JobsSocket
-from kvoffd_client.lifeline_stream import LifelineStream
+from kvoffd_client.lifeline_stream import MAX_DESCRIPTORS, LifelineStream
 from kvoffd_client.pending_requests import NEVER
 from kvoffd_proto.lifeline import Attach, OpenPool, encode_frame
 from kvoffd_proto.sockets import SocketPaths
@@ -162,6 +162,8 @@ class SocketLink:
             return None
         data, fds = came
         self._received += fds
+        while len(self._received) > MAX_DESCRIPTORS:  # nobody asked for them
+            os.close(self._received.pop())
         return data
 
     def memory_released(self, now: float) -> bool:

@@ -304,7 +304,10 @@ class WorkerSession(Session):
         self._unacknowledged += len(batch.results)
         self.credit_bytes = batch.credit_bytes
         for result in batch.results:
-            self._part_done(result)
+            if self._part_sizes.fit(result.failed) and self._part_sizes.fit(result.declined):
+                self._part_done(result)
+            elif result.job_id in self._parts:
+                self._fail_part(result.job_id, ErrorCode.INTERNAL, now)
         self._send_parts(now)
 
     def _replay(self, now: float) -> None:

@@ -6,6 +6,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import socket
 import threading
 import time
 import warnings
@@ -14,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from kvoffd_client import ClientOptions, ForkedProcess, NamespaceSpec, Registration, SchedulerClient, WorkerClient
+from kvoffd_client.lifeline_stream import MAX_DESCRIPTORS
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.lifeline import Refused, encode_frame
+from kvoffd_proto.lifeline import MemoryReleased, Refused, encode_frame
 from tests.support.fake_daemon import FakeDaemon
 from tests.support.waiting import wait_until
 
@@ -196,6 +198,21 @@ def test_reconnecting_leaks_no_descriptors(fake: FakeDaemon, worker: WorkerClien
     for round_ in range(3, 12):
         settle(round_)
     wait_until(lambda: open_fds() <= before)
+
+
+def test_descriptors_that_nobody_asked_for_are_closed(fake: FakeDaemon, worker: WorkerClient) -> None:
+    """An engine may have 1,024 by Linux' default, and ends without them."""
+    before, released = open_fds(), encode_frame(MemoryReleased())
+
+    def send() -> None:
+        for _ in range(50):
+            socket.send_fds(fake.peer(m.Role.WORKER).stream, [released], [0] * MAX_DESCRIPTORS)
+
+    fake.do(send)
+    wait_until(lambda: open_fds() > before)
+    worker.store(1, TRANSFER)
+    assert worker.wait_results(5)[0].ok
+    assert open_fds() <= before + MAX_DESCRIPTORS
 
 
 def test_an_error_inside_is_logged_once_and_survived(

@@ -141,6 +141,9 @@ class FakeDaemon(Starting):
     def finish(self, job_id: int, ok: bool = True) -> None:
         self.do(lambda: self._finish(self.peer(m.Role.WORKER), job_id, ok))
 
+    def publish(self, role: m.Role, results: list[m.JobResult]) -> None:
+        self.do(lambda: self.complete(self.peer(role), results))
+
     def end_session(self, role: m.Role) -> None:
         self.do(lambda: self._end(self.peer(role)))
 
@@ -299,9 +302,12 @@ class FakeDaemon(Starting):
     def _finish(self, peer: Peer, job_id: int, ok: bool) -> None:
         job = peer.jobs.pop(job_id)
         failed = [] if ok else [m.GroupKeys(group.group, group.keys) for group in job.groups]
-        result = m.JobResult(job_id, ok, 4096 if ok else 0, 0.001, None, failed)
-        peer.sequence += 1
-        batch = m.Completions(self.epoch, peer.session_id, peer.sequence, 1 << 20, [result])
+        self.complete(peer, [m.JobResult(job_id, ok, 4096 if ok else 0, 0.001, None, failed)])
+
+    def complete(self, peer: Peer, results: list[m.JobResult], session_id: int = 0, ahead: int = 1) -> None:
+        """Number completions, of this session or another, and publish them. In the daemon's thread."""
+        peer.sequence += ahead
+        batch = m.Completions(self.epoch, session_id or peer.session_id, peer.sequence, 1 << 20, results)
         peer.batches.append(batch)
         if not self.drop_publications:
             topic = events.session_topic(self.epoch, peer.session_id)

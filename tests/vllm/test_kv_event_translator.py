@@ -41,7 +41,7 @@ def test_when_all_is_cleared_each_announced_block_is_removed_by_name() -> None:
 
 def test_what_is_known_already_is_not_said_again() -> None:
     translator = KvEventTranslator((0,))
-    events = translator.translate([stored(1), stored(1, 2), removed(9), removed(1)])
+    events = translator.translate([stored(1), stored(1, 2, 2), removed(9), removed(1, 1)])
     assert [(event.keys, event.removed) for event in events] == [
         ([key(1)], False),
         ([key(2)], False),

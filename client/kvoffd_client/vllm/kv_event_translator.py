@@ -36,7 +36,7 @@ class KvEventTranslator:
             if not 0 <= index < len(self._group_ids):
                 continue  # replayed, of somebody else's namespace of the name, which is forgotten
             group_id = self._group_ids[index]
-            named = [make_offload_key(block_hash, group_id) for block_hash in event.block_hashes]
+            named = dict.fromkeys(make_offload_key(block_hash, group_id) for block_hash in event.block_hashes)
             removed = not isinstance(event, BlockStored)
             keys = [key for key in named if (key in announced) == removed]
             if removed:
