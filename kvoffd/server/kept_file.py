@@ -10,6 +10,7 @@ import stat
 import threading
 import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from kvoffd.config import Config
@@ -39,6 +40,11 @@ def checked(body: bytes) -> bytes:
     return b"%08x\n" % zlib.crc32(body) + body
 
 
+def _open_own(path: str, flags: int) -> int:
+    """Follows no link, and does not block: somebody may have put a FIFO there."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
 class KeptFile:
     """Reads a file of at most so many bytes, and writes it anew: whole, or not at all."""
 
@@ -56,8 +62,7 @@ class KeptFile:
 
     def read(self) -> bytes:
         """All of it. Raises OSError, OfNoUse."""
-        # Not blocking: somebody may have put a FIFO there.
-        with open(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        with open(self.path, "rb", opener=_open_own) as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
                 raise OfNoUse("it is not a file of this user's")
@@ -94,6 +99,8 @@ class KeptFile:
             self.error = None
         except OSError as error:
             self.error = error
+            with suppress(OSError):  # what there is of it would take the room that is lacking, as of a small tmpfs
+                os.unlink(beside)
 
     def take_error(self) -> OSError | None:
         """Why it could not be written the last time, once."""

@@ -14,6 +14,7 @@ from kvoffd.cache.policies import make_policy
 from kvoffd.cache.policies.lru import Policy as LruPolicy
 from kvoffd.config import Config
 from kvoffd.server import kept_policy
+from kvoffd.server.kept_file import KeptFile
 from kvoffd_client import SharedMemory
 from kvoffd_proto import messages as m
 from tests.support.daemon import DaemonProcess
@@ -175,3 +176,11 @@ def test_a_policy_that_fails_ends_no_daemon_and_leaves_what_was_there(
     kept.close()
     assert "it was given up" in caplog.text
     assert file.read_bytes() == b"lru\nbefore"
+    assert not Path(f"{file}.new").exists(), "on a small tmpfs it would take the room that is lacking"
+
+
+def test_a_directory_in_its_place_costs_no_descriptor(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(IsADirectoryError, match=tmp_path.name):
+        KeptFile(str(tmp_path), 100).read()
+    assert os.listdir("/proc/self/fd") == before
