@@ -393,6 +393,29 @@ def test_while_a_slot_moves_its_keys_are_misses_and_all_others_are_served() -> N
 
 
 @needs_redis
+def test_a_master_that_does_not_serve_is_left_alone_and_says_why() -> None:
+    """As each does for some seconds after its start."""
+    with RedisCluster() as cluster:
+        rig = SharedRig(cluster.url).reachable()
+        blocks = rig.store_some(12)
+        assert len({home_of(block) for block in blocks}) == 3
+        victim = cluster.servers[1]
+        assert victim.command("CONFIG", "SET", "cluster-require-full-coverage", "yes") == b"+OK\r\n"
+        for server in (cluster.servers[2], cluster.servers[0], victim):  # its owner first, who would tell the others
+            server.command("CLUSTER", "DELSLOTS", "16383")
+        wait_until(lambda: b"cluster_state:fail" in victim.command("CLUSTER", "INFO"))
+        for _ in range(5):
+            assert rig.ask_anew(*blocks) == [Answer.NO if home_of(block) == 1 else Answer.YES for block in blocks]
+        (told,) = [server for server in rig.tier.servers if not server.answers]
+        assert told.name == victim.name
+        assert "set cluster-require-full-coverage no" in told.problem
+        assert rig.tier.breaker.opened == 0
+        victim.command("CONFIG", "SET", "cluster-require-full-coverage", "no")
+        rig.until(lambda: rig.ask_anew(*blocks) == [Answer.YES] * 12)
+        assert rig.close()
+
+
+@needs_redis
 def test_a_slot_that_moves_with_a_generation_in_it_hides_nothing() -> None:
     with RedisCluster() as cluster:
         rig, other = (SharedRig(cluster.url, generations={ONE: 7}).reachable() for _ in range(2))

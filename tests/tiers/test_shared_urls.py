@@ -153,8 +153,20 @@ def _nonsense(url: str, credentials: Credentials) -> object:
     return lambda: 7
 
 
+class _Half(Redis):
+    def __getattribute__(self, name: str) -> object:
+        if name == "poll_s":
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
+def _half(url: str, credentials: Credentials) -> object:
+    return lambda: _Half("elsewhere", 1, 0, credentials, tls=False)
+
+
 @pytest.mark.parametrize(
-    "place", ["no_such_module:x", f"{__name__}:missing", f"{__name__}:_raises", f"{__name__}:_nonsense"]
+    "place",
+    ["no_such_module:x", f"{__name__}:missing", *(f"{__name__}:{name}" for name in ("_raises", "_nonsense", "_half"))],
 )
 def test_a_store_of_another_package_that_fails_is_named(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "_OTHERS", {"mine": EntryPoint("mine", place, stores.ENTRY_POINTS)})

@@ -308,6 +308,9 @@ class RedisCluster(Store):
             yield node
             if node.moved:
                 self._stale, node.moved = True, False
+            if node.down is not None:
+                self._down(address, node.down, raised=False)
+                node.down = None
         except StoreError as error:
             if error.kind in LOST:
                 self._down(address, error, raised=True)

@@ -34,8 +34,8 @@ NEEDED_COMMANDS = (
     "~kvoffd/* +ping +get +exists +touch +expire +set +incrby +unlink, of a cluster +cluster|nodes, "
     "and where the URL names a database +select"
 )
-ELSEWHERE = (b"-MOVED ", b"-ASK ", b"-CLUSTERDOWN Hash slot not served")
-"""What a server of a cluster answers for a key whose slot, or whose part of it, it does not have."""
+ELSEWHERE = (b"-MOVED ", b"-ASK ", b"-CLUSTERDOWN ")
+"""What a server of a cluster answers for a key whose slot, or whose part of it, it does not have or serve."""
 WANTS_NO_TLS = " Where it has no TLS, name it redis://; a cluster with TLS needs tls-cluster yes."
 WANTS_TLS = " If it wants TLS, name it rediss://."
 
@@ -74,6 +74,8 @@ class Redis(Store):
         """Answers so far that a key is elsewhere."""
         self.moved = False
         """Whether such an answer said that its slot is another server's for good."""
+        self.down: StoreError | None = None
+        """What such an answer said that does not serve the cluster, as one that has just been started."""
 
     # --- the connection --------------------------------------------------------------------------
 
@@ -253,8 +255,14 @@ class Redis(Store):
     def _is_elsewhere(self, line: bytes) -> bool:
         found = self.clustered and line.startswith(ELSEWHERE)
         self.elsewhere += found
-        self.moved = self.moved or (found and line.startswith(b"-MOVED"))
+        if found:
+            self.moved = self.moved or line.startswith(b"-MOVED")
+            self.down = self._cluster_down(self._quoted(line[1:])) if line.startswith(b"-CLUSTERDOWN") else self.down
         return found
+
+    def _cluster_down(self, text: str) -> StoreError:
+        why = "some slots have no master; mend it, or set cluster-require-full-coverage no."
+        return StoreError("cluster", f"The cluster of {self._name} is down ({text}): {why}")
 
     def _check(self, line: bytes, kind: bytes) -> bytes:
         """The rest of a reply's line of this kind. Raises StoreError for any other."""
@@ -274,8 +282,7 @@ class Redis(Store):
             why = f"{self._name} does not let us in ({text}); see shared_password_file."
             raise StoreError("credentials", why, final=True)
         if code == "CLUSTERDOWN":
-            why = "some slots have no master; mend it, or set cluster-require-full-coverage no."
-            raise StoreError("cluster", f"The cluster of {self._name} is down ({text}): {why}")
+            raise self._cluster_down(text)
         if code in ("MOVED", "ASK", "CROSSSLOT"):
             raise StoreError(
                 "cluster", f"{self._name} is of a cluster: name it redis+cluster://, or it changed ({text})."

@@ -304,6 +304,9 @@ def _open_other(point: EntryPoint, url: str, credentials: Credentials) -> Callab
         if not isinstance(found, Store):
             why = f"The store of {point.name}:// ({point.value}) gives a {type(found).__name__} for a connection."
             raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
+        if missing := [name for name in Store.__annotations__ if not hasattr(found, name)]:
+            why = f"The store of {point.name}:// ({point.value}) does not say its {', '.join(missing)}; see Store."
+            raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
         return found
 
     return connection
