@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -167,7 +168,7 @@ def test_the_layout_of_the_kv_cache_is_a_fact(engine_config: Any) -> None:
     assert factors_of(engine_config, other).kv_layout != factors_of(engine_config).kv_layout
 
 
-def test_of_a_multimodal_model_what_makes_its_embeddings_counts(engine_config: Any) -> None:
+def test_of_a_multimodal_model_what_makes_its_embeddings_counts(engine_config: Any, tmp_path: Path) -> None:
     def multimodal(**settings: Any) -> str:
         config = copy.deepcopy(engine_config)
         config.model_config.multimodal_config = MultiModalConfig(**settings)
@@ -175,6 +176,16 @@ def test_of_a_multimodal_model_what_makes_its_embeddings_counts(engine_config: A
 
     assert multimodal() == multimodal(mm_processor_cache_gb=1)
     assert multimodal() != multimodal(mm_processor_kwargs={"max_pixels": 100})
+
+    # vLLM's hash of an image is of what a request brings: another mean of its pixels is another embedding.
+    config = copy.deepcopy(engine_config)
+    config.model_config.multimodal_config = MultiModalConfig()
+    config.model_config.model = str(tmp_path)
+    digests = []
+    for mean in (0.4, 0.5):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [mean] * 3}))
+        digests.append(factors_of(config).multimodal)
+    assert digests[0] != digests[1]
 
 
 def test_only_a_draft_model_with_a_kv_cache_of_its_own_counts_and_not_how_many_tokens_it_drafts(

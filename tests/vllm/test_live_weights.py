@@ -41,6 +41,19 @@ def test_equal_weights_have_one_digest_whatever_memory_they_are_in() -> None:
     assert digest(Model()) == digest(Model())
 
 
+def test_a_layer_that_lora_was_put_around_is_the_layer_it_was() -> None:
+    class Around(torch.nn.Module):
+        def __init__(self, layer: torch.nn.Module) -> None:
+            super().__init__()
+            self.base_layer = layer
+
+    plain, around = torch.nn.Sequential(Model(), Model()), torch.nn.Sequential(Model(), Model())
+    around[0] = Around(around[0])
+    assert digest(plain) == digest(around)
+    around[0].base_layer.large.data.neg_()
+    assert digest(plain) != digest(around)
+
+
 def test_a_draft_model_counts() -> None:
     assert len({digest(Model()), digest(Model(), Model())}) == 2
 

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from vllm.config import LoRAConfig
 from vllm.lora.request import LoRARequest
 
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, hashes_of
@@ -28,6 +29,19 @@ def test_equal_adapters_are_one_wherever_they_are_and_others_are_not(tmp_path: P
     )
     (one / "adapter_config.json").write_text("{}")
     assert LoraAdapters().content_of(request(one)) != adapters.content_of(request(copied))
+
+
+def test_an_adapter_that_an_engine_applies_in_part_is_another_one(tmp_path: Path) -> None:
+    path = write_lora_adapter(tmp_path / "one", seed=1)
+
+    def content(**settings: Any) -> bytes | None:
+        return LoraAdapters(LoRAConfig(**settings)).content_of(request(path))
+
+    whole = content()
+    assert whole == content(max_loras=4, max_lora_rank=32, fully_sharded_loras=True), "where and how fast"
+    parts = [content(target_modules=["q_proj"]), content(target_modules=["q_proj", "v_proj"])]
+    assert parts[1] == content(target_modules=["v_proj", "q_proj"])
+    assert len({whole, *parts, content(lora_dtype="bfloat16"), content(enable_tower_connector_lora=True)}) == 5
 
 
 def test_an_adapter_whose_files_changed_is_unknown_until_a_reset_and_another_load(

@@ -198,7 +198,7 @@ class KvoffdConnector(OffloadingConnector):
 
             if not tell_of_received_requests(EngineCore, self.on_request_received.__name__):
                 logger.info("kvoffd: this vLLM tells of requests late; prompts wait a moment longer for the daemon.")
-        self._adapters = LoraAdapters()
+        self._adapters = LoraAdapters(vllm_config.lora_config)
         self._told = ToldBlocks()
         self._computed = False  # in the last step
 

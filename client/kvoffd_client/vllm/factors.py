@@ -47,6 +47,9 @@ MULTIMODAL_FIELDS = (
     "video_pruning_rate",
 )
 
+# What transformers makes a local model's processor of; of a hub's model the commit tells.
+PROCESSOR_FILES = "*processor_config.json"
+
 # Variables of vllm.envs that change numbers by more than rounding does, and that nothing else here shows.
 ENVIRONMENT = (
     "VLLM_B12X_MOE_FP4_FORCE_A16",
@@ -214,11 +217,14 @@ def _computation(vllm_config: VllmConfig) -> str:
 def _multimodal(model: ModelConfig) -> str:
     """Return a digest of what decides a request's embeddings beside the model, and is in no hash of an image or video.
 
-    Of the arguments of the processor vLLM hashes those that come with a request, not those of the engine.
+    Of the arguments of the processor vLLM hashes those that come with a request, not those of the engine, and not
+    those in the model's files.
     """
     if model.multimodal_config is None:
         return ""
-    return digest({name: _plain(getattr(model.multimodal_config, name, None)) for name in MULTIMODAL_FIELDS})
+    processor = {path.name: digest(path.read_text()) for path in Path(model.model).glob(PROCESSOR_FILES)}
+    fields = {name: _plain(getattr(model.multimodal_config, name, None)) for name in MULTIMODAL_FIELDS}
+    return digest({**fields, "processor": processor})
 
 
 def _speculative(vllm_config: VllmConfig) -> str:

@@ -144,7 +144,9 @@ class LiveWeights:
             experts = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, RoutedExperts))
             for name, tensor in (*_tensors(model), *_packed_columns(model)):
                 of_expert = self._experts_elsewhere and name.startswith(experts)
-                totals[of_expert].update(f"{number} {name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+                # Where LoRA is on, vLLM puts each layer into another one, and plain prompts get what they got.
+                plain = name.replace(".base_layer.", ".")
+                totals[of_expert].update(f"{number} {plain} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
                 samples[of_expert].extend(_sample(tensor))
         for total, pieces in zip(totals, samples, strict=True):
             for device in dict.fromkeys(piece.device for piece in pieces):
@@ -188,7 +190,7 @@ def _packed_columns(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
     """
     for name, module in model.named_modules():
         weight, product = getattr(module, "weight", None), getattr(module, "cpu_linear", None)
-        if not isinstance(weight, torch.Tensor) or weight.numel() > 0:
+        if not isinstance(weight, torch.Tensor) or weight.numel() > 0 or hasattr(module, "base_layer"):
             continue
         if product is None:
             yield from ((f"{name}.{key}", kept) for key, kept in vars(module).items() if isinstance(kept, torch.Tensor))

@@ -13,7 +13,7 @@ from kvoffd_client.vllm.factors import WEIGHT_SUFFIXES, digest_of_files
 from kvoffd_client.vllm.log import logger
 
 if TYPE_CHECKING:
-    from kvoffd_client.vllm.vllm_types import LoRARequest
+    from kvoffd_client.vllm.vllm_types import LoRAConfig, LoRARequest
 
 CONFIG_FILE = "adapter_config.json"
 MAX_ADAPTERS = 100_000
@@ -38,9 +38,12 @@ class LoraAdapters:
     vLLM loads an adapter before or at its first request. When the files are others later, nobody knows which of them
     are in memory, nor what vLLM's own cache was computed with. Then the adapter's requests use no kvoffd until vLLM's
     cache was reset and the adapter was loaded anew (vLLM gives it another id).
+
+    ``config`` is the engine's vllm.config.LoRAConfig: an engine may apply a part of every adapter only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: LoRAConfig | None = None) -> None:
+        self._settings = _settings_of(config)
         self._known: dict[tuple[str, str], _Adapter] = {}
 
     def content_of(self, lora_request: LoRARequest) -> bytes | None:
@@ -66,7 +69,7 @@ class LoraAdapters:
                 *name,
             )
             return None
-        content = hashlib.sha256(digest_of_files(files).encode()).digest()
+        content = hashlib.sha256(f"{self._settings}{digest_of_files(files)}".encode()).digest()
         self._known[name] = _Adapter(lora_request.lora_int_id, signature, content)
         return content
 
@@ -74,6 +77,15 @@ class LoraAdapters:
         """vLLM's own cache has no block of before any more."""
         for adapter in self._known.values():
             adapter.reset_since = adapter.reset_since or adapter.content is None
+
+
+def _settings_of(config: LoRAConfig | None) -> str:
+    """Return what of an engine's configuration decides how it computes with any adapter."""
+    if config is None:
+        return ""
+    names = ("lora_dtype", "enable_tower_connector_lora", "enable_mixed_moe_lora_format", "enable_moe_shared_loras")
+    only = sorted(set(config.target_modules)) if config.target_modules is not None else None
+    return f"{[str(getattr(config, name)) for name in names]} {only}"
 
 
 def _files_of(path: str) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vllm.config import KVTransferConfig as KVTransferConfig
+from vllm.config import LoRAConfig as LoRAConfig
 from vllm.config import ModelConfig as ModelConfig
 from vllm.config import SchedulerConfig as SchedulerConfig
 from vllm.config import VllmConfig as VllmConfig
