@@ -204,7 +204,7 @@ class Session:
             else:
                 self._on_unexpected_refusal(reply, refusal, now)
             if reply.code in ENDED_SESSION and self.token:
-                self.disconnect(reply.message, now)
+                self.disconnect(str(refusal), now)
         elif on_reply is not None:
             on_reply(reply, now)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.units import printable
 
 
 class KvoffdClientError(Exception):
@@ -19,7 +20,7 @@ class RequestRefused(KvoffdClientError):
     """The daemon answered with an error; nothing changed there. ``code`` says why, the message what to do."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:
-        super().__init__(message or code.sentence)
+        super().__init__(printable(message) or code.sentence)
         self.code = code
 
 

@@ -110,7 +110,7 @@ class KeptPolicy:
     def _complain(self) -> None:
         if (error := self._file.error) is not None:
             logger.warning(
-                "What the policy knows cannot be written to %s (%s); the next daemon learns anew.",
+                "What the policy knows cannot be written to %s (%s); the next daemon goes on with what was before.",
                 self._file.path,
                 error,
             )

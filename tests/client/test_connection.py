@@ -17,6 +17,7 @@ import pytest
 from kvoffd_client import ClientOptions, ForkedProcess, NamespaceSpec, Registration, SchedulerClient, WorkerClient
 from kvoffd_client.lifeline_stream import MAX_DESCRIPTORS
 from kvoffd_proto import messages as m
+from kvoffd_proto.codec import encode
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.lifeline import MemoryReleased, Refused, encode_frame
 from tests.support.fake_daemon import FakeDaemon
@@ -129,6 +130,15 @@ def test_a_refusal_at_the_lifeline_is_kept_as_the_reason(fake: FakeDaemon, caplo
 def test_a_session_that_the_daemon_refuses_later_connects_again(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
     fake.send_lifeline(m.Role.SCHEDULER, encode_frame(Refused(ErrorCode.TOO_MANY, "Too many sessions.")))
     wait_until(lambda: len(fake.seen(m.Hello)) == 2 and scheduler.ready)
+
+
+@pytest.mark.parametrize("code", [ErrorCode.INTERNAL, ErrorCode.BAD_TOKEN])
+def test_a_refusal_forges_no_line_of_a_log_and_says_nothing_to_a_terminal(
+    code: ErrorCode, fake: FakeDaemon, scheduler: SchedulerClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake.send_raw(m.Role.SCHEDULER, encode(m.Error(2**40, fake.epoch, code, "\x1b[2J\nforged")))
+    wait_until(lambda: any(text.endswith("?[2J?forged") for text in caplog.messages), explain=lambda: caplog.messages)
+    assert all(text.isprintable() for text in caplog.messages)
 
 
 @pytest.mark.timing
