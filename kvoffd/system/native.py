@@ -64,6 +64,7 @@ class Native:
             self.learned_declined = with_gil("learned_declined", None, address, *keys)
             self.learned_classes = with_gil("learned_classes", None, address, text)
             self.learned_key = with_gil("learned_key", number, address, number, text, number, text)
+            self.learned_chance = with_gil("learned_chance", real, address, number, text, number, number)
             self.learned_begin_record = with_gil("learned_begin_record", None, address)
             self.learned_record = with_gil("learned_record", number, address, text, number)
             self.learned_counts_bytes = with_gil("learned_counts_bytes", number)

@@ -22,6 +22,9 @@ MAX_COLD_BLOCKS = 1024
 MIN_SWEPT_BLOCKS = 1024
 """Blocks that may wait before those that have left the pool are removed from among them."""
 DAY_S = 86_400.0
+LEAST_CHANCE, LEAST_OF_MEAN = 0.1, 0.5
+"""To come back while a full tier would keep it, of a block that is worth a write: so much, or so much of what those had
+lately that were to be written, if that is less."""
 SAVED_SHARE = 1 / 8
 """Share of a day's bytes that may be saved up and written at once."""
 RATE_SAVED_S = 0.25
@@ -93,7 +96,8 @@ class Demoter:
     when room in the pool is short.
 
     They are written ahead of their eviction, so that no eviction waits: a block that is evicted before its turn is
-    gone.
+    gone. What the policy expects not to come back does not take the place of others in a tier that is full, unless all
+    is to be written (``WriteMode.ALWAYS``).
 
     Args:
         idle: whether nobody waits for the tier to read.
@@ -132,12 +136,20 @@ class Demoter:
         self._waiting: dict[Block, None] = {}
         self._sweep_at = MIN_SWEPT_BLOCKS
         self._cold: dict[Block, None] = {}
+        self._not_worth: set[Block] = set()
+        """Those at the cold end that are not worth a write."""
         self._under_way: dict[Block, Demotion] = {}
         self.under_way_bytes = 0
         self.written_blocks = 0
         self.written_bytes = 0
         self.over_budget = 0
         """Times that something was to be written and the budget did not allow it."""
+        self.spared_blocks = 0
+        """Blocks that were to be written and were not worth it."""
+        self._least_chance = 0.0
+        self._read_bytes = self._offered_bytes = 0.0
+        """Of late: what was read, and what was written or spared."""
+        self._read_before = 0
 
     @property
     def waiting_blocks(self) -> int:
@@ -161,15 +173,22 @@ class Demoter:
         self._waiting.clear()
         self._cold.clear()
 
-    def tick(self) -> None:
-        """Look at the cold end, and go on."""
+    def tick(self, read_bytes: int) -> None:
+        """Look at the cold end, and go on. ``read_bytes``: what was read from the tier so far."""
+        self._judge(read_bytes)
         self._cold.clear()
         self._sweep()
         if self.mode is not WriteMode.NEVER and self._slots.free_bytes < 2 * self._cold_bytes:
-            nbytes = 0
+            nbytes, before = 0, self._not_worth
+            self._not_worth = set()
             for block in islice(self._policy.candidates(), MAX_COLD_BLOCKS):
                 if not self._in_tier(block):
-                    self._cold[block] = None
+                    if self._is_worth(block):
+                        self._cold[block] = None
+                    else:
+                        self._not_worth.add(block)
+                        if block not in before:
+                            self._spare(block)
                 nbytes += block.slot_bytes
                 if nbytes >= self._cold_bytes:
                     break
@@ -213,8 +232,12 @@ class Demoter:
                 return
             for block in list(islice(blocks, MAX_LOOKED_AT)):
                 blocks.pop(block, None)
-                if block.state is BlockState.READY and not self._in_tier(block):
+                if block.state is not BlockState.READY or self._in_tier(block):
+                    continue
+                if blocks is self._cold or self._is_worth(block):
                     yield block
+                else:
+                    self._spare(block)
             if blocks:
                 return
 
@@ -226,6 +249,25 @@ class Demoter:
             or fingerprint in self._left_out
             or block.key in self._tier.index(fingerprint, block.group)
         )
+
+    def _is_worth(self, block: Block) -> bool:
+        """Whether a block may come back before the tier, which is full, would have evicted it."""
+        within = self._tier.full_bytes if self.mode is not WriteMode.ALWAYS else 0
+        return not within or self._policy.return_chance(block, within) >= self._least_chance
+
+    def _spare(self, block: Block) -> None:
+        self.spared_blocks += 1
+        self._offered_bytes += tier_block(block).nbytes
+
+    def _judge(self, read_bytes: int) -> None:
+        """See how often what was to be written was read: where nothing comes back often, little is worth a write."""
+        self._read_bytes += read_bytes - self._read_before
+        self._read_before = read_bytes
+        if self._offered_bytes > self._tier.full_bytes > 0:
+            self._read_bytes /= 2
+            self._offered_bytes /= 2
+        mean = self._read_bytes / max(1.0, self._offered_bytes)
+        self._least_chance = min(LEAST_CHANCE, LEAST_OF_MEAN * mean)
 
     def _over_budget(self, block: Block) -> None:
         self.over_budget += 1
@@ -240,6 +282,7 @@ class Demoter:
             if result is TierResult.DONE:
                 self.written_blocks += 1
                 self.written_bytes += demotion.copy.nbytes
+                self._offered_bytes += demotion.copy.nbytes
             elif result is TierResult.PRESENT:
                 self.budget.give_back(demotion.copy.nbytes)
                 self._trickle_left += demotion.copy.nbytes

@@ -175,8 +175,8 @@ class TieringManager:
         self.tier.tick()
         for promoter in self._promoters:
             promoter.tick()
-        for demoter in self._demoters:
-            demoter.tick()
+        for promoter, demoter in zip(self._promoters, self._demoters, strict=True):
+            demoter.tick(promoter.promoted_bytes)
         for shared in self.shared:
             shared.tick()
         self.publish_some()

@@ -165,6 +165,11 @@ class Tier(ABC):
         The listener may be told of them later, but of each before it is stored again.
         """
 
+    @property
+    def full_bytes(self) -> int:
+        """Bytes that it keeps if each block that is written takes the place of others; 0 while there is room."""
+        return 0
+
     def removals_kept(self) -> Callable[[], bool]:
         """What says whether all that was removed up to now stays away also after a kill or a power cut."""
         return lambda: True
@@ -325,6 +330,11 @@ class CompositeTier(Tier):
 
     def remove_namespace(self, fingerprint: bytes) -> int:
         return sum(tier.remove_namespace(fingerprint) for tier in self._members)
+
+    @property
+    def full_bytes(self) -> int:
+        each = [tier.full_bytes for tier in self._members]
+        return sum(each) if all(each) else 0
 
     def removals_kept(self) -> Callable[[], bool]:
         kept = [tier.removals_kept() for tier in self._members]

@@ -139,6 +139,14 @@ class TieringStats(Wire, frozen=True):
             nil=-1,
         ),
     ]
+    spared_blocks: Annotated[
+        Count,
+        counter(
+            "Blocks that were not written to a full disk, since the policy expects that they do not come back before "
+            "they would be evicted there.",
+            "disk_writes_spared",
+        ),
+    ] = 0
 
 
 class SharedServer(Wire, frozen=True):

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvoffd.cache.policies import POLICY_NAMES
+from kvoffd.simulate.trace import KEY_BYTES, Trace
+from kvoffd.tiering import WriteMode
 
-from . import policies
+from . import disk_writes, policies
 
 
 def test_the_page_has_each_policy_and_the_error_of_the_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,3 +26,10 @@ def test_the_page_has_each_policy_and_the_error_of_the_curve(tmp_path: Path, mon
     assert {line.split(" | ")[0] for line in lines} >= {f"| {name}" for name in POLICY_NAMES}
     assert "| the optimum | 50.0 | 75.0 |" in lines
     assert "| small | 20 | 0.00 | 0.00 |" in lines
+
+
+def test_what_left_the_pool_comes_from_the_counted_disk() -> None:
+    documents = [b"".join((20 * name + at).to_bytes(KEY_BYTES, "big") for at in range(20)) for name in range(4)]
+    found = disk_writes.replay(Trace("cycle", 512, documents * 5), "lru", 64, 1000, WriteMode.ALWAYS)
+    assert (found.hits, found.written, found.spared) == (pytest.approx(80), pytest.approx(20), 0)
+    assert found.pool_hits < 10

@@ -176,7 +176,7 @@ def busy() -> StatsReply:
             namespace(OTHER, "tiny"),
         ],
         integrity=IntegrityStats(4_096, 4 * GIB, 0, 0, 0),
-        below=TieringStats(2_048, 2 * GIB, 12, {"corrupt": 1}, 3.1e9, 4_096, 4 * GIB, 3, 0, "reuse", 40 * GIB),
+        below=TieringStats(2_048, 2 * GIB, 12, {"corrupt": 1}, 3.1e9, 4_096, 4 * GIB, 3, 0, "reuse", 40 * GIB, 1_357),
         shared=[
             SharedStats(
                 "redis://valkey:6379",

@@ -33,6 +33,15 @@ def test_a_fresh_daemon_shows_no_nonsense(fresh: StatsReply, render: Render, wid
     assert "0 B of 20.0 GiB" in text
 
 
+@pytest.mark.parametrize(("width", "spared"), [(80, False), (116, True)])
+def test_what_a_disk_was_spared_is_beside_what_it_was_written(
+    busy: StatsReply, render: Render, width: int, spared: bool
+) -> None:
+    titles, numbers = render(StatsPage(busy), width).split("\nDisk ", 1)[1].splitlines()[:2]
+    assert (titles.split()[-1] == "spared") == spared
+    assert (numbers.split()[-1] == "1,357") == spared
+
+
 def test_a_pool_of_nothing_divides_by_nothing(fresh: StatsReply, render: Render) -> None:
     empty = msgspec.structs.replace(fresh.pool, pool_bytes=0, usable_bytes=0, free_bytes=0, table_bytes=0)
     assert "0 B of 0 B" in render(StatsPage(msgspec.structs.replace(fresh, pool=empty)))

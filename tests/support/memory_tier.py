@@ -121,6 +121,10 @@ class MemoryTier(DeviceTier):
             job.forgotten |= not job.reading and job.block.id.fingerprint == fingerprint
         return self.remove([name for name in self.device.blocks if name.fingerprint == fingerprint])
 
+    @property
+    def full_bytes(self) -> int:
+        return self.stats().used_bytes if self.counts["evicted"] else 0
+
     def tick(self) -> None:
         self.tell()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvoffd.cache.namespace import Block, Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.demotion import DAY_S, MAX_LOOKED_AT, MIN_SWEPT_BLOCKS, WriteBudget
 from kvoffd.tiers.tier import TierResult
@@ -136,6 +137,83 @@ def test_a_write_that_fails_is_let_go() -> None:
     assert rig.cache.blocks.pinned_blocks == 0
     assert rig.tiering.demoter.written_blocks == 0
     rig.check()
+
+
+def full_rig(
+    monkeypatch: pytest.MonkeyPatch, mode: WriteMode, chances: dict[int, float], reads: int = 1
+) -> tuple[TieringHarness, Namespace]:
+    """Over a tier of four blocks, which has evicted one and was read; its policy knows some chances to come back."""
+    rig = TieringHarness(settings=TieringSettings(mode=mode), regions=8, tier_bytes=4 * SLOT_UNIT)
+    space = rig.open()
+    for number in range(100, 105):
+        rig.put_in_tier(space, keys_of(number))
+    assert rig.tier.full_bytes == 4 * SLOT_UNIT
+    for _ in range(reads):
+        rig.states(space, keys_of(104))
+        rig.finish_promotions()
+        rig.cache.blocks.evict([space.index[0][keys_of(104)]])
+    rig.tiering.tick()
+    known = {keys_of(number): chance for number, chance in chances.items()}
+
+    def return_chance(block: Block, within_bytes: int) -> float:
+        assert within_bytes == rig.tier.full_bytes
+        return known.get(block.key, 0.11)
+
+    if known:
+        monkeypatch.setattr(rig.cache.policy, "return_chance", return_chance)
+    return rig, space
+
+
+def use(rig: TieringHarness, space: Namespace, *numbers: int) -> None:
+    rig.put(space, keys_of(*numbers))
+    rig.cache.lookup(space, 1, 1, [(0, keys_of(*numbers))])
+    rig.cache.touch(1)
+    rig.cache.release(1, [1])
+    go_on(rig)
+
+
+@pytest.mark.parametrize("mode", [WriteMode.REUSE, WriteMode.EVICT])
+def test_what_hardly_comes_back_is_not_worth_a_write_to_a_full_tier(
+    mode: WriteMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, space = full_rig(monkeypatch, mode, {29: 0.09})
+    rig.put(space, keys_of(*range(30)))
+    for _ in range(3):
+        go_on(rig)
+    assert rig.in_tier(space, keys_of(28)) == 1
+    assert rig.in_tier(space, keys_of(29)) == 0
+    assert rig.tiering.demoter.spared_blocks == 1, "it stays at the cold end"
+    rig.check()
+
+
+def test_what_was_used_is_judged_when_it_is_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, space = full_rig(monkeypatch, WriteMode.REUSE, {1: 0.09})
+    use(rig, space, 1, 2)
+    assert [rig.in_tier(space, keys_of(number)) for number in (1, 2)] == [0, 1]
+    assert rig.tiering.demoter.spared_blocks == 1
+
+
+def test_where_little_of_what_is_written_comes_back_less_is_asked_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, space = full_rig(monkeypatch, WriteMode.REUSE, {21: 0.03, 22: 0.02})
+    use(rig, space, *range(20))  # one read for twenty writes, of which the half is 0.025
+    rig.tiering.tick()
+    use(rig, space, 21, 22)
+    assert [rig.in_tier(space, keys_of(number)) for number in (21, 22)] == [1, 0]
+    assert rig.tiering.demoter.spared_blocks == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "chances", "reads"),
+    [(WriteMode.ALWAYS, {1: 0.0, 2: 0.0}, 1), (WriteMode.REUSE, {}, 1), (WriteMode.REUSE, {1: 0.0, 2: 0.0}, 0)],
+    ids=["all is wanted", "the policy does not know", "nothing was read so far"],
+)
+def test_where_nothing_can_be_judged_all_is_written(
+    mode: WriteMode, chances: dict[int, float], reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, space = full_rig(monkeypatch, mode, chances, reads)
+    use(rig, space, 1, 2)
+    assert rig.in_tier(space, keys_of(1, 2)) == 2
+    assert not rig.tiering.demoter.spared_blocks
 
 
 def test_blocks_without_a_checksum_stay() -> None:

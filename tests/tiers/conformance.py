@@ -134,6 +134,7 @@ class TierConformance:
         count = 2 * rig.maker.capacity_bytes // 12_288
         kept = [block_of(number) for number in range(3)]
         self.store(rig, *kept)
+        assert not rig.tier.full_bytes
         for number in range(3, count):
             rig.tier.touch([block.id for block in kept])
             self.store(rig, block_of(number))
@@ -146,6 +147,7 @@ class TierConformance:
             assert left == list(range(left[0], count)), "the oldest did not go first"
         for number in [0, 1, 2, *left]:
             assert self.load(rig, block_of(number)) is DONE
+        assert rig.tier.full_bytes == stats.used_bytes
 
     def test_other_sizes_get_room_too(self, rig: TierRig) -> None:
         self.store(rig, *(block_of(number) for number in range(rig.maker.capacity_bytes // 12_288)))

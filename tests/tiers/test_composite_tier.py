@@ -49,6 +49,14 @@ def rig() -> CompositeRig:
     return CompositeRig()
 
 
+def test_it_is_full_when_all_members_are(rig: CompositeRig) -> None:
+    rig.write_all(rig.open(), *range(16))
+    for member in rig.members:
+        assert not rig.tiers.full_bytes
+        member.counts["evicted"] += 1
+    assert rig.tiers.full_bytes == 16 * SLOT_UNIT
+
+
 def test_every_block_is_in_one_member_and_all_are_used(rig: CompositeRig) -> None:
     space = rig.open()
     rig.write_all(space, *range(16))

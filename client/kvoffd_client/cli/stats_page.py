@@ -85,7 +85,7 @@ class StatsPage:
             "curve": tuple(_curve(now, wide)),
             "copies": (_copies(now, wide),),
             "lookups": (_lookups(now, wide),),
-            "disks": (_disks(now),) if now.disks else (),
+            "disks": (_disks(now, wide),) if now.disks else (),
             "namespaces": (),
             "errors": (_errors(_failures(now)),),
             "footnote": (Text(self.footnote, style="dim"),) if self.footnote else (),
@@ -317,9 +317,12 @@ def _lookups(now: StatsReply, wide: bool) -> Table:
     return table
 
 
-def _disks(now: StatsReply) -> Table:
+def _disks(now: StatsReply, wide: bool) -> Table:
+    """``spared``: blocks that were not worth a write."""
     disks = now.disks
     table = _section("Disk", ("used", "blocks", "read", "written", "pending", "failed", "errors"))
+    if wide:
+        add_numbers(table, ("spared",))
     table.add_row(
         fitting("all"),
         percent(sum(disk.used_bytes for disk in disks), sum(disk.size_bytes for disk in disks)),
@@ -329,6 +332,7 @@ def _disks(now: StatsReply) -> Table:
         format_count(now.below.pending_blocks if now.below is not None else 0),
         _alarming(sum(now.below.failed_promotions.values()) if now.below is not None else 0),
         _alarming(sum(sum(disk.errors.values()) for disk in disks)),
+        *((format_count(now.below.spared_blocks if now.below is not None else 0),) if wide else ()),
     )
     return table
 

@@ -253,3 +253,20 @@ uint64_t kvoffd_learned_key(struct learned *l, uint64_t name, const uint8_t *key
                               : worse + bytes_before(l, &l->cells[own], BY_WORTH, l->cell_bytes[own], there->span);
     return 1;
 }
+
+/* The chance that a key comes back while `within` bytes more are accessed, 1 where nothing is learned of it. */
+double kvoffd_learned_chance(struct learned *l, uint64_t name, const uint8_t *key, uint64_t key_bytes, uint64_t within)
+{
+    uint64_t hash;
+    double left = 1;
+
+    hash_keys(l, name, key, 1, key_bytes, &hash);
+    const struct place *there = find_place(l, hash);
+    if (!there->hash || l->known.as_lru)
+        return 1;
+    const struct span *s = &l->spans[there->span];
+    double until = (double)(l->known.now - s->since) + within;
+    for (int bin = age_bin(l, s->since); bin < BINS && l->edges[bin] < until; bin++)
+        left *= 1 - l->hazard[s->kind][bin];
+    return 1 - left;
+}

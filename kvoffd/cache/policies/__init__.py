@@ -96,6 +96,9 @@ class EvictionPolicy(Protocol):
         """Keys that were offered were not worth the blocks they would have cost: the other ranks should not store them
         either."""
 
+    def return_chance(self, block: Block, within_bytes: int) -> float:
+        """The chance that a block is asked for again before so many bytes more are; 1 where nothing tells."""
+
     def record(self) -> Iterator[bytes]:
         """What the next daemon's policy of this name may go on with, in pieces; none where there is nothing to know.
 
@@ -131,6 +134,9 @@ class AdmitsAll:
 
     def declined(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
         raise AssertionError("nothing is declined")
+
+    def return_chance(self, block: Block, within_bytes: int) -> float:
+        return 1.0
 
     def record(self) -> Iterator[bytes]:
         return iter(())

@@ -227,6 +227,13 @@ class Policy:
         age, worth, kind, sightings, turn, before = _KEY.unpack(facts.raw)
         return KeyWorth(CLASSES[kind], age, sightings, turn, worth, before)
 
+    def return_chance(self, block: Block, within_bytes: int) -> float:
+        namespace, group = block.namespace, block.group
+        if not self._is_learned_of(namespace, namespace.block_bytes(group)):
+            return 1.0
+        name, _, _, key_bytes = _keys(namespace, group, block.key)
+        return float(self._native.learned_chance(self._at, name, block.key, key_bytes, within_bytes))
+
     def record(self) -> Iterator[bytes]:
         self._native.learned_begin_record(self._at)
         content, checksum = ctypes.create_string_buffer(PIECE_BYTES), 0

@@ -43,6 +43,8 @@ WRITE_PATIENCE_S = 0.5
 """How long a write waits while reads keep coming."""
 ENDED_AT_ONCE = 32
 """Jobs whose ends are handled before the daemon's thread does other work."""
+FULL_PART = 15 / 16
+"""Of what it held when it last evicted, from which on it has no room: regions of several sizes are never all full."""
 HANG_TIMEOUT_S = 10.0
 """A call that takes longer hangs."""
 
@@ -136,7 +138,7 @@ class DiskTier(DeviceTier):
         self._under_way: Counter[Kind] = Counter()
         self._waiting_writes: list[DiskJob] = []
         """Writes to slots of which the file still has the record of another block."""
-        self._put_aside_bytes = 0
+        self._put_aside_bytes = self._used_when_full = 0
         self._pause_s = 0.0
         self._write_after = float("-inf")
         # Held while ended jobs are processed: by the daemon's thread, or by the one that closes the tier.
@@ -173,6 +175,7 @@ class DiskTier(DeviceTier):
         entry, evicted = self._index.take(block, self._wall_clock())
         if evicted:
             self._counts["evicted_blocks"] += len(evicted)
+            self._used_when_full = self._index.regions.used_bytes
             self._events.removed(evicted)
         if entry is None:
             self._counts["refused_writes"] += 1
@@ -219,6 +222,11 @@ class DiskTier(DeviceTier):
             self._wake()
         self._write_records()
         return removed
+
+    @property
+    def full_bytes(self) -> int:
+        used = self._index.regions.used_bytes
+        return used if self._used_when_full and used >= FULL_PART * self._used_when_full else 0
 
     def removals_kept(self) -> Callable[[], bool]:
         removals = self._updates.removals

@@ -198,6 +198,29 @@ def test_what_is_asked_for_once_a_day_is_not_taken_for_dead_at_noon() -> None:
     assert learned.hit_percent > lru.hit_percent + 8
 
 
+def test_the_chance_of_a_block_to_come_back_is_told_by_its_kind_and_the_time_that_is_left() -> None:
+    rig = CacheHarness(regions=10, region_bytes=2**22, policy="learned")  # 40 blocks
+    namespace, other = (rig.open(name, shard_bytes=(2**20,)) for name in "ab")
+    for number in range(400):
+        first = 8 * (number // 2 % 5) if number % 2 else 1000 + 8 * number  # five documents, or what never returns
+        ask(rig, namespace, chain := list(range(first, first + 2)))
+        rig.put(namespace, keys_of(*chain))
+    rig.put(other, keys_of(1))
+    document, once, unknown = (
+        next(iter(space.index[0].find(keys_of(key))))
+        for space, key in ((namespace, first), (namespace, 1000 + 8 * 398), (other, 1))
+    )
+    assert document is not None
+    assert unknown is not None
+    pool = rig.slots.pool_bytes
+    chances = [rig.cache.policy.return_chance(document, part * pool // 4) for part in (0, 1, 2, 8)]
+    assert chances == sorted(chances)
+    assert chances[0] < 0.01
+    assert chances[-1] > 0.9
+    assert once is None or rig.cache.policy.return_chance(once, 2 * pool) < 0.3
+    assert rig.cache.policy.return_chance(unknown, pool) == 1
+
+
 def test_a_model_that_begins_in_a_full_pool_is_not_declined_for_what_another_one_asks_for() -> None:
     rig = CacheHarness(regions=10, region_bytes=4096 * 4, policy="learned")  # 40 blocks
     old, new = rig.open("old", shard_bytes=(4096,)), rig.open("new", shard_bytes=(4096,))

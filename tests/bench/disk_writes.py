@@ -1,0 +1,145 @@
+"""What a disk below the pool is written and what it brings: `python -m tests.bench.disk_writes TRACE --pool N --disk N`
+
+A trace goes through the daemon's cache and tiering, over slots without memory and a disk that is only counted: first as
+if every block were worth a write, then as the policy judges. Sizes are in blocks of the trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.policies import make_policy
+from kvoffd.pool.pool import Pool
+from kvoffd.simulate.replay import BLOCK_BYTES, CountedSlots, Silence
+from kvoffd.simulate.trace import KEY_BYTES, Trace, read_trace
+from kvoffd.tiering import TieringSettings, WriteMode, demotion
+from kvoffd.tiering.manager import TieringManager
+from kvoffd.tiers.tier import OnDone, TierBlock, TierKey, TierResult
+from kvoffd_proto.messages import PENDING, READY, GroupSpec
+from tests.support.memory_tier import Device, MemoryTier
+from tests.support.tiering_harness import FakeMemory
+
+LOOKUP = SESSION = 1
+REQUEST_S = 0.3
+"""From one request to the next, as in Mooncake's hour of chat; the daemon looks at the cold end as often."""
+
+
+class Written(NamedTuple):
+    """In % of the blocks that were asked for."""
+
+    hits: float
+    pool_hits: float
+    written: float
+    spared: float
+
+
+class CountedDisk(MemoryTier):
+    """A disk without bytes, whose jobs end when they are asked to."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(Device(), FakeMemory(), blocks * BLOCK_BYTES)
+        self._most = blocks
+        self._there: dict[bytes, TierBlock] = {}
+        self._queue: list[tuple[bool, TierBlock, OnDone]] = []
+
+    def index(self, fingerprint: bytes, group: int) -> Mapping[bytes, TierBlock]:
+        return self._there
+
+    def write(self, block: TierBlock, offsets: Sequence[int], on_done: OnDone) -> bool:
+        self._queue.append((False, block, on_done))
+        return True
+
+    def read(self, block_id: TierKey, offsets: Sequence[int], deadline: float, on_done: OnDone) -> bool:
+        self._queue.append((True, self._there[block_id.key], on_done))
+        return True
+
+    def touch(self, block_ids: Iterable[TierKey]) -> None:
+        for block_id in block_ids:
+            if (block := self._there.pop(block_id.key, None)) is not None:
+                self._there[block_id.key] = block
+
+    @property
+    def full_bytes(self) -> int:
+        return len(self._there) * BLOCK_BYTES if self.counts["evicted"] else 0
+
+    def work(self) -> bool:
+        """End what is queued. Returns whether there was anything."""
+        queued, self._queue = self._queue, []
+        for reading, block, on_done in queued:
+            if reading:
+                self.touch([block.id])
+            else:
+                if len(self._there) == self._most:
+                    del self._there[next(iter(self._there))]
+                    self.counts["evicted"] += 1
+                self._there[block.id.key] = block
+            there = not reading or block.id.key in self._there
+            on_done(TierResult.DONE if there else TierResult.GONE)
+        return bool(queued)
+
+
+class NoEvents:
+    def stored_in_tier(self, *told: object) -> None:
+        """Nobody is told."""
+
+    removed_from_tier = stored_in_tier
+
+
+def replay(trace: Trace, policy: str, pool: int, disk_blocks: int, mode: WriteMode = WriteMode.REUSE) -> Written:
+    now = 0.0
+    slots, disk = cast(Pool, CountedSlots(pool)), CountedDisk(disk_blocks)
+    cache = BlockCache(slots, make_policy(policy, slots.pool_bytes), Silence(), lambda: now)
+    tiering = TieringManager(cache, disk, NoEvents(), lambda: now, TieringSettings(mode, deadline_s=1e9))
+    cache.attach(tiering)
+    groups = [GroupSpec("full", trace.tokens_per_block)]
+    namespace, _ = cache.open_namespace(bytes(32), trace.name, 1, KEY_BYTES, groups, "{}")
+    cache.set_shard_bytes(namespace, 0, [BLOCK_BYTES])
+    hits = 0
+    for keys in trace.requests:
+        now += REQUEST_S
+        states = cache.lookup(namespace, LOOKUP, SESSION, [(0, keys)]).states[0]
+        cache.touch(LOOKUP)
+        if PENDING in states:
+            tiering.pump()
+            while disk.work():
+                tiering.pump()
+            states = cache.lookup(namespace, LOOKUP, SESSION, [(0, keys)], again=True, extend=True).states[0]
+        hits += len(states) - len(states.lstrip(bytes([READY])))
+        lacking = list(compress(namespace.split(0, keys), [state != READY for state in states]))
+        if lacking:
+            ticket = cache.begin_stores(namespace, 0, 0, lacking, {})
+            ticket.checksums = [1] * len(ticket.offsets)
+            cache.commit_store(ticket)
+        cache.release(SESSION, [LOOKUP])
+        tiering.tick()
+        while disk.work():
+            pass
+    found = hits, namespace.counters.prefix_keys_ready, tiering.demoter.written_blocks, tiering.demoter.spared_blocks
+    return Written(*(100 * count / trace.accesses for count in found))
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.disk_writes", description=__doc__)
+    parser.add_argument("trace", type=Path, metavar="TRACE", help="file of a trace")
+    for name in ("--pool", "--disk"):
+        parser.add_argument(name, type=int, required=True, metavar="N", help="size in blocks")
+    given = parser.parse_args(arguments)
+    trace, judged = read_trace(given.trace), demotion.LEAST_CHANCE
+    print("| trace | pool | disk | policy | found % | in the pool % | written % | spared % |")
+    print("|---" * 8 + "|")
+    for name, least in (("lru", judged), ("learned", 0.0), ("learned", judged)):
+        demotion.LEAST_CHANCE = least
+        figures = " | ".join(f"{one:.1f}" for one in replay(trace, name, given.pool, given.disk))
+        judges = ", all is written" if not least else ""
+        print(f"| {trace.name} | {given.pool:,} | {given.disk:,} | {name}{judges} | {figures} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
