@@ -336,7 +336,7 @@ class Promoter:
             self._given_up_bytes -= request.nbytes
         if result is TierResult.DONE:
             self._measure_speed(request.source.nbytes)
-        elif result is TierResult.DEADLINE:  # no more than this came since the last one did
+        elif result in (TierResult.DEADLINE, TierResult.FAILED):  # no more than this came since the last one did
             speed = request.source.nbytes / max(self._clock() - self._sample_began, 1e-4)
             self.bytes_per_second = min(self.bytes_per_second or speed, speed)
 

@@ -223,8 +223,8 @@ def test_a_master_of_a_cluster_that_is_gone_is_told_of() -> None:
 
 @pytest.mark.parametrize(
     ("bytes_per_s", "read", "why"),
-    [(2e6, 2, {"slower"}), (1e5, 0, {"slower", "deadline", "overdue"})],
-    ids=["slow", "too slow"],
+    [(2e6, 2, {"slower"}), (1e5, 0, {"slower", "deadline", "overdue"}), (1e4, 0, {"slower", "failed"})],
+    ids=["slow", "too slow", "hangs"],
 )
 def test_what_comes_slower_than_it_is_computed_is_not_read_once_that_is_known(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, read: int, why: set[str]

@@ -234,8 +234,9 @@ def test_what_takes_longer_than_computing_it_is_not_read_but_for_a_try_now_and_t
     rig.check()
 
 
+@pytest.mark.parametrize("result", [TierResult.DEADLINE, TierResult.FAILED])
 def test_what_does_not_come_in_time_is_slow_until_the_store_was_away_and_is_back(
-    rig: TieringHarness, shared: FakeAskedTier
+    rig: TieringHarness, shared: FakeAskedTier, result: TierResult
 ) -> None:
     space = rig.open()
     shared.there = {(0, key) for key in split(keys_of(*range(1, 9)))}
@@ -252,10 +253,10 @@ def test_what_does_not_come_in_time_is_slow_until_the_store_was_away_and_is_back
 
     assert asked(1, 2) == [SHARED, SHARED]
     rig.clock.now += 2.0
-    shared.end_reads(space, TierResult.DEADLINE)
+    shared.end_reads(space, result)
     assert promoter.bytes_per_second == pytest.approx(SLOT_UNIT / 2)
     assert asked(3) == [ABSENT]
-    assert promoter.failures == {"deadline": 2, "slower": 1}
+    assert promoter.failures == {result.value: 2, "slower": 1}
     shared.reachable = False
     rig.tiering.tick()
     shared.reachable = True
