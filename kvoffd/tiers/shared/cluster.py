@@ -318,7 +318,8 @@ class RedisCluster(Store):
             raise
 
     def _too_few(self) -> StoreError:
-        return StoreError("unreachable", f"Too many masters of the cluster at {self._name} cannot be used.")
+        why = next((f" {server.problem}" for server in self.servers if not server.answers), "")
+        return StoreError("unreachable", f"Too many masters of the cluster at {self._name} cannot be used.{why}")
 
     def _raise_copies(self, numbers: Mapping[bytes, int], generation: int, deadline: float) -> list[int]:
         """Raise copies of a generation that have these numbers to this one or more; returns what they are then."""
