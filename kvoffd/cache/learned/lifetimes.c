@@ -10,7 +10,7 @@
 /* Of a block, in hits. */
 static const double WRITE_COST = 0.03;
 /* A class's hazard is as its group's until it had as many keys as so many mean requests. */
-static const double PRIOR_REQUESTS = 30;
+static const double PRIOR_REQUESTS = 60;
 /* The same for a class's multiplier, in keys that came back. */
 static const double MULTIPLIER_REQUESTS = 10;
 /* A multiplier below 1 is believed of an age as far as keys of the class were watched at it, in mean requests: what was
@@ -21,6 +21,8 @@ static const double HIGHEST_HAZARD = 0.95;
 /* Standard deviations of a lead that may not be by chance: to take chance for a lead costs little, and there are few
  * requests in a lifetime. */
 static const double SURE = 1;
+/* A smaller one, in pools, is not worth it: what was learned is at its worst when the pool has just become full. */
+static const double LEAST_LEAD = 0.15;
 /* Of the lead, in a pool lifetime. */
 static const double LEAD_KEPT = 1 - 1.0 / 256;
 enum { FIRST_JUDGED = 8, MOST_STAYS = 1024 };
@@ -199,7 +201,7 @@ void judge(struct learned *l)
         return;
     }
     int chance = l->lead * l->lead <= SURE * SURE * l->lead_squares;
-    if (l->lead > 0 && !chance) {
+    if (l->lead > LEAST_LEAD * l->known.lifetime && !chance) {
         l->known.as_lru = 1;
         l->judge_at = l->known.now + l->stays * l->known.lifetime;
         if (l->stays < MOST_STAYS)

@@ -6,7 +6,7 @@
 
 /* What amounts of text are counted in, and the most that a request may leave out of the one that it continues. */
 enum { UNIT_TOKENS = 512 };
-enum { FEWEST_LEARNED = 40, MEMORY_REQUESTS = 8000, EVIDENCE_PART = 50 };
+enum { FEWEST_LEARNED = 40, MEMORY_REQUESTS = 8000, EVIDENCE_PART = 50, TIME_PART = 32 };
 static const uint64_t LONGEST_TIME = (uint64_t)1 << 59; /* bytes */
 
 static const uint32_t NEW_UNITS[] = { 2, 4, 8, 16, 32 }, SIGHTINGS[] = { 1, 2, 3, 4, 8 };
@@ -371,13 +371,15 @@ uint64_t kvoffd_learned_pass(struct learned *l, uint64_t keys, uint64_t nbytes)
     return l->known.requests - l->learned_at;
 }
 
-/* It is learned again after a pool lifetime, and when what is known has become a little more. */
+/* It is learned again when what is known has become a little more, at the latest after a pool lifetime: when the pool has
+ * just become full, what was learned a lifetime ago says nothing of half of its blocks' ages. */
 void plan_learning(struct learned *l)
 {
+    double later = (l->past + l->known.now) / TIME_PART;
     uint64_t more = (l->known.requests < MEMORY_REQUESTS ? l->known.requests : MEMORY_REQUESTS) / EVIDENCE_PART;
 
     l->learned_at = l->known.requests;
-    l->learn_at = l->known.now + l->known.lifetime;
+    l->learn_at = l->known.now + (later < l->known.lifetime ? (uint64_t)later : l->known.lifetime);
     l->learn_after = l->known.requests + (more > FEWEST_LEARNED ? more : FEWEST_LEARNED);
 }
 
