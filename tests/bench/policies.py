@@ -1,6 +1,7 @@
-"""What every policy makes of traces, and how true the hit-ratio curve is: `python -m tests.bench.policies TRACE...`
+"""What every policy makes of traces and of made-up traffic, and how true the hit-ratio curve is.
 
-Writes kvoffd/cache/POLICIES.md. The traces are no part of kvoffd: Mooncake's, or what kvoffd-cli record wrote.
+`python -m tests.bench.policies TRACE...` writes kvoffd/cache/POLICIES.md. The traces are no part of kvoffd: Mooncake's,
+or what kvoffd-cli record wrote.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 from kvoffd.cache.curve import SIZES, HitRatioCurve
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import Chain
+from kvoffd.simulate.replay import replay
 from kvoffd.simulate.trace import KEY_BYTES, Trace, read_trace
 from kvoffd_proto.messages import GroupSpec
+from tests.support.made_up_loads import LOADS, Traffic
 
 PAGE = Path(__file__).parents[2] / "kvoffd" / "cache" / "POLICIES.md"
 BLOCKS = (1000, 2000, 4000, 8000, 16000, 32000)
@@ -24,6 +28,9 @@ POOLS = (1000, 16000)
 """Of which the curve is made."""
 SMALL_TOKENS = 16
 BLOCK_BYTES = 1 << 20
+MADE_REQUESTS = 6000
+PARTS = (24, 8, 3)
+"""Of made-up traffic's different blocks, one of so many has room in the pool."""
 
 HEAD = """# What the policies make of traces
 
@@ -34,6 +41,16 @@ tests.bench.policies TRACE...`, here on the traces of Mooncake's FAST'25 release
 
 Aimed at on `conversation_trace` were 8.5, 12, 17, 22.5, 29 and 34.5 % with `learned`, and 12 % written at 2,000
 blocks; what had to be reached were 8.0, 11.2, 15.9, 21.2, 28.1 and 33.9 %, and 20 %.
+"""
+
+MADE = """
+## Made-up traffic
+
+Token hit ratio in % with `learned`, and with `lru`, by the part of all different blocks that the pool has room for; in
+brackets the blocks asked for, in pools. {requests:,} requests of each kind, of `tests/support/made_up_loads.py`.
+
+| traffic | {parts} |
+|---|{lines}
 """
 
 CURVE = """
@@ -72,6 +89,26 @@ def policy_table(path: Path, trace: Trace) -> Iterator[str]:
     yield f"| the optimum | {' | '.join(best)} |"
 
 
+def made_trace(name: str) -> Trace:
+    requests = islice(LOADS[name](Traffic(1)), MADE_REQUESTS)
+    return Trace(name, 512, [b"".join(key.to_bytes(KEY_BYTES, "big") for key in keys) for keys in requests])
+
+
+def made_table() -> Iterator[str]:
+    yield MADE.format(
+        requests=MADE_REQUESTS, parts=" | ".join(f"1/{part}" for part in PARTS), lines="---|" * len(PARTS)
+    ).rstrip("\n")
+    for name in LOADS:
+        trace = made_trace(name)
+        different = {keys[at : at + KEY_BYTES] for keys in trace.requests for at in range(0, len(keys), KEY_BYTES)}
+        cells = []
+        for part in PARTS:
+            blocks = max(1, len(different) // part)
+            learned, lru = (replay(trace, policy, blocks).hit_percent for policy in ("learned", "lru"))
+            cells.append(f"{learned:.1f}, {lru:.1f} ({trace.accesses / blocks:.0f})")
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
 def split(trace: Trace, parts: int) -> Trace:
     """A trace, each block cut into parts."""
     requests = []
@@ -107,7 +144,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.policies", description=__doc__)
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="file of a trace")
     traces = {path: read_trace(path) for path in parser.parse_args(arguments).traces}
-    lines = [line for path, trace in traces.items() for line in policy_table(path, trace)]
+    lines = [line for path, trace in traces.items() for line in policy_table(path, trace)] + list(made_table())
     rows = [row for path, trace in traces.items() for row in curve_rows(path, trace)]
     PAGE.write_text(HEAD + "\n".join(lines) + "\n" + CURVE + "\n".join(rows) + "\n")
     return 0

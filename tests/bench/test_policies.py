@@ -10,6 +10,7 @@ import pytest
 from kvoffd.cache.policies import POLICY_NAMES
 from kvoffd.simulate.trace import KEY_BYTES, Trace
 from kvoffd.tiering import WriteMode
+from tests.support.made_up_loads import LOADS
 
 from . import disk_writes, policies
 
@@ -20,12 +21,16 @@ def test_the_page_has_each_policy_and_the_error_of_the_curve(tmp_path: Path, mon
     monkeypatch.setattr(policies, "BLOCKS", (2, 3))
     monkeypatch.setattr(policies, "POOLS", (20,))
     monkeypatch.setattr(policies, "PAGE", page)
+    monkeypatch.setattr(policies, "MADE_REQUESTS", 400)
+    monkeypatch.setattr(policies, "PARTS", (1,))
     assert policies.main([str(trace)]) == 0
     lines = page.read_text().splitlines()
     assert "| lru | 50.0 (17) | 75.0 (25) |" in lines
     assert {line.split(" | ")[0] for line in lines} >= {f"| {name}" for name in POLICY_NAMES}
     assert "| the optimum | 50.0 | 75.0 |" in lines
     assert "| small | 20 | 0.00 | 0.00 |" in lines
+    assert "| a cycle of 200 documents | 50.0, 50.0 (2) |" in lines
+    assert sum(line.split(" | ")[0].removeprefix("| ") in LOADS for line in lines) == len(LOADS)
 
 
 def test_what_left_the_pool_comes_from_the_counted_disk() -> None:

@@ -38,7 +38,8 @@ def test_stats_tell_what_is_taken(filled: list[dict[str, Any]]) -> None:
 
 def test_a_block_costs_the_same_among_more_blocks(filled: list[dict[str, Any]]) -> None:
     few, many, _ = filled
-    assert many["evicted"] > MANY, "the second half was measured in a full pool"
+    assert many["evicted"] + many["declined"] > MANY, "the second half was measured in a full pool"
+    assert many["evicted"] > 0.9 * MANY, "of which nearly all was stored"
     memory = growth({"fill": [few, many], "restart": []})[0]
     assert memory.factor <= memory.logarithm, memory
 
