@@ -248,6 +248,7 @@ class Session:
             return
         self._on_epoch(greeting.epoch)
         self.epoch, self.session_id, self.token = greeting.epoch, greeting.session_id, greeting.token
+        self.limits = None  # those of another daemon may be too low for a handshake
         self.phase = Phase.HELLO
         self._link.open_sockets([session_topic(self.epoch, self.session_id), *self._topics])
         identity = self.identity

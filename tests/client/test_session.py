@@ -380,6 +380,14 @@ def test_leases_die_with_their_connection(scheduler: SchedulerSession, link: Pap
     connect(scheduler, link, 3.0)
 
 
+def test_the_limits_of_a_daemon_end_with_its_session(scheduler: SchedulerSession, link: PaperLink) -> None:
+    connect(scheduler, link, 0.0)
+    scheduler.limits = msgspec.structs.replace(LIMITS, max_frame_bytes=1)
+    scheduler.on_lifeline_end(0.2)
+    connect(scheduler, link, 3.0, EPOCH + 1)
+    assert scheduler.phase is Phase.READY
+
+
 def test_a_full_queue_or_a_frame_too_large_is_a_miss_at_once(scheduler: SchedulerSession, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
     assert scheduler.lookup([m.GroupKeys(0, bytes(LIMITS.max_frame_bytes))], [3125], 0.0).failed

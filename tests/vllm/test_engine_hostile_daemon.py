@@ -291,7 +291,7 @@ def test_loads_that_never_end_end_with_the_daemon(
     )
     daemon.start()
     wait_until(lambda: daemon.seen(m.Register), 30)
-    wait_until(lambda: daemon.seen(m.Heartbeat), 30)
+    wait_until(lambda: len({one.token for one in daemon.requests if isinstance(one, m.Heartbeat)}) == 2, 30)
     real.forget()
     real.begin("generate", prompts=PROMPTS, max_tokens=8)
     wait_until(lambda: len(daemon.seen(m.Load)) == len(LENGTHS), 60)
