@@ -27,6 +27,8 @@ from kvoffd.transfer.plan import Direction, Plan
 _JOB_BYTES = 64 << 20
 _POOL_ADDRESS, _GPU_ADDRESS = 1 << 40, 7 << 44
 _STREAMS = 128
+_WAIT_S = 60.0
+"""For one transfer more to end."""
 
 
 class _CountingDriver:
@@ -84,7 +86,8 @@ def measure(lanes: int, piece_bytes: int, transfers: int) -> dict[str, float]:
         for engine in engines:
             engine.submit(Transfer(Direction.LOAD, plan, float("inf"), lambda *_: ended.release()))
     for _ in range(transfers * lanes):
-        ended.acquire()
+        if not ended.acquire(timeout=_WAIT_S):
+            raise TimeoutError(f"No transfer ended for {_WAIT_S:.0f} s.")
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     for engine in engines:
         engine.close(10)
