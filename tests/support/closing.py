@@ -24,6 +24,17 @@ class Starting(Closing):
             raise
 
 
+class ThreadsServer(socketserver.ThreadingTCPServer):
+    """On a free port of 127.0.0.1, with a thread for each connection, for none of which its end waits."""
+
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_address = True
+
+    def __init__(self, handler: type[socketserver.BaseRequestHandler]) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
+
+
 class ServerThread(Starting):
     """A server of the standard library, served by a thread of its own."""
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import BinaryIO
 
-from .closing import ServerThread
+from .closing import ServerThread, ThreadsServer
 
 Values = dict[bytes, bytes]
 
@@ -57,12 +57,7 @@ class FaultyStore(ServerThread):
                 except OSError:
                     pass
 
-        class Server(socketserver.ThreadingTCPServer):
-            daemon_threads = True
-            block_on_close = False
-            allow_reuse_address = True
-
-        super().__init__(Server(("127.0.0.1", 0), Handler))
+        super().__init__(ThreadsServer(Handler))
 
     @property
     def url(self) -> str:

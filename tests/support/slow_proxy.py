@@ -7,7 +7,7 @@ import socketserver
 import threading
 import time
 
-from .closing import ServerThread
+from .closing import ServerThread, ThreadsServer
 
 PART_BYTES = 16_384
 SHORT_BYTES = 4096
@@ -40,12 +40,7 @@ class SlowProxy(ServerThread):
                 except OSError:
                     pass
 
-        class Server(socketserver.ThreadingTCPServer):
-            daemon_threads = True
-            block_on_close = False
-            allow_reuse_address = True
-
-        super().__init__(Server(("127.0.0.1", 0), Handler))
+        super().__init__(ThreadsServer(Handler))
 
     @property
     def url(self) -> str:

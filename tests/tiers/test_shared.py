@@ -20,7 +20,7 @@ from kvoffd.tiers.shared.shared_tier import MOST_ASKED
 from kvoffd.tiers.shared.store import Credentials, open_store
 from kvoffd.tiers.tier import MOST_FIRST_BLOCK, Answer, TierResult
 from tests.support.faulty_store import FaultyStore
-from tests.support.redis_server import Certificate, RedisCluster, RedisServer, needs_redis
+from tests.support.redis_server import Certificate, RedisServer, needs_redis
 from tests.support.steal import TooSlow
 from tests.tiers.shared_conformance import FaultConformance, SharedConformance
 from tests.tiers.shared_rig import ONE, OTHER, SLOT_BYTES, SharedRig
@@ -42,20 +42,6 @@ class TestRedis(SharedConformance):
     def url(self, server: RedisServer) -> str:
         server.command("FLUSHALL")
         return server.url
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RedisCluster]:
-    with RedisCluster() as running:
-        yield running
-
-
-@needs_redis
-class TestCluster(SharedConformance):
-    @pytest.fixture
-    def url(self, cluster: RedisCluster) -> str:
-        cluster.flush()
-        return cluster.url
 
 
 @pytest.fixture

@@ -212,8 +212,10 @@ def _sizes(stats: StatsReply, curve: HitCurve) -> Iterator[Advice]:
         pass  # whatever is smaller finds nearly as much
     elif least < 1:
         size = format_size(least * pool)
-        nearly = f"With {size} it would find nearly as much." if is_ahead else ""
-        text += f" {nearly or f'{size} would find nearly as much as the pool does.'}"
+        if is_ahead:
+            text += f" With {size} it would find nearly as much."
+        else:
+            text += f" {size} would find nearly as much as the pool does."
     else:
         text += f" Half the memory would find {ratios[0.5]:.1f} %."
     if is_ahead:
