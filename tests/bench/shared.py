@@ -98,7 +98,8 @@ class Node:
 
     def round(self, number: int, size: int, writes: Figure, reads: Figure) -> None:
         """Write blocks of new keys, find them, and read them back."""
-        shards = [TierShard(size, 0, digest(self.pool[slot * size : (slot + 1) * size])) for slot in range(BATCH)]
+        views = [self.pool[at : at + size] for at in range(0, min(BATCH * size, len(self.pool)), size)]
+        shards = [TierShard(size, 0, digest(view)) for view in views]
         blocks = [
             TierBlock(TierKey(FINGERPRINT, 0, (size + BATCH * number + slot).to_bytes(32, "big")), (shard,))
             for slot, shard in enumerate(shards)

@@ -1,9 +1,9 @@
 """What the shared tier costs over S3, beside a bare client: ``python -m tests.bench.shared_s3`` (a minute).
 
-In one run over loopback: objects of 1 MiB written and read by obstore alone, as many at a time as the tier's threads
-have, and by the tier, with the CPU time of this process; and how long it takes to find how far a prefix of 1,000 keys
-reaches, in HEADs. Of a double in a process of its own that does nothing but keep bytes, and waits 5 ms for the prefix;
-and of moto, where there is one, whose own CPU time is most of it and which answers one request at a time.
+In one run over loopback: objects of 1 and 8 MiB written and read by obstore alone, as many at a time as the tier's
+threads have, and by the tier, with the CPU time of this process; and how long it takes to find how far a prefix of
+1,000 keys reaches, in HEADs. Of a double in a process of its own that does nothing but keep bytes, and waits 5 ms for
+the prefix; and of moto, where there is one, whose own CPU time is most of it and which answers one request at a time.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from tests.support.faulty_bucket import FaultyBucket
 from tests.support.s3_server import PROGRAM, S3Server
 
 ROUNDS = 6
+SIZES = (MIB, 8 * MIB)
 HEADS = 50
 PREFIXES = (0, 137, 500, 731, 1000)
 DELAY_S = 0.005
@@ -68,26 +69,26 @@ async def at_once(count: int, calls: Sequence[Callable[[], Any]]) -> None:
     await asyncio.gather(*map(one, calls))
 
 
-def throughput(url: str) -> Iterator[str]:
+def throughput(url: str, size: int) -> Iterator[str]:
     client = open_bucket(url, SECRETS).client
     node = Node(url, SECRETS)
     figures = [Figure(f"  {name}") for name in ("bare write", "bare read", "write", "read")]
-    views = [node.pool[slot * MIB : (slot + 1) * MIB] for slot in range(BATCH)]
+    views = [node.pool[at : at + size] for at in range(0, min(BATCH * size, len(node.pool)), size)]
 
     async def get(path: str, view: memoryview) -> None:
         view[:] = memoryview(await (await obstore.get_async(client, path)).bytes_async())
 
     def bare(calls: Sequence[Callable[[], Any]], count: int) -> int:
         asyncio.run(at_once(count, calls))
-        return BATCH * MIB
+        return len(views) * size
 
     for number in range(ROUNDS):
-        paths = [f"bare/{number}/{slot}" for slot in range(BATCH)]
+        paths = [f"bare/{size}/{number}/{slot}" for slot in range(len(views))]
         puts = [partial(obstore.put_async, client, *one, use_multipart=False) for one in zip(paths, views, strict=True)]
         figures[0].round(partial(bare, puts, S3.writers * S3.blocks_at_once))
         gets = [partial(get, *one) for one in zip(paths, views, strict=True)]
         figures[1].round(partial(bare, gets, READERS * S3.blocks_at_once))
-        node.round(number, MIB, *figures[2:])
+        node.round(number, size, *figures[2:])
     assert node.tier.close(5.0)
     for own, floor in ((figures[2], figures[0]), (figures[3], figures[1])):
         yield floor.line()
@@ -134,11 +135,13 @@ def prefix(url: str) -> Iterator[str]:
 def main() -> None:
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
     with double(DELAY_S) as slow, double(0.0) as quick:
-        print("a double", *throughput(quick), sep="\n", flush=True)
+        for size in SIZES:
+            print(f"a double, {size >> 20} MiB", *throughput(quick, size), sep="\n", flush=True)
         print(f"a double that waits {1e3 * DELAY_S:.0f} ms", *prefix(slow), sep="\n", flush=True)
     if PROGRAM is not None:
         with S3Server() as server:
-            print("moto", *throughput(server.url), sep="\n", flush=True)
+            for size in SIZES:
+                print(f"moto, {size >> 20} MiB", *throughput(server.url, size), sep="\n", flush=True)
 
 
 if __name__ == "__main__":
