@@ -207,9 +207,12 @@ def test_a_replica_of_data_parallelism_has_its_number_in_its_name(config: Any) -
         assert spec._name(NamespaceSpec.named("model"), "scheduler") == f"vllm:01234567 model{replica} scheduler"
 
 
-def test_sleep_mode_is_refused_where_vllm_does_not_tell_of_it(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("setting", ["enable_sleep_mode", "enable_cumem_allocator"])
+def test_sleep_mode_is_refused_where_vllm_does_not_tell_of_it(
+    config: Any, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
     assert KvoffdConnector.supports_sleep_mode(config.kv_transfer_config)
-    config.model_config.enable_sleep_mode = True
+    setattr(config.model_config, setting, True)
     monkeypatch.setattr(engine_requirements, "HAS_SLEEP_HOOKS", False)
     with pytest.raises(ValueError, match="sleep mode"):
         KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())

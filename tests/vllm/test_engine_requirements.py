@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 from vllm.config import PoolerConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.pooling_params import PoolingParams
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+from vllm.v1.request import Request
 
 from kvoffd_client.vllm import engine_requirements
 from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.engine_requirements import check_engine, machine_id
+from tests.support.manager_harness import KEYS, ManagerHarness
 from tests.support.models import make_tiny_llama
 from tests.support.vllm_config import cache_config, full_attention, make_config
 
@@ -96,6 +100,22 @@ def test_pooling_that_needs_all_tokens_of_a_prompt(config: Any, pooling: str) ->
     check_engine(config)
     config.model_config.pooler_config.seq_pooling_type = pooling
     refused(config, "all tokens of a prompt")
+
+
+@pytest.mark.parametrize(("task", "stored"), [("embed", KEYS), ("token_embed", [])])
+def test_prompts_of_which_each_token_is_pooled_are_not_stored_as_they_are_never_loaded(
+    config: Any, task: Any, stored: list[OffloadKey]
+) -> None:
+    config.model_config.pooler_config = PoolerConfig(seq_pooling_type="LAST", tok_pooling_type="ALL")
+    params = PoolingParams(task=task)
+    params.verify(config.model_config)
+    connector, manager = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config()), ManagerHarness().manager
+    connector.connector_scheduler.manager = manager
+    connector.on_new_request(Request("r", [1] * 100, None, params))
+    output = manager.prepare_store(KEYS, ReqContext("r"))
+    assert output is not None
+    assert list(output.keys_to_store) == stored
+    connector.shutdown()
 
 
 @pytest.mark.parametrize("role", KVConnectorRole)

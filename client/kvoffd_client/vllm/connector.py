@@ -260,6 +260,13 @@ class KvoffdConnector(OffloadingConnector):
             self._manager.begin_adapter(request.request_id, self._adapters.content_of(adapter), adapter.lora_int_id)
         if is_told(request):
             self._manager.tell_tokens(request.request_id, self._told)
+        if request.pooling_params is not None and request.skip_reading_prefix_cache:
+            logger.info_once(  # type: ignore[attr-defined]
+                "kvoffd: the pooling task %s needs all tokens of a prompt to be computed, so nothing of it is loaded, "
+                "and nothing is stored.",
+                request.pooling_params.task,
+            )
+            self._manager.leave_out(request.request_id)
         if not self._manager.is_looked_up(request.request_id):
             self._begin_lookup(request)
 

@@ -105,10 +105,11 @@ def _problem(vllm_config: VllmConfig) -> str:
             f"its workers are on {parallel.nnodes_within_dp} nodes, and a daemon has the blocks of one node. Use "
             "tensor and pipeline parallelism within a node, and data parallelism between nodes."
         )
-    if model.enable_sleep_mode and not HAS_SLEEP_HOOKS:
+    if (model.enable_sleep_mode or model.enable_cumem_allocator) and not HAS_SLEEP_HOOKS:
         return (
-            f"vLLM {vllm.__version__} does not tell connectors when it goes to sleep, and a sleeping engine has no KV "
-            "cache. Start it without sleep mode, or use vLLM 0.33."
+            f"vLLM {vllm.__version__} does not tell connectors when it goes to sleep or releases its KV cache, and a "
+            "sleeping engine has none. Start it without sleep mode and without --enable-cumem-allocator, with which it "
+            "can sleep too, or use vLLM 0.33."
         )
     if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
         return (

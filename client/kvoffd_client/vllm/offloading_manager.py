@@ -248,6 +248,11 @@ class KvoffdManager(OffloadingManager):
         if lookups := self._lookups.get(request_id):
             lookups.told = told
 
+    def leave_out(self, request_id: str) -> None:
+        """Look up and store nothing of a new request."""
+        if lookups := self._lookups.get(request_id):
+            lookups.leave()
+
     def scheduled_without_load(self, request_id: str) -> None:
         """Unpin the blocks of a request that was scheduled and needs none of them."""
         if lookups := self._lookups.get(request_id):
