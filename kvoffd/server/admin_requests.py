@@ -60,21 +60,24 @@ def reset_fleet(context: Context, session: Session, message: m.ResetFleet) -> It
 
 @answers(m.SetNamespaceLimits)
 def set_namespace_limits(context: Context, session: Session, message: m.SetNamespaceLimits) -> Iterator[m.Done | None]:
-    """Set a namespace's limits, and have them written for the next daemon before the answer."""
+    """Set a namespace's limits, and have them written for the next daemon before the answer, which says where that
+    failed."""
     shares, kept, until = context.cache.blocks.shares, context.kept_limits, context.clock() + LIMITS_WAIT_S
     shares.set(message.namespace, message.limits)
-    if kept is not None:
-        yield from context.others_served(lambda: not kept.is_being_written, until)
-        kept.note()
-        yield from context.others_served(lambda: not kept.is_being_written, until)
-        if problem := kept.problem:
-            logger.warning("The limits of namespaces hold, but %s.", problem)
     name, one = message.namespace.hex()[:12], message.limits
     most = "no bound" if one.maximum_bytes is None else format_size(one.maximum_bytes)
     logger.info(
         "Session %d (%s) set the limits of the namespace %s: minimum %s, maximum %s, weight %s.",
         *(session.id, session.peer, name, format_size(one.minimum_bytes), most, one.weight or "none"),
     )
+    if kept is not None:
+        yield from context.others_served(lambda: not kept.is_being_written, until)
+        kept.note()
+        yield from context.others_served(lambda: not kept.is_being_written, until)
+        if problem := kept.problem:
+            logger.warning("The limits of namespaces hold, but %s.", problem)
+            why = f"The limits hold until the daemon ends, and the next one may not have them: {problem}."
+            raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
     yield m.Done(message.request_id, context.epoch, 1)
 
 

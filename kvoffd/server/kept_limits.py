@@ -77,7 +77,7 @@ class KeptLimits:
             self._file.write_soon([self._written])
 
     def close(self) -> None:
-        if self._file.join() and (content := self._content()) != self._written:
+        if self._file.join() and ((content := self._content()) != self._written or self._file.error):
             self._file.write_soon([content])
             self._file.join()
 

@@ -106,7 +106,10 @@ class Namespaces(Request[NamespacesReply], frozen=True):
 
 @exchange(Section.ADMINISTRATION, ADMIN, over_tcp=True)
 class SetNamespaceLimits(Request[Done], frozen=True):
-    """Sets how much of the pool a namespace may have, from now on and after restarts, open or not. Admin only."""
+    """Sets how much of the pool a namespace may have, from now on and after restarts, open or not. Admin only.
+
+    Where they hold, but their file cannot be written for the next daemon, the answer is an Error that names the file.
+    """
 
     namespace: Fingerprint
     limits: Annotated[NamespaceLimits, doc("All of them: what is not given is taken away.")]

@@ -72,6 +72,14 @@ def test_limits_hold_are_shown_and_outlive_the_daemon(pool_file: Path, capsys: p
         (found,) = [one for one in json.loads(cli("stats", "--json"))["namespaces"] if one["label"] == "polite"]
         assert (found["minimum_bytes"], found["maximum_bytes"], found["weight"]) == (3 << 20, None, None)
         assert found["kept_bytes"] == 3 << 20, "it was idle since the start: it has no share by weight"
+        (in_the_way := Path(f"{pool_file}.limits.new")).mkdir()
+        said = cli("namespace", "set", "flood", "--max", "4MiB", status=2)
+        assert f"the next one may not have them: {pool_file}.limits cannot be written: [Errno 21]" in said
+        assert listed("flood")["limits"] == before[1] | {"maximum_bytes": 4 << 20}, "they hold"
+        in_the_way.rmdir()
+        daemon.stop()
+        daemon.start()
+        assert listed("flood")["limits"] == before[1] | {"maximum_bytes": 4 << 20}, "it was tried again at the end"
         cli("namespace", "set", "polite", "--min", "none")
         assert "no limits" in cli("namespace", "set", "flood", "--max", "none", "--weight", "none")
         daemon.stop()

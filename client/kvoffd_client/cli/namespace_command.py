@@ -49,7 +49,7 @@ def set_(
     none is set: a namespace that has its share takes from itself first, one that has less takes from those that have
     more. Nothing goes before somebody needs room.
 
-    Exit status: 0 done, 2 an error.
+    Exit status: 0 done, 2 an error, as where the daemon cannot write them down for the next one.
     """
     if least is most is weight is None:
         raise CliError("Say what to set: --min, --max, --weight, or several of them.")
