@@ -7,6 +7,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from math import inf
 from pathlib import Path
 from typing import ClassVar, Concatenate, ParamSpec, TypeVar, cast
 
@@ -66,6 +67,8 @@ class AdminRequests(Closing, ABC):
     """Where the daemon is, as sentences have it: ``in /run/kvoffd``."""
     timeout_s: float
     """Bounds every call; may be changed between two calls."""
+    deadline: float = inf
+    """Of ``time.monotonic``: bounds all calls together, the connecting in them included."""
 
     def ask(
         self,
@@ -145,6 +148,9 @@ class AdminRequests(Closing, ABC):
         if not isinstance(reply, answer_type(kind)):
             raise DaemonUnavailable(f"The daemon {self._place} answered with a {type(reply).__name__}.")
         return reply
+
+    def _call_deadline(self) -> float:
+        return min(self.deadline, time.monotonic() + self.timeout_s)
 
     @abstractmethod
     def _round_trip(self, make: MakeRequest) -> m.AnyReply:
@@ -234,7 +240,7 @@ class AdminClient(AdminRequests):
 
         Needs no session, so it is answered when all are taken. Where nothing answers, the attempt to open one says why.
         """
-        return ask_health(Path(self._directory)) or super().health()
+        return ask_health(Path(self._directory), self._call_deadline()) or super().health()
 
     def close(self) -> None:
         self._closed = True
@@ -258,7 +264,7 @@ class AdminClient(AdminRequests):
         with self._one_call:
             if self._closed:
                 raise DaemonUnavailable("The client is closed; make a new one.")
-            deadline = time.monotonic() + self.timeout_s
+            deadline = self._call_deadline()
             connection = self._connected(deadline)
             outcome = connection.outcome_of(start, max(0.001, deadline - time.monotonic()))
         if not outcome or isinstance(outcome[0], RequestTimeout):
@@ -326,7 +332,7 @@ class RemoteAdminClient(AdminRequests):
         with self._one_call:
             if self._context.closed:
                 raise DaemonUnavailable("The client is closed; make a new one.")
-            deadline = time.monotonic() + self.timeout_s
+            deadline = self._call_deadline()
             return self._exchange(self._connected(deadline), make, deadline)
 
     def _connected(self, deadline: float) -> zmq.Socket[bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from math import inf
 from pathlib import Path
 
 import msgspec
@@ -19,17 +20,17 @@ _MOST_BYTES = 1 << 20
 """Largest reply that is taken; one has a sentence or a few."""
 
 
-def ask_health(directory: Path) -> HealthReply | None:
+def ask_health(directory: Path, deadline: float = inf) -> HealthReply | None:
     """Return the health of the daemon whose sockets are in ``directory``; None where none answers in time."""
-    deadline = time.monotonic() + HEALTH_TIMEOUT_S
+    deadline = min(deadline, time.monotonic() + HEALTH_TIMEOUT_S)
     received = zmtp.Input({b"ROUTER"}, _MOST_BYTES, 1)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
-            stream.settimeout(HEALTH_TIMEOUT_S)
+            _wait_until(stream, deadline)
             stream.connect(str(SocketPaths(directory).jobs))
             stream.sendall(zmtp.opening(b"DEALER") + zmtp.encode([msgspec.msgpack.encode(Health(1, NO_TOKEN))]))
             while not isinstance(message := received.next(), list):
-                stream.settimeout(max(deadline - time.monotonic(), 0.001))
+                _wait_until(stream, deadline)
                 data = stream.recv(_READ_BYTES)
                 if not data:
                     return None
@@ -38,3 +39,10 @@ def ask_health(directory: Path) -> HealthReply | None:
         return msgspec.msgpack.decode(message[0], type=HealthReply)
     except (OSError, msgspec.MsgspecError, zmtp.ZmtpError):
         return None
+
+
+def _wait_until(stream: socket.socket, deadline: float) -> None:
+    """Have the next call wait no longer. Raises TimeoutError where it is too late, whatever still comes."""
+    if (left := deadline - time.monotonic()) <= 0:
+        raise TimeoutError
+    stream.settimeout(left)

@@ -14,11 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd_client.cli import main
+from kvoffd_client.cli import main, target
 from kvoffd_client.cli.health import health_lines, health_status
 from kvoffd_client.health_request import HEALTH_TIMEOUT_S, ask_health
+from kvoffd_proto import messages as m
 from kvoffd_proto.messages import HealthLevel, HealthProblem, HealthReply
+from kvoffd_proto.zmtp import encode_command, opening
 from tests.support.daemon import DaemonProcess
+from tests.support.fake_daemon import FakeDaemon
 
 HEAVY = {
     "asyncio",
@@ -30,6 +33,7 @@ HEAVY = {
     "typer",
     "zmq",
 }
+PING = encode_command(b"PING", bytes(2))
 
 
 def test_a_probe_imports_nothing_heavy(shared_daemon: DaemonProcess) -> None:
@@ -100,6 +104,48 @@ def test_garbage_is_no_health(tmp_path: Path) -> None:
         server.start()
         assert ask_health(tmp_path) is None
         server.join()
+
+
+def test_who_sends_without_end_and_answers_nothing_does_not_hold_it(tmp_path: Path) -> None:
+    let_go = threading.Event()
+
+    def flood() -> None:
+        there, _ = listener.accept()
+        until = time.monotonic() + 3.0
+        with there:
+            there.sendall(opening(b"ROUTER"))
+            try:
+                while time.monotonic() < until:
+                    there.sendall(PING * 100)
+            except OSError:
+                let_go.set()
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "jobs.sock"))
+        listener.listen()
+        listener.settimeout(5)
+        server = threading.Thread(target=flood)
+        server.start()
+        assert ask_health(tmp_path, time.monotonic() + 0.3) is None
+        server.join()
+    assert let_go.is_set()
+
+
+@pytest.mark.timing
+def test_a_command_has_one_deadline_for_all_that_it_asks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def slowly(answer: m.AnyReply) -> m.AnyReply:
+        time.sleep(0.6)
+        return answer
+
+    monkeypatch.setattr(target, "OPERATOR_WAIT_S", 1.0)
+    with FakeDaemon() as daemon:
+        daemon.answers[m.Sessions] = lambda asked, _: slowly(m.SessionsReply(asked.request_id, daemon.epoch, []))
+        daemon.answers[m.Namespaces] = lambda asked, _: slowly(m.NamespacesReply(asked.request_id, daemon.epoch, []))
+        assert main(["sessions", "--json", "--directory", str(daemon.directory)]) == 0
+        assert main(["sessions", "--directory", str(daemon.directory)]) == 2
+    assert "did not answer in time" in capsys.readouterr().err
 
 
 def test_only_one_kind_of_probe_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:

@@ -200,12 +200,12 @@ class BlockClient(AdminClient):
         return self._pool
 
     def _release(self, lease: Lease) -> None:
-        """End a lease. Where the daemon is away it has ended already."""
+        """End a lease. Where the daemon is away it has ended already; one that is silent is not waited for."""
         connection = self._connection
         if connection is None:
             return
         with connection.lock:
-            was_alive = self._session.leases.pop(lease.id, None) is not None
+            was_alive = self._session.leases.pop(lease.id, None) is not None and self._session.usable
             lease.alive = False
         if was_alive and not self._closed:
             try:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -276,6 +277,7 @@ def clear(
         if not yes and not _confirm_clear(found if chosen is None else [chosen], name):
             print_line("Nothing was cleared.")
             return 1
+        admin.deadline = inf  # the answer may have taken long
         dropped = admin.clear(None if chosen is None else chosen.namespace)
     if json:
         print_json(Cleared(chosen.namespace if chosen else None, dropped))
@@ -302,6 +304,7 @@ def scrub(context: typer.Context, directory: Directory = None, json: Json = Fals
     on_terminal = sys.stderr.isatty()
     with open_admin(context, directory) as admin:
         reply = admin.scrub()
+        admin.deadline = inf
         pause_s = FIRST_SCRUB_PAUSE_S
         while reply.running:
             if on_terminal:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from math import inf
 from typing import Annotated
 
 import typer
@@ -26,6 +27,7 @@ from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.stats_page import StatsPage
 from kvoffd_client.cli.target import CliError, Directory, Json, local_directory, open_admin
 from kvoffd_client.errors import DaemonUnavailable, RequestTimeout
+from kvoffd_client.health_request import HEALTH_TIMEOUT_S
 from kvoffd_proto.events import KV_TOPIC_PREFIX, AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KvEvent
 from kvoffd_proto.messages import StatsReply
 from kvoffd_proto.units import UnitError, format_duration, parse_duration, printable
@@ -60,6 +62,7 @@ def stats(
     interval_s = _interval_s(interval)
     with open_admin(context, directory) as admin:
         if watch:
+            admin.deadline = inf
 
             def read_stats(timeout_s: float) -> StatsReply:
                 admin.timeout_s = timeout_s
@@ -158,6 +161,7 @@ def health(
     if live and ready:
         raise CliError("--live and --ready ask for two things; give one of them.")
     with open_admin(context, directory) as admin:
+        admin.deadline -= HEALTH_TIMEOUT_S  # which the short way to it has waited
         reply = admin.health()
     if json:
         print_json(reply)

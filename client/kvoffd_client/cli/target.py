@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import typer
 from kvoffd_client.admin_client import (
     MIN_PREFIX_DIGITS,
     OPERATOR_OPTIONS,
+    OPERATOR_WAIT_S,
     AdminClient,
     AdminRequests,
     RemoteAdminClient,
@@ -87,14 +89,21 @@ def local_directory(context: typer.Context, directory: Path | None) -> Path:
 
 
 def open_admin(context: typer.Context, directory: Path | None) -> AdminRequests:
-    """Return a client of the daemon that the command line names, on this machine or elsewhere. Raises CliError."""
+    """Return a client of the daemon that the command line names, on this machine or elsewhere. Raises CliError.
+
+    It has one deadline for all calls. Who waits for more than the daemon's answers takes it away.
+    """
     remote: RemoteDaemon | Path | None = context.obj
+    admin: AdminRequests
     if not isinstance(remote, RemoteDaemon) or directory is not None:
-        return AdminClient(local_directory(context, directory), OPERATOR_OPTIONS)
-    try:
-        return RemoteAdminClient(remote.address, remote.server_key, remote.secret_key)
-    except ValueError as error:
-        raise CliError(str(error)) from error
+        admin = AdminClient(local_directory(context, directory), OPERATOR_OPTIONS)
+    else:
+        try:
+            admin = RemoteAdminClient(remote.address, remote.server_key, remote.secret_key)
+        except ValueError as error:
+            raise CliError(str(error)) from error
+    admin.deadline = time.monotonic() + OPERATOR_WAIT_S
+    return admin
 
 
 def resolve_namespace(namespaces: Sequence[NamespaceInfo], wanted: str) -> NamespaceInfo:
