@@ -6,7 +6,7 @@ Each part is a bound that holds whatever clients do. What of it is in use, ``kvo
 from __future__ import annotations
 
 from kvoffd.cache.namespace import SLOT_BYTES, nbytes_of_block
-from kvoffd.cache.policies import DEFAULT_POLICY, GHOST_PART, REMEMBERS_NOTHING
+from kvoffd.cache.policies import GHOST_PART, keeps_record, remembers_keys
 from kvoffd.config import Config
 from kvoffd.pool.slots import MIN_SLOT_BYTES
 from kvoffd.system.limits import MemoryLimit
@@ -38,13 +38,13 @@ ROUTERS_BYTES = (32 + 64) << 20
 
 def memory_needs(config: Config) -> dict[str, int]:
     """Bytes by what they are for, the pool first."""
-    routers = config.event_address or config.event_connect
+    policy, routers = config.eviction_policy, config.event_address or config.event_connect
     return {
         "pool": config.pool_bytes,
         "slot table and page tables": config.pool_bytes * 21 // 1000,
         "index of the blocks": max_index_bytes(config),
-        "keys without blocks": 0 if config.eviction_policy == REMEMBERS_NOTHING else config.pool_bytes // GHOST_PART,
-        "the policy's file": config.pool_bytes // POLICY_FILES_PART if config.eviction_policy == DEFAULT_POLICY else 0,
+        "keys without blocks": config.pool_bytes // GHOST_PART if remembers_keys(policy) else 0,
+        "the policy's file": config.pool_bytes // POLICY_FILES_PART if keeps_record(policy) else 0,
         "indices of disks": sum(index.index_bytes(one.size_bytes) for one in config.disk),
         "shared stores": SHARED_BYTES * len(config.shared),
         "routers": ROUTERS_BYTES + config.event_index_bytes if routers else 0,

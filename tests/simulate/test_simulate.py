@@ -327,21 +327,6 @@ def test_a_process_that_is_killed_is_one_sentence(
     assert "was killed, mostly for want of memory" in capsys.readouterr().err
 
 
-def test_a_policy_of_another_package_is_found_by_its_entry_point(tmp_path: Path) -> None:
-    (tmp_path / "own_policy.py").write_text("from kvoffd.cache.policies.lru import Policy\n")
-    (about := tmp_path / "own-1.dist-info").mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1\n")
-    (about / "entry_points.txt").write_text("[kvoffd.policies]\nmine = own_policy:Policy\n")
-    file = write(tmp_path / "small.jsonl", [[1, 2, 3]] * 4)
-    words = [sys.executable, "-m", "kvoffd", "simulate", str(file), "--policy=mine,lru", "--blocks=2,3", "--json"]
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    told = subprocess.run(
-        words, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, timeout=60, check=True, cwd=tmp_path
-    )
-    found = [(one["policy"], one["hit_percent"]) for one in json.loads(told.stdout)["results"]]
-    assert found == [("mine", 50.0), ("lru", 50.0), ("mine", 75.0), ("lru", 75.0)]
-
-
 def test_progress_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     for part in (0.0, 0.5, 1.0):

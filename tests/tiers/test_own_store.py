@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib.metadata import entry_points
@@ -16,21 +14,18 @@ from kvoffd.tiers.shared import store as stores
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from tests.support.daemon import DaemonProcess
+from tests.support.package import install
 from tests.support.waiting import wait_until
 from tests.support.wire import key_list
 from tests.tiers.shared_conformance import SharedConformance
 
-PACKAGE = Path(__file__).parent / "files_store"
 KEYS = key_list(*range(8))
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the package was installed, with its metadata."""
-    target = tmp_path_factory.mktemp("installed")
-    options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--target", str(target)]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(PACKAGE)], check=True, capture_output=True)
-    return target
+    return install(Path(__file__).parent / "files_store", tmp_path_factory.mktemp("installed"))
 
 
 class TestFiles(SharedConformance):

@@ -2,12 +2,14 @@
 policy, whose class is called ``Policy``.
 
 To add one, add its module: the setting ``eviction_policy``, its help text and the tests find it by themselves. A policy
-of another package is found by its entry point in the group ``kvoffd.policies``, which names the class.
+of another package is found by its entry point in the group ``kvoffd.policies``, which names the class. It is made with
+the pool's bytes, and must have all that ``EvictionPolicy`` has: derived from ``AdmitsAll`` it has five to write,
+``requested``, ``insert``, ``remove``, ``candidates`` and ``__len__``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from math import inf
@@ -22,17 +24,15 @@ if TYPE_CHECKING:  # the names are also needed where the cache is not, by the co
     from kvoffd_proto.messages import KeyWorth, PolicyClass
 
 DEFAULT_POLICY = "learned"
-REMEMBERS_NOTHING = "lru"
-"""The policy that knows nothing of keys without blocks."""
 ENTRY_POINTS = "kvoffd.policies"
 DECLINED = -1.0
 """Worth of a block that is not stored, whatever room there is."""
 GHOST_PART = 50
 """What is remembered of keys without blocks may take one part in so many of the pool's bytes."""
 
-_OWN = tuple(sorted(module.name for module in iter_modules(__path__) if module.name != DEFAULT_POLICY))
+_OWN = (DEFAULT_POLICY, *sorted(module.name for module in iter_modules(__path__) if module.name != DEFAULT_POLICY))
 _OTHERS = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
-POLICY_NAMES = (DEFAULT_POLICY, *_OWN, *sorted(set(_OTHERS) - {DEFAULT_POLICY, *_OWN}))
+POLICY_NAMES = (*_OWN, *sorted(set(_OTHERS) - {*_OWN}))
 
 
 class Chain(NamedTuple):
@@ -73,6 +73,7 @@ class EvictionPolicy(Protocol):
 
     def insert(self, blocks: Sequence[Block], older: bool = False) -> None:
         """Add blocks of one group, at least one, that became ready, the oldest first: a chain's tail before its root.
+        That one is there already is a bug, and raises AssertionError.
 
         ``older``: they became ready, in an earlier daemon, before all that are here.
         """
@@ -127,7 +128,7 @@ class EvictionPolicy(Protocol):
 
 
 class AdmitsAll:
-    """What a policy does that stores whatever is offered."""
+    """What a policy does that stores whatever is offered, and knows nothing of keys without blocks."""
 
     def offers(self, namespace: Namespace, group: int, keys: Sequence[bytes], starts: Sequence[int]) -> Sequence[Offer]:
         return (Offer(len(keys), inf),)
@@ -159,6 +160,25 @@ class AdmitsAll:
         return 0
 
 
+def _own(name: str) -> Callable[[int], EvictionPolicy]:
+    return cast(Callable[[int], EvictionPolicy], import_module(f"{__name__}.{name}").Policy)
+
+
+def _does(name: str, what: str) -> bool:
+    """Whether a policy does what ``AdmitsAll`` does not; another package's is taken to."""
+    return name not in _OWN or getattr(_own(name), what) is not getattr(AdmitsAll, what)
+
+
+def remembers_keys(name: str) -> bool:
+    """Whether a policy knows keys without blocks."""
+    return _does(name, "ghosts")
+
+
+def keeps_record(name: str) -> bool:
+    """Whether the next daemon's policy goes on with what this one knows."""
+    return _does(name, "record")
+
+
 def make_policy(name: str, pool_bytes: int) -> EvictionPolicy:
     """A new policy by its name, for a pool of so many bytes.
 
@@ -168,14 +188,14 @@ def make_policy(name: str, pool_bytes: int) -> EvictionPolicy:
     """
     if name not in POLICY_NAMES:
         raise ValueError(f"There is no eviction policy {name!r}; choose one of {', '.join(POLICY_NAMES)}.")
-    if name == DEFAULT_POLICY or name in _OWN:
-        return cast(EvictionPolicy, import_module(f"{__name__}.{name}").Policy(pool_bytes))
+    if name in _OWN:
+        return _own(name)(pool_bytes)
     point = _OTHERS[name]
     try:
         made = point.load()(pool_bytes)
         wanted = [one for one in vars(EvictionPolicy) if one == "__len__" or not one.startswith("_")]
         if lacking := [one for one in wanted if not hasattr(made, one)]:
-            raise TypeError(f"it has no {', '.join(lacking)}")
+            raise TypeError(f"it has no {', '.join(lacking)}; see kvoffd.cache.policies.AdmitsAll")
         return cast(EvictionPolicy, made)
     except Exception as error:
         why = f"The eviction policy {name}, {point.value}, cannot be made: {type(error).__name__}: {error}."

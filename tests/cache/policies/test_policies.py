@@ -8,11 +8,20 @@ import pytest
 
 from kvoffd.cache import policies
 from kvoffd.cache.namespace import Block, Namespace
-from kvoffd.cache.policies import POLICY_NAMES, Chain, EvictionPolicy, make_policy
+from kvoffd.cache.policies import (
+    DECLINED,
+    POLICY_NAMES,
+    Chain,
+    EvictionPolicy,
+    PolicyState,
+    keeps_record,
+    make_policy,
+    remembers_keys,
+)
 from kvoffd.cache.policies.arc import Policy as ArcPolicy
 from kvoffd.cache.policies.gate import REMEMBERED_POOLS
 from kvoffd.errors import KvoffdError
-from kvoffd_proto.messages import ABSENT, BENCH_LABEL, READY
+from kvoffd_proto.messages import ABSENT, BENCH_LABEL, READY, KeyWorth
 from tests.support.cache_harness import CacheHarness, begin_store, keys_of
 from tests.support.invariants import check_invariants
 
@@ -148,6 +157,26 @@ def test_touching_nothing_changes_nothing(policy: EvictionPolicy) -> None:
     fill(policy, blocks)
     touch(policy, [])
     assert list(policy.candidates()) == blocks
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_what_else_is_asked_of_it_has_an_answer(name: str) -> None:
+    policy, blocks = make_policy(name, 1 << 20), blocks_of(4)
+    fill(policy, blocks[:3])
+    touch(policy, blocks[:1])
+    policy.remove(blocks[1:3], evicted=True)
+    absent = [block.key for block in blocks[1:]]
+    offers = policy.offers(NAMESPACE, 0, absent, [0, 2])
+    assert sum(offer.keys for offer in offers) == 3
+    if any(offer.worth == DECLINED for offer in offers):
+        policy.declined(NAMESPACE, 0, absent)
+    assert 0 <= policy.return_chance(blocks[0], 1 << 20) <= 1
+    assert isinstance(policy.describe(), PolicyState)
+    assert isinstance(policy.worth_of(NAMESPACE, 0, blocks[0].key), KeyWorth | None)
+    assert remembers_keys(name) or policy.ghosts == policy.nbytes == 0
+    if record := b"".join(policy.record()):
+        assert keeps_record(name)
+        make_policy(name, 1 << 20).go_on(record)
 
 
 def test_an_unknown_policy_is_refused_with_the_known_names() -> None:
