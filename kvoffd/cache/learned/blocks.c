@@ -225,17 +225,25 @@ static uint64_t bytes_before(const struct learned *l, const struct row *row, int
     return before;
 }
 
-/* Returns whether the key is known. */
-uint64_t kvoffd_learned_key(struct learned *l, uint64_t name, const uint8_t *key, uint64_t key_bytes,
-                            struct key_facts *facts)
+/* The span that has a key; 0 where the key is not known. */
+static uint32_t span_of(struct learned *l, uint64_t name, const uint8_t *key, uint64_t key_bytes)
 {
     uint64_t hash;
 
     hash_keys(l, name, key, 1, key_bytes, &hash);
     const struct place *there = find_place(l, hash);
-    if (!there->hash)
+    return there->hash ? there->span : 0;
+}
+
+/* Returns whether the key is known. */
+uint64_t kvoffd_learned_key(struct learned *l, uint64_t name, const uint8_t *key, uint64_t key_bytes,
+                            struct key_facts *facts)
+{
+    uint32_t number = span_of(l, name, key, key_bytes);
+
+    if (!number)
         return 0;
-    const struct span *s = &l->spans[there->span];
+    const struct span *s = &l->spans[number];
     int bin = age_bin(l, s->since);
     facts->age = (double)(l->known.now - s->since) / l->known.lifetime;
     facts->worth = l->worth[s->kind][bin] * l->known.lifetime;
@@ -249,22 +257,20 @@ uint64_t kvoffd_learned_key(struct learned *l, uint64_t name, const uint8_t *key
         all += l->cell_bytes[cell];
     }
     facts->bytes_before = l->known.as_lru
-                              ? bytes_before(l, &l->pool, BY_AGE, all, there->span)
-                              : worse + bytes_before(l, &l->cells[own], BY_WORTH, l->cell_bytes[own], there->span);
+                              ? bytes_before(l, &l->pool, BY_AGE, all, number)
+                              : worse + bytes_before(l, &l->cells[own], BY_WORTH, l->cell_bytes[own], number);
     return 1;
 }
 
 /* The chance that a key comes back while `within` bytes more are accessed, 1 where nothing is learned of it. */
 double kvoffd_learned_chance(struct learned *l, uint64_t name, const uint8_t *key, uint64_t key_bytes, uint64_t within)
 {
-    uint64_t hash;
+    uint32_t number = span_of(l, name, key, key_bytes);
     double left = 1;
 
-    hash_keys(l, name, key, 1, key_bytes, &hash);
-    const struct place *there = find_place(l, hash);
-    if (!there->hash || l->known.as_lru)
+    if (!number || l->known.as_lru)
         return 1;
-    const struct span *s = &l->spans[there->span];
+    const struct span *s = &l->spans[number];
     double until = (double)(l->known.now - s->since) + within;
     for (int bin = age_bin(l, s->since); bin < BINS && l->edges[bin] < until; bin++)
         left *= 1 - l->hazard[s->kind][bin];
