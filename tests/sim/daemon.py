@@ -17,6 +17,7 @@ from kvoffd.server.disks import Disks
 from kvoffd.server.engine_memory import STUCK_AFTER_S
 from kvoffd.server.session import Job, Peer
 from kvoffd.system.mappings import MappedSegment
+from kvoffd.tiers.tier import TierListener
 from kvoffd.transfer.lane import OVERDUE_GRACE_S
 from kvoffd.transfer.plan import Direction, Outcome
 from kvoffd_proto import codec, lifeline
@@ -160,14 +161,16 @@ class SimDaemon:
         size_bytes = self._world.pool_bytes * rng.choice((1, 4))
         tier = SimTier(device, self.pool, self.clock, self.process, self._world.faults, rng, size_bytes)
         tier.draining = self._world.faults.calm
-        shared = None
-        if self._world.shared is not None:
-            own_rng = self._world.scenario.rng(f"shared {life}")
-            faults = self._world.faults
-            shared = SimShared(self._world.shared, self.pool, self.clock, self.process, own_rng, lambda: faults.calm)
-            shared.on_turn = self._schedule_flush
+        open_shared = None
+        if (objects := self._world.shared) is not None:
+            own_rng, faults = self._world.scenario.rng(f"shared {life}"), self._world.faults
             tier.draining = tier.draining or own_rng.random() < 0.7  # or the disk has most of what is asked for
-        disk = SimDisk(self.service, tier, self.clock, rng, shared)
+
+            def open_shared(listener: TierListener) -> SimShared:
+                given = (objects, self.pool, self.process, self.clock, own_rng, lambda: faults.calm, listener)
+                return SimShared(*given, self._schedule_flush)
+
+        disk = SimDisk(self.service, tier, self.clock, rng, open_shared)
         self.service.context.disks = cast(Disks, disk)
         tier.on_turn = self._schedule_flush
         return disk

@@ -11,7 +11,7 @@ from kvoffd.server.disks import Disk
 from kvoffd.server.service import Service
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.manager import TieringManager
-from kvoffd.tiers.tier import TierKey, TierResult
+from kvoffd.tiers.tier import TierKey, TierListener, TierResult
 from kvoffd_proto import messages as m
 from tests.sim.clock import Broken, Clock, Process
 from tests.sim.pool import Slot, WatchedPool
@@ -144,7 +144,12 @@ class SimDisk:
     problems: tuple[str, ...] = ()
 
     def __init__(
-        self, service: Service, tier: SimTier, clock: Clock, rng: random.Random, shared: SimShared | None
+        self,
+        service: Service,
+        tier: SimTier,
+        clock: Clock,
+        rng: random.Random,
+        open_shared: Callable[[TierListener], SimShared] | None,
     ) -> None:
         self.tier = tier
         settings = TieringSettings(
@@ -157,12 +162,11 @@ class SimDisk:
         tier.service = service
         service.context.cache.attach(self.tiering)
         self._service = service
-        self._shared = shared
+        self._shared = None if open_shared is None else open_shared(self.tiering)
         self.shared: tuple[()] = ()  # what stats tell of it is not simulated
-        if shared is not None:
+        if self._shared is not None:
             mode = rng.choice((WriteMode.ALWAYS, WriteMode.ALWAYS, *list(WriteMode)[:3]))
-            self.tiering.share(shared, TieringSettings(mode, deadline_s=rng.choice((0.3, 1.0))))
-            shared.listener = self.tiering
+            self.tiering.share(self._shared, TieringSettings(mode, deadline_s=rng.choice((0.3, 1.0))))
 
     def tick(self) -> None:
         self.tiering.tick()
@@ -181,7 +185,8 @@ class SimDisk:
     @property
     def busy(self) -> bool:
         """Whether anything is being read or written."""
-        return bool(self.tier.jobs) or (self._shared is not None and self._shared.jobs > 0)
+        shared = self._shared
+        return bool(self.tier.jobs) or (shared is not None and shared.queued_reads + shared.queued_writes > 0)
 
     def cleared(self, fingerprint: bytes | None) -> None:
         """Nothing is to do, as for ``namespace_reset``."""

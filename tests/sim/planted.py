@@ -297,6 +297,20 @@ PLANTED = (
         "return block if sound else None",
     ),
     Planted(
+        "bytes of a shared object are not compared with their checksum",
+        "kvoffd.tiers.shared.workers",
+        "Workers._verified",
+        "return block if right else None",
+        "return block",
+    ),
+    Planted(
+        "the slots of a block that is gone from the shared store are never free again",
+        "kvoffd.tiers.shared.shared_tier",
+        "SharedTier.read_ended",
+        "on_done(result)",
+        "result is not TierResult.GONE and on_done(result)",
+    ),
+    Planted(
         "a reset leaves the disk as it is",
         "kvoffd.tiering.manager",
         "TieringManager.forget_all",

@@ -20,7 +20,7 @@ from tests.sim.hostile import Hostile
 from tests.sim.network import Network
 from tests.sim.parts import KeptPool, make_admin
 from tests.sim.scenario import Faults, Scenario
-from tests.sim.shared import SharedStore
+from tests.sim.shared import SharedObjects
 from tests.support.open_files import open_files
 
 OWN_WAITS_S = 10.0
@@ -67,7 +67,7 @@ class World:
         self.device = Device() if scenario.rng("has a disk").random() < 0.6 else None
         own_rng = scenario.rng("a shared store")
         self.shared = (
-            SharedStore(self.content_of, own_rng, self.faults.counts)
+            SharedObjects(self.content_of, own_rng, self.faults.counts)
             if self.device is not None and own_rng.random() < 0.5
             else None
         )

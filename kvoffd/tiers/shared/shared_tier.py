@@ -71,6 +71,7 @@ class SharedTier(AskedTier):
         post: has a call made in the daemon's thread.
         ask_deadline_s: 0 for what is usual for the store.
         generations: of namespaces, those that this node has followed; of others it has followed none.
+        make_workers: what waits for the store; tests do without threads.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class SharedTier(AskedTier):
         listener: TierListener,
         ask_deadline_s: float = 0.0,
         generations: Mapping[bytes, int] | None = None,
+        make_workers: Callable[..., Workers] = Workers,
     ) -> None:
         self.name = name
         first = open_store()
@@ -116,7 +118,9 @@ class SharedTier(AskedTier):
         self._write_at = self._steady_at = self._refused_until = 0.0
         self._logged_reachable = self._closed = False
         self._ended: deque[Callable[[], None]] = deque()
-        self._workers = Workers(stores, self.generation, digest, self.breaker, self, self._end, self.ask_deadline_s)
+        self._workers = make_workers(
+            stores, self.generation, digest, self.breaker, self, self._end, clock, self.ask_deadline_s
+        )
 
     # --- AskedTier -------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ P = ParamSpec("P")
 
 
 class Workers:
-    """Queues, and the threads that work them off. Deadlines are of ``clock``, which is that of ``time.monotonic``.
+    """Queues, and the threads that work them off. Deadlines are of ``clock``: ``time.monotonic``, but in tests.
 
     ``post`` has ``listener`` called in the daemon's thread.
     """
@@ -67,6 +67,7 @@ class Workers:
         breaker: Breaker,
         listener: WorkListener,
         post: Callable[[Callable[[], None]], None],
+        clock: Callable[[], float],
         ask_deadline_s: float,
     ) -> None:
         self._generations = generations
@@ -74,6 +75,7 @@ class Workers:
         self._breaker = breaker
         self._listener = listener
         self._post = post
+        self._clock = clock
         self._ask_deadline_s = ask_deadline_s
         # A condition for each kind of thread: to wake those that have nothing to do costs time of the interpreter.
         self._lock = threading.Lock()
@@ -87,10 +89,14 @@ class Workers:
         self._closed = False
         self._unexpected_at = -LOGGED_S
         self._stores = stores
+        self._threads = self._start_threads()
+
+    def _start_threads(self) -> DaemonThreads:
         works = [("ask", self._work_asks), *[("read", self._work_reads)] * READERS]
-        works += [("write", self._work_writes)] * stores[0].writers
-        self._threads = DaemonThreads(
-            (f"kvoffd-shared-{name}", partial(work, store)) for (name, work), store in zip(works, stores, strict=True)
+        works += [("write", self._work_writes)] * self._stores[0].writers
+        return DaemonThreads(
+            (f"kvoffd-shared-{name}", partial(work, store))
+            for (name, work), store in zip(works, self._stores, strict=True)
         )
 
     def ask(self, ask: Ask) -> None:
@@ -140,24 +146,30 @@ class Workers:
         return self._threads.join(until)
 
     def _work_asks(self, store: Store) -> None:
-        heard_at = time.monotonic()
+        heard_at = self._clock()
         while not self._closed:
             if self._breaker.open:
-                for ask in self._next_asks(len(self.asks)):
-                    self._end(self._listener.unanswered, ask)
+                self._ask_nothing()
                 self._probe_when_due(store)
             elif self._wait(self._to_ask, lambda: bool(self.asks)):
-                for ask in self._next_asks(1):
-                    began = time.monotonic()
-                    self._ask(store, ask)
-                    with self._lock:
-                        self.asks.charge(ask.owner, int(1e6 * (time.monotonic() - began)))
-            elif time.monotonic() - heard_at < QUIET_S:
+                self._ask_next(store)
+            elif self._clock() - heard_at < QUIET_S:
                 continue
             elif not self._probe(store):
                 self._breaker.failed("ask", at_once=True)
-            heard_at = time.monotonic()
+            heard_at = self._clock()
         store.close()
+
+    def _ask_nothing(self) -> None:
+        for ask in self._next_asks(len(self.asks)):
+            self._end(self._listener.unanswered, ask)
+
+    def _ask_next(self, store: Store) -> None:
+        for ask in self._next_asks(1):
+            began = self._clock()
+            self._ask(store, ask)
+            with self._lock:
+                self.asks.charge(ask.owner, int(1e6 * (self._clock() - began)))
 
     def _probe_when_due(self, store: Store) -> None:
         pause_s = self._breaker.probe_in_s
@@ -174,14 +186,14 @@ class Workers:
         """Whether the store answers; what it fails by is told."""
         try:
             store.connect()
-            store.ping(time.monotonic() + PROBE_S)
+            store.ping(self._clock() + PROBE_S)
         except Exception as error:
             self._report(store, error)
             return False
         return True
 
     def _ask(self, store: Store, ask: Ask) -> None:
-        started = time.monotonic()
+        started = self._clock()
         if started >= ask.deadline and ask.keys:
             self._end(self._listener.unanswered, ask)
             return
@@ -189,13 +201,13 @@ class Workers:
         part, rest = replace(ask, keys=ask.keys[:most]), replace(ask, keys=ask.keys[most:])
         try:
             store.connect()
-            connected = time.monotonic()
+            connected = self._clock()
             generation, found = self._exchange(store, part, connected + self._ask_deadline_s + ASK_PATIENCE_S)
         except Exception as error:
             self._fail(store, error, "ask")
             self._end(self._listener.unanswered, ask)
             return
-        ended = time.monotonic()
+        ended = self._clock()
         if ask.prefix and False in found:
             part, found = ask, [*found, *[False] * len(rest.keys)]
             rest = replace(ask, keys=())
@@ -229,14 +241,17 @@ class Workers:
 
     def _work_reads(self, store: Store) -> None:
         while self._wait(self._to_read, lambda: bool(self._reads)) or not self._closed:
-            batch = self._next_blocks(store, self._reads)
-            now = time.monotonic()
-            late = [read for read in batch if read.deadline <= now]
-            for read in late:
-                self._end(self._listener.read_ended, read, TierResult.DEADLINE, None)
-            if batch := [read for read in batch if read not in late]:
-                self._read(store, deque(batch))
+            self._read_next(store)
         store.close()
+
+    def _read_next(self, store: Store) -> None:
+        batch = self._next_blocks(store, self._reads)
+        now = self._clock()
+        late = [read for read in batch if read.deadline <= now]
+        for read in late:
+            self._end(self._listener.read_ended, read, TierResult.DEADLINE, None)
+        if batch := [read for read in batch if read not in late]:
+            self._read(store, deque(batch))
 
     def _read(self, store: Store, batch: deque[Read]) -> None:
         if self._breaker.open:
@@ -268,7 +283,7 @@ class Workers:
             self._fail(store, error, "read")
             if batch:
                 read = batch.popleft()
-                late = time.monotonic() >= read.deadline
+                late = self._clock() >= read.deadline
                 self._end(self._listener.read_ended, read, TierResult.DEADLINE if late else TierResult.FAILED, None)
         with self._lock:
             self._reads.extendleft(reversed(batch))
@@ -283,13 +298,16 @@ class Workers:
 
     def _work_writes(self, store: Store) -> None:
         while self._wait(self._to_write, self._has_to_write) or not self._closed:
-            for one in self._next(self._raises, 1):
-                self._raise(store, one)
-            if keys := self._next(self._removals, REMOVED_AT_ONCE):
-                self._remove(store, keys)
-            if batch := self._next_blocks(store, self._writes):
-                self._write(store, deque(batch))
+            self._write_next(store)
         store.close()
+
+    def _write_next(self, store: Store) -> None:
+        for one in self._next(self._raises, 1):
+            self._raise(store, one)
+        if keys := self._next(self._removals, REMOVED_AT_ONCE):
+            self._remove(store, keys)
+        if batch := self._next_blocks(store, self._writes):
+            self._write(store, deque(batch))
 
     def _raise(self, store: Store, one: Raise) -> None:
         own_key = generation_key(one.fingerprint)
@@ -311,7 +329,7 @@ class Workers:
         if not self._breaker.open:
             try:
                 store.connect()
-                store.remove(keys, time.monotonic() + WRITE_S)
+                store.remove(keys, self._clock() + WRITE_S)
             except Exception as error:
                 self._fail(store, error, "write")
 
@@ -319,7 +337,7 @@ class Workers:
         try:
             if not self._breaker.open:
                 store.connect()
-                deadline = time.monotonic() + WRITE_S
+                deadline = self._clock() + WRITE_S
                 names = [object_key(write.block.id, write.generation) for write in batch]
                 there = store.touch(names, deadline)
                 absent: list[tuple[bytes, list[bytes | memoryview]]] = [
@@ -354,7 +372,7 @@ class Workers:
 
     def _report(self, store: Store, error: Exception) -> StoreError:
         if not isinstance(error, StoreError):  # a bug of the store's, which must not end its thread
-            now = time.monotonic()
+            now = self._clock()
             if now - self._unexpected_at >= LOGGED_S:
                 self._unexpected_at = now
                 logger.error("A shared store failed unexpectedly.", exc_info=error)
@@ -382,7 +400,7 @@ class Workers:
         taken: list[Ask] = []
         with self._lock:
             while len(taken) < most and not self._closed and (ask := self.asks.take()) is not None:
-                self._ask_taken_at = time.monotonic()
+                self._ask_taken_at = self._clock()
                 taken.append(ask)
         return taken
 
