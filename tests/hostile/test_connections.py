@@ -19,12 +19,14 @@ def test_lifelines_that_come_and_go(target: Target) -> None:
     target.attack(attack)
 
 
-def test_greetings_that_are_not_finished(target: Target) -> None:
+def test_greetings_that_are_not_finished_or_none(target: Target) -> None:
     def attack(directory: Path) -> None:
         paths = SocketPaths(directory)
         for length in range(0, len(peers.GREETING), 7):
             for path in (paths.jobs, paths.events):
                 peers.connect(path).sendall(peers.GREETING[:length])
+        for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 65536, b"", b"\xff\0\0\0\0\0\0\0\1\x7f") * 12:
+            peers.connect(paths.jobs).sendall(garbage)
         time.sleep(0.3)
 
     target.attack(attack)
