@@ -263,12 +263,12 @@ class Daemon:
             cache,
             publisher,
             self._host_engine,
+            self._gpus,
             pool.address,
             time.monotonic,
             self._inbox.post,
             map_segment=self._page_faulter.map_memfd,
             max_attached=half_of_descriptors(),
-            gpus=self._gpus if self._gpus.available else None,
             open_disk=opener(pool, self._inbox.post),
         )
         self._service.context.http_problem = self._http_problem

@@ -13,7 +13,7 @@ from kvoffd.pool.pool import Pool
 from kvoffd.system.mappings import MappedSegment
 from kvoffd.transfer.cuda.gpus import GpuMemory, Gpus
 from kvoffd.transfer.cuda.handles import IpcExport, VmmExport
-from kvoffd.transfer.cuda.pinning import UNPINNED, PinProgress
+from kvoffd.transfer.cuda.pinning import PinProgress
 from kvoffd.transfer.engine import DirectionLoad, TransferEngine
 from kvoffd.transfer.plan import Direction
 from kvoffd_proto.errors import ErrorCode
@@ -55,13 +55,12 @@ class MemoryMapper:
     """Copies between memfds and the pool."""
     _map_segment: Callable[[int, int], MappedSegment]
     _post: Post
-    _gpus: Gpus | None
-    """None where there is no driver."""
+    _gpus: Gpus
 
     @property
     def kinds(self) -> list[str]:
         """Kinds of handles that can be mapped, as Welcome names them."""
-        return ["memfd"] if self._gpus is None else ["memfd", "cuda_ipc", "cuda_vmm"]
+        return ["memfd", "cuda_ipc", "cuda_vmm"] if self._gpus.available else ["memfd"]
 
     @property
     def stuck(self) -> bool:
@@ -74,11 +73,11 @@ class MemoryMapper:
     @property
     def lost(self) -> str | None:
         """Why GPUs can be used again only when this process has ended; else None."""
-        return None if self._gpus is None else self._gpus.lost
+        return self._gpus.lost
 
     @property
     def problems(self) -> list[str]:
-        return [] if self._gpus is None else self._gpus.problems
+        return self._gpus.problems
 
     def map(
         self, owner: bytes, uid: int, handles: Sequence[Handle], fds: Mapping[int, int], on_mapped: OnMapped
@@ -91,28 +90,20 @@ class MemoryMapper:
         """
         if all(isinstance(handle, MemfdHandle) for handle in handles):
             on_mapped(self._map_host(handles, fds))
-        elif self._gpus is None:
-            raise KvoffdError(
-                "This daemon has no CUDA driver, so it takes memory of the host only; install NVIDIA's driver where it "
-                "runs, or set cuda_library.",
-                ErrorCode.UNSUPPORTED,
-            )
         else:
             uuid, exports = _exports(handles, fds, uid)
             self._gpus.map(uuid, owner, exports, lambda result: self._post(lambda: on_mapped(self._on_gpu(result))))
 
     def expire(self) -> None:
         self._host.expire()
-        if self._gpus is not None:
-            self._gpus.expire()
+        self._gpus.expire()
 
     def load_of(self, direction: Direction) -> DirectionLoad:
-        load = self._host.load_of(direction)
-        return load if self._gpus is None else load.plus(self._gpus.load_of(direction))
+        return self._host.load_of(direction).plus(self._gpus.load_of(direction))
 
     @property
     def pinning(self) -> PinProgress:
-        return UNPINNED if self._gpus is None else self._gpus.pinning
+        return self._gpus.pinning
 
     def _map_host(self, handles: Sequence[Handle], fds: Mapping[int, int]) -> EngineMemory:
         mapped: list[MappedSegment] = []

@@ -63,13 +63,13 @@ class Service:
         cache: BlockCache,
         publisher: EventPublisher,
         engine: TransferEngine,
+        gpus: Gpus,
         pool_address: int,
         clock: Callable[[], float],
         post: Post,
         map_segment: Callable[[int, int], MappedSegment] = map_memfd,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
         max_attached: int = 2**16,
-        gpus: Gpus | None = None,
         open_disk: OpenDisk | None = None,
     ) -> None:
         memory = MemoryMapper(engine, map_segment, post, gpus)

@@ -14,6 +14,7 @@ from kvoffd.server.engine_memory import MemoryMapper
 from kvoffd.server.jobs import JobRunner
 from kvoffd.server.session import CompletionLog, Lifeline, Peer, Session
 from kvoffd.system.mappings import map_memfd
+from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import Transfer
 from kvoffd.transfer.host_engine import HostEngine
 from kvoffd.transfer.plan import Outcome
@@ -22,6 +23,8 @@ from kvoffd_proto.blocks import PutBlocks, PutShard
 from kvoffd_proto.errors import ErrorCode
 from tests.support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of
 from tests.support.invariants import check_invariants
+
+GPUS = Gpus(0, 0, library="/no/driver")
 
 
 def test_blocks_are_put_on_the_numa_node_of_their_ranks_stores_which_stays() -> None:
@@ -38,7 +41,7 @@ def test_blocks_are_put_on_the_numa_node_of_their_ranks_stores_which_stays() -> 
         what()
 
     runner = JobRunner(rig.cache, rig.clock, 10.0, call)
-    writer = BlockWriter(Config(), rig.cache, MemoryMapper(engine, map_memfd, call, None), 0, runner)
+    writer = BlockWriter(Config(), rig.cache, MemoryMapper(engine, map_memfd, call, GPUS), 0, runner)
     session = Session(1, b"t" * 16, Peer(0, 0, 0), Lifeline(), 0.0, CompletionLog(1, 1))
     with SharedMemory(SLOT_UNIT, "put") as memory:
         session.segments[1] = os.dup(memory.fd)
@@ -69,7 +72,7 @@ def test_a_write_whose_copy_hangs_is_refused_and_keeps_its_slots_until_the_copy_
     engine = HangingEngine()
     answers: list[bytes | KvoffdError] = []
     runner = JobRunner(rig.cache, rig.clock, 10.0, lambda what: what())
-    memory_mapper = MemoryMapper(engine, map_memfd, lambda what: what(), None)
+    memory_mapper = MemoryMapper(engine, map_memfd, lambda what: what(), GPUS)
     writer = BlockWriter(Config(), rig.cache, memory_mapper, 0, runner)
     session = Session(1, b"t" * 16, Peer(0, 0, 0), Lifeline(), 0.0, CompletionLog(1, 1))
     free_bytes = rig.slots.free_bytes
@@ -101,7 +104,7 @@ def test_writes_whose_copies_hang_count_against_the_bound_of_their_session() -> 
     engine = HangingEngine()
     answers: list[bytes | KvoffdError] = []
     runner = JobRunner(rig.cache, rig.clock, 10.0, lambda what: what())
-    writer = BlockWriter(Config(), rig.cache, MemoryMapper(engine, map_memfd, lambda what: what(), None), 0, runner)
+    writer = BlockWriter(Config(), rig.cache, MemoryMapper(engine, map_memfd, lambda what: what(), GPUS), 0, runner)
     session = Session(1, b"t" * 16, Peer(0, 0, 0), Lifeline(), 0.0, CompletionLog(1, 1))
     with SharedMemory(SLOT_UNIT, "put") as memory:
         session.segments[1] = os.dup(memory.fd)

@@ -22,6 +22,7 @@ from kvoffd.server.router_index import RouterIndex
 from kvoffd.server.service import Service
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.system.mappings import MappedSegment
+from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import TransferEngine
 from kvoffd_client import ClientOptions, Registration
 from kvoffd_client.admin_client import AdminSession
@@ -124,7 +125,8 @@ def make_service(
         lease_ttl_s=config.lease_ttl_s,
     )
     adopt_blocks(cache, pool, KeptPolicy(cache.policy, config), slots_at_once)
-    return Service(config, cache, publisher, engine, pool_address, clock, post, map_segment, random_bytes)
+    gpus = Gpus(pool_address, slots.pool_bytes, library="/no/driver")
+    return Service(config, cache, publisher, engine, gpus, pool_address, clock, post, map_segment, random_bytes)
 
 
 def make_scheduler(
