@@ -12,6 +12,7 @@ from kvoffd_client.vllm.connector_metadata import MemoryReport
 from kvoffd_client.vllm.kv_event_translator import KvEventTranslator
 from kvoffd_client.vllm.namespace_client import EngineNamespace, NamespaceClient
 from kvoffd_client.vllm.offloading_manager import KvoffdManager, StoreWindow
+from kvoffd_client.vllm.prefill_rate import PrefillRate
 from kvoffd_client.vllm.request_lookups import LookupSettings
 
 from .clock import Clock
@@ -30,8 +31,9 @@ class ManagerHarness:
         self.client = FakeSchedulerClient(self.clock)
         suffix = (0).to_bytes(4, "big")
         client = cast(NamespaceClient, self.client)
+        self.prefill = PrefillRate({suffix: 1000}, self.clock)
         self.manager = KvoffdManager(
-            LookupSettings(client, {suffix: 0}, 0.1, 1.0, self.clock),
+            LookupSettings(client, {suffix: 0}, 0.1, 1.0, self.clock, self.prefill),
             StoreWindow({suffix: SHARD_BYTES}),
             KvEventTranslator((0,)),
             EngineNamespace(1, client, self.clock),

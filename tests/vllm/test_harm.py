@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 from vllm.v1.kv_offload.base import ReqContext
@@ -119,13 +118,10 @@ def test_stores_pause_where_vllm_waits_for_them_again_and_again(said: pytest.Log
     assert not pause.paused
 
 
-def harness(**more: bool) -> tuple[ManagerHarness, Harm]:
-    rig = ManagerHarness()
-    manager = rig.manager
-    manager._lookup_settings = replace(manager._lookup_settings, prefill=computing(rig.clock, 10_000))
-    assert manager._lookup_settings.prefill is not None
-    manager._harm = Harm(manager._lookup_settings.prefill, rig.clock, more.get("active", True))
-    return rig, manager._harm
+def harness(do_no_harm: bool = True) -> tuple[ManagerHarness, Harm]:
+    rig = ManagerHarness(do_no_harm=do_no_harm)
+    rig.prefill.tokens_per_second = 10_000
+    return rig, rig.manager._harm
 
 
 def test_the_manager_counts_what_is_left_out_and_tells_the_daemon(said: pytest.LogCaptureFixture) -> None:
@@ -157,7 +153,7 @@ def test_the_manager_counts_what_is_left_out_and_tells_the_daemon(said: pytest.L
 
 
 def test_switched_off_it_measures_and_leaves_nothing_out(said: pytest.LogCaptureFixture) -> None:
-    rig, harm = harness(active=False)
+    rig, harm = harness(do_no_harm=False)
     rig.request("r", set())
     for _ in range(LEAST_SAMPLES):
         rig.manager.load_ended([key(1)], 0.5)

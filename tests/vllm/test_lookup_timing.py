@@ -18,6 +18,7 @@ from kvoffd_client.vllm.lookup_timing import (
     tell_of_received_requests,
 )
 from kvoffd_client.vllm.namespace_client import NamespaceClient
+from kvoffd_client.vllm.prefill_rate import PrefillRate
 from kvoffd_client.vllm.request_lookups import LookupSettings
 from tests.support.clock import Clock
 from tests.support.manager_harness import HASHES, KEYS, ManagerHarness
@@ -160,7 +161,8 @@ def test_early_lookups_are_bounded_and_those_of_requests_that_never_came_end() -
     clock = Clock()
     client = FakeSchedulerClient(clock)
     suffix = (0).to_bytes(4, "big")
-    early = EarlyLookups(LookupSettings(cast(NamespaceClient, client), {suffix: 0}, 0.1, 1.0, clock))
+    prefill = PrefillRate({}, clock)
+    early = EarlyLookups(LookupSettings(cast(NamespaceClient, client), {suffix: 0}, 0.1, 1.0, clock, prefill))
     for number in range(MAX_EARLY_LOOKUPS + 5):
         early.ask(str(number), [KEYS], 0)
     assert len(early) == len(client.asked) == MAX_EARLY_LOOKUPS

@@ -23,7 +23,8 @@ class Harness:
         self.clock = Clock()
         self.client = FakeSchedulerClient(self.clock)
         positions = {(0).to_bytes(4, "big"): 0, (7).to_bytes(4, "big"): 1}
-        self.lookups = RequestLookups(LookupSettings(self.client, positions, 0.1, 1.0, self.clock))
+        self.prefill = PrefillRate(dict.fromkeys(positions, 16), self.clock)
+        self.lookups = RequestLookups(LookupSettings(self.client, positions, 0.1, 1.0, self.clock, self.prefill))
 
     def statuses(self, *numbers: int) -> list[KeyStatus]:
         return [self.lookups.status(key(number, 7 if number == 4 else 0)) for number in numbers]
@@ -275,9 +276,7 @@ def test_best_effort_takes_what_is_ready() -> None:
 @pytest.mark.parametrize(("tokens_per_second", "waits"), [(0.0, True), (100.0, True), (1000.0, False)])
 def test_the_limit_is_no_more_than_computing_takes(tokens_per_second: float, waits: bool) -> None:
     harness = DiskHarness()
-    prefill = PrefillRate({(0).to_bytes(4, "big"): 16, (7).to_bytes(4, "big"): 16}, harness.clock)
-    prefill.tokens_per_second = tokens_per_second
-    harness.lookups.settings = dataclasses.replace(harness.lookups.settings, prefill=prefill)
+    harness.prefill.tokens_per_second = tokens_per_second
     harness.ask(coming=2, wait_s=0.1)  # 32 tokens
     assert harness.statuses(2) == [KeyStatus.PENDING if waits else KeyStatus.MISS]
     harness.clock.now += 0.35

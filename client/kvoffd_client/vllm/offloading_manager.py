@@ -141,9 +141,7 @@ class KvoffdManager(OffloadingManager):
         namespace.on_leave = self._leave_adapters
         self._loads = loads
         self._stores = stores
-        self._harm = (
-            Harm(lookup_settings.prefill, lookup_settings.clock, do_no_harm) if lookup_settings.prefill else None
-        )
+        self._harm = Harm(lookup_settings.prefill, lookup_settings.clock, do_no_harm)
         on_bad_hint = functools.partial(self._counters.count, stats.BAD_HINTS)
         self._hints = Hints(lookup_settings.clock, on_bad_hint) if follows_hints else None
         self._store_threshold = store_threshold or StoreThreshold(0, 0)
@@ -174,19 +172,17 @@ class KvoffdManager(OffloadingManager):
 
     def step_begins(self, request_tokens: Collection[int]) -> None:
         """Note that the scheduler begins a step with so many tokens of each request; tell the daemon now and then."""
-        if (harm := self._harm) is not None:
-            harm.prefill.step_begins(request_tokens)
-            if (figures := harm.news()) is not None:
-                self.client.report(*figures)
+        self._harm.prefill.step_begins(request_tokens)
+        if (figures := self._harm.news()) is not None:
+            self.client.report(*figures)
 
     def step_ended(self) -> None:
         """Note that the output of the first of the steps that run has come."""
-        if self._harm is not None:
-            self._harm.prefill.step_ended()
+        self._harm.prefill.step_ended()
 
     def load_pays(self, request_id: str, tokens: int) -> bool:
         """Whether to load so many tokens of a request, and not to compute them."""
-        if self._harm is None or self._harm.load_pays(tokens):
+        if self._harm.load_pays(tokens):
             return True
         lookups = self._lookups.get(request_id)
         if lookups is None or not lookups.skip_counted:
@@ -198,8 +194,7 @@ class KvoffdManager(OffloadingManager):
 
     def load_ended(self, keys: Collection[OffloadKey], seconds: float) -> None:
         """Note how long a load of these keys took, the slowest rank's."""
-        if self._harm is not None:
-            self._harm.loads.note(self._harm.prefill.tokens_of(keys), seconds)
+        self._harm.loads.note(self._harm.prefill.tokens_of(keys), seconds)
 
     def is_looked_up(self, request_id: str) -> bool:
         """Whether a lookup of the request is on its way, or its answer has come and nobody has looked at it."""
@@ -279,8 +274,7 @@ class KvoffdManager(OffloadingManager):
     def workers_report(self, credit_bytes: int | None, usable: bool, waited_s: float = 0.0) -> None:
         """Take the workers' report: how much each may have outstanding, whether their memory can be shared, how long
         vLLM waited for stores."""
-        if self._harm is not None:
-            self._harm.waited(waited_s)
+        self._harm.waited(waited_s)
         if credit_bytes is not None:
             self._store_window.credit_bytes = credit_bytes
             self._credit_reported = True
@@ -353,7 +347,7 @@ class KvoffdManager(OffloadingManager):
             if self._may_use_daemon and self.namespace.may_store and self.client.ready:
                 window = self._store_window
                 wanted = [key for key in keys if key not in window and not lookups.is_stored(key)]
-        if wanted and self._harm is not None and self._harm.leave_store_out():
+        if wanted and self._harm.leave_store_out():
             self._counters.count(stats.PAUSED_STORES)
             wanted = []
         if wanted:
@@ -402,7 +396,7 @@ class KvoffdManager(OffloadingManager):
         self._store_window.clear()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        return self._counters.take(self.client.ready, self._rates)
+        return self._counters.take(self.client.ready, lambda: self._harm.rates)
 
     def config_info(self) -> Sequence[Mapping[str, str | float]]:
         """Labels of vLLM's metric kv_offload_config_info (0.33; never asked for before)."""
@@ -410,9 +404,6 @@ class KvoffdManager(OffloadingManager):
 
     def shutdown(self) -> None:
         self.client.close()
-
-    def _rates(self) -> tuple[float, float]:
-        return self._harm.rates if self._harm is not None else (0.0, 0.0)
 
     @property
     def _may_use_daemon(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from math import inf
 
 from vllm.v1.kv_offload.base import OffloadKey
 
@@ -79,9 +78,9 @@ class LookupSettings:
         deadline_s: an unanswered lookup counts as a miss after this many seconds.
         refresh_s: age at which an answer with misses is asked for again, and pause after a failed lookup, in seconds.
         clock: what time is measured with, as time.monotonic().
+        prefill: how fast the engine computes; the mode "limit" waits no longer than that takes.
         disk_wait: what to do about blocks that the daemon reads from disk; see ``ConnectorOptions``.
         disk_wait_s: the most that the mode "limit" waits, from the first answer in which something was pending.
-        prefill: how fast the engine computes; "limit" waits no longer than that takes. None where it is not measured.
     """
 
     client: NamespaceClient
@@ -89,9 +88,9 @@ class LookupSettings:
     deadline_s: float
     refresh_s: float
     clock: Callable[[], float]
+    prefill: PrefillRate
     disk_wait: str = LIMIT
     disk_wait_s: float = 1.0
-    prefill: PrefillRate | None = None
 
     def release(self, lookup: PendingLookup | None) -> None:
         """End a lookup's lease, if there is one, or may be one since no answer told."""
@@ -284,8 +283,7 @@ class RequestLookups:
         now = self.settings.clock()
         if self.disk_wait_since is None:
             self.disk_wait_since = now
-            prefill = self.settings.prefill
-            computed_s = prefill.seconds_for(answer.pending_keys(*COMING)) if prefill is not None else inf
+            computed_s = self.settings.prefill.seconds_for(answer.pending_keys(*COMING))
             self.disk_wait_limit_s = min(self.settings.disk_wait_s, computed_s)
         expected_s = now - self.disk_wait_since + answer.ticket.wait_s
         mode = self.settings.disk_wait
