@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import multiprocessing
-import os
 import socket
 import threading
 import time
@@ -21,6 +20,7 @@ from kvoffd_proto.codec import encode
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.lifeline import MemoryReleased, Refused, encode_frame
 from tests.support.fake_daemon import FakeDaemon
+from tests.support.open_files import open_descriptors
 from tests.support.waiting import wait_until
 
 SPEC = NamespaceSpec.named("client-tests")
@@ -29,10 +29,6 @@ QUICK = ClientOptions(
 )
 KEYS = [m.GroupKeys(0, bytes(64))]
 TRANSFER = [m.GroupTransfer(0, bytes(32), bytes(4))]
-
-
-def open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def test_without_a_daemon_everything_is_a_miss_and_it_connects_when_one_comes(registration: Registration) -> None:
@@ -169,7 +165,7 @@ def test_close_is_quick_and_repeatable_and_leaks_neither_descriptors_nor_threads
     fake: FakeDaemon, registration: Registration, state: str
 ) -> None:
     gc.collect()
-    fds, threads = open_fds(), threading.active_count()
+    fds, threads = open_descriptors(), threading.active_count()
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResourceWarning)
         scheduler = SchedulerClient(fake.directory, SPEC, options=QUICK)
@@ -195,7 +191,7 @@ def test_close_is_quick_and_repeatable_and_leaks_neither_descriptors_nor_threads
         del scheduler, worker, client
         gc.collect()
     assert threading.active_count() <= threads
-    wait_until(lambda: open_fds() <= fds)
+    wait_until(lambda: open_descriptors() <= fds)
 
 
 def test_reconnecting_leaks_no_descriptors(fake: FakeDaemon, worker: WorkerClient) -> None:
@@ -204,25 +200,25 @@ def test_reconnecting_leaks_no_descriptors(fake: FakeDaemon, worker: WorkerClien
         wait_until(lambda: len(fake.seen(m.Register)) == round_ and worker.ready)
 
     settle(2)
-    before = open_fds()
+    before = open_descriptors()
     for round_ in range(3, 12):
         settle(round_)
-    wait_until(lambda: open_fds() <= before)
+    wait_until(lambda: open_descriptors() <= before)
 
 
 def test_descriptors_that_nobody_asked_for_are_closed(fake: FakeDaemon, worker: WorkerClient) -> None:
     """An engine may have 1,024 by Linux' default, and ends without them."""
-    before, released = open_fds(), encode_frame(MemoryReleased())
+    before, released = open_descriptors(), encode_frame(MemoryReleased())
 
     def send() -> None:
         for _ in range(50):
             socket.send_fds(fake.peer(m.Role.WORKER).stream, [released], [0] * MAX_DESCRIPTORS)
 
     fake.do(send)
-    wait_until(lambda: open_fds() > before)
+    wait_until(lambda: open_descriptors() > before)
     worker.store(1, TRANSFER)
     assert worker.wait_results(5)[0].ok
-    assert open_fds() <= before + MAX_DESCRIPTORS
+    assert open_descriptors() <= before + MAX_DESCRIPTORS
 
 
 def test_an_error_inside_is_logged_once_and_survived(

@@ -249,15 +249,3 @@ def test_the_state_is_the_first_aligned_word_of_a_record(table: SlotTable) -> No
     assert position % 64 == 0
     assert os.pread(table.fd, 8, position) == ctypes.c_uint64(SlotState.READY).value.to_bytes(8, "little")
     assert FORMAT_VERSION == 2
-
-
-@pytest.mark.parametrize("kept_bytes", [200, 4096, 8192, 12288, 100_000])
-def test_a_table_that_is_cut_off_is_refused(table: SlotTable, kept_bytes: int) -> None:
-    store(table, 0)
-    fd = os.memfd_create("cut-off")
-    try:
-        os.pwrite(fd, os.pread(table.fd, kept_bytes, 0), 0)
-        with pytest.raises(BadTable, match=f"cut off: {kept_bytes} of"):
-            scan_table(fd)
-    finally:
-        os.close(fd)

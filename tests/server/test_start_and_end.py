@@ -297,18 +297,6 @@ def test_systemd_is_told_when_the_daemon_is_ready_and_that_it_lives(tmp_path):
             daemon.close()
 
 
-def test_bad_configuration_is_refused_in_one_sentence(tmp_path):
-    for arguments, environ in (
-        (["--pool-size", "twenty bananas"], {}),
-        (["--pool-size", "0"], {}),
-        ([], {"KVOFFD_POOL_SIZ": "1GiB"}),
-        (["--config", str(tmp_path / "missing.toml")], {}),
-    ):
-        refused = serve("--directory", str(tmp_path), *arguments, **environ)
-        assert refused.returncode == 2
-        assert len(refused.stderr.strip().splitlines()) == 1, refused.stderr
-
-
 class RefusedCall(DaemonProcess):
     """Under a seccomp filter that refuses one call to the system."""
 

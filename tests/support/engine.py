@@ -259,6 +259,14 @@ def wait_stats(admin: AdminClient, condition: Callable[[StatsReply], bool], dead
     )
 
 
+def ready_blocks(stats: StatsReply) -> int:
+    return sum(item.ready_blocks for item in stats.namespaces)
+
+
+def tokens(answers: list[Completion]) -> list[list[int]]:
+    return [answer.tokens for answer in answers]
+
+
 def completions(answer: list[dict[str, Any]]) -> list[Completion]:
     """The answer of the command ``generate`` as objects."""
     return [Completion(**item) for item in answer]

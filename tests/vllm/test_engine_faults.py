@@ -30,6 +30,8 @@ from tests.support.engine import (
     completions,
     full_blocks,
     prompt,
+    ready_blocks,
+    tokens,
     wait_connected,
     wait_stats,
 )
@@ -152,16 +154,8 @@ def short_hash(item: int | bytes) -> int:
     return item if isinstance(item, int) else int.from_bytes(item, "big") & (1 << 64) - 1
 
 
-def ready_blocks(stats: StatsReply) -> int:
-    return sum(item.ready_blocks for item in stats.namespaces)
-
-
 def invalidated_blocks(stats: StatsReply) -> int:
     return sum(item.invalidated_blocks for item in stats.namespaces)
-
-
-def tokens(answers: list[Completion]) -> list[list[int]]:
-    return [answer.tokens for answer in answers]
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,8 @@ from tests.support.engine import (
     completions,
     full_blocks,
     prompt,
+    ready_blocks,
+    tokens,
     wait_connected,
     wait_stats,
 )
@@ -104,14 +106,6 @@ class Pair:
         self.prefill.close()
         self.decode.close()
         self.daemon.close()
-
-
-def ready_blocks(stats: StatsReply) -> int:
-    return sum(item.ready_blocks for item in stats.namespaces)
-
-
-def tokens(answers: list[Completion]) -> list[list[int]]:
-    return [answer.tokens for answer in answers]
 
 
 def cached(answers: list[Completion]) -> list[int]:

@@ -13,9 +13,18 @@ import pytest
 from kvoffd_client import AdminClient, ClientOptions
 from kvoffd_proto.messages import NamespaceInfo, StatsReply
 from tests.support.daemon import DaemonProcess
-from tests.support.engine import BLOCK_TOKENS, Completion, EngineProcess, full_blocks, prompt, wait_connected
+from tests.support.engine import (
+    BLOCK_TOKENS,
+    Completion,
+    EngineProcess,
+    full_blocks,
+    prompt,
+    ready_blocks,
+    tokens,
+    wait_connected,
+    wait_stats,
+)
 from tests.support.models import make_tiny_gemma3, make_tiny_llama
-from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -101,15 +110,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def wait_stored(admin: AdminClient, blocks: int) -> None:
     """Answers do not wait for stores; who looks for the blocks at once may be too early."""
 
-    def stored() -> int:
-        return sum(item.ready_blocks for item in admin.stats().namespaces)
-
-    wait_until(lambda: stored() >= blocks, PATIENCE_S, explain=lambda: f"{stored()} of {blocks} blocks were stored")
-    assert stored() == blocks
-
-
-def tokens(completions: list[Completion]) -> list[list[int]]:
-    return [completion.tokens for completion in completions]
+    assert ready_blocks(wait_stats(admin, lambda stats: ready_blocks(stats) >= blocks, PATIENCE_S)) == blocks
 
 
 def test_the_cold_run_computes_everything(runs: Runs) -> None:
