@@ -71,8 +71,6 @@ RankSpec = Annotated[list[ShardSpec], doc(max_length=MAX_GROUPS)]
 
 
 class NamespaceDescribed(Reply, frozen=True):
-    """Answer to DescribeNamespace."""
-
     label: Annotated[str, doc("Name of the namespace for operators.")]
     world_size: Annotated[int, doc("Shards that make a block.", ge=1)]
     key_bytes: Annotated[int, doc("Length of a block hash in bytes.", ge=1)]
@@ -117,8 +115,6 @@ class BlockInfo(Wire, frozen=True):
 
 
 class BlocksListed(Reply, frozen=True):
-    """Answer to ListBlocks."""
-
     blocks: Annotated[list[BlockInfo], doc("Blocks of the page that are still in the pool.")]
     next_position: Annotated[Count, doc("Where the next page begins; 0 when there is none.")]
     total: Annotated[Count, doc("Keys in the snapshot of the first page.")]
@@ -149,8 +145,6 @@ class HeldShard(Wire, frozen=True):
 
 
 class BlocksGot(Reply, frozen=True):
-    """Answer to GetBlocks."""
-
     blocks: Annotated[
         list[list[HeldShard] | None], doc("Per key, the block's shards by rank; nil where the block is not ready.")
     ]
@@ -178,8 +172,6 @@ class PutShard(Wire, frozen=True):
 
 
 class BlocksPut(Reply, frozen=True):
-    """Answer to PutBlocks."""
-
     states: Annotated[bytes, doc("One byte per key: 0 no room, 1 stored, 2 present or being written already.")]
 
 

@@ -24,8 +24,6 @@ class HealthProblem(Wire, frozen=True):
 
 
 class HealthReply(Reply, frozen=True):
-    """Answer to Health."""
-
     level: Annotated[
         HealthLevel,
         doc(

@@ -48,8 +48,6 @@ class SessionInfo(Wire, frozen=True):
 
 
 class SessionsReply(Reply, frozen=True):
-    """Answer to Sessions."""
-
     sessions: Annotated[list[SessionInfo], doc("Open sessions, oldest first.")]
 
 
@@ -94,8 +92,6 @@ class NamespaceInfo(Wire, frozen=True):
 
 
 class NamespacesReply(Reply, frozen=True):
-    """Answer to Namespaces."""
-
     namespaces: Annotated[list[NamespaceInfo], doc("Open namespaces, in the order in which they were opened.")]
 
 

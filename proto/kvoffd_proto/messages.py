@@ -151,8 +151,6 @@ class Hello(Request[Welcome], frozen=True):
 
 
 class HeartbeatReply(Reply, frozen=True):
-    """Answer to Heartbeat."""
-
     sequence: Annotated[int, doc("Sequence number of the session's last completions; 0 before the first.", ge=0)]
     credit_bytes: Annotated[ByteCount, doc("Bytes of stores the session may have outstanding.")]
     ended: Annotated[list[LeaseId], doc("Leases in ``renew`` that have ended.")]
@@ -177,8 +175,6 @@ class Completions(Message, frozen=True):
 
 
 class ReplayReply(Reply, frozen=True):
-    """Answer to Replay."""
-
     batches: Annotated[list[Completions], doc("Unacknowledged completions, oldest first.")]
     unfinished: Annotated[
         list[JobId], doc("Accepted jobs that have not ended. Any other job is unknown to the daemon.")
@@ -205,8 +201,6 @@ class OpenNamespace(Request[NamespaceOpened], frozen=True):
 
 
 class Registered(Reply, frozen=True):
-    """Answer to Register."""
-
     registration_id: RegistrationId
     shard_bytes: Annotated[list[ByteCount], doc("Per group, bytes of this rank's shard of a block.")]
 
@@ -235,8 +229,6 @@ class Unregister(Request[Done], frozen=True):
 
 
 class LookupReply(Reply, frozen=True):
-    """Answer to Lookup."""
-
     lease_id: LeaseId
     states: Annotated[
         list[bytes],
@@ -343,8 +335,6 @@ class JobsRefused(Reply, frozen=True):
 
 
 class CancelReply(Reply, frozen=True):
-    """Answer to Cancel."""
-
     cancelled: Annotated[list[JobId], doc("Jobs that will not run, stores of the same message among them.")]
     running: Annotated[list[JobId], doc("Jobs whose bytes are moving; wait for their completions.")]
 

@@ -20,8 +20,6 @@ class RecordedChain(Wire, frozen=True):
 
 
 class Recorded(Reply, frozen=True):
-    """Answer to Record."""
-
     recording: Annotated[Count, doc("Number of the recording, for the next Record.")]
     chains: Annotated[list[RecordedChain], doc("In the order in which they were asked for, about a MiB at most.")]
     dropped: Annotated[Count, doc("Chains that found no room behind these, since nobody had fetched what was there.")]

@@ -26,6 +26,8 @@ from kvoffd_proto.wire import fields_of, metas_of
 TEMPLATE = Path(__file__).with_name("PROTOCOL.template.md")
 
 MODULES = (m, blocks, handles, lifeline, events)
+REQUESTS = {exchange.answer: request for request, exchange in m.EXCHANGES.items()}
+"""By what answers them: a reply that answers nothing else needs no sentence of its own."""
 
 
 def reference() -> str:
@@ -148,7 +150,7 @@ def _default(item: msgspec.structs.FieldInfo) -> str:
 
 
 def _docstring(documented: type) -> str:
-    lines = (documented.__doc__ or "").strip().splitlines()
+    lines = (documented.__doc__ or f"Answer to {REQUESTS[documented].__name__}.").strip().splitlines()
     return _markdown(" ".join(line.strip() for line in lines).replace("  ", "\n\n"))
 
 

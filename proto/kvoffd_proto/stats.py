@@ -329,8 +329,6 @@ class BlockAccessStats(Wire, frozen=True):
 
 
 class StatsReply(Reply, frozen=True):
-    """Answer to Stats."""
-
     daemon_version: Annotated[str, doc("Release of the daemon.")]
     pid: Annotated[int, doc("Process id, in the daemon's own pid namespace.", ge=0)]
     uptime_seconds: Annotated[Seconds, gauge("Seconds since the daemon's start.")]

@@ -338,6 +338,4 @@ class Error(Reply, frozen=True):
 
 
 class NamespaceOpened(Reply, frozen=True):
-    """Answer to OpenNamespace."""
-
     created: Annotated[bool, doc("False when the namespace was open already.")]

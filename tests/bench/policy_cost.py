@@ -58,7 +58,6 @@ class RecordedPolicy:
 
 
 def ask_again(policy: EvictionPolicy, calls: Calls) -> None:
-    """Make the calls."""
 
     def take(worth: float, count: int) -> None:
         deque(islice(policy.candidates(worth), count + 1), maxlen=0)

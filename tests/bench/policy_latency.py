@@ -79,7 +79,6 @@ class Side:
             self._load.stop()
 
     def measure(self, case: str, samples: int, into: Measured) -> None:
-        """One round of a case."""
         self._store()  # what engines stored may have taken their room
         self.cases[case](SETTLING)
         before = process_cpu_s(self.daemon.pid)

@@ -24,7 +24,6 @@ BLOCK = 256 * UNIT
 
 
 def set_limits(rig: CacheHarness, namespace: Namespace, least: int = 0, most: int | None = None, **more: float) -> None:
-    """Limits in slots."""
     limits = NamespaceLimits(least * UNIT, None if most is None else most * UNIT, more.get("weight"))
     rig.cache.blocks.shares.set(namespace.fingerprint, limits)
 

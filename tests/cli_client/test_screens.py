@@ -101,7 +101,6 @@ def namespace_infos() -> list[NamespaceInfo]:
 
 @pytest.fixture
 def pages(troubled: StatsReply, sessions: list[SessionInfo]) -> dict[str, RenderableType]:
-    """One of each."""
     labels = {NAMESPACE: LABEL}
     blocks = [BlockInfo(bytes(range(32)), KeyState.READY, 2 * 2**20, 12, True)]
     results = [Result("64 keys, all hits, p50", 123_456.0, "lookups/s", 234_567.0, None)]

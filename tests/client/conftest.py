@@ -40,7 +40,6 @@ def scheduler(fake: FakeDaemon) -> Iterator[SchedulerClient]:
 
 @pytest.fixture
 def worker(fake: FakeDaemon, registration: Registration) -> Iterator[WorkerClient]:
-    """A ready worker."""
     with WorkerClient(fake.directory, SPEC, registration, options=QUICK) as client:
         assert client.wait_ready(5)
         yield client

@@ -30,7 +30,6 @@ class Choices:
         return options[self.byte() % len(options)]
 
     def number(self, most: int) -> int:
-        """A number from 0 to ``most``."""
         taken = 0
         for _ in range((most.bit_length() + 7) // 8):
             taken = taken << 8 | self.byte()

@@ -17,7 +17,7 @@ from kvoffd.server.context import HANDLERS
 from kvoffd_proto import events, handles, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.reference import MODULES, reference
+from kvoffd_proto.reference import MODULES, _docstring, reference
 from kvoffd_proto.wire import fields_of
 
 DOCUMENTED: list[type[Struct]] = [
@@ -50,8 +50,7 @@ def test_the_command_prints_the_page() -> None:
 
 @pytest.mark.parametrize("struct", DOCUMENTED, ids=lambda struct: struct.__name__)
 def test_every_message_and_every_field_is_described(struct: type[Struct]) -> None:
-    assert struct.__doc__
-    assert struct.__doc__.strip().endswith("."), "a sentence"
+    assert _docstring(struct).endswith("."), "a sentence"
     for field, _, description in fields_of(struct):
         assert description.endswith("."), f"{struct.__name__}.{field.name} needs a doc(...) with a sentence"
 

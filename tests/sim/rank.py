@@ -130,5 +130,4 @@ class Rank:
 
 
 def ids(blocks: Sequence[int]) -> bytes:
-    """Block ids as the wire has them."""
     return np.array(blocks, dtype="<i4").tobytes()

@@ -14,7 +14,6 @@ from tests.support.exporter import Exporter
 
 
 def real_gpus() -> int:
-    """How many GPUs this machine has."""
     try:
         return len(list_devices(CudaDriver()))
     except KvoffdError:

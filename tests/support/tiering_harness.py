@@ -110,11 +110,9 @@ class TieringHarness(CacheHarness):
         assert self.in_tier(namespace, keys) == len(blocks)
 
     def end_write(self, ticket: object) -> None:
-        """End a write."""
         assert self.tiering.transfers.end_demotion(ticket)  # type: ignore[arg-type]
 
     def in_tier(self, namespace: Namespace, keys: bytes, group: int = 0) -> int:
-        """How many of the keys the tier has."""
         index = self.tier.index(namespace.fingerprint, group)
         return sum(key in index for key in namespace.split(group, keys))
 

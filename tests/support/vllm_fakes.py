@@ -127,7 +127,6 @@ class FakeWorkerClient:
 
 
 def block_hash(number: int) -> bytes:
-    """A 32-byte block hash."""
     return number.to_bytes(KEY_BYTES, "big")
 
 

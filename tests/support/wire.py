@@ -49,12 +49,10 @@ def ids(*numbers: int) -> bytes:
 
 
 def store_of(job: int, blob: bytes, block_ids: bytes, first_block: int = 0, group: int = 0) -> m.Store:
-    """A store of blocks of one group."""
     return m.Store(job, [m.GroupTransfer(group, blob, block_ids, first_block)])
 
 
 def load_of(job: int, lease: int, blob: bytes, block_ids: bytes, first_block: int = 0, group: int = 0) -> m.Load:
-    """A load of blocks of one group."""
     return m.Load(job, lease, [m.GroupTransfer(group, blob, block_ids, first_block)])
 
 

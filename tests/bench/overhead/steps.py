@@ -67,7 +67,6 @@ class Steps:
         return {call: median(run.calls_s[call] for run in runs) * 1e6 for call in runs[0].calls_s}
 
     def to_object(self) -> dict[str, object]:
-        """For JSON."""
         return {
             case: {
                 "ratio": median(self.ratios(case)),

@@ -47,7 +47,6 @@ def _calls(steps: Steps, case: str) -> str:
 
 
 def workers_table(found: WorkerSteps, others: float) -> str:
-    """Of the workers' part."""
     rows = [["stores of a step", "layers", "worker", "in its calls, µs", "CPU of the process, µs"]]
     ratios = []
     for case in WORKER_CASES:

@@ -86,7 +86,6 @@ class Throughput:
         return [own.tokens_per_s / bare.tokens_per_s for own, bare in pairs]
 
     def to_object(self) -> dict[str, object]:
-        """For JSON."""
         return {
             "load": vars(self.load),
             "ratio": median(self.ratios),

@@ -66,7 +66,6 @@ class WorkerSteps:
         return median(self.calls[case][KVOFFD]) / median(self.calls[case][NATIVE])
 
     def to_object(self) -> dict[str, object]:
-        """For JSON."""
         return {
             f"{stores} stores, {layers} layers": {
                 "ratio": self.ratio((stores, layers)),

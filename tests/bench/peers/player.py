@@ -103,7 +103,6 @@ class Player(ABC):
         """End the session."""
 
     def measured(self, work: Callable[[], None]) -> Copy:
-        """Do ``work`` and measure it."""
         server, client, begin = process_cpu_s(self._server_pid), time.process_time(), time.perf_counter()
         work()
         end = time.perf_counter()

@@ -36,7 +36,6 @@ class Row:
         return [own / other if self.more_is_better else other / own for own, other in pairs]
 
     def cells(self) -> list[str]:
-        """Of the table."""
         ratios = self.ratios
         return [
             self.case,
@@ -65,7 +64,6 @@ HEAD = ["case", "unit", "kvoffd", "LMCache", "times better (min to max)", "floor
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the Markdown table of all rows."""
     return markdown_table([HEAD, *(row.cells() for row in rows)])
 
 
