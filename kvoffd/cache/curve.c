@@ -12,6 +12,8 @@
  * Source of sampling by hashes, and of a sample of bounded size: C. Waldspurger et al., "Efficient MRC Construction with
  * SHARDS", FAST 2015.
  */
+#include "../system/key_hash.h"
+
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -66,24 +68,9 @@ struct curve {
     struct piece pieces[PIECES]; /* the first one is none */
 };
 
-static uint64_t mixed(uint64_t a, uint64_t b)
-{
-    unsigned __int128 product = (unsigned __int128)a * b;
-
-    return (uint64_t)product ^ (uint64_t)(product >> 64);
-}
-
 static uint64_t hash_of(const struct curve *c, uint64_t whose, const uint8_t *key, uint64_t key_bytes)
 {
-    uint64_t found = mixed(c->seed[0] ^ whose, 0x9E3779B97F4A7C15), word[2];
-
-    for (uint64_t at = 0; at < key_bytes; at += sizeof word) {
-        uint64_t left = key_bytes - at;
-        word[0] = word[1] = 0;
-        memcpy(word, key + at, left < sizeof word ? left : sizeof word);
-        found = mixed(word[0] ^ c->seed[1], word[1] ^ found);
-    }
-    return mixed(found ^ c->seed[0], 0x9E3779B97F4A7C15);
+    return key_hash(c->seed[0] ^ whose, c->seed[1], key, key_bytes);
 }
 
 static uint32_t *bucket(struct curve *c, uint64_t hash)

@@ -6,6 +6,8 @@
  * probing. An entry is a key, behind it the state, 0 where the entry is empty, and at its end the number. Nothing is ever
  * left behind by a removal: what follows moves up.
  */
+#include "../system/key_hash.h"
+
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -26,28 +28,9 @@ struct index {
     uint64_t seed[2]; /* so that nobody can choose keys that fall together */
 };
 
-static uint64_t mixed(uint64_t a, uint64_t b)
-{
-    unsigned __int128 product = (unsigned __int128)a * b;
-
-    return (uint64_t)product ^ (uint64_t)(product >> 64);
-}
-
 static uint64_t hash(const struct index *x, const uint8_t *key)
 {
-    uint64_t found = x->seed[0] ^ x->key_bytes, word[2];
-
-    for (uint64_t at = 0; at < x->key_bytes; at += sizeof word) {
-        uint64_t left = x->key_bytes - at;
-        if (left >= sizeof word) { /* a size that the compiler knows: a move and not a call */
-            memcpy(word, key + at, sizeof word);
-        } else {
-            word[0] = word[1] = 0;
-            memcpy(word, key + at, left);
-        }
-        found = mixed(word[0] ^ x->seed[1], word[1] ^ found);
-    }
-    return mixed(found ^ x->seed[0], 0x9E3779B97F4A7C15);
+    return key_hash(x->seed[0], x->seed[1], key, x->key_bytes);
 }
 
 static uint64_t upper(uint64_t hashed, uint32_t bits)

@@ -1,6 +1,8 @@
 /* Judges the records of a slot table, many at a time. scan.py calls it and owns all memory; table_format.py has the layout
  * of a record, records.py that of what is found.
  */
+#include "../system/key_hash.h"
+
 #include <stdint.h>
 #include <string.h>
 
@@ -73,26 +75,6 @@ static void crcs_of(const struct scan *s, const uint8_t *records, uint32_t crcs[
         crcs[i] = ~crcs[i];
 }
 
-static uint64_t mixed(uint64_t a, uint64_t b)
-{
-    unsigned __int128 product = (unsigned __int128)a * b;
-
-    return (uint64_t)product ^ (uint64_t)(product >> 64);
-}
-
-/* A hash of `nbytes` and of what `salt` says. */
-static uint64_t hash(const struct scan *s, uint64_t salt, const void *bytes, uint64_t nbytes)
-{
-    uint64_t found = mixed(s->seed[0] ^ salt, s->seed[1]);
-
-    for (uint64_t at = 0; at < nbytes; at += 16) {
-        uint64_t word[2] = { 0, 0 }, left = nbytes - at;
-        memcpy(word, (const uint8_t *)bytes + at, left < sizeof word ? left : sizeof word);
-        found = mixed(word[0] ^ s->seed[1], word[1] ^ found);
-    }
-    return mixed(found ^ s->seed[0], 0x9E3779B97F4A7C15);
-}
-
 /* The number of a kind; `most_kinds` where there are too many. */
 static uint32_t number_of(struct scan *s, const struct kind *kind, uint32_t likely)
 {
@@ -100,7 +82,7 @@ static uint32_t number_of(struct scan *s, const struct kind *kind, uint32_t like
 
     if (likely < s->kinds_found && !memcmp(&s->kinds[likely], kind, sizeof *kind))
         return likely;
-    for (at = hash(s, 0, kind, sizeof *kind) & mask; s->kind_places[at]; at = (at + 1) & mask)
+    for (at = key_hash(s->seed[0], s->seed[1], kind, sizeof *kind) & mask; s->kind_places[at]; at = (at + 1) & mask)
         if (!memcmp(&s->kinds[s->kind_places[at] - 1], kind, sizeof *kind))
             return s->kind_places[at] - 1;
     if (s->kinds_found == s->most_kinds)
@@ -146,7 +128,7 @@ static int take(struct scan *s, const uint8_t *record, uint64_t number, uint32_t
     s->offsets[found] = offset;
     s->generations[found] = generation;
     uint64_t salt = (uint64_t)kind.name << 32 | (uint64_t)kind.group << 8 | kind.key_bytes;
-    s->identities[found] = hash(s, salt, record + KEY, kind.key_bytes);
+    s->identities[found] = key_hash(s->seed[0] ^ salt, s->seed[1], record + KEY, kind.key_bytes);
     s->holders[place]++;
     s->slots_found++;
     return 1;

@@ -1,4 +1,5 @@
 /* What requests ask for and stores offer: their keys' spans, and the classes of these. */
+#include "../../system/key_hash.h"
 #include "learned.h"
 
 #include <math.h>
@@ -26,32 +27,13 @@ static int step_of(uint64_t value, const uint32_t *limits, int count)
 
 /* --- keys --- */
 
-static uint64_t mix(uint64_t a, uint64_t b)
-{
-    unsigned __int128 product = (unsigned __int128)a * b;
-
-    return (uint64_t)product ^ (uint64_t)(product >> 64);
-}
-
 /* Writes the hashes of `count` keys that lie end to end. `name`: another one where the same keys mean other blocks.
  * Returns how many there are. */
 uint64_t hash_keys(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                    uint64_t *hashes)
 {
-    uint64_t first = l->seed[0] ^ name, second = l->seed[1];
-
     for (uint64_t i = 0; i < count; i++, keys += key_bytes) {
-        uint64_t found = first ^ key_bytes, word[2], at = 0;
-        for (; at + sizeof word <= key_bytes; at += sizeof word) {
-            memcpy(word, keys + at, sizeof word);
-            found = mix(word[0] ^ second, word[1] ^ found);
-        }
-        if (at < key_bytes) {
-            word[0] = word[1] = 0;
-            memcpy(word, keys + at, key_bytes - at);
-            found = mix(word[0] ^ second, word[1] ^ found);
-        }
-        found = mix(found ^ first, 0x9E3779B97F4A7C15);
+        uint64_t found = key_hash(l->seed[0] ^ name, l->seed[1], keys, key_bytes);
         hashes[i] = found ? found : 1;
     }
     return count;
