@@ -13,6 +13,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import KVConnectorBlockState, NewRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import OffloadKey, PrepareStoreOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
@@ -21,7 +22,7 @@ from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.connector_metadata import FailedJob, KeyedSpec, KvoffdWorkerMetadata
 from kvoffd_proto.errors import ErrorCode
 from tests.support.models import make_tiny_llama
-from tests.support.vllm_config import cache_config, make_config
+from tests.support.vllm_config import HEADS, cache_config, full_attention, make_config
 from tests.support.vllm_fakes import block_hash
 
 BLOCK_TOKENS = 32
@@ -34,12 +35,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def connector(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KvoffdConnector]:
+def groups() -> list[KVCacheGroupSpec]:
+    """KV cache groups of the engine; none for one of full attention."""
+    return []
+
+
+@pytest.fixture
+def connector(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: list[KVCacheGroupSpec]
+) -> Iterator[KvoffdConnector]:
     """A scheduler's connector that stores whatever is offered."""
-    built = KvoffdConnector(make_config(model, {"directory": str(tmp_path)}), KVConnectorRole.SCHEDULER, cache_config())
+    config = make_config(model, {"directory": str(tmp_path)})
+    built = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config(*groups))
 
     def prepare_store(keys: Collection[OffloadKey], _: object) -> PrepareStoreOutput:
-        spec = KeyedSpec.of(keys, {(0).to_bytes(4, "big"): 0})
+        spec = KeyedSpec.of(keys, {group.to_bytes(4, "big"): group for group in range(max(1, len(groups)))})
         return PrepareStoreOutput(keys_to_store=list(keys), store_spec=spec, evicted_keys=[])
 
     monkeypatch.setattr(built._manager, "prepare_store", prepare_store)
@@ -53,8 +63,8 @@ def new_request(connector: KvoffdConnector, blocks: list[int], params: dict[str,
     request.kv_transfer_params = params
     request.block_hashes = [block_hash(number) for number in range(PROMPT_TOKENS // BLOCK_TOKENS)]
     connector.on_new_request(request)
-    (group,) = connector.connector_scheduler._req_status["r"].group_states
-    group.block_ids.extend(blocks)
+    for group in connector.connector_scheduler._req_status["r"].group_states:
+        group.block_ids.extend(blocks)
     return request
 
 
@@ -154,3 +164,27 @@ def test_a_session_s_next_part_stores_its_own_blocks(connector: KvoffdConnector)
     connector.build_connector_meta(output)
     request.num_computed_tokens = 192
     assert stored_blocks(connector, request, RequestStatus.FINISHED_ABORTED) == [8, 9, 10]
+
+
+WINDOW = SlidingWindowSpec(block_size=32, sliding_window=64, **HEADS)
+
+
+@pytest.mark.parametrize(
+    ("groups", "step"),
+    [
+        pytest.param([], 1, id="full-attention"),
+        pytest.param([KVCacheGroupSpec(["0"], full_attention()), KVCacheGroupSpec(["1"], WINDOW)], 0, id="windows"),
+    ],
+)
+def test_a_prompt_is_stored_after_its_first_token_but_before_its_blocks_leave_a_window(
+    connector: KvoffdConnector, groups: list[KVCacheGroupSpec], step: int
+) -> None:
+    request = new_request(connector, [])
+    blocks = ([5, 6, 7, 8], [9, 10, 11, 12])[: max(1, len(groups))]
+    first, second = SchedulerOutput.make_empty(), SchedulerOutput.make_empty()
+    first.scheduled_new_reqs = [NewRequestData.from_request(request, blocks)]
+    first.num_scheduled_tokens, second.num_scheduled_tokens = {"r": PROMPT_TOKENS}, {"r": 1}
+    stores = [connector.build_connector_meta(first).store_jobs]
+    request.num_computed_tokens = PROMPT_TOKENS
+    stores.append(connector.build_connector_meta(second).store_jobs)
+    assert [len(jobs) for jobs in stores] == [1 - step, step]

@@ -20,10 +20,11 @@ def shown(output: SchedulerOutput, requests: Mapping[str, RequestOffloadState]) 
     """Return what vLLM's scheduler chose, less what its offloading scheduler misreads.
 
     The tokens of new requests are left out: they are read for stores alone, and those of a new request are prepared in
-    the step after its first, since its user waits for the first token. A request that was preempted by a reset and is
-    loaded in the next step is left out of the preempted ones, of which it is asserted that only stores are under way.
-    So are states of recurrent layers that a request asks not to be stored (``max_offload_tokens``): it is asserted that
-    there are none inside a block.
+    the step after its first, since its user waits for the first token; not where layers have windows, out of which the
+    prompt's blocks go in that step, to be taken by others where blocks are short. A request that was preempted by a
+    reset and is loaded in the next step is left out of the preempted ones, of which it is asserted that only stores are
+    under way. So are states of recurrent layers that a request asks not to be stored (``max_offload_tokens``): it is
+    asserted that there are none inside a block.
 
     A session's next part is scheduled as a new request that has all blocks of the session, and 0.32 puts them behind
     those that it knows: what it knows is forgotten first.
@@ -35,8 +36,8 @@ def shown(output: SchedulerOutput, requests: Mapping[str, RequestOffloadState]) 
         if (status := requests.get(request_id)) is not None:
             _forget_uncomputed(status)
     changes: dict[str, Any] = {}
-    if output.scheduled_new_reqs:
-        new = {request.req_id for request in output.scheduled_new_reqs}
+    new = {one.req_id for one in output.scheduled_new_reqs if not _has_windows(requests.get(one.req_id))}
+    if new:
         changes["num_scheduled_tokens"] = {
             request_id: tokens for request_id, tokens in output.num_scheduled_tokens.items() if request_id not in new
         }
@@ -59,6 +60,11 @@ def note_allocated(scheduler: OffloadingConnectorScheduler, blocks: KVCacheBlock
     """
     ids = (block.block_id for group in blocks.blocks for block in group if not block.is_null)
     scheduler._current_batch_allocated_block_ids.update(ids)
+
+
+def _has_windows(status: RequestOffloadState | None) -> bool:
+    groups = status.config.kv_group_configs if status is not None else ()
+    return any(group.sliding_window_size_in_chunks is not None for group in groups)
 
 
 def _is_loaded(status: RequestOffloadState | None) -> bool:
