@@ -140,7 +140,7 @@ class Blocks(Room):
             self._move([block], READY, WRITING)
             self._listener.removed(block.namespace, block.group, [block.key])
 
-    def finish_shards(self, blocks: Sequence[Block], rank: int, shard_bytes: int, checksums: Sequence[int] = ()) -> int:
+    def finish_shards(self, blocks: Sequence[Block], rank: int, shard_bytes: int, checksums: Sequence[int]) -> int:
         """A store wrote this rank's shards of ``blocks``, all of one group. Returns how many became ready.
 
         ``checksums`` are those of the shards, 0 where one is still to be taken; where there are none the shards are

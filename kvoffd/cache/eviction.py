@@ -22,7 +22,7 @@ def choose_victims(
     protected: Set[Block],
     claim: Claim | None,
     *,
-    once: bool = False,
+    once: bool,
 ) -> list[Block]:
     """Blocks to evict, next first, so that ``count`` slots of ``slot_bytes`` come free; too few or none if need be.
 

@@ -183,7 +183,7 @@ class Room(ABC):
         """Undo ``take_slots``."""
         self._slots.free(offsets)
 
-    def evictable(self, protected: Set[Block], claim: Claim | None = None) -> bool:
+    def evictable(self, protected: Set[Block], claim: Claim | None) -> bool:
         if claim is None and len(self._policy) > self.pinned_blocks + len(protected):
             return True
         return any(True for _ in _loose(self._candidates(inf, claim), protected))

@@ -215,7 +215,7 @@ class StoreChecksums:
         self._finish(early or Outcome.DONE)
         return None
 
-    def copy_ended(self, outcome: Outcome, *, behind: bool = False) -> None:
+    def copy_ended(self, outcome: Outcome, *, behind: bool) -> None:
         """Take note of how the copy ended. Called in its thread.
 
         ``behind`` leaves out what nobody has begun to read, unless it is to be compared: those sums stay 0.
