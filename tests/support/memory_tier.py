@@ -40,7 +40,7 @@ class Job:
 
 
 class MemoryTier(DeviceTier):
-    """Keeps what it is given. A job waits until ``end`` is called for it.
+    """Keeps what it is given. A job waits until ``end`` is called for it; ``later`` is told of each.
 
     Args:
         device: its content, also of an earlier tier.
@@ -57,6 +57,7 @@ class MemoryTier(DeviceTier):
         memory: Memory,
         size_bytes: int = 2**40,
         most_jobs: int = 2**30,
+        later: Callable[[Job], None] = lambda _: None,
     ) -> None:
         self.device = device
         self.listener: TierListener | None = None
@@ -67,6 +68,7 @@ class MemoryTier(DeviceTier):
         self._memory = memory
         self._size_bytes = size_bytes
         self._most_jobs = most_jobs
+        self._later = later
         self._news: list[Callable[[TierListener], None]] = []
 
     # --- Tier ------------------------------------------------------------------------------------
@@ -98,6 +100,7 @@ class MemoryTier(DeviceTier):
             self.counts["refused"] += 1
             return False
         self.jobs[job] = None
+        self._later(job)
         return True
 
     def touch(self, block_ids: Iterable[TierKey]) -> None:

@@ -12,7 +12,7 @@ from tests.bench.scale.__main__ import child
 from tests.bench.scale.fill import Books, allocations
 from tests.bench.scale.page import bound_of, draw, growth, page
 
-FEW, MANY, SHARDED = 6000, 24000, 5000
+FEW, MANY, SHARDED = 24000, 96000, 5000
 """Four times as many: what doubles when it is full is as full at both."""
 SAMPLES = ("--samples", "20")
 
@@ -52,7 +52,7 @@ def test_the_page_and_the_plot_have_each_case(filled: list[dict[str, Any]], tmp_
     }
     text = page(results)
     for row in (
-        f"| {FEW:,}  | 1 ",
+        f"| {FEW:,} | 1 ",
         f"| {MANY:,} | 1 ",
         f"| {SHARDED:,}  | 8 ",
         "| 1,000  | 2 ",
