@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -90,27 +92,32 @@ def test_a_daemon_that_hangs_and_one_that_is_absent_are_not_alive(
     assert str(tmp_path) in capsys.readouterr().err
 
 
+@contextmanager
+def served(directory: Path, serve: Callable[[socket.socket], None]) -> Iterator[None]:
+    """Somebody else is at ``jobs.sock``, and serves one connection."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(directory / "jobs.sock"))
+        listener.listen()
+        listener.settimeout(5)
+        server = threading.Thread(target=lambda: serve(listener.accept()[0]))
+        server.start()
+        yield
+        server.join()
+
+
 def test_garbage_is_no_health(tmp_path: Path) -> None:
-    def answer() -> None:
-        there, _ = listener.accept()
+    def answer(there: socket.socket) -> None:
         with there:
             there.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 100)
 
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "jobs.sock"))
-        listener.listen()
-        listener.settimeout(5)
-        server = threading.Thread(target=answer)
-        server.start()
+    with served(tmp_path, answer):
         assert ask_health(tmp_path) is None
-        server.join()
 
 
 def test_who_sends_without_end_and_answers_nothing_does_not_hold_it(tmp_path: Path) -> None:
     let_go = threading.Event()
 
-    def flood() -> None:
-        there, _ = listener.accept()
+    def flood(there: socket.socket) -> None:
         until = time.monotonic() + 3.0
         with there:
             there.sendall(opening(b"ROUTER"))
@@ -120,14 +127,8 @@ def test_who_sends_without_end_and_answers_nothing_does_not_hold_it(tmp_path: Pa
             except OSError:
                 let_go.set()
 
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "jobs.sock"))
-        listener.listen()
-        listener.settimeout(5)
-        server = threading.Thread(target=flood)
-        server.start()
+    with served(tmp_path, flood):
         assert ask_health(tmp_path, time.monotonic() + 0.3) is None
-        server.join()
     assert let_go.is_set()
 
 
