@@ -17,6 +17,10 @@ static const double MULTIPLIER_REQUESTS = 10;
  * asked for once a night does not come back at noon, and must not be taken for dead by that. */
 static const double WATCHED_REQUESTS = 2;
 static const double HIGHEST_HAZARD = 0.95;
+/* What nobody was watched at is guessed. Blocks go as if so many came back in an age bin as in the one before: bins grow
+ * with age, so that without evidence the oldest go first. They are stored as if so many came back in each, since a late
+ * return is seen late. */
+static const double HOPED = 0.01;
 
 /* Standard deviations of a lead that may not be by chance: to take chance for a lead costs little, and there are few
  * requests in a lifetime. */
@@ -116,24 +120,26 @@ static int group_of(int kind)
     return kind;
 }
 
-/* What a block of a class is worth by its age, from the chance to come back in each age bin. */
-static void set_worth(struct learned *l, int kind, const double hazard[BINS])
+/* What a block is worth from one age on: the most hits that it brings by a later one, less those that it costs, for the
+ * room that it takes until then. */
+static double most_hits(const struct learned *l, const double hazard[BINS], int age, double cost)
 {
-    l->admission_worth[kind] = -1e300;
-    l->worth[kind][BINS - 1] = 0;
-    for (int age = 0; age < BINS - 1; age++) {
-        double alive = 1, hits = 0, room = 0, most = 0;
-        for (int bin = age; bin < BINS - 1; bin++) {
-            room += alive * (l->edges[bin + 1] - l->edges[bin]) * (1 - hazard[bin] / 2);
-            hits += alive * hazard[bin];
-            alive *= 1 - hazard[bin];
-            if (hits / room > most)
-                most = hits / room;
-            if (!age && (hits - WRITE_COST) / room > l->admission_worth[kind])
-                l->admission_worth[kind] = (hits - WRITE_COST) / room;
-        }
-        l->worth[kind][age] = most;
+    double alive = 1, hits = 0, room = 0, most = -1e300;
+
+    for (int bin = age; bin < BINS - 1; bin++) {
+        room += alive * (l->edges[bin + 1] - l->edges[bin]) * (1 - hazard[bin] / 2);
+        hits += alive * hazard[bin];
+        alive *= 1 - hazard[bin];
+        if ((hits - cost) / room > most)
+            most = (hits - cost) / room;
     }
+    return most;
+}
+
+/* The part that came back of what was watched, as far as that is much beside what a guess counts as. */
+static double hazard_of(double returned, double watched, double guess, double prior)
+{
+    return least(HIGHEST_HAZARD, (returned + prior * least(HIGHEST_HAZARD, guess)) / (watched + prior));
 }
 
 void work_out(struct learned *l)
@@ -141,11 +147,9 @@ void work_out(struct learned *l)
     enum { GROUPS = CLASSES + 8 };
     static double unseen[CLASSES][BINS], at_risk[CLASSES][BINS]; /* one thread calls */
     double all_bytes = l->past + l->known.now;
-    double key_bytes = (all_bytes ? all_bytes : 1) / (double)(l->known.keys ? l->known.keys : 1);
-    double mean = all_bytes / (double)(l->known.requests ? l->known.requests : 1);
-    double prior = PRIOR_REQUESTS * mean + key_bytes, enough = MULTIPLIER_REQUESTS * mean + key_bytes;
-    double watched_enough = WATCHED_REQUESTS * mean + key_bytes;
-    double common[BINS], events[CLASSES] = { 0 }, expected[CLASSES] = { 0 };
+    double mean = (all_bytes ? all_bytes : 1) / (double)(l->known.requests ? l->known.requests : 1);
+    double prior = PRIOR_REQUESTS * mean, enough = MULTIPLIER_REQUESTS * mean, watched_enough = WATCHED_REQUESTS * mean;
+    double common[BINS], hoped[BINS], events[CLASSES] = { 0 }, expected[CLASSES] = { 0 };
     double group_events[GROUPS] = { 0 }, group_expected[GROUPS] = { 0 };
 
     add_unseen(l, unseen);
@@ -158,12 +162,13 @@ void work_out(struct learned *l)
         }
     }
     for (int bin = 0; bin < BINS; bin++) {
-        double returned = 0.01 * key_bytes, all = key_bytes;
+        double returned = 0, all = 0;
         for (int kind = 0; kind < CLASSES; kind++) {
             returned += l->returned[kind][bin];
             all += at_risk[kind][bin];
         }
-        common[bin] = returned / all;
+        common[bin] = (returned + (bin ? common[bin - 1] : HOPED) * mean) / (all + mean);
+        hoped[bin] = (returned + HOPED * mean) / (all + mean);
         for (int kind = 0; kind < CLASSES; kind++) {
             events[kind] += l->returned[kind][bin];
             expected[kind] += at_risk[kind][bin] * common[bin];
@@ -176,15 +181,18 @@ void work_out(struct learned *l)
     for (int kind = 0; kind < CLASSES; kind++) {
         int group = group_of(kind);
         double of_group = (group_events[group] + enough) / (group_expected[group] + enough);
-        double multiplier = (events[kind] + enough * of_group) / (expected[kind] + enough), hazard[BINS];
+        double multiplier = (events[kind] + enough * of_group) / (expected[kind] + enough), hope[BINS];
         for (int bin = 0; bin < BINS; bin++) {
             double watched = at_risk[kind][bin] / (at_risk[kind][bin] + watched_enough);
             double factor = multiplier < 1 ? watched * multiplier + 1 - watched : multiplier;
-            double guess = least(HIGHEST_HAZARD, factor * common[bin]);
-            hazard[bin] = (l->returned[kind][bin] + prior * guess) / (at_risk[kind][bin] + prior);
-            l->hazard[kind][bin] = hazard[bin] = least(HIGHEST_HAZARD, hazard[bin]);
+            double own = l->returned[kind][bin], seen = at_risk[kind][bin];
+            l->hazard[kind][bin] = hazard_of(own, seen, factor * common[bin], prior);
+            hope[bin] = hazard_of(own, seen, factor * hoped[bin], prior);
         }
-        set_worth(l, kind, hazard);
+        l->admission_worth[kind] = most_hits(l, hope, 0, WRITE_COST);
+        l->worth[kind][BINS - 1] = 0;
+        for (int age = 0; age < BINS - 1; age++)
+            l->worth[kind][age] = most_hits(l, l->hazard[kind], age, 0);
     }
 }
 

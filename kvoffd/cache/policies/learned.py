@@ -49,7 +49,7 @@ _END = struct.Struct("=II")
 _OFFER = struct.Struct("=dQ")
 _CLASS = struct.Struct("=4dQ")
 _KEY = struct.Struct("=2d4Q")
-_FEWEST_CANDIDATES, _MORE_CANDIDATES = 32, 8
+_FEWEST_CANDIDATES, _MORE_CANDIDATES = 32, 2
 _REFUSALS = (
     "",
     "it is cut off",
