@@ -7,6 +7,8 @@
  */
 #include "learned.h"
 
+#include <string.h>
+
 /* Of a block, in hits. */
 static const double WRITE_COST = 0.03;
 /* A class's hazard is as its group's until it had as many keys as so many mean requests. */
@@ -97,16 +99,17 @@ void enter_epoch(struct learned *l)
 static void add_unseen(const struct learned *l, double unseen[CLASSES][BINS])
 {
     uint64_t first = l->epoch < EPOCHS_KEPT ? 0 : l->epoch - EPOCHS_KEPT + 1;
+    int bin[EPOCHS_KEPT];
 
-    for (int kind = 0; kind < CLASSES; kind++)
-        for (int bin = 0; bin < BINS; bin++)
-            unseen[kind][bin] = l->forgotten[kind][bin];
     for (uint64_t epoch = first; epoch <= l->epoch; epoch++) {
         double age = (double)l->known.now - (double)(epoch * epoch_bytes(l)) - epoch_bytes(l) / 2;
-        int bin = bin_of(l, age);
-        for (int kind = 0; kind < CLASSES; kind++)
-            if (l->open[kind][epoch % EPOCHS_KEPT] > 0)
-                unseen[kind][bin] += l->open[kind][epoch % EPOCHS_KEPT];
+        bin[epoch % EPOCHS_KEPT] = bin_of(l, age);
+    }
+    for (int kind = 0; kind < CLASSES; kind++) {
+        memcpy(unseen[kind], l->forgotten[kind], sizeof unseen[kind]);
+        for (uint64_t at = 0; at < EPOCHS_KEPT && at <= l->epoch; at++)
+            if (l->open[kind][at] > 0)
+                unseen[kind][bin[at]] += l->open[kind][at];
     }
 }
 
@@ -130,7 +133,7 @@ static double most_hits(const struct learned *l, const double hazard[BINS], int 
         room += alive * (l->edges[bin + 1] - l->edges[bin]) * (1 - hazard[bin] / 2);
         hits += alive * hazard[bin];
         alive *= 1 - hazard[bin];
-        if ((hits - cost) / room > most)
+        if (hits - cost > most * room)
             most = (hits - cost) / room;
     }
     return most;
