@@ -18,7 +18,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-venv: $(VENV)/.engine ## build .venv: kvoffd, its tools, and vLLM with torch for CPU (3.5 GB, minutes)
+venv: $(VENV)/.engine ## build .venv: kvoffd, its tools, and vLLM with torch for CPU (4 GB, minutes)
 
 demo: $(VENV)/.engine ## watch a real vLLM get its prompts back from kvoffd
 	@$(BIN)/python -m tests.demo

@@ -61,7 +61,7 @@ def why_unreachable(error: OSError, directory: str) -> str:
     if isinstance(error, FileNotFoundError):
         if pid := _lock_holder(directory):
             return f"The kvoffd daemon (pid {pid}) in {directory} is starting; its pool is being touched."
-        return f"There is no kvoffd daemon in {directory}; start one there, or name its directory."
+        return f"There is no kvoffd daemon in {directory}; start one there, or name its directory in KVOFFD_DIRECTORY."
     if isinstance(error, ConnectionRefusedError):
         return f"The kvoffd daemon in {directory} has ended; start it again."
     if isinstance(error, PermissionError):

@@ -21,6 +21,7 @@ from kvoffd_proto.blocks import PageSpec, ShardSpec
 from kvoffd_proto.messages import GroupSpec
 from kvoffd_proto.units import format_size
 from tests.support.daemon import DaemonProcess
+from tests.support.open_files import files_of_at_most
 
 KEYS = [bytes([16 * n + n]) * 32 for n in range(1, 9)]
 Cli = Callable[..., tuple[int, str, str]]
@@ -99,11 +100,27 @@ def test_without_the_permission_nothing_is_told(cli: Cli) -> None:
 
 def test_pins_are_set_shown_and_taken_back(cli: Cli, engine: FakeEngine) -> None:
     assert cli("block", "pin", "11", "22", "--namespace", "tiny")[1] == "2 blocks were pinned.\n"
-    assert cli("block", "pin", "22", "33", "--namespace", "tiny")[1] == "1 block was pinned; 1 was before.\n"
+    assert cli("block", "pin", "22", "33", "--namespace", "tiny")[1] == "1 block was pinned; 1 was pinned before.\n"
     assert cli("block", "ls", "--namespace", "tiny", "--pinned")[1].count("by an operator") == 3
     assert "3 blocks (96.0 KiB) pinned by operators" in cli("stats")[1]
     assert cli("block", "unpin", "11", "22", "33", "--namespace", "tiny")[1] == "3 blocks were unpinned.\n"
     assert "pinned by operators" not in cli("stats")[1]
+    assert cli("block", "unpin", "11", "22", "--namespace", "tiny")[1] == "0 blocks were unpinned; 2 were not pinned.\n"
+
+
+def test_an_export_that_finds_no_room_says_so_and_goes_on_when_there_is_some(
+    cli: Cli, engine: FakeEngine, tmp_path: Path
+) -> None:
+    file = tmp_path / "all.safetensors"
+    with files_of_at_most(40_000):
+        status, out, err = cli("export", str(file), "--namespace", "tiny")
+    assert (status, out) == (2, "")
+    assert err == (
+        f"kvoffd-cli: {file}.part cannot be written to its end (File too large); the same command goes on where it "
+        "stopped.\n"
+    )
+    assert cli("export", str(file), "--namespace", "tiny")[0] == 0
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
 def test_one_block_goes_into_a_file_and_back(cli: Cli, engine: FakeEngine, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from kvoffd_client.cli import main
 from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.testing import FakeEngine
 from tests.support.daemon import DaemonProcess
+from tests.support.open_files import files_of_at_most
 
 Cli = Callable[..., tuple[int, str, str]]
 KEYS = [bytes([number]) * 32 for number in range(1, 9)]
@@ -280,6 +281,25 @@ def test_what_names_the_daemon_may_stand_before_the_command_or_behind_it(
     assert str(tmp_path / "none") in said.pop()
     assert main(["--directory", where, "namespaces", "--address", "h:1", "--server-key=k", "--key=f"]) == 2
     assert "two daemons" in capsys.readouterr().err
+
+
+def test_keygen_says_which_file_it_cannot_write_and_leaves_none_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "admin.key"
+    with files_of_at_most(0):
+        assert main(["keygen", str(file)]) == 2
+    assert capsys.readouterr().err == f"kvoffd-cli: {file} cannot be written: File too large.\n"
+    assert not file.exists()
+    assert main(["keygen", str(tmp_path / "none" / "key")]) == 2
+    assert "none/key cannot be written: No such file or directory.\n" in capsys.readouterr().err
+
+
+def test_help_says_of_each_command_what_it_does_in_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    commands = capsys.readouterr().out.partition("Commands:")[2]
+    assert commands.count("\n  ") > 15
+    assert "..." not in commands
 
 
 def test_short_help_and_completion(capsys: pytest.CaptureFixture[str]) -> None:

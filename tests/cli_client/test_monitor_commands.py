@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import islice
 
+import msgspec
 import pytest
 
 from kvoffd_client import DaemonUnavailable
@@ -39,6 +40,13 @@ def test_one_line_per_event() -> None:
     assert stored.endswith("stored   group 1       2 blocks  aaaaaaaaaaaa to bbbbbbbbbbbb")
     assert removed.endswith("removed  group 0       1 block   cccccccccccc")
     assert cleared.endswith("cleared  all blocks")
+
+
+def test_events_of_disks_are_told_from_those_of_the_pool() -> None:
+    on_disk = EventBatch(0.5, [msgspec.structs.replace(event, medium="STORAGE") for event in BATCH.events[:2]])
+    written, dropped = event_lines(TOPIC, 812, on_disk, {})
+    assert "  written  group 1 " in written
+    assert "  dropped  group 0 " in dropped
 
 
 def test_objects_are_json_with_hex() -> None:

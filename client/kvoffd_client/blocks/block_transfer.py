@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -91,17 +92,20 @@ def export_blocks(
         raise BlockFileError(f"{path} exists; remove it or name another file.")
     geometry = client.geometry(namespace)
     wanted = _wanted(client, geometry, prefixes) if keys is None else list(keys)
-    part = _PartialFile(path, geometry, [sum(group == of for of, _ in wanted) for group in range(len(geometry.groups))])
+    counts = [sum(group == of for of, _ in wanted) for group in range(len(geometry.groups))]
     try:
-        done = Exported(resumed=len(part.entries))
-        written = {(entry.group, entry.key) for entry in part.entries}
-        wanted = [item for item in wanted if item not in written]
-        _write(client, geometry, part, wanted, done, progress)
-        part.finish(path)
-        done.blocks, done.nbytes = len(part.entries), part.data_bytes
-        return done
-    finally:
-        part.close()
+        with closing(_PartialFile(path, geometry, counts)) as part:
+            done = Exported(resumed=len(part.entries))
+            written = {(entry.group, entry.key) for entry in part.entries}
+            wanted = [item for item in wanted if item not in written]
+            _write(client, geometry, part, wanted, done, progress)
+            part.finish(path)
+            done.blocks, done.nbytes = len(part.entries), part.data_bytes
+            return done
+    except OSError as error:
+        raise BlockFileError(
+            f"{path}.part cannot be written to its end ({error.strerror}); the same command goes on where it stopped."
+        ) from error
 
 
 def _wanted(client: BlockClient, geometry: Geometry, prefixes: Sequence[str]) -> list[tuple[int, bytes]]:
@@ -245,7 +249,9 @@ class _PartialFile:
         return True
 
     def _log_line(self, line: str) -> None:
-        os.write(self._log, line.encode() + b"\n")
+        data = line.encode() + b"\n"
+        if os.write(self._log, data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def finish(self, path: Path) -> None:
         """Write the header and give the file its name."""

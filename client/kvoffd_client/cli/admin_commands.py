@@ -357,15 +357,21 @@ def keygen(
         if path.exists():
             raise CliError(f"{path} exists already; name another file, or remove it.")
     public, secret = (key.decode() for key in zmq.curve_keypair())
-    _create_file(
-        file, f"# A secret key of kvoffd. The key to give away is in {public_file.name}.\n{secret}\n", SECRET_MODE
-    )
+    text = f"# A secret key of kvoffd. The key to give away is in {public_file.name}.\n{secret}\n"
+    _create_file(file, text, SECRET_MODE)
     _create_file(public_file, f"{public} {file.stem}\n", PUBLIC_MODE)
     print_line(f"{file} holds the secret key, {public_file} the public one: {public}")
     return 0
 
 
 def _create_file(path: Path, text: str, mode: int) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    with os.fdopen(fd, "w") as file:
-        file.write(text)
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        try:
+            with os.fdopen(fd, "w") as file:
+                file.write(text)
+        except OSError:
+            path.unlink()
+            raise
+    except OSError as error:
+        raise CliError(f"{path} cannot be written: {error.strerror}.") from error

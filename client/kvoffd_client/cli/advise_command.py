@@ -54,10 +54,11 @@ _REMEDIES = {
 
 
 def advise(context: typer.Context, directory: Directory = None, json: Json = False) -> None:
-    """Say what the cache saved, what more or less memory would do, and what is misconfigured.
+    """Say what the cache saved and what would bring more.
 
-    Says so where there was too little traffic to tell. What pools of other sizes would find is estimated, as by curve;
-    everything else was counted since the daemon's start.
+    What more or less memory would do, and what is misconfigured. Says so where there was too little traffic to
+    tell. What pools of other sizes would find is estimated, as by curve; everything else was counted since the
+    daemon's start.
     """
     with open_admin(context, directory) as admin:
         stats, namespaces = admin.stats(), admin.namespaces().namespaces

@@ -41,8 +41,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 # In the order in which --help lists them.
-app.command()(block_commands.export)
-app.command(name="import")(block_commands.import_)
 app.command()(monitor_commands.stats)
 app.command()(monitor_commands.health)
 app.command()(admin_commands.sessions)
@@ -62,6 +60,8 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(disk_app, name="disk")
 app.command()(shared_commands.shared)
 app.add_typer(block_app, name="block")
+app.command()(block_commands.export)
+app.command(name="import")(block_commands.import_)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,8 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader, such as head, has seen enough. Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (CliError, KvoffdClientError, OSError) as error:
+    except (CliError, KvoffdClientError) as error:
         return _refuse(str(error))
+    except OSError as error:
+        return _refuse(f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}.")
     except Exception as error:
         # Typer has its own copy of click or uses the installed one, depending on its release: known by what it can do.
         if (words := getattr(error, "format_message", None)) is None:

@@ -258,10 +258,14 @@ def _change_pins(
         keys = _whole_keys(client, fingerprint, group, digits)
         changed = (client.pin if pinned else client.unpin)(fingerprint, keys, group)
     unchanged = len(keys) - changed
-    before = f"; {format_count(unchanged)} {'was' if unchanged == 1 else 'were'} before" if unchanged else ""
-    were = "was" if changed == 1 else "were"
-    print_line(f"{count_blocks(changed)} {were} {'pinned' if pinned else 'unpinned'}{before}.")
+    had = f"; {format_count(unchanged)} {_were(unchanged)} {'pinned before' if pinned else 'not pinned'}"
+    done = f"{count_blocks(changed)} {_were(changed)} {'pinned' if pinned else 'unpinned'}"
+    print_line(f"{done}{had if unchanged else ''}.")
     return 0
+
+
+def _were(count: int) -> str:
+    return "was" if count == 1 else "were"
 
 
 def export(

@@ -40,12 +40,13 @@ def curve(
     directory: Directory = None,
     json: Json = False,
 ) -> None:
-    """Show which part of the tokens requests would find in pools from a tenth to ten times the size.
+    """Show what pools of other sizes would find.
 
-    It is estimated, while the daemon serves, from a sample of the keys that requests ask for, for the policy lru; what
-    the daemon's own policy found in the pool that there is, is measured. Counted are the tokens up to the first block
-    that is not there, for each namespace in a pool of all namespaces. What is a day old weighs half.
-    A block whose engine does not say how many tokens it has counts as one token.
+    That is the part of the tokens of requests, in pools from a tenth to ten times the size. It is estimated, while
+    the daemon serves, from a sample of the keys that requests ask for, for the policy lru; what the daemon's own
+    policy found in the pool that there is, is measured. Counted are the tokens up to the first block that is not
+    there, for each namespace in a pool of all namespaces. What is a day old weighs half. A block whose engine does
+    not say how many tokens it has counts as one token.
     """
     if png is not None:
         from kvoffd_client.bench.results import check_plot

@@ -28,7 +28,15 @@ from kvoffd_client.cli.stats_page import StatsPage
 from kvoffd_client.cli.target import CliError, Directory, Json, local_directory, open_admin
 from kvoffd_client.errors import DaemonUnavailable, RequestTimeout
 from kvoffd_client.health_request import HEALTH_TIMEOUT_S
-from kvoffd_proto.events import KV_TOPIC_PREFIX, AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KvEvent
+from kvoffd_proto.events import (
+    KV_TOPIC_PREFIX,
+    MEDIUM_STORAGE,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    KvEvent,
+)
 from kvoffd_proto.messages import StatsReply
 from kvoffd_proto.units import UnitError, format_duration, parse_duration, printable
 
@@ -174,7 +182,8 @@ def health(
 def events(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
     """Print KV cache events as they happen.
 
-    Until Ctrl-C. With --json, one object per line; messages that did not arrive are reported on stderr.
+    Blocks are stored in the pool and removed from it, written to a disk and dropped from it. Until Ctrl-C. With --json,
+    one object per line; messages that did not arrive are reported on stderr.
     """
     labels: dict[bytes, str] = {}
     last: int | None = None
@@ -235,7 +244,8 @@ def event_lines(
 def _event_text(event: KvEvent, *, span: bool) -> str:
     if isinstance(event, AllBlocksCleared):
         return "cleared  all blocks"
-    word = "stored " if isinstance(event, BlockStored) else "removed"
+    here, below = ("stored ", "written") if isinstance(event, BlockStored) else ("removed", "dropped")
+    word = below if event.medium == MEDIUM_STORAGE else here
     hashes = event.block_hashes
     group = "" if event.group_idx is None else f"group {event.group_idx}  "
     first, last = (block_hash.hex()[:HASH_DIGITS] for block_hash in (hashes[0], hashes[-1])) if hashes else ("", "")

@@ -31,7 +31,7 @@ LEGEND = {
 
 
 def policy(context: typer.Context, directory: Directory = None, json: Json = False) -> None:
-    """Show what the eviction policy has learned of which blocks come back.
+    """Show what the eviction policy has learned.
 
     Lists the classes of keys that the policy tells apart: their share of what is asked for, the chance that such a key
     is asked for again, when, and how much of them is kept. Ages are in pool lifetimes, the time in which as much is

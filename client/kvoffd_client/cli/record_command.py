@@ -50,12 +50,12 @@ def record(
     directory: Directory = None,
     json: Json = False,
 ) -> int:
-    """Record what engines ask for, until Ctrl-C, in a file that simulate replays.
+    """Record what engines ask for, in a file that simulate replays.
 
-    The file has one JSON object a line, compressed with zstd: a request's keys of one KV cache group, as numbers by
-    which nobody can find out what was asked, since they are hashes with a salt that is kept nowhere. No text, no token
-    and no name is in it. Engines are not slowed. The exit status is 1 where the daemon went away meanwhile; what was
-    recorded until then is in the file.
+    Until Ctrl-C, or as long as --duration says. The file has one JSON object a line, compressed with zstd: a
+    request's keys of one KV cache group, as numbers by which nobody can find out what was asked, since they are
+    hashes with a salt that is kept nowhere. No text, no token and no name is in it. Engines are not slowed. The
+    exit status is 1 where the daemon went away meanwhile; what was recorded until then is in the file.
     """
     option = "--duration"
     try:

@@ -48,7 +48,9 @@ SHARED_ERRORS = {
 
 
 def shared(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
-    """Show the tier that nodes share: whether it is reachable, what was asked, found, read and written, errors.
+    """Show the stores that nodes share.
+
+    Whether each is reachable, what was asked, found, read and written, and its errors.
 
     Exit status: 0 it is reachable or there is none, 1 it is not reachable, 2 an error.
     """
@@ -66,7 +68,7 @@ def reset(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     json: Json = False,
 ) -> int:
-    """Make all blocks of a namespace void, on every node that shares a store with this one.
+    """Void a namespace's blocks on all nodes that share a store.
 
     For weights that changed under the same name. Each node drops its blocks within seconds of hearing of it: at once
     where it is asked for them, else every 5 s (S3: 15 s).

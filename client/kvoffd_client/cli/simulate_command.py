@@ -24,10 +24,10 @@ def simulate(
     json: Json = False,
     plot: Annotated[bool, typer.Option("--plot", help="Draw the hit ratios, with --json on stderr.")] = False,
 ) -> int:
-    """Replay a trace of requests with several policies and pool sizes. No daemon is needed.
+    """Replay a trace with several policies and pool sizes.
 
-    Goes through the daemon's cache, without memory, on all cores, and prints the token hit ratio, the share of the
-    blocks that is written, and the most hits that were possible. Give --blocks, --size or both.
+    Needs no daemon. Goes through the daemon's cache, without memory, on all cores, and prints the token hit ratio,
+    the share of the blocks that is written, and the most hits that were possible. Give --blocks, --size or both.
     """
     if find_spec("kvoffd") is None:
         raise CliError("simulate runs the daemon's cache, and the package kvoffd is not installed here.")
