@@ -24,7 +24,8 @@ from tests.tiers.shared_conformance import FaultConformance, SharedConformance
 from tests.tiers.shared_rig import ONE, SharedRig, key_of
 
 pytest.importorskip("obstore")
-from kvoffd.tiers.shared.s3 import RECEIVE_BYTES, S3, _receive, open_bucket
+from kvoffd.tiers.shared import s3
+from kvoffd.tiers.shared.s3 import S3, _receive, open_bucket
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 DONE = TierResult.DONE
@@ -374,14 +375,25 @@ class Arriving(NamedTuple):
         return {"size": self.said_bytes}
 
     async def stream(self, least_bytes: int) -> AsyncIterator[bytes]:
-        assert least_bytes == RECEIVE_BYTES, "a whole object would be held beside the pool"
+        """As obstore's: every part but the last has at least so many bytes."""
+        assert least_bytes <= s3.RECEIVE_BYTES, "a whole object would be held beside the pool"
+        held = b""
         for part in self.parts:
-            yield part
+            held += part
+            if len(held) >= least_bytes:
+                yield held
+                held = b""
+        if held:
+            yield held
 
 
+@pytest.mark.parametrize("least", [1, 3, 7, 8, 100])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize("more", [-1, 0, 1])
-def test_an_object_is_put_where_it_belongs_however_it_is_cut(size: int, more: int) -> None:
+def test_an_object_is_put_where_it_belongs_however_it_is_cut(
+    size: int, more: int, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "RECEIVE_BYTES", least)
     whole = bytes(range(7 + more))
     parts = [whole[at : at + size] for at in range(0, len(whole), size)]
     into = [bytearray(length) for length in (2, 0, 4, 1)]

@@ -9,7 +9,7 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from configparser import Error, RawConfigParser
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import parse_qs, urlsplit
@@ -34,8 +34,9 @@ GENERATION_S = 5.0
 MOST_GENERATIONS = 1024
 MOST_VALUE_BYTES = 20
 """Of a generation, a number of up to 18 digits."""
-RECEIVE_BYTES = 1 << 20
-"""Of an object that are received before they are put where they belong, or as many as come at a time."""
+RECEIVE_BYTES = 9 << 20
+"""Of an object that are received before they are put where they belong: all of one that does not come alone, since each
+part costs a turn of the loop."""
 MOST_QUOTED_CHARACTERS = 4096
 """Of an exception's text, which has all that a server sends with an error."""
 PROBES = 12
@@ -190,7 +191,7 @@ class S3(Store):
         running = [self._loop.create_task(self._get(request)) for request in requests]
         try:
             for task in running:
-                yield task.result() if task.done() and not task.exception() else self._run(_of(task), deadline)
+                yield task.result() if task.done() and not task.exception() else self._run(task, deadline)
         finally:
             for task in running:
                 task.cancel()
@@ -288,7 +289,7 @@ class S3(Store):
             places = sorted({there + left * part // (PROBES + 1) for part in range(1, PROBES + 1)}) if left else []
         return [True] * there + [False] * (len(keys) - there)
 
-    def _run(self, work: Coroutine[Any, Any, T], deadline: float) -> T:
+    def _run(self, work: Awaitable[T], deadline: float) -> T:
         assert self._loop is not None
         left = deadline - time.monotonic()
 
@@ -343,19 +344,17 @@ class S3(Store):
         return StoreError("unreachable", why, final="Connect" in text)
 
 
-async def _of(task: asyncio.Task[T]) -> T:
-    return await task
-
-
 async def _receive(answer: obstore.GetResult, into: Sequence[bytearray | memoryview]) -> bool:
     """Receive as many bytes as these take; False where an answer has more or fewer.
 
     It may where it says how many, and where it comes in chunks. What is more is not received.
     """
-    if answer.meta["size"] != sum(map(len, into)):
+    size = sum(map(len, into))
+    if answer.meta["size"] != size:
         return False
     rooms = [np.frombuffer(room, np.uint8) for room in into if len(room)]
-    async for part in answer.stream(RECEIVE_BYTES):
+    part_bytes = min(size + 1, RECEIVE_BYTES)  # with one more the end comes with the last part
+    async for part in answer.stream(part_bytes):
         data = np.frombuffer(part, np.uint8)
         while len(data):
             if not rooms:
@@ -366,6 +365,8 @@ async def _receive(answer: obstore.GetResult, into: Sequence[bytearray | memoryv
             data, rooms[0] = data[count:], rooms[0][count:]
             if not len(rooms[0]):
                 del rooms[0]
+        if len(part) < part_bytes:
+            break
     return not rooms
 
 
