@@ -122,7 +122,8 @@ class Demoter:
         self._transfers = transfers
         self._tier = tier
         self.mode = settings.mode
-        self._modes_of_use = {WriteMode.REUSE, WriteMode.ALWAYS} if isinstance(tier, AskedTier) else {WriteMode.REUSE}
+        self._is_asked = isinstance(tier, AskedTier)
+        self._modes_of_use = {WriteMode.REUSE, WriteMode.ALWAYS} if self._is_asked else {WriteMode.REUSE}
         """In which blocks are offered when they are used; what is asked may have lost what it had."""
         self.budget = WriteBudget(settings.per_day_bytes, settings.per_second_bytes, clock)
         self._under_way_limit = min(cache.slots.pool_bytes // 16, MAX_WRITING_BYTES)
@@ -242,11 +243,15 @@ class Demoter:
                 return
 
     def _in_tier(self, block: Block) -> bool:
-        """Whether the tier has the block, is being given it, or is not to have it."""
+        """Whether the tier has the block, is being given it, or is not to have it.
+
+        Disks are not worn by what benches store; a store that nodes share has a bench of its own.
+        """
         fingerprint = block.namespace.fingerprint
         return (
             block in self._under_way
             or fingerprint in self._left_out
+            or (block.namespace.of_bench and not self._is_asked)
             or block.key in self._tier.index(fingerprint, block.group)
         )
 

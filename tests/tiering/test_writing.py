@@ -8,6 +8,7 @@ from kvoffd.cache.namespace import Block, Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.demotion import DAY_S, MAX_LOOKED_AT, MIN_SWEPT_BLOCKS, WriteBudget
 from kvoffd.tiers.tier import TierResult
+from kvoffd_proto.messages import BENCH_LABEL
 from tests.support.cache_harness import SLOT_UNIT, begin_store, keys_of, made
 from tests.support.invariants import check_invariants
 from tests.support.tiering_harness import TieringHarness
@@ -40,6 +41,20 @@ def test_what_came_up_is_not_written_again() -> None:
     rig.finish_promotions()
     go_on(rig)
     assert rig.tier.counts["written"] == 1
+
+
+@pytest.mark.parametrize("mode", [WriteMode.ALWAYS, WriteMode.REUSE, WriteMode.EVICT])
+def test_disks_are_not_worn_by_what_benches_store(mode: WriteMode) -> None:
+    rig = rig_of(mode)
+    bench, space = rig.open(f"{BENCH_LABEL}copy"), rig.open("model")
+    for lease, mine in enumerate((space, bench)):
+        rig.put(mine, keys_of(*range(15)))
+        rig.cache.lookup(mine, lease, 1, [(0, keys_of(1))])
+        rig.cache.touch(lease)
+    go_on(rig)
+    assert rig.in_tier(bench, keys_of(*range(15))) == 0
+    assert rig.in_tier(space, keys_of(*range(15))) > 0
+    assert rig.tiering.demoter.spared_blocks == 0
 
 
 def test_reuse_writes_what_a_lookup_found() -> None:

@@ -109,7 +109,12 @@ meanwhile.
 
 TOKENS_HELP = f"Tokens of the prompts; may be given repeatedly. {list(NEW_PROMPT_TOKENS)}"
 
-bench_app = typer.Typer(help="Measure a running daemon.", rich_markup_mode=None)
+BENCH_HELP = """Measure a running daemon.
+
+Best one that serves nobody. Engines wait, and what they asked for may be evicted; the eviction policy learns of what
+benches ask for as of any engine's requests. Disks are not written.
+"""
+bench_app = typer.Typer(help=BENCH_HELP, rich_markup_mode=None)
 
 
 @bench_app.command(help=LOOKUP_HELP)

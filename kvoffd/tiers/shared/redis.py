@@ -101,7 +101,7 @@ class Redis(Store):
             raise StoreError("tls", why, final=True) from error
         except (OSError, ValueError) as error:  # a name that cannot be one is a ValueError
             hint = WANTS_NO_TLS if "handshake" in str(error) or "SSL" in str(error) else ""
-            why = f"{self._name} cannot be reached: {error}.{hint}"
+            why = f"{self._name} cannot be reached: {getattr(error, 'strerror', None) or error}.{hint}"
             raise StoreError("unreachable", why, final=True) from error
         user, password = self._credentials
         if password:
