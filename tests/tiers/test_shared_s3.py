@@ -7,6 +7,7 @@ import errno
 import itertools
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -25,7 +26,7 @@ from tests.tiers.shared_rig import ONE, SharedRig, key_of
 
 pytest.importorskip("obstore")
 from kvoffd.tiers.shared import s3
-from kvoffd.tiers.shared.s3 import S3, _receive, open_bucket
+from kvoffd.tiers.shared.s3 import S3, _receive, open_bucket, open_s3
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 DONE = TierResult.DONE
@@ -85,6 +86,26 @@ CHUNKS: dict[str, Callable[[bytes], Iterator[bytes]]] = {
     "one byte more": lambda value: iter([value, b"."]),
     "no end": lambda value: itertools.repeat(bytes(1 << 16), 4096),
 }
+
+
+@pytest.mark.parametrize(
+    ("there", "heads"),
+    [("", 2), ("a", 5), ("e", 5), ("abcde", 5), ("ab", 5), ("c", 2)],
+)
+def test_of_a_chain_that_is_to_be_written_the_ends_are_asked_for_first(
+    bucket: FaultyBucket, there: str, heads: int
+) -> None:
+    """Where both are absent all of it is written, also what another node has written of it."""
+    store = open_s3(bucket.url, Credentials("", ""))()
+    store.connect()
+    deadline = time.monotonic() + 10
+    assert all(store.put([(key.encode(), [b"object"]) for key in there], deadline)) or not there
+    found = store.touch([key.encode() for key in "abcde"], deadline)
+    assert found == [key in there and there != "c" for key in "abcde"]
+    assert bucket.requests["HEAD"] == heads
+    assert store.touch([b"a"], deadline) == ["a" in there]
+    assert store.touch([], deadline) == []
+    store.close()
 
 
 @pytest.mark.parametrize("fault", CHUNKS)
