@@ -133,6 +133,8 @@ class FileBacking(PoolBacking):
     """
 
     def __init__(self, path: Path) -> None:
+        if path.is_dir():
+            raise PoolFileError(f"The pool file {path} is a directory; name a file in it, such as {path}/kvoffd.pool.")
         self._path = path
         self._calls = FileCalls()
         try:

@@ -272,6 +272,8 @@ def test_links_and_directories_are_refused(in_file: DaemonProcess, pool_file: Pa
     link.unlink()
     os.link(pool_file, link)
     assert "no pool file" in refused(link, tmp_path)
+    here = pool_file.parent
+    assert f"is a directory; name a file in it, such as {here}/kvoffd.pool." in refused(here, tmp_path)
 
 
 def test_a_disk_is_refused(tmp_path: Path) -> None:
