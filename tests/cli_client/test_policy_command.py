@@ -84,6 +84,7 @@ def test_all_numbers_are_shown_on_80_columns(
     policy_command._print_classes(described)
     head, first, *legend, last = capsys.readouterr().out.splitlines()
     assert " ".join(head.split()) == "asked for come back half by kept worth keys"
+    assert "; worth: most hits of a block in one; " in " ".join(legend)
     assert " ".join(first.split()) == "99.5 % 48.3 % 1.5 400 GiB 0.345 old turn 2-3 pause 0.5-2 +1,536"
     assert "pause: since its last turn, in pool lifetimes" in " ".join(legend)
     assert last == "And 1 rare kind: 0.5 % of what is asked for, 400 GiB kept."

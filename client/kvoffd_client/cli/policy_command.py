@@ -16,6 +16,12 @@ from kvoffd_proto.units import format_count, format_size, printable
 RARE = 0.01
 """Of what is asked for; kinds of less have no line of their own."""
 
+COLUMNS = (
+    "half by: when half of those that come back have, in pool lifetimes (as much is asked for as the pool holds); "
+    "worth: most hits of a block in one"
+)
+"""What its titles mean."""
+
 LEGEND = {
     "adopted": "adopted: left by an earlier daemon",
     "unasked": "stored unasked: without a lookup",
@@ -35,8 +41,7 @@ def policy(context: typer.Context, directory: Directory = None, json: Json = Fal
 
     Lists the classes of keys that the policy tells apart: their share of what is asked for, the chance that such a key
     is asked for again, when, and how much of them is kept. Ages are in pool lifetimes, the time in which as much is
-    asked for as the pool holds; "half by" is the age by which half of those that come back have done so, "worth" the
-    most hits to be expected for a block in a pool lifetime. --json has the rare classes too, and longer names.
+    asked for as the pool holds. --json has the rare classes too, and longer names.
     """
     with open_admin(context, directory) as admin:
         found = admin.describe_policy()
@@ -81,8 +86,8 @@ def _print_classes(found: PolicyDescribed) -> None:
         table.add_row(*_row(one))
     print_list(table)
     words = " ".join(_short(one) for one in shown)
-    if legend := [text for word, text in LEGEND.items() if word in words]:
-        print_page(Text(f"{'; '.join(legend)}.", style="dim"))
+    legend = [COLUMNS, *(text for word, text in LEGEND.items() if word in words)]
+    print_page(Text(f"{'; '.join(legend)}.", style="dim"))
     if rare := found.classes[len(shown) :]:
         share = percent(sum(one.accessed_share for one in rare), 1.0, "0 %")
         kept = format_size(sum(one.kept_bytes for one in rare))
