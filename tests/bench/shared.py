@@ -13,7 +13,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 
 from kvoffd.pool.table_format import digest
 from kvoffd.tiers.shared.cluster import slot_of
@@ -22,7 +24,7 @@ from kvoffd.tiers.shared.redis import Redis
 from kvoffd.tiers.shared.shared_tier import SharedTier
 from kvoffd.tiers.shared.store import Credentials, open_store
 from kvoffd.tiers.tier import Answer, Tier, TierBlock, TierKey, TierResult, TierShard
-from tests.support.redis_server import RedisCluster, RedisServer
+from tests.support.redis_server import Authority, RedisCluster, RedisServer
 
 MIB = 1 << 20
 BATCH, ROUNDS = 32, 10
@@ -196,6 +198,13 @@ def main() -> None:
         for size in SIZES:
             warm([server], size)
             print(*measure(server.url, size), sep="\n")
+    with TemporaryDirectory() as place:
+        certificate = Authority(Path(place)).sign("localhost")
+        os.environ["SSL_CERT_FILE"] = certificate.authority
+        with RedisServer("--maxmemory", f"{FULL_BYTES}", *LRU, certificate=certificate) as server:
+            print("one server, over TLS")
+            warm([server], MIB)
+            print(*measure(server.url, MIB), sep="\n")
     with RedisCluster("--maxmemory", f"{FULL_BYTES // 3}", *LRU) as cluster:
         print("a cluster of three")
         for size in SIZES:

@@ -21,6 +21,7 @@ PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
 needs_redis = pytest.mark.skipif(PROGRAM is None, reason="there is no redis-server; Debian's package has it")
 START_S = 10.0
 MOST_STARTS = 5
+NEW_KEY = ("-newkey", "rsa:2048", "-nodes")
 
 
 class Certificate(NamedTuple):
@@ -29,6 +30,28 @@ class Certificate(NamedTuple):
     authority: str
     cert: str
     key: str
+
+
+class Authority:
+    """Signs certificates with openssl; ``place`` is where its files are."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self._openssl(
+            "req", "-x509", *NEW_KEY, "-days", "2", "-subj", "/CN=authority", "-keyout", "ca-key", "-out", "ca"
+        )
+
+    def sign(self, name: str) -> Certificate:
+        """Make a certificate for a name."""
+        made = Certificate(*(str(self._place / part) for part in ("ca", f"cert-{name}", f"key-{name}")))
+        self._openssl("req", *NEW_KEY, "-subj", f"/CN={name}", "-keyout", made.key, "-out", "request")
+        (self._place / "more").write_text(f"subjectAltName=DNS:{name}\nbasicConstraints=CA:FALSE\n")
+        signed = ("-CA", "ca", "-CAkey", "ca-key", "-CAcreateserial", "-days", "2", "-extfile", "more")
+        self._openssl("x509", "-req", "-in", "request", *signed, "-out", made.cert)
+        return made
+
+    def _openssl(self, *arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=30, cwd=self._place)
 
 
 class RedisServer(Starting):

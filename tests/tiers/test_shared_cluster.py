@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -21,7 +21,6 @@ from tests.support.faulty_store import FaultyStore
 from tests.support.ports import free_port
 from tests.support.redis_server import Certificate, RedisCluster, RedisServer, needs_redis
 from tests.support.waiting import wait_until
-from tests.tiers.conftest import Sign
 from tests.tiers.shared_conformance import SharedConformance
 from tests.tiers.shared_rig import ONE, SharedRig
 
@@ -304,7 +303,7 @@ def test_a_master_that_nothing_can_be_sent_to_holds_up_no_question_to_the_others
 
 @needs_redis
 def test_masters_that_do_not_prove_their_name_are_refused_and_told_of(
-    tls_cluster: RedisCluster, trusted: Certificate, sign: Sign, monkeypatch: pytest.MonkeyPatch
+    tls_cluster: RedisCluster, trusted: Certificate, sign: Callable[[str], Certificate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, victim = sign("other.example"), tls_cluster.servers[1]
     tls_cluster.flush()
