@@ -8,6 +8,7 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
+from kvoffd.pool.slots import page_up
 from kvoffd_client import NamespaceSpec
 from kvoffd_proto.messages import TOKEN_ID_BYTES, GroupSpec
 
@@ -52,6 +53,10 @@ class Content:
     def shard_bytes(self, rank: int, group: int) -> int:
         """The size of a shard in bytes."""
         return self.blocks_per_key * sum(self.pages[rank][group])
+
+    def block_bytes(self, group: int) -> int:
+        """What all shards of a block take, in whole pages."""
+        return sum(page_up(self.shard_bytes(rank, group)) for rank in range(self.world_size))
 
     def shard(self, rank: int, group: int, key: bytes) -> Bytes:
         """A whole shard as it lies in a slot: layer, then sub-block. No eight bytes in a row are there twice."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 from zlib import crc32
 
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 TICK_S = 0.25
 HELLO_DEADLINE_S = 10.0
+CLOSE_S = 60.0
+"""For a disk to be closed, of the test's own time: nothing is waited for."""
 UNTRACED = (m.StatsReply, m.HealthReply)
 """Replies with figures of the test's real process, which differ from run to run."""
 
@@ -137,6 +139,8 @@ class SimDaemon:
         self.lifelines: list[Lifeline] = []
         self._streams: list[Lifeline] = []
         self._dealers: dict[bytes, Dealer] = {}
+        self._behind: dict[bytes, list[Sequence[bytes]]] = {}
+        """What came from a dealer behind a request that waits for the disk."""
         self._session_of_token: dict[bytes, int] = {}
         self._ended_draining = 0
         self._flush_due = False
@@ -158,13 +162,12 @@ class SimDaemon:
         if device is None:
             return None
         rng = self._world.scenario.rng(f"disk {life}")
-        size_bytes = self._world.pool_bytes * rng.choice((1, 4))
-        tier = SimTier(device, self.pool, self.clock, self.process, self._world.faults, rng, size_bytes)
-        tier.draining = self._world.faults.calm
+        tier = SimTier(device, self.pool, self.clock, self.process, self._world.faults, rng)
+        drained = self._world.faults.calm
         open_shared = None
         if (objects := self._world.shared) is not None:
             own_rng, faults = self._world.scenario.rng(f"shared {life}"), self._world.faults
-            tier.draining = tier.draining or own_rng.random() < 0.7  # or the disk has most of what is asked for
+            drained = drained or own_rng.random() < 0.7  # or the disk has most of what is asked for
 
             def open_shared(listener: TierListener) -> SimShared:
                 given = (objects, self.pool, self.process, self.clock, own_rng, lambda: faults.calm, listener)
@@ -172,6 +175,8 @@ class SimDaemon:
 
         disk = SimDisk(self.service, tier, self.clock, rng, open_shared)
         self.service.context.disks = cast(Disks, disk)
+        if drained:
+            tier.disk.drain()
         tier.on_turn = self._schedule_flush
         return disk
 
@@ -230,6 +235,9 @@ class SimDaemon:
     def receive(self, dealer: Dealer, frames: Sequence[bytes]) -> None:
         """A message was read from the jobs socket."""
         self._dealers[dealer.name] = dealer
+        if (behind := self._behind.get(dealer.name)) is not None:
+            behind.append(frames)
+            return
         if len(frames) == 2 and not frames[0] and len(frames[1]) == 8:
             self.service.replay_events(dealer.name, frames[1])
         else:
@@ -252,8 +260,13 @@ class SimDaemon:
         if cache._LeasedBlocks__deferred_pins is None:  # type: ignore[attr-defined]  # else looking would enter pins
             before = self._holdings()
         sent = len(service.context.outbox.replies)
-        for _ in service.handle(dealer.name, frame) or ():
-            pass
+        if self.disk is not None:
+            self.disk.kept = None
+        rest = service.handle(dealer.name, frame)
+        for _ in rest or ():
+            if self.disk is not None and request is not None and rest is not None and self.disk.kept is not None:
+                self._answer_when_kept(dealer, request, rest, self.disk.kept)
+                return
         replies = [codec.decode_reply(reply) for _, reply in service.context.outbox.replies[sent:]]
         self.clock.note(
             f"{dealer.name.hex()} {type(request).__name__} {crc32(frame)} {[type(reply).__name__ for reply in replies]}"
@@ -269,7 +282,7 @@ class SimDaemon:
             if before is not None and before != after:
                 raise Broken(f"a refused {type(request).__name__} changed something: {before} became {after}")
         if self.disk is not None and request is not None and replies and isinstance(replies[0], m.Done):
-            self.disk.handled(request)
+            self.disk.dropped(request)()
         if len(replies) == 1:
             reply = replies[0]
             if request is not None and request.token not in self._session_of_token and not isinstance(reply, m.Error):
@@ -286,6 +299,32 @@ class SimDaemon:
                     refused.remove(job.job_id)
                 else:
                     self.audit.accept(self._session_of_token[request.token], job.job_id)
+
+    def _answer_when_kept(
+        self, dealer: Dealer, request: m.AnyRequest, rest: Iterator[None], kept: Callable[[], bool]
+    ) -> None:
+        """Go on with a request that waits for what it dropped to stay away from the disk."""
+        assert self.disk is not None
+        for_good = self.disk.dropped(request)
+        self.clock.note(f"{dealer.name.hex()} {type(request).__name__} waits for the disk")
+        self._behind[dealer.name] = []
+
+        def go_on() -> None:
+            sent = len(self.service.context.outbox.replies)
+            if next(rest, rest) is None:
+                self.process.after(self._rng.uniform(0.0, 0.01), go_on)
+                return
+            (_, reply), *_ = self.service.context.outbox.replies[sent:]
+            if not isinstance(codec.decode_reply(reply), m.Done):
+                raise Broken(f"a {type(request).__name__} that was begun was not done")
+            if kept():
+                for_good()
+                self._world.faults.counts["disk_kept"] += 1
+            self._schedule_flush()
+            for frames in self._behind.pop(dealer.name):
+                self.receive(dealer, frames)
+
+        go_on()
 
     def _holdings(self) -> tuple[PoolUsage, int, int]:
         """What a refused request must leave as it is."""
@@ -441,7 +480,8 @@ class SimDaemon:
     def _exit(self) -> None:
         if self.disk is not None:
             self.disk.tiering.stop()
-            self.disk.tier.close(0.0)
+            if self.torn is None and not self.disk.tier.disk.close(CLOSE_S):
+                raise Broken("the disk was not closed")
         self.flush()
         self.die()
 

@@ -1,141 +1,291 @@
-"""A disk tier in virtual time. It may be slow, fail, hang, return wrong bytes or be torn by a crash."""
+"""The disk tier in virtual time, over a file in memory that may be slow, fail, hang, go bad, or lose what it was given.
+
+What one life of the daemon wrote another one finds: the file outlives them.
+"""
 
 from __future__ import annotations
 
+import errno
 import random
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kvoffd.cache.namespace import BlockState, Namespace
+from kvoffd.pool.table_format import digest
 from kvoffd.server.disks import Disk
 from kvoffd.server.service import Service
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.manager import TieringManager
-from kvoffd.tiers.tier import TierKey, TierListener, TierResult
+from kvoffd.tiers.disk.disk_tier import DiskOptions, DiskTier
+from kvoffd.tiers.disk.file import DiskFile
+from kvoffd.tiers.disk.opening import open_disk_tier, rebuild_index
+from kvoffd.tiers.disk.queue import Batch, Kind
+from kvoffd.tiers.disk.workers import Workers
+from kvoffd.tiers.tier import CompositeTier, OnDone, TierBlock, TierKey, TierListener, TierResult
 from kvoffd_proto import messages as m
 from tests.sim.clock import Broken, Clock, Process
-from tests.sim.pool import Slot, WatchedPool
+from tests.sim.pool import PAGE, Slot, WatchedPool
 from tests.sim.scenario import Faults
 from tests.sim.shared import SimShared
-from tests.support.memory_tier import Device, Job, MemoryTier
+from tests.support.memory_disk import MemoryDisk
 
 if TYPE_CHECKING:
     from tests.sim.audit import Readable
 
+REGIONS = 6
+"""About so many regions of slots of one size; they hold what a pool holds, or several times that."""
 
-class SimTier(MemoryTier):
-    """A tier whose jobs take time. Reads go into slots that are being written, writes come out of ready ones."""
+
+class Device(MemoryDisk):
+    """The file, and what may be in it by what the daemons were asked for."""
+
+    def __init__(self, largest_block_bytes: int, pool_bytes: int) -> None:
+        super().__init__()
+        self.region_bytes = -(-max(largest_block_bytes + 3 * PAGE, pool_bytes // REGIONS) // PAGE) * PAGE
+        self.written: dict[TierKey, int] = {}
+        """Blocks of which a write was begun since they were dropped for good, and when that was, as a number."""
+        self.begun = 0
+        """Writes that were begun."""
+
+
+class SimWorkers(Workers):
+    """Does what the threads do, each call some time after it was begun."""
+
+    def __init__(self, tier: SimTier, *given: Any) -> None:
+        self._tier = tier
+        *others, _, name = given
+        super().__init__(*others, 0, name)
+
+    def submit(self, job: Any) -> None:
+        super().submit(job)
+        self._begin()
+
+    def _begin(self) -> None:
+        while (batch := self._queue.next(self._clock())) is not None:
+            self._tier.process.after(self._tier.seconds_of(batch), partial(self._end, batch))
+
+    def _end(self, batch: Batch) -> None:
+        if batch in self._queue.running[batch.kind]:
+            self._tier.spoil_some(batch)
+            self._do(batch)
+            self._begin()
+
+    def running(self) -> Iterator[Batch]:
+        for batches in self._queue.running.values():
+            yield from sorted(batches, key=lambda batch: batch.begun_at)
+
+    def wait_idle(self, until: float) -> bool:
+        while self._queue.jobs:
+            for batch in list(self.running()):
+                self._end(batch)
+        return True
+
+
+class SimTier(CompositeTier):
+    """What one life of the daemon has of the disk: the tier itself, and who uses which slot meanwhile is watched."""
 
     def __init__(
-        self,
-        device: Device,
-        pool: WatchedPool,
-        clock: Clock,
-        process: Process,
-        faults: Faults,
-        rng: random.Random,
-        size_bytes: int,
+        self, file: Device, pool: WatchedPool, clock: Clock, process: Process, faults: Faults, rng: random.Random
     ) -> None:
-        super().__init__(device, self, size_bytes, rng.choice((2, 6, 64)), self._begin)
+        super().__init__()
+        self.file, self.process = file, process
         self._pool = pool
         self._clock = clock
-        self._process = process
         self._faults = faults
         self._rng = rng
-        self._claimed: dict[Job, list[Slot]] = {}
-        self._stale: set[Job] = set()
-        """Jobs whose block was dropped since they began."""
+        self._fails_next = False
+        self._reads: dict[object, tuple[TierKey, int]] = {}
+        """Those under way, with the offset of the first shard."""
+        self._stale: set[object] = set()
+        """Those of them whose block was dropped since they began."""
         self.on_turn: Callable[[], None] = lambda: None
         self.service: Service | None = None
+        self._most_s = rng.choice((0.003, 0.003, 0.05))
+        """The longest that a call takes if nothing is wrong."""
+        self.disk: DiskTier
 
-    # --- the pool, as the tier uses it ---------------------------------------------------------------
+    def open(self, listener: TierListener) -> None:
+        """Find what the life before has left, of which nothing was dropped for good."""
+        file, rng = self.file, self._rng
+        file.fault = lambda name, number: None
+        self.disk = open_disk_tier(
+            Path("/"),
+            self._pool.pool_bytes * rng.choice((1, 4)) + 3 * file.region_bytes,
+            pool=memoryview(self._pool.data),
+            digest=digest,
+            clock=self._clock,
+            post=self._post,
+            listener=listener,
+            options=DiskOptions(
+                reads_in_flight=rng.choice((1, 4, 16)),
+                merge_bytes=rng.choice((1, 1 << 20)),
+                region_bytes=file.region_bytes,
+                most_reads=(most := rng.choice((1, 3, 64))),
+                most_writes=most,
+            ),
+            calls=file,
+            wall_clock=self._clock,
+            make_workers=partial(SimWorkers, self),
+        )
+        file.fault = self._fault
+        self.attach(self.disk)
+        self.check_dropped(self.blocks())
 
-    def peek(self, offset: int, length: int) -> bytes:
-        self._check(offset, length, "ready")
-        return self._pool.data[offset : offset + length].tobytes()
+    def blocks(self) -> Iterator[TierKey]:
+        """What is there."""
+        for fingerprint, group in self.groups():
+            for key in self.index(fingerprint, group):
+                yield TierKey(fingerprint, group, key)
 
-    def poke(self, offset: int, data: bytes) -> None:
-        self._check(offset, len(data), "writing")
-        self._pool.data[offset : offset + len(data)] = bytearray(data)
+    # --- who uses which slot ---------------------------------------------------------------------------
 
-    def sum_of(self, offset: int, length: int) -> int:
-        (found,) = self._pool.digests([(offset, length)])
-        return int(found)
+    def write(self, block: TierBlock, offsets: Sequence[int], on_done: OnDone) -> bool:
+        def ended(result: TierResult) -> None:
+            self._let_go(slots)
+            on_done(result)
 
-    def _check(self, offset: int, length: int, state: str) -> None:
-        if length and any(slot.state != state for slot in self._pool.slots_at(offset, length)):
-            raise Broken(f"the disk uses a slot that is not {state}")
+        slots = [self._pool.slots[offset] for offset in offsets]
+        if not super().write(block, offsets, ended):
+            return False
+        self._claim(slots, block.id, "writes", "ready")
+        self.file.begun += 1
+        self.file.written[block.id] = self.file.begun
+        return True
 
-    # --- time ------------------------------------------------------------------------------------------
+    def read(self, block_id: TierKey, offsets: Sequence[int], deadline: float, on_done: OnDone) -> bool:
+        def ended(result: TierResult) -> None:
+            self._let_go(slots)
+            self._faults.counts["disk_read"] += result is TierResult.DONE
+            on_done(result)
+            del self._reads[ended]
+            self._check_stale(ended, block_id, offsets[0])
 
-    def _begin(self, job: Job) -> None:
-        self._claimed[job] = [self._pool.slots[offset] for offset in job.offsets]
-        for slot in self._claimed[job]:
+        slots = [self._pool.slots[offset] for offset in offsets]
+        if not super().read(block_id, offsets, deadline, ended):
+            return False
+        self._claim(slots, block_id, "reads", "writing")
+        self._reads[ended] = block_id, offsets[0]
+        return True
+
+    def _claim(self, slots: Sequence[Slot], block_id: TierKey, does: str, state: str) -> None:
+        for slot in slots:  # the pool refuses to change a slot that is in use
+            if slot.state != state:
+                raise Broken(f"the disk {does}, and its slot is not {state}")
             slot.transfers += 1
-        delay = self._rng.uniform(0.0002, 0.003)
-        if self._faults.hit("disk_slow"):
-            delay = self._rng.uniform(0.02, 0.3)
-        if self._faults.hit("disk_hang"):
-            delay = self._rng.uniform(1.0, 4.0)
-        self._clock.note(f"disk {'reads' if job.reading else 'writes'} {job.block.id.key.hex()[:8]}")
-        self._process.after(delay, lambda: self._finish(job))
+        self._clock.note(f"disk {does} {block_id.key.hex()[:8]}")
 
-    def _finish(self, job: Job) -> None:
-        if job not in self.jobs:
-            return
-        fault: TierResult | None = None
-        if self._faults.hit("disk_fail"):
-            fault = TierResult.FAILED
-            if job.reading:  # it fails in the middle
-                for offset, shard in zip(job.offsets, job.block.shards, strict=True):
-                    self.poke(offset, self._rng.randbytes(shard.length // 2))
-        elif job.reading and self._has_bytes(job) and self._faults.hit("disk_corrupt"):
-            self.spoil(job.block.id)
-        self.end(job, self._clock.now, fault)
-        if self.service is not None:
-            self.ended(job, self.service)
-        self.on_turn()
-
-    def _has_bytes(self, job: Job) -> bool:
-        return any(self.device.blocks.get(job.block.id, (None, []))[1])
-
-    def before_done(self, job: Job) -> None:
-        for slot in self._claimed.pop(job):
+    def _let_go(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
             slot.transfers -= 1
+
+    # --- time and faults -------------------------------------------------------------------------------
+
+    def _post(self, call: Callable[[], None]) -> None:
+        def turn() -> None:
+            call()
+            self.on_turn()
+
+        self.process.after(0.0, turn)
+
+    def seconds_of(self, batch: Batch) -> float:
+        seconds = self._rng.uniform(0.0002, self._most_s)
+        if self._faults.hit("disk_slow"):
+            seconds = self._rng.uniform(0.02, 0.3)
+        if self._faults.hit("disk_hang"):
+            seconds = self._rng.uniform(1.0, 4.0)
+        return seconds
+
+    def spoil_some(self, batch: Batch) -> None:
+        """Before a read: flip a bit of what it is about to read."""
+        for job in batch.jobs if batch.kind is Kind.READ else ():
+            assert job.entry is not None
+            at = job.offset
+            for shard in job.entry.block.shards:
+                if shard.length and self._faults.hit("disk_corrupt"):
+                    self.file.flip(at + self._rng.randrange(shard.length), self._rng.randrange(8))
+                    break
+                at += -(-shard.length // PAGE) * PAGE
+
+    def _fault(self, name: str, number: int) -> int | None:
+        if self._fails_next:
+            self._fails_next = False
+            raise OSError(errno.EIO, "Input/output error")
+        if name in ("read", "write") and self._faults.hit("disk_fail"):
+            self._fails_next = True  # in the middle
+            return PAGE
+        return None
+
+    def crash(self) -> None:
+        """The daemon is dead: of what it was writing a part may be there. If the machine is too, so it is of more."""
+        workers = self.disk.workers
+        assert isinstance(workers, SimWorkers)
+        for batch in workers.running():
+            if batch.kind is not Kind.READ and self._faults.hit("disk_torn"):
+                self.file.fault = lambda name, number: None if self._rng.random() < 0.5 else self._die()
+                workers._executor.run(batch, batch.begun_at)
+        if self._faults.hit("disk_torn"):
+            self.file.lose_power(self._rng)
+        self.file.locked = False
+
+    def _die(self) -> int | None:
+        raise OSError(errno.EIO, "Input/output error")
 
     # --- what must hold ----------------------------------------------------------------------------------
 
-    def dropped(self, names: set[TierKey] | None, fingerprint: bytes | None) -> None:
-        """These keys, or a namespace, or all, were dropped just now: nothing of them may be there, or come again."""
+    @property
+    def has_news(self) -> bool:
+        """Whether there is news that the listener has not been given yet."""
+        return bool(self.disk._events._events)
 
-        def gone(name: TierKey) -> bool:
-            return name in names if names is not None else fingerprint in (None, name.fingerprint)
+    @property
+    def busy(self) -> bool:
+        figures = self.disk.stats()
+        return any((figures.queued_reads, figures.queued_writes, figures.running_reads, figures.running_writes))
 
-        if any(map(gone, self.device.blocks)):
+    def dropped(self, gone: Callable[[TierKey], bool]) -> Callable[[], None]:
+        """These were dropped just now: none may be there. Returns what says that they stay away in every later life."""
+        if any(map(gone, self.blocks())):
             raise Broken("what was dropped is still on disk")
-        self._stale |= {job for job in self.jobs if gone(job.block.id)}
+        self._stale |= {read for read, (block_id, _) in self._reads.items() if gone(block_id)}
+        before = self.file.begun
 
-    def ended(self, job: Job, service: Service) -> None:
-        """Nothing that was dropped while the job ran may be there by it."""
-        if job not in self._stale:
+        def for_good() -> None:
+            written = self.file.written
+            names = [name for name, number in written.items() if gone(name) and number <= before]
+            for name in names:
+                del written[name]
+            if names:
+                self.check_dropped(self._after_power_cut())
+
+        return for_good
+
+    def check_dropped(self, there: Iterable[TierKey]) -> None:
+        """What was dropped for good is not there again, unless it was written again."""
+        if not self.file.written.keys() >= set(there):
+            raise Broken("what was dropped is on disk again")
+
+    def _after_power_cut(self) -> Iterator[TierKey]:
+        """What the next life would find if the machine failed now."""
+        rest = self.file.copy()
+        rest.lose_power(self._rng)
+        file = DiskFile(Path("/"), self.disk.stats().size_bytes, None, rest, self._clock, lambda: False)
+        index = rebuild_index(file, 2**40, lambda: False)
+        for fingerprint, group in index.groups():
+            for key in index.index(fingerprint, group):
+                yield TierKey(fingerprint, group, key)
+
+    def _check_stale(self, read: object, name: TierKey, offset: int) -> None:
+        """Nothing that was dropped while it was read may be served by it."""
+        if read not in self._stale:
             return
-        self._stale.discard(job)
-        name = job.block.id
-        if not job.reading:
-            return
-        namespace = service.context.cache.find_namespace(name.fingerprint)
+        self._stale.discard(read)
+        assert self.service is not None
+        namespace = self.service.context.cache.find_namespace(name.fingerprint)
         block = namespace.index[name.group].get(name.key) if namespace is not None else None
-        if block is not None and block.state is BlockState.READY and block.shards[0].offset == job.offsets[0]:
+        if block is not None and block.state is BlockState.READY and block.shards[0].offset == offset:
             raise Broken("a block that was dropped while it came up is served")
-
-    def crash(self) -> None:
-        """The daemon is dead: what it was writing, or wrote last, may be there, and wrong."""
-        torn = [job.block for job in self.jobs if not job.reading]
-        torn += [block for block, _ in list(self.device.blocks.values())[-1:]]
-        for block in torn:
-            if self._faults.hit("disk_torn"):
-                shards = [self._rng.randbytes(shard.length) for shard in block.shards]
-                self.device.blocks[block.id] = (block, shards)
 
 
 class SimDisk:
@@ -152,15 +302,18 @@ class SimDisk:
         open_shared: Callable[[TierListener], SimShared] | None,
     ) -> None:
         self.tier = tier
+        self.kept: Callable[[], bool] | None = None
+        """What the request that is served waits for, once all that it drops is dropped."""
         settings = TieringSettings(
             rng.choice(list(WriteMode)[:3]),
             deadline_s=rng.choice((0.4, 1.5)),
             per_second_bytes=rng.choice((0, 2**20)),
         )
         self.tiering = TieringManager(service.context.cache, tier, service.context.publisher, clock, settings)
-        tier.listener = self.tiering
         tier.service = service
         service.context.cache.attach(self.tiering)
+        tier.open(self.tiering)
+        self.tiering.directory_attached()
         self._service = service
         self._shared = None if open_shared is None else open_shared(self.tiering)
         self.shared: tuple[()] = ()  # what stats tell of it is not simulated
@@ -186,7 +339,7 @@ class SimDisk:
     def busy(self) -> bool:
         """Whether anything is being read or written."""
         shared = self._shared
-        return bool(self.tier.jobs) or (shared is not None and shared.queued_reads + shared.queued_writes > 0)
+        return self.tier.busy or (shared is not None and shared.queued_reads + shared.queued_writes > 0)
 
     def cleared(self, fingerprint: bytes | None) -> None:
         """Nothing is to do, as for ``namespace_reset``."""
@@ -195,27 +348,30 @@ class SimDisk:
         """Nothing is to do either."""
 
     def removals_kept(self) -> Callable[[], bool]:
-        return self.tier.removals_kept()
+        self.kept = self.tier.removals_kept()
+        return self.kept
 
-    def handled(self, request: m.AnyRequest) -> None:
-        """Note what a request that succeeded has dropped."""
+    def dropped(self, request: m.AnyRequest) -> Callable[[], None]:
+        """Check what a request has dropped, before anybody else is served. Returns as ``SimTier.dropped``."""
         if isinstance(request, m.Invalidate):
-            size = self._service.context.cache.namespace(request.namespace).key_bytes
+            namespace = self._service.context.cache.namespace(request.namespace)
             names = {
-                TierKey(request.namespace, part.group, part.keys[at : at + size])
+                TierKey(request.namespace, part.group, key)
                 for part in request.groups
-                for at in range(0, len(part.keys), size)
+                for key in namespace.split(part.group, part.keys)
             }
-            self.tier.dropped(names, None)
-        elif isinstance(request, m.Reset | m.Clear):
-            self.tier.dropped(None, request.namespace)
+            return self.tier.dropped(names.__contains__)
+        if isinstance(request, m.Reset | m.Clear):
+            return self.tier.dropped(lambda name: request.namespace in (None, name.fingerprint))
+        return lambda: None
 
     def readable(self, fingerprint: bytes) -> Readable:
         """What events must have told of by now."""
         namespace, unpublished = self._service.context.cache.namespace(fingerprint), self.tiering._unpublished
+        self.tier.check_dropped(self.tier.blocks())
         return {
             (name.group, name.key)
-            for name in self.tier.device.blocks
+            for name in self.tier.blocks()
             if name.fingerprint == fingerprint and name.key not in unpublished.get((namespace, name.group), ())
         }
 

@@ -64,7 +64,9 @@ class World:
             for group in content.groups
         )
         self.pool_bytes = rng.choice([size for size in POOL_SIZES if size >= min(largest, POOL_SIZES[-1])])
-        self.device = Device() if scenario.rng("has a disk").random() < 0.6 else None
+        largest_block = max(content.block_bytes(group) for content in self.contents for group in content.groups)
+        has_disk = scenario.rng("has a disk").random() < 0.6
+        self.device = Device(largest_block, self.pool_bytes) if has_disk else None
         own_rng = scenario.rng("a shared store")
         self.shared = (
             SharedObjects(self.content_of, own_rng, self.faults.counts)
@@ -148,7 +150,7 @@ class World:
         self._run_until(start + scenario.duration_s)
         self.faults.calm = True
         if self.daemon.disk is not None:
-            self.daemon.disk.tier.drain()
+            self.daemon.disk.tier.disk.drain()
         for hostile in self._hostiles:
             hostile.die()
         self._run_until_idle(self._why_not_idle)

@@ -18,8 +18,8 @@ from kvoffd.tiers.disk.index import AGE_STEP_S
 from kvoffd.tiers.disk.opening import open_disk_tier
 from kvoffd.tiers.disk.regions import DiskRegions
 from kvoffd.tiers.tier import MOST_FIRST_BLOCK, TierResult
+from tests.support.memory_disk import MemoryDisk
 from tests.tiers.makers import REGION_BYTES, SIZE_BYTES, DiskMaker, SteppedMaker
-from tests.tiers.memory_disk import MemoryDisk
 from tests.tiers.rig import TierRig, block_of
 
 NUMBERS = range(12)

@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvoffd.tiers.disk.disk_tier import DiskTier
 from kvoffd.tiers.tier import TierBlock, TierKey
+from tests.support.memory_disk import Killed, MemoryDisk
 from tests.tiers.makers import SteppedMaker, removals_are_durable, step
-from tests.tiers.memory_disk import Killed, MemoryDisk
 from tests.tiers.rig import ONE, OTHER, Ending, TierRig, block_of
 
 SHAPES = ((3000,), (9000,), (20_000, 0, 3000))

@@ -37,8 +37,6 @@ _LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
 _PUT_ASIDE_SHARE = 100  # slots of failed writes that are not used again: at most this fraction of the tier
 WRITES_IN_FLIGHT = 2
 """Writes that may run at a time: they slow reads down."""
-MOST_READS, MOST_WRITES = 65536, 64
-"""Those that may wait or run; more are not taken."""
 WRITE_PATIENCE_S = 0.5
 """How long a write waits while reads keep coming."""
 ENDED_AT_ONCE = 32
@@ -58,6 +56,9 @@ class DiskOptions(NamedTuple):
     """Neighbours are read or written in one call of up to so many bytes."""
     region_bytes: int | None = None
     """Region size of a new file; chosen by the file's size when None."""
+    most_reads: int = 65536
+    """Those that may wait or run; more are not taken."""
+    most_writes: int = 64
 
 
 class DeferredEvents:
@@ -115,7 +116,7 @@ class DiskTier(DeviceTier):
         listener: TierListener,
         options: DiskOptions,
         wall_clock: Callable[[], float],
-        make_workers: type[Workers],
+        make_workers: Callable[..., Workers],
         open_seconds: float,
     ) -> None:
         directory = file.path.parent
@@ -126,6 +127,7 @@ class DiskTier(DeviceTier):
         self._clock = clock
         self._post = post
         self._wall_clock = wall_clock
+        self._options = options
         self.open_seconds = open_seconds
         self.found_blocks = index.blocks
         self.direct = file.direct
@@ -191,7 +193,7 @@ class DiskTier(DeviceTier):
 
     def read(self, block_id: TierKey, offsets: Sequence[int], deadline: float, on_done: OnDone) -> bool:
         entry = self._index.get(block_id)
-        if entry is None or self._closed or self.hangs or self._under_way[Kind.READ] >= MOST_READS:
+        if entry is None or self._closed or self.hangs or self._under_way[Kind.READ] >= self._options.most_reads:
             return False
         buffers = buffers_of(self._pool, entry.block, offsets)
         entry.readers += 1
@@ -296,7 +298,7 @@ class DiskTier(DeviceTier):
             self._draining
             or self._closed
             or self.hangs
-            or self._under_way[Kind.WRITE] >= MOST_WRITES
+            or self._under_way[Kind.WRITE] >= self._options.most_writes
             or self._clock() < self._write_after
         )
 

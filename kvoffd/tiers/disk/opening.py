@@ -31,7 +31,7 @@ def open_disk_tier(
     options: DiskOptions = DiskOptions(),  # noqa: B008 - immutable
     calls: FileCalls | None = None,
     wall_clock: Callable[[], float] = time.time,
-    make_workers: type[Workers] = Workers,
+    make_workers: Callable[..., Workers] = Workers,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> DiskTier:
     """Makes the tier's file or reads the index of the one that is there. For any thread, since that takes a while.

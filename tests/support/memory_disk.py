@@ -37,6 +37,12 @@ class MemoryDisk(FileCalls):
         self._durable = bytearray()
         self._pending: list[tuple[int, bytes]] = []
 
+    def copy(self) -> MemoryDisk:
+        """Another file with what is in this one."""
+        twin = MemoryDisk(self._direct)
+        twin.data, twin._durable, twin._pending = self.data[:], self._durable[:], list(self._pending)
+        return twin
+
     def lose_power(self, random: Random) -> None:
         """Of what was not synced, each page is there or not, in any order."""
         for offset, page in self._pending:
