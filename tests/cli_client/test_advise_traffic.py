@@ -125,7 +125,7 @@ def test_what_was_saved_and_what_other_sizes_would_bring(capsys: pytest.CaptureF
 
 def test_what_came_from_disk_and_what_its_wear_brought(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chains = [chain(name, 30) for name in range(100)]
-    flags = {"disk": f"{tmp_path}=256MiB", "disk_write": "always", "eviction_policy": "lru"}
+    flags = {"disk": f"{tmp_path}=256MiB", "disk_write": "always", "disk_deadline": "60s", "eviction_policy": "lru"}
     with DaemonProcess(POOL, **flags) as daemon, Engine(daemon) as engine, AdminClient(daemon.directory) as admin:
         wait_until(lambda: [disk.state for disk in admin.stats().disks] == ["serving"])
         for keys in chains:

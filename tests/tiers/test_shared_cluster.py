@@ -190,7 +190,7 @@ def test_without_one_of_three_masters_what_the_others_have_is_found(
 @needs_redis
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_master_that_fails_is_named_until_it_answers_again(masters: RedisCluster, fault: signal.Signals) -> None:
-    rig = SharedRig(masters.url, ask_deadline_s=0.2).reachable()
+    rig = SharedRig(masters.url, ask_deadline_s=0.5).reachable()
     victim = masters.servers[1].name
 
     def lost() -> list[str]:
