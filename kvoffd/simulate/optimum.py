@@ -21,59 +21,51 @@ class Uses(NamedTuple):
     keys: list[int]
     """By number from 0 up."""
     next_uses: list[int]
-    """Number of the next request that has the key, counted from 1 up; 0 where there is none."""
-    ranks: list[int]
-    """Least for what is to go first: the next use, how deep the key is in its request, and the key, in one number."""
+    """Number of the access by which the next request has the key; 0 where there is none."""
     bounds: list[int]
     """Where the requests begin, and the last one's end."""
     distinct: int
-    per_use: int
-    """Ranks of one next use."""
 
 
 def uses_of(trace: Trace) -> Uses:
     """What the optimum needs to know of a trace, whatever the size of the pool."""
     lengths = np.array([len(request) // KEY_BYTES for request in trace.requests], dtype=np.int64)
     bounds = np.concatenate([[0], np.cumsum(lengths)])
-    number = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-    depth = np.arange(bounds[-1]) - np.repeat(bounds[:-1], lengths)
+    asked_by = np.repeat(np.arange(len(lengths)), lengths)
     every, keys = np.unique(np.frombuffer(b"".join(trace.requests), dtype=np.uint64), return_inverse=True)
     order = np.argsort(keys, kind="stable")  # accesses of each key, in order
-    last = np.append(np.diff(keys[order]) != 0, True)
-    asked_by = number[order]
-    follows = np.append(asked_by[1:], 0)
-    follows[last] = 0
-    for at in np.flatnonzero(follows == asked_by)[::-1]:  # a request that has a key twice
-        follows[at] = follows[at + 1]
+    follows = np.append(order[1:], 0)
+    follows[np.append(np.diff(keys[order]) != 0, True)] = 0
+    for at in np.flatnonzero((asked_by[follows] == asked_by[order]) & (follows > 0))[::-1]:
+        follows[at] = follows[at + 1]  # a request that has a key twice
     next_use = np.empty_like(follows)
     next_use[order] = follows
-    deepest = int(lengths.max(initial=1))
-    assert (len(lengths) + 1) * deepest * len(every) < 2**62
-    rank = -((next_use * deepest + depth) * len(every) + keys)
-    return Uses(keys.tolist(), next_use.tolist(), rank.tolist(), bounds.tolist(), len(every), deepest * len(every))
+    return Uses(keys.tolist(), next_use.tolist(), bounds.tolist(), len(every))
 
 
 def optimum_percent(uses: Uses, blocks: int) -> float:
     """The share of the accesses that could be hits, with a pool of so many blocks."""
-    keys, next_uses, ranks, bounds, distinct, per_use = uses
+    keys, next_uses, bounds, distinct = uses
     kept_until = [0] * distinct
     """By key: its next use where it is kept, else 0."""
     farthest: list[int] = []
     hits = held = 0
     for begin, end in pairwise(bounds):
+        for key in keys[begin:end]:
+            if kept_until[key]:
+                hits += 1
         for at in range(begin, end):
             key, use = keys[at], next_uses[at]
             if kept_until[key]:
-                hits += 1
                 held -= 1
             kept_until[key] = use
             if use:
                 held += 1
-                heappush(farthest, ranks[at])
+                heappush(farthest, -use)
         while held > blocks:
             first = -heappop(farthest)
-            key = first % distinct
-            if kept_until[key] == first // per_use:
+            key = keys[first]
+            if kept_until[key] == first:
                 kept_until[key] = 0
                 held -= 1
     return 100 * hits / max(1, len(keys))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tracemalloc
+from array import array
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -56,12 +57,19 @@ def most_hits(requests: list[list[int]], blocks: int) -> int:
         [[1, 2], [3], [1, 2], [3], [1, 4], [1, 2]],
         [[1, 2, 3], [1, 4], [5], [1, 2, 3], [5], [1, 4]],
         [[1], [2], [3], [1], [2], [3], [1], [2], [3]],
+        [[1, 1, 1], [2], [1, 1, 2], [], [3, 3], [1, 2]],
     ],
 )
 @pytest.mark.parametrize("blocks", [1, 2, 3])
 def test_the_optimum_is_what_trying_everything_finds(requests: list[list[int]], blocks: int) -> None:
     trace = trace_of(requests)
     assert optimum_percent(uses_of(trace), blocks) == pytest.approx(100 * most_hits(requests, blocks) / trace.accesses)
+
+
+def test_the_optimum_of_many_requests_and_very_long_ones_is_counted_too() -> None:
+    requests, long = 1_200_000, array("Q", range(2_000_000)).tobytes()
+    uses = uses_of(Trace("wide", 512, [*[long[:KEY_BYTES]] * requests, long]))
+    assert uses.next_uses[: requests + 1] == [*range(1, requests + 1), 0]
 
 
 def test_an_lru_is_replayed_as_one() -> None:

@@ -128,7 +128,7 @@ static enum refusal read_span(struct learned *l, uint32_t *last, const uint8_t *
     *from += sizeof kept;
     if (kept.keys > (end - *from) / sizeof(uint64_t))
         return CUT_OFF;
-    if (!kept.keys || kept.keys > MOST_COUNTED || kept.behind > MOST_COUNTED || kept.kind >= CLASSES ||
+    if (!kept.keys || (uint64_t)kept.keys + kept.behind > MOST_COUNTED || kept.kind >= CLASSES ||
         kept.floor >= CLASSES || !kept.weight || kept.weight > l->known.lifetime || kept.since > l->known.now)
         return BAD_SPAN;
     if (kept.flags & HAS_CHILD && !*last)
@@ -138,7 +138,9 @@ static enum refusal read_span(struct learned *l, uint32_t *last, const uint8_t *
         if (!hashes[i])
             return BAD_KEYS;
     take_again(l, hashes, kept.keys);
-    uint32_t child = kept.flags & HAS_CHILD && l->spans[*last].high ? *last : 0, number = new_span(l, kept.weight);
+    /* The last span's keys may have been taken, and its number given to a part of one that has its own neighbours. */
+    int has_child = kept.flags & HAS_CHILD && l->spans[*last].high && !l->spans[*last].before;
+    uint32_t child = has_child ? *last : 0, number = new_span(l, kept.weight);
     uint64_t known = l->known.known_keys;
     struct span *s = &l->spans[number];
     s->since = kept.since;

@@ -567,6 +567,7 @@ DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
     "heavy": ("it has a span that is none", lambda record: with_field(record, 8, "=Q", 2**50)),
     "no keys": ("it has a span that is none", lambda record: with_field(record, 16, "=I", 0)),
     "many keys": ("it is cut off", lambda record: with_field(record, 16, "=I", 2**32 - 1)),
+    "long": ("it has a span that is none", lambda record: with_field(record, 28, "=I", 2**30)),
     "child": ("it has a span that is none", lambda record: with_field(record, 34, "=B", 1)),
     "class": ("it has a span that is none", lambda record: with_field(record, 32, "=B", CLASSES)),
     "no hash": ("its keys are none", lambda record: with_field(record, 40, "=Q", 0)),

@@ -10,6 +10,7 @@ import pytest
 
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import make_policy
+from kvoffd.cache.policies.learned import Policy
 from kvoffd_proto.messages import READY
 from tests.support.cache_harness import CacheHarness, keys_of
 from tests.support.learned_check import check_learned, policy_of
@@ -125,6 +126,26 @@ def test_what_is_asked_for_for_ever_is_counted_no_further(seen: int) -> None:
         assert (worth.requests, worth.turn) == (MOST_SEEN, MOST_SEEN)
         next_one = make_policy("learned", heir.slots.pool_bytes)
         next_one.go_on(record_of(heir))  # is not refused
+    check_learned(policy)
+
+
+def test_a_record_whose_spans_take_keys_from_each_other_leaves_no_loose_ends() -> None:
+    """The last span that was read is gone, and its number is of the rest of another one, when one comes that has it as
+    its child."""
+    rig = CacheHarness(regions=10, region_bytes=4 * MIB, policy="learned")
+    namespace = rig.open(shard_bytes=(MIB,))
+    for chain in ([1, 2, 3, 4, 5, 6, 7, 8], [11, 12, 13]):
+        ask(rig, namespace, chain)
+    record, head, ends = record_of(rig), 40, (40 + 8 * 8, 80 + 8 * 8 + 8 * 3)
+    first, last, rest = record[: ends[0]], record[ends[0] : ends[1]], bytearray(record[ends[1] : -4])
+    thief = bytearray(last[:head]) + last[head:] + first[head + 8 * 2 : head + 8 * 4]
+    struct.pack_into("=I", thief, 16, 5)  # keys
+    thief[34] = 1  # it has a child
+    struct.pack_into("=Q", rest, 48, 3)  # spans
+    crafted = first + last + thief + rest
+    policy = make_policy("learned", rig.slots.pool_bytes)
+    assert isinstance(policy, Policy)
+    policy.go_on(crafted + struct.pack("=I", zlib.crc32(crafted)))
     check_learned(policy)
 
 
