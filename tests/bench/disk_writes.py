@@ -1,14 +1,14 @@
 """What a disk below the pool is written and what it brings: `python -m tests.bench.disk_writes TRACE --pool N --disk N`
 
-A trace goes through the daemon's cache and tiering, over slots without memory and a disk that is only counted: first as
-if every block were worth a write, then as the policy judges. Sizes are in blocks of the trace.
+A trace goes through the daemon's cache, tiering and disk tier, over slots without memory and a file without bytes:
+first as if every block were worth a write, then as the policy judges. Sizes are in blocks of the trace.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import compress
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -20,10 +20,10 @@ from kvoffd.simulate.replay import BLOCK_BYTES, CountedSlots, Silence
 from kvoffd.simulate.trace import KEY_BYTES, Trace, read_trace
 from kvoffd.tiering import TieringSettings, WriteMode, demotion
 from kvoffd.tiering.manager import TieringManager
-from kvoffd.tiers.tier import OnDone, TierBlock, TierKey, TierResult
+from kvoffd.tiers.tier import CompositeTier
 from kvoffd_proto.messages import PENDING, READY, GroupSpec
-from tests.support.memory_tier import Device, MemoryTier
-from tests.support.tiering_harness import FakeMemory
+from tests.support.held_disk import HeldDisk, PoolBytes
+from tests.support.memory_disk import MemoryDisk
 
 LOOKUP = SESSION = 1
 REQUEST_S = 0.3
@@ -39,49 +39,16 @@ class Written(NamedTuple):
     spared: float
 
 
-class CountedDisk(MemoryTier):
-    """A disk without bytes, whose jobs end when they are asked to."""
+class CountedFile(MemoryDisk):
+    """A file without bytes."""
 
-    def __init__(self, blocks: int) -> None:
-        super().__init__(Device(), FakeMemory(), blocks * BLOCK_BYTES)
-        self._most = blocks
-        self._there: dict[bytes, TierBlock] = {}
-        self._queue: list[tuple[bool, TierBlock, OnDone]] = []
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return sum(map(len, buffers))
 
-    def index(self, fingerprint: bytes, group: int) -> Mapping[bytes, TierBlock]:
-        return self._there
+    write = read
 
-    def write(self, block: TierBlock, offsets: Sequence[int], on_done: OnDone) -> bool:
-        self._queue.append((False, block, on_done))
-        return True
-
-    def read(self, block_id: TierKey, offsets: Sequence[int], deadline: float, on_done: OnDone) -> bool:
-        self._queue.append((True, self._there[block_id.key], on_done))
-        return True
-
-    def touch(self, block_ids: Iterable[TierKey]) -> None:
-        for block_id in block_ids:
-            if (block := self._there.pop(block_id.key, None)) is not None:
-                self._there[block_id.key] = block
-
-    @property
-    def full_bytes(self) -> int:
-        return len(self._there) * BLOCK_BYTES if self.counts["evicted"] else 0
-
-    def work(self) -> bool:
-        """End what is queued. Returns whether there was anything."""
-        queued, self._queue = self._queue, []
-        for reading, block, on_done in queued:
-            if reading:
-                self.touch([block.id])
-            else:
-                if len(self._there) == self._most:
-                    del self._there[next(iter(self._there))]
-                    self.counts["evicted"] += 1
-                self._there[block.id.key] = block
-            there = not reading or block.id.key in self._there
-            on_done(TierResult.DONE if there else TierResult.GONE)
-        return bool(queued)
+    def _resize(self, size: int) -> None:
+        self.data = range(size)  # type: ignore[assignment]  # it has a length
 
 
 class NoEvents:
@@ -93,10 +60,13 @@ class NoEvents:
 
 def replay(trace: Trace, policy: str, pool: int, disk_blocks: int, mode: WriteMode = WriteMode.REUSE) -> Written:
     now = 0.0
-    slots, disk = cast(Pool, CountedSlots(pool)), CountedDisk(disk_blocks)
+    slots, tier = cast(Pool, CountedSlots(pool)), CompositeTier()
     cache = BlockCache(slots, make_policy(policy, slots.pool_bytes), Silence(), lambda: now)
-    tiering = TieringManager(cache, disk, NoEvents(), lambda: now, TieringSettings(mode, deadline_s=1e9))
+    tiering = TieringManager(cache, tier, NoEvents(), lambda: now, TieringSettings(mode, deadline_s=1e9))
     cache.attach(tiering)
+    memory = PoolBytes(slots.pool_bytes)
+    disk = HeldDisk(CountedFile(), memory, lambda: now, tiering, disk_blocks, BLOCK_BYTES, digest=lambda _: 1)
+    tier.attach(disk.tier)
     groups = [GroupSpec("full", trace.tokens_per_block)]
     namespace, _ = cache.open_namespace(bytes(32), trace.name, 1, KEY_BYTES, groups, "{}")
     cache.set_shard_bytes(namespace, 0, [BLOCK_BYTES])
@@ -107,7 +77,7 @@ def replay(trace: Trace, policy: str, pool: int, disk_blocks: int, mode: WriteMo
         cache.touch(LOOKUP)
         if PENDING in states:
             tiering.pump()
-            while disk.work():
+            while disk.end_all():
                 tiering.pump()
             states = cache.lookup(namespace, LOOKUP, SESSION, [(0, keys)], again=True, extend=True).states[0]
         hits += len(states) - len(states.lstrip(bytes([READY])))
@@ -118,7 +88,7 @@ def replay(trace: Trace, policy: str, pool: int, disk_blocks: int, mode: WriteMo
             cache.commit_store(ticket)
         cache.release(SESSION, [LOOKUP])
         tiering.tick()
-        while disk.work():
+        while disk.end_all():
             pass
     found = hits, namespace.counters.prefix_keys_ready, tiering.demoter.written_blocks, tiering.demoter.spared_blocks
     return Written(*(100 * count / trace.accesses for count in found))

@@ -1,33 +1,16 @@
-"""A cache on fake slots that hold bytes, over a tier in memory."""
+"""A cache on fake slots that hold bytes, over the disk tier."""
 
 from __future__ import annotations
-
-from zlib import crc32
 
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.pins import StoreTicket
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.manager import TieringManager
-from kvoffd.tiers.tier import TierKey
+from kvoffd.tiers.tier import CompositeTier, TierKey
 from tests.support.cache_harness import CacheHarness, begin_store
+from tests.support.held_disk import HeldDisk, PoolBytes
 from tests.support.invariants import check_invariants
-from tests.support.memory_tier import Device, MemoryTier
-
-
-class FakeMemory:
-    """Memory of a pool: by offset, the bytes written there."""
-
-    def __init__(self) -> None:
-        self.data: dict[int, bytes] = {}
-
-    def peek(self, offset: int, length: int) -> bytes:
-        return self.data[offset][:length]
-
-    def poke(self, offset: int, data: bytes) -> None:
-        self.data[offset] = data
-
-    def sum_of(self, offset: int, length: int) -> int:
-        return crc32(self.data[offset][:length]) + 1
+from tests.support.memory_disk import MemoryDisk
 
 
 class FoldedTierEvents:
@@ -52,28 +35,36 @@ class TieringHarness(CacheHarness):
 
     def __init__(
         self,
-        device: Device | None = None,
         settings: TieringSettings | None = None,
         regions: int = 4,
-        tier_bytes: int = 2**40,
+        tier_blocks: int = 0,
         most_jobs: int = 2**30,
+        file: MemoryDisk | None = None,
     ) -> None:
         super().__init__(regions=regions)
-        self.memory = FakeMemory()
-        self.device = device or Device()
-        self.tier = MemoryTier(self.device, self.memory, tier_bytes, most_jobs)
+        self.memory = PoolBytes(self.slots.pool_bytes)
+        self.tiers = CompositeTier()
         self.tier_events = FoldedTierEvents()
         self.engines_busy = False
         self.tiering = TieringManager(
             self.cache,
-            self.tier,
+            self.tiers,
             self.tier_events,
             self.clock,
             settings or TieringSettings(),
             lambda: self.engines_busy,
         )
-        self.tier.listener = self.tiering
         self.cache.attach(self.tiering)
+        self.disk = HeldDisk(
+            file or MemoryDisk(), self.memory, self.clock, self.tiering, tier_blocks, most_jobs=most_jobs
+        )
+        self.tier = self.disk.tier
+        self.tiers.attach(self.tier)
+
+    def heir(self, settings: TieringSettings) -> TieringHarness:
+        """The next life, with the same file."""
+        self.tier.close(1.0)
+        return TieringHarness(settings, file=self.disk.file)
 
     def content(self, namespace: Namespace, group: int, key: bytes, rank: int) -> bytes:
         """The bytes that a shard must hold."""
@@ -105,7 +96,7 @@ class TieringHarness(CacheHarness):
             ticket = self.tiering.transfers.begin_demotion(block)
             assert ticket is not None
             assert self.tier.write(ticket.copy, ticket.offsets, lambda _, ticket=ticket: self.end_write(ticket))  # type: ignore[misc]
-        self.tier.end_all()
+        self.disk.end_all()
         self.cache.blocks.evict(blocks)
         assert self.in_tier(namespace, keys) == len(blocks)
 
@@ -119,7 +110,7 @@ class TieringHarness(CacheHarness):
     def finish_promotions(self) -> None:
         """Finish every promotion that was asked for."""
         self.tiering.pump()
-        self.tier.end_all(self.clock())
+        self.disk.end_all(self.clock())
 
     def check(self) -> None:
         """Check the cache's invariants, the events folded so far, and the bytes of all ready blocks."""
@@ -131,7 +122,8 @@ class TieringHarness(CacheHarness):
                         if shard.written:
                             expected = self.content(namespace, group, key, rank)
                             assert self.memory.peek(shard.offset, len(expected)) == expected
-        assert self.tier_events.index == {tuple(name) for name in self.device.blocks}
+        self.disk.settle()
+        assert self.tier_events.index == {tuple(name) for name in self.disk.blocks}
 
 
 def name_of(namespace: Namespace, key: bytes, group: int = 0) -> TierKey:
@@ -139,4 +131,4 @@ def name_of(namespace: Namespace, key: bytes, group: int = 0) -> TierKey:
     return TierKey(namespace.fingerprint, group, key)
 
 
-__all__ = ["FakeMemory", "FoldedTierEvents", "TieringHarness", "name_of"]
+__all__ = ["FoldedTierEvents", "TieringHarness", "name_of"]

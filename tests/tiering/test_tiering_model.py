@@ -23,7 +23,7 @@ class TieringMachine(RuleBasedStateMachine):
 
     @initialize(mode=st.sampled_from(WriteMode), tier_blocks=st.sampled_from([3, 99]), jobs=st.sampled_from([2, 99]))
     def begin(self, mode: WriteMode, tier_blocks: int, jobs: int) -> None:
-        self.rig = TieringHarness(settings=TieringSettings(mode), tier_bytes=tier_blocks * SLOT_UNIT, most_jobs=jobs)
+        self.rig = TieringHarness(settings=TieringSettings(mode), tier_blocks=tier_blocks, most_jobs=jobs)
         self.spaces = [self.rig.open("a"), self.rig.open("b", world_size=2)]
         self.stores: list[StoreTicket] = []
         self.stored: set[TierKey] = set()
@@ -76,7 +76,7 @@ class TieringMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), fault=faults)
     def end_all_jobs(self, data: st.DataObject, fault: TierResult | None) -> None:
-        while self.rig.tier.jobs:
+        while self.rig.disk.jobs:
             self.end_job(data, fault)
 
     @rule(seconds=st.sampled_from([0.1, 2.0, 6.0, 100.0]))
@@ -94,23 +94,23 @@ class TieringMachine(RuleBasedStateMachine):
         self.stored |= {TierKey(namespace.fingerprint, 0, block.key) for block in ready}
         self.rig.tiering.demoter._waiting.update(dict.fromkeys(ready))
         self.rig.tiering.demoter.pump()
-        self.rig.tier.end_all(self.rig.clock())
+        self.rig.disk.end_all(self.rig.clock())
         self.evict_all()
         if ask:
             self.look_up(space, chain, keep=False)
 
-    @precondition(lambda self: self.rig.tier.jobs)
+    @precondition(lambda self: self.rig.disk.jobs)
     @rule(data=st.data(), fault=faults)
     def end_job(self, data: st.DataObject, fault: TierResult | None) -> None:
-        jobs = list(self.rig.tier.jobs)
+        jobs = list(self.rig.disk.jobs)
         job = jobs[data.draw(st.integers(0, len(jobs) - 1))]
-        self.rig.tier.end(job, self.rig.clock(), None if fault is TierResult.DONE else fault)
+        self.rig.disk.end(job, self.rig.clock(), None if fault is TierResult.DONE else fault)
 
-    @precondition(lambda self: self.rig.device.blocks)
+    @precondition(lambda self: self.rig.disk.blocks)
     @rule(data=st.data())
     def spoil(self, data: st.DataObject) -> None:
-        names = sorted(self.rig.device.blocks)
-        self.rig.tier.spoil(names[data.draw(st.integers(0, len(names) - 1))])
+        names = sorted(self.rig.disk.blocks)
+        self.rig.disk.spoil(names[data.draw(st.integers(0, len(names) - 1))])
 
     @rule(space=st.integers(0, 1), chain=chains)
     def invalidate(self, space: int, chain: list[int]) -> None:
@@ -128,7 +128,7 @@ class TieringMachine(RuleBasedStateMachine):
     @invariant()
     def all_is_right(self) -> None:
         if hasattr(self, "rig"):
-            self.rig.tier.tell()
+            self.rig.disk.settle()
             self.rig.check()
             promoter, most = self.rig.tiering.promoter, max(self.rig.slots.pool_bytes // 8, 2 * SLOT_UNIT)
             assert promoter.under_way_bytes - promoter._given_up_bytes <= most
@@ -141,8 +141,8 @@ class TieringMachine(RuleBasedStateMachine):
         for ticket in self.stores:
             rig.cache.abort_store(ticket)
         rig.cache.end_owner(1)
-        rig.tier.draining = True
-        while rig.tier.jobs or rig.tiering.promoter.busy:
+        rig.tier.drain()
+        while rig.disk.jobs or rig.tiering.promoter.busy:
             rig.finish_promotions()
             rig.clock.now += 10.0
             rig.tiering.tick()

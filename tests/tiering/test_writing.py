@@ -7,6 +7,7 @@ import pytest
 from kvoffd.cache.namespace import Block, Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.demotion import DAY_S, MAX_LOOKED_AT, MIN_SWEPT_BLOCKS, WriteBudget
+from kvoffd.tiers.disk.queue import Kind
 from kvoffd.tiers.tier import TierResult
 from kvoffd_proto.messages import BENCH_LABEL
 from tests.support.cache_harness import SLOT_UNIT, begin_store, keys_of, made
@@ -20,7 +21,7 @@ def rig_of(mode: WriteMode, **settings: int) -> TieringHarness:
 
 def go_on(rig: TieringHarness) -> None:
     rig.tiering.tick()
-    rig.tier.end_all()
+    rig.disk.end_all()
 
 
 def test_always_writes_what_is_stored() -> None:
@@ -40,7 +41,7 @@ def test_what_came_up_is_not_written_again() -> None:
     rig.states(space, keys_of(1))
     rig.finish_promotions()
     go_on(rig)
-    assert rig.tier.counts["written"] == 1
+    assert rig.tier.stats().written_blocks == 1
 
 
 @pytest.mark.parametrize("mode", [WriteMode.ALWAYS, WriteMode.REUSE, WriteMode.EVICT])
@@ -76,11 +77,11 @@ def test_the_cold_end_is_written_ahead_when_room_is_short_and_nobody_reads() -> 
     space = rig.open()
     rig.put(space, keys_of(*range(28)))
     go_on(rig)
-    assert not rig.device.blocks, "an eighth of the pool is free"
+    assert not rig.disk.blocks, "an eighth of the pool is free"
     rig.put(space, keys_of(*range(28, 30)))
     go_on(rig)
     assert rig.in_tier(space, keys_of(27, 26)) == 2, "the tail of the oldest store is the coldest"
-    assert len(rig.device.blocks) == 2
+    assert len(rig.disk.blocks) == 2
 
 
 @pytest.mark.parametrize(("mode", "written"), [(WriteMode.REUSE, 0), (WriteMode.EVICT, 2)])
@@ -92,7 +93,7 @@ def test_while_others_read_only_evict_writes_the_cold_end(mode: WriteMode, writt
     rig.states(space, keys_of(99))
     rig.tiering.pump()
     rig.tiering.tick()
-    assert sum(not job.reading for job in rig.tier.jobs) == written
+    assert sum(job.kind is Kind.WRITE for job in rig.disk.jobs) == written
 
 
 def test_never_writes_nothing() -> None:
@@ -101,7 +102,7 @@ def test_never_writes_nothing() -> None:
     rig.put(space, keys_of(*range(32)))
     rig.states(space, keys_of(*range(32)))
     go_on(rig)
-    assert not rig.device.blocks
+    assert not rig.disk.blocks
 
 
 def test_a_block_that_is_being_written_is_not_evicted_and_is_no_ones_lease() -> None:
@@ -113,7 +114,7 @@ def test_a_block_that_is_being_written_is_not_evicted_and_is_no_ones_lease() -> 
     rig.put(space, keys_of(*range(2, 40)))
     check_invariants(rig.cache)
     assert keys_of(1) in space.index[0]
-    rig.tier.end_all()
+    rig.disk.end_all()
     rig.check()
 
 
@@ -123,7 +124,7 @@ def test_dropped_while_it_is_written_it_does_not_come_back() -> None:
     rig.put(space, keys_of(1, 2))
     rig.tiering.pump()
     made(rig.cache.invalidate(space, [(0, keys_of(1))]))
-    rig.tier.end_all()
+    rig.disk.end_all()
     assert rig.in_tier(space, keys_of(1, 2)) == 1
     assert rig.cache.blocks.pinned_blocks == 0
     rig.check()
@@ -136,7 +137,7 @@ def test_stored_anew_while_its_predecessor_is_written_only_the_new_one_stays() -
     rig.tiering.pump()
     made(rig.cache.invalidate(space, [(0, keys_of(1))]))
     rig.put(space, keys_of(1))
-    rig.tier.end_all()
+    rig.disk.end_all()
     go_on(rig)
     go_on(rig)
     assert rig.cache.pool_usage().leaving_bytes == 0
@@ -148,7 +149,7 @@ def test_a_write_that_fails_is_let_go() -> None:
     space = rig.open()
     rig.put(space, keys_of(1))
     rig.tiering.pump()
-    rig.tier.end_all(fault=TierResult.FAILED)
+    rig.disk.end_all(fault=TierResult.FAILED)
     assert rig.cache.blocks.pinned_blocks == 0
     assert rig.tiering.demoter.written_blocks == 0
     rig.check()
@@ -158,7 +159,7 @@ def full_rig(
     monkeypatch: pytest.MonkeyPatch, mode: WriteMode, chances: dict[int, float], reads: int = 1
 ) -> tuple[TieringHarness, Namespace]:
     """Over a tier of four blocks, which has evicted one and was read; its policy knows some chances to come back."""
-    rig = TieringHarness(settings=TieringSettings(mode=mode), regions=8, tier_bytes=4 * SLOT_UNIT)
+    rig = TieringHarness(settings=TieringSettings(mode=mode), regions=8, tier_blocks=4)
     space = rig.open()
     for number in range(100, 105):
         rig.put_in_tier(space, keys_of(number))
@@ -239,7 +240,7 @@ def test_blocks_without_a_checksum_stay() -> None:
     ticket.checksums = []
     rig.cache.commit_store(ticket)
     go_on(rig)
-    assert not rig.device.blocks
+    assert not rig.disk.blocks
 
 
 def test_no_more_than_a_sixteenth_of_the_pool_is_pinned_for_writing() -> None:
@@ -247,9 +248,9 @@ def test_no_more_than_a_sixteenth_of_the_pool_is_pinned_for_writing() -> None:
     space = rig.open()
     rig.put(space, keys_of(*range(16)))
     rig.tiering.pump()
-    assert len(rig.tier.jobs) == 2
-    rig.tier.end_all()
-    assert len(rig.device.blocks) == 16
+    assert len(rig.disk.jobs) == 2
+    rig.disk.end_all()
+    assert len(rig.disk.blocks) == 16
     rig.check()
 
 
@@ -258,7 +259,7 @@ def test_beyond_the_days_bytes_nothing_is_written_and_that_is_counted() -> None:
     space = rig.open()
     rig.put(space, keys_of(*range(16)))
     go_on(rig)
-    assert len(rig.device.blocks) == 4
+    assert len(rig.disk.blocks) == 4
     assert rig.tiering.demoter.over_budget == 1
     assert rig.tiering.demoter.budget.left_bytes == 0
     rig.clock.now += DAY_S / 28 + 1
@@ -272,11 +273,11 @@ def test_beyond_the_rate_writes_wait_for_their_turn() -> None:
     space = rig.open()
     rig.put(space, keys_of(*range(6)))
     go_on(rig)
-    assert len(rig.device.blocks) == 2
+    assert len(rig.disk.blocks) == 2
     for _ in range(2):
         rig.clock.now += 0.25
         go_on(rig)
-    assert len(rig.device.blocks) == 6
+    assert len(rig.disk.blocks) == 6
 
 
 def test_while_engines_copy_only_a_little_is_written_from_tick_to_tick() -> None:
@@ -287,11 +288,11 @@ def test_while_engines_copy_only_a_little_is_written_from_tick_to_tick() -> None
     for ticks in range(1, 4):
         go_on(rig)
         rig.tiering.pump()
-        rig.tier.end_all()
-        assert len(rig.device.blocks) == 2 * ticks
+        rig.disk.end_all()
+        assert len(rig.disk.blocks) == 2 * ticks
     rig.engines_busy = False
     go_on(rig)
-    assert len(rig.device.blocks) == 16
+    assert len(rig.disk.blocks) == 16
 
 
 def test_a_tier_that_takes_no_more_now_gets_it_later() -> None:
@@ -300,7 +301,7 @@ def test_a_tier_that_takes_no_more_now_gets_it_later() -> None:
     rig.put(space, keys_of(1, 2, 3))
     for _ in range(4):
         go_on(rig)
-    assert len(rig.device.blocks) == 3
+    assert len(rig.disk.blocks) == 3
     rig.check()
 
 
@@ -313,8 +314,8 @@ def test_while_a_tier_hangs_what_leaves_the_pool_does_not_wait_for_it() -> None:
         rig.tiering.tick()  # what it began is never done
         longest = max(longest, rig.tiering.demoter.waiting_blocks)
     assert longest <= MIN_SWEPT_BLOCKS + 2 * space.ready_blocks + 16
-    assert len(rig.tier.jobs) == 2
-    rig.tier.end_all()
+    assert len(rig.disk.jobs) == 2
+    rig.disk.end_all()
     assert rig.in_tier(space, keys_of(*range(6384, 6400))) == 16
     rig.check()
 
@@ -327,10 +328,10 @@ def test_the_tiers_order_goes_on_where_the_pools_ends() -> None:
     rig.states(space, keys_of(1))
     rig.finish_promotions()
     rig.put_in_tier(space, keys_of(3))
-    assert [name.key for name in rig.device.blocks] == [keys_of(2), keys_of(1), keys_of(3)]
+    assert [name.key for name in rig.disk.blocks] == [keys_of(1), keys_of(2), keys_of(3)], "reading is no use"
     rig.cache.blocks.evict([space.index[0][keys_of(1)]])
     rig.tiering.tick()
-    assert [name.key for name in rig.device.blocks] == [keys_of(2), keys_of(3), keys_of(1)]
+    assert [name.key for name in rig.disk.blocks] == [keys_of(2), keys_of(3), keys_of(1)]
 
 
 @pytest.mark.parametrize("step_s", [1.0, 60.0, 7000.0])
@@ -367,8 +368,8 @@ def test_of_very_many_that_wait_only_some_are_looked_at_at_once() -> None:
     rig.put(space, keys_of(9999))
     rig.engines_busy = False
     for left in (2 * MAX_LOOKED_AT + 1, MAX_LOOKED_AT + 1, 1, 0):
-        assert not rig.tier.jobs
+        assert not rig.disk.jobs
         rig.tiering.pump()
         assert rig.tiering.demoter.waiting_blocks == left
-    rig.tier.end_all()
+    rig.disk.end_all()
     assert rig.in_tier(space, keys_of(9999)) == 1

@@ -6,42 +6,36 @@ import pytest
 
 from kvoffd.cache.namespace import Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.manager import TieringManager
-from kvoffd.tiers.tier import CompositeTier
 from kvoffd_proto.messages import ABSENT, PENDING, READY
 from tests.support.cache_harness import SLOT_UNIT, keys_of
-from tests.support.memory_tier import Device, MemoryTier
-from tests.support.tiering_harness import FakeMemory, TieringHarness, name_of
+from tests.support.held_disk import HeldDisk
+from tests.support.memory_disk import MemoryDisk
+from tests.support.tiering_harness import TieringHarness, name_of
 
 
 class CompositeRig(TieringHarness):
-    """A rig over two tiers in memory, the first of which holds six blocks."""
+    """A rig over two disks, the first of which holds six blocks."""
 
-    def __init__(self) -> None:
-        super().__init__(regions=8)
-        self.tiers = CompositeTier()
-        self.tiering = TieringManager(
-            self.cache, self.tiers, self.tier_events, self.clock, TieringSettings(WriteMode.ALWAYS)
-        )
-        self.cache.blocks.tiering = self.tiering
-        self.members = [self.member(self.memory, 6 * SLOT_UNIT), self.member(self.memory, 99 * SLOT_UNIT)]
+    def __init__(self, other_blocks: int = 0) -> None:
+        super().__init__(TieringSettings(WriteMode.ALWAYS), regions=8, tier_blocks=6)
+        other = HeldDisk(MemoryDisk(), self.memory, self.clock, self.tiering, other_blocks)
+        self.tiers.attach(other.tier)
+        self.members = [self.disk, other]
 
-    def member(self, memory: FakeMemory, size_bytes: int) -> MemoryTier:
-        tier = MemoryTier(Device(), memory, size_bytes)
-        tier.listener = self.tiering
-        self.tiers.attach(tier)
-        return tier
+    def end_all(self) -> None:
+        while self.members[0].jobs or self.members[1].jobs:
+            for member in self.members:
+                member.end_all()
 
     def write_all(self, space: Namespace, *numbers: int) -> None:
         self.put(space, keys_of(*numbers))
         self.tiering.tick()
-        while any(member.jobs for member in self.members):
-            for member in self.members:
-                member.end_all()
-            self.tiering.tick()
+        self.end_all()
+        self.tiering.tick()
+        self.end_all()
 
     def held(self) -> list[int]:
-        return [len(member.device.blocks) for member in self.members]
+        return [len(member.blocks) for member in self.members]
 
 
 @pytest.fixture
@@ -49,11 +43,13 @@ def rig() -> CompositeRig:
     return CompositeRig()
 
 
-def test_it_is_full_when_all_members_are(rig: CompositeRig) -> None:
-    rig.write_all(rig.open(), *range(16))
-    for member in rig.members:
+def test_it_is_full_when_all_members_are() -> None:
+    rig = CompositeRig(other_blocks=10)
+    space = rig.open()
+    numbers = iter(range(64))
+    while not all(member.tier.stats().evicted_blocks for member in rig.members):
         assert not rig.tiers.full_bytes
-        member.counts["evicted"] += 1
+        rig.write_all(space, next(numbers))
     assert rig.tiers.full_bytes == 16 * SLOT_UNIT
 
 
@@ -72,9 +68,7 @@ def test_blocks_come_up_from_whichever_member_has_them(rig: CompositeRig) -> Non
     rig.cache.blocks.evict(list(space.index[0].values()))
     assert rig.states(space, keys_of(*range(8))) == [PENDING] * 8
     rig.tiering.pump()
-    while any(member.jobs for member in rig.members):
-        for member in rig.members:
-            member.end_all(rig.clock())
+    rig.end_all()
     assert rig.states(space, keys_of(*range(8))) == [READY] * 8
 
 
@@ -90,12 +84,12 @@ def test_with_a_member_its_blocks_leave_and_events_tell_of_it(rig: CompositeRig)
     space = rig.open()
     rig.write_all(space, *range(8))
     rig.cache.blocks.evict(list(space.index[0].values()))
-    gone = [name.key for name in rig.members[0].device.blocks]
-    rig.tiers.detach(rig.members[0])
-    rig.tiering.directory_detached(rig.members[0])
+    gone = [name.key for name in rig.members[0].blocks]
+    rig.tiers.detach(rig.tier)
+    rig.tiering.directory_detached(rig.tier)
     assert rig.states(space, gone[0]) == [ABSENT]
-    assert rig.tier_events.index == {tuple(name) for name in rig.members[1].device.blocks}
-    rig.tiers.attach(rig.members[0])
+    assert rig.tier_events.index == {tuple(name) for name in rig.members[1].blocks}
+    rig.tiers.attach(rig.tier)
     rig.tiering.directory_attached()
     rig.tiering.publish_some()
     assert len(rig.tier_events.index) == 8
@@ -106,7 +100,7 @@ def test_a_member_that_is_drained_gets_nothing_and_is_read(rig: CompositeRig) ->
     space = rig.open()
     rig.write_all(space, *range(4))
     before = rig.held()[1]
-    rig.members[1].drain()
+    rig.members[1].tier.drain()
     rig.write_all(space, 4, 5)
     assert rig.held()[1] == before
     assert sum(rig.held()) == 6
@@ -116,8 +110,8 @@ def test_of_a_member_that_hangs_nothing_is_waited_for_and_the_others_serve(rig: 
     space = rig.open()
     rig.write_all(space, *range(8))
     rig.cache.blocks.evict(list(space.index[0].values()))
-    lost = [name.key for name in rig.members[0].device.blocks]
-    rig.members[0].hangs = True
+    lost = [name.key for name in rig.members[0].blocks]
+    rig.tier.hangs = True
     found = {number: rig.states(space, keys_of(number)) for number in range(8)}
     assert found == {number: [ABSENT if keys_of(number) in lost else PENDING] for number in range(8)}
     assert len(rig.tiers.index(space.fingerprint, 0)) == 8
