@@ -35,8 +35,7 @@ def clear(context: Context, session: Session, message: m.Clear) -> Iterator[m.Do
     )
     if message.namespace is None and context.tiering is not None:
         count += context.tiering.forget_unopened()
-    if context.disks is not None:
-        context.disks.cleared(message.namespace)
+    context.disks.cleared(message.namespace)
     forget_idle(context)
     yield from context.removals_kept()
     logger.info("Session %d (%s) cleared %d blocks.", session.id, session.peer, count)
@@ -46,7 +45,7 @@ def clear(context: Context, session: Session, message: m.Clear) -> Iterator[m.Do
 @answers(m.ResetFleet)
 def reset_fleet(context: Context, session: Session, message: m.ResetFleet) -> Iterator[m.Done | None]:
     """Make a namespace's blocks void for all nodes; the count is that of the stores that were told."""
-    stores = context.disks.shared if context.disks is not None else []
+    stores = context.disks.shared
     if not stores:
         why = "No tier is shared with other nodes; start the daemon with --shared URL."
         raise KvoffdError(why, ErrorCode.NOT_READY)
@@ -70,14 +69,13 @@ def set_namespace_limits(context: Context, session: Session, message: m.SetNames
         "Session %d (%s) set the limits of the namespace %s: minimum %s, maximum %s, weight %s.",
         *(session.id, session.peer, name, format_size(one.minimum_bytes), most, one.weight or "none"),
     )
-    if kept is not None:
-        yield from context.others_served(lambda: not kept.is_being_written, until)
-        kept.note()
-        yield from context.others_served(lambda: not kept.is_being_written, until)
-        if problem := kept.problem:
-            logger.warning("The limits of namespaces hold, but %s.", problem)
-            why = f"The limits hold until the daemon ends, and the next one may not have them: {problem}."
-            raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
+    yield from context.others_served(lambda: not kept.is_being_written, until)
+    kept.note()
+    yield from context.others_served(lambda: not kept.is_being_written, until)
+    if problem := kept.problem:
+        logger.warning("The limits of namespaces hold, but %s.", problem)
+        why = f"The limits hold until the daemon ends, and the next one may not have them: {problem}."
+        raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
     yield m.Done(message.request_id, context.epoch, 1)
 
 
@@ -152,8 +150,6 @@ def _disks(context: Context, session: Session) -> Disks:
             "only look at them.",
             ErrorCode.FORBIDDEN,
         )
-    if context.disks is None:
-        raise KvoffdError("This daemon has no disk tier.", ErrorCode.UNSUPPORTED)
     return context.disks
 
 

@@ -73,10 +73,8 @@ class Context:
     recent: Recent
     recorder: Recorder
     curve: HitRatioCurve
-    disks: Disks | None
-    """The tiers below the pool, where there may be any."""
-    kept_limits: KeptLimits | None = None
-    """Keeps the namespaces' limits for the next daemon."""
+    disks: Disks
+    kept_limits: KeptLimits
     router_server: RouterServer | None = None
     """Publishes KV events for routers, where it is configured."""
     outbox: Outbox = field(default_factory=Outbox)
@@ -100,7 +98,7 @@ class Context:
 
     @property
     def tiering(self) -> TieringManager | None:
-        return self.disks.tiering if self.disks is not None else None
+        return self.disks.tiering
 
     def others_served(self, done: Callable[[], bool], until: float) -> Iterator[None]:
         """Let others be served until it is done, or it is that late."""
@@ -109,8 +107,6 @@ class Context:
 
     def removals_kept(self) -> Iterator[None]:
         """Let others be served until what was removed from disks stays away after a kill too, or it takes too long."""
-        if self.disks is None:
-            return
         kept = self.disks.removals_kept()
         yield from self.others_served(kept, self.clock() + REMOVAL_WAIT_S)
         if not kept():

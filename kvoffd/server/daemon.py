@@ -267,12 +267,12 @@ class Daemon:
             pool.address,
             time.monotonic,
             self._inbox.post,
+            opener(pool, self._inbox.post),
+            kept_limits,
             map_segment=self._page_faulter.map_memfd,
             max_attached=half_of_descriptors(),
-            open_disk=opener(pool, self._inbox.post),
         )
         self._service.context.http_problem = self._http_problem
-        self._service.context.kept_limits = kept_limits
 
     def _build_sockets(self, admin_keys: AdminKeys | None) -> None:
         config, service = self._config, self._service
@@ -303,9 +303,7 @@ class Daemon:
         self.served = True
         self._notifier.ready(f"Serving {config.directory} with a pool of {format_size(config.pool_bytes)}.")
         logger.info("Serving %s.", config.directory)
-        disks = self._service.context.disks
-        assert disks is not None
-        disks.start(shared_opener(config, self._shared_stores, self._pool, self._inbox.post))
+        self._service.context.disks.start(shared_opener(config, self._shared_stores, self._pool, self._inbox.post))
         if self._pool.resident:
             loop = asyncio.get_running_loop()
             self._page_mapper = loop.run_in_executor(None, self._pool.map_pages, self._stop.is_set)
@@ -398,11 +396,10 @@ class Daemon:
             self._admin_server.close(LINGER_MS)
         if (routers := self._service.context.router_server) is not None:
             await routers.close()
-        if (disks := self._service.context.disks) is not None and not disks.close(DISKS_CLOSE_S):
+        if not self._service.context.disks.close(DISKS_CLOSE_S):
             self._copy_stuck = True
         self._kept_policy.close()
-        if (limits := self._service.context.kept_limits) is not None:
-            limits.close()
+        self._service.context.kept_limits.close()
         if not self._host_engine.close(ENGINE_CLOSE_S) or not self._gpus.stop(ENGINE_CLOSE_S):
             self._copy_stuck = True
             logger.warning("A copy does not end; its memory stays mapped until the process is gone.")

@@ -246,8 +246,7 @@ def invalidate(context: Context, session: Session, message: m.Invalidate) -> Ite
     memory.claim(session.id, nbytes)  # for the turns of others
     try:
         steps = context.cache.invalidate(namespace, [(part.group, part.keys) for part in message.groups])
-        if context.disks is not None:  # before the steps, in which a directory may be open at last
-            context.disks.invalidated(namespace, message.groups)
+        context.disks.invalidated(namespace, message.groups)  # a directory may be open before the last step
         count = yield from steps
     finally:
         memory.take(session.id, -nbytes)
@@ -299,8 +298,7 @@ def reset(context: Context, session: Session, message: m.Reset) -> Iterator[m.Do
     """Drop every block of a namespace that the session has opened."""
     session.check_namespace(message.namespace)
     count = yield from context.cache.reset(context.cache.namespace(message.namespace))
-    if context.disks is not None:
-        context.disks.namespace_reset(message.namespace)
+    context.disks.namespace_reset(message.namespace)
     yield from context.removals_kept()
     yield m.Done(message.request_id, context.epoch, count)
 

@@ -29,8 +29,7 @@ def health_of(context: Context) -> tuple[m.HealthLevel, list[m.HealthProblem]]:
                 "and the slots not used before a restart; check the machine's memory (dmesg, edac-util).",
             )
         )
-    if context.disks is not None:
-        causes += [m.HealthProblem(reason, sentence) for reason, sentence in context.disks.problems]
+    causes += [m.HealthProblem(reason, sentence) for reason, sentence in context.disks.problems]
     causes += _crowded(context)
     if context.http_problem:
         causes.append(m.HealthProblem("http_unavailable", context.http_problem))

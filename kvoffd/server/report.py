@@ -87,7 +87,7 @@ def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
             pinned_bytes=cache.operator_pins.nbytes,
         ),
         below=_tiering_stats(context),
-        disks=[_disk_stats(disk) for disk in context.disks] if context.disks is not None else [],
+        disks=list(map(_disk_stats, context.disks)),
         shared=_shared_stats(context),
         health=level,
         health_problems=dict(Counter(cause.reason for cause in causes)),

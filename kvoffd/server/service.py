@@ -28,6 +28,7 @@ from kvoffd.server.engine_jobs import EngineJobs
 from kvoffd.server.engine_memory import MemoryMapper, Post
 from kvoffd.server.health import health_reply
 from kvoffd.server.jobs import JobRunner
+from kvoffd.server.kept_limits import KeptLimits
 from kvoffd.server.namespaces import FORGET_AFTER_S, forget_idle
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recent import Recent
@@ -67,14 +68,14 @@ class Service:
         pool_address: int,
         clock: Callable[[], float],
         post: Post,
+        open_disk: OpenDisk,
+        kept_limits: KeptLimits,
         map_segment: Callable[[int, int], MappedSegment] = map_memfd,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
         max_attached: int = 2**16,
-        open_disk: OpenDisk | None = None,
     ) -> None:
         memory = MemoryMapper(engine, map_segment, post, gpus)
         runner = JobRunner(cache, clock, config.job_deadline_s, post)
-        disks = Disks(config, cache, publisher, clock, open_disk, post, runner.busy) if open_disk is not None else None
         self.context = Context(
             config,
             clock,
@@ -91,7 +92,8 @@ class Service:
             Recent(cache, clock),
             Recorder(cache, clock),
             HitRatioCurve(cache.slots.pool_bytes, clock),
-            disks,
+            Disks(config, cache, publisher, clock, open_disk, post, runner.busy),
+            kept_limits,
         )
         self.sessions = self.context.sessions
         cache.watchers.append(self.context.curve.requested)
@@ -194,8 +196,7 @@ class Service:
         context.recent.tick()
         context.curve.tick()
         forget_idle(context, FORGET_AFTER_S)
-        if context.disks is not None:
-            context.disks.tick()
+        context.disks.tick()
         for fingerprint in context.tiering.take_voided() if context.tiering is not None else ():
             self._unfinished.append(self._void(fingerprint))
 
@@ -208,8 +209,7 @@ class Service:
             yield from context.cache.reset(namespace)
         elif context.tiering is not None:
             context.tiering.tier.remove_namespace(fingerprint)
-        if context.disks is not None:
-            context.disks.namespace_reset(fingerprint, everywhere=True)
+        context.disks.namespace_reset(fingerprint, everywhere=True)
 
     def _warn_of_half_stored(self) -> None:
         """Say once for each namespace that blocks lack shards: its engine stores what nobody can ever read."""

@@ -15,13 +15,17 @@ from kvoffd.pool.backing import MemfdBacking
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
 from kvoffd.server.engine_memory import Post
+from kvoffd.server.kept_limits import KeptLimits
 from kvoffd.server.kept_policy import KeptPolicy
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recovery import adopt_blocks
 from kvoffd.server.router_index import RouterIndex
 from kvoffd.server.service import Service
+from kvoffd.settings import DiskSize
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.system.mappings import MappedSegment
+from kvoffd.tiers.disk.disk_tier import DiskTier
+from kvoffd.tiers.tier import TierListener
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import TransferEngine
 from kvoffd_client import ClientOptions, Registration
@@ -31,6 +35,7 @@ from kvoffd_client.client_session import Link
 from kvoffd_client.scheduler_session import SchedulerSession
 from kvoffd_client.worker_session import WorkerSession
 from kvoffd_proto.messages import Role
+from tests.sim.clock import Broken
 from tests.sim.content import Content
 from tests.sim.memory import WorkerMemory
 from tests.support.slot_table import SlotRecord, scan_table
@@ -126,7 +131,17 @@ def make_service(
     )
     adopt_blocks(cache, pool, KeptPolicy(cache.policy, config), slots_at_once)
     gpus = Gpus(pool_address, slots.pool_bytes, library="/no/driver")
-    return Service(config, cache, publisher, engine, gpus, pool_address, clock, post, map_segment, random_bytes)
+    limits = KeptLimits(cache.blocks.shares, config)
+    service = Service(
+        *(config, cache, publisher, engine, gpus, pool_address, clock, post, no_disk, limits, map_segment, random_bytes)
+    )
+    for kept in (limits, service.context.disks._kept):  # there are no files, and no threads that write them
+        kept._file.write_soon = lambda content: None  # type: ignore[method-assign]
+    return service
+
+
+def no_disk(size: DiskSize, listener: TierListener, should_stop: Callable[[], bool]) -> DiskTier:
+    raise Broken(f"{size.directory} was to be opened")
 
 
 def make_scheduler(
