@@ -25,7 +25,7 @@ from tests.sim.clock import Broken
 from tests.support.invariants import check_invariants
 
 if TYPE_CHECKING:
-    from tests.sim.disk import SimDisk
+    from tests.sim.disk import SimDisks
 
 Readable = set[tuple[int, bytes]]
 """Blocks of a namespace that can be read: (group, key)."""
@@ -133,7 +133,7 @@ class Audit:
             lost, unknown = self.unfinished - running, running - self.unfinished
             raise Broken(f"jobs without completion {sorted(lost)}, jobs that should have ended {sorted(unknown)}")
 
-    def check_events(self, disk: SimDisk | None) -> None:
+    def check_events(self, disk: SimDisks | None) -> None:
         """After a flush: what the events fold to is the index, and what is on disk."""
         for namespace in self._service.context.cache.namespaces:
             if self.folded(namespace.fingerprint) != readable_in(self._service, namespace.fingerprint):

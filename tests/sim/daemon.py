@@ -13,11 +13,9 @@ from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.table_format import keys_of
-from kvoffd.server.disks import Disks
 from kvoffd.server.engine_memory import STUCK_AFTER_S
 from kvoffd.server.session import Job, Peer
 from kvoffd.system.mappings import MappedSegment
-from kvoffd.tiers.tier import TierListener
 from kvoffd.transfer.lane import OVERDUE_GRACE_S
 from kvoffd.transfer.plan import Direction, Outcome
 from kvoffd_proto import codec, lifeline
@@ -26,7 +24,7 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import PROTOCOL_VERSION
 from tests.sim.audit import Audit, Readable, readable_in
 from tests.sim.clock import Broken, Injected, Process
-from tests.sim.disk import SimDisk, SimTier
+from tests.sim.disk import SimDisks, SimTier
 from tests.sim.memory import AddressSpace, Segment
 from tests.sim.network import Dealer, Lifeline
 from tests.sim.parts import KeptPool, keep, keep_copy, make_config, make_pool, make_service, ready_records
@@ -133,7 +131,7 @@ class SimDaemon:
         self._transfer_done = runner.transfer_done
         self._in_queue = False
         runner.transfer_done = self._finished  # type: ignore[method-assign]
-        self.disk = self._make_disk(life)
+        self.disk = self._make_disks(life)
         ShareOracle(self.service.context.cache)
         self.audit = Audit(self.service)
         self.lifelines: list[Lifeline] = []
@@ -157,28 +155,23 @@ class SimDaemon:
         if self.service.context.publisher.has_news:
             self._schedule_flush()
 
-    def _make_disk(self, life: int) -> SimDisk | None:
-        device = self._world.device
+    def _make_disks(self, life: int) -> SimDisks | None:
+        device, objects = self._world.device, self._world.shared
         if device is None:
             return None
-        rng = self._world.scenario.rng(f"disk {life}")
-        tier = SimTier(device, self.pool, self.clock, self.process, self._world.faults, rng)
-        drained = self._world.faults.calm
-        open_shared = None
-        if (objects := self._world.shared) is not None:
-            own_rng, faults = self._world.scenario.rng(f"shared {life}"), self._world.faults
-            drained = drained or own_rng.random() < 0.7  # or the disk has most of what is asked for
-
-            def open_shared(listener: TierListener) -> SimShared:
-                given = (objects, self.pool, self.process, self.clock, own_rng, lambda: faults.calm, listener)
-                return SimShared(*given, self._schedule_flush)
-
-        disk = SimDisk(self.service, tier, self.clock, rng, open_shared)
-        self.service.context.disks = cast(Disks, disk)
+        scenario, faults = self._world.scenario, self._world.faults
+        tier = SimTier(device, self.pool, self.clock, self.process, faults, scenario.rng(f"disk {life}"))
+        disks = self.service.context.disks = SimDisks(self.service.context, tier, self._post)
+        tier.on_turn = self._schedule_flush
+        drained = faults.calm
+        if objects is not None:
+            rng = scenario.rng(f"shared {life}")
+            drained = drained or rng.random() < 0.7  # or the disk has most of what is asked for
+            given = (objects, self.pool, self.process, self.clock, rng, lambda: faults.calm)
+            disks.share(lambda listener: SimShared(*given, listener, self._schedule_flush))
         if drained:
             tier.disk.drain()
-        tier.on_turn = self._schedule_flush
-        return disk
+        return disks
 
     # --- lifelines, as LifelineServer does it ------------------------------------------------------
 
@@ -261,11 +254,11 @@ class SimDaemon:
             before = self._holdings()
         sent = len(service.context.outbox.replies)
         if self.disk is not None:
-            self.disk.kept = None
+            self.disk.waited_for = None
         rest = service.handle(dealer.name, frame)
         for _ in rest or ():
-            if self.disk is not None and request is not None and rest is not None and self.disk.kept is not None:
-                self._answer_when_kept(dealer, request, rest, self.disk.kept)
+            if self.disk is not None and request is not None and rest is not None and self.disk.waited_for is not None:
+                self._answer_when_kept(dealer, request, rest, self.disk.waited_for)
                 return
         replies = [codec.decode_reply(reply) for _, reply in service.context.outbox.replies[sent:]]
         self.clock.note(
@@ -478,10 +471,8 @@ class SimDaemon:
         wait_for_jobs()
 
     def _exit(self) -> None:
-        if self.disk is not None:
-            self.disk.tiering.stop()
-            if self.torn is None and not self.disk.tier.disk.close(CLOSE_S):
-                raise Broken("the disk was not closed")
+        if self.torn is None and not self.service.context.disks.close(CLOSE_S):
+            raise Broken("the disk was not closed")
         self.flush()
         self.die()
 

@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvoffd.cache.namespace import BlockState, Namespace
+from kvoffd.cache.namespace import BlockState
 from kvoffd.pool.table_format import digest
-from kvoffd.server.disks import Disk
-from kvoffd.server.service import Service
-from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.manager import TieringManager
+from kvoffd.server.context import Context
+from kvoffd.server.disks import Disk, Disks
+from kvoffd.server.engine_memory import Post
+from kvoffd.settings import DiskSize
 from kvoffd.tiers.disk.disk_tier import DiskOptions, DiskTier
 from kvoffd.tiers.disk.file import DiskFile
 from kvoffd.tiers.disk.opening import open_disk_tier, rebuild_index
@@ -26,6 +26,7 @@ from kvoffd.tiers.disk.workers import Workers
 from kvoffd.tiers.tier import CompositeTier, OnDone, TierBlock, TierKey, TierListener, TierResult
 from kvoffd_proto import messages as m
 from tests.sim.clock import Broken, Clock, Process
+from tests.sim.parts import no_disk
 from tests.sim.pool import PAGE, Slot, WatchedPool
 from tests.sim.scenario import Faults
 from tests.sim.shared import SimShared
@@ -101,13 +102,13 @@ class SimTier(CompositeTier):
         self._stale: set[object] = set()
         """Those of them whose block was dropped since they began."""
         self.on_turn: Callable[[], None] = lambda: None
-        self.service: Service | None = None
         self._most_s = rng.choice((0.003, 0.003, 0.05))
         """The longest that a call takes if nothing is wrong."""
         self.disk: DiskTier
 
-    def open(self, listener: TierListener) -> None:
-        """Find what the life before has left, of which nothing was dropped for good."""
+    def open(self, listener: TierListener, context: Context) -> DiskTier:
+        """Find what the life before has left."""
+        self._context = context
         file, rng = self.file, self._rng
         file.fault = lambda name, number: None
         self.disk = open_disk_tier(
@@ -130,8 +131,7 @@ class SimTier(CompositeTier):
             make_workers=partial(SimWorkers, self),
         )
         file.fault = self._fault
-        self.attach(self.disk)
-        self.check_dropped(self.blocks())
+        return self.disk
 
     def blocks(self) -> Iterator[TierKey]:
         """What is there."""
@@ -281,80 +281,47 @@ class SimTier(CompositeTier):
         if read not in self._stale:
             return
         self._stale.discard(read)
-        assert self.service is not None
-        namespace = self.service.context.cache.find_namespace(name.fingerprint)
+        namespace = self._context.cache.find_namespace(name.fingerprint)
         block = namespace.index[name.group].get(name.key) if namespace is not None else None
         if block is not None and block.state is BlockState.READY and block.shards[0].offset == offset:
             raise Broken("a block that was dropped while it came up is served")
 
 
-class SimDisk:
-    """Stands in for the ``Disks`` of the service."""
+class SimDisks(Disks):
+    """The daemon's disks, of which there is one that is open from the start, and one shared tier at most."""
 
-    problems: tuple[str, ...] = ()
-
-    def __init__(
-        self,
-        service: Service,
-        tier: SimTier,
-        clock: Clock,
-        rng: random.Random,
-        open_shared: Callable[[TierListener], SimShared] | None,
-    ) -> None:
-        self.tier = tier
-        self.kept: Callable[[], bool] | None = None
+    def __init__(self, context: Context, tier: SimTier, post: Post) -> None:
+        super().__init__(context.config, context.cache, context.publisher, context.clock, no_disk, post, lambda: False)
+        self._kept._file.write_soon = lambda content: None  # type: ignore[method-assign]
+        self.tier = self._tiers = tier
+        self.waited_for: Callable[[], bool] | None = None
         """What the request that is served waits for, once all that it drops is dropped."""
-        settings = TieringSettings(
-            rng.choice(list(WriteMode)[:3]),
-            deadline_s=rng.choice((0.4, 1.5)),
-            per_second_bytes=rng.choice((0, 2**20)),
-        )
-        self.tiering = TieringManager(service.context.cache, tier, service.context.publisher, clock, settings)
-        tier.service = service
-        service.context.cache.attach(self.tiering)
-        tier.open(self.tiering)
-        self.tiering.directory_attached()
-        self._service = service
-        self._shared = None if open_shared is None else open_shared(self.tiering)
-        self.shared: tuple[()] = ()  # what stats tell of it is not simulated
-        if self._shared is not None:
-            mode = rng.choice((WriteMode.ALWAYS, WriteMode.ALWAYS, *list(WriteMode)[:3]))
-            self.tiering.share(self._shared, TieringSettings(mode, deadline_s=rng.choice((0.3, 1.0))))
+        disk = self._disks["/"] = Disk(DiskSize("/", tier.file.region_bytes))
+        self._opened(disk, tier.open(self._have_tiering(), context))
+        tier.check_dropped(tier.blocks())
 
-    def tick(self) -> None:
-        self.tiering.tick()
-
-    def __iter__(self) -> Iterator[Disk]:
-        return iter(())
+    def share(self, tier: Callable[[TierListener], SimShared]) -> None:
+        self._share(lambda listener, kept: [tier(listener)])
 
     def namespace_reset(self, fingerprint: bytes, *, everywhere: bool = False) -> None:
-        """As ``Disks`` does it; no directory comes or goes here."""
-        self.tiering.namespace_reset(fingerprint, everywhere=everywhere)
-        if self._shared is not None and everywhere:
-            self._shared.left.discard(fingerprint)
-        elif self._shared is not None:
-            self._shared.left.add(fingerprint)
+        super().namespace_reset(fingerprint, everywhere=everywhere)
+        for tier in self.shared:
+            assert isinstance(tier, SimShared)
+            (tier.left.discard if everywhere else tier.left.add)(fingerprint)
+
+    def removals_kept(self) -> Callable[[], bool]:
+        self.waited_for = super().removals_kept()
+        return self.waited_for
 
     @property
     def busy(self) -> bool:
         """Whether anything is being read or written."""
-        shared = self._shared
-        return self.tier.busy or (shared is not None and shared.queued_reads + shared.queued_writes > 0)
-
-    def cleared(self, fingerprint: bytes | None) -> None:
-        """Nothing is to do, as for ``namespace_reset``."""
-
-    def invalidated(self, namespace: Namespace, groups: Sequence[m.GroupKeys]) -> None:
-        """Nothing is to do either."""
-
-    def removals_kept(self) -> Callable[[], bool]:
-        self.kept = self.tier.removals_kept()
-        return self.kept
+        return self.tier.busy or any(tier.queued_reads + tier.queued_writes for tier in self.shared)
 
     def dropped(self, request: m.AnyRequest) -> Callable[[], None]:
         """Check what a request has dropped, before anybody else is served. Returns as ``SimTier.dropped``."""
         if isinstance(request, m.Invalidate):
-            namespace = self._service.context.cache.namespace(request.namespace)
+            namespace = self._cache.namespace(request.namespace)
             names = {
                 TierKey(request.namespace, part.group, key)
                 for part in request.groups
@@ -367,7 +334,8 @@ class SimDisk:
 
     def readable(self, fingerprint: bytes) -> Readable:
         """What events must have told of by now."""
-        namespace, unpublished = self._service.context.cache.namespace(fingerprint), self.tiering._unpublished
+        assert self.tiering is not None
+        namespace, unpublished = self._cache.namespace(fingerprint), self.tiering._unpublished
         self.tier.check_dropped(self.tier.blocks())
         return {
             (name.group, name.key)
@@ -376,4 +344,4 @@ class SimDisk:
         }
 
 
-__all__ = ["Device", "SimDisk", "SimTier"]
+__all__ = ["Device", "SimDisks", "SimTier"]

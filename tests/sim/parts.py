@@ -24,6 +24,7 @@ from kvoffd.server.service import Service
 from kvoffd.settings import DiskSize
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.system.mappings import MappedSegment
+from kvoffd.tiering import WriteMode
 from kvoffd.tiers.disk.disk_tier import DiskTier
 from kvoffd.tiers.tier import TierListener
 from kvoffd.transfer.cuda.gpus import Gpus
@@ -46,6 +47,9 @@ ROUTER_INDEX_BYTES = 1 << 20
 NO_LIMIT = MemoryLimit(2**60, "nothing")
 
 
+MODES = [mode.value for mode in list(WriteMode)[:3]]
+
+
 def make_config(rng: random.Random) -> Config:
     """The configuration of a daemon with short times and small bounds."""
     return Config(
@@ -65,6 +69,11 @@ def make_config(rng: random.Random) -> Config:
         max_keys_per_request=256,
         max_leases=rng.choice((4, 64, 64)),
         verify_share=rng.choice((0.0, 1 / 64, 1.0)),
+        disk_write=rng.choice(MODES),
+        disk_deadline_s=rng.choice((0.4, 1.5)),
+        disk_write_bytes_per_s=rng.choice((0, 2**20)),
+        shared_write=rng.choice((WriteMode.ALWAYS.value, WriteMode.ALWAYS.value, *MODES)),
+        shared_deadline_s=rng.choice((0.3, 1.0)),
     )
 
 
