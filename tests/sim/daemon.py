@@ -27,7 +27,7 @@ from tests.sim.clock import Broken, Injected, Process
 from tests.sim.disk import SimDisks, SimTier
 from tests.sim.memory import AddressSpace, Segment
 from tests.sim.network import Dealer, Lifeline
-from tests.sim.parts import KeptPool, keep, keep_copy, make_config, make_pool, make_service, ready_records
+from tests.sim.parts import KeptPool, keep, keep_copy, make_config, make_pool, make_service, ready_records, with_tiers
 from tests.sim.pool import WatchedPool, as_bytes
 from tests.sim.shared import SimShared
 from tests.sim.transfer_engine import SimTransferEngine
@@ -160,8 +160,10 @@ class SimDaemon:
         if device is None:
             return None
         scenario, faults = self._world.scenario, self._world.faults
-        tier = SimTier(device, self.pool, self.clock, self.process, faults, scenario.rng(f"disk {life}"))
-        disks = self.service.context.disks = SimDisks(self.service.context, tier, self._post)
+        rng = scenario.rng(f"disk {life}")
+        tier = SimTier(device, self.pool, self.clock, self.process, faults, rng)
+        config = with_tiers(self.config, rng)
+        disks = self.service.context.disks = SimDisks(config, self.service.context, tier, self._post)
         tier.on_turn = self._schedule_flush
         drained = faults.calm
         if objects is not None:

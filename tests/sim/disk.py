@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvoffd.cache.namespace import BlockState
+from kvoffd.config import Config
 from kvoffd.pool.table_format import digest
 from kvoffd.server.context import Context
 from kvoffd.server.disks import Disk, Disks
@@ -27,7 +28,7 @@ from kvoffd.tiers.tier import CompositeTier, OnDone, TierBlock, TierKey, TierLis
 from kvoffd_proto import messages as m
 from tests.sim.clock import Broken, Clock, Process
 from tests.sim.parts import no_disk
-from tests.sim.pool import PAGE, Slot, WatchedPool
+from tests.sim.pool import PAGE, WatchedPool
 from tests.sim.scenario import Faults
 from tests.sim.shared import SimShared
 from tests.support.memory_disk import MemoryDisk
@@ -142,43 +143,27 @@ class SimTier(CompositeTier):
     # --- who uses which slot ---------------------------------------------------------------------------
 
     def write(self, block: TierBlock, offsets: Sequence[int], on_done: OnDone) -> bool:
-        def ended(result: TierResult) -> None:
-            self._let_go(slots)
-            on_done(result)
-
-        slots = [self._pool.slots[offset] for offset in offsets]
-        if not super().write(block, offsets, ended):
+        begin = partial(super().write, block, offsets)
+        if not self._pool.lend(offsets, "ready", "the disk writes", begin, on_done):
             return False
-        self._claim(slots, block.id, "writes", "ready")
+        self._clock.note(f"disk writes {block.id.key.hex()[:8]}")
         self.file.begun += 1
         self.file.written[block.id] = self.file.begun
         return True
 
     def read(self, block_id: TierKey, offsets: Sequence[int], deadline: float, on_done: OnDone) -> bool:
         def ended(result: TierResult) -> None:
-            self._let_go(slots)
             self._faults.counts["disk_read"] += result is TierResult.DONE
             on_done(result)
             del self._reads[ended]
             self._check_stale(ended, block_id, offsets[0])
 
-        slots = [self._pool.slots[offset] for offset in offsets]
-        if not super().read(block_id, offsets, deadline, ended):
+        begin = partial(super().read, block_id, offsets, deadline)
+        if not self._pool.lend(offsets, "writing", "the disk reads", begin, ended):
             return False
-        self._claim(slots, block_id, "reads", "writing")
+        self._clock.note(f"disk reads {block_id.key.hex()[:8]}")
         self._reads[ended] = block_id, offsets[0]
         return True
-
-    def _claim(self, slots: Sequence[Slot], block_id: TierKey, does: str, state: str) -> None:
-        for slot in slots:  # the pool refuses to change a slot that is in use
-            if slot.state != state:
-                raise Broken(f"the disk {does}, and its slot is not {state}")
-            slot.transfers += 1
-        self._clock.note(f"disk {does} {block_id.key.hex()[:8]}")
-
-    def _let_go(self, slots: Sequence[Slot]) -> None:
-        for slot in slots:
-            slot.transfers -= 1
 
     # --- time and faults -------------------------------------------------------------------------------
 
@@ -290,8 +275,8 @@ class SimTier(CompositeTier):
 class SimDisks(Disks):
     """The daemon's disks, of which there is one that is open from the start, and one shared tier at most."""
 
-    def __init__(self, context: Context, tier: SimTier, post: Post) -> None:
-        super().__init__(context.config, context.cache, context.publisher, context.clock, no_disk, post, lambda: False)
+    def __init__(self, config: Config, context: Context, tier: SimTier, post: Post) -> None:
+        super().__init__(config, context.cache, context.publisher, context.clock, no_disk, post, lambda: False)
         self._kept._file.write_soon = lambda content: None  # type: ignore[method-assign]
         self.tier = self._tiers = tier
         self.waited_for: Callable[[], bool] | None = None

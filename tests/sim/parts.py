@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from kvoffd.cache.cache import BlockCache
@@ -69,6 +70,13 @@ def make_config(rng: random.Random) -> Config:
         max_keys_per_request=256,
         max_leases=rng.choice((4, 64, 64)),
         verify_share=rng.choice((0.0, 1 / 64, 1.0)),
+    )
+
+
+def with_tiers(config: Config, rng: random.Random) -> Config:
+    """The same, with what one life of the daemon has of tiers."""
+    return replace(
+        config,
         disk_write=rng.choice(MODES),
         disk_deadline_s=rng.choice((0.4, 1.5)),
         disk_write_bytes_per_s=rng.choice((0, 2**20)),

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.table_format import read_geometry
+from kvoffd.tiers.tier import OnDone, TierResult
 from tests.sim.clock import Broken
 from tests.sim.content import Bytes, Content
 from tests.support.slot_table import SlotOwner, mark_ready, mark_writing, records_of
@@ -132,6 +133,27 @@ class WatchedPool:
             for page in range(offset // PAGE, (offset + slot.size) // PAGE):
                 del self._slot_of_page[page]
             self._inner.free([offset])
+
+    # --- for the tiers ---------------------------------------------------------------------------
+
+    def lend(
+        self, offsets: Sequence[int], state: str, who: str, begin: Callable[[OnDone], bool], on_done: OnDone
+    ) -> bool:
+        """Have a tier begin a read or write of slots in this state, which nobody may change until it ends."""
+
+        def ended(result: TierResult) -> None:
+            for slot in slots:
+                slot.transfers -= 1
+            on_done(result)
+
+        slots = [self.slots[offset] for offset in offsets]
+        if not begin(ended):
+            return False
+        for slot in slots:
+            if slot.state != state:
+                raise Broken(f"{who}, and its slot is not {state}")
+            slot.transfers += 1
+        return True
 
     # --- for the copies --------------------------------------------------------------------------
 

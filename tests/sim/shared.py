@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from kvoffd.tiers.shared.workers import Workers
 from kvoffd.tiers.tier import OnDone, TierBlock, TierKey, TierListener, TierResult, TierShard
 from tests.sim.clock import Broken, Clock, Process
 from tests.sim.content import Content
-from tests.sim.pool import Slot, WatchedPool
+from tests.sim.pool import WatchedPool
 
 MOST_OBJECTS = 64
 CHANCES = {
@@ -240,35 +240,23 @@ class SimShared(SharedTier):
     def read(self, block_id: TierKey, offsets: Sequence[int], deadline: float, on_done: OnDone) -> bool:
         def ended(result: TierResult) -> None:
             self.objects.counts["shared_read"] += result is TierResult.DONE
-            self._let_go(slots)
             on_done(result)
 
-        slots = [self._watched.slots[offset] for offset in offsets]
-        if not super().read(block_id, offsets, deadline, ended):
-            return False
-        self._claim(slots, block_id, "reads", "writing")
-        return True
+        begin = partial(super().read, block_id, offsets, deadline)
+        return self._watched.lend(offsets, "writing", "the shared tier reads", begin, ended) and self._note(
+            block_id, "reads"
+        )
 
     def write(self, block: TierBlock, offsets: Sequence[int], on_done: OnDone) -> bool:
-        def ended(result: TierResult) -> None:
-            self._let_go(slots)
-            on_done(result)
+        begin = partial(super().write, block, offsets)
+        return (
+            not self._calm()
+            and self._watched.lend(offsets, "ready", "the shared tier writes", begin, on_done)
+            and self._note(block.id, "writes")
+        )
 
-        slots = [self._watched.slots[offset] for offset in offsets]
-        if self._calm() or not super().write(block, offsets, ended):
-            return False
-        self._claim(slots, block.id, "writes", "ready")
-        return True
-
-    def _claim(self, slots: Iterable[Slot], block_id: TierKey, does: str, state: str) -> None:
+    def _note(self, block_id: TierKey, does: str) -> bool:
         if block_id.fingerprint in self.left:
             raise Broken(f"the shared tier {does} a block of a namespace that an engine reset")
-        for slot in slots:
-            if slot.state != state:
-                raise Broken(f"the shared tier {does}, and its slot is not {state}")
-            slot.transfers += 1
         self.clock.note(f"shared {does} {block_id.key.hex()[:8]}")
-
-    def _let_go(self, slots: Iterable[Slot]) -> None:
-        for slot in slots:
-            slot.transfers -= 1
+        return True
