@@ -414,7 +414,7 @@ def test_keys_that_are_looked_for_among_what_is_left_are_memory_of_their_session
     (namespace,) = heir.cache.namespaces
     session = SimpleNamespace(id=1, check_namespace=lambda name: None)
     context = SimpleNamespace(
-        disks=None,
+        disks=SimpleNamespace(invalidated=lambda *named: None),
         removals_kept=lambda: iter(()),
         cache=heir.cache,
         check_key_count=lambda namespace, groups: None,
