@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+FIRST = 10_000
+TRIES = 1_000
 
 
 def free_port() -> int:
@@ -12,7 +17,16 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Several of which no two are the same."""
+    """Several of which no two are the same, below those that the kernel gives to sockets that connect.
+
+    So a server of a test that is killed can be followed by another at its port: no client had it meanwhile.
+    """
+    first_local = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    drawn = random.SystemRandom().sample(range(FIRST, first_local), TRIES)
+    free: list[int] = []
     with ExitStack() as sockets:
-        free = [sockets.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [int(one.getsockname()[1]) for one in free]
+        while len(free) < count:
+            with suppress(OSError):
+                free.append(sockets.enter_context(socket.create_server(("127.0.0.1", drawn[-1]))).getsockname()[1])
+            drawn.pop()
+    return free
