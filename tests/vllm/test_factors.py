@@ -133,6 +133,20 @@ CHANGES: dict[str, tuple[str, object]] = {
 }
 
 
+def test_the_layers_that_are_left_out_of_the_kv_caches_dtype_count_where_the_groups_are_alike(
+    engine_config: Any,
+) -> None:
+    """vLLM puts layer 1, or 2, into a group of its own, and that is all that the groups' specs tell."""
+
+    def dtype(*layers: str) -> str:
+        config = copy.deepcopy(engine_config)
+        config.cache_config.kv_cache_dtype_skip_layers = list(layers)
+        return factors_of(config).kv_cache_dtype
+
+    assert dtype("1", "2") == dtype("2", "1", "1")
+    assert len({dtype(), dtype("1"), dtype("2"), dtype("1", "2")}) == 4
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_engines_setting_reaches_its_fact(name: str, engine_config: Any) -> None:
     before = factors_of(engine_config)

@@ -98,7 +98,7 @@ def collect_factors(
         model_config=_config_digest(model),
         weights_dtype=str(model.dtype),
         quantization=str(model.quantization or ""),
-        kv_cache_dtype=offloading.model.dtype,
+        kv_cache_dtype=_kv_cache_dtype(vllm_config, offloading.model.dtype),
         dummy_weights=str(vllm_config.load_config.load_format) == "dummy",
         tokens_per_hash=offloading.cache.tokens_per_hash,
         blocks_per_chunk=offloading.cache.blocks_per_chunk,
@@ -198,6 +198,12 @@ def _config_digest(model: ModelConfig) -> str:
             "quantization_config": _plain(model.quantization_config),
         }
     )
+
+
+def _kv_cache_dtype(vllm_config: VllmConfig, dtype: str) -> str:
+    """Return the dtype, and the layers that have another: groups and their specs may be the same without them."""
+    skipped = sorted(set(vllm_config.cache_config.kv_cache_dtype_skip_layers))
+    return f"{dtype} but for layers {', '.join(skipped)}" if skipped else dtype
 
 
 def _computation(vllm_config: VllmConfig) -> str:

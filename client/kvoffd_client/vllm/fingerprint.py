@@ -50,7 +50,7 @@ class EngineFactors:
         weights: digest of a local model's files, or the hub's commit (see ``factors.weights_identity``).
         model_config: digest of the model's configuration after overrides (rope scaling among it).
         quantization: weight quantization method, empty for none.
-        kv_cache_dtype: dtype of the KV cache, resolved.
+        kv_cache_dtype: dtype of the KV cache, resolved, and the layers that are left out of it.
         dummy_weights: the engine runs with made-up weights (load_format dummy).
         tokens_per_hash: tokens that one block hash covers.
         blocks_per_chunk: engine blocks under one key.
