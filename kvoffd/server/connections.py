@@ -89,45 +89,31 @@ class ProcessQueue:
         heappush(self._waiting, (process.served_s, next(self._order), process))
 
 
+@dataclass(eq=False, slots=True)
 class Connection:
     """One connection of a client to one of the sockets."""
 
-    __slots__ = (
-        "closed",
-        "endpoint",
-        "incoming_since",
-        "input",
-        "name",
-        "process",
-        "reading",
-        "replay",
-        "stream",
-        "subscriptions",
-        "unfinished",
-        "unsent",
-        "unsent_bytes",
-        "waits",
-    )
+    name: bytes
+    stream: socket.socket
+    endpoint: ListeningSocket
+    process: ClientProcess
+    input: zmtp.Input = field(init=False)
+    unfinished: Iterator[None] | None = None
+    """What is left to be done of its last message, a part at each turn."""
+    reading: bool = False
+    waits: bool = False
+    """It is among ``process.waiting``."""
+    incoming_since: float | None = None
+    """A frame longer than ``RECEIVE_BYTES`` is arriving since then."""
+    unsent: deque[memoryview] = field(default_factory=deque)
+    unsent_bytes: int = 0
+    replay: Iterator[Frames] | None = None
+    """What a replay of events has still to send."""
+    subscriptions: set[bytes] = field(default_factory=set)
+    closed: bool = False
 
-    def __init__(self, name: bytes, stream: socket.socket, endpoint: ListeningSocket, process: ClientProcess) -> None:
-        self.name = name
-        self.stream = stream
-        self.endpoint = endpoint
-        self.process = process
-        self.input = zmtp.Input(endpoint.peers, endpoint.max_frame_bytes, MAX_FRAMES)
-        self.unfinished: Iterator[None] | None = None
-        """What is left to be done of its last message, a part at each turn."""
-        self.reading = False
-        self.waits = False
-        """It is among ``process.waiting``."""
-        self.incoming_since: float | None = None
-        """A frame longer than ``RECEIVE_BYTES`` is arriving since then."""
-        self.unsent: deque[memoryview] = deque()
-        self.unsent_bytes = 0
-        self.replay: Iterator[Frames] | None = None
-        """What a replay of events has still to send."""
-        self.subscriptions: set[bytes] = set()
-        self.closed = False
+    def __post_init__(self) -> None:
+        self.input = zmtp.Input(self.endpoint.peers, self.endpoint.max_frame_bytes, MAX_FRAMES)
 
     def go_on(self) -> bool:
         """Do a part of what is left of the last message; False where nothing is."""

@@ -37,24 +37,22 @@ TOKENS_OF_ONE, MAX_BLOCK_TOKENS = 512, 65_536
 """A block of more tokens counts as several in these two numbers; one of still more is not published."""
 
 
+@dataclass(eq=False, slots=True)
 class RouterBlock:
     """A block, or a parent of one, under its group."""
 
-    __slots__ = ("changed", "children", "media", "parent", "published", "seen", "tokens")
-
-    def __init__(self) -> None:
-        self.parent = ROOT
-        self.tokens: bytes | None = None
-        """Token ids, uint32; None where they are not known."""
-        self.media = 0
-        """Where the daemon holds it."""
-        self.published = 0
-        """Where routers think that it is."""
-        self.seen = 0
-        """Number of the last snapshot whose readers know it."""
-        self.changed = False
-        """Whether it waits among those that changed, apart from what comes after such a block."""
-        self.children: int | set[int] | None = None
+    parent: int = ROOT
+    tokens: bytes | None = None
+    """Token ids, uint32; None where they are not known."""
+    media: int = 0
+    """Where the daemon holds it."""
+    published: int = 0
+    """Where routers think that it is."""
+    seen: int = 0
+    """Number of the last snapshot whose readers know it."""
+    changed: bool = False
+    """Whether it waits among those that changed, apart from what comes after such a block."""
+    children: int | set[int] | None = None
 
     @property
     def weight(self) -> int:
