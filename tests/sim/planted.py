@@ -260,7 +260,7 @@ PLANTED = (
         "WorkerSession._role_disconnected",
         "if ended or not job.is_load",
         "if True or ended",
-        first=169,
+        first=48,
     ),
     Planted(
         "the client gives up jobs that it sent after it asked",

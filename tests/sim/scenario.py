@@ -53,6 +53,7 @@ TIMED = {
     "lease_storm": 3,
     "hostile": 3,
     "limit": 6,
+    "worker_disconnect": 2,
 }
 """Faults that happen at some time of the run, with how often at most in two seconds."""
 

@@ -26,6 +26,8 @@ from tests.support.open_files import open_files
 OWN_WAITS_S = 10.0
 """The longest that the simulator itself keeps a request or a process waiting: pauses, a slow disk, a reconnection."""
 MAX_STEPS = 200_000
+LOAD_POLL_S = 0.002
+"""Between two looks for a worker that loads."""
 POOL_SIZES = (96 * 1024, 200 * 1024, 400 * 1024, 800 * 1024)
 
 
@@ -86,6 +88,7 @@ class World:
         self._hostiles: list[Hostile] = []
         self._operator: SimClient[AdminSession] | None = None
         self._limits_rng = scenario.rng("limits")
+        self._cuts_rng = scenario.rng("cuts")
         self._kept: KeptPool | None = None
         self._pools_to_lose = 0
         self.daemon = self._new_daemon()
@@ -268,6 +271,16 @@ class World:
     def _worker_crash(self) -> None:
         engine = self._some_engine()
         engine.crash(self._rng.randrange(len(engine.ranks)))
+
+    def _worker_disconnect(self) -> None:
+        """Have a worker that loads end its session, as where it cannot read what the daemon sent: the copy may run."""
+        ranks = [rank for engine in self.engines for rank in engine.ranks if rank.process.alive]
+        loading = [rank for rank in ranks if any(job.is_load for job in rank.session.jobs.values())]
+        if loading:
+            rank = self._cuts_rng.choice(loading)
+            rank.process.run(lambda: rank.client.act(lambda now: rank.session.disconnect("told to", now)))
+        elif not self.faults.calm:
+            self.clock.at(self.clock.now + LOAD_POLL_S, self._worker_disconnect)
 
     def _scheduler_crash(self) -> None:
         self._some_engine().crash(None)
