@@ -1,8 +1,9 @@
-"""What engines feel of a dark store: ``python -m tests.bench.shared_engines [TURNS]`` (redis-server, vLLM; 10 minutes).
+"""What an engine feels of a dark store: ``python -m tests.bench.shared_engines [ROUNDS]`` (10 minutes).
 
-Two vLLMs on CPU, each with a daemon of its own. One daemon's store was killed, the other has none. The engines take
-turns, in random order, with the same number of new prompts. Printed is the ratio of their tokens a second, with its
-interval of 95 %, and that of two engines whose daemons both have no store: so much the machine itself makes of it.
+Needs redis-server and vLLM. One vLLM on CPU answers new prompts. In each round its daemon is started twice, in random
+order: with a store that is killed as soon as the daemon has reached it, and without one. Printed is the ratio of the
+tokens a second in the two parts of a round, with its interval of 95 %. Two engines beside each other differ by more
+than what is looked for, also where neither's daemon has a store.
 """
 
 from __future__ import annotations
@@ -23,55 +24,66 @@ from tests.support.daemon import DaemonProcess
 from tests.support.engine import EngineProcess, prompt, wait_connected
 from tests.support.models import make_tiny_llama
 from tests.support.redis_server import RedisServer
+from tests.support.waiting import wait_until
 
-TURNS = 120
+ROUNDS = 30
+TURNS = 24
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 120, 8
 PAUSE_S = 0.15
-"""Between two turns: the threads of the engine that ran spin for a while."""
+"""Between two turns: the threads of the engine spin for a while."""
 
 
-class Turns:
-    """Engines that answer new prompts, one engine after the other."""
+class Bench:
+    """An engine, and the directory of its daemons."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: EngineProcess, directory: Path) -> None:
+        self._engine, self._directory = engine, directory
         self._seed = 0
 
-    def seconds(self, engine: EngineProcess) -> float:
+    def _turn(self) -> float:
         prompts = [prompt(self._seed + number, PROMPT_TOKENS) for number in range(PROMPTS)]
         self._seed += PROMPTS
         time.sleep(PAUSE_S)
         started = time.perf_counter()
-        engine.generate(prompts, ANSWER_TOKENS)
+        self._engine.generate(prompts, ANSWER_TOKENS)
         return time.perf_counter() - started
 
-    def ratio(self, one: EngineProcess, other: EngineProcess, count: int) -> str:
-        """Tokens a second of one engine by those of the other."""
-        found = np.empty((count, 2))
-        for turn in found:
-            for which in random.sample((0, 1), 2):
-                turn[which] = self.seconds((one, other)[which])
-        return ratio_text(np.log(found[:, 1] / found[:, 0]), np.median)
+    def seconds(self, *, dark: bool) -> float:
+        """Seconds of a turn, the median of TURNS, with a new daemon."""
+        with ExitStack() as stack:
+            server = stack.enter_context(RedisServer()) if dark else None
+            flags = {"shared": server.url} if server else {}
+            stack.enter_context(DaemonProcess("256MiB", self._directory, **flags))
+            admin = stack.enter_context(AdminClient(self._directory))
+            wait_connected(admin)
+            self._turn()
+            if server:
+                wait_until(lambda: admin.stats().shared[0].reachable)
+                server.kill()
+                while admin.stats().shared[0].reachable:  # it is noticed when something is asked for
+                    self._turn()
+            self._turn()
+            found = float(np.median([self._turn() for _ in range(TURNS)]))
+            assert admin.stats().store.jobs, "the engine stored nothing"
+        return found
 
 
 def main() -> None:
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else TURNS
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {count} turns of {PROMPTS} prompts each")
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else ROUNDS
+    load = os.getloadavg()[0]
+    print(f"{os.cpu_count()} cores, load {load:.1f}; {rounds} rounds of {TURNS} turns of {PROMPTS} prompts")
     with ExitStack() as stack:
-        model = make_tiny_llama(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model")
-        server = stack.enter_context(RedisServer())
-        daemons = [stack.enter_context(DaemonProcess("256MiB", **flags)) for flags in ({"shared": server.url}, {}, {})]
-        engines = [stack.enter_context(EngineProcess(model, daemon.directory)) for daemon in daemons]
-        for daemon in daemons:
-            wait_connected(stack.enter_context(AdminClient(daemon.directory)))
-        admin = stack.enter_context(AdminClient(daemons[0].directory))
-        turns = Turns()
-        for engine in engines:
-            turns.seconds(engine)
-        server.kill()
-        while admin.stats().shared[0].reachable:  # it is noticed when something is asked for
-            turns.seconds(engines[0])
-        print(f"store dark, to none:    {turns.ratio(engines[0], engines[1], count)}", flush=True)
-        print(f"none, to none:          {turns.ratio(engines[2], engines[1], count)}", flush=True)
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvoffd-", dir="/tmp")))
+        model, directory = make_tiny_llama(root / "model"), root / "daemon"
+        directory.mkdir()
+        with DaemonProcess("256MiB", directory):
+            bench = Bench(stack.enter_context(EngineProcess(model, directory)), directory)
+        logs = np.empty(rounds)
+        for number in range(rounds):
+            times = {dark: bench.seconds(dark=dark) for dark in random.sample((False, True), 2)}
+            logs[number] = np.log(times[False] / times[True])
+            print(f"{number}: {times[True] * 1e3:.1f} ms dark, {times[False] * 1e3:.1f} without", flush=True)
+        print(f"throughput, store dark to none: {ratio_text(logs, np.median)} median, {ratio_text(logs, np.mean)} mean")
 
 
 if __name__ == "__main__":
