@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from prometheus_client import Counter, Gauge, Histogram
-from vllm.config import KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
@@ -37,6 +37,7 @@ from kvoffd_client.vllm.connector_metadata import (
     KvoffdWorkerMetadata,
 )
 from kvoffd_client.vllm.connector_stats import CONNECTED, LOAD_RATE
+from kvoffd_client.vllm.kv_event_translator import MAX_UNTOLD
 from kvoffd_client.vllm.live_weights import LiveWeights
 from kvoffd_client.vllm.log import StoreRefusalFilter
 from kvoffd_client.vllm.offloading_worker import KvoffdWorker
@@ -184,6 +185,16 @@ def test_a_bad_bound_of_a_request_is_told_once(scheduler: KvoffdConnector, monke
     scheduler.on_request_received(request)
     scheduler.on_new_request(request)
     assert told == list(bounds)
+
+
+def test_an_engine_does_not_keep_the_tokens_of_blocks_that_no_event_will_name(config: Any) -> None:
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True)
+    connector = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
+    described = connector.connector_scheduler._events_tracker._pending_event_metadata
+    described.update((key(number), None) for number in range(3 * MAX_UNTOLD))
+    assert list(connector.take_events()) == []
+    assert list(described) == [key(number) for number in range(2 * MAX_UNTOLD, 3 * MAX_UNTOLD)]
+    connector.shutdown()
 
 
 def test_of_several_api_servers_the_latest_value_of_a_gauge_is_shown(config: Any) -> None:

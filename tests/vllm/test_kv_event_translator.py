@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from vllm.v1.kv_offload.base import Medium
+import pytest
+from vllm.v1.kv_offload.base import Medium, OffloadKey
 
+from kvoffd_client.vllm import kv_event_translator
 from kvoffd_client.vllm.kv_event_translator import KvEventTranslator
 from kvoffd_proto.events import AllBlocksCleared, BlockRemoved, BlockStored
 from tests.support.vllm_fakes import block_hash, key
@@ -60,3 +62,17 @@ def test_the_pool_and_the_disks_are_told_apart() -> None:
         ([key(2)], Medium.CPU, True),
         ([key(1)], Medium.STORAGE, True),
     ]
+
+
+def test_what_is_described_and_never_announced_is_forgotten_but_for_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_event_translator, "MAX_UNTOLD", 10)
+    translator = KvEventTranslator((0,))
+    translator.translate([stored(*range(0, 1000, 100)), stored(1, medium="STORAGE")])
+    described: dict[OffloadKey, object] = {}
+    most = 0
+    for number in range(1000):
+        described[key(number)] = None
+        translator.forget_untold(described)
+        most = max(most, len(described))
+    assert most < 50
+    assert set(map(key, [1, *range(0, 1000, 100), *range(990, 1000)])) <= described.keys()

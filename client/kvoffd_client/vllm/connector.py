@@ -327,6 +327,7 @@ class KvoffdConnector(OffloadingConnector):
     def take_events(self) -> Iterable[v.KVCacheEvent]:
         """As vLLM's, which asks for each step whose output has come, in their order, and nowhere else."""
         self._manager.step_ended()
+        self._manager.forget_untold(self.connector_scheduler._events_tracker._pending_event_metadata)
         return super().take_events()
 
     def reset_cache(self) -> bool | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, MutableMapping, Sequence
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -265,6 +265,11 @@ class KvoffdManager(OffloadingManager):
         logger.warning(
             "kvoffd: a load of %d blocks failed; request %s is recomputed. %s", len(keys), request_id, _reason(failed)
         )
+
+    def forget_untold(self, described: MutableMapping[OffloadKey, object]) -> None:
+        """See ``KvEventTranslator``."""
+        if self._event_translator is not None:
+            self._event_translator.forget_untold(described)
 
     def store_failed(self, failed: FailedJob) -> None:
         """Take note that a store left blocks out. Nothing is known of those here, so there is nothing to forget."""
