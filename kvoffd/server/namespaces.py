@@ -9,9 +9,8 @@ from kvoffd.cache.namespace import Namespace, nbytes_of
 from kvoffd.errors import BadGeometry, KvoffdError
 from kvoffd.server.context import Context
 from kvoffd.server.session import Session
-from kvoffd_proto.blocks import RestoreNamespace
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import OpenNamespace
+from kvoffd_proto.messages import NamespaceRequest
 from kvoffd_proto.units import printable
 
 logger = logging.getLogger(__name__)
@@ -25,7 +24,7 @@ FORGET_AFTER_S = 60.0
 
 
 def find_or_open(
-    context: Context, session: Session, message: OpenNamespace | RestoreNamespace
+    context: Context, session: Session, message: NamespaceRequest
 ) -> Generator[None, None, tuple[Namespace, bool]]:
     """The namespace a message describes, open for the session, and whether it is new. Raises KvoffdError.
 
@@ -88,9 +87,7 @@ def _check_places(context: Context, session: Session, fingerprint: bytes) -> Non
         )
 
 
-def _make_room(
-    context: Context, session: Session, message: OpenNamespace | RestoreNamespace
-) -> Generator[None, None, None]:
+def _make_room(context: Context, session: Session, message: NamespaceRequest) -> Generator[None, None, None]:
     """See to it that one more namespace may be opened; raise KvoffdError where it may not."""
     cache, limit = context.cache, context.config.max_namespaces
     nbytes = nbytes_of(message.label, message.description, message.world_size, len(message.groups))

@@ -22,7 +22,7 @@ from kvoffd_proto.wire import (
     GroupSpec,
     KeyState,
     LeaseId,
-    NamespaceOpened,
+    NamespaceRequest,
     Reply,
     Request,
     Section,
@@ -89,18 +89,12 @@ class DescribeNamespace(Request[NamespaceDescribed], frozen=True):
 
 
 @exchange(Section.BLOCKS, ADMIN)
-class RestoreNamespace(Request[NamespaceOpened], frozen=True):
+class RestoreNamespace(NamespaceRequest, frozen=True):
     """Opens a namespace and fixes its shards without an engine, as before an import.
 
     A namespace that is open already must have the same geometry; ranks without a registered worker get these shards.
     """
 
-    namespace: Fingerprint
-    label: Annotated[str, doc("Name for operators, such as the model's.", max_length=256)]
-    world_size: Annotated[int, doc("Shards that make a block.", ge=1, le=4096)]
-    key_bytes: Annotated[int, doc("Length of a block hash in bytes.", ge=8, le=64)]
-    groups: Annotated[list[GroupSpec], doc("KV cache groups, by index.", min_length=1, max_length=MAX_GROUPS)]
-    description: Annotated[str, doc("What the fingerprint was made of, as JSON, for display.", max_length=65536)]
     shards: Annotated[list[RankSpec], doc("Shards by rank and group.", min_length=1, max_length=4096)]
 
 

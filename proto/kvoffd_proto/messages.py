@@ -189,15 +189,8 @@ class Replay(Request[ReplayReply], frozen=True):
 
 
 @exchange(Section.MEMORY, ENGINE)
-class OpenNamespace(Request[NamespaceOpened], frozen=True):
+class OpenNamespace(NamespaceRequest, frozen=True):
     """Opens a namespace, or joins it when its geometry is the same."""
-
-    namespace: Fingerprint
-    label: Annotated[str, doc("Name for operators, such as the model's.", max_length=256)]
-    world_size: Annotated[int, doc("Shards that make a block.", ge=1, le=4096)]
-    key_bytes: Annotated[int, doc("Length of a block hash in bytes.", ge=8, le=64)]
-    groups: Annotated[list[GroupSpec], doc("KV cache groups, by index.", min_length=1, max_length=MAX_GROUPS)]
-    description: Annotated[str, doc("What the fingerprint was made of, as JSON, for display.", max_length=65536)]
 
 
 class Registered(Reply, frozen=True):

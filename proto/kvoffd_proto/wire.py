@@ -339,3 +339,14 @@ class Error(Reply, frozen=True):
 
 class NamespaceOpened(Reply, frozen=True):
     created: Annotated[bool, doc("False when the namespace was open already.")]
+
+
+class NamespaceRequest(Request[NamespaceOpened], frozen=True):
+    """Base of requests that open a namespace."""
+
+    namespace: Fingerprint
+    label: Annotated[str, doc("Name for operators, such as the model's.", max_length=256)]
+    world_size: Annotated[int, doc("Shards that make a block.", ge=1, le=4096)]
+    key_bytes: Annotated[int, doc("Length of a block hash in bytes.", ge=8, le=64)]
+    groups: Annotated[list[GroupSpec], doc("KV cache groups, by index.", min_length=1, max_length=MAX_GROUPS)]
+    description: Annotated[str, doc("What the fingerprint was made of, as JSON, for display.", max_length=65536)]
