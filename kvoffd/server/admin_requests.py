@@ -184,7 +184,7 @@ def restore_namespace(
     for by_group in sizes:
         if len(by_group) != len(message.groups):
             raise BadGeometry(f"A rank has {len(by_group)} groups, the namespace has {len(message.groups)}.")
-    known = {namespace.fingerprint: namespace for namespace in context.cache.namespaces}.get(message.namespace)
+    known = context.cache.find_namespace(message.namespace)
     if known is not None:
         known.check_same(message.world_size, message.key_bytes, message.groups)
         for rank, by_group in enumerate(sizes):

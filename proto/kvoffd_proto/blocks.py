@@ -20,6 +20,7 @@ from kvoffd_proto.wire import (
     Fingerprint,
     GroupIndex,
     GroupSpec,
+    Keys,
     KeyState,
     LeaseId,
     NamespaceRequest,
@@ -33,7 +34,6 @@ from kvoffd_proto.wire import (
 
 CHECKSUM_BYTES = 8
 
-Keys = Annotated[bytes, doc("Block hashes, end to end, each of the namespace's ``key_bytes``.")]
 Checksum = Annotated[
     bytes,
     doc(

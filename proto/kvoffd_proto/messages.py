@@ -63,7 +63,7 @@ class GroupTransfer(Wire, frozen=True):
     """
 
     group: GroupIndex
-    keys: Annotated[bytes, doc("Block hashes, end to end, each of the namespace's ``key_bytes``.")]
+    keys: Keys
     block_ids: Annotated[bytes, doc("Engine block ids, little-endian int32, end to end.")]
     first_block: Annotated[int, doc("Engine blocks of key 0 that are left out at its start.", ge=0, lt=65536)] = 0
     parents: Annotated[

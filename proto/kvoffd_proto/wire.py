@@ -40,6 +40,7 @@ Token = Annotated[
 ]
 Epoch = Annotated[Count, doc("Number of the daemon's run that answers, as in Greeting.")]
 SessionId = Annotated[int, doc("Id of the session.", ge=1, lt=2**31)]
+Keys = Annotated[bytes, doc("Block hashes, end to end, each of the namespace's ``key_bytes``.")]
 Fingerprint = Annotated[
     bytes,
     doc("The namespace's fingerprint, 32 bytes.", min_length=FINGERPRINT_BYTES, max_length=FINGERPRINT_BYTES),
@@ -321,7 +322,7 @@ class GroupKeys(Wire, frozen=True):
     """Keys of one group."""
 
     group: GroupIndex
-    keys: Annotated[bytes, doc("Block hashes, end to end, each of the namespace's ``key_bytes``.")]
+    keys: Keys
 
 
 class Done(Reply, frozen=True):

@@ -24,6 +24,7 @@ from kvoffd_client.cli.console import (
     percent,
     print_line,
     short_fingerprint,
+    were,
 )
 from kvoffd_client.cli.json_objects import (
     Cleared,
@@ -282,8 +283,7 @@ def clear(
     if json:
         print_json(Cleared(chosen.namespace if chosen else None, dropped))
     else:
-        were = "was" if dropped == 1 else "were"
-        print_line(f"{count_blocks(dropped)} {were} dropped from {name}.")
+        print_line(f"{count_blocks(dropped)} {were(dropped)} dropped from {name}.")
     return 0
 
 

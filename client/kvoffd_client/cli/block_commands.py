@@ -22,6 +22,7 @@ from kvoffd_client.cli.console import (
     print_list,
     progress_bar,
     section,
+    were,
 )
 from kvoffd_client.cli.json_objects import (
     BlockLayer,
@@ -258,14 +259,10 @@ def _change_pins(
         keys = _whole_keys(client, fingerprint, group, digits)
         changed = (client.pin if pinned else client.unpin)(fingerprint, keys, group)
     unchanged = len(keys) - changed
-    had = f"; {format_count(unchanged)} {_were(unchanged)} {'pinned before' if pinned else 'not pinned'}"
-    done = f"{count_blocks(changed)} {_were(changed)} {'pinned' if pinned else 'unpinned'}"
+    had = f"; {format_count(unchanged)} {were(unchanged)} {'pinned before' if pinned else 'not pinned'}"
+    done = f"{count_blocks(changed)} {were(changed)} {'pinned' if pinned else 'unpinned'}"
     print_line(f"{done}{had if unchanged else ''}.")
     return 0
-
-
-def _were(count: int) -> str:
-    return "was" if count == 1 else "were"
 
 
 def export(

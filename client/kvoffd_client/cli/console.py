@@ -79,6 +79,10 @@ def plural(count: int) -> str:
     return "" if count == 1 else "s"
 
 
+def were(count: int) -> str:
+    return "was" if count == 1 else "were"
+
+
 def percent(part: float, whole: float, none: str = "-") -> str:
     """``part`` of ``whole`` as a percentage that is 0 or 100 only when it is exactly that; ``none`` of nothing."""
     if whole <= 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey
 
-from kvoffd_client.namespace_spec import NamespaceSpec
+from kvoffd_client.namespace_spec import NamespaceSpec, differences
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupTransfer
 
@@ -212,9 +211,6 @@ def common_namespace(namespaces: Collection[NamespaceSpec]) -> NamespaceSpec:
     first, *others = namespaces
     for other in others:
         if other.fingerprint != first.fingerprint:
-            factors, different = json.loads(first.description), json.loads(other.description)
-            names = [name for name in factors if factors[name] != different.get(name)]
-            raise NamespacesDiffer(
-                f"The workers of this engine disagree on {', '.join(names) or 'their configuration'}."
-            )
+            names = ", ".join(name for name, _, _ in differences(first.description, other.description))
+            raise NamespacesDiffer(f"The workers of this engine disagree on {names or 'their configuration'}.")
     return first
