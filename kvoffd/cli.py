@@ -17,15 +17,7 @@ from typing import NoReturn
 
 from kvoffd import __version__
 from kvoffd.cache.policies import POLICY_NAMES
-from kvoffd.config import (
-    CONFIG_VARIABLE,
-    SETTINGS,
-    Config,
-    ConfigError,
-    LoadedConfig,
-    given_log_format,
-    load_config,
-)
+from kvoffd.config import CONFIG_VARIABLE, SETTINGS, Config, ConfigError, LoadedConfig, given_log_format, load_config
 from kvoffd.observe.standard_streams import open_standard_streams
 from kvoffd.settings import did_you_mean
 

@@ -120,9 +120,7 @@ class Config:
         "100 ms.",
     )
     shared_deadline_s: float = duration_setting(
-        2.0,
-        0.1,
-        "Time for a block to come from a shared store; a block that has not come by then is a miss.",
+        2.0, 0.1, "Time for a block to come from a shared store; a block that has not come by then is a miss."
     )
     touch_threads: int = number_setting(
         0, 0, 256, "Threads that touch the pool at the start; 0 chooses their number by the cores."
@@ -131,8 +129,7 @@ class Config:
         1, 1, 64, "Threads that copy between host memory and the pool, for each direction."
     )
     verify_share: float = share_setting(
-        1 / 64,
-        "Share of the loads that compare blocks with their checksums; at 0 only adopted blocks and scrubs do.",
+        1 / 64, "Share of the loads that compare blocks with their checksums; at 0 only adopted blocks and scrubs do."
     )
     allowed_uids: tuple[int, ...] = ids_setting(
         "Users that may connect, beside root and the daemon's own user, who always may."

@@ -141,10 +141,7 @@ class Pool:
         return self.adopted and held_bytes(os.fstat(self._memory.fd)) >= self.pool_bytes
 
     def touch(
-        self,
-        threads: int,
-        on_progress: Callable[[int], None],
-        should_stop: Callable[[], bool] = lambda: False,
+        self, threads: int, on_progress: Callable[[int], None], should_stop: Callable[[], bool] = lambda: False
     ) -> int:
         """Makes all pages of the pool resident: see PoolMemory.touch."""
 

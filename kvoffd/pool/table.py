@@ -121,13 +121,7 @@ class SlotTable:
         return self._namespace_log.note(record)
 
     def mark_all_writing(
-        self,
-        offsets: Sequence[int],
-        fingerprint: bytes,
-        group: int,
-        keys: Sequence[bytes],
-        rank: int,
-        world_size: int,
+        self, offsets: Sequence[int], fingerprint: bytes, group: int, keys: Sequence[bytes], rank: int, world_size: int
     ) -> None:
         """Notes that a shard of each key is being written in its slot: from here on no record of it counts as READY.
 

@@ -24,12 +24,7 @@ from kvoffd.memory_needs import max_index_bytes, memory_shortage, memory_summary
 from kvoffd.observe.logging import log_what_python_prints
 from kvoffd.pool.pool import Pool
 from kvoffd.server.admin_server import AdminKeys, AdminServer
-from kvoffd.server.descriptors import (
-    check_loop_calls,
-    half_of_descriptors,
-    most_connections,
-    raise_descriptor_limit,
-)
+from kvoffd.server.descriptors import check_loop_calls, half_of_descriptors, most_connections, raise_descriptor_limit
 from kvoffd.server.disks import OpenStores, opener, shared_opener, shared_stores
 from kvoffd.server.engine_memory import open_gpus
 from kvoffd.server.http import HttpServer, NotServing

@@ -41,12 +41,7 @@ STOP_OPENING_S = 1.0
 MAX_DISKS = 64
 TRICKLE_BYTES = 4 * 2**20 * (os.cpu_count() or 1)
 """What is written in a tick while engines copy: the more cores there are, the less of it do copies feel."""
-HARMLESS_ERRORS = {
-    DiskFault.NOT_DIRECT,
-    DiskFault.STARTED_ANEW,
-    DiskFault.TOO_LARGE,
-    DiskFault.TRUNCATED,
-}
+HARMLESS_ERRORS = {DiskFault.NOT_DIRECT, DiskFault.STARTED_ANEW, DiskFault.TOO_LARGE, DiskFault.TRUNCATED}
 """Kinds of what a disk tier reports that are no fault of the drive now."""
 MOST_INVALIDATED = 65_536
 """Blocks that a directory is told of when it is open, of those that were invalidated before."""

@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from kvoffd_proto.wire import (
-    MAX_GROUPS,
-    SCHEDULER,
-    Done,
-    Fingerprint,
-    GroupKeys,
-    Request,
-    Section,
-    doc,
-    exchange,
-)
+from kvoffd_proto.wire import MAX_GROUPS, SCHEDULER, Done, Fingerprint, GroupKeys, Request, Section, doc, exchange
 
 MAX_REPORTED = 1_000_000
 """In one message: sums of what anybody may claim must stay numbers."""

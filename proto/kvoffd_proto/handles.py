@@ -31,8 +31,7 @@ class CudaVmmHandle(Wire, frozen=True, tag="cuda_vmm"):
     """GPU memory of the virtual memory API: one descriptor per chunk, sent over the lifeline."""
 
     segment_ids: Annotated[
-        list[SegmentId],
-        doc("One attached descriptor per chunk, in address order.", min_length=1, max_length=65536),
+        list[SegmentId], doc("One attached descriptor per chunk, in address order.", min_length=1, max_length=65536)
     ]
     chunk_bytes: Annotated[list[ByteCount], doc("Size of each chunk in bytes.", min_length=1, max_length=65536)]
     gpu_uuid: GpuUuid

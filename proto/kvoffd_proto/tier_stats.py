@@ -185,6 +185,5 @@ class SharedStats(Wire, frozen=True):
         list[SharedServer], metrics_of_part("The servers of the store; empty where it cannot tell, as S3.", "server_")
     ] = field(default_factory=list)
     left_namespaces: Annotated[
-        Count,
-        gauge("Namespaces that are not shared since an engine reset them; see `kvoffd-cli reset --fleet`."),
+        Count, gauge("Namespaces that are not shared since an engine reset them; see `kvoffd-cli reset --fleet`.")
     ] = 0

@@ -35,19 +35,16 @@ Seconds = Annotated[float, doc(ge=0)]
 PerSecond = Annotated[float, doc(ge=0)]
 RequestId = Annotated[Count, doc("Chosen by the client, echoed in the reply.")]
 Token = Annotated[
-    bytes,
-    doc("The session's secret, from the lifeline's Greeting.", min_length=TOKEN_BYTES, max_length=TOKEN_BYTES),
+    bytes, doc("The session's secret, from the lifeline's Greeting.", min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)
 ]
 Epoch = Annotated[Count, doc("Number of the daemon's run that answers, as in Greeting.")]
 SessionId = Annotated[int, doc("Id of the session.", ge=1, lt=2**31)]
 Keys = Annotated[bytes, doc("Block hashes, end to end, each of the namespace's ``key_bytes``.")]
 Fingerprint = Annotated[
-    bytes,
-    doc("The namespace's fingerprint, 32 bytes.", min_length=FINGERPRINT_BYTES, max_length=FINGERPRINT_BYTES),
+    bytes, doc("The namespace's fingerprint, 32 bytes.", min_length=FINGERPRINT_BYTES, max_length=FINGERPRINT_BYTES)
 ]
 LeaseId = Annotated[
-    int,
-    doc("Random, chosen by the scheduler's client: who knows it may load.", ge=2**32, le=2**63 - 1),
+    int, doc("Random, chosen by the scheduler's client: who knows it may load.", ge=2**32, le=2**63 - 1)
 ]
 JobId = Annotated[Count, doc("Unique among the session's unfinished jobs.")]
 RegistrationId = Annotated[

@@ -28,14 +28,7 @@ from kvoffd_client.bench.echo import Echo, ReplySocket
 from kvoffd_client.bench.host_device import Memcpy
 from kvoffd_client.bench.load_generators import LoadGenerators
 from kvoffd_client.bench.results import Cost, CpuMeter, Progress, Report, Result, measure_latency
-from kvoffd_client.bench.step_bench import (
-    STEP_JOBS,
-    bench_decode,
-    bench_fences,
-    bench_steps,
-    jobs_echo,
-    lookup_echo,
-)
+from kvoffd_client.bench.step_bench import STEP_JOBS, bench_decode, bench_fences, bench_steps, jobs_echo, lookup_echo
 from kvoffd_client.bench.synthetic_engine import KEY_BYTES, SyntheticEngine, random_keys
 
 LOOKUP_FLOOR = "a raw ZeroMQ echo of as many bytes each way, DEALER to ROUTER and back, in a process of its own"

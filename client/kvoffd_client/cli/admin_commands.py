@@ -26,15 +26,7 @@ from kvoffd_client.cli.console import (
     short_fingerprint,
     were,
 )
-from kvoffd_client.cli.json_objects import (
-    Cleared,
-    Difference,
-    Differences,
-    EngineRow,
-    Engines,
-    Namespaces,
-    Sessions,
-)
+from kvoffd_client.cli.json_objects import Cleared, Difference, Differences, EngineRow, Engines, Namespaces, Sessions
 from kvoffd_client.cli.json_output import print_json, print_listing, to_json
 from kvoffd_client.cli.target import (
     NAMESPACE_OPTION,

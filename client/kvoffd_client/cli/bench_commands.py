@@ -239,8 +239,7 @@ def engine(
         int, typer.Option("--prompts", min=1, max=1000, help="Prompts of each size in a turn, idle and under load.")
     ] = 8,
     model: Annotated[
-        str | None,
-        typer.Option("--model", help="Directory or name of the model, as vLLM takes it; else a tiny one."),
+        str | None, typer.Option("--model", help="Directory or name of the model, as vLLM takes it; else a tiny one.")
     ] = None,
     json: Json = False,
 ) -> int:

@@ -53,8 +53,7 @@ Key = Annotated[str, typer.Argument(metavar="KEY", help="The block's key in hex,
 Keys = Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys in hex, or enough of their first digits.")]
 
 block_app = typer.Typer(
-    help="Show, write and pin single blocks. The daemon's setting block_access must allow it.",
-    rich_markup_mode=None,
+    help="Show, write and pin single blocks. The daemon's setting block_access must allow it.", rich_markup_mode=None
 )
 
 

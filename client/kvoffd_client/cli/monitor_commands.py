@@ -13,14 +13,7 @@ import typer
 from rich.live import Live
 
 from kvoffd_client.admin_client import OPERATOR_WAIT_S, AdminClient
-from kvoffd_client.cli.console import (
-    PIPE_LIST_CELLS,
-    make_console,
-    plural,
-    print_line,
-    print_page,
-    short_fingerprint,
-)
+from kvoffd_client.cli.console import PIPE_LIST_CELLS, make_console, plural, print_line, print_page, short_fingerprint
 from kvoffd_client.cli.health import health_lines, health_status
 from kvoffd_client.cli.json_objects import Event, Events
 from kvoffd_client.cli.json_output import print_json

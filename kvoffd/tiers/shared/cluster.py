@@ -231,10 +231,7 @@ class RedisCluster(Store):
         return self._questions(keys, deadline)[1]
 
     def _questions(
-        self,
-        keys: Sequence[bytes],
-        deadline: float,
-        copies: Sequence[bytes] = (),
+        self, keys: Sequence[bytes], deadline: float, copies: Sequence[bytes] = ()
     ) -> tuple[dict[bytes, int], list[bool]]:
         """Ask all masters at once, then receive from one after the other: the copies of a generation that are up, and
         which keys are there. Without copies the keys are touched."""
