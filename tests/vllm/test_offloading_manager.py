@@ -360,6 +360,15 @@ def test_requests_of_two_adapters_with_one_id_use_nothing_since_vllm_may_compute
     assert stored(harness, third) == KEYS
 
 
+def test_chunks_that_have_lost_blocks_are_not_stored() -> None:
+    rig = ManagerHarness()
+    context = rig.request(ready=set())
+    rig.manager.storable = lambda request_id, keys: keys[1:] if request_id == context.req_id else []
+    stored = rig.manager.prepare_store(KEYS, context)
+    assert stored is not None
+    assert stored.keys_to_store == KEYS[1:]
+
+
 def test_requests_with_an_adapter_that_began_before_weights_changed_use_nothing_after_it() -> None:
     harness = ManagerHarness()
     before, plain = harness.request("before"), harness.request("plain")

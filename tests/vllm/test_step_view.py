@@ -188,3 +188,35 @@ def test_a_prompt_is_stored_after_its_first_token_but_before_its_blocks_leave_a_
     request.num_computed_tokens = PROMPT_TOKENS
     stores.append(connector.build_connector_meta(second).store_jobs)
     assert [len(jobs) for jobs in stores] == [1 - step, step]
+
+
+@pytest.mark.parametrize("groups", [[KVCacheGroupSpec(["0"], full_attention()), KVCacheGroupSpec(["1"], WINDOW)]])
+@pytest.mark.parametrize(
+    ("blocks", "kept"),
+    [
+        pytest.param([5, 6, 7, 8, 9, 10], 3, id="all-there"),
+        pytest.param([0, 6, 7, 8, 9, 10], 3, id="the-first-lacks"),
+        pytest.param([5, 6, 0, 8, 9, 10], 2, id="one-later-lacks"),
+        pytest.param([0, 6, 0, 8, 9, 10], 2, id="two-lack"),
+        pytest.param([0, 0, 0, 8, 9, 10], 2, id="those-before-lack"),
+    ],
+)
+def test_chunks_that_lost_a_block_to_the_window_are_left_out_of_a_store(
+    connector: KvoffdConnector, blocks: list[int], kept: int
+) -> None:
+    """Two blocks a chunk: the job would be refused as a whole, since its blocks are fewer than its keys have."""
+    scheduler = connector.connector_scheduler
+    configs = [one._replace(tokens_per_chunk=64, hashes_per_chunk=2) for one in scheduler.config.kv_group_configs]
+    scheduler.config = scheduler.config._replace(blocks_per_chunk=2, kv_group_configs=tuple(configs))
+    request = new_request(connector, [])
+    request.block_hashes = [block_hash(number) for number in range(6)]
+    status = scheduler._req_status["r"]
+    status.update_offload_keys()
+    dense, window = status.group_states
+    dense.block_ids, window.block_ids = [1, 2, 3, 4, 5, 6], blocks
+    storable = connector._manager.storable
+    assert storable("r", dense.offload_keys) == dense.offload_keys
+    # vLLM offers those whose last block is there.
+    offered = [chunk for chunk, last in zip(window.offload_keys, blocks[1::2], strict=True) if last]
+    assert len(storable("r", [*dense.offload_keys, *offered])) == 3 + kept
+    assert storable("r", offered)[-1] == offered[-1]

@@ -47,7 +47,7 @@ from kvoffd_client.vllm.lora_adapters import LoraAdapters
 from kvoffd_client.vllm.offloading_manager import KvoffdManager
 from kvoffd_client.vllm.offloading_spec import SETUP, KvoffdSpec, name_spec, setup_of
 from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWorker
-from kvoffd_client.vllm.step_view import note_allocated, shown
+from kvoffd_client.vllm.step_view import note_allocated, shown, without_holes
 
 if TYPE_CHECKING:
     from kvoffd_client.vllm import vllm_types as v
@@ -193,6 +193,8 @@ class KvoffdConnector(OffloadingConnector):
             self.connector_worker = KvoffdConnectorWorker(self.connector_worker.spec, vllm_config, kv_cache_config)
         else:
             _choose_load_failure_policy([transfer_config, *(config for _, config in parents)], options)
+            requests = self.connector_scheduler._req_status
+            self._manager.storable = lambda request_id, keys: without_holes(requests.get(request_id), keys)
             StoreRefusalFilter.install(STORE_LOGGER)
             from vllm.v1.engine.core import EngineCore  # workers need none of it
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Collection, Container, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, MutableMapping, Sequence
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -111,6 +111,7 @@ class KvoffdManager(OffloadingManager):
     Attributes:
         client: the connection to the daemon.
         namespace: which namespace the engine is in. It was left before reset_cache() is called.
+        storable: returns those of a request's keys whose blocks are there.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class KvoffdManager(OffloadingManager):
         self._loading: dict[str, PendingLookup] = {}
         self._counters = stats.Counters()
         self.namespace = namespace
+        self.storable: Callable[[str, list[OffloadKey]], list[OffloadKey]] = lambda _, keys: keys
         namespace.on_leave = self._leave_adapters
         self._loads = loads
         self._stores = stores
@@ -352,6 +354,7 @@ class KvoffdManager(OffloadingManager):
             if self._may_use_daemon and self.namespace.may_store and self.client.ready:
                 window = self._store_window
                 wanted = [key for key in keys if key not in window and not lookups.is_stored(key)]
+                wanted = self.storable(req_context.req_id, wanted)
         if wanted and self._harm.leave_store_out():
             self._counters.count(stats.PAUSED_STORES)
             wanted = []

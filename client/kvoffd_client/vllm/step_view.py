@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import dropwhile
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
     RequestOffloadState,
 )
+from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.request import RequestStatus
+
+from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES
 
 if TYPE_CHECKING:
     from kvoffd_client.vllm.vllm_types import KVCacheBlocks, SchedulerOutput
@@ -60,6 +64,37 @@ def note_allocated(scheduler: OffloadingConnectorScheduler, blocks: KVCacheBlock
     """
     ids = (block.block_id for group in blocks.blocks for block in group if not block.is_null)
     scheduler._current_batch_allocated_block_ids.update(ids)
+
+
+def without_holes(status: RequestOffloadState | None, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+    """Leave out of the keys of a store the chunks that have lost a block, as those wider than a window do.
+
+    vLLM's list of a job's blocks says from which block on a group's first chunk is there, and of no other that lacks.
+    """
+    if status is None or status.config.blocks_per_chunk == 1:
+        return list(keys)
+    per_chunk = status.config.blocks_per_chunk
+    kept: list[OffloadKey] = []
+    begun: set[bytes] = set()
+    groups = {
+        config.group_idx.to_bytes(GROUP_ID_BYTES, "big"): (config.tokens_per_chunk, state.block_ids)
+        for config, state in zip(status.config.kv_group_configs, status.group_states, strict=True)
+        if config.sliding_window_size_in_chunks is not None and not config.requires_cow_source
+    }
+    for key in keys:
+        suffix = key[-GROUP_ID_BYTES:]
+        end = status.req_context.get_offload_key_position(key)
+        if end is not None and suffix in groups:
+            per_key, block_ids = groups[suffix]
+            first = (end // per_key - 1) * per_chunk
+            blocks = block_ids[first : first + per_chunk]
+            if suffix not in begun:  # of the first one those in front may lack
+                blocks = list(dropwhile(lambda block_id: block_id == 0, blocks))
+            if 0 in blocks:
+                continue
+            begun.add(suffix)
+        kept.append(key)
+    return kept
 
 
 def _has_windows(status: RequestOffloadState | None) -> bool:
