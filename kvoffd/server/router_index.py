@@ -242,19 +242,25 @@ class RouterIndex:
     def has_news(self) -> bool:
         return bool(self._news) or self._run is not None or bool(self._changed)
 
-    def snapshot(self) -> Iterator[tuple[bytes, list[RouterEvent]]]:
+    def snapshot(self, asked: Iterable[bytes] = ()) -> Iterator[tuple[bytes, list[RouterEvent]]]:
         """All that is published now, parents first, by message, beginning with what clears a router's index.
 
+        ``asked``: what its readers subscribed to, who may know blocks of a topic that has none any more.
         What changes while it runs comes from ``take``, which must be called to its end before each step. Another one
         that begins meanwhile spoils this one.
         """
+        here = f"kv@node:{self._node}@".encode()
+        topics = [groups[0].topic for groups in self._groups.values() if any(group.blocks for group in groups)]
+        *cleared, last = dict.fromkeys([*topics, *(one for one in asked if one.startswith(here))]) or [here]
+        for topic in cleared:
+            yield topic, [ClearedBlocks()]
+        # To routers that take all topics for one cache the last of these clears too what has been told since the first.
         groups = [group for groups in self._groups.values() for group in groups if group.blocks]
         self._snapshot += 1
         roots = [(group, self._children(group.blocks[ROOT])) for group in groups]
         for group in groups:
             group.blocks[ROOT].seen = self._snapshot
-        for topic in dict.fromkeys([group.topic for group in groups]) or [f"kv@node:{self._node}@".encode()]:
-            yield topic, [ClearedBlocks()]
+        yield last, [ClearedBlocks()]
         for group, left in roots:
             while left:
                 events: list[RouterEvent] = []

@@ -77,7 +77,7 @@ class _Peer(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's are of another class
         self.opened_at = asyncio.get_running_loop().time()
-        host = (transport.get_extra_info("peername") or ("",))[0].partition("%")[0]
+        host = (transport.get_extra_info("peername") or ("",))[0].partition("%")[0].removeprefix("::ffff:")
         # Who has an IPv6 address has many.
         self.host = str(ip_network((host, 64), strict=False)) if ":" in host else host
         if not self._server.admit(self, self._type):
@@ -399,7 +399,7 @@ class RouterServer:
                 return
             self._readers, self._joining = self._joining, set()
             self._publish_news()
-            self._snapshot = self._stream.snapshot()
+            self._snapshot = self._stream.snapshot({prefix for peer in self._readers for prefix in peer.prefixes})
             self._snapshot_began_at, self._snapshot_s = self._loop.time(), 0.0
             self.snapshots += 1
         if any(peer.unsent_bytes > SNAPSHOT_UNSENT_BYTES for peer in self._readers):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from kvoffd.server.router_index import RouterIndex
@@ -67,13 +67,14 @@ class RouterStream:
         """A message of its number alone."""
         return self._keep(RouterMessage(self.number))
 
-    def snapshot(self) -> Iterator[tuple[RouterMessage, RouterMessage]]:
+    def snapshot(self, asked: Iterable[bytes]) -> Iterator[tuple[RouterMessage, RouterMessage]]:
         """All that is published now: each message as who comes late gets it, and as the others do.
 
+        ``asked``: what the former have subscribed to.
         Between two steps ``take`` must be called to its end. A replay has it as the others do: who had the messages
         before these needs nothing of them.
         """
-        for topic, events in self._index.snapshot():
+        for topic, events in self._index.snapshot(asked):
             payload = encode(RouterBatch(time.time(), events))
             number = self.number
             yield RouterMessage(number, topic, payload), self.heartbeat()

@@ -175,6 +175,25 @@ def test_clearing_one_of_two_namespaces_says_nothing_of_the_other_s_blocks(index
     assert (index.published_blocks, index.index_bytes) == (0, 0)
 
 
+def test_what_comes_while_a_snapshot_clears_several_topics_is_told_to_who_takes_them_for_one(index: RouterIndex) -> None:
+    spaces = [namespace(label) for label in ("a", "b", "c")]
+
+    def store(numbers: Sequence[int]) -> None:
+        for number, one in zip(numbers, spaces, strict=False):
+            expect(index, one, [number])
+            index.stored(one, 0, [key(number)])
+
+    store([1, 2])
+    Router().take(index.take())
+    late, snapshot = Router(late=True), index.snapshot()
+    for step in range(3):
+        late.take([next(snapshot)])
+        store([10 * step + 11, 10 * step + 12, 10 * step + 13])
+        late.take(index.take())
+    late.take(snapshot)
+    assert late.held() == {1, 2, 11, 12, 13, 21, 22, 23, 31, 32, 33}
+
+
 def test_an_index_that_is_full_tells_no_more_and_takes_no_more_memory() -> None:
     full, one = RouterIndex("node", 3 * (BLOCK_BYTES + 4 * BLOCK_TOKENS)), namespace()
     expect(full, one, list(range(1, 10)))
