@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 import pytest
@@ -136,6 +136,29 @@ def test_a_server_that_is_in_no_cluster_yet_is_told_of(store: FaultyStore) -> No
     rig = SharedRig(store.url.replace("redis:", "redis+cluster:"))
     rig.until(lambda: "redis-cli --cluster create" in rig.tier.problem)
     assert rig.close()
+
+
+def test_who_has_the_slots_of_a_master_that_is_cut_off_from_the_others_is_asked_for_them(store: FaultyStore) -> None:
+    """It answers PING, and by its own view has its slots; the others have made a replica master."""
+    with FaultyStore() as second, FaultyStore() as third:
+        masters = store, second, third
+
+        def have(asked: Sequence[FaultyStore], *slots: str) -> None:
+            owned = zip("abc", masters, slots, strict=True)
+            lines = [f"{name} 127.0.0.1:{one.port}@1 master - 0 0 1 connected{part}\n" for name, one, part in owned]
+            for one in asked:
+                one.forced = {b"CLUSTER": b"$%d\r\n%s\r\n" % (len("".join(lines)), "".join(lines).encode())}
+
+        have(masters, " 0-5460", " 5461-10921", " 10922-16383")
+        rig = SharedRig(store.url.replace("redis:", "redis+cluster:")).reachable()
+        rig.store(block := a_block_of(rig, 0))
+        second.values |= store.values
+        down = b"-CLUSTERDOWN The cluster is down\r\n"
+        store.forced |= dict.fromkeys((b"GET", b"EXISTS", b"TOUCH", b"SET"), down)
+        have(masters[1:], "", " 0-10921", " 10922-16383")
+        rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
+        assert rig.tier.breaker.opened == 0
+        assert rig.close()
 
 
 def test_a_name_that_no_host_can_have_is_one_that_cannot_be_reached() -> None:

@@ -307,7 +307,7 @@ class RedisCluster(Store):
                 self._stale, node.moved = True, False
             if node.down is not None:
                 self._down(address, node.down, raised=False)
-                node.down = None
+                self._stale, node.down = True, None  # cut off from the others, it may have lost its slots to one
         except StoreError as error:
             if error.kind in LOST:
                 self._down(address, error, raised=True)

@@ -290,8 +290,8 @@ class Redis(Store):
         raise StoreError("refused", f"{self._name} answers: {text.rstrip('.')}.")
 
     def _quoted(self, line: bytes) -> str:
-        """What a server says, for the log. One that knows no AUTH repeats the password."""
-        text = line.decode(errors="surrogateescape")
+        """What a server says, for the log. One that knows no AUTH repeats the password, of a long one a part."""
+        text = line.decode(errors="surrogateescape").partition(", with args beginning with")[0]
         if self._credentials.password:
             text = text.replace(self._credentials.password, "***")
         return printable(text[:MOST_QUOTED_CHARACTERS])
