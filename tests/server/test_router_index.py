@@ -175,7 +175,7 @@ def test_clearing_one_of_two_namespaces_says_nothing_of_the_other_s_blocks(index
     assert (index.published_blocks, index.index_bytes) == (0, 0)
 
 
-def test_what_comes_while_a_snapshot_clears_several_topics_is_told_to_who_takes_them_for_one(index: RouterIndex) -> None:
+def test_what_comes_while_a_snapshot_clears_several_topics_is_not_lost(index: RouterIndex) -> None:
     spaces = [namespace(label) for label in ("a", "b", "c")]
 
     def store(numbers: Sequence[int]) -> None:

@@ -186,7 +186,9 @@ def replay(address: str, start: int) -> list[tuple[bytes, int, bytes]]:
 
 
 @contextmanager
-def router_daemon(node: str = "node-a", host: str = "127.0.0.1", **flags: str) -> Iterator[tuple[DaemonProcess, int, int]]:
+def router_daemon(
+    node: str = "node-a", host: str = "127.0.0.1", **flags: str
+) -> Iterator[tuple[DaemonProcess, int, int]]:
     """A daemon, and its ports for events and replays."""
     port, replay_port = free_ports(2)
     addresses = {"event_address": f"{host}:{port}", "event_replay_address": f"127.0.0.1:{replay_port}"}

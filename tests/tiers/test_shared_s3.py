@@ -131,6 +131,19 @@ def test_an_object_of_another_length_than_it_says_is_a_miss_and_is_not_received_
     assert rig.tier.counters.mismatches == 1
 
 
+def test_a_generation_that_another_node_raised_a_moment_ago_is_not_lowered(bucket: FaultyBucket) -> None:
+    one, other = (open_s3(bucket.url, Credentials("", ""))() for _ in range(2))
+    until, own_key = time.monotonic() + 10.0, generation_key(ONE)
+    for store, generation in ((one, 5), (other, 12)):
+        store.connect()
+        assert store.raise_generation(own_key, 0, generation, until) == generation
+        assert one.ask(own_key, [], until, prefix=True) == (5, []), "it is looked at every 5 s"
+    assert one.raise_generation(own_key, 5, 10, until) == 12
+    assert bucket.values[f"/bucket/ge/{own_key.decode()}"] == b"12"
+    for store in (one, other):
+        store.close()
+
+
 def test_a_generation_of_another_length_than_it_says_is_none(bucket: FaultyBucket, rig: SharedRig) -> None:
     (block,) = rig.store_some(1)
     bucket.values[f"/bucket/ge/{generation_key(ONE).decode()}"] = b"5"
@@ -146,6 +159,7 @@ def test_a_generation_of_another_length_than_it_says_is_none(bucket: FaultyBucke
         ((403, "SignatureDoesNotMatch"), "credentials"),
         ((400, "ExpiredToken"), "credentials"),
         ((400, "AuthorizationHeaderMalformed"), "region"),
+        ((301, "PermanentRedirect"), "region"),
         ((403, "RequestTimeTooSkewed"), "clock"),
         ((404, "NoSuchBucket"), "bucket"),
         ((503, "SlowDown"), "busy"),

@@ -45,6 +45,7 @@ REQUESTS_AT_ONCE = 64
 """HEADs and DELETEs at a time otherwise."""
 FULL_CODES = re.compile("Quota|StorageFull|InsufficientStorage|InsufficientCapacity|EntityTooLarge")
 CLOCK_CODES = ("RequestTimeTooSkewed", "RequestExpired")
+REGION_CODES = ("AuthorizationHeaderMalformed", "PermanentRedirect")
 KEY_CODES = ("AccessDenied", "ExpiredToken", "InvalidToken", "TokenRefreshRequired")
 KEY_VARIABLES = {"AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"}
 """With one of these AWS's own programs read no file of credentials."""
@@ -234,6 +235,9 @@ class S3(Store):
 
     def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
         self._generations.pop(generation_key, None)
+        if (found := self._run(self._generation(generation_key), deadline)) >= generation:
+            return found  # what was seen may be of some seconds ago
+        self._generations.pop(generation_key, None)
         if not self._run(self._put(generation_key, [b"%d" % generation]), deadline):
             raise StoreError("full", f"{self._bucket.name} takes no more.")
         return generation
@@ -327,6 +331,8 @@ class S3(Store):
             why = f"{name} has no credentials: {_first_line(error)}.{self._bucket.no_keys}"
             return StoreError("credentials", why, final=True)
         code = found[1] if (found := _CODE.search(text)) else ""
+        if "redirect without LOCATION" in text:
+            code = "PermanentRedirect"
         status = int(found[1]) if (found := re.search("status code: ([0-9]{3})", text)) else 0
         what = " ".join([name, "answers", *filter(None, (str(status or ""), code))])
         if FULL_CODES.search(code) or status == 507:
@@ -335,7 +341,7 @@ class S3(Store):
             return StoreError("clock", f"{what}: set this machine's clock.", final=True)
         if code == "NoSuchBucket":
             return StoreError("bucket", f"{what}: make the bucket, or see its name and endpoint.", final=True)
-        if code == "AuthorizationHeaderMalformed":
+        if code in REGION_CODES:
             return StoreError("region", f"{what}: see its region, which the URL names as region=NAME.", final=True)
         if status in (401, 403) or code in KEY_CODES:
             why = "see the credentials; they need s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket."
