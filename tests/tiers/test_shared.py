@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import statistics
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvoffd.tiers.shared.cluster import slot_of
 from kvoffd.tiers.shared.object_format import generation_key, object_key
-from kvoffd.tiers.shared.redis import NEEDED_COMMANDS, Redis, _tls_context
+from kvoffd.tiers.shared.redis import CONNECT_S, NEEDED_COMMANDS, Redis, _tls_context
 from kvoffd.tiers.shared.shared_tier import MOST_ASKED
-from kvoffd.tiers.shared.store import Credentials, open_store
+from kvoffd.tiers.shared.store import Credentials, StoreError, open_store
 from kvoffd.tiers.tier import MOST_FIRST_BLOCK, Answer, TierResult
 from tests.support.faulty_store import FaultyStore
 from tests.support.redis_server import Certificate, RedisServer, needs_redis
@@ -89,6 +92,37 @@ def test_another_blocks_object_under_its_key_is_a_miss(store: FaultyStore, rig: 
     store.values[object_key(one.id, 0)] = store.values[object_key(other.id, 0)]
     assert rig.load(one) is TierResult.CORRUPT
     assert rig.load(other) is DONE
+
+
+def test_addresses_of_a_name_that_do_not_answer_take_no_longer_together_than_one(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = socket.getaddrinfo
+
+    def look_up(host: str, *rest: Any, **named: Any) -> list[Any]:
+        return [(0, 0, 0, "", place) for place in places] if "example" in host else known(host, *rest, **named)
+
+    with ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(2):  # whom nobody accepts; beyond them it answers none
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(silent.getsockname())
+        places = [silent.getsockname()] * 4
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        connection = Redis("valkey.example", 6379, 0, Credentials(), tls=False)
+        began = time.monotonic()
+        with pytest.raises(StoreError, match=r"valkey\.example:6379 cannot be reached: timed out"):
+            connection.connect()
+        assert time.monotonic() - began < 1.5 * CONNECT_S
+        places[3] = "127.0.0.1", store.port
+        connection.connect()
+        connection.ping(time.monotonic() + 5.0)
+        assert time.monotonic() - began < 3.0 * CONNECT_S
+        assert connection._socket is not None
+        assert connection._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert connection._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 4 * 60
+        connection.close()
 
 
 def test_replies_that_nobody_asked_for_are_not_taken_for_others(store: FaultyStore, rig: SharedRig) -> None:

@@ -13,6 +13,7 @@ import ssl
 import time
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import Any
 
 from kvoffd.tiers.shared.object_format import decode_generation
 from kvoffd.tiers.shared.store import Credentials, GetRequest, Servers, Store, StoreError, bad_generation
@@ -20,7 +21,7 @@ from kvoffd_proto.units import printable
 
 ASK_DEADLINE_S = 0.02
 CONNECT_S = 1.0
-"""For TCP, TLS and the password together."""
+"""For TCP, TLS and the password together, once the name is looked up."""
 STALL_S = 1.0
 """How long a single send or receive may take in which no byte moves."""
 HEAD_BYTES = 512
@@ -36,6 +37,7 @@ NEEDED_COMMANDS = (
 )
 ELSEWHERE = (b"-MOVED ", b"-ASK ", b"-CLUSTERDOWN ")
 """What a server of a cluster answers for a key whose slot, or whose part of it, it does not have or serve."""
+KEEPALIVE_S = 60  # what is between us and a server may forget a connection that is quiet for some minutes
 WANTS_NO_TLS = " Where it has no TLS, name it redis://; a cluster with TLS needs tls-cluster yes."
 WANTS_TLS = " If it wants TLS, name it rediss://."
 
@@ -84,15 +86,17 @@ class Redis(Store):
             return
         self.close()
         self._answered = False
-        deadline = time.monotonic() + self.connect_s
         try:
-            plain = socket.create_connection(self._address, self.connect_s)
+            places = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)
+            deadline = time.monotonic() + self.connect_s
+            plain = _connected([place[:2] for *_, place in places], deadline)
             try:
+                plain.settimeout(max(0.001, deadline - time.monotonic()))
                 plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                context = _tls_context() if self._tls else None
-                self._socket = (
-                    context.wrap_socket(plain, server_hostname=self._address[0]) if context is not None else plain
-                )
+                plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+                host = self._address[0]
+                self._socket = _tls_context().wrap_socket(plain, server_hostname=host) if self._tls else plain
             except BaseException:
                 plain.close()
                 raise
@@ -412,6 +416,16 @@ class Redis(Store):
     def _broken(self, why: str) -> StoreError:
         self.close()
         return StoreError("protocol", f"{self._name} does not speak as Redis does: {why}.")
+
+
+def _connected(places: Sequence[Any], deadline: float) -> socket.socket:
+    """Connect to the first of a name's addresses that answers; none takes the time of those after it."""
+    try:
+        return socket.create_connection(places[0], max(0.001, deadline - time.monotonic()) / len(places))
+    except OSError:
+        if len(places) == 1:
+            raise
+    return _connected(places[1:], deadline)
 
 
 def _tls_context() -> ssl.SSLContext:
