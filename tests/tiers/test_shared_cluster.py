@@ -161,6 +161,24 @@ def test_who_has_the_slots_of_a_master_that_is_cut_off_from_the_others_is_asked_
         assert rig.close()
 
 
+def test_slots_that_nobody_had_when_they_were_asked_for_are_asked_for_again(store: FaultyStore) -> None:
+    """As others see it, a master that has become a replica has no slots, and its successor not yet."""
+
+    def have(slots: str) -> None:
+        nodes = f"a 127.0.0.1:{store.port}@1 master - 0 0 1 connected {slots}\n".encode()
+        store.forced = {b"CLUSTER": b"$%d\r\n%s\r\n" % (len(nodes), nodes)}
+
+    have("0-5460 10922-16383")
+    rig = SharedRig(store.url.replace("redis:", "redis+cluster:")).reachable()
+    block = a_block_of(rig, 1)
+    assert rig.write(block) is TierResult.FAILED
+    assert rig.ask_anew(block) == [Answer.NO]
+    have("0-16383")
+    rig.until(lambda: rig.write(block) is DONE)
+    rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
+    assert rig.close()
+
+
 def test_a_name_that_no_host_can_have_is_one_that_cannot_be_reached() -> None:
     connection = Redis("a..b", 6379, 0, Credentials(), tls=False)
     with pytest.raises(StoreError, match="cannot be reached") as refused:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import count
-from math import ceil
+from math import ceil, inf
 from urllib.parse import parse_qs, urlsplit
 
 from kvoffd.tiers.shared.redis import CONNECT_S, Redis
@@ -22,7 +22,7 @@ from kvoffd_proto.units import is_host, parse_duration, quoted
 
 SLOTS = 16_384
 DOWN_PAUSE_S = 2.0
-"""How long a master that failed is left alone."""
+"""How long a master that failed is left alone, and slots that nobody has."""
 AGAIN_S, TLS_AGAIN_S = 0.05, 0.2
 """How long it may then take to connect to it: others are asked over the same thread."""
 RAISE_PAUSE_S = 60.0
@@ -114,12 +114,13 @@ class RedisCluster(Store):
         self._down_until: dict[Address, float] = {}
         self._owners: list[Address | None] = []
         """By slot; empty while that is not known."""
-        self._stale = False
-        """Whether a master failed since, or said that it has them no more: others may have its slots."""
+        self._stale_at = inf
+        """When the map is to be asked for anew: at once where a master failed, or said that it has slots no more, as
+        others may have them; after a pause where slots are nobody's, as while a replica becomes master."""
         self._raise_at = 0.0
 
     def connect(self) -> None:
-        if not self._owners or self._stale:
+        if not self._owners or time.monotonic() >= self._stale_at:
             self._find_owners()
         for address in list(self._nodes):
             self._up(address)
@@ -143,7 +144,7 @@ class RedisCluster(Store):
                 node.ping(time.monotonic() + node.connect_s)
         except StoreError as error:
             self._down(address, error, raised=False)
-            self._stale = True
+            self._stale_at = 0.0
             return False
         if self._down_until.pop(address, None) is not None:
             self.servers.answered(_name_of(address))
@@ -184,7 +185,8 @@ class RedisCluster(Store):
             }
             for gone in set(self._nodes) - set(kept):
                 self._nodes[gone].close()
-            self._nodes, self._owners, self._stale = kept, owners, False
+            self._nodes, self._owners = kept, owners
+            self._stale_at = time.monotonic() + DOWN_PAUSE_S if None in owners else inf
             self._down_until = {master: at for master, at in self._down_until.items() if master in kept}
             self.servers.update(map(_name_of, kept))
             return
@@ -304,10 +306,10 @@ class RedisCluster(Store):
         try:
             yield node
             if node.moved:
-                self._stale, node.moved = True, False
+                self._stale_at, node.moved = 0.0, False
             if node.down is not None:
                 self._down(address, node.down, raised=False)
-                self._stale, node.down = True, None  # cut off from the others, it may have lost its slots to one
+                self._stale_at, node.down = 0.0, None  # cut off from the others, it may have lost its slots to one
         except StoreError as error:
             if error.kind in LOST:
                 self._down(address, error, raised=True)
