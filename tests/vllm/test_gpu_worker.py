@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
+import torch
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
 from kvoffd_client import NamespaceSpec
 from kvoffd_client.cuda.export import ExportDriver, GpuSegment, export_segments
 from kvoffd_client.cuda.order import OrderedSender
 from kvoffd_client.vllm.connector_metadata import KeyedSpec
-from kvoffd_client.vllm.kv_memory import NotShareable, export_tensors, registration_of
+from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, export_tensors, registration_of
 from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWorker
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import CudaIpcHandle, TensorLayout
@@ -242,3 +243,28 @@ def test_an_engine_that_is_not_asleep_is_not_woken(harness: Harness) -> None:
     harness.worker.flush()
     harness.events[0].happened.set()
     wait_until(lambda: list(harness.clients[0].stores) == [1])
+
+
+def test_the_thread_that_waits_for_an_event_is_on_the_events_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else CUDA's runtime gives it a context on GPU 0, in every worker of the others."""
+    here = threading.local()
+    waited_on: list[int] = []
+
+    class TorchEvent:
+        def __init__(self, *, blocking: bool) -> None:
+            assert blocking
+
+        def record(self) -> None: ...
+
+        def synchronize(self) -> None:
+            waited_on.append(torch.cuda.current_device())
+
+    monkeypatch.setattr(torch.cuda, "Event", TorchEvent)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(here, "device", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(here, "device", device))
+    torch.cuda.set_device(3)
+    sender, sent = OrderedSender(RecordedEvent), threading.Event()
+    sender.submit([1], lambda _: sent.set(), lambda *_: None)
+    assert sent.wait(WAIT_S)
+    sender.close()
+    assert waited_on == [3]

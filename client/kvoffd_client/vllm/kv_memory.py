@@ -12,7 +12,6 @@ from torch.overrides import TorchFunctionMode
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 
 from kvoffd_client.cuda.export import GpuSegment, export_segments
-from kvoffd_client.cuda.order import Event
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_client.shared_memory import Registration, SharedMemory
 from kvoffd_proto.handles import LayerSpec, PageRef, TensorLayout
@@ -109,11 +108,18 @@ def _shared_tensors(
     return [memories[index] for index in used], placed
 
 
-def record_event() -> Event:
-    """Record an event behind everything launched so far on this thread's current stream; its waiter sleeps."""
-    event = torch.cuda.Event(blocking=True)
-    event.record()
-    return event
+class RecordedEvent:
+    """An event behind everything launched so far on this thread's current stream; its waiter sleeps."""
+
+    def __init__(self) -> None:
+        self._device = torch.cuda.current_device()
+        self._event = torch.cuda.Event(blocking=True)
+        self._event.record()
+
+    def synchronize(self) -> None:
+        # A new thread is on GPU 0: to wait there makes a context on it, some hundred MiB (vllm-project/vllm#37449).
+        torch.cuda.set_device(self._device)
+        self._event.synchronize()
 
 
 def export_tensors(

@@ -30,7 +30,7 @@ from kvoffd_client.vllm.connector_stats import DEFINITIONS
 from kvoffd_client.vllm.factors import collect_factors, label_of, shard_bytes_of
 from kvoffd_client.vllm.fingerprint import namespace_of
 from kvoffd_client.vllm.kv_event_translator import KvEventTranslator
-from kvoffd_client.vllm.kv_memory import NotShareable, SharedKvMemory, record_event, registration_of
+from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, SharedKvMemory, registration_of
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.namespace_client import EngineNamespace, NamespaceClient
 from kvoffd_client.vllm.offloading_manager import KvoffdManager, StoreThreshold, StoreWindow
@@ -147,7 +147,7 @@ class KvoffdSpec(OffloadingSpec):
                 key_bytes=namespace.key_bytes,
                 fence_timeout_s=self.setup.options.store_fence_timeout_s,
                 keep_leases=self.replicated_layout,
-                sender=OrderedSender(record_event) if on_gpu else None,
+                sender=OrderedSender(RecordedEvent) if on_gpu else None,
             )
         return self._worker
 
