@@ -699,7 +699,7 @@ CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *size, CUdeviceptr ad
 CUresult cuIpcGetMemHandle(CUipcMemHandle *out, CUdeviceptr address) {
     ENTER("cuIpcGetMemHandle") NEED_CONTEXT
     range_t *range = find(address, K(DEVICE));
-    NEED(range && range->base == address)
+    NEED(range && range->base == address && range->device == current)
     handle_t handle = {"stubipc", getpid(), range->fd, range->device, geteuid(), range->size};
     memset(out, 0, sizeof *out);
     memcpy(out, &handle, sizeof handle);

@@ -82,20 +82,21 @@ class ExportDriver(cuda.CudaLibrary):
 
     @contextmanager
     def context(self, device: int | None = None) -> Iterator[None]:
-        """Have a context in this thread, which the calls need; torch made one, but maybe in another thread.
+        """Have a context of the device in this thread, which the calls need; torch made one, maybe in another thread.
 
         Without ``device`` it is that of any GPU that this process uses; where it uses none, there is none.
         """
-        if device is None:
+        before = self.current_context()
+        if device is None and not before:
             device = next(filter(self._is_used, map(self.device, range(self.device_count()))), None)
-        if device is None or self.current_context():
+        if device is None or (before and self._number("cuCtxGetDevice") == device):
             yield
             return
         self.set_context(self.retain_context(device))
         try:
             yield
         finally:
-            self.set_context(0)
+            self.set_context(before)
             self.release_context(device)
 
 

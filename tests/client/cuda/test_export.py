@@ -157,3 +157,15 @@ def test_a_process_that_uses_no_gpu_exports_nothing(stub: StubCuda) -> None:
     stub.driver().release_context(0)
     with pytest.raises(NotExportable, match="is not memory of a GPU"):
         export(stub, (buffer.address, 1))
+
+
+def test_a_thread_on_another_gpu_exports_memory_and_stays_there(stub: StubCuda) -> None:
+    stub.set("devices", 2)
+    buffer, driver = stub.allocate(SIZE), ExportDriver(stub.path)
+    first = driver.current_context()
+    with driver.context(1):
+        other = driver.current_context()
+        assert other != first
+        (segment,) = export_segments([(buffer.address, SIZE)], driver)
+        assert (segment.address, driver.current_context()) == (buffer.address, other)
+    assert (driver.current_context(), stub.contexts(1)) == (first, 0)
