@@ -82,7 +82,7 @@ bench-scale: $(VENV)/.tools ## measure memory, lookups, stores and restarts by t
 	@$(BIN)/python -m tests.bench.scale --plot scale.png $(SCALE_ARGS)
 
 gpu: ## measure and try what only an NVIDIA GPU can tell (10 minutes, no internet); GPU_ARGS="--part copy", or --double
-	@$(PYTHON) tests/bench/gpu/carry.py run $(GPU_ARGS)
+	@$(or $(PYTHON),$(error There is no Python 3.11 to 3.14 here)) tests/bench/gpu/carry.py run $(GPU_ARGS)
 
 gpu-files: ## fetch and build what `make gpu` takes to a machine without internet, into .gpu; GPU_ARGS="--python 3.12"
 	@$(PYTHON) tests/bench/gpu/carry.py fetch $(GPU_ARGS)

@@ -11,6 +11,8 @@ from tests.support.gpu_machine import Machine
 
 KEY = bytes(32)
 
+pytestmark = pytest.mark.filterwarnings("default")  # as in test_torch_memory.py
+
 
 def stored_pages(worker: Exporter, scheduler: SchedulerClient, *, wait: bool) -> tuple[str, str]:
     """Digests of block 0 as the kernel left it, and as it was stored while the kernel ran."""
@@ -29,7 +31,7 @@ def stored_pages(worker: Exporter, scheduler: SchedulerClient, *, wait: bool) ->
 def kind_of(machine: Machine) -> str:
     if machine.is_stub:
         return "ordinary"
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", exc_type=ImportError)
     if not torch.cuda.is_available():
         pytest.skip("torch here knows no GPU")
     return "torch"

@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -30,6 +29,8 @@ PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x
 
 def fetch(python: str) -> None:
     """Fill .gpu for a Python of this version (``3.12``) on x86-64. Needs the package index, and gcc."""
+    import tomllib  # Python 3.10 has none, and must come as far as _check_python
+
     shutil.rmtree(CARRIED, ignore_errors=True)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]

@@ -43,6 +43,7 @@ KILLING_S = 50.0
 """After this long no further daemon is killed."""
 MEMORY_SHARE = 0.3
 """Of what is available, the largest pool that is pinned."""
+FAULT_POOL_BYTES = 32 * MIB
 FAULTING_MAIN = Path(__file__).with_name("faulting_main.py")
 
 Found = dict[str, object]
@@ -230,14 +231,17 @@ def _tried_bytes(admin: AdminClient) -> int:
 
 def run_tests(setup: Setup) -> Found:
     """``pytest -m gpu``; on the double these are skipped, since they want a GPU."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    lines = done.stdout.splitlines()
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu"]
+    lines = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pytest:
+        for line in pytest.stdout or ():
+            print(line, end="", flush=True)  # what is told where the part is not done in time
+            lines.append(line.rstrip())
     return {
-        "status": done.returncode,
-        "summary": lines[-1] if lines else done.stderr[-2000:],
+        "status": pytest.returncode,
+        "summary": lines[-1] if lines else "",
         "failed": [line for line in lines if line.startswith(("FAILED", "ERROR"))],
-        "end": [] if done.returncode == 0 else lines[-60:],
+        "end": [] if pytest.returncode == 0 else lines[-60:],
     }
 
 
@@ -311,7 +315,7 @@ def die(setup: Setup) -> Found:
 def fault(setup: Setup) -> Found:
     """A kernel in the daemon's own context writes where nothing is: the daemon ends, the next one has the pool."""
     pool_file = Path("/dev/shm") / f"kvoffd-gpu-{os.getpid()}.pool"
-    flags = {"pool_file": str(pool_file)} if os.access("/dev/shm", os.W_OK) else {}
+    flags = {"pool_file": str(pool_file)} if _has_room(pool_file.parent) else {}
     try:
         with _FaultingDaemon(setup, **flags) as daemon, setup.exporter(daemon) as worker:
             epoch = worker.wait_ready(READY_S)["epoch"]
@@ -344,10 +348,15 @@ def fault(setup: Setup) -> Found:
             path.unlink()
 
 
+def _has_room(directory: Path) -> bool:
+    """Whether a pool file fits: a container's /dev/shm has 64 MiB unless it is told otherwise."""
+    return os.access(directory, os.W_OK) and shutil.disk_usage(directory).free >= 1.25 * FAULT_POOL_BYTES
+
+
 class _FaultingDaemon(DaemonProcess):
     def __init__(self, setup: Setup, **flags: str) -> None:
         used = {"cuda_library": setup.library, "pin_pool": "use", "pin_linger": "0s"}
-        super().__init__("256MiB", **used, **flags)
+        super().__init__(str(FAULT_POOL_BYTES), **used, **flags)
         self._library = setup.library
 
     @property

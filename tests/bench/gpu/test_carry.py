@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -37,6 +39,29 @@ def test_wheels_for_another_python_are_told_in_a_sentence(root: Path) -> None:
     (root / ".gpu" / "msgspec-0.19-cp39-cp39-manylinux2014_x86_64.whl").touch()
     with pytest.raises(SystemExit, match=r"is for Python 3\.9, and this is .*make gpu PYTHON=python3\.9"):
         carry.run([])
+
+
+def test_an_older_python_is_told_so_too(root: Path) -> None:
+    """Which has no tomllib, as Ubuntu 22.04's."""
+    (root / ".gpu" / "msgspec-0.19-cp39-cp39-manylinux2014_x86_64.whl").touch()
+    program = (
+        "import pathlib, runpy, sys\n"
+        "sys.modules['tomllib'] = None\n"
+        "run = runpy.run_path(sys.argv[1])['run']\n"
+        "run.__globals__.update(CARRIED=pathlib.Path(sys.argv[2]), VENV_PYTHON=pathlib.Path('/nowhere'))\n"
+        "run([])\n"
+    )
+    command = [sys.executable, "-c", program, carry.__file__, str(root / ".gpu")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "is for Python 3.9" in done.stderr
+
+
+def test_make_without_a_python_says_so() -> None:
+    if shutil.which("make") is None:
+        pytest.skip("no make here")
+    done = subprocess.run(["make", "gpu", "PYTHON="], cwd=Path(__file__).parents[3], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "no Python 3.11" in done.stderr
 
 
 def test_a_library_that_is_older_than_its_source_is_compiled(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.bench.gpu import __main__ as program
 from tests.bench.gpu.page import write_page
-from tests.bench.gpu.parts import Setup, is_wrong
+from tests.bench.gpu.parts import FAULT_POOL_BYTES, Setup, _has_room, is_wrong, run_tests
 from tests.support.stub_cuda import fresh_stub
 
 ROOT = Path(__file__).parents[3]
@@ -84,3 +86,30 @@ def test_a_wrong_part_fails_the_run_which_waits_for_nobody(tmp_path: Path, monke
     (page,) = tmp_path.glob("*.md")
     assert "## driver: done" in page.read_text()
     assert "## death: wrong" in page.read_text()
+
+
+def test_tests_that_are_cut_short_have_said_how_far_they_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho one PASSED\necho FAILED two\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert run_tests(Setup("", double=True)) == {
+        "status": 1,
+        "summary": "FAILED two",
+        "failed": ["FAILED two"],
+        "end": ["one PASSED", "FAILED two"],
+    }
+    assert capfd.readouterr().out.splitlines() == ["one PASSED", "FAILED two"]
+
+
+def test_a_small_dev_shm_has_no_room_for_the_faulting_daemons_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container's has 64 MiB, which the pool must fit in; half of that is not enough with what else is there."""
+    room = {"free": 64 << 20}
+    monkeypatch.setattr(shutil, "disk_usage", lambda directory: SimpleNamespace(**room))
+    assert _has_room(tmp_path)
+    room["free"] = FAULT_POOL_BYTES
+    assert not _has_room(tmp_path)
