@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any
 
 import obstore
+import uvloop
 
 from kvoffd.pool.table_format import digest
 from kvoffd.tiers.shared.s3 import S3, open_bucket
@@ -79,7 +80,7 @@ def throughput(url: str, size: int) -> Iterator[str]:
         view[:] = memoryview(await (await obstore.get_async(client, path)).bytes_async())
 
     def bare(calls: Sequence[Callable[[], Any]], count: int) -> int:
-        asyncio.run(at_once(count, calls))
+        uvloop.run(at_once(count, calls))
         return len(views) * size
 
     for number in range(ROUNDS):

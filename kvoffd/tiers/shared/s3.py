@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import obstore
+import uvloop
 from obstore.store import S3Store
 
 from kvoffd.errors import KvoffdError
@@ -134,7 +135,7 @@ class S3(Store):
     poll_s, believed_s = 15.0, 600.0  # each is a request that is paid for
     most_window_keys = 256
     keys_at_once = 4096
-    blocks_at_once, bytes_at_once = 8, 8 << 20
+    blocks_at_once, bytes_at_once = 8, 16 << 20
     writers = 2
 
     def __init__(self, bucket: Bucket) -> None:
@@ -146,7 +147,7 @@ class S3(Store):
     def connect(self) -> None:
         if self._loop is None:
             try:
-                self._loop = asyncio.new_event_loop()
+                self._loop = uvloop.new_event_loop()
             except OSError as error:  # no descriptors
                 raise self._error(error) from error
 
@@ -306,7 +307,8 @@ class S3(Store):
         left = deadline - time.monotonic()
 
         async def bounded() -> T:
-            return await asyncio.wait_for(work, max(0.0, left))
+            async with asyncio.timeout(left):
+                return await work
 
         self._task = task = self._loop.create_task(bounded())
         try:
