@@ -29,13 +29,15 @@ LIMITS_WAIT_S = 1.5
 @answers(m.Clear)
 def clear(context: Context, session: Session, message: m.Clear) -> Iterator[m.Done | None]:
     """Drop the blocks of one namespace, or of all. What is empty then and nobody has open is forgotten."""
-    cache = context.cache
-    count = yield from (
-        cache.clear_all() if message.namespace is None else cache.reset(cache.namespace(message.namespace))
-    )
+    cache, count = context.cache, 0
+    steps = cache.clear_all() if message.namespace is None else cache.reset(cache.namespace(message.namespace))
+    # Before the last step a directory may be open, and somebody have a namespace open of which only disks have blocks.
+    context.disks.cleared(message.namespace)
     if message.namespace is None and context.tiering is not None:
         count += context.tiering.forget_unopened()
-    context.disks.cleared(message.namespace)
+    count += yield from steps
+    if message.namespace is None and context.tiering is not None:  # those that were forgotten meanwhile
+        count += context.tiering.forget_unopened()
     forget_idle(context)
     yield from context.removals_kept()
     logger.info("Session %d (%s) cleared %d blocks.", session.id, session.peer, count)

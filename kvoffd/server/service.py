@@ -203,9 +203,9 @@ class Service:
     def _void(self, fingerprint: bytes) -> Iterator[None]:
         """Forget a namespace's blocks, since somebody reset it for all nodes."""
         context = self.context
-        if (namespace := context.cache.find_namespace(fingerprint)) is not None:
-            while namespace.clearing:
-                yield
+        while (namespace := context.cache.find_namespace(fingerprint)) is not None and namespace.clearing:
+            yield  # it may be forgotten then, and another one have its name
+        if namespace is not None:
             yield from context.cache.reset(namespace)
         elif context.tiering is not None:
             context.tiering.tier.remove_namespace(fingerprint)

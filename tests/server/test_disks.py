@@ -17,6 +17,7 @@ from kvoffd.server.admin_requests import clear
 from kvoffd.server.disks import Disks
 from kvoffd.server.engine_requests import hint, invalidate
 from kvoffd.server.recent import Recent
+from kvoffd.server.service import Service
 from kvoffd.settings import DiskSize
 from kvoffd.tiers.disk.file import DiskError, OpeningStopped
 from kvoffd.tiers.tier import TierBlock, TierKey, TierListener, TierStats
@@ -234,8 +235,8 @@ def test_a_directory_that_opens_after_the_end_is_closed_again(rig: DisksRig) -> 
     assert disk.closes == [0.0]
 
 
-def clear_by_operator(rig: DisksRig, namespace: bytes | None) -> None:
-    """As a request does it."""
+def clear_by_operator(rig: DisksRig, namespace: bytes | None) -> Iterator[object]:
+    """The steps of it, as a request has them."""
     if namespace is not None:
         rig.rig.cache.open_namespace(namespace, "one", 1, 8, [GroupSpec("full_attention", 16)], "{}")
     cache, disks = rig.rig.cache, rig.disks
@@ -252,7 +253,7 @@ def clear_by_operator(rig: DisksRig, namespace: bytes | None) -> None:
         clock=time.monotonic,
         removals_kept=lambda: iter(()),
     )
-    assert list(clear(context, SimpleNamespace(id=1, peer="somebody"), Clear(1, bytes(16), namespace)))  # type: ignore[arg-type]
+    return clear(context, SimpleNamespace(id=1, peer="somebody"), Clear(1, bytes(16), namespace))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("namespace", "left"), [(b"one", {b"other"}), (None, set())])
@@ -261,9 +262,48 @@ def test_what_is_cleared_does_not_come_with_a_directory_that_is_being_opened(
 ) -> None:
     disk = rig.result = FakeDisk()
     rig.attach()
-    clear_by_operator(rig, namespace)
+    assert list(clear_by_operator(rig, namespace))
     rig.opened()
     assert disk.names == left
+
+
+@pytest.mark.parametrize("comes", ["a directory", "an engine"])
+def test_what_comes_while_all_is_cleared_brings_nothing_back(rig: DisksRig, comes: str) -> None:
+    disk = rig.result = FakeDisk()
+    rig.attach()
+    spaces = [rig.rig.open(name) for name in ("one", "other")]
+    for space in spaces:
+        rig.rig.put(space, keys_of(1))
+    disk.names = {space.fingerprint for space in spaces} | {b"late".ljust(32)}
+    if comes == "an engine":
+        rig.opened()
+    steps = clear_by_operator(rig, None)
+    assert next(steps) is None
+    assert [space.ready_blocks for space in spaces] == [0, 1]
+    if comes == "an engine":
+        rig.rig.open("late")
+    else:
+        rig.opened()
+    assert list(steps)
+    assert disk.names == set()
+
+
+def test_a_reset_on_all_nodes_reaches_who_has_the_name_of_a_namespace_that_was_forgotten_meanwhile(
+    rig: DisksRig,
+) -> None:
+    cache = rig.rig.cache
+    space = rig.rig.open()
+    rig.rig.put(space, keys_of(1))
+    clearing = cache.clear(space, keep_tiers=True)
+    context = SimpleNamespace(cache=cache, disks=rig.disks, tiering=None)
+    steps = Service._void(SimpleNamespace(context=context), space.fingerprint)  # type: ignore[arg-type]
+    assert next(steps) is None
+    assert list(clearing) == []
+    cache.forget_namespace(space)
+    again = rig.rig.open()
+    rig.rig.put(again, keys_of(2))
+    assert list(steps) == []
+    assert again.held_blocks == 0
 
 
 @pytest.mark.parametrize(("request_type", "removed"), [(Invalidate, 2), (Hint, 0)])
