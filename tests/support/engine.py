@@ -9,6 +9,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
 from multiprocessing.process import BaseProcess
@@ -204,7 +205,8 @@ class EngineProcess(Starting):
             return
         self._process.kill()  # it may have no session of its own yet
         for pid in self.pids:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it may have ended by the first kill
+                os.kill(pid, signal.SIGKILL)
         self._process.join(STOP_DEADLINE_S)
         if self._connection is not None:
             self._connection.close()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import pytest
+import uvloop
 
 from kvoffd.errors import KvoffdError
 from kvoffd.tiers.shared.object_format import generation_key, object_key
@@ -299,7 +300,7 @@ def test_without_descriptors_nothing_is_written_until_there_are_some_again(
 
     block = rig.block(1)
     with monkeypatch.context() as patched:
-        patched.setattr(asyncio, "new_event_loop", refuse)
+        patched.setattr(uvloop, "new_event_loop", refuse)
         assert rig.write(block) is not DONE
     rig.reachable()
     assert set(rig.tier.counters.errors) == {"unreachable"}
