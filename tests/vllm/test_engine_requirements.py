@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import PoolerConfig
+from vllm.config import AuxOutputConfig, PoolerConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.pooling_params import PoolingParams
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
@@ -67,6 +67,13 @@ def test_replicas_on_several_nodes_are_served(config: Any) -> None:
     check_engine(config)
 
 
+def test_ranks_that_schedule_on_their_own(config: Any) -> None:
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    check_engine(config)  # one rank is an engine as others are
+    config.parallel_config.world_size = 2
+    refused(config, "--distributed-executor-backend mp")
+
+
 @pytest.mark.parametrize("platform", ["rocm", "xpu"])
 def test_other_gpus(config: Any, monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
     other = SimpleNamespace(is_cuda=lambda: False, is_cpu=lambda: False, device_name=platform)
@@ -77,6 +84,11 @@ def test_other_gpus(config: Any, monkeypatch: pytest.MonkeyPatch, platform: str)
 def test_weights_that_take_turns_on_the_gpu(config: Any) -> None:
     config.offload_config.prefetch.offload_group_size = 8
     refused(config, "--offload-group-size")
+
+
+def test_routed_experts_that_are_known_of_computed_tokens_only(config: Any) -> None:
+    config.aux_output_config = AuxOutputConfig(enable_return_routed_experts=True)
+    refused(config, "--enable-return-routed-experts")
 
 
 def test_images_that_are_numbered_and_not_hashed(config: Any) -> None:

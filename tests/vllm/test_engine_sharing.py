@@ -25,11 +25,16 @@ from tests.support.engine import (
     wait_stats,
 )
 from tests.support.models import make_tiny_gemma3, make_tiny_llama
+from tests.support.shapes import wait_stored as wait_stores_ended
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 LENGTHS = [2000, 777, 1111]
 PROMPTS = [prompt(seed, length) for seed, length in enumerate(LENGTHS)]
+
+BEGINNING = 1024
+ALIKE = [prompt(10, BEGINNING) + prompt(seed, 300) for seed in (11, 12, 13)]
+"""They begin alike."""
 
 FULL_BLOCKS = sum(length // BLOCK_TOKENS for length in LENGTHS)
 WINDOW_BLOCKS = 256 // BLOCK_TOKENS
@@ -57,7 +62,10 @@ PATIENT_CLIENT = ClientOptions(request_timeout_s=PATIENCE_S)
 
 @dataclass
 class Runs:
-    """What the same prompts gave, in the order of the fields, and what the daemon said afterwards."""
+    """What the same prompts gave, in the order of the fields, and what the daemon said afterwards.
+
+    ``alike`` are other prompts, one by one, that never met in the engine's own cache; the last one once more, computed.
+    """
 
     cold: list[Completion]
     warm: list[Completion]
@@ -65,6 +73,7 @@ class Runs:
     restarted: list[Completion]
     stats: StatsReply
     namespaces: list[NamespaceInfo]
+    alike: list[Completion]
 
 
 @pytest.fixture(
@@ -101,7 +110,15 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             first.start()
             wait_connected(admin, kind["settings"].get("tensor_parallel", 1), PATIENCE_S)
             restarted = first.generate(PROMPTS)
-            yield Runs(cold, warm, from_second, restarted, admin.stats(), admin.namespaces().namespaces)
+            stats, namespaces = admin.stats(), admin.namespaces().namespaces
+            alike = []
+            for each in ALIKE:
+                alike += first.generate([each])
+                wait_stores_ended(admin)
+                first.forget()
+            admin.clear()
+            alike += first.generate(ALIKE[-1:])
+            yield Runs(cold, warm, from_second, restarted, stats, namespaces, alike)
         finally:
             first.close()
             second.close()
@@ -123,6 +140,12 @@ def test_every_full_block_is_loaded_and_the_tokens_are_the_same(runs: Runs, run:
     assert tokens(completions) == tokens(runs.cold)
     assert [completion.cached for completion in completions] == [full_blocks(length) for length in LENGTHS]
     assert all(completion.finish == "length" for completion in completions)
+
+
+def test_prompts_that_begin_alike_find_their_beginning_as_in_vllms_own_cache(runs: Runs) -> None:
+    # Where layers have windows, the second one stores those at the end of what it has in common with the first.
+    assert [answer.cached for answer in runs.alike] in ([0, found, BEGINNING, 0] for found in (0, BEGINNING))
+    assert runs.alike[2].tokens == runs.alike[3].tokens
 
 
 def test_all_engines_are_one_namespace_and_no_job_failed(runs: Runs) -> None:

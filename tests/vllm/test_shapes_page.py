@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ import pytest
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.kv_offload.base import TransferResult
+
+from tests.gpu.test_engines import SHAPES
 
 # Collecting imports vLLM and torch.
 pytestmark = pytest.mark.timeout(300)
@@ -99,6 +102,14 @@ def test_what_the_comparison_says_of_vllm_has_a_line_there() -> None:
         if file:
             source = (FOLDERS.get(file.partition("/")[0], VLLM) / file).read_text().splitlines()
         assert all(source[int(number) - 1].strip() for number in re.findall(r"\d+", numbers)), (file, numbers)
+
+
+def test_flashinfer_takes_the_heads_of_its_shapes_model(tmp_path: Path) -> None:
+    """Which no machine without a GPU runs. vLLM's list is read: flashinfer is not beside a vLLM for CPU."""
+    source = (VLLM / "v1" / "attention" / "backends" / "flashinfer.py").read_text()
+    sizes = re.findall(r"def get_supported_head_sizes.*?return \[(.*?)\]", source, re.DOTALL)
+    config = json.loads((SHAPES["flashinfer"].make(tmp_path / "model") / "config.json").read_text())
+    assert str(config["hidden_size"] // config["num_attention_heads"]) in sizes[0].split(", ")
 
 
 def test_vllms_own_worker_asserts_on_a_failed_load() -> None:

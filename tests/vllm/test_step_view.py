@@ -110,6 +110,26 @@ def test_a_store_ends_before_another_connector_loads_into_its_blocks(connector: 
     assert connector.build_connector_meta(SchedulerOutput.make_empty()).jobs_to_flush == {store}
 
 
+@pytest.mark.parametrize(
+    ("blocks", "waits"), [pytest.param([5, 6, 9], False, id="found"), pytest.param([5, 9, 7], True, id="given-away")]
+)
+def test_no_step_waits_for_stores_of_blocks_that_the_next_request_only_reads(
+    connector: KvoffdConnector, blocks: list[int], waits: bool
+) -> None:
+    request = new_request(connector, [5, 6, 7, 8])
+    request.num_computed_tokens = PROMPT_TOKENS
+    assert stored_blocks(connector, request, RequestStatus.FINISHED_LENGTH_CAPPED) == [5, 6, 7]
+    # vLLM finds two blocks in its own cache.
+    other = Request("other", list(range(PROMPT_TOKENS)), SamplingParams(max_tokens=4), None)
+    connector.on_new_request(other)
+    connector.connector_scheduler._req_status["other"].num_locally_computed_tokens = 2 * BLOCK_TOKENS
+    connector.update_state_after_alloc(other, KVCacheBlocks(([KVCacheBlock(each) for each in blocks],)), 0)
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs = [NewRequestData.from_request(other, (blocks,))]
+    output.num_scheduled_tokens = {"other": 36}
+    assert bool(connector.build_connector_meta(output).jobs_to_flush) == waits
+
+
 def begin_load(connector: KvoffdConnector, request: Any) -> None:
     """Have it wait for its load, job 1."""
     scheduler = connector.connector_scheduler
@@ -220,3 +240,13 @@ def test_chunks_that_lost_a_block_to_the_window_are_left_out_of_a_store(
     offered = [chunk for chunk, last in zip(window.offload_keys, blocks[1::2], strict=True) if last]
     assert len(storable("r", [*dense.offload_keys, *offered])) == 3 + kept
     assert storable("r", offered)[-1] == offered[-1]
+
+
+def test_a_cache_is_reset_twice_without_a_step_between(connector: KvoffdConnector) -> None:
+    request = new_request(connector, [5, 6, 7, 8])
+    request.num_computed_tokens = PROMPT_TOKENS
+    stored_blocks(connector, request, RequestStatus.FINISHED_LENGTH_CAPPED)
+    (store,) = connector.connector_scheduler._jobs
+    assert connector.reset_cache()
+    assert connector.reset_cache()
+    assert connector.build_connector_meta(SchedulerOutput.make_empty()).jobs_to_flush == {store}

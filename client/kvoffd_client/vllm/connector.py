@@ -47,7 +47,7 @@ from kvoffd_client.vllm.lora_adapters import LoraAdapters
 from kvoffd_client.vllm.offloading_manager import KvoffdManager
 from kvoffd_client.vllm.offloading_spec import SETUP, KvoffdSpec, name_spec, setup_of
 from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWorker
-from kvoffd_client.vllm.step_view import note_allocated, shown, without_holes
+from kvoffd_client.vllm.step_view import note_allocated, note_shared_prefix, shown, without_holes
 
 if TYPE_CHECKING:
     from kvoffd_client.vllm import vllm_types as v
@@ -282,14 +282,17 @@ class KvoffdConnector(OffloadingConnector):
             # vLLM would load the whole blocks and compute the rest.
             self._begin_lookup(request)
             return None, False
+        if tokens is not None:
+            ready = functools.partial(self._manager.ready_blocks, request.request_id)
+            note_shared_prefix(self.connector_scheduler, request, ready, num_computed_tokens + tokens)
         return (tokens, loads) if not tokens or self._manager.load_pays(request.request_id, tokens) else (0, False)
 
     def update_state_after_alloc(self, request: v.Request, blocks: v.KVCacheBlocks, num_external_tokens: int) -> None:
         """As vLLM's; a request that is scheduled without a load gives its pinned blocks back."""
+        note_allocated(self.connector_scheduler, request, blocks)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens == 0:
             self._manager.scheduled_without_load(request.request_id)
-            note_allocated(self.connector_scheduler, blocks)
 
     def build_connector_meta(self, scheduler_output: v.SchedulerOutput) -> KvoffdConnectorMetadata:
         """As vLLM's, with what the workers must be told about the namespace."""
@@ -343,7 +346,12 @@ class KvoffdConnector(OffloadingConnector):
         self._manager.namespace.leave(engine_cache_kept=kept)
         if not kept:
             self._adapters.engine_cache_reset()
-        return super().reset_cache()
+        # Jobs of a reset that no step has followed are waited for in the next one; vLLM asserts that there are none.
+        scheduler = self.connector_scheduler
+        waited_for, scheduler._current_batch_jobs_to_flush = scheduler._current_batch_jobs_to_flush, set()
+        done = super().reset_cache()
+        scheduler._current_batch_jobs_to_flush |= waited_for
+        return done
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

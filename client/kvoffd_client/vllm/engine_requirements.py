@@ -105,6 +105,12 @@ def _problem(vllm_config: VllmConfig) -> str:
             f"its workers are on {parallel.nnodes_within_dp} nodes, and a daemon has the blocks of one node. Use "
             "tensor and pipeline parallelism within a node, and data parallelism between nodes."
         )
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        return (
+            "with external_launcher each rank schedules on its own, and all must do the same, but what the daemon has "
+            "is known to one of them a step earlier than to another. Start it without --kv-transfer-config, or with "
+            "--distributed-executor-backend mp."
+        )
     if (model.enable_sleep_mode or model.enable_cumem_allocator) and not HAS_SLEEP_HOOKS:
         return (
             f"vLLM {vllm.__version__} does not tell connectors when it goes to sleep or releases its KV cache, and a "
@@ -116,6 +122,12 @@ def _problem(vllm_config: VllmConfig) -> str:
             "its way of pooling needs all tokens of a prompt to be computed, so vLLM supports no prefix caching for "
             "it, and nothing can be loaded. Start it without --kv-transfer-config, or with LAST as its pooling type "
             "if the model was trained for that."
+        )
+    if vllm_config.aux_output_config.enabled:
+        return (
+            "it is to return the routed experts of prompts, and has those of tokens that it computed itself: the first "
+            "prompt that comes from the daemon would end it. Start it without --enable-return-routed-experts, or "
+            "without --kv-transfer-config."
         )
     if vllm_config.offload_config.prefetch.offload_group_size:
         return (

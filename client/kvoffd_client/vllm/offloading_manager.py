@@ -208,6 +208,13 @@ class KvoffdManager(OffloadingManager):
         lookups = self._lookups.get(request_id)
         return lookups is not None and lookups.tail_unanswered
 
+    def ready_blocks(self, request_id: str, index: int) -> int:
+        """Return of how many blocks of a group, from a request's first one on, the answer says that they are there."""
+        lookups = self._lookups.get(request_id)
+        if lookups is None or lookups.answer is None or not all(lookups.groups):
+            return 0
+        return min(lookups.answer.ticket.leading_ready(index), len(lookups.groups[index]))
+
     def await_answer(self, request_id: str, others: Iterable[str]) -> None:
         """Wait a moment for a request's answer where none of ``others`` can run; see ``LookupWait``."""
         lookups = self._lookups.get(request_id)

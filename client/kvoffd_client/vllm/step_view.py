@@ -1,8 +1,8 @@
-"""What vLLM's offloading scheduler is shown of a step: all of it but what it would misread."""
+"""What vLLM's schedulers are told of requests and steps that they would not see, or misread."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import dropwhile
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from vllm.v1.request import RequestStatus
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES
 
 if TYPE_CHECKING:
-    from kvoffd_client.vllm.vllm_types import KVCacheBlocks, SchedulerOutput
+    from kvoffd_client.vllm.vllm_types import KVCacheBlocks, Request, SchedulerOutput
 
 
 def shown(output: SchedulerOutput, requests: Mapping[str, RequestOffloadState]) -> SchedulerOutput:
@@ -56,14 +56,58 @@ def shown(output: SchedulerOutput, requests: Mapping[str, RequestOffloadState]) 
     return replace(output, **changes) if changes else output
 
 
-def note_allocated(scheduler: OffloadingConnectorScheduler, blocks: KVCacheBlocks) -> None:
-    """Have stores that read these blocks end before this step, as 0.33 does.
+class _TakenBlocks(set[int]):
+    """Blocks that a step gives away, less those of a prefix that vLLM found in its own cache: they are read only."""
 
-    0.32 notes a request's blocks where it loads them itself, or computes. Below MultiConnector another connector may
-    load into them, and a store of who had them before would take its bytes.
+    def __init__(self, taken: Iterable[int]) -> None:
+        super().__init__(taken)
+        self.found: set[int] = set()
+
+    def add(self, block_id: int) -> None:
+        if block_id not in self.found:
+            super().add(block_id)
+
+    def update(self, *block_ids: Iterable[int]) -> None:
+        for each in block_ids:
+            super().update(set(each) - self.found)
+
+
+def note_allocated(scheduler: OffloadingConnectorScheduler, request: Request, blocks: KVCacheBlocks) -> None:
+    """Have stores that read a request's new blocks end before this step, and no others.
+
+    vLLM has those end too that read what it found in its own cache, and the engine stands still until they have, though
+    nobody writes there. And 0.32 notes blocks only where it loads them itself, or computes: below MultiConnector
+    another connector may load into them, and a store of who had them before would take its bytes.
     """
-    ids = (block.block_id for group in blocks.blocks for block in group if not block.is_null)
-    scheduler._current_batch_allocated_block_ids.update(ids)
+    taken = scheduler._current_batch_allocated_block_ids
+    if not isinstance(taken, _TakenBlocks):
+        taken = scheduler._current_batch_allocated_block_ids = _TakenBlocks(taken)
+    status = scheduler._req_status.get(request.request_id)
+    computed = max(request.num_computed_tokens, status.num_locally_computed_tokens if status is not None else 0)
+    groups = scheduler.config.kv_group_configs
+    # With groups that are not offloaded (DeepSeek V4.1's windows) vLLM may drop what it found after it told of it.
+    for group in groups if len(groups) == len(blocks.blocks) else ():
+        if not group.requires_cow_source:
+            found = blocks.blocks[group.group_idx][: computed // group.tokens_per_block]
+            taken.found.update(block.block_id for block in found)
+    taken.update(block.block_id for group in blocks.blocks for block in group if not block.is_null)
+
+
+def note_shared_prefix(
+    scheduler: OffloadingConnectorScheduler, request: Request, ready: Callable[[int], int], found: int
+) -> None:
+    """Have vLLM keep, and offer, the windows and states where a prompt parts from those that the daemon has.
+
+    It keeps those at the end of each prompt, and where two part that meet in its own cache. Of prompts that begin alike
+    and do not meet there no window or state would ever be stored with which their beginning is a hit. ``ready`` tells
+    of how many blocks of a group the daemon has the beginning; ``found`` tokens are loaded, or in vLLM's own cache.
+    """
+    groups = scheduler._full_attention_groups
+    if not groups or not scheduler._sliding_window_groups:
+        return
+    tokens = min(ready(index) * scheduler.config.kv_group_configs[index].tokens_per_chunk for index in groups)
+    if found < tokens < request.num_prompt_tokens:
+        request.shared_prefix_boundary = max(request.shared_prefix_boundary, tokens)
 
 
 def without_holes(status: RequestOffloadState | None, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
