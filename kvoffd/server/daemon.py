@@ -94,9 +94,10 @@ def run(config: Config) -> int:
             f"The system refuses what the daemon needs to start ({str(error) or 'it gives no more memory'}); see the "
             "limits (ulimit -a) and the seccomp filter that it is started with."
         ) from error
-    if daemon.gpu_lost:
+    if daemon.gpu_lost or daemon.copy_stuck:
         logging.shutdown()
-        os._exit(EXIT_GPU_LOST)  # past the driver's own end, which may hang where its context is lost
+        # Past the driver's own end, which may hang where its context is lost, or a call of it does.
+        os._exit(EXIT_GPU_LOST if daemon.gpu_lost else 0)
     return 0
 
 
@@ -121,7 +122,8 @@ class Daemon:
         self._stored_fds = take_stored_fds(os.environ)
         self._directory = DaemonDirectory(config.directory)
         self._stop = asyncio.Event()
-        self._copy_stuck = False
+        self.copy_stuck = False
+        """Whether a thread hangs, with memory that it may still use."""
         self.gpu_lost = False
         self.served = False
         """Whether it came so far as to open its sockets."""
@@ -155,7 +157,7 @@ class Daemon:
         finally:
             if self._http is not None:
                 await self._http.close()
-            self._directory.release(keep_lock=self._copy_stuck)
+            self._directory.release(keep_lock=self.copy_stuck)
         logger.info("Stopped.")
 
     async def _start_http(self) -> None:
@@ -266,8 +268,10 @@ class Daemon:
             kept_limits,
             map_segment=self._page_faulter.map_memfd,
             max_attached=half_of_descriptors(),
+            close_segments=self._page_faulter.close_segments,
         )
         self._service.context.http_problem = self._http_problem
+        self._service.use_pool(pool.name)
 
     def _build_sockets(self, admin_keys: AdminKeys | None) -> None:
         config, service = self._config, self._service
@@ -392,11 +396,11 @@ class Daemon:
         if (routers := self._service.context.router_server) is not None:
             await routers.close()
         if not self._service.context.disks.close(DISKS_CLOSE_S):
-            self._copy_stuck = True
+            self.copy_stuck = True
         self._kept_policy.close()
         self._service.context.kept_limits.close()
         if not self._host_engine.close(ENGINE_CLOSE_S) or not self._gpus.stop(ENGINE_CLOSE_S):
-            self._copy_stuck = True
+            self.copy_stuck = True
             logger.warning("A copy does not end; its memory stays mapped until the process is gone.")
         self._inbox.work_off()
         self._transport.flush()
@@ -404,7 +408,7 @@ class Daemon:
         self._page_faulter.close()
         if not self._gpus.close(GPUS_CLOSE_S):
             # The driver lets go of the pool when the process ends.
-            self._copy_stuck = True
+            self.copy_stuck = True
         await self._transport.close(LINGER_MS / 1000)
 
     async def _close_pool(self) -> None:
@@ -412,7 +416,7 @@ class Daemon:
         self._stop.set()
         if self._page_mapper is not None:
             await self._page_mapper
-        if not self._copy_stuck:
+        if not self.copy_stuck:
             self._pool.close()
 
 

@@ -24,13 +24,20 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
 
 def run_facts(command: str, **more: object) -> dict[str, object]:
     """Return when, from which commit, with which command and on which machine, of which is ``more``, it is measured."""
-    described = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": described.stdout.strip() or "unknown",
+        "commit": _commit() or "unknown",
         "command": command,
         "machine": asdict(machine()) | more,
     }
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    except OSError:  # there is no git
+        return ""
 
 
 def publish_report(

@@ -108,6 +108,13 @@ __attribute__((constructor)) static void start(void) {
     if ((value = getenv("STUB_HANG")) && sscanf(value, "%47[^:]:%d", name, &nth) >= 1) add_plan(name, nth, 0, 1);
 }
 
+/* The library's end waits for a call that hangs, as libcuda's may: it has exit handlers, which take locks and join threads. */
+__attribute__((destructor)) static void end(void) {
+    pthread_mutex_lock(&lock);
+    while (getenv("STUB_HANG") && hanging && !released) pthread_cond_wait(&wake, &lock);
+    pthread_mutex_unlock(&lock);
+}
+
 static CUresult lose(CUresult status) {
     switch (status) { /* after which "the process must be terminated and relaunched" */
     case CUDA_ERROR_CONTAINED: case CUDA_ERROR_ILLEGAL_ADDRESS: case CUDA_ERROR_LAUNCH_TIMEOUT: case CUDA_ERROR_HARDWARE_STACK_ERROR:

@@ -207,8 +207,8 @@ def _no_descriptor(types: int) -> str:
     if types & cuda.MEM_HANDLE_TYPE_FABRIC:
         return (
             "The memory was made for fabric handles only, which need NVIDIA's IMEX service. Have the engine allocate "
-            "it with descriptors too (vLLM's cumem allocator does so where fabric handles are not permitted), or start "
-            "it without sleep mode."
+            "it with descriptors too (vLLM's cumem allocator does so where fabric handles are not permitted, and so do "
+            "torch's expandable_segments), or start it without sleep mode and without expandable_segments."
         )
     return (
         "The memory is of CUDA's virtual memory API and was not made to be shared; start the engine without "

@@ -125,7 +125,7 @@ class PinnedPool:
             return None
         return (
             f"{format_size(refused_bytes)} of the pool could not be pinned, so GPU copies of them are slow; the log "
-            "has the driver's reason. A limit on locked memory, or too little memory, are the usual reasons."
+            "has the driver's reason. In confidential computing it pins nothing; elsewhere it may lack memory."
         )
 
 

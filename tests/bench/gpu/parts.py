@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -41,6 +41,8 @@ WATCH_S = 2.0
 """For how long blocks are watched after the daemon was killed."""
 KILLING_S = 50.0
 """After this long no further daemon is killed."""
+NVIDIA_SMI_S = 10.0
+"""Where no process has the GPU open, it starts the GPU first, which takes seconds."""
 MEMORY_SHARE = 0.3
 """Of what is available, the largest pool that is pinned."""
 FAULT_POOL_BYTES = 32 * MIB
@@ -82,11 +84,13 @@ class Setup:
 
 
 def tried(what: Callable[[], object]) -> object:
-    """What came of it, or the error in words."""
+    """What came of it, or the error in words. It is printed too, for a part that is not done in time."""
     try:
-        return what()
+        found = what()
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        found = f"{type(error).__name__}: {error}"
+    print(found, flush=True)
+    return found
 
 
 @contextmanager
@@ -126,10 +130,21 @@ def look_at_driver(setup: Setup) -> Found:
         }
         bench.free(address)
     if shutil.which("nvidia-smi"):
-        asked = "name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max,mig.mode.current,compute_mode"
-        command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv"]
-        found["nvidia_smi"] = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.splitlines()
+        found["nvidia_smi"] = tried(_ask_nvidia_smi)
     return found
+
+
+def _ask_nvidia_smi() -> list[str]:
+    asked = "name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max,mig.mode.current,compute_mode"
+    command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        return process.communicate(timeout=NVIDIA_SMI_S)[0].splitlines()
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):  # in a call of a driver that hangs it does not end
+            process.communicate(timeout=1.0)
+        raise
 
 
 def _first_line(path: str) -> str | None:
@@ -230,10 +245,14 @@ def _tried_bytes(admin: AdminClient) -> int:
 
 
 def run_tests(setup: Setup) -> Found:
-    """``pytest -m gpu``; on the double these are skipped, since they want a GPU."""
-    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu"]
+    """``pytest -m gpu`` without its engines, which take minutes; on the double these are skipped: they want a GPU."""
+    plugins = [f"-p{name}" for name in ("no:cacheprovider", "pytest_timeout", "pytest_rerunfailures")]
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", *plugins, "tests/gpu"]
+    command += ["--ignore", "tests/gpu/test_engines.py"]
+    # This Python may have plugins that were written for another pytest.
+    environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     lines = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pytest:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ) as pytest:
         for line in pytest.stdout or ():
             print(line, end="", flush=True)  # what is told where the part is not done in time
             lines.append(line.rstrip())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,8 +13,11 @@ from types import SimpleNamespace
 import pytest
 
 from tests.bench.gpu import __main__ as program
+from tests.bench.gpu import parts
 from tests.bench.gpu.page import write_page
-from tests.bench.gpu.parts import FAULT_POOL_BYTES, Setup, _has_room, is_wrong, run_tests
+from tests.bench.gpu.parts import FAULT_POOL_BYTES, Setup, _has_room, is_wrong, look_at_driver, run_tests
+from tests.bench.report_file import run_facts
+from tests.support import steal
 from tests.support.stub_cuda import fresh_stub
 
 ROOT = Path(__file__).parents[3]
@@ -33,6 +37,20 @@ def test_parts_run_alone_over_the_double_which_the_page_says(tmp_path: Path) -> 
     assert (fault["job"], fault["status_is_right"], fault["block_is_back"]) == ("COPY_FAILED", True, True)
     assert "**Not a GPU.**" in page.read_text()
     assert set(Path("/dev/shm").glob("kvoffd-gpu-*")) == before, "files were left"
+
+
+def test_without_git_a_run_has_its_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run_facts("make gpu")["commit"] == "unknown"
+
+
+def test_an_nvidia_smi_that_hangs_costs_its_own_answer_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = fresh_stub().path
+    monkeypatch.setattr(parts, "NVIDIA_SMI_S", 0.2)
+    script(tmp_path / "nvidia-smi", "exec sleep 60")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = look_at_driver(Setup(library, double=True))
+    assert (found["card"], str(found["nvidia_smi"])[:14]) == ("Stub 0", "TimeoutExpired")
 
 
 def test_a_part_that_failed_is_told_on_the_page() -> None:
@@ -88,13 +106,36 @@ def test_a_wrong_part_fails_the_run_which_waits_for_nobody(tmp_path: Path, monke
     assert "## death: wrong" in page.read_text()
 
 
+def script(path: Path, commands: str) -> str:
+    path.write_text(f"#!/bin/sh\n{commands}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_engines_take_no_time_from_the_other_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a vLLM for CUDA is there too, each takes a minute or more."""
+    monkeypatch.setattr(sys, "executable", script(tmp_path / "python", 'echo "$@"'))
+    assert str(run_tests(Setup("", double=True))["summary"]).endswith("tests/gpu --ignore tests/gpu/test_engines.py")
+
+
+def test_plugins_of_the_machines_python_keep_no_test_from_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those that take a ``path``, which pytest 9 does not give any more."""
+    information = tmp_path / "old-1.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: old\nVersion: 1\n")
+    (information / "entry_points.txt").write_text("[pytest11]\nold = old_plugin\n")
+    (tmp_path / "old_plugin.py").write_text("def pytest_ignore_collect(path, config): ...\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(sys, "executable", script(tmp_path / "python", f'exec {sys.executable} "$@" --help'))
+    assert run_tests(Setup("", double=True))["status"] == 0
+
+
 def test_tests_that_are_cut_short_have_said_how_far_they_came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho one PASSED\necho FAILED two\nexit 1\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(sys, "executable", script(tmp_path / "python", "echo one PASSED; echo FAILED two; exit 1"))
     assert run_tests(Setup("", double=True)) == {
         "status": 1,
         "summary": "FAILED two",
@@ -102,6 +143,20 @@ def test_tests_that_are_cut_short_have_said_how_far_they_came(
         "end": ["one PASSED", "FAILED two"],
     }
     assert capfd.readouterr().out.splitlines() == ["one PASSED", "FAILED two"]
+
+
+def test_tests_start_where_pressure_is_there_and_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on RHEL and Oracle Linux without psi=1: "Operation not supported"."""
+    monkeypatch.setattr(steal, "PRESSURE", tmp_path)
+    assert steal._now()[2] == 0
+
+
+def test_what_was_tried_is_said_in_case_the_part_is_cut_short(capfd: pytest.CaptureFixture[str]) -> None:
+    assert parts.tried(lambda: {"right_bytes": True}) == {"right_bytes": True}
+    assert parts.tried(lambda: 1 // 0) == "ZeroDivisionError: integer division or modulo by zero"
+    assert "{'right_bytes': True}\nZeroDivisionError" in capfd.readouterr().out
 
 
 def test_a_small_dev_shm_has_no_room_for_the_faulting_daemons_pool(
