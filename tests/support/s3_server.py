@@ -1,4 +1,4 @@
-"""moto's S3 server in a process of its own, for tests; and where to get one."""
+"""S3 servers in processes of their own, for tests: moto's and rclone's; and where to get them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from .ports import free_port
 from .waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = shutil.which("moto_server", path=f"{ROOT / '.venv-servers/bin'}:{Path(sys.executable).parent}")
+PLACES = f"{ROOT / '.venv-servers/bin'}:{Path(sys.executable).parent}"
+PROGRAM = shutil.which("moto_server", path=PLACES)
+RCLONE = shutil.which("rclone", path=PLACES)
 needs_moto = pytest.mark.skipif(PROGRAM is None, reason="there is no moto_server; `make servers` installs it")
+needs_rclone = pytest.mark.skipif(RCLONE is None, reason="there is no rclone; `make servers` installs it")
 START_S = 20.0
 BUCKET = "kvoffd-test"
 
 
 class S3Server(Starting):
-    """Listens on a free port of 127.0.0.1 and keeps everything in memory."""
+    """moto's. Listens on a free port of 127.0.0.1 and keeps everything in memory."""
 
     def __init__(self, options: Sequence[str] = (), scheme: str = "http") -> None:
         self._port = free_port()
@@ -91,3 +94,28 @@ class S3Server(Starting):
 
     def close(self) -> None:
         self.kill()
+
+
+class RcloneServer(S3Server):
+    """rclone's, over a directory. Unlike moto's it checks signatures: the key is ``user``, its secret ``secret``."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self._directory = directory
+        self._flushed = 0
+
+    @property
+    def url(self) -> str:
+        return super().url.replace("/a/prefix?", f"/a/prefix/{self._flushed}?")
+
+    def start(self) -> Self:
+        assert RCLONE is not None
+        (self._directory / BUCKET).mkdir()
+        options = ["--config=", "--auth-key=user,secret", f"--addr=127.0.0.1:{self._port}"]
+        command = [RCLONE, "serve", "s3", *options, str(self._directory)]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_until(self.listens, START_S)
+        return self
+
+    def flush(self) -> None:
+        self._flushed += 1

@@ -1,4 +1,4 @@
-"""The shared tier over S3: moto's server and a double that breaks as it is told."""
+"""The shared tier over S3: two servers and a double that breaks as it is told."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvoffd.tiers.shared.object_format import generation_key, object_key
 from kvoffd.tiers.shared.store import Credentials
 from kvoffd.tiers.tier import Answer, TierResult
 from tests.support.faulty_bucket import FaultyBucket
-from tests.support.s3_server import S3Server, needs_moto
+from tests.support.s3_server import RcloneServer, S3Server, needs_moto, needs_rclone
 from tests.support.waiting import wait_until
 from tests.tiers.shared_conformance import FaultConformance, SharedConformance
 from tests.tiers.shared_rig import ONE, SharedRig, key_of
@@ -54,6 +54,22 @@ class TestS3(SharedConformance):
     def url(self, server: S3Server) -> str:
         server.flush()
         return server.url
+
+
+@pytest.fixture(scope="module")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RcloneServer]:
+    with RcloneServer(tmp_path_factory.mktemp("rclone")) as running:
+        yield running
+
+
+@needs_rclone
+class TestRclone(SharedConformance):
+    most_asked = 128
+
+    @pytest.fixture
+    def url(self, rclone: RcloneServer) -> str:
+        rclone.flush()
+        return rclone.url
 
 
 @pytest.fixture
