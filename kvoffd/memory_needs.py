@@ -31,6 +31,8 @@ CONNECTIONS_BYTES = 160 << 10
 OUTPUT_BYTES = 104 << 20
 """What nobody reads (``transport.MAX_ALL_UNSENT_BYTES`` and ``MAX_UNSENT_BYTES``), KV events that are kept for a replay
 (``publisher.MAX_KEPT_BYTES``)."""
+IN_USE_AT_START = ("pool", "slot table and page tables", "process")
+"""What a daemon whose pool is touched has already: what its cgroup has left is without it."""
 ROUTERS_BYTES = (32 + 64) << 20
 """Messages for routers that are kept for a replay (``router_stream.MAX_KEPT_BYTES``), and what routers have not read
 (``router_server.MAX_ALL_UNSENT_BYTES``)."""
@@ -81,12 +83,13 @@ def memory_summary(config: Config) -> str:
 
 
 def memory_shortage(config: Config, limit: MemoryLimit) -> str:
-    """What may happen where the limit, once the pool is taken, is less than what is needed beside it; else nothing."""
-    beside = sum(memory_needs(config).values()) - config.pool_bytes
-    if beside <= limit.bytes:
+    """What may happen where less is left than may still be taken, once the pool and its table are; else nothing."""
+    needs = memory_needs(config)
+    to_come = sum(needs.values()) - sum(needs[part] for part in IN_USE_AT_START)
+    if to_come <= limit.bytes:
         return ""
     return (
-        f"Beside its pool the daemon may come to need {format_size(beside)}, and {format_size(limit.bytes)} are left "
-        f"({limit.source}): it may be ended for want of memory. Give it more, or choose a smaller "
+        f"Beside what it has the daemon may come to need {format_size(to_come)}, and {format_size(limit.bytes)} are "
+        f"left ({limit.source}): it may be ended for want of memory. Give it more, or choose a smaller "
         f"{'index_size or ' if config.index_bytes else ''}pool_size."
     )

@@ -212,6 +212,13 @@ def pod_user(pod: Manifest, container: Manifest) -> int:
     return own if own is not None else pod["securityContext"]["runAsUser"]
 
 
+def test_secrets_are_for_the_daemon_and_its_disks_file_stays_its_own() -> None:
+    """The kubelet gives volumes to fsGroup, and by default makes each of their files 0660, for every new pod."""
+    for pod, container in daemons():
+        assert pod["securityContext"]["fsGroup"] == container["securityContext"]["runAsGroup"]
+        assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
+
+
 def test_engines_reach_the_sockets_by_the_daemons_group() -> None:
     groups = [pod["securityContext"] for pod in pods() if any(c["name"] == "vllm" for c in containers(pod))]
     assert len(groups) == 2
