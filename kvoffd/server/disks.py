@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.hooks import CacheListener
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError, NoMoreThreads
@@ -21,7 +22,7 @@ from kvoffd.server.kept_resets import KeptResets
 from kvoffd.settings import DiskSize
 from kvoffd.system.threads import start
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.manager import TierEvents, TieringManager
+from kvoffd.tiering.manager import TieringManager
 from kvoffd.tiers.disk.disk_tier import DiskTier
 from kvoffd.tiers.disk.file import OpeningStopped
 from kvoffd.tiers.disk.opening import open_disk_tier
@@ -36,7 +37,7 @@ from kvoffd_proto.units import format_count, format_duration, format_size
 logger = logging.getLogger(__name__)
 
 CLOSE_STEP_S = 0.02
-"""How long the loop may wait at a time for a directory that is given up; it asks again with the next tick."""
+"""How long the loop may wait at a time for all directories that are given up; it asks again with the next tick."""
 STOP_OPENING_S = 1.0
 MAX_DISKS = 64
 TRICKLE_BYTES = 4 * 2**20 * (os.cpu_count() or 1)
@@ -76,7 +77,7 @@ class Disks:
 
     _config: Config
     _cache: BlockCache
-    _events: TierEvents
+    _events: CacheListener
     _clock: Callable[[], float]
     _open_disk: OpenDisk
     _post: Post
@@ -87,6 +88,7 @@ class Disks:
     shared: list[SharedTier] = field(default_factory=list, init=False)
     """The tiers that nodes share, where any are configured."""
     _kept: KeptResets = field(init=False)
+    _pool_name: str = field(default="", init=False)
     tiering: TieringManager | None = field(default=None, init=False)
     """None until the first directory or the shared tier is there: until then nothing knows of tiers."""
 
@@ -146,8 +148,11 @@ class Disks:
             disk.tier.drain()
             logger.info("%s is drained: its blocks are still read, nothing more is written.", directory)
 
-    def detach(self, directory: str) -> None:
-        """Give a directory up, or what failed to be opened. Raises KvoffdError where it is not known."""
+    def detach(self, directory: str) -> Iterator[None]:
+        """Give a directory up, or what failed to be opened, in steps, others being served between them.
+
+        Raises KvoffdError where it is not known.
+        """
         disk = self._known(directory)
         if disk.state is DiskState.FAILED:
             del self._disks[directory]
@@ -158,7 +163,7 @@ class Disks:
             disk.tier.drain()
             self._tiers.detach(disk.tier)
             assert self.tiering is not None
-            self.tiering.directory_detached(disk.tier)
+            yield from self.tiering.directory_detached(disk.tier)
 
     def namespace_reset(self, fingerprint: bytes, *, everywhere: bool = False) -> None:
         """A namespace's blocks are stale, as when its weights changed: also those in directories that are coming,
@@ -167,11 +172,17 @@ class Disks:
         if self.tiering is not None:
             self.tiering.namespace_reset(fingerprint, everywhere=everywhere)
         generations = {tier.name: tier.generation(fingerprint) for tier in self.shared}
-        open_ones = [disk.size.directory for disk in self if disk.tier is not None]
-        self._kept.note(fingerprint, generations if everywhere else None, open_ones)
+        open_ones = [(disk.tier.file_id, disk.tier.version) for disk in self if disk.tier is not None]
+        places = [*open_ones, (self._pool_name, 0)]
+        self._kept.note(fingerprint, generations if everywhere else None, places)
         for disk in self._disks.values():
             if disk.state is DiskState.CLOSING and disk.tier is not None:
                 disk.tier.remove_namespace(fingerprint)
+
+    def use_pool(self, name: str) -> list[bytes]:
+        """A pool is used, which keeps its name; returns namespaces that were reset while another one was."""
+        self._pool_name = name
+        return self._kept.take_missed(name)
 
     def cleared(self, fingerprint: bytes | None) -> None:
         """A namespace, or all (None), was cleared: also where a directory is being opened. What is detached is kept."""
@@ -214,12 +225,13 @@ class Disks:
         self._kept.tick()
         if self.tiering is not None:
             self.tiering.tick()
+        until = time.monotonic() + CLOSE_STEP_S
         for disk in [one for one in self._disks.values() if one.state is DiskState.CLOSING]:
             assert disk.tier is not None
             disk.tier.tick()
             figures = disk.tier.stats()
             busy = figures.queued_reads + figures.queued_writes + figures.running_reads + figures.running_writes
-            if not busy and disk.tier.close(CLOSE_STEP_S):
+            if not busy and disk.tier.close(max(0.0, until - time.monotonic())):
                 del self._disks[disk.size.directory]
                 logger.info("%s is detached; its blocks stay in its file.", disk.size.directory)
 
@@ -349,18 +361,19 @@ class Disks:
             format_size(disk.size.size_bytes),
             "" if tier.direct else ", through the page cache, since it refuses O_DIRECT",
         )
-        for fingerprint in self._kept.take_missed(disk.size.directory):
+        for fingerprint in self._kept.take_missed(tier.file_id, tier.found_version):
             tier.remove_namespace(fingerprint)
         known = {fingerprint for fingerprint, _ in tier.groups()}
         for fingerprint in known if None in disk.cleared else known & disk.cleared:
             tier.remove_namespace(fingerprint)
         if disk.invalidated:  # to be told of none is work for the device too
             tier.remove(disk.invalidated)
+        if disk.unwanted:
+            disk.state = DiskState.CLOSING
+            return
         self._tiers.attach(tier)
         assert self.tiering is not None
         self.tiering.directory_attached()
-        if disk.unwanted:
-            self.detach(disk.size.directory)
 
 
 def opener(pool: Pool, post: Post) -> OpenDisk:

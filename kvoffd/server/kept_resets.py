@@ -1,15 +1,18 @@
 """What a daemon knows of resets, in a file of its directory, from one daemon to the next.
 
-A disk's directory that was away does not bring back what was reset meanwhile. A generation of a shared store that was
-followed is no news after a restart; of others, what pool and disks kept is void. A namespace that an engine reset is
-not shared again. Without the file no reset is known, and no generation was followed.
+A disk or a pool that was away, or an older copy of a disk's file, does not bring back what was reset meanwhile. A
+generation of a shared store that was followed is no news after a restart; of others, what pool and disks kept is void.
+A namespace that an engine reset is not shared again. Without the file no reset is known, and no generation was
+followed.
 It is written in a thread: the directory's file system may be slow, or hang.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
+from math import inf
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,9 +26,14 @@ T = TypeVar("T")
 
 FILE = "kvoffd.resets"
 MOST_BYTES = 16 << 20
+AGAIN_S = 5.0
+"""After which a write that failed is tried again: a file system may have been full for a moment."""
 MOST_NAMES = 4096
-"""Namespaces of each store, of those not shared and of resets, and directories: the oldest are forgotten, but for
+"""Namespaces of each store, of those not shared and of resets, and disks and pools: the oldest are forgotten, but for
 resets of namespaces that there are."""
+
+Place = tuple[str, int]
+"""A disk's file or a pool, by a name that it keeps wherever it lies; and its version: older copies have lower ones."""
 
 
 class _Record(msgspec.Struct):
@@ -36,8 +44,8 @@ class _Record(msgspec.Struct):
     """Namespaces that an engine has reset: no shared store is asked for them."""
     resets: dict[str, int] = {}
     """By namespace, the number of its last reset."""
-    seen: dict[str, int] = {}
-    """By directory of a disk, the number of the last reset that it has seen."""
+    places: dict[str, tuple[int, int]] = {}
+    """By disk's file or pool, the number of the last reset that it has seen, and its version then."""
 
 
 class KeptResets:
@@ -51,6 +59,9 @@ class KeptResets:
         self._record = record
         self._is_there = is_there
         self._differs = False
+        self._again_at = inf
+        self._told = False
+        """Whether the log has that it cannot be written."""
 
     @classmethod
     def of(cls, directory: Path, is_there: Callable[[bytes], bool] = lambda fingerprint: False) -> KeptResets:
@@ -83,15 +94,15 @@ class KeptResets:
         """By fingerprint, the generations that were followed."""
         return {bytes.fromhex(name): number for name, number in self._record.generations.get(url, {}).items()}
 
-    def note(self, fingerprint: bytes, followed: Mapping[str, int] | None, directories: Iterable[str]) -> None:
+    def note(self, fingerprint: bytes, followed: Mapping[str, int] | None, places: Iterable[Place]) -> None:
         """A namespace's blocks are gone here: of generations of stores that were followed, or an engine reset it.
 
-        ``directories``: those that see it.
+        ``places``: those that see it.
         """
         name = fingerprint.hex()
         self._put_reset(self._record.resets, name, self._last + 1)
-        for directory in directories:
-            put_newest(self._record.seen, directory, self._last, MOST_NAMES)
+        for place, version in places:
+            put_newest(self._record.places, place, (self._last, version), MOST_NAMES)
         if followed is None:
             self._put_reset(self._record.left, name, None)
         else:
@@ -100,12 +111,14 @@ class KeptResets:
                 put_newest(self._record.generations.setdefault(url, {}), name, generation, MOST_NAMES)
         self._write()
 
-    def take_missed(self, directory: str) -> list[bytes]:
-        """Fingerprints of namespaces that were reset while a directory was away, which sees that now."""
-        seen = self._record.seen.get(directory, 0)
+    def take_missed(self, place: str, version: int = 0) -> list[bytes]:
+        """Fingerprints of namespaces that were reset while a disk or pool was away, which sees that now."""
+        seen, since = self._record.places.get(place, (0, 0))
+        if version < since:
+            seen = 0
         missed = [bytes.fromhex(name) for name, number in self._record.resets.items() if number > seen]
         if missed:
-            put_newest(self._record.seen, directory, self._last, MOST_NAMES)
+            put_newest(self._record.places, place, (self._last, version), MOST_NAMES)
             self._write()
         return missed
 
@@ -125,14 +138,21 @@ class KeptResets:
         """Write what is not written yet, and say so where that has failed."""
         if self._file.is_being_written:
             return
+        now = time.monotonic()
         if (error := self._file.take_error()) is not None:
-            logger.warning("What is known of resets cannot be kept in %s: %s.", self._file.path, error)
-        if self._differs:
-            self._differs = False
+            if not self._told:
+                why = "What is known of resets cannot be kept in %s: %s. It is tried again every %.0f s."
+                logger.warning(why, self._file.path, error, AGAIN_S)
+            self._told, self._again_at = True, now + AGAIN_S
+        elif self._again_at == inf:
+            self._told = False
+        if self._differs or now >= self._again_at:
+            self._differs, self._again_at = False, inf
             self._file.write_soon([checked(msgspec.json.encode(self._record))])
 
     def close(self) -> None:
         """Wait a moment for all of it to be written."""
+        self._differs = self._differs or self._again_at < inf
         while self._file.join() and not self.is_kept:
             self.tick()
         self.tick()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, islice
 from operator import itemgetter
-from typing import Protocol
 
 from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.hooks import CacheListener
 from kvoffd.cache.namespace import Block, MissReason, Namespace
 from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings
@@ -17,6 +17,7 @@ from kvoffd.tiering.promotion import Promoter, prefix_run, whole_prefixes_first,
 from kvoffd.tiering.shared import SharedTiering
 from kvoffd.tiering.transfers import TierTransfers, tier_key
 from kvoffd.tiers.tier import AskedTier, Tier, TierBlock, TierKey
+from kvoffd_proto.events import MEDIUM_STORAGE
 from kvoffd_proto.messages import PENDING, WRITING
 
 logger = logging.getLogger(__name__)
@@ -26,17 +27,7 @@ LOGGED_S = 600.0
 MOST_LOGGED = 1024
 """Kinds of errors of tiers, each of every server, of which it is known when they were logged."""
 MAX_KEYS_PER_TICK = 1000
-"""Blocks of a namespace just opened that are published in one tick."""
-
-
-class TierEvents(Protocol):
-    """Told of what a tier below the pool holds of open namespaces. Folding the calls gives the tier's index."""
-
-    def stored_in_tier(self, namespace: Namespace, group: int, keys: list[bytes]) -> None:
-        """These keys can be brought up from now on."""
-
-    def removed_from_tier(self, namespace: Namespace, group: int, keys: list[bytes]) -> None:
-        """These keys can not be brought up any more; all of them could before."""
+"""Blocks of a namespace just opened that are published in one tick, and of a directory that is gone in one step."""
 
 
 class TieringManager:
@@ -49,7 +40,7 @@ class TieringManager:
         self,
         cache: BlockCache,
         tier: Tier,
-        events: TierEvents,
+        events: CacheListener,
         clock: Callable[[], float],
         settings: TieringSettings,
         engines_busy: Callable[[], bool] = lambda: False,
@@ -225,13 +216,20 @@ class TieringManager:
         for namespace in self._cache.namespaces:
             self.namespace_opened(namespace)
 
-    def directory_detached(self, tier: Tier) -> None:
-        """Part of the tier, such as a directory, is not there any more, nor are its blocks."""
-        for fingerprint, group in tier.groups():
+    def directory_detached(self, tier: Tier) -> Iterator[None]:
+        """Part of the tier, such as a directory, is not there any more, nor are its blocks: some are told at each step.
+
+        It may be closed between two steps.
+        """
+        indices = [(*name, list(tier.index(*name))) for name in tier.groups()]
+        for fingerprint, group, keys in indices:
             namespace = self._cache.find_namespace(fingerprint)
-            if namespace is not None and group < len(namespace.groups):
-                keys = tier.index(fingerprint, group)
-                self._publish_removed(namespace, group, [key for key in keys if not self.has(namespace, group, key)])
+            if namespace is None or group >= len(namespace.groups):
+                continue
+            for start in range(0, len(keys), MAX_KEYS_PER_TICK):
+                some = keys[start : start + MAX_KEYS_PER_TICK]
+                self._publish_removed(namespace, group, [key for key in some if not self.has(namespace, group, key)])
+                yield
 
     def publish_some(self) -> None:
         """Publish some of what the tier had before the namespace was opened."""
@@ -290,14 +288,14 @@ class TieringManager:
         fresh = [key for key in keys if key not in published]
         published.update(fresh)
         if fresh:
-            self._events.stored_in_tier(namespace, group, fresh)
+            self._events.stored(namespace, group, fresh, MEDIUM_STORAGE)
 
     def _publish_removed(self, namespace: Namespace, group: int, keys: Iterable[bytes]) -> None:
         published = self._published.get((namespace, group), set())
         gone = [key for key in dict.fromkeys(keys) if key in published]
         published.difference_update(gone)
         if gone:
-            self._events.removed_from_tier(namespace, group, gone)
+            self._events.removed(namespace, group, gone, MEDIUM_STORAGE)
 
     def _available(
         self, namespace: Namespace, group: int, keys: Sequence[bytes], states: bytes

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvoffd.tiers.disk.file_format import FILE_NAME
 from kvoffd_client import AdminClient, BlockClient, BlockUnavailable, RequestRefused
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
@@ -278,6 +280,34 @@ def test_a_disk_that_was_away_while_its_blocks_became_stale_does_not_bring_them_
         admin.attach_disk(str(tmp_path), 2**26)
         serving(admin)
         assert loaded(engine, range(BATCH)) == [sums[number] for number in range(BATCH)]
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_an_older_copy_or_another_disk_in_a_disks_place_brings_nothing_back(
+    daemon: DaemonProcess, tmp_path: Path, older: bool
+) -> None:
+    """Of a disk's file there was a backup, or two disks were mounted in each other's places."""
+    other = tmp_path / "other"
+    other.mkdir()
+    stale, place = tmp_path / "stale", tmp_path if older else other
+    with engine_on(daemon) as engine, AdminClient(daemon.directory) as admin:
+
+        def detach(directory: Path) -> None:
+            admin.detach_disk(str(directory))
+            wait_until(lambda: not admin.stats().disks, DEADLINE_S)
+
+        serving(admin)
+        fill(engine, admin, 16)
+        detach(tmp_path)
+        shutil.copy(tmp_path / FILE_NAME, stale)
+        admin.attach_disk(str(place), 2**26)
+        serving(admin)
+        assert engine.scheduler.reset()
+        detach(place)
+        os.replace(stale, place / FILE_NAME)
+        admin.attach_disk(str(place), 2**26)
+        serving(admin)
+        assert engine.lookup(key_list(*range(16))) == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to be two users")

@@ -34,6 +34,7 @@ class FakeDisk:
     """As much of a DiskTier as Disks uses."""
 
     open_seconds, found_blocks, direct = 0.0, 0, True
+    file_id, found_version, version = "file", 1, 1
 
     def __init__(self, hangs: bool = False, busy: int = 0) -> None:
         self.hangs = hangs
@@ -183,7 +184,7 @@ def test_a_directory_is_attached_once(rig: DisksRig) -> None:
 
 def test_an_opening_stops_when_its_directory_is_given_up(rig: DisksRig) -> None:
     rig.attach()
-    rig.disks.detach(SIZE.directory)
+    list(rig.disks.detach(SIZE.directory))
     wait_until(lambda: rig.calls)
     rig.calls.pop()()
     assert rig.state() == []
@@ -193,7 +194,7 @@ def test_a_detached_directory_is_closed_once_it_is_idle_and_the_loop_does_not_wa
     disk = rig.result = FakeDisk(busy=1)
     rig.attach()
     rig.opened()
-    rig.disks.detach(SIZE.directory)
+    list(rig.disks.detach(SIZE.directory))
     rig.disks.tick()
     assert (rig.state(), disk.closes) == ([DiskState.CLOSING], [])
     disk.busy, disk.hangs = 0, True
@@ -203,6 +204,20 @@ def test_a_detached_directory_is_closed_once_it_is_idle_and_the_loop_does_not_wa
     rig.disks.tick()
     assert rig.state() == []
     assert max(disk.closes) < 0.1
+
+
+def test_the_loop_waits_no_longer_for_many_directories_that_are_given_up_than_for_one(rig: DisksRig) -> None:
+    disks = [FakeDisk(hangs=True) for _ in range(16)]
+    for number, rig.result in enumerate(disks):
+        rig.disks.attach(DiskSize(f"/mnt/{number}", 2**30))
+        rig.opened()
+        list(rig.disks.detach(f"/mnt/{number}"))
+    rig.disks.tick()
+    assert sum(disk.closes[0] for disk in disks) <= 2 * disks_module.CLOSE_STEP_S
+    for disk in disks:
+        disk.hangs = False
+    rig.disks.tick()
+    assert rig.state() == []
 
 
 def test_a_disk_that_hangs_does_not_delay_the_daemons_end(rig: DisksRig) -> None:
@@ -371,7 +386,7 @@ def test_a_reset_reaches_directories_that_come_go_or_are_away(rig: DisksRig) -> 
     rig.disks.namespace_reset(b"one")
     rig.opened()
     assert disk.names == {b"other"}
-    rig.disks.detach(SIZE.directory)
+    list(rig.disks.detach(SIZE.directory))
     rig.disks.namespace_reset(b"other")
     assert disk.names == set()
     disk.busy = 0
@@ -390,7 +405,7 @@ def test_a_directory_that_was_away_over_a_reset_and_a_restart_brings_nothing_bac
     disk = rig.result = FakeDisk()
     rig.attach()
     rig.opened()
-    rig.disks.detach(SIZE.directory)
+    list(rig.disks.detach(SIZE.directory))
     rig.disks.tick()
     rig.disks.namespace_reset(b"one", everywhere=True)
     wait_until(rig.disks.removals_kept())

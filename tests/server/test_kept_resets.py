@@ -11,6 +11,7 @@ import pytest
 from kvoffd.server import kept_file, kept_resets
 from kvoffd.server.kept_file import checked
 from kvoffd.server.kept_resets import FILE, KeptResets
+from tests.support.waiting import wait_until
 
 ONE, OTHER = b"1" * 32, b"2" * 32
 
@@ -19,7 +20,7 @@ def test_what_was_noted_is_known_again(tmp_path: Path) -> None:
     kept = KeptResets.of(tmp_path)
     assert (kept.unshared, kept.generations_of("a")) == ([], {})
     kept.note(ONE, {"a": 3, "b": 0}, [])
-    kept.note(ONE, None, ["/there"])
+    kept.note(ONE, None, [("/there", 0)])
     kept.note(OTHER, None, [])
     kept.note(OTHER, {"a": 9}, [])
     kept.close()
@@ -31,10 +32,18 @@ def test_what_was_noted_is_known_again(tmp_path: Path) -> None:
     again.close()
     last = KeptResets.of(tmp_path)
     assert last.take_missed("/there") == last.take_missed("/away") == []
-    last.note(ONE, None, ["/away"])
+    last.note(ONE, None, [("/away", 0)])
     assert (last.take_missed("/there"), last.take_missed("/away")) == ([ONE], [])
     last.close()
     assert os.stat(tmp_path / FILE).st_mode & 0o777 == 0o600
+
+
+def test_an_older_copy_has_not_seen_what_came_after_it(tmp_path: Path) -> None:
+    kept = KeptResets.of(tmp_path)
+    kept.note(ONE, None, [("disk", 7)])
+    assert kept.take_missed("disk", 8) == kept.take_missed("disk", 7) == []
+    assert kept.take_missed("disk", 6) == [ONE]
+    assert kept.take_missed("disk", 6) == [], "now it has"
 
 
 NESTED = '{"x": ' + "[" * 100_000 + "]" * 100_000 + "}"
@@ -59,8 +68,8 @@ def test_a_damaged_file_is_as_none(tmp_path: Path, text: str, caplog: pytest.Log
 
 def test_damage_of_any_byte_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     kept = KeptResets.of(tmp_path)
-    kept.note(ONE, None, ["/there"])
-    kept.note(OTHER, {"a": 17}, ["/there"])
+    kept.note(ONE, None, [("/there", 0)])
+    kept.note(OTHER, {"a": 17}, [("/there", 0)])
     kept.close()
     whole = (tmp_path / FILE).read_bytes()
     for at in range(len(whole)):
@@ -82,7 +91,7 @@ def test_no_more_is_kept_than_the_bound(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(kept_resets, "MOST_NAMES", 2)
     kept = KeptResets.of(tmp_path)
     for number in range(4):
-        kept.note(bytes([number]), None, [f"/{number}"])
+        kept.note(bytes([number]), None, [(f"/{number}", 0)])
     assert kept.unshared == [b"\2", b"\3"]
 
 
@@ -104,6 +113,23 @@ def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog:
     kept.note(ONE, None, [])
     kept.close()
     assert "cannot be kept" in caplog.text
+
+
+@pytest.mark.parametrize("at_the_end", [True, False])
+def test_what_could_not_be_written_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at_the_end: bool
+) -> None:
+    monkeypatch.setattr(kept_resets, "AGAIN_S", 600.0 if at_the_end else 0.0)
+    kept = KeptResets.of(tmp_path / "later")
+    kept.note(ONE, None, [])
+    for _ in range(3):
+        wait_until(lambda: kept.is_kept)
+        kept.tick()
+    (tmp_path / "later").mkdir()
+    wait_until(lambda: at_the_end or kept.tick() or (tmp_path / "later" / FILE).exists())
+    kept.close()
+    assert KeptResets.of(tmp_path / "later").unshared == [ONE]
+    assert caplog.text.count("cannot be kept") == 1
 
 
 def test_a_file_system_that_hangs_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

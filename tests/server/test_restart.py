@@ -140,6 +140,24 @@ def test_a_subscriber_learns_what_is_there(lasting: DaemonProcess) -> None:
     assert all(key in first for key in KEYS)
 
 
+def test_what_was_reset_while_another_pool_was_used_stays_away(in_file: DaemonProcess) -> None:
+    file = in_file.flags.pop("pool-file")
+    with FakeEngine(in_file.directory, blocks=BLOCKS) as engine:
+        engine.fill(range(BLOCKS), seed=1)
+        assert engine.store(KEYS, range(BLOCKS)).ok
+        assert in_file.stop() == 0
+        in_file.start()
+        assert engine.wait_ready(20)
+        assert engine.scheduler.reset()
+        for left in (0, 4):  # what is stored after that is there
+            assert in_file.stop() == 0
+            in_file.flags["pool-file"] = file
+            in_file.start()
+            assert engine.wait_ready(20)
+            assert engine.lookup(KEYS) == left
+            assert engine.store(KEYS[:4], range(4)).ok
+
+
 def test_what_was_cleared_stays_away(lasting: DaemonProcess) -> None:
     store(lasting)
     with AdminClient(lasting.directory) as admin:

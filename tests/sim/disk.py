@@ -23,7 +23,6 @@ from kvoffd.tiers.disk.disk_tier import DiskOptions, DiskTier
 from kvoffd.tiers.disk.file import DiskFile
 from kvoffd.tiers.disk.opening import open_disk_tier, rebuild_index
 from kvoffd.tiers.disk.queue import Batch, Kind
-from kvoffd.tiers.disk.workers import Workers
 from kvoffd.tiers.tier import CompositeTier, OnDone, TierBlock, TierKey, TierListener, TierResult
 from kvoffd_proto import messages as m
 from tests.sim.clock import Broken, Clock, Process
@@ -31,7 +30,7 @@ from tests.sim.parts import no_disk
 from tests.sim.pool import PAGE, WatchedPool
 from tests.sim.scenario import Faults
 from tests.sim.shared import SimShared
-from tests.support.memory_disk import MemoryDisk
+from tests.support.memory_disk import MemoryDisk, WorkersWithoutThreads
 
 if TYPE_CHECKING:
     from tests.sim.audit import Readable
@@ -52,13 +51,12 @@ class Device(MemoryDisk):
         """Writes that were begun."""
 
 
-class SimWorkers(Workers):
+class SimWorkers(WorkersWithoutThreads):
     """Does what the threads do, each call some time after it was begun."""
 
     def __init__(self, tier: SimTier, *given: Any) -> None:
         self._tier = tier
-        *others, _, name = given
-        super().__init__(*others, 0, name)
+        super().__init__(*given)
 
     def submit(self, job: Any) -> None:
         super().submit(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -85,6 +86,9 @@ class Lifeline:
         if self.server_open:
             self.server_open = False
             self.to_client.send(None)
+
+    def close_descriptor(self, fd: int) -> None:
+        os.close(fd)
 
     # --- the client's end ------------------------------------------------------------------------
 

@@ -15,9 +15,8 @@ from kvoffd.tiers.disk.file_format import REGIONS_AT, SlotShape
 from kvoffd.tiers.disk.opening import open_disk_tier
 from kvoffd.tiers.disk.queue import Batch, DiskJob, Kind
 from kvoffd.tiers.disk.regions import Entry
-from kvoffd.tiers.disk.workers import Workers
 from kvoffd.tiers.tier import Digest, TierKey, TierListener, TierResult
-from tests.support.memory_disk import PAGE, MemoryDisk
+from tests.support.memory_disk import PAGE, MemoryDisk, WorkersWithoutThreads
 
 
 def checksum(data: memoryview | bytes) -> int:
@@ -40,12 +39,11 @@ class PoolBytes:
         return checksum(self.view[offset : offset + length])
 
 
-class HeldWorkers(Workers):
+class HeldWorkers(WorkersWithoutThreads):
     """Does a job when it is told to; records of what is there at once."""
 
     def __init__(self, *given: Any) -> None:
-        *others, _, name = given
-        super().__init__(*others, 0, name)
+        super().__init__(*given)
         self.jobs: dict[DiskJob, None] = {}
         """Reads and writes that were begun, in this order."""
 

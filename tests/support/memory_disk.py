@@ -8,15 +8,24 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from random import Random
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 from kvoffd.system.files import FileCalls
+from kvoffd.tiers.disk.workers import Workers
 
 PAGE = 4096
 
 
 class Killed(BaseException):
     """The process is dead: nothing may catch this but the test."""
+
+
+class WorkersWithoutThreads(Workers):
+    """What the threads would do, tests do."""
+
+    def __init__(self, *given: Any) -> None:
+        *others, _, name = given
+        super().__init__(*others, 0, name)
 
 
 class MemoryDisk(FileCalls):

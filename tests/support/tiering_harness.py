@@ -7,6 +7,7 @@ from kvoffd.cache.pins import StoreTicket
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.manager import TieringManager
 from kvoffd.tiers.tier import CompositeTier, TierKey
+from kvoffd_proto.events import MEDIUM_STORAGE
 from tests.support.cache_harness import CacheHarness, begin_store
 from tests.support.held_disk import HeldDisk, PoolBytes
 from tests.support.invariants import check_invariants
@@ -19,12 +20,14 @@ class FoldedTierEvents:
     def __init__(self) -> None:
         self.index: set[tuple[bytes, int, bytes]] = set()
 
-    def stored_in_tier(self, namespace: Namespace, group: int, keys: list[bytes]) -> None:
+    def stored(self, namespace: Namespace, group: int, keys: list[bytes], medium: str) -> None:
+        assert medium == MEDIUM_STORAGE
         names = {(namespace.fingerprint, group, key) for key in keys}
         assert not names & self.index
         self.index |= names
 
-    def removed_from_tier(self, namespace: Namespace, group: int, keys: list[bytes]) -> None:
+    def removed(self, namespace: Namespace, group: int, keys: list[bytes], medium: str) -> None:
+        assert medium == MEDIUM_STORAGE
         names = {(namespace.fingerprint, group, key) for key in keys}
         assert names <= self.index
         self.index -= names

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from kvoffd.pool.table_format import digest
 from kvoffd.system.files import FileCalls
@@ -11,19 +10,15 @@ from kvoffd.tiers.disk.disk_tier import DiskOptions, DiskTier
 from kvoffd.tiers.disk.opening import open_disk_tier
 from kvoffd.tiers.disk.workers import Workers
 from kvoffd.tiers.tier import Tier
-from tests.support.memory_disk import MemoryDisk
+from tests.support.memory_disk import MemoryDisk, WorkersWithoutThreads
 from tests.tiers.rig import Maker, TierRig
 
 SIZE_BYTES = 600 << 10
 REGION_BYTES = 128 << 10
 
 
-class StepWorkers(Workers):
+class StepWorkers(WorkersWithoutThreads):
     """Works only in calls of ``step``, so that it runs the same way every time."""
-
-    def __init__(self, *arguments: Any) -> None:
-        *others, _, name = arguments
-        super().__init__(*others, 0, name)
 
     def step(self) -> bool:
         """Does one batch; False where there is none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvoffd.cache.namespace import Namespace
-from kvoffd.tiering import TieringSettings, WriteMode
+from kvoffd.tiering import TieringSettings, WriteMode, manager
 from kvoffd_proto.messages import ABSENT, PENDING, READY
 from tests.support.cache_harness import SLOT_UNIT, keys_of
 from tests.support.held_disk import HeldDisk
@@ -80,18 +80,24 @@ def test_removal_reaches_all_members(rig: CompositeRig) -> None:
     assert rig.held() == [0, 0]
 
 
-def test_with_a_member_its_blocks_leave_and_events_tell_of_it(rig: CompositeRig) -> None:
+def test_with_a_member_its_blocks_leave_and_events_tell_of_it(
+    rig: CompositeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "MAX_KEYS_PER_TICK", 1)
     space = rig.open()
     rig.write_all(space, *range(8))
     rig.cache.blocks.evict(list(space.index[0].values()))
-    gone = [name.key for name in rig.members[0].blocks]
-    rig.tiers.detach(rig.tier)
-    rig.tiering.directory_detached(rig.tier)
+    leaving = rig.members[1].tier
+    gone = [name.key for name in rig.members[1].blocks]
+    rig.tiers.detach(leaving)
+    steps = len(list(rig.tiering.directory_detached(leaving)))
+    assert steps == len(gone) > 1, "there may be a million"
     assert rig.states(space, gone[0]) == [ABSENT]
-    assert rig.tier_events.index == {tuple(name) for name in rig.members[1].blocks}
-    rig.tiers.attach(rig.tier)
+    assert rig.tier_events.index == {tuple(name) for name in rig.members[0].blocks}
+    rig.tiers.attach(leaving)
     rig.tiering.directory_attached()
-    rig.tiering.publish_some()
+    for _ in range(8):
+        rig.tiering.publish_some()
     assert len(rig.tier_events.index) == 8
     assert rig.states(space, gone[0]) == [PENDING]
 

@@ -6,18 +6,21 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from kvoffd.pool.slots import PAGE_BYTES
 from kvoffd.system.files import FileCalls
-from kvoffd.tiers.disk import index
+from kvoffd.tiers.disk import index, record_updates
 from kvoffd.tiers.disk.disk_tier import DiskTier
 from kvoffd.tiers.disk.file import DiskError, OpeningStopped, default_region_bytes
-from kvoffd.tiers.disk.file_format import FILE_NAME, FORMAT_VERSION, Record, SlotShape, pack_record, read_record
-from kvoffd.tiers.disk.index import AGE_STEP_S
+from kvoffd.tiers.disk.file_format import FILE_NAME, FORMAT_VERSION, Head, Record, SlotShape, pack_record, read_record
+from kvoffd.tiers.disk.index import AGE_STEP_S, DiskIndex
 from kvoffd.tiers.disk.opening import open_disk_tier
-from kvoffd.tiers.disk.regions import DiskRegions
-from kvoffd.tiers.tier import MOST_FIRST_BLOCK, TierResult
+from kvoffd.tiers.disk.record_updates import RecordUpdates
+from kvoffd.tiers.disk.regions import DiskRegions, Entry
+from kvoffd.tiers.tier import MOST_FIRST_BLOCK, TierKey, TierResult
 from tests.support.memory_disk import MemoryDisk
 from tests.tiers.makers import REGION_BYTES, SIZE_BYTES, DiskMaker, SteppedMaker
 from tests.tiers.rig import TierRig, block_of
@@ -327,6 +330,83 @@ def test_a_region_is_not_cut_anew_while_its_records_are_being_written() -> None:
     assert regions.take(large) is None
     regions.end_hold(done=True)
     assert regions.take(large) is not None
+
+
+SMALL, LARGE = (4096,), (1 << 20,)
+
+
+def put(known: DiskIndex, number: int, lengths: tuple[int, ...]) -> list[TierKey] | None:
+    """What is evicted for one more block; None where it found no room."""
+    entry, evicted = known.take(block_of(number, lengths), 0.0)
+    if entry is not None:
+        known.written(entry)
+    return None if entry is None else evicted
+
+
+def small_and_large(smalls: range, larges: range) -> tuple[DiskIndex, RecordUpdates]:
+    """Of a file of two regions, one of which has thousands of small blocks."""
+    regions = DiskRegions(16 << 20, 2)
+    known = DiskIndex(regions, 1 << 30)
+    for number in smalls:
+        assert put(known, number, SMALL) == []
+    for number in larges:
+        assert put(known, number, LARGE) == []
+    updates = RecordUpdates(Head(bytes(16), regions.region_bytes, len(regions), 0.0), regions)
+    while updates.begin() is not None:
+        updates.end(done=True)
+    return known, updates
+
+
+def test_what_was_not_written_of_the_records_is_written_again_and_no_more() -> None:
+    known, updates = small_and_large(range(1000), range(0))
+    for entry in known.regions[0].entries.values():
+        assert entry is not None
+    known.regions.dirty.mark(entry.region, entry.slot)
+    first = updates.begin()
+    updates.end(done=False)
+    known.regions.dirty.mark(entry.region, 0)
+    again = updates.begin()
+    assert first is not None
+    assert again is not None
+    assert (first.nbytes, again.nbytes) == (2 * PAGE_BYTES, 3 * PAGE_BYTES)
+
+
+def test_very_many_records_are_written_in_several_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_updates, "_MOST_UNITS", 8)
+    known, updates = small_and_large(range(1000), range(0))
+    region, written = known.regions[0], list[int]()
+    for slot in list(region.entries):
+        known.regions.mark_stale(region, slot)
+    updates.note_removed()
+    while (update := updates.begin()) is not None:
+        assert updates.kept_removals == 0
+        assert update.nbytes <= 9 * PAGE_BYTES
+        written += [offset for offset, _ in update.writes[1:]]
+        updates.end(done=True)
+    assert updates.kept_removals == 1
+    assert not region.stale
+    assert len(set(written)) == len(written) >= 1000 // 16 // 8
+
+
+def test_a_region_of_very_many_blocks_is_evicted_in_parts() -> None:
+    known, _ = small_and_large(range(3000), range(5000, 5015))
+    gone, refused = 0, 0
+    while (evicted := put(known, 6000, LARGE)) is None:
+        gone, refused = 3000 - sum(entry is not None for entry in known.regions[0].entries.values()), refused + 1
+        assert gone == 500 * refused
+    assert (gone, len(evicted)) == (2500, 500)
+    assert known.blocks == 16
+
+
+def test_a_region_whose_blocks_were_used_later_is_not_gone_through() -> None:
+    class Untouched(dict[int, Entry | None]):
+        def values(self) -> NoReturn:
+            raise AssertionError("very many blocks are gone through")
+
+    known, _ = small_and_large(range(3000), range(5000, 5015))
+    known.touch([block_of(number, SMALL).id for number in range(3000)])
+    known.regions[0].entries = Untouched(known.regions[0].entries)
+    assert put(known, 6000, LARGE) == [block_of(5000, LARGE).id]
 
 
 def test_slots_never_overlap_records_or_the_region_s_end() -> None:

@@ -119,6 +119,9 @@ class DiskTier(DeviceTier):
         self._wall_clock = wall_clock
         self._options = options
         self.open_seconds = open_seconds
+        self.file_id = file.head.file_id.hex()
+        self.found_version = file.found_version
+        """``version`` before it was opened."""
         self.found_blocks = index.blocks
         self.direct = file.direct
         self._events = DeferredEvents(self, listener, self._wake)
@@ -244,6 +247,11 @@ class DiskTier(DeviceTier):
             **load,
             errors={kind.value: count for kind, count in self._events.errors.items()},
         )
+
+    @property
+    def version(self) -> int:
+        """Grows with what is written to the file: an older copy of it has a lower one."""
+        return self._file.head.number
 
     @property
     def lifetime_written_bytes(self) -> int:

@@ -16,7 +16,7 @@ ENTRY_BYTES, SHARD_BYTES = 724, 31
 LEAST_INDEX_BYTES, INDEX_PART = 32 << 20, 256
 # Blocks that are being read cannot be evicted; a write that finds this many of them first is not worth a longer search.
 _MOST_PASSED_OVER = 64
-# Slots of a removed namespace: so many that the event loop is not held up.
+# Slots of a removed namespace, or of a region that is to have another shape: few enough not to hold the event loop up.
 _FREED_AT_ONCE = 500
 
 
@@ -49,8 +49,9 @@ class DiskIndex:
 
     For a new block the least recently used block of the same shape is evicted. A whole region of another shape is
     evicted instead, that of its least recently used block, where all blocks in it were used less recently, or where no
-    block of the same shape can be evicted. Blocks that are being read or written stay. Where they take
-    ``max_bytes`` of memory the least recently used one of any shape goes first: small blocks would cost too much.
+    block of the same shape can be evicted; one of very many blocks in parts, and new blocks find no room until it is
+    done. Blocks that are being read or written stay. Where they take ``max_bytes`` of memory the least recently used
+    one of any shape goes first: small blocks would cost too much.
     """
 
     def __init__(self, regions: DiskRegions, max_bytes: int) -> None:
@@ -225,19 +226,21 @@ class DiskIndex:
     def _make_room(self, shape: SlotShape) -> list[Entry]:
         """The entries to evict for one more of this shape; none where none can be."""
         own = self._coldest(shape)
-        region = self._coldest_region(shape)
-        if region is not None and (own is None or region.newest_use < own.used):
-            return [entry for entry in region.entries.values() if entry is not None]
+        region = self._coldest_region(shape, own)
+        if region is not None:
+            return [entry for entry in islice(region.entries.values(), _FREED_AT_ONCE) if entry is not None]
         return [own] if own is not None else []
 
     def _coldest(self, shape: SlotShape) -> Entry | None:
         looked_at = islice(self._by_use.get(shape, ()), _MOST_PASSED_OVER)
         return next((entry for entry in looked_at if not entry.readers), None)
 
-    def _coldest_region(self, shape: SlotShape) -> DiskRegion | None:
+    def _coldest_region(self, shape: SlotShape, own: Entry | None) -> DiskRegion | None:
         heads = [next(iter(entries)) for other, entries in self._by_use.items() if other != shape]
         for entry in sorted(heads, key=lambda entry: entry.used):
             region = entry.region
+            if own is not None and region.newest_use >= own.used:
+                continue
             can_go = all(other is not None and other.ready and not other.readers for other in region.entries.values())
             if can_go and not self.regions.is_held(region):
                 return region

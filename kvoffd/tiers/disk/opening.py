@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from operator import attrgetter
 from pathlib import Path
+
+import numpy as np
 
 from kvoffd.pool.slots import PAGE_BYTES, page_up
 from kvoffd.system.files import FileCalls, OnError
@@ -93,7 +94,10 @@ def rebuild_index(file: DiskFile, max_bytes: int, should_stop: Callable[[], bool
         head.suspect_generation = regions.generation
     head.boot_id = file.boot_id
     index = DiskIndex(regions, max_bytes)
-    for entry in sorted(found.values(), key=attrgetter("generation")):
+    entries = list(found.values())
+    # Not sorted(), which keeps all other threads waiting: for 0.1 s with 300,000 blocks.
+    for number in np.argsort(np.fromiter((one.generation for one in entries), np.uint64, len(entries))).tolist():
+        entry = entries[number]
         entry.suspect = entry.generation <= head.suspect_generation
         index.add(entry)
     return index

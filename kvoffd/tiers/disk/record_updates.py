@@ -18,6 +18,8 @@ from kvoffd_proto.tier_stats import DiskFault
 
 # Regions in one update; the next one writes what changes meanwhile.
 _MOST_REGIONS = 64
+# And units of records, of 16 mostly: to pack them keeps the loop.
+_MOST_UNITS = 256
 _MANY_DIRTY_REGIONS = 32
 _PAUSE_S = 1.0
 _LAST_TRIES = 3
@@ -88,7 +90,7 @@ class RecordUpdates:
         """
         if self._running is not None or not self.differs:
             return None
-        taken = self._regions.dirty.take(_MOST_REGIONS)
+        taken = self._regions.dirty.take(_MOST_REGIONS, _MOST_UNITS)
         number_before = self.head.number
         try:
             # With every update: it says how much was written to the drive, also after a kill.
@@ -142,9 +144,12 @@ class RecordUpdates:
         records_at = region.base + PAGE_BYTES
         if units is None:
             # In one write: a head without its records is harmless, since the seed of the records is new.
-            end = region.unit_of(region.slots - 1) + 1
-            head = region.head.pack(self.head.file_id)
-            return [(region.base, _aligned([head, *(self._unit(region, unit) for unit in range(end))]))]
+            pages = aligned_buffer(PAGE_BYTES + (region.unit_of(region.slots - 1) + 1) * unit_bytes)
+            pages[:PAGE_BYTES] = region.head.pack(self.head.file_id)
+            for unit in set(map(region.unit_of, region.entries)):
+                at = PAGE_BYTES + unit * unit_bytes
+                pages[at : at + unit_bytes] = self._unit(region, unit)
+            return [(region.base, pages)]
         return [
             (records_at + run[0] * unit_bytes, _aligned([self._unit(region, unit) for unit in run]))
             for run in _runs(sorted(units))

@@ -57,7 +57,10 @@ class DiskRegion(Region[SlotShape]):
 
     def begin_clearing(self, units: set[int] | None) -> None:
         """Notes that the records of these units are being written; None for the head and all records."""
-        self.clearing = {slot for slot in self.stale if units is None or self.unit_of(slot) in units}
+        if units is None:
+            self.clearing = set(self.stale)
+        else:
+            self.clearing = self.stale.intersection([slot for unit in units for slot in self.slots_of(unit)])
         self.stale -= self.clearing
 
     def end_clearing(self, done: bool) -> None:
@@ -115,14 +118,27 @@ class Dirty:
         """Notes that a region was cut, or is free again: its head and all its records changed."""
         self._units[region.number] = None
 
-    def take(self, most_regions: int) -> dict[int, set[int] | None]:
-        """Takes up to so many regions out, with their changed units."""
-        return {number: self._units.pop(number) for number in list(islice(self._units, most_regions))}
+    def take(self, most_regions: int, most_units: int) -> dict[int, set[int] | None]:
+        """Takes out up to so many regions, with their changed units, of which so many in all."""
+        taken: dict[int, set[int] | None] = {}
+        for number in list(islice(self._units, most_regions)):
+            units = self._units[number]
+            if units is not None and len(units) > most_units:
+                taken[number] = some = set(islice(units, most_units))
+                units -= some
+                break
+            taken[number] = self._units.pop(number)
+            most_units -= len(units or ())
+        return taken
 
     def give_back(self, taken: dict[int, set[int] | None]) -> None:
-        """Puts regions back that could not be written: all of each counts as changed."""
-        for number in taken:
-            self._units[number] = None
+        """Puts back what could not be written."""
+        for number, units in taken.items():
+            since = self._units.setdefault(number, set())
+            if since is not None and units is not None:
+                since |= units
+            else:
+                self._units[number] = None
 
 
 class DiskRegions(RegionSlots[DiskRegion, SlotShape]):
