@@ -18,7 +18,6 @@ from typing import NoReturn
 from kvoffd import __version__
 from kvoffd.cache.policies import POLICY_NAMES
 from kvoffd.config import CONFIG_VARIABLE, SETTINGS, Config, ConfigError, LoadedConfig, given_log_format, load_config
-from kvoffd.observe.standard_streams import open_standard_streams
 from kvoffd.settings import did_you_mean
 
 EXIT_REFUSED = 2
@@ -60,6 +59,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return _refuse(str(error), given_log_format(flags, os.environ, given.config))
     return serve(loaded.config) if given.command == "serve" else show(loaded, as_json=given.json)
+
+
+def open_standard_streams() -> None:
+    """Put /dev/null where standard input, output or error is closed, as whoever starts a process may have them. Else a
+    socket or a file of the daemon would have its number: what a library prints would go there, and libuv ends the
+    process when it is to close one.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        if fd == 1 and sys.stdout is None:
+            sys.stdout = os.fdopen(fd, "w", closefd=False)
+        if fd == 2 and sys.stderr is None:
+            sys.stderr = os.fdopen(fd, "w", closefd=False)
+    os.close(fd)
 
 
 def serve(config: Config) -> int:

@@ -6,22 +6,24 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from kvoffd.cache.namespace import Block, MissReason, Namespace
+from kvoffd_proto.events import MEDIUM_CPU
 
 
 class CacheListener(Protocol):
-    """Told of every change of the readable blocks, in order. Folding the calls from the start gives the index.
+    """Told of every change of what the pool and the tiers below it hold, in order: folding the calls from the start
+    gives the index of each. ``medium``: CPU for the pool, STORAGE for the tiers, whatever they are, as in vLLM.
 
     It is called in the middle of a change and must not call the cache.
     """
 
-    def stored(self, namespace: Namespace, group: int, keys: list[bytes]) -> None:
-        """These keys can be read from now on; none of them could before."""
+    def stored(self, namespace: Namespace, group: int, keys: list[bytes], medium: str = MEDIUM_CPU) -> None:
+        """These keys are there from now on; none of them was before."""
 
-    def removed(self, namespace: Namespace, group: int, keys: list[bytes]) -> None:
-        """These keys can not be read any more; all of them could before."""
+    def removed(self, namespace: Namespace, group: int, keys: list[bytes], medium: str = MEDIUM_CPU) -> None:
+        """These keys are not there any more; all of them were before."""
 
     def cleared(self, namespace: Namespace) -> None:
-        """No key of the namespace can be read any more."""
+        """No key of the namespace is anywhere any more."""
 
 
 class TieringHooks(Protocol):

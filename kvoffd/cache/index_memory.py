@@ -7,7 +7,6 @@ they are there, the constants of ``namespace`` say: more than they take.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 
 from kvoffd.cache.blocks import Blocks
 from kvoffd.cache.namespace import Block, Namespace
@@ -26,11 +25,6 @@ def index_memory(blocks: Blocks, policy: EvictionPolicy) -> int:
 
 
 def _nbytes_of_block(namespace: Namespace) -> int:
-    """Of a block's own objects."""
+    """Of a block's own objects, to each of which Python gives a multiple of 16 bytes."""
     block = Block(namespace, 0, bytes(namespace.key_bytes))
-    return _allocated((block, block.key, block.words, 1 << 20))
-
-
-def _allocated(objects: Iterable[object]) -> int:
-    """Python gives an object a multiple of 16 bytes."""
-    return sum(-(-sys.getsizeof(one) // 16) * 16 for one in objects)
+    return sum(-(-sys.getsizeof(one) // 16) * 16 for one in (block, block.key, block.words, 1 << 20))

@@ -28,9 +28,8 @@ class OperatorPins:
             BadGeometry, BadKeys.
             KvoffdError: NOT_READY, one of the blocks is not; NO_ROOM, together they would be more than may be pinned.
         """
-        split = namespace.split(group, keys)
         blocks = self._cache.blocks
-        found = namespace.index[group].find(b"".join(dict.fromkeys(split)))
+        found = namespace.index[group].find(b"".join(dict.fromkeys(namespace.split(group, keys))))
         ready = [block for block in found if block is not None and block.state is BlockState.READY]
         if len(ready) < len(found):
             raise KvoffdError(
@@ -53,9 +52,8 @@ class OperatorPins:
 
     def unpin(self, namespace: Namespace, group: int, keys: bytes) -> int:
         """Undo ``pin``; returns how many pins there were. Keys without one are no error."""
-        split = namespace.split(group, keys)
         blocks = self._cache.blocks
-        found = namespace.index[group].find(b"".join(dict.fromkeys(split)))
+        found = namespace.index[group].find(b"".join(dict.fromkeys(namespace.split(group, keys))))
         pinned = [block for block in found if block is not None and block in blocks.operator_pinned]
         for block in pinned:
             del blocks.operator_pinned[block]

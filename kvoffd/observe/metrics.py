@@ -20,16 +20,12 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from kvoffd_proto.messages import (
-    DirectionStats,
     Histogram,
     Metric,
     MetricInfo,
     MetricLabel,
     MetricPart,
-    NamespaceStats,
-    PoolStats,
     StatsReply,
-    TieringStats,
     fields_of,
     metric_annotation,
 )
@@ -37,20 +33,6 @@ from kvoffd_proto.wire import struct_in
 
 Labels = tuple[str, ...]
 AnnotationT = TypeVar("AnnotationT", MetricLabel, MetricInfo)
-
-_ORDER: dict[type[Struct], tuple[tuple[str, ...], ...]] = {
-    StatsReply: (
-        ("uptime_seconds", "cpu_seconds", "resident_bytes"),
-        ("pool", "integrity", "below", "disks", "pinned_blocks", "blocks", "leases", "sessions"),
-        ("requests", "replies_dropped"),
-        ("cpu_seconds", "loop_blocked", "loop_blocked_maximum_seconds"),
-    ),
-    PoolStats: (("unlockable_bytes", "spilled_slots"),),
-    DirectionStats: (("failed_jobs", "queued_jobs", "running_jobs"), ("checksum_bytes", "bytes_per_second")),
-    TieringStats: (("waiting_writes", "budget_left_bytes"),),
-    NamespaceStats: (("prefix_keys_ready", "keys_pending", "keys_shared"),),
-}
-"""Fields that come behind the first of their row on the page; on the wire, the newest field is the last."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +49,7 @@ class MetricSpec:
 def _metrics_of(
     struct: type[Struct], held: list[tuple[Labels, Struct]], prefix: str, labels: Labels
 ) -> Iterator[MetricSpec]:
-    """The metrics of one Struct of the reply and of those inside it, in the order of the page.
+    """The metrics of one Struct of the reply and of those inside it, in the order of the wire.
 
     ``held`` has all Structs of this type that the reply holds here, each with the values of ``labels``; none of them
     for the reference page.
@@ -135,17 +117,11 @@ def _annotated(struct: type[Struct], kind: type[AnnotationT]) -> dict[str, Annot
 def _fields(
     struct: type[Struct],
 ) -> list[tuple[str, Metric | MetricPart | MetricLabel | MetricInfo | None, type[Struct] | None, str]]:
-    """Name, annotation, Struct inside and description of the fields in the order of the page."""
-    found = {
-        field.name: (field.name, metric_annotation(hint), struct_in(hint), description)
+    """Name, annotation, Struct inside and description of the fields."""
+    return [
+        (field.name, metric_annotation(hint), struct_in(hint), description)
         for field, hint, description in fields_of(struct)
-    }
-    names = list(found)
-    for first, *followers in _ORDER.get(struct, ()):
-        names = [name for name in names if name not in followers]
-        at = names.index(first) + 1
-        names[at:at] = followers
-    return [found[name] for name in names]
+    ]
 
 
 def _structs_in(value: Struct | list[Struct] | None) -> list[Struct]:

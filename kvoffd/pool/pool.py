@@ -92,7 +92,7 @@ class Pool:
         self.mark_all_ready = self._table.mark_all_ready
         self.rows = self._table.rows
         self.set_checksum = self._table.set_checksum
-        self.forget_namespace = self._table.forget_namespace
+        self.forget_namespace = self._table.namespace_log.forget
 
     def _adopt(self, backing: PoolBacking, geometry: Geometry) -> PoolMappings | None:
         try:
@@ -120,6 +120,12 @@ class Pool:
     def buffer(self) -> memoryview:
         """All bytes of the pool, to be read and written, until ``close``. It does not check whose slots they are."""
         return self._memory.buffer[: self.pool_bytes]
+
+    @property
+    def name(self) -> str:
+        """What no other pool of this boot has, and a successor finds again."""
+        found = os.fstat(self._memory.fd)
+        return f"{found.st_dev}:{found.st_ino}"
 
     @property
     def memory_fds(self) -> tuple[int, int]:
@@ -178,7 +184,7 @@ class Pool:
 
     def note_namespace(self, record: NamespaceRecord) -> None:
         """Keeps a namespace's record for a successor. Logs it, once, when there is no room for one."""
-        if not self._table.note_namespace(record) and not self._namespace_dropped:
+        if not self._table.namespace_log.note(record) and not self._namespace_dropped:
             self._namespace_dropped = True
             logger.warning("The namespace %r, and maybe more, will not outlive the daemon: too many.", record.label)
 

@@ -63,7 +63,7 @@ class SlotTable:
     def __init__(self, memory: PoolMemory, geometry: Geometry) -> None:
         self._open(geometry, memory)
         # The header comes last: a table without one is none.
-        self._namespace_log = NamespaceLog(self._namespaces)
+        self.namespace_log = NamespaceLog(self._namespaces)
         header = geometry.header(read_boot_id())
         self._bytes[: len(header)] = header
 
@@ -87,7 +87,7 @@ class SlotTable:
         table._fingerprints.restore(found.entries)
         needed = {held.fingerprint for held in found.entries}
         namespaces = [record for fingerprint, record in known.items() if fingerprint in needed]
-        table._namespace_log = NamespaceLog(table._namespaces, namespaces)
+        table.namespace_log = NamespaceLog(table._namespaces, namespaces)
         return table, RecoveredSlots(namespaces, found.slots, len(found.discarded))
 
     def _open(self, geometry: Geometry, memory: PoolMemory) -> None:
@@ -112,13 +112,6 @@ class SlotTable:
         word = self._geometry.regions_at // REGION.size + region
         if self._words[word] != slot_bytes:
             self._words[word] = slot_bytes
-
-    def forget_namespace(self, fingerprint: bytes) -> None:
-        self._namespace_log.forget(fingerprint)
-
-    def note_namespace(self, record: NamespaceRecord) -> bool:
-        """Keeps the record for a successor; False when there is no room for it."""
-        return self._namespace_log.note(record)
 
     def mark_all_writing(
         self, offsets: Sequence[int], fingerprint: bytes, group: int, keys: Sequence[bytes], rank: int, world_size: int
@@ -201,7 +194,7 @@ class SlotTable:
 
     def close(self) -> None:
         """Unmaps the table; a second call does nothing."""
-        self._namespace_log.close()
+        self.namespace_log.close()
         self._namespaces.release()
         self._words.release()
         self._bytes.release()

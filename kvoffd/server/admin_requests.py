@@ -139,9 +139,9 @@ def drain_disk(context: Context, session: Session, message: m.DrainDisk) -> m.Do
 
 
 @answers(m.DetachDisk)
-def detach_disk(context: Context, session: Session, message: m.DetachDisk) -> m.Done:
-    _disks(context, session).detach(os.path.normpath(message.directory))
-    return m.Done(message.request_id, context.epoch, 1)
+def detach_disk(context: Context, session: Session, message: m.DetachDisk) -> Iterator[m.Done | None]:
+    yield from _disks(context, session).detach(os.path.normpath(message.directory))
+    yield m.Done(message.request_id, context.epoch, 1)
 
 
 def _disks(context: Context, session: Session) -> Disks:

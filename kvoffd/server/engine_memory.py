@@ -10,7 +10,7 @@ from typing import TypeAlias
 from kvoffd.config import Config
 from kvoffd.errors import BadGeometry, KvoffdError
 from kvoffd.pool.pool import Pool
-from kvoffd.system.mappings import MappedSegment
+from kvoffd.system.mappings import MappedSegment, close_segments
 from kvoffd.transfer.cuda.gpus import GpuMemory, Gpus
 from kvoffd.transfer.cuda.handles import IpcExport, VmmExport
 from kvoffd.transfer.cuda.pinning import PinProgress
@@ -56,6 +56,8 @@ class MemoryMapper:
     _map_segment: Callable[[int, int], MappedSegment]
     _post: Post
     _gpus: Gpus
+    _close_segments: Callable[[Sequence[MappedSegment], Callable[[], None]], None] = close_segments
+    """Unmaps segments, then calls a function, in any thread."""
 
     @property
     def kinds(self) -> list[str]:
@@ -109,9 +111,7 @@ class MemoryMapper:
         mapped: list[MappedSegment] = []
 
         def close(on_closed: Callable[[], None]) -> None:
-            for segment in mapped:
-                segment.close()
-            on_closed()
+            self._close_segments(mapped, lambda: self._post(on_closed))
 
         try:
             for handle in handles:

@@ -202,7 +202,7 @@ def _give_back(session: Session, descriptors: dict[int, int]) -> None:
     """Undo a claim. A new attachment may have got the same id meanwhile; then the old one has lost it."""
     for segment_id, fd in descriptors.items():
         if session.ended or segment_id in session.segments:
-            os.close(fd)
+            session.lifeline.close_descriptor(fd)
         else:
             session.segments[segment_id] = fd
 

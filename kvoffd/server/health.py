@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvoffd.server.context import Context
 from kvoffd_proto import messages as m
-from kvoffd_proto.units import format_count, format_duration, format_size
+from kvoffd_proto.units import format_count, format_duration, format_size, plural
 
 PINNED_SHARE = 0.9
 """From this share of the usable pool on, pinned bytes leave too little for stores."""
@@ -25,7 +25,7 @@ def health_of(context: Context) -> tuple[m.HealthLevel, list[m.HealthProblem]]:
         causes.append(
             m.HealthProblem(
                 "pool_corrupt",
-                f"{lost} slot{'' if lost == 1 else 's'} of the pool did not match the checksum. The blocks are dropped "
+                f"{lost} slot{plural(lost)} of the pool did not match the checksum. The blocks are dropped "
                 "and the slots not used before a restart; check the machine's memory (dmesg, edac-util).",
             )
         )
@@ -59,7 +59,7 @@ def _crowded(context: Context) -> list[m.HealthProblem]:
             m.HealthProblem(
                 "stores_without_room",
                 f"In the last {format_duration(recent.seconds)} the pool had no room for {format_count(dropped)} "
-                f"block{'' if dropped == 1 else 's'} that engines offered. It is too small, or too much is pinned.",
+                f"block{plural(dropped)} that engines offered. It is too small, or too much is pinned.",
             )
         )
     return causes

@@ -71,6 +71,9 @@ class _Connection(Lifeline):
                 self._server.closer.close(fd)
         self._fds.clear()
 
+    def close_descriptor(self, fd: int) -> None:
+        self._server.closer.close(fd)
+
     def release(self) -> None:
         """Tell the peer that no copy touches its memory any more, and close."""
         try:

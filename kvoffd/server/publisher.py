@@ -12,7 +12,6 @@ from kvoffd_proto.codec import encode
 from kvoffd_proto.events import (
     END_OF_REPLAY,
     MEDIUM_CPU,
-    MEDIUM_STORAGE,
     SEQUENCE_BYTES,
     AllBlocksCleared,
     BlockRemoved,
@@ -58,13 +57,6 @@ class EventPublisher:
         self._add(namespace, BlockRemoved(list(keys), medium, group))
         if self.routers is not None:
             self.routers.removed(namespace, group, keys, medium)
-
-    def stored_in_tier(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
-        """Blocks are in a tier below the pool, which vLLM knows as the one medium STORAGE, whatever the tier."""
-        self.stored(namespace, group, keys, MEDIUM_STORAGE)
-
-    def removed_from_tier(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
-        self.removed(namespace, group, keys, MEDIUM_STORAGE)
 
     def cleared(self, namespace: Namespace) -> None:
         self._add(namespace, AllBlocksCleared())

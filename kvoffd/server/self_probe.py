@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from typing import TypeVar
 
 from kvoffd.observe.metrics import render_metrics
@@ -14,6 +15,9 @@ from kvoffd_proto import codec, zmtp
 from kvoffd_proto import messages as m
 
 PROBE_DEADLINE_S = 2.0
+PAGE_SHARE, PAGE_S = 20, 2.0
+"""A page of metrics is for all who ask until it is so many times as old as it took to make, or so many seconds: every
+process of the machine may ask for it."""
 _READ_BYTES = 64 * 1024
 _MOST_BYTES = 1 << 30
 
@@ -32,6 +36,8 @@ class SelfProbe:
         self._path = str(directory.sockets.jobs)
         self._ids = itertools.count(1)
         self._token = b""
+        self._page: asyncio.Task[bytes] | None = None
+        self._page_until = 0.0
 
     def open(self) -> None:
         session = self._service.sessions.open(Lifeline(), Peer(0, 0, 0), internal=True)
@@ -46,8 +52,23 @@ class SelfProbe:
         return True
 
     async def metrics(self) -> bytes:
-        """Ask for statistics and render them as Prometheus text. Raises ProbeFailed."""
-        return render_metrics(await self._ask(m.Stats(next(self._ids), self._token)))
+        """Statistics as Prometheus text, of a moment ago at most. Raises ProbeFailed."""
+        if self._page is None or (self._page.done() and time.monotonic() >= self._page_until):
+            self._page = asyncio.create_task(self._make_page())
+            self._page.add_done_callback(lambda page: page.cancelled() or page.exception())  # maybe nobody waits
+        return await asyncio.shield(self._page)
+
+    async def _make_page(self) -> bytes:
+        began = time.monotonic()
+        try:
+            stats = await self._ask(m.Stats(next(self._ids), self._token))
+            try:
+                return await asyncio.to_thread(render_metrics, stats)
+            except RuntimeError:  # there is no thread for it
+                return render_metrics(stats)
+        finally:
+            now = time.monotonic()
+            self._page_until = now + min(PAGE_S, PAGE_SHARE * (now - began))
 
     async def _ask(self, request: m.Request[AnswerT]) -> AnswerT:
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from weakref import WeakSet
 
 # These fill the table of handlers.
@@ -36,7 +36,7 @@ from kvoffd.server.recorder import Recorder
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.session import Session
 from kvoffd.server.sessions import Sessions
-from kvoffd.system.mappings import MappedSegment, map_memfd
+from kvoffd.system.mappings import MappedSegment, close_segments, map_memfd
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import TransferEngine
 from kvoffd_proto import codec
@@ -73,8 +73,9 @@ class Service:
         map_segment: Callable[[int, int], MappedSegment] = map_memfd,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
         max_attached: int = 2**16,
+        close_segments: Callable[[Sequence[MappedSegment], Callable[[], None]], None] = close_segments,
     ) -> None:
-        memory = MemoryMapper(engine, map_segment, post, gpus)
+        memory = MemoryMapper(engine, map_segment, post, gpus, close_segments)
         runner = JobRunner(cache, clock, config.job_deadline_s, post)
         self.context = Context(
             config,
@@ -100,6 +101,12 @@ class Service:
         self._unfinished: deque[Iterator[None]] = deque([self._take_over()] if cache.inherited_blocks else [])
         """What is left to be done of requests whose senders are gone, and of what takes many steps besides."""
         self._half_stored_warned: WeakSet[Namespace] = WeakSet()
+
+    def use_pool(self, name: str) -> None:
+        """Forget what the pool has of namespaces that were reset while another one was used. Before all requests."""
+        for fingerprint in self.context.disks.use_pool(name):
+            if (namespace := self.context.cache.find_namespace(fingerprint)) is not None:
+                deque(self.context.cache.reset(namespace), maxlen=0)
 
     # --- called by the sockets of requests --------------------------------------------------------
 

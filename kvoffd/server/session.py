@@ -66,6 +66,10 @@ class Lifeline:
     def close(self) -> None:
         """Close the stream. The peer takes this for the end of the session."""
 
+    def close_descriptor(self, fd: int) -> None:
+        """Close what the peer sent: where it is gone, that frees its memory, which takes a while."""
+        os.close(fd)
+
 
 class CompletionLog:
     """A session's completions: numbered, and kept until the client acknowledges them."""
@@ -325,7 +329,7 @@ class Session:
     def close_segments(self) -> None:
         """Close descriptors that were attached and never registered."""
         for fd in self.segments.values():
-            os.close(fd)
+            self.lifeline.close_descriptor(fd)
         self.segments.clear()
 
     def _drain(self) -> None:

@@ -79,14 +79,10 @@ class CountedSlots:
 class Silence:
     """A listener to which nothing is worth a word."""
 
-    def stored(self, namespace: Namespace, group: int, keys: list[bytes]) -> None:
+    def stored(self, *told: object, **named: object) -> None:
         """Nobody is told."""
 
-    def removed(self, namespace: Namespace, group: int, keys: list[bytes]) -> None:
-        """Nobody is told."""
-
-    def cleared(self, namespace: Namespace) -> None:
-        """Nobody is told."""
+    removed = cleared = stored
 
 
 def replay(trace: Trace, policy: str, blocks: int, note: Callable[[int], None] = lambda accesses: None) -> Replayed:

@@ -8,12 +8,14 @@ import logging
 import mmap
 import os
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from kvoffd.errors import UnsafeSegment
+from kvoffd.errors import NoMoreThreads, UnsafeSegment
 from kvoffd.system.files import held_bytes, open_directory
+from kvoffd.system.threads import start
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +29,8 @@ MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 # Between two steps a segment may be unmapped, so a step is what the event loop waits for at most: about 1 ms.
 STEP_BYTES = 4 << 20
+UNMAP_BYTES = 256 << 20
+"""What is unmapped in one call, of some milliseconds: other threads that map memory wait for it."""
 CLOSE_S = 5.0
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -66,8 +70,16 @@ class MappedSegment:
     def close(self) -> None:
         """Unmaps the memory; a second call does nothing. A copy that still uses it would crash the daemon."""
         address, self._address = self._address, 0
-        if address and _munmap(address, self.size_bytes) != 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        for offset in range(0, self.size_bytes if address else 0, UNMAP_BYTES):
+            if _munmap(address + offset, min(UNMAP_BYTES, self.size_bytes - offset)) != 0:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def close_segments(segments: Sequence[MappedSegment], on_closed: Callable[[], None]) -> None:
+    """Unmaps them, then calls ``on_closed``."""
+    for segment in segments:
+        segment.close()
+    on_closed()
 
 
 def map_memfd(fd: int, size_bytes: int, *, whole: bool = False) -> MappedSegment:
@@ -221,6 +233,16 @@ class PageFaulter:
         with self._changed:
             self._waiting.pop(segment, None)
             self._changed.wait_for(lambda: self._in_step is not segment)
+
+    def close_segments(self, segments: Sequence[MappedSegment], on_closed: Callable[[], None]) -> None:
+        """As the function ``close_segments``, in a thread of its own: where their client is gone, closing them frees
+        its memory, which takes tenths of a second for each GiB.
+        """
+        closing = threading.Thread(target=close_segments, args=(segments, on_closed), name="kvoffd-unmap", daemon=True)
+        try:
+            start(closing)
+        except NoMoreThreads:
+            close_segments(segments, on_closed)
 
     def close(self) -> None:
         """Stop the thread."""

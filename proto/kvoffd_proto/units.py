@@ -138,6 +138,11 @@ def format_rate(bytes_per_second: float) -> str:
     return _scaled(bytes_per_second, 1000, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"))
 
 
+def plural(count: int) -> str:
+    """The letter that makes an English noun fit ``count``."""
+    return "" if count == 1 else "s"
+
+
 def _scaled(amount: float, factor: int, units: tuple[str, ...]) -> str:
     value = float(amount)
     for unit in units[:-1]:

@@ -51,18 +51,11 @@ class CountedFile(MemoryDisk):
         self.data = range(size)  # type: ignore[assignment]  # it has a length
 
 
-class NoEvents:
-    def stored_in_tier(self, *told: object) -> None:
-        """Nobody is told."""
-
-    removed_from_tier = stored_in_tier
-
-
 def replay(trace: Trace, policy: str, pool: int, disk_blocks: int, mode: WriteMode = WriteMode.REUSE) -> Written:
     now = 0.0
     slots, tier = cast(Pool, CountedSlots(pool)), CompositeTier()
     cache = BlockCache(slots, make_policy(policy, slots.pool_bytes), Silence(), lambda: now)
-    tiering = TieringManager(cache, tier, NoEvents(), lambda: now, TieringSettings(mode, deadline_s=1e9))
+    tiering = TieringManager(cache, tier, Silence(), lambda: now, TieringSettings(mode, deadline_s=1e9))
     cache.attach(tiering)
     memory = PoolBytes(slots.pool_bytes)
     disk = HeldDisk(CountedFile(), memory, lambda: now, tiering, disk_blocks, BLOCK_BYTES, digest=lambda _: 1)

@@ -17,7 +17,7 @@ from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
 from kvoffd.server.service import Service
-from kvoffd.server.session import Peer, Session
+from kvoffd.server.session import Lifeline, Peer, Session
 from kvoffd.system.mappings import MappedSegment
 from kvoffd.transfer.engine import DirectionLoad, Transfer, TransferEngine
 from kvoffd.transfer.plan import Direction, Outcome
@@ -74,7 +74,7 @@ class LazyEngine(TransferEngine):
         return True
 
 
-class FakeLifeline:
+class FakeLifeline(Lifeline):
     """A lifeline that can be dead before its end is noticed."""
 
     def __init__(self) -> None:

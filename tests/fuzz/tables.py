@@ -47,7 +47,7 @@ def written() -> Written:
     groups = (GroupSpec("full", 16), GroupSpec("sliding", 16, 64))
     for name in range(2):
         sizes = ((SLOT_BYTES, 5000),) * WORLD
-        assert table.note_namespace(NamespaceRecord(_space(name), "l", WORLD, 8, groups, "{}", sizes))
+        assert table.namespace_log.note(NamespaceRecord(_space(name), "l", WORLD, 8, groups, "{}", sizes))
     for number in range(SLOTS):
         offset, rank, key = number * SLOT_BYTES, number % WORLD, number // WORLD
         if offset % REGION_BYTES == 0:

@@ -82,7 +82,7 @@ def store(table: SlotTable, offset: int, name: bytes = NAMES[0], key: bytes = b"
 
 def test_a_table_is_gone_on_with(table: SlotTable) -> None:
     table.set_region(0, 8192)
-    table.note_namespace(facts_of(NAMES[0]))
+    table.namespace_log.note(facts_of(NAMES[0]))
     store(table, 0)
     store(table, 8192, key=b"l" * 8)
     next_table, recovered = SlotTable.adopt(copy_of(table.fd), Geometry.of(POOL, REGION))
@@ -100,7 +100,7 @@ def test_a_table_is_gone_on_with(table: SlotTable) -> None:
 def test_facts_of_namespaces_without_slots_are_forgotten(table: SlotTable) -> None:
     table.set_region(0, 8192)
     for name in NAMES:
-        table.note_namespace(facts_of(name))
+        table.namespace_log.note(facts_of(name))
     store(table, 0, NAMES[1])
     assert adopted(table.fd)[1] == [facts_of(NAMES[1])]
 
@@ -193,7 +193,7 @@ def test_killed_at_any_line_it_leaves_whole_bytes_only(table: SlotTable) -> None
         at_every_line(lambda: table.free([offset]), look)
 
     for name in NAMES:
-        at_every_line(lambda name=name: table.note_namespace(facts_of(name)), look)  # type: ignore[misc]
+        at_every_line(lambda name=name: table.namespace_log.note(facts_of(name)), look)  # type: ignore[misc]
     at_every_line(lambda: table.set_region(0, 8192), look)
     write(0, NAMES[0], b"1" * 8)
     write(8192, NAMES[1], b"2" * 8)
@@ -205,7 +205,7 @@ def test_killed_at_any_line_it_leaves_whole_bytes_only(table: SlotTable) -> None
         changed = NamespaceRecord(
             NAMES[1], str(number), 1, 8, changed.groups, os.urandom(40).hex(), changed.shard_bytes
         )
-        at_every_line(lambda facts=changed: table.note_namespace(facts), look)  # type: ignore[misc]
+        at_every_line(lambda facts=changed: table.namespace_log.note(facts), look)  # type: ignore[misc]
     free(8192)
     at_every_line(lambda: table.set_region(0, 12288), look)
     write(12288, NAMES[0], b"5" * 8)
@@ -213,7 +213,7 @@ def test_killed_at_any_line_it_leaves_whole_bytes_only(table: SlotTable) -> None
 
 def test_killed_while_it_takes_over_it_leaves_the_same(table: SlotTable) -> None:
     for name in NAMES:
-        table.note_namespace(facts_of(name))
+        table.namespace_log.note(facts_of(name))
     table.set_region(0, 8192)
     store(table, 0)
     store(table, 8192, NAMES[1])
@@ -237,7 +237,7 @@ def test_flipped_bytes_bring_nothing_to_life(flips: list[tuple[float, int]]) -> 
         table.set_region(0, 8192)
         table.set_region(1, 12288)
         for name in NAMES:
-            table.note_namespace(facts_of(name))
+            table.namespace_log.note(facts_of(name))
         offsets = [0, 8192, 40960, REGION, REGION + 12288]
         for number, offset in enumerate(offsets):
             store(table, offset, NAMES[number % 2], bytes([number]) * 8)
@@ -277,18 +277,18 @@ def test_the_last_facts_of_a_namespace_count(table: SlotTable) -> None:
     store(table, 0)
     for number in range(300):  # far more than the log holds
         facts = facts_of(NAMES[0])
-        assert table.note_namespace(NamespaceRecord(NAMES[0], str(number), 1, 8, facts.groups, "", ((8192,),)))
+        assert table.namespace_log.note(NamespaceRecord(NAMES[0], str(number), 1, 8, facts.groups, "", ((8192,),)))
         assert [facts.label for facts in adopted(table.fd)[1]] == [str(number)]
 
 
 def test_facts_without_room_are_refused_and_harm_no_others(table: SlotTable) -> None:
     table.set_region(0, 8192)
     store(table, 0)
-    assert table.note_namespace(facts_of(NAMES[0]))
+    assert table.namespace_log.note(facts_of(NAMES[0]))
     groups = facts_of(NAMES[0]).groups
     huge = NamespaceRecord(NAMES[1], os.urandom(5000).hex(), 1, 8, groups, "", ((8192,),))
-    assert not table.note_namespace(huge)
-    assert not table.note_namespace(NamespaceRecord(NAMES[0], os.urandom(5000).hex(), 1, 8, groups, "", ((8192,),)))
+    assert not table.namespace_log.note(huge)
+    assert not table.namespace_log.note(NamespaceRecord(NAMES[0], os.urandom(5000).hex(), 1, 8, groups, "", ((8192,),)))
     assert adopted(table.fd)[1] == [facts_of(NAMES[0])]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -12,7 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvoffd.errors import KvoffdError
+from kvoffd.server import self_probe
 from kvoffd.server.http import MAX_CONNECTIONS, MAX_REQUEST_BYTES, HttpServer, NotServing
+from kvoffd.server.self_probe import ProbeFailed, SelfProbe
+from kvoffd.system.directory import DaemonDirectory
 from kvoffd_proto.messages import HealthLevel, HealthProblem, HealthReply
 
 DEADLINE_S = 10.0
@@ -284,5 +288,38 @@ def test_an_address_in_use_is_refused_with_what_to_do() -> None:
             port = taken.getsockname()[1]
             with pytest.raises(KvoffdError, match=rf"127\.0\.0\.1:{port} .*--http-address"):
                 await HttpServer(f"127.0.0.1:{port}", empty, good).start()
+
+    asyncio.run(run())
+
+
+def test_pages_of_metrics_are_not_made_for_each_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_probe, "render_metrics", lambda reply: reply)
+    probe = SelfProbe(None, DaemonDirectory(Path("/nowhere")))  # type: ignore[arg-type]
+    pages = iter(range(100))
+
+    async def ask(request: object) -> int:
+        await asyncio.sleep(0.1)
+        return next(pages)
+
+    monkeypatch.setattr(probe, "_ask", ask)
+
+    async def run() -> None:
+        assert set(await asyncio.gather(*(probe.metrics() for _ in range(50)))) == {0}
+        assert await probe.metrics() == 0
+        probe._page_until = 0.0  # it is old
+        for page in (1, 1):
+            assert await probe.metrics() == page
+
+    asyncio.run(run())
+
+
+def test_a_page_that_failed_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = SelfProbe(None, DaemonDirectory(Path("/nowhere")))  # type: ignore[arg-type]
+
+    async def run() -> None:
+        for _ in range(2):
+            with pytest.raises(ProbeFailed):
+                await probe.metrics()
+            probe._page_until = 0.0
 
     asyncio.run(run())

@@ -55,8 +55,9 @@ def test_a_replay_that_nobody_reads_keeps_no_message() -> None:
 def test_an_event_names_the_medium_as_vllm_does() -> None:
     namespace = Namespace(b"f" * 32, "", 1, 8, [GroupSpec("full", 16)], "{}")
     publisher = EventPublisher(1000)
-    for tell in (publisher.stored, publisher.removed, publisher.stored_in_tier, publisher.removed_from_tier):
-        tell(namespace, 0, [bytes(8)])
+    for medium in (MEDIUM_CPU, MEDIUM_STORAGE):
+        publisher.stored(namespace, 0, [bytes(8)], medium)
+        publisher.removed(namespace, 0, [bytes(8)], medium)
     ((_, _, payload),) = publisher.flush()
     found = [
         (type(event), event.medium)

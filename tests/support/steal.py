@@ -47,7 +47,10 @@ class Steal:
 def _now() -> tuple[float, float, float]:
     """The clock; seconds since the machine's start that the host took, of all CPUs, and that some process waited."""
     stolen = int(Path("/proc/stat").read_text().split(maxsplit=9)[8])
-    waited_us = int(PRESSURE.read_text().split(maxsplit=5)[4].removeprefix("total=")) if PRESSURE.exists() else 0
+    try:
+        waited_us = int(PRESSURE.read_text().split(maxsplit=5)[4].removeprefix("total="))
+    except OSError:  # not there, or not supported, as where the kernel has it but was not booted with psi=1
+        waited_us = 0
     return time.monotonic(), stolen / os.sysconf("SC_CLK_TCK"), waited_us / 1e6
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvoffd.errors import UnsafeSegment
+from kvoffd.system import mappings
 from kvoffd.system.mappings import STEP_BYTES, MappedSegment, PageFaulter
 from tests.support.waiting import wait_until
 
@@ -74,6 +76,18 @@ def test_a_segment_may_be_closed_while_it_is_worked_at(faulter: PageFaulter) -> 
                 segment.close()
                 assert not segment._address
             assert not faulter._waiting
+
+
+def test_segments_are_closed_away_from_who_wants_it(faulter: PageFaulter, monkeypatch: pytest.MonkeyPatch) -> None:
+    munmap, go_on, closed = mappings._munmap, threading.Event(), threading.Event()
+    monkeypatch.setattr(mappings, "_munmap", lambda *arguments: go_on.wait(10.0) and munmap(*arguments))
+    with engine_memory(MIB, written=MIB) as fd:
+        segments = [faulter.map_memfd(fd, MIB) for _ in range(2)]
+        faulter.close_segments(segments, closed.set)
+        assert not closed.is_set()
+        go_on.set()
+        assert closed.wait(10.0)
+        assert not any(segment._address for segment in segments)
 
 
 def test_memory_that_is_refused_is_refused_as_ever(faulter: PageFaulter) -> None:

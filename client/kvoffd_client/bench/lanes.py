@@ -9,7 +9,7 @@ from statistics import median
 from kvoffd_client.bench import LANE_PIECES
 from kvoffd_client.bench.echo import ChildProcess
 from kvoffd_client.bench.results import GPU_GB_PER_SECOND, Cost, Progress, Report, Result
-from kvoffd_proto.units import format_size
+from kvoffd_proto.units import format_size, plural
 
 ROUNDS = 5
 TRANSFERS = 1000
@@ -25,14 +25,14 @@ def bench_lanes(progress: Progress, lanes: int, piece_sizes: Sequence[int] = LAN
     found: dict[int, list[dict[str, float]]] = {size: [] for size in piece_sizes}
     for _ in range(ROUNDS):
         for size, measured in found.items():
-            progress(f"{lanes} lanes, pieces of {format_size(size)}")
+            progress(f"{lanes} lane{plural(lanes)}, pieces of {format_size(size)}")
             options = {"--lanes": lanes, "--transfers": TRANSFERS, "--piece-bytes": size}
             with ChildProcess(_PROGRAM, *(str(word) for option in options.items() for word in option)) as process:
                 failure = "The daemon's copy lanes did not run; the error is above. Install kvoffd in this Python."
                 measured.append(json.loads(process.read_line(failure)))
     results = [
         Result(
-            f"{lanes} lanes, pieces of {format_size(size)}",
+            f"{lanes} lane{plural(lanes)}, pieces of {format_size(size)}",
             median(one["bytes_per_second"] for one in measured) / 1e12,
             "TB/s",
             lanes * GPU_GB_PER_SECOND / 1e3,

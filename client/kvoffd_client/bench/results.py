@@ -52,15 +52,7 @@ class BenchFailed(KvoffdClientError):
 
 @dataclass(frozen=True)
 class Result:
-    """One measured case.
-
-    Attributes:
-        case: what was measured.
-        value: the measured value.
-        unit: unit of value and floor.
-        floor: what the machine can do at best in the same unit, measured in the same run.
-        cpu: CPU time of the daemon; None where that was not measured.
-    """
+    """One measured case: see ``BenchResult``. ``cpu`` is None where the daemon's CPU time was not measured."""
 
     case: str
     value: float
@@ -89,14 +81,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Report:
-    """All results of one bench.
-
-    Attributes:
-        floor: what the floor is, in a sentence.
-        results: the results in the order in which they were measured.
-        curves: the lines of a plot; empty where there is nothing to draw.
-        gpu: the GPU that was measured; None for host memory.
-    """
+    """All results of one bench: see ``BenchReport``. ``floor`` is a sentence, ``curves`` the lines of a plot."""
 
     bench: str
     floor: str

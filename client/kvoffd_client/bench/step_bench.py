@@ -23,6 +23,7 @@ from kvoffd_proto.messages import (
     Store,
     Submit,
 )
+from kvoffd_proto.units import plural
 
 STEP_JOBS = 256
 """One-block stores of the large step."""
@@ -43,11 +44,11 @@ def bench_steps(
     medians: list[Result] = []
     costs: list[float] = []
     for jobs in (1, STEP_JOBS):
-        progress(f"steps of {jobs} stores of 1 key")
+        progress(f"steps of {jobs} store{plural(jobs)} of 1 key")
         keys = iter([random_keys(jobs) for _ in range(rounds * samples)])
         with meter.measure():
             measured = measure_latency(
-                f"step of {jobs} {'store' if jobs == 1 else 'stores'} of 1 key",
+                f"step of {jobs} store{plural(jobs)} of 1 key",
                 rounds,
                 samples,
                 lambda: engine.store_step(next(keys)),  # noqa: B023 - called within this turn
@@ -84,7 +85,7 @@ def bench_decode(
     every JOBS_STEP_S.
     """
     jobs = max(1, sequences // BLOCK_STEPS)
-    case = f"{sequences} sequences on {ranks} ranks"
+    case = f"{sequences} sequences on {ranks} rank{plural(ranks)}"
     progress(case)
     keys = random_keys(LOOKUP_KEYS)
 

@@ -13,7 +13,6 @@ from kvoffd_client.cli.console import (
     make_console,
     namespace_name,
     percent,
-    plural,
     print_page,
     short_fingerprint,
 )
@@ -23,7 +22,7 @@ from kvoffd_client.cli.pool_notes import FULL_INDEX, index_is_full
 from kvoffd_client.cli.target import Directory, Json, open_admin
 from kvoffd_client.namespace_spec import differences, differing_fields, fields_of_description
 from kvoffd_proto.messages import BENCH_LABEL, HitCurve, NamespaceInfo, NamespaceStats, PoolStats, StatsReply
-from kvoffd_proto.units import format_count, format_duration, format_size, printable
+from kvoffd_proto.units import format_count, format_duration, format_size, plural, printable
 
 FEWEST_LOOKUPS = 100
 """With fewer the numbers are left to chance."""

@@ -17,7 +17,6 @@ from kvoffd_client.cli.console import (
     count_blocks,
     namespace_name,
     plain_table,
-    plural,
     print_line,
     print_list,
     progress_bar,
@@ -40,7 +39,7 @@ from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json
 from kvoffd_client.errors import BlockDamaged
 from kvoffd_proto.blocks import BlockInfo
 from kvoffd_proto.messages import KeyWorth
-from kvoffd_proto.units import format_count, format_size, printable
+from kvoffd_proto.units import format_count, format_size, plural, printable
 
 if TYPE_CHECKING:
     # The commands that need them import them: they would make every other command start more slowly.

@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType,
 from rich.table import Table
 from rich.text import Text
 
-from kvoffd_proto.units import format_count, printable
+from kvoffd_proto.units import format_count, plural, printable
 
 TEXT_CELLS = 80
 """Width of what need not be wider."""
@@ -72,11 +72,6 @@ def namespace_name(label: str, fingerprint: bytes) -> str:
 def count_blocks(count: int) -> str:
     """``count`` with the noun, such as ``1 block`` or ``1,234 blocks``."""
     return f"{format_count(count)} block{plural(count)}"
-
-
-def plural(count: int) -> str:
-    """The letter that makes an English noun fit ``count``."""
-    return "" if count == 1 else "s"
 
 
 def were(count: int) -> str:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from msgspec import Struct, field
 
@@ -213,19 +213,16 @@ class BenchReport(Struct, frozen=True):
     gpu: Annotated[BenchGpu | None, doc("The GPU that was measured; null for host memory.")] = None
 
 
+Topic = Literal[
+    "too_little_traffic", "saved", "size", "stores", "disk_writes", "starving", "no_hits", "disks_late", "slow_copies",
+    "block_size", "full_index", "small_shards", "apart",
+]  # fmt: skip
+
+
 class Advice(Struct, frozen=True):
     """A sentence or two."""
 
-    topic: Annotated[
-        Literal[
-            "too_little_traffic", "saved", "size", "stores", "disk_writes", "starving", "no_hits", "disks_late",
-            "slow_copies", "block_size", "full_index", "small_shards", "apart",
-        ],
-        doc(
-            "What it is about: too_little_traffic, saved, size, stores, disk_writes, starving, no_hits, disks_late, "
-            "slow_copies, block_size, full_index, small_shards, or apart."
-        ),
-    ]  # fmt: skip
+    topic: Annotated[Topic, doc(f"What it is about: {', '.join(get_args(Topic))}.")]
     text: Annotated[str, doc("The sentences.")]
     namespace: Annotated[bytes | None, doc("Fingerprint of the namespace that it is about; null for all.")]
     figures: Annotated[dict[str, float], doc("The numbers in it, by name.")]

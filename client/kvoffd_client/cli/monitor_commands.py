@@ -13,7 +13,7 @@ import typer
 from rich.live import Live
 
 from kvoffd_client.admin_client import OPERATOR_WAIT_S, AdminClient
-from kvoffd_client.cli.console import PIPE_LIST_CELLS, make_console, plural, print_line, print_page, short_fingerprint
+from kvoffd_client.cli.console import PIPE_LIST_CELLS, make_console, print_line, print_page, short_fingerprint
 from kvoffd_client.cli.health import health_lines, health_status
 from kvoffd_client.cli.json_objects import Event, Events
 from kvoffd_client.cli.json_output import print_json
@@ -31,7 +31,7 @@ from kvoffd_proto.events import (
     KvEvent,
 )
 from kvoffd_proto.messages import StatsReply
-from kvoffd_proto.units import UnitError, format_duration, parse_duration, printable
+from kvoffd_proto.units import UnitError, format_duration, parse_duration, plural, printable
 
 WATCH_WAIT_S = 2.0
 """What follows the first page says so when it is late by so much; the next question waits longer."""

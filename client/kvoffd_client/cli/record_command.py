@@ -22,13 +22,13 @@ from typing import Annotated, Any, BinaryIO
 import typer
 
 from kvoffd_client.admin_client import OPERATOR_OPTIONS, AdminClient
-from kvoffd_client.cli.console import count_blocks, plural, print_line
+from kvoffd_client.cli.console import count_blocks, print_line
 from kvoffd_client.cli.json_objects import RecordDone
 from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.target import CliError, Directory, Json, local_directory
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.messages import RecordedChain
-from kvoffd_proto.units import format_count, format_duration, format_size, parse_duration, parse_size
+from kvoffd_proto.units import format_count, format_duration, format_size, parse_duration, parse_size, plural
 from kvoffd_proto.zstd import MISSING, zstd_module
 
 FETCH_S = 0.5

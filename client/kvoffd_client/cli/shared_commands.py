@@ -10,7 +10,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from kvoffd_client.cli.console import namespace_name, plural, print_line
+from kvoffd_client.cli.console import namespace_name, print_line
 from kvoffd_client.cli.json_objects import FleetReset, SharedTiers
 from kvoffd_client.cli.json_output import print_json, print_listing
 from kvoffd_client.cli.target import (
@@ -23,7 +23,7 @@ from kvoffd_client.cli.target import (
     resolve_namespace,
 )
 from kvoffd_proto.messages import SharedStats
-from kvoffd_proto.units import format_count, format_duration, format_size, printable
+from kvoffd_proto.units import format_count, format_duration, format_size, plural, printable
 
 SHARED_ERRORS = {
     "unreachable": "attempts to connect that failed; see the URL, the network and whether the server runs",

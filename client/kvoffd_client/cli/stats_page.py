@@ -17,14 +17,13 @@ from kvoffd_client.cli.console import (
     bar_characters,
     fitting,
     percent,
-    plural,
     section,
     short_fingerprint,
 )
 from kvoffd_client.cli.pool_notes import pool_notes
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import DirectionStats, DiskFault, NamespaceStats, PoolStats, RecentStats, StatsReply
-from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, printable
+from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, plural, printable
 
 TITLE_CELLS = 11
 """Width of the first column of every section with its gap, so that the sections line up."""

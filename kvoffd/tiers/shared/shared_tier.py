@@ -154,29 +154,6 @@ class SharedTier(AskedTier):
         self._workers.ask(Ask(owner, fingerprint, group, wanted, deadline, prefix))
         return len(wanted)
 
-    def poll(self, fingerprint: bytes) -> None:
-        now = self._clock()
-        if now >= self._polled_at.get(fingerprint, -inf) + self._poll_s:
-            put_newest(self._polled_at, fingerprint, inf, MOST_NAMESPACES)  # until it is answered
-            self._workers.ask(Ask(POLLS, fingerprint, 0, (), now + RAISE_S, True))
-
-    def take_voided(self) -> list[bytes]:
-        found, self._voided = list(self._voided), set()
-        return found
-
-    def generation(self, fingerprint: bytes) -> int:
-        """How often, by what is known here, a namespace's blocks were made void for all nodes; 0 for never."""
-        return self._generations.get(fingerprint, 0)
-
-    def raise_generation(self, fingerprint: bytes) -> Raise:
-        """Begin to make a namespace's blocks void for all nodes; what is returned says when that has ended, and how."""
-        one = Raise(fingerprint, self._clock() + RAISE_S)
-        if self.breaker.open:
-            one.ended, one.problem = True, self.problem or f"{self.name} has not been reached yet."
-            return one
-        self._workers.raise_generation(one)
-        return one
-
     def answers(self, fingerprint: bytes, group: int, keys: Sequence[bytes]) -> list[Answer]:
         return self._answers.of(fingerprint, group, keys)
 
@@ -292,6 +269,48 @@ class SharedTier(AskedTier):
             if self._ended and self._clock() >= until:
                 return self._post(self._deliver)
 
+    # --- generations of namespaces ---------------------------------------------------------------
+
+    def generation(self, fingerprint: bytes) -> int:
+        """How often, by what is known here, a namespace's blocks were made void for all nodes; 0 for never."""
+        return self._generations.get(fingerprint, 0)
+
+    def raise_generation(self, fingerprint: bytes) -> Raise:
+        """Begin to make a namespace's blocks void for all nodes; what is returned says when that has ended, and how."""
+        one = Raise(fingerprint, self._clock() + RAISE_S)
+        if self.breaker.open:
+            one.ended, one.problem = True, self.problem or f"{self.name} has not been reached yet."
+            return one
+        self._workers.raise_generation(one)
+        return one
+
+    def poll(self, fingerprint: bytes) -> None:
+        now = self._clock()
+        if now >= self._polled_at.get(fingerprint, -inf) + self._poll_s:
+            put_newest(self._polled_at, fingerprint, inf, MOST_NAMESPACES)  # until it is answered
+            self._workers.ask(Ask(POLLS, fingerprint, 0, (), now + RAISE_S, True))
+
+    def take_voided(self) -> list[bytes]:
+        found, self._voided = list(self._voided), set()
+        return found
+
+    def raised(self, one: Raise, generation: int, problem: str) -> None:
+        if not problem:
+            self._note_generation(one.fingerprint, generation)
+        one.ended, one.problem = True, problem
+
+    def _note_generation(self, fingerprint: bytes, generation: int) -> None:
+        if generation > self.generation(fingerprint):
+            self._generations[fingerprint] = generation
+            logger.info("The blocks of a namespace in %s are void: its generation is %d now.", self.name, generation)
+            self._answers.forget(fingerprint)
+            self._voided.add(fingerprint)
+
+    def _generation(self, block_id: TierKey) -> int:
+        return self.generation(block_id.fingerprint)
+
+    # --- what the threads tell: see WorkListener -------------------------------------------------
+
     def asked(self, ask: Ask, generation: int, found: Sequence[bool], seconds: float) -> None:
         counters = self.counters
         self._answer(ask)
@@ -310,18 +329,6 @@ class SharedTier(AskedTier):
         if ask.prefix and False in found:
             found = [*found[: found.index(False)], *[False] * (len(found) - found.index(False))]
         self._listener.tier_answered(self, ask.fingerprint, ask.group, ask.keys, found)
-
-    def _note_generation(self, fingerprint: bytes, generation: int) -> None:
-        if generation > self.generation(fingerprint):
-            self._generations[fingerprint] = generation
-            logger.info("The blocks of a namespace in %s are void: its generation is %d now.", self.name, generation)
-            self._answers.forget(fingerprint)
-            self._voided.add(fingerprint)
-
-    def raised(self, one: Raise, generation: int, problem: str) -> None:
-        if not problem and generation > self.generation(one.fingerprint):
-            self._note_generation(one.fingerprint, generation)
-        one.ended, one.problem = True, problem
 
     def _answer(self, ask: Ask) -> None:
         self._asked[ask.owner] -= len(ask.keys)
@@ -365,17 +372,18 @@ class SharedTier(AskedTier):
         on_done = self._writes.pop(write)
         self._writing.remove(write.block.id)
         counters, (fingerprint, group, key) = self.counters, write.block.id
-        if result in (TierResult.DONE, TierResult.PRESENT):
-            if sent := result is TierResult.DONE:
-                self._refused_until = 0.0
-            counters.written_blocks += sent
-            counters.written_bytes += write.block.nbytes if sent else 0
-            counters.present_blocks += not sent
-            if write.generation == self._generation(write.block.id):
-                self._answers.set_lengths(fingerprint, group, [shard.length for shard in write.block.shards])
-                self._answers.give(fingerprint, group, [key], Answer.YES)
+        if result is TierResult.DONE:
+            self._refused_until = 0.0
+            counters.written_blocks += 1
+            counters.written_bytes += write.block.nbytes
+        elif result is TierResult.PRESENT:
+            counters.present_blocks += 1
         else:
             counters.dropped_writes += 1
+            return on_done(result)
+        if write.generation == self._generation(write.block.id):
+            self._answers.set_lengths(fingerprint, group, [shard.length for shard in write.block.shards])
+            self._answers.give(fingerprint, group, [key], Answer.YES)
         on_done(result)
 
     def failed(self, kind: str, sentence: str, server: str = "") -> None:
@@ -384,9 +392,6 @@ class SharedTier(AskedTier):
         if not server:
             self.problem = sentence
         self._listener.tier_error(self, f"{kind} {server}".strip(), sentence)
-
-    def _generation(self, block_id: TierKey) -> int:
-        return self.generation(block_id.fingerprint)
 
     def _views(self, block: TierBlock, offsets: Sequence[int]) -> list[memoryview]:
         return [self._pool[offset : offset + shard.length] for offset, shard in zip(offsets, block.shards, strict=True)]
