@@ -116,7 +116,7 @@ def test_files_that_the_pages_name_are_there() -> None:
     shutil.which("git") is None or not (ROOT / ".git").exists(), reason="this is no checkout with its history"
 )
 def test_commits_that_the_page_names_are_there() -> None:
-    named = set(re.findall(r"\| `([0-9a-f]{7})`", BUGS))
+    named = set(re.findall(r"`([0-9a-f]{7,40})`", BUGS))
     assert len(named) > 15
     shallow = ["git", "rev-parse", "--is-shallow-repository"]
     if (
