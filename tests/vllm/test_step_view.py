@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import TransferJobStatus
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import KVConnectorBlockState, NewRequestData, SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import OffloadKey, PrepareStoreOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
 
 from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.connector_metadata import FailedJob, KeyedSpec, KvoffdWorkerMetadata
@@ -26,7 +35,9 @@ from tests.support.vllm_config import HEADS, cache_config, full_attention, make_
 from tests.support.vllm_fakes import block_hash
 
 BLOCK_TOKENS = 32
+BLOCKS = 30
 PROMPT_TOKENS = 100
+STEPS = 9
 
 
 @pytest.fixture(scope="module")
@@ -250,3 +261,90 @@ def test_a_cache_is_reset_twice_without_a_step_between(connector: KvoffdConnecto
     assert connector.reset_cache()
     assert connector.reset_cache()
     assert connector.build_connector_meta(SchedulerOutput.make_empty()).jobs_to_flush == {store}
+
+
+def state(drafts: int) -> MambaSpec:
+    page = {"shapes": ((4, 32),), "dtypes": (torch.float32,), "page_size_padded": full_attention().page_size_bytes}
+    return MambaSpec(block_size=BLOCK_TOKENS, mamba_cache_mode="align", num_speculative_blocks=drafts, **page)
+
+
+@pytest.mark.parametrize(
+    ("kind", "drafts"),
+    [
+        *itertools.product(["full", "window", "chunks"], [3, 40, 100]),
+        # With more vLLM itself may find no blocks for such a prompt when it comes a second time.
+        *itertools.product(["state", "states"], [0, 3]),
+    ],
+)
+def test_each_prompt_that_fits_is_computed_though_drafts_need_blocks_beside_a_load(
+    kind: str, drafts: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own scheduler, of an engine that runs nothing else, with a daemon that has all prompts whole."""
+    more = {
+        "full": [],
+        "window": [SlidingWindowSpec(block_size=BLOCK_TOKENS, sliding_window=100, **HEADS)],
+        "chunks": [ChunkedLocalAttentionSpec(block_size=BLOCK_TOKENS, attention_chunk_size=128, **HEADS)],
+        "state": [state(drafts)],
+        "states": [state(drafts)] * 2,
+    }
+    specs = [full_attention(), *more[kind]]
+    groups = [KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)]
+    speculation = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 4}
+    arguments: dict[str, Any] = {"speculative_config": speculation if drafts else None, "max_model_len": 1024}
+    if "state" in kind:
+        arguments["mamba_cache_mode"] = "align"
+    config = make_config(model, {"directory": str(tmp_path)}, **arguments)
+    blocks = BLOCKS + (len(groups) - 1) * (drafts + 1 if "state" in kind else 0)
+    config.cache_config.num_gpu_blocks = blocks
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+    cache = replace(cache_config(*groups), num_blocks=blocks)
+    scheduler = Scheduler(config, cache, StructuredOutputManager(config), BLOCK_TOKENS, BLOCK_TOKENS)
+    connector: Any = scheduler.connector
+    for call in (
+        "on_new_request",
+        "update_state_after_alloc",
+        "build_connector_meta",
+        "get_external_cache_hit_sources",
+    ):
+        monkeypatch.setattr(connector, call, lambda *_: {})
+    monkeypatch.setattr(connector, "request_finished_all_groups", lambda *_: (False, None))
+    asked = partial(OffloadingConnector.get_num_new_matched_tokens, connector)
+    monkeypatch.setattr(connector, "get_num_new_matched_tokens", asked)
+    there, loaded = True, 0
+
+    def find(request: Request, num_computed_tokens: int, max_num_new_tokens: int | None) -> tuple[int, bool]:
+        found = (request.num_tokens - 1 if there else 0) - num_computed_tokens
+        loadable = found if max_num_new_tokens is None else min(found, max_num_new_tokens)
+        whole = max(0, loadable) // BLOCK_TOKENS * BLOCK_TOKENS
+        return whole, whole > 0
+
+    monkeypatch.setattr(connector.connector_scheduler, "get_num_new_matched_tokens", find)
+
+    def is_computed(prompt: list[int]) -> bool:
+        """Whether all of a request is computed, after it was loaded if it is."""
+        nonlocal loaded
+        request = Request("r", prompt, SamplingParams(max_tokens=1), None, block_hasher=hasher)
+        scheduler.add_request(request)
+        for _ in range(STEPS):
+            scheduler.schedule()
+            if request.num_computed_tokens >= len(prompt) and request.status is RequestStatus.RUNNING:
+                break
+            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+                loaded += 1
+                scheduler._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving={"r"}))
+        computed = request.status is RequestStatus.RUNNING
+        scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+        scheduler.schedule()
+        return computed
+
+    for tokens in range(BLOCK_TOKENS - 1, BLOCKS * BLOCK_TOKENS, 3):
+        prompt = Random(tokens).choices(range(1000), k=tokens)
+        there = False
+        alone = is_computed(prompt)
+        assert scheduler.reset_prefix_cache()
+        there = True
+        assert is_computed(prompt) or not alone, tokens
+        assert scheduler.reset_prefix_cache()
+    assert loaded > 100
+    scheduler.shutdown()

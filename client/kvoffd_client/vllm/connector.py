@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -36,7 +37,7 @@ from kvoffd_client.vllm.connector_metadata import (
     KvoffdWorkerMetadata,
     MemoryReport,
 )
-from kvoffd_client.vllm.connector_options import ConnectorOptions, parse_options
+from kvoffd_client.vllm.connector_options import choose_load_failure_policy, parse_options
 from kvoffd_client.vllm.early_fence import fence_early
 from kvoffd_client.vllm.engine_requirements import check_engine, check_groups, check_siblings, machine_id, parents_of
 from kvoffd_client.vllm.kv_memory import describe_layers
@@ -47,7 +48,7 @@ from kvoffd_client.vllm.lora_adapters import LoraAdapters
 from kvoffd_client.vllm.offloading_manager import KvoffdManager
 from kvoffd_client.vllm.offloading_spec import SETUP, KvoffdSpec, name_spec, setup_of
 from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWorker
-from kvoffd_client.vllm.step_view import note_allocated, note_shared_prefix, shown, without_holes
+from kvoffd_client.vllm.step_view import loadable_tokens, note_allocated, note_shared_prefix, shown, without_holes
 
 if TYPE_CHECKING:
     from kvoffd_client.vllm import vllm_types as v
@@ -192,7 +193,7 @@ class KvoffdConnector(OffloadingConnector):
         if role == KVConnectorRole.WORKER:
             self.connector_worker = KvoffdConnectorWorker(self.connector_worker.spec, vllm_config, kv_cache_config)
         else:
-            _choose_load_failure_policy([transfer_config, *(config for _, config in parents)], options)
+            choose_load_failure_policy([transfer_config, *(config for _, config in parents)], options)
             requests = self.connector_scheduler._req_status
             self._manager.storable = lambda request_id, keys: without_holes(requests.get(request_id), keys)
             StoreRefusalFilter.install(STORE_LOGGER)
@@ -286,6 +287,15 @@ class KvoffdConnector(OffloadingConnector):
             ready = functools.partial(self._manager.ready_blocks, request.request_id)
             note_shared_prefix(self.connector_scheduler, request, ready, num_computed_tokens + tokens)
         return (tokens, loads) if not tokens or self._manager.load_pays(request.request_id, tokens) else (0, False)
+
+    def _max_loadable_tokens(self, request: v.Request, num_computed_tokens: int) -> int | None:
+        """As vLLM's, and no further than what can be loaded while the blocks of a step's drafts stay free."""
+        bound = super()._max_loadable_tokens(request, num_computed_tokens)
+        if not (config := self._vllm_config).num_speculative_tokens:
+            return bound
+        chunk_tokens = math.lcm(*(group.tokens_per_chunk for group in self.connector_scheduler.config.kv_group_configs))
+        room = max(0, loadable_tokens(self._kv_cache_manager, config, request, chunk_tokens) - num_computed_tokens)
+        return room if bound is None else min(bound, room)
 
     def update_state_after_alloc(self, request: v.Request, blocks: v.KVCacheBlocks, num_external_tokens: int) -> None:
         """As vLLM's; a request that is scheduled without a load gives its pinned blocks back."""
@@ -422,27 +432,3 @@ class KvoffdConnector(OffloadingConnector):
 
 def _keys_of(status: RequestOffloadState) -> Sequence[Sequence[bytes]]:
     return [state.offload_keys for state in status.group_states]
-
-
-def _choose_load_failure_policy(transfer_configs: Sequence[v.KVTransferConfig], options: ConnectorOptions) -> None:
-    """Recompute failed loads, unless the user insists on the engine's policy. The scheduler reads it after this.
-
-    ``transfer_configs`` are the connector's own and those of its parents; the scheduler reads the last.
-    """
-    policy = transfer_configs[-1].kv_load_failure_policy
-    if options.respect_load_failure_policy:
-        if policy != "recompute":
-            logger.warning(
-                "kvoffd: kv_load_failure_policy is %r: requests whose blocks could not be loaded, as when the daemon "
-                "dies, will end with an error.",
-                policy,
-            )
-        return
-    for transfer_config in transfer_configs:
-        transfer_config.kv_load_failure_policy = "recompute"
-    if policy != "recompute":
-        logger.info(
-            "kvoffd: kv_load_failure_policy was %r and is now 'recompute': a failed load costs time, not the request. "
-            'Set "respect_load_failure_policy": true in kv_connector_extra_config to keep the engine\'s.',
-            policy,
-        )

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from kvoffd_client.client_options import ClientOptions
+from kvoffd_client.vllm.log import logger
 from kvoffd_proto.sockets import default_directory
+
+if TYPE_CHECKING:
+    from kvoffd_client.vllm.vllm_types import KVTransferConfig
 
 # Keys of vLLM's own that reach the offloading connector (0.32 and 0.33); they pass through.
 VLLM_KEYS = frozenset(
@@ -136,3 +141,27 @@ def _checked(key: str, value: object) -> str | float | bool:
     if not fits:
         raise ValueError(f"kv_connector_extra_config: {key!r} must be {wanted}; it is {value!r}.")
     return type(default)(value)
+
+
+def choose_load_failure_policy(transfer_configs: Sequence[KVTransferConfig], options: ConnectorOptions) -> None:
+    """Recompute failed loads, unless the user insists on the engine's policy. The scheduler reads it after this.
+
+    ``transfer_configs`` are the connector's own and those of its parents; the scheduler reads the last.
+    """
+    policy = transfer_configs[-1].kv_load_failure_policy
+    if options.respect_load_failure_policy:
+        if policy != "recompute":
+            logger.warning(
+                "kvoffd: kv_load_failure_policy is %r: requests whose blocks could not be loaded, as when the daemon "
+                "dies, will end with an error.",
+                policy,
+            )
+        return
+    for transfer_config in transfer_configs:
+        transfer_config.kv_load_failure_policy = "recompute"
+    if policy != "recompute":
+        logger.info(
+            "kvoffd: kv_load_failure_policy was %r and is now 'recompute': a failed load costs time, not the request. "
+            'Set "respect_load_failure_policy": true in kv_connector_extra_config to keep the engine\'s.',
+            policy,
+        )

@@ -11,13 +11,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
     RequestOffloadState,
 )
+from vllm.utils.math_utils import cdiv
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.request import RequestStatus
 
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES
 
 if TYPE_CHECKING:
-    from kvoffd_client.vllm.vllm_types import KVCacheBlocks, Request, SchedulerOutput
+    from kvoffd_client.vllm.vllm_types import KVCacheBlocks, KVCacheManager, Request, SchedulerOutput, VllmConfig
 
 
 def shown(output: SchedulerOutput, requests: Mapping[str, RequestOffloadState]) -> SchedulerOutput:
@@ -108,6 +110,38 @@ def note_shared_prefix(
     tokens = min(ready(index) * scheduler.config.kv_group_configs[index].tokens_per_chunk for index in groups)
     if found < tokens < request.num_prompt_tokens:
         request.shared_prefix_boundary = max(request.shared_prefix_boundary, tokens)
+
+
+def loadable_tokens(cache: KVCacheManager, config: VllmConfig, request: Request, chunk_tokens: int) -> int:
+    """Return how long a loaded beginning of a request may be: all its tokens, else as many chunks as are possible.
+
+    With speculation vLLM loads only where the blocks of a step's drafts are free beside those of the load. A prompt for
+    which they never are, in an engine that runs nothing else, would wait for ever, and all prompts behind it; without a
+    load, or with a shorter one, it is computed.
+    """
+    drafts = 1 + config.num_speculative_tokens + config.num_lookahead_tokens
+    coordinator = cache.coordinator
+    kept_free = sum(  # as the scheduler reckons; managers of states reckon with their drafts themselves
+        cdiv(drafts, manager.block_size)
+        for manager in coordinator.single_type_managers
+        if not isinstance(manager.kv_cache_spec, MambaSpec)
+    )
+    room = cache.block_pool.num_gpu_blocks - 1 - kept_free  # one is the null block
+
+    def fits(tokens: int) -> bool:
+        needed = coordinator.get_num_blocks_to_allocate(
+            request.request_id,
+            num_tokens=tokens,
+            new_computed_blocks=cache.empty_kv_cache_blocks.blocks,
+            num_encoder_tokens=0,
+            total_computed_tokens=tokens - 1,
+            num_local_computed_tokens=0,
+            num_tokens_main_model=tokens,
+        )
+        return needed <= room
+
+    whole = (request.num_tokens - 1) // chunk_tokens * chunk_tokens
+    return next(filter(fits, (request.num_tokens, *range(whole, 0, -chunk_tokens))), 0)
 
 
 def without_holes(status: RequestOffloadState | None, keys: Sequence[OffloadKey]) -> list[OffloadKey]:

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.forward_context import ForwardContext as ForwardContext
 from vllm.lora.request import LoRARequest as LoRARequest
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks as KVCacheBlocks
+from vllm.v1.core.kv_cache_manager import KVCacheManager as KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput as SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest as EngineCoreRequest
 from vllm.v1.engine.core import EngineCore as EngineCore
