@@ -342,11 +342,10 @@ def test_a_client_of_tcp_has_no_events_socket(door: Door) -> None:
 
 
 def test_tcp_is_off_by_default(daemon: DaemonProcess) -> None:
-    inodes = {
-        os.readlink(f"/proc/{daemon.pid}/fd/{fd}").removeprefix("socket:[").removesuffix("]")
-        for fd in os.listdir(f"/proc/{daemon.pid}/fd")
-        if os.readlink(f"/proc/{daemon.pid}/fd/{fd}").startswith("socket:")
-    }
+    inodes = set()
+    for descriptor in Path(f"/proc/{daemon.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            inodes.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{daemon.pid}/net/{table}").read_text().splitlines()[1:]:
             assert line.split()[9] not in inodes
