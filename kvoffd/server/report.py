@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections import Counter
+from collections.abc import Iterator
 
 from msgspec import structs
 
@@ -25,18 +26,37 @@ from kvoffd_proto.router_stats import RouterStats
 
 DESCRIPTIONS_BYTES = 1 << 20
 """Of the namespaces in one listing: 64 KiB of each would make tens of MiB."""
+NAMESPACES_AT_ONCE = 100
+"""Of which statistics are made in one step, in some 10 ms."""
 
 
 @answers(m.Stats)
-def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
+def stats(context: Context, session: Session, message: m.Stats) -> Iterator[m.StatsReply | None]:
     cache = context.cache
+    cache.count_misses()
+    shares = cache.blocks.shares
+    weights = shares.weights()
+    namespaces: list[m.NamespaceStats] = []
+    for namespace in list(cache.namespaces):
+        if len(namespaces) % NAMESPACES_AT_ONCE == NAMESPACES_AT_ONCE - 1:
+            yield None
+        namespaces.append(
+            filled(
+                m.NamespaceStats,
+                namespace,
+                namespace.counters,
+                shares.of(namespace.fingerprint),
+                namespace=namespace.fingerprint,
+                kept_bytes=shares.kept_bytes(namespace, weights),
+                misses=named(namespace.counters.misses),
+                recent=context.recent.of_namespace(namespace),
+                curve=context.curve.of_namespace(namespace),
+            )
+        )
     usage = resource.getrusage(resource.RUSAGE_SELF)
     operator_pinned = cache.blocks.operator_pinned
     level, causes = health_of(context)
-    shares = cache.blocks.shares
-    weights = shares.weights()
-    cache.count_misses()
-    return filled(
+    yield filled(
         m.StatsReply,
         context,
         cache,
@@ -64,20 +84,7 @@ def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
         events_published=context.publisher.sequence,
         cpu_seconds=usage.ru_utime + usage.ru_stime,
         resident_bytes=_resident_bytes(),
-        namespaces=[
-            filled(
-                m.NamespaceStats,
-                namespace,
-                namespace.counters,
-                shares.of(namespace.fingerprint),
-                namespace=namespace.fingerprint,
-                kept_bytes=shares.kept_bytes(namespace, weights),
-                misses=named(namespace.counters.misses),
-                recent=context.recent.of_namespace(namespace),
-                curve=context.curve.of_namespace(namespace),
-            )
-            for namespace in cache.namespaces
-        ],
+        namespaces=namespaces,
         integrity=filled(m.IntegrityStats, cache.integrity),
         blocks=filled(
             m.BlockAccessStats,
