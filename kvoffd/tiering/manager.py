@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby, islice
+from itertools import groupby
 from operator import itemgetter
 
 from kvoffd.cache.cache import BlockCache
@@ -61,8 +61,8 @@ class TieringManager:
         """Tiers and kinds of their errors that were logged, and when; the tiers count them."""
         self._published: dict[tuple[Namespace, int], set[bytes]] = {}
         """Keys that the tier has by the events so far."""
-        self._unpublished: dict[tuple[Namespace, int], dict[bytes, None]] = {}
-        """Keys that the tier had before their namespace was opened, and that no event has told of yet."""
+        self._unpublished: dict[tuple[Namespace, int], list[bytes]] = {}
+        """Keys that the tier had before their namespace was opened, of which events may not have told yet."""
         self._evicted: list[Block] = []
         self.directory_attached()
 
@@ -197,10 +197,7 @@ class TieringManager:
     def namespace_opened(self, namespace: Namespace) -> None:
         """A namespace was opened: what the tier has of it already is published by and by."""
         for group in range(len(namespace.groups)):
-            unpublished = dict.fromkeys(self.tier.index(namespace.fingerprint, group))
-            for key in self._published.get((namespace, group), ()):
-                unpublished.pop(key, None)
-            if unpublished:
+            if unpublished := list(self.tier.index(namespace.fingerprint, group)):  # a million in some 10 ms
                 self._unpublished[namespace, group] = unpublished
 
     def namespace_forgotten(self, namespace: Namespace) -> None:
@@ -232,11 +229,10 @@ class TieringManager:
                 yield
 
     def publish_some(self) -> None:
-        """Publish some of what the tier had before the namespace was opened."""
+        """Publish some of what the tier had before the namespace was opened; of a new directory first."""
         for (namespace, group), unpublished in list(self._unpublished.items()):
-            keys = list(islice(unpublished, MAX_KEYS_PER_TICK))
-            for key in keys:
-                del unpublished[key]
+            keys = unpublished[-MAX_KEYS_PER_TICK:]
+            del unpublished[-MAX_KEYS_PER_TICK:]
             if not unpublished:
                 del self._unpublished[namespace, group]
             self._publish_stored(namespace, group, [key for key in keys if self.has(namespace, group, key)])
@@ -282,9 +278,6 @@ class TieringManager:
 
     def _publish_stored(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
         published = self._published.setdefault((namespace, group), set())
-        if (unpublished := self._unpublished.get((namespace, group))) is not None:
-            for key in keys:
-                unpublished.pop(key, None)
         fresh = [key for key in keys if key not in published]
         published.update(fresh)
         if fresh:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from enum import Enum
+from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, cast
 
@@ -345,8 +346,18 @@ class CompositeTier(Tier):
             tier.tick()
 
 
+class _Merged(ChainMap[bytes, TierBlock]):
+    """The blocks of several tiers. A key that two have comes twice: a set of a million takes 0.2 s."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        return chain.from_iterable(self.maps)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.maps))
+
+
 def _merged(views: Sequence[Mapping[bytes, TierBlock]]) -> Mapping[bytes, TierBlock]:
     if len(views) == 1:
         return views[0]
     # A ChainMap changes its first map only when it is itself changed, which a view never is.
-    return ChainMap(*[cast(MutableMapping[bytes, TierBlock], view) for view in views])
+    return _Merged(*[cast(MutableMapping[bytes, TierBlock], view) for view in views])

@@ -318,12 +318,16 @@ class SimDisks(Disks):
     def readable(self, fingerprint: bytes) -> Readable:
         """What events must have told of by now."""
         assert self.tiering is not None
-        namespace, unpublished = self._cache.namespace(fingerprint), self.tiering._unpublished
+        namespace, tiering = self._cache.namespace(fingerprint), self.tiering
         self.tier.check_dropped(self.tier.blocks())
         return {
             (name.group, name.key)
             for name in self.tier.blocks()
-            if name.fingerprint == fingerprint and name.key not in unpublished.get((namespace, name.group), ())
+            if name.fingerprint == fingerprint
+            and (
+                name.key in tiering._published.get((namespace, name.group), ())
+                or name.key not in tiering._unpublished.get((namespace, name.group), ())
+            )
         }
 
 

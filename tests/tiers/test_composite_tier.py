@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from kvoffd.cache.namespace import Namespace
 from kvoffd.tiering import TieringSettings, WriteMode, manager
+from kvoffd.tiers.disk.index import GroupIndex
 from kvoffd_proto.messages import ABSENT, PENDING, READY
 from tests.support.cache_harness import SLOT_UNIT, keys_of
 from tests.support.held_disk import HeldDisk
@@ -121,3 +124,17 @@ def test_of_a_member_that_hangs_nothing_is_waited_for_and_the_others_serve(rig: 
     found = {number: rig.states(space, keys_of(number)) for number in range(8)}
     assert found == {number: [ABSENT if keys_of(number) in lost else PENDING] for number in range(8)}
     assert len(rig.tiers.index(space.fingerprint, 0)) == 8
+
+
+@pytest.mark.timing
+def test_a_namespace_of_a_million_blocks_is_opened_at_once(rig: CompositeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = rig.open()
+    keys = [number.to_bytes(32) for number in range(1_000_000)]
+    halves = [GroupIndex(dict.fromkeys(keys[place::2], None)) for place in range(2)]  # type: ignore[arg-type]
+    for member, index in zip(rig.members, halves, strict=True):
+        monkeypatch.setattr(member.tier, "index", lambda *_, index=index: index)
+    began = time.thread_time()
+    rig.tiering.namespace_opened(space)
+    assert time.thread_time() - began < 0.05
+    rig.tiering.publish_some()
+    assert len(rig.tier_events.index) == manager.MAX_KEYS_PER_TICK
