@@ -156,7 +156,7 @@ class RedisCluster(Starting):
             "--cluster-enabled",
             "yes",
             "--cluster-node-timeout",
-            "500",
+            "10000",  # a server that waits for a CPU has not failed
             "--repl-diskless-sync-delay",
             "0",
             "--cluster-require-full-coverage",

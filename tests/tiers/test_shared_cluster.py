@@ -200,7 +200,7 @@ def test_without_one_of_three_masters_what_the_others_have_is_found(
     masters.servers[victim].signal(fault)
     wanted = [Answer.YES if number in others else Answer.NO for number in range(12)]
     rig.until(lambda: rig.ask_anew(*blocks) == wanted)
-    # A server that waits for a CPU for half a second, its node timeout, takes the others, too, for failed for a moment.
+    # A master that waits for a CPU for 0.2 s, the deadline for asking, is left alone for a moment.
     rig.until(lambda: rig.load(blocks[others[0]]) is DONE)
     fresh = range(100, 112)
     there = [home_of(rig.block(number)) != victim for number in fresh]
