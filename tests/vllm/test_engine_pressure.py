@@ -9,9 +9,9 @@ import pytest
 
 from kvoffd_client import AdminClient
 from kvoffd_proto.messages import StatsReply
-from tests.support.engine import BLOCK_TOKENS, EngineProcess, prompt, wait_connected, wait_stats
+from tests.support.engine import BLOCK_TOKENS, EngineProcess, full_blocks, prompt, wait_connected, wait_stats
 from tests.support.faulty_daemon import FaultyDaemon
-from tests.support.models import make_tiny_llama
+from tests.support.models import make_tiny_gemma3, make_tiny_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -77,3 +77,20 @@ def test_under_block_pressure_tokens_are_those_without_a_daemon(
     assert sum(answer.cached for answer in runs[-1]) >= len(PROMPTS) * BLOCK_TOKENS
     # A store that runs when its time is up is given up by the client; what waits is cancelled.
     assert failed_stores > 0 or store_seconds < store_fence_timeout_s
+
+
+def test_loads_leave_blocks_for_what_is_computed_after_them(tmp_path: Path) -> None:
+    """Two prompts with windows fill the KV cache but for 2 blocks, and to go on each needs one in all six groups."""
+    prompts = [prompt(seed, 1100) for seed in (1, 2)]
+    few = {"num_blocks": 151, "max_model_len": 1152, "max_num_batched_tokens": 128}
+    with (
+        closing(FaultyDaemon("256MiB").start()) as daemon,
+        EngineProcess(make_tiny_gemma3(tmp_path / "model"), daemon.directory, **few) as engine,
+    ):
+        wait_settled(daemon, 0)
+        cold = [engine.generate([each])[0] for each in prompts]
+        wait_settled(daemon, len(prompts) * 34)
+        engine.forget()
+        loaded = engine.generate(prompts)
+    assert [answer.tokens for answer in loaded] == [answer.tokens for answer in cold]
+    assert [answer.cached for answer in loaded] == [full_blocks(1100)] * 2

@@ -48,7 +48,14 @@ from kvoffd_client.vllm.lora_adapters import LoraAdapters
 from kvoffd_client.vllm.offloading_manager import KvoffdManager
 from kvoffd_client.vllm.offloading_spec import SETUP, KvoffdSpec, name_spec, setup_of
 from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWorker
-from kvoffd_client.vllm.step_view import loadable_tokens, note_allocated, note_shared_prefix, shown, without_holes
+from kvoffd_client.vllm.step_view import (
+    LoadedRequests,
+    loadable_tokens,
+    note_allocated,
+    note_shared_prefix,
+    shown,
+    without_holes,
+)
 
 if TYPE_CHECKING:
     from kvoffd_client.vllm import vllm_types as v
@@ -203,6 +210,7 @@ class KvoffdConnector(OffloadingConnector):
                 logger.info("kvoffd: this vLLM tells of requests late; prompts wait a moment longer for the daemon.")
         self._adapters = LoraAdapters(vllm_config.lora_config)
         self._told = ToldBlocks()
+        self._loaded = LoadedRequests(vllm_config)
         self._computed = False  # in the last step
 
     # --- worker ---
@@ -286,7 +294,13 @@ class KvoffdConnector(OffloadingConnector):
         if tokens is not None:
             ready = functools.partial(self._manager.ready_blocks, request.request_id)
             note_shared_prefix(self.connector_scheduler, request, ready, num_computed_tokens + tokens)
-        return (tokens, loads) if not tokens or self._manager.load_pays(request.request_id, tokens) else (0, False)
+            if tokens and not self._manager.load_pays(request.request_id, tokens):
+                tokens, loads = 0, False
+            end = num_computed_tokens + tokens
+            room = self._loaded.leave_room(self._kv_cache_manager, request, num_computed_tokens, end)
+            if not room:
+                return (None if room is None else 0), False
+        return tokens, loads
 
     def _max_loadable_tokens(self, request: v.Request, num_computed_tokens: int) -> int | None:
         """As vLLM's, and no further than what can be loaded while the blocks of a step's drafts stay free."""
@@ -300,6 +314,7 @@ class KvoffdConnector(OffloadingConnector):
     def update_state_after_alloc(self, request: v.Request, blocks: v.KVCacheBlocks, num_external_tokens: int) -> None:
         """As vLLM's; a request that is scheduled without a load gives its pinned blocks back."""
         note_allocated(self.connector_scheduler, request, blocks)
+        self._loaded.note(request, loads=num_external_tokens > 0)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens == 0:
             self._manager.scheduled_without_load(request.request_id)

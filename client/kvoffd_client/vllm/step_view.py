@@ -144,6 +144,70 @@ def loadable_tokens(cache: KVCacheManager, config: VllmConfig, request: Request,
     return next(filter(fits, (request.num_tokens, *range(whole, 0, -chunk_tokens))), 0)
 
 
+class LoadedRequests:
+    """The requests that were loaded and have computed nothing since. vLLM can take their blocks from none of them.
+
+    Where layers have windows vLLM keeps too few blocks free for what they compute next: of a window it takes the blocks
+    that were left behind for held. With the cache full of loads none could go on, and nothing behind them. Nor could
+    others where one whose load failed, for which vLLM keeps blocks free, stands behind another that would be loaded.
+    """
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._drafts = config.num_speculative_tokens + config.num_lookahead_tokens
+        self._step_tokens = config.scheduler_config.max_num_batched_tokens
+        self._max_tokens = config.model_config.max_model_len
+        self._requests: set[Request] = set()
+
+    def note(self, request: Request, *, loads: bool) -> None:
+        """Note that a request is scheduled, to be loaded or to compute."""
+        self._requests = {each for each in self._requests if not each.is_finished()} - {request}
+        if loads:
+            self._requests.add(request)
+
+    def leave_room(self, cache: KVCacheManager, request: Request, found: int, tokens: int) -> bool | None:
+        """Return whether ``request`` and each of these can go on once ``tokens`` of it are in the cache, now ``found``.
+
+        None where that is not so now, and may be when others have gone on.
+        """
+        others = [each for each in self._requests if each is not request and not each.is_finished()]
+        if tokens == found:
+            failed = request in self._requests
+            return None if failed and any(each.num_computed_tokens for each in others) else True
+        if not all(each.num_computed_tokens for each in others):
+            return None  # one whose load failed is first
+        coordinator = cache.coordinator
+        if all(manager.max_admission_blocks_per_request is None for manager in coordinator.single_type_managers):
+            return True  # no windows
+        local, local_end = cache.empty_kv_cache_blocks.blocks, 0
+
+        def blocks(of: Request, computed: int, end: int) -> int:
+            return coordinator.get_num_blocks_to_allocate(
+                request_id=of.request_id,
+                num_tokens=end,
+                new_computed_blocks=local if of is request else cache.empty_kv_cache_blocks.blocks,
+                num_encoder_tokens=0,
+                total_computed_tokens=computed,
+                num_local_computed_tokens=local_end if of is request else 0,
+                num_tokens_main_model=end,
+            )
+
+        def after_step(of: Request, computed: int) -> int:
+            """Return how many blocks a request needs for its next step."""
+            end = min(of.num_tokens, computed + self._step_tokens) + self._drafts
+            return blocks(of, computed, min(end, self._max_tokens))
+
+        if not others:
+            return after_step(request, tokens) < cache.block_pool.num_gpu_blocks  # one is the null block
+        if found:
+            local, local_end, *_ = coordinator.find_longest_cache_hit(request.block_hashes, found)
+        free = cache.block_pool.get_num_free_blocks()
+        left = free - blocks(request, tokens, tokens)
+        fits = after_step(request, tokens) <= free and all(
+            after_step(each, each.num_computed_tokens) <= left for each in others
+        )
+        return True if fits else None
+
+
 def without_holes(status: RequestOffloadState | None, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
     """Leave out of the keys of a store the chunks that have lost a block, as those wider than a window do.
 
