@@ -33,8 +33,8 @@ class StepWorkers(WorkersWithoutThreads):
             pass
         return not self._queue.jobs
 
-    def stop(self, until: float) -> bool:
-        return not self._queue.jobs
+    def stop(self, until: float) -> None:
+        assert not self._queue.jobs
 
 
 class DiskMaker(Maker):

@@ -501,6 +501,22 @@ def test_a_slow_disk_can_be_closed_in_short_steps(tmp_path: Path) -> None:
     assert rig.close()
 
 
+def test_a_disk_whose_threads_end_late_is_closed_though_its_last_update_leaves_more_to_write(tmp_path: Path) -> None:
+    """Once all of it is synced a tick forgets the floor of the namespace, and writes the head."""
+    rig = TierRig(DiskMaker(tmp_path))
+    store(rig, 1, 2)
+    rig.tier.remove_namespace(ONE)
+    steps = 0
+    while not rig.tier.close(0.0):
+        steps += 1
+        threading.Event().wait(0.01)
+        assert steps < 100
+        rig.tier.tick()
+    rig.open()
+    assert rig.ids() == set()
+    assert rig.close()
+
+
 class SlowlyFailing(Slow):
     """From some time on it takes its time and fails then."""
 
@@ -548,8 +564,8 @@ def test_closing_in_short_steps_is_short_with_much_to_forget_too(
 ) -> None:
     monkeypatch.setattr("kvoffd.tiers.disk.index._FREED_AT_ONCE", 1)
     rig = TierRig(DiskMaker(tmp_path))
-    store(rig, 1, 2, 3, 4, 5, 6)
-    assert rig.tier.remove_namespace(ONE) == 6
+    store(rig, 1, 2, 3, 4, 5, 6, 7, 8)
+    assert rig.tier.remove_namespace(ONE) == 8
     steps = 0
     while not rig.tier.close(0.0):
         steps += 1

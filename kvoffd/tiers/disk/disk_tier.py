@@ -283,9 +283,9 @@ class DiskTier(DeviceTier):
         self.workers.end_waiting(TierResult.CANCELLED)
         idle = self.workers.wait_idle(until)
         self._process_ended()
-        written = idle and self._record_writer.write_last(until, self.workers, self._process_ended)
-        if not written or not self.workers.stop(until):
+        if not idle or not self._record_writer.write_last(until, self.workers, self._process_ended):
             return False
+        self.workers.stop(until)
         self._process_ended()
         self._file.close()
         self._pool = memoryview(b"")

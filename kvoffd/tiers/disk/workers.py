@@ -213,12 +213,12 @@ class Workers:
         with self._changed:
             return self._idle.wait_for(lambda: not self._queue.jobs, max(0.0, until - time.monotonic()))
 
-    def stop(self, until: float) -> bool:
-        """Stops the threads; False where one still hangs at ``until`` (of ``time.monotonic``)."""
+    def stop(self, until: float) -> None:
+        """Ends the threads, none of which has a job, and waits for that, but not beyond ``until``."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        return self._threads.join(until)
+        self._threads.join(until)
 
     def _end_unbegun(self, jobs: list[DiskJob], result: TierResult) -> None:
         self._ended.extend(JobEnd(job, result) for job in jobs)
