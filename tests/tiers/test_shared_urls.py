@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,6 +72,20 @@ def test_a_url_that_cannot_be_used_is_refused_and_no_secret_of_it_is_told(url: s
     with pytest.raises(ConfigError) as refused:
         load_config({"shared": [url]}, {})
     assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("redis://host?tll=7d", "?tll"),
+        ("redis://host?ttl=0s", "?ttl"),
+        ("s3://bucket?region=a&endpint=https://host", "?endpint"),
+        ("s3://bucket?endpoint=host:9000", "?endpoint"),
+    ],
+)
+def test_what_is_wrong_in_a_query_is_named(url: str, name: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"with '{name}' is not")):
+        check_url(url)
 
 
 @pytest.mark.parametrize("scheme", ["redis+cluster", "rediss+cluster"])

@@ -246,25 +246,36 @@ def check_url(url: str) -> None:
         usable = usable and re.search(r"[\s\x00-\x1f\x7f]", url) is None
     except ValueError:
         usable = False
+    wrong: list[str] = []
     if usable and parts.scheme == "s3":
-        asked = parse_qsl(parts.query, keep_blank_values=True)
-        usable = all(name in _S3_QUERY and re.fullmatch(_S3_QUERY[name], value) for name, value in asked)
-        usable = usable and re.fullmatch(r"(/[\w!.*'()-]+)*/?", parts.path, re.ASCII) is not None
+        wrong = _wrong_names(parts.query, lambda name, value: re.fullmatch(_S3_QUERY[name], value), _S3_QUERY)
+        usable = re.fullmatch(r"(/[\w!.*'()-]+)*/?", parts.path, re.ASCII) is not None
         usable = usable and not {".", ".."} & set(parts.path.split("/"))
     elif usable and parts.scheme in REDIS_SCHEMES:
-        asked = parse_qsl(parts.query, keep_blank_values=True)
-        try:
-            usable = all(name == "ttl" and 1 <= parse_duration(value) <= MOST_TTL_S for name, value in asked)
-        except UnitError:
-            usable = False
-        usable = usable and re.fullmatch("/?[0-9]{0,9}", parts.path) is not None
+        wrong = _wrong_names(parts.query, lambda name, value: _is_ttl(value), ("ttl",))
+        usable = re.fullmatch("/?[0-9]{0,9}", parts.path) is not None
         if usable and parts.scheme.endswith("+cluster") and int(parts.path.strip("/") or 0):
             raise ValueError(f"{quoted(re.split('[?#]', url)[0])} names a database; a cluster has database 0 only")
-    if not usable:
+    if wrong or not usable:
+        told = quoted(re.split("[?#]", url)[0]) + (f" with {quoted('?' + wrong[0])}" if wrong and wrong[0] else "")
         raise ValueError(
-            f"{quoted(re.split('[?#]', url)[0])} is not a URL that can be used; write redis://HOST:PORT?ttl=7d or "
+            f"{told} is not a URL that can be used; write redis://HOST:PORT?ttl=7d or "
             f"s3://BUCKET/PREFIX?endpoint=URL&region=NAME; there are {', '.join(SCHEMES)}"
         )
+
+
+def _wrong_names(query: str, is_right: Callable[[str, str], object], known: Iterable[str]) -> list[str]:
+    """Names of what cannot be used in a query; empty ones where there is no ``=``: that may be a password."""
+    asked = parse_qsl(query, keep_blank_values=True)
+    wrong = [name for name, value in asked if name not in known or not is_right(name, value)]
+    return [name if f"{name}=" in query else "" for name in wrong]
+
+
+def _is_ttl(value: str) -> bool:
+    try:
+        return 1 <= parse_duration(value) <= MOST_TTL_S
+    except UnitError:
+        return False
 
 
 def open_store(url: str, credentials: Credentials) -> Callable[[], Store]:
