@@ -238,7 +238,10 @@ class Disks:
     @property
     def problems(self) -> list[tuple[str, str]]:
         """What is wrong with directories: a word for the kind, and a sentence."""
-        found = [("disk_failed", disk.problem) for disk in self if disk.problem]
+        again = "To try it again, restart the daemon or `kvoffd-cli disk attach {}=SIZE`."
+        found = [
+            ("disk_failed", f"{disk.problem} {again.format(disk.size.directory)}") for disk in self if disk.problem
+        ]
         for disk in self:
             if disk.tier is None:
                 continue

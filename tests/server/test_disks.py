@@ -143,7 +143,9 @@ def test_a_directory_that_fails_says_why_and_can_be_tried_again(rig: DisksRig) -
     rig.result = DiskError("It is full of water.")
     rig.attach()
     rig.opened()
-    assert rig.disks.problems == [("disk_failed", "It is full of water.")]
+    ((kind, sentence),) = rig.disks.problems
+    assert kind == "disk_failed"
+    assert sentence.startswith("It is full of water. To try it again, restart the daemon or `kvoffd-cli disk attach /")
     rig.result = FakeDisk()
     rig.attach()
     rig.opened()
