@@ -256,10 +256,10 @@ class FileBacking(PoolBacking):
             for _ in allocate_in_steps(self._calls, self._fd, size_bytes, _ALLOCATE_STEP_BYTES):
                 pass
         except OSError as error:
-            what = "huge pages" if self._huge else "memory"
+            what, room = ("huge pages", "have more (vm.nr_hugepages)") if self._huge else ("memory", "make room")
             raise PoolTooLarge(
                 f"{self._path.parent} has not the {what} for a pool file of {size_bytes} bytes "
-                f"({format_size(size_bytes)}): {error.strerror}. Choose a smaller pool or make room."
+                f"({format_size(size_bytes)}): {error.strerror}. Choose a smaller pool or {room}."
             ) from error
 
     def _map(self, geometry: Geometry) -> PoolMappings:

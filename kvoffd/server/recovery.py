@@ -17,7 +17,7 @@ from kvoffd.pool.pool import Pool
 from kvoffd.server.kept_policy import KeptPolicy
 from kvoffd.system.numa import nodes_with_gpus
 from kvoffd.system.systemd import Notifier
-from kvoffd_proto.units import format_size
+from kvoffd_proto.units import format_size, plural
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +53,12 @@ def adopt_blocks(cache: BlockCache, pool: Pool, kept: KeptPolicy, slots_at_once:
     recovered = pool.take_recovered()
     adoption = cache.adopt(recovered.namespaces, recovered.slots, slots_at_once)
     logger.info(
-        "An earlier daemon's pool is taken over: of %d blocks (%s) in %d namespaces %d are ready again after %.3f s%s. "
-        "Dropped: %d slots that were being written or in doubt, %d of incomplete blocks.",
+        "An earlier daemon's pool is taken over: of %d blocks (%s) in %d namespace%s %d are ready again after %.3f s%s."
+        " Dropped: %d slots that were being written or in doubt, %d of incomplete blocks.",
         adoption.blocks,
         format_size(adoption.slot_bytes),
         adoption.namespaces,
+        plural(adoption.namespaces),
         adoption.blocks - cache.inherited_blocks,
         time.monotonic() - started,
         ", the others while engines are served" if cache.inherited_blocks else "",

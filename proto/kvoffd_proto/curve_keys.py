@@ -56,7 +56,8 @@ def _lines(path: Path, *, secret: bool) -> list[str]:
             if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_FILE_BYTES:
                 raise CurveKeyError(f"{path} is no file of keys.")
             if secret and status.st_mode & stat.S_IROTH:
-                raise CurveKeyError(f"{path} holds a secret and everybody may read it; `chmod 600 {path}`.")
+                why = "must hold a secret key, no public one, and everybody may read it"
+                raise CurveKeyError(f"{path} {why}; `chmod 600 {path}`.")
             text = file.read().decode()
     except OSError as error:
         raise CurveKeyError(f"{path} cannot be read: {error.strerror}.") from error

@@ -388,7 +388,7 @@ def test_a_secret_that_everybody_may_read_is_refused(door: Door, tmp_path: Path)
     file = tmp_path / "file"
     file.write_text((door.files / "server.key").read_text())
     file.chmod(0o644)
-    with pytest.raises(KvoffdError, match="everybody may read it"):
+    with pytest.raises(KvoffdError, match="a secret key, no public one, and everybody may read it"):
         AdminKeys.read(config(door, admin_key_file=str(file)))
 
 

@@ -170,6 +170,20 @@ def test_replies_that_are_none_are_misses_and_not_bugs_of_ours(store: FaultyStor
     rig.until(lambda: rig.tier.breaker.opened > 0)
 
 
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        ("WRONGPASS invalid username-password pair", "see shared_password_file, which is read at the start."),
+        ("ERR This instance has cluster support disabled", "Name it redis://."),
+    ],
+)
+def test_what_to_do_is_said_of_an_error_of_the_server(
+    store: FaultyStore, rig: SharedRig, error: str, advice: str
+) -> None:
+    store.error = error
+    rig.until(lambda: rig.tier.problem.endswith(advice))
+
+
 @pytest.mark.parametrize("password", ["s3cret", "s3cret\udcff", "s3cret" * 30])
 @pytest.mark.parametrize("error", ["ERR unknown command 'AUTH', with args beginning with: '%.99s'", "ERR what is '%s'"])
 def test_what_a_server_says_of_its_errors_tells_no_password_and_fills_no_log(

@@ -284,7 +284,7 @@ def test_a_bucket_in_which_nothing_may_be_removed_is_still_read_and_says_so(
         assert rig.tier.reachable
     assert rig.kinds == {"mismatch": 4, "credentials": 4}
     assert rig.tier.breaker.opened == 0
-    assert "AccessDenied: see the credentials" in rig.tier.refusal
+    assert "AccessDenied: see the credentials, which are read at the start" in rig.tier.refusal
     assert "s3:DeleteObject" in rig.tier.refusal
     bucket.spoil = bytes
     assert rig.load(blocks[4]) is DONE

@@ -74,6 +74,13 @@ def test_a_url_that_cannot_be_used_is_refused_and_no_secret_of_it_is_told(url: s
     assert SECRET not in str(refused.value)
 
 
+@pytest.mark.parametrize("scheme", ["redis", "redis+cluster"])
+def test_an_address_of_ipv6_is_named_in_brackets(scheme: str) -> None:
+    store = open_store(f"{scheme}://[::1]:7", Credentials())()
+    assert store.servers is not None
+    assert [server.name for server in store.servers] == ["[::1]:7"]
+
+
 @pytest.mark.parametrize(
     ("url", "name"),
     [

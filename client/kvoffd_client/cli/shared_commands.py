@@ -29,7 +29,7 @@ SHARED_ERRORS = {
     "unreachable": "attempts to connect that failed; see the URL, the network and whether the server runs",
     "timeout": "answers that did not come in time",
     "disconnected": "connections that the server closed",
-    "credentials": "refusals of the password or the keys; see shared_password_file",
+    "credentials": "refusals of the password or the keys; see shared_password_file, which is read at the start",
     "forbidden": "commands that the user may not give; the daemon's log says which it needs",
     "region": "refusals because the URL names another region than the bucket's",
     "clock": "refusals because this machine's clock, or the server's, is wrong",

@@ -17,7 +17,7 @@ from math import ceil, inf
 from urllib.parse import parse_qs, urlsplit
 
 from kvoffd.tiers.shared.redis import CONNECT_S, Redis
-from kvoffd.tiers.shared.store import Credentials, GetRequest, Servers, Store, StoreError
+from kvoffd.tiers.shared.store import Credentials, GetRequest, Servers, Store, StoreError, name_of
 from kvoffd_proto.units import is_host, parse_duration, quoted
 
 SLOTS = 16_384
@@ -131,7 +131,7 @@ class RedisCluster(Store):
 
     @property
     def _name(self) -> str:
-        return _name_of(self._seed)
+        return name_of(self._seed)
 
     def _up(self, address: Address) -> bool:
         """Connect to a master, unless it has failed a moment ago."""
@@ -147,14 +147,14 @@ class RedisCluster(Store):
             self._stale_at = 0.0
             return False
         if self._down_until.pop(address, None) is not None:
-            self.servers.answered(_name_of(address))
+            self.servers.answered(name_of(address))
         node.connect_s = CONNECT_S
         return True
 
     def _down(self, address: Address, error: StoreError, *, raised: bool) -> None:
         self._down_until[address] = time.monotonic() + DOWN_PAUSE_S
         self._nodes[address].connect_s = TLS_AGAIN_S if self._tls else AGAIN_S
-        self.servers.failed(_name_of(address), error, raised=raised)
+        self.servers.failed(name_of(address), error, raised=raised)
 
     def _find_owners(self) -> None:
         failure: StoreError | None = None
@@ -167,7 +167,7 @@ class RedisCluster(Store):
                 masters = masters_of(text, address)
                 if not masters:
                     raise StoreError(
-                        "cluster", f"{_name_of(address)} knows no master with slots: {NO_SLOTS}", final=True
+                        "cluster", f"{name_of(address)} knows no master with slots: {NO_SLOTS}", final=True
                     )
             except (StoreError, ValueError) as error:
                 node.close()
@@ -188,7 +188,7 @@ class RedisCluster(Store):
             self._nodes, self._owners = kept, owners
             self._stale_at = time.monotonic() + DOWN_PAUSE_S if None in owners else inf
             self._down_until = {master: at for master, at in self._down_until.items() if master in kept}
-            self.servers.update(map(_name_of, kept))
+            self.servers.update(map(name_of, kept))
             return
         assert failure is not None
         raise failure
@@ -342,10 +342,6 @@ class RedisCluster(Store):
         return parts
 
 
-def _name_of(address: Address) -> str:
-    return f"{address[0]}:{address[1]}"
-
-
 def open_redis(url: str, credentials: Credentials) -> Callable[[], Store]:
     """What makes connections to a server, or a cluster, at a URL."""
     parts = urlsplit(url)
@@ -353,6 +349,6 @@ def open_redis(url: str, credentials: Credentials) -> Callable[[], Store]:
     tls = parts.scheme.startswith("rediss")
     ttl_s = ceil(sum(map(parse_duration, parse_qs(parts.query).get("ttl", ())[-1:])))
     if parts.scheme.endswith("+cluster"):
-        servers = Servers(_name_of((host, port)))
+        servers = Servers(name_of((host, port)))
         return lambda: RedisCluster(host, port, credentials, servers, tls=tls, ttl_s=ttl_s)
     return lambda: Redis(host, port, database, credentials, tls=tls, ttl_s=ttl_s)

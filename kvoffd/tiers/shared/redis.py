@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from kvoffd.tiers.shared.object_format import decode_generation
-from kvoffd.tiers.shared.store import Credentials, GetRequest, Servers, Store, StoreError, bad_generation
+from kvoffd.tiers.shared.store import Credentials, GetRequest, Servers, Store, StoreError, bad_generation, name_of
 from kvoffd_proto.units import printable
 
 ASK_DEADLINE_S = 0.02
@@ -58,7 +58,7 @@ class Redis(Store):
         self, host: str, port: int, database: int, credentials: Credentials, *, tls: bool, ttl_s: int = 0
     ) -> None:
         self._address = (host, port)
-        self._name = f"{host}:{port}"
+        self._name = name_of((host, port))
         self.servers = Servers(self._name)
         self.connect_s = CONNECT_S
         self._database = database
@@ -283,15 +283,15 @@ class Redis(Store):
         if code == "READONLY":
             raise StoreError("refused", f"{self._name} is a replica, which takes no writes ({text}): name its primary.")
         if code in ("NOAUTH", "WRONGPASS") or "AUTH" in text:
-            why = f"{self._name} does not let us in ({text}); see shared_password_file."
+            why = f"{self._name} does not let us in ({text}); see shared_password_file, which is read at the start."
             raise StoreError("credentials", why, final=True)
         if code == "CLUSTERDOWN":
             raise self._cluster_down(text)
         if code in ("MOVED", "ASK", "CROSSSLOT"):
-            raise StoreError(
-                "cluster", f"{self._name} is of a cluster: name it redis+cluster://, or it changed ({text})."
-            )
-        raise StoreError("refused", f"{self._name} answers: {text.rstrip('.')}.")
+            why = f"{self._name} is of a cluster: name it redis+cluster://, or it changed ({text})."
+            raise StoreError("cluster", why)
+        hint = " Name it redis://." if "cluster support disabled" in text else ""
+        raise StoreError("refused", f"{self._name} answers: {text.rstrip('.')}.{hint}")
 
     def _quoted(self, line: bytes) -> str:
         """What a server says, for the log. One that knows no AUTH repeats the password, of a long one a part."""

@@ -346,7 +346,8 @@ class S3(Store):
         if code in REGION_CODES:
             return StoreError("region", f"{what}: see its region, which the URL names as region=NAME.", final=True)
         if status in (401, 403) or code in KEY_CODES:
-            why = "see the credentials; they need s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket."
+            why = "see the credentials, which are read at the start; they need "
+            why += "s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket."
             return StoreError("credentials", f"{what}: {why}", final=True)
         if status or code:
             busy = status in (429, 503) or code == "SlowDown"

@@ -53,6 +53,12 @@ def bad_generation(what: str) -> StoreError:
     return StoreError("generation", f"{what} is no number of up to 18 digits that a node has written; remove it there.")
 
 
+def name_of(address: tuple[str, int]) -> str:
+    """As operators write it: an address of IPv6 in brackets."""
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class Server(NamedTuple):
     """A server of a store, as it was found last."""
 
