@@ -271,7 +271,13 @@ def _disk_stats(disk: Disk) -> m.DiskStats:
 
 
 def _resident_bytes() -> int:
-    """Private memory: resident pages less the shared ones, which are the pool, its table and engines' memory."""
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        _, resident, shared, *_ = statm.read().split()
+    """Private memory: resident pages less the shared ones, which are the pool, its table and engines' memory.
+
+    0 where there is no /proc, as in some sandboxes.
+    """
+    try:
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            _, resident, shared, *_ = statm.read().split()
+    except OSError:
+        return 0
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")

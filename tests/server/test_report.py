@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvoffd.server import report
 from kvoffd.server.context import HANDLERS, filled
 from kvoffd.server.report import NAMESPACES_AT_ONCE
 from kvoffd.server.session import Peer
@@ -71,3 +72,12 @@ def test_what_a_client_says_that_it_never_sent_cannot_make_the_figures_more_than
         for _ in range(3):
             worker.refused(cancel(2**63 - 1))
         assert stats(daemon.directory).unsent_stores == 5
+
+
+def test_memory_is_told_as_0_where_there_is_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise FileNotFoundError
+
+    assert report._resident_bytes() > 0
+    monkeypatch.setattr(report, "open", refuse, raising=False)
+    assert report._resident_bytes() == 0
