@@ -74,6 +74,9 @@ class SelfProbe:
         try:
             async with asyncio.timeout(PROBE_DEADLINE_S):
                 reply = codec.decode_reply(await self._exchange(codec.encode(request)))
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            why = f"{self._path} is not this daemon's socket any more ({error.strerror})"
+            raise ProbeFailed(f"No engine can connect: {why}. Leave its directory alone, and restart it.") from error
         except (OSError, TimeoutError, EOFError) as error:
             raise ProbeFailed(f"The message loop did not answer within {PROBE_DEADLINE_S:.0f} s ({error}).") from error
         if not isinstance(reply, m.answer_type(type(request))):
