@@ -398,6 +398,11 @@ def _check_together(config: Config, sources: Mapping[str, str]) -> None:
             f"admin_address is {config.admin_address} ({sources['admin_address']}), but admin_key_file or "
             "admin_clients_file is not set; administration over TCP is for known keys only."
         )
+    if config.event_replay_address and not (config.event_address or config.event_connect):
+        raise ConfigError(
+            f"event_replay_address is {config.event_replay_address} ({sources['event_replay_address']}), but neither "
+            "event_address nor event_connect is set; without these there are no events to replay."
+        )
     heartbeat_interval, lease_ttl = exact_duration(config.heartbeat_interval_s), exact_duration(config.lease_ttl_s)
     if config.heartbeat_interval_s >= config.lease_ttl_s:
         raise ConfigError(
