@@ -296,10 +296,10 @@ class KvoffdConnector(OffloadingConnector):
             note_shared_prefix(self.connector_scheduler, request, ready, num_computed_tokens + tokens)
             if tokens and not self._manager.load_pays(request.request_id, tokens):
                 tokens, loads = 0, False
-            end = num_computed_tokens + tokens
-            room = self._loaded.leave_room(self._kv_cache_manager, request, num_computed_tokens, end)
-            if not room:
-                return (None if room is None else 0), False
+            if (cache := self._kv_cache_manager) is not None:
+                room = self._loaded.leave_room(cache, request, num_computed_tokens, num_computed_tokens + tokens)
+                if not room:
+                    return (None if room is None else 0), False
         return tokens, loads
 
     def _max_loadable_tokens(self, request: v.Request, num_computed_tokens: int) -> int | None:
