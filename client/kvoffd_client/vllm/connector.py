@@ -305,10 +305,11 @@ class KvoffdConnector(OffloadingConnector):
     def _max_loadable_tokens(self, request: v.Request, num_computed_tokens: int) -> int | None:
         """As vLLM's, and no further than what can be loaded while the blocks of a step's drafts stay free."""
         bound = super()._max_loadable_tokens(request, num_computed_tokens)
-        if not (config := self._vllm_config).num_speculative_tokens:
+        cache, config = self._kv_cache_manager, self._vllm_config
+        if cache is None or not config.num_speculative_tokens:
             return bound
         chunk_tokens = math.lcm(*(group.tokens_per_chunk for group in self.connector_scheduler.config.kv_group_configs))
-        room = max(0, loadable_tokens(self._kv_cache_manager, config, request, chunk_tokens) - num_computed_tokens)
+        room = max(0, loadable_tokens(cache, config, request, chunk_tokens) - num_computed_tokens)
         return room if bound is None else min(bound, room)
 
     def update_state_after_alloc(self, request: v.Request, blocks: v.KVCacheBlocks, num_external_tokens: int) -> None:
