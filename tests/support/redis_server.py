@@ -177,6 +177,8 @@ class RedisCluster(Starting):
             server.start()
             first, last = number * 16384 // 3, (number + 1) * 16384 // 3 - 1
             assert server.command("CLUSTER", "ADDSLOTSRANGE", str(first), str(last)) == b"+OK\r\n"
+            # As redis-cli does: the servers need not agree on who is the later one first.
+            assert server.command("CLUSTER", "SET-CONFIG-EPOCH", str(number + 1)) == b"+OK\r\n"
         for server in self.servers[1:]:
             self.meet(server)
         wait_until(self._whole, 20.0, explain=lambda: self.servers[0].command("CLUSTER", "NODES"))
