@@ -11,11 +11,11 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-# For ``tests.support``: pytest's importlib mode adds no directory of ours by itself.
+# For ``tests.kit``: pytest's importlib mode adds no directory of ours by itself.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.support.daemon import DaemonProcess, clear_daemon
-from tests.support.steal import Steal
+from tests.kit.daemon import DaemonProcess, clear_daemon
+from tests.kit.steal import Steal
 
 # What a shell starts in its background ignores SIGINT, and so do its children: Ctrl-C would be lost on them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

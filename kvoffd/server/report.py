@@ -38,7 +38,7 @@ def stats(context: Context, session: Session, message: m.Stats) -> Iterator[m.St
     weights = shares.weights()
     namespaces: list[m.NamespaceStats] = []
     for namespace in list(cache.namespaces):
-        if len(namespaces) % NAMESPACES_AT_ONCE == NAMESPACES_AT_ONCE - 1:
+        if namespaces and len(namespaces) % NAMESPACES_AT_ONCE == 0:
             yield None
         namespaces.append(
             filled(

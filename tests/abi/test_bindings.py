@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from kvoffd_proto import cuda_driver as cuda
-from tests.support.cuda_abi import Declarations, differences, header_version
-from tests.support.cuda_calls import TEST_PROTOTYPES, load
-from tests.support.cuda_files import ROOT, VERSIONS, include_directory
-from tests.support.stub_cuda import fresh_stub
+from tests.kit.cuda_abi import Declarations, differences, header_version
+from tests.kit.cuda_calls import TEST_PROTOTYPES, load
+from tests.kit.cuda_files import ROOT, VERSIONS, include_directory
+from tests.kit.stub_cuda import fresh_stub
 
 NOT_INITIALIZED = 3
 

@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from tests.support.cuda_abi import compiler, header_version
-from tests.support.cuda_files import ROOT, VERSIONS, include_directory
+from tests.kit.cuda_abi import compiler, header_version
+from tests.kit.cuda_files import ROOT, VERSIONS, include_directory
 
 LOOP = ROOT / "kvoffd/transfer/cuda/gpu_copy.c"
 CALLS = {

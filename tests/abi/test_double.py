@@ -16,10 +16,10 @@ import pytest
 from kvoffd.transfer.cuda.driver import CudaDriver, CudaError
 from kvoffd.transfer.cuda.staging import KERNEL, KERNEL_NAME
 from kvoffd_proto import cuda_driver as cuda
-from tests.support.cuda_abi import compiler
-from tests.support.cuda_calls import copy_batch, load
-from tests.support.cuda_files import VERSIONS, include_directory
-from tests.support.stub_cuda import COMPILER_FLAGS, SOURCE, DeviceBuffer, StubCuda, fresh_stub
+from tests.kit.cuda_abi import compiler
+from tests.kit.cuda_calls import copy_batch, load
+from tests.kit.cuda_files import VERSIONS, include_directory
+from tests.kit.stub_cuda import COMPILER_FLAGS, SOURCE, DeviceBuffer, StubCuda, fresh_stub
 
 KIB = 1 << 10
 SIZE = 64 * KIB
@@ -353,7 +353,7 @@ def test_memory_without_ipc_handles_gets_none(bench: Bench) -> None:
 
 EXPORTER = """
 import os, sys
-from tests.support.stub_cuda import StubCuda
+from tests.kit.stub_cuda import StubCuda
 stub = StubCuda(sys.argv[1])
 os.seteuid(int(sys.argv[2]))
 stub.start()

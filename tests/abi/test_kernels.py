@@ -9,7 +9,7 @@ import pytest
 
 from kvoffd.transfer.cuda.staging import KERNEL
 from kvoffd_client.bench.gpu_device import SWEEP
-from tests.support.cuda_files import assembler
+from tests.kit.cuda_files import assembler
 
 # The oldest driver assembles what it is given for the GPUs of its time.
 CARDS = {

@@ -17,13 +17,13 @@ from kvoffd_client.cuda.export import CudaError as ExportError
 from kvoffd_client.cuda.export import ExportDriver
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import cuda_driver as cuda
-from tests.support.cuda_abi import compiler
-from tests.support.cuda_calls import TEST_PROTOTYPES, load
-from tests.support.cuda_files import include_directory, real_driver
-from tests.support.exporter import Exporter
-from tests.support.gpu_machine import Machine
-from tests.support.stub_cuda import fresh_stub
-from tests.support.waiting import wait_until
+from tests.kit.cuda_abi import compiler
+from tests.kit.cuda_calls import TEST_PROTOTYPES, load
+from tests.kit.cuda_files import include_directory, real_driver
+from tests.kit.exporter import Exporter
+from tests.kit.gpu_machine import Machine
+from tests.kit.stub_cuda import fresh_stub
+from tests.kit.waiting import wait_until
 
 INVALID_VALUE, NOT_INITIALIZED, NO_DEVICE, INVALID_HANDLE = 1, 3, 100, 400
 PROTOTYPES = {**cuda.PROTOTYPES, **TEST_PROTOTYPES}
@@ -60,7 +60,7 @@ def test_it_names_errors_as_we_do(library: str) -> None:
 
 STATUSES = f"""
 import ctypes, json, sys
-from tests.support.cuda_calls import TEST_PROTOTYPES, load
+from tests.kit.cuda_calls import TEST_PROTOTYPES, load
 from kvoffd_proto import cuda_driver as cuda
 
 library, room = load(sys.argv[1]), (ctypes.c_uint64 * 64)()

@@ -22,8 +22,8 @@ from kvoffd.tiering import TieringSettings, WriteMode, demotion
 from kvoffd.tiering.manager import TieringManager
 from kvoffd.tiers.tier import CompositeTier
 from kvoffd_proto.messages import PENDING, READY, GroupSpec
-from tests.support.held_disk import HeldDisk, PoolBytes
-from tests.support.memory_disk import MemoryDisk
+from tests.kit.held_disk import HeldDisk, PoolBytes
+from tests.kit.memory_disk import MemoryDisk
 
 LOOKUP = SESSION = 1
 REQUEST_S = 0.3

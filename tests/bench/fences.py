@@ -19,9 +19,9 @@ from tempfile import TemporaryDirectory
 from kvoffd_client import AdminClient
 from kvoffd_client.bench.load_generators import LoadGenerators
 from tests.bench.report_file import add_report_options, markdown_table, publish_report, run_facts
-from tests.support.daemon import DaemonProcess
-from tests.support.engine import BLOCK_TOKENS, EngineProcess, completions, prompt, wait_connected, wait_stats
-from tests.support.models import make_tiny_llama
+from tests.kit.daemon import DaemonProcess
+from tests.kit.engine import BLOCK_TOKENS, EngineProcess, completions, prompt, wait_connected, wait_stats
+from tests.kit.models import make_tiny_llama
 
 PROMPTS = 8
 PROMPT_TOKENS = 700

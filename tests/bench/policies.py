@@ -20,7 +20,7 @@ from kvoffd.cache.policies import Chain
 from kvoffd.simulate.replay import replay
 from kvoffd.simulate.trace import KEY_BYTES, Trace, read_trace
 from kvoffd_proto.messages import GroupSpec
-from tests.support.made_up_loads import LOADS, Traffic
+from tests.kit.made_up_loads import LOADS, Traffic
 
 PAGE = Path(__file__).parents[2] / "kvoffd" / "cache" / "POLICIES.md"
 BLOCKS = (1000, 2000, 4000, 8000, 16000, 32000)
@@ -47,7 +47,7 @@ MADE = """
 ## Made-up traffic
 
 Token hit ratio in % with `learned`, and with `lru`, by the part of all different blocks that the pool has room for; in
-brackets the blocks asked for, in pools. {requests:,} requests of each kind, of `tests/support/made_up_loads.py`.
+brackets the blocks asked for, in pools. {requests:,} requests of each kind, of `tests/kit/made_up_loads.py`.
 
 | traffic | {parts} |
 |---|{lines}

@@ -25,7 +25,7 @@ from kvoffd_client.bench.load_generators import LoadGenerators
 from kvoffd_client.bench.synthetic_engine import SyntheticEngine, random_keys
 from tests.bench.cpu_time import process_cpu_s
 from tests.bench.intervals import ratio_text
-from tests.support.daemon import DaemonProcess
+from tests.kit.daemon import DaemonProcess
 
 KEYS = 1000
 PERCENTILES = (50.0, 99.0)

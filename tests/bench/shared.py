@@ -24,7 +24,7 @@ from kvoffd.tiers.shared.redis import Redis
 from kvoffd.tiers.shared.shared_tier import SharedTier
 from kvoffd.tiers.shared.store import Credentials, open_store
 from kvoffd.tiers.tier import Answer, Tier, TierBlock, TierKey, TierResult, TierShard
-from tests.support.redis_server import Authority, RedisCluster, RedisServer
+from tests.kit.redis_server import Authority, RedisCluster, RedisServer
 
 MIB = 1 << 20
 BATCH, ROUNDS = 32, 10

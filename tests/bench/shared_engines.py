@@ -20,11 +20,11 @@ import numpy as np
 
 from kvoffd_client import AdminClient
 from tests.bench.intervals import ratio_text
-from tests.support.daemon import DaemonProcess
-from tests.support.engine import EngineProcess, prompt, wait_connected
-from tests.support.models import make_tiny_llama
-from tests.support.redis_server import RedisServer
-from tests.support.waiting import wait_until
+from tests.kit.daemon import DaemonProcess
+from tests.kit.engine import EngineProcess, prompt, wait_connected
+from tests.kit.models import make_tiny_llama
+from tests.kit.redis_server import RedisServer
+from tests.kit.waiting import wait_until
 
 ROUNDS = 30
 TURNS = 24

@@ -28,11 +28,11 @@ from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.messages import SharedStats
 from tests.bench.intervals import Floats, interval
-from tests.support import s3_server
-from tests.support.daemon import DaemonProcess
-from tests.support.faulty_bucket import FaultyBucket
-from tests.support.redis_server import RedisCluster, RedisServer
-from tests.support.waiting import wait_until
+from tests.kit import s3_server
+from tests.kit.daemon import DaemonProcess
+from tests.kit.faulty_bucket import FaultyBucket
+from tests.kit.redis_server import RedisCluster, RedisServer
+from tests.kit.waiting import wait_until
 
 PAGE, BLOCKS, KEYS_A_LOOKUP = 65536, 32, 64
 FIRST_LOOKUPS, LOOKUPS = 40, 10_000

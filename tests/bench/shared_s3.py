@@ -28,8 +28,8 @@ from kvoffd.tiers.shared.store import Credentials
 from kvoffd.tiers.shared.workers import READERS
 from kvoffd.tiers.tier import TierBlock, TierKey, TierShard
 from tests.bench.shared import BATCH, FINGERPRINT, MIB, Figure, Node
-from tests.support.faulty_bucket import FaultyBucket
-from tests.support.s3_server import PROGRAM, S3Server
+from tests.kit.faulty_bucket import FaultyBucket
+from tests.kit.s3_server import PROGRAM, S3Server
 
 ROUNDS = 6
 SIZES = (MIB, 8 * MIB)

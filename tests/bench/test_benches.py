@@ -18,9 +18,9 @@ from kvoffd_client.bench.synthetic_engine import SyntheticEngine
 from kvoffd_client.cli.bench_commands import run_bench
 from kvoffd_client.cli.target import CliError
 from kvoffd_client.testing import FakeEngine
-from tests.support.daemon import DaemonProcess
-from tests.support.redis_server import RedisServer, needs_redis
-from tests.support.waiting import wait_until
+from tests.kit.daemon import DaemonProcess
+from tests.kit.redis_server import RedisServer, needs_redis
+from tests.kit.waiting import wait_until
 
 KIB, MIB = 2**10, 2**20
 DEADLINE_S = 10.0

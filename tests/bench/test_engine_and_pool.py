@@ -16,9 +16,9 @@ from kvoffd_client import AdminClient
 from kvoffd_client.bench.engine_bench import NewPrompts, bench_engine
 from kvoffd_client.bench.pool_bench import bench_pool
 from kvoffd_client.bench.results import BenchFailed, Progress, Report
-from tests.support.daemon import DaemonProcess
-from tests.support.models import make_demo_llama
-from tests.support.waiting import wait_until
+from tests.kit.daemon import DaemonProcess
+from tests.kit.models import make_demo_llama
+from tests.kit.waiting import wait_until
 
 
 @pytest.mark.parametrize(

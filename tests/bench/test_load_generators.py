@@ -13,8 +13,8 @@ from kvoffd_client import AdminClient
 from kvoffd_client.bench.echo import Echo
 from kvoffd_client.bench.load_generators import LoadGenerators
 from kvoffd_client.bench.results import BenchFailed
-from tests.support.daemon import DaemonProcess
-from tests.support.waiting import wait_until
+from tests.kit.daemon import DaemonProcess
+from tests.kit.waiting import wait_until
 
 
 def test_every_process_works_from_each_start_to_the_next_stop_and_says_how_much() -> None:

@@ -10,7 +10,7 @@ import pytest
 from kvoffd.cache.policies import POLICY_NAMES
 from kvoffd.simulate.trace import KEY_BYTES, Trace
 from kvoffd.tiering import WriteMode
-from tests.support.made_up_loads import LOADS
+from tests.kit.made_up_loads import LOADS
 
 from . import disk_writes, policies
 

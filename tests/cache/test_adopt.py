@@ -27,7 +27,7 @@ from kvoffd.server.context import Context
 from kvoffd.server.session import Session
 from kvoffd_proto import messages as m
 from kvoffd_proto.messages import GroupSpec, NamespaceLimits
-from tests.support.cache_harness import (
+from tests.kit.cache_harness import (
     SLOT_UNIT,
     CacheHarness,
     Clock,
@@ -37,9 +37,9 @@ from tests.support.cache_harness import (
     keys_of,
     made,
 )
-from tests.support.invariants import check_invariants
-from tests.support.plain_adoption import plain_plan
-from tests.support.slot_table import SlotRecord, inherited_slots
+from tests.kit.invariants import check_invariants
+from tests.kit.plain_adoption import plain_plan
+from tests.kit.slot_table import SlotRecord, inherited_slots
 
 
 class Heir:

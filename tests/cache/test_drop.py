@@ -9,8 +9,8 @@ from kvoffd.cache import lookup as lookup_module
 from kvoffd.cache.namespace import BlockState
 from kvoffd.errors import BadKeys, KvoffdError, UnknownLease
 from kvoffd_proto.errors import ErrorCode
-from tests.support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of, made
-from tests.support.invariants import check_invariants
+from tests.kit.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of, made
+from tests.kit.invariants import check_invariants
 
 A, W, R = BlockState.ABSENT, BlockState.WRITING, BlockState.READY
 

@@ -6,8 +6,8 @@ import pytest
 
 from kvoffd.cache.namespace import SLOT_BYTES, BlockState, Namespace, nbytes_of_block
 from kvoffd.cache.policies.arc import Policy as ArcPolicy
-from tests.support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of, made
-from tests.support.invariants import check_invariants
+from tests.kit.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of, made
+from tests.kit.invariants import check_invariants
 
 A, W, R = BlockState.ABSENT, BlockState.WRITING, BlockState.READY
 

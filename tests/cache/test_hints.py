@@ -10,8 +10,8 @@ from kvoffd.cache import hints
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import POLICY_NAMES
 from kvoffd_proto.messages import READY, NamespaceLimits
-from tests.support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
-from tests.support.invariants import check_invariants
+from tests.kit.cache_harness import SLOT_UNIT, CacheHarness, keys_of
+from tests.kit.invariants import check_invariants
 
 UNIT = SLOT_UNIT
 

@@ -10,7 +10,7 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import make_policy
 from kvoffd.errors import NotReady
 from kvoffd.server.scrubber import Scrubber
-from tests.support.cache_harness import (
+from tests.kit.cache_harness import (
     SLOT_UNIT,
     CacheHarness,
     Clock,
@@ -20,7 +20,7 @@ from tests.support.cache_harness import (
     keys_of,
     made,
 )
-from tests.support.invariants import check_invariants
+from tests.kit.invariants import check_invariants
 
 
 def store(rig: CacheHarness, namespace: Namespace, keys: bytes) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvoffd.errors import BadGeometry, BadKeys, NotReady, UnknownLease
-from tests.support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of, made
-from tests.support.invariants import check_invariants
+from tests.kit.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of, made
+from tests.kit.invariants import check_invariants
 
 
 def test_a_load_names_the_slot_of_its_rank_for_every_key() -> None:

@@ -8,8 +8,8 @@ from kvoffd.cache.blocks import Blocks
 from kvoffd.cache.namespace import BlockState, Namespace
 from kvoffd.cache.pins import LeaseTable
 from kvoffd.errors import BadGeometry, BadKeys, NotReady, UnknownLease
-from tests.support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of, made
-from tests.support.invariants import check_invariants
+from tests.kit.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of, made
+from tests.kit.invariants import check_invariants
 
 A, W, R = BlockState.ABSENT, BlockState.WRITING, BlockState.READY
 

@@ -14,7 +14,7 @@ from kvoffd.cache.pins import LeaseBounds
 from kvoffd.cache.policies import make_policy
 from kvoffd.cache.session_memory import SessionMemory
 from kvoffd_proto.messages import GroupSpec
-from tests.support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of
+from tests.kit.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of
 
 
 def missed(rig: CacheHarness, namespace: Namespace, *numbers: int, group: int = 0) -> dict[str, int]:

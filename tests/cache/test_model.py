@@ -16,10 +16,10 @@ from kvoffd.cache.policies import make_policy
 from kvoffd.errors import BadKeys, KvoffdError, NotReady, UnknownLease
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import NamespaceLimits
-from tests.support.cache_harness import SLOT_UNIT, CacheHarness, FoldedEvents, begin_store, keys_of, made
-from tests.support.invariants import check_invariants
-from tests.support.share_oracle import ShareOracle, held, kept
-from tests.support.slot_table import inherited_slots
+from tests.kit.cache_harness import SLOT_UNIT, CacheHarness, FoldedEvents, begin_store, keys_of, made
+from tests.kit.invariants import check_invariants
+from tests.kit.share_oracle import ShareOracle, held, kept
+from tests.kit.slot_table import inherited_slots
 
 Name = tuple[int, int, int]
 """Namespace, group, key."""

@@ -6,7 +6,7 @@ import pytest
 
 from kvoffd.errors import BadGeometry, NamespaceMismatch, ShardTooLarge, UnknownNamespace
 from kvoffd_proto.messages import GroupSpec
-from tests.support.cache_harness import SLOT_UNIT, CacheHarness
+from tests.kit.cache_harness import SLOT_UNIT, CacheHarness
 
 GROUPS = [GroupSpec("full", 16), GroupSpec("sliding", 16, 256)]
 FINGERPRINT = b"f" * 32

@@ -14,9 +14,9 @@ from kvoffd.cache.policies import POLICY_NAMES
 from kvoffd.errors import KvoffdError
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import NamespaceLimits
-from tests.support.cache_harness import SLOT_UNIT, CacheHarness, keys_of, made
-from tests.support.invariants import check_invariants
-from tests.support.share_oracle import ShareOracle, held
+from tests.kit.cache_harness import SLOT_UNIT, CacheHarness, keys_of, made
+from tests.kit.invariants import check_invariants
+from tests.kit.share_oracle import ShareOracle, held
 
 UNIT = SLOT_UNIT
 BLOCK = 256 * UNIT

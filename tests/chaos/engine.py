@@ -27,7 +27,7 @@ from kvoffd_client import ClientOptions
 from kvoffd_client.testing import FakeEngine
 from kvoffd_client.vllm.connector_options import ConnectorOptions
 from kvoffd_proto.messages import GroupKeys, GroupTransfer, JobResult
-from tests.support.steal import waited_for_cpu_s
+from tests.kit.steal import waited_for_cpu_s
 
 RANKS, LAYERS, BLOCKS, PAGE_BYTES = 2, 2, 96, 8192
 PROMPTS, LONGEST = 24, 12

@@ -14,8 +14,8 @@ from pathlib import Path
 from kvoffd_client import AdminClient
 from tests.chaos.cycles import BATCH, KEYS, make_engine
 from tests.chaos.rounds import held_resources
-from tests.support.daemon import DaemonProcess
-from tests.support.waiting import wait_until
+from tests.kit.daemon import DaemonProcess
+from tests.kit.waiting import wait_until
 
 SETTLE_DEADLINE_S = 30.0
 WARM_UP = 60

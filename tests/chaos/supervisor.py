@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import Self
 
-from tests.support.daemon import START_DEADLINE_S
-from tests.support.service_manager import ManagedDaemon, ServiceManager
-from tests.support.waiting import wait_until
+from tests.kit.daemon import START_DEADLINE_S
+from tests.kit.service_manager import ManagedDaemon, ServiceManager
+from tests.kit.waiting import wait_until
 
 WATCHDOG_S = 1.2
 ABORT_S = 0.5

@@ -12,8 +12,8 @@ import pytest
 from tests.chaos.engine import FENCE_TIMEOUT_S
 from tests.chaos.rounds import run_rounds
 from tests.chaos.supervisor import Supervisor
-from tests.support.faulty_daemon import MAIN
-from tests.support.service_manager import LAUNCHER, ManagedDaemon
+from tests.kit.faulty_daemon import MAIN
+from tests.kit.service_manager import LAUNCHER, ManagedDaemon
 
 ROUNDS = 30
 LONGEST_STEP_S = FENCE_TIMEOUT_S + 1.0

@@ -11,7 +11,7 @@ from kvoffd_client.cli import main
 from kvoffd_client.cli.advise_command import advice_of
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.messages import GroupSpec, HitCurve, NamespaceInfo, NamespaceStats, StatsReply
-from tests.support.daemon import DaemonProcess
+from tests.kit.daemon import DaemonProcess
 
 GIB = 2**30
 SIZES = (0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0)

@@ -18,8 +18,8 @@ from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
 from kvoffd_client.vllm.fingerprint import namespace_of
 from kvoffd_proto.messages import NamespaceLimits
-from tests.support.daemon import DaemonProcess
-from tests.support.waiting import wait_until
+from tests.kit.daemon import DaemonProcess
+from tests.kit.waiting import wait_until
 from tests.vllm.test_fingerprint import FACTS, GROUP
 
 LAYERS, PAGE_BYTES, TOKENS = 2, 4096, 64

@@ -20,8 +20,8 @@ from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.blocks import PageSpec, ShardSpec
 from kvoffd_proto.messages import GroupSpec
 from kvoffd_proto.units import format_size
-from tests.support.daemon import DaemonProcess
-from tests.support.open_files import files_of_at_most
+from tests.kit.daemon import DaemonProcess
+from tests.kit.open_files import files_of_at_most
 
 KEYS = [bytes([16 * n + n]) * 32 for n in range(1, 9)]
 Cli = Callable[..., tuple[int, str, str]]

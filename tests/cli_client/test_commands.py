@@ -17,8 +17,8 @@ from kvoffd_client import SchedulerClient
 from kvoffd_client.cli import main
 from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.testing import FakeEngine
-from tests.support.daemon import DaemonProcess
-from tests.support.open_files import files_of_at_most
+from tests.kit.daemon import DaemonProcess
+from tests.kit.open_files import files_of_at_most
 
 Cli = Callable[..., tuple[int, str, str]]
 KEYS = [bytes([number]) * 32 for number in range(1, 9)]

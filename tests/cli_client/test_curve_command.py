@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
-from tests.support.daemon import DaemonProcess
+from tests.kit.daemon import DaemonProcess
 
 KEYS = [bytes([number]) * 32 for number in range(1, 9)]
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvoffd_client import AdminClient
 from kvoffd_client.cli import main
-from tests.support.daemon import DaemonProcess
+from tests.kit.daemon import DaemonProcess
 
 
 def test_a_directory_that_was_mistyped_is_no_problem_of_the_daemon(

@@ -22,8 +22,8 @@ from kvoffd_client.health_request import HEALTH_TIMEOUT_S, ask_health
 from kvoffd_proto import messages as m
 from kvoffd_proto.messages import HealthLevel, HealthProblem, HealthReply
 from kvoffd_proto.zmtp import encode_command, opening
-from tests.support.daemon import DaemonProcess
-from tests.support.fake_daemon import FakeDaemon
+from tests.kit.daemon import DaemonProcess
+from tests.kit.fake_daemon import FakeDaemon
 
 HEAVY = {
     "asyncio",

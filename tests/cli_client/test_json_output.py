@@ -21,7 +21,7 @@ from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, kv_topic
 from kvoffd_proto.messages import StatsReply
 from kvoffd_proto.wire import fields_of, struct_in
-from tests.support.daemon import DaemonProcess
+from tests.kit.daemon import DaemonProcess
 
 PAGE = Path(__file__).parents[2] / "client" / "JSON.md"
 KEY = b"\x11" * 32

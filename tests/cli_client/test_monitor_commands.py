@@ -19,7 +19,7 @@ from kvoffd_client.cli.monitor_commands import (
 )
 from kvoffd_proto.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, kv_topic
 from kvoffd_proto.messages import StatsReply
-from tests.support.clock import Clock
+from tests.kit.clock import Clock
 
 FINGERPRINT = bytes(range(32))
 TOPIC = kv_topic(FINGERPRINT)

@@ -19,8 +19,8 @@ from collections.abc import Callable
 import pytest
 
 from kvoffd_client.testing import FakeEngine
-from tests.support.daemon import DaemonProcess
-from tests.support.waiting import wait_until
+from tests.kit.daemon import DaemonProcess
+from tests.kit.waiting import wait_until
 
 COMMAND = (sys.executable, "-c", "import sys; from kvoffd_client.cli import main; sys.exit(main())")
 DEADLINE_S = 20.0

@@ -30,8 +30,8 @@ from kvoffd_client.cli.record_command import TraceWriter
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.messages import GroupSpec, RecordedChain
 from kvoffd_proto.zstd import zstd_module
-from tests.support.daemon import DaemonProcess
-from tests.support.waiting import wait_until
+from tests.kit.daemon import DaemonProcess
+from tests.kit.waiting import wait_until
 
 KEYS = [bytes([number]) * 32 for number in range(1, 9)]
 PROGRAM = "import sys; from kvoffd_client.cli import main; sys.exit(main())"

@@ -8,7 +8,7 @@ import pytest
 
 from kvoffd_client import ClientOptions, NamespaceSpec, Registration, SchedulerClient, SharedMemory, WorkerClient
 from kvoffd_proto.handles import PageRef, TensorLayout
-from tests.support.fake_daemon import FakeDaemon
+from tests.kit.fake_daemon import FakeDaemon
 
 SPEC = NamespaceSpec.named("client-tests")
 QUICK = ClientOptions(

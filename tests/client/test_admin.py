@@ -19,8 +19,8 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import BlockStored
 from kvoffd_proto.sockets import SocketPaths
-from tests.support.daemon import DaemonProcess
-from tests.support.fake_daemon import FakeDaemon
+from tests.kit.daemon import DaemonProcess
+from tests.kit.fake_daemon import FakeDaemon
 
 
 def test_it_asks_a_real_daemon_everything(daemon: DaemonProcess) -> None:

@@ -8,8 +8,8 @@ from collections import Counter
 
 from kvoffd_client import SchedulerClient, WorkerClient
 from kvoffd_proto import messages as m
-from tests.support.fake_daemon import FakeDaemon
-from tests.support.waiting import wait_until
+from tests.kit.fake_daemon import FakeDaemon
+from tests.kit.waiting import wait_until
 
 TRANSFER = [m.GroupTransfer(0, bytes(32), bytes(4))]
 KEYS = [m.GroupKeys(0, bytes(64))]

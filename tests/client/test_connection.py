@@ -19,9 +19,9 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.codec import encode
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.lifeline import MemoryReleased, Refused, encode_frame
-from tests.support.fake_daemon import FakeDaemon
-from tests.support.open_files import open_descriptors
-from tests.support.waiting import wait_until
+from tests.kit.fake_daemon import FakeDaemon
+from tests.kit.open_files import open_descriptors
+from tests.kit.waiting import wait_until
 
 SPEC = NamespaceSpec.named("client-tests")
 QUICK = ClientOptions(

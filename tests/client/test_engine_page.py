@@ -12,7 +12,7 @@ import kvoffd_client
 from kvoffd_client import DaemonUnavailable, ErrorCode, GroupTransfer, JobResult
 from kvoffd_client.health_request import ask_health
 from kvoffd_client.testing import FakeEngine, running_daemon
-from tests.support.daemon import DaemonProcess
+from tests.kit.daemon import DaemonProcess
 
 PAGE = Path(kvoffd_client.__file__).parents[1] / "ENGINE.md"
 pytest_plugins = ["kvoffd_client.fixtures"]

@@ -18,7 +18,7 @@ from kvoffd_client.jobs_socket import JobsSocket
 from kvoffd_client.socket_link import SocketLink
 from kvoffd_proto import zmtp
 from kvoffd_proto.sockets import SocketPaths
-from tests.support.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 MOST_UNSENT = 8
 

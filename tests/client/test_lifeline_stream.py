@@ -14,7 +14,7 @@ import pytest
 from kvoffd_client import lifeline_stream
 from kvoffd_client.lifeline_stream import NEVER, LifelineStream
 from kvoffd_proto.lifeline import Attached, MemoryReleased, encode_frame
-from tests.support.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 GRACE_S = 3.0
 # Listens, says a line on each of its steps, and lives on with no descriptor of the stream.

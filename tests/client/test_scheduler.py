@@ -8,8 +8,8 @@ from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import AllBlocksCleared, BlockRemoved
-from tests.support.fake_daemon import FakeDaemon
-from tests.support.waiting import wait_until
+from tests.kit.fake_daemon import FakeDaemon
+from tests.kit.waiting import wait_until
 
 SPEC = NamespaceSpec.named("client-tests")
 KEYS = [m.GroupKeys(0, bytes(96))]

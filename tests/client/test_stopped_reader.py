@@ -12,8 +12,8 @@ import pytest
 from kvoffd_client import AdminClient, BlockClient, BlockUnavailable, ClientOptions, RequestTimeout
 from kvoffd_client.blocks.block_session import BlockSession
 from kvoffd_client.testing import FakeEngine
-from tests.support.daemon import DaemonProcess
-from tests.support.waiting import wait_until
+from tests.kit.daemon import DaemonProcess
+from tests.kit.waiting import wait_until
 
 KEY, OTHERS = bytes(32), [bytes([number]) * 32 for number in range(1, 17)]
 

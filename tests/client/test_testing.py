@@ -12,8 +12,8 @@ from kvoffd_client import ClientOptions, DaemonUnavailable, RequestRefused
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
-from tests.support.daemon import DaemonProcess
-from tests.support.fake_daemon import FakeDaemon
+from tests.kit.daemon import DaemonProcess
+from tests.kit.fake_daemon import FakeDaemon
 
 
 def keys(*numbers: int) -> list[bytes]:

@@ -10,8 +10,8 @@ import pytest
 from kvoffd_client import NamespaceSpec, Registration, WorkerClient
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
-from tests.support.fake_daemon import FakeDaemon
-from tests.support.waiting import wait_until
+from tests.kit.fake_daemon import FakeDaemon
+from tests.kit.waiting import wait_until
 
 TRANSFER = [m.GroupTransfer(0, bytes(32), bytes(4))]
 

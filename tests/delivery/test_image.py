@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.delivery import ROOT, debian, need, run
-from tests.support.waiting import wait_until
+from tests.kit.delivery import ROOT, debian, need, run
+from tests.kit.waiting import wait_until
 
 pytestmark = [pytest.mark.delivery, pytest.mark.timeout(1200)]
 

@@ -20,7 +20,7 @@ from types import FrameType
 
 from tests.demo.scenario import INTERRUPTS, Outcome, Scenario, loadable_tokens
 from tests.demo.screen import Screen
-from tests.support.models import make_demo_llama
+from tests.kit.models import make_demo_llama
 
 HOME = Path(".demo")
 INTERRUPTED = 130

@@ -15,10 +15,10 @@ from pathlib import Path
 from kvoffd_client import AdminClient
 from kvoffd_client.client_options import Closing
 from kvoffd_proto.messages import StatsReply
-from tests.support.daemon import START_DEADLINE_S, DaemonProcess
-from tests.support.engine import BLOCK_TOKENS, EngineProcess
-from tests.support.redis_server import PROGRAM, RedisServer
-from tests.support.waiting import wait_until
+from tests.kit.daemon import START_DEADLINE_S, DaemonProcess
+from tests.kit.engine import BLOCK_TOKENS, EngineProcess
+from tests.kit.redis_server import PROGRAM, RedisServer
+from tests.kit.waiting import wait_until
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # None is a whole number of blocks: the tail of each is computed again, as in real life.

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.demo.scenario import uninterrupted
-from tests.support.redis_server import PROGRAM
-from tests.support.waiting import wait_until
+from tests.kit.redis_server import PROGRAM
+from tests.kit.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 START_DEADLINE_S = 60.0

@@ -32,8 +32,8 @@ from tests.fuzz.choices import Choices
 from tests.fuzz.requests import BLOCKS, NAMES, NAMESPACES, PAGE, WORLD, Requests
 from tests.fuzz.trees import bend
 from tests.sim.parts import make_pool, make_service
-from tests.support.cache_harness import made
-from tests.support.invariants import check_invariants
+from tests.kit.cache_harness import made
+from tests.kit.invariants import check_invariants
 
 STEPS = 100
 POOL_BYTES = 1 << 20

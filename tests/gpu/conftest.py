@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemon import DaemonProcess
-from tests.support.gpu_machine import Machine, real_gpus
-from tests.support.stub_cuda import fresh_stub
+from tests.kit.daemon import DaemonProcess
+from tests.kit.gpu_machine import Machine, real_gpus
+from tests.kit.stub_cuda import fresh_stub
 
 
 @pytest.fixture

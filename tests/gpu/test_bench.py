@@ -16,9 +16,9 @@ from kvoffd_client.bench.results import BenchFailed
 from kvoffd_client.cli import main
 from kvoffd_client.cli.bench_commands import run_bench
 from kvoffd_client.cuda.export import LIBRARY_VARIABLE
-from tests.support.gpu_machine import Machine
-from tests.support.stub_cuda import Ranges
-from tests.support.waiting import wait_until
+from tests.kit.gpu_machine import Machine
+from tests.kit.stub_cuda import Ranges
+from tests.kit.waiting import wait_until
 
 KIB, MIB = 2**10, 2**20
 MakeMachine = Callable[..., Machine]

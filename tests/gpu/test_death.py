@@ -10,10 +10,10 @@ import pytest
 from kvoffd.server.daemon import EXIT_GPU_LOST
 from kvoffd_client import SchedulerClient
 from kvoffd_proto.messages import GroupKeys
-from tests.support.dying_daemon import DyingDaemon
-from tests.support.exporter import Exporter
-from tests.support.gpu_machine import Machine
-from tests.support.waiting import wait_until
+from tests.kit.dying_daemon import DyingDaemon
+from tests.kit.exporter import Exporter
+from tests.kit.gpu_machine import Machine
+from tests.kit.waiting import wait_until
 
 KEY = bytes(32)
 MakeMachine = Callable[..., Machine]

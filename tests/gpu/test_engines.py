@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from kvoffd_client import AdminClient
-from tests.support.daemon import DaemonProcess
-from tests.support.engine import EngineProcess, prompt, wait_connected
-from tests.support.gpu_machine import real_gpus
-from tests.support.models import make_demo_llama, make_tiny_llama
-from tests.support.shapes import Shape, check_runs, make_tiny_deepseek, run_shape, wait_stored
+from tests.kit.daemon import DaemonProcess
+from tests.kit.engine import EngineProcess, prompt, wait_connected
+from tests.kit.gpu_machine import real_gpus
+from tests.kit.models import make_demo_llama, make_tiny_llama
+from tests.kit.shapes import Shape, check_runs, make_tiny_deepseek, run_shape, wait_stored
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -10,8 +10,8 @@ import pytest
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.messages import GroupKeys
-from tests.support.gpu_machine import Machine
-from tests.support.waiting import wait_until
+from tests.kit.gpu_machine import Machine
+from tests.kit.waiting import wait_until
 
 KEY = bytes(32)
 MakeMachine = Callable[..., Machine]

@@ -6,8 +6,8 @@ import pytest
 
 from kvoffd_client import SchedulerClient
 from kvoffd_proto.messages import GroupKeys
-from tests.support.exporter import Exporter
-from tests.support.gpu_machine import Machine
+from tests.kit.exporter import Exporter
+from tests.kit.gpu_machine import Machine
 
 KEY = bytes(32)
 

@@ -8,8 +8,8 @@ import pytest
 
 from kvoffd_client import AdminClient, SchedulerClient
 from kvoffd_proto.messages import GroupKeys
-from tests.support.gpu_machine import Machine
-from tests.support.waiting import wait_until
+from tests.kit.gpu_machine import Machine
+from tests.kit.waiting import wait_until
 
 KINDS = ["ordinary", "chunks"]
 

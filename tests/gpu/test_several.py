@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvoffd_proto.messages import GroupKeys
-from tests.support.gpu_machine import Machine, real_gpus
+from tests.kit.gpu_machine import Machine, real_gpus
 
 KEY = bytes(32)
 

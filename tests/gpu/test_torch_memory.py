@@ -7,8 +7,8 @@ import os
 import pytest
 
 from kvoffd_proto.messages import GroupKeys
-from tests.support.exporter import Exporter
-from tests.support.gpu_machine import Machine
+from tests.kit.exporter import Exporter
+from tests.kit.gpu_machine import Machine
 
 KEY = bytes(32)
 

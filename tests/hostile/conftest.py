@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.hostile.target import Target
-from tests.support.steal import TooSlow
+from tests.kit.steal import TooSlow
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

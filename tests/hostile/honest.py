@@ -16,7 +16,7 @@ import sys
 import time
 
 from kvoffd_client.testing import FakeEngine
-from tests.support.steal import waited_for_cpu_s
+from tests.kit.steal import waited_for_cpu_s
 
 KEYS, LAYERS, PAGE_BYTES = 4, 2, 16384
 ROUNDS_KEPT = 8

@@ -1,6 +1,6 @@
 """What attackers speak with, so that they need no client of ours: raw sockets, ZMTP 3.0 frames, lifelines.
 
-``tests.support.wire.WireClient`` is for attackers that want a well-formed session.
+``tests.kit.wire.WireClient`` is for attackers that want a well-formed session.
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ from kvoffd.config import Config
 from kvoffd.memory_needs import clients_bytes
 from kvoffd_client.client_options import Closing
 from kvoffd_proto.messages import StatsReply
-from tests.support.daemon import DaemonProcess
-from tests.support.steal import TooSlow
-from tests.support.waiting import wait_until
-from tests.support.wire import stats
+from tests.kit.daemon import DaemonProcess
+from tests.kit.steal import TooSlow
+from tests.kit.waiting import wait_until
+from tests.kit.wire import stats
 
 ROOT = Path(__file__).parents[2]
 DESCRIPTORS = 1024

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from kvoffd.observe import log_writer
 from kvoffd.observe.log_writer import MOST_LINES, LogWriter
-from tests.support.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 
 def record(text: str) -> logging.LogRecord:

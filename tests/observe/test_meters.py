@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvoffd.observe.meters import WINDOWS_S, CounterWindows, LatencyRecorder, RateMeter
 from kvoffd_proto.messages import LatencyStats
-from tests.support.clock import Clock
+from tests.kit.clock import Clock
 
 
 def test_nothing_added_is_no_rate() -> None:

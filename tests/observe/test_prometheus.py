@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from kvoffd_client.testing import FakeEngine
-from tests.support.daemon import DaemonProcess
-from tests.support.ports import free_ports
-from tests.support.waiting import wait_until
+from tests.kit.daemon import DaemonProcess
+from tests.kit.ports import free_ports
+from tests.kit.waiting import wait_until
 
 needs_prometheus = pytest.mark.skipif(
     not (shutil.which("promtool") and shutil.which("prometheus")), reason="prometheus and promtool are not installed"

@@ -24,7 +24,7 @@ from kvoffd.pool.slots import SlotAllocator
 from kvoffd.pool.table import SlotTable
 from kvoffd.pool.table_format import BadTable, Geometry, SlotState
 from kvoffd_proto.messages import GroupSpec
-from tests.support.slot_table import (
+from tests.kit.slot_table import (
     SlotOwner,
     SlotRecord,
     in_use,

@@ -14,7 +14,7 @@ from kvoffd.pool.pool import Pool
 from kvoffd.pool.slots import PoolSegment, cut_pool
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.system.numa import Locality, nodes_with_gpus
-from tests.support.slot_table import in_use
+from tests.kit.slot_table import in_use
 
 MIB = 1 << 20
 NODES = [Locality(0, frozenset({0})), Locality(1, frozenset({1}))]

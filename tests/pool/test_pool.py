@@ -10,7 +10,7 @@ import pytest
 from kvoffd.errors import BadGeometry, PoolTooLarge
 from kvoffd.pool.pool import Pool
 from kvoffd.system.limits import MemoryLimit
-from tests.support.slot_table import SlotOwner, mark_ready, mark_writing, scan_table
+from tests.kit.slot_table import SlotOwner, mark_ready, mark_writing, scan_table
 
 MIB = 1 << 20
 OWNER = SlotOwner(b"f" * 32, 1, b"k" * 32, 0, 2)

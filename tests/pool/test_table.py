@@ -10,7 +10,7 @@ import pytest
 
 from kvoffd.pool.table import SlotTable
 from kvoffd.pool.table_format import FORMAT_VERSION, BadTable, Geometry, SlotState
-from tests.support.slot_table import make_table, mark_ready, mark_writing, scan_table
+from tests.kit.slot_table import make_table, mark_ready, mark_writing, scan_table
 
 MIB = 1 << 20
 POOL = 64 * MIB

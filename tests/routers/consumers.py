@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from kvoffd_client.client_options import Closing
-from tests.support.ports import free_port, free_ports
-from tests.support.router_daemon import BLOCK_TOKENS
-from tests.support.waiting import wait_until
+from tests.kit.ports import free_port, free_ports
+from tests.kit.router_daemon import BLOCK_TOKENS
+from tests.kit.waiting import wait_until
 
 ENVIRONMENTS = Path(__file__).parents[2] / ".venv-routers"
 DYNAMO = ENVIRONMENTS / "dynamo" / "bin" / "python"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvoffd_proto import messages as m
-from tests.support.daemon import DaemonProcess
-from tests.support.wire import WireClient
+from tests.kit.daemon import DaemonProcess
+from tests.kit.wire import WireClient
 
 
 @pytest.fixture

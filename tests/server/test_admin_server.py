@@ -33,8 +33,8 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.messages import PROTOCOL_VERSION
 from kvoffd_proto.wire import NO_TOKEN
-from tests.support.daemon import DaemonProcess
-from tests.support.wire import NAMESPACE, WireClient, ids, keys, stats
+from tests.kit.daemon import DaemonProcess
+from tests.kit.wire import NAMESPACE, WireClient, ids, keys, stats
 
 QUICK = ClientOptions(request_timeout_s=1.5)
 PATIENT = ClientOptions(request_timeout_s=20.0)

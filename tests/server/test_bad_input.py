@@ -21,9 +21,9 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.messages import PROTOCOL_VERSION
-from tests.support.daemon import DaemonProcess
-from tests.support.waiting import wait_until
-from tests.support.wire import NAMESPACE, WireClient, ids, keys, load_of, stats, store_of
+from tests.kit.daemon import DaemonProcess
+from tests.kit.waiting import wait_until
+from tests.kit.wire import NAMESPACE, WireClient, ids, keys, load_of, stats, store_of
 
 PAGE = 16384
 

@@ -21,8 +21,8 @@ from kvoffd.transfer.plan import Outcome
 from kvoffd_client import SharedMemory
 from kvoffd_proto.blocks import PutBlocks, PutShard
 from kvoffd_proto.errors import ErrorCode
-from tests.support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of
-from tests.support.invariants import check_invariants
+from tests.kit.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of
+from tests.kit.invariants import check_invariants
 
 GPUS = Gpus(0, 0, library="/no/driver")
 

@@ -28,9 +28,9 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import LayerSpec, MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.stats import PoolStats
-from tests.support.cache_harness import CacheHarness
-from tests.support.daemon import DaemonProcess, clear_daemon
-from tests.support.wire import NAMESPACE, WireClient, ids, key, keys, stats
+from tests.kit.cache_harness import CacheHarness
+from tests.kit.daemon import DaemonProcess, clear_daemon
+from tests.kit.wire import NAMESPACE, WireClient, ids, key, keys, stats
 
 PAGE = 16384
 KEYS = 6

@@ -16,9 +16,9 @@ from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import events
 from kvoffd_proto import messages as m
 from tests.server.test_kv_events import jobs_of, replay
-from tests.support.daemon import DaemonProcess
-from tests.support.waiting import wait_until
-from tests.support.wire import key_list
+from tests.kit.daemon import DaemonProcess
+from tests.kit.waiting import wait_until
+from tests.kit.wire import key_list
 
 DEADLINE_S = 30.0
 PAGE = 65536

@@ -23,9 +23,9 @@ from kvoffd.tiers.disk.file import DiskError, OpeningStopped
 from kvoffd.tiers.tier import TierBlock, TierKey, TierListener, TierStats
 from kvoffd_proto.messages import Clear, GroupKeys, GroupSpec, Hint, Invalidate
 from kvoffd_proto.tier_stats import DiskState
-from tests.support.cache_harness import CacheHarness, keys_of
-from tests.support.tiering_harness import FoldedTierEvents
-from tests.support.waiting import wait_until
+from tests.kit.cache_harness import CacheHarness, keys_of
+from tests.kit.tiering_harness import FoldedTierEvents
+from tests.kit.waiting import wait_until
 
 SIZE = DiskSize("/somewhere", 2**30)
 

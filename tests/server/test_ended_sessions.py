@@ -13,9 +13,9 @@ from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.lifeline import Attached
 from kvoffd_proto.sockets import SocketPaths
-from tests.support.daemon import DaemonProcess
-from tests.support.waiting import wait_until
-from tests.support.wire import WireClient, stats
+from tests.kit.daemon import DaemonProcess
+from tests.kit.waiting import wait_until
+from tests.kit.wire import WireClient, stats
 
 ENGINE = """
 import sys, time

@@ -13,7 +13,7 @@ from kvoffd.server.engine_memory import STUCK_AFTER_S
 from kvoffd.transfer.lane import OVERDUE_GRACE_S
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.errors import ErrorCode
-from tests.support.faulty_daemon import FaultyDaemon
+from tests.kit.faulty_daemon import FaultyDaemon
 
 FOR_EVER = "slow 100000"
 DEADLINE_S = 0.5

@@ -12,9 +12,9 @@ from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import HealthLevel
-from tests.support.daemon import DaemonProcess
-from tests.support.waiting import wait_until
-from tests.support.wire import key
+from tests.kit.daemon import DaemonProcess
+from tests.kit.waiting import wait_until
+from tests.kit.wire import key
 
 DEADLINE_S = 10.0
 BLOCKS = 192

@@ -6,7 +6,7 @@ import time
 
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
-from tests.support.daemon import DaemonProcess
+from tests.kit.daemon import DaemonProcess
 
 WATCHED_S = 4.0
 MAX_SHARE = 0.005

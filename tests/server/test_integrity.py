@@ -11,9 +11,9 @@ import pytest
 from kvoffd_client import AdminClient, SharedMemory
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
-from tests.support.daemon import DaemonProcess
-from tests.support.waiting import wait_until
-from tests.support.wire import WireClient, ids, key, keys, stats
+from tests.kit.daemon import DaemonProcess
+from tests.kit.waiting import wait_until
+from tests.kit.wire import WireClient, ids, key, keys, stats
 
 PAGE = 16384
 KEYS = 24

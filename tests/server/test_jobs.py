@@ -12,10 +12,10 @@ import pytest
 from kvoffd_client import SharedMemory
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
-from tests.support.daemon import DaemonProcess
-from tests.support.steal import TooSlow
-from tests.support.waiting import wait_until
-from tests.support.wire import NAMESPACE, WireClient, ids, key, keys, load_of, stats, store_of
+from tests.kit.daemon import DaemonProcess
+from tests.kit.steal import TooSlow
+from tests.kit.waiting import wait_until
+from tests.kit.wire import NAMESPACE, WireClient, ids, key, keys, load_of, stats, store_of
 
 PAGE = 16384
 BLOCKS = 32

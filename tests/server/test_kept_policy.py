@@ -17,9 +17,9 @@ from kvoffd.server import kept_policy
 from kvoffd.server.kept_file import KeptFile
 from kvoffd_client import SharedMemory
 from kvoffd_proto import messages as m
-from tests.support.daemon import DaemonProcess
-from tests.support.waiting import wait_until
-from tests.support.wire import NAMESPACE, WireClient, ids, keys, stats
+from tests.kit.daemon import DaemonProcess
+from tests.kit.waiting import wait_until
+from tests.kit.wire import NAMESPACE, WireClient, ids, keys, stats
 
 PAGE = 16384
 

@@ -11,7 +11,7 @@ import pytest
 from kvoffd.server import kept_file, kept_resets
 from kvoffd.server.kept_file import checked
 from kvoffd.server.kept_resets import FILE, KeptResets
-from tests.support.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 ONE, OTHER = b"1" * 32, b"2" * 32
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from kvoffd_client import SharedMemory
 from kvoffd_proto import events
 from kvoffd_proto import messages as m
-from tests.support.daemon import DaemonProcess
-from tests.support.router_daemon import replay
-from tests.support.wire import NAMESPACE, WireClient, ids, key, keys
+from tests.kit.daemon import DaemonProcess
+from tests.kit.router_daemon import replay
+from tests.kit.wire import NAMESPACE, WireClient, ids, key, keys
 
 PAGE = 16384
 

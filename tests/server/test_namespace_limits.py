@@ -16,7 +16,7 @@ from kvoffd.server.kept_limits import KeptLimits
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.messages import NamespaceLimits
-from tests.support.daemon import DaemonProcess
+from tests.kit.daemon import DaemonProcess
 
 PAGE = 16384
 KEYS = [number.to_bytes(32, "big") for number in range(350)]

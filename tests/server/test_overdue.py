@@ -20,7 +20,7 @@ from kvoffd.transfer.plan import Outcome, build_layouts
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import GroupTransfer, Store, Submit
-from tests.support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of, made
+from tests.kit.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of, made
 
 WRITING, READY, ABSENT = 1, 2, 0
 

@@ -18,10 +18,10 @@ from kvoffd.pool.table_format import FORMAT_VERSION, HEADER
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import messages as m
-from tests.support.daemon import DaemonProcess
-from tests.support.service_manager import ManagedDaemon, ServiceManager
-from tests.support.waiting import wait_until
-from tests.support.wire import WireClient, stats
+from tests.kit.daemon import DaemonProcess
+from tests.kit.service_manager import ManagedDaemon, ServiceManager
+from tests.kit.waiting import wait_until
+from tests.kit.wire import WireClient, stats
 
 MIB = 1 << 20
 SHM = Path("/dev/shm")

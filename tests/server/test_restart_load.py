@@ -18,7 +18,7 @@ import pytest
 
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
-from tests.support.daemon import DaemonProcess
+from tests.kit.daemon import DaemonProcess
 
 KILLS = int(os.environ.get("RESTART_KILLS", "5"))
 ENGINES = 2

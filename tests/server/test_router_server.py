@@ -21,12 +21,12 @@ from kvoffd_proto import zmtp
 from kvoffd_proto.messages import WANTS_TOKENS, RouterStats
 from tests.chaos.footprint import Footprint
 from tests.hostile.peers import zmtp_frame, zmtp_handshake
-from tests.support.daemon import DaemonProcess
-from tests.support.ports import free_port, free_ports
-from tests.support.redis_server import RedisServer, needs_redis
-from tests.support.router_daemon import BLOCK_TOKENS, PromptEngine, Subscriber, replay, router_daemon
-from tests.support.waiting import wait_until
-from tests.support.wire import WireClient
+from tests.kit.daemon import DaemonProcess
+from tests.kit.ports import free_port, free_ports
+from tests.kit.redis_server import RedisServer, needs_redis
+from tests.kit.router_daemon import BLOCK_TOKENS, PromptEngine, Subscriber, replay, router_daemon
+from tests.kit.waiting import wait_until
+from tests.kit.wire import WireClient
 
 PROMPT = list(range(1000, 1000 + 4 * BLOCK_TOKENS))
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvoffd.server.scrubber import Scrubber
-from tests.support.cache_harness import CacheHarness, begin_store, keys_of
-from tests.support.invariants import check_invariants
+from tests.kit.cache_harness import CacheHarness, begin_store, keys_of
+from tests.kit.invariants import check_invariants
 
 
 def test_checksums_that_stores_left_out_are_taken_when_there_is_time() -> None:

@@ -18,11 +18,11 @@ from kvoffd_client import AdminClient
 from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import messages as m
-from tests.support.daemon import DaemonProcess
-from tests.support.redis_server import RedisCluster, RedisServer, needs_redis
-from tests.support.slow_proxy import SlowProxy
-from tests.support.waiting import wait_until
-from tests.support.wire import key_list
+from tests.kit.daemon import DaemonProcess
+from tests.kit.redis_server import RedisCluster, RedisServer, needs_redis
+from tests.kit.slow_proxy import SlowProxy
+from tests.kit.waiting import wait_until
+from tests.kit.wire import key_list
 
 pytestmark = needs_redis
 DEADLINE_S = 30.0

@@ -30,11 +30,11 @@ from kvoffd_client import AdminClient, SharedMemory
 from kvoffd_proto import messages as m
 from kvoffd_proto.sockets import SocketPaths
 from kvoffd_proto.units import parse_size
-from tests.support import refused_calls
-from tests.support.daemon import DaemonProcess
-from tests.support.ports import free_port
-from tests.support.waiting import wait_until
-from tests.support.wire import WireClient, ids, keys, stats, store_of
+from tests.kit import refused_calls
+from tests.kit.daemon import DaemonProcess
+from tests.kit.ports import free_port
+from tests.kit.waiting import wait_until
+from tests.kit.wire import WireClient, ids, keys, stats, store_of
 
 
 def serve(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -19,9 +19,9 @@ from kvoffd_proto.events import kv_topic
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.lifeline import Attached
 from tests.server.test_kv_events import fold, jobs_of, replay
-from tests.support.daemon import DaemonProcess
-from tests.support.waiting import wait_until
-from tests.support.wire import NAMESPACE, WireClient, ids, key, keys, load_of, stats, store_of
+from tests.kit.daemon import DaemonProcess
+from tests.kit.waiting import wait_until
+from tests.kit.wire import NAMESPACE, WireClient, ids, key, keys, load_of, stats, store_of
 
 PAGE = 4096
 SLOT = 8192

@@ -22,7 +22,7 @@ from kvoffd_proto.events import (
 )
 from kvoffd_proto.router_events import ClearedBlocks, RemovedBlocks, RouterEvent, router_hash
 from tests.sim.clock import Broken
-from tests.support.invariants import check_invariants
+from tests.kit.invariants import check_invariants
 
 if TYPE_CHECKING:
     from tests.sim.disk import SimDisks

@@ -31,9 +31,9 @@ from tests.sim.parts import KeptPool, keep, keep_copy, make_config, make_pool, m
 from tests.sim.pool import WatchedPool, as_bytes
 from tests.sim.shared import SimShared
 from tests.sim.transfer_engine import SimTransferEngine
-from tests.support.cache_harness import begin_store
-from tests.support.share_oracle import ShareOracle
-from tests.support.slot_table import SlotOwner
+from tests.kit.cache_harness import begin_store
+from tests.kit.share_oracle import ShareOracle
+from tests.kit.slot_table import SlotOwner
 
 if TYPE_CHECKING:
     from tests.sim.world import World

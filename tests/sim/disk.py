@@ -30,7 +30,7 @@ from tests.sim.parts import no_disk
 from tests.sim.pool import PAGE, WatchedPool
 from tests.sim.scenario import Faults
 from tests.sim.shared import SimShared
-from tests.support.memory_disk import MemoryDisk, WorkersWithoutThreads
+from tests.kit.memory_disk import MemoryDisk, WorkersWithoutThreads
 
 if TYPE_CHECKING:
     from tests.sim.audit import Readable

@@ -40,7 +40,7 @@ from kvoffd_proto.messages import Role
 from tests.sim.clock import Broken
 from tests.sim.content import Content
 from tests.sim.memory import WorkerMemory
-from tests.support.slot_table import SlotRecord, scan_table
+from tests.kit.slot_table import SlotRecord, scan_table
 
 DIRECTORY = "/simulated"
 REGION_BYTES = 96 * 1024

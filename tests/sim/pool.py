@@ -14,7 +14,7 @@ from kvoffd.pool.table_format import read_geometry
 from kvoffd.tiers.tier import OnDone, TierResult
 from tests.sim.clock import Broken
 from tests.sim.content import Bytes, Content
-from tests.support.slot_table import SlotOwner, mark_ready, mark_writing, records_of
+from tests.kit.slot_table import SlotOwner, mark_ready, mark_writing, records_of
 
 PAGE = 4096
 

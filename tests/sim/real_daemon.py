@@ -15,7 +15,7 @@ from kvoffd_client import ClientOptions, NamespaceSpec, Registration, SchedulerC
 from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import GroupKeys, GroupTransfer
 from tests.sim.rank import ids
-from tests.support.open_files import open_files
+from tests.kit.open_files import open_files
 
 PAGE = 4096
 BLOCKS = 8

@@ -21,7 +21,7 @@ from tests.sim.network import Network
 from tests.sim.parts import KeptPool, make_admin
 from tests.sim.scenario import Faults, Scenario
 from tests.sim.shared import SharedObjects
-from tests.support.open_files import open_files
+from tests.kit.open_files import open_files
 
 OWN_WAITS_S = 10.0
 """The longest that the simulator itself keeps a request or a process waiting: pauses, a slow disk, a reconnection."""

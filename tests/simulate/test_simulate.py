@@ -23,7 +23,7 @@ from kvoffd.simulate.replay import replay
 from kvoffd.simulate.trace import KEY_BYTES, MOST_LINE_BYTES, BadTrace, Trace, read_trace
 from kvoffd_client.cli import main as console
 from kvoffd_proto.zstd import zstd_module
-from tests.support.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 
 def trace_of(requests: list[list[int]]) -> Trace:

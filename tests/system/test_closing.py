@@ -9,7 +9,7 @@ import pytest
 
 from kvoffd.errors import UnsafeSegment
 from kvoffd.system.closing import WAITING_CLOSES, Closer, check_descriptor
-from tests.support.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 
 @pytest.mark.parametrize("name", ["/dev/nvidiactl", "/dmabuf:", "anon_inode:[dmabuf]"])

@@ -14,7 +14,7 @@ import pytest
 from kvoffd.errors import UnsafeSegment
 from kvoffd.system import mappings
 from kvoffd.system.mappings import STEP_BYTES, MappedSegment, PageFaulter
-from tests.support.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 MIB = 1 << 20
 

@@ -18,7 +18,7 @@ from kvoffd.pool.scan import Scanner
 from kvoffd.transfer.cuda.gpu_copy import STEPS_IN_FLIGHT, _GpuCopying
 from kvoffd.transfer.host_engine import _Copying
 from kvoffd.transfer.pace import OTHERS_WAIT, STOP, Pace
-from tests.support.cuda_abi import compiler
+from tests.kit.cuda_abi import compiler
 
 ROOT = Path(kvoffd.__file__).parent
 STRUCTURES = {

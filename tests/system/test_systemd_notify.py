@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvoffd.system.systemd import MAX_FDS_PER_MESSAGE, Notifier, keep_watchdog, take_stored_fds
-from tests.support.waiting import wait_until_async
+from tests.kit.waiting import wait_until_async
 
 DEADLINE_S = 10.0
 

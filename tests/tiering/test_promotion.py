@@ -10,9 +10,9 @@ from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.promotion import BEGUN_PER_END, MAX_BEGUN
 from kvoffd.tiers.tier import TierResult
 from kvoffd_proto.messages import ABSENT, PENDING, READY, WRITING, GroupSpec
-from tests.support.cache_harness import SLOT_UNIT, begin_store, keys_of, made
-from tests.support.invariants import check_invariants
-from tests.support.tiering_harness import TieringHarness, name_of
+from tests.kit.cache_harness import SLOT_UNIT, begin_store, keys_of, made
+from tests.kit.invariants import check_invariants
+from tests.kit.tiering_harness import TieringHarness, name_of
 
 QUIET = TieringSettings(mode=WriteMode.NEVER)
 

@@ -11,8 +11,8 @@ from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.shared import MOST_KEYS, READ_AGAIN_S
 from kvoffd.tiers.tier import Answer, AskedTier, OnDone, TierBlock, TierKey, TierResult, TierShard
 from kvoffd_proto.messages import ABSENT, PENDING, READY, SHARED, GroupSpec
-from tests.support.cache_harness import SLOT_UNIT, keys_of
-from tests.support.tiering_harness import TieringHarness
+from tests.kit.cache_harness import SLOT_UNIT, keys_of
+from tests.kit.tiering_harness import TieringHarness
 
 QUIET = TieringSettings(mode=WriteMode.NEVER)
 ASK_S = 0.02

@@ -11,8 +11,8 @@ from kvoffd.cache.pins import StoreTicket
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.tier import TierKey, TierResult
 from kvoffd_proto.messages import PENDING, READY
-from tests.support.cache_harness import SLOT_UNIT, begin_store, keys_of, made
-from tests.support.tiering_harness import TieringHarness
+from tests.kit.cache_harness import SLOT_UNIT, begin_store, keys_of, made
+from tests.kit.tiering_harness import TieringHarness
 
 chains = st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True)
 faults = st.sampled_from([None, None, None, *TierResult])

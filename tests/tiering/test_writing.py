@@ -10,9 +10,9 @@ from kvoffd.tiering.demotion import DAY_S, MAX_LOOKED_AT, MIN_SWEPT_BLOCKS, Writ
 from kvoffd.tiers.disk.queue import Kind
 from kvoffd.tiers.tier import TierResult
 from kvoffd_proto.messages import BENCH_LABEL
-from tests.support.cache_harness import SLOT_UNIT, begin_store, keys_of, made
-from tests.support.invariants import check_invariants
-from tests.support.tiering_harness import TieringHarness
+from tests.kit.cache_harness import SLOT_UNIT, begin_store, keys_of, made
+from tests.kit.invariants import check_invariants
+from tests.kit.tiering_harness import TieringHarness
 
 
 def rig_of(mode: WriteMode, **settings: int) -> TieringHarness:

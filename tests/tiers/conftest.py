@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.faulty_store import FaultyStore
-from tests.support.redis_server import Authority, Certificate, RedisCluster
+from tests.kit.faulty_store import FaultyStore
+from tests.kit.redis_server import Authority, Certificate, RedisCluster
 
 
 @pytest.fixture(scope="session")

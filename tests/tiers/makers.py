@@ -10,7 +10,7 @@ from kvoffd.tiers.disk.disk_tier import DiskOptions, DiskTier
 from kvoffd.tiers.disk.opening import open_disk_tier
 from kvoffd.tiers.disk.workers import Workers
 from kvoffd.tiers.tier import Tier
-from tests.support.memory_disk import MemoryDisk, WorkersWithoutThreads
+from tests.kit.memory_disk import MemoryDisk, WorkersWithoutThreads
 from tests.tiers.rig import Maker, TierRig
 
 SIZE_BYTES = 600 << 10

@@ -10,8 +10,8 @@ import pytest
 from kvoffd.tiers.shared.object_format import generation_key
 from kvoffd.tiers.shared.store import Credentials, open_store
 from kvoffd.tiers.tier import Answer, TierResult
-from tests.support.faulty_bucket import FaultyBucket
-from tests.support.faulty_store import FaultyStore
+from tests.kit.faulty_bucket import FaultyBucket
+from tests.kit.faulty_store import FaultyStore
 from tests.tiers.shared_rig import ONE, OTHER, SharedRig, key_of
 
 DONE = TierResult.DONE

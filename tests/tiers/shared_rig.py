@@ -12,7 +12,7 @@ from kvoffd.pool.table_format import digest
 from kvoffd.tiers.shared.shared_tier import SharedTier
 from kvoffd.tiers.shared.store import Credentials, open_store
 from kvoffd.tiers.tier import Answer, Tier, TierBlock, TierKey, TierResult, TierShard
-from tests.support.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 ONE, OTHER = b"1" * 32, b"2" * 32
 SLOT_BYTES = 1 << 20

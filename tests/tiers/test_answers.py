@@ -10,7 +10,7 @@ from kvoffd.tiers.shared.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, Breaker
 from kvoffd.tiers.shared.redis import CONNECT_S
 from kvoffd.tiers.shared.workers import PROBE_S
 from kvoffd.tiers.tier import Answer
-from tests.support.clock import Clock
+from tests.kit.clock import Clock
 
 ONE = b"1" * 32
 KEY = b"k" * 32

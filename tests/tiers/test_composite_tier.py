@@ -10,10 +10,10 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.tiering import TieringSettings, WriteMode, manager
 from kvoffd.tiers.disk.index import GroupIndex
 from kvoffd_proto.messages import ABSENT, PENDING, READY
-from tests.support.cache_harness import SLOT_UNIT, keys_of
-from tests.support.held_disk import HeldDisk
-from tests.support.memory_disk import MemoryDisk
-from tests.support.tiering_harness import TieringHarness, name_of
+from tests.kit.cache_harness import SLOT_UNIT, keys_of
+from tests.kit.held_disk import HeldDisk
+from tests.kit.memory_disk import MemoryDisk
+from tests.kit.tiering_harness import TieringHarness, name_of
 
 
 class CompositeRig(TieringHarness):

@@ -15,7 +15,7 @@ import pytest
 from kvoffd.system.files import FileCalls
 from kvoffd.tiers.disk.file import DiskError
 from kvoffd.tiers.tier import TierResult
-from tests.support.memory_disk import Killed, MemoryDisk
+from tests.kit.memory_disk import Killed, MemoryDisk
 from tests.tiers.makers import DiskMaker, SteppedMaker, removals_are_durable, step
 from tests.tiers.rig import ONE, OTHER, TierRig, block_of, content
 

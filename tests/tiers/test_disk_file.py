@@ -21,7 +21,7 @@ from kvoffd.tiers.disk.opening import open_disk_tier
 from kvoffd.tiers.disk.record_updates import RecordUpdates
 from kvoffd.tiers.disk.regions import DiskRegions, Entry
 from kvoffd.tiers.tier import MOST_FIRST_BLOCK, TierKey, TierResult
-from tests.support.memory_disk import MemoryDisk
+from tests.kit.memory_disk import MemoryDisk
 from tests.tiers.makers import REGION_BYTES, SIZE_BYTES, DiskMaker, SteppedMaker
 from tests.tiers.rig import TierRig, block_of
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvoffd.tiers.disk.disk_tier import DiskTier
 from kvoffd.tiers.tier import TierBlock, TierKey
-from tests.support.memory_disk import Killed, MemoryDisk
+from tests.kit.memory_disk import Killed, MemoryDisk
 from tests.tiers.makers import SteppedMaker, removals_are_durable, step
 from tests.tiers.rig import ONE, OTHER, Ending, TierRig, block_of
 

@@ -13,10 +13,10 @@ from kvoffd.config import load_config
 from kvoffd.tiers.shared import store as stores
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
-from tests.support.daemon import DaemonProcess
-from tests.support.package import install
-from tests.support.waiting import wait_until
-from tests.support.wire import key_list
+from tests.kit.daemon import DaemonProcess
+from tests.kit.package import install
+from tests.kit.waiting import wait_until
+from tests.kit.wire import key_list
 from tests.tiers.shared_conformance import SharedConformance
 
 KEYS = key_list(*range(8))

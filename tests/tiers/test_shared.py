@@ -22,9 +22,9 @@ from kvoffd.tiers.shared.redis import CONNECT_S, NEEDED_COMMANDS, Redis, _tls_co
 from kvoffd.tiers.shared.shared_tier import MOST_ASKED
 from kvoffd.tiers.shared.store import Credentials, StoreError, open_store
 from kvoffd.tiers.tier import MOST_FIRST_BLOCK, Answer, TierResult
-from tests.support.faulty_store import FaultyStore
-from tests.support.redis_server import Certificate, RedisServer, needs_redis
-from tests.support.steal import TooSlow
+from tests.kit.faulty_store import FaultyStore
+from tests.kit.redis_server import Certificate, RedisServer, needs_redis
+from tests.kit.steal import TooSlow
 from tests.tiers.shared_conformance import FaultConformance, SharedConformance
 from tests.tiers.shared_rig import ONE, OTHER, SLOT_BYTES, SharedRig
 

@@ -18,10 +18,10 @@ from kvoffd.tiers.shared.object_format import generation_key, object_key
 from kvoffd.tiers.shared.redis import NEEDED_COMMANDS, Redis
 from kvoffd.tiers.shared.store import Credentials, StoreError
 from kvoffd.tiers.tier import Answer, TierBlock, TierResult
-from tests.support.faulty_store import FaultyStore
-from tests.support.ports import free_port
-from tests.support.redis_server import Certificate, RedisCluster, RedisServer, needs_redis
-from tests.support.waiting import wait_until
+from tests.kit.faulty_store import FaultyStore
+from tests.kit.ports import free_port
+from tests.kit.redis_server import Certificate, RedisCluster, RedisServer, needs_redis
+from tests.kit.waiting import wait_until
 from tests.tiers.shared_conformance import SharedConformance
 from tests.tiers.shared_rig import ONE, SharedRig
 

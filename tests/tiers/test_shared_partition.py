@@ -14,9 +14,9 @@ from contextlib import ExitStack
 import pytest
 
 from kvoffd.tiers.tier import Answer, TierResult
-from tests.support.redis_server import PROGRAM, START_S, needs_redis
-from tests.support.steal import TooSlow
-from tests.support.waiting import wait_until
+from tests.kit.redis_server import PROGRAM, START_S, needs_redis
+from tests.kit.steal import TooSlow
+from tests.kit.waiting import wait_until
 from tests.tiers.shared_rig import ONE, SLOT_BYTES, SharedRig
 
 pytestmark = [needs_redis, pytest.mark.usefixtures("short_pauses")]

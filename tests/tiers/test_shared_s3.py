@@ -19,9 +19,9 @@ from kvoffd.errors import KvoffdError
 from kvoffd.tiers.shared.object_format import generation_key, object_key
 from kvoffd.tiers.shared.store import Credentials
 from kvoffd.tiers.tier import Answer, TierResult
-from tests.support.faulty_bucket import FaultyBucket
-from tests.support.s3_server import RcloneServer, S3Server, needs_moto, needs_rclone
-from tests.support.waiting import wait_until
+from tests.kit.faulty_bucket import FaultyBucket
+from tests.kit.s3_server import RcloneServer, S3Server, needs_moto, needs_rclone
+from tests.kit.waiting import wait_until
 from tests.tiers.shared_conformance import FaultConformance, SharedConformance
 from tests.tiers.shared_rig import ONE, SharedRig, key_of
 

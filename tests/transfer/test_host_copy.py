@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvoffd.system.native import LIBRARY, Native, NotCompiled, native
 from kvoffd.transfer.host_engine import HostCopy, try_out
 from kvoffd.transfer.plan import Plan
-from tests.support.copy_buffers import address_of, copy_step, random_bytes
+from tests.kit.copy_buffers import address_of, copy_step, random_bytes
 
 STRIPE, BLOCK = 64, 1024  # of XXH3
 SHORTEST = 241

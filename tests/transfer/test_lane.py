@@ -15,8 +15,8 @@ from kvoffd.transfer.host_engine import HostCopy
 from kvoffd.transfer.lane import CopyProgress, Lane, Steps
 from kvoffd.transfer.pace import OTHERS_WAIT, STOP, Pace, Slice
 from kvoffd.transfer.plan import Direction, Outcome, Plan, concatenate
-from tests.support.copy_buffers import address_of, random_bytes
-from tests.support.waiting import wait_until
+from tests.kit.copy_buffers import address_of, random_bytes
+from tests.kit.waiting import wait_until
 
 SLICE = Slice(1000, 10)
 FOREVER = float("inf")

@@ -36,8 +36,8 @@ from kvoffd_proto.router_events import (
     StoredBlocks,
     router_hash,
 )
-from tests.support.models import make_tiny_llama
-from tests.support.vllm_config import cache_config, make_config
+from tests.kit.models import make_tiny_llama
+from tests.kit.vllm_config import cache_config, make_config
 
 BLOCK_TOKENS, KEY_BYTES = 32, 32
 ROOT = bytes(KEY_BYTES)

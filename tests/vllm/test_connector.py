@@ -43,9 +43,9 @@ from kvoffd_client.vllm.log import StoreRefusalFilter
 from kvoffd_client.vllm.offloading_worker import KvoffdWorker
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupKeys, JobResult
-from tests.support.models import make_tiny_llama
-from tests.support.vllm_config import cache_config, make_config
-from tests.support.vllm_fakes import FakeWorkerClient, block_hash, key
+from tests.kit.models import make_tiny_llama
+from tests.kit.vllm_config import cache_config, make_config
+from tests.kit.vllm_fakes import FakeWorkerClient, block_hash, key
 
 
 @pytest.fixture(scope="module")

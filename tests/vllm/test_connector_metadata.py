@@ -17,7 +17,7 @@ from kvoffd_client.vllm.connector_metadata import (
 )
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupTransfer
-from tests.support.vllm_fakes import KEY_BYTES, block_hash, key
+from tests.kit.vllm_fakes import KEY_BYTES, block_hash, key
 
 POSITIONS = {(0).to_bytes(4, "big"): 0, (5).to_bytes(4, "big"): 1}
 

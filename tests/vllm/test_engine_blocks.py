@@ -15,9 +15,9 @@ import torch
 from safetensors import safe_open
 
 from kvoffd_client import AdminClient, BlockClient
-from tests.support.daemon import DaemonProcess
-from tests.support.engine import BLOCK_TOKENS, EngineProcess, full_blocks, prompt, wait_connected
-from tests.support.models import make_tiny_llama
+from tests.kit.daemon import DaemonProcess
+from tests.kit.engine import BLOCK_TOKENS, EngineProcess, full_blocks, prompt, wait_connected
+from tests.kit.models import make_tiny_llama
 from tests.vllm.test_engine_sharing import wait_stored
 
 pytestmark = [pytest.mark.shapes, pytest.mark.timeout(600)]

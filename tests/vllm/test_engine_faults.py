@@ -22,8 +22,8 @@ from kvoffd_client import AdminClient, DaemonUnavailable
 from kvoffd_proto.messages import StatsReply
 from kvoffd_proto.sockets import SocketPaths
 from tests.chaos.supervisor import Supervisor
-from tests.support.daemon import DaemonProcess
-from tests.support.engine import (
+from tests.kit.daemon import DaemonProcess
+from tests.kit.engine import (
     BLOCK_TOKENS,
     Completion,
     EngineProcess,
@@ -35,9 +35,9 @@ from tests.support.engine import (
     wait_connected,
     wait_stats,
 )
-from tests.support.faulty_daemon import FaultyDaemon
-from tests.support.models import make_tiny_llama
-from tests.support.waiting import wait_until
+from tests.kit.faulty_daemon import FaultyDaemon
+from tests.kit.models import make_tiny_llama
+from tests.kit.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

@@ -16,10 +16,10 @@ from kvoffd_client.lifeline_stream import MAX_DESCRIPTORS
 from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
-from tests.support.engine import EngineProcess, completions, prompt
-from tests.support.fake_daemon import LIMITS, Answer, FakeDaemon, Peer
-from tests.support.models import make_tiny_llama
-from tests.support.waiting import wait_until
+from tests.kit.engine import EngineProcess, completions, prompt
+from tests.kit.fake_daemon import LIMITS, Answer, FakeDaemon, Peer
+from tests.kit.models import make_tiny_llama
+from tests.kit.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

@@ -15,7 +15,7 @@ import pytest
 
 from kvoffd_client import AdminClient
 from kvoffd_proto.messages import StatsReply
-from tests.support.engine import (
+from tests.kit.engine import (
     BLOCK_TOKENS,
     Completion,
     EngineProcess,
@@ -27,9 +27,9 @@ from tests.support.engine import (
     wait_connected,
     wait_stats,
 )
-from tests.support.faulty_daemon import FaultyDaemon
-from tests.support.models import make_tiny_llama
-from tests.support.ports import free_port
+from tests.kit.faulty_daemon import FaultyDaemon
+from tests.kit.models import make_tiny_llama
+from tests.kit.ports import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

@@ -9,9 +9,9 @@ import pytest
 
 from kvoffd_client import AdminClient
 from kvoffd_proto.messages import StatsReply
-from tests.support.engine import BLOCK_TOKENS, EngineProcess, full_blocks, prompt, wait_connected, wait_stats
-from tests.support.faulty_daemon import FaultyDaemon
-from tests.support.models import make_tiny_gemma3, make_tiny_llama
+from tests.kit.engine import BLOCK_TOKENS, EngineProcess, full_blocks, prompt, wait_connected, wait_stats
+from tests.kit.faulty_daemon import FaultyDaemon
+from tests.kit.models import make_tiny_gemma3, make_tiny_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

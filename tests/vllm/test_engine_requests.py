@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvoffd_client import AdminClient
-from tests.support.daemon import DaemonProcess
-from tests.support.engine import (
+from tests.kit.daemon import DaemonProcess
+from tests.kit.engine import (
     BLOCK_TOKENS,
     Completion,
     EngineProcess,
@@ -22,10 +22,10 @@ from tests.support.engine import (
     wait_connected,
     wait_stats,
 )
-from tests.support.models import TINY_LLAMA, make_tiny_llama, write_lora_adapter
-from tests.support.ports import free_port
-from tests.support.router_daemon import Subscriber
-from tests.support.shapes import add_tokenizer, wait_stored
+from tests.kit.models import TINY_LLAMA, make_tiny_llama, write_lora_adapter
+from tests.kit.ports import free_port
+from tests.kit.router_daemon import Subscriber
+from tests.kit.shapes import add_tokenizer, wait_stored
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -18,9 +18,9 @@ from vllm.v1.request import Request
 from kvoffd_client.vllm import engine_requirements
 from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.engine_requirements import check_engine, machine_id
-from tests.support.manager_harness import KEYS, ManagerHarness
-from tests.support.models import make_tiny_llama
-from tests.support.vllm_config import cache_config, full_attention, make_config
+from tests.kit.manager_harness import KEYS, ManagerHarness
+from tests.kit.models import make_tiny_llama
+from tests.kit.vllm_config import cache_config, full_attention, make_config
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from kvoffd_client import AdminClient, BlockClient
-from tests.support.daemon import DaemonProcess
-from tests.support.engine import Completion, EngineProcess, full_blocks, prompt, wait_connected
-from tests.support.models import make_draft, make_tiny_gemma3, make_tiny_llama, write_lora_adapter
-from tests.support.shapes import (
+from tests.kit.daemon import DaemonProcess
+from tests.kit.engine import Completion, EngineProcess, full_blocks, prompt, wait_connected
+from tests.kit.models import make_draft, make_tiny_gemma3, make_tiny_llama, write_lora_adapter
+from tests.kit.shapes import (
     PROMPTS,
     Shape,
     add_tokenizer,

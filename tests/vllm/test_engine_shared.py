@@ -15,14 +15,14 @@ import pytest
 
 from kvoffd_client import AdminClient
 from kvoffd_proto.messages import RouterStats, SharedStats
-from tests.support.daemon import DaemonProcess
-from tests.support.engine import Completion, EngineProcess, full_blocks, prompt, wait_connected
-from tests.support.models import make_tiny_llama
-from tests.support.redis_server import PROGRAM as REDIS
-from tests.support.redis_server import RedisCluster, RedisServer
-from tests.support.s3_server import PROGRAM as MOTO
-from tests.support.s3_server import S3Server
-from tests.support.waiting import wait_until
+from tests.kit.daemon import DaemonProcess
+from tests.kit.engine import Completion, EngineProcess, full_blocks, prompt, wait_connected
+from tests.kit.models import make_tiny_llama
+from tests.kit.redis_server import PROGRAM as REDIS
+from tests.kit.redis_server import RedisCluster, RedisServer
+from tests.kit.s3_server import PROGRAM as MOTO
+from tests.kit.s3_server import S3Server
+from tests.kit.waiting import wait_until
 
 pytestmark = [pytest.mark.shapes, pytest.mark.timeout(900)]
 

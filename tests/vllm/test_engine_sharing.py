@@ -12,8 +12,8 @@ import pytest
 
 from kvoffd_client import AdminClient, ClientOptions
 from kvoffd_proto.messages import NamespaceInfo, StatsReply
-from tests.support.daemon import DaemonProcess
-from tests.support.engine import (
+from tests.kit.daemon import DaemonProcess
+from tests.kit.engine import (
     BLOCK_TOKENS,
     Completion,
     EngineProcess,
@@ -24,8 +24,8 @@ from tests.support.engine import (
     wait_connected,
     wait_stats,
 )
-from tests.support.models import make_tiny_gemma3, make_tiny_llama
-from tests.support.shapes import wait_stored as wait_stores_ended
+from tests.kit.models import make_tiny_gemma3, make_tiny_llama
+from tests.kit.shapes import wait_stored as wait_stores_ended
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from kvoffd_client import AdminClient
 from kvoffd_proto.messages import StatsReply
-from tests.support.daemon import DaemonProcess
-from tests.support.engine import EngineProcess, full_blocks, prompt, wait_connected, wait_stats
-from tests.support.models import make_tiny_llama
+from tests.kit.daemon import DaemonProcess
+from tests.kit.engine import EngineProcess, full_blocks, prompt, wait_connected, wait_stats
+from tests.kit.models import make_tiny_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

@@ -19,8 +19,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingW
 from kvoffd_client.vllm.connector_options import ConnectorOptions
 from kvoffd_client.vllm.factors import ENVIRONMENT, collect_factors, hash_probe, label_of, shard_bytes_of
 from kvoffd_client.vllm.fingerprint import EngineFactors
-from tests.support.models import make_draft, make_tiny_gemma3, make_tiny_llama
-from tests.support.vllm_config import HEADS, cache_config, full_attention, make_config
+from tests.kit.models import make_draft, make_tiny_gemma3, make_tiny_llama
+from tests.kit.vllm_config import HEADS, cache_config, full_attention, make_config
 
 OPTIONS = ConnectorOptions()
 

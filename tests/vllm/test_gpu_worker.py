@@ -20,10 +20,10 @@ from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWor
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import CudaIpcHandle, TensorLayout
 from kvoffd_proto.messages import JobResult
-from tests.support.ordered_sender import wait_sent
-from tests.support.stub_cuda import StubCuda, fresh_stub
-from tests.support.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash
-from tests.support.waiting import wait_until
+from tests.kit.ordered_sender import wait_sent
+from tests.kit.stub_cuda import StubCuda, fresh_stub
+from tests.kit.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash
+from tests.kit.waiting import wait_until
 
 BLOCKS = GPULoadStoreSpec([4, 5], group_sizes=[2], block_indices=[0])
 KEYED = KeyedSpec((block_hash(1) + block_hash(2),))

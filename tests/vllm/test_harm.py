@@ -22,9 +22,9 @@ from kvoffd_client.vllm.harm import (
 )
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.prefill_rate import PrefillRate
-from tests.support.clock import Clock
-from tests.support.manager_harness import KEYS, ManagerHarness
-from tests.support.vllm_fakes import key
+from tests.kit.clock import Clock
+from tests.kit.manager_harness import KEYS, ManagerHarness
+from tests.kit.vllm_fakes import key
 
 SUFFIX = (0).to_bytes(4, "big")
 

@@ -10,8 +10,8 @@ from vllm.v1.kv_offload.base import ReqContext
 
 from kvoffd_client.vllm import connector_stats as stats
 from kvoffd_client.vllm.hints import DEFAULT_RETAIN_S, LOGGED_EVERY_S, Hint, Hints
-from tests.support.clock import Clock
-from tests.support.manager_harness import KEYS, ManagerHarness
+from tests.kit.clock import Clock
+from tests.kit.manager_harness import KEYS, ManagerHarness
 
 
 @pytest.mark.parametrize(

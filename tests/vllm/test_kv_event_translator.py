@@ -8,7 +8,7 @@ from vllm.v1.kv_offload.base import Medium, OffloadKey
 from kvoffd_client.vllm import kv_event_translator
 from kvoffd_client.vllm.kv_event_translator import KvEventTranslator
 from kvoffd_proto.events import AllBlocksCleared, BlockRemoved, BlockStored
-from tests.support.vllm_fakes import block_hash, key
+from tests.kit.vllm_fakes import block_hash, key
 
 
 def stored(*numbers: int, group: int = 0, medium: str = "CPU") -> BlockStored:

@@ -27,11 +27,11 @@ from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWor
 from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import GroupSpec
-from tests.support.daemon import DaemonProcess
-from tests.support.models import make_tiny_llama
-from tests.support.vllm_config import cache_config, full_attention, make_config
-from tests.support.vllm_fakes import block_hash
-from tests.support.waiting import wait_until
+from tests.kit.daemon import DaemonProcess
+from tests.kit.models import make_tiny_llama
+from tests.kit.vllm_config import cache_config, full_attention, make_config
+from tests.kit.vllm_fakes import block_hash
+from tests.kit.waiting import wait_until
 
 BLOCKS = 62_500
 BLOCK_TOKENS = 16

@@ -20,9 +20,9 @@ from kvoffd_client.vllm.lookup_timing import (
 from kvoffd_client.vllm.namespace_client import NamespaceClient
 from kvoffd_client.vllm.prefill_rate import PrefillRate
 from kvoffd_client.vllm.request_lookups import LookupSettings
-from tests.support.clock import Clock
-from tests.support.manager_harness import HASHES, KEYS, ManagerHarness
-from tests.support.vllm_fakes import FakeSchedulerClient
+from tests.kit.clock import Clock
+from tests.kit.manager_harness import HASHES, KEYS, ManagerHarness
+from tests.kit.vllm_fakes import FakeSchedulerClient
 
 
 class Waiting(ManagerHarness):

@@ -11,8 +11,8 @@ from vllm.lora.request import LoRARequest
 
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, hashes_of
 from kvoffd_client.vllm.lora_adapters import LoraAdapters
-from tests.support.models import write_lora_adapter
-from tests.support.vllm_fakes import key
+from tests.kit.models import write_lora_adapter
+from tests.kit.vllm_fakes import key
 
 
 def request(path: Path | str, int_id: int = 1) -> Any:

@@ -10,8 +10,8 @@ import pytest
 from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_client.vllm.connector_metadata import MemoryReport, NamespacesDiffer, common_namespace
 from kvoffd_client.vllm.namespace_client import PATIENCE_S, EngineNamespace, NamespaceClient
-from tests.support.clock import Clock
-from tests.support.vllm_fakes import FakeSchedulerClient
+from tests.kit.clock import Clock
+from tests.kit.vllm_fakes import FakeSchedulerClient
 
 ONE = NamespaceSpec.named("one")
 OTHER = NamespaceSpec.named("other")

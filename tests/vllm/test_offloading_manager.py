@@ -28,8 +28,8 @@ from kvoffd_client.vllm.offloading_manager import StoreThreshold
 from kvoffd_client.vllm.offloading_spec import CONFIG_INFO
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import BlockStored
-from tests.support.manager_harness import HASHES, KEYS, ManagerHarness
-from tests.support.vllm_fakes import block_hash, key
+from tests.kit.manager_harness import HASHES, KEYS, ManagerHarness
+from tests.kit.vllm_fakes import block_hash, key
 
 
 def test_an_answered_lookup_is_hits_and_misses_from_the_host() -> None:

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from kvoffd_proto.messages import NamespaceStats
-from tests.support.daemon import DaemonProcess
-from tests.support.engine import prompt
-from tests.support.models import make_tiny_llama
-from tests.support.ports import free_port
-from tests.support.shapes import add_tokenizer
-from tests.support.waiting import wait_until
-from tests.support.wire import stats
+from tests.kit.daemon import DaemonProcess
+from tests.kit.engine import prompt
+from tests.kit.models import make_tiny_llama
+from tests.kit.ports import free_port
+from tests.kit.shapes import add_tokenizer
+from tests.kit.waiting import wait_until
+from tests.kit.wire import stats
 
 pytestmark = [pytest.mark.engine, pytest.mark.shapes, pytest.mark.timeout(600)]
 

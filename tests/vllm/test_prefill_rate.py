@@ -8,8 +8,8 @@ import pytest
 from vllm.config import SchedulerConfig
 
 from kvoffd_client.vllm.prefill_rate import SAMPLES, PrefillRate, largest_chunk_of
-from tests.support.clock import Clock
-from tests.support.vllm_fakes import key
+from tests.kit.clock import Clock
+from tests.kit.vllm_fakes import key
 
 TOKENS = {(0).to_bytes(4, "big"): 16, (7).to_bytes(4, "big"): 64}
 IDLE, DECODING = (), (1,) * 8

@@ -9,8 +9,8 @@ import pytest
 from kvoffd_client.vllm.connector_options import BEST_EFFORT, LIMIT, WAIT
 from kvoffd_client.vllm.prefill_rate import PrefillRate
 from kvoffd_client.vllm.request_lookups import KeyStatus, LookupSettings, RequestLookups
-from tests.support.clock import Clock
-from tests.support.vllm_fakes import FakeSchedulerClient, block_hash, key
+from tests.kit.clock import Clock
+from tests.kit.vllm_fakes import FakeSchedulerClient, block_hash, key
 
 GROUPS = [[key(1), key(2), key(3)], [key(4, group_id=7)]]
 ALL = {block_hash(number) for number in (1, 2, 3, 4)}

@@ -30,9 +30,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.connector_metadata import FailedJob, KeyedSpec, KvoffdWorkerMetadata
 from kvoffd_proto.errors import ErrorCode
-from tests.support.models import make_tiny_llama
-from tests.support.vllm_config import HEADS, cache_config, full_attention, make_config
-from tests.support.vllm_fakes import block_hash
+from tests.kit.models import make_tiny_llama
+from tests.kit.vllm_config import HEADS, cache_config, full_attention, make_config
+from tests.kit.vllm_fakes import block_hash
 
 BLOCK_TOKENS = 32
 BLOCKS = 30

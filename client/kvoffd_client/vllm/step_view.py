@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import dropwhile
@@ -120,28 +121,16 @@ def loadable_tokens(cache: KVCacheManager, config: VllmConfig, request: Request,
     load, or with a shorter one, it is computed.
     """
     drafts = 1 + config.num_speculative_tokens + config.num_lookahead_tokens
-    coordinator = cache.coordinator
     kept_free = sum(  # as the scheduler reckons; managers of states reckon with their drafts themselves
         cdiv(drafts, manager.block_size)
-        for manager in coordinator.single_type_managers
+        for manager in cache.coordinator.single_type_managers
         if not isinstance(manager.kv_cache_spec, MambaSpec)
     )
     room = cache.block_pool.num_gpu_blocks - 1 - kept_free  # one is the null block
 
-    def fits(tokens: int) -> bool:
-        needed = coordinator.get_num_blocks_to_allocate(
-            request.request_id,
-            num_tokens=tokens,
-            new_computed_blocks=cache.empty_kv_cache_blocks.blocks,
-            num_encoder_tokens=0,
-            total_computed_tokens=tokens - 1,
-            num_local_computed_tokens=0,
-            num_tokens_main_model=tokens,
-        )
-        return needed <= room
-
     whole = (request.num_tokens - 1) // chunk_tokens * chunk_tokens
-    return next(filter(fits, (request.num_tokens, *range(whole, 0, -chunk_tokens))), 0)
+    lengths = (request.num_tokens, *range(whole, 0, -chunk_tokens))
+    return next((tokens for tokens in lengths if _needed_blocks(cache, request, tokens - 1, tokens) <= room), 0)
 
 
 class LoadedRequests:
@@ -175,37 +164,45 @@ class LoadedRequests:
             return None if failed and any(each.num_computed_tokens for each in others) else True
         if not all(each.num_computed_tokens for each in others):
             return None  # one whose load failed is first
-        coordinator = cache.coordinator
-        if all(manager.max_admission_blocks_per_request is None for manager in coordinator.single_type_managers):
+        if all(manager.max_admission_blocks_per_request is None for manager in cache.coordinator.single_type_managers):
             return True  # no windows
-        local, local_end = cache.empty_kv_cache_blocks.blocks, 0
+        needed = functools.partial(_needed_blocks, cache)
 
-        def blocks(of: Request, computed: int, end: int) -> int:
-            return coordinator.get_num_blocks_to_allocate(
-                request_id=of.request_id,
-                num_tokens=end,
-                new_computed_blocks=local if of is request else cache.empty_kv_cache_blocks.blocks,
-                num_encoder_tokens=0,
-                total_computed_tokens=computed,
-                num_local_computed_tokens=local_end if of is request else 0,
-                num_tokens_main_model=end,
-            )
-
-        def after_step(of: Request, computed: int) -> int:
-            """Return how many blocks a request needs for its next step."""
+        def end_of_step(of: Request, computed: int) -> int:
             end = min(of.num_tokens, computed + self._step_tokens) + self._drafts
-            return blocks(of, computed, min(end, self._max_tokens))
+            return min(end, self._max_tokens)
 
+        after_load = end_of_step(request, tokens)
         if not others:
-            return after_step(request, tokens) < cache.block_pool.num_gpu_blocks  # one is the null block
+            return needed(request, tokens, after_load) < cache.block_pool.num_gpu_blocks  # one is the null block
+        blocks, there = None, 0
         if found:
-            local, local_end, *_ = coordinator.find_longest_cache_hit(request.block_hashes, found)
+            blocks, there, *_ = cache.coordinator.find_longest_cache_hit(request.block_hashes, found)
         free = cache.block_pool.get_num_free_blocks()
-        left = free - blocks(request, tokens, tokens)
-        fits = after_step(request, tokens) <= free and all(
-            after_step(each, each.num_computed_tokens) <= left for each in others
+        left = free - needed(request, tokens, tokens, blocks, there)
+        fits = needed(request, tokens, after_load, blocks, there) <= free and all(
+            needed(each, each.num_computed_tokens, end_of_step(each, each.num_computed_tokens)) <= left
+            for each in others
         )
         return True if fits else None
+
+
+def _needed_blocks(
+    cache: KVCacheManager, request: Request, computed: int, end: int, found: Any = None, found_tokens: int = 0
+) -> int:
+    """Return how many blocks vLLM allocates for a request up to a token, of which so many will have been computed.
+
+    ``found``: blocks of its own cache that vLLM would begin with, which have ``found_tokens``.
+    """
+    return cache.coordinator.get_num_blocks_to_allocate(
+        request.request_id,
+        num_tokens=end,
+        new_computed_blocks=cache.empty_kv_cache_blocks.blocks if found is None else found,
+        num_encoder_tokens=0,
+        total_computed_tokens=computed,
+        num_local_computed_tokens=found_tokens,
+        num_tokens_main_model=end,
+    )
 
 
 def without_holes(status: RequestOffloadState | None, keys: Sequence[OffloadKey]) -> list[OffloadKey]:

@@ -87,7 +87,7 @@ def main() -> int:
         return 0
     library = options.library
     if options.double and not library:
-        from tests.support.stub_cuda import fresh_stub
+        from tests.kit.stub_cuda import fresh_stub
 
         library = fresh_stub().path
         Path(library).parent.chmod(0o755)  # for another user's process

@@ -29,9 +29,9 @@ from kvoffd_client.bench.copy_bench import bench_copy_gpu
 from kvoffd_client.bench.gpu_device import BenchDriver
 from kvoffd_client.bench.results import BenchFailed, Report, check_plot, draw_plot, machine
 from kvoffd_proto.messages import GroupKeys
-from tests.support.daemon import DaemonProcess
-from tests.support.exporter import Exporter
-from tests.support.waiting import wait_until
+from tests.kit.daemon import DaemonProcess
+from tests.kit.exporter import Exporter
+from tests.kit.waiting import wait_until
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 KEY = bytes(32)

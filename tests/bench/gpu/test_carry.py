@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.gpu import carry
-from tests.support.cuda_abi import compiler
+from tests.kit.cuda_abi import compiler
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from tests.bench.gpu import parts
 from tests.bench.gpu.page import write_page
 from tests.bench.gpu.parts import FAULT_POOL_BYTES, Setup, _has_room, is_wrong, look_at_driver, run_tests
 from tests.bench.report_file import run_facts
-from tests.support import steal
-from tests.support.stub_cuda import fresh_stub
+from tests.kit import steal
+from tests.kit.stub_cuda import fresh_stub
 
 ROOT = Path(__file__).parents[3]
 

@@ -35,8 +35,8 @@ from tests.bench.overhead.tables import steps_table, throughput_table, workers_t
 from tests.bench.overhead.throughput import Load, Throughput, measure_throughput
 from tests.bench.overhead.worker_steps import measure_workers
 from tests.bench.report_file import add_report_options, publish_report, run_facts
-from tests.support.daemon import DaemonProcess
-from tests.support.models import make_demo_llama, make_tiny_llama
+from tests.kit.daemon import DaemonProcess
+from tests.kit.models import make_demo_llama, make_tiny_llama
 
 MODELS = {"tiny": make_tiny_llama, "demo": make_demo_llama}
 PARTS = ("steps", "workers", "engine")

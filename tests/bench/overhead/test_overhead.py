@@ -15,8 +15,8 @@ from tests.bench.overhead.tables import steps_table, throughput_table, workers_t
 from tests.bench.overhead.throughput import Load, Throughput, Turn
 from tests.bench.overhead.worker_steps import CASES as WORKER_CASES
 from tests.bench.overhead.worker_steps import measure_workers
-from tests.support.daemon import DaemonProcess
-from tests.support.models import make_tiny_llama
+from tests.kit.daemon import DaemonProcess
+from tests.kit.models import make_tiny_llama
 
 BLOCKS, ROUNDS = 12, 2
 

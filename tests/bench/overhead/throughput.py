@@ -16,8 +16,8 @@ from typing import Any
 from kvoffd_client import AdminClient
 from tests.bench.cpu_time import OthersShare, process_cpu_s
 from tests.bench.report_file import ROOT
-from tests.support.daemon import DaemonProcess
-from tests.support.engine import EngineProcess, wait_connected
+from tests.kit.daemon import DaemonProcess
+from tests.kit.engine import EngineProcess, wait_connected
 
 IDLE = {
     "kv_connector": "IdleConnector",

@@ -16,8 +16,8 @@ from typing import Self
 
 from kvoffd_proto.sockets import SocketPaths
 from tests.bench.cpu_time import process_cpu_s
-from tests.support.closing import Starting
-from tests.support.ports import free_port
+from tests.kit.closing import Starting
+from tests.kit.ports import free_port
 
 POOL_GIB = 1
 """Of every server."""

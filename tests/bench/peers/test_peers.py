@@ -16,8 +16,8 @@ from tests.bench.peers.player import Geometry
 from tests.bench.peers.servers import KvoffdServer, ServerFailed, idle_cpu_percents, resident_mib
 from tests.bench.peers.table import Row, table
 from tests.bench.report_file import number
-from tests.support.daemon import DaemonProcess
-from tests.support.waiting import wait_until
+from tests.kit.daemon import DaemonProcess
+from tests.kit.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 BURN = "import time; end = time.perf_counter() + {seconds}\nwhile time.perf_counter() < end: pass"

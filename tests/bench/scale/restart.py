@@ -20,8 +20,8 @@ from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_proto.messages import READY, GroupKeys
 from tests.bench.scale.fill import LOOKUP_KEYS, SAMPLES, pool_bytes_of, private_bytes
 from tests.bench.scale.load import SLOT_BYTES
-from tests.support.filled_table import key_of, left_behind, namespace_record
-from tests.support.service_manager import ManagedDaemon, ServiceManager
+from tests.kit.filled_table import key_of, left_behind, namespace_record
+from tests.kit.service_manager import ManagedDaemon, ServiceManager
 
 MAIN = Path(__file__).parent / "sparse_main.py"
 PAUSE_S = 0.02

@@ -20,10 +20,10 @@ from kvoffd.cache.policies.learned import BadRecord, Policy
 from kvoffd.simulate.replay import replay
 from kvoffd.simulate.trace import KEY_BYTES, Trace
 from kvoffd_proto.messages import READY
-from tests.support.cache_harness import CacheHarness, FoldedEvents, adopt_all, begin_store, keys_of, made
-from tests.support.invariants import check_invariants
-from tests.support.learned_check import check_learned, policy_of
-from tests.support.made_up_loads import LOADS, Traffic, chat_among_single_requests
+from tests.kit.cache_harness import CacheHarness, FoldedEvents, adopt_all, begin_store, keys_of, made
+from tests.kit.invariants import check_invariants
+from tests.kit.learned_check import check_learned, policy_of
+from tests.kit.made_up_loads import LOADS, Traffic, chat_among_single_requests
 
 CLASSES, BINS, EPOCHS_KEPT, REMEMBERED_POOLS = 77, 17, 320, 16
 """As in learned.h and spans.c."""

@@ -12,8 +12,8 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import make_policy
 from kvoffd.cache.policies.learned import Policy
 from kvoffd_proto.messages import READY
-from tests.support.cache_harness import CacheHarness, keys_of
-from tests.support.learned_check import check_learned, policy_of
+from tests.kit.cache_harness import CacheHarness, keys_of
+from tests.kit.learned_check import check_learned, policy_of
 
 MIB = 1 << 20
 MOST_SEEN = 2**16 - 1

@@ -22,8 +22,8 @@ from kvoffd.cache.policies.arc import Policy as ArcPolicy
 from kvoffd.cache.policies.gate import REMEMBERED_POOLS
 from kvoffd.errors import KvoffdError
 from kvoffd_proto.messages import ABSENT, BENCH_LABEL, READY, KeyWorth
-from tests.support.cache_harness import CacheHarness, begin_store, keys_of
-from tests.support.invariants import check_invariants
+from tests.kit.cache_harness import CacheHarness, begin_store, keys_of
+from tests.kit.invariants import check_invariants
 
 
 def blocks_of(count: int, first: int = 0) -> list[Block]:

@@ -11,8 +11,8 @@ import pytest
 from kvoffd.transfer.cuda.handles import GpuMappings, IpcExport, VmmExport
 from kvoffd_client import KvoffdClientError
 from kvoffd_client.cuda.export import ExportDriver, GpuSegment, NotExportable, export_segments
-from tests.support.open_files import open_descriptors
-from tests.support.stub_cuda import DeviceBuffer, StubCuda, fresh_stub
+from tests.kit.open_files import open_descriptors
+from tests.kit.stub_cuda import DeviceBuffer, StubCuda, fresh_stub
 
 SIZE = 1 << 20
 CHUNK = 2 << 20

@@ -10,7 +10,7 @@ import pytest
 
 from kvoffd_client.cuda.order import OrderedSender
 from kvoffd_proto.errors import ErrorCode
-from tests.support.ordered_sender import wait_sent
+from tests.kit.ordered_sender import wait_sent
 
 WAIT_S = 10.0
 

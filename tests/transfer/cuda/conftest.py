@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.stub_cuda import StubCuda, fresh_stub
+from tests.kit.stub_cuda import StubCuda, fresh_stub
 
 
 @pytest.fixture

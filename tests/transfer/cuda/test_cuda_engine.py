@@ -17,9 +17,9 @@ from kvoffd.transfer.cuda.pinning import PinnedPool
 from kvoffd.transfer.cuda.staging import STAGED_BYTES
 from kvoffd.transfer.engine import Transfer
 from kvoffd.transfer.plan import Direction, Outcome, Plan
-from tests.support.copy_buffers import address_of, random_bytes
-from tests.support.stub_cuda import DeviceBuffer, Ranges, StubCuda
-from tests.support.waiting import wait_until
+from tests.kit.copy_buffers import address_of, random_bytes
+from tests.kit.stub_cuda import DeviceBuffer, Ranges, StubCuda
+from tests.kit.waiting import wait_until
 
 FOREVER = float("inf")
 KIB = 1 << 10

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvoffd.transfer.cuda.device import NoSuchGpu, find_device, list_devices
-from tests.support.stub_cuda import StubCuda
+from tests.kit.stub_cuda import StubCuda
 
 
 def test_gpus_are_listed_without_a_context(stub: StubCuda) -> None:

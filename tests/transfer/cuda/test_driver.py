@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kvoffd.transfer.cuda.driver import CudaDriver, CudaError, CudaMissing
-from tests.support.copy_buffers import address_of, random_bytes
-from tests.support.cuda_calls import copy_batch
-from tests.support.stub_cuda import Ranges, StubCuda
+from tests.kit.copy_buffers import address_of, random_bytes
+from tests.kit.cuda_calls import copy_batch
+from tests.kit.stub_cuda import Ranges, StubCuda
 
 
 def test_a_machine_without_a_driver_is_told_so() -> None:

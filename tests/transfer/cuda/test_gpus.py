@@ -18,8 +18,8 @@ from kvoffd.transfer.cuda.gpus import GpuMemory, Gpus
 from kvoffd.transfer.cuda.handles import IpcExport, UnmappableHandle, VmmExport
 from kvoffd.transfer.engine import DirectionLoad, Transfer
 from kvoffd.transfer.plan import Direction, Outcome, Plan
-from tests.support.stub_cuda import Ranges, StubCuda, fresh_stub
-from tests.support.waiting import wait_until
+from tests.kit.stub_cuda import Ranges, StubCuda, fresh_stub
+from tests.kit.waiting import wait_until
 
 POOL = 16 << 20
 SIZE = 1 << 20

@@ -13,8 +13,8 @@ from kvoffd.errors import KvoffdError, OutOfBounds
 from kvoffd.transfer.cuda.driver import CudaError
 from kvoffd.transfer.cuda.handles import GpuMappings, IpcExport, UnmappableHandle, VmmExport
 from kvoffd_proto.errors import ErrorCode
-from tests.support.open_files import open_descriptors
-from tests.support.stub_cuda import DeviceBuffer, Ranges, StubCuda
+from tests.kit.open_files import open_descriptors
+from tests.kit.stub_cuda import DeviceBuffer, Ranges, StubCuda
 
 SIZE = 1 << 20
 CHUNK = 2 << 20

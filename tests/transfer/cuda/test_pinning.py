@@ -11,8 +11,8 @@ import pytest
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.transfer.cuda.gpu_copy import STEP_BYTES
 from kvoffd.transfer.cuda.pinning import PinnedPool
-from tests.support.stub_cuda import Ranges, StubCuda
-from tests.support.waiting import wait_until
+from tests.kit.stub_cuda import Ranges, StubCuda
+from tests.kit.waiting import wait_until
 
 CHUNK = STEP_BYTES
 POOL = 5 * CHUNK + 3 * mmap.PAGESIZE

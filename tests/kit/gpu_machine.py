@@ -9,8 +9,8 @@ from kvoffd.errors import KvoffdError
 from kvoffd.transfer.cuda.device import list_devices
 from kvoffd.transfer.cuda.driver import CudaDriver
 from kvoffd_client import NamespaceSpec, SchedulerClient
-from tests.support.daemon import DaemonProcess
-from tests.support.exporter import Exporter
+from tests.kit.daemon import DaemonProcess
+from tests.kit.exporter import Exporter
 
 
 def real_gpus() -> int:

@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from kvoffd.transfer.cuda.driver import CudaDriver
 from kvoffd_proto.cuda_driver import IpcMemHandle
-from tests.support.cuda_abi import compiler
-from tests.support.cuda_calls import load, pinned_properties
-from tests.support.cuda_files import include_directory
-from tests.support.waiting import wait_until
+from tests.kit.cuda_abi import compiler
+from tests.kit.cuda_calls import load, pinned_properties
+from tests.kit.cuda_files import include_directory
+from tests.kit.waiting import wait_until
 
 SOURCE = Path(__file__).with_suffix(".c")
 COMPILER_FLAGS = ["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Wmissing-prototypes", "-Werror"]

@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 
 import pytest
 
-from tests.support.ports import free_ports
+from tests.kit.ports import free_ports
 
 from .closing import Starting
 from .waiting import wait_until

@@ -24,7 +24,7 @@ from kvoffd.pool.table_format import (
 )
 from kvoffd.system.limits import MemoryLimit
 from kvoffd_proto.messages import GroupSpec
-from tests.support.slot_table import SlotOwner, mark_ready, mark_writing
+from tests.kit.slot_table import SlotOwner, mark_ready, mark_writing
 
 NAME = b"n" * 32
 """The fingerprint of the one namespace."""

@@ -16,7 +16,7 @@ from kvoffd.tiers.disk.opening import open_disk_tier
 from kvoffd.tiers.disk.queue import Batch, DiskJob, Kind
 from kvoffd.tiers.disk.regions import Entry
 from kvoffd.tiers.tier import Digest, TierKey, TierListener, TierResult
-from tests.support.memory_disk import PAGE, MemoryDisk, WorkersWithoutThreads
+from tests.kit.memory_disk import PAGE, MemoryDisk, WorkersWithoutThreads
 
 
 def checksum(data: memoryview | bytes) -> int:

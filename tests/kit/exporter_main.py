@@ -1,5 +1,5 @@
 """A worker with GPU memory, in a process of its own: obeys JSON lines on its standard input.
-See ``tests.support.exporter``.
+See ``tests.kit.exporter``.
 
 Usage: exporter_main.py DIRECTORY LIBRARY KIND LAYERS BLOCKS PAGE_BYTES; EXPORTER_UID is the user that it becomes.
 With EXPORTER_HASTY loads fail at the lifeline's end, whether or not the daemon's process is gone.
@@ -30,7 +30,7 @@ from kvoffd_client.lifeline_stream import LifelineStream
 from kvoffd_proto import cuda_driver as cuda
 from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import GroupTransfer
-from tests.support.cuda_calls import load, pinned_properties
+from tests.kit.cuda_calls import load, pinned_properties
 
 CHUNK = 2 << 20
 END_BYTES = 1024

@@ -12,8 +12,8 @@ from kvoffd.cache.policies import make_policy
 from kvoffd.errors import ShardTooLarge
 from kvoffd.pool.records import Ints, NamespaceRecord, Rows
 from kvoffd_proto.messages import GroupSpec
-from tests.support.clock import Clock
-from tests.support.slot_table import SlotOwner, SlotRecord, inherited_slots, rows_of
+from tests.kit.clock import Clock
+from tests.kit.slot_table import SlotOwner, SlotRecord, inherited_slots, rows_of
 
 SLOT_UNIT = 4096
 

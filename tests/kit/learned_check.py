@@ -10,8 +10,8 @@ from pathlib import Path
 
 import kvoffd
 from kvoffd.cache.policies.learned import Policy
-from tests.support.cache_harness import CacheHarness
-from tests.support.cuda_abi import compiler
+from tests.kit.cache_harness import CacheHarness
+from tests.kit.cuda_abi import compiler
 
 SOURCE = Path(__file__).with_suffix(".c")
 

@@ -1,4 +1,4 @@
-"""The process behind ``tests.support.engine``: one offline vLLM, driven over a socket. Usage: engine_main.py SOCKET"""
+"""The process behind ``tests.kit.engine``: one offline vLLM, driven over a socket. Usage: engine_main.py SOCKET"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kvoffd`` that takes its time to die: ``dying_main.py LIBRARY serve ...``. See ``tests.support.dying_daemon``."""
+"""``kvoffd`` that takes its time to die: ``dying_main.py LIBRARY serve ...``. See ``tests.kit.dying_daemon``."""
 
 from __future__ import annotations
 

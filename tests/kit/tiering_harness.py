@@ -8,10 +8,10 @@ from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.manager import TieringManager
 from kvoffd.tiers.tier import CompositeTier, TierKey
 from kvoffd_proto.events import MEDIUM_STORAGE
-from tests.support.cache_harness import CacheHarness, begin_store
-from tests.support.held_disk import HeldDisk, PoolBytes
-from tests.support.invariants import check_invariants
-from tests.support.memory_disk import MemoryDisk
+from tests.kit.cache_harness import CacheHarness, begin_store
+from tests.kit.held_disk import HeldDisk, PoolBytes
+from tests.kit.invariants import check_invariants
+from tests.kit.memory_disk import MemoryDisk
 
 
 class FoldedTierEvents:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvoffd_client import LookupFuture, NamespaceSpec
 from kvoffd_proto.events import KvEvent
 from kvoffd_proto.messages import PENDING, READY, SHARED, GroupKeys, GroupTransfer, JobResult, Load, Store
-from tests.support.clock import Clock
+from tests.kit.clock import Clock
 
 KEY_BYTES = 32
 

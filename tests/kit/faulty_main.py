@@ -1,4 +1,4 @@
-"""``kvoffd`` whose copies obey a file: ``faulty_main.py FAULT_FILE serve ...``. See ``tests.support.faulty_daemon``."""
+"""``kvoffd`` whose copies obey a file: ``faulty_main.py FAULT_FILE serve ...``. See ``tests.kit.faulty_daemon``."""
 
 from __future__ import annotations
 

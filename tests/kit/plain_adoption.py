@@ -23,7 +23,7 @@ from kvoffd.pool.table_format import (
     SlotState,
     read_geometry,
 )
-from tests.support.slot_table import SlotRecord
+from tests.kit.slot_table import SlotRecord
 
 
 def plain_scan(fd: int) -> tuple[list[SlotRecord], list[int]]:
