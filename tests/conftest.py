@@ -14,16 +14,29 @@ import pytest
 # For ``tests.kit``: pytest's importlib mode adds no directory of ours by itself.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from tests.kit import require
 from tests.kit.daemon import DaemonProcess, clear_daemon
-from tests.kit.steal import Steal
+from tests.kit.durations import Durations
 
 # What a shell starts in its background ignores SIGINT, and so do its children: Ctrl-C would be lost on them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+DOOR = ("daemon", "cli", "faults", "chaos", "sim")
+"""Folders of the door suite; beside them the real engines, ``vllm/test_engine_*.py``."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Steal())
+    require.required()  # a wrong name is an error before anything runs
+    if not hasattr(config, "workerinput"):  # with xdist, the process that collects the reports
+        config.pluginmanager.register(Durations(config))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    if folder in DOOR or (folder == "vllm" and item.path.name.startswith("test_engine_")):
+        item.add_marker(pytest.mark.door)
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +77,6 @@ def shared_daemon(module_daemon: DaemonProcess) -> Iterator[DaemonProcess]:
 @pytest.fixture
 def pool_file() -> Iterator[Path]:
     """A place in /dev/shm for a pool's file and those beside it; skips the test where there is no /dev/shm."""
-    if not os.access("/dev/shm", os.W_OK):
-        pytest.skip("/dev/shm is not there")
+    require.require("shm", os.access("/dev/shm", os.W_OK), "/dev/shm is not there")
     with TemporaryDirectory(dir="/dev/shm", prefix="kvoffd-test-", suffix=".pool") as directory:
         yield Path(directory) / "pool"

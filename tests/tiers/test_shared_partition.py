@@ -15,7 +15,6 @@ import pytest
 
 from kvoffd.tiers.tier import Answer, TierResult
 from tests.kit.redis_server import PROGRAM, START_S, needs_redis
-from tests.kit.steal import TooSlow
 from tests.kit.waiting import wait_until
 from tests.tiers.shared_rig import ONE, SLOT_BYTES, SharedRig
 
@@ -78,7 +77,6 @@ def far() -> Iterator[Far]:
         yield made
 
 
-@pytest.mark.timing(only=TooSlow)
 def test_a_partition_in_the_middle_of_reads_is_a_miss_in_time_and_never_a_wrong_byte(far: Far) -> None:
     rig = SharedRig(f"redis://{THEIRS}:{PORT}", ask_deadline_s=0.2).reachable()
     blocks = [rig.block(number, (SLOT_BYTES,)) for number in range(BLOCKS)]
@@ -109,8 +107,7 @@ def test_a_partition_in_the_middle_of_reads_is_a_miss_in_time_and_never_a_wrong_
         rig.tier.ask(1, ONE, 0, [SLOT_BYTES], keys, prefix=True)
         rig.until(lambda keys=keys: rig.tier.answers(ONE, 0, keys) != [Answer.ASKED])  # type: ignore[misc]
         times.append(time.monotonic() - asked)
-    if times and statistics.median(times) >= 0.5:  # none where the reads have shown it already
-        raise TooSlow(f"questions took {times} s")
+    assert not times or statistics.median(times) < 1.0  # none where the reads have shown it already
     far.set_link("up")
     started = time.monotonic()
     rig.until(lambda: rig.tier.reachable, 40.0)

@@ -418,7 +418,6 @@ def test_every_transfer_ends_once_whatever_is_done_to_it(harness: Harness) -> No
     assert all(len(job.ends) == 1 for job in jobs)
 
 
-@pytest.mark.timing
 def test_closing_an_idle_engine_takes_no_time(harness: Harness) -> None:
     started = time.monotonic()
     assert harness.engine.close(WAIT_S)

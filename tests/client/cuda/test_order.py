@@ -78,7 +78,6 @@ def test_the_event_is_recorded_when_the_job_is_submitted(gpu: Gpu) -> None:
     assert not gpu.events[1].waited_for.is_set()
 
 
-@pytest.mark.timing
 def test_submitting_does_not_wait_for_the_gpu(gpu: Gpu) -> None:
     started = time.monotonic()
     for job_id in range(100):
@@ -118,7 +117,6 @@ def test_the_others_of_a_step_are_sent_when_some_are_taken_back(gpu: Gpu) -> Non
     assert (gpu.sent, gpu.failed) == ([1, 3], [(2, ErrorCode.CANCELLED)])
 
 
-@pytest.mark.timing
 def test_whoever_takes_jobs_back_may_give_them_time(gpu: Gpu) -> None:
     gpu.submit(1).happened.set()
     event = gpu.submit(2)
@@ -166,7 +164,6 @@ def test_a_job_that_cannot_be_sent_fails(gpu: Gpu) -> None:
     assert gpu.failed == [(1, ErrorCode.COPY_FAILED), (2, ErrorCode.COPY_FAILED)]
 
 
-@pytest.mark.timing
 def test_closing_does_not_wait_for_a_gpu_that_hangs(gpu: Gpu) -> None:
     event = gpu.submit(1)
     assert event.waited_for.wait(WAIT_S)
