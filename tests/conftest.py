@@ -24,7 +24,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 DOOR = ("daemon", "cli", "faults", "chaos", "sim")
-"""Folders of the door suite; beside them the real engines, ``vllm/test_engine_*.py``."""
+"""Folders of the door suite; the real engines of ``tests/vllm``, marked ``engine``, are the rest of it."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     folder = item.path.relative_to(Path(__file__).parent).parts[0]
-    if folder in DOOR or (folder == "vllm" and item.path.name.startswith("test_engine_")):
+    if folder in DOOR or item.get_closest_marker("engine"):
         item.add_marker(pytest.mark.door)
 
 

@@ -1,4 +1,4 @@
-"""Who imports whom: packages import downwards only, type-only imports included, and no file grows too long to read."""
+"""Who imports whom: packages import downwards only, type-only imports included, and the door suite no inner module."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+import kvoffd_client
+
 ROOT = Path(__file__).parents[1]
 TREES = {
     "kvoffd": ROOT / "kvoffd",
     "kvoffd_client": ROOT / "client/kvoffd_client",
     "kvoffd_proto": ROOT / "proto/kvoffd_proto",
 }
-MOST_LINES = 450
 
 DISTRIBUTION = {
     "kvoffd_proto": set[str](),
@@ -42,6 +43,9 @@ ROOMS = {
     "__main__": "cli",
 }
 """The packages and single modules of ``kvoffd``, from the lowest up, and what each of them may import."""
+
+DOOR = ("daemon", "cli", "faults", "chaos")
+"""Folders of tests at the border. They outlive what is behind it."""
 
 Edge = tuple[str, str]
 
@@ -128,29 +132,6 @@ def test_rooms_import_only_what_they_may() -> None:
     assert circle(set(edges)) == []
 
 
-def test_a_planted_circle_is_found() -> None:
-    imports = imported("kvoffd")
-    typed_only = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from kvoffd.tiering import manager\n"
-    imports["kvoffd.pool.planted"] = set(imports_of(typed_only, "kvoffd.pool.planted", is_package=False))
-    edges = room_edges(imports)
-    assert edges["pool", "tiering"] == ["kvoffd.pool.planted"]
-    assert {"pool", "tiering"} <= set(circle(set(edges)))
-
-
-@pytest.mark.parametrize(
-    ("statement", "is_package", "found"),
-    [
-        ("import kvoffd.pool.pool", False, "kvoffd.pool.pool"),
-        ("def late():\n    from kvoffd.pool import pool", False, "kvoffd.pool.pool"),
-        ("from .. import pool", False, "kvoffd.pool"),
-        ("from ..pool.slots import page_up", False, "kvoffd.pool.slots"),
-        ("from . import blocks", True, "kvoffd.cache.blocks"),
-    ],
-)
-def test_every_kind_of_import_is_seen(statement: str, is_package: bool, found: str) -> None:
-    assert found in set(imports_of(statement, "kvoffd.cache" if is_package else "kvoffd.cache.blocks", is_package))
-
-
 @pytest.mark.parametrize("name", list(TREES))
 def test_the_daemon_and_the_client_share_only_the_wire(name: str) -> None:
     for module, names in imported(name).items():
@@ -179,7 +160,15 @@ def test_only_the_connector_imports_vllm() -> None:
             assert "vllm" not in {other.partition(".")[0] for other in names}, module
 
 
-def test_no_file_is_too_long_to_read() -> None:
-    lengths = {module: len(path.read_text().splitlines()) for name in TREES for module, path in modules(name)}
-    too_long = {module: length for module, length in lengths.items() if length > MOST_LINES}
-    assert not too_long
+def test_the_door_suite_knows_the_border_only() -> None:
+    public = {"kvoffd_client", "kvoffd_client.cli", "kvoffd_client.cli.main", "kvoffd_client.testing"}
+    public |= {f"kvoffd_client.{name}" for name in kvoffd_client.__all__}
+    files = [path for folder in DOOR for path in (ROOT / "tests" / folder).rglob("*.py")]
+    files += [path for path in (ROOT / "tests/vllm").glob("test_*.py") if "pytest.mark.engine" in path.read_text()]
+    inner: dict[str, set[str]] = {}
+    for path in files:
+        names = set(imports_of(path.read_text(), "tests.any.file", is_package=False))
+        of_product = {name for name in names if name.partition(".")[0] in TREES}
+        if wrong := {name for name in of_product - public if not name.startswith("kvoffd_client.testing.")}:
+            inner[str(path.relative_to(ROOT))] = wrong
+    assert not inner, "use public names of kvoffd_client, or tests/kit: tests/kit/wire.py alone knows the wire"
