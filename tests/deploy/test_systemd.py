@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.require import require
 from tests.tools.exposure import EXECUTABLE, explained, judge
 
 SYSTEMD = Path(__file__).parents[2] / "deploy" / "systemd"
@@ -16,7 +17,10 @@ UNIT = (SYSTEMD / "kvoffd.service").read_text()
 # systemd's own scale: 10 is a service with no hardening at all.
 MAX_EXPOSURE = 2.0
 
-pytestmark = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+
+@pytest.fixture(autouse=True)
+def systemd() -> None:
+    require("systemd", shutil.which("systemd-analyze") and shutil.which("systemd-sysusers"), "systemd is not installed")
 
 
 @pytest.fixture
@@ -101,7 +105,6 @@ def test_the_unit_is_what_the_daemon_needs() -> None:
     assert "ProcSubset" not in settings
 
 
-@pytest.mark.skipif(shutil.which("systemd-sysusers") is None, reason="systemd-sysusers is not installed")
 def test_the_user_can_be_made(tmp_path: Path) -> None:
     (tmp_path / "etc").mkdir()
     file = SYSTEMD / "kvoffd.sysusers.conf"

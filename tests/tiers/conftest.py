@@ -9,13 +9,13 @@ import pytest
 
 from tests.kit.faulty_store import FaultyStore
 from tests.kit.redis_server import Authority, Certificate, RedisCluster
+from tests.kit.require import require
 
 
 @pytest.fixture(scope="session")
 def sign(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Certificate]:
     """Makes a certificate for a name."""
-    if shutil.which("openssl") is None:
-        pytest.skip("there is no openssl to make a certificate")
+    require("redis", shutil.which("openssl"), "there is no openssl to make a server's certificate")
     return Authority(tmp_path_factory.mktemp("tls")).sign
 
 

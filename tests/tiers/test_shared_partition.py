@@ -15,6 +15,7 @@ import pytest
 
 from kvoffd.tiers.tier import Answer, TierResult
 from tests.kit.redis_server import PROGRAM, START_S, needs_redis
+from tests.kit.require import missing, require
 from tests.kit.waiting import wait_until
 from tests.tiers.shared_rig import ONE, SLOT_BYTES, SharedRig
 
@@ -67,13 +68,13 @@ class Far:
 
 @pytest.fixture
 def far() -> Iterator[Far]:
-    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))):
-        pytest.skip("network namespaces need root and iproute2")
+    there = os.geteuid() == 0 and all(map(shutil.which, ("ip", "tc")))
+    require("root", there, "network namespaces need root and iproute2")
     with ExitStack() as stack:
         try:
             made = Far(stack)
         except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces are not to be had here: {error.stderr.decode().strip()}")
+            missing("root", f"network namespaces are not to be had here: {error.stderr.decode().strip()}")
         yield made
 
 
