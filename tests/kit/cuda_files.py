@@ -14,6 +14,7 @@ from tests.kit.require import missing  # noqa: E402
 from tests.tools.cuda_files import ASSEMBLER, HEADERS, fetch  # noqa: E402
 
 VERSIONS = list(HEADERS)
+WHY = "python -m tests.tools.cuda_files .cuda says why"
 
 
 def include_directory(version: str) -> Path:
@@ -24,7 +25,7 @@ def include_directory(version: str) -> Path:
     if not path.is_dir():
         missing(
             "cuda-headers",
-            f"cuda.h of CUDA {version} could not be fetched (python -m tests.tools.cuda_files .cuda says why)",
+            f"cuda.h of CUDA {version} could not be fetched; {WHY}",
         )
     return path
 
@@ -37,19 +38,19 @@ def assembler(version: str) -> Path:
     if not path.exists():
         missing(
             "cuda-headers",
-            f"{ASSEMBLER} {version} could not be fetched (python -m tests.tools.cuda_files .cuda says why)",
+            f"{ASSEMBLER} {version} could not be fetched; {WHY}",
         )
     path.chmod(0o755)
     return path
 
 
 def real_driver() -> Path:
-    """Debian's libcuda, for which there is no GPU here; without it the test is skipped, or fails where it is required."""
+    """Debian's libcuda, for which there is no GPU here; a test without it is skipped, or fails where required."""
     for _ in range(2):
         for path in (DIRECTORY / "driver").glob("libcuda.so.*"):
             return path
         _fetch_once()
-    missing("cuda-headers", "Debian's libcuda1 could not be fetched (python -m tests.tools.cuda_files .cuda says why)")
+    missing("cuda-headers", f"Debian's libcuda1 could not be fetched; {WHY}")
 
 
 @cache
