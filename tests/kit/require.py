@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import pytest
 
-NEEDS = ("cuda-headers", "redis", "rclone", "root", "s3", "shm", "systemd", "vllm")
+NEEDS = ("cuda-headers", "prometheus", "redis", "rclone", "root", "s3", "shm", "systemd", "vllm")
 """Everything that a test may ask for."""
 VARIABLE = "KVOFFD_REQUIRE"
 

@@ -11,16 +11,12 @@ import urllib.parse
 import urllib.request
 from pathlib import Path
 
-import pytest
-
 from kvoffd_client.testing import FakeEngine
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_ports
+from tests.kit.require import require
 from tests.kit.waiting import wait_until
 
-needs_prometheus = pytest.mark.skipif(
-    not (shutil.which("promtool") and shutil.which("prometheus")), reason="prometheus and promtool are not installed"
-)
 CONFIG = """
 global: {{scrape_interval: 1s, scrape_timeout: 1s}}
 scrape_configs:
@@ -34,8 +30,9 @@ def get(url: str) -> bytes:
         return bytes(answer.read())
 
 
-@needs_prometheus
-def test_prometheus_finds_nothing_to_complain_of_and_scrapes_all(tmp_path: Path) -> None:
+def test_prometheus_scrapes_all_metrics_without_complaint(tmp_path: Path) -> None:
+    there = shutil.which("promtool") and shutil.which("prometheus")
+    require("prometheus", there, "prometheus and promtool are not installed")
     port, own_port = free_ports(2)
     with DaemonProcess(http_address=f"127.0.0.1:{port}") as daemon:
         with FakeEngine(daemon.directory) as engine:
