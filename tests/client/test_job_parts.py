@@ -8,7 +8,7 @@ import pytest
 
 from kvoffd_client.job_parts import PartSizes
 from kvoffd_proto.messages import BLOCK_ID_BYTES, GroupTransfer, Limits
-from tests.kit.wire import ids, keys
+from tests.kit.struct_wire import ids, keys
 
 LIMITS = Limits(1 << 20, 1000, 1000, 10, 48, 1000, 10, 10, 1000, 1, 1)
 SIZES = PartSizes(32, 4, (3, 1))

@@ -22,8 +22,8 @@ from kvoffd_client.client_options import Closing
 from kvoffd_proto.messages import StatsReply
 from tests.kit.daemon import DaemonProcess
 from tests.kit.steal import TooSlow
+from tests.kit.struct_wire import stats
 from tests.kit.waiting import wait_until
-from tests.kit.wire import stats
 
 ROOT = Path(__file__).parents[2]
 DESCRIPTORS = 1024

@@ -11,7 +11,7 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.wire import MAX_PAGES
 from tests.hostile.target import Target
-from tests.kit.wire import NAMESPACE, WireClient, ids, keys, load_of, refusal_of, store_of
+from tests.kit.struct_wire import NAMESPACE, WireClient, ids, keys, load_of, refusal_of, store_of
 
 PAGE = 8192
 BLOCKS = 64

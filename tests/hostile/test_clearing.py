@@ -9,7 +9,7 @@ import pytest
 from kvoffd_client import SharedMemory
 from kvoffd_proto import messages as m
 from tests.hostile.target import Target
-from tests.kit.wire import NAMESPACE, WireClient, ids, keys
+from tests.kit.struct_wire import NAMESPACE, WireClient, ids, keys
 
 BLOCKS, BATCH, SLOT_BYTES = 65_536, 256, 8192
 

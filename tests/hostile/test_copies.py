@@ -9,8 +9,8 @@ from pathlib import Path
 from kvoffd_client.testing import FakeEngine
 from tests.kit.faulty_daemon import FaultyDaemon
 from tests.kit.steal import TooSlow
+from tests.kit.struct_wire import stats
 from tests.kit.waiting import wait_until
-from tests.kit.wire import stats
 
 STEPS, STEP_S = 12, 0.05
 """8 MiB of the large load are a step; each is slow."""

@@ -19,7 +19,7 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.sockets import SocketPaths
 from tests.hostile import peers
 from tests.hostile.target import FLAGS, Target
-from tests.kit.wire import WireClient
+from tests.kit.struct_wire import WireClient
 
 MAX_SESSIONS = int(FLAGS["max_sessions"])
 LINGER_S = 20

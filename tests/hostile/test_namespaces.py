@@ -12,8 +12,8 @@ from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from tests.hostile.target import Target
+from tests.kit.struct_wire import WireClient, ids, keys, store_of
 from tests.kit.waiting import wait_until
-from tests.kit.wire import WireClient, ids, keys, store_of
 
 PLACES = 64
 SESSIONS = 10

@@ -28,8 +28,8 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from tests.hostile import peers
 from tests.hostile.target import Target
+from tests.kit.struct_wire import NAMESPACE, WireClient, ids, key, keys, refusal_of
 from tests.kit.waiting import wait_until
-from tests.kit.wire import NAMESPACE, WireClient, ids, key, keys, refusal_of
 
 PAGE = 16384
 BLOCKS = 8

@@ -10,7 +10,7 @@ from kvoffd.cache.namespace import SLOT_BYTES, nbytes_of_block
 from kvoffd_client import SharedMemory
 from kvoffd_proto import messages as m
 from tests.hostile.target import Target
-from tests.kit.wire import WireClient, ids, keys
+from tests.kit.struct_wire import WireClient, ids, keys
 
 SLOTS, BATCH = 682, 128
 

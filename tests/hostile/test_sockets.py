@@ -17,7 +17,7 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.sockets import SocketPaths
 from tests.hostile import peers
 from tests.hostile.target import DESCRIPTORS, Target
-from tests.kit.wire import WireClient
+from tests.kit.struct_wire import WireClient
 
 ATTACK_S = 2.0
 BEFORE_S = 0.002

@@ -18,8 +18,8 @@ from kvoffd_proto.events import END_OF_REPLAY
 
 from .daemon import DaemonProcess
 from .ports import free_ports
+from .struct_wire import WireClient, ids, key
 from .waiting import wait_until
-from .wire import WireClient, ids, key
 
 PAGE = 16384
 BLOCK_TOKENS, KEY_BYTES = 16, 32

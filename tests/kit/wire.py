@@ -1,31 +1,52 @@
-"""A client of bare sockets: sends what a test tells it to, well-formed or not."""
+"""The wire, for tests at the border: no test but this file knows messages, their fields, the codec or error numbers.
+
+``WireClient`` is one session that does what a test asks of it, well-formed or not. ``books`` is what the daemon says of
+itself. Both speak plain words: roles, codes and states are strings, keys are lists of bytes, results are dataclasses of
+this file. When the protocol changes, this file changes, and no test.
+
+>>> with WireClient(directory) as worker, WireClient(directory, "scheduler") as scheduler:         # doctest: +SKIP
+...     worker.open_namespace()
+...     scheduler.open_namespace()
+...     cache = worker.register(memory)
+...     assert worker.store(cache, keys(1, 2), [3, 4]).ok
+...     assert scheduler.lookup(1, keys(1, 2, 3)).states == "RR-"
+...     assert worker.load(cache, scheduler.lease(1), keys(1, 2), [8, 9]).ok
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
 import socket
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, ParamSpec
 
+import msgspec
 import zmq
 
 from kvoffd_client import SharedMemory
 from kvoffd_client.client_options import Closing
 from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto import messages as m
-from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
-from kvoffd_proto.messages import PROTOCOL_VERSION
+from kvoffd_proto.handles import CudaIpcHandle, MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.sockets import SocketPaths
 
 from .waiting import wait_until
 
-TIMEOUT_S = 5.0
-JOB_DEADLINE_S = 30.0
+P = ParamSpec("P")
 
-ZERO_TOKEN = bytes(m.TOKEN_BYTES)
-RELEASED = lifeline.encode_frame(lifeline.MemoryReleased())
+TIMEOUT_S = 30.0
+"""Long enough for a machine that gives a process no CPU for a while."""
+VERSION = m.PROTOCOL_VERSION
 NAMESPACE = bytes(range(32))
+PAGE_BYTES = 16384
+STATES = "-WRDS"
+"""States of keys in a lookup: absent, being written, ready, coming from a disk, coming from a shared store."""
+GPU = "gpu"
+"""Stands for a segment of GPU memory in a registration."""
 
 
 def key(number: int) -> bytes:
@@ -33,219 +54,1093 @@ def key(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-def keys(*numbers: int) -> bytes:
-    """Several keys end to end."""
-    return b"".join(map(key, numbers))
-
-
-def key_list(*numbers: int) -> list[bytes]:
-    """Several keys, one by one."""
+def keys(*numbers: int) -> list[bytes]:
+    """Several keys."""
     return list(map(key, numbers))
 
 
-def ids(*numbers: int) -> bytes:
-    """Block ids as the wire has them."""
-    return b"".join(number.to_bytes(4, "little", signed=True) for number in numbers)
+# --- what is sent ----------------------------------------------------------------------------------
 
 
-def store_of(job: int, blob: bytes, block_ids: bytes, first_block: int = 0, group: int = 0) -> m.Store:
-    return m.Store(job, [m.GroupTransfer(group, blob, block_ids, first_block)])
+class Part(NamedTuple):
+    """The blocks of one group in a job. ``blocks`` may be bytes, to send ids that are none."""
+
+    keys: Sequence[bytes]
+    blocks: Sequence[int] | bytes
+    group: int = 0
+    first_block: int = 0
+    """Engine blocks of the first key that are left out at its start."""
+    parents: Sequence[bytes] = ()
+    tokens: bytes = b""
 
 
-def load_of(job: int, lease: int, blob: bytes, block_ids: bytes, first_block: int = 0, group: int = 0) -> m.Load:
-    return m.Load(job, lease, [m.GroupTransfer(group, blob, block_ids, first_block)])
+class Store(NamedTuple):
+    """One store of a step."""
+
+    job: int
+    parts: Sequence[Part]
 
 
-def refusal_of(reply: m.AnyReply) -> m.Error | m.Refusal:
-    """What a refusal says of the whole request, or of the one job of a Submit."""
-    assert isinstance(reply, m.Error | m.JobsRefused), reply
-    if isinstance(reply, m.Error):
-        return reply
-    (refusal,) = reply.refused
-    return refusal
+class Load(NamedTuple):
+    """One load of a step."""
+
+    job: int
+    lease: int
+    parts: Sequence[Part]
+    keep_lease: bool = False
+
+
+def store_of(job: int, keys: Sequence[bytes], blocks: Sequence[int] | bytes, **part: Any) -> Store:
+    return Store(job, [Part(keys, blocks, **part)])
+
+
+def load_of(job: int, lease: int, keys: Sequence[bytes], blocks: Sequence[int] | bytes, **part: Any) -> Load:
+    return Load(job, lease, [Part(keys, blocks, **part)])
+
+
+class Segment(NamedTuple):
+    """Attached memory in a registration."""
+
+    number: int
+    size_bytes: int
+
+
+class Tensor(NamedTuple):
+    """One KV tensor of a registration: so many pages at a constant stride inside a segment."""
+
+    segment: int
+    offset_bytes: int
+    stride_bytes: int
+    blocks: int
+
+
+class Page(NamedTuple):
+    """One layer's part of a block: the first bytes of a page of a tensor."""
+
+    tensor: int
+    nbytes: int
+
+
+# --- what comes back -------------------------------------------------------------------------------
+
+
+class Refused(Exception):
+    """The daemon refused a request, a job, a descriptor or the session: why, and its sentence."""
+
+    def __init__(self, code: str, message: str, request: int | None = None) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+        self.request = request
+        """Number of the request that is answered; 0 where the frame had none, None where it was no request."""
+
+
+def refusal(call: Callable[P, object], *arguments: P.args, **named: P.kwargs) -> Refused:
+    """Call, and return why the daemon refused it. Fails where it did not."""
+    try:
+        answer = call(*arguments, **named)
+    except Refused as refused:
+        return refused
+    raise AssertionError(f"not refused: {answer!r}")
+
+
+def refused(call: Callable[P, object], *arguments: P.args, **named: P.kwargs) -> str:
+    """The code with which the daemon refuses a call, such as ``bad_keys``."""
+    return refusal(call, *arguments, **named).code
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """What the daemon says when it takes a session."""
+
+    version: str
+    capabilities: frozenset[str]
+    limits: Mapping[str, int]
+    store_window_bytes: int
+    """Bytes of stores that the session may have outstanding."""
+    lease_ttl_s: float
+    job_deadline_s: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a lookup found: a letter of ``STATES`` for each key."""
+
+    states: str
+    pinned: int
+    ttl_s: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a job ended."""
+
+    job: int
+    ok: bool
+    nbytes: int
+    seconds: float
+    error: str | None
+    failed: list[bytes]
+    """Keys that were not stored, or that the load lacked, each with its group's keys in order."""
+    rejected: list[bytes]
+    """Keys of a store that the policy did not want."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Results that came together, and their number in the session."""
+
+    number: int
+    store_window_bytes: int
+    results: list[Result]
+
+    @property
+    def jobs(self) -> list[int]:
+        return [result.job for result in self.results]
+
+
+class Outcome(NamedTuple):
+    """What became of a step, by job: how jobs ended, and why jobs were refused."""
+
+    results: dict[int, Result]
+    refusals: dict[int, Refused]
+
+    @property
+    def refused(self) -> dict[int, str]:
+        """The codes of the jobs that were refused."""
+        return {job: why.code for job, why in self.refusals.items()}
+
+
+class Unacknowledged(NamedTuple):
+    """What the daemon has for a session: batches that were not acknowledged, and jobs that have not ended."""
+
+    batches: list[Batch]
+    unfinished: list[int]
+
+    @property
+    def results(self) -> list[Result]:
+        return [result for batch in self.batches for result in batch.results]
+
+
+class Cancelled(NamedTuple):
+    """Jobs that will not run, and those that run already."""
+
+    cancelled: list[int]
+    running: list[int]
+
+
+# --- a client --------------------------------------------------------------------------------------
 
 
 class WireClient(Closing):
-    """One session, opened step by step."""
+    """One session, opened step by step.
 
-    def __init__(self, directory: Path, role: m.Role | None = m.Role.WORKER) -> None:
-        self.paths = SocketPaths(directory)
+    Every method raises ``Refused`` where the daemon refuses; ``refused(client.lookup, ...)`` returns the code.
+
+    Args:
+        directory: where the daemon's sockets are.
+        role: ``worker``, ``scheduler`` or ``admin``; None says no Hello.
+        name: shown to operators.
+        routing_id: what the client calls itself on the request socket; the daemon's choice where empty.
+
+    Attributes:
+        rejected: why the daemon did not take the connection, or None.
+        stream: the lifeline.
+        session: number of the session.
+        daemon_id: number of this run of the daemon.
+        token: the session's secret. Setting another one makes requests those of another session.
+        welcome: what the daemon said to Hello.
+    """
+
+    def __init__(
+        self, directory: Path, role: str | None = "worker", *, name: str = "test", routing_id: bytes = b""
+    ) -> None:
+        self.directory = directory
+        paths = SocketPaths(directory)
         self.stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.stream.connect(str(self.paths.lifeline))  # waits its turn, where a timeout would make it fail
+        self.stream.connect(str(paths.lifeline))  # waits its turn, where a timeout would make it fail
         self.stream.settimeout(TIMEOUT_S)
-        self._buffer = lifeline.FrameBuffer()
+        self._frames = lifeline.FrameBuffer()
         self._bodies: list[bytes] = []
-        self.greeting = self.lifeline_frame()
         self._context = zmq.Context()
-        self.jobs = self._context.socket(zmq.DEALER)
-        self.jobs.setsockopt(zmq.LINGER, 0)
-        self.jobs.connect(f"ipc://{self.paths.jobs}")
-        self.events = self._context.socket(zmq.SUB)
-        self.events.setsockopt(zmq.LINGER, 0)
-        self.events.connect(f"ipc://{self.paths.events}")
-        self._ids = itertools.count(1)
-        self.token = ZERO_TOKEN
-        self.session_id = 0
-        if isinstance(self.greeting, lifeline.Greeting):
-            self.token = self.greeting.token
-            self.session_id = self.greeting.session_id
-            self.subscribe(events.session_topic(self.greeting.epoch, self.session_id))
-        if role is not None:
-            self.hello(role)
+        self._jobs = self._context.socket(zmq.DEALER)
+        self._events = self._context.socket(zmq.SUB)
+        if routing_id:
+            self._jobs.setsockopt(zmq.ROUTING_ID, routing_id)
+        self._numbers = itertools.count(1)
+        self.session, self.daemon_id, self.token = 0, 0, bytes(m.TOKEN_BYTES)
+        self.rejected: Refused | None = None
+        self.welcome: Welcome | None = None
+        try:
+            self._connect(paths)
+            if role is not None:
+                self.hello(role, name=name)
+        except BaseException:
+            self.close()
+            raise
 
-    # --- the lifeline --------------------------------------------------------------------------
+    def _connect(self, paths: SocketPaths) -> None:
+        for used, path in ((self._jobs, paths.jobs), (self._events, paths.events)):
+            used.setsockopt(zmq.LINGER, 0)
+            used.connect(f"ipc://{path}")
+        greeting = self._lifeline_frame()
+        if isinstance(greeting, lifeline.Greeting):
+            self.session, self.daemon_id, self.token = greeting.session_id, greeting.epoch, greeting.token
+            self._events.setsockopt(zmq.SUBSCRIBE, events.session_topic(self.daemon_id, self.session))
+        else:
+            assert isinstance(greeting, lifeline.Refused), greeting
+            self.rejected = Refused(_word(greeting.code), greeting.message)
 
-    def lifeline_frame(self) -> lifeline.FromDaemon:
+    def close(self) -> None:
+        """End the session as a process that ends does. Repeatable."""
+        self.stream.close()
+        self._context.destroy(linger=0)
+
+    # --- the lifeline ---------------------------------------------------------------------------
+
+    def _lifeline_frame(self) -> lifeline.FromDaemon:
         while not self._bodies:
             data = self.stream.recv(4096)
             assert data, "the daemon closed the lifeline"
-            self._bodies += self._buffer.feed(data)
+            self._bodies += self._frames.feed(data)
         return lifeline.decode_from_daemon(self._bodies.pop(0))
 
-    def attach(self, fd: int, segment_id: int) -> lifeline.FromDaemon:
-        self.send_fds(lifeline.encode_frame(lifeline.Attach(segment_id)), [fd])
-        return self.lifeline_frame()
+    def attach(self, fd: int, segment: int | None = None) -> int:
+        """Hand a descriptor over, and return its number in the session."""
+        number = self.next_number() if segment is None else segment
+        self.send_lifeline(attach_frame(number), [fd])
+        return self.attached()
 
-    def send_fds(self, data: bytes, fds: list[int]) -> None:
-        socket.send_fds(self.stream, [data], fds) if fds else self.stream.sendall(data)
+    def attached(self) -> int:
+        """The daemon's answer to an attach that was sent by ``send_lifeline``."""
+        answer = self._lifeline_frame()
+        if isinstance(answer, lifeline.AttachRefused):
+            raise Refused(_word(answer.code), answer.message)
+        assert isinstance(answer, lifeline.Attached), answer
+        return answer.segment_id
 
-    def lifeline_ended(self) -> bool:
-        """Whether the daemon has closed the lifeline, waiting for it for the usual time."""
+    def send_lifeline(self, data: bytes, fds: Sequence[int] = ()) -> None:
+        """Send bytes over the lifeline as they are."""
+        socket.send_fds(self.stream, [data], list(fds)) if fds else self.stream.sendall(data)
+
+    def close_lifeline(self) -> None:
+        """End the session; its request socket stays connected."""
+        self.stream.close()
+
+    def wait_lifeline_ended(self) -> None:
+        """Until the daemon has closed the lifeline. Fails where it does not."""
         try:
-            data = self.stream.recv(4096)
-            return not data or (data == RELEASED and not self.stream.recv(4096))
+            while self.stream.recv(1 << 16):
+                pass
         except ConnectionResetError:
-            return True
-        except TimeoutError:
+            pass
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def next_number(self) -> int:
+        return next(self._numbers)
+
+    def raw(self, *frames: bytes) -> str:
+        """Send frames as they are; the kind of the reply."""
+        self.send_raw(*frames)
+        return type(self._reply()).__name__.lower()
+
+    def send_raw(self, *frames: bytes, block: bool = True) -> bool:
+        """Send frames and read nothing. False where ``block`` is false and the daemon takes no more for now."""
+        try:
+            self._jobs.send_multipart(frames, 0 if block else zmq.NOBLOCK)
+        except zmq.Again:
             return False
+        return True
 
-    # --- requests ------------------------------------------------------------------------------
+    def replies(self, count: int) -> list[str]:
+        """The next replies, whatever they answer: their kinds."""
+        return [type(self._receive()).__name__.lower() for _ in range(count)]
 
-    def next_id(self) -> int:
-        return next(self._ids)
+    def hello(self, role: str, *, version: int = VERSION, name: str = "test", software: str = "wire") -> Welcome:
+        answer = self._ask(m.Hello, version, role, name, software)
+        self.welcome = Welcome(
+            answer.daemon_version,
+            frozenset(answer.capabilities),
+            msgspec.structs.asdict(answer.limits),
+            answer.credit_bytes,
+            answer.lease_ttl_ms / 1000,
+            answer.job_deadline_ms / 1000,
+        )
+        return self.welcome
 
-    def raw(self, *frames: bytes) -> m.AnyReply:
-        """Send frames as they are and return the next reply."""
-        self.jobs.send_multipart(frames)
-        return self.reply()
+    def health(self) -> str:
+        """``ok``, ``degraded`` or ``down``: a round trip through the loop that serves engines."""
+        return str(self._ask(m.Health).level)
 
-    def reply(self) -> m.AnyReply:
-        assert self.jobs.poll(TIMEOUT_S * 1000), "the daemon did not reply"
-        return codec.decode_reply(self.jobs.recv())
+    def stats(self) -> None:
+        """Ask for the statistics and drop them: a request that every session may send. See ``books``."""
+        self._ask(m.Stats)
 
-    def request(self, what: m.AnyRequest | type[m.AnyRequest], *fields: Any, **named: Any) -> m.AnyRequest:
-        """A request of this kind with a new id and this session's token; one that is made already as it is."""
-        return what(self.next_id(), self.token, *fields, **named) if isinstance(what, type) else what
-
-    def ask(self, what: m.AnyRequest | type[m.AnyRequest], *fields: Any, **named: Any) -> Any:
-        """Send a ``request``; its reply, of the type that is declared at it."""
-        request = self.request(what, *fields, **named)
-        reply = self.raw(codec.encode(request))
-        assert isinstance(reply, m.EXCHANGES[type(request)].answer), reply
-        assert reply.request_id == request.request_id
-        return reply
-
-    def refused(self, what: m.AnyRequest | type[m.AnyRequest], *fields: Any, **named: Any) -> m.Error | m.Refusal:
-        """Why a ``request`` is refused, or the one job of a Submit."""
-        request = self.request(what, *fields, **named)
-        reply = self.raw(codec.encode(request))
-        assert reply.request_id == request.request_id
-        return refusal_of(reply)
-
-    def send(self, what: m.AnyRequest | type[m.AnyRequest], *fields: Any, **named: Any) -> m.AnyRequest:
-        """Send a ``request``, which is returned, and do not wait for its reply."""
-        request = self.request(what, *fields, **named)
-        self.jobs.send(codec.encode(request))
-        return request
-
-    def hello(self, role: m.Role) -> m.Welcome:
-        return self.ask(m.Hello, PROTOCOL_VERSION, role, "test", "wire")
-
-    def open_namespace(self, fingerprint: bytes = NAMESPACE, world_size: int = 1, groups: int = 1) -> None:
+    def open_namespace(
+        self,
+        namespace: bytes = NAMESPACE,
+        world_size: int = 1,
+        groups: int = 1,
+        *,
+        label: str = "test",
+        description: str = "{}",
+    ) -> bool:
+        """Open a namespace of keys of 32 bytes. False where it was open already."""
         specs = [m.GroupSpec("full", 16)] * groups
-        self.ask(m.OpenNamespace, fingerprint, "test", world_size, 32, specs, "{}")
+        answer = self._ask(m.OpenNamespace, namespace, label, world_size, 32, specs, description)
+        return bool(answer.created)
 
     def register(
         self,
         memory: SharedMemory,
-        page_bytes: int = 16384,
+        page_bytes: int = PAGE_BYTES,
+        *,
         rank: int = 0,
-        fingerprint: bytes = NAMESPACE,
+        namespace: bytes = NAMESPACE,
         blocks_per_key: int = 1,
     ) -> bytes:
-        """Attach ``memory`` and register it as one tensor of one group; return the registration id."""
-        segment_id = self.next_id()
-        attached = self.attach(memory.fd, segment_id)
-        assert isinstance(attached, lifeline.Attached), attached
-        registration_id = os.urandom(16)
-        blocks = memory.size_bytes // page_bytes
-        self.ask(
+        """Attach ``memory`` and register it as one tensor of one group; the registration's id."""
+        segment = Segment(self.attach(memory.fd), memory.size_bytes)
+        tensor = Tensor(0, 0, page_bytes, memory.size_bytes // page_bytes)
+        pages = [[Page(0, page_bytes)]]
+        return self.register_layout(
+            [segment], [tensor], pages, rank=rank, namespace=namespace, blocks_per_key=blocks_per_key
+        )
+
+    def register_layout(
+        self,
+        segments: Sequence[Segment | str],
+        tensors: Sequence[Tensor],
+        groups: Sequence[Sequence[Page]],
+        *,
+        rank: int = 0,
+        namespace: bytes = NAMESPACE,
+        blocks_per_key: int = 1,
+    ) -> bytes:
+        """Register attached memory of any layout; the registration's id."""
+        registration = os.urandom(16)
+        handles = [
+            CudaIpcHandle(bytes(64), PAGE_BYTES, bytes(16)) if isinstance(one, str) else MemfdHandle(*one)
+            for one in segments
+        ]
+        self._ask(
             m.Register,
-            fingerprint,
-            registration_id,
+            namespace,
+            registration,
             rank,
             blocks_per_key,
-            [MemfdHandle(segment_id, memory.size_bytes)],
-            [TensorLayout(0, 0, page_bytes, blocks)],
-            [[PageRef(0, page_bytes)]],
+            handles,
+            [TensorLayout(*one) for one in tensors],
+            [[PageRef(*page) for page in group] for group in groups],
         )
-        return registration_id
+        return registration
 
-    # --- lookups and jobs ------------------------------------------------------------------------
+    def unregister(self, registration: bytes) -> None:
+        """End a registration: afterwards the daemon does not touch its memory."""
+        self._ask(m.Unregister, registration)
+
+    # --- a scheduler's ---------------------------------------------------------------------------
 
     def lease(self, number: int) -> int:
-        return (self.session_id << 32) + number
+        """The id of this session's lease of a small number."""
+        return (self.session << 32) + number
 
-    def lookup(self, number: int, blob: bytes, fingerprint: bytes = NAMESPACE, group: int = 0) -> m.LookupReply:
-        """Look keys up under the lease of this number."""
-        found: m.LookupReply = self.ask(m.Lookup, fingerprint, self.lease(number), [m.GroupKeys(group, blob)])
-        return found
+    def lookup(
+        self,
+        lease: int,
+        keys: Sequence[bytes],
+        namespace: bytes = NAMESPACE,
+        *,
+        group: int = 0,
+        extend: bool = False,
+    ) -> Found:
+        """Look keys up under the lease of this number, or of this id where it is larger than a small number."""
+        asked = [m.GroupKeys(group, b"".join(keys))]
+        answer = self._ask(m.Lookup, namespace, self._lease_id(lease), asked, extend=extend)
+        return Found("".join(STATES[one] for one in b"".join(answer.states)), answer.pinned, answer.ttl_ms / 1000)
 
-    def release(self, *numbers: int) -> int:
+    def release(self, *leases: int) -> int:
         """End leases; how many there were."""
-        ended: m.Done = self.ask(m.Release, [self.lease(number) for number in numbers])
-        return ended.count
+        return int(self._ask(m.Release, [self._lease_id(lease) for lease in leases]).count)
 
-    def store(self, registration: bytes, job: int, blob: bytes, block_ids: bytes, first_block: int = 0) -> m.JobResult:
-        return self.result(m.Submit, registration, [store_of(job, blob, block_ids, first_block)])
+    def renew(self, *leases: int) -> list[int]:
+        """Renew leases; those of them that have ended."""
+        ids = {self._lease_id(lease): lease for lease in leases}
+        return [ids[ended] for ended in self._ask(m.Heartbeat, 0, list(ids)).ended]
+
+    def invalidate(self, keys: Sequence[bytes], namespace: bytes = NAMESPACE, *, group: int = 0) -> int:
+        """Drop blocks; how many there were."""
+        return int(self._ask(m.Invalidate, namespace, [m.GroupKeys(group, b"".join(keys))]).count)
+
+    def reset(self, namespace: bytes = NAMESPACE) -> int:
+        """Drop every block of a namespace; how many there were."""
+        return int(self._ask(m.Reset, namespace).count)
+
+    def _lease_id(self, lease: int) -> int:
+        return lease if lease >= 1 << 32 else self.lease(lease)
+
+    # --- a worker's ------------------------------------------------------------------------------
+
+    def store(
+        self, registration: bytes, keys: Sequence[bytes], blocks: Sequence[int] | bytes, *, job: int = 0, **part: Any
+    ) -> Result:
+        """Store keys from blocks, and wait for the result. The rest is as in ``Part``."""
+        store = store_of(job or self.next_number(), keys, blocks, **part)
+        return self._one(self.step(registration, [store]), store.job)
 
     def load(
-        self, registration: bytes, job: int, lease: int, blob: bytes, block_ids: bytes, first_block: int = 0
-    ) -> m.JobResult:
-        return self.result(m.Submit, registration, [], [load_of(job, lease, blob, block_ids, first_block)])
+        self,
+        registration: bytes,
+        lease: int,
+        keys: Sequence[bytes],
+        blocks: Sequence[int] | bytes,
+        *,
+        job: int = 0,
+        keep_lease: bool = False,
+        **part: Any,
+    ) -> Result:
+        """Load keys into blocks under a lease's id, and wait for the result. The rest is as in ``Part``."""
+        load = Load(job or self.next_number(), lease, [Part(keys, blocks, **part)], keep_lease)
+        return self._one(self.step(registration, [], [load]), load.job)
 
-    # --- events --------------------------------------------------------------------------------
+    @staticmethod
+    def _one(outcome: Outcome, job: int) -> Result:
+        if job in outcome.refusals:
+            raise outcome.refusals[job]
+        return outcome.results[job]
 
-    def subscribe(self, topic: bytes) -> None:
-        self.events.setsockopt(zmq.SUBSCRIBE, topic)
+    def submit(self, registration: bytes, stores: Sequence[Store] = (), loads: Sequence[Load] = ()) -> None:
+        """Send the jobs of one step and wait for nothing."""
+        self._jobs.send(codec.encode(self._submission(registration, stores, loads)))
 
-    def completions(self) -> m.Completions:
-        """The next batch of completions from PUB."""
-        assert self.events.poll(TIMEOUT_S * 1000), "no completion came"
-        _, _, payload = self.events.recv_multipart()
-        return codec.decode_completions(payload)
+    def step(self, registration: bytes, stores: Sequence[Store] = (), loads: Sequence[Load] = ()) -> Outcome:
+        """Send the jobs of one step, and wait until each has ended or is refused.
 
-    def result(self, what: m.Submit | type[m.Submit], *fields: Any, **named: Any) -> m.JobResult:
-        """Send a job and return its result, by asking: a subscription just made may miss the first message."""
-        request = self.request(what, *fields, **named)
-        (job,) = (*request.stores, *request.loads)
-        self.send(request)
+        Results are asked for: a subscription just made may miss the first publication. Raises Refused where the step as
+        a whole is refused.
+        """
+        wanted = [store.job for store in stores] + [load.job for load in loads]
+        before = self._ask(m.Heartbeat, 0, []).sequence
+        self.submit(registration, stores, loads)
+        refusals: dict[int, Refused] = {}
+        results: list[Result] = []
 
-        def result() -> m.JobResult | None:
-            reply = self.ask(m.Replay, 0)
-            results = (result for batch in reply.batches for result in batch.results)
-            return next((result for result in results if result.job_id == job.job_id), None)
+        def ended() -> bool:
+            replay = self._send(m.Replay, before)
+            while (reply := self._receive()).request_id != replay.request_id:
+                if isinstance(reply, m.Error):
+                    self._receive()  # the answer to the Replay
+                    raise _refused(reply)
+                assert isinstance(reply, m.JobsRefused), reply
+                assert not refusals, "a step is answered once"
+                refusals.update({one.job_id: Refused(_word(one.code), one.message) for one in reply.refused})
+            results[:] = [_result(one) for batch in reply.batches for one in batch.results]
+            return len(results) + len(refusals) >= len(set(wanted))
 
-        found = wait_until(result, JOB_DEADLINE_S, interval_s=0.001)
+        if wanted:
+            wait_until(ended, TIMEOUT_S, interval_s=0.001, explain=lambda: (results, refusals))
+        found = {result.job: result for result in results}
+        assert len(found) == len(results), "a job ended twice"
+        return Outcome(found, refusals)
+
+    def wait_ended(self, *jobs: int) -> dict[int, Result]:
+        """Wait until jobs that were submitted have ended; their results."""
+
+        def ended() -> dict[int, Result] | None:
+            found = {result.job: result for result in self.unacknowledged().results}
+            return found if set(jobs) <= set(found) else None
+
+        found = wait_until(ended, TIMEOUT_S, interval_s=0.001)
         assert found is not None
-        return found
+        return {job: found[job] for job in jobs}
 
-    def close(self) -> None:
-        self.stream.close()
-        self._context.destroy(linger=0)
+    def cancel(self, *jobs: int, unsent: int = 0) -> Cancelled:
+        """Cancel jobs, and say how many stores were dropped before they were sent."""
+        answer = self._ask(m.Cancel, list(jobs), unsent)
+        return Cancelled(answer.cancelled, answer.running)
+
+    # --- results ---------------------------------------------------------------------------------
+
+    def unacknowledged(self, after: int = 0) -> Unacknowledged:
+        """Ask for all batches with a higher number, which acknowledges the others: some may have been lost."""
+        answer = self._ask(m.Replay, after)
+        return Unacknowledged(list(map(_batch, answer.batches)), list(answer.unfinished))
+
+    def acknowledge(self, number: int) -> int:
+        """Say that all batches up to this number have arrived; the number of the session's last batch."""
+        return int(self._ask(m.Heartbeat, number, []).sequence)
+
+    def published(self, timeout_s: float = TIMEOUT_S) -> Batch | None:
+        """The next batch that is published to this session; None where none comes in time."""
+        if not self._events.poll(timeout_s * 1000):
+            return None
+        _, _, payload = self._events.recv_multipart()
+        return _batch(codec.decode_completions(payload))
+
+    def subscribe_to_everything(self) -> None:
+        """Subscribe to what is published to anybody."""
+        self._events.setsockopt(zmq.SUBSCRIBE, b"")
+
+    def unsubscribe(self) -> None:
+        """Take no publications any more: what is published from now on is lost to this session."""
+        self._events.close(linger=0)
+
+    # --- an administrator's ----------------------------------------------------------------------
+
+    def clear(self, namespace: bytes | None = None) -> int:
+        """Drop every block; how many there were."""
+        return int(self._ask(m.Clear, namespace).count)
+
+    # --- underneath -------------------------------------------------------------------------------
+
+    def _submission(self, registration: bytes, stores: Sequence[Store], loads: Sequence[Load]) -> m.Submit:
+        return m.Submit(
+            self.next_number(),
+            self.token,
+            registration,
+            [m.Store(job, list(map(_transfer, parts))) for job, parts in stores],
+            [m.Load(job, lease, list(map(_transfer, parts)), keep) for job, lease, parts, keep in loads],
+        )
+
+    def _send(self, kind: type[m.AnyRequest], *fields: Any, **named: Any) -> m.AnyRequest:
+        request = kind(self.next_number(), self.token, *fields, **named)
+        self._jobs.send(codec.encode(request))
+        return request
+
+    def _ask(self, kind: type[m.AnyRequest], *fields: Any, **named: Any) -> Any:
+        """Send a request and return its reply. Raises Refused."""
+        request = self._send(kind, *fields, **named)
+        reply = self._reply()
+        assert reply.request_id == request.request_id, (request, reply)
+        assert isinstance(reply, m.EXCHANGES[kind].answer), reply
+        return reply
+
+    def _reply(self) -> m.AnyReply:
+        reply = self._receive()
+        if isinstance(reply, m.Error):
+            raise _refused(reply)
+        return reply
+
+    def _receive(self) -> m.AnyReply:
+        assert self._jobs.poll(TIMEOUT_S * 1000), "the daemon did not reply"
+        return codec.decode_reply(self._jobs.recv())
 
 
-def stats(directory: Path) -> m.StatsReply:
-    """The daemon's statistics, over a session of their own."""
-    with WireClient(directory, m.Role.ADMIN) as admin:
-        return admin.ask(m.Stats)
+def _word(code: m.ErrorCode) -> str:
+    return code.name.lower()
+
+
+def _refused(error: m.Error) -> Refused:
+    return Refused(_word(error.code), error.message, error.request_id)
+
+
+def _transfer(part: Part) -> m.GroupTransfer:
+    blocks = part.blocks if isinstance(part.blocks, bytes) else struct.pack(f"<{len(part.blocks)}i", *part.blocks)
+    parents = b"".join(part.parents)
+    return m.GroupTransfer(part.group, b"".join(part.keys), blocks, part.first_block, parents, part.tokens)
+
+
+def _keys_in(groups: Iterable[m.GroupKeys]) -> list[bytes]:
+    return [group.keys[at : at + 32] for group in groups for at in range(0, len(group.keys), 32)]
+
+
+def _result(one: m.JobResult) -> Result:
+    error = None if one.error is None else _word(one.error)
+    return Result(one.job_id, one.ok, one.bytes, one.seconds, error, _keys_in(one.failed), _keys_in(one.declined))
+
+
+def _batch(one: m.Completions) -> Batch:
+    return Batch(one.sequence, one.credit_bytes, list(map(_result, one.results)))
+
+
+# --- frames that are none --------------------------------------------------------------------------
+
+GARBAGE: dict[str, bytes] = {
+    "empty": b"",
+    "no msgpack": b"\xc1",
+    "zeros": b"\x00" * 100,
+    "too few fields": msgspec.msgpack.encode(["lookup"]),
+    "no such message": msgspec.msgpack.encode(["no such message", 7, b"0" * 16]),
+    "a map": msgspec.msgpack.encode({"type": "stats"}),
+    "nested too deep": b"\x91" * 100_000,
+    "an array that claims a million items": b"\xdd" + (1_000_000).to_bytes(4, "big") + b"\xc0" * 1000,
+    "an array that claims four billion items": b"\xdd\xff\xff\xff\xff",
+    "a map that claims four billion items": b"\xdf\xff\xff\xff\xff" + b"\x00" * 1000,
+    "bytes that claim two gigabytes": b"\x93\xa5stats\x01\xc6\x7f\xff\xff\xff",
+    "a name that is not UTF-8": b"\x93\xa2\xff\xfe\x01\xc4\x00",
+}
+"""Frames on the request socket that are no request, by what is wrong with them."""
+
+LIFELINE_GARBAGE: dict[str, bytes] = {
+    "a length of four gigabytes": b"\xff\xff\xff\xff",
+    "a length of zero": b"\x00\x00\x00\x00",
+    "no msgpack": b"\x01\x00\x00\x00\xc1",
+    "another protocol": b"GET / HTTP/1.1\r\n\r\n",
+    "an attach without a descriptor": lifeline.encode_frame(lifeline.Attach(1)),
+}
+"""Bytes on the lifeline that end a session."""
+
+
+def broken_request(number: int) -> bytes:
+    """A request of this number whose other fields are wrong."""
+    return msgspec.msgpack.encode(["stats", number, "not bytes"])
+
+
+def attach_frame(segment: int) -> bytes:
+    """The bytes that go over the lifeline with a descriptor."""
+    return lifeline.encode_frame(lifeline.Attach(segment))
+
+
+# --- KV events -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KvEvent:
+    """Blocks that came to a tier or left it; all left every tier where ``kind`` is ``cleared``."""
+
+    kind: str
+    keys: list[bytes]
+    medium: str | None = None
+    group: int | None = None
+
+
+@dataclass(frozen=True)
+class KvMessage:
+    """One message of KV events."""
+
+    number: int
+    namespace: bytes
+    events: list[KvEvent]
+
+
+def kv_messages(directory: Path, first: int = 0) -> list[KvMessage]:
+    """The KV events that the daemon still has, from message ``first`` on."""
+    found: list[KvMessage] = []
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+        asking.setsockopt(zmq.LINGER, 0)
+        asking.connect(f"ipc://{SocketPaths(directory).jobs}")
+        asking.send_multipart([b"", first.to_bytes(events.SEQUENCE_BYTES, "big")])
+        while True:
+            assert asking.poll(TIMEOUT_S * 1000), "no KV events came"
+            *_, topic, number, payload = asking.recv_multipart()
+            if number == events.END_OF_REPLAY:
+                return found
+            namespace = bytes.fromhex(topic.removeprefix(events.KV_TOPIC_PREFIX).decode())
+            batch = events.decode_event_batch(payload)
+            found.append(KvMessage(int.from_bytes(number, "big"), namespace, list(map(_kv_event, batch.events))))
+
+
+def _kv_event(event: events.KvEvent) -> KvEvent:
+    if isinstance(event, events.AllBlocksCleared):
+        return KvEvent("cleared", [])
+    kind = "stored" if isinstance(event, events.BlockStored) else "removed"
+    return KvEvent(kind, list(event.block_hashes), event.medium, event.group_idx)
+
+
+# --- the books -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Jobs of one direction."""
+
+    ended: int
+    failed: int
+    nbytes: int
+    queued: int
+    running: int
+
+
+@dataclass(frozen=True)
+class ClientBooks:
+    """One open session."""
+
+    session: int
+    role: str | None
+    name: str
+    software: str
+    pid: int
+    uid: int
+    leases: int
+    jobs: int
+    registrations: int
+    registered_bytes: int
+    unacknowledged: int
+    namespaces: list[bytes]
+    pinned_bytes: int
+
+
+@dataclass(frozen=True)
+class NamespaceBooks:
+    """One open namespace. Counters are since the daemon's start."""
+
+    label: str
+    description: str
+    world_size: int
+    ready_blocks: int
+    ready_bytes: int
+    writing_blocks: int
+    sessions: int
+    minimum_bytes: int
+    maximum_bytes: int | None
+    lookups: int
+    keys_asked: int
+    keys_ready: int
+    keys_pending: int
+    stored_blocks: int
+    stored_bytes: int
+    loaded_bytes: int
+    evicted_blocks: int
+    invalidated_blocks: int
+    timed_out_blocks: int
+    """Dropped since a shard of some rank was not stored in time."""
+    no_space_keys: int
+    rejected_keys: int
+    misses: dict[str, int]
+    prefill_tokens_per_second: float
+    load_tokens_per_second: float
+    skipped_loads: int
+
+
+@dataclass(frozen=True)
+class DiskBooks:
+    """One directory of the disk tier."""
+
+    directory: str
+    state: str
+    problem: str
+    size_bytes: int
+    physical_bytes: int
+    used_bytes: int
+    blocks: int
+    read_blocks: int
+    written_blocks: int
+    evicted_blocks: int
+    errors: dict[str, int]
+
+
+@dataclass(frozen=True)
+class SharedBooks:
+    """The store that nodes share."""
+
+    name: str
+    reachable: bool
+    opened: int
+    asked_keys: int
+    found_keys: int
+    unanswered_keys: int
+    read_blocks: int
+    written_blocks: int
+    present_blocks: int
+    dropped_writes: int
+    queued_writes: int
+    queued_reads: int
+    mismatches: int
+    failed: dict[str, int]
+    errors: dict[str, int]
+    servers: dict[str, str]
+    """What failed last there by server; empty where nothing did."""
+    silent_servers: int
+    left_namespaces: int
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Blocks moved between the pool and the tiers below it."""
+
+    promoted_blocks: int = 0
+    pending_blocks: int = 0
+    failed: dict[str, int] = field(default_factory=dict)
+    written_blocks: int = 0
+    waiting_writes: int = 0
+    over_budget: int = 0
+    spared_blocks: int = 0
+
+
+@dataclass(frozen=True)
+class Books:
+    """What a daemon says of itself, and what the kernel says of its process. The one who asks is in no number.
+
+    The pool: ``free + writing + ready + leaving + quarantined + unrecovered = pool`` bytes.
+    """
+
+    daemon_id: int
+    pid: int
+    version: str
+    policy: str
+    uptime_s: float
+    health: str
+    problems: dict[str, int]
+
+    pool_bytes: int
+    usable_bytes: int
+    free_bytes: int
+    writing_bytes: int
+    ready_bytes: int
+    leaving_bytes: int
+    """Of dropped blocks that a lease or a copy still holds."""
+    quarantined_bytes: int
+    unrecovered_bytes: int
+    """Of blocks that an earlier daemon left and that are not recovered yet."""
+    pinned_bytes: int
+    index_bytes: int
+    index_limit_bytes: int
+    page_locked_bytes: int
+
+    clients: list[ClientBooks]
+    leases: int
+    pinned_blocks: int
+    namespaces: dict[bytes, NamespaceBooks]
+
+    stores: Copies
+    loads: Copies
+    cancelled_stores: int
+    unsent_stores: int
+    shortened_lookups: int
+
+    requests: int
+    errors: dict[str, int]
+    ended_sessions: dict[str, int]
+    replies_dropped: dict[str, int]
+    publications_dropped: int
+    kv_events: int
+    loop_blocked_s: float
+    """The longest time for which the loop was blocked."""
+
+    checked_slots: int
+    mismatches: int
+    quarantined_slots: int
+    unverified_slots: int
+
+    tiers: Tiers
+    disks: list[DiskBooks]
+    shared: list[SharedBooks]
+
+    descriptors: int
+    threads: int
+    mappings: int
+    own_bytes: int
+    """Resident memory that is neither the pool's, nor an engine's, nor a file's."""
+
+    @property
+    def sessions(self) -> int:
+        return len(self.clients)
+
+    @property
+    def registrations(self) -> int:
+        return sum(client.registrations for client in self.clients)
+
+    @property
+    def jobs_in_flight(self) -> int:
+        return sum(client.jobs for client in self.clients)
+
+    @property
+    def ready_blocks(self) -> int:
+        return sum(one.ready_blocks for one in self.namespaces.values())
+
+    @property
+    def writing_blocks(self) -> int:
+        return sum(one.writing_blocks for one in self.namespaces.values())
+
+    @property
+    def keys_asked(self) -> int:
+        return sum(one.keys_asked for one in self.namespaces.values())
+
+    @property
+    def hits(self) -> int:
+        """Keys of lookups that were ready."""
+        return sum(one.keys_ready for one in self.namespaces.values())
+
+    @property
+    def refusals(self) -> int:
+        return sum(self.errors.values())
+
+    @property
+    def balanced(self) -> bool:
+        """Whether every byte of the pool is in one state."""
+        states = (self.free_bytes, self.writing_bytes, self.ready_bytes, self.leaving_bytes)
+        return sum(states) + self.quarantined_bytes + self.unrecovered_bytes == self.pool_bytes
+
+    @property
+    def held(self) -> dict[str, int]:
+        """What somebody holds: all of it is gone when nobody is connected."""
+        found = {
+            "sessions": self.sessions,
+            "leases": self.leases,
+            "pinned blocks": self.pinned_blocks,
+            "pinned bytes": self.pinned_bytes,
+            "leaving bytes": self.leaving_bytes,
+            "bytes being written": self.writing_bytes,
+            "registrations": self.registrations,
+            "jobs": self.jobs_in_flight + self.stores.running + self.loads.running,
+        }
+        return {name: count for name, count in found.items() if count}
+
+
+def books(directory: Path) -> Books:
+    """What the daemon says of itself now."""
+    with WireClient(directory, "admin", name="books") as admin:
+        said = admin._ask(m.Stats)
+        listed = {one.namespace: one for one in admin._ask(m.Namespaces).namespaces}
+        clients = [_client(one) for one in admin._ask(m.Sessions).sessions if one.session_id != admin.session]
+        pool = said.pool
+        process = Path("/proc", str(said.pid))
+        status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+        return Books(
+            daemon_id=said.epoch,
+            pid=said.pid,
+            version=said.daemon_version,
+            policy=said.policy,
+            uptime_s=said.uptime_seconds,
+            health=str(said.health),
+            problems=said.health_problems,
+            pool_bytes=pool.pool_bytes,
+            usable_bytes=pool.usable_bytes,
+            free_bytes=pool.free_bytes,
+            writing_bytes=pool.writing_bytes,
+            ready_bytes=pool.ready_bytes,
+            leaving_bytes=pool.leaving_bytes,
+            quarantined_bytes=pool.quarantined_bytes,
+            unrecovered_bytes=pool.left_bytes,
+            pinned_bytes=pool.pinned_bytes,
+            index_bytes=pool.index_counted_bytes,
+            index_limit_bytes=pool.index_limit_bytes,
+            page_locked_bytes=pool.page_locked_bytes,
+            clients=clients,
+            leases=said.leases,
+            pinned_blocks=said.pinned_blocks,
+            namespaces={
+                one.namespace: _namespace(one, listed[one.namespace])
+                for one in said.namespaces
+                if one.namespace in listed
+            },
+            stores=_copies(said.store),
+            loads=_copies(said.load),
+            cancelled_stores=said.cancelled_stores,
+            unsent_stores=said.unsent_stores,
+            shortened_lookups=said.shortened_lookups,
+            requests=said.requests,
+            errors=said.errors,
+            ended_sessions=said.ended_sessions,
+            replies_dropped=said.replies_dropped,
+            publications_dropped=said.publications_dropped,
+            kv_events=said.events_published,
+            loop_blocked_s=said.loop_blocked_maximum_seconds,
+            checked_slots=said.integrity.checked_slots,
+            mismatches=said.integrity.mismatches,
+            quarantined_slots=said.integrity.quarantined_slots,
+            unverified_slots=said.integrity.unverified_slots,
+            tiers=_tiers(said.below),
+            disks=list(map(_disk, said.disks)),
+            shared=list(map(_shared, said.shared)),
+            descriptors=len(os.listdir(process / "fd")),
+            threads=int(status["Threads"]),
+            mappings=len((process / "maps").read_text().splitlines()),
+            own_bytes=int(status["RssAnon"].split()[0]) * 1024,
+        )
+
+
+def _copies(said: m.DirectionStats) -> Copies:
+    return Copies(said.jobs, said.failed_jobs, said.bytes, said.queued_jobs, said.running_jobs)
+
+
+def _client(said: m.SessionInfo) -> ClientBooks:
+    return ClientBooks(
+        said.session_id,
+        None if said.role is None else str(said.role),
+        said.name,
+        said.software,
+        said.pid,
+        said.uid,
+        said.leases,
+        said.jobs,
+        said.registrations,
+        said.registered_bytes,
+        said.unacknowledged,
+        said.namespaces,
+        said.pinned_bytes,
+    )
+
+
+def _namespace(said: m.NamespaceStats, listed: m.NamespaceInfo) -> NamespaceBooks:
+    return NamespaceBooks(
+        label=said.label,
+        description=listed.description,
+        world_size=listed.world_size,
+        ready_blocks=said.ready_blocks,
+        ready_bytes=said.ready_bytes,
+        writing_blocks=said.writing_blocks,
+        sessions=listed.sessions,
+        minimum_bytes=said.minimum_bytes,
+        maximum_bytes=said.maximum_bytes,
+        lookups=said.lookups,
+        keys_asked=said.keys_asked,
+        keys_ready=said.keys_ready,
+        keys_pending=said.keys_pending,
+        stored_blocks=said.stored_blocks,
+        stored_bytes=said.stored_bytes,
+        loaded_bytes=said.loaded_bytes,
+        evicted_blocks=said.evicted_blocks,
+        invalidated_blocks=said.invalidated_blocks,
+        timed_out_blocks=said.half_stored_blocks,
+        no_space_keys=said.dropped_keys,
+        rejected_keys=said.declined_keys,
+        misses=said.misses,
+        prefill_tokens_per_second=said.prefill_tokens_per_second,
+        load_tokens_per_second=said.load_tokens_per_second,
+        skipped_loads=said.skipped_loads,
+    )
+
+
+def _tiers(said: m.TieringStats | None) -> Tiers:
+    if said is None:
+        return Tiers()
+    return Tiers(
+        said.promoted_blocks,
+        said.pending_blocks,
+        said.failed_promotions,
+        said.written_blocks,
+        said.waiting_writes,
+        said.over_budget,
+        said.spared_blocks,
+    )
+
+
+def _disk(said: m.DiskStats) -> DiskBooks:
+    return DiskBooks(
+        said.directory,
+        str(said.state),
+        said.problem,
+        said.size_bytes,
+        said.physical_bytes,
+        said.used_bytes,
+        said.blocks,
+        said.read_blocks,
+        said.written_blocks,
+        said.evicted_blocks,
+        {str(kind): count for kind, count in said.errors.items()},
+    )
+
+
+def _shared(said: m.SharedStats) -> SharedBooks:
+    return SharedBooks(
+        name=said.name,
+        reachable=said.reachable,
+        opened=said.opened,
+        asked_keys=said.asked_keys,
+        found_keys=said.found_keys,
+        unanswered_keys=said.unanswered_keys,
+        read_blocks=said.read_blocks,
+        written_blocks=said.written_blocks,
+        present_blocks=said.present_blocks,
+        dropped_writes=said.dropped_writes,
+        queued_writes=said.queued_writes,
+        queued_reads=said.queued_reads,
+        mismatches=said.mismatches,
+        failed=said.failed_promotions,
+        errors=said.errors,
+        servers={server.name: server.problem for server in said.servers},
+        silent_servers=sum(not server.answers for server in said.servers),
+        left_namespaces=said.left_namespaces,
+    )

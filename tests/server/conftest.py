@@ -8,7 +8,7 @@ import pytest
 
 from kvoffd_proto import messages as m
 from tests.kit.daemon import DaemonProcess
-from tests.kit.wire import WireClient
+from tests.kit.struct_wire import WireClient
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.messages import PROTOCOL_VERSION
 from kvoffd_proto.wire import NO_TOKEN
 from tests.kit.daemon import DaemonProcess
-from tests.kit.wire import NAMESPACE, WireClient, ids, keys, stats
+from tests.kit.struct_wire import NAMESPACE, WireClient, ids, keys, stats
 
 QUICK = ClientOptions(request_timeout_s=1.5)
 PATIENT = ClientOptions(request_timeout_s=20.0)

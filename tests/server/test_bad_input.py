@@ -22,8 +22,8 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.messages import PROTOCOL_VERSION
 from tests.kit.daemon import DaemonProcess
+from tests.kit.struct_wire import NAMESPACE, WireClient, ids, keys, load_of, stats, store_of
 from tests.kit.waiting import wait_until
-from tests.kit.wire import NAMESPACE, WireClient, ids, keys, load_of, stats, store_of
 
 PAGE = 16384
 

@@ -30,7 +30,7 @@ from kvoffd_proto.handles import LayerSpec, MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.stats import PoolStats
 from tests.kit.cache_harness import CacheHarness
 from tests.kit.daemon import DaemonProcess, clear_daemon
-from tests.kit.wire import NAMESPACE, WireClient, ids, key, keys, stats
+from tests.kit.struct_wire import NAMESPACE, WireClient, ids, key, keys, stats
 
 PAGE = 16384
 KEYS = 6

@@ -15,7 +15,7 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.wire import MAX_GROUPS
 from tests.kit.daemon import DaemonProcess
-from tests.kit.wire import NAMESPACE, WireClient, ids, keys, load_of, stats, store_of
+from tests.kit.struct_wire import NAMESPACE, WireClient, ids, keys, load_of, stats, store_of
 
 PAGE = 8192
 BLOCKS = 64

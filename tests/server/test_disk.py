@@ -15,10 +15,10 @@ from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import events
 from kvoffd_proto import messages as m
-from tests.server.test_kv_events import jobs_of, replay
 from tests.kit.daemon import DaemonProcess
+from tests.kit.struct_wire import key_list
 from tests.kit.waiting import wait_until
-from tests.kit.wire import key_list
+from tests.server.test_kv_events import jobs_of, replay
 
 DEADLINE_S = 30.0
 PAGE = 65536

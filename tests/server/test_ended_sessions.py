@@ -14,8 +14,8 @@ from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.lifeline import Attached
 from kvoffd_proto.sockets import SocketPaths
 from tests.kit.daemon import DaemonProcess
+from tests.kit.struct_wire import WireClient, stats
 from tests.kit.waiting import wait_until
-from tests.kit.wire import WireClient, stats
 
 ENGINE = """
 import sys, time

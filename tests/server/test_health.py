@@ -13,8 +13,8 @@ from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import HealthLevel
 from tests.kit.daemon import DaemonProcess
+from tests.kit.struct_wire import key
 from tests.kit.waiting import wait_until
-from tests.kit.wire import key
 
 DEADLINE_S = 10.0
 BLOCKS = 192

@@ -12,8 +12,8 @@ from kvoffd_client import AdminClient, SharedMemory
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.daemon import DaemonProcess
+from tests.kit.struct_wire import WireClient, ids, key, keys, stats
 from tests.kit.waiting import wait_until
-from tests.kit.wire import WireClient, ids, key, keys, stats
 
 PAGE = 16384
 KEYS = 24

@@ -14,8 +14,8 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.daemon import DaemonProcess
 from tests.kit.steal import TooSlow
+from tests.kit.struct_wire import NAMESPACE, WireClient, ids, key, keys, load_of, stats, store_of
 from tests.kit.waiting import wait_until
-from tests.kit.wire import NAMESPACE, WireClient, ids, key, keys, load_of, stats, store_of
 
 PAGE = 16384
 BLOCKS = 32

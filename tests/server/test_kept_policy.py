@@ -18,8 +18,8 @@ from kvoffd.server.kept_file import KeptFile
 from kvoffd_client import SharedMemory
 from kvoffd_proto import messages as m
 from tests.kit.daemon import DaemonProcess
+from tests.kit.struct_wire import NAMESPACE, WireClient, ids, keys, stats
 from tests.kit.waiting import wait_until
-from tests.kit.wire import NAMESPACE, WireClient, ids, keys, stats
 
 PAGE = 16384
 

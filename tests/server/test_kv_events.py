@@ -7,7 +7,7 @@ from kvoffd_proto import events
 from kvoffd_proto import messages as m
 from tests.kit.daemon import DaemonProcess
 from tests.kit.router_daemon import replay
-from tests.kit.wire import NAMESPACE, WireClient, ids, key, keys
+from tests.kit.struct_wire import NAMESPACE, WireClient, ids, key, keys
 
 PAGE = 16384
 

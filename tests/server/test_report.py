@@ -15,7 +15,7 @@ from kvoffd_proto.messages import LatencyStats
 from tests.fuzz.choices import Choices
 from tests.fuzz.service import FakeLifeline, ServiceHarness
 from tests.kit.daemon import DaemonProcess
-from tests.kit.wire import NAMESPACE, WireClient, keys, stats
+from tests.kit.struct_wire import NAMESPACE, WireClient, keys, stats
 
 
 def test_a_field_comes_from_the_first_source_that_has_it() -> None:

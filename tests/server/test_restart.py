@@ -20,8 +20,8 @@ from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import messages as m
 from tests.kit.daemon import DaemonProcess
 from tests.kit.service_manager import ManagedDaemon, ServiceManager
+from tests.kit.struct_wire import WireClient, stats
 from tests.kit.waiting import wait_until
-from tests.kit.wire import WireClient, stats
 
 MIB = 1 << 20
 SHM = Path("/dev/shm")

@@ -25,8 +25,8 @@ from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_port, free_ports
 from tests.kit.redis_server import RedisServer, needs_redis
 from tests.kit.router_daemon import BLOCK_TOKENS, PromptEngine, Subscriber, replay, router_daemon
+from tests.kit.struct_wire import WireClient
 from tests.kit.waiting import wait_until
-from tests.kit.wire import WireClient
 
 PROMPT = list(range(1000, 1000 + 4 * BLOCK_TOKENS))
 

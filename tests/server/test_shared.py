@@ -21,8 +21,8 @@ from kvoffd_proto import messages as m
 from tests.kit.daemon import DaemonProcess
 from tests.kit.redis_server import RedisCluster, RedisServer, needs_redis
 from tests.kit.slow_proxy import SlowProxy
+from tests.kit.struct_wire import key_list
 from tests.kit.waiting import wait_until
-from tests.kit.wire import key_list
 
 pytestmark = needs_redis
 DEADLINE_S = 30.0

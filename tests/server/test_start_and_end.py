@@ -33,8 +33,8 @@ from kvoffd_proto.units import parse_size
 from tests.kit import refused_calls
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_port
+from tests.kit.struct_wire import WireClient, ids, keys, stats, store_of
 from tests.kit.waiting import wait_until
-from tests.kit.wire import WireClient, ids, keys, stats, store_of
 
 
 def serve(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:

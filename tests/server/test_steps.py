@@ -18,10 +18,10 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import kv_topic
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.lifeline import Attached
-from tests.server.test_kv_events import fold, jobs_of, replay
 from tests.kit.daemon import DaemonProcess
+from tests.kit.struct_wire import NAMESPACE, WireClient, ids, key, keys, load_of, stats, store_of
 from tests.kit.waiting import wait_until
-from tests.kit.wire import NAMESPACE, WireClient, ids, key, keys, load_of, stats, store_of
+from tests.server.test_kv_events import fold, jobs_of, replay
 
 PAGE = 4096
 SLOT = 8192

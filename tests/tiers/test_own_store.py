@@ -15,8 +15,8 @@ from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from tests.kit.daemon import DaemonProcess
 from tests.kit.package import install
+from tests.kit.struct_wire import key_list
 from tests.kit.waiting import wait_until
-from tests.kit.wire import key_list
 from tests.tiers.shared_conformance import SharedConformance
 
 KEYS = key_list(*range(8))

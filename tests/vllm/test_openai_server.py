@@ -18,8 +18,8 @@ from tests.kit.engine import prompt
 from tests.kit.models import make_tiny_llama
 from tests.kit.ports import free_port
 from tests.kit.shapes import add_tokenizer
+from tests.kit.struct_wire import stats
 from tests.kit.waiting import wait_until
-from tests.kit.wire import stats
 
 pytestmark = [pytest.mark.engine, pytest.mark.shapes, pytest.mark.timeout(600)]
 
