@@ -1,4 +1,4 @@
-"""A client of bare sockets for tests that know the messages: it goes with them. Tests at the border use ``kit.wire``."""
+"""A client for tests that know the messages, with which it goes. Tests at the border use ``kit.wire``."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ class WireClient(Closing):
         self._bodies: list[bytes] = []
         self._context = zmq.Context()
         self._jobs = self._context.socket(zmq.DEALER)
-        self._events = self._context.socket(zmq.SUB)
+        self._events: zmq.Socket[bytes] | None = None
         if routing_id:
             self._jobs.setsockopt(zmq.ROUTING_ID, routing_id)
         self._numbers = itertools.count(1)
@@ -280,13 +280,12 @@ class WireClient(Closing):
             raise
 
     def _connect(self, paths: SocketPaths) -> None:
-        for used, path in ((self._jobs, paths.jobs), (self._events, paths.events)):
-            used.setsockopt(zmq.LINGER, 0)
-            used.connect(f"ipc://{path}")
+        self._jobs.setsockopt(zmq.LINGER, 0)
+        self._jobs.connect(f"ipc://{paths.jobs}")
         greeting = self._lifeline_frame()
         if isinstance(greeting, lifeline.Greeting):
             self.session, self.daemon_id, self.token = greeting.session_id, greeting.epoch, greeting.token
-            self._events.setsockopt(zmq.SUBSCRIBE, events.session_topic(self.daemon_id, self.session))
+            self.subscribe()
         else:
             assert isinstance(greeting, lifeline.Refused), greeting
             self.rejected = Refused(_word(greeting.code), greeting.message)
@@ -571,20 +570,28 @@ class WireClient(Closing):
         """Say that all batches up to this number have arrived; the number of the session's last batch."""
         return int(self._ask(m.Heartbeat, number, []).sequence)
 
+    def subscribe(self, *, everything: bool = False, unread: int = 1000) -> None:
+        """Subscribe to this session's results, or to all that is published; so many messages may lie unread here."""
+        topic = b"" if everything else events.session_topic(self.daemon_id, self.session)
+        self.unsubscribe()
+        self._events = self._context.socket(zmq.SUB)
+        for option, value in ((zmq.LINGER, 0), (zmq.RCVHWM, unread), (zmq.SUBSCRIBE, topic)):
+            self._events.setsockopt(option, value)
+        self._events.connect(f"ipc://{SocketPaths(self.directory).events}")
+
+    def unsubscribe(self) -> None:
+        """Take no publications: what is published from now on is lost to this session."""
+        if self._events is not None:
+            self._events.close(linger=0)
+            self._events = None
+
     def published(self, timeout_s: float = TIMEOUT_S) -> Batch | None:
         """The next batch that is published to this session; None where none comes in time."""
+        assert self._events is not None, "subscribe first"
         if not self._events.poll(timeout_s * 1000):
             return None
         _, _, payload = self._events.recv_multipart()
         return _batch(codec.decode_completions(payload))
-
-    def subscribe_to_everything(self) -> None:
-        """Subscribe to what is published to anybody."""
-        self._events.setsockopt(zmq.SUBSCRIBE, b"")
-
-    def unsubscribe(self) -> None:
-        """Take no publications any more: what is published from now on is lost to this session."""
-        self._events.close(linger=0)
 
     # --- an administrator's ----------------------------------------------------------------------
 

@@ -1,0 +1,552 @@
+"""Stores, lookups and loads: bytes, leases, ranks, results, cancels, and engines that die in the middle."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvoffd_client import SharedMemory
+from tests.kit.daemon import DaemonProcess
+from tests.kit.faulty_daemon import FaultyDaemon
+from tests.kit.waiting import wait_until
+from tests.kit.wire import (
+    NAMESPACE,
+    PAGE_BYTES,
+    Load,
+    Page,
+    Part,
+    Segment,
+    Store,
+    Tensor,
+    WireClient,
+    books,
+    keys,
+    load_of,
+    refused,
+    store_of,
+)
+
+OTHER = bytes(reversed(NAMESPACE))
+
+
+@pytest.fixture(scope="module")
+def faulty() -> Iterator[FaultyDaemon]:
+    """A daemon whose copies can be made to take long."""
+    with FaultyDaemon() as daemon:
+        yield daemon
+
+
+def page(memory: SharedMemory, block: int) -> bytes:
+    return memory.view[block * PAGE_BYTES : (block + 1) * PAGE_BYTES].tobytes()
+
+
+@contextmanager
+def engine(daemon: DaemonProcess, namespace: bytes = NAMESPACE) -> Iterator[tuple[WireClient, WireClient]]:
+    """A worker and a scheduler of one engine."""
+    with WireClient(daemon.directory) as worker, WireClient(daemon.directory, "scheduler") as scheduler:
+        worker.open_namespace(namespace)
+        scheduler.open_namespace(namespace)
+        yield worker, scheduler
+
+
+# --- bytes -----------------------------------------------------------------------------------------
+
+
+def test_stored_bytes_come_back_into_other_blocks(
+    worker: WireClient, scheduler: WireClient, memory: SharedMemory
+) -> None:
+    cache = worker.register(memory)
+    wanted = [page(memory, block) for block in (3, 1, 7)]
+    stored = worker.store(cache, keys(1, 2, 3), [3, 1, 7])
+    assert (stored.ok, stored.nbytes, stored.failed) == (True, 3 * PAGE_BYTES, [])
+    memory.view[:] = 0
+    assert scheduler.lookup(1, keys(1, 2, 3, 4)).states == "RRR-"
+    loaded = worker.load(cache, scheduler.lease(1), keys(1, 2, 3), [20, 5, 0])
+    assert (loaded.ok, loaded.nbytes) == (True, 3 * PAGE_BYTES)
+    assert [page(memory, block) for block in (20, 5, 0)] == wanted
+    touched = {20, 5, 0}
+    assert not any(any(page(memory, block)) for block in range(32) if block not in touched), "a block was not asked for"
+
+
+def test_stored_bytes_stay_when_the_engine_writes_on(
+    worker: WireClient, scheduler: WireClient, memory: SharedMemory
+) -> None:
+    cache, before = worker.register(memory), page(memory, 0)
+    assert worker.store(cache, keys(1), [0]).ok
+    memory.view[:] = 0xEE
+    assert worker.store(cache, keys(1), [0]).nbytes == 0, "it is there already"
+    assert worker.store(cache, keys(1, 2), [0, 1]).nbytes == PAGE_BYTES
+    assert scheduler.lookup(1, keys(1)).pinned == 1
+    assert worker.load(cache, scheduler.lease(1), keys(1), [9]).ok
+    assert page(memory, 9) == before
+
+
+def test_a_key_in_two_stores_of_a_step_is_copied_once(
+    shared_daemon: DaemonProcess, worker: WireClient, scheduler: WireClient, memory: SharedMemory
+) -> None:
+    cache = worker.register(memory)
+    stores = [store_of(1, keys(1, 2), [1, 2]), store_of(2, keys(2, 3), [2, 3]), store_of(3, keys(1), [1])]
+    results, refused = worker.step(cache, stores)
+    assert all(result.ok for result in results.values())
+    assert (sum(result.nbytes for result in results.values()), refused) == (3 * PAGE_BYTES, {})
+    assert scheduler.lookup(1, keys(1, 2, 3)).states == "RRR"
+    assert books(shared_daemon.directory).ready_bytes == 3 * PAGE_BYTES
+
+
+def test_namespaces_do_not_see_each_other(worker: WireClient, scheduler: WireClient, memory: SharedMemory) -> None:
+    assert worker.store(worker.register(memory), keys(1), [0]).ok
+    scheduler.open_namespace(OTHER)
+    assert scheduler.lookup(1, keys(1), OTHER).states == "-"
+    assert scheduler.reset(OTHER) == 0
+    assert scheduler.lookup(2, keys(1)).states == "R"
+
+
+def test_a_block_stored_in_part_is_stored_again_in_full(
+    worker: WireClient, scheduler: WireClient, memory: SharedMemory
+) -> None:
+    """A load gets only what was written: the part that is missing fails it."""
+    for client in (worker, scheduler):
+        client.open_namespace(b"2" * 32)
+    cache = worker.register(memory, namespace=b"2" * 32, blocks_per_key=2)
+    half, whole = page(memory, 9), page(memory, 8) + page(memory, 9)
+    assert worker.store(cache, keys(1), [9], first_block=1).nbytes == PAGE_BYTES
+    assert scheduler.lookup(1, keys(1), b"2" * 32).states == "R"
+    lease = scheduler.lease(1)
+    assert worker.load(cache, lease, keys(1), [20, 21]).error == "not_ready"
+    assert worker.load(cache, lease, keys(1), [21], first_block=1).ok
+    assert page(memory, 21) == half
+    assert worker.store(cache, keys(1), [8, 9]).nbytes == 2 * PAGE_BYTES
+    assert scheduler.lookup(2, keys(1), b"2" * 32).states == "R"
+    assert worker.load(cache, scheduler.lease(2), keys(1), [30, 31]).ok
+    assert page(memory, 30) + page(memory, 31) == whole
+
+
+def test_invalidated_blocks_are_not_found_again(
+    worker: WireClient, scheduler: WireClient, memory: SharedMemory
+) -> None:
+    cache = worker.register(memory)
+    worker.store(cache, keys(1, 2), [0, 1])
+    assert scheduler.invalidate(keys(1, 9)) == 1
+    assert scheduler.lookup(1, keys(1, 2)).states == "-R"
+
+
+def test_a_reset_drops_the_namespace(
+    shared_daemon: DaemonProcess, worker: WireClient, scheduler: WireClient, memory: SharedMemory
+) -> None:
+    """Nobody finds its blocks again; what another session has under a lease is free when that ends."""
+    cache = worker.register(memory)
+    worker.store(cache, keys(1, 2), [0, 1])
+    with WireClient(shared_daemon.directory, "scheduler") as other:
+        other.open_namespace()
+        assert other.lookup(1, keys(2)).pinned == 1
+        assert scheduler.reset() == 2
+        for client in (scheduler, other):
+            assert client.lookup(2, keys(1, 2)).states == "--"
+        assert books(shared_daemon.directory).balanced
+        other.release(1)
+        after = books(shared_daemon.directory)
+        assert (after.free_bytes, after.ready_blocks) == (after.pool_bytes, 0)
+    assert worker.store(cache, keys(1), [3]).nbytes == PAGE_BYTES
+    assert scheduler.lookup(3, keys(1)).states == "R"
+
+
+def test_groups_of_many_shapes_keep_every_byte(shared_daemon: DaemonProcess) -> None:
+    """Stores of two groups, of several keys, from the middle of a key on, then loaded back, some of them in part."""
+    rng, blocks, size = random.Random(5), 64, 4096
+    # One page a block in the first group, two in the second, and two blocks a key in both.
+    tensors = [Tensor(0, 0, size, blocks), Tensor(0, blocks * size, size, blocks), Tensor(0, 128 * size, size, blocks)]
+    with SharedMemory(3 * blocks * size, "test") as memory, engine(shared_daemon, OTHER) as (worker, scheduler):
+        for client in (worker, scheduler):
+            client.open_namespace(b"groups".ljust(32), groups=2)
+        cache = worker.register_layout(
+            [Segment(worker.attach(memory.fd), memory.size_bytes)],
+            tensors,
+            [[Page(0, size)], [Page(1, size), Page(2, size)]],
+            blocks_per_key=2,
+            namespace=b"groups".ljust(32),
+        )
+
+        def block_bytes(group: int, block: int) -> bytes:
+            pages = memory.view.reshape(3, blocks, size)
+            return (pages[0, block] if group == 0 else pages[1:, block]).tobytes()
+
+        stored: dict[tuple[int, int], tuple[int, list[bytes]]] = {}
+        for number in range(60):
+            memory.view[:] = np.random.default_rng(number).integers(0, 256, memory.size_bytes, dtype=np.uint8)
+            parts = []
+            for group in rng.choice(((0,), (1,), (0, 1), (1, 0))):
+                names, first = [10 * number + group * 5 + at for at in range(rng.randrange(1, 4))], rng.randrange(2)
+                ids = rng.sample(range(blocks), 2 * len(names) - first)
+                parts.append(Part(keys(*names), ids, group, first))
+                data = [block_bytes(group, block) for block in ids]
+                for at, name in enumerate(names):
+                    begin = max(0, 2 * at - first)
+                    stored[group, name] = (first if at == 0 else 0, data[begin : 2 * at + 2 - first])
+            result = worker.step(cache, [Store(number + 1, parts)]).results[number + 1]
+            assert (result.ok, result.nbytes) == (True, sum(len(p.blocks) * (p.group + 1) * size for p in parts))
+        for lease, ((group, name), (first, data)) in enumerate(sorted(stored.items()), 1):
+            memory.view[:] = 0
+            ids = rng.sample(range(blocks), len(data))
+            assert scheduler.lookup(lease, keys(name), b"groups".ljust(32), group=group).states == "R"
+            assert worker.load(cache, scheduler.lease(lease), keys(name), ids, group=group, first_block=first).ok
+            assert [block_bytes(group, block) for block in ids] == data, (group, name)
+
+
+# --- ranks -----------------------------------------------------------------------------------------
+
+
+def test_a_block_is_ready_when_every_rank_has_stored(shared_daemon: DaemonProcess, scheduler: WireClient) -> None:
+    """And its lease ends by itself when every rank has loaded."""
+    directory, size = shared_daemon.directory, 32 * PAGE_BYTES
+    scheduler.open_namespace(OTHER, world_size=2)
+    with SharedMemory(size, "a") as first, SharedMemory(size, "b") as second:
+        with WireClient(directory) as zero, WireClient(directory) as one:
+            for number, (client, memory) in enumerate(((zero, first), (one, second))):
+                client.open_namespace(OTHER, world_size=2)
+                memory.view[:] = number + 1
+            caches = zero.register(first, namespace=OTHER), one.register(second, rank=1, namespace=OTHER)
+            assert zero.store(caches[0], keys(9), [4]).ok
+            found = scheduler.lookup(1, keys(9), OTHER)
+            assert (found.states, found.pinned) == ("W", 0)
+            assert one.store(caches[1], keys(9), [5]).ok
+            assert scheduler.lookup(2, keys(9), OTHER).states == "R"
+            first.view[:] = second.view[:] = 0
+            assert zero.load(caches[0], scheduler.lease(2), keys(9), [11]).ok
+            assert books(directory).leases == 1, "one rank of two has loaded"
+            assert one.load(caches[1], scheduler.lease(2), keys(9), [12]).ok
+            assert (page(first, 11), page(second, 12)) == (b"\1" * PAGE_BYTES, b"\2" * PAGE_BYTES)
+            after = books(directory)
+            assert (after.leases, after.pinned_blocks, after.pinned_bytes) == (0, 0, 0)
+
+
+def test_a_shard_may_come_from_any_engine(shared_daemon: DaemonProcess, memory: SharedMemory) -> None:
+    """Rank 0 of one engine and rank 1 of another make the block whole."""
+    with engine(shared_daemon) as (zero, _), engine(shared_daemon) as (one, scheduler):
+        for client in (zero, one, scheduler):
+            client.open_namespace(OTHER, world_size=2)
+        assert zero.store(zero.register(memory, namespace=OTHER), keys(1), [0]).ok
+        assert one.store(one.register(memory, rank=1, namespace=OTHER), keys(1), [1]).ok
+        assert scheduler.lookup(1, keys(1), OTHER).states == "R"
+
+
+def test_a_block_that_lacks_a_shard_for_too_long_is_dropped(memory: SharedMemory) -> None:
+    with DaemonProcess(half_stored_timeout="500ms") as daemon, WireClient(daemon.directory) as worker:
+        worker.open_namespace(world_size=2)
+        cache = worker.register(memory)
+        assert worker.store(cache, keys(1), [0]).ok
+        assert books(daemon.directory).writing_bytes > 0
+        wait_until(lambda: books(daemon.directory).writing_bytes == 0)
+        assert worker.store(cache, keys(2), [0]).ok, "the pool works on"
+        wait_until(lambda: books(daemon.directory).namespaces[NAMESPACE].timed_out_blocks == 2)
+        assert daemon.log.count("not all of its 2 ranks stored their shard") == 1
+
+
+# --- leases ----------------------------------------------------------------------------------------
+
+
+def test_a_load_of_keys_outside_its_lease_fails_and_names_them(
+    worker: WireClient, scheduler: WireClient, memory: SharedMemory
+) -> None:
+    cache = worker.register(memory)
+    worker.store(cache, keys(1, 2), [0, 1])
+    scheduler.lookup(1, keys(1))
+    before = memory.view.tobytes()
+    failed = worker.load(cache, scheduler.lease(1), keys(1, 2), [8, 9])
+    assert (failed.ok, failed.error, failed.nbytes, failed.failed) == (False, "not_ready", 0, keys(2))
+    assert memory.view.tobytes() == before
+
+
+def test_a_lease_that_is_released_is_unknown(worker: WireClient, scheduler: WireClient, memory: SharedMemory) -> None:
+    cache = worker.register(memory)
+    worker.store(cache, keys(1), [0])
+    scheduler.lookup(1, keys(1))
+    assert scheduler.release(1) == 1
+    assert scheduler.release(1) == 0, "to release twice is no error"
+    assert refused(worker.load, cache, scheduler.lease(1), keys(1), [9]) == "unknown_lease"
+
+
+def test_a_lease_that_is_to_be_kept_outlasts_loads(
+    worker: WireClient, scheduler: WireClient, memory: SharedMemory
+) -> None:
+    cache = worker.register(memory)
+    worker.store(cache, keys(1), [0])
+    scheduler.lookup(5, keys(1))
+    lease = scheduler.lease(5)
+    for _ in range(2):
+        assert worker.load(cache, lease, keys(1), [7], keep_lease=True).ok
+    assert worker.load(cache, lease, keys(1), [7]).ok
+    assert refused(worker.load, cache, lease, keys(1), [7]) == "unknown_lease"
+
+
+def test_a_lease_is_extended_by_another_lookup(
+    shared_daemon: DaemonProcess, worker: WireClient, scheduler: WireClient, memory: SharedMemory
+) -> None:
+    cache = worker.register(memory)
+    worker.store(cache, keys(1, 2, 3), [0, 1, 2])
+    assert scheduler.lookup(1, keys(1)).pinned == 1
+    assert scheduler.lookup(1, keys(2, 3, 4), extend=True).states == "RR-"
+    assert worker.load(cache, scheduler.lease(1), keys(1, 2, 3), [4, 5, 6]).ok
+    assert books(shared_daemon.directory).leases == 0
+
+
+def test_leases_end_with_their_time_unless_renewed(memory: SharedMemory) -> None:
+    with DaemonProcess(lease_ttl="1s", heartbeat_interval="200ms") as daemon, engine(daemon) as (worker, scheduler):
+        cache = worker.register(memory)
+        worker.store(cache, keys(1, 2), [0, 1])
+        assert scheduler.lookup(1, keys(1)).ttl_s == 1.0
+        scheduler.lookup(2, keys(2))
+
+        def first_has_ended() -> bool:
+            assert scheduler.renew(2) == []
+            return books(daemon.directory).leases == 1
+
+        wait_until(first_has_ended, interval_s=0.05)
+        assert worker.load(cache, scheduler.lease(2), keys(2), [9]).ok
+        assert refused(worker.load, cache, scheduler.lease(1), keys(1), [9]) == "unknown_lease"
+        assert scheduler.renew(1) == [1]
+
+
+def test_leases_end_with_their_session(shared_daemon: DaemonProcess, worker: WireClient, memory: SharedMemory) -> None:
+    worker.store(worker.register(memory), keys(1, 2), [0, 1])
+    with WireClient(shared_daemon.directory, "scheduler") as scheduler:
+        scheduler.open_namespace()
+        assert scheduler.lookup(1, keys(1, 2)).pinned == 2
+        assert books(shared_daemon.directory).pinned_blocks == 2
+    wait_until(lambda: books(shared_daemon.directory).leases == 0, 5.0)
+    after = books(shared_daemon.directory)
+    assert (after.pinned_blocks, after.pinned_bytes, after.ready_blocks) == (0, 0, 2)
+
+
+def test_a_pool_of_pinned_blocks_has_no_room_and_says_so() -> None:
+    """What is under a lease is never evicted. Every store says which of its keys found no room."""
+    with DaemonProcess("1MiB", leased_share="1") as daemon, SharedMemory(96 * PAGE_BYTES, "test") as memory:
+        with engine(daemon) as (worker, scheduler):
+            cache = worker.register(memory)
+            memory.view[:] = np.random.default_rng(2).integers(0, 256, memory.size_bytes, dtype=np.uint8)
+            first = list(range(62))
+            wanted = memory.view[: 62 * PAGE_BYTES].tobytes()
+            assert worker.store(cache, keys(*first), first).ok
+            assert scheduler.lookup(1, keys(*first)).pinned == 62
+            stores = [
+                store_of(2, keys(100), [70]),
+                store_of(3, keys(5, 101, 102), [5, 71, 72]),
+                store_of(4, keys(100, 103), [70, 73]),
+                store_of(5, keys(6), [6]),
+            ]
+            results = worker.step(cache, stores).results
+            assert {job: (result.error, result.failed) for job, result in results.items()} == {
+                2: (None, []),
+                3: ("no_room", keys(102)),
+                4: ("no_room", keys(103)),
+                5: (None, []),
+            }
+            assert worker.load(cache, scheduler.lease(1), keys(*first), first).ok
+            assert memory.view[: 62 * PAGE_BYTES].tobytes() == wanted
+            assert worker.store(cache, keys(200), [90]).ok, "the lease has ended: one makes room"
+            space = books(daemon.directory).namespaces[NAMESPACE]
+            assert (space.evicted_blocks, space.no_space_keys) == (1, 2)
+
+
+def test_nobody_can_lease_the_whole_pool() -> None:
+    with DaemonProcess("4MiB") as daemon, SharedMemory(32 * PAGE_BYTES, "test") as memory:
+        with engine(daemon) as (worker, scheduler), engine(daemon) as (_, other):
+            cache = worker.register(memory)
+            for begin in range(0, 256, 32):
+                assert worker.store(cache, keys(*range(begin, begin + 32)), range(32)).ok
+            found = scheduler.lookup(1, keys(*range(256)))
+            assert 128 <= found.pinned < 256
+            assert found.states == "R" * found.pinned + "-" * (256 - found.pinned)
+            assert scheduler.lookup(2, keys(*range(20))).pinned == 20, "they are pinned already"
+            assert other.lookup(1, keys(*range(236, 256))).pinned == 20
+            assert worker.store(cache, keys(1000), [0]).ok
+
+
+# --- results ---------------------------------------------------------------------------------------
+
+
+def test_results_are_numbered_and_there_until_acknowledged(worker: WireClient, memory: SharedMemory) -> None:
+    cache = worker.register(memory)
+    for job in range(5):
+        worker.submit(cache, [store_of(job, keys(job), [job])])
+    worker.wait_ended(*range(5))
+    batches = worker.unacknowledged().batches
+    assert [batch.number for batch in batches] == list(range(1, len(batches) + 1))
+    assert sorted(job for batch in batches for job in batch.jobs) == list(range(5))
+    last = batches[-1].number
+    assert worker.acknowledge(last) == last
+    assert worker.unacknowledged().batches == []
+
+
+def test_each_result_is_published_once(worker: WireClient, memory: SharedMemory) -> None:
+    cache = worker.register(memory)
+    job = _publications_arrive(worker, cache)
+    jobs = range(job + 1, job + 51)
+    for job in jobs:
+        worker.submit(cache, [store_of(job, keys(job), [job % 32])])
+    seen: list[int] = []
+    while len(seen) < len(jobs):
+        batch = worker.published()
+        assert batch is not None, "no result came"
+        assert batch.store_window_bytes > 0
+        seen += [found for found in batch.jobs if found in jobs]
+    assert sorted(seen) == list(jobs)
+    assert worker.published(0.1) is None
+
+
+def _publications_arrive(worker: WireClient, cache: bytes, first: int = 1000) -> int:
+    """Submit jobs until one is published, as a new subscription misses what comes before it; the last job."""
+    for job in range(first, first + 1000):
+        worker.submit(cache, [store_of(job, keys(job), [0])])
+        while batch := worker.published(0.1):
+            if job in batch.jobs:
+                return job
+    raise AssertionError("nothing is published")
+
+
+def test_results_that_were_lost_are_asked_for(worker: WireClient, memory: SharedMemory) -> None:
+    """Dropped publications, and a subscriber that comes late: the numbers show a gap, and one request fills it."""
+    cache = worker.register(memory)
+    worker.unsubscribe()
+    for job in range(1, 11):
+        worker.submit(cache, [store_of(job, keys(job), [job])])
+    worker.wait_ended(*range(1, 11))
+    worker.subscribe()
+    last = _publications_arrive(worker, cache)
+    found = worker.unacknowledged()
+    assert [batch.number for batch in found.batches] == list(range(1, len(found.batches) + 1))
+    assert Counter(result.job for result in found.results) == Counter([*range(1, 11), *range(1000, last + 1)])
+    assert all(result.ok for result in found.results)
+
+
+def test_results_of_a_step_come_in_one_batch(worker: WireClient, memory: SharedMemory) -> None:
+    cache = worker.register(memory)
+    worker.submit(cache, [store_of(job, keys(job), [job % 32]) for job in range(256)])
+    worker.wait_ended(*range(256))
+    assert [sorted(batch.jobs) for batch in worker.unacknowledged().batches] == [list(range(256))]
+
+
+def test_an_ended_jobs_number_may_be_used_again(worker: WireClient, memory: SharedMemory) -> None:
+    cache = worker.register(memory)
+    assert worker.step(cache, []).results == {}, "a step without a job has no answer"
+    for number in range(2):
+        assert worker.store(cache, keys(number), [0], job=1).nbytes == PAGE_BYTES
+
+
+# --- copies that take long ---------------------------------------------------------------------------
+
+
+def test_a_store_that_has_not_begun_is_cancelled(faulty: FaultyDaemon, memory: SharedMemory) -> None:
+    """One that runs is not, and both have one result."""
+    before = books(faulty.directory)
+    with engine(faulty) as (worker, scheduler), faulty.fault("store slow 1"):
+        cache = worker.register(memory)
+        worker.submit(cache, [store_of(1, keys(1), [0])])
+        wait_until(lambda: books(faulty.directory).stores.running == 1)
+        worker.submit(cache, [store_of(2, keys(2), [1])])
+        assert refused(worker.store, cache, keys(9), [2], job=2) == "duplicate_job"
+        assert worker.unacknowledged().unfinished == [1, 2]
+        assert worker.cancel(1, 2, 3, unsent=4) == ([2], [1])
+        ended = worker.wait_ended(1, 2)
+        assert (ended[1].ok, ended[2].ok, ended[2].error, ended[2].nbytes) == (True, False, "cancelled", 0)
+        assert worker.cancel(1, 2, 3) == ([], [])
+        assert scheduler.lookup(1, keys(1, 2)).states == "R-"
+        assert sorted(result.job for result in worker.unacknowledged().results) == [1, 2]
+    after = books(faulty.directory)
+    assert (after.cancelled_stores - before.cancelled_stores, after.unsent_stores - before.unsent_stores) == (1, 4)
+    assert after.balanced
+
+
+def test_unregister_ends_the_hold_on_the_memory(faulty: FaultyDaemon) -> None:
+    """Its answer comes after the last byte of a copy that runs."""
+    with SharedMemory(32 * PAGE_BYTES, "unregistered") as memory, engine(faulty) as (worker, _):
+        cache = worker.register(memory)
+        with faulty.fault("store slow 1"):
+            worker.submit(cache, [store_of(1, keys(7), [0])])
+            wait_until(lambda: books(faulty.directory).stores.running == 1)
+            worker.unregister(cache)
+        assert books(faulty.directory).stores.running == 0
+        assert "memfd:unregistered" not in Path(f"/proc/{faulty.pid}/maps").read_text()
+        assert books(faulty.directory).registrations == 0
+        assert refused(worker.store, cache, keys(8), [0]) == "unknown_registration"
+
+
+@contextmanager
+def engine_process(directory: Path, job: Callable[[WireClient, WireClient, bytes], None]) -> Iterator[int]:
+    """An engine in a process of its own that submits ``job`` and waits to be killed; its process id."""
+
+    def run() -> None:
+        with WireClient(directory) as worker, WireClient(directory, "scheduler") as scheduler:
+            for client in (worker, scheduler):
+                client.open_namespace()
+            with SharedMemory(16 * PAGE_BYTES, "victim") as memory:
+                job(worker, scheduler, worker.register(memory))
+                time.sleep(300)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    assert process.pid is not None
+    try:
+        yield process.pid
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_an_engine_killed_in_mid_copy_leaves_nothing(faulty: FaultyDaemon, direction: str) -> None:
+    """No pin, no job, no mapping, and no block of a store that was not complete."""
+    wanted = keys(*range(500, 516))
+
+    def job(worker: WireClient, scheduler: WireClient, cache: bytes) -> None:
+        if direction == "store":
+            return worker.submit(cache, [store_of(1, wanted, range(16))])
+        assert scheduler.lookup(1, wanted).pinned == 16
+        worker.submit(cache, [], [load_of(1, scheduler.lease(1), wanted, range(16))])
+
+    with SharedMemory(16 * PAGE_BYTES, "test") as memory, engine(faulty) as (worker, scheduler):
+        if direction == "load":
+            memory.view[:] = 7
+            assert worker.store(worker.register(memory), wanted, range(16)).ok
+        here = books(faulty.directory)
+        with faulty.fault(f"{direction} slow 1"), engine_process(faulty.directory, job) as pid:
+            wait_until(lambda: (b := books(faulty.directory)).stores.running + b.loads.running == 1)
+            os.kill(pid, 9)
+        wait_until(lambda: books(faulty.directory).held == here.held, explain=lambda: books(faulty.directory).held)
+        assert books(faulty.directory).balanced
+        assert "memfd:victim" not in Path(f"/proc/{faulty.pid}/maps").read_text()
+        assert scheduler.lookup(9, wanted).states == ("-" if direction == "store" else "R") * 16
+        scheduler.reset()
+
+
+# --- steps -----------------------------------------------------------------------------------------
+
+
+def test_a_bad_job_of_a_step_is_named_and_changes_nothing(
+    shared_daemon: DaemonProcess, worker: WireClient, scheduler: WireClient, memory: SharedMemory
+) -> None:
+    cache = worker.register(memory)
+    assert worker.store(cache, keys(1), [1]).ok
+    scheduler.lookup(1, keys(1))
+    lease, before = scheduler.lease(1), memory.view.tobytes()
+    stores = [store_of(10, keys(3), [3]), store_of(11, keys(30), [32]), store_of(12, keys(31, 31), [4, 5])]
+    loads = [
+        Load(20, lease, [Part(keys(1), [9])]),
+        load_of(21, lease + 1, keys(1), [10]),
+        load_of(22, lease, keys(9), [11]),
+    ]
+    outcome = worker.step(cache, stores, loads)
+    assert outcome.refused == {11: "bad_block_ids", 12: "bad_keys", 21: "unknown_lease"}
+    assert {job: result.error for job, result in outcome.results.items()} == {10: None, 20: None, 22: "not_ready"}
+    changed = np.flatnonzero(memory.view != np.frombuffer(before, np.uint8)) // PAGE_BYTES
+    assert set(changed) == {9}
+    assert scheduler.lookup(2, keys(1, 3, 30, 31)).states == "RR--"
+    assert books(shared_daemon.directory).balanced
