@@ -19,7 +19,7 @@ from kvoffd_client.cli.bench_commands import run_bench
 from kvoffd_client.cli.target import CliError
 from kvoffd_client.testing import FakeEngine
 from tests.kit.daemon import DaemonProcess
-from tests.kit.redis_server import RedisServer, needs_redis
+from tests.kit.redis_server import RedisServer
 from tests.kit.waiting import wait_until
 
 pytestmark = pytest.mark.nightly
@@ -88,7 +88,6 @@ def test_an_engine_beside_a_flood_is_served_and_neither_leaves_anything_behind()
         assert set(stats.errors) <= {"unknown_lease"}, "the flood is stopped in the middle of its loads"
 
 
-@needs_redis
 def test_a_store_that_nodes_share_is_measured_through_the_daemon() -> None:
     with RedisServer() as server, DaemonProcess("512MiB", shared=server.url) as daemon:
         with AdminClient(daemon.directory) as admin:

@@ -10,15 +10,13 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple, Self
 
-import pytest
-
-from tests.kit.ports import free_ports
-
 from .closing import Starting
+from .ports import free_ports
+from .require import require
 from .waiting import wait_until
 
 PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
-needs_redis = pytest.mark.skipif(PROGRAM is None, reason="there is no redis-server; Debian's package has it")
+MISSING = "there is no redis-server; Debian's package has it"
 START_S = 10.0
 MOST_STARTS = 5
 NEW_KEY = ("-newkey", "rsa:2048", "-nodes")
@@ -55,7 +53,10 @@ class Authority:
 
 
 class RedisServer(Starting):
-    """Listens on a free port of 127.0.0.1 and keeps nothing on disk. With a certificate on another one over TLS too."""
+    """Listens on a free port of 127.0.0.1 and keeps nothing on disk. With a certificate on another one over TLS too.
+
+    Where the program is missing its start skips the test, or fails it, as ``require`` says.
+    """
 
     def __init__(self, *options: str, certificate: Certificate | None = None) -> None:
         self.certificate = certificate
@@ -83,6 +84,7 @@ class RedisServer(Starting):
         return ["--tls-port", str(self.tls_port), *files, "--tls-auth-clients", "no"]
 
     def start(self) -> Self:
+        require("redis", PROGRAM, MISSING)
         assert PROGRAM is not None
         for _ in range(MOST_STARTS):
             command = [PROGRAM, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]

@@ -13,24 +13,24 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
-import pytest
-
 from .closing import Starting
 from .ports import free_port
+from .require import require
 from .waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 PLACES = f"{ROOT / '.venv-servers/bin'}:{Path(sys.executable).parent}"
 PROGRAM = shutil.which("moto_server", path=PLACES)
 RCLONE = shutil.which("rclone", path=PLACES)
-needs_moto = pytest.mark.skipif(PROGRAM is None, reason="there is no moto_server; `make servers` installs it")
-needs_rclone = pytest.mark.skipif(RCLONE is None, reason="there is no rclone; `make servers` installs it")
 START_S = 20.0
 BUCKET = "kvoffd-test"
 
 
 class S3Server(Starting):
-    """moto's. Listens on a free port of 127.0.0.1 and keeps everything in memory."""
+    """moto's. Listens on a free port of 127.0.0.1 and keeps everything in memory.
+
+    Where the program is missing its start skips the test, or fails it, as ``require`` says.
+    """
 
     def __init__(self, options: Sequence[str] = (), scheme: str = "http") -> None:
         self._port = free_port()
@@ -44,6 +44,7 @@ class S3Server(Starting):
         return f"s3://{BUCKET}/a/prefix?endpoint={self.endpoint}&region=us-east-1"
 
     def start(self) -> Self:
+        require("s3", PROGRAM, "there is no moto_server; `make servers` installs it")
         assert PROGRAM is not None
         command = [PROGRAM, "-H", "127.0.0.1", "-p", str(self._port), *self._options]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -109,6 +110,7 @@ class RcloneServer(S3Server):
         return super().url.replace("/a/prefix?", f"/a/prefix/{self._flushed}?")
 
     def start(self) -> Self:
+        require("rclone", RCLONE, "there is no rclone; `make servers` installs it")
         assert RCLONE is not None
         (self._directory / BUCKET).mkdir()
         options = ["--config=", "--auth-key=user,secret", f"--addr=127.0.0.1:{self._port}"]

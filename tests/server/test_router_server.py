@@ -23,7 +23,7 @@ from tests.chaos.footprint import Footprint
 from tests.hostile.peers import zmtp_frame, zmtp_handshake
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_port, free_ports
-from tests.kit.redis_server import RedisServer, needs_redis
+from tests.kit.redis_server import RedisServer
 from tests.kit.router_daemon import BLOCK_TOKENS, PromptEngine, Subscriber, replay, router_daemon
 from tests.kit.struct_wire import WireClient
 from tests.kit.waiting import wait_until
@@ -109,7 +109,6 @@ def test_blocks_that_an_earlier_daemon_left_are_told_once_they_are_loaded(pool_f
             router.take_until({1, 2, 3, 4})
 
 
-@needs_redis
 def test_blocks_of_another_node_are_told_once_they_are_loaded_and_so_are_those_behind_them() -> None:
     with RedisServer() as redis, ExitStack() as running:
         flags = {"shared": redis.url, "shared_write": "always"}

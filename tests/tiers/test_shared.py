@@ -23,7 +23,7 @@ from kvoffd.tiers.shared.shared_tier import MOST_ASKED
 from kvoffd.tiers.shared.store import Credentials, StoreError, open_store
 from kvoffd.tiers.tier import MOST_FIRST_BLOCK, Answer, TierResult
 from tests.kit.faulty_store import FaultyStore
-from tests.kit.redis_server import Certificate, RedisServer, needs_redis
+from tests.kit.redis_server import Certificate, RedisServer
 from tests.tiers.shared_conformance import FaultConformance, SharedConformance
 from tests.tiers.shared_rig import ONE, OTHER, SLOT_BYTES, SharedRig
 
@@ -38,7 +38,6 @@ def server() -> Iterator[RedisServer]:
         yield running
 
 
-@needs_redis
 class TestRedis(SharedConformance):
     @pytest.fixture
     def url(self, server: RedisServer) -> str:
@@ -603,7 +602,6 @@ def test_behind_a_gap_nothing_more_of_a_prefix_is_asked_for(rig: SharedRig, monk
 # --- a time to live ---------------------------------------------------------------------------------
 
 
-@needs_redis
 @pytest.mark.parametrize("of", ["server", "cluster"])
 def test_what_nobody_uses_expires_and_a_use_begins_its_time_anew(of: str, request: pytest.FixtureRequest) -> None:
     running = request.getfixturevalue(of)
@@ -628,7 +626,6 @@ def test_what_nobody_uses_expires_and_a_use_begins_its_time_anew(of: str, reques
 RIGHTS = re.findall(r"\+([a-z|]+)", NEEDED_COMMANDS)
 
 
-@needs_redis
 @pytest.mark.parametrize("lacking", ["", *(right for right in RIGHTS if right != "cluster|nodes")])
 def test_each_right_that_is_named_is_needed_and_they_suffice(lacking: str) -> None:
     assert all(f"+{right}" in PAGE.read_text() for right in RIGHTS)
@@ -682,7 +679,6 @@ def test_connections_share_what_they_know_of_authorities_until_their_file_change
 # --- a real server that goes away -------------------------------------------------------------------
 
 
-@needs_redis
 def test_a_server_that_is_killed_and_comes_back_empty() -> None:
     with RedisServer() as server:
         rig = SharedRig(server.url).reachable()
@@ -703,7 +699,6 @@ def test_a_server_that_is_killed_and_comes_back_empty() -> None:
         assert rig.close()
 
 
-@needs_redis
 def test_a_server_that_is_stopped_costs_no_lookup_more_than_the_ask_deadline() -> None:
     with RedisServer() as server:
         rig = SharedRig(server.url, ask_deadline_s=0.02).reachable()
@@ -726,7 +721,6 @@ def test_a_server_that_is_stopped_costs_no_lookup_more_than_the_ask_deadline() -
         assert rig.close()
 
 
-@needs_redis
 def test_a_server_without_room_refuses_writes_and_is_still_read() -> None:
     with RedisServer("--maxmemory", "8mb", "--maxmemory-policy", "noeviction") as server:
         rig = SharedRig(server.url).reachable()
@@ -740,7 +734,6 @@ def test_a_server_without_room_refuses_writes_and_is_still_read() -> None:
         assert rig.close()
 
 
-@needs_redis
 def test_a_wrong_password_is_named_and_the_right_one_serves() -> None:
     with RedisServer("--requirepass", "s3cret") as server:
         for password in ("", "wrong", "wr\udcffng"):
@@ -754,7 +747,6 @@ def test_a_wrong_password_is_named_and_the_right_one_serves() -> None:
         assert rig.close()
 
 
-@needs_redis
 def test_over_tls_the_server_is_verified(certificate: Certificate, monkeypatch: pytest.MonkeyPatch) -> None:
     with RedisServer(certificate=certificate) as server:
         url = server.url

@@ -20,7 +20,7 @@ from kvoffd.tiers.shared.store import Credentials, StoreError
 from kvoffd.tiers.tier import Answer, TierBlock, TierResult
 from tests.kit.faulty_store import FaultyStore
 from tests.kit.ports import free_port
-from tests.kit.redis_server import Certificate, RedisCluster, RedisServer, needs_redis
+from tests.kit.redis_server import Certificate, RedisCluster, RedisServer
 from tests.kit.waiting import wait_until
 from tests.tiers.shared_conformance import SharedConformance
 from tests.tiers.shared_rig import ONE, SharedRig
@@ -29,7 +29,6 @@ pytestmark = pytest.mark.usefixtures("short_pauses")
 DONE = TierResult.DONE
 
 
-@needs_redis
 class TestCluster(SharedConformance):
     @pytest.fixture
     def url(self, cluster: RedisCluster) -> str:
@@ -49,7 +48,6 @@ def trusted(certificate: Certificate, monkeypatch: pytest.MonkeyPatch) -> Certif
     return certificate
 
 
-@needs_redis
 @pytest.mark.usefixtures("trusted")
 class TestTlsCluster(SharedConformance):
     @pytest.fixture
@@ -187,7 +185,6 @@ def test_a_name_that_no_host_can_have_is_one_that_cannot_be_reached() -> None:
     assert refused.value.kind == "unreachable"
 
 
-@needs_redis
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_without_one_of_three_masters_what_the_others_have_is_found(
     masters: RedisCluster, fault: signal.Signals
@@ -236,7 +233,6 @@ def test_without_one_of_three_masters_what_the_others_have_is_found(
     assert rig.close()
 
 
-@needs_redis
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_master_that_fails_is_named_until_it_answers_again(masters: RedisCluster, fault: signal.Signals) -> None:
     rig = SharedRig(masters.url, ask_deadline_s=0.5).reachable()
@@ -266,7 +262,6 @@ def test_a_master_that_fails_is_named_until_it_answers_again(masters: RedisClust
     assert rig.close()
 
 
-@needs_redis
 def test_to_look_for_a_master_that_is_stopped_is_no_slow_answer_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvoffd.tiers.shared.cluster.AGAIN_S", 0.3)
     monkeypatch.setattr("kvoffd.tiers.shared.cluster.DOWN_PAUSE_S", 0.3)
@@ -283,7 +278,6 @@ def test_to_look_for_a_master_that_is_stopped_is_no_slow_answer_of_the_others(mo
         assert rig.close()
 
 
-@needs_redis
 @pytest.mark.parametrize("ours", ["right", ""])
 def test_masters_that_do_not_let_us_in_are_named_and_two_of_three_are_no_store(ours: str) -> None:
     with RedisCluster() as cluster:
@@ -303,7 +297,6 @@ def test_masters_that_do_not_let_us_in_are_named_and_two_of_three_are_no_store(o
         assert rig.close()
 
 
-@needs_redis
 def test_who_has_the_slots_of_a_master_that_failed_is_asked_for_them() -> None:
     with RedisCluster() as cluster:
         rig = SharedRig(cluster.url).reachable()
@@ -320,7 +313,6 @@ def test_who_has_the_slots_of_a_master_that_failed_is_asked_for_them() -> None:
         assert rig.close()
 
 
-@needs_redis
 def test_a_master_that_nothing_can_be_sent_to_holds_up_no_question_to_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -350,7 +342,6 @@ def test_a_master_that_nothing_can_be_sent_to_holds_up_no_question_to_the_others
 # --- certificates -----------------------------------------------------------------------------------
 
 
-@needs_redis
 def test_masters_that_do_not_prove_their_name_are_refused_and_told_of(
     tls_cluster: RedisCluster, trusted: Certificate, sign: Callable[[str], Certificate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -409,7 +400,6 @@ def end_move(cluster: RedisCluster, slot: int, target: int) -> None:
         assert cluster.servers[number].command("CLUSTER", "SETSLOT", str(slot), "NODE", node_id) == b"+OK\r\n"
 
 
-@needs_redis
 def test_while_a_slot_moves_its_keys_are_misses_and_all_others_are_served() -> None:
     with RedisCluster() as cluster:
         rig, other = SharedRig(cluster.url).reachable(), SharedRig(cluster.url).reachable()
@@ -440,7 +430,6 @@ def test_while_a_slot_moves_its_keys_are_misses_and_all_others_are_served() -> N
             assert each.close()
 
 
-@needs_redis
 def test_a_master_that_does_not_serve_is_left_alone_and_says_why() -> None:
     """As each does for some seconds after its start."""
     with RedisCluster() as cluster:
@@ -470,7 +459,6 @@ def test_a_master_that_does_not_serve_is_left_alone_and_says_why() -> None:
         assert rig.close()
 
 
-@needs_redis
 def test_a_slot_that_moves_with_a_generation_in_it_hides_nothing() -> None:
     with RedisCluster() as cluster:
         rig, other = (SharedRig(cluster.url, generations={ONE: 7}).reachable() for _ in range(2))
@@ -490,7 +478,6 @@ def test_a_slot_that_moves_with_a_generation_in_it_hides_nothing() -> None:
         assert other.close()
 
 
-@needs_redis
 @pytest.mark.parametrize("fault", ["killed", "takes turns"])
 def test_a_replica_that_becomes_master_serves_what_was_written_before_and_after(fault: str) -> None:
     with RedisCluster() as cluster, RedisServer(*cluster.options) as replica:
@@ -530,7 +517,6 @@ def test_a_replica_that_becomes_master_serves_what_was_written_before_and_after(
 # --- rights -----------------------------------------------------------------------------------------
 
 
-@needs_redis
 @pytest.mark.parametrize("lacking", ["", "cluster|nodes"])
 def test_the_rights_that_are_named_suffice(cluster: RedisCluster, lacking: str) -> None:
     rights = re.findall(r"\+[a-z|]+", NEEDED_COMMANDS)
@@ -556,7 +542,6 @@ def test_the_rights_that_are_named_suffice(cluster: RedisCluster, lacking: str) 
     assert rig.close()
 
 
-@needs_redis
 def test_who_may_not_write_reads_from_a_cluster_that_lost_a_copy_of_the_generation() -> None:
     with RedisCluster() as cluster:
         writer = SharedRig(cluster.url, generations={ONE: 7}).reachable()

@@ -14,12 +14,12 @@ from contextlib import ExitStack
 import pytest
 
 from kvoffd.tiers.tier import Answer, TierResult
-from tests.kit.redis_server import PROGRAM, START_S, needs_redis
+from tests.kit.redis_server import MISSING, PROGRAM, START_S
 from tests.kit.require import missing, require
 from tests.kit.waiting import wait_until
 from tests.tiers.shared_rig import ONE, SLOT_BYTES, SharedRig
 
-pytestmark = [needs_redis, pytest.mark.usefixtures("short_pauses")]
+pytestmark = pytest.mark.usefixtures("short_pauses")
 PORT = 6379
 NET = f"10.231.{os.getpid() // 64 % 256}"
 OURS, THEIRS = (f"{NET}.{os.getpid() % 64 * 4 + number}" for number in (1, 2))
@@ -70,6 +70,7 @@ class Far:
 def far() -> Iterator[Far]:
     there = os.geteuid() == 0 and all(map(shutil.which, ("ip", "tc")))
     require("root", there, "network namespaces need root and iproute2")
+    require("redis", PROGRAM, MISSING)
     with ExitStack() as stack:
         try:
             made = Far(stack)

@@ -20,7 +20,7 @@ from kvoffd.tiers.shared.object_format import generation_key, object_key
 from kvoffd.tiers.shared.store import Credentials
 from kvoffd.tiers.tier import Answer, TierResult
 from tests.kit.faulty_bucket import FaultyBucket
-from tests.kit.s3_server import RcloneServer, S3Server, needs_moto, needs_rclone
+from tests.kit.s3_server import RcloneServer, S3Server
 from tests.kit.waiting import wait_until
 from tests.tiers.shared_conformance import FaultConformance, SharedConformance
 from tests.tiers.shared_rig import ONE, SharedRig, key_of
@@ -46,7 +46,6 @@ def server() -> Iterator[S3Server]:
         yield running
 
 
-@needs_moto
 class TestS3(SharedConformance):
     most_asked = 128  # moto answers one request at a time
 
@@ -62,7 +61,6 @@ def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RcloneServer]:
         yield running
 
 
-@needs_rclone
 class TestRclone(SharedConformance):
     most_asked = 128
 
@@ -357,7 +355,6 @@ def test_why_a_bucket_cannot_be_reached_is_told(bucket: FaultyBucket, change: tu
 # --- a real server ----------------------------------------------------------------------------------
 
 
-@needs_moto
 def test_a_bucket_that_is_missing_is_named(server: S3Server) -> None:
     rig = SharedRig(server.url.replace("kvoffd-test", "nobody-has-this"))
     rig.until(lambda: rig.kinds["bucket"] > 0)
@@ -366,7 +363,6 @@ def test_a_bucket_that_is_missing_is_named(server: S3Server) -> None:
     assert rig.close()
 
 
-@needs_moto
 @pytest.mark.parametrize("fault", ["killed", "stopped"])
 def test_a_server_that_goes_away_and_comes_back(fault: str) -> None:
     with S3Server() as server:
@@ -402,7 +398,6 @@ def test_a_server_that_goes_away_and_comes_back(fault: str) -> None:
             assert each.close()
 
 
-@needs_moto
 def test_over_tls_the_server_is_verified(certificate: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     authority, cert, key = certificate
     with S3Server(("-c", cert, "-k", key), "https") as server:
