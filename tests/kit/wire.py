@@ -15,11 +15,12 @@ this file. When the protocol changes, this file changes, and no test.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec
@@ -241,7 +242,7 @@ class WireClient(Closing):
         directory: where the daemon's sockets are.
         role: ``worker``, ``scheduler`` or ``admin``; None says no Hello.
         name: shown to operators.
-        routing_id: what the client calls itself on the request socket; the daemon's choice where empty.
+        routing_id: what the client calls itself on the request socket; made of its token where empty.
 
     Attributes:
         rejected: why the daemon did not take the connection, or None.
@@ -249,6 +250,7 @@ class WireClient(Closing):
         session: number of the session.
         daemon_id: number of this run of the daemon.
         token: the session's secret. Setting another one makes requests those of another session.
+        routing_id: as given or made.
         welcome: what the daemon said to Hello.
     """
 
@@ -265,8 +267,7 @@ class WireClient(Closing):
         self._context = zmq.Context()
         self._jobs = self._context.socket(zmq.DEALER)
         self._events: zmq.Socket[bytes] | None = None
-        if routing_id:
-            self._jobs.setsockopt(zmq.ROUTING_ID, routing_id)
+        self.routing_id = routing_id
         self._numbers = itertools.count(1)
         self.session, self.daemon_id, self.token = 0, 0, bytes(m.TOKEN_BYTES)
         self.rejected: Refused | None = None
@@ -280,8 +281,6 @@ class WireClient(Closing):
             raise
 
     def _connect(self, paths: SocketPaths) -> None:
-        self._jobs.setsockopt(zmq.LINGER, 0)
-        self._jobs.connect(f"ipc://{paths.jobs}")
         greeting = self._lifeline_frame()
         if isinstance(greeting, lifeline.Greeting):
             self.session, self.daemon_id, self.token = greeting.session_id, greeting.epoch, greeting.token
@@ -289,6 +288,10 @@ class WireClient(Closing):
         else:
             assert isinstance(greeting, lifeline.Refused), greeting
             self.rejected = Refused(_word(greeting.code), greeting.message)
+        self.routing_id = self.routing_id or b"k" + self.token
+        for option, value in ((zmq.LINGER, 0), (zmq.ROUTING_ID, self.routing_id)):
+            self._jobs.setsockopt(option, value)
+        self._jobs.connect(f"ipc://{paths.jobs}")
 
     def close(self) -> None:
         """End the session as a process that ends does. Repeatable."""
@@ -687,6 +690,18 @@ LIFELINE_GARBAGE: dict[str, bytes] = {
     "an attach without a descriptor": lifeline.encode_frame(lifeline.Attach(1)),
 }
 """Bytes on the lifeline that end a session."""
+
+
+def numbered_routing_ids(count: int = 192) -> Iterator[bytes]:
+    """What a libzmq ROUTER would call its next clients that have no id: random numbers of an unseeded ``rand``.
+
+    One that finds such a name taken ends its process with an assertion.
+    """
+    libc = ctypes.CDLL(None)
+    libc.srand(1)
+    firsts = [libc.rand() | libc.rand() << 31 for _ in range(8)]
+    for number in range(count):
+        yield b"\0" + struct.pack(">I", firsts[number % 8] + number // 8 & 0xFFFFFFFF)
 
 
 def broken_request(number: int) -> bytes:
