@@ -142,9 +142,6 @@ def requests_of(client: WireClient) -> list[m.AnyRequest]:
     ]
 
 
-READING = (b.ListBlocks, b.GetBlocks)
-
-
 @pytest.mark.parametrize("role", [m.Role.WORKER, m.Role.SCHEDULER])
 def test_engines_are_refused_whatever_block_access_says(room: Room, role: m.Role) -> None:
     with WireClient(room.daemon.directory, role) as engine:
@@ -154,38 +151,6 @@ def test_engines_are_refused_whatever_block_access_says(room: Room, role: m.Role
         assert isinstance(answer, lifeline.PoolRefused)
         assert answer.code == ErrorCode.WRONG_ROLE
         assert fds == []
-
-
-@pytest.mark.parametrize("access", ["off", "read"])
-def test_the_setting_says_what_an_operator_may_do(access: str) -> None:
-    with DaemonProcess("8MiB", block_access=access) as daemon, WireClient(daemon.directory, m.Role.ADMIN) as admin:
-        for request in requests_of(admin):
-            reads = access == "read" and isinstance(request, READING)
-            reply = admin.refused(request)
-            assert reply.code == (ErrorCode.UNKNOWN_NAMESPACE if reads else ErrorCode.FORBIDDEN)
-            assert reads or "block_access" in reply.message
-        answer, fds = open_pool(admin)
-        assert isinstance(answer, lifeline.PoolOpened if access == "read" else lifeline.PoolRefused)
-        assert len(fds) == (access == "read")
-        for fd in fds:
-            os.close(fd)
-
-
-def test_it_is_off_unless_somebody_wants_it() -> None:
-    with DaemonProcess("8MiB") as daemon, WireClient(daemon.directory, m.Role.ADMIN) as admin:
-        assert {admin.refused(request).code for request in requests_of(admin)} == {ErrorCode.FORBIDDEN}
-
-
-def test_a_user_who_is_not_named_is_refused() -> None:
-    with (
-        DaemonProcess("8MiB", block_access="write", block_uids=str(os.geteuid() + 1)) as daemon,
-        WireClient(daemon.directory, m.Role.ADMIN) as admin,
-    ):
-        for request in requests_of(admin):
-            reply = admin.refused(request)
-            assert reply.code == ErrorCode.FORBIDDEN
-            assert "block_uids" in reply.message
-        assert isinstance(open_pool(admin)[0], lifeline.PoolRefused)
 
 
 def test_an_administrator_over_tcp_opens_no_blocks() -> None:
@@ -267,20 +232,6 @@ def test_a_block_is_read_in_the_pool_itself_and_cannot_be_written_there(room: Ro
     pool.close()
 
 
-def test_what_is_got_is_pinned_until_it_is_released(room: Room) -> None:
-    room.desk.get(1, 0, 1)
-    assert stats(room.daemon.directory).pinned_blocks == 2
-    assert [info.pins for info in room.desk.list(prefix=key(0).hex()).blocks] == [1]
-    pool_keys = (8 << 20) // PAGE
-    for start in range(100, 100 + 2 * pool_keys, KEYS):
-        assert room.store(*range(start, start + KEYS)).ok
-    left = {info.key for info in room.desk.list(limit=4096).blocks}
-    assert {key(0), key(1)} <= left
-    assert not {key(number) for number in range(2, KEYS)} & left, "the others had to go"
-    assert room.desk.release(1) == 1
-    assert stats(room.daemon.directory).pinned_blocks == 0
-
-
 def test_a_lease_is_of_its_session_and_ends_with_it(room: Room) -> None:
     held = room.desk.get(1, 0)
     with Desk(room.daemon.directory, m.Role.ADMIN) as other:
@@ -296,33 +247,7 @@ def test_a_lease_is_of_its_session_and_ends_with_it(room: Room) -> None:
     raise AssertionError("a lease outlived its session")
 
 
-def test_a_look_counts_in_no_hit_ratio(own_room: Room) -> None:
-    own_room.desk.get(1, 0, 1, 2)
-    report = stats(own_room.daemon.directory)
-    assert report.namespaces[0].keys_asked == 0
-    assert report.blocks.got_blocks == 3
-
-
 # --- writing ---------------------------------------------------------------------------------------
-
-
-def test_a_block_is_put_and_read_again(room: Room) -> None:
-    desk = room.desk
-    desk.attach(room.staging.fd, 1)
-    reply = desk.ask(desk.put_request(room.staging, 1, 50, 0, 51))
-    assert reply.states == bytes([b.PUT_STORED, b.PUT_PRESENT, b.PUT_STORED])
-    held = desk.get(1, 50, 0, 51)
-    expected = [
-        checksum(room.staging.view[:PAGE]),
-        checksum(room.content[0]),
-        checksum(room.staging.view[2 * PAGE : 3 * PAGE]),
-    ]
-    assert [shards[0].checksum for shards in held if shards] == expected
-    report = stats(room.daemon.directory).blocks
-    assert (report.put_blocks, report.put_bytes) == (2, 2 * PAGE)
-    # The segment is named again, with other bytes in it.
-    room.staging.view[:PAGE] = 7
-    assert desk.ask(desk.put_request(room.staging, 1, 60)).states == bytes([b.PUT_STORED])
 
 
 def held(room: Room) -> PoolStats:
@@ -435,32 +360,6 @@ def test_all_shards_of_a_block_come_at_once(own_room: Room) -> None:
     assert held is not None
     assert [shard.length for shard in held] == [PAGE, PAGE, 0]
     assert [shard.checksum for shard in held] == [shards[0].checksum, shards[1].checksum, empty.checksum]
-
-
-def test_a_put_that_finds_no_room_leaves_no_half_blocks(own_room: Room) -> None:
-    """One rank's slots fit into what is left of the pool, the other's do not."""
-    desk = own_room.desk
-    own_room.desk.get(1, *range(KEYS))
-    big = [b.ShardSpec(1, [b.PageSpec(512 << 10)])]
-    small = [b.ShardSpec(1, [b.PageSpec(PAGE)])]
-    desk.ask(b.RestoreNamespace, OTHER, "two", 2, 32, [m.GroupSpec("full", 16)], "{}", [big, small])
-    with SharedMemory(1 << 20, "staging") as memory:
-        memory.view[:] = 3
-        desk.attach(memory.fd, 2)
-        pair = [
-            b.PutShard(0, checksum(memory.view[: 512 << 10])),
-            b.PutShard(0, checksum(memory.view[:PAGE])),
-        ]
-        states = b""
-        for start in range(0, 40, 1):
-            put = desk.put_request(memory, 2, start, namespace=OTHER, shards=[pair])
-            reply = desk.ask(put)
-            states += reply.states
-            # So that the next one cannot have its place.
-            desk.ask(b.GetBlocks, OTHER, desk.lease(100 + start), 0, key(start))
-    assert states[0] == b.PUT_STORED
-    assert states[-1] == b.PUT_NO_ROOM
-    assert stats(own_room.daemon.directory).pool.writing_bytes == 0
 
 
 # --- pins ------------------------------------------------------------------------------------------

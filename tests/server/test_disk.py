@@ -1,4 +1,4 @@
-"""The disk tier in a real daemon: blocks that left the pool come back, and what is dropped does not."""
+"""Disks that are attached and detached while a daemon runs: what was dropped meanwhile does not come back."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from pathlib import Path
 import pytest
 
 from kvoffd.tiers.disk.file_format import FILE_NAME
-from kvoffd_client import AdminClient, BlockClient, BlockUnavailable, RequestRefused
+from kvoffd_client import AdminClient, RequestRefused
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
-from kvoffd_proto import events
 from kvoffd_proto import messages as m
 from tests.kit.daemon import DaemonProcess
 from tests.kit.struct_wire import key_list
 from tests.kit.waiting import wait_until
-from tests.server.test_kv_events import jobs_of, replay
 
 DEADLINE_S = 30.0
 PAGE = 65536
@@ -70,161 +68,6 @@ def loaded(engine: FakeEngine, numbers: range) -> list[int]:
 def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
     with daemon_on(tmp_path) as running:
         yield running
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_blocks_that_left_the_pool_come_back_with_equal_bytes(daemon: DaemonProcess, world_size: int) -> None:
-    with engine_on(daemon, world_size) as engine, AdminClient(daemon.directory) as admin:
-        serving(admin)
-        sums = fill(engine, admin, 96)
-        for first in (0, 8, 40):
-            numbers = range(first, first + BATCH)
-            assert loaded(engine, numbers) == [sums[number] for number in numbers]
-        stats = admin.stats()
-        assert stats.namespaces[0].keys_pending >= BATCH
-        assert stats.namespaces[0].keys_asked == 3 * BATCH
-        assert below(admin).promoted_blocks >= BATCH
-        assert stats.disks[0].used_bytes == 96 * BLOCK_BYTES
-        assert stats.disks[0].physical_bytes <= stats.disks[0].size_bytes
-        assert admin.health().healthy
-
-
-def test_blocks_outlive_the_daemon_and_its_pool(tmp_path: Path) -> None:
-    daemon = daemon_on(tmp_path)
-    try:
-        daemon.start()
-        with AdminClient(daemon.directory) as admin:
-            with engine_on(daemon) as engine:
-                serving(admin)
-                sums = fill(engine, admin, 48)
-        for end in (daemon.stop, daemon.kill):
-            end()
-            daemon.start()
-            with engine_on(daemon) as engine, AdminClient(daemon.directory) as admin:
-                serving(admin)
-                assert admin.stats().pool.ready_bytes == 0
-                assert loaded(engine, range(BATCH)) == [sums[number] for number in range(BATCH)]
-    finally:
-        daemon.close()
-
-
-def test_what_is_put_and_finds_no_room_stays_on_disk(tmp_path: Path) -> None:
-    with daemon_on(tmp_path, block_access="write", leased_share="1") as daemon, engine_on(daemon) as engine:
-        with AdminClient(daemon.directory) as admin, BlockClient(daemon.directory) as desk:
-            serving(admin)
-            sums = fill(engine, admin, 48)
-            (namespace,) = admin.namespaces().namespaces
-            there = [info.key for info in desk.list_blocks(namespace.namespace)]
-            held = desk.get_blocks(namespace.namespace, there)
-            assert held[0] is not None
-            with pytest.raises(BlockUnavailable, match="no room"):
-                desk.put_block(namespace.namespace, key_list(0)[0], held[0].copy())
-            for block in held:
-                block.close()
-            assert loaded(engine, range(1)) == [sums[0]]
-
-
-def test_what_is_invalidated_or_reset_or_cleared_does_not_come_back(daemon: DaemonProcess) -> None:
-    with engine_on(daemon) as engine, AdminClient(daemon.directory) as admin:
-        serving(admin)
-        fill(engine, admin, 48)
-        engine.scheduler.invalidate([m.GroupKeys(0, key_list(1)[0])])
-        assert engine.lookup(key_list(0, 1, 2)) == 1
-        assert engine.lookup(key_list(2)) == 1
-        assert engine.scheduler.reset()
-        assert engine.lookup(key_list(2)) == 0
-        fill(engine, admin, 48)
-        wait_until(lambda: below(admin).written_blocks >= 96, DEADLINE_S)
-        assert admin.clear() >= 48
-        assert engine.lookup(key_list(40)) == 0
-        wait_until(lambda: admin.stats().disks[0].blocks == 0, DEADLINE_S)
-
-
-def test_what_was_removed_stays_away_after_a_kill_right_behind_the_answer(daemon: DaemonProcess) -> None:
-    for how in ("reset", "clear"):
-        with engine_on(daemon) as engine, AdminClient(daemon.directory) as admin:
-            serving(admin)
-            fill(engine, admin, 48)
-            assert engine.scheduler.reset() if how == "reset" else admin.clear() == 48
-            daemon.kill()
-        daemon.start()
-        with engine_on(daemon) as engine, AdminClient(daemon.directory) as admin:
-            serving(admin)
-            assert engine.lookup(key_list(0)) == admin.stats().disks[0].blocks == 0
-
-
-def test_clearing_all_reaches_namespaces_that_nobody_has_opened_yet(tmp_path: Path) -> None:
-    with daemon_on(tmp_path) as daemon:
-        with engine_on(daemon) as engine, AdminClient(daemon.directory) as admin:
-            serving(admin)
-            fill(engine, admin, 16)
-        daemon.stop()
-        daemon.start()
-        with AdminClient(daemon.directory) as admin:
-            serving(admin)
-            assert admin.stats().disks[0].blocks == 16
-            assert admin.clear() == 16
-            with engine_on(daemon) as engine:
-                assert engine.lookup(key_list(0)) == 0
-
-
-def test_events_give_the_index_of_each_medium(daemon: DaemonProcess) -> None:
-    with engine_on(daemon) as engine, AdminClient(daemon.directory) as admin:
-        serving(admin)
-        fill(engine, admin, 48)
-        engine.scheduler.invalidate([m.GroupKeys(0, b"".join(key_list(3, 47)))])
-        engine.lookup(key_list(0, 1))
-        engine.release()
-        index: dict[str | None, set[bytes]] = {events.MEDIUM_CPU: set(), events.MEDIUM_STORAGE: set()}
-        for _, _, payload in replay(jobs_of(daemon), 0):
-            for event in events.decode_event_batch(payload).events:
-                if isinstance(event, events.AllBlocksCleared):
-                    index = {medium: set() for medium in index}
-                elif isinstance(event, events.BlockStored):
-                    assert not index[event.medium] & set(event.block_hashes)
-                    index[event.medium] |= set(event.block_hashes)
-                else:
-                    assert index[event.medium] >= set(event.block_hashes)
-                    index[event.medium] -= set(event.block_hashes)
-        assert index[events.MEDIUM_STORAGE] == set(key_list(*range(48))) - set(key_list(3, 47))
-        assert len(index[events.MEDIUM_CPU]) == admin.stats().namespaces[0].ready_blocks
-        assert set(key_list(0, 1)) <= index[events.MEDIUM_CPU]
-
-
-def test_a_spoilt_file_is_a_miss_and_counted(daemon: DaemonProcess, tmp_path: Path) -> None:
-    with engine_on(daemon) as engine, AdminClient(daemon.directory) as admin:
-        serving(admin)
-        sums = fill(engine, admin, 48)
-        (file,) = tmp_path.iterdir()
-        with file.open("r+b") as bytes_of:
-            content = bytes_of.read()
-            engine.fill([0], seed=0)
-            # The first page of block 0 of the first batch, wherever it lies.
-            at = content.index(engine._pages[0][0, 0].tobytes())
-            bytes_of.seek(at)
-            bytes_of.write(b"\0" * 100)
-        assert engine.lookup(key_list(0)) == 0
-        assert below(admin).failed_promotions == {"corrupt": 1}
-        assert admin.stats().disks[0].errors == {"corrupt": 1}
-        assert loaded(engine, range(1, 5)) == [sums[number] for number in range(1, 5)]
-        health = admin.health()
-        assert (health.level, health.ready) == (m.HealthLevel.DEGRADED, True), "lost blocks cost their recomputation"
-        assert [cause.reason for cause in health.causes] == ["disk_errors"]
-        assert "1 corrupt" in health.problems[0]
-        assert admin.stats().health_problems == {"disk_errors": 1}
-
-
-def test_a_directory_that_cannot_be_used_does_not_stop_the_daemon(tmp_path: Path) -> None:
-    with daemon_on(tmp_path / "missing") as daemon:
-        with engine_on(daemon) as engine, AdminClient(daemon.directory) as admin:
-            wait_until(lambda: [disk.state for disk in admin.stats().disks] == ["failed"], DEADLINE_S)
-            engine.fill([0], seed=0)
-            assert engine.store(key_list(0), [0]).ok
-            assert engine.lookup(key_list(0)) == 1
-            health = admin.health()
-            assert not health.healthy
-            assert "missing" in health.problems[0]
-            assert main(["disk", "--directory", str(daemon.directory)]) == 1
 
 
 def test_disks_come_and_go_while_the_daemon_serves(
@@ -327,16 +170,3 @@ def test_only_root_and_the_daemons_user_change_the_disks(tmp_path: Path) -> None
                     os._exit(7 if "root" in str(refusal) else 1)
             os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-
-
-def test_an_engine_that_dies_while_its_blocks_come_up_leaves_nothing(daemon: DaemonProcess) -> None:
-    with AdminClient(daemon.directory) as admin:
-        with engine_on(daemon) as engine:
-            serving(admin)
-            fill(engine, admin, 48)
-            for _ in range(5):
-                engine.scheduler.lookup([m.GroupKeys(0, b"".join(key_list(*range(8))))])
-        wait_until(lambda: below(admin).pending_blocks == 0, DEADLINE_S)
-        wait_until(lambda: admin.stats().pool.pinned_bytes == 0, DEADLINE_S)
-        assert admin.stats().pool.writing_bytes == 0
-        assert daemon.stop() == 0

@@ -62,18 +62,6 @@ def test_what_an_engine_learned_is_told_and_what_it_left_out_adds_up() -> None:
         assert (found.skipped_loads, found.paused_stores) == (5, 1)
 
 
-def test_what_a_client_says_that_it_never_sent_cannot_make_the_figures_more_than_a_reply_holds() -> None:
-    with DaemonProcess("16MiB") as daemon, WireClient(daemon.directory, m.Role.WORKER) as worker:
-
-        def cancel(unsent: int) -> m.Cancel:
-            return m.Cancel(worker.next_id(), worker.token, [], unsent)
-
-        worker.ask(cancel(5))
-        for _ in range(3):
-            worker.refused(cancel(2**63 - 1))
-        assert stats(daemon.directory).unsent_stores == 5
-
-
 def test_memory_is_told_as_0_where_there_is_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise FileNotFoundError

@@ -12,16 +12,15 @@ import pytest
 
 from kvoffd.cache.cache import CLEARED_AT_ONCE
 from kvoffd_client import SharedMemory
-from kvoffd_proto import codec, zmtp
+from kvoffd_proto import codec, events, zmtp
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.events import kv_topic
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.lifeline import Attached
 from tests.kit.daemon import DaemonProcess
+from tests.kit.router_daemon import replay
 from tests.kit.struct_wire import NAMESPACE, WireClient, ids, key, keys, load_of, stats, store_of
 from tests.kit.waiting import wait_until
-from tests.server.test_kv_events import fold, jobs_of, replay
 
 PAGE = 4096
 SLOT = 8192
@@ -371,4 +370,13 @@ def test_a_reset_whose_sender_went_away_is_done_all_the_same():
             wait_until(lambda: sum(one.ready_blocks for one in stats(daemon.directory).namespaces) < count)
             wait_until(lambda: sum(one.ready_blocks for one in stats(daemon.directory).namespaces) == 0, 2.0)
             assert not any(scheduler.lookup(1, blob[: 32 * 1000]).states[0])
-            assert fold(replay(jobs_of(daemon), 0))[kv_topic(NAMESPACE)] == set()
+            there: set[bytes] = set()
+            for _, _, payload in replay(f"ipc://{daemon.directory}/jobs.sock", 0):
+                for event in events.decode_event_batch(payload).events:
+                    if isinstance(event, events.AllBlocksCleared):
+                        there.clear()
+                    elif isinstance(event, events.BlockStored):
+                        there.update(event.block_hashes)
+                    else:
+                        there.difference_update(event.block_hashes)
+            assert not there

@@ -1,0 +1,302 @@
+"""Single blocks: who may open them, what a listing has, and blocks that are read, written, exported and imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvoffd_client import (
+    AdminClient,
+    Block,
+    BlockClient,
+    BlockDamaged,
+    BlockFile,
+    BlockFileError,
+    BlockUnavailable,
+    RequestRefused,
+    export_blocks,
+    import_blocks,
+)
+from kvoffd_client.testing import FakeEngine
+from tests.kit.daemon import DaemonProcess, clear_daemon
+from tests.kit.waiting import wait_until
+from tests.kit.wire import books, keys
+
+PAGE_BYTES = 4096
+BLOCKS = 8
+LABEL = "tiny"
+KEYS = keys(*range(1, BLOCKS + 1))
+BLOCK_BYTES = 2 * 4 * PAGE_BYTES
+"""Of two ranks with four layers each."""
+
+
+def engine_on(daemon: DaemonProcess, **given: int) -> FakeEngine:
+    return FakeEngine(daemon.directory, LABEL, **{"world_size": 2, "blocks": 256, "page_bytes": PAGE_BYTES, **given})
+
+
+@pytest.fixture(scope="module")
+def module_daemon() -> Iterator[DaemonProcess]:
+    """What ``shared_daemon`` gives."""
+    with DaemonProcess("2MiB", block_access="write", eviction_policy="lru", leased_share="1") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def module_other() -> Iterator[DaemonProcess]:
+    with DaemonProcess("8MiB", block_access="write") as running:
+        yield running
+
+
+@pytest.fixture
+def other(module_other: DaemonProcess) -> DaemonProcess:
+    """A second daemon, without blocks."""
+    clear_daemon(module_other)
+    return module_other
+
+
+@pytest.fixture
+def engine(shared_daemon: DaemonProcess) -> Iterator[FakeEngine]:
+    with engine_on(shared_daemon) as fake:
+        fake.fill(range(BLOCKS), seed=1)
+        assert fake.store(KEYS, range(BLOCKS)).ok
+        yield fake
+
+
+@pytest.fixture
+def desk(shared_daemon: DaemonProcess, engine: FakeEngine) -> Iterator[BlockClient]:
+    with BlockClient(shared_daemon.directory) as client:
+        yield client
+
+
+def loaded(engine: FakeEngine, wanted: list[bytes]) -> list[int]:
+    """Checksums of blocks that an engine loads."""
+    assert engine.lookup(wanted) == len(wanted)
+    blocks = range(100, 100 + len(wanted))
+    assert engine.load(wanted, blocks).ok
+    return engine.checksums(blocks)
+
+
+def flood(engine: FakeEngine) -> None:
+    """Store twice what the pool holds."""
+    for first in range(1000, 1128, 16):
+        assert engine.store(keys(*range(first, first + 16)), range(16)).ok
+
+
+# --- who may ---------------------------------------------------------------------------------------
+
+CALLS: dict[str, Callable[[BlockClient], object]] = {
+    "list": lambda client: list(client.list_blocks(LABEL)),
+    "get": lambda client: client.get_block(LABEL, KEYS[0]).close(),
+    "put": lambda client: client.put_block(LABEL, KEYS[1], Block.blank(client.geometry(LABEL))),
+}
+
+
+@pytest.mark.parametrize(
+    ("flags", "allowed", "setting"),
+    [
+        ({}, set(), "block_access"),
+        ({"block_access": "read"}, {"list", "get"}, "block_access"),
+        ({"block_access": "write", "block_uids": str(os.geteuid() + 1)}, set(), "block_uids"),
+        ({"block_access": "write"}, {"list", "get", "put"}, ""),
+    ],
+    ids=["by default", "read", "another user", "write"],
+)
+def test_settings_say_who_may_open_blocks(flags: dict[str, str], allowed: set[str], setting: str) -> None:
+    with DaemonProcess("8MiB", **flags) as daemon, engine_on(daemon) as engine, BlockClient(daemon.directory) as client:
+        assert engine.store(KEYS[:1], [0]).ok
+        for name, call in CALLS.items():
+            if name in allowed:
+                call(client)
+            else:
+                with pytest.raises(RequestRefused, match=setting):
+                    call(client)
+        assert books(daemon.directory).ready_blocks == (2 if "put" in allowed else 1)
+        with AdminClient(daemon.directory) as admin:
+            assert admin.clear() >= 1, "everything else goes on"
+
+
+# --- reading ---------------------------------------------------------------------------------------
+
+
+def test_blocks_are_listed_by_prefix(desk: BlockClient) -> None:
+    assert sorted(info.key for info in desk.list_blocks(LABEL)) == KEYS
+    assert [info.key for info in desk.list_blocks(LABEL, prefix=KEYS[2].hex())] == [KEYS[2]]
+    assert len(list(desk.list_blocks(LABEL, prefix="0"))) == BLOCKS, "half a byte"
+    assert not list(desk.list_blocks(LABEL, prefix="1"))
+    for wrong in ({"prefix": "xy"}, {"group": 7}):
+        with pytest.raises(RequestRefused):
+            list(desk.list_blocks(LABEL, **wrong))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="namespaces"):
+        list(desk.list_blocks("nobody"))
+
+
+def test_a_block_is_read_as_it_was_stored(desk: BlockClient, engine: FakeEngine, shared_daemon: DaemonProcess) -> None:
+    """By rank and layer, with checksums that match, and counted in no hit ratio."""
+    asked = books(shared_daemon.directory).keys_asked
+    with desk.get_block(LABEL, KEYS[0]) as block:
+        assert [len(shard.layers) for shard in block.shards] == [4, 4]
+        with pytest.raises(ValueError, match="read-only"):
+            block.shards[0].layers[0].array[...] = 0
+        mine = block.copy()
+    with pytest.raises(BlockUnavailable):
+        block.verify()
+    with pytest.raises(BlockUnavailable, match="not in the pool"):
+        desk.get_block(LABEL, keys(99)[0])
+    assert books(shared_daemon.directory).keys_asked == asked
+    assert desk.put_block(LABEL, keys(50)[0], mine)
+    assert loaded(engine, keys(50)) == engine.checksums([0])
+
+
+def test_an_open_block_is_not_evicted(desk: BlockClient, engine: FakeEngine, shared_daemon: DaemonProcess) -> None:
+    held = desk.get_blocks(LABEL, [*KEYS[:2], keys(99)[0]])
+    assert held[2] is None
+    flood(engine)
+    there = {info.key for info in desk.list_blocks(LABEL)}
+    assert there & set(KEYS) == set(KEYS[:2])
+    for block in held[:2]:
+        assert block is not None
+        block.verify()
+        block.close()
+    wait_until(lambda: not books(shared_daemon.directory).pinned_blocks)
+    flood(engine)
+    assert not {info.key for info in desk.list_blocks(LABEL)} & set(KEYS)
+
+
+def test_a_client_that_ends_holds_no_block(desk: BlockClient, shared_daemon: DaemonProcess) -> None:
+    assert all(desk.get_blocks(LABEL, KEYS))
+    assert books(shared_daemon.directory).pinned_blocks == BLOCKS
+    desk.close()
+    wait_until(lambda: not books(shared_daemon.directory).pinned_blocks)
+
+
+def test_blocks_of_a_restarted_daemon_are_read_anew(pool_file: Path) -> None:
+    """And those of a pool that it recovered are as they were."""
+    with DaemonProcess("8MiB", block_access="read", pool_file=str(pool_file)) as daemon:
+        with engine_on(daemon) as engine, BlockClient(daemon.directory) as desk:
+            engine.fill(range(BLOCKS), seed=1)
+            assert engine.store(KEYS, range(BLOCKS)).ok
+            before = [shard.data.tobytes() for shard in desk.get_block(LABEL, KEYS[0]).shards]
+        daemon.kill()
+        daemon.start()
+        with BlockClient(daemon.directory) as desk:
+            with desk.get_block(LABEL, KEYS[0]) as block:
+                assert [shard.data.tobytes() for shard in block.shards] == before
+
+
+# --- writing ---------------------------------------------------------------------------------------
+
+
+def test_a_block_is_put_once(desk: BlockClient, engine: FakeEngine) -> None:
+    blank = Block.blank(desk.geometry(LABEL))
+    for rank, shard in enumerate(blank.shards):
+        shard.data[:] = rank + 1
+    assert desk.put_block(LABEL, keys(60)[0], blank)
+    assert not desk.put_block(LABEL, keys(60)[0], blank)
+    assert not desk.put_block(LABEL, KEYS[0], blank), "what is there stays"
+    assert loaded(engine, KEYS[:1]) == engine.checksums([0])
+    with desk.get_block(LABEL, keys(60)[0]) as block:
+        assert [np.unique(shard.data).tolist() for shard in block.shards] == [[1], [2]]
+
+
+def test_a_block_of_another_shape_is_refused(desk: BlockClient, other: DaemonProcess) -> None:
+    with engine_on(other, page_bytes=2 * PAGE_BYTES) as wide, BlockClient(other.directory) as there:
+        assert wide.store(KEYS[:1], [0]).ok
+        with there.get_block(LABEL, KEYS[0]) as block, pytest.raises(ValueError, match="fit"):
+            desk.put_block(LABEL, keys(70)[0], block)
+    assert not list(desk.list_blocks(LABEL, prefix=keys(70)[0].hex()))
+
+
+def test_a_full_pool_takes_no_block(shared_daemon: DaemonProcess, desk: BlockClient, engine: FakeEngine) -> None:
+    flood(engine)
+    there = [info.key for info in desk.list_blocks(LABEL)]
+    held = desk.get_blocks(LABEL, there)
+    assert held[0] is not None
+    with pytest.raises(BlockUnavailable, match="no room"):
+        desk.put_block(LABEL, keys(80)[0], held[0].copy())
+    for block in held:
+        assert block is not None
+        block.close()
+    wait_until(lambda: not books(shared_daemon.directory).pinned_blocks)
+    assert books(shared_daemon.directory).writing_bytes == 0
+    assert books(shared_daemon.directory).balanced
+
+
+# --- files -----------------------------------------------------------------------------------------
+
+
+def test_a_namespace_moves_to_another_daemon(
+    desk: BlockClient, engine: FakeEngine, other: DaemonProcess, tmp_path: Path
+) -> None:
+    file = tmp_path / "all.safetensors"
+    done = export_blocks(desk, LABEL, file)
+    assert (done.blocks, done.nbytes, done.damaged, done.evicted) == (BLOCKS, BLOCKS * BLOCK_BYTES, [], 0)
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+    with BlockClient(other.directory) as there, BlockFile(file) as source:
+        taken = import_blocks(there, source)
+        assert (taken.blocks, taken.present, taken.no_room) == (BLOCKS, 0, 0)
+        again = import_blocks(there, source)
+        assert (again.blocks, again.present) == (0, BLOCKS)
+    with engine_on(other) as second:
+        assert loaded(second, KEYS) == engine.checksums(range(BLOCKS))
+    with pytest.raises(BlockFileError, match="exists"):
+        export_blocks(desk, LABEL, file)
+
+
+def test_an_export_takes_the_keys_that_are_chosen(desk: BlockClient, tmp_path: Path) -> None:
+    for name, wanted in (("prefix", {"prefixes": [KEYS[1].hex(), KEYS[4].hex()]}), ("keys", {"keys": [(0, KEYS[1])]})):
+        export_blocks(desk, LABEL, tmp_path / name, **wanted)  # type: ignore[arg-type]
+        with BlockFile(tmp_path / name) as source:
+            assert {entry.key for entry in source.entries} == ({KEYS[1], KEYS[4]} if name == "prefix" else {KEYS[1]})
+
+
+@pytest.mark.parametrize("where", ["data", "list", "length"])
+def test_a_damaged_file_is_refused(desk: BlockClient, other: DaemonProcess, tmp_path: Path, where: str) -> None:
+    """What came before the damage may be there; nothing that is damaged is."""
+    file = tmp_path / "all.safetensors"
+    export_blocks(desk, LABEL, file)
+    raw = bytearray(file.read_bytes())
+    if where == "data":
+        raw[-5] ^= 1
+    elif where == "list":
+        at = raw.index(KEYS[3].hex().encode())
+        raw[at] ^= 1
+    else:
+        del raw[-1:]
+    file.write_bytes(raw)
+    with BlockClient(other.directory) as there:
+        with pytest.raises(BlockFileError, match=file.name), BlockFile(file) as source:
+            import_blocks(there, source)
+    assert books(other.directory).ready_blocks == (BLOCKS - 1 if where == "data" else 0)
+
+
+def test_a_file_of_another_engine_is_refused(desk: BlockClient, other: DaemonProcess, tmp_path: Path) -> None:
+    file = tmp_path / "all.safetensors"
+    export_blocks(desk, LABEL, file)
+    with engine_on(other, world_size=1), BlockClient(other.directory) as there, BlockFile(file) as source:
+        with pytest.raises(BlockFileError, match="world_size"):
+            import_blocks(there, source)
+        assert books(other.directory).ready_blocks == 0
+        assert import_blocks(there, source, beside=True).blocks == BLOCKS
+
+
+def test_changed_bytes_are_not_exported(pool_file: Path, tmp_path: Path) -> None:
+    """Memory that changed under the daemon does not match its checksum."""
+    with DaemonProcess("8MiB", block_access="read", pool_file=str(pool_file)) as daemon, engine_on(daemon) as engine:
+        engine.fill(range(BLOCKS), seed=1)
+        assert engine.store(KEYS, range(BLOCKS)).ok
+        with BlockClient(daemon.directory) as desk:
+            with desk.get_block(LABEL, KEYS[0]) as block:
+                data = block.shards[1].data.tobytes()
+            pool = pool_file.read_bytes()
+            assert pool.count(data) == 1
+            with pool_file.open("r+b") as opened:
+                opened.seek(pool.index(data) + 100)
+                opened.write(bytes([data[100] ^ 1]))
+            with pytest.raises(BlockDamaged):
+                desk.get_block(LABEL, KEYS[0])
+            done = export_blocks(desk, LABEL, tmp_path / "all.safetensors")
+    assert (done.blocks, done.damaged) == (BLOCKS - 1, [KEYS[0]])

@@ -1,0 +1,317 @@
+"""Nodes over one Redis or S3: what one stored the others load; a server that fails costs a miss and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from kvoffd_client import AdminClient, GroupSpec, NamespaceSpec
+from kvoffd_client.testing import FakeEngine
+from tests.kit.daemon import DaemonProcess
+from tests.kit.redis_server import RedisCluster, RedisServer
+from tests.kit.s3_server import S3Server
+from tests.kit.slow_proxy import SlowProxy
+from tests.kit.waiting import wait_until
+from tests.kit.wire import NamespaceBooks, SharedBooks, books, keys
+
+PAGE_BYTES = 65536
+BLOCKS = 8
+KEYS = keys(*range(BLOCKS))
+SPEC = NamespaceSpec.named("shared", groups=[GroupSpec("full_attention", 16)], page_bytes=PAGE_BYTES)
+DEADLINE_S = 60.0
+"""A store that went away is tried again at growing intervals."""
+
+
+class Node:
+    """A daemon over the shared server, and an engine of it."""
+
+    def __init__(self, url: str, **flags: str) -> None:
+        self.daemon = DaemonProcess("16MiB", shared=url, **{"shared_write": "always", **flags})
+
+    def __enter__(self) -> Node:
+        self.daemon.start()
+        self.engine = FakeEngine(self.daemon.directory, SPEC, page_bytes=PAGE_BYTES, blocks=64)
+        self.wait_reachable()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.engine.close()
+        self.daemon.close()
+
+    @property
+    def shared(self) -> SharedBooks:
+        return books(self.daemon.directory).shared[0]
+
+    @property
+    def space(self) -> NamespaceBooks:
+        return books(self.daemon.directory).namespaces[SPEC.fingerprint]
+
+    @property
+    def problems(self) -> list[str]:
+        return list(books(self.daemon.directory).problems)
+
+    def wait_reachable(self) -> None:
+        wait_until(lambda: self.shared.reachable, DEADLINE_S, explain=lambda: self.shared)
+
+    def start_again(self) -> None:
+        """Start the daemon, which has ended, and wait until all are connected."""
+        self.daemon.start()
+        assert self.engine.wait_ready(DEADLINE_S)
+        self.wait_reachable()
+
+    def store(self, seed: int = 5, first: int = 0) -> list[int]:
+        """Store the blocks, and wait until they are written; returns their checksums."""
+        written = self.shared.written_blocks
+        self.engine.fill(range(BLOCKS), seed)
+        assert self.engine.store(keys(*range(first, first + BLOCKS)), range(BLOCKS)).ok
+        wait_until(lambda: self.shared.written_blocks == written + BLOCKS, explain=lambda: self.shared)
+        return self.engine.checksums(range(BLOCKS))
+
+    def load(self, first: int = 0) -> list[int]:
+        """Look up until all is there, load, and return the checksums."""
+        wanted = keys(*range(first, first + BLOCKS))
+        wait_until(lambda: self.engine.lookup(wanted) == BLOCKS, explain=lambda: self.shared)
+        assert self.engine.load(wanted, range(32, 32 + BLOCKS)).ok
+        return self.engine.checksums(range(32, 32 + BLOCKS))
+
+    def wait_unreachable(self) -> None:
+        """Look up keys that nobody has until the store counts as unreachable: each is a miss."""
+        more = itertools.count(10_000)
+
+        def unreachable() -> bool:
+            assert self.engine.lookup(keys(next(more))) == 0
+            return not self.shared.reachable
+
+        wait_until(unreachable)
+        assert self.problems == ["shared_unreachable"]
+
+    def reset_fleet(self) -> None:
+        with AdminClient(self.daemon.directory) as admin:
+            assert admin.reset_fleet(SPEC.fingerprint) == 1
+
+
+@pytest.fixture(scope="module")
+def module_server() -> Iterator[RedisServer]:
+    with RedisServer() as running:
+        yield running
+
+
+@pytest.fixture
+def server(module_server: RedisServer) -> RedisServer:
+    """An empty Redis that a test neither kills nor restricts."""
+    module_server.command("FLUSHALL")
+    return module_server
+
+
+@pytest.fixture
+def own_server() -> Iterator[RedisServer]:
+    with RedisServer() as running:
+        yield running
+
+
+# --- what is shared --------------------------------------------------------------------------------
+
+
+def test_blocks_of_one_node_are_loaded_at_another(server: RedisServer) -> None:
+    with Node(server.url) as first:
+        sums = first.store()
+        with Node(server.url) as second:
+            assert second.engine.lookup(keys(*range(100, 500))) == 0
+            wait_until(lambda: second.space.misses == {"never_stored": 400}, explain=lambda: second.space)
+            assert second.load() == sums
+            found = second.space
+            assert found.keys_asked == found.keys_ready + found.keys_pending + 400
+            assert sum(found.misses.values()) == 400
+            assert (second.shared.read_blocks, second.shared.mismatches) == (BLOCKS, 0)
+            assert second.shared.written_blocks == 0, "what came from the store is not written there"
+            asked = second.shared.asked_keys
+            assert second.load() == sums
+            assert second.shared.asked_keys == asked, "what the pool has is not asked for"
+        with AdminClient(first.daemon.directory) as admin:
+            assert admin.clear() == BLOCKS
+        assert server.objects == BLOCKS, "clearing a node takes nothing from others"
+    with Node(server.url) as third:
+        assert third.load() == sums, "when the first node is gone"
+
+
+def test_of_two_stores_the_second_has_what_the_first_lost(server: RedisServer, own_server: RedisServer) -> None:
+    url = f"{own_server.url},{server.url}"
+    with Node(url) as first:
+        sums = first.store()
+        wait_until(lambda: server.objects == BLOCKS)
+    own_server.command("FLUSHALL")
+    with Node(url) as second:
+        assert second.load() == sums
+        assert [shared.read_blocks for shared in books(second.daemon.directory).shared] == [0, BLOCKS]
+        own_server.kill()
+        assert second.load() == sums
+
+
+# --- resets ----------------------------------------------------------------------------------------
+
+
+def test_a_reset_of_an_engine_holds_over_a_kill(server: RedisServer) -> None:
+    """A node whose engine reset a namespace leaves the shared one, until the whole fleet is reset."""
+    with Node(server.url) as node:
+        node.store()
+        assert node.engine.scheduler.reset()
+        asked = node.shared.asked_keys
+        assert node.engine.lookup(KEYS) == 0
+        node.engine.fill(range(BLOCKS), seed=6)
+        assert node.engine.store(KEYS, range(BLOCKS)).ok
+        assert node.load() == node.engine.checksums(range(BLOCKS))
+        assert (node.shared.asked_keys, node.shared.written_blocks) == (asked, BLOCKS)
+        node.daemon.kill()
+        node.start_again()
+        assert node.engine.lookup(KEYS) == 0
+        assert (node.shared.asked_keys, node.shared.left_namespaces) == (0, 1)
+        node.reset_fleet()
+        wait_until(lambda: node.shared.left_namespaces == 0, explain=lambda: node.shared)
+
+
+def test_a_reset_of_the_fleet_reaches_every_node(server: RedisServer, pool_file: Path) -> None:
+    """Also one that was down, and kept its pool."""
+    with Node(server.url) as first, Node(server.url) as second, Node(server.url, pool_file=str(pool_file)) as third:
+        first.store()
+        second.load()
+        third.load()
+        third.daemon.stop()
+        first.reset_fleet()
+        wait_until(lambda: second.space.ready_blocks == 0, DEADLINE_S, explain=lambda: second.space)
+        assert second.engine.lookup(KEYS) == 0
+        third.start_again()
+        wait_until(lambda: books(third.daemon.directory).ready_blocks == 0, DEADLINE_S)
+        assert third.engine.lookup(KEYS) == 0
+        assert server.objects == BLOCKS + 1, "it wrote nothing stale under the new generation"
+        sums = first.store(seed=6)
+        assert second.load() == third.load() == sums, "what is stored since is shared again"
+
+
+# --- faults ----------------------------------------------------------------------------------------
+
+
+def assert_misses_in_time(node: Node) -> None:
+    """A store has 20 ms to answer. None of the blocks comes from it."""
+    times = []
+    for _ in range(20):
+        started = time.monotonic()
+        assert node.engine.lookup(KEYS) == 0
+        times.append(time.monotonic() - started)
+    assert median(times) < 0.5
+    assert node.shared.read_blocks == 0
+
+
+def test_a_server_that_goes_away_is_a_miss_in_time(own_server: RedisServer) -> None:
+    """One that stands still, and one that was killed. When it is back, so are the nodes."""
+    with Node(own_server.url) as first, Node(own_server.url) as second:
+        sums = first.store()
+        for fault in ("stopped", "killed"):
+            if fault == "stopped":
+                own_server.signal(signal.SIGSTOP)
+            else:
+                own_server.kill()
+            assert_misses_in_time(second)
+            second.wait_unreachable()
+            assert second.shared.silent_servers == 1, fault
+            if fault == "stopped":
+                own_server.signal(signal.SIGCONT)
+            else:
+                own_server.start()
+            first.wait_reachable()
+            second.wait_reachable()
+        assert first.load() == sums
+        sums = first.store(seed=6, first=100)
+        assert second.load(first=100) == sums
+
+
+def test_bytes_that_changed_at_the_server_are_misses(server: RedisServer) -> None:
+    """As are those that it lost."""
+    with Node(server.url) as first, Node(server.url) as second:
+        sums = first.store()
+        for key in server.block_keys():
+            assert server.command("SETRANGE", key, "30000", b"wrong bytes")[:1] == b":"
+        assert_misses_in_time(second)
+        assert second.shared.mismatches == BLOCKS
+        server.command("FLUSHALL")
+        assert_misses_in_time(second)
+        assert second.shared.mismatches == BLOCKS
+        assert first.load() == sums
+
+
+def test_a_server_that_takes_no_writes_is_a_problem(own_server: RedisServer) -> None:
+    with Node(own_server.url) as node:
+        assert own_server.command("ACL", "SETUSER", "default", "-set") == b"+OK\r\n"
+        node.engine.fill(range(BLOCKS), seed=6)
+        assert node.engine.store(KEYS, range(BLOCKS)).ok
+        wait_until(lambda: node.problems == ["shared_refuses"], explain=lambda: node.problems)
+        assert own_server.command("ACL", "SETUSER", "default", "+set") == b"+OK\r\n"
+        more = itertools.count(BLOCKS)
+
+        def over() -> bool:
+            assert node.engine.store(keys(next(more)), [0]).ok
+            return not node.problems
+
+        wait_until(over, interval_s=0.5, explain=lambda: node.problems)
+
+
+def test_a_lost_server_of_a_cluster_is_named() -> None:
+    with RedisCluster() as cluster, Node(cluster.url) as node:
+        assert (len(node.shared.servers), node.shared.silent_servers) == (3, 0)
+        cluster.servers[2].kill()
+
+        def lost() -> bool:
+            node.engine.lookup(keys(*range(100, 132)))
+            return node.problems == ["shared_server"]
+
+        wait_until(lost, explain=lambda: node.shared)
+        shared, name = node.shared, f"127.0.0.1:{cluster.servers[2].port}"
+        assert shared.reachable
+        assert [server for server, problem in shared.servers.items() if problem] == [name]
+        node.daemon.wait_log(f"{name} cannot be reached")
+
+
+def test_what_comes_slower_than_computing_is_not_read(server: RedisServer) -> None:
+    with ExitStack() as running:
+        proxy, first = running.enter_context(SlowProxy(server.port)), running.enter_context(Node(server.url))
+        second = running.enter_context(Node(proxy.url, shared_ask_deadline="2s"))
+        sums = first.store()
+        proxy.bytes_per_s = 2e6
+        second.engine.scheduler.report(16_000.0, 0.0, 0, 0)  # a block in a millisecond
+        wait_until(lambda: second.space.prefill_tokens_per_second)
+        for key in KEYS[:2]:  # how fast the store is nobody knows at first
+            second.engine.lookup([key])
+        before = second.shared
+        assert before.read_blocks == 2
+        for key in KEYS[2:]:
+            assert second.engine.lookup([key]) == 0
+        after = second.shared
+        assert (after.read_blocks, after.queued_reads, after.reachable) == (2, 0, True)
+        assert after.failed["slower"] - before.failed.get("slower", 0) == BLOCKS - 2
+        assert first.load() == sums
+
+
+def test_blocks_are_shared_over_s3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a server that was killed and came back empty serves again."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "user")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with S3Server() as server:
+        flags = {"shared_ask_deadline": "2s"}  # moto answers one request at a time
+        with Node(server.url, **flags) as first, Node(server.url, **flags) as second:
+            sums = first.store()
+            assert second.load() == sums
+            assert (second.shared.read_blocks, server.objects) == (BLOCKS, BLOCKS)
+            server.kill()
+            second.wait_unreachable()
+            assert second.load() == sums, "from its pool"
+            server.start()
+            first.wait_reachable()
+            second.wait_reachable()
+            sums = first.store(seed=6, first=100)
+            assert second.load(first=100) == sums

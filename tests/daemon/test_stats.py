@@ -1,0 +1,143 @@
+"""What the daemon says of itself: hits and misses add up, so do the pool's bytes, and a quota holds."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from kvoffd_client import SharedMemory
+from kvoffd_client.cli import main
+from kvoffd_client.testing import FakeEngine
+from tests.kit.daemon import DaemonProcess
+from tests.kit.waiting import wait_until
+from tests.kit.wire import NAMESPACE, PAGE_BYTES, Books, WireClient, books, keys, refused
+
+OTHER = bytes(reversed(NAMESPACE))
+
+
+def assert_balanced(found: Books) -> None:
+    assert found.balanced, found
+    assert found.ready_bytes >= sum(space.ready_bytes for space in found.namespaces.values())
+    assert 0 <= found.pinned_bytes <= found.pool_bytes
+    for space in found.namespaces.values():
+        assert space.keys_asked == space.keys_ready + space.keys_pending + sum(space.misses.values()), space
+        gone = space.evicted_blocks + space.invalidated_blocks
+        assert space.stored_blocks == space.ready_blocks + gone, space
+
+
+def test_the_books_balance_whatever_is_done() -> None:
+    """Stores, lookups, loads, invalidated keys, resets and evictions in a pool of 64 blocks, in two namespaces."""
+    choose = random.Random(35)
+    with DaemonProcess("1MiB", leased_share="1") as daemon, SharedMemory(64 * PAGE_BYTES, "test") as memory:
+        with WireClient(daemon.directory) as worker, WireClient(daemon.directory, "scheduler") as scheduler:
+            caches = {}
+            for space in (NAMESPACE, OTHER):
+                worker.open_namespace(space)
+                scheduler.open_namespace(space)
+                caches[space] = worker.register(memory, namespace=space)
+            asked = dict.fromkeys(caches, 0)
+            hits = dict.fromkeys(caches, 0)
+            loaded = dict.fromkeys(caches, 0)
+            for lease in range(1, 200):
+                space = choose.choice((NAMESPACE, OTHER))
+                start = choose.randrange(120)
+                numbers = range(start, start + choose.randrange(1, 8))
+                act = choose.choice(("store", "store", "look up", "look up", "invalidate", "reset"))
+                if act == "store":
+                    worker.store(caches[space], keys(*numbers), [number % 64 for number in numbers])
+                elif act == "look up":
+                    states = scheduler.lookup(lease, keys(*numbers), space).states
+                    ready = len(states) - len(states.lstrip("R"))
+                    asked[space] += len(numbers)
+                    hits[space] += states.count("R")
+                    if ready:
+                        wanted = keys(*numbers[:ready])
+                        done = worker.load(caches[space], scheduler.lease(lease), wanted, list(range(ready)))
+                        assert done.ok
+                        loaded[space] += ready * PAGE_BYTES
+                    scheduler.release(lease)
+                elif act == "invalidate":
+                    scheduler.invalidate(keys(*numbers), space)
+                elif choose.random() < 0.1:
+                    scheduler.reset(space)
+                if not lease % 20:
+                    assert_balanced(books(daemon.directory))
+            found = books(daemon.directory)
+            assert_balanced(found)
+            for space, one in found.namespaces.items():
+                assert (one.keys_asked, one.keys_ready) == (asked[space], hits[space])
+                assert one.loaded_bytes == loaded[space]
+                assert one.evicted_blocks, "or nothing was evicted, and this proves little"
+                assert set(one.misses) >= {"never_stored", "evicted"}
+            assert (found.loads.failed, found.stores.failed) == (0, 0)
+            assert found.loads.nbytes == sum(loaded.values())
+
+
+def test_what_an_engine_learned_is_shown(shared_daemon: DaemonProcess) -> None:
+    with FakeEngine(shared_daemon.directory, "learned") as engine:
+        engine.scheduler.report(20_000.0, 300_000.0, 3, 1)
+        engine.scheduler.report(21_000.0, 0.0, 2, 0)
+        space = engine.namespace.fingerprint
+        wait_until(lambda: books(shared_daemon.directory).namespaces[space].skipped_loads == 5)
+        found = books(shared_daemon.directory).namespaces[space]
+        assert (found.prefill_tokens_per_second, found.load_tokens_per_second) == (21_000.0, 0.0)
+
+
+def test_counts_that_no_engine_can_have_are_refused(shared_daemon: DaemonProcess) -> None:
+    """They cannot make a figure larger than a reply holds."""
+    with WireClient(shared_daemon.directory) as worker:
+        before = books(shared_daemon.directory).unsent_stores
+        worker.cancel(unsent=5)
+        for _ in range(3):
+            assert refused(worker.cancel, unsent=2**63 - 1) == "malformed"
+        assert books(shared_daemon.directory).unsent_stores == before + 5
+
+
+# --- quotas ----------------------------------------------------------------------------------------
+
+QUOTA_BLOCKS = 32
+BLOCK_BYTES = 4 * PAGE_BYTES
+
+
+def set_quota(daemon: DaemonProcess, label: str, most: str) -> int:
+    return main(["namespace", "set", label, "--max", most, "--directory", str(daemon.directory)])
+
+
+def store_blocks(daemon: DaemonProcess, label: str, count: int) -> int:
+    """Store so many new blocks; how many the namespace has then."""
+    with FakeEngine(daemon.directory, label, blocks=16) as engine:
+        first = books(daemon.directory).namespaces[engine.namespace.fingerprint].stored_blocks
+        for start in range(first, first + count, 8):
+            assert engine.store(keys(*range(start, start + 8)), range(8)).ok
+        found = books(daemon.directory).namespaces[engine.namespace.fingerprint]
+        return found.ready_bytes // BLOCK_BYTES
+
+
+def test_a_quota_holds_and_outlives_the_daemon(pool_file: Path) -> None:
+    """The maximum of one namespace takes nothing from the others."""
+    with DaemonProcess("16MiB", pool_file=str(pool_file), eviction_policy="lru") as daemon:
+        assert store_blocks(daemon, "polite", 64) == 64
+        assert store_blocks(daemon, "flood", 8) == 8
+        assert set_quota(daemon, "flood", f"{QUOTA_BLOCKS * BLOCK_BYTES}") == 0
+        assert store_blocks(daemon, "flood", 160) == QUOTA_BLOCKS
+        for end in (daemon.kill, daemon.stop):
+            end()
+            daemon.start()
+            assert store_blocks(daemon, "flood", 80) == QUOTA_BLOCKS
+            assert store_blocks(daemon, "polite", 8) >= 64
+            maxima = {space.label: space.maximum_bytes for space in books(daemon.directory).namespaces.values()}
+            assert maxima == {"flood": QUOTA_BLOCKS * BLOCK_BYTES, "polite": None}
+        assert set_quota(daemon, "flood", "none") == 0
+        assert store_blocks(daemon, "flood", 80) > QUOTA_BLOCKS
+
+
+def test_a_quota_that_is_none_changes_nothing(shared_daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeEngine(shared_daemon.directory, "tiny"):
+        for most, why in (("lots", "not a size"), ("-1", "")):
+            assert set_quota(shared_daemon, "tiny", most) == 2
+            assert why in capsys.readouterr().err
+        assert set_quota(shared_daemon, "nobody", "1MiB") == 2
+        assert "No open namespace" in capsys.readouterr().err
+        assert all(space.maximum_bytes is None for space in books(shared_daemon.directory).namespaces.values())
