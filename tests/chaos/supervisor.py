@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Self
 
-from tests.kit.daemon import START_DEADLINE_S
-from tests.kit.service_manager import ManagedDaemon, ServiceManager
+from tests.kit.daemon import START_DEADLINE_S, DaemonProcess
+from tests.kit.service_manager import ServiceManager
 from tests.kit.waiting import wait_until
 
 WATCHDOG_S = 1.2
@@ -34,12 +34,14 @@ class Supervisor:
         failure: a sentence when a daemon did not come up.
     """
 
-    make_daemon = ManagedDaemon
+    make_daemon = DaemonProcess
 
     def __init__(self, pool_size: str, pool_file: Path | None, directory: Path | None = None, **flags: str) -> None:
         self._manager = ServiceManager()
         file = {} if pool_file is None else {"pool_file": str(pool_file)}
-        self.daemon = self.make_daemon(self._manager, pool_size, directory, watchdog_s=WATCHDOG_S, **file, **flags)
+        self.daemon = self.make_daemon(
+            pool_size, directory, manager=self._manager, watchdog_s=WATCHDOG_S, **file, **flags
+        )
         self.lives = 0
         self.hung: list[tuple[float, float]] = []
         self.ended_at: list[float] = []

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,6 @@ import pytest
 
 from kvoffd_client import SharedMemory
 from tests.kit.daemon import DaemonProcess
-from tests.kit.faulty_daemon import FaultyDaemon
 from tests.kit.waiting import wait_until
 from tests.kit.wire import (
     NAMESPACE,
@@ -39,9 +39,9 @@ OTHER = bytes(reversed(NAMESPACE))
 
 
 @pytest.fixture(scope="module")
-def faulty() -> Iterator[FaultyDaemon]:
+def faulty() -> Iterator[DaemonProcess]:
     """A daemon whose copies can be made to take long."""
-    with FaultyDaemon() as daemon:
+    with DaemonProcess("128MiB", faults=True) as daemon:
         yield daemon
 
 
@@ -444,7 +444,7 @@ def test_an_ended_jobs_number_may_be_used_again(worker: WireClient, memory: Shar
 # --- copies that take long ---------------------------------------------------------------------------
 
 
-def test_a_store_that_has_not_begun_is_cancelled(faulty: FaultyDaemon, memory: SharedMemory) -> None:
+def test_a_store_that_has_not_begun_is_cancelled(faulty: DaemonProcess, memory: SharedMemory) -> None:
     """One that runs is not, and both have one result."""
     before = books(faulty.directory)
     with engine(faulty) as (worker, scheduler), faulty.fault("store slow 1"):
@@ -465,7 +465,7 @@ def test_a_store_that_has_not_begun_is_cancelled(faulty: FaultyDaemon, memory: S
     assert after.balanced
 
 
-def test_unregister_ends_the_hold_on_the_memory(faulty: FaultyDaemon) -> None:
+def test_unregister_ends_the_hold_on_the_memory(faulty: DaemonProcess) -> None:
     """Its answer comes after the last byte of a copy that runs."""
     with SharedMemory(32 * PAGE_BYTES, "unregistered") as memory, engine(faulty) as (worker, _):
         cache = worker.register(memory)
@@ -480,29 +480,38 @@ def test_unregister_ends_the_hold_on_the_memory(faulty: FaultyDaemon) -> None:
 
 
 @contextmanager
-def engine_process(directory: Path, job: Callable[[WireClient, WireClient, bytes], None]) -> Iterator[int]:
-    """An engine in a process of its own that submits ``job`` and waits to be killed; its process id."""
+def engine_process(
+    directory: Path, job: Callable[[WireClient, WireClient, bytes], object], size: int = PAGE_BYTES, blocks: int = 16
+) -> Iterator[tuple[int, Connection]]:
+    """An engine in a process of its own that does ``job``, says what it returned, and waits to be killed.
+
+    Its process id, and where it says that.
+    """
+    heard, said = multiprocessing.Pipe(duplex=False)
 
     def run() -> None:
         with WireClient(directory) as worker, WireClient(directory, "scheduler") as scheduler:
             for client in (worker, scheduler):
-                client.open_namespace()
-            with SharedMemory(16 * PAGE_BYTES, "victim") as memory:
-                job(worker, scheduler, worker.register(memory))
+                client.open_namespace(NAMESPACE if size == PAGE_BYTES else OTHER)
+            with SharedMemory(blocks * size, "victim") as memory:
+                cache = worker.register(memory, size, namespace=NAMESPACE if size == PAGE_BYTES else OTHER)
+                said.send(job(worker, scheduler, cache))
                 time.sleep(300)
 
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
+    said.close()
     assert process.pid is not None
     try:
-        yield process.pid
+        with heard:
+            yield process.pid, heard
     finally:
         process.kill()
         process.join()
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
-def test_an_engine_killed_in_mid_copy_leaves_nothing(faulty: FaultyDaemon, direction: str) -> None:
+def test_an_engine_killed_in_mid_copy_leaves_nothing(faulty: DaemonProcess, direction: str) -> None:
     """No pin, no job, no mapping, and no block of a store that was not complete."""
     wanted = keys(*range(500, 516))
 
@@ -517,7 +526,7 @@ def test_an_engine_killed_in_mid_copy_leaves_nothing(faulty: FaultyDaemon, direc
             memory.view[:] = 7
             assert worker.store(worker.register(memory), wanted, range(16)).ok
         here = books(faulty.directory)
-        with faulty.fault(f"{direction} slow 1"), engine_process(faulty.directory, job) as pid:
+        with faulty.fault(f"{direction} slow 1"), engine_process(faulty.directory, job) as (pid, _):
             wait_until(lambda: (b := books(faulty.directory)).stores.running + b.loads.running == 1)
             os.kill(pid, 9)
         wait_until(lambda: books(faulty.directory).held == here.held, explain=lambda: books(faulty.directory).held)
@@ -525,6 +534,28 @@ def test_an_engine_killed_in_mid_copy_leaves_nothing(faulty: FaultyDaemon, direc
         assert "memfd:victim" not in Path(f"/proc/{faulty.pid}/maps").read_text()
         assert scheduler.lookup(9, wanted).states == ("-" if direction == "store" else "R") * 16
         scheduler.reset()
+
+
+def test_a_small_load_waits_for_a_part_of_a_large_one(faulty: DaemonProcess) -> None:
+    """8 MiB of a copy are a step. A small one of another engine comes between two of them, not after all six."""
+    size, large, small = 1 << 20, keys(*range(48)), keys(100)
+
+    def job(worker: WireClient, scheduler: WireClient, cache: bytes) -> float:
+        assert worker.store(cache, large, range(48)).ok
+        assert scheduler.lookup(1, large, OTHER).pinned == 48
+        with faulty.fault("load slow 0.3"):
+            return worker.load(cache, scheduler.lease(1), large, range(48)).seconds
+
+    with SharedMemory(PAGE_BYTES, "small") as memory, engine(faulty) as (worker, scheduler):
+        cache = worker.register(memory)
+        assert worker.store(cache, small, [0]).ok
+        assert scheduler.lookup(1, small).pinned == 1
+        with engine_process(faulty.directory, job, size, 48) as (_, heard):
+            wait_until(lambda: books(faulty.directory).loads.running == 1)
+            result = worker.load(cache, scheduler.lease(1), small, [0])
+            assert heard.poll(30.0), "the large load did not end"
+            assert result.ok
+            assert result.seconds < heard.recv() / 2
 
 
 # --- steps -----------------------------------------------------------------------------------------

@@ -86,16 +86,12 @@ class Installed(DaemonProcess):
     """The daemon of an environment, out of reach of this tree."""
 
     def __init__(self, environment: Path) -> None:
-        super().__init__()
+        super().__init__(environ=isolated(environment))
         self.environment = environment
 
     @property
     def program(self) -> list[str]:
         return [str(self.environment / "bin" / "kvoffd")]
-
-    @property
-    def environ(self) -> dict[str, str]:
-        return isolated(self.environment)
 
 
 def isolated(environment: Path) -> dict[str, str]:

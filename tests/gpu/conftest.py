@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.kit.daemon import DaemonProcess
 from tests.kit.gpu_machine import Machine, real_gpus
 from tests.kit.stub_cuda import fresh_stub
 
@@ -17,11 +17,11 @@ def stub_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
     """Makes a machine with a stub driver, given the stub's variables; its daemon runs."""
     machines: list[Machine] = []
 
-    def make(stub: dict[str, str], daemon: type[DaemonProcess] = DaemonProcess, **flags: str) -> Machine:
+    def make(stub: dict[str, str], **options: Any) -> Machine:
         log = tmp_path / "driver.log"
         for name, value in {"STUB_LOG": str(log), **stub}.items():
             monkeypatch.setenv(name, value)
-        machine = Machine(fresh_stub().path, log, daemon, **flags)
+        machine = Machine(fresh_stub().path, log, **options)
         machines.append(machine)
         machine.daemon.start()
         return machine

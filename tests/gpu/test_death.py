@@ -10,7 +10,6 @@ import pytest
 from kvoffd.server.daemon import EXIT_GPU_LOST
 from kvoffd_client import SchedulerClient
 from kvoffd_proto.messages import GroupKeys
-from tests.kit.dying_daemon import DyingDaemon
 from tests.kit.exporter import Exporter
 from tests.kit.gpu_machine import Machine
 from tests.kit.waiting import wait_until
@@ -33,7 +32,7 @@ def begin_hanging_load(machine: Machine, worker: Exporter, scheduler: SchedulerC
 
 
 def test_a_load_fails_when_the_daemons_process_is_gone_and_not_at_its_eof(stub_machine: MakeMachine) -> None:
-    machine = stub_machine({"STUB_HANG": "cuEventSynchronize:2"}, DyingDaemon)
+    machine = stub_machine({"STUB_HANG": "cuEventSynchronize:2"}, dies_slowly=True)
     with machine.exporter("ordinary") as worker, machine.scheduler() as scheduler:
         worker.wait_ready()
         worker.ask("fill", seed=7)
@@ -65,7 +64,7 @@ def test_a_client_that_does_not_wait_for_the_process_is_seen(
     """In the shape that ``make gpu`` watches, by bytes that land a moment after the lifeline's end."""
     monkeypatch.setenv("EXPORTER_HASTY", "1")
     stub = {"STUB_HANG": "cuEventSynchronize:2", "DYING_CLOSING_US": "60000"}
-    machine = stub_machine(stub, DyingDaemon, pool_size="256MiB")
+    machine = stub_machine(stub, dies_slowly=True, pool_size="256MiB")
     with machine.exporter("ordinary", layers=8, blocks=64, page_bytes=256 << 10) as worker:
         worker.wait_ready()
         assert worker.ask("store", job_id=1, keys=KEY.hex(), blocks=[0])["ok"]

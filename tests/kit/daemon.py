@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -9,6 +10,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,22 +20,71 @@ from kvoffd_client import AdminClient
 from kvoffd_proto.sockets import SocketPaths
 
 from .closing import Starting
+from .service_manager import LAUNCH_WITH_FDS, ServiceManager
 from .waiting import wait_until
 
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 60.0
 """Longer than any machine of CI has kept a process from its CPU: kernels report 39 s for their own threads."""
 
+LAUNCHER = Path(__file__).with_name("launcher.py")
+PLANTED = "KVOFFD_PLANTED"
+"""Names a fault of ``tests/sim/planted.py`` that every daemon of this test run has."""
+
 
 class DaemonProcess(Starting):
-    """``kvoffd serve`` in a short directory of its own. Start, kill, stop and start again as a test likes."""
+    """``kvoffd serve`` in a short directory of its own. Start, kill, stop and start again as a test likes.
 
-    def __init__(self, pool_size: str = "64MiB", directory: Path | None = None, **flags: str) -> None:
+    Args:
+        pool_size: of the daemon.
+        directory: of its sockets and its log; None for one of its own, which is removed at the end.
+        manager: the service manager that keeps its descriptors.
+        watchdog_s: how long it may be silent to ``manager``; 0 for any time.
+        faults: its copies obey ``fault``.
+        dies_slowly: the CUDA library over which its death takes most of a second: its lifelines first, its GPU's copies
+            last. ``kill`` then returns when the process is gone.
+        releases_slowly_s: how long the kernel takes to close or unmap an engine's memory.
+        before: a command before its own, which runs what follows it.
+        environ: variables of the daemon besides those of this process.
+        pass_fds: descriptors that it inherits.
+        flags: settings, by name.
+    """
+
+    def __init__(
+        self,
+        pool_size: str = "64MiB",
+        directory: Path | None = None,
+        *,
+        manager: ServiceManager | None = None,
+        watchdog_s: float = 0.0,
+        faults: bool = False,
+        dies_slowly: str = "",
+        releases_slowly_s: float = 0.0,
+        before: Sequence[str] = (),
+        environ: dict[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+        **flags: str,
+    ) -> None:
         # Unix socket paths are limited to 107 bytes, which pytest's own directories may exceed.
         self._own = directory is None
         self.directory = directory or Path(tempfile.mkdtemp(prefix="kvoffd-", dir="/tmp"))
         self.flags = {"pool-size": pool_size, "http-address": "", **{k.replace("_", "-"): v for k, v in flags.items()}}
         self.log_path = self.directory / "daemon.log"
+        self.manager = manager
+        self._before = list(before)
+        self._environ = environ or {}
+        self._pass_fds = tuple(pass_fds)
+        self._fault_file = self.directory / "fault"
+        self._dies_slowly = bool(dies_slowly)
+        options = {
+            "planted": os.environ.get(PLANTED, ""),
+            "faults": str(self._fault_file) if faults else "",
+            "dies_slowly": dies_slowly,
+            "releases_slowly": str(releases_slowly_s or ""),
+        }
+        self._launch = {name: value for name, value in options.items() if value}
+        if watchdog_s:
+            self._environ = {**self._environ, "WATCHDOG_USEC": str(round(watchdog_s * 1e6))}
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -43,17 +95,9 @@ class DaemonProcess(Starting):
     @property
     def program(self) -> list[str]:
         """The command line up to the subcommand."""
+        if self._launch:
+            return [sys.executable, str(LAUNCHER), json.dumps(self._launch)]
         return [sys.executable, "-m", "kvoffd"]
-
-    @property
-    def environ(self) -> dict[str, str]:
-        """Environment variables of the daemon besides this process's own."""
-        return {}
-
-    @property
-    def pass_fds(self) -> tuple[int, ...]:
-        """Descriptors that the daemon inherits."""
-        return ()
 
     @property
     def pid(self) -> int:
@@ -68,13 +112,22 @@ class DaemonProcess(Starting):
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
     def start(self, *, wait: bool = True) -> Self:
-        command = [*self.program, "serve", "--directory", str(self.directory)]
+        command = [*self._before, *self.program, "serve", "--directory", str(self.directory)]
         for name, value in self.flags.items():
             command += [f"--{name}", value]
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("KVOFFD_")} | self._environ
+        fds = self._pass_fds
+        if self.manager is not None:
+            stored = self.manager.stored_fds
+            fds += tuple(fd for _, fd in stored)
+            command = [sys.executable, "-c", LAUNCH_WITH_FDS, ",".join(str(fd) for _, fd in stored), *command]
+            environ["NOTIFY_SOCKET"] = self.manager.address
+            if stored:
+                names = ":".join(name for name, _ in stored)
+                environ |= {"LISTEN_FDS": str(len(stored)), "LISTEN_FDNAMES": names}
         with self.log_path.open("ab") as log:
-            environ = {k: v for k, v in os.environ.items() if not k.startswith("KVOFFD_")} | self.environ
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ, pass_fds=self.pass_fds
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ, pass_fds=fds
             )
         if wait:
             self.wait_ready()
@@ -99,9 +152,26 @@ class DaemonProcess(Starting):
         )
 
     def kill(self) -> None:
-        """End it with SIGKILL."""
+        """End it with SIGKILL, or as slowly as was asked for; it is gone then."""
+        if self._dies_slowly:
+            self.process.send_signal(signal.SIGUSR1)
+            try:
+                self.process.wait(STOP_DEADLINE_S)
+                return
+            except subprocess.TimeoutExpired:
+                pass
         self.process.kill()
         self.process.wait(STOP_DEADLINE_S)
+
+    @contextmanager
+    def fault(self, words: str) -> Iterator[None]:
+        """Every copy that starts within fails, lies or is slow: ``load fails``, ``load lies``, ``store slow 0.5``."""
+        assert "faults" in self._launch, "a daemon whose copies obey is made with faults=True"
+        self._fault_file.write_text(words)
+        try:
+            yield
+        finally:
+            self._fault_file.unlink()
 
     def stop(self) -> int:
         """End it with SIGTERM. Returns the exit status."""

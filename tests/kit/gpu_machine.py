@@ -23,14 +23,13 @@ def real_gpus() -> int:
 class Machine:
     """A driver, a daemon over it, and a scheduler; exporters come and go."""
 
-    def __init__(
-        self, library: str, log: Path | None, daemon: type[DaemonProcess] = DaemonProcess, **flags: str
-    ) -> None:
+    def __init__(self, library: str, log: Path | None, *, dies_slowly: bool = False, **flags: str) -> None:
         self.library = library
         self.is_stub = log is not None
         self._log = log
         # So that CUDA is in use while engines are there, and no longer, unless a test wants it otherwise.
-        self.daemon = daemon(cuda_library=library, **{"pin_pool": "use", "pin_linger": "0s", **flags})
+        flags = {"cuda_library": library, "pin_pool": "use", "pin_linger": "0s", **flags}
+        self.daemon = DaemonProcess(dies_slowly=library if dies_slowly else "", **flags)
 
     def exporter(self, kind: str, **shape: int) -> Exporter:
         """A worker of this daemon."""

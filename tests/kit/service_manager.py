@@ -6,17 +6,15 @@ import array
 import os
 import shutil
 import socket
-import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 
-from .daemon import DaemonProcess
 from .waiting import wait_until
 
 # Run in the new process: descriptors go where sd_listen_fds(3) has them, then the program takes over.
-LAUNCHER = """
+LAUNCH_WITH_FDS = """
 import os, sys
 fds = [int(fd) for fd in sys.argv[1].split(",") if fd]
 copies = [os.dup(fd) for fd in fds]
@@ -93,35 +91,3 @@ class ServiceManager:
         for _, fd in self.stored_fds:
             os.close(fd)
         shutil.rmtree(self._directory)
-
-
-class ManagedDaemon(DaemonProcess):
-    """A daemon run by ``manager``, with a watchdog of ``watchdog_s`` seconds; 0 for none."""
-
-    def __init__(
-        self,
-        manager: ServiceManager,
-        pool_size: str = "64MiB",
-        directory: Path | None = None,
-        *,
-        watchdog_s: float = 0.0,
-        **flags: str,
-    ) -> None:
-        super().__init__(pool_size, directory, **flags)
-        self.manager = manager
-        self._watchdog = {"WATCHDOG_USEC": str(round(watchdog_s * 1e6))} if watchdog_s else {}
-
-    @property
-    def program(self) -> list[str]:
-        fds = ",".join(str(fd) for _, fd in self.manager.stored_fds)
-        return [sys.executable, "-c", LAUNCHER, fds, *super().program]
-
-    @property
-    def environ(self) -> dict[str, str]:
-        kept = self.manager.stored_fds
-        names = {"LISTEN_FDS": str(len(kept)), "LISTEN_FDNAMES": ":".join(name for name, _ in kept)}
-        return {"NOTIFY_SOCKET": self.manager.address, **self._watchdog, **(names if kept else {})}
-
-    @property
-    def pass_fds(self) -> tuple[int, ...]:
-        return tuple(fd for _, fd in self.manager.stored_fds)

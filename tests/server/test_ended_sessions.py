@@ -49,34 +49,10 @@ def test_who_left_and_why(daemon: DaemonProcess) -> None:
 
 
 SLOW_S = 2.0
-SLOW = f"""
-import os, sys, time
-from kvoffd.cli import main
-from kvoffd.system import mappings
-close, munmap = os.close, mappings._munmap
-def slow_close(fd):
-    if "memfd:attached" in os.readlink(f"/proc/self/fd/{{fd}}"):
-        time.sleep({SLOW_S})
-    close(fd)
-def slow_munmap(address, nbytes):
-    time.sleep({SLOW_S})
-    return munmap(address, nbytes)
-os.close, mappings._munmap = slow_close, slow_munmap
-sys.argv[0] = "kvoffd"
-main()
-"""
-
-
-class SlowDaemon(DaemonProcess):
-    """One in which memory takes long to be let go of, as much of it does."""
-
-    @property
-    def program(self) -> list[str]:
-        return [sys.executable, "-c", SLOW]
 
 
 def test_others_are_served_while_the_memory_of_who_left_is_let_go_of() -> None:
-    with SlowDaemon() as daemon:
+    with DaemonProcess(releases_slowly_s=SLOW_S) as daemon:
         with FakeEngine(daemon.directory), WireClient(daemon.directory) as client:
             fd = os.memfd_create("attached", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             assert isinstance(client.attach(fd, 1), Attached)
@@ -86,7 +62,7 @@ def test_others_are_served_while_the_memory_of_who_left_is_let_go_of() -> None:
 
 
 def test_memory_is_let_go_of_before_that_is_said() -> None:
-    with SlowDaemon() as daemon, FakeEngine(daemon.directory) as engine:
+    with DaemonProcess(releases_slowly_s=SLOW_S) as daemon, FakeEngine(daemon.directory) as engine:
         began = time.monotonic()
         assert engine.workers[0].unregister(10.0)
         assert time.monotonic() - began >= SLOW_S

@@ -13,7 +13,7 @@ from kvoffd.server.engine_memory import STUCK_AFTER_S
 from kvoffd.transfer.lane import OVERDUE_GRACE_S
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.errors import ErrorCode
-from tests.kit.faulty_daemon import FaultyDaemon
+from tests.kit.daemon import DaemonProcess
 
 FOR_EVER = "slow 100000"
 DEADLINE_S = 0.5
@@ -21,12 +21,12 @@ KEYS = [number.to_bytes(32, "big") for number in range(8)]
 
 
 @pytest.fixture
-def daemon(pool_file: Path) -> Iterator[FaultyDaemon]:
-    with FaultyDaemon("16MiB", pool_file=str(pool_file), job_deadline=f"{DEADLINE_S}s") as running:
+def daemon(pool_file: Path) -> Iterator[DaemonProcess]:
+    with DaemonProcess("16MiB", faults=True, pool_file=str(pool_file), job_deadline=f"{DEADLINE_S}s") as running:
         yield running
 
 
-def test_a_load_that_hangs_ends_the_daemon_and_the_next_one_serves_its_blocks(daemon: FaultyDaemon) -> None:
+def test_a_load_that_hangs_ends_the_daemon_and_the_next_one_serves_its_blocks(daemon: DaemonProcess) -> None:
     with FakeEngine(daemon.directory, blocks=16) as engine:
         engine.fill(range(8), seed=1)
         assert engine.store(KEYS, range(8)).ok
@@ -46,7 +46,7 @@ def test_a_load_that_hangs_ends_the_daemon_and_the_next_one_serves_its_blocks(da
         assert engine.checksums(range(8)) == engine.checksums(range(8, 16))
 
 
-def test_a_store_that_hangs_is_answered_before_the_daemon_ends_for_it(daemon: FaultyDaemon) -> None:
+def test_a_store_that_hangs_is_answered_before_the_daemon_ends_for_it(daemon: DaemonProcess) -> None:
     with FakeEngine(daemon.directory, blocks=16) as engine:
         engine.fill(range(8), seed=1)
         assert engine.store(KEYS[:4], range(4)).ok
@@ -57,7 +57,7 @@ def test_a_store_that_hangs_is_answered_before_the_daemon_ends_for_it(daemon: Fa
             assert daemon.process.wait(30) == EXIT_STUCK
 
 
-def test_memory_is_not_said_to_be_let_go_of_while_a_copy_of_it_hangs(daemon: FaultyDaemon) -> None:
+def test_memory_is_not_said_to_be_let_go_of_while_a_copy_of_it_hangs(daemon: DaemonProcess) -> None:
     with FakeEngine(daemon.directory, blocks=16) as engine:
         with daemon.fault(f"store {FOR_EVER}"):
             assert engine.store(KEYS, range(8), timeout_s=0.2).error is ErrorCode.DEADLINE

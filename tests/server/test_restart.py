@@ -19,7 +19,7 @@ from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import messages as m
 from tests.kit.daemon import DaemonProcess
-from tests.kit.service_manager import ManagedDaemon, ServiceManager
+from tests.kit.service_manager import ServiceManager
 from tests.kit.struct_wire import WireClient, stats
 from tests.kit.waiting import wait_until
 
@@ -48,7 +48,7 @@ def manager() -> Iterator[ServiceManager]:
 @pytest.fixture
 def managed(manager: ServiceManager) -> Iterator[DaemonProcess]:
     """A running daemon whose pool systemd keeps."""
-    with ManagedDaemon(manager, "32MiB") as daemon:
+    with DaemonProcess("32MiB", manager=manager) as daemon:
         manager.wait_stored_fds(2)
         yield daemon
 
@@ -214,7 +214,7 @@ def test_half_of_what_systemd_kept_is_nothing(manager: ServiceManager, managed: 
 
 
 def test_descriptors_meant_for_another_process_are_left_alone(manager: ServiceManager) -> None:
-    with ManagedDaemon(manager, "32MiB") as daemon:
+    with DaemonProcess("32MiB", manager=manager) as daemon:
         manager.wait_stored_fds(2)
         store(daemon)
         daemon.stop()

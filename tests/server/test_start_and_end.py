@@ -124,12 +124,8 @@ def test_a_terminal_that_is_closed_ends_the_daemon_in_good_order_unless_it_is_to
 
 
 def test_a_daemon_whose_standard_streams_are_closed_serves_and_ends() -> None:
-    class Closed(DaemonProcess):
-        @property
-        def program(self) -> list[str]:
-            return ["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh", *super().program]
-
-    with Closed() as daemon, AdminClient(daemon.directory) as admin:
+    closed = ["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh"]
+    with DaemonProcess(before=closed) as daemon, AdminClient(daemon.directory) as admin:
         opened = [os.readlink(f"/proc/{daemon.pid}/fd/{fd}") for fd in range(3)]
         assert opened == [os.devnull] * 3
         assert admin.health().healthy
@@ -142,17 +138,9 @@ def test_a_log_that_nobody_reads_keeps_no_client_waiting() -> None:
     read_end, write_end = os.pipe()
     fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, 4096)
 
-    class Unread(DaemonProcess):
-        @property
-        def program(self) -> list[str]:
-            return ["sh", "-c", f'exec "$@" 2>/dev/fd/{write_end}', "sh", *super().program]
-
-        @property
-        def pass_fds(self) -> tuple[int, ...]:
-            return (write_end,)
-
+    unread = ["sh", "-c", f'exec "$@" 2>/dev/fd/{write_end}', "sh"]
     try:
-        with Unread() as daemon:
+        with DaemonProcess(before=unread, pass_fds=[write_end]) as daemon:
             for _ in range(40):  # each leaves two lines
                 with WireClient(daemon.directory) as client:
                     client.open_namespace()
@@ -297,29 +285,22 @@ def test_systemd_is_told_when_the_daemon_is_ready_and_that_it_lives(tmp_path):
             daemon.close()
 
 
-class RefusedCall(DaemonProcess):
-    """Under a seccomp filter that refuses one call to the system."""
-
-    def __init__(self, code: int, call: str) -> None:
-        super().__init__()
-        self._filter = [sys.executable, refused_calls.__file__, str(code), call]
-
-    @property
-    def program(self) -> list[str]:
-        return [*self._filter, *super().program]
+def refusing(code: int, call: str) -> DaemonProcess:
+    """Make a daemon under a seccomp filter that refuses one call to the system."""
+    return DaemonProcess(before=[sys.executable, refused_calls.__file__, str(code), call])
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS])
 @pytest.mark.parametrize("call", ["madvise", "prlimit64", "sched_getaffinity"])
 def test_a_call_that_a_seccomp_filter_refuses_is_done_without(call: str, code: int) -> None:
-    with RefusedCall(code, call) as daemon, AdminClient(daemon.directory) as admin:
+    with refusing(code, call) as daemon, AdminClient(daemon.directory) as admin:
         assert admin.stats().pool.pool_bytes == parse_size("64MiB")
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS])
 @pytest.mark.parametrize("call", ["epoll_create1", "eventfd2", "pipe2", "rt_sigaction", "socketpair"])
 def test_a_call_that_no_daemon_can_do_without_is_refused_in_one_sentence(call: str, code: int) -> None:
-    with closing(RefusedCall(code, call)) as daemon:
+    with closing(refusing(code, call)) as daemon:
         daemon.start(wait=False)
         assert daemon.process.wait(30) == 2
         assert os.strerror(code) in daemon.log

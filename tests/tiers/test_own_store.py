@@ -44,12 +44,7 @@ class Daemon(DaemonProcess):
     """One in whose environment the package is installed."""
 
     def __init__(self, installed: Path, url: str) -> None:
-        super().__init__("16MiB", shared=url, shared_write="always")
-        self._installed = installed
-
-    @property
-    def environ(self) -> dict[str, str]:
-        return {"PYTHONPATH": str(self._installed)}
+        super().__init__("16MiB", environ={"PYTHONPATH": str(installed)}, shared=url, shared_write="always")
 
 
 @pytest.fixture

@@ -20,8 +20,9 @@ from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_proto.messages import READY, GroupKeys
 from tests.bench.scale.fill import LOOKUP_KEYS, SAMPLES, pool_bytes_of, private_bytes
 from tests.bench.scale.load import SLOT_BYTES
+from tests.kit.daemon import DaemonProcess
 from tests.kit.filled_table import key_of, left_behind, namespace_record
-from tests.kit.service_manager import ManagedDaemon, ServiceManager
+from tests.kit.service_manager import ServiceManager
 
 MAIN = Path(__file__).parent / "sparse_main.py"
 PAUSE_S = 0.02
@@ -32,12 +33,12 @@ INDEX_BYTES_PER_SLOT = 4096
 DEADLINE_S = 300.0
 
 
-class SparseDaemon(ManagedDaemon):
+class SparseDaemon(DaemonProcess):
     """A daemon whose pool has no pages."""
 
     @property
     def program(self) -> list[str]:
-        return [*super().program[:-2], str(MAIN)]
+        return [sys.executable, str(MAIN)]
 
 
 class Engine:
@@ -79,7 +80,7 @@ def restart(blocks: int, shards: int, policy: str, samples: int) -> dict[str, ob
         made = time.perf_counter() - made
         started = time.perf_counter()
         flags = {"index_size": str(index_bytes), "eviction_policy": policy}
-        daemon = stack.enter_context(SparseDaemon(manager, str(pool_bytes), **flags))
+        daemon = stack.enter_context(SparseDaemon(str(pool_bytes), manager=manager, **flags))
         opened = time.perf_counter() - started
         engine = Engine(daemon.directory, shards)
         stack.callback(engine.close)

@@ -48,10 +48,7 @@ def test_simulate_finds_it(installed: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_a_daemon_keeps_by_it_what_was_found_most_often(installed: dict[str, str], pool_file: Path) -> None:
-    class Daemon(DaemonProcess):
-        environ = installed
-
-    with Daemon("16MiB", eviction_policy="fewest", pool_file=str(pool_file)) as daemon:
+    with DaemonProcess("16MiB", environ=installed, eviction_policy="fewest", pool_file=str(pool_file)) as daemon:
         with FakeEngine(daemon.directory, layers=1, blocks=100, page_bytes=65536) as engine:
             engine.fill(range(8), seed=5)
             written = engine.checksums(range(8))

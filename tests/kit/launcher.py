@@ -1,0 +1,115 @@
+"""``kvoffd`` with something of its inside made wrong or slow: ``launcher.py OPTIONS serve ...``. See ``DaemonProcess``.
+
+``OPTIONS`` is a JSON object. This is the one program of the door suite that knows the daemon's inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+STEPS = 8
+"""Of a copy, for each time that the file of faults is read."""
+CLOSING_US = int(os.environ.get("DYING_CLOSING_US", 700_000))
+COPYING_US = 100_000
+
+
+def copies_with_faults(file: Path) -> None:
+    """Have every copy do as ``file`` says while it is there: ``load fails``, ``load lies``, ``store slow 0.5``."""
+    from kvoffd.transfer import host_engine
+    from kvoffd.transfer.host_engine import HostCopy
+    from kvoffd.transfer.pace import Pace
+
+    def run(copy: HostCopy, pace: Pace) -> None:
+        words = file.read_text().split() if file.exists() else []
+        if not words or words[0] != threading.current_thread().name.split("-")[1]:  # kvoffd-store-0
+            copy.run(pace, STEPS)
+            return
+        if words[1] == "fails":
+            raise OSError("a deliberate failure")
+        if words[1] == "slow":
+            time.sleep(float(words[2]))
+        copy.run(pace, STEPS)
+        if words[1] == "lies":
+            for address, size in zip(copy.plan.destination.tolist(), copy.plan.size.tolist(), strict=True):
+                ctypes.memset(address, 0x3C, size)
+
+    made: Callable[[HostCopy, Pace], None] = run
+    defaults = (time.monotonic, 1, made, host_engine.STEP_BYTES)
+    host_engine.HostEngine.__init__.__defaults__ = defaults  # type: ignore[attr-defined]
+
+
+def die_slowly(library: str) -> None:
+    """At SIGUSR1 do what the kernel does with a killed process, and take time between the steps.
+
+    Its sockets close from the highest down. The GPU, whose descriptors are lower, copies on; then it is gone too. No
+    other Python thread runs until then, since calls of PyDLL keep the GIL.
+    """
+
+    def wait() -> None:
+        signal.sigwait({signal.SIGUSR1})
+        libc, driver = ctypes.PyDLL(None), ctypes.PyDLL(library)
+        for fd in sorted(map(int, os.listdir("/proc/self/fd")), reverse=True):
+            try:
+                if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                    os.close(fd)
+            except OSError:
+                pass  # that of the listing
+        libc.usleep(CLOSING_US)
+        driver.stub_release()  # what hung in the driver copies now
+        libc.usleep(COPYING_US)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def release_slowly(seconds: float) -> None:
+    """Have the kernel take so long to close and to unmap engines' memory, as it may for much of it."""
+    from kvoffd.system import mappings
+
+    close, munmap = os.close, mappings._munmap
+
+    def slow_close(fd: int) -> None:
+        if "memfd:attached" in os.readlink(f"/proc/self/fd/{fd}"):
+            time.sleep(seconds)
+        close(fd)
+
+    def slow_munmap(address: int, nbytes: int) -> int:
+        time.sleep(seconds)
+        return munmap(address, nbytes)
+
+    os.close, mappings._munmap = slow_close, slow_munmap
+
+
+def main(options: dict[str, str]) -> None:
+    with contextlib.ExitStack() as stack:
+        if planted := options.get("planted"):
+            sys.path.insert(0, str(ROOT))
+            from tests.sim.planted import PLANTED
+
+            stack.enter_context(next(fault for fault in PLANTED if fault.name == planted).plant())
+        if file := options.get("faults"):
+            copies_with_faults(Path(file))
+        if library := options.get("dies_slowly"):
+            die_slowly(library)
+        if seconds := options.get("releases_slowly"):
+            release_slowly(float(seconds))
+        from kvoffd.cli import main as kvoffd
+
+        sys.argv[0] = "kvoffd"
+        kvoffd()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv.pop(1)))
