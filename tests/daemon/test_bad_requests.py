@@ -29,6 +29,7 @@ from tests.kit.wire import (
     Store,
     Tensor,
     WireClient,
+    answer,
     books,
     broken_request,
     keys,
@@ -272,6 +273,7 @@ def test_registrations_that_do_not_fit(desk: Desk) -> None:
     table: Table = {}
     for name, (code, changes) in wrong.items():
         table[name] = (code, lambda desk, changes=changes: desk.register(**changes))
+    table["a segment of a number that is taken"] = ("malformed", lambda d: d.worker.attach(d.memory.fd, ATTACHED))
     desk.assert_refused(table)
     desk.register()
 
@@ -301,7 +303,7 @@ def test_what_a_session_may_have_is_bounded(memory: SharedMemory) -> None:
         "max_segments": 3,
     }
     flags = {name.replace("frame_bytes", "frame_size"): str(limit) for name, limit in limits.items()}
-    with DaemonProcess(**flags) as daemon, WireClient(daemon.directory) as worker:
+    with DaemonProcess(**flags, max_namespaces="8") as daemon, WireClient(daemon.directory) as worker:
         assert worker.welcome is not None
         assert worker.welcome.limits == limits
         with WireClient(daemon.directory, "scheduler") as scheduler:
@@ -331,6 +333,15 @@ def test_what_a_session_may_have_is_bounded(memory: SharedMemory) -> None:
             assert refused(worker.register, memory) == "too_many"
             attached = [refusal(_attach_all, worker, memory.fd) for _ in range(2)]
             assert [why.code for why in attached] == ["too_many"] * 2
+
+            def open_many(client: WireClient) -> str:
+                return answer(lambda: [client.open_namespace(os.urandom(32)) for _ in range(8)])
+
+            with WireClient(daemon.directory) as hoarder:
+                assert open_many(hoarder) == "too_many"
+                assert 1 < len(books(daemon.directory).namespaces) <= 8
+            with WireClient(daemon.directory) as newcomer:  # what nobody has open, and is empty, keeps no place
+                wait_until(lambda: answer(newcomer.open_namespace, UNKNOWN) == "taken", 5.0)
             assert worker.health() == scheduler.health() == "ok"
             assert books(daemon.directory).pinned_blocks == before.pinned_blocks == 0
 
@@ -344,17 +355,11 @@ def test_the_number_of_sessions_is_bounded() -> None:
     """One that ends makes a place. The command line still finds one."""
     with DaemonProcess(max_sessions="2") as daemon, WireClient(daemon.directory):
 
-        def answer() -> str:
+        def newcomer() -> str:
             with WireClient(daemon.directory, None) as client:
-                why = client.rejected
-                try:
-                    if why is None:
-                        client.hello("worker")
-                except Refused as refused:
-                    why = refused
-                return why.code if why else "taken"
+                return client.rejected.code if client.rejected else answer(client.hello, "worker")
 
         with WireClient(daemon.directory):
-            assert answer() == "too_many"
+            assert newcomer() == "too_many"
             assert books(daemon.directory).sessions == 2
-        wait_until(lambda: answer() == "taken")
+        wait_until(lambda: newcomer() == "taken")

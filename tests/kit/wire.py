@@ -150,6 +150,15 @@ def refused(call: Callable[P, object], *arguments: P.args, **named: P.kwargs) ->
     return refusal(call, *arguments, **named).code
 
 
+def answer(call: Callable[P, object], *arguments: P.args, **named: P.kwargs) -> str:
+    """``taken``, or the code with which the daemon refuses a call."""
+    try:
+        call(*arguments, **named)
+    except Refused as why:
+        return why.code
+    return "taken"
+
+
 @dataclass(frozen=True)
 class Welcome:
     """What the daemon says when it takes a session."""
@@ -525,20 +534,24 @@ class WireClient(Closing):
         wanted = [store.job for store in stores] + [load.job for load in loads]
         before = self._ask(m.Heartbeat, 0, []).sequence
         self.submit(registration, stores, loads)
+        return self.outcome(wanted, before)
+
+    def outcome(self, jobs: Iterable[int], after: int = 0) -> Outcome:
+        """Wait until each job has ended or is refused; that acknowledges batches up to number ``after``."""
+        wanted = set(jobs)
         refusals: dict[int, Refused] = {}
         results: list[Result] = []
 
         def ended() -> bool:
-            replay = self._send(m.Replay, before)
+            replay = self._send(m.Replay, after)
             while (reply := self._receive()).request_id != replay.request_id:
                 if isinstance(reply, m.Error):
                     self._receive()  # the answer to the Replay
                     raise _refused(reply)
                 assert isinstance(reply, m.JobsRefused), reply
-                assert not refusals, "a step is answered once"
                 refusals.update({one.job_id: Refused(_word(one.code), one.message) for one in reply.refused})
-            results[:] = [_result(one) for batch in reply.batches for one in batch.results]
-            return len(results) + len(refusals) >= len(set(wanted))
+            results[:] = [_result(one) for batch in reply.batches for one in batch.results if one.job_id in wanted]
+            return len(results) + len(refusals) >= len(wanted)
 
         if wanted:
             wait_until(ended, TIMEOUT_S, interval_s=0.001, explain=lambda: (results, refusals))
@@ -548,14 +561,7 @@ class WireClient(Closing):
 
     def wait_ended(self, *jobs: int) -> dict[int, Result]:
         """Wait until jobs that were submitted have ended; their results."""
-
-        def ended() -> dict[int, Result] | None:
-            found = {result.job: result for result in self.unacknowledged().results}
-            return found if set(jobs) <= set(found) else None
-
-        found = wait_until(ended, TIMEOUT_S, interval_s=0.001)
-        assert found is not None
-        return {job: found[job] for job in jobs}
+        return self.outcome(jobs).results
 
     def cancel(self, *jobs: int, unsent: int = 0) -> Cancelled:
         """Cancel jobs, and say how many stores were dropped before they were sent."""
@@ -637,6 +643,43 @@ class WireClient(Closing):
         return codec.decode_reply(self._jobs.recv())
 
 
+class Eavesdropper(Closing):
+    """Somebody without a session, at the sockets behind the lifeline."""
+
+    def __init__(self, directory: Path, routing_id: bytes = b"") -> None:
+        paths = SocketPaths(directory)
+        self._context = zmq.Context()
+        self._events, self._jobs = self._context.socket(zmq.SUB), self._context.socket(zmq.DEALER)
+        if routing_id:
+            self._jobs.setsockopt(zmq.ROUTING_ID, routing_id)
+        for used, path in ((self._events, paths.events), (self._jobs, paths.jobs)):
+            used.setsockopt(zmq.LINGER, 0)
+            used.connect(f"ipc://{path}")
+        self._events.setsockopt(zmq.SUBSCRIBE, b"")
+
+    def ask(self) -> None:
+        """Ask for all that can be asked for: KV events from the first on, and the statistics."""
+        self._jobs.send_multipart([b"", bytes(events.SEQUENCE_BYTES)])
+        self._jobs.send(codec.encode(m.Stats(1, bytes(m.TOKEN_BYTES))))
+
+    def hears(self, timeout_s: float) -> bool:
+        """Whether anything is published to it."""
+        return bool(self._events.poll(timeout_s * 1000))
+
+    def is_answered(self, timeout_s: float) -> bool:
+        """Whether anything comes back, be it a refusal."""
+        return bool(self._jobs.poll(timeout_s * 1000))
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def request_streams(directory: Path) -> list[Path]:
+    """The sockets behind the lifeline, for clients that speak something else there."""
+    paths = SocketPaths(directory)
+    return [paths.jobs, paths.events]
+
+
 def _word(code: m.ErrorCode) -> str:
     return code.name.lower()
 
@@ -692,7 +735,25 @@ LIFELINE_GARBAGE: dict[str, bytes] = {
 """Bytes on the lifeline that end a session."""
 
 
-def numbered_routing_ids(count: int = 192) -> Iterator[bytes]:
+_GREETING = b"\xff" + bytes(8) + b"\x7f\3\0" + b"NULL".ljust(20, b"\0") + bytes(32)
+_READY = b"\4\x29\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
+STREAM_GARBAGE: dict[str, bytes] = {
+    "nothing": b"",
+    "another protocol": b"GET / HTTP/1.1\r\n\r\n",
+    "64 KiB of ones": b"\xff" * 65536,
+    "a part of a greeting": _GREETING[:10],
+    "a greeting alone": _GREETING,
+    "another mechanism": _GREETING.replace(b"NULL", b"PLAIN").ljust(64, b"\0"),
+    "a frame without the handshake": _GREETING + b"\0\3abc",
+    "a part of a frame": _GREETING + _READY + b"\0\xffabc",
+    "a frame of a terabyte": _GREETING + _READY + b"\2" + (1 << 40).to_bytes(8, "big") + bytes(1000),
+    "a frame of less than nothing": _GREETING + _READY + b"\2" + b"\xff" * 8,
+    "a message that never ends": _GREETING + _READY + b"\1\0" * 100_000,
+}
+"""What a client may send on ``request_streams`` that is no ZeroMQ, or too much of it, by what is wrong with it."""
+
+
+def numbered_routing_ids(count: int = 96) -> Iterator[bytes]:
     """What a libzmq ROUTER would call its next clients that have no id: random numbers of an unseeded ``rand``.
 
     One that finds such a name taken ends its process with an assertion.
