@@ -23,17 +23,23 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd_client import ClientOptions
-from kvoffd_client.testing import FakeEngine
-from kvoffd_client.vllm.connector_options import ConnectorOptions
-from kvoffd_proto.messages import GroupKeys, GroupTransfer, JobResult
-from tests.kit.steal import waited_for_cpu_s
+from kvoffd_client import (
+    GroupKeys,
+    GroupTransfer,
+    JobResult,
+    NamespaceSpec,
+    Registration,
+    SchedulerClient,
+    SharedMemory,
+    WorkerClient,
+)
 
 RANKS, LAYERS, BLOCKS, PAGE_BYTES = 2, 2, 96, 8192
 PROMPTS, LONGEST = 24, 12
 MAX_ACTIVE = 4
-LOOKUP_DEADLINE_S = ConnectorOptions().lookup_deadline_ms / 1000
-FENCE_TIMEOUT_S = ConnectorOptions().store_fence_timeout_s
+LOOKUP_DEADLINE_S, FENCE_TIMEOUT_S = 0.2, 2.0
+"""The connector's defaults."""
+CONNECT_TIMEOUT_S = 60.0
 REQUEST_DEADLINE_S = 20.0
 """A request that is not served by then has failed: longer than any stop and restart of a round together."""
 REPORT_EVERY_S = 0.05
@@ -62,16 +68,16 @@ class ChaosEngine:
 
     def __init__(self, directory: str, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.engine = FakeEngine(
-            directory,
-            "chaos",
-            RANKS,
-            LAYERS,
-            BLOCKS,
-            PAGE_BYTES,
-            options=ClientOptions(connect_timeout_s=60.0),
-        )
-        self.pages: list[npt.NDArray[np.uint64]] = [pages.view(np.uint64) for pages in self.engine._pages]
+        namespace = NamespaceSpec.named("chaos", RANKS, 32, layers=LAYERS, page_bytes=PAGE_BYTES)
+        self.memories = [SharedMemory(LAYERS * BLOCKS * PAGE_BYTES, f"chaos-{rank}") for rank in range(RANKS)]
+        self.pages = [memory.view.view(np.uint64).reshape(LAYERS, BLOCKS, -1) for memory in self.memories]
+        self.scheduler = SchedulerClient(directory, namespace, name="chaos scheduler")
+        self.workers: list[WorkerClient] = []
+        for rank, memory in enumerate(self.memories):
+            registration = Registration.flat(rank, memory, LAYERS, BLOCKS, PAGE_BYTES)
+            self.workers.append(WorkerClient(directory, namespace, registration, name=f"chaos worker {rank}"))
+        for client in (self.scheduler, *self.workers):
+            assert client.wait_settled(CONNECT_TIMEOUT_S), client.problem
         self.free = list(range(BLOCKS))
         self.results: dict[int, list[JobResult]] = {}
         self.counts: Counter[str] = Counter()
@@ -106,8 +112,8 @@ class ChaosEngine:
 
     def report_hit(self) -> None:
         """Loaded blocks were right; the first time in each life of the daemon this is reported."""
-        if self._epoch != self.engine.scheduler.epoch:
-            self._epoch = self.engine.scheduler.epoch
+        if self._epoch != self.scheduler.epoch:
+            self._epoch = self.scheduler.epoch
             emit("hit", time.monotonic())
 
     # --- life ------------------------------------------------------------------------------------
@@ -121,17 +127,18 @@ class ChaosEngine:
             self._step()
             self._report()
             time.sleep(PAUSE_S)
-        for worker in self.engine.workers:
+        for worker in self.workers:
             worker.unregister(1.0)
-        self.engine.close()
+        for client in (self.scheduler, *self.workers):
+            client.close()
 
     def _step(self) -> None:
         self.model_s = 0.0
         started, waited = time.monotonic(), waited_for_cpu_s()
-        for worker in self.engine.workers:
+        for worker in self.workers:
             for result in worker.take_results():
                 self.results[result.job_id].append(result)
-        self.engine.scheduler.poll()
+        self.scheduler.poll()
         if self._going and not self.stopping:
             while len(self._active) < MAX_ACTIVE and self._admit():
                 pass
@@ -169,13 +176,12 @@ class ChaosEngine:
             self._reported_at = now
             emit("did", dict(self.counts))
             self.counts.clear()
-        engine = self.engine
-        connected = engine.scheduler.ready and all(worker.ready for worker in engine.workers)
+        connected = self.scheduler.ready and all(worker.ready for worker in self.workers)
         if not self._quiet_reported and not self._active and connected:
             self._quiet_reported = True
             emit("did", dict(self.counts))
             self.counts.clear()
-            emit("quiet", engine.scheduler.epoch)
+            emit("quiet", self.scheduler.epoch)
 
 
 class Request:
@@ -185,7 +191,7 @@ class Request:
         self._owner = owner
         self._keys, self._blocks = keys, blocks
         self._began_at = time.monotonic()
-        self._lookup = owner.engine.scheduler.lookup([GroupKeys(0, b"".join(keys))])
+        self._lookup = owner.scheduler.lookup([GroupKeys(0, b"".join(keys))])
         self._load = self._store = 0
         self._late = False
         self.done = False
@@ -197,7 +203,7 @@ class Request:
             pass
         if not self.done and not self._late and time.monotonic() - self._began_at > REQUEST_DEADLINE_S:
             self._late = True
-            emit("failed", f"a request is stuck in {self._next.__name__}: {self._owner.engine.scheduler.problem}")
+            emit("failed", f"a request is stuck in {self._next.__name__}: {self._owner.scheduler.problem}")
 
     def _look_up(self) -> bool:
         future, owner = self._lookup, self._owner
@@ -210,7 +216,7 @@ class Request:
             return self._compute(0)
         owner.model(lambda: self._overwrite(ready))
         self._load = owner.new_job()
-        for worker in owner.engine.workers:
+        for worker in owner.workers:
             worker.load(self._load, future.lease_id, [self._transfer(0, ready)])
         self._ready = ready
         self._next = self._loading
@@ -233,12 +239,12 @@ class Request:
     def _compute(self, ready: int) -> bool:
         owner = self._owner
         if self._lookup.lease_id:
-            owner.engine.scheduler.release(self._lookup.lease_id)
+            owner.scheduler.release(self._lookup.lease_id)
         owner.model(lambda: self._fill(ready))
         owner.counts["requests"] += 1
         owner.counts["blocks computed"] += len(self._keys) - ready
         wanted = (len(self._keys) - ready) * LAYERS * PAGE_BYTES
-        workers = owner.engine.workers
+        workers = owner.workers
         if not wanted or any(worker.credit_bytes < wanted for worker in workers):
             return self._free_blocks()
         self._store = owner.new_job()
@@ -254,7 +260,7 @@ class Request:
             if owner.rng.random() > 0.01:
                 return False
             # Another request wants these blocks now, as at vLLM's block fence.
-            for worker in owner.engine.workers:
+            for worker in owner.workers:
                 worker.fence([self._store], FENCE_TIMEOUT_S)
                 for result in worker.take_results():
                     owner.results[result.job_id].append(result)
@@ -298,6 +304,12 @@ class Request:
             self._owner.counts["blocks compared"] += 1
             if wrong:
                 emit("wrong", f"{wrong} words of key {key.hex()} are not what was stored")
+
+
+def waited_for_cpu_s() -> float:
+    """How long this thread has been ready to run while others had the CPU, since its start."""
+    with open("/proc/thread-self/schedstat", "rb") as file:
+        return int(file.read().split()[1]) / 1e9
 
 
 def emit(kind: str, value: float | str | Sequence[float] | dict[str, int]) -> None:

@@ -11,11 +11,11 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvoffd_client import AdminClient
 from tests.chaos.cycles import BATCH, KEYS, make_engine
 from tests.chaos.rounds import held_resources
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
+from tests.kit.wire import books
 
 SETTLE_DEADLINE_S = 30.0
 WARM_UP = 60
@@ -104,12 +104,11 @@ def _kill_clients(directory: Path, count: int, seed: int) -> Counter[str]:
 
 def _settled(daemon: DaemonProcess) -> Footprint:
     """The footprint once one engine is left and the books balance."""
-    with AdminClient(daemon.directory) as admin:
 
-        def reason() -> str:
-            return held_resources(admin.stats(), sessions=3)
+    def reason() -> str:
+        return held_resources(books(daemon.directory), sessions=2)
 
-        wait_until(lambda: not reason(), SETTLE_DEADLINE_S, explain=reason)
+    wait_until(lambda: not reason(), SETTLE_DEADLINE_S, explain=reason)
     # ZeroMQ closes a connection in a thread of its own, some time after its peer has gone.
     measured: deque[Footprint] = deque(maxlen=10)
 

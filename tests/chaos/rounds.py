@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from kvoffd_client import AdminClient, KvoffdClientError
-from kvoffd_proto.messages import StatsReply
 from tests.chaos.engine import RANKS
 from tests.chaos.supervisor import Supervisor
+from tests.kit.wire import Books, books
 
 ENGINES = 3
 POOL = "6MiB"
@@ -293,11 +292,10 @@ class Rounds:
         if waiting:
             return f"engines {waiting} have requests in flight or are not connected"
         try:
-            with AdminClient(self._supervisor.directory) as admin:
-                stats = admin.stats()
-        except KvoffdClientError as error:
+            found = books(self._supervisor.directory)
+        except (OSError, TimeoutError) as error:
             return str(error)
-        return held_resources(stats, 1 + ENGINES * (1 + RANKS))
+        return held_resources(found, ENGINES * (1 + RANKS))
 
     def _problems(self) -> list[str]:
         return [problem for engine in (*self._ended_engines, *self._engines) for problem in engine.problems]
@@ -344,19 +342,17 @@ class Rounds:
         self._supervisor.close()
 
 
-def held_resources(stats: StatsReply, sessions: int) -> str:
-    """What is held for nobody while nothing happens; nothing when the books balance."""
-    pool = stats.pool
-    total = pool.free_bytes + pool.writing_bytes + pool.ready_bytes + pool.leaving_bytes + pool.quarantined_bytes
-    if total != pool.pool_bytes:
-        return f"free and used are {total} bytes of {pool.pool_bytes}: {pool}"
-    jobs = sum(of.running_jobs + of.queued_jobs for of in (stats.store, stats.load))
-    if jobs or stats.leases or stats.pinned_blocks or pool.pinned_bytes or pool.writing_bytes or pool.leaving_bytes:
-        return f"{jobs} jobs, {stats.leases} leases, {stats.pinned_blocks} pinned blocks, {pool}"
-    if stats.sessions != sessions:
-        return f"{stats.sessions} sessions are open and not {sessions}"
-    if stats.integrity.mismatches or pool.quarantined_bytes:
-        return f"slots lost their bytes: {stats.integrity}"
+def held_resources(found: Books, sessions: int) -> str:
+    """What is held while nothing happens and so many sessions are open; nothing when the books balance."""
+    if not found.balanced:
+        return f"free and used bytes are not all: {found}"
+    held = {name: count for name, count in found.held.items() if name not in ("sessions", "registrations")}
+    if held:
+        return f"something is held: {held}"
+    if found.sessions != sessions:
+        return f"{found.sessions} sessions are open and not {sessions}"
+    if found.mismatches or found.quarantined_bytes:
+        return f"slots lost their bytes: {found.mismatches}"
     return ""
 
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 from tests.chaos.cycles import STAGES
 from tests.chaos.footprint import measure_cycles
 
-CYCLES = 200
+CYCLES = 60
 ROOM_BYTES = 4 << 20
 """By which the daemon's own memory may differ between two looks: arenas that malloc keeps or gives back."""
 
 
-@pytest.mark.timeout(180)
-def test_clients_that_are_killed_leave_nothing_in_the_daemon() -> None:
+def test_killed_clients_leave_nothing_in_the_daemon() -> None:
     seed = random.SystemRandom().getrandbits(31)
     print(f"seed {seed}")
     cycles = measure_cycles(CYCLES, seed)

@@ -21,8 +21,8 @@ from kvoffd_proto.events import (
     kv_topic,
 )
 from kvoffd_proto.router_events import ClearedBlocks, RemovedBlocks, RouterEvent, router_hash
-from tests.sim.clock import Broken
 from tests.kit.invariants import check_invariants
+from tests.sim.clock import Broken
 
 if TYPE_CHECKING:
     from tests.sim.disk import SimDisks

@@ -22,6 +22,9 @@ from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import PROTOCOL_VERSION
+from tests.kit.cache_harness import begin_store
+from tests.kit.share_oracle import ShareOracle
+from tests.kit.slot_table import SlotOwner
 from tests.sim.audit import Audit, Readable, readable_in
 from tests.sim.clock import Broken, Injected, Process
 from tests.sim.disk import SimDisks, SimTier
@@ -31,9 +34,6 @@ from tests.sim.parts import KeptPool, keep, keep_copy, make_config, make_pool, m
 from tests.sim.pool import WatchedPool, as_bytes
 from tests.sim.shared import SimShared
 from tests.sim.transfer_engine import SimTransferEngine
-from tests.kit.cache_harness import begin_store
-from tests.kit.share_oracle import ShareOracle
-from tests.kit.slot_table import SlotOwner
 
 if TYPE_CHECKING:
     from tests.sim.world import World

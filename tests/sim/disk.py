@@ -25,12 +25,12 @@ from kvoffd.tiers.disk.opening import open_disk_tier, rebuild_index
 from kvoffd.tiers.disk.queue import Batch, Kind
 from kvoffd.tiers.tier import CompositeTier, OnDone, TierBlock, TierKey, TierListener, TierResult
 from kvoffd_proto import messages as m
+from tests.kit.memory_disk import MemoryDisk, WorkersWithoutThreads
 from tests.sim.clock import Broken, Clock, Process
 from tests.sim.parts import no_disk
 from tests.sim.pool import PAGE, WatchedPool
 from tests.sim.scenario import Faults
 from tests.sim.shared import SimShared
-from tests.kit.memory_disk import MemoryDisk, WorkersWithoutThreads
 
 if TYPE_CHECKING:
     from tests.sim.audit import Readable

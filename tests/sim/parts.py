@@ -37,10 +37,10 @@ from kvoffd_client.client_session import Link
 from kvoffd_client.scheduler_session import SchedulerSession
 from kvoffd_client.worker_session import WorkerSession
 from kvoffd_proto.messages import Role
+from tests.kit.slot_table import SlotRecord, scan_table
 from tests.sim.clock import Broken
 from tests.sim.content import Content
 from tests.sim.memory import WorkerMemory
-from tests.kit.slot_table import SlotRecord, scan_table
 
 DIRECTORY = "/simulated"
 REGION_BYTES = 96 * 1024

@@ -1,18 +1,34 @@
-"""Planted faults: one line of the real code made wrong, to show that the simulator would find such a bug.
+"""Planted faults: one line of the real code made wrong, to show that the tests would find such a bug.
 
 A fault names a function and a piece of its text. Where the code has moved on, the piece is not found any more: plant
-the same fault in the new code.
+the same fault in the new code. Two programs use the list:
+
+* ``python -m tests.sim.planted`` searches the seeds that find each fault and records them in ``planted_seeds.json``,
+  which the ordinary tests try. Run it after a change of the simulator or of a planted line.
+* ``python -m tests.sim.planted_at_the_door`` runs the tests of the door suite with each fault planted.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import inspect
+import json
+import multiprocessing
+import re
 import textwrap
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FunctionType
+
+RECORD = Path(__file__).with_name("planted_seeds.json")
+SEARCHED = 1200
+"""So many seeds are searched for those that find a fault."""
+RECORDED, RECORDED_IN = 4, 150
+"""So many of them are recorded, those with the shortest runs first; of a rare fault those that so many seeds bring."""
 
 
 @dataclass(frozen=True)
@@ -20,18 +36,23 @@ class Planted:
     """One fault: in ``function`` of ``module``, ``right`` is replaced by ``wrong``."""
 
     name: str
+    promise: int
+    """The promise of RELIABILITY.md that the fault breaks."""
     module: str
     function: str
     right: str
     wrong: str
-    first: int = 0
-    """The seed to begin with, where those before were seen not to find it: they come last."""
+    door: str = ""
+    """The test of the door suite that finds it; none where it does not show at a border."""
+    simulated: bool = True
+    """Whether the simulator finds it. It does not run the outermost code: processes, HTTP, real sockets."""
 
     @contextmanager
     def plant(self) -> Iterator[None]:
         """Make the code wrong for a while, wherever it is called from."""
         function = self._find()
         source = textwrap.dedent(inspect.getsource(function))
+        source = source[re.search("^(async )?def ", source, re.MULTILINE).start() :]  # type: ignore[union-attr]
         assert source.count(self.right) == 1, (
             f"{self.name!r} finds its line {source.count(self.right)} times in {self.module}.{self.function}: "
             "plant it anew where it belongs now"
@@ -64,27 +85,33 @@ class Planted:
 PLANTED = (
     Planted(
         "skip a shard",
+        1,
         "kvoffd.cache.namespace",
         "Block.__init__",
         "self.missing = namespace.world_size",
         "self.missing = max(1, namespace.world_size - 1)",
+        door="tests/daemon/test_jobs.py::test_a_block_is_ready_when_every_rank_has_stored",
     ),
     Planted(
         "copy one piece too few",
+        1,
         "kvoffd.transfer.plan",
         "plan_blocks",
-        "nbytes = int(ids.size) * int(layout.page_bytes.sum())",
-        "engine, pool, size = engine[:-1], pool[:-1], size[:-1]; nbytes = int(size.sum())",
+        "Plan(engine, pool, size, nbytes)",
+        "Plan(engine[:-1], pool[:-1], size[:-1], nbytes)",
+        door="tests/daemon/test_jobs.py::test_stored_bytes_come_back_into_other_blocks",
     ),
     Planted(
         "serve before commit",
+        1,
         "kvoffd.cache.blocks",
         "Blocks.start_shards",
         "    return blocks",
-        "    self.finish_shards(blocks, rank, namespace.shard_bytes(rank)[group])\n    return blocks",
+        "    self.finish_shards(blocks, rank, slot_bytes, [])\n    return blocks",
     ),
     Planted(
         "pin nothing for a load",
+        2,
         "kvoffd.cache.cache",
         "BlockCache.begin_load",
         "self.blocks.pin(blocks)",
@@ -92,14 +119,15 @@ PLANTED = (
     ),
     Planted(
         "a cache method forgot to apply deferred pins",
+        2,
         "kvoffd.cache.cache",
         "BlockCache.begin_stores",
         "blocks = self.blocks",
         "blocks = self._LeasedBlocks__blocks",
-        first=1035,
     ),
     Planted(
         "forget to unpin",
+        7,
         "kvoffd.cache.blocks",
         "Blocks.unpin",
         "block.pins -= 1",
@@ -107,28 +135,36 @@ PLANTED = (
     ),
     Planted(
         "reuse a slot in flight",
+        2,
         "kvoffd.server.jobs",
         "JobRunner.abandon",
         "for job in dict.fromkeys(jobs):",
         "for job in dict.fromkeys(jobs):\n"
-        "        while job.store_tickets: self._cache.abort_store(job.store_tickets.pop())",
+        "        for ticket in job.store_tickets:\n"
+        "            self._cache.blocks.abandon_shards(ticket.blocks, ticket.rank)\n"
+        "            ticket.blocks = []",
     ),
     Planted(
         "lose a completion",
+        4,
         "kvoffd.server.session",
         "CompletionLog.add",
         "self._pending += results",
         "self._pending += [result for result in results if result.job_id % 7]",
+        door="tests/daemon/test_jobs.py::test_groups_of_many_shapes_keep_every_byte",
     ),
     Planted(
         "complete twice",
+        4,
         "kvoffd.server.session",
         "CompletionLog.add",
         "self._pending += results",
         "self._pending += [*results, *(result for result in results if result.job_id % 7 == 3)]",
+        door="tests/daemon/test_jobs.py::test_each_result_is_published_once",
     ),
     Planted(
         "commit after EOF",
+        1,
         "kvoffd.server.jobs",
         "JobRunner.transfer_done",
         "(job.session.ended or not job.session.lifeline.alive())",
@@ -136,6 +172,7 @@ PLANTED = (
     ),
     Planted(
         "commit what failed half-way",
+        1,
         "kvoffd.server.engine_jobs",
         "StoreJobs.end",
         "if outcome is not Outcome.DONE:",
@@ -143,6 +180,7 @@ PLANTED = (
     ),
     Planted(
         "take what another namespace is promised",
+        12,
         "kvoffd.cache.shares",
         "Claim.may_take_from",
         "held > self._kept(owner) and held - nbytes >= least",
@@ -150,13 +188,16 @@ PLANTED = (
     ),
     Planted(
         "pass a maximum",
+        12,
         "kvoffd.cache.room",
         "Room._room_below_maximum",
         "int(claim.room // each)",
         "count",
+        door="tests/daemon/test_stats.py::test_a_quota_holds_and_outlives_the_daemon",
     ),
     Planted(
         "evict a pinned block",
+        2,
         "kvoffd.cache.eviction",
         "choose_victims",
         "if block.pins or block in protected:",
@@ -164,13 +205,16 @@ PLANTED = (
     ),
     Planted(
         "wrong slot offset",
+        1,
         "kvoffd.server.engine_jobs",
         "StoreJobs._plan",
         "np.uint64(owner.pool_address)",
         "np.uint64(owner.pool_address + 8 * (len(part.keys) > 2))",
+        door="tests/daemon/test_jobs.py::test_groups_of_many_shapes_keep_every_byte",
     ),
     Planted(
         "a checksum too early",
+        10,
         "kvoffd.transfer.plan",
         "plan_blocks",
         'side="right"',
@@ -178,20 +222,25 @@ PLANTED = (
     ),
     Planted(
         "stale lease accepted",
+        2,
         "kvoffd.cache.pins",
         "LeaseTable.remove",
         "del self._leases[lease.lease_id]",
         "pass",
+        door="tests/daemon/test_jobs.py::test_a_lease_that_is_released_is_unknown",
     ),
     Planted(
         "missed removed event",
+        8,
         "kvoffd.cache.blocks",
         "Blocks.evict",
         "self._listener.removed(namespace, group, keys)",
         "self._listener.removed(namespace, group, keys[1:])",
+        door="tests/daemon/test_events.py::test_a_replay_from_the_start_gives_the_index",
     ),
     Planted(
         "unmapped too early",
+        2,
         "kvoffd.server.session",
         "ClientMemory._close_if_idle",
         "if self._on_closed is not None and not self.jobs:",
@@ -199,71 +248,95 @@ PLANTED = (
     ),
     Planted(
         "block id one beyond the tensor",
+        3,
         "kvoffd.transfer.plan",
         "blocks_outside",
         ">= min(layout.block_limit",
         "> min(layout.block_limit",
-        first=774,
+        door="tests/daemon/test_bad_requests.py::test_block_ids_leases_and_registrations_that_do_not_fit",
     ),
     Planted(
         "any token will do",
+        12,
         "kvoffd.server.service",
         "Service._answer",
         "self.sessions.by_token.get(request.token)",
         "self.sessions.by_token.get(request.token) or next(iter(self.sessions), None)",
+        door="tests/daemon/test_bad_requests.py::test_a_token_ends_with_its_lifeline",
     ),
     Planted(
         "a copy that hangs is not noticed",
+        11,
         "kvoffd.server.engine_memory",
         "MemoryMapper.expire",
         "self._host.expire()",
         "pass",
+        door="tests/daemon/test_hang.py::test_hang_of_a_load_ends_the_daemon_and_the_next_serves",
     ),
     Planted(
         "renew a foreign lease",
+        12,
         "kvoffd.cache.pins",
         "LeaseTable.owned",
         "lease.owner == owner",
         "lease.owner",
+        door="tests/daemon/test_misbehaving_clients.py::test_what_belongs_to_another_session",
     ),
     Planted(
         "half-stored blocks stay",
+        11,
         "kvoffd.cache.cache",
         "BlockCache.expire",
         "self.blocks.drop_half_stored(overdue)",
         "pass",
+        door="tests/daemon/test_jobs.py::test_a_block_that_lacks_a_shard_for_too_long_is_dropped",
     ),
     Planted(
         "lookups go on finding what is gone",
+        7,
         "kvoffd.cache.blocks",
         "Blocks._move",
         "index.remove(keys)",
         "index.set(keys, READY)",
+        door="tests/daemon/test_jobs.py::test_invalidated_blocks_are_not_found_again",
     ),
     Planted(
         "a successor serves half a block",
+        9,
         "kvoffd.cache.inherited",
         "InheritedBlocks.__init__",
         "owner.rank, owner.world_size = kind.rank, kind.world_size",
         "owner.rank, owner.world_size = 0, 1",
+        door="tests/daemon/test_restart_load.py::test_restart_after_kills_under_load_loses_no_ready_block",
     ),
     Planted(
         "a successor brings back what was invalidated",
+        9,
         "kvoffd.pool.pool",
         "Pool.revoke_record",
         "self._table.free([offset])",
         "pass",
+        door="tests/daemon/test_restart.py::test_restart_does_not_bring_back_what_was_cleared",
     ),
     Planted(
         "the client lets go of a load too early",
+        6,
         "kvoffd_client.worker_session",
         "WorkerSession._role_disconnected",
         "if ended or not job.is_load",
         "if True or ended",
-        first=48,
+    ),
+    Planted(
+        "a fence waits for a store beyond its deadline",
+        5,
+        "kvoffd_client.worker_session",
+        "WorkerSession.abandon_stores",
+        'self.disconnect("Running stores were abandoned; the client connects again.", now)',
+        "pass",
     ),
     Planted(
         "the client gives up jobs that it sent after it asked",
+        4,
         "kvoffd_client.worker_session",
         "WorkerSession._fail_unknown",
         "request_id < asked and",
@@ -271,6 +344,7 @@ PLANTED = (
     ),
     Planted(
         "the client skips lost event messages",
+        8,
         "kvoffd_client.scheduler_session",
         "EventStream.message",
         "self._ahead[number] = (topic, payload)",
@@ -278,6 +352,7 @@ PLANTED = (
     ),
     Planted(
         "what the disk could not read is served",
+        1,
         "kvoffd.tiering.transfers",
         "TierTransfers.end_promotion",
         "if ok and shard.checksum:",
@@ -285,13 +360,16 @@ PLANTED = (
     ),
     Planted(
         "after a reset blocks still come from the shared store",
+        9,
         "kvoffd.tiering.shared",
         "SharedTiering.namespace_reset",
         "self.stop_sharing(fingerprint)",
         "pass",
+        door="tests/daemon/test_shared.py::test_a_reset_of_an_engine_holds_over_a_kill",
     ),
     Planted(
         "another block's object is served from the shared store",
+        10,
         "kvoffd.tiers.shared.object_format",
         "decode_header",
         "return block if sound and encode_header(block, generation, digest) == data else None",
@@ -299,6 +377,7 @@ PLANTED = (
     ),
     Planted(
         "bytes of a shared object are not compared with their checksum",
+        10,
         "kvoffd.tiers.shared.workers",
         "Workers._verified",
         "return block if right else None",
@@ -306,6 +385,7 @@ PLANTED = (
     ),
     Planted(
         "the slots of a block that is gone from the shared store are never free again",
+        7,
         "kvoffd.tiers.shared.shared_tier",
         "SharedTier.read_ended",
         "on_done(result)",
@@ -313,20 +393,25 @@ PLANTED = (
     ),
     Planted(
         "bytes from the disk are not compared with their checksum",
+        10,
         "kvoffd.tiers.disk.workers",
         "Executor._verify",
         "if self._digest(buffer[: shard.length]) != shard.checksum:",
         "if False:",
+        door="tests/daemon/test_disk.py::test_corrupt_bytes_are_a_miss_and_counted",
     ),
     Planted(
         "a drop is answered before the disk has noted it",
+        9,
         "kvoffd.tiers.disk.disk_tier",
         "DiskTier.removals_kept",
         "self._updates.kept_removals >= removals",
         "True",
+        door="tests/daemon/test_disk.py::test_a_kill_behind_the_answer_brings_nothing_back",
     ),
     Planted(
         "a reset namespace comes back from the disk after a crash",
+        9,
         "kvoffd.tiers.disk.record_updates",
         "RecordUpdates.forget_namespace",
         "floors[fingerprint] = self._regions.generation",
@@ -334,6 +419,7 @@ PLANTED = (
     ),
     Planted(
         "what is removed from the disk leaves its record there",
+        9,
         "kvoffd.tiers.disk.regions",
         "DiskRegions.mark_stale",
         "self.dirty.mark(region, slot)",
@@ -341,13 +427,16 @@ PLANTED = (
     ),
     Planted(
         "a reset leaves the disk as it is",
+        9,
         "kvoffd.tiering.manager",
         "TieringManager.forget_all",
         "return self.tier.remove_namespace(namespace.fingerprint)",
         "return 0",
+        door="tests/daemon/test_disk.py::test_dropped_blocks_stay_away",
     ),
     Planted(
         "a slot is freed while the disk still reads into it",
+        2,
         "kvoffd.tiering.promotion",
         "Promoter.tick",
         "self._transfers.give_up_promotion(request.promotion)",
@@ -355,6 +444,7 @@ PLANTED = (
     ),
     Planted(
         "what is being written to disk is not pinned",
+        2,
         "kvoffd.tiering.transfers",
         "TierTransfers.begin_demotion",
         "self._cache.blocks.pin([block])",
@@ -362,6 +452,7 @@ PLANTED = (
     ),
     Planted(
         "routers are told of blocks whose prompt is not there from its start on",
+        8,
         "kvoffd.server.router_index",
         "RouterIndex._publish_one",
         "wanted = known.media if reachable else 0",
@@ -369,9 +460,212 @@ PLANTED = (
     ),
     Planted(
         "routers that come late are not told of what the pool no longer has",
+        8,
         "kvoffd.server.router_index",
         "RouterIndex.snapshot",
         "for one in MEDIA if",
         "for one in (1,) if",
     ),
+    Planted(
+        "events are not published",
+        8,
+        "kvoffd.server.service",
+        "Service.flush",
+        "context.outbox.publications += context.publisher.flush()",
+        "context.publisher.flush()",
+        door="tests/daemon/test_events.py::test_an_engine_reads_what_others_store",
+    ),
+    Planted(
+        "results are forgotten before they are acknowledged",
+        4,
+        "kvoffd.server.session",
+        "CompletionLog.flush",
+        "self._kept.append(batch)",
+        "batch.results and None",
+        door="tests/daemon/test_jobs.py::test_results_are_numbered_and_there_until_acknowledged",
+    ),
+    Planted(
+        "leases do not end with their session",
+        7,
+        "kvoffd.cache.lookup",
+        "LeasedBlocks.end_owner",
+        "self._end(self.leases.of_owner(owner))",
+        "0",
+        door="tests/daemon/test_jobs.py::test_leases_end_with_their_session",
+    ),
+    Planted(
+        "the memory of an ended session stays mapped",
+        12,
+        "kvoffd.server.session",
+        "Session.close_memory",
+        "memory.close_when_idle(lambda: None)",
+        "pass",
+        door="tests/daemon/test_misbehaving_clients.py::test_a_client_that_is_killed",
+    ),
+    Planted(
+        "free bytes are counted wrong",
+        7,
+        "kvoffd.cache.cache",
+        "BlockCache.pool_usage",
+        "PoolUsage(self.slots.free_bytes,",
+        "PoolUsage(self.slots.free_bytes - 4096 * (ready > 0),",
+        simulated=False,
+        door="tests/daemon/test_stats.py::test_the_books_balance_whatever_is_done",
+    ),
+    Planted(
+        "blocks are not recovered",
+        9,
+        "kvoffd.server.recovery",
+        "adopt_blocks",
+        "if not pool.adopted:",
+        "if pool.take_recovered():",
+        door="tests/daemon/test_restart.py::test_restart_brings_back_blocks_names_and_events",
+    ),
+    Planted(
+        "a restart forgets a reset",
+        9,
+        "kvoffd.server.kept_resets",
+        "KeptResets.take_missed",
+        "if number > seen",
+        "if False",
+        simulated=False,
+        door="tests/daemon/test_disk.py::test_a_reset_holds_for_a_disk_that_was_absent",
+    ),
+    Planted(
+        "a restart forgets the limits of namespaces",
+        9,
+        "kvoffd.server.kept_limits",
+        "KeptLimits.go_on",
+        "self._shares.set(fingerprint, limits)",
+        "pass",
+        simulated=False,
+        door="tests/daemon/test_stats.py::test_a_quota_holds_and_outlives_the_daemon",
+    ),
+    Planted(
+        "bytes that changed in the pool are served",
+        10,
+        "kvoffd.cache.integrity",
+        "Integrity.apply",
+        "if checksum == check.checksum and not shard.corrupt:",
+        "if not shard.corrupt:",
+        simulated=False,
+        door="tests/daemon/test_integrity.py::test_integrity_load_of_a_flipped_byte_fails_before_a_byte_moves",
+    ),
+    Planted(
+        "a record of the disk is not compared with its checksum",
+        10,
+        "kvoffd.tiers.disk.file_format",
+        "read_record",
+        "if _CHECKSUM.unpack_from(records, end)[0] != xxhash.xxh3_64_intdigest(records[at:end], seed & _MASK):",
+        "if not any(records[at:end]):",
+        simulated=False,
+    ),
+    Planted(
+        "anybody may connect",
+        12,
+        "kvoffd.server.sessions",
+        "may_connect",
+        "return peer.uid in uids or",
+        "return True or",
+        simulated=False,
+        door="tests/daemon/test_misbehaving_clients.py::test_users_who_are_not_allowed_are_refused",
+    ),
+    Planted(
+        "a client of another version is let in",
+        12,
+        "kvoffd.server.engine_requests",
+        "hello",
+        "if message.protocol_version != m.PROTOCOL_VERSION:",
+        "if False:",
+        simulated=False,
+        door="tests/daemon/test_bad_requests.py::test_another_version_is_refused_with_both_numbers",
+    ),
+    Planted(
+        "two daemons serve one directory",
+        9,
+        "kvoffd.system.directory",
+        "DaemonDirectory.acquire",
+        "if not locked:",
+        "if False:",
+        simulated=False,
+        door="tests/daemon/test_start_end.py::test_start_is_refused_beside_another_daemon",
+    ),
+    Planted(
+        "a daemon that stops leaves its sockets",
+        6,
+        "kvoffd.system.directory",
+        "DaemonDirectory.release",
+        "self._unlink_sockets()",
+        "pass",
+        simulated=False,
+        door="tests/daemon/test_start_end.py::test_sigterm_removes_the_sockets_and_ends_with_success",
+    ),
+    Planted(
+        "health is good while no engine can connect",
+        11,
+        "kvoffd.server.self_probe",
+        "SelfProbe.health",
+        "return await self._ask(m.Health(next(self._ids), self._token))",
+        "return m.HealthReply(1, 1, m.HealthLevel.OK, [])",
+        simulated=False,
+        door="tests/faults/test_files.py::test_removed_sockets_are_told_wherever_it_is_asked",
+    ),
+    Planted(
+        "the health command ends with 0 whatever it says",
+        11,
+        "kvoffd_client.cli.health",
+        "health_status",
+        "return 0 if live or (ready and reply.ready) else STATUS[reply.level]",
+        "return 0",
+        door="tests/cli/test_health.py::test_a_degraded_daemon_is_alive_and_ready",
+        simulated=False,
+    ),
 )
+
+
+def fault(name: str) -> Planted:
+    """The planted fault of this name."""
+    return next(planted for planted in PLANTED if planted.name == name)
+
+
+def recorded_seeds() -> dict[str, list[int]]:
+    """By fault, the recorded seeds that find it."""
+    found: dict[str, list[int]] = json.loads(RECORD.read_text())["seeds"]
+    return found
+
+
+def search(name: str, wanted: int = 1) -> list[tuple[int, int, str]]:
+    """Seeds that find a fault, up to ``wanted``: the steps of the run, the seed, and what it says."""
+    from tests.sim.scenario import Scenario
+    from tests.sim.world import run
+
+    found: list[tuple[int, int, str]] = []
+    with fault(name).plant():
+        for seed in range(SEARCHED):
+            outcome = run(Scenario(seed))
+            if outcome.problem is not None:
+                found.append((outcome.steps, seed, outcome.problem))
+            if len(found) >= (wanted if seed < RECORDED_IN else 1):
+                break
+    return found
+
+
+def main() -> None:
+    """Search for all faults, on all cores, and record what finds them. Names limit it to some."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("names", nargs="*", help="faults; all without one")
+    names = parser.parse_args().names or [planted.name for planted in PLANTED if planted.simulated]
+    seeds = recorded_seeds() if RECORD.exists() else {}
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        searches = {pool.submit(search, name, RECORDED): name for name in names}
+        for done in as_completed(searches):
+            name, found = searches[done], sorted(done.result())
+            seeds[name] = [seed for _, seed, _ in found]
+            print(f"{name}: {seeds[name]} {found[0][2] if found else 'NOT FOUND'}", flush=True)
+            there = {planted.name: seeds[planted.name] for planted in PLANTED if planted.name in seeds}
+            lines = ",\n".join(f"    {json.dumps(name)}: {found}" for name, found in there.items())
+            RECORD.write_text(f'{{\n  "made by": "python -m tests.sim.planted",\n  "seeds": {{\n{lines}\n  }}\n}}\n')
+
+
+if __name__ == "__main__":
+    main()

@@ -12,9 +12,9 @@ import numpy as np
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.table_format import read_geometry
 from kvoffd.tiers.tier import OnDone, TierResult
+from tests.kit.slot_table import SlotOwner, mark_ready, mark_writing, records_of
 from tests.sim.clock import Broken
 from tests.sim.content import Bytes, Content
-from tests.kit.slot_table import SlotOwner, mark_ready, mark_writing, records_of
 
 PAGE = 4096
 

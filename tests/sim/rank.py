@@ -95,6 +95,8 @@ class Rank:
                 self._world.faults.counts["fence_gave_up"] += 1
                 self._clock.note(f"{self.process.name} gives up at a fence for {list(job_ids)}")
                 self.client.act(self.session.abandon_stores)
+                if self.session.has_any(job_ids, loads=False):
+                    raise Broken(f"{self.process.name}: a fence waits for stores beyond its deadline")
 
         self._send()
         self.process.run(lambda: self.client.act(lambda _: self.session.cancel(job_ids)))

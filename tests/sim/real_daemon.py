@@ -14,8 +14,8 @@ from kvoffd.server.daemon import Daemon
 from kvoffd_client import ClientOptions, NamespaceSpec, Registration, SchedulerClient, SharedMemory, WorkerClient
 from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import GroupKeys, GroupTransfer
-from tests.sim.rank import ids
 from tests.kit.open_files import open_files
+from tests.sim.rank import ids
 
 PAGE = 4096
 BLOCKS = 8

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from tests.sim.scenario import KINDS, Scenario
@@ -59,11 +59,11 @@ class Part(NamedTuple):
     digests: dict[int, str]
 
 
-def run_part(seeds: Iterable[int]) -> Part:
+def run_part(seeds: Iterable[int], scenario: Callable[[int], Scenario] = Scenario) -> Part:
     """Run seeds up to the first that fails, which is printed."""
     part = Part([], Counter(), {})
     for seed in seeds:
-        outcome = run(Scenario(seed))
+        outcome = run(scenario(seed))
         part.counts.update(outcome.counts)
         part.digests[seed] = outcome.digest
         if outcome.problem is not None:

@@ -52,7 +52,7 @@ CASES = [(call, False) for call in CALLS] + [(call, True) for call in CALLS if c
 @pytest.mark.parametrize(
     ("call", "with_file"), CASES, ids=lambda value: {False: "memfd", True: "file"}.get(value, value)
 )
-def test_the_nth_failing_call_to_the_system_leaves_everything_in_order(
+def test_nth_failing_system_call_leaves_nothing(
     call: str, with_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, name, fail = CALLS[call]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from kvoffd_client.admin_client import AdminSession
 from kvoffd_proto import messages as m
+from tests.kit.open_files import open_files
 from tests.sim.audit import Readable
 from tests.sim.client import SimClient
 from tests.sim.clock import Broken, Clock, Process
@@ -21,7 +22,6 @@ from tests.sim.network import Network
 from tests.sim.parts import KeptPool, make_admin
 from tests.sim.scenario import Faults, Scenario
 from tests.sim.shared import SharedObjects
-from tests.kit.open_files import open_files
 
 OWN_WAITS_S = 10.0
 """The longest that the simulator itself keeps a request or a process waiting: pauses, a slow disk, a reconnection."""
