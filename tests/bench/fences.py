@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvoffd_client import AdminClient
 from kvoffd_client.bench.load_generators import LoadGenerators
 from tests.bench.report_file import add_report_options, markdown_table, publish_report, run_facts
 from tests.kit.daemon import DaemonProcess
-from tests.kit.engine import BLOCK_TOKENS, EngineProcess, completions, prompt, wait_connected, wait_stats
+from tests.kit.engine import BLOCK_TOKENS, EngineProcess, completions, prompt, wait_books, wait_connected
 from tests.kit.models import make_tiny_llama
+from tests.kit.wire import books
 
 PROMPTS = 8
 PROMPT_TOKENS = 700
@@ -60,11 +60,10 @@ def measure(model: Path, rounds: int, others: int) -> Survival:
     extra = {"offload_prompt_only": False}
     with ExitStack() as stack:
         daemon = stack.enter_context(DaemonProcess("384MiB"))
-        admin = stack.enter_context(AdminClient(daemon.directory))
         load = stack.enter_context(LoadGenerators("copies", daemon.directory, LOAD_KEYS, others))
-        strangers = {one.namespace for one in admin.stats().namespaces}
+        strangers = set(books(daemon.directory).namespaces)
         engine = stack.enter_context(EngineProcess(model, daemon.directory, num_blocks=BLOCKS, extra_config=extra))
-        wait_connected(admin)
+        wait_connected(daemon.directory)
         load.start()
         filled = 0
         for number in range(rounds):
@@ -76,15 +75,15 @@ def measure(model: Path, rounds: int, others: int) -> Survival:
             filled += sum((PROMPT_TOKENS + len(answer.tokens) - 1) // BLOCK_TOKENS for answer in answers)
         load.stop()
         engine.forget()
-        stats = wait_stats(admin, lambda one: not one.store.running_jobs + one.store.queued_jobs)
+        found = wait_books(daemon.directory, lambda one: not one.stores.running + one.stores.queued)
         metrics = engine.metrics()
-    (own,) = (one for one in stats.namespaces if one.namespace not in strangers)
+    (own,) = (one for name, one in found.namespaces.items() if name not in strangers)
     return Survival(
         int(metrics["vllm:num_preemptions"]),
         filled,
         own.stored_blocks,
-        stats.cancelled_stores,
-        stats.unsent_stores,
+        found.cancelled_stores,
+        found.unsent_stores,
         int(metrics.get("vllm:kvoffd_failed_stores", 0)),
     )
 

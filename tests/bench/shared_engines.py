@@ -55,7 +55,7 @@ class Bench:
             flags = {"shared": server.url} if server else {}
             stack.enter_context(DaemonProcess("256MiB", self._directory, **flags))
             admin = stack.enter_context(AdminClient(self._directory))
-            wait_connected(admin)
+            wait_connected(self._directory)
             self._turn()
             if server:
                 wait_until(lambda: admin.stats().shared[0].reachable)

@@ -18,6 +18,8 @@ from tests.kit.waiting import wait_until
 ROOT = Path(__file__).parents[2]
 START_DEADLINE_S = 60.0
 
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+
 
 def start_demo(directory: Path) -> subprocess.Popen[str]:
     """The demo with ``directory`` as the place of .demo/ and of its sockets."""
@@ -46,7 +48,6 @@ def processes_of(directory: Path) -> list[str]:
     return found
 
 
-@pytest.mark.engine
 @pytest.mark.timeout(600)
 def test_the_demo_shows_what_it_promises(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
@@ -80,7 +81,6 @@ def test_the_demo_shows_what_it_promises(tmp_path: Path) -> None:
     assert processes_of(tmp_path) == []
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
     pytest.importorskip("vllm")

@@ -10,10 +10,10 @@ import pytest
 
 from kvoffd_client import AdminClient
 from tests.kit.daemon import DaemonProcess
-from tests.kit.engine import EngineProcess, prompt, wait_connected
+from tests.kit.engine import EngineProcess, prompt, wait_connected, wait_stored
 from tests.kit.gpu_machine import real_gpus
 from tests.kit.models import make_demo_llama, make_tiny_llama
-from tests.kit.shapes import Shape, check_runs, make_tiny_deepseek, run_shape, wait_stored
+from tests.kit.shapes import Shape, check_runs, make_tiny_deepseek, run_shape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -61,15 +61,15 @@ def test_an_engine_that_slept_loads_its_blocks(level: int, tmp_path: Path) -> No
     model = make_tiny_llama(tmp_path / "model")
     with DaemonProcess("64MiB") as daemon, AdminClient(daemon.directory) as admin:
         with EngineProcess(model, daemon.directory, enable_sleep_mode=True, **GPU) as engine:
-            wait_connected(admin)
+            wait_connected(daemon.directory)
             engine.generate(asked)
             (own,) = engine.generate(asked)
-            wait_stored(admin)
+            wait_stored(daemon.directory)
             engine.call("nap", level=level)
             if level == 2:  # which throws the weights away
                 engine.call("reload_weights", path=str(model))
                 engine.forget(connector=True)
-            wait_connected(admin)
+            wait_connected(daemon.directory)
             (warm,) = engine.generate(asked)
         assert (warm.tokens, warm.cached) == (own.tokens, own.cached)
         assert admin.stats().load.failed_jobs == 0

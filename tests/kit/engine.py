@@ -8,25 +8,27 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
+from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self
 
-from kvoffd_client import AdminClient
-from kvoffd_proto.messages import StatsReply
+from kvoffd_client import AdminClient, ClientOptions, KvoffdClientError
 
 from .closing import Starting
 from .engine_main import run
 from .waiting import wait_until
+from .wire import Books, books
 
 START_DEADLINE_S = 300.0
 ANSWER_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 60.0
 BLOCK_TOKENS = 32
+PATIENT = ClientOptions(request_timeout_s=30.0)
 # One process imports torch and vLLM, which is most of the CPU time of a start, and engines are forked from it.
 _FORKED = multiprocessing.get_context("forkserver")
 _FORKED.set_forkserver_preload([f"{__package__}.engine_imports"])
@@ -127,19 +129,14 @@ class EngineProcess(Starting):
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
     @property
+    def running(self) -> bool:
+        """Whether it was started, and not killed by a test."""
+        return self._process is not None
+
+    @property
     def pids(self) -> list[int]:
         """The ids of all processes of the engine."""
-        assert self._process is not None
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdecimal():
-                try:
-                    session = os.getsid(int(entry.name))
-                except ProcessLookupError:
-                    continue
-                if session == self._process.pid:
-                    found.append(int(entry.name))
-        return found
+        return session_pids(self._process.pid) if self._process and self._process.pid else []
 
     def start(self) -> Self:
         """Start and wait until it serves."""
@@ -240,29 +237,66 @@ class EngineProcess(Starting):
         return kind, value
 
 
-def wait_connected(admin: AdminClient, workers: int = 1, deadline_s: float = 30.0) -> None:
-    """Until an engine's scheduler and all its workers are connected and the workers' memory is registered."""
+def session_pids(leader: int) -> list[int]:
+    """The ids of all processes of the session that ``leader`` leads."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with suppress(ProcessLookupError):
+                if os.getsid(int(entry.name)) == leader:
+                    found.append(int(entry.name))
+    return found
+
+
+def import_vllm() -> None:
+    """Have the process begin to import vLLM that forked engines are forked from, beside what else is done."""
+    ensure_running()
+
+
+def wait_connected(
+    directory: Path, workers: int = 1, deadline_s: float = 30.0, pids: Callable[[], Container[int]] | None = None
+) -> None:
+    """Until an engine's scheduler and all its workers are connected and the workers' memory is registered.
+
+    ``pids``: only processes of these ids count; None for all. The daemon may die and come back meanwhile.
+    """
 
     def connected() -> bool:
-        sessions = admin.sessions().sessions
+        wanted = pids and pids()
+        try:
+            with AdminClient(directory, PATIENT) as admin:
+                listed = admin.sessions().sessions
+        except KvoffdClientError:
+            return False
+        sessions[:] = [one for one in listed if wanted is None or one.pid in wanted]
         registered = sum(session.registrations for session in sessions if session.role == "worker")
         return registered >= workers and any(session.role == "scheduler" for session in sessions)
 
-    wait_until(connected, deadline_s, explain=lambda: admin.sessions().sessions, interval_s=0.02)
+    sessions: list[object] = []
+    wait_until(connected, deadline_s, explain=lambda: sessions, interval_s=0.02)
 
 
-def wait_stats(admin: AdminClient, condition: Callable[[StatsReply], bool], deadline_s: float = 30.0) -> StatsReply:
-    """The first statistics of the daemon that fulfil ``condition``."""
-    return wait_until(
-        lambda: stats if condition(stats := admin.stats()) else None,
-        deadline_s,
-        explain=admin.stats,
-        interval_s=0.02,
-    )
+def wait_books(directory: Path, condition: Callable[[Books], object], deadline_s: float = 30.0) -> Books:
+    """The first books of the daemon that fulfil ``condition``."""
+    found: list[Books] = []
+
+    def fulfilled() -> object:
+        found[:] = [books(directory)]
+        return condition(found[0])
+
+    wait_until(fulfilled, deadline_s, explain=lambda: found, interval_s=0.02)
+    return found[0]
 
 
-def ready_blocks(stats: StatsReply) -> int:
-    return sum(item.ready_blocks for item in stats.namespaces)
+def wait_stored(directory: Path, deadline_s: float = 100.0) -> Books:
+    """Until blocks are there and no more come: answers do not wait for stores."""
+    seen: list[tuple[int, int, int]] = []
+
+    def quiet(found: Books) -> bool:
+        seen.append((found.ready_blocks, found.stores.running, found.stores.queued))
+        return seen[-1] == (found.ready_blocks, 0, 0) and found.ready_blocks > 0 and seen[-6:] == [seen[-1]] * 6
+
+    return wait_books(directory, quiet, deadline_s)
 
 
 def tokens(answers: list[Completion]) -> list[list[int]]:

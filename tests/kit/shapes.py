@@ -11,13 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from kvoffd_client import AdminClient, ClientOptions
-from kvoffd_proto.messages import StatsReply
-
 from .daemon import DaemonProcess
-from .engine import Completion, EngineProcess, completions, prompt, wait_connected
+from .engine import Completion, EngineProcess, completions, prompt, wait_connected, wait_stored
 from .models import make_tiny_llama
-from .waiting import wait_until
+from .wire import Books, books
 
 PROMPTS: Sequence[Any] = [prompt(1, 900), prompt(2, 333)]
 IMAGE_PIXELS, IMAGE_TOKEN, IMAGE_NAME = 112, 1023, "<unused764>"
@@ -61,21 +58,19 @@ class Runs:
         cold: on an empty cache.
         own: from the engine's own prefix cache.
         warm: after that was cleared.
-        restarted: in a new process.
-        stats: what the daemon said afterwards.
-        namespaces: how many there are.
+        restarted: in a new process; empty where that was not asked for.
+        after: what the daemon said afterwards.
     """
 
     cold: list[Completion]
     own: list[Completion]
     warm: list[Completion]
     restarted: list[Completion]
-    stats: StatsReply
-    namespaces: int
+    after: Books
 
 
-def run_shape(shape: Shape, model: Path, daemon: DaemonProcess) -> Runs:
-    """Start the engine twice and ask it four times."""
+def run_shape(shape: Shape, model: Path, daemon: DaemonProcess, *, restart: bool = True) -> Runs:
+    """Start the engine twice and ask it four times; once and three times where it is not to ``restart``."""
     options = {"lookup_deadline_ms": 1000 * PATIENCE_S, **shape.extra}
     environ = dict(shape.environ)
     engine = EngineProcess(model, daemon.directory, extra_config=options, environ=environ, **shape.settings)
@@ -89,21 +84,22 @@ def run_shape(shape: Shape, model: Path, daemon: DaemonProcess) -> Runs:
             for answer in completions(engine.call("generate", prompts=[each], **request))
         ]
 
-    with AdminClient(daemon.directory, ClientOptions(request_timeout_s=PATIENCE_S)) as admin:
-        try:
-            engine.start()
-            wait_connected(admin, shape.workers, PATIENCE_S)
-            cold, own = ask(), ask()
-            wait_stored(admin)
-            engine.forget()
-            warm = ask()
+    restarted: list[Completion] = []
+    try:
+        engine.start()
+        wait_connected(daemon.directory, shape.workers, PATIENCE_S)
+        cold, own = ask(), ask()
+        wait_stored(daemon.directory)
+        engine.forget()
+        warm = ask()
+        if restart:
             engine.kill()
             engine.start()
-            wait_connected(admin, shape.workers, PATIENCE_S)
+            wait_connected(daemon.directory, shape.workers, PATIENCE_S)
             restarted = ask()
-            return Runs(cold, own, warm, restarted, admin.stats(), len(admin.namespaces().namespaces))
-        finally:
-            engine.close()
+        return Runs(cold, own, warm, restarted, books(daemon.directory))
+    finally:
+        engine.close()
 
 
 def check_runs(shape: Shape, runs: Runs) -> None:
@@ -113,29 +109,16 @@ def check_runs(shape: Shape, runs: Runs) -> None:
     assert all(expected)
     tokens = [answer.tokens for answer in runs.own]
     assert shape.varies or tokens == [answer.tokens for answer in runs.cold], "vLLM's own prefix cache"
-    for answers in (runs.warm, runs.restarted):
+    for answers in filter(None, (runs.warm, runs.restarted)):
         assert [answer.cached for answer in answers] == expected
         assert [answer.tokens for answer in answers] == tokens
         assert {answer.finish for answer in answers} == {"length"}
     assert len({tuple(answer.tokens) for answer in runs.cold}) == len(runs.cold), (
         "prompts should differ in their answers"
     )
-    assert runs.stats.load.bytes > 0
-    assert (runs.stats.load.failed_jobs, runs.stats.store.failed_jobs, runs.stats.leases) == (0, 0, 0)
-    assert runs.namespaces == 1
-
-
-def wait_stored(admin: AdminClient) -> None:
-    """Until blocks are there and no more come: answers do not wait for stores."""
-    seen: list[tuple[int, int, int]] = []
-
-    def quiet() -> bool:
-        stats = admin.stats()
-        ready = sum(item.ready_blocks for item in stats.namespaces)
-        seen.append((ready, stats.store.running_jobs, stats.store.queued_jobs))
-        return seen[-1] == (ready, 0, 0) and ready > 0 and seen[-6:] == [seen[-1]] * 6
-
-    wait_until(quiet, PATIENCE_S, explain=lambda: seen[-6:], interval_s=0.1)
+    after = runs.after
+    assert after.loads.nbytes > 0
+    assert (after.loads.failed, after.stores.failed, after.leases, len(after.namespaces)) == (0, 0, 0, 1)
 
 
 def make_transformers_model(path: Path, config_class: str, **settings: Any) -> Path:

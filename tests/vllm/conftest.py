@@ -2,17 +2,90 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-# vLLM, torch and their friends warn while they are imported; that is not ours to fix, so it happens here, once.
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import vllm.v1.core.sched.scheduler
-    import vllm.v1.worker.cpu_worker  # noqa: F401
+from tests.kit.engine import import_vllm
+from tests.kit.engine_home import EngineHome
+from tests.kit.engine_server import EngineServer
+from tests.kit.require import missing
+
+HERE = Path(__file__).parent
+
+
+class WithoutVllm(pytest.Module):
+    """A file whose tests cannot be collected, for want of vLLM: one test stands for all of them."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        yield VllmIsMissing.from_parent(self, name="vllm")
+
+
+class VllmIsMissing(pytest.Item):
+    def runtest(self) -> None:
+        missing("vllm", "vLLM is not installed; `make venv` installs it")
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    if importlib.util.find_spec("vllm") is None:
+        return WithoutVllm.from_parent(parent, path=module_path)
+    if "pytest.mark.engine" in module_path.read_text():
+        return None  # its engines are other processes
+    # vLLM, torch and their friends warn while they are imported; that is not ours to fix, so it happens here, once.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import vllm.v1.core.sched.scheduler
+        import vllm.v1.worker.cpu_worker  # noqa: F401
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Engines come last: other tests run while a process imports vLLM, from which engines are forked.
+
+    Of those the ones come last that need the server, which starts beside tests of engines of their own.
+    """
+    items.sort(key=rank)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if any(map(of_engine, session.items)) and not session.config.option.collectonly:
+        import_vllm()
+
+
+def of_engine(item: pytest.Item) -> bool:
+    return item.path.parent == HERE and item.get_closest_marker("engine") is not None
+
+
+def rank(item: pytest.Item) -> int:
+    fixtures = getattr(item, "fixturenames", ())
+    return of_engine(item) + ("early_server" in fixtures) + 2 * ("server" in fixtures)
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHome]:
+    """An engine and a server for all files; start daemons in its directory, and end them."""
+    made = EngineHome(tmp_path_factory.mktemp("home"))
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="session")
+def early_server(request: pytest.FixtureRequest, home: EngineHome) -> None:
+    """The server begins to start, where a later test needs it: that takes half a minute of a CPU."""
+    if any("server" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        home.launch_server()
+
+
+@pytest.fixture(scope="session")
+def server(home: EngineHome) -> EngineServer:
+    """The server of ``home``, running."""
+    return home.server
 
 
 @pytest.fixture

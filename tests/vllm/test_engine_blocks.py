@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from kvoffd_client import AdminClient, BlockClient
+from kvoffd_client import BlockClient
 from tests.kit.daemon import DaemonProcess
-from tests.kit.engine import BLOCK_TOKENS, EngineProcess, full_blocks, prompt, wait_connected
+from tests.kit.engine import BLOCK_TOKENS, EngineProcess, full_blocks, prompt, wait_connected, wait_stored
 from tests.kit.models import make_tiny_llama
-from tests.vllm.test_engine_sharing import wait_stored
+from tests.kit.wire import books
 
-pytestmark = [pytest.mark.shapes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.shapes, pytest.mark.timeout(600)]
 
 LENGTH = 1000
 BLOCKS = LENGTH // BLOCK_TOKENS
@@ -41,10 +41,10 @@ def test_a_node_is_warmed_from_another_s_cache(tmp_path: Path) -> None:
     file = tmp_path / "blocks.safetensors"
     asked = [prompt(1, LENGTH)]
     with DaemonProcess("128MiB", block_access="write") as first:
-        with EngineProcess(model, first.directory, fork=False) as engine, AdminClient(first.directory) as admin:
-            wait_connected(admin)
+        with EngineProcess(model, first.directory, fork=False) as engine:
+            wait_connected(first.directory)
             (cold,) = engine.generate(asked)
-            wait_stored(admin, BLOCKS)
+            assert wait_stored(first.directory).ready_blocks == BLOCKS
         label = model.name
         with BlockClient(first.directory) as client:
             geometry = client.geometry(label)
@@ -71,15 +71,14 @@ def test_a_node_is_warmed_from_another_s_cache(tmp_path: Path) -> None:
 
     with DaemonProcess("128MiB", block_access="write") as second:
         assert "was opened" in cli(second, "import", str(file))
-        with EngineProcess(model, second.directory, fork=False) as engine, AdminClient(second.directory) as admin:
-            wait_connected(admin)
+        with EngineProcess(model, second.directory, fork=False) as engine:
+            wait_connected(second.directory)
             (warm,) = engine.generate(asked)
-            stats = admin.stats()
+            after = books(second.directory)
     assert cold.cached == 0
     assert warm.cached == full_blocks(LENGTH)
     assert warm.tokens == cold.tokens
     assert warm.finish == "length"
-    (namespace,) = stats.namespaces
-    assert namespace.namespace == geometry.fingerprint
-    assert (stats.blocks.put_blocks, namespace.stored_bytes) == (BLOCKS, 0), "the engine itself stored nothing"
-    assert stats.load.failed_jobs == 0
+    assert list(after.namespaces) == [geometry.fingerprint]
+    assert after.stores.nbytes == 0, "the engine itself stored nothing"
+    assert after.loads.failed == 0

@@ -3,297 +3,73 @@
 from __future__ import annotations
 
 import os
-import random
-import socket
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from itertools import count
 
-import msgspec
 import pytest
 
-from kvoffd_client.lifeline_stream import MAX_DESCRIPTORS
-from kvoffd_proto import codec, events, lifeline
-from kvoffd_proto import messages as m
-from kvoffd_proto.errors import ErrorCode
-from tests.kit.engine import EngineProcess, completions, prompt
-from tests.kit.fake_daemon import LIMITS, Answer, FakeDaemon, Peer
-from tests.kit.models import make_tiny_llama
+from tests.kit import hostile_daemon as ways
+from tests.kit.engine import completions, prompt, tokens
+from tests.kit.engine_home import EngineHome
+from tests.kit.hostile_daemon import HostileDaemon
 from tests.kit.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 LENGTHS = [300, 500, 900]
 PROMPTS = [prompt(seed, length) for seed, length in enumerate(LENGTHS)]
-ROUNDS = 2
 MOST_DESCRIPTORS = 700
-RANDOM = random.Random(7)
-FOREIGN_JOBS = [0, 1, 2, 3, 2**62, 2**62 + 1, 2**63 - 1]
 
-
-class HostileDaemon(FakeDaemon):
-    """Says that it has every block, and fails every load. ``spoil`` makes it worse."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.answers[m.Submit] = self.fail_loads
-
-    def fail_loads(self, request: m.AnyRequest, peer: Peer) -> Answer:
-        assert isinstance(request, m.Submit)
-        for job in (*request.loads, *request.stores):
-            peer.jobs[job.job_id] = job
-            self._finish(peer, job.job_id, isinstance(job, m.Store))
-        return None
-
-
-def strange_failures(daemon: HostileDaemon) -> None:
-    """Loads fail with keys that nobody has, of groups that there are not."""
-
-    def answer(request: m.AnyRequest, peer: Peer) -> Answer:
-        assert isinstance(request, m.Submit)
-        codes = [None, *ErrorCode]
-        keys = [m.GroupKeys(65535, b"12345"), m.GroupKeys(0, b""), m.GroupKeys(0, b"x" * 33), m.GroupKeys(7, bytes(64))]
-        results = [
-            m.JobResult(job.job_id, False, 2**63 - 1, float("inf"), RANDOM.choice(codes), keys, keys)
-            for job in (*request.loads, *request.stores)
-        ]
-        daemon.complete(peer, [*results, *results])
-        return None
-
-    daemon.answers[m.Submit] = answer
-
-
-def others_jobs(daemon: HostileDaemon) -> None:
-    """Completions of jobs that were never sent, of other sessions, in numbers that jump, again and again."""
-
-    def answer(request: m.AnyRequest, peer: Peer) -> Answer:
-        foreign = [m.JobResult(job_id, True, 1, 0.0) for job_id in FOREIGN_JOBS]
-        ours = {job.job_id for one in daemon.requests if isinstance(one, m.Submit) for job in (*one.loads, *one.stores)}
-        daemon.complete(peer, [one for one in foreign if one.job_id not in ours])
-        daemon.complete(peer, [m.JobResult(job_id, True, 1, 0.0) for job_id in ours], session_id=2**31 - 1)
-        daemon.fail_loads(request, peer)
-        daemon.complete(peer, [], ahead=2**40)
-        return None
-
-    daemon.answers[m.Submit] = answer
-
-
-def _lookup(daemon: HostileDaemon, states: Callable[[list[bytes]], list[bytes]]) -> None:
-    def answer(request: m.AnyRequest, peer: Peer) -> Answer:
-        assert isinstance(request, m.Lookup)
-        right = [bytes([m.READY]) * (len(group.keys) // 32) for group in request.groups]
-        return m.LookupReply(request.request_id, daemon.epoch, 5, states(right), 2**63 - 1, 2**63 - 1, 2**63 - 1)
-
-    daemon.answers[m.Lookup] = answer
-
-
-def too_many_states(daemon: HostileDaemon) -> None:
-    _lookup(daemon, lambda right: [one * 2 for one in right])
-
-
-def too_few_groups(daemon: HostileDaemon) -> None:
-    _lookup(daemon, lambda right: right[:-1])
-
-
-def unknown_states(daemon: HostileDaemon) -> None:
-    _lookup(daemon, lambda right: [bytes(RANDOM.randrange(256) for _ in one) for one in right])
-
-
-def others_replies(daemon: HostileDaemon) -> None:
-    """Every request of a session that is open gets the answer to another one."""
-    kinds = [m.Lookup, m.Heartbeat, m.Submit, m.Replay, m.Release, m.Cancel]
-    answers = [
-        lambda head: m.Done(*head, 2**63 - 1),
-        lambda head: m.CancelReply(*head, [1], [2**62]),
-        lambda head: m.HeartbeatReply(*head, 2**62, 2**63 - 1, [0, 1]),
-        lambda head: m.LookupReply(*head, 1, [], 1, 1),
-        lambda head: m.ReplayReply(*head, [], []),
-        lambda head: m.JobsRefused(*head, [m.Refusal(1, ErrorCode.INTERNAL, "no")]),
-        lambda head: m.Error(*head, RANDOM.choice(list(ErrorCode)), "\x1b[2J\n" * 100),
-    ]
-
-    def answer(request: m.AnyRequest, _: Peer) -> Answer:
-        return RANDOM.choice(answers)((RANDOM.choice([request.request_id, 1, 2**62]), daemon.epoch))
-
-    for kind in kinds:
-        daemon.answers[kind] = answer
-
-
-def noise(daemon: HostileDaemon) -> None:
-    """Every request of a session that is open gets bytes that are no message."""
-    nested = b"\x91" * 100_000
-    junk = [b"", b"\xc1", RANDOM.randbytes(5000), nested, b"\xdd\xff\xff\xff\xff", codec.encode(m.Done(1, 1, 1))[:-1]]
-    for kind in (m.Lookup, m.Heartbeat, m.Submit, m.Replay, m.Release):
-        daemon.answers[kind] = lambda _, __: RANDOM.choice(junk)
-
-
-def strange_events(daemon: HostileDaemon) -> None:
-    """KV events that name blocks twice, that were never stored, of groups that there are not, and no events at all."""
-    names = [b"k" * 32, b"k" * 32, b"", b"x" * 1000]
-    numbers = count(0)
-
-    def answer(request: m.AnyRequest, peer: Peer) -> Answer:
-        assert isinstance(request, m.Lookup)
-        batch: list[events.KvEvent] = [
-            events.BlockStored(names, None, [], 2**62, None, "CPU", None, 0),
-            events.BlockRemoved(names, "CPU", 0),
-            events.BlockRemoved(names, "\ud800".encode("utf-8", "replace").decode(), -1),
-            events.AllBlocksCleared(),
-            events.BlockStored([], None, [], 0, None, "", None, 2**62),
-        ]
-        for fingerprint in {one.namespace for one in daemon.requests if isinstance(one, m.OpenNamespace)}:
-            for payload in (codec.encode(events.EventBatch(0.0, batch)), b"\xc1", b"\x91" * 100_000):
-                number = next(numbers)
-                frames = (events.kv_topic(fingerprint), number.to_bytes(8, "big"), payload)
-                daemon.kv_messages.append((number, frames))
-                daemon._events.send_multipart(frames)
-        return daemon._default_answer(request, peer)
-
-    daemon.answers[m.Lookup] = answer
-
-
-def least_limits(daemon: HostileDaemon) -> None:
-    """All limits are 1, and time is short."""
-
-    def answer(request: m.AnyRequest, peer: Peer) -> Answer:
-        welcome = daemon._default_answer(request, peer)
-        assert isinstance(welcome, m.Welcome)
-        limits = m.Limits(1 << 20, *[1] * (len(m.Limits.__struct_fields__) - 1))
-        return msgspec.structs.replace(
-            welcome, limits=limits, credit_bytes=2**63 - 1, lease_ttl_ms=1, heartbeat_interval_ms=1
-        )
-
-    daemon.answers[m.Hello] = answer
-
-
-def no_frames(daemon: HostileDaemon) -> None:
-    """No message of more than one byte is taken."""
-
-    def answer(request: m.AnyRequest, peer: Peer) -> Answer:
-        welcome = daemon._default_answer(request, peer)
-        assert isinstance(welcome, m.Welcome)
-        return msgspec.structs.replace(welcome, limits=msgspec.structs.replace(LIMITS, max_frame_bytes=1))
-
-    daemon.answers[m.Hello] = answer
-
-
-def silence(daemon: HostileDaemon) -> None:
-    """Lookups, heartbeats and jobs get no answer."""
-    for kind in (m.Lookup, m.Heartbeat, m.Replay):
-        daemon.answers[kind] = lambda _, __: None
-
-
-def lifeline_noise(daemon: HostileDaemon) -> None:
-    """Frames of the lifeline that come out of turn, or are none."""
-    frames = [
-        lifeline.encode_frame(lifeline.Attached(2**62)),
-        lifeline.encode_frame(lifeline.PoolOpened(0, 1)),
-        lifeline.encode_frame(lifeline.Greeting(m.PROTOCOL_VERSION, 1, 1, bytes(m.TOKEN_BYTES))),
-        b"\xff" * 100,
-        (10).to_bytes(4, "little") + b"\xc1" * 10,
-        lifeline.encode_frame(lifeline.MemoryReleased()) * 50,
-    ]
-
-    def answer(request: m.AnyRequest, peer: Peer) -> Answer:
-        with suppress(OSError):  # the client has gone
-            peer.stream.send(RANDOM.choice(frames), socket.MSG_NOSIGNAL)
-        return daemon._default_answer(request, peer)
-
-    daemon.answers[m.Lookup] = answer
-
-
-def descriptors(daemon: HostileDaemon) -> None:
-    """The lifeline brings descriptors that nobody asked for."""
-    released = lifeline.encode_frame(lifeline.MemoryReleased())
-    opened = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-
-    def answer(request: m.AnyRequest, peer: Peer) -> Answer:
-        with suppress(OSError):
-            for _ in range(50):
-                socket.send_fds(peer.stream, [released], [opened] * MAX_DESCRIPTORS, socket.MSG_NOSIGNAL)
-        return daemon._default_answer(request, peer)
-
-    daemon.answers[m.Lookup] = answer
-    daemon.answers[m.Heartbeat] = answer
+WAYS = [ways.strange_failures, ways.wrong_states, ways.others_replies, ways.noise, ways.silence, ways.lifeline_noise]
+MORE_WAYS = [ways.others_jobs, ways.strange_events, ways.least_limits, ways.descriptors, ways.no_frames]
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[HostileDaemon, EngineProcess, list[list[int]]]]:
-    daemon = HostileDaemon()
-    engine = EngineProcess(
-        make_tiny_llama(tmp_path_factory.mktemp("models") / "model"),
-        daemon.directory,
-        extra_config={"lookup_deadline_ms": 300, "self_describing_kv_events": True},
-        events={"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{daemon.directory}/events"},
-    )
-    try:
-        engine.start()
-        expected = [answer.tokens for answer in engine.generate(PROMPTS)]
-        yield daemon, engine, expected
-    finally:
-        engine.close()
-        daemon.close()
+def expected(home: EngineHome) -> list[list[int]]:
+    """What the prompts give without a daemon."""
+    home.ensure_no_daemon()
+    home.engine.forget()
+    return tokens(home.engine.generate(PROMPTS))
 
 
-SPOILT = [
-    strange_failures,
-    others_jobs,
-    too_many_states,
-    too_few_groups,
-    unknown_states,
-    others_replies,
-    noise,
-    strange_events,
-    least_limits,
-    silence,
-    lifeline_noise,
-    descriptors,
-    no_frames,
-]
+@pytest.fixture
+def daemon(home: EngineHome) -> Iterator[HostileDaemon]:
+    home.ensure_no_daemon()
+    made = HostileDaemon(home.directory)
+    yield made
+    made.stop()
 
 
-def begin(daemon: HostileDaemon) -> None:
-    """A new daemon, with nothing wrong yet."""
-    daemon.stop()
-    daemon.answers = {m.Submit: daemon.fail_loads}
-    daemon.requests.clear()
-    daemon.kv_messages.clear()
-    daemon.epoch += 1
-
-
-@pytest.mark.parametrize("spoil", SPOILT)
-def test_a_daemon_that_answers_wrongly_changes_no_token(
-    spoil: Callable[[HostileDaemon], None], engine: tuple[HostileDaemon, EngineProcess, list[list[int]]]
+@pytest.mark.parametrize(
+    "way",
+    [*WAYS, *(pytest.param(way, marks=pytest.mark.nightly) for way in MORE_WAYS)],
+    ids=lambda way: way.__name__,
+)
+def test_wrong_answers(
+    home: EngineHome, daemon: HostileDaemon, expected: list[list[int]], way: Callable[[HostileDaemon], None]
 ) -> None:
-    daemon, real, expected = engine
-    begin(daemon)
-    spoil(daemon)
-    daemon.start()
-    wait_until(lambda: {one.role for one in daemon.seen(m.Hello)} >= {m.Role.SCHEDULER, m.Role.WORKER}, 30)
-    wait_until(lambda: spoil is no_frames or daemon.seen(m.Register), 30)
-    for _ in range(ROUNDS):
-        real.forget()
-        answers = real.generate(PROMPTS)
-        assert [answer.tokens for answer in answers] == expected
+    """No token changes, no request fails, and nothing counts as loaded."""
+    daemon.begin(way)
+    daemon.wait_engine(registered=way is not ways.no_frames)
+
+    def asked() -> bool:
+        home.engine.forget()
+        answers = home.engine.generate(PROMPTS)
+        assert tokens(answers) == expected
         assert [answer.finish for answer in answers] == ["length"] * len(LENGTHS)
         assert [answer.cached for answer in answers] == [0] * len(LENGTHS)
-    assert max(len(os.listdir(f"/proc/{pid}/fd")) for pid in real.pids) < MOST_DESCRIPTORS
+        return daemon.asked > 0 or way is ways.no_frames
+
+    wait_until(asked, 60)  # a client that gets nonsense is at times not connected
+    assert max(len(os.listdir(f"/proc/{pid}/fd")) for pid in home.engine.pids) < MOST_DESCRIPTORS
 
 
 def test_loads_that_never_end_end_with_the_daemon(
-    engine: tuple[HostileDaemon, EngineProcess, list[list[int]]],
+    home: EngineHome, daemon: HostileDaemon, expected: list[list[int]]
 ) -> None:
-    daemon, real, expected = engine
-    begin(daemon)
-    daemon.answers[m.Submit] = lambda *_: None
-    daemon.answers[m.Replay] = lambda request, peer: m.ReplayReply(
-        request.request_id, daemon.epoch, [], [job.job_id for job in daemon.seen(m.Load) if isinstance(job, m.Load)]
-    )
-    daemon.start()
-    wait_until(lambda: daemon.seen(m.Register), 30)
-    wait_until(lambda: len({one.token for one in daemon.requests if isinstance(one, m.Heartbeat)}) == 2, 30)
-    real.forget()
-    real.begin("generate", prompts=PROMPTS, max_tokens=8)
-    wait_until(lambda: len(daemon.seen(m.Load)) == len(LENGTHS), 60)
+    daemon.begin(ways.endless_loads)
+    daemon.wait_engine()
+    home.engine.forget()
+    home.engine.begin("generate", prompts=PROMPTS, max_tokens=8)
+    wait_until(lambda: daemon.loads == len(LENGTHS), 60)
     daemon.stop()
-    assert [answer.tokens for answer in completions(real.finish())] == expected
+    assert tokens(completions(home.engine.finish())) == expected

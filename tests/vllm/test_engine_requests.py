@@ -10,22 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffd_client import AdminClient
-from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import (
     BLOCK_TOKENS,
     Completion,
-    EngineProcess,
     completions,
     full_blocks,
     prompt,
-    wait_connected,
-    wait_stats,
+    wait_books,
+    wait_stored,
 )
-from tests.kit.models import TINY_LLAMA, make_tiny_llama, write_lora_adapter
-from tests.kit.ports import free_port
-from tests.kit.router_daemon import Subscriber
-from tests.kit.shapes import add_tokenizer, wait_stored
+from tests.kit.engine_home import EngineHome
+from tests.kit.models import TINY_LLAMA, write_lora_adapter
+from tests.kit.wire import Books, books
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -53,72 +49,47 @@ REQUESTS: dict[str, dict[str, Any]] = {
 class Answers:
     """What each kind of request got, from an empty cache, from the daemon, and from it in a new process.
 
-    ``told`` is what a router that came after the first of them was told: by hash of a block its parent and its tokens.
+    ``gone`` is what the daemon said once the engine had been killed while it stored.
     """
 
-    engine: EngineProcess
-    admin: AdminClient
+    home: EngineHome
     cold: dict[str, Completion]
     warm: dict[str, Completion]
     restarted: dict[str, Completion]
-    told: dict[int, tuple[int | None, tuple[int, ...]]]
-
-
-def told_blocks(port: int, admin: AdminClient) -> dict[int, tuple[int | None, tuple[int, ...]]]:
-    """What a router is told that comes now."""
-    routers = admin.stats().routers
-    assert routers is not None
-    with Subscriber(port) as router:
-        while len(router.blocks) < routers.told_blocks:
-            assert router.take_one()
-        return {block: found for (_, block), found in router.blocks.items()}
+    gone: Books
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
-    model: Path = add_tokenizer(make_tiny_llama(tmp_path_factory.mktemp("models") / "model"))
-    port = free_port()
-    with (
-        DaemonProcess("64MiB", event_address=f"127.0.0.1:{port}") as daemon,
-        AdminClient(daemon.directory) as admin,
-    ):
-        engine = EngineProcess(
-            model,
-            daemon.directory,
-            skip_tokenizer_init=False,
-            enable_prompt_embeds=True,
-            enable_lora=True,
-            max_lora_rank=8,
-            # Each prompt is computed in several steps, as long ones are.
-            max_num_batched_tokens=128,
-            max_num_seqs=8,
-            scheduling_policy="priority",
-        )
+def answers(home: EngineHome) -> Iterator[Answers]:
+    home.ensure_no_daemon()
+    home.engine.forget()
+    home.ensure_daemon()
+    directory = home.directory
 
-        def ask() -> dict[str, Completion]:
-            asked = {}
-            for name, request in REQUESTS.items():
-                if name == "after-an-abort":
-                    engine.call("abort", prompt=request["prompts"][0], steps=3)
-                (asked[name],) = completions(engine.call("generate", **{"max_tokens": 16, **request}))
-            return asked
+    def ask() -> dict[str, Completion]:
+        asked = {}
+        for name, request in REQUESTS.items():
+            if name == "after-an-abort":
+                home.engine.call("abort", prompt=request["prompts"][0], steps=2)
+            (asked[name],) = completions(home.engine.call("generate", **{"max_tokens": 16, **request}))
+        return asked
 
-        try:
-            engine.start()
-            wait_connected(admin)
-            cold = ask()
-            wait_stored(admin)
-            told = told_blocks(port, admin)
-            engine.forget()
-            warm = ask()
-            engine.kill()
-            engine.start()
-            wait_connected(admin)
-            yield Answers(engine, admin, cold, warm, ask(), told)
-            stats = admin.stats()
-            assert (stats.load.failed_jobs, stats.store.failed_jobs, stats.leases) == (0, 0, 0)
-        finally:
-            engine.close()
+    cold = ask()
+    stored = wait_stored(directory).ready_blocks
+    home.engine.forget()
+    warm = ask()
+    pids = home.engine.pids
+    with home.daemon.fault("store slow 1"):
+        home.engine.begin("generate", prompts=[prompt(80, 1000)], max_tokens=100)
+        wait_books(directory, lambda found: found.stores.running > 0)
+        home.engine.kill()
+        wait_books(directory, lambda found: not any(client.pid in pids for client in found.clients))
+        gone = wait_books(directory, lambda found: found.stores.running + found.writing_bytes == 0)
+    assert gone.ready_blocks == stored
+    home.ensure_daemon()
+    yield Answers(home, cold, warm, ask(), gone)
+    after = books(directory)
+    assert (after.loads.failed, after.leases) == (0, 0)
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -133,22 +104,15 @@ def test_request(name: str, answers: Answers) -> None:
     assert [warm.cached, restarted.cached] == [expected] * 2
 
 
-def test_routers_are_told_the_tokens_of_prompts_whose_hashes_are_of_tokens_alone(answers: Answers) -> None:
-    by_tokens = {(parent, tokens): block for block, (parent, tokens) in answers.told.items()}
-    assert len(by_tokens) == len(answers.told), "a salted prompt was told as the plain one of its tokens"
-    for name in ("plain", "several-samples", "prompt-logprobs", "structured-output", "after-an-abort"):
-        (tokens,) = REQUESTS[name]["prompts"]
-        parent = None
-        for start in range(0, full_blocks(LENGTH), BLOCK_TOKENS):
-            parent = by_tokens[parent, tuple(tokens[start : start + BLOCK_TOKENS])]
-    first = {tuple(one["prompts"][0][:BLOCK_TOKENS]) for name, one in REQUESTS.items() if name != "prompt-embeddings"}
-    assert {tokens for parent, tokens in answers.told.values() if parent is None} == first
+def test_an_engine_killed_while_it_stores_leaves_nothing(answers: Answers) -> None:
+    # Only the server, where it runs.
+    assert answers.gone.held.keys() <= {"sessions", "registrations"}
+    assert answers.gone.balanced
 
 
-def test_blocks_follow_the_content_of_a_lora_adapter_that_is_replaced_at_its_path(
-    answers: Answers, tmp_path: Path
-) -> None:
-    engine, admin, everything = answers.engine, answers.admin, full_blocks(LENGTH)
+def test_blocks_follow_the_content_of_a_lora_adapter(answers: Answers, tmp_path: Path) -> None:
+    """Also when its files are replaced at their path."""
+    engine, directory, everything = answers.home.engine, answers.home.directory, full_blocks(LENGTH)
 
     def once(path: Path | None, name: str = "an adapter", number: int = 1) -> tuple[list[int], int]:
         """The tokens of a prompt with an adapter, and how many of the prompt's own were not computed."""
@@ -157,9 +121,9 @@ def test_blocks_follow_the_content_of_a_lora_adapter_that_is_replaced_at_its_pat
         return completion.tokens, completion.cached
 
     def wait_blocks(more: int) -> None:
-        wait_stats(admin, lambda stats: stats.namespaces[0].ready_blocks == before + more * (LENGTH // BLOCK_TOKENS))
+        wait_books(directory, lambda found: found.ready_blocks == before + more * (LENGTH // BLOCK_TOKENS))
 
-    before = admin.stats().namespaces[0].ready_blocks
+    before = books(directory).ready_blocks
     adapter = write_lora_adapter(tmp_path / "adapter", seed=1)
     first, cached = once(adapter)
     assert cached == 0

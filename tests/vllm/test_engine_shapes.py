@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffd_client import AdminClient, BlockClient
+from kvoffd_client import BlockClient
 from tests.kit.daemon import DaemonProcess
-from tests.kit.engine import Completion, EngineProcess, full_blocks, prompt, wait_connected
+from tests.kit.engine import Completion, EngineProcess, full_blocks, prompt, wait_connected, wait_stored
 from tests.kit.models import make_draft, make_tiny_gemma3, make_tiny_llama, write_lora_adapter
 from tests.kit.shapes import (
     PROMPTS,
@@ -22,9 +22,9 @@ from tests.kit.shapes import (
     make_tiny_llava,
     make_transformers_model,
     run_shape,
-    wait_stored,
     with_images,
 )
+from tests.kit.wire import books
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 TORCHVISION = Path(__file__).parents[2] / ".venv-torchvision"
@@ -98,6 +98,13 @@ SHAPES = {
 }
 
 
+@pytest.mark.usefixtures("early_server")
+def test_tensor_parallel(tmp_path: Path) -> None:
+    shape = Shape(settings={"tensor_parallel": 2}, workers=2)
+    with DaemonProcess("256MiB", lease_ttl="200s", job_deadline="200s") as daemon:
+        check_runs(shape, run_shape(shape, shape.make(tmp_path / "model"), daemon, restart=False))
+
+
 @pytest.mark.shapes
 @pytest.mark.parametrize("name", SHAPES)
 def test_shape(name: str, tmp_path: Path) -> None:
@@ -129,8 +136,7 @@ def test_latent_attention_is_stored_once_however_many_ranks_have_it(tmp_path: Pa
         shape = Shape(settings={"tensor_parallel": ranks}, varies=True, workers=ranks)
         with DaemonProcess("256MiB", lease_ttl="200s", job_deadline="200s") as daemon:
             check_runs(shape, run_shape(shape, model, daemon))
-            with AdminClient(daemon.directory) as admin:
-                stored.append(admin.stats().store.bytes)
+            stored.append(books(daemon.directory).stores.nbytes)
     assert stored[0] == stored[1] > 0
 
 
@@ -143,8 +149,7 @@ def test_heads_that_several_ranks_have_are_stored_by_each_of_them(tmp_path: Path
         shape = Shape(settings={"tensor_parallel": ranks}, workers=ranks)
         with DaemonProcess("256MiB", lease_ttl="200s", job_deadline="200s") as daemon:
             check_runs(shape, run_shape(shape, model, daemon))
-            with AdminClient(daemon.directory) as admin:
-                stored.append(admin.stats().store.bytes)
+            stored.append(books(daemon.directory).stores.nbytes)
     assert stored[1] == 2 * stored[0] > 0
 
 
@@ -156,21 +161,21 @@ def test_speculation_without_a_draft_models_kv_cache_shares_with_none(tmp_path: 
     prompts = [list(range(10, 60)) * 12, list(range(100, 133)) * 10]
     ngram = {"method": "ngram", "prompt_lookup_max": 4}
     kinds = [None, {**ngram, "num_speculative_tokens": 3}, {**ngram, "num_speculative_tokens": 4}]
-    with DaemonProcess("256MiB") as daemon, AdminClient(daemon.directory) as admin:
+    with DaemonProcess("256MiB") as daemon:
         answers = []
         for kind in kinds:
             with EngineProcess(
                 model, daemon.directory, extra_config={"offload_prompt_only": False}, speculative_config=kind
             ) as engine:
-                wait_connected(admin)
+                wait_connected(daemon.directory)
                 answers.append(engine.generate(prompts, max_tokens=80))
-                wait_stored(admin)
+                wait_stored(daemon.directory)
         first, *others = answers
         assert [answer.cached for answer in first] == [0, 0]
         for answer in others:
             assert [one.tokens for one in answer] == [one.tokens for one in first]
             assert [one.cached for one in answer] == [full_blocks(len(each)) for each in prompts]
-        assert len(admin.namespaces().namespaces) == 1
+        assert len(books(daemon.directory).namespaces) == 1
 
 
 @pytest.mark.shapes
@@ -181,15 +186,15 @@ def test_what_a_draft_model_keeps_is_the_same_however_many_tokens_it_drafts(
     """One engine loads what another stored that drafts fewer tokens, and both would have stored the same bytes."""
     model, draft = make_tiny_llama(tmp_path / "model"), make_draft(tmp_path / "draft", eagle=method == "eagle")
     prompts = [list(range(10, 60)) * 12, list(range(100, 133)) * 10]
-    with DaemonProcess("256MiB", block_access="read") as daemon, AdminClient(daemon.directory) as admin:
+    with DaemonProcess("256MiB", block_access="read") as daemon:
 
         def answers(tokens: int, salt: str) -> list[Completion]:
             drafting = {"method": method, "model": str(draft), "num_speculative_tokens": tokens}
             options = {"offload_prompt_only": False, "salt": salt}
             with EngineProcess(model, daemon.directory, extra_config=options, speculative_config=drafting) as engine:
-                wait_connected(admin)
+                wait_connected(daemon.directory)
                 found = engine.generate(prompts, max_tokens=80)
-                wait_stored(admin)
+                wait_stored(daemon.directory)
                 engine.forget()
                 again = engine.generate(prompts, max_tokens=80)
                 counted = engine.metrics()
@@ -206,7 +211,7 @@ def test_what_a_draft_model_keeps_is_the_same_however_many_tokens_it_drafts(
         assert min(own["one", 3]) > 0
         for some in (other, shared):
             assert [answer.tokens for answer in some] == [answer.tokens for answer in first]
-        one, two = (space.namespace for space in admin.namespaces().namespaces)
+        one, two = books(daemon.directory).namespaces
         with BlockClient(daemon.directory) as client:
             keys = {block.key for block in client.list_blocks(one)} & {block.key for block in client.list_blocks(two)}
             assert len(keys) > sum(full_blocks(len(each)) for each in prompts) // 32
@@ -224,14 +229,14 @@ def test_an_adapter_that_is_applied_to_some_layers_only_has_blocks_of_its_own(tm
     model = make_tiny_llama(tmp_path / "model")
     adapter = ("an adapter", 1, str(write_lora_adapter(tmp_path / "adapter", seed=1)))
     lora = {"enable_lora": True, "max_lora_rank": 8}
-    with DaemonProcess("64MiB") as daemon, AdminClient(daemon.directory) as admin:
+    with DaemonProcess("64MiB") as daemon:
 
         def ask(**settings: Any) -> tuple[list[Completion], list[Completion]]:
             with EngineProcess(model, daemon.directory, **settings) as engine:
-                wait_connected(admin)
+                wait_connected(daemon.directory)
                 plain = engine.generate(list(PROMPTS))
                 adapted = engine.generate(list(PROMPTS), adapter=adapter) if settings else []
-                wait_stored(admin)
+                wait_stored(daemon.directory)
                 return plain, adapted
 
         first, _ = ask()
@@ -255,17 +260,17 @@ def test_an_adapter_that_is_applied_to_some_layers_only_has_blocks_of_its_own(tm
 @pytest.mark.shapes
 def test_embeddings_of_a_causal_model(tmp_path: Path) -> None:
     asked = {"prompts": list(PROMPTS)}
-    with DaemonProcess("64MiB") as daemon, AdminClient(daemon.directory) as admin:
+    with DaemonProcess("64MiB") as daemon:
         model = add_tokenizer(make_tiny_llama(tmp_path / "model"))
         engine = EngineProcess(model, daemon.directory, runner="pooling", convert="embed", skip_tokenizer_init=False)
         with engine:
-            wait_connected(admin)
+            wait_connected(daemon.directory)
             cold = engine.call("embed", **asked)
-            wait_stored(admin)
+            wait_stored(daemon.directory)
             engine.forget()
             warm = engine.call("embed", **asked)
         for (computed, none), (loaded, cached), tokens in zip(cold, warm, PROMPTS, strict=True):
             assert (none, cached) == (0, full_blocks(len(tokens)))
             assert loaded == pytest.approx(computed, rel=1e-3, abs=1e-5)
         assert cold[0][0] != pytest.approx(cold[1][0], rel=1e-2, abs=1e-3)
-        assert admin.stats().load.failed_jobs == 0
+        assert books(daemon.directory).loads.failed == 0

@@ -1,4 +1,4 @@
-"""Real engines of three kinds: what one stored, it gets back itself, after its restart, and so does another engine."""
+"""Real engines share: what one stored, it gets back itself, after its restart, and so does another engine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvoffd_client import AdminClient, ClientOptions
-from kvoffd_proto.messages import NamespaceInfo, StatsReply
+from kvoffd_client import AdminClient
 from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import (
     BLOCK_TOKENS,
@@ -19,28 +18,26 @@ from tests.kit.engine import (
     EngineProcess,
     full_blocks,
     prompt,
-    ready_blocks,
     tokens,
+    wait_books,
     wait_connected,
-    wait_stats,
+    wait_stored,
 )
+from tests.kit.engine_home import EngineHome
+from tests.kit.engine_server import EngineServer
 from tests.kit.models import make_tiny_gemma3, make_tiny_llama
-from tests.kit.shapes import wait_stored as wait_stores_ended
+from tests.kit.wire import Books, books
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 LENGTHS = [2000, 777, 1111]
 PROMPTS = [prompt(seed, length) for seed, length in enumerate(LENGTHS)]
-
-BEGINNING = 1024
-ALIKE = [prompt(10, BEGINNING) + prompt(seed, 300) for seed in (11, 12, 13)]
-"""They begin alike."""
-
+FULL = [full_blocks(length) for length in LENGTHS]
 FULL_BLOCKS = sum(length // BLOCK_TOKENS for length in LENGTHS)
 WINDOW_BLOCKS = 256 // BLOCK_TOKENS
 
 KINDS: dict[str, dict[str, Any]] = {
-    "full attention": {"make": make_tiny_llama, "settings": {}, "stored": FULL_BLOCKS},
+    "full-attention": {"make": make_tiny_llama, "settings": {}, "stored": FULL_BLOCKS},
     # Five groups of sliding windows and one of full attention over one tensor.
     "hybrid": {
         "make": make_tiny_gemma3,
@@ -48,7 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
         # Of a sliding window only what the end of a prompt can reach is stored.
         "stored": FULL_BLOCKS + 5 * WINDOW_BLOCKS * len(LENGTHS),
     },
-    "tensor parallel": {"make": make_tiny_llama, "settings": {"tensor_parallel": 2}, "stored": FULL_BLOCKS},
+    "tensor-parallel": {"make": make_tiny_llama, "settings": {"tensor_parallel": 2}, "stored": FULL_BLOCKS},
 }
 
 
@@ -57,40 +54,53 @@ KINDS: dict[str, dict[str, Any]] = {
 PATIENCE_S = 100.0
 PATIENT = {"lookup_deadline_ms": 1000 * PATIENCE_S}
 PATIENT_DAEMON = {"lease_ttl": "200s", "job_deadline": "200s"}
-PATIENT_CLIENT = ClientOptions(request_timeout_s=PATIENCE_S)
+
+
+def cached(answers: list[Completion]) -> list[int]:
+    return [answer.cached for answer in answers]
+
+
+def test_server_loads_what_another_engine_stored(home: EngineHome, server: EngineServer) -> None:
+    """Each serves the other's prompts. The server was started as users start it, the engine has more features."""
+    home.ensure_no_daemon()
+    home.ensure_daemon(home.engine, server)
+    for engine in (home.engine, server):
+        engine.forget()
+    cold = home.engine.generate(PROMPTS)
+    before = wait_stored(home.directory)
+    assert before.ready_blocks == FULL_BLOCKS
+    loaded = server.generate(PROMPTS)
+    after = wait_stored(home.directory)
+    back = [prompt(40, 500)]
+    computed = server.generate(back)
+    wait_books(home.directory, lambda found: found.ready_blocks == FULL_BLOCKS + 500 // BLOCK_TOKENS)
+    returned = home.engine.generate(back)
+    assert (cached(cold), cached(loaded)) == ([0, 0, 0], FULL)
+    assert tokens(loaded) == tokens(cold)
+    assert (cached(computed), cached(returned)) == ([0], [full_blocks(500)])
+    assert tokens(returned) == tokens(computed)
+    assert len(after.namespaces) == 1
+    assert after.loads.nbytes == after.stores.nbytes == before.stores.nbytes, "nothing was stored anew"
+    assert (after.stores.failed, after.loads.failed, after.leases, after.pinned_blocks) == (0, 0, 0, 0)
 
 
 @dataclass
 class Runs:
-    """What the same prompts gave, in the order of the fields, and what the daemon said afterwards.
-
-    ``alike`` are other prompts, one by one, that never met in the engine's own cache; the last one once more, computed.
-    """
+    """What the same prompts gave, in the order of the fields, and what the daemon said afterwards."""
 
     cold: list[Completion]
     warm: list[Completion]
     second: list[Completion]
     restarted: list[Completion]
-    stats: StatsReply
-    namespaces: list[NamespaceInfo]
-    alike: list[Completion]
+    after: Books
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        # Of full attention alone the demo's test and test_engine_requests.py show the same.
-        pytest.param(kind, id=kind.replace(" ", "-"), marks=[] if kind == "hybrid" else [pytest.mark.shapes])
-        for kind in KINDS
-    ],
-)
+@pytest.fixture(scope="module", params=KINDS)
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     kind = KINDS[request.param]
+    workers = kind["settings"].get("tensor_parallel", 1)
     model: Path = kind["make"](tmp_path_factory.mktemp("models") / "model")
-    with (
-        DaemonProcess("256MiB", **PATIENT_DAEMON) as daemon,
-        AdminClient(daemon.directory, PATIENT_CLIENT) as admin,
-    ):
+    with DaemonProcess("256MiB", **PATIENT_DAEMON) as daemon:
         # They start as users' engines do on CPU: their processes are spawned and find the connector on their own.
         first, second = (
             EngineProcess(model, daemon.directory, extra_config=PATIENT, fork=False, **kind["settings"])
@@ -99,63 +109,87 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         try:
             with ThreadPoolExecutor() as pool:
                 list(pool.map(EngineProcess.start, [first, second]))
-            wait_connected(admin, 2 * kind["settings"].get("tensor_parallel", 1), PATIENCE_S)
+            wait_connected(daemon.directory, 2 * workers, PATIENCE_S)
             cold = first.generate(PROMPTS)
-            wait_stored(admin, kind["stored"])
+            assert wait_stored(daemon.directory, PATIENCE_S).ready_blocks == kind["stored"]
             first.forget()
             warm = first.generate(PROMPTS)
             from_second = second.generate(PROMPTS)
             second.kill()
             first.kill()
             first.start()
-            wait_connected(admin, kind["settings"].get("tensor_parallel", 1), PATIENCE_S)
+            wait_connected(daemon.directory, workers, PATIENCE_S)
             restarted = first.generate(PROMPTS)
-            stats, namespaces = admin.stats(), admin.namespaces().namespaces
-            alike = []
-            for each in ALIKE:
-                alike += first.generate([each])
-                wait_stores_ended(admin)
-                first.forget()
-            admin.clear()
-            alike += first.generate(ALIKE[-1:])
-            yield Runs(cold, warm, from_second, restarted, stats, namespaces, alike)
+            yield Runs(cold, warm, from_second, restarted, books(daemon.directory))
         finally:
             first.close()
             second.close()
 
 
-def wait_stored(admin: AdminClient, blocks: int) -> None:
-    """Answers do not wait for stores; who looks for the blocks at once may be too early."""
-
-    assert ready_blocks(wait_stats(admin, lambda stats: ready_blocks(stats) >= blocks, PATIENCE_S)) == blocks
-
-
-def test_the_cold_run_computes_everything(runs: Runs) -> None:
-    assert [completion.cached for completion in runs.cold] == [0, 0, 0]
-
-
-@pytest.mark.parametrize("run", ["warm", "second", "restarted"])
-def test_every_full_block_is_loaded_and_the_tokens_are_the_same(runs: Runs, run: str) -> None:
-    completions: list[Completion] = getattr(runs, run)
-    assert tokens(completions) == tokens(runs.cold)
-    assert [completion.cached for completion in completions] == [full_blocks(length) for length in LENGTHS]
-    assert all(completion.finish == "length" for completion in completions)
-
-
-def test_prompts_that_begin_alike_find_their_beginning_as_in_vllms_own_cache(runs: Runs) -> None:
-    # Where layers have windows, the second one stores those at the end of what it has in common with the first.
-    assert [answer.cached for answer in runs.alike] in ([0, found, BEGINNING, 0] for found in (0, BEGINNING))
-    assert runs.alike[2].tokens == runs.alike[3].tokens
-
-
-def test_all_engines_are_one_namespace_and_no_job_failed(runs: Runs) -> None:
-    assert [one.description for one in runs.namespaces] == [runs.namespaces[0].description]
-    assert runs.stats.store.failed_jobs == 0
-    assert runs.stats.load.failed_jobs == 0
+@pytest.mark.nightly
+def test_every_full_block_is_loaded_by_each_engine(runs: Runs) -> None:
+    assert cached(runs.cold) == [0, 0, 0]
+    for answers in (runs.warm, runs.second, runs.restarted):
+        assert tokens(answers) == tokens(runs.cold)
+        assert cached(answers) == FULL
+        assert all(answer.finish == "length" for answer in answers)
+    after = runs.after
+    assert len(after.namespaces) == 1
     # Each of three engines loaded what the first one stored; the second and third stored nothing anew.
-    assert runs.stats.load.bytes == 3 * runs.stats.store.bytes > 0
+    assert after.loads.nbytes == 3 * after.stores.nbytes > 0
+    assert (after.stores.failed, after.loads.failed, after.leases, after.pinned_blocks) == (0, 0, 0, 0)
 
 
-def test_the_leases_of_finished_requests_are_gone(runs: Runs) -> None:
-    assert runs.stats.leases == 0
-    assert runs.stats.pinned_blocks == 0
+# --- sliding windows -------------------------------------------------------------------------------
+
+BEGINNING = 512
+ALIKE = [prompt(10, BEGINNING) + prompt(seed, 300) for seed in (11, 12, 13)]
+"""They begin alike."""
+LONG = [prompt(seed, 1100) for seed in (1, 2)]
+"""With windows, these two fill the KV cache but for 2 blocks, and to go on each needs one in all six groups."""
+
+
+@dataclass
+class Windows:
+    """A daemon beside an engine of a model with sliding windows, that has few blocks."""
+
+    engine: EngineProcess
+    daemon: DaemonProcess
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Windows]:
+    model = make_tiny_gemma3(tmp_path_factory.mktemp("models") / "model")
+    few = {"num_blocks": 151, "max_model_len": 1152, "max_num_batched_tokens": 128}
+    with DaemonProcess("256MiB") as daemon, EngineProcess(model, daemon.directory, **few) as engine:
+        wait_connected(daemon.directory)
+        yield Windows(engine, daemon)
+
+
+@pytest.mark.usefixtures("early_server")
+def test_windows_loads_leave_blocks_for_what_is_computed(windows: Windows) -> None:
+    """Of a window only what a prompt's end can reach is stored, and every full block is loaded."""
+    engine, directory = windows.engine, windows.daemon.directory
+    cold = [engine.generate([each])[0] for each in LONG]
+    assert wait_stored(directory).ready_blocks == len(LONG) * (1100 // BLOCK_TOKENS + 5 * WINDOW_BLOCKS)
+    engine.forget()
+    loaded = engine.generate(LONG)
+    assert tokens(loaded) == tokens(cold)
+    assert cached(loaded) == [full_blocks(1100)] * 2
+
+
+@pytest.mark.usefixtures("early_server")
+def test_windows_prompts_that_begin_alike(windows: Windows) -> None:
+    """They find their beginning as in vLLM's own cache, the third one at the latest."""
+    engine, directory = windows.engine, windows.daemon.directory
+    alike = []
+    for each in ALIKE:
+        alike += engine.generate([each])
+        wait_stored(directory)
+        engine.forget()
+    with AdminClient(directory) as admin:
+        admin.clear()
+    alike += engine.generate(ALIKE[-1:])
+    # The second one stores those blocks of the windows that are at the end of what it has in common with the first.
+    assert cached(alike) in ([0, found, BEGINNING, 0] for found in (0, BEGINNING))
+    assert alike[2].tokens == alike[3].tokens

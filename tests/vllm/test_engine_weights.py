@@ -2,95 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kvoffd_client import AdminClient
-from kvoffd_proto.messages import StatsReply
-from tests.kit.daemon import DaemonProcess
-from tests.kit.engine import EngineProcess, full_blocks, prompt, wait_connected, wait_stats
+from tests.kit.engine import BLOCK_TOKENS, EngineProcess, full_blocks, prompt, wait_books
+from tests.kit.engine_home import EngineHome
+from tests.kit.engine_server import EngineServer
 from tests.kit.models import make_tiny_llama
+from tests.kit.wire import Books
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 LENGTH = 777
-PROMPT = [prompt(1, LENGTH)]
-OTHER_PROMPT = [prompt(2, LENGTH)]
+PROMPT = prompt(1, LENGTH)
+OTHER_PROMPT = prompt(2, LENGTH)
 ALL = full_blocks(LENGTH)
-BLOCKS = LENGTH // 32
+BLOCKS = LENGTH // BLOCK_TOKENS
 
 
-@dataclass
-class Pair:
-    """Two engines that began with the same weights, and the daemon between them."""
-
-    trained: EngineProcess
-    base: EngineProcess
-    admin: AdminClient
-    other_checkpoint: Path
-
-    def blocks(self) -> list[int]:
-        """Blocks of each namespace."""
-        return sorted(item.ready_blocks for item in self.admin.namespaces().namespaces)
-
-    def wait_blocks(self, count: int) -> None:
-        """Until so many blocks are stored in all namespaces."""
-
-        def stored(stats: StatsReply) -> bool:
-            return sum(item.ready_blocks for item in stats.namespaces) == count
-
-        wait_stats(self.admin, stored)
+@pytest.fixture
+def pair(home: EngineHome, server: EngineServer) -> tuple[EngineProcess, EngineServer]:
+    """An engine and a server that began with the same weights, and a new daemon between them."""
+    home.ensure_no_daemon()
+    home.ensure_daemon(home.engine, server)
+    for one in (home.engine, server):
+        one.forget()
+    return home.engine, server
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    models = tmp_path_factory.mktemp("models")
-    model, other = make_tiny_llama(models / "model"), make_tiny_llama(models / "other", seed=7)
-    keep_embeddings(model, other)
-    with DaemonProcess("256MiB") as daemon, AdminClient(daemon.directory) as admin:
-        # vLLM sends functions to workers only where this is allowed.
-        environ = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-        engines = [EngineProcess(model, daemon.directory, environ=environ) for _ in range(2)]
-        try:
-            with ThreadPoolExecutor() as pool:
-                list(pool.map(EngineProcess.start, engines))
-            wait_connected(admin, 2)
-            yield Pair(*engines, admin, other)
-        finally:
-            for engine in engines:
-                engine.close()
+@pytest.fixture
+def other_checkpoint(home: EngineHome, tmp_path: Path) -> Path:
+    """Other matrices inside the layers, which are what training adapts, and the same embeddings.
 
-
-def keep_embeddings(model: Path, other: Path) -> None:
-    """Give ``other`` the weights of ``model`` but for its matrices inside the layers, which are what training adapts.
-
-    Those are what vLLM's CPU kernels keep where no parameter shows them.
+    Those matrices are what vLLM's CPU kernels keep where no parameter shows them.
     """
-    base, changed = (load_file(path / "model.safetensors") for path in (model, other))
+    other = make_tiny_llama(tmp_path / "other", seed=7)
+    base, changed = (load_file(path / "model.safetensors") for path in (home.model, other))
     save_file(base | {name: weight for name, weight in changed.items() if "_proj" in name}, other / "model.safetensors")
+    return other
 
 
-def once(engine: EngineProcess, prompts: list[list[int]] = PROMPT) -> tuple[list[int], int]:
+def once(engine: EngineProcess | EngineServer, tokens: list[int] = PROMPT) -> tuple[list[int], int]:
     """The tokens of one prompt, and how many of the prompt's own were not computed."""
-    (completion,) = engine.generate(prompts)
+    (completion,) = engine.generate([tokens])
     return completion.tokens, completion.cached
 
 
-def test_blocks_follow_the_weights_in_memory(pair: Pair) -> None:
-    trained, base = pair.trained, pair.base
+@pytest.fixture
+def wait_blocks(home: EngineHome) -> Callable[[list[int]], None]:
+    """Waits until the namespaces that have blocks have so many."""
+
+    def wait(wanted: list[int]) -> None:
+        def stored(found: Books) -> bool:
+            return sorted(one.ready_blocks for one in found.namespaces.values() if one.ready_blocks) == wanted
+
+        wait_books(home.directory, stored)
+
+    return wait
+
+
+def test_blocks_follow_the_weights_in_memory(
+    pair: tuple[EngineProcess, EngineServer], wait_blocks: Callable[[list[int]], None]
+) -> None:
+    trained, base = pair
     cold, _ = once(trained)
-    pair.wait_blocks(BLOCKS)
+    wait_blocks([BLOCKS])
     assert once(base) == (cold, ALL), "equal weights share"
 
     # A reset alone, as of an engine that is paused, takes nothing from anybody.
     trained.forget(connector=True)
     assert once(trained) == (cold, ALL)
-    assert pair.blocks() == [BLOCKS]
+    wait_blocks([BLOCKS])
 
     # Weights are changed in place by a method that kvoffd cannot know, and vLLM is told, as its documentation says.
     trained.call("flip_weights")
@@ -98,8 +83,7 @@ def test_blocks_follow_the_weights_in_memory(pair: Pair) -> None:
     changed, cached = once(trained)
     assert cached == 0
     assert changed != cold
-    pair.wait_blocks(2 * BLOCKS)
-    assert pair.blocks() == [BLOCKS, BLOCKS]
+    wait_blocks([BLOCKS, BLOCKS])
     trained.forget(connector=True)
     assert once(trained) == (changed, ALL), "an engine finds its own blocks of these weights again"
     base.forget()
@@ -111,20 +95,31 @@ def test_blocks_follow_the_weights_in_memory(pair: Pair) -> None:
     assert once(trained) == (cold, ALL)
 
 
-def test_weights_that_change_without_a_reset_store_nothing_under_a_wrong_name(pair: Pair) -> None:
-    trained, base = pair.trained, pair.base
+def test_weights_that_change_without_a_reset(
+    home: EngineHome,
+    pair: tuple[EngineProcess, EngineServer],
+    other_checkpoint: Path,
+    wait_blocks: Callable[[list[int]], None],
+) -> None:
+    """Nothing is stored under a wrong name, and nothing at all until the reset."""
+    base, trained = pair
     once(trained)
-    before = pair.blocks()
-    trained.call("reload_weights", path=str(pair.other_checkpoint))
-    changed, _ = once(trained, OTHER_PROMPT)
-    once(trained, OTHER_PROMPT)
-    assert "Nothing is stored until" in trained.log
-    computed, cached = once(base, OTHER_PROMPT)
-    assert cached == 0
-    assert computed != changed
-    pair.wait_blocks(sum(before) + BLOCKS)  # what the other engine stored
-    trained.forget(connector=True)
-    assert once(trained, OTHER_PROMPT) == (changed, 0)
-    pair.wait_blocks(sum(before) + 2 * BLOCKS)
-    trained.forget()
-    assert once(trained, OTHER_PROMPT) == (changed, ALL)
+    wait_blocks([BLOCKS])
+    trained.reload_weights(other_checkpoint)
+    try:
+        changed, _ = once(trained, OTHER_PROMPT)
+        once(trained, OTHER_PROMPT)
+        assert "Nothing is stored until" in trained.log
+        computed, cached = once(base, OTHER_PROMPT)
+        assert cached == 0
+        assert computed != changed
+        wait_blocks([2 * BLOCKS])  # what the other engine stored
+        trained.forget(connector=True)
+        assert once(trained, OTHER_PROMPT) == (changed, 0)
+        wait_blocks([BLOCKS, 2 * BLOCKS])
+        trained.forget()
+        assert once(trained, OTHER_PROMPT) == (changed, ALL)
+    finally:
+        trained.reload_weights(home.model)
+        trained.forget(connector=True)
+    assert once(trained, OTHER_PROMPT) == (computed, ALL), "and so do these weights' blocks"

@@ -114,7 +114,7 @@ def measure_throughput(
             with ExitStack() as stack:
                 idle = stack.enter_context(_engine(model, None, kv_transfer_config=IDLE))
                 own = stack.enter_context(_engine(model, daemon.directory))
-                wait_connected(admin)
+                wait_connected(daemon.directory)
                 _take_turns(idle, own, daemon, rounds, found, say)
         found.stored_bytes = admin.stats().store.bytes - before
     assert found.stored_bytes > 0, "the daemon stored nothing"
