@@ -340,8 +340,11 @@ def test_what_a_session_may_have_is_bounded(memory: SharedMemory) -> None:
             with WireClient(daemon.directory) as hoarder:
                 assert open_many(hoarder) == "too_many"
                 assert 1 < len(books(daemon.directory).namespaces) <= 8
-            with WireClient(daemon.directory) as newcomer:  # what nobody has open, and is empty, keeps no place
-                wait_until(lambda: answer(newcomer.open_namespace, UNKNOWN) == "taken", 5.0)
+            for number in range(10):  # what nobody has open keeps no place for good, though it has a block
+                with WireClient(daemon.directory) as newcomer:
+                    name = bytes([number]) * 32
+                    wait_until(lambda client=newcomer, name=name: answer(client.open_namespace, name) == "taken", 5.0)
+                    assert newcomer.store(newcomer.register(memory, namespace=name), keys(1), [0]).ok
             assert worker.health() == scheduler.health() == "ok"
             assert books(daemon.directory).pinned_blocks == before.pinned_blocks == 0
 

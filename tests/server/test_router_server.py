@@ -20,7 +20,6 @@ from kvoffd_proto import messages as m
 from kvoffd_proto import zmtp
 from kvoffd_proto.messages import WANTS_TOKENS, RouterStats
 from tests.chaos.footprint import Footprint
-from tests.hostile.peers import zmtp_frame, zmtp_handshake
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_port, free_ports
 from tests.kit.redis_server import RedisServer
@@ -301,7 +300,7 @@ def test_who_has_the_most_connections_gives_a_place_to_another_host_and_none_to_
 
         def subscribe(host: str) -> socket.socket:
             stream = socket.create_connection(("127.0.0.1", port), 5, source_address=(host, 0))
-            stream.sendall(zmtp_handshake(b"SUB") + zmtp_frame(b"\1"))
+            stream.sendall(zmtp.opening(b"SUB") + zmtp.encode([b"\1"]))
             return stack.enter_context(stream)
 
         def ended(stream: socket.socket) -> bool:
