@@ -85,9 +85,15 @@ class SchedulerClient(SessionClient[SchedulerSession]):
             self._count_keys(item.keys)
         self._connection.call(self._session.hint, groups, priority, retain_s)
 
-    def report(self, prefill_rate: float, load_rate: float, skipped_loads: int, paused_stores: int) -> None:
-        """Tell operators what the engine learned: tokens a second, and what it left out since the last call."""
-        self._connection.call(self._session.report, prefill_rate, load_rate, skipped_loads, paused_stores)
+    def report(
+        self, prefill_rate: float, load_rate: float, skipped_loads: int, paused_stores: int, late_lookups: int = 0
+    ) -> None:
+        """Tell operators what the engine learned: tokens a second, and what it counted since the last call.
+
+        ``late_lookups``: those whose answers came too late to be used.
+        """
+        counts = skipped_loads, paused_stores, late_lookups
+        self._connection.call(self._session.report, prefill_rate, load_rate, *counts)
 
     def reset(self, timeout_s: float = 2.0) -> bool:
         """Drop every block of the namespace and wait until that is done; False when the daemon did not confirm it."""

@@ -297,10 +297,12 @@ class SchedulerSession(Session):
             fields = list(groups), priority, round(retain_s * 1000)
             self.send(m.Hint(self.next_request_id(), self.token, self._fingerprint, *fields))
 
-    def report(self, prefill_rate: float, load_rate: float, skipped_loads: int, paused_stores: int) -> None:
+    def report(
+        self, prefill_rate: float, load_rate: float, skipped_loads: int, paused_stores: int, late_lookups: int
+    ) -> None:
         """Tell the daemon what the engine learned: see ``ReportEngine``."""
         if self.usable:
-            fields = prefill_rate, load_rate, skipped_loads, paused_stores
+            fields = prefill_rate, load_rate, skipped_loads, paused_stores, late_lookups
             self.send(m.ReportEngine(self.next_request_id(), self.token, self._fingerprint, *fields))
 
     def reset(self, outcome: list[bool], now: float, timeout_s: float) -> None:

@@ -290,6 +290,7 @@ def report_engine(context: Context, session: Session, message: m.ReportEngine) -
     counters.load_tokens_per_second = message.load_tokens_per_second
     counters.skipped_loads += message.skipped_loads
     counters.paused_stores += message.paused_stores
+    counters.late_lookups += message.late_lookups
     return m.Done(message.request_id, context.epoch)
 
 

@@ -10,6 +10,8 @@ PINNED_SHARE = 0.9
 """From this share of the usable pool on, pinned bytes leave too little for stores."""
 FLOW_WINDOW_S = 100.0
 """What flows, such as stores without room, is judged by what happened in so many seconds."""
+LATE_SHARE, LEAST_LATE = 0.05, 20
+"""So many late lookups in that time, and this share of all, are a problem."""
 
 
 def health_reply(context: Context, message: m.Health) -> m.HealthReply:
@@ -31,6 +33,7 @@ def health_of(context: Context) -> tuple[m.HealthLevel, list[m.HealthProblem]]:
         )
     causes += [m.HealthProblem(reason, sentence) for reason, sentence in context.disks.problems]
     causes += _crowded(context)
+    causes += _late(context)
     if context.http_problem:
         causes.append(m.HealthProblem("http_unavailable", context.http_problem))
     if context.sessions.stopping:
@@ -63,6 +66,23 @@ def _crowded(context: Context) -> list[m.HealthProblem]:
             )
         )
     return causes
+
+
+def _late(context: Context) -> list[m.HealthProblem]:
+    """Lookups whose answers engines did not wait for."""
+    recent = context.recent.over(FLOW_WINDOW_S)
+    late, lookups = recent.late_lookups, max(recent.lookups, recent.late_lookups)
+    if late < LEAST_LATE or late <= LATE_SHARE * lookups:
+        return []
+    return [
+        m.HealthProblem(
+            "lookups_late",
+            f"In the last {format_duration(recent.seconds)} engines did not get the answers of {format_count(late)} of "
+            f"{format_count(lookups)} lookups in the time that computing the prompts takes, so they computed them. The "
+            "daemon or the engines get too little CPU: give the daemon a core of its own (CPUAffinity= in its systemd "
+            "unit), or run less on this machine.",
+        )
+    ]
 
 
 def _most_pinned(context: Context) -> str:

@@ -26,6 +26,9 @@ class ReportEngine(Request[Done], frozen=True):
     paused_stores: Annotated[
         int, doc("Stores that it left out, since it had waited for stores too often.", ge=0, le=MAX_REPORTED)
     ] = 0
+    late_lookups: Annotated[
+        int, doc("Lookups whose answers it did not wait for any longer.", ge=0, le=MAX_REPORTED)
+    ] = 0
 
 
 @exchange(Section.SCHEDULER, SCHEDULER)

@@ -55,6 +55,7 @@ class RecentStats(Wire, frozen=True):
         dict[str, Count], doc("Keys in lookups that were not there, by reason, as in NamespaceStats.")
     ] = field(default_factory=dict)
     keys_shared: Annotated[Count, doc("Of the pending keys, those that a store has which nodes share.")] = 0
+    late_lookups: Annotated[Count, doc("Lookups whose answers engines did not wait for any longer.")] = 0
 
     @property
     def keys_missing(self) -> int:
@@ -157,6 +158,9 @@ class NamespaceStats(Wire, frozen=True):
     ] = 0
     hinted_keys: Annotated[Count, counter("Keys of requests whose users said how long their blocks should stay.")] = 0
     keys_shared: Annotated[Count, counter("Of the pending keys, those that a store has which nodes share.")] = 0
+    late_lookups: Annotated[
+        Count, counter("Lookups whose answers engines did not wait for any longer: they computed these prompts.")
+    ] = 0
 
 
 class DirectionStats(Wire, frozen=True):

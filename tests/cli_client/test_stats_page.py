@@ -107,6 +107,17 @@ def test_misses_have_their_reasons_the_most_frequent_first(busy: StatsReply, ren
     assert narrow.startswith("Misses over 100 s: evicted 90.0 %, disk late 8.0 %; in all: never")
 
 
+def test_late_lookups_are_a_line_where_there_are_any(busy: StatsReply, render: Render) -> None:
+    assert "Late" not in render(StatsPage(busy), 120)
+    ten, hundred, thousand, whole = busy.recent
+    hundred = msgspec.structs.replace(hundred, lookups=374, late_lookups=45)
+    whole = msgspec.structs.replace(whole, lookups=102_400, late_lookups=1_024)
+    page = StatsPage(msgspec.structs.replace(busy, recent=[ten, hundred, thousand, whole]))
+    told = "Late 12.0 % over 100 s (45), 1.0 % in all (1,024): engines computed these"
+    for width in (80, 120):
+        assert line_with(render(page, width), "Late").startswith(told)
+
+
 @pytest.mark.parametrize("width", [120, 170, 200])
 def test_limits_and_rates_have_columns_where_there_are_any_and_room(
     busy: StatsReply, render: Render, width: int

@@ -10,6 +10,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from kvoffd_client import NamespaceSpec
 from kvoffd_client.vllm.connector_metadata import MemoryReport
 from kvoffd_client.vllm.kv_event_translator import KvEventTranslator
+from kvoffd_client.vllm.lookup_allowance import LookupAllowance
 from kvoffd_client.vllm.namespace_client import EngineNamespace, NamespaceClient
 from kvoffd_client.vllm.offloading_manager import KvoffdManager, StoreWindow
 from kvoffd_client.vllm.prefill_rate import PrefillRate
@@ -32,8 +33,9 @@ class ManagerHarness:
         suffix = (0).to_bytes(4, "big")
         client = cast(NamespaceClient, self.client)
         self.prefill = PrefillRate({suffix: 1000}, self.clock)
+        self.allowance = LookupAllowance(self.prefill, 0.1, self.clock)
         self.manager = KvoffdManager(
-            LookupSettings(client, {suffix: 0}, 0.1, 1.0, self.clock, self.prefill),
+            LookupSettings(client, {suffix: 0}, 0.1, 1.0, self.clock, self.prefill, self.allowance),
             StoreWindow({suffix: SHARD_BYTES}),
             KvEventTranslator((0,)),
             EngineNamespace(1, client, self.clock),

@@ -47,7 +47,7 @@ def test_what_an_engine_learned_is_told_and_what_it_left_out_adds_up() -> None:
             return m.ReportEngine(scheduler.next_id(), scheduler.token, namespace, *figures)  # type: ignore[arg-type]
 
         scheduler.open_namespace()
-        scheduler.ask(tell(NAMESPACE, 20_000.0, 300_000.0, 3, 1))
+        scheduler.ask(tell(NAMESPACE, 20_000.0, 300_000.0, 3, 1, 4))
         scheduler.ask(tell(NAMESPACE, 21_000.0, 0.0, 2, 0))
         scheduler.refused(tell(b"x" * 32, 1.0, 1.0, 1, 1))
         scheduler.refused(tell(NAMESPACE, 1.0, 1.0, 2**62, 1))
@@ -59,7 +59,7 @@ def test_what_an_engine_learned_is_told_and_what_it_left_out_adds_up() -> None:
         (found,) = stats(daemon.directory).namespaces
         assert found.hinted_keys == 2500
         assert (found.prefill_tokens_per_second, found.load_tokens_per_second) == (21_000.0, 0.0)
-        assert (found.skipped_loads, found.paused_stores) == (5, 1)
+        assert (found.skipped_loads, found.paused_stores, found.late_lookups) == (5, 1, 4)
 
 
 def test_memory_is_told_as_0_where_there_is_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:

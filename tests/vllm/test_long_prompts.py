@@ -60,7 +60,7 @@ class LongPrompts:
         self.groups = groups
         config = make_config(
             model,
-            {"directory": str(daemon.directory), "lookup_deadline_ms": 5000},
+            {"directory": str(daemon.directory), "lookup_deadline_ms": 5000, "do_no_harm": False},
             block_size=BLOCK_TOKENS,
             max_model_len=BLOCKS * BLOCK_TOKENS + 64,
             hf_overrides={"max_position_embeddings": BLOCKS * BLOCK_TOKENS + 64},

@@ -9,6 +9,7 @@ from typing import Any, cast
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 from kvoffd_client.vllm.connector_stats import EARLY_LOOKUPS, LOOKUP_WAITS, LOOKUP_WAITS_IN_VAIN, LOOKUPS
+from kvoffd_client.vllm.lookup_allowance import UNKNOWN_RATE_S, LookupAllowance
 from kvoffd_client.vllm.lookup_timing import (
     EARLY_LOOKUP_AGE_S,
     LOOKUP_WAIT_S,
@@ -109,6 +110,17 @@ def test_after_a_wait_in_vain_none_is_made_for_a_while() -> None:
     assert len(harness.waits) == 2
 
 
+def test_an_answer_that_is_waited_for_no_longer_keeps_nobody_waiting() -> None:
+    harness = Waiting()
+    late = harness.ask("late")
+    harness.clock.now += UNKNOWN_RATE_S + 0.001
+    assert harness.results(late) == [LookupResult.MISS] * 3
+    harness.manager.await_answer("late", [])
+    harness.ask("r")
+    harness.manager.await_answer("r", ["late"])
+    assert harness.waits == [], "the one is given up, and can run beside the other"
+
+
 def test_a_request_that_was_looked_up_early_is_not_looked_up_again() -> None:
     harness = Waiting()
     harness.manager.begin_early_lookup("r", [KEYS])
@@ -162,7 +174,8 @@ def test_early_lookups_are_bounded_and_those_of_requests_that_never_came_end() -
     client = FakeSchedulerClient(clock)
     suffix = (0).to_bytes(4, "big")
     prefill = PrefillRate({}, clock)
-    early = EarlyLookups(LookupSettings(cast(NamespaceClient, client), {suffix: 0}, 0.1, 1.0, clock, prefill))
+    named, allowance = cast(NamespaceClient, client), LookupAllowance(prefill, 0.1, clock)
+    early = EarlyLookups(LookupSettings(named, {suffix: 0}, 0.1, 1.0, clock, prefill, allowance))
     for number in range(MAX_EARLY_LOOKUPS + 5):
         early.ask(str(number), [KEYS], 0)
     assert len(early) == len(client.asked) == MAX_EARLY_LOOKUPS

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from kvoffd_client.vllm.connector_options import BEST_EFFORT, LIMIT, WAIT
+from kvoffd_client.vllm.lookup_allowance import UNKNOWN_RATE_S, LookupAllowance
 from kvoffd_client.vllm.prefill_rate import PrefillRate
 from kvoffd_client.vllm.request_lookups import KeyStatus, LookupSettings, RequestLookups
 from tests.kit.clock import Clock
@@ -24,7 +25,9 @@ class Harness:
         self.client = FakeSchedulerClient(self.clock)
         positions = {(0).to_bytes(4, "big"): 0, (7).to_bytes(4, "big"): 1}
         self.prefill = PrefillRate(dict.fromkeys(positions, 16), self.clock)
-        self.lookups = RequestLookups(LookupSettings(self.client, positions, 0.1, 1.0, self.clock, self.prefill))
+        self.allowance = LookupAllowance(self.prefill, 0.1, self.clock)
+        settings = LookupSettings(self.client, positions, 0.1, 1.0, self.clock, self.prefill, self.allowance)
+        self.lookups = RequestLookups(settings)
 
     def statuses(self, *numbers: int) -> list[KeyStatus]:
         return [self.lookups.status(key(number, 7 if number == 4 else 0)) for number in numbers]
@@ -87,6 +90,32 @@ def test_without_an_answer_by_the_deadline_it_is_a_miss_and_a_later_answer_still
     assert harness.statuses(1) == [KeyStatus.TIMED_OUT]
     assert harness.lookups.count_timeout()
     assert not harness.lookups.count_timeout()
+    harness.client.answer(ALL)
+    harness.lookups.refresh(GROUPS)
+    assert harness.statuses(1) == [KeyStatus.HIT]
+
+
+def test_an_answer_is_awaited_no_longer_than_computing_takes() -> None:
+    harness = Harness()
+    harness.prefill.tokens_per_second = 1000.0
+    harness.lookups.missing_tokens = 64
+    harness.lookups.refresh(GROUPS)
+    harness.clock.now += 0.063
+    assert harness.statuses(1) == [KeyStatus.RETRY]
+    harness.clock.now += 0.002
+    assert harness.statuses(1) == [KeyStatus.TIMED_OUT]
+    assert harness.allowance.seconds_for(64) == 0.032
+
+
+def test_what_was_given_up_stays_so_until_the_answer_comes() -> None:
+    """An allowance that grew between two steps must not put a request off again."""
+    harness = Harness()
+    harness.lookups.refresh(GROUPS)
+    harness.clock.now += UNKNOWN_RATE_S + 0.001
+    assert harness.statuses(1) == [KeyStatus.TIMED_OUT]
+    harness.prefill.tokens_per_second = 1.0
+    harness.lookups.missing_tokens = 64
+    assert harness.statuses(1) == [KeyStatus.TIMED_OUT]
     harness.client.answer(ALL)
     harness.lookups.refresh(GROUPS)
     assert harness.statuses(1) == [KeyStatus.HIT]
@@ -264,6 +293,21 @@ def test_while_it_is_asked_again_the_answer_in_force_holds() -> None:
     harness.clock.now += 0.01
     assert harness.lookups.refresh(GROUPS)
     assert harness.statuses(1, 2, 3, 4) == [KeyStatus.HIT, KeyStatus.PENDING, KeyStatus.PENDING, KeyStatus.HIT]
+
+
+def test_while_blocks_come_from_disk_the_next_answer_has_the_whole_deadline() -> None:
+    """Keys that the answer before lacked are asked for again with the others; seconds of computing hang on these."""
+    harness = DiskHarness()
+    harness.lookups.refresh(GROUPS)
+    harness.client.answer({block_hash(1)}, coming=[block_hash(2)])
+    harness.lookups.refresh(GROUPS)
+    assert harness.statuses(1, 2, 3) == [KeyStatus.HIT, KeyStatus.PENDING, KeyStatus.MISS]
+    harness.clock.now += 0.06
+    assert harness.lookups.refresh(GROUPS)
+    harness.clock.now += 4 * UNKNOWN_RATE_S
+    assert harness.statuses(1, 2, 3) == [KeyStatus.HIT, KeyStatus.PENDING, KeyStatus.RETRY]
+    harness.clock.now += 0.021
+    assert harness.statuses(3) == [KeyStatus.TIMED_OUT]
 
 
 def test_best_effort_takes_what_is_ready() -> None:

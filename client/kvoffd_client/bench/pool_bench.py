@@ -116,6 +116,7 @@ def _start(directory: Path, label: str, model: str, tokens: int) -> LLM:
                 "directory": str(directory),
                 "salt": label,
                 "lookup_deadline_ms": 2000.0,
+                "do_no_harm": False,
             },
         },
     )

@@ -35,7 +35,7 @@ WIDEST_CELLS = 170
 """and there is room for them."""
 AIRY_LINES = 36
 """On a screen with fewer lines the sections stand close together, so that a small terminal shows them all."""
-CLOSE = ("ended", "health", "notes", "misses", "curve")
+CLOSE = ("ended", "health", "notes", "misses", "curve", "late")
 """Sections without an empty line before them."""
 LEAST_NAMESPACE_LINES = 3
 """Lines of namespaces for which other sections are made shorter."""
@@ -77,6 +77,7 @@ class StatsPage:
             "curve": tuple(_curve(now, wide)),
             "copies": (_copies(now, wide),),
             "lookups": (_lookups(now, wide),),
+            "late": tuple(_late(now.recent)),
             "disks": (_disks(now, wide),) if now.disks else (),
             "namespaces": (),
             "errors": (_errors(_failures(now)),),
@@ -104,6 +105,7 @@ class StatsPage:
         shorter: dict[str, Section] = {
             "errors": (_short_errors(failures),),
             "ended": (),
+            "late": (),
             "curve": (),
             "misses": (),
             "notes": (),
@@ -307,6 +309,19 @@ def _lookups(now: StatsReply, wide: bool) -> Table:
         *((format_count(now.events_published),) if wide else ()),
     )
     return table
+
+
+def _late(recent: Sequence[RecentStats]) -> Iterator[Text]:
+    """Lookups whose answers engines did not wait for, over 100 s and in all."""
+    if not any(window.late_lookups for window in recent):
+        return
+    parts = (
+        f"{percent(window.late_lookups, window.lookups, '0 %')} "
+        + (f"over {window.window_seconds:,.0f} s" if window.window_seconds else "in all")
+        + f" ({format_count(window.late_lookups)})"
+        for window in recent[1::2]
+    )
+    yield fitting(f"{'Late':<{TITLE_CELLS}}{', '.join(parts)}: engines computed these prompts", "yellow")
 
 
 def _disks(now: StatsReply, wide: bool) -> Table:

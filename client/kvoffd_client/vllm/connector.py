@@ -284,7 +284,7 @@ class KvoffdConnector(OffloadingConnector):
     def get_num_new_matched_tokens(self, request: v.Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """As vLLM's, over an answer that is checked for age and completeness first."""
         self._manager.namespace.ask()
-        self._begin_lookup(request)
+        self._begin_lookup(request, request.num_tokens - num_computed_tokens)
         self._manager.await_answer(request.request_id, self._others_that_could_run(request))
         tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if tokens and self._manager.is_tail_unanswered(request.request_id):
@@ -408,12 +408,12 @@ class KvoffdConnector(OffloadingConnector):
         gauge = functools.partial(metric_types[Gauge], multiprocess_mode="mostrecent")
         return super().build_prom_metrics(vllm_config, {**metric_types, Gauge: gauge}, *args)
 
-    def _begin_lookup(self, request: v.Request) -> None:
+    def _begin_lookup(self, request: v.Request, missing_tokens: int | None = None) -> None:
         status = self.connector_scheduler._req_status.get(request.request_id)
         if status is None or status.transfer_jobs or request.skip_reading_prefix_cache:
             return
         status.update_offload_keys()
-        self._manager.begin_lookup(request.request_id, _keys_of(status))
+        self._manager.begin_lookup(request.request_id, _keys_of(status), missing_tokens)
 
     def _others_that_could_run(self, request: v.Request) -> Iterator[str]:
         """Yield the ids of all other requests that vLLM has, less those that have ended or wait for their load."""

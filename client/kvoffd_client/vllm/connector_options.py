@@ -45,9 +45,9 @@ class ConnectorOptions:
     Attributes:
         directory: where the daemon's sockets are; empty means $KVOFFD_DIRECTORY, else /run/kvoffd.
         salt: goes into the namespace's fingerprint; engines with different salts share nothing.
-        lookup_deadline_ms: a lookup that has no answer by then is a miss. 200 ms are some hundred round trips, so only
-            a stalled daemon reaches it (even where engine and daemon share two cores), and they are all that a request
-            loses to a daemon that hangs.
+        lookup_deadline_ms: a lookup that has no answer by then is a miss. With ``do_no_harm`` it is one earlier: as
+            soon as computing the prompt would have been done, or after 20 ms while the engine's rate is not known, and
+            earlier still after late answers (``lookup_allowance``).
         lookup_refresh_ms: an answer with misses that is older than this when the request is scheduled is asked for
             again.
         disk_wait: what a request does whose blocks come up from disk: "best_effort" takes those that are ready and
@@ -61,7 +61,8 @@ class ConnectorOptions:
         store_threshold: a block is stored once it was computed in so many requests of this engine, as with vLLM's own
             offloading; below 2 at the first.
         max_tracker_size: blocks whose requests are counted for that, the latest ones.
-        do_no_harm: skip loads that take longer than computing would, and pause stores that vLLM waits for (``harm``).
+        do_no_harm: skip loads that take longer than computing would, and pause stores that vLLM waits for (``harm``);
+            wait for a lookup no longer than computing would take.
         hints: follow what users say under "kvoffd" in ``kv_transfer_params`` of how long blocks should stay.
         respect_load_failure_policy: leave ``kv_load_failure_policy`` as the engine has it, even where it says that
             a request whose load failed must fail.

@@ -40,7 +40,7 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
         documentation="Waits of these in which no answer came; each ends all such waiting for a second."
     ),
     LATE_LOOKUPS: OffloadingCounterMetadata(
-        documentation="Lookups that counted as misses since no answer came before lookup_deadline_ms."
+        documentation="Lookups that counted as misses since no answer came in the time that computing the prompt takes."
     ),
     FAILED_LOADS: OffloadingCounterMetadata(documentation="Loads that failed; their requests were recomputed."),
     FAILED_STORES: OffloadingCounterMetadata(documentation="Stores of which at least one block was not stored."),

@@ -117,8 +117,8 @@ class Harm:
         self.stores = StorePause(clock)
         self._clock = clock
         self._active = active
-        self.skipped_loads = self._paused = 0
-        """Since the daemon was told."""
+        self.skipped_loads = self.late_lookups = self._paused = 0
+        """Since the last report."""
         self._tell_at = clock() + REPORT_EVERY_S
         self._say_at = clock()
 
@@ -153,14 +153,15 @@ class Harm:
         self._paused += (paused := self.stores.paused)
         return paused
 
-    def news(self) -> tuple[float, float, int, int] | None:
-        """What to tell the daemon now, if anything: both rates, loads and stores that were left out.
+    def news(self) -> tuple[float, float, int, int, int] | None:
+        """What to report to the daemon now, if anything: both rates, left out loads and stores, late lookups.
 
-        What is not new is told too: the daemon may have been restarted.
+        What is not new is reported too: the daemon may have been restarted.
         """
         if self._clock() < self._tell_at:
             return None
         self._tell_at = self._clock() + REPORT_EVERY_S
-        figures = (*self.rates, min(self.skipped_loads, MAX_REPORTED), min(self._paused, MAX_REPORTED))
-        self.skipped_loads = self._paused = 0
+        counts = [min(count, MAX_REPORTED) for count in (self.skipped_loads, self._paused, self.late_lookups)]
+        figures = (*self.rates, counts[0], counts[1], counts[2])
+        self.skipped_loads = self.late_lookups = self._paused = 0
         return figures if any(figures) else None

@@ -76,9 +76,11 @@ class NamespaceClient:
         if self._client is not None:
             self._client.hint(groups, priority, retain_s)
 
-    def report(self, prefill_rate: float, load_rate: float, skipped_loads: int, paused_stores: int) -> None:
+    def report(
+        self, prefill_rate: float, load_rate: float, skipped_loads: int, paused_stores: int, late_lookups: int = 0
+    ) -> None:
         if self._client is not None:
-            self._client.report(prefill_rate, load_rate, skipped_loads, paused_stores)
+            self._client.report(prefill_rate, load_rate, skipped_loads, paused_stores, late_lookups)
 
     def take_events(self) -> list[KvEvent]:
         return self._client.take_events() if self._client is not None else []

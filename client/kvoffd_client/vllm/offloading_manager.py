@@ -154,13 +154,21 @@ class KvoffdManager(OffloadingManager):
 
     # --- what the connector calls beyond vLLM's interface ---
 
-    def begin_lookup(self, request_id: str, groups: Sequence[Sequence[OffloadKey]]) -> None:
-        """Look up a request's keys (per group on the wire, root first) unless a good answer is there or on its way."""
+    def begin_lookup(
+        self, request_id: str, groups: Sequence[Sequence[OffloadKey]], missing_tokens: int | None = None
+    ) -> None:
+        """Look up a request's keys (per group on the wire, root first) unless a good answer is there or on its way.
+
+        ``missing_tokens``: see ``RequestLookups``; None where it is not known yet.
+        """
         self._on_hold = self._namespace_soon
         lookups = self._lookups.get(request_id)
         if lookups is None:
             return
         lookups.groups = groups
+        if missing_tokens is not None:
+            lookups.missing_tokens = missing_tokens
+        self._lookup_settings.allowance.settle()
         if self._loads and self._may_use_daemon and lookups.refresh(groups):
             self._counters.count(stats.LOOKUPS)
         if lookups.count_disk_wait():
@@ -332,6 +340,7 @@ class KvoffdManager(OffloadingManager):
             return LookupResult.RETRY
         if status is KeyStatus.TIMED_OUT and lookups.count_timeout():
             self._counters.count(stats.LATE_LOOKUPS)
+            self._harm.late_lookups += 1
         return LookupResult.MISS
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:

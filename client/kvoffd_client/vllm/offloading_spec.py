@@ -32,6 +32,7 @@ from kvoffd_client.vllm.fingerprint import namespace_of
 from kvoffd_client.vllm.kv_event_translator import KvEventTranslator
 from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, SharedKvMemory, registration_of
 from kvoffd_client.vllm.log import logger
+from kvoffd_client.vllm.lookup_allowance import LookupAllowance
 from kvoffd_client.vllm.namespace_client import EngineNamespace, NamespaceClient
 from kvoffd_client.vllm.offloading_manager import KvoffdManager, StoreThreshold, StoreWindow
 from kvoffd_client.vllm.offloading_worker import KvoffdWorker
@@ -185,18 +186,21 @@ class KvoffdSpec(OffloadingSpec):
 
         client = NamespaceClient(connect)
         tokens = [tokens * self.blocks_per_chunk for tokens in self.tokens_per_block]
+        prefill = PrefillRate(
+            dict(zip(suffixes, tokens, strict=True)), time.monotonic, setup.most_running, setup.largest_chunk
+        )
+        deadline_s = options.lookup_deadline_ms / 1000
         return KvoffdManager(
             LookupSettings(
                 client=client,
                 positions={suffix: index for index, suffix in enumerate(suffixes)},
-                deadline_s=options.lookup_deadline_ms / 1000,
+                deadline_s=deadline_s,
                 refresh_s=options.lookup_refresh_ms / 1000,
                 clock=time.monotonic,
+                prefill=prefill,
+                allowance=LookupAllowance(prefill, deadline_s, time.monotonic, active=options.do_no_harm),
                 disk_wait=options.disk_wait,
                 disk_wait_s=options.disk_wait_ms / 1000,
-                prefill=PrefillRate(
-                    dict(zip(suffixes, tokens, strict=True)), time.monotonic, setup.most_running, setup.largest_chunk
-                ),
             ),
             StoreWindow(dict(zip(suffixes, setup.shard_bytes, strict=True))),
             KvEventTranslator(setup.group_ids) if publishes else None,

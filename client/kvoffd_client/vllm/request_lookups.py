@@ -13,6 +13,7 @@ from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, hashes_of
 from kvoffd_client.vllm.connector_options import BEST_EFFORT, LIMIT
 from kvoffd_client.vllm.hints import Hint
 from kvoffd_client.vllm.log import logger
+from kvoffd_client.vllm.lookup_allowance import LookupAllowance
 from kvoffd_client.vllm.namespace_client import NamespaceClient
 from kvoffd_client.vllm.prefill_rate import PrefillRate
 from kvoffd_proto.messages import ABSENT, COMING, PENDING, READY, SHARED, GroupKeys
@@ -26,17 +27,21 @@ class KeyStatus(Enum):
     MISS = auto()
     PENDING = auto()  # the daemon brings the block up from disk or elsewhere, and the request waits for it
     RETRY = auto()  # the answer has not come yet
-    TIMED_OUT = auto()  # a miss only because the answer did not come before the deadline
+    TIMED_OUT = auto()  # a miss only because the answer did not come in time
 
 
 class PendingLookup:
-    """One lookup: its keys in the order of the message, and the ticket that the answer comes in."""
+    """One lookup: its keys in the order of the message, and the ticket that the answer comes in.
 
-    __slots__ = ("_places", "_states", "sent_at", "ticket")
+    ``given_up``: its answer is waited for no longer. It is used if it comes before the request runs.
+    """
+
+    __slots__ = ("_places", "_states", "given_up", "sent_at", "ticket")
 
     def __init__(self, ticket: LookupFuture, keys: Iterable[OffloadKey], sent_at: float) -> None:
         self.ticket = ticket
         self.sent_at = sent_at
+        self.given_up = False
         self._places = {key: place for place, key in enumerate(keys)}
         self._states: bytes | None = None
 
@@ -75,10 +80,11 @@ class LookupSettings:
 
     Attributes:
         positions: from a key's last four bytes to its group's index on the wire.
-        deadline_s: an unanswered lookup counts as a miss after this many seconds.
+        deadline_s: an unanswered lookup counts as a miss after this many seconds at the latest.
         refresh_s: age at which an answer with misses is asked for again, and pause after a failed lookup, in seconds.
         clock: what time is measured with, as time.monotonic().
         prefill: how fast the engine computes; the mode "limit" waits no longer than that takes.
+        allowance: how long an answer is waited for.
         disk_wait: what to do about blocks that the daemon reads from disk; see ``ConnectorOptions``.
         disk_wait_s: the most that the mode "limit" waits, from the first answer in which something was pending.
     """
@@ -89,6 +95,7 @@ class LookupSettings:
     refresh_s: float
     clock: Callable[[], float]
     prefill: PrefillRate
+    allowance: LookupAllowance
     disk_wait: str = LIMIT
     disk_wait_s: float = 1.0
 
@@ -120,6 +127,7 @@ class RequestLookups:
         skip_counted: it was counted that its blocks were not loaded, since that is slow.
         hint: what its user said of how long its blocks should stay.
         groups: its keys as they were asked for last.
+        missing_tokens: what is computed if nothing is loaded: all but what vLLM itself has; 0 before that is known.
         failed_at: when a lookup failed last; for a while none is sent then, lest the request is put off for ever.
     """
 
@@ -144,6 +152,7 @@ class RequestLookups:
     skip_counted: bool = False
     hint: Hint | None = None
     groups: Sequence[Sequence[OffloadKey]] = ()
+    missing_tokens: int = 0
 
     def refresh(self, groups: Sequence[Sequence[OffloadKey]]) -> bool:
         """Take in an answer that came; send a lookup if it is missing, outdated or does not cover ``groups``.
@@ -235,8 +244,9 @@ class RequestLookups:
 
     @property
     def unanswered(self) -> bool:
-        """Whether all that is known of this request is that a lookup was sent."""
-        return self.answer is None and self.pending is not None and not self.pending.ticket.done
+        """Whether all that is known of this request is that a lookup was sent, whose answer is waited for."""
+        pending = self.pending
+        return self.answer is None and pending is not None and not (pending.ticket.done or pending.given_up)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the answer; False when it is not there after ``timeout_s`` seconds."""
@@ -258,6 +268,8 @@ class RequestLookups:
                 self.settings.release(pending)
                 self.failed_at = self.settings.clock()
             else:
+                if not pending.given_up:
+                    self.settings.allowance.answered(self.missing_tokens)
                 # The new lease pins what the old one did, so nothing is unpinned in between.
                 self.settings.release(self.answer)
                 self.answer = self.last_answer = pending
@@ -324,8 +336,22 @@ class RequestLookups:
         self.pending = PendingLookup(ticket, [key for keys in wanted for key in keys] + beyond, self.settings.clock())
 
     def _unanswered(self, since: float) -> KeyStatus:
-        in_time = self.settings.clock() - since < self.settings.deadline_s
-        return KeyStatus.RETRY if in_time else KeyStatus.TIMED_OUT
+        pending = self.pending
+        if pending is not None and pending.given_up:
+            return KeyStatus.TIMED_OUT
+        if self.settings.clock() - since < self._allowance_s:
+            return KeyStatus.RETRY
+        if pending is not None:
+            pending.given_up = True
+            self.settings.allowance.give_up(pending.ticket, pending.sent_at, self.missing_tokens)
+        return KeyStatus.TIMED_OUT
+
+    @property
+    def _allowance_s(self) -> float:
+        """How long to wait for an answer. While blocks come up from disk the next answer has the whole deadline."""
+        if self.answer is not None and self.answer.ticket.pending and not self.disk_wait_over:
+            return self.settings.deadline_s
+        return self.settings.allowance.seconds_for(self.missing_tokens)
 
 
 def _retry_pause_s(expected_s: float) -> float:

@@ -144,7 +144,7 @@ def _engine(model: Path, directory: Path | None, **settings: Any) -> EngineProce
     return EngineProcess(
         model,
         directory,
-        extra_config={"lookup_deadline_ms": 200.0},
+        extra_config={"lookup_deadline_ms": 200.0, "do_no_harm": True},
         fork=False,
         environ={"PYTHONPATH": _path()},
         **settings,

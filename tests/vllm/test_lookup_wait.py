@@ -1,0 +1,121 @@
+"""How long new prompts wait for a daemon that hangs: vLLM's own scheduler, a real daemon, no model."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from kvoffd_client import AdminClient, NamespaceSpec
+from kvoffd_client.vllm.connector_metadata import KvoffdWorkerMetadata
+from kvoffd_client.vllm.offloading_manager import KvoffdManager
+from tests.bench.overhead.scheduler_harness import BLOCK_TOKENS, SchedulerHarness
+from tests.kit.daemon import DaemonProcess
+from tests.kit.models import make_tiny_llama
+from tests.kit.waiting import wait_until
+
+DEADLINE_S = 15.0
+"""What the scheduler must not wait for: many times the 20 ms that it waits while the engine's rate is not known."""
+PROMPT_TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    model = make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
+    with DaemonProcess() as daemon:
+        one = Engine(daemon, model)
+        yield one
+        one.admin.close()
+        one.harness.close()
+
+
+class Engine:
+    """A scheduler that is connected to a daemon."""
+
+    def __init__(self, daemon: DaemonProcess, model: Path) -> None:
+        self.daemon = daemon
+        self.harness = SchedulerHarness(
+            model,
+            "KvoffdConnector",
+            64,
+            module="kvoffd_client.vllm.connector",
+            extra_config={"directory": str(daemon.directory), "lookup_deadline_ms": 1000 * DEADLINE_S},
+            report=partial(KvoffdWorkerMetadata, credit_bytes=1 << 20),
+        )
+        self.manager: KvoffdManager = self.harness.connector.connector_scheduler.manager
+        namespace = NamespaceSpec.named("waits")
+        self.manager.namespace.current = namespace  # there are no workers to report it
+        self.manager.client.join(namespace)
+        wait_until(lambda: self.manager.client.ready)
+        self._serial = itertools.count()
+        self.admin = AdminClient(daemon.directory)
+
+    def prompt_s(self, tokens: int = PROMPT_TOKENS) -> float:
+        """Seconds from a new prompt's arrival to its end; nothing computes it."""
+        serial = next(self._serial)
+        request = self.harness.request(f"r{serial}", [serial + 3] * tokens)
+        began = time.perf_counter()
+        self.harness.run(request)
+        return time.perf_counter() - began
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """The daemon hangs."""
+        os.kill(self.daemon.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.daemon.pid, signal.SIGCONT)
+
+    def reported_late(self) -> int:
+        """Late lookups of which the daemon knows, once the engine has sent its report."""
+        self.manager._harm._tell_at = 0.0
+        self.prompt_s()
+        (found,) = self.admin.stats().namespaces
+        return found.late_lookups
+
+
+def test_new_prompts_do_not_wait_out_the_deadline(engine: Engine) -> None:
+    """Each of four prompts would wait for 15 s."""
+    with engine.stopped():
+        seconds = [engine.prompt_s() for _ in range(4)]
+    assert max(seconds) < DEADLINE_S / 5
+    wait_until(lambda: engine.reported_late() >= 4)
+
+
+def test_after_late_answers_the_waiting_recovers(engine: Engine) -> None:
+    allowance = engine.manager._lookup_settings.allowance
+    with engine.stopped():
+        for _ in range(4):
+            engine.prompt_s()
+    before = allowance.seconds_for(PROMPT_TOKENS)
+    assert before < allowance.full_s(PROMPT_TOKENS)
+    wait_until(lambda: engine.prompt_s() and allowance.seconds_for(PROMPT_TOKENS) == allowance.full_s(PROMPT_TOKENS))
+
+
+def test_only_tokens_that_vllm_lacks_count(engine: Engine) -> None:
+    """Of a prompt that vLLM has whole, it computes the last block."""
+    seen: list[int] = []
+    manager, tokens = engine.manager, 32 * BLOCK_TOKENS
+    ask = manager.begin_lookup
+
+    def begin_lookup(request_id: str, groups: object, missing_tokens: int | None = None) -> None:
+        if missing_tokens is not None:
+            seen.append(missing_tokens)
+        ask(request_id, groups, missing_tokens)  # type: ignore[arg-type]
+
+    manager.begin_lookup = begin_lookup  # type: ignore[method-assign]
+    try:
+        engine.harness.run(engine.harness.request("new", [999] * tokens))
+        engine.harness.run(engine.harness.request("again", [999] * tokens))
+    finally:
+        del manager.begin_lookup  # type: ignore[method-assign]
+    assert max(seen) == tokens
+    assert seen[-1] == BLOCK_TOKENS
