@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.v1.worker.worker_base import WorkerBase
 
 from kvoffd_client.vllm.live_weights import CHANGING_METHODS, PIECE_BYTES, PIECES, LiveWeights
+from kvoffd_client.vllm.log import logger
 
 
 class Model(torch.nn.Module):
@@ -39,6 +41,19 @@ def digest(*models: torch.nn.Module) -> str:
 
 def test_equal_weights_have_one_digest_whatever_memory_they_are_in() -> None:
     assert digest(Model()) == digest(Model())
+
+
+def test_the_log_names_the_tensor_in_which_two_engines_differ(said: list[str]) -> None:
+    other = Model()
+    other.turned.data.neg_()
+    logger.setLevel(logging.DEBUG)
+    digest(Model())
+    lines = {line for line in said if line.startswith("kvoffd: weights 0 ")}
+    said.clear()
+    digest(other)
+    others = {line for line in said if line.startswith("kvoffd: weights 0 ")}
+    assert len(lines) == len(others) == 5
+    assert {line.split()[3] for line in lines ^ others} == {"turned:"}
 
 
 def test_a_layer_that_lora_was_put_around_is_the_layer_it_was() -> None:

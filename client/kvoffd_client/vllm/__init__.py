@@ -32,6 +32,9 @@ def register() -> None:
             from vllm.config import VllmConfig
 
             _require_images(VllmConfig)
+        from kvoffd_client.vllm.math_kernels import choose_math_kernels
+
+        choose_math_kernels()  # vLLM calls this before it builds a model
     except Exception as error:
         _log.debug("This vLLM takes no %s: %r", CONNECTOR_NAME, error)
 

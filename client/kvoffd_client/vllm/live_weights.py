@@ -7,6 +7,7 @@ others, so only the tensors themselves tell what KV blocks were computed with.
 from __future__ import annotations
 
 import hashlib
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -147,12 +148,13 @@ class LiveWeights:
                 # Where LoRA is on, vLLM puts each layer into another one, and plain prompts get what they got.
                 plain = name.replace(".base_layer.", ".")
                 totals[of_expert].update(f"{number} {plain} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-                samples[of_expert].extend(_sample(tensor))
+                pieces = _sample(tensor)
+                samples[of_expert].extend(pieces)
+                if logger.isEnabledFor(logging.DEBUG):
+                    logger.debug("kvoffd: weights %d %s: %s", number, plain, _sample_digest(pieces))
         for total, pieces in zip(totals, samples, strict=True):
-            for device in dict.fromkeys(piece.device for piece in pieces):
-                # One copy per device: each would wait for the device anew.
-                joined = torch.cat([piece for piece in pieces if piece.device == device])
-                total.update(joined.cpu().numpy().tobytes())
+            for joined in _joined(pieces):
+                total.update(joined)
         logger.info(
             "kvoffd: named the weights by %d samples in %.3f s.", sum(map(len, samples)), time.monotonic() - began
         )
@@ -228,3 +230,14 @@ def _sample(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [memory]
     step = (length - PIECE_BYTES) // (PIECES - 1)
     return [memory[at : at + PIECE_BYTES] for at in range(0, PIECES * step, step)]
+
+
+def _joined(pieces: list[torch.Tensor]) -> Iterator[bytes]:
+    """Return the bytes of the pieces of each device. One copy per device: each would wait for the device anew."""
+    for device in dict.fromkeys(piece.device for piece in pieces):
+        yield torch.cat([piece for piece in pieces if piece.device == device]).cpu().numpy().tobytes()
+
+
+def _sample_digest(pieces: list[torch.Tensor]) -> str:
+    """Return a digest of one tensor's pieces, for the log: by it two engines' weights are compared."""
+    return hashlib.sha256(b"".join(_joined(pieces))).hexdigest()[:16]
