@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from kvoffd_client.cli.text import write_any_locale
+from kvoffd_client.cli.text import open_closed_streams, write_any_locale
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -14,6 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     See ``app.main``. Probes run ``health`` every few seconds: it imports nothing of the rest.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    open_closed_streams()
     write_any_locale()
     if given[:1] == ["health"]:
         from kvoffd_client.cli.health import quick_health

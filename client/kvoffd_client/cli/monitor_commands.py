@@ -103,10 +103,13 @@ def _watch(read_stats: Callable[[float], StatsReply], interval_s: float, *, as_j
     else:
         first = _page_for_screen(next(pages), interval_s, console.height)
         # On a screen of its own, drawn over and never cleared: nothing flickers, and the scrollback stays clean.
-        with Live(first, console=console, screen=True, auto_refresh=False) as live:
-            live.refresh()
+        live = Live(first, console=console, screen=True, auto_refresh=False)
+        try:
+            live.start(refresh=True)
             for page in pages:
                 live.update(_page_for_screen(page, interval_s, console.height), refresh=True)
+        finally:
+            live.stop()  # also where Ctrl-C came while the first page was drawn
 
 
 def stats_pages(

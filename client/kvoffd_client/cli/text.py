@@ -17,6 +17,13 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
     return "".join(PLAIN.get(character, "?") for character in text), error.end
 
 
+def open_closed_streams() -> None:
+    """Give a process that was started without stdin, stdout or stderr one that reads and writes nothing."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - stays open to the process's end
+
+
 def write_any_locale() -> None:
     """Let stdout and stderr write a plain character for each that the locale does not have.
 
