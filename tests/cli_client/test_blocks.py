@@ -13,12 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvoffd_client import Block, BlockClient, BlockFile, DaemonUnavailable, Geometry, export_blocks
+from kvoffd_client import BlockClient, BlockFile, DaemonUnavailable
 from kvoffd_client.blocks import block_transfer as export_module
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
-from kvoffd_proto.blocks import PageSpec, ShardSpec
-from kvoffd_proto.messages import GroupSpec
 from kvoffd_proto.units import format_size
 from tests.kit.daemon import DaemonProcess
 from tests.kit.open_files import files_of_at_most
@@ -53,22 +51,6 @@ def cli(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> Cli:
     return run
 
 
-def test_blocks_are_listed_and_shown(cli: Cli, engine: FakeEngine) -> None:
-    status, out, _ = cli("block", "ls", "--namespace", "tiny")
-    assert status == 0
-    assert all(key.hex() in out for key in KEYS)
-    assert cli("block", "ls", "--namespace", "tiny", "--prefix", "11")[1].count("ready") == 1
-    assert "--limit 30" in cli("block", "ls", "--namespace", "tiny", "--limit", "3")[1]
-    listed = json.loads(cli("block", "ls", "--namespace", "tiny", "--json")[1])
-    assert {block["key"] for block in listed["blocks"]} == {key.hex() for key in KEYS}
-    status, out, _ = cli("block", "show", "11", "--namespace", "tiny")
-    assert status == 0
-    assert "2 shards; the bytes match their checksums" in out
-    assert out.count("uint8") == 8, "four layers on two ranks"
-    shown = json.loads(cli("block", "show", "11", "--namespace", "tiny", "--json")[1])
-    assert (shown["sound"], len(shown["shards"]), shown["shards"][0]["bytes"]) == (True, 2, 16384)
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -87,15 +69,6 @@ def test_what_cannot_be_done_is_a_sentence(
     status, out, err = cli("block", *arguments)
     assert (status, out) == (2, "")
     assert sentence in err
-
-
-def test_without_the_permission_nothing_is_told(cli: Cli) -> None:
-    with DaemonProcess("8MiB") as closed, FakeEngine(closed.directory, "tiny", page_bytes=4096) as fake:
-        fake.store(KEYS[:1], [0])
-        for arguments in (("ls",), ("show", "11"), ("pin", "11")):
-            status, out, err = cli("block", *arguments, "--namespace", "tiny", on=closed)
-            assert (status, out) == (2, "")
-            assert "block_access" in err
 
 
 def test_pins_are_set_shown_and_taken_back(cli: Cli, engine: FakeEngine) -> None:
@@ -150,34 +123,6 @@ def test_one_small_block_finds_room_in_the_header(cli: Cli, daemon: DaemonProces
         )
 
 
-def test_a_namespace_moves_to_another_daemon(cli: Cli, engine: FakeEngine, tmp_path: Path) -> None:
-    file = tmp_path / "all.safetensors"
-    exported = json.loads(cli("export", str(file), "--namespace", "tiny", "--json")[1])
-    assert (exported["blocks"], exported["bytes"], exported["resumed"]) == (8, 8 * 32768, 0)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.safetensors"]
-    status, out, _ = cli("import", str(file), "--list")
-    assert status == 0
-    assert "8 blocks (256 KiB)" in out
-    assert engine.namespace.fingerprint.hex() in out
-    with DaemonProcess("32MiB", block_access="write") as fresh:
-        status, out, _ = cli("import", str(file), on=fresh)
-        assert status == 0
-        assert "8 blocks (256 KiB) were put into the pool. Namespace tiny" in out
-        status, out, _ = cli("import", str(file), on=fresh)
-        assert "0 blocks (0 B) were put into the pool, 8 were in the pool already." in out
-        with FakeEngine(fresh.directory, "tiny", world_size=2, blocks=32, page_bytes=4096) as second:
-            assert second.lookup(KEYS) == 8
-            assert second.load(KEYS, range(8, 16)).ok
-            assert second.checksums(range(8, 16)) == engine.checksums(range(8))
-
-
-def test_prefixes_choose_what_is_exported(cli: Cli, engine: FakeEngine, tmp_path: Path) -> None:
-    file = tmp_path / "some.safetensors"
-    assert cli("export", str(file), "--namespace", "tiny", "--prefix", "1", "--prefix", KEYS[4].hex())[0] == 0
-    with BlockFile(file) as source:
-        assert {entry.key for entry in source.entries} == {KEYS[0], KEYS[4]}
-
-
 def test_no_block_of_a_restarted_daemon_is_read_in_the_pool_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     with DaemonProcess("8MiB", block_access="read") as daemon, BlockClient(daemon.directory) as client:
         with FakeEngine(daemon.directory, "tiny", blocks=8, page_bytes=4096) as fake:
@@ -203,21 +148,6 @@ def test_no_block_of_a_restarted_daemon_is_read_in_the_pool_of_the_one_before(mo
                 block.verify()
 
 
-def test_chosen_keys_are_all_exported_whatever_their_order(daemon: DaemonProcess, tmp_path: Path) -> None:
-    shards = (ShardSpec(1, [PageSpec(4096)]),) * 2
-    geometry = Geometry(bytes([7]) * 32, "two", 1, 32, (GroupSpec("full", 16),) * 2, "{}", (shards,))
-    wanted = [(1, KEYS[0]), (0, KEYS[1]), (1, KEYS[2]), (0, KEYS[3])]
-    file = tmp_path / "some.safetensors"
-    with BlockClient(daemon.directory) as client:
-        client.restore_namespace(geometry)
-        for group, key in wanted:
-            assert client.put_block("two", key, Block.blank(geometry, group))
-        done = export_blocks(client, "two", file, keys=wanted)
-    assert (done.blocks, done.evicted) == (4, 0)
-    with BlockFile(file) as source:
-        assert [(entry.group, entry.key) for entry in source.entries] == wanted
-
-
 def test_a_file_of_another_engine_is_refused(cli: Cli, engine: FakeEngine, tmp_path: Path) -> None:
     file = tmp_path / "all.safetensors"
     cli("export", str(file), "--namespace", "tiny")
@@ -233,29 +163,6 @@ def test_a_file_of_another_engine_is_refused(cli: Cli, engine: FakeEngine, tmp_p
         status, out, _ = cli("import", str(file), "--beside", on=second)
         assert (status, "8 blocks" in out) == (0, True)
         assert "--namespace" in cli("import", str(file), "--list", "--beside", on=second)[2]
-
-
-@pytest.mark.parametrize("where", ["data", "list", "length"])
-def test_a_damaged_file_is_refused_and_named(cli: Cli, engine: FakeEngine, tmp_path: Path, where: str) -> None:
-    file = tmp_path / "all.safetensors"
-    cli("export", str(file), "--namespace", "tiny")
-    raw = bytearray(file.read_bytes())
-    if where == "data":
-        raw[-5] ^= 1
-    elif where == "list":
-        at = raw.index(KEYS[3].hex().encode())
-        raw[at] = ord("0") if raw[at] != ord("0") else ord("1")
-    else:
-        del raw[-1:]
-    file.write_bytes(raw)
-    with DaemonProcess("32MiB", block_access="write") as fresh:
-        status, out, err = cli("import", str(file), on=fresh)
-        assert (status, out) == (2, "")
-        assert "all.safetensors" in err
-        with BlockClient(fresh.directory) as client:
-            spaces = client.namespaces().namespaces
-            # What came before the damage is there; nothing that is damaged is.
-            assert [info.ready_blocks for info in spaces] == ([7] if where == "data" else [])
 
 
 PROGRAM = """

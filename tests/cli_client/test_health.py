@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,40 +13,14 @@ import pytest
 
 from kvoffd_client.cli import main, target
 from kvoffd_client.cli.health import health_lines, health_status
-from kvoffd_client.health_request import HEALTH_TIMEOUT_S, ask_health
+from kvoffd_client.health_request import ask_health
 from kvoffd_proto import messages as m
 from kvoffd_proto.messages import HealthLevel, HealthProblem, HealthReply
 from kvoffd_proto.zmtp import encode_command, opening
 from tests.kit.daemon import DaemonProcess
 from tests.kit.fake_daemon import FakeDaemon
 
-HEAVY = {
-    "asyncio",
-    "kvoffd_client.admin_client",
-    "kvoffd_proto.codec",
-    "kvoffd_proto.messages",
-    "numpy",
-    "rich",
-    "typer",
-    "zmq",
-}
 PING = encode_command(b"PING", bytes(2))
-
-
-def test_a_probe_imports_nothing_heavy(shared_daemon: DaemonProcess) -> None:
-    script = (
-        "import json, sys; from kvoffd_client.cli import main; "
-        "status = main(sys.argv[1:]); print(json.dumps([status, sorted(sys.modules)]))"
-    )
-    for given in (
-        ["--directory", str(shared_daemon.directory)],
-        ["--live", "--directory", str(shared_daemon.directory)],
-    ):
-        command = [sys.executable, "-c", script, "health", *given]
-        said, imported = subprocess.check_output(command, text=True, timeout=30).splitlines()
-        status, modules = json.loads(imported)
-        assert (said, status) == ("ok: the daemon takes sessions and jobs", 0)
-        assert HEAVY.isdisjoint(modules)
 
 
 @pytest.mark.parametrize(
@@ -77,19 +46,6 @@ def test_both_ways_say_the_same(shared_daemon: DaemonProcess, capsys: pytest.Cap
         for probe in ([], ["--live"], ["--ready"]):
             assert main(["health", *probe, *option]) == 0
             assert capsys.readouterr() == ("ok: the daemon takes sessions and jobs\n", "")
-
-
-@pytest.mark.timing
-def test_a_daemon_that_hangs_and_one_that_is_absent_are_not_alive(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with DaemonProcess() as daemon:
-        os.kill(daemon.pid, signal.SIGSTOP)
-        started = time.monotonic()
-        assert ask_health(daemon.directory) is None
-        assert time.monotonic() - started < 3 * HEALTH_TIMEOUT_S
-    assert main(["health", "--live", "--directory", str(tmp_path)]) == 2
-    assert str(tmp_path) in capsys.readouterr().err
 
 
 @contextmanager
@@ -147,8 +103,3 @@ def test_a_command_has_one_deadline_for_all_that_it_asks(
         assert main(["sessions", "--json", "--directory", str(daemon.directory)]) == 0
         assert main(["sessions", "--directory", str(daemon.directory)]) == 2
     assert "did not answer in time" in capsys.readouterr().err
-
-
-def test_only_one_kind_of_probe_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["health", "--live", "--ready"]) == 2
-    assert "give one of them" in capsys.readouterr().err

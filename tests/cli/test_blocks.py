@@ -1,0 +1,101 @@
+"""``kvoffd-cli`` lists, shows, exports and imports blocks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvoffd_client.testing import FakeEngine
+from tests.kit.command import BLOCK_BYTES, EXPORT, IMPORT, KEYS, LABEL, LIST_BLOCKS, SHOW_BLOCK, Cli
+from tests.kit.daemon import DaemonProcess
+from tests.kit.open_files import files_of_at_most
+from tests.kit.wire import books
+
+NAMED = ("--namespace", LABEL)
+
+
+@pytest.fixture(scope="module")
+def module_daemon() -> Iterator[DaemonProcess]:
+    """What ``shared_daemon`` gives."""
+    with DaemonProcess("32MiB", block_access="write") as running:
+        yield running
+
+
+def test_blocks_are_listed_and_shown(engine: FakeEngine, cli: Cli) -> None:
+    status, out, err = cli(*LIST_BLOCKS, *NAMED)
+    assert (status, err) == (0, "")
+    assert all(key.hex() in out for key in KEYS)
+    assert KEYS[0].hex() in cli(*LIST_BLOCKS, *NAMED, "--prefix", KEYS[0].hex()).out
+    listed = json.loads(cli(*LIST_BLOCKS, *NAMED, "--json").out)
+    assert {block["key"] for block in listed["blocks"]} == {key.hex() for key in KEYS}
+    status, out, _ = cli(*SHOW_BLOCK, KEYS[0].hex(), *NAMED)
+    assert status == 0
+    assert "match their checksums" in out
+    shown = json.loads(cli(*SHOW_BLOCK, KEYS[0].hex(), *NAMED, "--json").out)
+    assert (shown["sound"], len(shown["shards"])) == (True, 1)
+
+
+def test_what_cannot_be_done_is_one_sentence(engine: FakeEngine, cli: Cli, tmp_path: Path) -> None:
+    for arguments, sentence in (
+        ((*LIST_BLOCKS, "--namespace", "nobody"), "namespaces"),
+        ((*SHOW_BLOCK, "ffff", *NAMED), "No key begins with 'ffff'"),
+        ((*SHOW_BLOCK, "00", *NAMED), "Several keys begin"),
+        ((*SHOW_BLOCK, "zz", *NAMED), "hex digits"),
+        ((*EXPORT, str(tmp_path / "none" / "file"), *NAMED), "none"),
+        ((*IMPORT, str(tmp_path / "none")), "none"),
+        ((*IMPORT, str(tmp_path)), str(tmp_path)),
+    ):
+        status, out, err = cli(*arguments)
+        assert (status, out, err.count("\n")) == (2, "", 1), arguments
+        assert sentence in err
+
+
+def test_without_permission_nothing_is_shown(cli: Cli, tmp_path: Path) -> None:
+    with DaemonProcess("8MiB") as closed, FakeEngine(closed.directory, LABEL, page_bytes=4096) as fake:
+        assert fake.store(KEYS[:1], [0]).ok
+        for arguments in (LIST_BLOCKS, (*SHOW_BLOCK, KEYS[0].hex()), (*EXPORT, str(tmp_path / "all"))):
+            status, out, err = cli(*arguments, *NAMED, on=closed)
+            assert (status, out) == (2, "")
+            assert "block_access" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_namespace_moves_to_another_daemon(engine: FakeEngine, cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "all.safetensors"
+    exported = json.loads(cli(*EXPORT, str(file), *NAMED, "--json").out)
+    assert (exported["blocks"], exported["bytes"]) == (8, 8 * BLOCK_BYTES)
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+    status, _, err = cli(*EXPORT, str(file), *NAMED)
+    assert (status, "exists" in err) == (2, True)
+    with DaemonProcess("32MiB", block_access="write") as fresh:
+        status, out, err = cli(*IMPORT, str(file), on=fresh)
+        assert (status, err) == (0, "")
+        assert "8 blocks (512 KiB)" in out
+        assert LABEL in out
+        status, out, _ = cli(*IMPORT, str(file), on=fresh)
+        assert "0 blocks" in out
+        with FakeEngine(fresh.directory, LABEL) as second:
+            assert second.lookup(KEYS) == 8
+            assert second.load(KEYS, range(8, 16)).ok
+            assert second.checksums(range(8, 16)) == engine.checksums(range(8))
+        assert json.loads(cli("clear", "--all", "--yes", "--json", on=fresh).out)["cleared_blocks"] == 8
+        raw = bytearray(file.read_bytes())
+        raw[-5] ^= 1
+        file.write_bytes(raw)
+        status, out, err = cli(*IMPORT, str(file), on=fresh)
+        assert (status, out, file.name in err) == (2, "", True)
+        assert books(fresh.directory).ready_blocks <= 7, "nothing that is damaged is put"
+
+
+def test_an_export_onto_a_full_disk_is_one_sentence(engine: FakeEngine, cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "all.safetensors"
+    with files_of_at_most(100_000):
+        status, out, err = cli(*EXPORT, str(file), *NAMED)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "File too large" in err
+    assert not file.exists(), "a half file has no name that an import would take"
+    assert cli(*EXPORT, str(file), *NAMED).status == 0
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]

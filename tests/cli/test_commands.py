@@ -1,0 +1,166 @@
+"""``kvoffd-cli`` on a daemon with an engine: what commands show and do, and what they print for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvoffd_client import NamespaceSpec, SchedulerClient
+from kvoffd_client.cli import main
+from kvoffd_client.testing import FakeEngine
+from tests.kit.command import BLOCK_BYTES, CLIENTS, KEYS, LABEL, LIST_BLOCKS, READING, Cli
+from tests.kit.daemon import DaemonProcess
+from tests.kit.wire import books
+
+COMMANDS = (
+    *READING,
+    ("stats", "--watch"),
+    ("clear", "--all", "--yes"),
+    ("scrub",),
+    ("events",),
+    ("bench", "lookup"),
+    ("bench", "copy"),
+    (*LIST_BLOCKS, "--namespace", LABEL),
+)
+"""What needs a daemon."""
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    page = capsys.readouterr().out
+    for command in {command[0] for command in COMMANDS}:
+        assert f"\n  {command} " in page
+        assert main([command, "--help"]) == 0
+        assert capsys.readouterr().out.startswith("Usage: ")
+    assert "..." not in page.partition("Commands:")[2], "each is said in whole"
+
+
+def test_without_a_daemon_each_command_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in COMMANDS:
+        for more in ((), ("--json",)) if command in READING else ((),):
+            assert main([*command, *more, "--directory", str(tmp_path)]) == 2, command
+            out, err = capsys.readouterr()
+            assert (out, err.count("\n")) == ("", 1), command
+            assert err.startswith("kvoffd-cli: ")
+            assert str(tmp_path) in err
+
+
+def test_bad_arguments_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (
+        ("stats", "--interval"),
+        ("stats", "--interval", "soon"),
+        ("stats", "--interval", "1ms"),
+        ("--json", "stats"),
+        ("bench",),
+        ("bench", "nonsense"),
+        ("clear",),
+        ("clear", "--all", "--namespace", LABEL),
+        LIST_BLOCKS,
+    ):
+        assert main(arguments) == 2, arguments
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1), arguments
+        assert err.startswith("kvoffd-cli: ")
+
+
+# --- what is shown ---------------------------------------------------------------------------------
+
+
+def test_what_is_printed_for_programs_is_json(engine: FakeEngine, cli: Cli) -> None:
+    assert engine.lookup([*KEYS[:6], b"x" * 32, b"y" * 32]) == 6
+    for command in (*READING, ("scrub",)):
+        status, out, err = cli(*command, "--json")
+        assert (status, err) == (0, ""), command
+        assert isinstance(json.loads(out), dict)
+        assert "\x1b" not in out
+
+
+def test_stats_show_what_the_engine_did(engine: FakeEngine, cli: Cli) -> None:
+    space = engine.namespace.fingerprint
+    assert engine.lookup([*KEYS[:6], b"x" * 32, b"y" * 32]) == 6
+    found = json.loads(cli("stats", "--json").out)
+    assert found["pool"]["pool_bytes"] == 64 << 20
+    assert (found["pinned_blocks"], found["leases"]) == (6, 1)
+    (shown,) = [one for one in found["namespaces"] if one["namespace"] == space.hex()]
+    assert (shown["label"], shown["ready_blocks"], shown["ready_bytes"]) == (LABEL, 8, 8 * BLOCK_BYTES)
+    status, out, err = cli("stats")
+    assert (status, err) == (0, "")
+    assert "\x1b" not in out, "a pipe gets plain text"
+    assert not any(line.endswith(" ") for line in out.splitlines())
+    (line,) = [line for line in out.splitlines() if line.startswith(LABEL)]
+    assert "512 KiB" in line
+    assert "512 KiB of 64.0 MiB" in out
+
+
+def test_clients_are_listed(engine: FakeEngine, cli: Cli) -> None:
+    out = cli(*CLIENTS).out
+    assert str(os.getpid()) in out
+    assert "fake engine" in out
+    found = json.loads(cli(*CLIENTS, "--json").out)["sessions"]
+    worker = next(one for one in found if one["role"] == "worker")
+    assert (worker["pid"], worker["registered_bytes"]) == (os.getpid(), 512 * BLOCK_BYTES)
+
+
+def test_namespaces_that_differ_are_compared(shared_daemon: DaemonProcess, cli: Cli) -> None:
+    with FakeEngine(shared_daemon.directory, "one"), FakeEngine(shared_daemon.directory, "two", page_bytes=4096):
+        out = cli("namespaces").out
+        assert "one" in out
+        assert "two" in out
+        status, out, _ = cli("namespaces", "diff", "one", "two")
+        assert status == 1
+        assert "4096" in out
+        assert cli("namespaces", "diff", "one", "one").status == 0
+        assert json.loads(cli("namespaces", "diff", "one", "two", "--json").out)["differences"]
+
+
+def test_what_a_client_made_up_keeps_no_listing_away(shared_daemon: DaemonProcess, cli: Cli) -> None:
+    """Descriptions too deep for a parser, and names that would move the cursor."""
+    texts = ('{"\\u001b[2J": "\\u001b]0;x\\u0007", "model": "a"}', '{"model": "a", "\\u202e": "\\u009b"}', "[" * 30_000)
+    with ExitStack() as clients:
+        for number, text in enumerate(texts):
+            spec = replace(NamespaceSpec.named(f"made up {number}"), description=text)
+            assert clients.enter_context(SchedulerClient(shared_daemon.directory, spec)).wait_ready(30.0)
+        commands = [("namespaces", "diff", "made up 0", f"made up {other}") for other in (1, 2)]
+        commands.append(("namespaces",))
+        for command in commands:
+            status, out, err = cli(*command)
+            assert (status in (0, 1), err) == (True, ""), command
+            assert out.replace("\n", "").isprintable()
+        assert len(json.loads(cli("namespaces", "--json").out)["namespaces"]) >= len(texts)
+
+
+# --- what is done ----------------------------------------------------------------------------------
+
+
+def test_clear_drops_what_is_named(engine: FakeEngine, cli: Cli, shared_daemon: DaemonProcess) -> None:
+    fingerprint = engine.namespace.fingerprint.hex()
+    for name in (("--namespace", LABEL), ("--namespace", fingerprint[:8]), ("--all",)):
+        status, out, err = cli("clear", *name, "--yes", "--json")
+        assert (status, json.loads(out)["cleared_blocks"], err) == (0, 8, "")
+        assert books(shared_daemon.directory).ready_blocks == 0
+        assert engine.store(KEYS, range(8)).ok
+    for wrong in (("--namespace", "nobody", "--yes"), ("--all",)):
+        status, out, err = cli("clear", *wrong)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+    assert books(shared_daemon.directory).ready_blocks == 8
+
+
+def test_scrub_compares_every_block(engine: FakeEngine, cli: Cli) -> None:
+    found = json.loads(cli("scrub", "--json").out)
+    assert (found["checked_slots"], found["mismatches"], found["running"]) == (8, 0, False)
+    assert found["checked_bytes"] == 8 * BLOCK_BYTES
+    status, out, err = cli("scrub")
+    assert (status, err) == (0, "")
+    assert "all match" in out
+
+
+def test_a_pool_that_is_too_small_for_a_bench_is_refused(shared_daemon: DaemonProcess, cli: Cli) -> None:
+    status, out, err = cli("bench", "lookup")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "64.0 MiB" in err
+    assert books(shared_daemon.directory).sessions == 0

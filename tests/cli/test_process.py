@@ -1,0 +1,207 @@
+"""``kvoffd-cli`` as a process: terminals, pipes, signals, locales; whatever is wrong is one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvoffd_client.cli import main
+from kvoffd_client.testing import FakeEngine
+from tests.kit.command import CLI, CLIENTS, DAEMON, DEADLINE_S, WATCH, Terminal, environ, run_cli, start_cli
+from tests.kit.daemon import DaemonProcess
+from tests.kit.waiting import wait_until
+from tests.kit.wire import keys
+
+
+def assert_one_sentence(done: subprocess.CompletedProcess[str], program: str = "kvoffd-cli") -> None:
+    assert (done.returncode, done.stdout) == (2, ""), done
+    assert done.stderr.startswith(f"{program}: "), done
+    assert done.stderr.count("\n") == 1, done
+
+
+# --- whatever is wrong -----------------------------------------------------------------------------
+
+
+def test_a_directory_without_a_daemon_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = run_cli("stats", "--directory", str(tmp_path))
+    assert_one_sentence(done)
+    assert str(tmp_path) in done.stderr
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "missing", tmp_path / "file", tmp_path / ("long" * 40)):
+        status = main(["stats", "--directory", str(place)])
+        out, err = capsys.readouterr()
+        assert_one_sentence(subprocess.CompletedProcess([], status, out, err))
+        assert str(place) in err
+
+
+def test_an_unknown_command_is_one_sentence() -> None:
+    for program in (CLI, DAEMON):
+        done = subprocess.run([program, "nonsense"], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        assert_one_sentence(done, Path(program).name)
+
+
+def test_a_daemon_that_stands_still_is_one_sentence(daemon: DaemonProcess) -> None:
+    """Sockets are there and nobody answers: a command waits 10 s. Probes are no exception."""
+    os.kill(daemon.pid, signal.SIGSTOP)
+    where = ("--directory", str(daemon.directory))
+    started = time.monotonic()
+    commands = (("stats",), ("health",), ("health", "--live"), ("health", "--ready"), ("clear", "--all", "--yes"))
+    with ExitStack() as running:
+        processes = [running.enter_context(start_cli(*command, *where)) for command in commands]
+        for process in processes:
+            out, err = process.communicate(timeout=2 * DEADLINE_S)
+            assert_one_sentence(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+            assert "does not answer" in err
+    assert time.monotonic() - started < 50.0
+    os.kill(daemon.pid, signal.SIGCONT)
+    wait_until(lambda: run_cli("health", *where).returncode == 0)
+
+
+def test_a_reader_that_goes_is_no_error(shared_daemon: DaemonProcess) -> None:
+    with start_cli(*WATCH, "--directory", str(shared_daemon.directory)) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(DEADLINE_S) == 0
+        assert process.stderr.read() == ""
+
+
+def test_closed_output_is_no_traceback(shared_daemon: DaemonProcess) -> None:
+    where = f"--directory {shared_daemon.directory}"
+    for redirection in (">&-", "<&- >&- 2>&-", ">/dev/full"):
+        done = subprocess.run(
+            ["sh", "-c", f"{CLI} stats {where} {redirection}"], capture_output=True, text=True, timeout=DEADLINE_S
+        )
+        assert "Traceback" not in done.stdout + done.stderr, redirection
+        assert done.stderr.count("\n") <= 1, done
+        assert done.returncode in (0, 1, 2), done
+
+
+def test_any_terminal_and_locale_will_do(shared_daemon: DaemonProcess) -> None:
+    """A narrow one, one without colours, and labels that its locale cannot write."""
+    where = ("--directory", str(shared_daemon.directory))
+    with FakeEngine(shared_daemon.directory, "Qwen-\N{GREEK SMALL LETTER ALPHA}\x1b[2J") as engine:
+        assert engine.store(keys(1), [0]).ok
+        for command in (("stats",), CLIENTS, ("namespaces",)):
+            with Terminal(*command, *where, columns=20, LC_ALL="C", NO_COLOR="1") as terminal:
+                assert terminal.end() == 0, terminal.seen
+            assert "Traceback" not in terminal.seen
+            assert "\x1b[2J" not in terminal.seen, "a label moves no cursor"
+            assert terminal.seen.isascii()
+            assert not any(f"\x1b[{colour}m" in terminal.seen for colour in range(30, 38))
+        done = run_cli("namespaces", *where, LC_ALL="POSIX", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.isascii()
+    assert "Qwen-" in done.stdout
+
+
+# --- what goes on until Ctrl-C ---------------------------------------------------------------------
+
+
+def test_ctrl_c_is_quiet(shared_daemon: DaemonProcess) -> None:
+    where = ("--directory", str(shared_daemon.directory))
+    with FakeEngine(shared_daemon.directory, "tiny") as engine:
+        with start_cli(*WATCH, "--json", *where) as watch, start_cli("events", "--json", *where) as events:
+            first_line(watch)
+            store_until_heard(engine, events)
+            for process in (watch, events):
+                process.send_signal(signal.SIGINT)
+                assert process.wait(DEADLINE_S) == 130
+                assert process.stderr is not None
+                assert process.stderr.read() == ""
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def store_until_heard(engine: FakeEngine, process: subprocess.Popen[str]) -> str:
+    """Store pairs of new keys until ``process`` prints a line: a subscription takes a while to arrive."""
+    assert process.stdout is not None
+    deadline = time.monotonic() + DEADLINE_S
+    number = 0
+    while time.monotonic() < deadline:
+        if select.select([process.stdout], [], [], 0.1)[0]:
+            return process.stdout.readline()
+        number += 2
+        assert engine.store(keys(number, number + 1), [0, 1]).ok
+    raise AssertionError("no event came")
+
+
+def test_events_are_printed_as_they_happen(shared_daemon: DaemonProcess) -> None:
+    where = ("--directory", str(shared_daemon.directory))
+    with start_cli("events", *where) as human, start_cli("events", "--json", *where) as machine:
+        with FakeEngine(shared_daemon.directory, "tiny") as engine:
+            line = store_until_heard(engine, human)
+            found = json.loads(store_until_heard(engine, machine))
+        for process in (human, machine):
+            process.send_signal(signal.SIGINT)
+    assert all(word in line for word in ("tiny", "stored", "2 blocks"))
+    assert found["label"] == "tiny"
+    (event,) = found["events"]
+    assert event["type"] == "stored"
+    first, second = (int(key, 16) for key in event["block_hashes"])
+    assert second == first + 1
+
+
+def test_a_watch_waits_for_a_daemon_that_restarts(daemon: DaemonProcess) -> None:
+    """One sample a line; the daemon's own clock begins anew."""
+    with start_cli(*WATCH, "--json", "--directory", str(daemon.directory)) as process:
+        pids = {json.loads(first_line(process))["pid"] for _ in range(3)}
+        assert pids == {daemon.pid}
+        daemon.kill()
+        daemon.start()
+        wait_until(lambda: json.loads(first_line(process))["pid"] == daemon.pid)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(DEADLINE_S) == 130
+
+
+def test_a_watch_gives_the_screen_back(shared_daemon: DaemonProcess) -> None:
+    with Terminal(*WATCH, "--directory", str(shared_daemon.directory)) as terminal:
+        terminal.read_until(lambda seen: "\x1b[?1049h" in seen and "64.0 MiB" in seen)
+        assert terminal.interrupt() == 130
+    assert terminal.seen.count("\x1b[?1049h") == terminal.seen.count("\x1b[?1049l") == 1
+    assert "Traceback" not in terminal.seen
+
+
+# --- what asks -------------------------------------------------------------------------------------
+
+
+def test_clear_asks_and_takes_no_for_an_answer(shared_daemon: DaemonProcess) -> None:
+    where = ("--directory", str(shared_daemon.directory))
+    with FakeEngine(shared_daemon.directory, "tiny") as engine:
+        assert engine.store(keys(1), [0]).ok
+        for answer, status, left in (("n", 1, 1), ("", 1, 1), ("y", 0, 0)):
+            with Terminal("clear", "--namespace", "tiny", *where) as terminal:
+                terminal.read_until(lambda seen: "[y/N]" in seen)
+                assert "1 block (64.0 KiB)" in terminal.seen
+                assert "tiny" in terminal.seen
+                terminal.write(f"{answer}\n")
+                assert terminal.end() == status
+            assert engine.lookup(keys(1)) == left
+            engine.release()
+        assert engine.store(keys(1), [0]).ok
+        done = run_cli("clear", "--all", *where)
+        assert_one_sentence(done)
+        assert "--yes" in done.stderr, "where nobody can answer nothing is dropped"
+        assert engine.lookup(keys(1)) == 1
+
+
+@pytest.mark.parametrize("by", ["option", "variable"])
+def test_the_directory_is_given_by_option_or_variable(shared_daemon: DaemonProcess, by: str) -> None:
+    where = str(shared_daemon.directory)
+    command = [CLI, "health"] + (["--directory", where] if by == "option" else [])
+    variables = environ() | ({} if by == "option" else {"KVOFFD_DIRECTORY": where})
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("ok")
