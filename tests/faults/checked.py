@@ -1,0 +1,102 @@
+"""Engines whose loads are compared, byte by byte, with what was stored, and which must not find what was dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from kvoffd_client import ClientOptions
+from kvoffd_client.testing import FakeEngine
+from tests.kit.daemon import DaemonProcess
+from tests.kit.wire import keys
+
+STEP = 32
+"""Keys stored or looked up at once."""
+VERSION = 1_000_000
+SCRIBBLE = 0xBAD
+
+
+class Truth(dict[int, int]):
+    """What may be served: by number of the key, the checksum of its bytes. Empty it where everything was dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.version = 0
+        """Raised with each drop: what is stored later has other bytes."""
+
+    def drop(self, numbers: Iterable[int] | None = None) -> None:
+        """From now on these, or all, must not be found unless they are stored again."""
+        for number in list(self) if numbers is None else numbers:
+            del self[number]
+        self.version += 1
+
+
+class CheckedEngine(FakeEngine):
+    """A FakeEngine that knows what it stored. ``truth`` may be that of several engines.
+
+    The upper half of its blocks is where loads arrive; it is scribbled over before each.
+    """
+
+    def __init__(
+        self,
+        daemon: DaemonProcess | Path,
+        truth: Truth,
+        namespace: str = "demo",
+        page_bytes: int = 65536,
+        layers: int = 1,
+        connect_timeout_s: float = 30.0,
+    ) -> None:
+        self.truth = truth
+        options = ClientOptions(connect_timeout_s=connect_timeout_s)
+        directory = daemon if isinstance(daemon, Path) else daemon.directory
+        super().__init__(directory, namespace, 1, layers, 2 * STEP, page_bytes, options=options)
+
+    def put(self, numbers: Iterable[int]) -> None:
+        """Store keys, in order, with bytes of their own, which are the same whenever a key is stored again."""
+        for _, group in groupby(numbers, lambda number: number // STEP):
+            some = list(group)
+            blocks = self.write(some)
+            result = self.store(keys(*some), blocks, 60.0)
+            assert result.ok, result
+
+    def write(self, numbers: Sequence[int]) -> list[int]:
+        """Write the bytes of keys, at most ``STEP`` neighbours, into blocks, and return these."""
+        blocks = [number % STEP for number in numbers]
+        for block, number in zip(blocks, numbers, strict=True):
+            self.fill([block], self.truth.version * VERSION + number)
+        self.truth.update(zip(numbers, self.checksums(blocks), strict=True))
+        return blocks
+
+    def get(self, numbers: Iterable[int], timeout_s: float = 10.0) -> list[int]:
+        """Look up, load and compare. Returns the keys that were there; each of them was right."""
+        wanted, right = list(numbers), list[int]()
+        while wanted:
+            found = self.lookup(keys(*wanted[:STEP]), timeout_s)
+            some, wanted = wanted[:found], wanted[max(1, found) :]
+            if some:
+                right += self._load(some, timeout_s)
+        return right
+
+    def _load(self, numbers: Sequence[int], timeout_s: float) -> list[int]:
+        blocks = range(STEP, STEP + len(numbers))
+        self.fill(blocks, SCRIBBLE)
+        result = self.load(keys(*numbers), blocks, timeout_s)
+        assert result.ok or result.failed_keys, result
+        failed = set(result.failed_keys)
+        sums = dict(zip(numbers, self.checksums(blocks), strict=True))
+        arrived = [number for number in numbers if keys(number)[0] not in failed]
+        stale = [number for number in arrived if number not in self.truth]
+        wrong = [number for number in arrived if number not in stale and sums[number] != self.truth[number]]
+        assert not stale, f"served after they were dropped: {stale}"
+        assert not wrong, f"served with wrong bytes: {wrong}"
+        return arrived
+
+    def count(self, numbers: Iterable[int]) -> int:
+        """How many are found, without a load."""
+        wanted, found = list(numbers), 0
+        while wanted:
+            some = self.lookup(keys(*wanted[:STEP]))
+            found += some
+            wanted = wanted[max(1, some) :]
+        return found

@@ -1,0 +1,139 @@
+"""File systems that become read-only, freeze or are full, below disks and logs: reads go on, and the reason is told."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.faults.checked import CheckedEngine, Truth
+from tests.faults.daemons import Command, over_disk, wait_serving, wait_written
+from tests.kit.daemon import DaemonProcess
+from tests.kit.linux import Ext4, tmpfs
+from tests.kit.waiting import wait_until
+from tests.kit.wire import books
+
+BLOCKS = 64
+ALL = range(BLOCKS)
+
+
+@pytest.fixture
+def ext4(tmp_path: Path) -> Iterator[Ext4]:
+    with Ext4(tmp_path / "image", tmp_path / "disk", 48) as mounted:
+        yield mounted
+
+
+def read_only(ext4: Ext4) -> tuple[DaemonProcess, Truth]:
+    """A daemon whose blocks are on a disk that has become read-only."""
+    truth = Truth()
+    daemon = over_disk(ext4.place, "4MiB").start()
+    try:
+        wait_serving(daemon)
+        with CheckedEngine(daemon, truth) as engine:
+            for at in range(0, BLOCKS, 16):  # as fast as the disk takes them
+                engine.put(range(at, at + 16))
+                wait_written(daemon, at + 16)
+        daemon.stop()
+        os.sync()
+        daemon.start()
+        wait_serving(daemon)
+        assert books(daemon.directory).disks[0].blocks == BLOCKS
+        ext4.fail()
+    except BaseException:
+        daemon.close()
+        raise
+    return daemon, truth
+
+
+def mended(daemon: DaemonProcess, ext4: Ext4) -> None:
+    """Kill the daemon, mend the file system and start it again."""
+    daemon.kill()
+    ext4.mend()
+    daemon.start()
+    wait_serving(daemon)
+
+
+def test_a_read_only_disk_is_read_and_an_engines_reset_holds(ext4: Ext4) -> None:
+    """Blocks are right, and what an engine resets stays away when the disk is mended."""
+    daemon, truth = read_only(ext4)
+    with closing(daemon):
+        with CheckedEngine(daemon, truth) as engine:
+            assert sum(len(engine.get(range(at, at + 16))) for at in range(0, BLOCKS, 16)) == BLOCKS
+            engine.put(range(BLOCKS, BLOCKS + 128))
+            wait_until(lambda: books(daemon.directory).health == "degraded", explain=lambda: books(daemon.directory))
+            assert any("disk" in name for name in books(daemon.directory).problems)
+            assert engine.scheduler.reset()
+            truth.drop()
+            assert engine.get(ALL) == []
+        mended(daemon, ext4)
+        with CheckedEngine(daemon, truth) as engine:
+            assert engine.get(ALL) == []
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 39: clear cannot be written down and says nothing")
+def test_clear_on_a_read_only_disk_stays_or_says_so(ext4: Ext4, command: Command) -> None:
+    """What was cleared stays away when the disk is mended, or the operator has read that it will not."""
+    daemon, truth = read_only(ext4)
+    with closing(daemon):
+        status, _ = command(daemon, "clear", "--all", "--yes")
+        truth.drop()
+        with CheckedEngine(daemon, truth) as engine:
+            if engine.get(ALL):
+                raise RuntimeError("cleared blocks were served by the daemon that cleared them")
+        mended(daemon, ext4)
+        with CheckedEngine(daemon, truth) as engine:
+            back = engine.count(ALL)
+        assert back == 0
+        assert status != 0
+
+
+def test_a_frozen_file_system_keeps_nobody_waiting(ext4: Ext4) -> None:
+    """Stores and lookups of what is in the pool go on, and the writes when it thaws."""
+    truth = Truth()
+    with over_disk(ext4.place) as daemon, CheckedEngine(daemon, truth) as engine:
+        wait_serving(daemon)
+        with ext4.frozen():
+            end = time.monotonic() + 2.0
+            engine.put(ALL)
+            while time.monotonic() < end:
+                assert engine.get(ALL, 5.0) == list(ALL)
+            assert books(daemon.directory).tiers.written_blocks < BLOCKS
+        wait_written(daemon, BLOCKS)
+        assert engine.get(ALL) == list(ALL)
+
+
+@pytest.mark.nightly
+def test_a_file_system_that_stays_frozen_is_told(ext4: Ext4) -> None:
+    """Within 20 s health names the disk, and it is well again after the thaw."""
+    truth = Truth()
+    with over_disk(ext4.place) as daemon, CheckedEngine(daemon, truth) as engine:
+        wait_serving(daemon)
+        with ext4.frozen():
+            engine.put(ALL)
+            wait_until(lambda: any("disk" in name for name in books(daemon.directory).problems), 40.0)
+        wait_until(lambda: books(daemon.directory).disks[0].state == "serving", 60.0)
+        assert engine.get(ALL) == list(ALL)
+
+
+@pytest.mark.parametrize("log", ["/dev/full", "closed pipe", "full file system"])
+def test_a_log_that_takes_nothing_stops_nobody(tmp_path: Path, log: str) -> None:
+    """The daemon serves, and ends in good order."""
+    if log == "full file system":
+        with tmpfs(tmp_path / "log", "4k") as place:
+            serves_with_log(f"{place}/log")
+    elif log == "closed pipe":
+        serves_with_log(None)
+    else:
+        serves_with_log(log)
+
+
+def serves_with_log(path: str | None) -> None:
+    before = ["sh", "-c", f'exec "$@" >> {path} 2>&1', "sh"] if path else ["bash", "-c", 'exec "$@" &> >(exit 0)', "sh"]
+    with DaemonProcess("16MiB", before=before) as daemon, CheckedEngine(daemon, Truth()) as engine:
+        engine.put(ALL)
+        assert engine.get(ALL) == list(ALL)
+        assert daemon.stop() == 0

@@ -1,0 +1,177 @@
+"""Files and sockets of a daemon that serves are removed, or belong to another: it serves on, and says what is wrong."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.faults.checked import CheckedEngine, Truth
+from tests.faults.daemons import Command, over_disk, wait_serving
+from tests.kit.daemon import DaemonProcess
+from tests.kit.ports import free_ports
+from tests.kit.waiting import wait_until
+from tests.kit.wire import books
+
+BLOCKS = 64
+ALL = range(BLOCKS)
+SOCKETS = ("jobs.sock", "events.sock", "lifeline.sock")
+NOTICED_S = 4.0
+"""A daemon that looks at its files looks more often than that."""
+
+
+# --- files that are removed ------------------------------------------------------------------------
+
+
+def test_a_daemon_serves_on_without_its_files(lasting: DaemonProcess, pool_file: Path) -> None:
+    """The pool's file was removed: bytes stay right, and the next daemon starts with an empty pool."""
+    truth = Truth()
+    with CheckedEngine(lasting, truth) as engine:
+        engine.put(ALL)
+        for path in pool_file.parent.iterdir():
+            path.unlink()
+        assert engine.get(ALL) == list(ALL)
+    lasting.kill()
+    lasting.start()
+    with CheckedEngine(lasting, truth) as engine:
+        assert engine.get(ALL) == []
+        engine.put(range(4))
+        assert engine.get(range(4)) == list(range(4))
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 38: health says ok")
+def test_a_removed_pool_file_is_a_reason_in_health(lasting: DaemonProcess, pool_file: Path) -> None:
+    for path in pool_file.parent.iterdir():
+        path.unlink()
+    wait_until(lambda: books(lasting.directory).health == "degraded", NOTICED_S)
+    assert any("pool" in name for name in books(lasting.directory).problems)
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 38: no line says that the pool starts empty")
+def test_a_removed_pool_file_is_a_line_at_the_next_start(lasting: DaemonProcess, pool_file: Path) -> None:
+    with CheckedEngine(lasting, Truth()) as engine:
+        engine.put(ALL)
+    for path in pool_file.parent.iterdir():
+        path.unlink()
+    lasting.kill()
+    before = len(lasting.log)
+    lasting.start()
+    assert any("WARNING" in line and "empty" in line for line in lasting.log[before:].splitlines())
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 39: health says ok, and the disk has no error")
+def test_a_removed_disk_file_is_a_reason_in_health(tmp_path: Path) -> None:
+    with over_disk(tmp_path) as daemon:
+        wait_serving(daemon)
+        for path in tmp_path.iterdir():
+            path.unlink()
+        wait_until(lambda: books(daemon.directory).health == "degraded", NOTICED_S)
+        assert any("disk" in name for name in books(daemon.directory).problems)
+
+
+def test_a_disk_without_its_file_serves_right_bytes(tmp_path: Path) -> None:
+    truth = Truth()
+    with over_disk(tmp_path, "4MiB") as daemon:
+        wait_serving(daemon)
+        with CheckedEngine(daemon, truth) as engine:
+            engine.put(ALL)
+            for path in tmp_path.iterdir():
+                path.unlink()
+            engine.put(range(BLOCKS, 2 * BLOCKS))
+            assert engine.get(range(2 * BLOCKS))
+        daemon.kill()
+        daemon.start()
+        wait_serving(daemon)
+        with CheckedEngine(daemon, truth) as engine:
+            engine.get(range(2 * BLOCKS))
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 36: it is told to make a link writable")
+def test_a_disk_that_is_a_link_is_refused_with_advice(tmp_path: Path) -> None:
+    """The file is a link to somewhere else: not followed, and not a matter of who may write."""
+    (tmp_path / "elsewhere").write_bytes(bytes(1 << 20))
+    place = tmp_path / "disk"
+    place.mkdir()
+    (place / "kvoffd.disk").symlink_to(tmp_path / "elsewhere")
+    with over_disk(place) as daemon:
+        wait_until(lambda: books(daemon.directory).disks[0].state == "failed")
+        problem = books(daemon.directory).disks[0].problem
+        assert "link" in problem, problem
+        assert "writable" not in problem, problem
+
+
+# --- sockets ---------------------------------------------------------------------------------------
+
+
+def http_status(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=20) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 36: it says that the pool is being touched")
+def test_removed_sockets_are_told_wherever_it_is_asked(command: Command) -> None:
+    """Engines that are connected are served; no other can connect."""
+    (port,) = free_ports(1)
+    with DaemonProcess("16MiB", http_address=f"127.0.0.1:{port}") as daemon:
+        for name in SOCKETS:
+            (daemon.directory / name).unlink()
+        status, text = command(daemon, "health")
+        assert status != 0
+        assert "touched" not in text, text
+        assert "socket" in text, text
+        code, text = http_status(port, "/healthz")
+        assert code != 200
+        assert "socket" in text, text
+
+
+def test_engines_that_are_connected_need_no_sockets() -> None:
+    """A cleaner of /tmp removed them: who is connected is served, and a restart mends the rest."""
+    truth = Truth()
+    with DaemonProcess("16MiB") as daemon, CheckedEngine(daemon, truth) as engine:
+        for name in SOCKETS:
+            (daemon.directory / name).unlink()
+        engine.put(ALL)
+        assert engine.get(ALL) == list(ALL)
+        assert daemon.stop() == 0
+        truth.drop()  # the pool dies with this daemon
+        daemon.start()
+        assert engine.wait_ready(30.0)
+        engine.put(ALL)
+        assert engine.get(ALL) == list(ALL)
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 36: sockets are removed by name")
+def test_a_stopping_daemon_leaves_its_successors_sockets() -> None:
+    """Its lock file and sockets were cleaned away, so that a second daemon could start there."""
+    with DaemonProcess("16MiB") as first:
+        for name in (*SOCKETS, "kvoffd.lock"):
+            (first.directory / name).unlink()
+        with DaemonProcess("16MiB", first.directory) as second:
+            assert first.stop() == 0
+            assert second.running
+            assert {path.name for path in first.directory.iterdir()} >= set(SOCKETS)
+
+
+def test_a_second_daemon_is_refused(lasting: DaemonProcess) -> None:
+    """On the same directory, and on the same pool's file. The first one goes on."""
+    truth = Truth()
+    with CheckedEngine(lasting, truth) as engine:
+        engine.put(ALL)
+        for other in (
+            DaemonProcess("16MiB", lasting.directory, log_format="text"),
+            DaemonProcess("16MiB", pool_file=lasting.flags["pool-file"]),
+        ):
+            with closing(other):
+                before = len(other.log)
+                assert other.start(wait=False).process.wait(60) != 0
+                said = other.log[before:]
+                assert str(lasting.pid) in said or lasting.flags["pool-file"] in said, said
+        assert engine.get(ALL) == list(ALL)
+    assert books(lasting.directory).health == "ok"

@@ -1,0 +1,197 @@
+"""Daemons and engines that are stopped, killed and kept from the CPU or memory: nobody is stuck, no byte is wrong."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import threading
+import time
+from contextlib import ExitStack, closing
+
+import pytest
+
+from kvoffd_client import ClientOptions, RequestRefused
+from kvoffd_client.testing import FakeEngine
+from tests.faults.checked import STEP, CheckedEngine, Truth
+from tests.faults.daemons import Command
+from tests.faults.engine import EngineProcess
+from tests.kit.daemon import DaemonProcess
+from tests.kit.linux import cgroup
+from tests.kit.waiting import wait_until
+from tests.kit.wire import VERSION, Refused, WireClient, books, keys, refused
+
+BLOCKS = 128
+ALL = range(BLOCKS)
+
+
+def test_a_stopped_daemon_keeps_nobody_waiting() -> None:
+    """A lookup is a miss at its deadline, and the first one after the stop is a hit."""
+    with DaemonProcess("16MiB") as daemon, CheckedEngine(daemon, Truth()) as engine:
+        engine.put(ALL)
+        daemon.process.send_signal(signal.SIGSTOP)
+        end = time.monotonic() + 2.0
+        while time.monotonic() < end:
+            started = time.monotonic()
+            assert engine.lookup(keys(*range(STEP)), 0.2) == 0
+            assert time.monotonic() - started < 5.0
+        daemon.process.send_signal(signal.SIGCONT)
+        wait_until(lambda: engine.lookup(keys(*range(STEP)), 1.0) == STEP)
+        assert engine.get(ALL) == list(ALL)
+        assert books(daemon.directory).health == "ok"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 36: a stop of the process is told as slow code")
+def test_a_stop_is_told_as_a_stop() -> None:
+    """Of a daemon that is busy: every line about its loop names the stop, and none a function."""
+    stop = threading.Event()
+    with DaemonProcess("16MiB") as daemon, EngineProcess(daemon) as one, EngineProcess(daemon) as other:
+        for engine in (one, other):
+            engine.wait_connected().send("loop", 0, BLOCKS, 0)
+        for _ in range(10):
+            daemon.process.send_signal(signal.SIGSTOP)
+            stop.wait(2.0)
+            daemon.process.send_signal(signal.SIGCONT)
+            stop.wait(10.5)  # it logs one such line in 10 s
+        told = [line for line in daemon.log.splitlines() if "was blocked for" in line]
+        assert told
+        assert all("stop" in line for line in told), told
+
+
+@pytest.mark.parametrize("rounds", [2, pytest.param(40, marks=[pytest.mark.nightly, pytest.mark.timeout(600)])])
+def test_engines_killed_in_mid_store_leave_no_wrong_block(rounds: int) -> None:
+    """Another engine looks up the same keys all the time: what it gets is right, and nothing is held at the end."""
+    chance = random.Random(2)
+    with DaemonProcess("16MiB") as daemon, CheckedEngine(daemon, Truth()) as engine:
+        for at in range(0, BLOCKS, STEP):
+            engine.write(range(at, at + STEP))  # so their bytes are known, and none is stored
+        for _ in range(rounds):
+            with ExitStack() as running:
+                killed = [running.enter_context(EngineProcess(daemon)) for _ in range(2)]
+                for one in killed:
+                    assert one.wait_connected().ask("loop", 0, BLOCKS, 0) == "storing"
+                for one in killed:
+                    end = time.monotonic() + chance.uniform(0.05, 0.3)
+                    while time.monotonic() < end:
+                        engine.get(ALL)
+                    one.kill()
+                    engine.get(ALL)
+        engine.put(ALL)
+        assert engine.get(ALL) == list(ALL)
+        engine.close()
+        wait_until(lambda: not books(daemon.directory).held, explain=lambda: books(daemon.directory).held)
+        assert books(daemon.directory).balanced
+
+
+def test_an_engine_stopped_over_its_lease_gets_no_bytes() -> None:
+    """Its blocks may have been evicted since. Its load is refused, and it goes on."""
+    with DaemonProcess("4MiB", lease_ttl="1s", heartbeat_interval="200ms") as daemon, EngineProcess(daemon) as stopped:
+        assert stopped.wait_connected().ask("store", 0, 8, 0) == "stored"
+        assert stopped.ask("lookup", 0, 8) == "8"
+        assert books(daemon.directory).leases == 1
+        stopped.process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: books(daemon.directory).leases == 0)
+        stopped.process.send_signal(signal.SIGCONT)
+        assert "LEASE" in stopped.ask("load", 0, 8).upper()
+        assert stopped.ask("lookup", 0, 8) == "8"
+        assert stopped.ask("load", 0, 8) == "ok"
+        assert daemon.running
+
+
+# --- sessions --------------------------------------------------------------------------------------
+
+
+def test_more_engines_than_sessions() -> None:
+    """Those that have a session are served, the next one is refused with a sentence, and a place becomes free."""
+    with DaemonProcess("16MiB", max_sessions="8") as daemon, ExitStack() as running:
+        engines = [running.enter_context(CheckedEngine(daemon, Truth(), f"n{number}")) for number in range(4)]
+        with pytest.raises(RequestRefused, match="sessions"):
+            FakeEngine(daemon.directory, "one more", options=ClientOptions(connect_timeout_s=1.0))
+        for engine in engines:
+            engine.put(range(4))
+            assert engine.get(range(4)) == list(range(4))
+        engines[0].close()
+        with CheckedEngine(daemon, Truth(), "one more") as engine:
+            engine.put(range(4))
+            assert engine.get(range(4)) == list(range(4))
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 36: health is ok while engines are refused")
+def test_health_is_not_ok_while_sessions_are_refused(command: Command) -> None:
+    with DaemonProcess("16MiB", max_sessions="8") as daemon, ExitStack() as running:
+        for number in range(8):
+            running.enter_context(closing(WireClient(daemon.directory, name=f"{number}")))
+        with WireClient(daemon.directory, None) as more:
+            if not refused(more.hello, "worker"):
+                raise RuntimeError("the ninth session was not refused")
+        status, text = command(daemon, "health")
+        assert status != 0, text
+        assert "session" in text
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 36: the daemon has no line about it")
+def test_an_engine_of_another_protocol_is_told(lasting: DaemonProcess) -> None:
+    with WireClient(lasting.directory, None, name="older engine") as engine, pytest.raises(Refused):
+        engine.hello("worker", version=VERSION - 1)
+    wait_until(lambda: re.search(r"(version|protocol).*\b" + str(VERSION - 1) + r"\b", lasting.log), 5.0)
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 38: leases cannot hold as much")
+def test_a_pool_full_of_leases_is_a_reason_in_health() -> None:
+    """One engine has a lease of all that leases may hold: stores find no room for long, and health says why."""
+    with DaemonProcess("16MiB") as daemon, CheckedEngine(daemon, Truth()) as engine:
+        engine.put(range(240))
+        if engine.lookup(keys(*range(240))) < 200:
+            raise RuntimeError("the engine does not have a lease of most of the pool")
+        wait_until(lambda: "pool_pinned" in books(daemon.directory).problems, 2.0)
+
+
+# --- limits of the machine -------------------------------------------------------------------------
+
+
+def test_a_daemon_with_hardly_any_cpu_serves_right_bytes() -> None:
+    """A twentieth of one CPU: slow, and right."""
+    limits = {"cpu.max": "5000 100000", "cpu.cfs_quota_us": "5000"}
+    with DaemonProcess("16MiB") as daemon, CheckedEngine(daemon, Truth()) as engine:
+        engine.put(ALL)
+        with cgroup("cpu", "cpu", limits) as group:
+            try:
+                group.take(daemon.pid)
+                engine.put(range(BLOCKS, BLOCKS + 16))
+                assert engine.get(range(64), 30.0) == list(range(64))
+            finally:
+                group.release(daemon.pid)
+        assert engine.get(ALL) == list(ALL)
+
+
+def test_a_pool_larger_than_the_memory_that_it_may_have() -> None:
+    """Refused at the start, with both numbers."""
+    limits = {"memory.max": str(48 << 20), "memory.limit_in_bytes": str(48 << 20)}
+    with cgroup("memory", "memory", limits) as group, closing(DaemonProcess("64MiB", before=group.command)) as daemon:
+        assert daemon.start(wait=False).process.wait(60) != 0
+        assert "64.0 MiB" in daemon.log
+        assert "48.0 MiB" in daemon.log
+
+
+@pytest.mark.nightly
+def test_a_daemon_killed_for_memory_comes_back(lasting: DaemonProcess) -> None:
+    """The pool's file outlives it. The next daemon has every block that was whole."""
+    truth = Truth()
+    with CheckedEngine(lasting, truth) as engine:
+        engine.put(ALL)
+    limits = {"memory.max": str(1 << 20), "memory.limit_in_bytes": str(1 << 20)}
+    with cgroup("oom", "memory", limits) as group:
+        group.take(lasting.pid)
+        with CheckedEngine(lasting, truth) as engine:
+            for at in range(10_000, 11_000, STEP):
+                if not lasting.running:
+                    break
+                blocks = engine.write(range(at, at + STEP))
+                engine.store(keys(*range(at, at + STEP)), blocks, 1.0)
+    lasting.kill()
+    lasting.start()
+    with CheckedEngine(lasting, truth) as engine:
+        engine.get(range(10_000, 11_000))
+        engine.get(ALL)
