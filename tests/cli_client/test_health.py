@@ -11,14 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd_client.cli import main, target
+from kvoffd_client.cli import main
 from kvoffd_client.cli.health import health_lines, health_status
 from kvoffd_client.health_request import ask_health
-from kvoffd_proto import messages as m
 from kvoffd_proto.messages import HealthLevel, HealthProblem, HealthReply
 from kvoffd_proto.zmtp import encode_command, opening
 from tests.kit.daemon import DaemonProcess
-from tests.kit.fake_daemon import FakeDaemon
 
 PING = encode_command(b"PING", bytes(2))
 
@@ -86,20 +84,3 @@ def test_who_sends_without_end_and_answers_nothing_does_not_hold_it(tmp_path: Pa
     with served(tmp_path, flood):
         assert ask_health(tmp_path, time.monotonic() + 0.3) is None
     assert let_go.is_set()
-
-
-@pytest.mark.timing
-def test_a_command_has_one_deadline_for_all_that_it_asks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def slowly(answer: m.AnyReply) -> m.AnyReply:
-        time.sleep(0.6)
-        return answer
-
-    monkeypatch.setattr(target, "OPERATOR_WAIT_S", 1.0)
-    with FakeDaemon() as daemon:
-        daemon.answers[m.Sessions] = lambda asked, _: slowly(m.SessionsReply(asked.request_id, daemon.epoch, []))
-        daemon.answers[m.Namespaces] = lambda asked, _: slowly(m.NamespacesReply(asked.request_id, daemon.epoch, []))
-        assert main(["sessions", "--json", "--directory", str(daemon.directory)]) == 0
-        assert main(["sessions", "--directory", str(daemon.directory)]) == 2
-    assert "did not answer in time" in capsys.readouterr().err
