@@ -1,0 +1,115 @@
+"""What new prompts feel of kvoffd beside a connector that does nothing, on an idle machine and on a busy one.
+
+    .venv/bin/python tests/bench/new_prompts.py [--rounds 10] [--prompts 15]
+
+It imports nothing of the tests, so that it runs with another release too. It starts a daemon of its own. Busy means a
+busy loop of Python a core, at normal priority.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from kvoffd_client import AdminClient, KvoffdClientError
+from kvoffd_client.bench.engine_bench import IDLE, KVOFFD, TURN_PAUSE_S, Engine, NewPrompts, _connector, _start
+
+SIZES = (64, 1024)
+LABEL = "new-prompts"
+
+
+@contextmanager
+def running_daemon() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvoffd-new-prompts-") as made:
+        command = [str(Path(sys.executable).with_name("kvoffd")), "serve", "--directory", made, "--pool-size", "512MiB"]
+        with subprocess.Popen([*command, "--http-address", ""], stderr=subprocess.DEVNULL) as daemon:
+            try:
+                yield Path(made)
+            finally:
+                daemon.terminate()
+
+
+def wait_ready(directory: Path, deadline_s: float = 30.0) -> None:
+    until = time.monotonic() + deadline_s
+    while True:
+        try:
+            with AdminClient(directory) as admin:
+                admin.health()
+                return
+        except KvoffdClientError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.1)
+
+
+@contextmanager
+def busy_cores() -> Iterator[None]:
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--state-seconds", type=float, default=120.0, help="begin no round of a state after that")
+    parser.add_argument("--prompts", type=int, default=15, help="in a turn, of each size")
+    options = parser.parse_args()
+    asked = NewPrompts(SIZES)
+    found: dict[tuple[str, int, str], list[float]] = {}
+    print(f"load average {os.getloadavg()[0]:.1f} before", flush=True)
+    with ExitStack() as stack:
+        directory = stack.enter_context(running_daemon())
+        wait_ready(directory)
+        made = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        engines = [
+            (name, Engine(_start(_connector(name, directory, LABEL), LABEL, None, asked, made), asked))
+            for name in (IDLE, KVOFFD)
+        ]
+        for _, engine in engines:
+            stack.callback(engine._engine.engine_core.shutdown)
+        for state in ("idle", "busy"):
+            with busy_cores() if state == "busy" else ExitStack():
+                until = time.monotonic() + options.state_seconds
+                for _ in range(options.rounds):
+                    if time.monotonic() > until:
+                        break
+                    for name, engine in random.sample(engines, len(engines)):
+                        time.sleep(TURN_PAUSE_S)
+                        for tokens in SIZES:
+                            times = engine.first_tokens((tokens, False), options.prompts)
+                            found.setdefault((name, tokens, state), []).extend(times)
+        with AdminClient(directory) as admin:
+            for namespace in admin.stats().namespaces:
+                late = getattr(namespace, "late_lookups", "not counted")
+                rate = namespace.prefill_tokens_per_second
+                print(f"lookups {namespace.lookups}, late {late}, prefill rate {rate:.0f} tokens/s")
+            print("health:", [cause.reason for cause in admin.health().causes] or "ok")
+    print("ms to the first token, does nothing / kvoffd")
+    for tokens in SIZES:
+        for state in ("idle", "busy"):
+            both = [found[name, tokens, state] for name in (IDLE, KVOFFD)]
+            cells = [
+                " / ".join(f"{1e3 * percentile(values, share):.2f}" for values in both) for share in (0.5, 0.9, 0.99)
+            ]
+            print(f"| {tokens:,} tokens, {state} | {' | '.join(cells)} | {len(both[1])} prompts", flush=True)
+
+
+if __name__ == "__main__":
+    main()
