@@ -19,6 +19,7 @@ EXTRA = {
     # A machine busy with other tests may read slowly; a block that is given up would fail a test.
     "disk_wait": "wait",
 }
+CONNECT_DEADLINE_S = 60.0
 
 
 class EngineHome:
@@ -68,7 +69,11 @@ class EngineHome:
         if not self.daemon.running:
             self.daemon.start()
         for one in engines or (self.engine,):
-            wait_connected(self.directory, pids=lambda one=one: one.pids)  # type: ignore[misc]
+            try:
+                wait_connected(self.directory, 1, CONNECT_DEADLINE_S, lambda one=one: one.pids)  # type: ignore[misc]
+            except AssertionError as error:
+                error.add_note(f"Of its processes {one.pids} run; its log ends so:\n{one.log[-4000:]}")
+                raise
 
     def ensure_no_daemon(self) -> None:
         if self.daemon.running:

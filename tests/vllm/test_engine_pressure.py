@@ -14,9 +14,9 @@ from tests.kit.models import make_tiny_llama
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 PROMPTS = [prompt(seed, length) for seed, length in enumerate([800, 1100, 950, 1030, 870, 1000])]
-MAX_TOKENS = 150
-FEW_BLOCKS = 130
-"""Of the about 215 that all six requests would fill."""
+MAX_TOKENS = 80
+FEW_BLOCKS = 126
+"""Of the about 195 that all six requests would fill: four are taken in, and grow until one is pre-empted."""
 
 
 def wait_settled(daemon: DaemonProcess, ready_blocks: int) -> None:
