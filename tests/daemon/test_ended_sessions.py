@@ -1,0 +1,66 @@
+"""Sessions that ended are counted by the reason, administrators' not at all. Nobody waits for their memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from kvoffd_client.testing import FakeEngine
+from tests.kit.daemon import DaemonProcess
+from tests.kit.waiting import wait_until
+from tests.kit.wire import WireClient, books
+
+ENGINE = """
+import sys, time
+from kvoffd_client.testing import FakeEngine
+with FakeEngine(sys.argv[1]):
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_ended_sessions_are_counted_by_reason() -> None:
+    with DaemonProcess() as daemon:
+
+        def ended() -> dict[str, int]:
+            return books(daemon.directory).ended_sessions
+
+        assert ended() == {}
+        with FakeEngine(daemon.directory):
+            pass
+        wait_until(lambda: ended() == {"closed": 2}, explain=ended)
+        engine = subprocess.Popen([sys.executable, "-c", ENGINE, str(daemon.directory)], stdout=subprocess.PIPE)
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == b"ready\n"
+        engine.send_signal(signal.SIGKILL)
+        engine.wait()
+        engine.stdout.close()
+        wait_until(lambda: ended() == {"closed": 2, "gone": 2}, explain=ended)
+        with WireClient(daemon.directory, None) as client:
+            client.send_lifeline(bytes(100))
+            wait_until(lambda: ended() == {"closed": 2, "gone": 2, "malformed": 1}, explain=ended)
+        assert "ended: gone." in daemon.log
+
+
+def test_ended_sessions_memory_keeps_no_other_waiting() -> None:
+    """The kernel takes long to unmap much memory; others' requests are answered before it has."""
+    slow_s = 20.0
+    with DaemonProcess(releases_slowly_s=slow_s) as daemon:
+        with FakeEngine(daemon.directory), WireClient(daemon.directory) as client:
+            fd = os.memfd_create("attached", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            client.attach(fd)
+            os.close(fd)
+        began = time.monotonic()
+        wait_until(lambda: books(daemon.directory).sessions == 0, slow_s)
+        assert time.monotonic() - began < slow_s
+
+
+def test_unregister_is_answered_when_the_memory_is_released() -> None:
+    slow_s = 1.0
+    with DaemonProcess(releases_slowly_s=slow_s) as daemon, FakeEngine(daemon.directory) as engine:
+        began = time.monotonic()
+        assert engine.workers[0].unregister(30.0)
+        assert time.monotonic() - began >= slow_s

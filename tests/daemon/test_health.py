@@ -1,0 +1,60 @@
+"""Health has levels: what makes the cache worse is said with its reason, and is neither death nor refusal."""
+
+from __future__ import annotations
+
+import socket
+
+from kvoffd_client import AdminClient, ErrorCode
+from kvoffd_client.testing import FakeEngine
+from tests.kit.daemon import DaemonProcess
+from tests.kit.waiting import wait_until
+from tests.kit.wire import books, keys
+
+BLOCKS = 192
+"""Of 64 KiB: as many as a pool of 12 MiB holds."""
+DEFAULT_HTTP = ("127.0.0.1", 9464)
+
+
+def test_health_a_taken_default_http_port_is_degraded() -> None:
+    """Nobody asked for that port, so the daemon serves without it."""
+    with socket.socket() as other:
+        try:
+            other.bind(DEFAULT_HTTP)
+            other.listen()
+        except OSError:
+            pass  # somebody else has it, which does as well
+        address = "{}:{}".format(*DEFAULT_HTTP)
+        with DaemonProcess(http_address=address) as daemon, AdminClient(daemon.directory) as admin:
+            (cause,) = admin.health().causes
+            assert (admin.health().level, cause.reason) == ("degraded", "http_unavailable")
+            assert f"The HTTP address {address} cannot be listened on" in cause.sentence
+            assert books(daemon.directory).problems == {"http_unavailable": 1}
+
+
+def test_health_a_pool_that_one_lease_pins_is_degraded() -> None:
+    """It says whose lease that is, and which stores found no space."""
+    with (
+        DaemonProcess("12MiB", leased_share="1") as daemon,
+        FakeEngine(daemon.directory, blocks=256) as engine,
+        AdminClient(daemon.directory) as admin,
+    ):
+
+        def reasons() -> list[str]:
+            return [cause.reason for cause in admin.health().causes]
+
+        assert admin.health().level == "ok"
+        assert books(daemon.directory).problems == {}
+        stored = keys(*range(BLOCKS))
+        assert engine.store(stored, range(BLOCKS)).ok
+        assert engine.lookup(stored) == BLOCKS
+        wait_until(lambda: admin.health().level == "degraded")
+        (cause,) = admin.health().causes
+        assert cause.reason == "pool_pinned"
+        assert "12.0 MiB by session" in cause.sentence
+        assert "(fake engine scheduler)" in cause.sentence
+        assert engine.store(keys(1000), [0]).error is ErrorCode.NO_ROOM
+        assert reasons() == ["pool_pinned", "stores_without_room"]
+        assert "no room for 1 block" in admin.health().problems[1]
+        assert books(daemon.directory).problems == {"pool_pinned": 1, "stores_without_room": 1}
+        engine.release()
+        wait_until(lambda: reasons() == ["stores_without_room"])

@@ -1,0 +1,354 @@
+"""The pool outlives the daemon, in a file or in systemd's store: what was ready is back, what was dropped is not."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvoffd_client import AdminClient
+from kvoffd_client.testing import FakeEngine
+from tests.kit.daemon import DaemonProcess
+from tests.kit.require import require
+from tests.kit.service_manager import ServiceManager
+from tests.kit.waiting import wait_until
+from tests.kit.wire import books, keys, kv_messages
+
+MIB = 1 << 20
+SHM = Path("/dev/shm")
+BLOCKS = 16
+KEYS = keys(*range(BLOCKS))
+NAMES = {"kvoffd-pool", "kvoffd-slot-table"}
+
+
+@pytest.fixture
+def in_file(pool_file: Path) -> Iterator[DaemonProcess]:
+    """A running daemon with its pool in a file."""
+    with DaemonProcess("32MiB", pool_file=str(pool_file)) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def manager() -> Iterator[ServiceManager]:
+    running = ServiceManager()
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def managed(manager: ServiceManager) -> Iterator[DaemonProcess]:
+    """A running daemon whose pool systemd keeps."""
+    with DaemonProcess("32MiB", manager=manager) as daemon:
+        manager.wait_stored_fds(2)
+        yield daemon
+
+
+@pytest.fixture(params=["in_file", "managed"])
+def lasting(request: pytest.FixtureRequest) -> DaemonProcess:
+    """A running daemon whose pool outlives it, either way."""
+    found = request.getfixturevalue(request.param)
+    assert isinstance(found, DaemonProcess)
+    return found
+
+
+def store(daemon: DaemonProcess, world_size: int = 2) -> list[int]:
+    """Blocks of an engine that is gone afterwards; their checksums."""
+    with FakeEngine(daemon.directory, world_size=world_size, blocks=BLOCKS) as engine:
+        engine.fill(range(BLOCKS), seed=7)
+        assert engine.store(KEYS, range(BLOCKS)).ok
+        return engine.checksums(range(BLOCKS))
+
+
+def load(daemon: DaemonProcess, world_size: int = 2) -> list[int]:
+    """Checksums of all that is ready, loaded by another engine."""
+    with FakeEngine(daemon.directory, world_size=world_size, blocks=BLOCKS) as engine:
+        ready = engine.lookup(KEYS)
+        assert engine.load(KEYS[:ready], range(ready)).ok
+        return engine.checksums(range(ready))
+
+
+def starts_empty(daemon: DaemonProcess) -> str:
+    """Start it, with a pool that is empty and works; why it is, in the daemon's words."""
+    said = len(daemon.log)
+    daemon.start()
+    found = books(daemon.directory)
+    assert found.namespaces == {}
+    assert found.free_bytes == found.pool_bytes
+    sums = store(daemon)
+    assert load(daemon) == sums
+    reasons = [line for line in daemon.log[said:].splitlines() if "starts empty" in line]
+    assert len(reasons) == 1, daemon.log
+    return reasons[0]
+
+
+# --- what comes back -------------------------------------------------------------------------------
+
+
+def test_restart_brings_back_blocks_names_and_events(lasting: DaemonProcess) -> None:
+    """Before an engine comes: namespaces with their blocks, and a snapshot for those who subscribe to KV events."""
+    sums = store(lasting)
+    before = books(lasting.directory)
+    ((name, namespace),) = before.namespaces.items()
+    ends: tuple[Callable[[], object], ...] = (lasting.kill, lasting.stop)
+    for end in ends:
+        end()
+        lasting.start()
+        after = books(lasting.directory)
+        assert after.daemon_id != before.daemon_id
+        assert (after.namespaces[name].label, after.namespaces[name].description) == (
+            namespace.label,
+            namespace.description,
+        )
+        assert after.namespaces[name].ready_blocks == BLOCKS
+        assert after.ready_bytes == 2 * BLOCKS * 4 * 16384
+        assert after.balanced
+        events = [event for message in kv_messages(lasting.directory) for event in message.events]
+        assert events[0].keys == [], "the first one says that earlier events hold no more"
+        assert {key for event in events for key in event.keys} == set(KEYS)
+        assert load(lasting) == sums
+
+
+def test_restart_lets_engines_that_stay_load_their_blocks(lasting: DaemonProcess) -> None:
+    with FakeEngine(lasting.directory, blocks=2 * BLOCKS) as engine:
+        engine.fill(range(BLOCKS), seed=1)
+        assert engine.store(KEYS, range(BLOCKS)).ok
+        lasting.kill()
+        lasting.start()
+        assert engine.wait_ready(30)
+        assert engine.lookup(KEYS) == BLOCKS
+        assert engine.load(KEYS, range(BLOCKS, 2 * BLOCKS)).ok
+        assert engine.checksums(range(BLOCKS)) == engine.checksums(range(BLOCKS, 2 * BLOCKS))
+
+
+def test_restart_does_not_bring_back_what_was_cleared(lasting: DaemonProcess) -> None:
+    store(lasting)
+    with AdminClient(lasting.directory) as admin:
+        assert admin.clear() == BLOCKS
+    lasting.kill()
+    lasting.start()
+    assert load(lasting) == []
+
+
+def test_restart_does_not_bring_back_what_was_cleared_under_a_lease(in_file: DaemonProcess) -> None:
+    store(in_file, world_size=1)
+    with FakeEngine(in_file.directory, blocks=BLOCKS) as engine, AdminClient(in_file.directory) as admin:
+        assert engine.lookup(KEYS) == BLOCKS
+        assert admin.clear() == BLOCKS
+        in_file.kill()
+    in_file.start()
+    assert load(in_file, world_size=1) == []
+
+
+def test_restart_keeps_a_reset_that_another_pool_saw(in_file: DaemonProcess) -> None:
+    file = in_file.flags["pool-file"]
+    with FakeEngine(in_file.directory, blocks=BLOCKS) as engine:
+        engine.fill(range(BLOCKS), seed=1)
+        assert engine.store(KEYS, range(BLOCKS)).ok
+        assert in_file.stop() == 0
+        del in_file.flags["pool-file"]
+        in_file.start()
+        assert engine.wait_ready(30)
+        assert engine.scheduler.reset()
+        for ready in (0, 4):  # what is stored after the reset comes back
+            assert in_file.stop() == 0
+            in_file.flags["pool-file"] = file
+            in_file.start()
+            assert engine.wait_ready(30)
+            assert engine.lookup(KEYS) == ready
+            assert engine.store(KEYS[:4], range(4)).ok
+
+
+def test_restart_without_a_file_or_manager_is_empty() -> None:
+    with DaemonProcess("32MiB") as daemon:
+        store(daemon)
+        daemon.kill()
+        daemon.start()
+        assert load(daemon) == []
+
+
+# --- systemd ---------------------------------------------------------------------------------------
+
+
+def test_systemd_stores_one_pool_and_one_table(manager: ServiceManager, managed: DaemonProcess) -> None:
+    """However often the daemon starts, and a pool of another size replaces the one that is stored."""
+    store(managed)
+    assert {name for name, _ in manager.stored_fds} == NAMES
+    managed.kill()
+    managed.flags["pool-size"] = "48MiB"
+    reason = starts_empty(managed)
+    assert "32.0 MiB" in reason
+    assert "48.0 MiB" in reason
+    manager.wait_stored_fds(2)
+    assert {name for name, _ in manager.stored_fds} == NAMES
+    assert max(os.fstat(fd).st_size for _, fd in manager.stored_fds) == 48 * MIB
+    managed.kill()
+    os.close(manager.stored_fds.pop()[1])
+    assert "did not keep one pool and one table" in starts_empty(managed)
+    manager.wait_stored_fds(2)
+
+
+def test_systemd_descriptors_for_another_process_are_ignored() -> None:
+    given = {"LISTEN_FDS": "2", "LISTEN_FDNAMES": "kvoffd-pool:kvoffd-slot-table", "LISTEN_PID": "1"}
+    with DaemonProcess("4MiB", environ=given) as daemon:
+        assert books(daemon.directory).free_bytes == 4 * MIB
+        assert daemon.stop() == 0
+
+
+# --- the file --------------------------------------------------------------------------------------
+
+
+def refused(pool_file: Path, directory: Path, pool_size: str = "32MiB") -> str:
+    """The one sentence of a daemon that does not start."""
+    command = [sys.executable, "-m", "kvoffd", "serve", "--directory", str(directory), "--pool-size", pool_size]
+    ended = subprocess.run(
+        [*command, "--pool-file", str(pool_file), "--http-address", ""],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1, ended.stderr
+    return ended.stderr
+
+
+def test_pool_file_belongs_to_one_daemon(in_file: DaemonProcess, pool_file: Path, tmp_path: Path) -> None:
+    """It is private, takes its memory at once, and neither a second daemon nor a link gets it."""
+    sums = store(in_file)
+    status = pool_file.stat()
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_blocks * 512 >= status.st_size >= 32 * MIB
+    assert status.st_size <= 32 * MIB * 1.02 + 2 * 2 * MIB
+    assert "in use" in refused(pool_file, tmp_path)
+    assert load(in_file) == sums
+    in_file.kill()
+    link = pool_file.with_name("link")
+    link.symlink_to(pool_file)
+    assert "cannot be opened" in refused(link, tmp_path)
+    link.unlink()
+    os.link(pool_file, link)
+    assert "no pool file" in refused(link, tmp_path)
+    link.unlink()
+    pool_file.chmod(0o640)
+    assert "0640" in refused(pool_file, tmp_path)
+    pool_file.chmod(0o600)
+    in_file.start()
+    assert load(in_file) == sums
+
+
+def test_pool_file_that_is_something_else_is_refused_unchanged(pool_file: Path, tmp_path: Path) -> None:
+    for content in (b"precious", b"x" * 10_000, b"KVOFFDS"):
+        pool_file.write_bytes(content)
+        pool_file.chmod(0o600)
+        before = pool_file.stat()
+        assert "no pool file of kvoffd's" in refused(pool_file, tmp_path)
+        assert pool_file.read_bytes() == content
+        assert pool_file.stat().st_ino == before.st_ino
+    pool_file.unlink()
+    here = pool_file.parent
+    assert f"is a directory; name a file in it, such as {here}/kvoffd.pool." in refused(here, tmp_path)
+    assert "cannot be opened" in refused(here / "missing" / "pool", tmp_path)
+    assert "are available" in refused(pool_file, tmp_path, "500TiB")
+    assert list(here.iterdir()) == []
+
+
+def test_pool_file_on_a_disk_is_refused(tmp_path: Path) -> None:
+    if "tmpfs" in subprocess.getoutput(f"stat -f -c %T {tmp_path}"):
+        pytest.skip("the tests' own directory is on tmpfs")
+    assert "would lie on a disk" in refused(tmp_path / "pool", tmp_path)
+    assert not (tmp_path / "pool").exists()
+
+
+def write_at(file: Path, position: int, content: bytes) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(position)
+        opened.write(content)
+
+
+def test_pool_file_of_another_format_is_replaced(pool_file: Path) -> None:
+    """A header of another version, boot or checksum and a file of another length are a start with an empty pool."""
+    pool_file.touch(0o600)  # an empty file is taken
+    with DaemonProcess("32MiB", pool_file=str(pool_file)) as daemon:
+        store(daemon)
+        version = int.from_bytes(pool_file.read_bytes()[8:12], "little")
+        for position, content, reason in (
+            (8, (version - 1).to_bytes(4, "little"), f"has format {version - 1}"),
+            (8, (version + 1).to_bytes(4, "little"), f"has format {version + 1}"),
+            (16, b"\xff", "before the machine's last boot"),
+            (40, b"\xff", "header is damaged"),
+            (100, b"\xff", "damaged"),
+        ):
+            daemon.kill()
+            before = pool_file.stat().st_ino
+            write_at(pool_file, position, content)
+            assert reason in starts_empty(daemon), position
+            assert pool_file.stat().st_ino != before
+        for size in (9, 16 * MIB, 40 * MIB):
+            daemon.kill()
+            os.truncate(pool_file, size)
+            starts_empty(daemon)
+        daemon.stop()
+        daemon.flags["pool-size"] = "48MiB"
+        reason = starts_empty(daemon)
+        assert "32.0 MiB" in reason
+        assert "48.0 MiB" in reason
+        assert books(daemon.directory).pool_bytes == 48 * MIB
+
+
+def test_pool_file_with_a_flipped_byte_or_a_hole_is_used(in_file: DaemonProcess, pool_file: Path) -> None:
+    """The byte of a record costs its block alone; a hole is filled before a missing page can kill the daemon."""
+    store(in_file, world_size=1)
+    in_file.kill()
+    # Records have the key in them; the pool's bytes are random.
+    write_at(pool_file, pool_file.read_bytes().index(KEYS[BLOCKS - 1]) + 31, b"\xee")
+    in_file.start()
+    assert len(load(in_file, world_size=1)) == BLOCKS - 1
+    assert re.search(r"15 blocks .* Dropped: 1 slots", in_file.log)
+    in_file.kill()
+    size = pool_file.stat().st_size
+    hole = ["--punch-hole", "--offset", str(size - 4 * MIB), "--length", str(2 * MIB)]
+    subprocess.run(["fallocate", *hole, str(pool_file)], check=True)
+    in_file.start()
+    assert pool_file.stat().st_blocks * 512 >= size
+    assert len(load(in_file, world_size=1)) == BLOCKS - 1
+
+
+# --- time ------------------------------------------------------------------------------------------
+
+
+def first_hit_s(daemon: DaemonProcess, wanted: list[bytes]) -> float:
+    """From the new daemon's exec to a lookup of an engine that was there all the time."""
+    with FakeEngine(daemon.directory, layers=4, blocks=BLOCKS, page_bytes=65536) as engine:
+        daemon.kill()
+        started = time.monotonic()
+        daemon.start(wait=False)
+        wait_until(
+            lambda: engine.scheduler.ready and engine.lookup(wanted, 0.5) == len(wanted),
+            explain=lambda: daemon.log,
+            interval_s=0.002,
+        )
+        return time.monotonic() - started
+
+
+@pytest.mark.nightly
+def test_restart_serves_4_gib_within_a_second(pool_file: Path) -> None:
+    """The bound leaves five times the promise, for a machine that others use."""
+    require("shm", shutil.disk_usage(SHM).free >= 9 << 30, "/dev/shm has less than 9 GiB")
+    wanted = keys(*range(14_000))
+    with DaemonProcess("4GiB", pool_file=str(pool_file)) as daemon:
+        with FakeEngine(daemon.directory, layers=4, blocks=512, page_bytes=65536) as engine:
+            for start in range(0, len(wanted), 500):
+                part = wanted[start : start + 500]
+                assert engine.store(part, range(len(part))).ok
+        times = [first_hit_s(daemon, wanted[:1000]) for _ in range(3)]
+        print(f"first hit after {', '.join(f'{seconds:.3f} s' for seconds in times)} with 14,000 blocks in 4 GiB")
+        assert min(times) < 5.0
+        assert books(daemon.directory).ready_bytes == len(wanted) * 4 * 65536

@@ -1,0 +1,219 @@
+"""How a daemon starts and ends, and what it can do without. A start that is refused is one sentence and status 2."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import resource
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvoffd_client import AdminClient, SharedMemory
+from tests.kit import refused_calls
+from tests.kit.daemon import START_DEADLINE_S, STOP_DEADLINE_S, DaemonProcess
+from tests.kit.service_manager import ServiceManager
+from tests.kit.waiting import wait_until
+from tests.kit.wire import WireClient, books, keys, store_of
+
+MIB = 1 << 20
+SOCKETS = ("jobs.sock", "events.sock", "lifeline.sock")
+
+
+def refused(*arguments: str, before: tuple[str, ...] = ()) -> str:
+    """The one sentence with which ``kvoffd serve`` ends."""
+    command = [*before, sys.executable, "-m", "kvoffd", "serve", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.startswith("kvoffd: ")
+    assert ended.stderr.count("\n") == 1
+    return ended.stderr
+
+
+def limited(kind: int, limit: int) -> list[str]:
+    """A command that runs what follows it under a resource limit."""
+    code = f"import os, resource, sys; resource.setrlimit({kind}, ({limit},) * 2); os.execv(sys.argv[1], sys.argv[1:])"
+    return [sys.executable, "-c", code]
+
+
+def refusing(code: int, call: str) -> list[str]:
+    """A command that runs what follows it under a seccomp filter that refuses one system call."""
+    return [sys.executable, refused_calls.__file__, str(code), call]
+
+
+# --- a start that is refused -----------------------------------------------------------------------
+
+
+def test_start_is_refused_beside_another_daemon(shared_daemon: DaemonProcess) -> None:
+    assert str(shared_daemon.pid) in refused("--directory", str(shared_daemon.directory), "--pool-size", "1MiB")
+    assert books(shared_daemon.directory).health == "ok", "the first is unharmed"
+
+
+def test_start_with_more_memory_than_there_is_says_both(tmp_path: Path) -> None:
+    sentence = refused("--directory", str(tmp_path), "--pool-size", "500TiB")
+    (wanted, unit), (given, _) = re.findall(r"([0-9.]+) ([GT])iB", sentence)
+    assert (float(wanted) >= 500, unit) == (True, "T"), sentence
+    assert float(given) > 0
+
+
+def test_start_is_refused_before_the_pool_is_taken(tmp_path: Path) -> None:
+    """Where a file of credentials is missing, or the HTTP port that was asked for is another's."""
+    store = ("--shared", "redis://127.0.0.1:1", "--shared-password-file", str(tmp_path / "absent"))
+    assert "absent" in refused("--directory", str(tmp_path), "--http-address", "", *store)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with closing(DaemonProcess(http_address=address)) as daemon:
+            daemon.start(wait=False)
+            assert daemon.process.wait(60) == 2
+            assert f"The HTTP address {address} cannot be listened on" in daemon.log
+            assert "takes a pool" not in daemon.log
+
+
+@pytest.mark.parametrize("limit", ["nofile", "fsize"])
+def test_start_is_refused_under_an_impossible_limit(limit: str, tmp_path: Path) -> None:
+    kind, value = {"nofile": (resource.RLIMIT_NOFILE, 20), "fsize": (resource.RLIMIT_FSIZE, 0)}[limit]
+    refused("--directory", str(tmp_path), before=tuple(limited(kind, value)))
+
+
+@pytest.mark.parametrize("call", ["epoll_create1", "eventfd2", "pipe2", "rt_sigaction", "socketpair"])
+def test_start_is_refused_without_a_system_call_it_needs(call: str, tmp_path: Path) -> None:
+    for code in (errno.EPERM, errno.ENOSYS):
+        sentence = refused("--directory", str(tmp_path), "--http-address", "", before=tuple(refusing(code, call)))
+        assert os.strerror(code) in sentence
+
+
+# --- a start that is not ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["madvise", "prlimit64", "sched_getaffinity"])
+def test_start_does_without_some_system_calls(call: str) -> None:
+    """As where a container's seccomp filter refuses them."""
+    for code in (errno.EPERM, errno.ENOSYS):
+        with DaemonProcess("4MiB", before=refusing(code, call)) as daemon:
+            assert books(daemon.directory).pool_bytes == 4 * MIB
+
+
+def test_start_makes_a_private_directory_and_sockets() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:
+        directory = Path(base, "made", "here")
+        command = [sys.executable, "-m", "kvoffd", "serve", "--directory", str(directory), "--pool-size", "1MiB"]
+        with subprocess.Popen([*command, "--http-address", ""], stderr=subprocess.DEVNULL) as running:
+            try:
+                wait_until(lambda: all((directory / name).exists() for name in SOCKETS), START_DEADLINE_S)
+                assert stat.S_IMODE(directory.stat().st_mode) == 0o750
+                for name in SOCKETS:
+                    wait_until(lambda name=name: stat.S_IMODE((directory / name).stat().st_mode) == 0o660)
+            finally:
+                running.terminate()
+                running.wait(STOP_DEADLINE_S)
+
+
+def test_start_replaces_sockets_of_a_dead_daemon() -> None:
+    with DaemonProcess("1MiB") as daemon:
+        first = books(daemon.directory).daemon_id
+        daemon.kill()
+        assert all((daemon.directory / name).is_socket() for name in SOCKETS)
+        daemon.start()
+        assert books(daemon.directory).daemon_id != first
+
+
+def test_start_with_closed_standard_streams_serves_and_ends() -> None:
+    closed = ["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh"]
+    with DaemonProcess("1MiB", before=closed) as daemon:
+        opened = [os.readlink(f"/proc/{daemon.pid}/fd/{fd}") for fd in range(3)]
+        assert opened == [os.devnull] * 3
+        assert books(daemon.directory).health == "ok"
+        assert daemon.stop() == 0
+
+
+def test_a_log_that_nobody_reads_keeps_no_client_waiting() -> None:
+    """As where the program that takes a container's log stands still."""
+    read_end, write_end = os.pipe()
+    fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, 4096)
+    unread = ["sh", "-c", f'exec "$@" 2>/dev/fd/{write_end}', "sh"]
+    try:
+        with DaemonProcess("1MiB", before=unread, pass_fds=[write_end]) as daemon:
+            for _ in range(40):  # each leaves two lines
+                with WireClient(daemon.directory) as client:
+                    client.open_namespace()
+            assert daemon.stop() == 0
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+
+
+def test_the_pool_takes_its_size_and_two_percent_more_at_most() -> None:
+    with DaemonProcess("256MiB") as daemon:
+        status = Path(f"/proc/{daemon.pid}/status").read_text()
+        (shared_kib,) = [int(line.split()[1]) for line in status.splitlines() if line.startswith("RssShmem:")]
+        assert 256 * 1024 <= shared_kib <= 256 * 1024 * 1.02
+        assert books(daemon.directory).pool_bytes == 256 * MIB
+
+
+def test_the_daemon_does_not_load_torch(shared_daemon: DaemonProcess) -> None:
+    assert "libtorch" not in Path(f"/proc/{shared_daemon.pid}/maps").read_text()
+
+
+def test_systemd_learns_that_the_daemon_is_ready_lives_and_stops() -> None:
+    manager = ServiceManager()
+    try:
+        with DaemonProcess("1MiB", manager=manager, watchdog_s=0.2) as daemon:
+            wait_until(lambda: manager.ready and any("WATCHDOG" in said for said in manager.messages))
+            assert daemon.stop() == 0
+            wait_until(lambda: any("STOPPING" in said for said in manager.messages))
+            order = [name for said in manager.messages for name in ("READY", "WATCHDOG", "STOPPING") if name in said]
+            assert (order[0], order[-1]) == ("READY", "STOPPING"), order
+    finally:
+        manager.close()
+
+
+# --- the end ---------------------------------------------------------------------------------------
+
+
+def test_sigterm_removes_the_sockets_and_ends_with_success() -> None:
+    with DaemonProcess("1MiB") as daemon:
+        assert daemon.stop() == 0
+        assert "ERROR" not in daemon.log
+        assert daemon.log.rstrip().endswith("Stopped.")
+        assert not any((daemon.directory / name).exists() for name in SOCKETS)
+
+
+def test_sigterm_waits_for_running_jobs() -> None:
+    with DaemonProcess() as daemon, WireClient(daemon.directory) as client, SharedMemory(16 * MIB, "test") as memory:
+        client.open_namespace()
+        registration = client.register(memory, page_bytes=MIB)
+        client.submit(registration, [store_of(1, keys(*range(16)), range(16))])
+        client.health()  # requests are answered in order: the store was accepted
+        daemon.process.terminate()
+        batch = client.published()
+        assert batch is not None
+        assert batch.results[0].ok
+        client.wait_lifeline_ended()
+        assert daemon.process.wait(60) == 0
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["terminal", "nohup"])
+def test_sighup_ends_the_daemon_unless_nohup_started_it(ignored: bool) -> None:
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        daemon = DaemonProcess("1MiB").start()
+    finally:
+        signal.signal(signal.SIGHUP, handler)
+    with closing(daemon):
+        daemon.process.send_signal(signal.SIGHUP)
+        if ignored:
+            with AdminClient(daemon.directory) as admin:
+                assert admin.health().healthy
+            assert daemon.stop() == 0
+        else:
+            assert daemon.process.wait(60) == 0
+            assert not (daemon.directory / "jobs.sock").exists()
