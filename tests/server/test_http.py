@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from kvoffd.errors import KvoffdError
 from kvoffd.server import self_probe
-from kvoffd.server.http import MAX_CONNECTIONS, MAX_REQUEST_BYTES, HttpServer, NotServing
+from kvoffd.server.http import MAX_CONNECTIONS, HttpServer, NotServing
 from kvoffd.server.self_probe import ProbeFailed, SelfProbe
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd_proto.messages import HealthLevel, HealthProblem, HealthReply
@@ -81,17 +77,6 @@ async def get(server: HttpServer, path: str) -> tuple[int, dict[str, str], str]:
     head, body = answer.decode().split("\r\n\r\n", 1)
     status, *lines = head.split("\r\n")
     return int(status.split()[1]), dict(line.lower().split(": ", 1) for line in lines), body
-
-
-def test_metrics_are_served_as_prometheus_wants_them() -> None:
-    async def scenario(server: HttpServer) -> None:
-        status, head, body = await get(server, "/metrics?all=1")
-        assert (status, body) == (200, "kvoffd_sessions 3\n")
-        assert head["content-type"].startswith("text/plain; version=0.0.4")
-        assert head["content-length"] == str(len(body))
-        assert head["connection"] == "close"
-
-    on_server(scenario)
 
 
 def test_metrics_may_be_awaited() -> None:
@@ -169,74 +154,6 @@ def test_a_daemon_that_does_not_answer_in_time_is_503() -> None:
     on_server(scenario, health=health, deadline_s=0.05)
 
 
-@pytest.mark.parametrize(
-    ("request_bytes", "status"),
-    [
-        (b"GET / HTTP/1.1\r\n\r\n", 404),
-        (b"GET /metrics/ HTTP/1.1\r\n\r\n", 404),
-        (b"GET /../etc/passwd HTTP/1.1\r\n\r\n", 404),
-        (b"POST /metrics HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc", 405),
-        (b"DELETE /healthz HTTP/1.0\r\n\r\n", 405),
-        (b"hello\r\n\r\n", 400),
-        (b"GET /metrics\r\n\r\n", 400),
-        (b"GET metrics HTTP/1.1\r\n\r\n", 400),
-        (b"GET /metrics HTTP/2.0\r\n\r\n", 400),
-        (b"\r\n\r\n", 400),
-        (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", 400),
-        (b"GET /metrics HTTP/1.1\r\nX: " + b"x" * (2 * MAX_REQUEST_BYTES) + b"\r\n\r\n", 431),
-    ],
-)
-def test_other_requests_are_refused_with_their_status(request_bytes: bytes, status: int) -> None:
-    async def scenario(server: HttpServer) -> None:
-        answer = await exchange(server, request_bytes)
-        assert answer.startswith(f"HTTP/1.1 {status} ".encode())
-        assert (b"\r\nAllow: GET\r\n" in answer) == (status == 405)
-        assert (await get(server, "/healthz"))[0] == 200
-
-    on_server(scenario)
-
-
-def test_a_request_that_does_not_arrive_in_time_is_408() -> None:
-    async def scenario(server: HttpServer) -> None:
-        assert (await exchange(server, b"GET /metr")).startswith(b"HTTP/1.1 408 ")
-
-    on_server(scenario, deadline_s=0.05)
-
-
-def test_a_peer_that_leaves_without_a_request_gets_nothing_and_harms_nobody() -> None:
-    async def scenario(server: HttpServer) -> None:
-        assert await exchange(server, b"GET /metr", end=True) == b""
-        assert (await get(server, "/healthz"))[0] == 200
-
-    on_server(scenario)
-
-
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(st.binary(max_size=200), max_size=8))
-def test_garbage_gets_an_http_answer_or_none(requests: list[bytes]) -> None:
-    async def scenario(server: HttpServer) -> None:
-        for request in requests:
-            answer = await exchange(server, request, end=True)
-            assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
-        assert (await get(server, "/healthz"))[0] == 200
-
-    on_server(scenario)
-
-
-def test_a_probe_takes_the_place_of_a_connection_that_sends_nothing() -> None:
-    async def scenario(server: HttpServer) -> None:
-        idle = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(MAX_CONNECTIONS + 10)]
-        for number in range(20):
-            idle.append(await asyncio.open_connection("127.0.0.1", server.port))
-            idle[-1][1].write(b"GET /healthz HTTP/1.1\r\n\r\n" if number % 2 else b"GET /he")
-            assert (await exchange(server, b"GET /healthz HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
-        assert await ended(idle[0][0])
-        for _, other in idle:
-            await leave(other)
-
-    on_server(scenario)
-
-
 def test_connections_whose_answers_do_not_come_are_bounded() -> None:
     async def never() -> HealthReply:
         await asyncio.sleep(3600)
@@ -276,18 +193,6 @@ def test_closing_drops_idle_connections_and_frees_the_port() -> None:
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.1", port)
         await server.close()
-
-    asyncio.run(run())
-
-
-def test_an_address_in_use_is_refused_with_what_to_do() -> None:
-    async def run() -> None:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            taken.listen()
-            port = taken.getsockname()[1]
-            with pytest.raises(KvoffdError, match=rf"127\.0\.0\.1:{port} .*--http-address"):
-                await HttpServer(f"127.0.0.1:{port}", empty, good).start()
 
     asyncio.run(run())
 

@@ -18,7 +18,7 @@ from kvoffd.server.kept_file import KeptFile
 from kvoffd_client import SharedMemory
 from kvoffd_proto import messages as m
 from tests.kit.daemon import DaemonProcess
-from tests.kit.struct_wire import NAMESPACE, WireClient, ids, keys, stats
+from tests.kit.struct_wire import NAMESPACE, WireClient, ids, keys
 from tests.kit.waiting import wait_until
 
 PAGE = 16384
@@ -38,24 +38,6 @@ def use(daemon: DaemonProcess) -> None:
         for lease, asked in enumerate([keys(1, 2, 3), keys(1, 4, 5, 6)]):
             groups = [m.GroupKeys(0, asked)]
             scheduler.ask(m.Lookup, NAMESPACE, scheduler.lease(lease), groups)
-
-
-@pytest.mark.parametrize("in_file", [True, False])
-def test_it_is_written_beside_the_pool_file_or_the_sockets_and_read_by_the_next_daemon(
-    pool_file: Path, in_file: bool
-) -> None:
-    flags = {"pool_file": str(pool_file)} if in_file else {}
-    with DaemonProcess("16MiB", eviction_policy="learned", **flags) as daemon:
-        use(daemon)
-        known = stats(daemon.directory).ghost_keys
-        assert known == 4
-        assert daemon.stop() == 0
-        kept = Path(f"{pool_file}.policy") if in_file else daemon.directory / "kvoffd.policy"
-        assert kept.read_bytes().startswith(b"learned\n")
-        daemon.start()
-        assert stats(daemon.directory).ghost_keys == (known if in_file else known + 2), "or the two blocks are gone"
-        assert "begins without" not in daemon.log
-        daemon.stop()
 
 
 def left_by(daemon: DaemonProcess, kept: Path) -> bytes:
@@ -104,21 +86,6 @@ def test_what_is_of_no_use_is_said_and_the_policy_learns_anew(
         assert known_to_the_next() == 0
         assert sentence in caplog.messages[0]
         assert "The policy begins without it." in caplog.messages[0]
-
-
-def test_a_link_is_neither_followed_nor_written_through(pool_file: Path, tmp_path: Path) -> None:
-    kept, other = Path(f"{pool_file}.policy"), tmp_path / "other"
-    other.write_bytes(b"mine")
-    Path(f"{kept}.new").symlink_to(other)
-    with DaemonProcess("16MiB", pool_file=str(pool_file), eviction_policy="learned") as daemon:
-        left_by(daemon, kept)
-        assert other.read_bytes() == b"mine"
-        assert not kept.is_symlink()
-        assert kept.stat().st_mode & 0o777 == 0o600
-        kept.unlink()
-        kept.symlink_to(other)
-        daemon.start()
-        assert "is of no use" in daemon.log
 
 
 class Remembering(LruPolicy):

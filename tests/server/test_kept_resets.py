@@ -82,11 +82,6 @@ def test_damage_of_any_byte_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFix
         assert KeptResets.of(tmp_path).unshared == []
 
 
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / FILE)
-    assert KeptResets.of(tmp_path).unshared == []
-
-
 def test_no_more_is_kept_than_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_resets, "MOST_NAMES", 2)
     kept = KeptResets.of(tmp_path)

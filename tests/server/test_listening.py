@@ -28,14 +28,6 @@ def has_ipv6() -> bool:
     return True
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1"])
-def test_a_star_is_all_interfaces(host: str) -> None:
-    if host == "::1" and not has_ipv6():
-        pytest.skip("there is no IPv6 here")
-    (listener,) = asyncio.run(listeners_of(Address(ALL_INTERFACES, 0), 5))
-    assert reached(listener, host)
-
-
 def test_a_star_is_ipv4_where_there_is_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
     (listener,) = asyncio.run(listeners_of(Address(ALL_INTERFACES, 0), 5))

@@ -1,0 +1,144 @@
+"""What a daemon writes down for the next one: the limits of namespaces, what the policy learned, resets."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from kvoffd_client import AdminClient
+from kvoffd_client.testing import FakeEngine
+from tests.kit.command import run_cli
+from tests.kit.daemon import DaemonProcess
+from tests.kit.wire import NamespaceBooks, books, keys
+
+MIB = 1 << 20
+
+
+def set_limits(daemon: DaemonProcess, *words: str, status: int = 0) -> str:
+    """``kvoffd-cli namespace set``; what it prints."""
+    done = run_cli("namespace", "set", *words, "--directory", str(daemon.directory))
+    assert done.returncode == status, done.stderr
+    return done.stderr if status else done.stdout
+
+
+def namespace(daemon: DaemonProcess, label: str) -> NamespaceBooks:
+    return next(one for one in books(daemon.directory).namespaces.values() if one.label == label)
+
+
+def store(daemon: DaemonProcess, label: str, first: int, count: int) -> None:
+    """Blocks of 64 KiB, in stores of 50."""
+    with FakeEngine(daemon.directory, label, blocks=50) as engine:
+        for start in range(first, first + count, 50):
+            part = keys(*range(start, min(start + 50, first + count)))
+            engine.store(part, range(len(part)))
+
+
+def use(daemon: DaemonProcess) -> None:
+    """Store two blocks; look up others."""
+    with FakeEngine(daemon.directory) as engine:
+        assert engine.store(keys(1, 2), [0, 1]).ok
+        assert engine.lookup(keys(1, 2, 3)) == 2
+        assert engine.lookup(keys(1, 4, 5, 6)) == 1
+
+
+def learned_keys(daemon: DaemonProcess) -> int:
+    """Keys without a block that the policy knows."""
+    with AdminClient(daemon.directory) as admin:
+        return admin.stats().ghost_keys
+
+
+# --- limits of namespaces --------------------------------------------------------------------------
+
+
+def test_namespace_limits_hold_and_outlive_the_daemon(pool_file: Path) -> None:
+    file = Path(f"{pool_file}.limits")
+    with DaemonProcess("16MiB", pool_file=str(pool_file), eviction_policy="lru") as daemon:
+        store(daemon, "polite", 0, 40)
+        store(daemon, "flood", 0, 10)
+        set_limits(daemon, "polite", "--min", "2MiB")
+        assert "three quarters of the pool" in set_limits(daemon, "flood", "--min", "11MiB", status=2)
+        assert namespace(daemon, "flood").minimum_bytes == 0
+        store(daemon, "flood", 10, 300)
+        assert namespace(daemon, "polite").ready_bytes == 2 * MIB, "others take no more of it"
+        set_limits(daemon, "flood", "--max", "1MiB")
+        store(daemon, "flood", 0, 10)
+        assert namespace(daemon, "flood").ready_bytes == MIB
+        daemon.kill()
+        daemon.start()
+        assert (namespace(daemon, "polite").minimum_bytes, namespace(daemon, "flood").maximum_bytes) == (2 * MIB, MIB)
+        (in_the_way := Path(f"{file}.new")).mkdir()
+        assert f"{file} cannot be written: [Errno 21]" in set_limits(daemon, "flood", "--max", "4MiB", status=2)
+        assert namespace(daemon, "flood").maximum_bytes == 4 * MIB, "it holds"
+        in_the_way.rmdir()
+        daemon.stop()
+        daemon.start()
+        assert namespace(daemon, "flood").maximum_bytes == 4 * MIB, "the end of the daemon tries it again"
+
+
+# --- what the policy learned -----------------------------------------------------------------------
+
+
+def test_policy_of_the_next_daemon_knows_what_was_learned(pool_file: Path, tmp_path: Path) -> None:
+    """Beside the pool's file; a link in its place is neither followed nor written through."""
+    file, other = Path(f"{pool_file}.policy"), tmp_path / "other"
+    other.write_bytes(b"mine")
+    Path(f"{file}.new").symlink_to(other)
+    with DaemonProcess("16MiB", pool_file=str(pool_file), eviction_policy="learned") as daemon:
+        use(daemon)
+        known = learned_keys(daemon)
+        assert known == 4
+        assert daemon.stop() == 0
+        assert file.read_bytes().startswith(b"learned\n")
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert not file.is_symlink()
+        assert other.read_bytes() == b"mine"
+        daemon.start()
+        assert learned_keys(daemon) == known
+        assert "is of no use" not in daemon.log
+        daemon.stop()
+        file.unlink()
+        file.symlink_to(other)
+        daemon.start()
+        assert learned_keys(daemon) == 0
+        assert "is of no use" in daemon.log
+        assert other.read_bytes() == b"mine"
+
+
+def test_policy_file_lies_beside_the_sockets_of_a_pool_without_file() -> None:
+    with DaemonProcess("16MiB", eviction_policy="learned") as daemon:
+        use(daemon)
+        assert daemon.stop() == 0
+        assert (daemon.directory / "kvoffd.policy").read_bytes().startswith(b"learned\n")
+        daemon.start()
+        assert learned_keys(daemon) == 6, "the two blocks are gone, and are known as well"
+
+
+# --- files of no use -------------------------------------------------------------------------------
+
+
+def test_state_files_of_no_use_are_logged_and_left_out(pool_file: Path) -> None:
+    """A file that is cut, flipped, another's or no file at all keeps no daemon from its start."""
+    policy, limits = Path(f"{pool_file}.policy"), Path(f"{pool_file}.limits")
+    with DaemonProcess("16MiB", pool_file=str(pool_file), eviction_policy="learned") as daemon:
+        use(daemon)
+        set_limits(daemon, "demo", "--max", "8MiB")
+        resets = daemon.directory / "kvoffd.resets"
+        daemon.stop()
+        good = {file: file.read_bytes() for file in (policy, limits)}
+        assert json.loads(good[limits].splitlines()[1])["maximum_bytes"] == 8 * MIB
+        for damaged in ({file: content[:-1] for file, content in good.items()}, {policy: b"", limits: b""}, {}):
+            said = len(daemon.log)
+            for file in (policy, limits, resets):
+                file.unlink(missing_ok=True)
+                if damaged:
+                    file.write_bytes(damaged.get(file, b"00000000\n{}"))
+                else:
+                    os.mkfifo(file)
+            daemon.start()
+            assert learned_keys(daemon) == 0
+            assert namespace(daemon, "demo").maximum_bytes is None
+            complaints = [line for line in daemon.log[said:].splitlines() if "of no use" in line]
+            for file in (policy, limits, resets):
+                assert any(str(file) in line for line in complaints), (file, daemon.log[said:])
+            daemon.kill()
