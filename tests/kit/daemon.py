@@ -28,8 +28,6 @@ STOP_DEADLINE_S = 60.0
 """Longer than any machine of CI has kept a process from its CPU: kernels report 39 s for their own threads."""
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
-PLANTED = "KVOFFD_PLANTED"
-"""Names a fault of ``tests/sim/planted.py`` that every daemon of this test run has."""
 
 
 class DaemonProcess(Starting):
@@ -77,7 +75,6 @@ class DaemonProcess(Starting):
         self._fault_file = self.directory / "fault"
         self._dies_slowly = bool(dies_slowly)
         options = {
-            "planted": os.environ.get(PLANTED, ""),
             "faults": str(self._fault_file) if faults else "",
             "dies_slowly": dies_slowly,
             "releases_slowly": str(releases_slowly_s or ""),

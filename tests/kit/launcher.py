@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
@@ -17,7 +16,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
 STEPS = 8
 """Of a copy, for each time that the file of faults is read."""
 CLOSING_US = int(os.environ.get("DYING_CLOSING_US", 700_000))
@@ -93,22 +91,16 @@ def release_slowly(seconds: float) -> None:
 
 
 def main(options: dict[str, str]) -> None:
-    with contextlib.ExitStack() as stack:
-        if planted := options.get("planted"):
-            sys.path.insert(0, str(ROOT))
-            from tests.sim.planted import PLANTED
+    if file := options.get("faults"):
+        copies_with_faults(Path(file))
+    if library := options.get("dies_slowly"):
+        die_slowly(library)
+    if seconds := options.get("releases_slowly"):
+        release_slowly(float(seconds))
+    from kvoffd.cli import main as kvoffd
 
-            stack.enter_context(next(fault for fault in PLANTED if fault.name == planted).plant())
-        if file := options.get("faults"):
-            copies_with_faults(Path(file))
-        if library := options.get("dies_slowly"):
-            die_slowly(library)
-        if seconds := options.get("releases_slowly"):
-            release_slowly(float(seconds))
-        from kvoffd.cli import main as kvoffd
-
-        sys.argv[0] = "kvoffd"
-        kvoffd()
+    sys.argv[0] = "kvoffd"
+    kvoffd()
 
 
 if __name__ == "__main__":

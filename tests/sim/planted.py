@@ -193,7 +193,6 @@ PLANTED = (
         "Room._room_below_maximum",
         "int(claim.room // each)",
         "count",
-        door="tests/daemon/test_stats.py::test_a_quota_holds_and_outlives_the_daemon",
     ),
     Planted(
         "evict a pinned block",
@@ -262,7 +261,7 @@ PLANTED = (
         "Service._answer",
         "self.sessions.by_token.get(request.token)",
         "self.sessions.by_token.get(request.token) or next(iter(self.sessions), None)",
-        door="tests/daemon/test_bad_requests.py::test_a_token_ends_with_its_lifeline",
+        door="tests/daemon/test_bad_requests.py::test_requests_of_the_wrong_session",
     ),
     Planted(
         "a copy that hangs is not noticed",
@@ -307,7 +306,6 @@ PLANTED = (
         "InheritedBlocks.__init__",
         "owner.rank, owner.world_size = kind.rank, kind.world_size",
         "owner.rank, owner.world_size = 0, 1",
-        door="tests/daemon/test_restart_load.py::test_restart_after_kills_under_load_loses_no_ready_block",
     ),
     Planted(
         "a successor brings back what was invalidated",
@@ -316,7 +314,7 @@ PLANTED = (
         "Pool.revoke_record",
         "self._table.free([offset])",
         "pass",
-        door="tests/daemon/test_restart.py::test_restart_does_not_bring_back_what_was_cleared",
+        door="tests/daemon/test_restart.py::test_restart_does_not_bring_back_what_was_cleared_under_a_lease",
     ),
     Planted(
         "the client lets go of a load too early",
@@ -407,7 +405,7 @@ PLANTED = (
         "DiskTier.removals_kept",
         "self._updates.kept_removals >= removals",
         "True",
-        door="tests/daemon/test_disk.py::test_a_kill_behind_the_answer_brings_nothing_back",
+        door="tests/faults/test_restarts.py::test_a_kill_right_after_a_drop_brings_nothing_back[1]",
     ),
     Planted(
         "a reset namespace comes back from the disk after a crash",
@@ -473,7 +471,7 @@ PLANTED = (
         "Service.flush",
         "context.outbox.publications += context.publisher.flush()",
         "context.publisher.flush()",
-        door="tests/daemon/test_events.py::test_an_engine_reads_what_others_store",
+        door="tests/daemon/test_events.py",
     ),
     Planted(
         "results are forgotten before they are acknowledged",
@@ -483,6 +481,7 @@ PLANTED = (
         "self._kept.append(batch)",
         "batch.results and None",
         door="tests/daemon/test_jobs.py::test_results_are_numbered_and_there_until_acknowledged",
+        simulated=False,
     ),
     Planted(
         "leases do not end with their session",
@@ -492,6 +491,7 @@ PLANTED = (
         "self._end(self.leases.of_owner(owner))",
         "0",
         door="tests/daemon/test_jobs.py::test_leases_end_with_their_session",
+        simulated=False,
     ),
     Planted(
         "the memory of an ended session stays mapped",
@@ -601,14 +601,23 @@ PLANTED = (
         door="tests/daemon/test_start_end.py::test_sigterm_removes_the_sockets_and_ends_with_success",
     ),
     Planted(
-        "health is good while no engine can connect",
+        "health is good whatever is wrong",
         11,
-        "kvoffd.server.self_probe",
-        "SelfProbe.health",
-        "return await self._ask(m.Health(next(self._ids), self._token))",
-        "return m.HealthReply(1, 1, m.HealthLevel.OK, [])",
+        "kvoffd.server.health",
+        "health_of",
+        "return (m.HealthLevel.DEGRADED if causes else m.HealthLevel.OK), causes",
+        "return m.HealthLevel.OK, []",
+        door="tests/daemon/test_health.py::test_health_a_pool_that_one_lease_pins_is_degraded",
         simulated=False,
-        door="tests/faults/test_files.py::test_removed_sockets_are_told_wherever_it_is_asked",
+    ),
+    Planted(
+        "a maximum is ignored",
+        12,
+        "kvoffd.cache.room",
+        "Room.take_slots",
+        "if claim is not None and claim.room < inf:",
+        "if False:",
+        door="tests/daemon/test_stats.py::test_a_quota_holds_and_outlives_the_daemon",
     ),
     Planted(
         "the health command ends with 0 whatever it says",
@@ -655,12 +664,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("names", nargs="*", help="faults; all without one")
     names = parser.parse_args().names or [planted.name for planted in PLANTED if planted.simulated]
-    seeds = recorded_seeds() if RECORD.exists() else {}
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         searches = {pool.submit(search, name, RECORDED): name for name in names}
         for done in as_completed(searches):
             name, found = searches[done], sorted(done.result())
-            seeds[name] = [seed for _, seed, _ in found]
+            seeds = (recorded_seeds() if RECORD.exists() else {}) | {name: [seed for _, seed, _ in found]}
             print(f"{name}: {seeds[name]} {found[0][2] if found else 'NOT FOUND'}", flush=True)
             there = {planted.name: seeds[planted.name] for planted in PLANTED if planted.name in seeds}
             lines = ",\n".join(f"    {json.dumps(name)}: {found}" for name, found in there.items())
