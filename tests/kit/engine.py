@@ -61,9 +61,12 @@ class EngineProcess(Starting):
     """One engine. ``directory`` is the daemon's, None for an engine without a connector.
 
     With ``fork`` it is forked from a process that has imported vLLM, as its core and workers are from it, and is there
-    in seconds; without, it is a new process and vLLM starts them as it does for users, by spawning them on CPU. Of some
-    hundred forked engines two were in a namespace of their own, nobody knows why: the demo and the test of sharing do
-    not fork theirs.
+    in seconds; without, it is a new process and vLLM starts them as it does for users, by spawning them on CPU. A
+    forked worker computes with as many threads as there are CPUs, a spawned one with as many as vLLM says.
+
+    Of some hundred forked engines two were once in a namespace of their own; in which field was not noted. What can do
+    it is the first call of a math function by several threads, which the connector prevents since
+    (kvoffd_client/vllm/math_kernels.py); ``python -m tests.tools.equal_engines`` looks for more.
     """
 
     def __init__(
