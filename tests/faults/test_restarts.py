@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvoffd_client import AdminClient, GroupKeys, SharedMemory
+from kvoffd_client.testing import FakeEngine
 from tests.faults.checked import CheckedEngine, Truth
 from tests.faults.daemons import Command
 from tests.kit.daemon import DaemonProcess
@@ -28,6 +29,7 @@ BLOCKS = 128
 ALL = range(BLOCKS)
 MIB = 1 << 20
 PAGE, SLOT = 65536, 4096
+NAMESPACES = 200
 
 
 def errors_in(log: str) -> list[str]:
@@ -103,6 +105,34 @@ def test_a_stop_in_the_middle_of_a_start_loses_nothing(lasting: DaemonProcess) -
         time.sleep(wait_s)
     with CheckedEngine(lasting, truth) as engine:
         assert engine.get(ALL) == list(ALL)
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 36: it goes on after its pool is closed")
+def test_a_stop_while_blocks_are_recovered_ends_in_good_order(pool_file: Path) -> None:
+    """Status 0, no error behind the end, and all blocks for the next daemon."""
+    page, at_once, blocks = 8192, 1024, 14 * 1024
+    with DaemonProcess("128MiB", pool_file=str(pool_file)) as daemon:
+        with FakeEngine(daemon.directory, layers=1, blocks=at_once, page_bytes=page) as engine:
+            engine.fill(range(at_once), 1)
+            sums = engine.checksums(range(at_once))
+            for first in range(0, blocks, at_once):
+                assert engine.store(keys(*range(first, first + at_once)), range(at_once), 60.0).ok
+        daemon.kill()
+        for _ in range(4):
+            daemon.start()
+            if daemon.stop() != 0:
+                raise RuntimeError(daemon.log)
+        told = errors_in(daemon.log)
+        daemon.start()
+        with FakeEngine(daemon.directory, layers=1, blocks=at_once, page_bytes=page) as engine:
+            for first in range(0, blocks, at_once):
+                wanted = keys(*range(first, first + at_once))
+                if engine.lookup(wanted) != at_once or not engine.load(wanted, range(at_once), 60.0).ok:
+                    raise RuntimeError("blocks were lost")
+                if engine.checksums(range(at_once)) != sums:
+                    raise RuntimeError("wrong bytes")
+                engine.fill(range(8), 2)
+        assert told == []
 
 
 # --- the pool's bytes and its table ----------------------------------------------------------------
@@ -255,7 +285,7 @@ def fill(place: Path) -> None:
 def test_blocks_whose_namespace_found_no_room_are_told(lasting: DaemonProcess) -> None:
     """The slot table has room for so many namespaces. A restart loses the blocks of the others, and says why."""
     with SharedMemory(64 * 4096, "test") as memory:
-        for number in range(200):
+        for number in range(NAMESPACES):
             with WireClient(lasting.directory) as worker:
                 namespace = number.to_bytes(32, "little")
                 worker.open_namespace(namespace, description="{}" + " " * 2000)
@@ -265,7 +295,8 @@ def test_blocks_whose_namespace_found_no_room_are_told(lasting: DaemonProcess) -
     before = len(lasting.log)
     lasting.start()
     told = lasting.log[before:]
-    assert books(lasting.directory).ready_bytes < 400 * 4096
+    if len(books(lasting.directory).namespaces) == NAMESPACES:
+        raise RuntimeError("there was room for all of them")
     assert "of incomplete blocks" not in told.replace(" 0 of incomplete blocks", "")
     assert any("WARNING" in line and "namespace" in line for line in told.splitlines())
 
