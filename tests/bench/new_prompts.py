@@ -3,7 +3,7 @@
     .venv/bin/python tests/bench/new_prompts.py [--rounds 10] [--prompts 15]
 
 It imports nothing of the tests, so that it runs with another release too. It starts a daemon of its own. Busy means a
-busy loop of Python a core, at normal priority.
+busy loop of Python for each core, at normal priority.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def wait_ready(directory: Path, deadline_s: float = 30.0) -> None:
 
 
 @contextmanager
-def busy_cores() -> Iterator[None]:
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+def busy_loops(count: int) -> Iterator[None]:
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
     finally:
@@ -69,6 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--state-seconds", type=float, default=120.0, help="begin no round of a state after that")
+    parser.add_argument("--loops", type=int, default=os.cpu_count() or 1, help="that keep the machine busy")
     parser.add_argument("--prompts", type=int, default=15, help="in a turn, of each size")
     options = parser.parse_args()
     asked = NewPrompts(SIZES)
@@ -85,7 +86,7 @@ def main() -> None:
         for _, engine in engines:
             stack.callback(engine._engine.engine_core.shutdown)
         for state in ("idle", "busy"):
-            with busy_cores() if state == "busy" else ExitStack():
+            with busy_loops(options.loops) if state == "busy" else ExitStack():
                 until = time.monotonic() + options.state_seconds
                 for _ in range(options.rounds):
                     if time.monotonic() > until:
