@@ -4,7 +4,7 @@ PyTorch computes cosines, roots and the like on x86 with Intel's MKL, which choo
 2024.2, which is in PyTorch's wheels, two threads must not make that call at once: one of them may compute its part with
 a kernel of low precision (https://github.com/pytorch/pytorch/issues/188792). In a worker on CPU the first call is the
 cosine of the table of rotary positions. With four threads on two busy CPUs, 7 of 13,200 processes computed a part of
-such a table with errors of up to 1.5e-4; with two threads none of 5,400 did. An engine with such a table has other KV
+such a table with errors of up to 1.5e-4; with two threads none of 4,510 did. An engine with such a table has other KV
 than equal engines for its whole life, and rightly a namespace of its own.
 """
 
