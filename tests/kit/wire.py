@@ -364,10 +364,6 @@ class WireClient(Closing):
             return False
         return True
 
-    def replies(self, count: int) -> list[str]:
-        """The next replies, whatever they answer: their kinds."""
-        return [type(self._receive()).__name__.lower() for _ in range(count)]
-
     def hello(self, role: str, *, version: int = VERSION, name: str = "test", software: str = "wire") -> Welcome:
         answer = self._ask(m.Hello, version, role, name, software)
         self.welcome = Welcome(
