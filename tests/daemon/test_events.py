@@ -9,7 +9,7 @@ from kvoffd_client import NamespaceSpec, SchedulerClient, SharedMemory
 from kvoffd_client.testing import FakeEngine
 from tests.kit.daemon import DaemonProcess, clear_daemon
 from tests.kit.waiting import wait_until
-from tests.kit.wire import NAMESPACE, PAGE_BYTES, KvMessage, WireClient, books, key, keys, kv_messages
+from tests.kit.wire import NAMESPACE, PAGE_BYTES, Eavesdropper, KvMessage, WireClient, books, key, keys, kv_messages
 
 OTHER = bytes(reversed(NAMESPACE))
 POOL, DISK = "CPU", "STORAGE"
@@ -159,3 +159,14 @@ def test_clear_is_told_to_every_namespace(shared_daemon: DaemonProcess) -> None:
     clear_daemon(shared_daemon)
     found = replayed(kv_messages(shared_daemon.directory))
     assert not any(found[space][POOL] for space in spaces)
+
+
+def test_events_are_published_as_they_happen(shared_daemon: DaemonProcess) -> None:
+    """A subscriber that asks for nothing hears that namespaces begin; who only asks for a replay would hear it late."""
+    with Eavesdropper(shared_daemon.directory) as subscriber, WireClient(shared_daemon.directory) as client:
+
+        def hears(number: int) -> bool:
+            client.open_namespace(number.to_bytes(32, "big"))
+            return subscriber.hears(1.0)
+
+        assert any(hears(number) for number in range(12)), "nothing was published"

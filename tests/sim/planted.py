@@ -405,7 +405,6 @@ PLANTED = (
         "DiskTier.removals_kept",
         "self._updates.kept_removals >= removals",
         "True",
-        door="tests/faults/test_restarts.py::test_a_kill_right_after_a_drop_brings_nothing_back[1]",
     ),
     Planted(
         "a reset namespace comes back from the disk after a crash",
@@ -471,7 +470,7 @@ PLANTED = (
         "Service.flush",
         "context.outbox.publications += context.publisher.flush()",
         "context.publisher.flush()",
-        door="tests/daemon/test_events.py",
+        door="tests/daemon/test_events.py::test_events_are_published_as_they_happen",
     ),
     Planted(
         "results are forgotten before they are acknowledged",
