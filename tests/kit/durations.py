@@ -25,7 +25,8 @@ class Durations:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         slowest = sorted(self._seconds, key=self._seconds.__getitem__, reverse=True)
         table = {file: {"seconds": round(self._seconds[file], 1), "tests": self._tests[file]} for file in slowest}
-        self._config.cache.set("durations", table)
+        if hasattr(self._config, "cache"):  # not with -p no:cacheprovider
+            self._config.cache.set("durations", table)
         if len(slowest) > 1:
             terminalreporter.section("slowest files, in seconds of a worker")
             for file in slowest[:SHOWN]:

@@ -18,7 +18,7 @@ from tests.kit.engine import Completion, EngineProcess, full_blocks, prompt, wai
 from tests.kit.models import make_tiny_llama
 from tests.kit.redis_server import PROGRAM as REDIS
 from tests.kit.redis_server import RedisCluster, RedisServer
-from tests.kit.require import missing
+from tests.kit.require import missing, required
 from tests.kit.s3_server import PROGRAM as MOTO
 from tests.kit.s3_server import S3Server
 from tests.kit.waiting import wait_until
@@ -50,10 +50,10 @@ def urls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     found: dict[str, str] = {}
     with ExitStack() as running:
-        if REDIS is not None:
+        if REDIS is not None or "redis" in required():
             found["Redis"] = running.enter_context(RedisServer()).url
             found["a cluster"] = running.enter_context(RedisCluster()).url
-        if MOTO is not None and importlib.util.find_spec("obstore") is not None:
+        if (MOTO is not None and importlib.util.find_spec("obstore") is not None) or "s3" in required():
             found["S3"] = running.enter_context(S3Server()).url
         if not found:
             missing("redis", "there is neither a redis-server nor moto with obstore; `make servers` installs them")

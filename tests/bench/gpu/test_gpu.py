@@ -17,7 +17,6 @@ from tests.bench.gpu import parts
 from tests.bench.gpu.page import write_page
 from tests.bench.gpu.parts import FAULT_POOL_BYTES, Setup, _has_room, is_wrong, look_at_driver, run_tests
 from tests.bench.report_file import run_facts
-from tests.kit import steal
 from tests.kit.stub_cuda import fresh_stub
 
 ROOT = Path(__file__).parents[3]
@@ -143,14 +142,6 @@ def test_tests_that_are_cut_short_have_said_how_far_they_came(
         "end": ["one PASSED", "FAILED two"],
     }
     assert capfd.readouterr().out.splitlines() == ["one PASSED", "FAILED two"]
-
-
-def test_tests_start_where_pressure_is_there_and_cannot_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on RHEL and Oracle Linux without psi=1: "Operation not supported"."""
-    monkeypatch.setattr(steal, "PRESSURE", tmp_path)
-    assert steal._now()[2] == 0
 
 
 def test_what_was_tried_is_said_in_case_the_part_is_cut_short(capfd: pytest.CaptureFixture[str]) -> None:
