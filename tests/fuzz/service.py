@@ -31,9 +31,9 @@ from kvoffd_proto.wire import NO_TOKEN
 from tests.fuzz.choices import Choices
 from tests.fuzz.requests import BLOCKS, NAMES, NAMESPACES, PAGE, WORLD, Requests
 from tests.fuzz.trees import bend
-from tests.sim.parts import make_pool, make_service
 from tests.kit.cache_harness import made
 from tests.kit.invariants import check_invariants
+from tests.sim.parts import make_pool, make_service
 
 STEPS = 100
 POOL_BYTES = 1 << 20

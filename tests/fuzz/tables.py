@@ -19,11 +19,11 @@ from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recovery import adopt_blocks
 from kvoffd_proto.messages import GroupSpec
 from tests.fuzz.choices import Choices
-from tests.sim.parts import REGION_BYTES, make_pool
 from tests.kit.cache_harness import made
 from tests.kit.invariants import check_invariants
 from tests.kit.plain_adoption import plain_scan
 from tests.kit.slot_table import SlotRecord, make_table, mark_ready, mark_writing, records_of, scan_table
+from tests.sim.parts import REGION_BYTES, make_pool
 
 POOL_BYTES, SLOT_BYTES, SLOTS = 1 << 20, 8192, 48
 WORLD = 2

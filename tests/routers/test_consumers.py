@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from tests.routers.consumers import DYNAMO, VLLM_ROUTER, DynamoIndexer, VllmRouter, Worker
 from tests.kit.daemon import DaemonProcess
 from tests.kit.router_daemon import BLOCK_TOKENS, PromptEngine, router_daemon
 from tests.kit.waiting import wait_until
+from tests.routers.consumers import DYNAMO, VLLM_ROUTER, DynamoIndexer, VllmRouter, Worker
 
 LENGTH = 4 * BLOCK_TOKENS
 POOL_BLOCKS = 64
