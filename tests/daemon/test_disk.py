@@ -245,6 +245,40 @@ def test_a_reset_holds_for_an_older_copy_of_the_file(daemon: DaemonProcess, tmp_
         assert engine.lookup(keys(*range(16))) == 0
 
 
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="issue 39: a copy of before a reset counts as having seen it"
+)
+def test_a_reset_that_the_disk_missed_holds_for_an_older_copy(tmp_path: Path) -> None:
+    """The disk is away over the reset, comes back, and then a copy of its file of before the reset is put back."""
+    with daemon_on(tmp_path) as daemon:
+        wait_state(daemon, "serving")
+        with engine_on(daemon) as engine:
+            fill(daemon, engine, 16)
+        daemon.stop()
+        (file,) = tmp_path.iterdir()
+        copy = daemon.directory / "copy"
+        shutil.copy(file, copy)
+        disk = daemon.flags.pop("disk")
+        daemon.start()
+        with engine_on(daemon) as engine:
+            reset = engine.scheduler.reset()
+        daemon.stop()
+        daemon.flags["disk"] = disk
+        with running(daemon) as engine:
+            found_then = engine.lookup(keys(*range(16)))
+            fill(daemon, engine, 16, seed=500)
+        daemon.stop()
+        with running(daemon):
+            pass
+        daemon.stop()
+        os.replace(copy, file)
+        with running(daemon) as engine:
+            stale = engine.lookup(keys(*range(16)))
+        if not reset or found_then:
+            raise RuntimeError("the reset itself, or the disk that missed it, is not as this test needs it")
+        assert stale == 0
+
+
 # --- faults ----------------------------------------------------------------------------------------
 
 
