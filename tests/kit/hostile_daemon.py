@@ -136,11 +136,17 @@ def others_replies(daemon: HostileDaemon) -> None:
 
 
 def noise(daemon: HostileDaemon) -> None:
-    """Every request of a session that is open gets bytes that are no message."""
+    """Requests of a session that is open get bytes that are no message, but for heartbeats."""
     nested = b"\x91" * 100_000
     junk = [b"", b"\xc1", RANDOM.randbytes(5000), nested, b"\xdd\xff\xff\xff\xff", codec.encode(m.Done(1, 1, 1))[:-1]]
-    for kind in (m.Lookup, m.Heartbeat, m.Submit, m.Replay, m.Release):
+    for kind in (m.Lookup, m.Submit, m.Replay, m.Release):
         daemon.answers[kind] = lambda _, __: RANDOM.choice(junk)
+
+
+def noise_at_once(daemon: HostileDaemon) -> None:
+    """Heartbeats too get bytes that are no message: a session may end before it asks for anything."""
+    noise(daemon)
+    daemon.answers[m.Heartbeat] = daemon.answers[m.Lookup]
 
 
 def strange_events(daemon: HostileDaemon) -> None:
