@@ -1,6 +1,7 @@
 """What a test needs of the machine. It is skipped where that is missing, and fails where it was asked for.
 
-``KVOFFD_REQUIRE=redis,s3,vllm`` names what must be there: in CI nothing may be skipped in silence.
+``TESTS_REQUIRE=redis,s3,vllm`` names what must be there: in CI nothing may be skipped in silence. It is no ``KVOFFD_...``:
+these are settings of the daemon, which refuses those that it does not know.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import pytest
 
 NEEDS = ("cuda-headers", "prometheus", "redis", "rclone", "root", "s3", "shm", "systemd", "vllm")
 """Everything that a test may ask for."""
-VARIABLE = "KVOFFD_REQUIRE"
+VARIABLE = "TESTS_REQUIRE"
 
 
 def required() -> frozenset[str]:
