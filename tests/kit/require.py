@@ -1,7 +1,7 @@
 """What a test needs of the machine. It is skipped where that is missing, and fails where it was asked for.
 
-``TESTS_REQUIRE=redis,s3,vllm`` names what must be there: in CI nothing may be skipped in silence. It is no ``KVOFFD_...``:
-these are settings of the daemon, which refuses those that it does not know.
+``TESTS_REQUIRE=redis,s3,vllm`` names what must be there: in CI nothing may be skipped in silence. It is no
+``KVOFFD_...``: these are settings of the daemon, which refuses those that it does not know.
 """
 
 from __future__ import annotations
