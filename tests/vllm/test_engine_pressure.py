@@ -34,7 +34,7 @@ def wait_settled(daemon: DaemonProcess, ready_blocks: int) -> None:
     ("blocks_per_chunk", "store_seconds", "store_fence_timeout_s"),
     [
         pytest.param(1, 0.2, 30.0, id="fences-wait", marks=pytest.mark.nightly),
-        pytest.param(4, 2.0, 0.05, id="fences-give-up"),
+        pytest.param(4, 1.0, 0.05, id="fences-give-up"),
     ],
 )
 def test_pressure_changes_no_token(
