@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from kvoffd_client import (
     BlockFile,
     BlockFileError,
     BlockUnavailable,
+    DaemonUnavailable,
     RequestRefused,
     export_blocks,
     import_blocks,
@@ -244,6 +245,38 @@ def test_a_namespace_moves_to_another_daemon(
         assert loaded(second, KEYS) == engine.checksums(range(BLOCKS))
     with pytest.raises(BlockFileError, match="exists"):
         export_blocks(desk, LABEL, file)
+
+
+def test_an_export_over_the_end_of_the_daemon_is_not_complete(pool_file: Path, tmp_path: Path) -> None:
+    """Blocks that were being read when it ended are no evicted ones. The same export then takes all of them."""
+    file = tmp_path / "all.safetensors"
+    with DaemonProcess("8MiB", block_access="read", pool_file=str(pool_file)) as daemon:
+        with engine_on(daemon) as engine:
+            engine.fill(range(BLOCKS), seed=1)
+            assert engine.store(KEYS, range(BLOCKS)).ok
+
+        def is_lost(block: Block) -> bool:
+            try:
+                block.check_held()
+            except BlockUnavailable:
+                return True
+            return False
+
+        class Interrupted(BlockClient):
+            def get_blocks(self, namespace: str | bytes, wanted: Sequence[bytes], group: int = 0) -> list[Block | None]:
+                found = super().get_blocks(namespace, wanted, group)
+                daemon.kill()
+                for block in found:
+                    assert block is not None
+                    wait_until(lambda block=block: is_lost(block))
+                return found
+
+        with Interrupted(daemon.directory) as client, pytest.raises(DaemonUnavailable):
+            export_blocks(client, LABEL, file)
+        daemon.start()
+        with BlockClient(daemon.directory) as client:
+            done = export_blocks(client, LABEL, file)
+    assert (done.blocks, done.evicted) == (BLOCKS, 0)
 
 
 def test_an_export_takes_the_keys_that_are_chosen(desk: BlockClient, tmp_path: Path) -> None:

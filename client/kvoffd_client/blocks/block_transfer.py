@@ -135,24 +135,32 @@ def _write(
         nbytes = geometry.block_bytes(group)
         count = min(BATCH_BLOCKS, max(1, BATCH_BYTES // max(1, nbytes)))
         for start in range(0, len(keys), count):
-            for block in client.get_blocks(geometry.fingerprint, keys[start : start + count], group):
-                _write_block(part, block, done)
-                passed += nbytes
-                progress(passed, total)
+            batch = keys[start : start + count]
+            lost = _write_batch(client, geometry, part, group, batch, done)
+            # Without the daemon this raises DaemonUnavailable, and the export goes on another time.
+            done.evicted += len(_write_batch(client, geometry, part, group, lost, done)) if lost else 0
+            passed += nbytes * len(batch)
+            progress(passed, total)
 
 
-def _write_block(part: _PartialFile, block: Block | None, done: Exported) -> None:
-    if block is None:
-        done.evicted += 1
-        return
-    with block:
-        try:
-            block.verify()
-            done.late += not part.add(block)
-        except BlockDamaged:
-            done.damaged.append(block.key)
-        except BlockUnavailable:
+def _write_batch(
+    client: BlockClient, geometry: Geometry, part: _PartialFile, group: int, keys: Sequence[bytes], done: Exported
+) -> list[bytes]:
+    """Write the blocks of these keys. Returns those that were lost while they were read, as with the session's end."""
+    lost = []
+    for block in client.get_blocks(geometry.fingerprint, keys, group):
+        if block is None:
             done.evicted += 1
+            continue
+        with block:
+            try:
+                block.verify()
+                done.late += not part.add(block)
+            except BlockDamaged:
+                done.damaged.append(block.key)
+            except BlockUnavailable:
+                lost.append(block.key)
+    return lost
 
 
 class _PartialFile:
