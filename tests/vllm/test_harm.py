@@ -146,6 +146,10 @@ def test_the_manager_counts_what_is_left_out_and_tells_the_daemon(said: pytest.L
     late = rig.request("late")
     rig.clock.now += REPORT_EVERY_S
     rig.results(late)
+    rig.client.ready = False
+    rig.manager.step_begins([1])
+    rig.client.ready = True
+    assert rig.client.reports == [], "what is counted while the daemon is away is reported when it is back"
     rig.manager.step_begins([1])
     assert rig.client.reports == [(10_000, pytest.approx(2000), 1, 1, 1)]
     rig.clock.now += REPORT_EVERY_S

@@ -183,7 +183,8 @@ class KvoffdManager(OffloadingManager):
     def step_begins(self, request_tokens: Collection[int]) -> None:
         """Note that the scheduler begins a step with so many tokens of each request; tell the daemon now and then."""
         self._harm.prefill.step_begins(request_tokens)
-        if (figures := self._harm.news()) is not None:
+        # While the daemon does not answer, as when lookups are late, the counts wait for it.
+        if self.client.ready and (figures := self._harm.news()) is not None:
             self.client.report(*figures)
 
     def step_ended(self) -> None:
