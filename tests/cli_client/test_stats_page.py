@@ -116,6 +116,9 @@ def test_late_lookups_are_a_line_where_there_are_any(busy: StatsReply, render: R
     told = "Late 12.0 % over 100 s (45), 1.0 % in all (1,024): engines computed these"
     for width in (80, 120):
         assert line_with(render(page, width), "Late").startswith(told)
+    hundred = msgspec.structs.replace(hundred, lookups=0)
+    page = StatsPage(msgspec.structs.replace(busy, recent=[ten, hundred, thousand, whole]))
+    assert line_with(render(page, 80), "Late").startswith("Late 100 % over 100 s (45)")
 
 
 @pytest.mark.parametrize("width", [120, 170, 200])

@@ -312,11 +312,14 @@ def _lookups(now: StatsReply, wide: bool) -> Table:
 
 
 def _late(recent: Sequence[RecentStats]) -> Iterator[Text]:
-    """Lookups whose answers engines did not wait for, over 100 s and in all."""
+    """Lookups whose answers engines did not wait for, over 100 s and in all.
+
+    Engines report them later than they ask, so there may be more of them in a window than lookups.
+    """
     if not any(window.late_lookups for window in recent):
         return
     parts = (
-        f"{percent(window.late_lookups, window.lookups, '0 %')} "
+        f"{percent(window.late_lookups, max(window.lookups, window.late_lookups), '0 %')} "
         + (f"over {window.window_seconds:,.0f} s" if window.window_seconds else "in all")
         + f" ({format_count(window.late_lookups)})"
         for window in recent[1::2]
