@@ -343,7 +343,7 @@ def test_what_a_session_may_have_is_bounded(memory: SharedMemory) -> None:
             for number in range(10):  # what nobody has open keeps no place for good, though it has a block
                 with WireClient(daemon.directory) as newcomer:
                     name = bytes([number]) * 32
-                    wait_until(lambda client=newcomer, name=name: answer(client.open_namespace, name) == "taken", 5.0)
+                    wait_until(lambda client=newcomer, name=name: answer(client.open_namespace, name) == "taken")
                     assert newcomer.store(newcomer.register(memory, namespace=name), keys(1), [0]).ok
             assert worker.health() == scheduler.health() == "ok"
             assert books(daemon.directory).pinned_blocks == before.pinned_blocks == 0

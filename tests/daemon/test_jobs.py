@@ -330,7 +330,7 @@ def test_leases_end_with_their_session(shared_daemon: DaemonProcess, worker: Wir
         scheduler.open_namespace()
         assert scheduler.lookup(1, keys(1, 2)).pinned == 2
         assert books(shared_daemon.directory).pinned_blocks == 2
-    wait_until(lambda: books(shared_daemon.directory).leases == 0, 5.0)
+    wait_until(lambda: books(shared_daemon.directory).leases == 0)
     after = books(shared_daemon.directory)
     assert (after.pinned_blocks, after.pinned_bytes, after.ready_blocks) == (0, 0, 2)
 
