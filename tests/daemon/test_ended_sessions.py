@@ -53,9 +53,7 @@ def test_ended_sessions_memory_keeps_no_other_waiting() -> None:
             fd = os.memfd_create("attached", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             client.attach(fd)
             os.close(fd)
-        began = time.monotonic()
         wait_until(lambda: books(daemon.directory).sessions == 0, slow_s)
-        assert time.monotonic() - began < slow_s
 
 
 def test_unregister_is_answered_when_the_memory_is_released() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
+from tests.kit.command import run_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_ports
 from tests.kit.waiting import wait_until
@@ -19,9 +17,9 @@ METRIC = "kvoffd_namespace_late_lookups_total"
 KEY = b"k" * 32
 
 
-def cli(daemon: DaemonProcess, *command: str) -> subprocess.CompletedProcess[str]:
-    arguments = [Path(sys.executable).with_name("kvoffd-cli"), *command, "--directory", str(daemon.directory)]
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+def cli(daemon: DaemonProcess, *command: str) -> str:
+    """What a command prints."""
+    return run_cli(*command, "--directory", str(daemon.directory)).stdout
 
 
 def reasons(admin: AdminClient) -> list[str]:
@@ -42,13 +40,13 @@ def test_late_lookups_are_counted_and_shown() -> None:
     with DaemonProcess(http_address=f"127.0.0.1:{port}") as daemon, Engine(daemon.directory) as engine:
 
         def found() -> dict[str, Any]:
-            (namespace,) = json.loads(cli(daemon, "stats", "--json").stdout)["namespaces"]
+            (namespace,) = json.loads(cli(daemon, "stats", "--json"))["namespaces"]
             return dict(namespace)
 
         engine.look_up(10, late=1)
         engine.look_up(10, late=2)
         wait_until(lambda: found()["late_lookups"] == 3)
-        assert "Late       15.0 % over 100 s (3), 15.0 % in all (3)" in cli(daemon, "stats").stdout
+        assert "Late       15.0 % over 100 s (3), 15.0 % in all (3)" in cli(daemon, "stats")
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
             (line,) = [line for line in page.read().decode().splitlines() if line.startswith(METRIC)]
         assert line.endswith((" 3.0", " 3"))
@@ -66,6 +64,6 @@ def test_many_late_lookups_are_a_problem_until_they_are_few() -> None:
         (cause,) = admin.health().causes
         assert "25 of 100 lookups" in cause.sentence
         assert "CPUAffinity" in cause.sentence
-        assert cli(daemon, "health").stdout.startswith("degraded: ")
+        assert cli(daemon, "health").startswith("degraded: ")
         engine.look_up(400)
         assert reasons(admin) == [], "25 of 500 are 5 %"
