@@ -15,7 +15,6 @@ import pytest
 
 from kvoffd.cli import main
 from kvoffd.config import SETTINGS, Config, load_config
-from kvoffd.errors import PoolTooLarge
 
 
 @pytest.fixture(autouse=True)
@@ -64,16 +63,6 @@ def test_serve_runs_the_daemon_with_the_configuration(stand_in: Callable[..., No
     assert main(["serve", "--pool-size", "64MiB", "--http-address", "", "--log-level", "debug"]) == 7
     assert given == [load_config({"pool_size": "64MiB", "http_address": "", "log_level": "debug"}, {}).config]
     assert logging.getLogger().level == logging.DEBUG
-
-
-def test_a_daemon_that_refuses_to_start_says_one_sentence(
-    stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(config: Config) -> int:
-        raise PoolTooLarge("8 GiB were asked for, 4 GiB can be had.")
-
-    stand_in(run)
-    assert refused(["serve"], capsys) == "kvoffd: 8 GiB were asked for, 4 GiB can be had.\n"
 
 
 def test_a_daemon_that_gets_no_threads_says_so(
