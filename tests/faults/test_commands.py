@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from kvoffd_client import AdminClient
 from tests.faults.checked import CheckedEngine, Truth
+from tests.kit.command import CLI
 from tests.kit.daemon import DaemonProcess
 from tests.kit.linux import tmpfs
 from tests.kit.waiting import wait_until
@@ -22,9 +22,8 @@ EXPORTED = range(512)
 
 
 def cli(daemon: DaemonProcess, *words: str) -> subprocess.Popen[str]:
-    program = Path(sys.executable).parent / "kvoffd-cli"
     return subprocess.Popen(
-        [program, "--directory", daemon.directory, *words],
+        [CLI, "--directory", daemon.directory, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -38,7 +38,7 @@ class EngineServer(Starting):
         transfer = {
             "kv_connector": "KvoffdConnector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"directory": str(directory), "do_no_harm": False, **extra_config},
+            "kv_connector_extra_config": {"directory": str(directory), "do_no_harm": False, **(extra_config or {})},
         }
         flags = {
             "model": str(model),

@@ -24,7 +24,6 @@ TIMEOUT_S = 5.0
 JOB_DEADLINE_S = 30.0
 
 ZERO_TOKEN = bytes(m.TOKEN_BYTES)
-RELEASED = lifeline.encode_frame(lifeline.MemoryReleased())
 NAMESPACE = bytes(range(32))
 
 
@@ -108,16 +107,6 @@ class WireClient(Closing):
 
     def send_fds(self, data: bytes, fds: list[int]) -> None:
         socket.send_fds(self.stream, [data], fds) if fds else self.stream.sendall(data)
-
-    def lifeline_ended(self) -> bool:
-        """Whether the daemon has closed the lifeline, waiting for it for the usual time."""
-        try:
-            data = self.stream.recv(4096)
-            return not data or (data == RELEASED and not self.stream.recv(4096))
-        except ConnectionResetError:
-            return True
-        except TimeoutError:
-            return False
 
     # --- requests ------------------------------------------------------------------------------
 
