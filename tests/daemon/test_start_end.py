@@ -30,8 +30,8 @@ SOCKETS = ("jobs.sock", "events.sock", "lifeline.sock")
 
 
 def refused(*arguments: str, before: tuple[str, ...] = ()) -> str:
-    """The one sentence with which ``kvoffd serve`` ends."""
-    command = [*before, sys.executable, "-m", "kvoffd", "serve", *arguments]
+    """The one sentence with which ``kvoffd serve`` ends. It has no HTTP port, since another daemon may have it."""
+    command = [*before, sys.executable, "-m", "kvoffd", "serve", "--http-address", "", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2, ended.stderr
     assert ended.stderr.startswith("kvoffd: ")
@@ -68,7 +68,7 @@ def test_start_with_more_memory_than_there_is_says_both(tmp_path: Path) -> None:
 def test_start_is_refused_before_the_pool_is_taken(tmp_path: Path) -> None:
     """Where a file of credentials is missing, or the HTTP port that was asked for is another's."""
     store = ("--shared", "redis://127.0.0.1:1", "--shared-password-file", str(tmp_path / "absent"))
-    assert "absent" in refused("--directory", str(tmp_path), "--http-address", "", *store)
+    assert "absent" in refused("--directory", str(tmp_path), *store)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with closing(DaemonProcess(http_address=address)) as daemon:
@@ -87,7 +87,7 @@ def test_start_is_refused_under_an_impossible_limit(limit: str, tmp_path: Path) 
 @pytest.mark.parametrize("call", ["epoll_create1", "eventfd2", "pipe2", "rt_sigaction", "socketpair"])
 def test_start_is_refused_without_a_system_call_it_needs(call: str, tmp_path: Path) -> None:
     for code in (errno.EPERM, errno.ENOSYS):
-        sentence = refused("--directory", str(tmp_path), "--http-address", "", before=tuple(refusing(code, call)))
+        sentence = refused("--directory", str(tmp_path), before=tuple(refusing(code, call)))
         assert os.strerror(code) in sentence
 
 
