@@ -37,11 +37,6 @@ def keys(*numbers: int) -> bytes:
     return b"".join(map(key, numbers))
 
 
-def key_list(*numbers: int) -> list[bytes]:
-    """Several keys, one by one."""
-    return list(map(key, numbers))
-
-
 def ids(*numbers: int) -> bytes:
     """Block ids as the wire has them."""
     return b"".join(number.to_bytes(4, "little", signed=True) for number in numbers)
@@ -190,11 +185,6 @@ class WireClient(Closing):
         found: m.LookupReply = self.ask(m.Lookup, fingerprint, self.lease(number), [m.GroupKeys(group, blob)])
         return found
 
-    def release(self, *numbers: int) -> int:
-        """End leases; how many there were."""
-        ended: m.Done = self.ask(m.Release, [self.lease(number) for number in numbers])
-        return ended.count
-
     def store(self, registration: bytes, job: int, blob: bytes, block_ids: bytes, first_block: int = 0) -> m.JobResult:
         return self.result(m.Submit, registration, [store_of(job, blob, block_ids, first_block)])
 
@@ -207,12 +197,6 @@ class WireClient(Closing):
 
     def subscribe(self, topic: bytes) -> None:
         self.events.setsockopt(zmq.SUBSCRIBE, topic)
-
-    def completions(self) -> m.Completions:
-        """The next batch of completions from PUB."""
-        assert self.events.poll(TIMEOUT_S * 1000), "no completion came"
-        _, _, payload = self.events.recv_multipart()
-        return codec.decode_completions(payload)
 
     def result(self, what: m.Submit | type[m.Submit], *fields: Any, **named: Any) -> m.JobResult:
         """Send a job and return its result, by asking: a subscription just made may miss the first message."""

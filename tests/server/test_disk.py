@@ -15,8 +15,8 @@ from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import messages as m
 from tests.kit.daemon import DaemonProcess
-from tests.kit.struct_wire import key_list
 from tests.kit.waiting import wait_until
+from tests.kit.wire import keys
 
 DEADLINE_S = 30.0
 PAGE = 65536
@@ -51,16 +51,16 @@ def fill(engine: FakeEngine, admin: AdminClient, blocks: int) -> dict[int, int]:
         numbers = range(first, first + BATCH)
         engine.fill(range(BATCH), seed=first)
         sums.update(zip(numbers, engine.checksums(range(BATCH)), strict=True))
-        assert engine.store(key_list(*numbers), range(BATCH)).ok
+        assert engine.store(keys(*numbers), range(BATCH)).ok
         wait_until(lambda: below(admin).written_blocks >= before + len(sums), DEADLINE_S)
     return sums
 
 
 def loaded(engine: FakeEngine, numbers: range) -> list[int]:
     """Look up, load, and return the checksums of what came."""
-    assert engine.lookup(key_list(*numbers)) == len(numbers)
+    assert engine.lookup(keys(*numbers)) == len(numbers)
     blocks = range(32, 32 + len(numbers))
-    assert engine.load(key_list(*numbers), blocks).ok
+    assert engine.load(keys(*numbers), blocks).ok
     return engine.checksums(blocks)
 
 
@@ -82,7 +82,7 @@ def test_disks_come_and_go_while_the_daemon_serves(
         assert main(["disk", "attach", f"{other}=32MiB", *where]) == 0
         assert main(["disk", "drain", str(tmp_path), *where]) == 0
         engine.fill(range(BATCH), seed=99)
-        assert engine.store(key_list(*range(100, 108)), range(BATCH)).ok
+        assert engine.store(keys(*range(100, 108)), range(BATCH)).ok
         wait_until(lambda: admin.stats().disks[1].blocks == BATCH, DEADLINE_S)
         assert main(["disk", *where]) == 0
         page = capsys.readouterr().out
@@ -113,7 +113,7 @@ def test_a_disk_that_was_away_while_its_blocks_became_stale_does_not_bring_them_
         assert engine.scheduler.reset()
         admin.attach_disk(str(tmp_path), 2**26)
         serving(admin)
-        assert engine.lookup(key_list(*range(16))) == 0
+        assert engine.lookup(keys(*range(16))) == 0
         wait_until(lambda: admin.stats().disks[0].blocks == 0, DEADLINE_S)
         # What is stored from now on is good, and stays over the next absence.
         sums = fill(engine, admin, BATCH)
@@ -150,7 +150,7 @@ def test_an_older_copy_or_another_disk_in_a_disks_place_brings_nothing_back(
         os.replace(stale, place / FILE_NAME)
         admin.attach_disk(str(place), 2**26)
         serving(admin)
-        assert engine.lookup(key_list(*range(16))) == 0
+        assert engine.lookup(keys(*range(16))) == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to be two users")

@@ -15,11 +15,11 @@ from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from tests.kit.daemon import DaemonProcess
 from tests.kit.package import install
-from tests.kit.struct_wire import key_list
 from tests.kit.waiting import wait_until
+from tests.kit.wire import keys
 from tests.tiers.shared_conformance import SharedConformance
 
-KEYS = key_list(*range(8))
+KEYS = keys(*range(8))
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +71,6 @@ def test_two_daemons_share_blocks_over_it_and_say_so(daemons: list[Daemon], tmp_
         for path in tmp_path.iterdir():
             path.unlink()
         tmp_path.rename(f"{tmp_path}-gone")
-        assert theirs.lookup(key_list(*range(100, 108))) == 0
+        assert theirs.lookup(keys(*range(100, 108))) == 0
         wait_until(lambda: [one.reason for one in admins[1].health().causes] == ["shared_unreachable"])
         assert "is no directory here; mount it." in admins[1].health().causes[0].sentence

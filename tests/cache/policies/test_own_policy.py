@@ -14,10 +14,10 @@ from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from tests.kit.daemon import DaemonProcess
 from tests.kit.package import install
-from tests.kit.struct_wire import key_list
+from tests.kit.wire import keys
 
 SUITE = ("tests/cache/policies/test_policies.py", "tests/cache/test_adopt.py")
-USED, SCAN = key_list(*range(8)), key_list(*range(100, 400))
+USED, SCAN = keys(*range(8)), keys(*range(100, 400))
 
 
 @pytest.fixture(scope="module")
