@@ -12,7 +12,7 @@ import zmq
 
 from kvoffd_client import SharedMemory
 from kvoffd_client.client_options import Closing
-from kvoffd_proto import codec, events, lifeline
+from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.messages import PROTOCOL_VERSION
@@ -46,10 +46,6 @@ def store_of(job: int, blob: bytes, block_ids: bytes, first_block: int = 0, grou
     return m.Store(job, [m.GroupTransfer(group, blob, block_ids, first_block)])
 
 
-def load_of(job: int, lease: int, blob: bytes, block_ids: bytes, first_block: int = 0, group: int = 0) -> m.Load:
-    return m.Load(job, lease, [m.GroupTransfer(group, blob, block_ids, first_block)])
-
-
 def refusal_of(reply: m.AnyReply) -> m.Error | m.Refusal:
     """What a refusal says of the whole request, or of the one job of a Submit."""
     assert isinstance(reply, m.Error | m.JobsRefused), reply
@@ -74,16 +70,12 @@ class WireClient(Closing):
         self.jobs = self._context.socket(zmq.DEALER)
         self.jobs.setsockopt(zmq.LINGER, 0)
         self.jobs.connect(f"ipc://{self.paths.jobs}")
-        self.events = self._context.socket(zmq.SUB)
-        self.events.setsockopt(zmq.LINGER, 0)
-        self.events.connect(f"ipc://{self.paths.events}")
         self._ids = itertools.count(1)
         self.token = ZERO_TOKEN
         self.session_id = 0
         if isinstance(self.greeting, lifeline.Greeting):
             self.token = self.greeting.token
             self.session_id = self.greeting.session_id
-            self.subscribe(events.session_topic(self.greeting.epoch, self.session_id))
         if role is not None:
             self.hello(role)
 
@@ -175,31 +167,16 @@ class WireClient(Closing):
         )
         return registration_id
 
-    # --- lookups and jobs ------------------------------------------------------------------------
+    # --- leases and jobs -------------------------------------------------------------------------
 
     def lease(self, number: int) -> int:
         return (self.session_id << 32) + number
 
-    def lookup(self, number: int, blob: bytes, fingerprint: bytes = NAMESPACE, group: int = 0) -> m.LookupReply:
-        """Look keys up under the lease of this number."""
-        found: m.LookupReply = self.ask(m.Lookup, fingerprint, self.lease(number), [m.GroupKeys(group, blob)])
-        return found
-
     def store(self, registration: bytes, job: int, blob: bytes, block_ids: bytes, first_block: int = 0) -> m.JobResult:
         return self.result(m.Submit, registration, [store_of(job, blob, block_ids, first_block)])
 
-    def load(
-        self, registration: bytes, job: int, lease: int, blob: bytes, block_ids: bytes, first_block: int = 0
-    ) -> m.JobResult:
-        return self.result(m.Submit, registration, [], [load_of(job, lease, blob, block_ids, first_block)])
-
-    # --- events --------------------------------------------------------------------------------
-
-    def subscribe(self, topic: bytes) -> None:
-        self.events.setsockopt(zmq.SUBSCRIBE, topic)
-
     def result(self, what: m.Submit | type[m.Submit], *fields: Any, **named: Any) -> m.JobResult:
-        """Send a job and return its result, by asking: a subscription just made may miss the first message."""
+        """Send a job, and ask for its result until it is there."""
         request = self.request(what, *fields, **named)
         (job,) = (*request.stores, *request.loads)
         self.send(request)
