@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd_client import AdminClient, SharedMemory
+from tests.kit.command import run_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
 from tests.kit.wire import PAGE_BYTES as PAGE
@@ -125,8 +126,12 @@ def test_integrity_scrub_finds_what_loads_do_not_compare(pool_file: Path) -> Non
             admin.scrub()
             wait_until(lambda: not admin.scrub(start=False).running)
             assert admin.scrub(start=False).mismatches == 0
-        assert engine.lookup(3, 4, 8, 9) == "R-R-"
-        assert balanced(daemon).quarantined_bytes == 2 * PAGE
+            flip(pool_file, engine.content[10])
+            for status, said in ((1, "1 does not match"), (0, "all match")):
+                done = run_cli("scrub", "--directory", str(daemon.directory))
+                assert (done.returncode, said in done.stdout, done.stderr) == (status, True, "")
+        assert engine.lookup(3, 4, 8, 9, 10) == "R-R--"
+        assert balanced(daemon).quarantined_bytes == 3 * PAGE
 
 
 def test_integrity_a_share_of_the_loads_is_compared() -> None:

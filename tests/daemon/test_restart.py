@@ -128,6 +128,24 @@ def test_restart_lets_engines_that_stay_load_their_blocks(lasting: DaemonProcess
         assert engine.checksums(range(BLOCKS)) == engine.checksums(range(BLOCKS, 2 * BLOCKS))
 
 
+def test_restart_brings_back_the_newest_first(pool_file: Path) -> None:
+    """And what was oldest before is the first to go."""
+    with DaemonProcess("2MiB", pool_file=str(pool_file), eviction_policy="lru") as daemon:
+        wanted = keys(*range(24))
+        with FakeEngine(daemon.directory, blocks=BLOCKS) as engine:
+            for number in range(24):
+                assert engine.store(wanted[number : number + 1], [0]).ok
+        daemon.kill()
+        daemon.start()
+        events = [event for message in kv_messages(daemon.directory) for event in message.events]
+        assert [key for event in events for key in event.keys] == wanted[::-1]
+        with FakeEngine(daemon.directory, blocks=BLOCKS) as engine:
+            assert engine.store(keys(*range(100, 100 + BLOCKS)), range(BLOCKS)).ok
+            ready = [engine.lookup([key]) for key in wanted]
+            assert 0 < sum(ready) < 24
+            assert ready == sorted(ready)
+
+
 def test_restart_does_not_bring_back_what_was_cleared(lasting: DaemonProcess) -> None:
     store(lasting)
     with AdminClient(lasting.directory) as admin:

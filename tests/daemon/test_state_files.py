@@ -76,6 +76,23 @@ def test_namespace_limits_hold_and_outlive_the_daemon(pool_file: Path) -> None:
         assert namespace(daemon, "flood").maximum_bytes == 4 * MIB, "the end of the daemon tries it again"
 
 
+def test_namespace_weights_outlive_the_daemon() -> None:
+    with DaemonProcess("16MiB") as daemon:
+
+        def shown(label: str) -> dict[str, object]:
+            listed = json.loads(run_cli("namespaces", "--json", "--directory", str(daemon.directory)).stdout)
+            return dict(next(one["limits"] for one in listed["namespaces"] if one["label"] == label))
+
+        store(daemon, "heavy", 0, 1)
+        set_limits(daemon, "heavy", "--weight", "3", "--min", "1MiB", "--max", "8MiB")
+        before = shown("heavy")
+        assert before == {"minimum_bytes": MIB, "maximum_bytes": 8 * MIB, "weight": 3.0}
+        daemon.kill()
+        daemon.start()
+        store(daemon, "heavy", 0, 1)
+        assert shown("heavy") == before
+
+
 # --- what the policy learned -----------------------------------------------------------------------
 
 
