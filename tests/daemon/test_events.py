@@ -149,7 +149,7 @@ def test_an_engine_reads_what_others_store(daemon: DaemonProcess) -> None:
             assert reader.events_lost == 0
 
 
-def test_clear_is_told_to_every_namespace(shared_daemon: DaemonProcess) -> None:
+def test_clear_is_published_to_every_namespace(shared_daemon: DaemonProcess) -> None:
     with FakeEngine(shared_daemon.directory, "one") as one, FakeEngine(shared_daemon.directory, "two") as two:
         for engine in (one, two):
             assert engine.store(keys(1), [1]).ok

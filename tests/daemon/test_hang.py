@@ -1,4 +1,4 @@
-"""Copies in host memory that never come back: no engine waits for them for ever, and none is told that they ended."""
+"""Copies in host memory that never come back: no engine waits for them for ever, and none hears that they ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""File systems that become read-only, freeze or are full, below disks and logs: reads go on, and the reason is told."""
+"""File systems that become read-only, freeze or are full, below disks and logs: reads go on, and health says why."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_frozen_file_system_keeps_nobody_waiting(ext4: Ext4) -> None:
 
 
 @pytest.mark.nightly
-def test_a_file_system_that_stays_frozen_is_told(ext4: Ext4) -> None:
+def test_a_file_system_that_stays_frozen_is_in_health(ext4: Ext4) -> None:
     """Within 20 s health names the disk, and it is well again after the thaw."""
     truth = Truth()
     with over_disk(ext4.place) as daemon, CheckedEngine(daemon, truth) as engine:

@@ -43,8 +43,8 @@ def test_a_stopped_daemon_keeps_nobody_waiting() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 36: a stop of the process is told as slow code")
-def test_a_stop_is_told_as_a_stop() -> None:
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 36: a stop of the process is logged as slow code")
+def test_a_stop_is_logged_as_a_stop() -> None:
     """Of a daemon that is busy: every line about its loop names the stop, and none a function."""
     stop = threading.Event()
     with DaemonProcess("16MiB") as daemon, EngineProcess(daemon) as one, EngineProcess(daemon) as other:
@@ -55,9 +55,9 @@ def test_a_stop_is_told_as_a_stop() -> None:
             stop.wait(2.0)
             daemon.process.send_signal(signal.SIGCONT)
             stop.wait(10.5)  # it logs one such line in 10 s
-        told = [line for line in daemon.log.splitlines() if "was blocked for" in line]
-        assert told
-        assert all("stop" in line for line in told), told
+        blocked = [line for line in daemon.log.splitlines() if "was blocked for" in line]
+        assert blocked
+        assert all("stop" in line for line in blocked), blocked
 
 
 @pytest.mark.parametrize("rounds", [2, pytest.param(40, marks=[pytest.mark.nightly, pytest.mark.timeout(600)])])
@@ -132,7 +132,7 @@ def test_health_is_not_ok_while_sessions_are_refused(command: Command) -> None:
 
 
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 36: the daemon has no line about it")
-def test_an_engine_of_another_protocol_is_told(lasting: DaemonProcess) -> None:
+def test_an_engine_of_another_protocol_is_logged(lasting: DaemonProcess) -> None:
     with WireClient(lasting.directory, None, name="older engine") as engine, pytest.raises(Refused):
         engine.hello("worker", version=VERSION - 1)
     wait_until(lambda: re.search(r"(version|protocol).*\b" + str(VERSION - 1) + r"\b", lasting.log), 5.0)

@@ -122,7 +122,7 @@ def test_a_stop_while_blocks_are_recovered_ends_in_good_order(pool_file: Path) -
             daemon.start()
             if daemon.stop() != 0:
                 raise RuntimeError(daemon.log)
-        told = errors_in(daemon.log)
+        errors = errors_in(daemon.log)
         daemon.start()
         with FakeEngine(daemon.directory, layers=1, blocks=at_once, page_bytes=page) as engine:
             for first in range(0, blocks, at_once):
@@ -135,7 +135,7 @@ def test_a_stop_while_blocks_are_recovered_ends_in_good_order(pool_file: Path) -
                 if engine.checksums(range(at_once)) != sums:
                     raise RuntimeError("wrong bytes")
                 engine.fill(range(8), 2)
-        assert told == []
+        assert errors == []
 
 
 # --- the pool's bytes and its table ----------------------------------------------------------------
@@ -285,7 +285,7 @@ def fill(place: Path) -> None:
 
 
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 38: the reason is wrong, and it is no warning")
-def test_blocks_whose_namespace_found_no_room_are_told(lasting: DaemonProcess) -> None:
+def test_blocks_whose_namespace_found_no_room_are_logged(lasting: DaemonProcess) -> None:
     """The slot table has room for so many namespaces. A restart loses the blocks of the others, and says why."""
     with SharedMemory(64 * 4096, "test") as memory:
         for number in range(NAMESPACES):
@@ -297,11 +297,11 @@ def test_blocks_whose_namespace_found_no_room_are_told(lasting: DaemonProcess) -
     lasting.kill()
     before = len(lasting.log)
     lasting.start()
-    told = lasting.log[before:]
+    logged = lasting.log[before:]
     if len(books(lasting.directory).namespaces) == NAMESPACES:
         raise RuntimeError("there was room for all of them")
-    assert "of incomplete blocks" not in told.replace(" 0 of incomplete blocks", "")
-    assert any("WARNING" in line and "namespace" in line for line in told.splitlines())
+    assert "of incomplete blocks" not in logged.replace(" 0 of incomplete blocks", "")
+    assert any("WARNING" in line and "namespace" in line for line in logged.splitlines())
 
 
 def test_a_full_file_system_below_the_pool(tmp_path: Path, command: Command) -> None:
