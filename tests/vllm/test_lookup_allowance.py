@@ -64,6 +64,20 @@ def test_each_late_answer_halves_it_to_a_sixteenth() -> None:
     assert shares == pytest.approx([1 / 2, 1 / 4, 1 / 8, LEAST_SHARE, LEAST_SHARE])
 
 
+def test_answers_that_are_late_together_halve_it_once() -> None:
+    """As those of many prompts that wait out one stop of the daemon."""
+    harness = Harness()
+    sent_at = harness.clock.now
+    harness.clock.now += FULL_S
+    for _ in range(16):
+        harness.allowance.give_up(LookupFuture(1), sent_at, TOKENS)
+    assert harness.share() == pytest.approx(1 / 2)
+    harness.give_up()
+    harness.clock.now += FULL_S
+    harness.allowance.settle()
+    assert harness.share() == pytest.approx(1 / 4)
+
+
 def test_answers_in_time_restore_it_step_by_step() -> None:
     harness = Harness()
     harness.give_up()

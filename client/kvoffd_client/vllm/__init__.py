@@ -32,11 +32,14 @@ def register() -> None:
             from vllm.config import VllmConfig
 
             _require_images(VllmConfig)
+    except Exception as error:
+        _log.debug("This vLLM takes no %s: %r", CONNECTOR_NAME, error)
+    try:
         from kvoffd_client.vllm.math_kernels import choose_math_kernels
 
         choose_math_kernels()  # vLLM calls this before it builds a model
     except Exception as error:
-        _log.debug("This vLLM takes no %s: %r", CONNECTOR_NAME, error)
+        _log.warning("kvoffd cannot choose the CPU's math kernels (%r): equal engines may share no blocks.", error)
 
 
 def _require_images(config_class: Any) -> None:

@@ -24,6 +24,7 @@ MAX_GIVEN_UP = 64
 class _GivenUp:
     ticket: LookupFuture
     tokens: int
+    sent_at: float
     late_at: float
 
 
@@ -32,7 +33,8 @@ class LookupAllowance:
 
     It is a share of the time that the engine needs to compute the prompt's tokens, and ``deadline_s`` at most. The
     share begins at 1. An answer is late where computing was faster; it halves the share, for prompts of its length and
-    shorter ones. An answer in time adds an eighth, for prompts of its length and longer ones.
+    shorter ones, once for all that were on their way together. An answer in time adds an eighth, for prompts of its
+    length and longer ones.
 
     An answer that is given up and then comes in time counts as one in time, so the share recovers by itself.
 
@@ -47,6 +49,7 @@ class LookupAllowance:
         self._clock = clock
         self._active = active
         self._shares = [1.0] * LENGTHS
+        self._halved_at = [float("-inf")] * LENGTHS
         self._given_up: deque[_GivenUp] = deque(maxlen=MAX_GIVEN_UP)
 
     def full_s(self, tokens: int) -> float:
@@ -68,7 +71,7 @@ class LookupAllowance:
 
     def give_up(self, ticket: LookupFuture, sent_at: float, tokens: int) -> None:
         """Note that an answer is waited for no longer. It may still come in time."""
-        self._given_up.append(_GivenUp(ticket, tokens, sent_at + self.full_s(tokens)))
+        self._given_up.append(_GivenUp(ticket, tokens, sent_at, sent_at + self.full_s(tokens)))
         self.settle()
 
     def settle(self) -> None:
@@ -81,11 +84,14 @@ class LookupAllowance:
             elif one.ticket.done and not one.ticket.failed and one.ticket.answered_at < one.late_at:
                 self.answered(one.tokens)
             else:
-                self._late(one.tokens)
+                self._late(one)
 
-    def _late(self, tokens: int) -> None:
-        for length in range(_length(tokens) + 1):
-            self._shares[length] = max(LEAST_SHARE, self._shares[length] / 2)
+    def _late(self, one: _GivenUp) -> None:
+        now = self._clock()
+        for length in range(_length(one.tokens) + 1):
+            if one.sent_at >= self._halved_at[length]:
+                self._shares[length] = max(LEAST_SHARE, self._shares[length] / 2)
+                self._halved_at[length] = now
 
 
 def _length(tokens: int) -> int:
