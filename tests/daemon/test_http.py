@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from kvoffd_client import SharedMemory
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_port
 from tests.kit.waiting import wait_until
+from tests.kit.wire import PAGE_BYTES, WireClient, books, keys, store_of
 
 MANY = 100
 """More connections than the daemon has at a time."""
@@ -138,3 +140,39 @@ def test_http_a_star_is_all_interfaces() -> None:
             with socket.create_connection((host, found), 30.0) as connection:
                 connection.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
                 assert answer(connection).startswith(b"HTTP/1.1 200 "), host
+
+
+def test_http_not_ready_while_the_daemon_stops() -> None:
+    """It lives, which no restart mends, and takes no sessions: traffic is to go elsewhere."""
+    found = free_port()
+    with (
+        DaemonProcess(http_address=f"127.0.0.1:{found}", faults=True) as daemon,
+        WireClient(daemon.directory) as worker,
+    ):
+        daemon.wait_log("Serving ")
+        assert get(found, "/readyz").startswith(b"HTTP/1.1 200 ")
+        worker.open_namespace()
+        with SharedMemory(PAGE_BYTES, "test") as memory, daemon.fault("store slow 5"):
+            worker.submit(worker.register(memory), [store_of(1, keys(1), [0])])
+            wait_until(lambda: books(daemon.directory).stores.running == 1)
+            daemon.process.terminate()
+            wait_until(lambda: get(found, "/readyz").startswith(b"HTTP/1.1 503 "))
+            assert get(found, "/healthz").startswith(b"HTTP/1.1 200 ")
+            assert daemon.stop() == 0
+
+
+def test_http_metrics_are_those_of_now() -> None:
+    """And no two lines are of one series, however alike fingerprints begin."""
+    found = free_port()
+    with DaemonProcess(http_address=f"127.0.0.1:{found}") as daemon, WireClient(daemon.directory) as client:
+        daemon.wait_log("Serving ")
+
+        def series() -> list[str]:
+            lines = get(found, "/metrics").partition(b"\r\n\r\n")[2].decode().splitlines()
+            return [line.rpartition(" ")[0] for line in lines if line.startswith("kvoffd_namespace_ready_blocks{")]
+
+        assert series() == []
+        for number in (1, 2):
+            client.open_namespace(bytes(31) + bytes([number]))
+        wait_until(lambda: len(series()) == 2)
+        assert len(set(series())) == 2
