@@ -15,6 +15,7 @@ from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
 from tests.kit.command import BLOCK_BYTES, CLIENTS, KEYS, LABEL, LIST_BLOCKS, READING, Cli
 from tests.kit.daemon import DaemonProcess
+from tests.kit.waiting import wait_until
 from tests.kit.wire import books
 
 COMMANDS = (
@@ -132,6 +133,15 @@ def test_what_a_client_made_up_keeps_no_listing_away(shared_daemon: DaemonProces
             assert (status in (0, 1), err) == (True, ""), command
             assert out.replace("\n", "").isprintable()
         assert len(json.loads(cli("namespaces", "--json").out)["namespaces"]) >= len(texts)
+
+
+def test_a_disk_that_failed_is_status_1(cli: Cli, tmp_path: Path) -> None:
+    for place, state, status in ((tmp_path, "serving", 0), (tmp_path / "missing", "failed", 1)):
+        with DaemonProcess("8MiB", disk=f"{place}=64MiB") as daemon:
+            wait_until(lambda: books(daemon.directory).disks[0].state == state)  # noqa: B023
+            for more in ((), ("--json",)):
+                done = cli("disk", *more, on=daemon)
+                assert (done.status, str(place) in done.out, state in done.out, done.err) == (status, True, True, "")
 
 
 # --- what is done ----------------------------------------------------------------------------------
