@@ -23,7 +23,7 @@ SITE = CARRIED / "site"
 VENV_PYTHON = ROOT / ".venv" / "bin" / "python"
 LIBRARY = Path("kvoffd") / "libkvoffd.so"
 MOST_BYTES = 64 << 20
-TESTS_NEED = ("pytest", "pytest-rerunfailures", "pytest-timeout", "matplotlib")
+TESTS_NEED = ("pytest", "pytest-timeout", "matplotlib")
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 
 

@@ -246,7 +246,7 @@ def _tried_bytes(admin: AdminClient) -> int:
 
 def run_tests(setup: Setup) -> Found:
     """``pytest -m gpu`` without its engines, which take minutes; on the double these are skipped: they want a GPU."""
-    plugins = [f"-p{name}" for name in ("no:cacheprovider", "pytest_timeout", "pytest_rerunfailures")]
+    plugins = [f"-p{name}" for name in ("no:cacheprovider", "pytest_timeout")]
     command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", *plugins, "tests/gpu"]
     command += ["--ignore", "tests/gpu/test_engines.py"]
     # This Python may have plugins that were written for another pytest.
