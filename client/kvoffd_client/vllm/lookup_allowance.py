@@ -16,7 +16,7 @@ LEAST_SHARE = 1 / 16
 STEP = 1 / 8
 """What each answer in time adds to the share."""
 LENGTHS = 32
-"""Prompts are told apart by their length, in powers of two of tokens."""
+"""Prompts differ by their length, in powers of two of tokens."""
 MAX_GIVEN_UP = 64
 
 
@@ -84,10 +84,9 @@ class LookupAllowance:
             elif one.ticket.done and not one.ticket.failed and one.ticket.answered_at < one.late_at:
                 self.answered(one.tokens)
             else:
-                self._late(one)
+                self._late(one, now)
 
-    def _late(self, one: _GivenUp) -> None:
-        now = self._clock()
+    def _late(self, one: _GivenUp, now: float) -> None:
         for length in range(_length(one.tokens) + 1):
             if one.sent_at >= self._halved_at[length]:
                 self._shares[length] = max(LEAST_SHARE, self._shares[length] / 2)
