@@ -151,17 +151,6 @@ class Config:
     http_address: str = address_setting(
         "127.0.0.1:9464", "Address of /metrics, /healthz and /readyz; nothing switches it off."
     )
-    admin_address: str = address_setting(
-        "", "TCP address of administration, for known keys only; nothing switches it off."
-    )
-    admin_key_file: str = path_setting(
-        "File of the daemon's secret key for admin_address; kvoffd-cli keygen makes it.",
-        "a file, such as /etc/kvoffd/admin.key",
-    )
-    admin_clients_file: str = path_setting(
-        "File of the public keys that may administer over admin_address, one on a line.",
-        "a file, such as /etc/kvoffd/admin.clients",
-    )
     credit_bytes: int = size_setting(
         0, 0, "Bytes of stores a session may have outstanding; 0 takes an eighth of the pool, at most 1GiB."
     )
@@ -393,11 +382,6 @@ def _check_known(key: str, names: Collection[str], where: str) -> None:
 
 def _check_together(config: Config, sources: Mapping[str, str]) -> None:
     """Refuse values that are possible one by one but not together."""
-    if config.admin_address and not (config.admin_key_file and config.admin_clients_file):
-        raise ConfigError(
-            f"admin_address is {config.admin_address} ({sources['admin_address']}), but admin_key_file or "
-            "admin_clients_file is not set; administration over TCP is for known keys only."
-        )
     if config.event_replay_address and not (config.event_address or config.event_connect):
         raise ConfigError(
             f"event_replay_address is {config.event_replay_address} ({sources['event_replay_address']}), but neither "

@@ -21,7 +21,7 @@ KEY_BYTES = 32
 """Of vLLM's block hashes."""
 PROCESS_BYTES = 64 << 20
 """Interpreter and libraries (31 MiB, measured), why keys left (4 MiB: ``misses.ENTRIES``), the curve's sample (8 MiB:
-``curve.c``), a recording (8 MiB: ``recorder``), threads, the connections of HTTP and of administrators over TCP."""
+``curve.c``), a recording (8 MiB: ``recorder``), threads, the connections of HTTP."""
 SHARED_BYTES = 96 << 20
 """Answers of a shared store (``tiers.shared.answers.MOST_ANSWERS``), and what is being asked and moved."""
 FRAMES_AT_A_TIME = 6

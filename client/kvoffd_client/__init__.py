@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
     from kvoffd_client.admin_client import AdminClient as AdminClient
-    from kvoffd_client.admin_client import RemoteAdminClient as RemoteAdminClient
     from kvoffd_client.blocks.block import Block as Block
     from kvoffd_client.blocks.block import Layer as Layer
     from kvoffd_client.blocks.block import Shard as Shard
@@ -53,7 +52,7 @@ if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
     __version__: str
 
 _HOMES = {
-    "kvoffd_client.admin_client": ("AdminClient", "RemoteAdminClient"),
+    "kvoffd_client.admin_client": ("AdminClient",),
     "kvoffd_client.blocks.block": ("Block", "Layer", "Shard", "checksum_of"),
     "kvoffd_client.blocks.block_client": ("BlockClient",),
     "kvoffd_client.blocks.block_file": ("BlockFile", "BlockFileError"),

@@ -1,11 +1,10 @@
-"""Clients of an administrator: over the daemon's sockets on its own machine, or over TCP from another."""
+"""An administrator's client over the daemon's sockets."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from math import inf
 from pathlib import Path
@@ -13,23 +12,20 @@ from typing import ClassVar, Concatenate, ParamSpec, TypeVar, cast
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from kvoffd_client.client_options import DEFAULT_OPTIONS, ClientOptions, Closing, Identity
 from kvoffd_client.client_session import Session
 from kvoffd_client.connection import Connection
-from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused, RequestTimeout
+from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestTimeout
 from kvoffd_client.health_request import ask_health
-from kvoffd_client.jobs_socket import MAX_MESSAGE_BYTES
 from kvoffd_client.pending_requests import ReplyOrError
 from kvoffd_proto import messages as m
-from kvoffd_proto.codec import CodecError, decode_reply, encode
 from kvoffd_proto.events import KV_TOPIC_PREFIX, EventBatch, decode_event_batch
 from kvoffd_proto.sockets import SocketPaths
-from kvoffd_proto.wire import NO_TOKEN, PROTOCOL_VERSION, Request, answer_type
+from kvoffd_proto.wire import Request, answer_type
 
 OPERATOR_WAIT_S = 10.0
-"""Other machines may be far away, this one may be busy, and an operator would rather wait than ask again."""
+"""The machine may be busy, and an operator would rather wait than ask again."""
 OPERATOR_OPTIONS = ClientOptions(request_timeout_s=OPERATOR_WAIT_S, handshake_timeout_s=OPERATOR_WAIT_S)
 EVENTS_POLL_MS = 200
 """How soon events() notices close()."""
@@ -54,21 +50,62 @@ def matching_namespaces(namespaces: Iterable[m.NamespaceInfo], name: str) -> lis
     ]
 
 
-class AdminRequests(Closing, ABC):
-    """What an administrator asks of one daemon, however it is reached. Connects at the first call. Thread-safe.
+class AdminSession(Session):
+    """The administrator's session: adds to ``Session`` requests whose outcome is waited for. Pure, like it.
 
-    Each call waits for its answer. All calls raise:
-        DaemonUnavailable: nothing listens there, or it refuses this user or key; the sentence names the place.
-        RequestRefused: the daemon answered with an error.
-        RequestTimeout: no answer in time.
+    Attributes:
+        attempts_failed: attempts to connect, and connections, that ended.
     """
 
-    _place: str
-    """Where the daemon is, as sentences have it: ``in /run/kvoffd``."""
-    timeout_s: float
-    """Bounds every call; may be changed between two calls."""
-    deadline: float = inf
-    """Of ``time.monotonic``: bounds all calls together, the connecting in them included."""
+    attempts_failed = 0
+
+    def ask(self, message: m.AnyRequest, outcome: list[ReplyOrError], now: float, timeout_s: float) -> None:
+        """Send a request; its reply, or why there is none, is appended to ``outcome``."""
+        if not self.usable:
+            outcome.append(DaemonUnavailable(self.problem or "The client is not connected."))
+            return
+
+        def on_reply(reply: ReplyOrError, _: float) -> None:
+            outcome.append(reply)
+            self.on_change()
+
+        self.request(message, on_reply, now, timeout_s)
+
+    def _role_ready(self, now: float) -> None:
+        # A session for one request often ends while a heartbeat is on its way, which the daemon takes for a bad token.
+        self._heartbeat_at = now + self._heartbeat_interval_s
+
+    def _role_disconnected(self, dead: bool, now: float) -> None:
+        self.attempts_failed += 1
+
+
+class AdminClient(Closing):
+    """An administrator's client. Connects at the first call. Thread-safe.
+
+    Each call waits for its answer. All calls raise:
+        DaemonUnavailable: nothing listens there, or it refuses this user; the sentence names the place.
+        RequestRefused: the daemon answered with an error.
+        RequestTimeout: no answer in time.
+
+    Attributes:
+        timeout_s: bounds every call; may be changed between two calls.
+        deadline: of ``time.monotonic``: bounds all calls together, the connecting in them included.
+
+    Args:
+        directory: where the daemon's sockets are.
+        options: ``request_timeout_s`` bounds every call, the connecting in it included.
+    """
+
+    _SESSION: ClassVar[type[AdminSession]] = AdminSession
+
+    def __init__(self, directory: str | os.PathLike[str], options: ClientOptions = DEFAULT_OPTIONS) -> None:
+        self._directory = os.fspath(directory)
+        self._options = options
+        self.timeout_s = options.request_timeout_s
+        self.deadline = inf
+        self._connection: Connection[AdminSession] | None = None
+        self._closed = False
+        self._one_call = threading.Lock()
 
     def ask(
         self,
@@ -92,8 +129,11 @@ class AdminRequests(Closing, ABC):
         return self.ask(m.Stats)
 
     def health(self) -> m.HealthReply:
-        """Whether the daemon works: a round trip through the loop that serves engines."""
-        return self.ask(m.Health)
+        """Whether the daemon works: a round trip through the loop that serves engines.
+
+        Needs no session, so it is answered when all are taken. Where nothing answers, the attempt to open one says why.
+        """
+        return ask_health(Path(self._directory), self._call_deadline()) or self.ask(m.Health)
 
     def sessions(self) -> m.SessionsReply:
         """Open sessions, oldest first."""
@@ -143,68 +183,6 @@ class AdminRequests(Closing, ABC):
         """Give a directory up: it is gone from ``stats().disks`` once its file is closed."""
         self.ask(m.DetachDisk, directory)
 
-    def _ask(self, kind: type[Request[ReplyT]], make: MakeRequest) -> ReplyT:
-        reply = self._round_trip(make)
-        if not isinstance(reply, answer_type(kind)):
-            raise DaemonUnavailable(f"The daemon {self._place} answered with a {type(reply).__name__}.")
-        return reply
-
-    def _call_deadline(self) -> float:
-        return min(self.deadline, time.monotonic() + self.timeout_s)
-
-    @abstractmethod
-    def _round_trip(self, make: MakeRequest) -> m.AnyReply:
-        """Send a request and wait for its reply, which is never Error."""
-
-
-class AdminSession(Session):
-    """The administrator's session: adds to ``Session`` requests whose outcome is waited for. Pure, like it.
-
-    Attributes:
-        attempts_failed: attempts to connect, and connections, that ended.
-    """
-
-    attempts_failed = 0
-
-    def ask(self, message: m.AnyRequest, outcome: list[ReplyOrError], now: float, timeout_s: float) -> None:
-        """Send a request; its reply, or why there is none, is appended to ``outcome``."""
-        if not self.usable:
-            outcome.append(DaemonUnavailable(self.problem or "The client is not connected."))
-            return
-
-        def on_reply(reply: ReplyOrError, _: float) -> None:
-            outcome.append(reply)
-            self.on_change()
-
-        self.request(message, on_reply, now, timeout_s)
-
-    def _role_ready(self, now: float) -> None:
-        # A session for one request often ends while a heartbeat is on its way, which the daemon takes for a bad token.
-        self._heartbeat_at = now + self._heartbeat_interval_s
-
-    def _role_disconnected(self, dead: bool, now: float) -> None:
-        self.attempts_failed += 1
-
-
-class AdminClient(AdminRequests):
-    """An administrator's client over the daemon's sockets.
-
-    Args:
-        directory: where the daemon's sockets are.
-        options: ``request_timeout_s`` bounds every call, the connecting in it included.
-    """
-
-    _SESSION: ClassVar[type[AdminSession]] = AdminSession
-
-    def __init__(self, directory: str | os.PathLike[str], options: ClientOptions = DEFAULT_OPTIONS) -> None:
-        self._directory = os.fspath(directory)
-        self._place = f"in {self._directory}"
-        self._options = options
-        self.timeout_s = options.request_timeout_s
-        self._connection: Connection[AdminSession] | None = None
-        self._closed = False
-        self._one_call = threading.Lock()
-
     def events(self, idle_timeout_s: float | None = None) -> Iterator[tuple[bytes, int, EventBatch]]:
         """Yield (topic, sequence, batch) of all KV events from now on, also past restarts of the daemon.
 
@@ -235,13 +213,6 @@ class AdminClient(AdminRequests):
                 elif idle_timeout_s is not None and time.monotonic() - last_event_at >= idle_timeout_s:
                     return
 
-    def health(self) -> m.HealthReply:
-        """Whether the daemon works: a round trip through the loop that serves engines.
-
-        Needs no session, so it is answered when all are taken. Where nothing answers, the attempt to open one says why.
-        """
-        return ask_health(Path(self._directory), self._call_deadline()) or super().health()
-
     def close(self) -> None:
         self._closed = True
         if self._connection is not None:
@@ -252,7 +223,18 @@ class AdminClient(AdminRequests):
         assert self._connection is not None
         return self._connection.session
 
+    def _ask(self, kind: type[Request[ReplyT]], make: MakeRequest) -> ReplyT:
+        reply = self._round_trip(make)
+        if not isinstance(reply, answer_type(kind)):
+            raise DaemonUnavailable(f"The daemon in {self._directory} answered with a {type(reply).__name__}.")
+        return reply
+
+    def _call_deadline(self) -> float:
+        return min(self.deadline, time.monotonic() + self.timeout_s)
+
     def _round_trip(self, make: MakeRequest) -> m.AnyReply:
+        """Send a request and wait for its reply, which is never Error."""
+
         def start(outcome: list[ReplyOrError], now: float, timeout_s: float) -> None:
             session = self._session
             session.ask(make(session.next_request_id(), session.token), outcome, now, timeout_s)
@@ -289,124 +271,3 @@ class AdminClient(AdminRequests):
             return connection
         problem = session.problem or f"The kvoffd daemon in {self._directory} did not answer in time."
         raise DaemonUnavailable(problem) from session.refusal
-
-
-class RemoteAdminClient(AdminRequests):
-    """An administrator's client over a daemon's ``admin_address``: TCP, encrypted and authenticated by CURVE.
-
-    Args:
-        address: ``host:port``.
-        server_key: the daemon's public key, 40 characters of Z85. A server without its secret key gets no request.
-        secret_key: the administrator's own. Its public half must be in the daemon's ``admin_clients_file``.
-        options: ``request_timeout_s`` bounds every call, the connecting in it included.
-
-    Raises:
-        ValueError: a key is not 40 characters of Z85.
-    """
-
-    def __init__(
-        self, address: str, server_key: str, secret_key: str, options: ClientOptions = OPERATOR_OPTIONS
-    ) -> None:
-        try:
-            self._public_key = zmq.curve_public(secret_key.encode())
-            zmq.curve_public(server_key.encode())  # it is as long as a secret key, and written alike
-        except zmq.ZMQError as error:
-            raise ValueError("A key has 40 characters, as `kvoffd-cli keygen` writes it.") from error
-        self._place = f"at {address}"
-        self._address = address
-        self._server_key = server_key.encode()
-        self._secret_key = secret_key.encode()
-        self._options = options
-        self.timeout_s = options.request_timeout_s
-        self._context = zmq.Context(io_threads=1)
-        self._socket: zmq.Socket[bytes] | None = None
-        self._last_id = 0
-        self._one_call = threading.Lock()
-
-    def close(self) -> None:
-        with self._one_call:
-            self._disconnect()
-            self._context.term()
-
-    def _round_trip(self, make: MakeRequest) -> m.AnyReply:
-        with self._one_call:
-            if self._context.closed:
-                raise DaemonUnavailable("The client is closed; make a new one.")
-            deadline = self._call_deadline()
-            return self._exchange(self._connected(deadline), make, deadline)
-
-    def _connected(self, deadline: float) -> zmq.Socket[bytes]:
-        """The socket, after Hello: a daemon of another version says so."""
-        if self._socket is not None:
-            return self._socket
-        self._socket = socket = self._context.socket(zmq.DEALER)
-        try:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.IMMEDIATE, 1)
-            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-            socket.setsockopt(zmq.IPV6, 1)
-            socket.setsockopt(zmq.CURVE_SERVERKEY, self._server_key)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret_key)
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._public_key)
-            self._connect(socket, deadline)
-            hello = self._exchange(
-                socket,
-                lambda request_id, token: m.Hello(request_id, token, PROTOCOL_VERSION, m.Role.ADMIN, "admin", ""),
-                deadline,
-            )
-            if not isinstance(hello, m.Welcome):
-                raise DaemonUnavailable(f"The daemon at {self._address} answered Hello with a {type(hello).__name__}.")
-        except BaseException:
-            self._disconnect()
-            raise
-        return socket
-
-    def _connect(self, socket: zmq.Socket[bytes], deadline: float) -> None:
-        wanted = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        monitor = socket.get_monitor_socket(wanted)
-        problem = "nothing answers there"
-        try:
-            socket.connect(f"tcp://{self._address}")
-            while monitor.poll(max(0, round((deadline - time.monotonic()) * 1000))):
-                event = recv_monitor_message(monitor)["event"]
-                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    return
-                if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                    problem = f"its admin_clients_file lacks this client's key, {self._public_key.decode()}"
-                    break
-                problem = "what listens there is no kvoffd, or has another key than the one given for it"
-        except zmq.ZMQError as error:
-            problem = f"{error}; an address is host:port"
-        finally:
-            socket.disable_monitor()
-            monitor.close(linger=0)
-        raise DaemonUnavailable(f"The kvoffd daemon at {self._address} cannot be reached: {problem}.")
-
-    def _exchange(self, socket: zmq.Socket[bytes], make: MakeRequest, deadline: float) -> m.AnyReply:
-        self._last_id += 1
-        frame = encode(make(self._last_id, NO_TOKEN))
-        sent = False
-        while (left := deadline - time.monotonic()) > 0:
-            ready = socket.poll(max(1, round(left * 1000)), zmq.POLLIN if sent else zmq.POLLOUT)
-            if ready & zmq.POLLOUT:
-                socket.send(frame, zmq.NOBLOCK)
-                sent = True
-            elif ready & zmq.POLLIN and (reply := self._receive(socket)).request_id == self._last_id:
-                if isinstance(reply, m.Error):
-                    raise RequestRefused(reply.code, reply.message)
-                return reply
-        self._disconnect()
-        raise RequestTimeout(f"The kvoffd daemon at {self._address} did not answer in time; try again later.")
-
-    def _receive(self, socket: zmq.Socket[bytes]) -> m.AnyReply:
-        frames = socket.recv_multipart(zmq.NOBLOCK)
-        try:
-            return decode_reply(frames[0] if len(frames) == 1 else b"")
-        except CodecError as error:
-            self._disconnect()
-            raise DaemonUnavailable(f"The daemon at {self._address} sent what is no reply: {error}.") from error
-
-    def _disconnect(self) -> None:
-        if self._socket is not None:
-            self._socket.close(linger=0)
-            self._socket = None

@@ -146,7 +146,7 @@ def detach_disk(context: Context, session: Session, message: m.DetachDisk) -> It
 
 def _disks(context: Context, session: Session) -> Disks:
     """The disks, for whom it is: the daemon makes files in any directory that its user may write to."""
-    if session.peer.key or session.peer.uid not in (0, os.geteuid()):
+    if session.peer.uid not in (0, os.geteuid()):
         raise KvoffdError(
             f"Disks are for root and the daemon's own user (uid {os.geteuid()}) on this machine; {session.peer} may "
             "only look at them.",

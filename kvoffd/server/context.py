@@ -41,8 +41,6 @@ REMOVAL_WAIT_S = 0.5
 """For disks to note what an invalidation, a reset or a clear removed; the answer waits for it."""
 
 StructT = TypeVar("StructT", bound=Struct)
-Sender: TypeAlias = bytes | Callable[[bytes], None]
-"""Who asked: a client's name at ``jobs.sock``, or what sends a frame to an administrator elsewhere."""
 
 
 @dataclass
@@ -78,7 +76,7 @@ class Context:
     router_server: RouterServer | None = None
     """Publishes KV events for routers, where it is configured."""
     outbox: Outbox = field(default_factory=Outbox)
-    sender: Sender = b""
+    sender: bytes = b""
     """Who sent the request that is being handled."""
     lookups: list[tuple[int, float | None]] = field(default_factory=list)
     """Lease and seconds of lookups that are to be counted once their replies are out."""
@@ -115,13 +113,9 @@ class Context:
                 "before it is noted would bring that back."
             )
 
-    def reply(self, sender: Sender, reply: m.AnyReply) -> None:
-        """Send a reply, to a client of ``jobs.sock`` with the next flush."""
-        frame = codec.encode(reply)
-        if isinstance(sender, bytes):
-            self.outbox.replies.append((sender, frame))
-        else:
-            sender(frame)
+    def reply(self, sender: bytes, reply: m.AnyReply) -> None:
+        """Send a reply with the next flush."""
+        self.outbox.replies.append((sender, codec.encode(reply)))
 
     def answer_later(self, request_id: int) -> Callable[[m.AnyReply | Exception], None]:
         """What sends the reply, or the refusal, to the request that is being handled, once that is known."""

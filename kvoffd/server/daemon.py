@@ -23,7 +23,6 @@ from kvoffd.errors import KvoffdError
 from kvoffd.memory_needs import max_index_bytes, memory_shortage, memory_summary
 from kvoffd.observe.logging import log_what_python_prints
 from kvoffd.pool.pool import Pool
-from kvoffd.server.admin_server import AdminKeys, AdminServer
 from kvoffd.server.descriptors import check_loop_calls, half_of_descriptors, most_connections, raise_descriptor_limit
 from kvoffd.server.disks import OpenStores, opener, shared_opener, shared_stores
 from kvoffd.server.engine_memory import open_gpus
@@ -143,7 +142,6 @@ class Daemon:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup(1) has it
                 loop.add_signal_handler(number, self._stop.set)
         # Read before the pool is touched, which may take minutes.
-        admin_keys = AdminKeys.read(self._config) if self._config.admin_address else None
         self._shared_stores = shared_stores(self._config)
         self._directory.acquire()
         try:
@@ -151,7 +149,7 @@ class Daemon:
             self._pool = await self._take_pool()
             try:
                 if not self._stop.is_set():
-                    await self._serve_pool(admin_keys)
+                    await self._serve_pool()
             finally:
                 await self._close_pool()
         finally:
@@ -184,9 +182,9 @@ class Daemon:
             raise NotServing("The daemon is stopping." if self._stop.is_set() else "The daemon is starting.")
         return self._probe
 
-    async def _serve_pool(self, admin_keys: AdminKeys | None) -> None:
+    async def _serve_pool(self) -> None:
         self._build_service()
-        self._build_sockets(admin_keys)
+        self._build_sockets()
         try:
             await self._startup()
             await self._main_loop()
@@ -273,16 +271,13 @@ class Daemon:
         self._service.context.http_problem = self._http_problem
         self._service.use_pool(pool.name)
 
-    def _build_sockets(self, admin_keys: AdminKeys | None) -> None:
+    def _build_sockets(self) -> None:
         config, service = self._config, self._service
         self._transport = Transport(service, self._directory, most_connections(config.max_sessions))
         self._inbox.on_work = self._transport.wake
         if (index := service.context.publisher.routers) is not None:
             service.context.router_server = RouterServer(index, config)
         self._lifelines = LifelineServer(service.context, self._directory, self._transport.wake, self._pool.share)
-        self._admin_server = (
-            AdminServer(service, config.directory, config.admin_address, admin_keys) if admin_keys is not None else None
-        )
 
     async def _startup(self) -> None:
         """Open the sockets, say that the daemon serves, and begin with what may take its time. Raises StartError."""
@@ -294,8 +289,6 @@ class Daemon:
             self._transport.open()
             probe = SelfProbe(self._service, self._directory)
             probe.open()
-            if self._admin_server is not None:
-                self._admin_server.open()
         except OSError as error:
             raise StartError(f"The sockets in {config.directory} cannot be opened: {error}.") from error
         self._probe = probe
@@ -391,8 +384,6 @@ class Daemon:
     async def _shutdown(self) -> None:
         """Close all sockets, end all threads but for what hangs, and send what that has left."""
         self._probe = None
-        if self._admin_server is not None:
-            self._admin_server.close(LINGER_MS)
         if (routers := self._service.context.router_server) is not None:
             await routers.close()
         if not self._service.context.disks.close(DISKS_CLOSE_S):

@@ -22,7 +22,7 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server.block_access import BlockAccess, BlockWriter
-from kvoffd.server.context import HANDLERS, Answer, Context, Outbox, Sender
+from kvoffd.server.context import HANDLERS, Answer, Context, Outbox
 from kvoffd.server.disks import Disks, OpenDisk
 from kvoffd.server.engine_jobs import EngineJobs
 from kvoffd.server.engine_memory import MemoryMapper, Post
@@ -110,15 +110,14 @@ class Service:
 
     # --- called by the sockets of requests --------------------------------------------------------
 
-    def handle(self, sender: Sender, frame: bytes, session: Session | None = None) -> Iterator[None] | None:
+    def handle(self, sender: bytes, frame: bytes) -> Iterator[None] | None:
         """Answer one request frame. Never raises; every frame gets a reply but jobs that are all accepted.
 
-        The request's token says whose it is, unless the sender's connection did: ``session``. Returns what is left to
-        be done of it, a part at each step, before the sender's next frame; None for nothing. Where the sender is gone,
-        that is forgotten, and done by ``go_on``.
+        The request's token says whose it is. Returns what is left to be done of it, a part at each step, before the
+        sender's next frame; None for nothing. Where the sender is gone, that is forgotten, and done by ``go_on``.
         """
         self.context.sender = sender
-        request, request_id, reply = self._answer(frame, session)
+        request, request_id, reply = self._answer(frame)
         if isinstance(reply, Iterator):
             # Jobs are not accepted once the sender is gone: it may have asked over another connection what became of
             # them, and heard that they are unknown. Any other request that was begun is done whole.
@@ -146,7 +145,7 @@ class Service:
         logger.info("All of the earlier daemon's blocks are taken over %.3f s after the first ones.", seconds)
 
     def _parts_of(
-        self, sender: Sender, request_id: int, parts: Iterator[m.AnyReply | None], *, whole: bool
+        self, sender: bytes, request_id: int, parts: Iterator[m.AnyReply | None], *, whole: bool
     ) -> Iterator[None]:
         try:
             for reply in parts:
@@ -239,8 +238,8 @@ class Service:
             f"The frame has {frame_bytes} bytes; {limit} are allowed. Send it in parts.", ErrorCode.TOO_LARGE
         )
 
-    def _answer(self, frame: bytes, session: Session | None) -> tuple[m.AnyRequest | None, int, Answer]:
-        """The request, its number and what its handler returned. Its token names the session where that is None."""
+    def _answer(self, frame: bytes) -> tuple[m.AnyRequest | None, int, Answer]:
+        """The request, its number and what its handler returned."""
         context = self.context
         context.requests += 1
         request, request_id = None, 0
@@ -256,11 +255,11 @@ class Service:
                 request_id = codec.request_id_of(frame)
                 raise KvoffdError(f"The frame is not a request: {error}.", ErrorCode.MALFORMED) from error
             request_id = request.request_id
-            if session is None and self.sessions.has_departed(request.token):
+            if self.sessions.has_departed(request.token):
                 # Its last message, such as a heartbeat, crossed the end of the lifeline: nothing is wrong.
                 gone = m.Error(request_id, context.epoch, ErrorCode.BAD_TOKEN, ErrorCode.BAD_TOKEN.sentence)
                 return request, request_id, gone
-            return request, request_id, self._dispatch(request, session or self.sessions.by_token.get(request.token))
+            return request, request_id, self._dispatch(request, self.sessions.by_token.get(request.token))
         except Exception as error:
             return request, request_id, context.refusal(request_id, error)
 
@@ -277,9 +276,5 @@ class Service:
             raise KvoffdError(
                 f"{type(request).__name__} is for the role {' or '.join(sorted(exchange.roles))}, not {session.role}.",
                 ErrorCode.WRONG_ROLE,
-            )
-        if session.peer.key and not exchange.over_tcp:
-            raise KvoffdError(
-                f"{type(request).__name__} is not for TCP; send it on the daemon's own machine.", ErrorCode.WRONG_ROLE
             )
         return handler(self.context, session, request)

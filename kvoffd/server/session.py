@@ -33,13 +33,11 @@ class Peer:
     pid: int
     uid: int
     gid: int
-    key: str = ""
-    """Public key of an administrator over TCP, whom the kernel does not know."""
     process: int = 0
     """A number of the process that no other has, also where pid is 0; 0 where the kernel tells none."""
 
     def __str__(self) -> str:
-        return f"key {self.key}" if self.key else f"uid {self.uid}"
+        return f"uid {self.uid}"
 
 
 class Ending(StrEnum):

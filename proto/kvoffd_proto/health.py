@@ -49,6 +49,6 @@ class HealthReply(Reply, frozen=True):
         return [cause.sentence for cause in self.causes]
 
 
-@exchange(Section.ADMINISTRATION, ANY_ROLE, over_tcp=True)
+@exchange(Section.ADMINISTRATION, ANY_ROLE)
 class Health(Request[HealthReply], frozen=True):
     """Asks whether the daemon works. The answer is a round trip through the loop that serves engines."""

@@ -51,7 +51,7 @@ class SessionsReply(Reply, frozen=True):
     sessions: Annotated[list[SessionInfo], doc("Open sessions, oldest first.")]
 
 
-@exchange(Section.ADMINISTRATION, ADMIN, over_tcp=True)
+@exchange(Section.ADMINISTRATION, ADMIN)
 class Sessions(Request[SessionsReply], frozen=True):
     """Asks for the open sessions."""
 
@@ -95,12 +95,12 @@ class NamespacesReply(Reply, frozen=True):
     namespaces: Annotated[list[NamespaceInfo], doc("Open namespaces, in the order in which they were opened.")]
 
 
-@exchange(Section.ADMINISTRATION, ADMIN, over_tcp=True)
+@exchange(Section.ADMINISTRATION, ADMIN)
 class Namespaces(Request[NamespacesReply], frozen=True):
     """Asks for the open namespaces."""
 
 
-@exchange(Section.ADMINISTRATION, ADMIN, over_tcp=True)
+@exchange(Section.ADMINISTRATION, ADMIN)
 class SetNamespaceLimits(Request[Done], frozen=True):
     """Sets how much of the pool a namespace may have, from now on and after restarts, open or not. Admin only.
 

@@ -140,7 +140,7 @@ class Welcome(Reply, frozen=True):
     job_deadline_ms: Annotated[int, doc("Time after which an unfinished job is failed, in milliseconds.", ge=1)]
 
 
-@exchange(Section.SESSION, ANY_ROLE, over_tcp=True)
+@exchange(Section.SESSION, ANY_ROLE)
 class Hello(Request[Welcome], frozen=True):
     """First message of a session, with the token from the lifeline."""
 
@@ -342,14 +342,14 @@ class Cancel(Request[CancelReply], frozen=True):
     ] = 0
 
 
-@exchange(Section.ADMINISTRATION, ADMIN, over_tcp=True)
+@exchange(Section.ADMINISTRATION, ADMIN)
 class Clear(Request[Done], frozen=True):
     """Drops every block of one namespace, or of all. Admin only."""
 
     namespace: Annotated[Fingerprint | None, doc("The namespace; nil for all.")] = None
 
 
-@exchange(Section.ADMINISTRATION, ADMIN, over_tcp=True)
+@exchange(Section.ADMINISTRATION, ADMIN)
 class ResetFleet(Request[Done], frozen=True):
     """Makes every block of a namespace void for all nodes that share a store with this one, as after a change of the
     weights: each drops its own too, within seconds. ``count`` in the answer is how many stores were told. Admin only.
@@ -370,7 +370,7 @@ class ScrubReply(Reply, frozen=True):
     seconds: Annotated[Seconds, doc("How long the scrub has been running, or took, in seconds.")]
 
 
-@exchange(Section.ADMINISTRATION, ADMIN, over_tcp=True)
+@exchange(Section.ADMINISTRATION, ADMIN)
 class Scrub(Request[ScrubReply], frozen=True):
     """Compares every readable block with its checksum in the background, or asks for the progress. Admin only."""
 

@@ -60,7 +60,7 @@ class PolicyDescribed(Reply, frozen=True):
     key: Annotated[KeyWorth | None, doc("What is known of the key that was asked for; nil if nothing.")] = None
 
 
-@exchange(Section.ADMINISTRATION, ADMIN, over_tcp=True)
+@exchange(Section.ADMINISTRATION, ADMIN)
 class DescribePolicy(Request[PolicyDescribed], frozen=True):
     """Asks what the eviction policy has learned, and what it knows of one key. Admin only."""
 

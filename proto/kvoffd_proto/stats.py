@@ -447,6 +447,6 @@ class StatsReply(Reply, frozen=True):
     curve_bytes: Annotated[ByteCount, gauge("Memory of the sample from which the curve is made.")] = 0
 
 
-@exchange(Section.ADMINISTRATION, ANY_ROLE, over_tcp=True)
+@exchange(Section.ADMINISTRATION, ANY_ROLE)
 class Stats(Request[StatsReply], frozen=True):
     """Asks for all counters."""

@@ -17,7 +17,7 @@ PROTOCOL_VERSION = 5
 FINGERPRINT_BYTES = 32
 TOKEN_BYTES = 16
 NO_TOKEN = bytes(TOKEN_BYTES)
-"""The token of requests over TCP, where the connection's key identifies the client, and of those without a session."""
+"""The token of requests without a session."""
 MAX_GROUPS = 64
 MAX_PAGES = 8192
 """Of a registration in all groups together, and its tensors: each costs the daemon's loop some microseconds."""
@@ -131,8 +131,6 @@ class Exchange(NamedTuple):
     section: Section
     roles: tuple[Role, ...]
     """Who may send it."""
-    over_tcp: bool
-    """Administrators may send it over TCP too."""
     answer: type[Message]
 
 
@@ -142,19 +140,13 @@ EXCHANGES: dict[type[Request[Message]], Exchange] = {}
 RequestT = TypeVar("RequestT", bound=Request[Message])
 
 
-def exchange(
-    section: Section, roles: tuple[Role, ...], *, over_tcp: bool = False
-) -> Callable[[type[RequestT]], type[RequestT]]:
-    """Make the decorated class a request of the protocol, which ``roles`` may send.
-
-    ``over_tcp`` is for what administrators may ask from elsewhere: nothing that needs a lifeline, and no block's bytes
-    or keys.
-    """
+def exchange(section: Section, roles: tuple[Role, ...]) -> Callable[[type[RequestT]], type[RequestT]]:
+    """Make the decorated class a request of the protocol, which ``roles`` may send."""
 
     def declare(kind: type[RequestT]) -> type[RequestT]:
         (base,) = kind.__orig_bases__  # type: ignore[attr-defined]
         (answer,) = base.__args__
-        EXCHANGES[kind] = Exchange(section, roles, over_tcp, answer)
+        EXCHANGES[kind] = Exchange(section, roles, answer)
         return kind
 
     return declare

@@ -14,7 +14,6 @@ import pytest
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
 from tests.kit.daemon import DaemonProcess
-from tests.kit.open_files import files_of_at_most
 
 Cli = Callable[..., tuple[int, str, str]]
 KEYS = [bytes([number]) * 32 for number in range(1, 9)]
@@ -91,35 +90,11 @@ def test_what_is_wrong_with_a_directory_that_may_not_be_read_is_said_by_kvoffd(
 
 
 def test_what_names_the_daemon_may_stand_before_the_command_or_behind_it(
-    shared_daemon: DaemonProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shared_daemon: DaemonProcess,
 ) -> None:
     where = str(shared_daemon.directory)
     for arguments in (["--directory", where, "namespaces"], ["namespaces", "--directory", where]):
         assert main(arguments) == 0
-    key_file = tmp_path / "key"
-    assert main(["keygen", str(key_file)]) == 0
-    remote = ["--address", "127.0.0.1:1", "--key", str(tmp_path / "none"), "--server-key", "k" * 40]
-    capsys.readouterr()
-    said = set()
-    for arguments in ([*remote, "namespaces"], ["namespaces", *remote], [*remote[:2], "namespaces", *remote[2:]]):
-        assert main(arguments) == 2
-        said.add(capsys.readouterr().err)
-    assert len(said) == 1
-    assert str(tmp_path / "none") in said.pop()
-    assert main(["--directory", where, "namespaces", "--address", "h:1", "--server-key=k", "--key=f"]) == 2
-    assert "two daemons" in capsys.readouterr().err
-
-
-def test_keygen_says_which_file_it_cannot_write_and_leaves_none_behind(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "admin.key"
-    with files_of_at_most(0):
-        assert main(["keygen", str(file)]) == 2
-    assert capsys.readouterr().err == f"kvoffd-cli: {file} cannot be written: File too large.\n"
-    assert not file.exists()
-    assert main(["keygen", str(tmp_path / "none" / "key")]) == 2
-    assert "none/key cannot be written: No such file or directory.\n" in capsys.readouterr().err
 
 
 def test_short_help_and_completion(capsys: pytest.CaptureFixture[str]) -> None:

@@ -192,9 +192,3 @@ def test_a_replay_of_events_needs_events() -> None:
     assert "neither event_address nor event_connect is set" in refusal({"event_replay_address": "127.0.0.1:5558"})
     for setting in ({"event_address": "127.0.0.1:5557"}, {"event_connect": ["router:5557"]}):
         load_config({"event_replay_address": "127.0.0.1:5558", **setting}, {})
-
-
-def test_administration_over_tcp_needs_keys() -> None:
-    sentence = refusal({"admin_address": "127.0.0.1:9465", "admin_key_file": "/etc/kvoffd/admin.key"})
-    assert "admin_address is 127.0.0.1:9465 (flag --admin-address)" in sentence
-    assert "known keys only" in sentence

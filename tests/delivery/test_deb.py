@@ -122,7 +122,7 @@ def test_pages_and_completions_are_readable(tmp_path: Path) -> None:
     for program, words, offered in (
         ("kvoffd-cli", "kvoffd-cli disk att", "attach"),
         ("kvoffd-cli", "kvoffd-cli stats --js", "--json"),
-        ("kvoffd-cli", "kvoffd-cli --addr", "--address"),
+        ("kvoffd-cli", "kvoffd-cli --dir", "--directory"),
         ("kvoffd", "kvoffd serve --pool-s", "--pool-size"),
     ):
         function = "_" + program.replace("-", "_")

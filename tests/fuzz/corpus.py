@@ -32,7 +32,6 @@ def seeds(name: str) -> list[bytes]:
         "event_batch": _events,
         "facts": _facts,
         "config_file": _config,
-        "curve_keys": lambda: [b"# of whom\n\n" + b"x" * 40 + b" name\n"],
     }.get(name, lambda: [bytes(range(64)), b"\0\1\2\3" * 40])()
 
 

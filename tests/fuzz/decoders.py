@@ -7,7 +7,6 @@ import struct
 import zlib
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import msgspec
 
@@ -16,7 +15,6 @@ from kvoffd.pool.namespace_log import NamespaceLog, read_namespaces
 from kvoffd.pool.records import NamespaceRecord
 from kvoffd_client.scheduler_session import EventStream
 from kvoffd_proto import codec, events, lifeline
-from kvoffd_proto.curve_keys import CurveKeyError, is_key, read_public_keys, read_secret_key
 from kvoffd_proto.messages import GroupSpec
 from tests.fuzz import corpus
 from tests.fuzz.choices import Choices
@@ -173,17 +171,6 @@ def config_values(data: bytes) -> None:
     _load("\n".join(lines).encode(), environ, flags)
 
 
-def curve_keys(data: bytes) -> None:
-    """A file of keys for administration over TCP: read or refused with a sentence."""
-    path = Path(_file_of(data))
-    for read in (read_public_keys, read_secret_key):
-        try:
-            found = read(path)
-        except CurveKeyError:
-            continue
-        assert all(is_key(key) for key in ([found] if isinstance(found, str) else found))
-
-
 def _load(file: bytes, environ: dict[str, str], flags: dict[str, str]) -> None:
     path = _file_of(file)
     try:
@@ -227,7 +214,6 @@ DECODERS: dict[str, Callable[[bytes], None]] = {
         disk_pages,
         config_file,
         config_values,
-        curve_keys,
     )
 }
 """For each target its function, which takes one input and raises where a promise does not hold."""

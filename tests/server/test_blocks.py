@@ -17,10 +17,6 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvoffd.config import Config
-from kvoffd.errors import KvoffdError
-from kvoffd.server.block_access import BlockAccess
-from kvoffd.server.session import CompletionLog, Lifeline, Peer, Session
 from kvoffd_client import SharedMemory
 from kvoffd_proto import blocks as b
 from kvoffd_proto import codec, lifeline
@@ -28,7 +24,6 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import LayerSpec, MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.stats import PoolStats
-from tests.kit.cache_harness import CacheHarness
 from tests.kit.daemon import DaemonProcess, clear_daemon
 from tests.kit.struct_wire import NAMESPACE, WireClient, ids, key, keys, stats
 
@@ -151,21 +146,6 @@ def test_engines_are_refused_whatever_block_access_says(room: Room, role: m.Role
         assert isinstance(answer, lifeline.PoolRefused)
         assert answer.code == ErrorCode.WRONG_ROLE
         assert fds == []
-
-
-def test_an_administrator_over_tcp_opens_no_blocks() -> None:
-    """His peer says uid 0, since the kernel knows nothing of him."""
-    config = Config(block_access="write", block_uids=(0,))
-    cache = CacheHarness(regions=1, region_bytes=65536).cache
-    near, far = Peer(1, 0, 0), Peer(0, 0, 0, "a public key")
-    for peer in (near, far):
-        session = Session(1, bytes(16), peer, Lifeline(), 0.0, CompletionLog(1, 1), role=m.Role.ADMIN)
-        if peer is near:
-            BlockAccess(config, cache).admit(session, write=True)
-            continue
-        with pytest.raises(KvoffdError) as caught:
-            BlockAccess(config, cache).admit(session, write=False)
-        assert caught.value.code == ErrorCode.FORBIDDEN
 
 
 def test_a_session_that_said_no_hello_gets_no_pool(room: Room) -> None:

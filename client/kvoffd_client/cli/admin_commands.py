@@ -1,19 +1,16 @@
-"""``kvoffd-cli sessions``, ``namespaces``, ``clear``, ``scrub`` and ``keygen``."""
+"""``kvoffd-cli sessions``, ``namespaces``, ``clear`` and ``scrub``."""
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
-from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
-import zmq
 from rich.text import Text
 
 from kvoffd_client.cli.console import (
@@ -44,8 +41,6 @@ from kvoffd_proto.units import format_count, format_duration, format_rate, forma
 FIRST_SCRUB_PAUSE_S = 0.02
 SCRUB_PAUSE_S = 0.5
 """Between two questions for a scrub's progress: at first short, since a small pool is done at once."""
-SECRET_MODE = 0o600
-PUBLIC_MODE = 0o644
 T = TypeVar("T")
 
 
@@ -332,38 +327,3 @@ def _scrub_result(reply: ScrubReply) -> str:
         f"{read}; {some} not match: the blocks are dropped and the slots not used before a restart. "
         "The daemon's log names them; check the machine's memory (dmesg, edac-util)."
     )
-
-
-def keygen(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="File for the secret key; FILE.pub gets the public key.")
-    ],
-) -> int:
-    """Make a pair of keys for administration over TCP.
-
-    Each daemon has a pair, and so has each administrator. FILE, the secret key, stays on its machine; FILE.pub is for
-    the other end.
-    """
-    public_file = file.with_name(f"{file.name}.pub")
-    for path in (file, public_file):
-        if path.exists():
-            raise CliError(f"{path} exists already; name another file, or remove it.")
-    public, secret = (key.decode() for key in zmq.curve_keypair())
-    text = f"# A secret key of kvoffd. The key to give away is in {public_file.name}.\n{secret}\n"
-    _create_file(file, text, SECRET_MODE)
-    _create_file(public_file, f"{public} {file.stem}\n", PUBLIC_MODE)
-    print_line(f"{file} holds the secret key, {public_file} the public one: {public}")
-    return 0
-
-
-def _create_file(path: Path, text: str, mode: int) -> None:
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-        try:
-            with os.fdopen(fd, "w") as file:
-                file.write(text)
-        except OSError:
-            path.unlink()
-            raise
-    except OSError as error:
-        raise CliError(f"{path} cannot be written: {error.strerror}.") from error

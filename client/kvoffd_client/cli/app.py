@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,14 +22,12 @@ from kvoffd_client.cli.policy_command import policy
 from kvoffd_client.cli.record_command import record
 from kvoffd_client.cli.reference import JSON, epilog_of
 from kvoffd_client.cli.simulate_command import simulate
-from kvoffd_client.cli.target import CliError, Directory, remote_daemon
+from kvoffd_client.cli.target import CliError, Directory
 from kvoffd_client.errors import KvoffdClientError
 
 EXIT_REFUSED = 2
 COMPLETION = "_KVOFFD_CLI_COMPLETE"
 """The variable by which a shell asks for completions."""
-ROOT_OPTIONS = ("--address", "--server-key")
-"""Options that name a daemon elsewhere; they are taken behind the command too, as --directory is before it."""
 EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
@@ -50,7 +47,6 @@ app.command()(admin_commands.clear)
 app.command()(shared_commands.reset)
 app.command()(admin_commands.scrub)
 app.command()(monitor_commands.events)
-app.command()(admin_commands.keygen)
 app.command()(policy)
 app.command()(advise)
 app.command()(curve)
@@ -75,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Not Command.main(), which has its own way with Ctrl-C and with a reader that closes its pipe.
         if COMPLETION in os.environ:
             command.main(given, "kvoffd-cli")
-        with command.make_context("kvoffd-cli", _root_options_first(given)) as context:
+        with command.make_context("kvoffd-cli", list(given)) as context:
             status: int | None = command.invoke(context)
         sys.stdout.flush()
         return status or 0
@@ -119,26 +115,6 @@ def _add_keys(group: TyperGroup, words: str, keys: bool) -> None:
             _add_keys(command, f"{words}{name} ", keys)
 
 
-def _root_options_first(given: Sequence[str]) -> list[str]:
-    """The arguments with those that name a daemon elsewhere in front."""
-    first: list[str] = []
-    rest = list(given)
-    end = rest.index("--") if "--" in rest else len(rest)
-    # --key is an option of a command too, and belongs to it unless an address is named.
-    wanted = ROOT_OPTIONS + (("--key",) if any(one.split("=")[0] == "--address" for one in rest[:end]) else ())
-    at = 0
-    while at < end:
-        option, equals, _ = rest[at].partition("=")
-        if option in wanted and (equals or at + 1 < end):
-            count = 1 if equals else 2
-            first += rest[at : at + count]
-            del rest[at : at + count]
-            end -= count
-        else:
-            at += 1
-    return [*first, *rest]
-
-
 def _refuse(sentence: str) -> int:
     print(f"kvoffd-cli: {sentence}", file=sys.stderr)
     return EXIT_REFUSED
@@ -157,24 +133,8 @@ def read_root_options(
         bool, typer.Option("--version", help="Print the release.", callback=_print_version, is_eager=True)
     ] = False,
     directory: Directory = None,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            "--address", metavar="HOST:PORT", help="Address of a daemon on another machine: its admin_address."
-        ),
-    ] = None,
-    server_key: Annotated[
-        str | None, typer.Option("--server-key", metavar="KEY", help="Public key of that daemon, or a file with it.")
-    ] = None,
-    key: Annotated[
-        Path | None, typer.Option("--key", metavar="FILE", help="File of your secret key, made by keygen.")
-    ] = None,
 ) -> None:
-    """Show and administer the kvoffd daemon of this node, or one elsewhere over TCP."""
-    if address is None and (server_key or key):
-        raise CliError("--server-key and --key are for a daemon elsewhere; name it with --address.")
-    if address is not None and directory is not None:
-        raise CliError("--address and --directory name two daemons; give one of them.")
-    context.obj = directory if address is None else remote_daemon(address, server_key, key)
+    """Show and administer the kvoffd daemon of this node."""
+    context.obj = directory
     if context.invoked_subcommand is None:
         print(context.get_help())

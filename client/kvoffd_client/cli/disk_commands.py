@@ -12,7 +12,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from kvoffd_client.admin_client import OPERATOR_OPTIONS, AdminClient, AdminRequests
+from kvoffd_client.admin_client import OPERATOR_OPTIONS, AdminClient
 from kvoffd_client.cli.console import percent, print_line
 from kvoffd_client.cli.json_objects import Disks
 from kvoffd_client.cli.json_output import print_listing
@@ -162,7 +162,7 @@ def _open_here(context: typer.Context, directory: Path | None) -> AdminClient:
     return AdminClient(local_directory(context, directory), OPERATOR_OPTIONS)
 
 
-def _disk_at(admin: AdminRequests, path: str) -> DiskStats | None:
+def _disk_at(admin: AdminClient, path: str) -> DiskStats | None:
     return next((disk for disk in admin.stats().disks if disk.directory == path), None)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -16,12 +15,9 @@ from kvoffd_client.admin_client import (
     OPERATOR_OPTIONS,
     OPERATOR_WAIT_S,
     AdminClient,
-    AdminRequests,
-    RemoteAdminClient,
     matching_namespaces,
 )
 from kvoffd_client.cli.console import short_fingerprint
-from kvoffd_proto.curve_keys import CurveKeyError, is_key, read_public_keys, read_secret_key
 from kvoffd_proto.messages import NamespaceInfo
 from kvoffd_proto.sockets import default_directory
 from kvoffd_proto.units import printable
@@ -55,53 +51,17 @@ def confirmed(question: str, done: str) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-@dataclass(frozen=True)
-class RemoteDaemon:
-    """A daemon on another machine: its TCP address, its public key, and the administrator's secret key."""
-
-    address: str
-    server_key: str
-    secret_key: str
-
-
-def remote_daemon(address: str, server_key: str | None, key_file: Path | None) -> RemoteDaemon:
-    """Return the daemon that the options --address, --server-key and --key name. Raises CliError."""
-    if server_key is None or key_file is None:
-        raise CliError("--address needs --server-key, the daemon's public key, and --key, the file of your secret key.")
-    try:
-        if not is_key(server_key) or Path(server_key).is_file():
-            keys = list(read_public_keys(Path(server_key)))
-            if len(keys) != 1:
-                raise CliError(f"--server-key: {server_key} holds {len(keys)} keys; the daemon has one.")
-            server_key = keys[0]
-        return RemoteDaemon(address.removeprefix("tcp://"), server_key, read_secret_key(key_file))
-    except CurveKeyError as error:
-        raise CliError(str(error)) from error
-
-
 def local_directory(context: typer.Context, directory: Path | None) -> Path:
-    """Return the directory of the daemon's sockets, for commands that need them. Raises CliError."""
-    if not isinstance(context.obj, RemoteDaemon):
-        return directory or context.obj or default_directory()
-    if directory is not None:
-        raise CliError("--address and --directory name two daemons; give one of them.")
-    raise CliError(f"{context.command_path} needs the daemon's sockets; run it on the daemon's own machine.")
+    """Return the directory of the daemon's sockets."""
+    return directory or context.obj or default_directory()
 
 
-def open_admin(context: typer.Context, directory: Path | None) -> AdminRequests:
-    """Return a client of the daemon that the command line names, on this machine or elsewhere. Raises CliError.
+def open_admin(context: typer.Context, directory: Path | None) -> AdminClient:
+    """Return a client of the daemon that the command line names.
 
     It has one deadline for all calls. Who waits for more than the daemon's answers takes it away.
     """
-    remote: RemoteDaemon | Path | None = context.obj
-    admin: AdminRequests
-    if not isinstance(remote, RemoteDaemon) or directory is not None:
-        admin = AdminClient(local_directory(context, directory), OPERATOR_OPTIONS)
-    else:
-        try:
-            admin = RemoteAdminClient(remote.address, remote.server_key, remote.secret_key)
-        except ValueError as error:
-            raise CliError(str(error)) from error
+    admin = AdminClient(local_directory(context, directory), OPERATOR_OPTIONS)
     admin.deadline = time.monotonic() + OPERATOR_WAIT_S
     return admin
 
