@@ -12,7 +12,7 @@ import vllm
 import vllm.config
 from vllm import envs
 
-from kvoffd_client.vllm import release_of
+from kvoffd_client.vllm.compat import release_of
 from kvoffd_client.vllm.factors import ENVIRONMENT
 
 PAGE = Path(__file__).parents[2] / "client" / "FINGERPRINT.md"

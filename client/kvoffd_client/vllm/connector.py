@@ -1,4 +1,4 @@
-# ruff: noqa: E402 - an unsupported vLLM must be refused before anything of its insides is imported
+# ruff: noqa: E402 - a vLLM that does not fit must be refused before anything of its insides is imported
 """KvoffdConnector: vLLM's OffloadingConnector with a daemon behind it."""
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import vllm
 from prometheus_client import Gauge
 
-from kvoffd_client.vllm import require_supported
+from kvoffd_client.vllm.compat import check_version, require_vllm, untested
 
-require_supported(vllm.__version__)
+require_vllm()
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
@@ -186,10 +185,14 @@ class KvoffdConnector(OffloadingConnector):
         check_siblings(parents)
         transfer_config = vllm_config.kv_transfer_config
         options, unknown = parse_options(transfer_config.kv_connector_extra_config)
-        if unknown and role == KVConnectorRole.SCHEDULER:
-            logger.warning(
-                "kvoffd: kv_connector_extra_config has keys that nobody reads: %s.", ", ".join(sorted(unknown))
-            )
+        check_version(strict=options.strict_version)
+        if role == KVConnectorRole.SCHEDULER:
+            if unknown:
+                logger.warning(
+                    "kvoffd: kv_connector_extra_config has keys that nobody reads: %s.", ", ".join(sorted(unknown))
+                )
+            if sentence := untested():
+                logger.warning("kvoffd: %s", sentence)
         name_spec(transfer_config)
         self._setup = setup_of(vllm_config, kv_cache_config, options, role)
         token = SETUP.set(self._setup)
@@ -382,7 +385,8 @@ class KvoffdConnector(OffloadingConnector):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """As vLLM's, which asks for CUDA graphs before it loads the model: wrong options are refused here already."""
-        parse_options(extra_config)
+        options, _ = parse_options(extra_config)
+        check_version(strict=options.strict_version)
         return super().requires_piecewise_for_cudagraph(extra_config)
 
     @classmethod

@@ -66,6 +66,8 @@ class ConnectorOptions:
         hints: follow what users say under "kvoffd" in ``kv_transfer_params`` of how long blocks should stay.
         respect_load_failure_policy: leave ``kv_load_failure_policy`` as the engine has it, even where it says that
             a request whose load failed must fail.
+        strict_version: refuse a vLLM release that this kvoffd was not tested with; else such an engine starts with a
+            warning.
     """
 
     directory: str = ""
@@ -80,6 +82,7 @@ class ConnectorOptions:
     do_no_harm: bool = True
     hints: bool = True
     respect_load_failure_policy: bool = False
+    strict_version: bool = False
 
     @property
     def client_options(self) -> ClientOptions:

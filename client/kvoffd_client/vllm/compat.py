@@ -1,0 +1,138 @@
+"""Which vLLM this connector runs with: what it uses of vLLM is checked piece by piece, whatever the version."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import vllm
+
+MINIMUM = (0, 32)
+TESTED = ((0, 32), (0, 33))
+"""Releases that the engine tests ran with: major and minor number."""
+
+_CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
+_OFFLOAD = "vllm.v1.kv_offload.base"
+# The methods that this connector's classes have. A release may ask for fewer, not for others.
+MANAGER_METHODS = frozenset({"lookup", "on_new_request", "prepare_load", "prepare_store"})
+WORKER_METHODS = frozenset({"get_finished", "submit_load", "submit_store", "wait"})
+SPEC_METHODS = frozenset({"get_manager", "get_worker"})
+
+
+def release_of(version: str) -> tuple[int, int] | None:
+    """Return major and minor number of a version string, None when it has none."""
+    parts = version.split(".")
+    if len(parts) < 2 or not (parts[0].isdecimal() and parts[1].isdecimal()):
+        return None
+    return int(parts[0]), int(parts[1])
+
+
+def require_vllm() -> None:
+    """Raise ImportError where this vLLM is too old, or lacks something that the connector uses; it says what."""
+    version = vllm.__version__
+    tested = " and ".join(f"{major}.{minor}" for major, minor in TESTED)
+    if (release_of(version) or (0, 0)) < MINIMUM:
+        raise ImportError(
+            f"kvoffd's vLLM connector needs vLLM {'.'.join(map(str, MINIMUM))} or newer, and this is vLLM {version}. "
+            f"It was tested with vLLM {tested}."
+        )
+    if missing := [name for name, holds in CHECKS.items() if not _holds(holds)]:
+        raise ImportError(
+            f"kvoffd's vLLM connector does not fit vLLM {version}, which has changed: {'; '.join(missing)}. This "
+            f"kvoffd was tested with vLLM {tested}: install one of those, or a newer kvoffd."
+        )
+
+
+def untested() -> str:
+    """Return a sentence where this vLLM is no tested release; an empty string where it is one."""
+    if release_of(vllm.__version__) in TESTED:
+        return ""
+    tested = " and ".join(f"{major}.{minor}" for major, minor in TESTED)
+    return (
+        f"This kvoffd was tested with vLLM {tested}, and this is vLLM {vllm.__version__}, whose interfaces fit. It "
+        "shares blocks with engines of the same vLLM release only."
+    )
+
+
+def check_version(*, strict: bool) -> None:
+    """Raise ValueError where ``strict`` asks for a tested release and this vLLM is none."""
+    if strict and (sentence := untested()):
+        raise ValueError(f"kvoffd cannot serve this engine, since strict_version is set. {sentence}")
+
+
+def _holds(check: Callable[[], bool]) -> bool:
+    try:
+        return check()
+    except Exception:  # whatever another release does in place of it
+        return False
+
+
+def _named(name: str, module: str = _OFFLOAD) -> Any:
+    return getattr(import_module(module), name)
+
+
+def _offloading(name: str) -> Any:
+    module = {"OffloadingConnectorWorker": "worker", "OffloadingConnectorScheduler": "scheduler"}.get(name, "common")
+    return _named(name, f"{_CONNECTORS}.offloading.{module}")
+
+
+def _fields(cls: Any) -> set[str]:
+    return {item.name for item in dataclasses.fields(cls)}
+
+
+def _parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def _connector() -> Any:
+    return _named("OffloadingConnector", f"{_CONNECTORS}.offloading_connector")
+
+
+def _fills_block_lists() -> bool:
+    spec = _named("GPULoadStoreSpec")([3], [1], [0])
+    return (list(spec.block_ids), list(spec.group_sizes), list(spec.block_indices)) == ([3], [1], [0])
+
+
+def _tells_positions() -> bool:
+    context = _named("ReqContext")("request")
+    context.set_offload_key_position(b"key", 32)
+    return context.get_offload_key_position(b"key") == 32 and hasattr(context, "load_tier_filter")
+
+
+CHECKS: dict[str, Callable[[], bool]] = {
+    "OffloadingManager's methods": lambda: _named("OffloadingManager").__abstractmethods__ <= MANAGER_METHODS,
+    "OffloadingWorker's methods": lambda: _named("OffloadingWorker").__abstractmethods__ <= WORKER_METHODS,
+    "OffloadingSpec's methods": lambda: _named("OffloadingSpec").__abstractmethods__ <= SPEC_METHODS,
+    "OffloadingSpec's constructor": lambda: _parameters(_named("OffloadingSpec").__init__) == ["self", "config"],
+    "OffloadingConnector's methods": lambda: not _connector().__abstractmethods__,
+    "OffloadingConnector's constructor": lambda: (
+        _parameters(_connector().__init__) == ["self", "vllm_config", "role", "kv_cache_config"]
+    ),
+    "the scheduler half's manager": lambda: (
+        "manager" in _offloading("OffloadingConnectorScheduler").__init__.__code__.co_names
+    ),
+    "the worker half's worker and spec": lambda: (
+        {"worker", "spec"} <= {*_offloading("OffloadingConnectorWorker").__init__.__code__.co_names}
+    ),
+    "TransferJob's fields": lambda: {"req_id", "src_spec", "dst_spec"} <= _fields(_offloading("TransferJob")),
+    "OffloadingConnectorMetadata's fields": lambda: (
+        {"load_jobs", "store_jobs", "jobs_to_flush"} <= _fields(_offloading("OffloadingConnectorMetadata"))
+    ),
+    "OffloadingWorkerMetadata's fields": lambda: (
+        {"completed_jobs", "transfer_stats"} <= _fields(_offloading("OffloadingWorkerMetadata"))
+    ),
+    "KVConnectorTransferResults' failed_recving": lambda: (
+        "failed_recving" in _parameters(_named("KVConnectorTransferResults", f"{_CONNECTORS}.base"))
+    ),
+    "TransferResult's fields": lambda: (
+        {"job_id", "success", "transfer_size", "transfer_time"} <= _fields(_named("TransferResult"))
+    ),
+    "GPULoadStoreSpec": _fills_block_lists,
+    "make_offload_key": lambda: _named("make_offload_key")(b"h" * 32, 7) == b"h" * 32 + b"\0\0\0\7",
+    "LookupResult": lambda: {"HIT", "HIT_PENDING", "MISS", "RETRY"} == {one.name for one in _named("LookupResult")},
+    "ReqContext": _tells_positions,
+}
+"""What the connector needs of vLLM, by what an error calls it."""

@@ -1,0 +1,166 @@
+"""Which vLLM the connector starts with: each thing it needs is looked for, and a release that nobody tried is named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1 import base as connector_base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import common
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_offload import base
+
+from kvoffd_client.vllm import compat
+from kvoffd_client.vllm.connector import KvoffdConnector
+from kvoffd_client.vllm.offloading_manager import KvoffdManager
+from kvoffd_client.vllm.offloading_spec import KvoffdSpec
+from kvoffd_client.vllm.offloading_worker import KvoffdWorker
+from tests.kit.models import make_tiny_llama
+from tests.kit.vllm_config import cache_config, make_config
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def replaced(owner: Any, name: str, value: object) -> Patch:
+    return lambda patch: patch.setattr(owner, name, value)
+
+
+def gone(owner: Any, name: str) -> Patch:
+    return lambda patch: patch.delattr(owner, name)
+
+
+def without_fields(owner: Any) -> Patch:
+    return replaced(owner, "__dataclass_fields__", {})
+
+
+def other(*_: object, **__: object) -> object:
+    """What takes other arguments, and sets other attributes."""
+    return object()
+
+
+class Other(Enum):
+    HIT = 1
+    PERHAPS = 2
+
+
+CHANGES: dict[str, Patch] = {
+    "OffloadingManager's methods": replaced(base.OffloadingManager, "__abstractmethods__", frozenset({"migrate"})),
+    "OffloadingWorker's methods": replaced(base.OffloadingWorker, "__abstractmethods__", frozenset({"migrate"})),
+    "OffloadingSpec's methods": replaced(base.OffloadingSpec, "__abstractmethods__", frozenset({"migrate"})),
+    "OffloadingSpec's constructor": replaced(base.OffloadingSpec, "__init__", other),
+    "OffloadingConnector's methods": replaced(OffloadingConnector, "__abstractmethods__", frozenset({"migrate"})),
+    "OffloadingConnector's constructor": replaced(OffloadingConnector, "__init__", other),
+    "the scheduler half's manager": replaced(OffloadingConnectorScheduler, "__init__", other),
+    "the worker half's worker and spec": replaced(OffloadingConnectorWorker, "__init__", other),
+    "TransferJob's fields": without_fields(common.TransferJob),
+    "OffloadingConnectorMetadata's fields": without_fields(common.OffloadingConnectorMetadata),
+    "OffloadingWorkerMetadata's fields": without_fields(common.OffloadingWorkerMetadata),
+    "KVConnectorTransferResults' failed_recving": replaced(connector_base, "KVConnectorTransferResults", other),
+    "TransferResult's fields": without_fields(base.TransferResult),
+    "GPULoadStoreSpec": replaced(base, "GPULoadStoreSpec", other),
+    "make_offload_key": replaced(base, "make_offload_key", lambda block_hash, group: bytes([group]) + block_hash),
+    "LookupResult": replaced(base, "LookupResult", Other),
+    "ReqContext": gone(base.ReqContext, "get_offload_key_position"),
+}
+
+
+def test_this_vllm_fits() -> None:
+    compat.require_vllm()
+
+
+def test_each_thing_that_is_needed_has_a_change_here() -> None:
+    assert CHANGES.keys() == compat.CHECKS.keys()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_what_is_needed_is_refused_by_its_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    CHANGES[name](monkeypatch)
+    with pytest.raises(ImportError, match=r"which has changed: .*install one of those") as refused:
+        compat.require_vllm()
+    assert f"changed: {name}. This" in str(refused.value)
+
+
+def test_everything_that_is_missing_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GPULoadStoreSpec", "LookupResult"):
+        CHANGES[name](monkeypatch)
+    with pytest.raises(ImportError, match="GPULoadStoreSpec; LookupResult"):
+        compat.require_vllm()
+
+
+def test_the_connector_has_the_methods_that_it_says() -> None:
+    for cls, methods in (
+        (KvoffdManager, compat.MANAGER_METHODS),
+        (KvoffdWorker, compat.WORKER_METHODS),
+        (KvoffdSpec, compat.SPEC_METHODS),
+    ):
+        assert all(name in vars(cls) for name in methods)
+        assert not cls.__abstractmethods__
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.1.dev1+g0123456", "dev"])
+def test_an_old_vllm_is_refused_with_those_that_work(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    with pytest.raises(ImportError, match=r"needs vLLM 0\.32 or newer, and this is vLLM .*tested with vLLM 0\.32 and"):
+        compat.require_vllm()
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1.dev3+cpu", "0.33.2"])
+def test_of_a_tested_release_nothing_is_said(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    compat.require_vllm()
+    compat.check_version(strict=True)
+    assert not compat.untested()
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: Path = tmp_path_factory.mktemp("engine")
+    return make_config(make_tiny_llama(made / "tiny-llama"), {"directory": str(made)})
+
+
+def start(config: Any, *, strict: bool, role: KVConnectorRole = KVConnectorRole.SCHEDULER) -> None:
+    config.kv_transfer_config.kv_connector_extra_config["strict_version"] = strict
+    KvoffdConnector(config, role, cache_config()).shutdown()
+
+
+def test_a_release_that_nobody_tried_starts_with_one_warning(
+    config: Any, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    compat.require_vllm()
+    start(config, strict=False)
+    start(config, strict=False, role=KVConnectorRole.WORKER)
+    [line] = [line for line in said if "0.99.0" in line]
+    assert "tested with vLLM 0.32 and 0.33" in line
+
+
+def test_a_release_that_nobody_tried_is_refused_where_that_is_asked_for(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(config, strict=True)
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    with pytest.raises(ValueError, match=r"since strict_version is set\. .* this is vLLM 0\.99\.0"):
+        start(config, strict=True)
+    with pytest.raises(ValueError, match="strict_version"):  # before vLLM loads the model
+        KvoffdConnector.requires_piecewise_for_cudagraph({"strict_version": True})
+
+
+def test_a_vllm_that_does_not_fit_is_refused_before_anything_of_it_is_imported() -> None:
+    code = (
+        "import sys, types\n"
+        "fake = types.ModuleType('vllm'); fake.__version__ = '0.99.0'; sys.modules['vllm'] = fake\n"
+        "import kvoffd_client.vllm\n"
+        "try:\n    import kvoffd_client.vllm.connector\n"
+        "except ImportError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "does not fit vLLM 0.99.0, which has changed: OffloadingManager's methods;" in done.stdout
