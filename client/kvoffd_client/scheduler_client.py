@@ -79,12 +79,6 @@ class SchedulerClient(SessionClient[SchedulerSession]):
             self._count_keys(item.keys)
         self._connection.call(self._session.invalidate, groups)
 
-    def hint(self, groups: Sequence[GroupKeys], priority: int, retain_s: float) -> None:
-        """Say how long a request's blocks should stay: -10 to 10; what is below 0 goes first. Nothing is promised."""
-        for item in groups:
-            self._count_keys(item.keys)
-        self._connection.call(self._session.hint, groups, priority, retain_s)
-
     def report(
         self, prefill_rate: float, load_rate: float, skipped_loads: int, paused_stores: int, late_lookups: int = 0
     ) -> None:

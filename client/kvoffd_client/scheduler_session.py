@@ -291,12 +291,6 @@ class SchedulerSession(Session):
         if self.usable:
             self.send(m.Invalidate(self.next_request_id(), self.token, self._fingerprint, list(groups)))
 
-    def hint(self, groups: Sequence[m.GroupKeys], priority: int, retain_s: float) -> None:
-        """Say how long a request's blocks should stay: see ``Hint``."""
-        if self.usable:
-            fields = list(groups), priority, round(retain_s * 1000)
-            self.send(m.Hint(self.next_request_id(), self.token, self._fingerprint, *fields))
-
     def report(
         self, prefill_rate: float, load_rate: float, skipped_loads: int, paused_stores: int, late_lookups: int
     ) -> None:

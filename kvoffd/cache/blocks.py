@@ -96,7 +96,6 @@ class Blocks(Room):
         """Undo ``add_namespace``. It may have no block any more."""
         del self.namespaces[namespace.fingerprint]
         self.shares.forget(namespace)
-        self.hints.forget(namespace)
 
     def start_shards(
         self,
@@ -368,7 +367,6 @@ class Blocks(Room):
 
     def used(self, namespace: Namespace, group: int, blocks: Sequence[Block]) -> None:
         """Note that a request found these ready blocks, root first."""
-        self.hints.used(blocks)
         if self.shares:
             self.shares.note_use(namespace)
             self.shares.used(namespace, blocks)

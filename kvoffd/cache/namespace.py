@@ -187,7 +187,6 @@ class Counters:
     skipped_loads: int = 0
     paused_stores: int = 0
     late_lookups: int = 0
-    hinted_keys: int = 0
     prefill_tokens_per_second: float = 0.0
     """Of the engine that told its own last."""
     load_tokens_per_second: float = 0.0

@@ -8,7 +8,6 @@ from math import ceil, inf
 
 from kvoffd.cache.eviction import choose_victims
 from kvoffd.cache.half_stored import HalfStored
-from kvoffd.cache.hints import Hints
 from kvoffd.cache.holders import SlotHolders
 from kvoffd.cache.inherited import InheritedBlocks, SomeBlocks
 from kvoffd.cache.namespace import SLOT_BYTES, Block, MissReason, Namespace
@@ -36,7 +35,6 @@ class Room(ABC):
         """All namespaces by fingerprint, in the order in which they were opened."""
         self.holders = SlotHolders(slots.region_bytes)
         self.shares = Shares(slots.pool_bytes, clock)
-        self.hints = Hints(slots.pool_bytes, clock)
         self.half_stored = HalfStored(clock)
         self._slots = slots
         self._policy = policy
@@ -193,8 +191,7 @@ class Room(ABC):
         return ordered if claim is None else claim.candidates(ordered, Whose.BOTH)
 
     def _ordered(self, worth: float) -> Iterator[Block]:
-        candidates = self._policy.candidates(worth)
-        return self.hints.order(candidates) if self.hints else candidates
+        return self._policy.candidates(worth)
 
     def _room_in_index(
         self, namespace: Namespace, count: int, protected: Set[Block], worth: float, claim: Claim | None

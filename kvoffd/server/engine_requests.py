@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from kvoffd import __version__
 from kvoffd.cache.adopt import LOOKED_FOR_BYTES
 from kvoffd.cache.namespace import Namespace
-from kvoffd.errors import BadGeometry, KvoffdError, UnknownNamespace
+from kvoffd.errors import BadGeometry, KvoffdError
 from kvoffd.server.context import Context, answers, filled
 from kvoffd.server.engine_memory import EngineMemory, segment_ids
 from kvoffd.server.namespaces import find_or_open
@@ -257,29 +257,6 @@ def invalidate(context: Context, session: Session, message: m.Invalidate) -> Ite
 def _nbytes(groups: Sequence[m.GroupKeys]) -> int:
     """Memory of a message's keys."""
     return sum(len(part.keys) for part in groups) + OBJECT_BYTES * len(groups)
-
-
-@answers(m.Hint)
-def hint(context: Context, session: Session, message: m.Hint) -> Iterator[m.Done | None]:
-    session.check_namespace(message.namespace)
-    namespace, hints = context.cache.namespace(message.namespace), context.cache.blocks.hints
-    context.check_key_count(namespace, message.groups)
-    for part in message.groups:
-        namespace.check_keys(part.group, part.keys)
-    nbytes, retain_s, count = _nbytes(message.groups), message.retain_ms / 1000, 0
-    memory = context.cache.memory
-    memory.claim(session.id, nbytes)  # for the turns of others
-    try:
-        for part in message.groups:
-            for marked in hints.set_in_steps(namespace, part.group, part.keys, message.priority, retain_s):
-                count += marked
-                namespace.counters.hinted_keys += marked
-                yield None
-                if context.cache.find_namespace(message.namespace) is not namespace:
-                    raise UnknownNamespace("The namespace was forgotten meanwhile; open it again.")
-    finally:
-        memory.take(session.id, -nbytes)
-    yield m.Done(message.request_id, context.epoch, count)
 
 
 @answers(m.ReportEngine)

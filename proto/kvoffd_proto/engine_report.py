@@ -1,17 +1,15 @@
-"""What an engine learned of itself, for operators, and what its users say of their requests."""
+"""What an engine learned of itself, for operators."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from kvoffd_proto.wire import MAX_GROUPS, SCHEDULER, Done, Fingerprint, GroupKeys, Request, Section, doc, exchange
+from kvoffd_proto.wire import SCHEDULER, Done, Fingerprint, Request, Section, doc, exchange
 
 MAX_REPORTED = 1_000_000
 """In one message: sums of what anybody may claim must stay numbers."""
 MOST_PER_SECOND = 1e12
 """Infinity is no speed."""
-MAX_PRIORITY = 10
-MAX_RETAIN_S = 86_400
 Speed = Annotated[float, doc(ge=0, le=MOST_PER_SECOND)]
 
 
@@ -28,23 +26,4 @@ class ReportEngine(Request[Done], frozen=True):
     ] = 0
     late_lookups: Annotated[
         int, doc("Lookups whose answers it did not wait for any longer.", ge=0, le=MAX_REPORTED)
-    ] = 0
-
-
-@exchange(Section.SCHEDULER, SCHEDULER)
-class Hint(Request[Done], frozen=True):
-    """Says how long the blocks of a request should stay. Nothing is promised; marks of an earlier Hint are replaced."""
-
-    namespace: Fingerprint
-    groups: Annotated[list[GroupKeys], doc("Keys of the request, root of the prefix first.", max_length=MAX_GROUPS)]
-    priority: Annotated[
-        int,
-        doc(
-            "Below 0, the blocks go before others; above 0, after them; 0 takes marks away.",
-            ge=-MAX_PRIORITY,
-            le=MAX_PRIORITY,
-        ),
-    ]
-    retain_ms: Annotated[
-        int, doc("How long a priority above 0 counts, in milliseconds.", ge=0, le=1000 * MAX_RETAIN_S)
     ] = 0

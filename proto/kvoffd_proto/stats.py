@@ -156,7 +156,6 @@ class NamespaceStats(Wire, frozen=True):
     paused_stores: Annotated[
         Count, counter("Stores that engines left out, since they had waited for stores too often.")
     ] = 0
-    hinted_keys: Annotated[Count, counter("Keys of requests whose users said how long their blocks should stay.")] = 0
     keys_shared: Annotated[Count, counter("Of the pending keys, those that a store has which nodes share.")] = 0
     late_lookups: Annotated[
         Count, counter("Lookups whose answers engines did not wait for any longer: they computed these prompts.")

@@ -269,11 +269,6 @@ class CacheMachine(RuleBasedStateMachine):
 
     # --- operators -------------------------------------------------------------------------------
 
-    @rule(space=spaces, group=groups, chain=distinct_chains, priority=st.sampled_from([-10, -1, 0, 1, 10]))
-    def hint(self, space: int, group: int, chain: list[int], priority: int) -> None:
-        namespace, _, group = self.geometry(space, 0, group)
-        self.cache.blocks.hints.set(namespace, group, namespace.split(group, keys_of(*chain)), priority, 30.0)
-
     @rule(
         space=spaces,
         least=st.sampled_from([0, 0, 3, 6, 12, 24]),

@@ -26,7 +26,6 @@ class FakeSchedulerClient:
     again: list[bool] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
     invalidated: list[GroupKeys] = field(default_factory=list)
-    hints: list[tuple[list[GroupKeys], int, float]] = field(default_factory=list)
     reports: list[tuple[float, ...]] = field(default_factory=list)
     events: list[KvEvent] = field(default_factory=list)
     joined: list[NamespaceSpec] = field(default_factory=list)
@@ -76,9 +75,6 @@ class FakeSchedulerClient:
 
     def invalidate(self, groups: Sequence[GroupKeys]) -> None:
         self.invalidated.extend(groups)
-
-    def hint(self, groups: Sequence[GroupKeys], priority: int, retain_s: float) -> None:
-        self.hints.append((list(groups), priority, retain_s))
 
     def report(self, *figures: float) -> None:
         self.reports.append(figures)

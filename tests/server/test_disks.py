@@ -15,13 +15,13 @@ from kvoffd.errors import KvoffdError
 from kvoffd.server import disks as disks_module
 from kvoffd.server.admin_requests import clear
 from kvoffd.server.disks import Disks
-from kvoffd.server.engine_requests import hint, invalidate
+from kvoffd.server.engine_requests import invalidate
 from kvoffd.server.recent import Recent
 from kvoffd.server.service import Service
 from kvoffd.settings import DiskSize
 from kvoffd.tiers.disk.file import DiskError, OpeningStopped
 from kvoffd.tiers.tier import TierBlock, TierKey, TierListener, TierStats
-from kvoffd_proto.messages import Clear, GroupKeys, GroupSpec, Hint, Invalidate
+from kvoffd_proto.messages import Clear, GroupKeys, GroupSpec, Invalidate
 from kvoffd_proto.tier_stats import DiskState
 from tests.kit.cache_harness import CacheHarness, keys_of
 from tests.kit.tiering_harness import FoldedTierEvents
@@ -323,10 +323,7 @@ def test_a_reset_on_all_nodes_reaches_who_has_the_name_of_a_namespace_that_was_f
     assert again.held_blocks == 0
 
 
-@pytest.mark.parametrize(("request_type", "removed"), [(Invalidate, 2), (Hint, 0)])
-def test_an_engine_takes_from_a_directory_that_is_being_opened_what_it_invalidates_and_nothing_else(
-    rig: DisksRig, request_type: type[Invalidate | Hint], removed: int
-) -> None:
+def test_an_engine_takes_from_a_directory_that_is_being_opened_what_it_invalidates(rig: DisksRig) -> None:
     disk = rig.result = FakeDisk()
     rig.attach()
     space, cache = rig.rig.open("one"), rig.rig.cache
@@ -339,13 +336,10 @@ def test_an_engine_takes_from_a_directory_that_is_being_opened_what_it_invalidat
     )
     session = SimpleNamespace(id=1, check_namespace=lambda name: None)
     groups = [GroupKeys(0, keys_of(1, 2))]
-    if request_type is Invalidate:
-        parts = invalidate(context, session, Invalidate(1, b"", space.fingerprint, groups))  # type: ignore[arg-type]
-    else:
-        parts = hint(context, session, Hint(1, b"", space.fingerprint, groups, priority=1))  # type: ignore[arg-type]
+    parts = invalidate(context, session, Invalidate(1, b"", space.fingerprint, groups))  # type: ignore[arg-type]
     assert [part for part in parts if part is not None]  # type: ignore[union-attr]
     rig.opened()
-    assert len(disk.removed) == removed
+    assert len(disk.removed) == 2
 
 
 def test_what_is_invalidated_does_not_come_with_a_directory_that_is_being_opened(

@@ -63,7 +63,6 @@ class ConnectorOptions:
         max_tracker_size: blocks whose requests are counted for that, the latest ones.
         do_no_harm: skip loads that take longer than computing would, and pause stores that vLLM waits for (``harm``);
             wait for a lookup no longer than computing would take.
-        hints: follow what users say under "kvoffd" in ``kv_transfer_params`` of how long blocks should stay.
         respect_load_failure_policy: leave ``kv_load_failure_policy`` as the engine has it, even where it says that
             a request whose load failed must fail.
         strict_version: refuse a vLLM release that this kvoffd was not tested with; else such an engine starts with a
@@ -80,7 +79,6 @@ class ConnectorOptions:
     store_threshold: int = 0
     max_tracker_size: int = 64_000
     do_no_harm: bool = True
-    hints: bool = True
     respect_load_failure_policy: bool = False
     strict_version: bool = False
 

@@ -18,7 +18,6 @@ FAILED_LOADS = "vllm:kvoffd_failed_loads"
 FAILED_STORES = "vllm:kvoffd_failed_stores"
 DEFERRED_STORES = "vllm:kvoffd_deferred_stores"
 DISK_WAITS_ENDED = "vllm:kvoffd_disk_waits_ended"
-BAD_HINTS = "vllm:kvoffd_bad_hints"
 SLOW_LOADS = "vllm:kvoffd_slow_loads_skipped"
 PAUSED_STORES = "vllm:kvoffd_paused_stores"
 PREFILL_RATE = "vllm:kvoffd_prefill_tokens_per_second"
@@ -46,9 +45,6 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
     FAILED_STORES: OffloadingCounterMetadata(documentation="Stores of which at least one block was not stored."),
     DISK_WAITS_ENDED: OffloadingCounterMetadata(
         documentation="Requests that did not wait, or stopped waiting, for blocks to come from disk."
-    ),
-    BAD_HINTS: OffloadingCounterMetadata(
-        documentation="Requests whose hint in kv_transfer_params was not understood, and not followed."
     ),
     SLOW_LOADS: OffloadingCounterMetadata(
         documentation="Requests whose blocks were there and were not loaded, since computing was measured to be faster."

@@ -72,10 +72,6 @@ class NamespaceClient:
         if self._client is not None:
             self._client.invalidate(groups)
 
-    def hint(self, groups: Sequence[GroupKeys], priority: int, retain_s: float) -> None:
-        if self._client is not None:
-            self._client.hint(groups, priority, retain_s)
-
     def report(
         self, prefill_rate: float, load_rate: float, skipped_loads: int, paused_stores: int, late_lookups: int = 0
     ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, MutableMapping, Sequence
 
@@ -21,9 +20,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffd_client.vllm import connector_stats as stats
-from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, FailedJob, KeyedSpec, hashes_of
+from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, FailedJob, KeyedSpec
 from kvoffd_client.vllm.harm import Harm
-from kvoffd_client.vllm.hints import Hint, Hints
 from kvoffd_client.vllm.kv_event_translator import KvEventTranslator
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.lookup_timing import EarlyLookups, LookupWait
@@ -125,7 +123,6 @@ class KvoffdManager(OffloadingManager):
         stores: bool = True,
         store_threshold: StoreThreshold | None = None,
         do_no_harm: bool = True,
-        follows_hints: bool = True,
         config_info: Mapping[str, str | float] | None = None,
     ) -> None:
         self.client = lookup_settings.client
@@ -144,8 +141,6 @@ class KvoffdManager(OffloadingManager):
         self._loads = loads
         self._stores = stores
         self._harm = Harm(lookup_settings.prefill, lookup_settings.clock, do_no_harm)
-        on_bad_hint = functools.partial(self._counters.count, stats.BAD_HINTS)
-        self._hints = Hints(lookup_settings.clock, on_bad_hint) if follows_hints else None
         self._store_threshold = store_threshold or StoreThreshold(0, 0)
         self._config_info = config_info or {}
         self._usable = True
@@ -319,7 +314,6 @@ class KvoffdManager(OffloadingManager):
             self._counters.count(stats.LOOKUPS)
             self._counters.count(stats.EARLY_LOOKUPS)
         lookups.disk_wait_over = lookups.disk_wait_counted = not disk
-        lookups.hint = self._hints.of(req_context.kv_transfer_params) if self._hints is not None else None
         self._lookups[req_context.req_id] = lookups
         return RequestOffloadingContext()
 
@@ -394,13 +388,6 @@ class KvoffdManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         if lookups := self._lookups.pop(req_context.req_id, None):
             lookups.release()
-            if lookups.hint is not None and self._may_use_daemon and not lookups.outside:
-                self._tell_hint(lookups, lookups.hint)
-
-    def _tell_hint(self, lookups: RequestLookups, hint: Hint) -> None:
-        room = self.client.max_keys // max(1, len(lookups.groups))
-        hashes = [hashes_of(keys[:room], lookups.adapter) for keys in lookups.groups]
-        self.client.hint([GroupKeys(at, joined) for at, joined in enumerate(hashes) if joined], *hint)
 
     def has_pending_work(self) -> bool:
         # Not for requests that wait for an answer: vLLM makes steps for them, but none while it is paused, and a pause

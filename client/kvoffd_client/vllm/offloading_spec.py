@@ -209,7 +209,6 @@ class KvoffdSpec(OffloadingSpec):
             stores=setup.stores,
             store_threshold=StoreThreshold(options.store_threshold, options.max_tracker_size),
             do_no_harm=options.do_no_harm,
-            follows_hints=options.hints,
             config_info={name: getattr(options, name) for name in CONFIG_INFO}
             | {"directory": options.socket_directory},
         )

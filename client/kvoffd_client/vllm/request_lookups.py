@@ -11,7 +11,6 @@ from vllm.v1.kv_offload.base import OffloadKey
 from kvoffd_client.scheduler_session import LookupFuture
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, hashes_of
 from kvoffd_client.vllm.connector_options import BEST_EFFORT, LIMIT
-from kvoffd_client.vllm.hints import Hint
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.lookup_allowance import LookupAllowance
 from kvoffd_client.vllm.namespace_client import NamespaceClient
@@ -125,7 +124,6 @@ class RequestLookups:
         disk_wait_limit_s: how long the mode "limit" waits from then on.
         disk_wait_over: the request does not wait for the disk any more, whatever is still pending.
         skip_counted: it was counted that its blocks were not loaded, since that is slow.
-        hint: what its user said of how long its blocks should stay.
         groups: its keys as they were asked for last.
         missing_tokens: what is computed if nothing is loaded: all but what vLLM itself has; 0 before that is known.
         failed_at: when a lookup failed last; for a while none is sent then, lest the request is put off for ever.
@@ -150,7 +148,6 @@ class RequestLookups:
     disk_wait_over: bool = False
     disk_wait_counted: bool = False
     skip_counted: bool = False
-    hint: Hint | None = None
     groups: Sequence[Sequence[OffloadKey]] = ()
     missing_tokens: int = 0
 
