@@ -30,7 +30,6 @@ from kvoffd.settings import (
     file_setting,
     ids_setting,
     number_setting,
-    parse_peer,
     path_setting,
     share_setting,
     size_setting,
@@ -165,23 +164,6 @@ class Config:
     shutdown_deadline_s: float = duration_setting(10.0, 0.0, "How long running jobs may finish after SIGTERM.")
     heartbeat_interval_s: float = duration_setting(2.0, 0.01, "Interval at which clients send a heartbeat.")
     event_buffer_steps: int = number_setting(10_000, 1, 10_000_000, "KV event messages kept for replay.")
-    event_address: str = address_setting(
-        "", "TCP address of KV events with token ids, for routers (host * is all interfaces); nothing for none."
-    )
-    event_connect: tuple[str, ...] = urls_setting(
-        parse_peer,
-        "TCP address of a router that listens for KV events; may be given again.",
-        "HOST:PORT",
-        "router:5557",
-    )
-    event_replay_address: str = address_setting("", "TCP address of their replay, for routers; nothing for none.")
-    event_node: str = path_setting(
-        "Name of this machine in topics of KV events; nothing for its host name.", "a host", "NAME"
-    )
-    event_heartbeat_s: float = duration_setting(5.0, 0.1, "Time without KV events until routers get an empty one.")
-    event_index_bytes: int = size_setting(
-        128 * 1024**2, 1024**2, "Memory for tokens and parents of blocks, where there are routers; others are not told."
-    )
     max_frame_bytes: int = size_setting(8 * 1024**2, 4096, "Largest frame of a request.")
     max_sessions: int = number_setting(256, 1, 65_536, "Most open sessions.")
     max_namespaces: int = number_setting(1024, 1, 65_536, "Most open namespaces.")
@@ -382,11 +364,6 @@ def _check_known(key: str, names: Collection[str], where: str) -> None:
 
 def _check_together(config: Config, sources: Mapping[str, str]) -> None:
     """Refuse values that are possible one by one but not together."""
-    if config.event_replay_address and not (config.event_address or config.event_connect):
-        raise ConfigError(
-            f"event_replay_address is {config.event_replay_address} ({sources['event_replay_address']}), but neither "
-            "event_address nor event_connect is set; without these there are no events to replay."
-        )
     heartbeat_interval, lease_ttl = exact_duration(config.heartbeat_interval_s), exact_duration(config.lease_ttl_s)
     if config.heartbeat_interval_s >= config.lease_ttl_s:
         raise ConfigError(

@@ -33,14 +33,11 @@ OUTPUT_BYTES = 104 << 20
 (``publisher.MAX_KEPT_BYTES``)."""
 IN_USE_AT_START = ("pool", "slot table and page tables", "process")
 """What a daemon whose pool is touched has already: what its cgroup has left is without it."""
-ROUTERS_BYTES = (32 + 64) << 20
-"""Messages for routers that are kept for a replay (``router_stream.MAX_KEPT_BYTES``), and what routers have not read
-(``router_server.MAX_ALL_UNSENT_BYTES``)."""
 
 
 def memory_needs(config: Config) -> dict[str, int]:
     """Bytes by what they are for, the pool first."""
-    policy, routers = config.eviction_policy, config.event_address or config.event_connect
+    policy = config.eviction_policy
     return {
         "pool": config.pool_bytes,
         "slot table and page tables": config.pool_bytes * 21 // 1000,
@@ -49,7 +46,6 @@ def memory_needs(config: Config) -> dict[str, int]:
         "the policy's file": config.pool_bytes // POLICY_FILES_PART if keeps_record(policy) else 0,
         "indices of disks": sum(index.index_bytes(one.size_bytes) for one in config.disk),
         "shared stores": SHARED_BYTES * len(config.shared),
-        "routers": ROUTERS_BYTES + config.event_index_bytes if routers else 0,
         "clients": clients_bytes(config),
         "process": PROCESS_BYTES,
     }

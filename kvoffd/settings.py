@@ -68,13 +68,6 @@ def parse_address(text: str) -> Address:
     return Address(host, int(port))
 
 
-def parse_peer(text: str) -> Address:
-    """As ``parse_address``, of somebody else."""
-    if (address := parse_address(text)).host == ALL_INTERFACES:
-        raise ValueError(f"{quoted(text)} names nobody; write the host to connect to")
-    return address
-
-
 def _setting(default: T, description: str, kind: Kind) -> T:
     return field(default=default, metadata={"kind": kind, "description": description})
 

@@ -28,7 +28,6 @@ NO_WAITS = {
     "ConnectorOptions.lookup_refresh_ms": "how old an answer may be",
     "shared_ask_deadline": "0 unless it is set: that of the kind of store, which the table has",
     "heartbeat_interval": "how often, not how long",
-    "event_heartbeat": "how often, not how long",
 }
 
 

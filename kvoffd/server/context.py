@@ -26,7 +26,6 @@ from kvoffd.server.kept_limits import KeptLimits
 from kvoffd.server.publisher import EventPublisher, Frames
 from kvoffd.server.recent import Recent
 from kvoffd.server.recorder import Recorder
-from kvoffd.server.router_server import RouterServer
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.session import Session
 from kvoffd.server.sessions import Sessions
@@ -73,8 +72,6 @@ class Context:
     curve: HitRatioCurve
     disks: Disks
     kept_limits: KeptLimits
-    router_server: RouterServer | None = None
-    """Publishes KV events for routers, where it is configured."""
     outbox: Outbox = field(default_factory=Outbox)
     sender: bytes = b""
     """Who sent the request that is being handled."""

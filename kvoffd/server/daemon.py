@@ -33,8 +33,6 @@ from kvoffd.server.kept_policy import KeptPolicy
 from kvoffd.server.lifelines import LifelineServer
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recovery import adopt_blocks, open_pool
-from kvoffd.server.router_index import router_index
-from kvoffd.server.router_server import RouterServer
 from kvoffd.server.self_probe import SelfProbe
 from kvoffd.server.service import Service
 from kvoffd.server.sessions import RESERVED_SESSIONS
@@ -229,7 +227,7 @@ class Daemon:
     def _build_service(self) -> None:
         """The parts without sockets, over the pool."""
         config, pool = self._config, self._pool
-        publisher = EventPublisher(config.event_buffer_steps, routers=router_index(config))
+        publisher = EventPublisher(config.event_buffer_steps)
         cache = BlockCache(
             pool,
             make_policy(config.eviction_policy, pool.pool_bytes),
@@ -275,15 +273,11 @@ class Daemon:
         config, service = self._config, self._service
         self._transport = Transport(service, self._directory, most_connections(config.max_sessions))
         self._inbox.on_work = self._transport.wake
-        if (index := service.context.publisher.routers) is not None:
-            service.context.router_server = RouterServer(index, config)
         self._lifelines = LifelineServer(service.context, self._directory, self._transport.wake, self._pool.share)
 
     async def _startup(self) -> None:
         """Open the sockets, say that the daemon serves, and begin with what may take its time. Raises StartError."""
         config = self._config
-        if (routers := self._service.context.router_server) is not None:
-            await routers.open()
         try:
             self._lifelines.open()
             self._transport.open()
@@ -384,8 +378,6 @@ class Daemon:
     async def _shutdown(self) -> None:
         """Close all sockets, end all threads but for what hangs, and send what that has left."""
         self._probe = None
-        if (routers := self._service.context.router_server) is not None:
-            await routers.close()
         if not self._service.context.disks.close(DISKS_CLOSE_S):
             self.copy_stuck = True
         self._kept_policy.close()

@@ -16,7 +16,6 @@ from kvoffd.config import Config
 from kvoffd.errors import NotReady
 from kvoffd.observe.meters import RateMeter
 from kvoffd.server.jobs import ERROR_OF_OUTCOME, JobRunner
-from kvoffd.server.router_index import RouterIndex
 from kvoffd.server.session import Job, Registration, Session
 from kvoffd.transfer.checksums import SlotChecksums
 from kvoffd.transfer.plan import Direction, Outcome, Plan, concatenate, plan_blocks
@@ -44,8 +43,6 @@ class EngineJobs:
     cache: BlockCache
     pool_address: int
     runner: JobRunner
-    routers: RouterIndex | None = None
-    """Is told the tokens of what is stored; None where there are no routers."""
     counters: dict[Direction, DirectionCounters] = field(init=False)
     unsent_stores: int = 0
     """Stores that clients dropped at a fence before they had sent them."""

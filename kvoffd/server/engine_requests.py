@@ -63,7 +63,7 @@ def hello(context: Context, session: Session, message: m.Hello) -> m.Welcome:
         context.epoch,
         session.id,
         __version__,
-        [*context.memory.kinds, "kv_events", *([m.WANTS_TOKENS] if context.publisher.routers is not None else [])],
+        [*context.memory.kinds, "kv_events"],
         filled(m.Limits, config),
         context.sessions.credit_of(session),
         round(config.lease_ttl_s * 1000),

@@ -136,8 +136,6 @@ def _idle(namespace: Namespace, opened: set[bytes]) -> bool:
 
 def _forget(context: Context, namespace: Namespace) -> None:
     context.cache.forget_namespace(namespace)
-    if (routers := context.publisher.routers) is not None:
-        routers.cleared(namespace)  # what is on disk is found by nobody until it is opened again
     context.recent.namespace_forgotten(namespace)
     context.curve.namespace_forgotten(namespace)
     if context.tiering is not None:

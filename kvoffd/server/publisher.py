@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from kvoffd.cache.namespace import Namespace
-from kvoffd.server.router_index import RouterIndex
 from kvoffd_proto.codec import encode
 from kvoffd_proto.events import (
     END_OF_REPLAY,
@@ -33,12 +32,8 @@ Frames = tuple[bytes, bytes, bytes]
 class EventPublisher:
     """A listener of the cache. Collects what happened and, at each flush, makes messages by namespace."""
 
-    def __init__(
-        self, buffer_steps: int, wall_clock: Callable[[], float] = time.time, routers: RouterIndex | None = None
-    ) -> None:
+    def __init__(self, buffer_steps: int, wall_clock: Callable[[], float] = time.time) -> None:
         self._wall_clock = wall_clock
-        self.routers = routers
-        """What is published to routers; None where there are none."""
         self._pending: dict[bytes, list[KvEvent]] = {}
         self._buffer_steps = buffer_steps
         self._sent: deque[Frames] = deque()
@@ -50,18 +45,12 @@ class EventPublisher:
     def stored(self, namespace: Namespace, group: int, keys: Sequence[bytes], medium: str = MEDIUM_CPU) -> None:
         size = namespace.groups[group].tokens_per_block
         self._add(namespace, BlockStored(list(keys), None, [], size, None, medium, None, group))
-        if self.routers is not None:
-            self.routers.stored(namespace, group, keys, medium)
 
     def removed(self, namespace: Namespace, group: int, keys: Sequence[bytes], medium: str = MEDIUM_CPU) -> None:
         self._add(namespace, BlockRemoved(list(keys), medium, group))
-        if self.routers is not None:
-            self.routers.removed(namespace, group, keys, medium)
 
     def cleared(self, namespace: Namespace) -> None:
         self._add(namespace, AllBlocksCleared())
-        if self.routers is not None:
-            self.routers.cleared(namespace)
 
     @property
     def has_news(self) -> bool:

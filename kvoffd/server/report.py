@@ -22,7 +22,6 @@ from kvoffd.tiers.shared.shared_tier import SharedTier
 from kvoffd.tiers.tier import TierStats
 from kvoffd.transfer.plan import Direction
 from kvoffd_proto import messages as m
-from kvoffd_proto.router_stats import RouterStats
 
 DESCRIPTIONS_BYTES = 1 << 20
 """Of the namespaces in one listing: 64 KiB of each would make tens of MiB."""
@@ -99,7 +98,6 @@ def stats(context: Context, session: Session, message: m.Stats) -> Iterator[m.St
         health=level,
         health_problems=dict(Counter(cause.reason for cause in causes)),
         recent=context.recent.in_all(),
-        routers=_router_stats(context),
         curve=context.curve.in_all(),
         curve_seen_bytes=context.curve.seen_bytes,
         curve_bytes=context.curve.nbytes,
@@ -223,14 +221,6 @@ def _shared_stats(context: Context) -> list[m.SharedStats]:
         for shared in tiering.shared
         if isinstance(tier := shared.tier, SharedTier)
     ]
-
-
-def _router_stats(context: Context) -> RouterStats | None:
-    server, index = context.router_server, context.publisher.routers
-    if server is None or index is None:
-        return None
-    counts = {"told_blocks": index.published_blocks, "untold_blocks": index.unpublished_blocks}
-    return filled(RouterStats, server, index, **counts)
 
 
 def _direction_stats(context: Context, direction: Direction) -> m.DirectionStats:

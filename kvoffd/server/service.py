@@ -86,7 +86,7 @@ class Service:
             memory,
             Sessions(config, cache, runner, random_bytes, max_attached),
             runner,
-            EngineJobs(config, cache, pool_address, runner, publisher.routers),
+            EngineJobs(config, cache, pool_address, runner),
             BlockAccess(config, cache),
             BlockWriter(config, cache, memory, pool_address, runner),
             Scrubber(cache, clock),

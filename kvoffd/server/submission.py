@@ -178,7 +178,6 @@ class Submission:
         block_ids = [_checked_ids(registration, part) for part in load.groups]
         job = LoadJob((load.job_id,), self.session, registration, self.jobs, load.lease_id, load.keep_lease)
         plan = job.begin(load.groups, block_ids)
-        self._tell_routers(registration, [load])
         job.run(plan, pieces)
         return pieces
 
@@ -206,17 +205,8 @@ class Submission:
             plan = job.begin()
         except Exception as error:
             return dict.fromkeys(range(len(stores)), error)
-        self._tell_routers(registration, stores)
         job.run(plan, pieces)
         return {}
-
-    def _tell_routers(self, registration: Registration, jobs: Sequence[Store | Load]) -> None:
-        """Have routers told of blocks that are stored, and of those that are loaded and came from elsewhere."""
-        if (routers := self.jobs.routers) is None:
-            return
-        namespace = registration.namespace
-        for part in [part for job in jobs for part in job.groups if part.parents and part.tokens]:
-            routers.expect(namespace, part.group, namespace.split(part.group, part.keys), part.parents, part.tokens)
 
     def _gather(self, registration: Registration, stores: Sequence[Store]) -> list[StoredGroup]:
         by_group: dict[int, tuple[list[int], list[GroupTransfer]]] = {}

@@ -11,7 +11,6 @@ from typing import Annotated
 from msgspec import field
 
 from kvoffd_proto.health import HealthLevel
-from kvoffd_proto.router_stats import RouterStats
 from kvoffd_proto.tier_stats import DiskStats, SharedStats, TieringStats
 from kvoffd_proto.wire import (
     ANY_ROLE,
@@ -431,7 +430,6 @@ class StatsReply(Reply, frozen=True):
         default_factory=lambda: Histogram({}, 0.0)
     )
     ghost_keys: Annotated[Count, gauge("Keys that have no block in the pool and that the policy remembers.")] = 0
-    routers: Annotated[RouterStats | None, metrics_of_part("KV events for routers; nil while off.", "router_")] = None
     policy_bytes: Annotated[ByteCount, gauge("Memory of what the policy knows of keys; 0 where it does not count.")] = 0
     curve: Annotated[
         HitCurve | None, metrics_of_part("What requests found, and had found in pools of other sizes.", "curve_")

@@ -87,7 +87,6 @@ def test_every_setting_is_described_in_a_sentence(setting: Setting) -> None:
         ("http_address", "::1:9464"),
         ("http_address", "my..host:9464"),
         ("http_address", f"{'h' * 64}.example:9464"),
-        ("event_connect", "*:5557"),
         ("directory", ""),
         ("directory", "/" + "d" * 120),
     ],
@@ -186,9 +185,3 @@ def test_a_relative_pool_file_becomes_absolute_and_nothing_is_no_file(
 )
 def test_addresses_are_read(text: str, address: Address) -> None:
     assert parse_address(text) == address
-
-
-def test_a_replay_of_events_needs_events() -> None:
-    assert "neither event_address nor event_connect is set" in refusal({"event_replay_address": "127.0.0.1:5558"})
-    for setting in ({"event_address": "127.0.0.1:5557"}, {"event_connect": ["router:5557"]}):
-        load_config({"event_replay_address": "127.0.0.1:5558", **setting}, {})

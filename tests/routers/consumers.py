@@ -16,7 +16,6 @@ from typing import Any
 
 from kvoffd_client.client_options import Closing
 from tests.kit.ports import free_port, free_ports
-from tests.kit.router_daemon import BLOCK_TOKENS
 from tests.kit.waiting import wait_until
 
 ENVIRONMENTS = Path(__file__).parents[2] / ".venv-routers"
@@ -24,6 +23,7 @@ DYNAMO = ENVIRONMENTS / "dynamo" / "bin" / "python"
 VLLM_ROUTER = ENVIRONMENTS / "vllm-router" / "bin" / "vllm-router"
 START_S = 30.0
 MODEL = "model"
+BLOCK_TOKENS = 16
 
 
 def request(url: str, body: object = None) -> Any:

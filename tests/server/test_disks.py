@@ -266,7 +266,6 @@ def clear_by_operator(rig: DisksRig, namespace: bytes | None) -> Iterator[object
         recent=recent,
         epoch=1,
         sessions=[],
-        publisher=SimpleNamespace(routers=None),
         clock=time.monotonic,
         removals_kept=lambda: iter(()),
     )

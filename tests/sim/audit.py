@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kvoffd.cache.namespace import BlockState
-from kvoffd.server.router_index import MEDIA, ROOT
 from kvoffd.server.service import Service
 from kvoffd_proto import codec
 from kvoffd_proto.events import (
@@ -20,7 +19,6 @@ from kvoffd_proto.events import (
     decode_event_batch,
     kv_topic,
 )
-from kvoffd_proto.router_events import ClearedBlocks, RemovedBlocks, RouterEvent, router_hash
 from tests.kit.invariants import check_invariants
 from tests.sim.clock import Broken
 
@@ -51,32 +49,6 @@ def fold(events: Iterable[KvEvent], readable: Readable, strict: bool = True, med
                 readable.discard(entry)
 
 
-Routed = dict[tuple[bytes, int, str, int], int]
-"""What routers are told: by topic, group, medium and hash of a block the hash of its parent."""
-
-
-def fold_routed(topic: bytes, events: Iterable[RouterEvent], blocks: Routed) -> None:
-    """Apply events as routers do; none tells of a block twice or before its parent, or takes back what was not told."""
-    for event in events:
-        if isinstance(event, ClearedBlocks):
-            blocks.clear()
-            continue
-        if isinstance(event, RemovedBlocks):
-            for block in event.block_hashes:
-                if blocks.pop((topic, event.group_idx, event.medium, block), None) is None:
-                    raise Broken("a router is told that a block is gone which it does not know")
-            continue
-        parent = event.parent_block_hash or ROOT
-        for block in event.block_hashes:
-            parents = {(topic, event.group_idx, medium, parent) for medium in MEDIA.values()}
-            if parent != ROOT and parents.isdisjoint(blocks):
-                raise Broken("a router is told of a block before its parent")
-            if (topic, event.group_idx, event.medium, block) in blocks:
-                raise Broken("a router is told of a block twice")
-            blocks[topic, event.group_idx, event.medium, block] = parent
-            parent = block
-
-
 class Audit:
     """One life of the daemon: its accepted jobs and completions, and its events folded from the start."""
 
@@ -89,7 +61,6 @@ class Audit:
         self._event_sequence = 0
         self._readable: dict[bytes, Readable] = {}
         self._on_disk: dict[bytes, Readable] = {}
-        self._routed: Routed = {}
 
     def accept(self, session_id: int, job_id: int) -> None:
         """The daemon took a job."""
@@ -142,38 +113,6 @@ class Audit:
                 told = self._on_disk.get(kv_topic(namespace.fingerprint), set())
                 if told != disk.readable(namespace.fingerprint):
                     raise Broken("folding the KV events does not give what is on disk")
-
-    def check_routers(self) -> None:
-        """After a flush: routers are told of what is held, of known tokens, and readable from its prompt's start on."""
-        index = self._service.context.publisher.routers
-        assert index is not None
-        while index.has_news:  # of very much, one call gives a part
-            for topic, events in index.take():
-                fold_routed(topic, events, self._routed)
-        late: Routed = {}
-        for topic, events in index.snapshot():
-            fold_routed(topic, events, late)
-        if late != self._routed:
-            raise Broken("a router that comes late is told something else")
-        wanted: Routed = {}
-        for namespace in self._service.context.cache.namespaces:
-            held = {MEDIUM_CPU: self.folded(namespace.fingerprint)}
-            held[MEDIUM_STORAGE] = self._on_disk.get(kv_topic(namespace.fingerprint), set())
-            for at, group in enumerate(index._groups.get(namespace, ())):
-                media: dict[int, set[str]] = {}
-                for medium, blocks in held.items():
-                    for number, key in blocks:
-                        if number == at:
-                            media.setdefault(router_hash(key), set()).add(medium)
-                waiting, known = set(media), {ROOT}
-                while found := {key for key in waiting if (one := group.blocks[key]).tokens and one.parent in known}:
-                    known |= found
-                    waiting -= found
-                for key in known - {ROOT}:
-                    places = [(group.topic, at, medium, key) for medium in media[key]]
-                    wanted |= dict.fromkeys(places, group.blocks[key].parent)
-        if wanted != self._routed:
-            raise Broken("folding what routers are told does not give what they can use")
 
     def folded(self, fingerprint: bytes) -> Readable:
         """What the events of a namespace that were published so far fold to."""

@@ -437,7 +437,6 @@ class SimDaemon:
         """Check every invariant."""
         self.audit.check_cache()
         self.audit.check_events(self.disk)
-        self.audit.check_routers()
         in_use = {segment for session in self.service.sessions for segment in session.segments.values()}
         if len(in_use) > len(self.service.sessions) * self.config.max_segments:
             raise Broken("more descriptors than segments are allowed")

@@ -20,7 +20,6 @@ from kvoffd.server.kept_limits import KeptLimits
 from kvoffd.server.kept_policy import KeptPolicy
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recovery import adopt_blocks
-from kvoffd.server.router_index import RouterIndex
 from kvoffd.server.service import Service
 from kvoffd.settings import DiskSize
 from kvoffd.system.limits import MemoryLimit
@@ -44,7 +43,6 @@ from tests.sim.memory import WorkerMemory
 
 DIRECTORY = "/simulated"
 REGION_BYTES = 96 * 1024
-ROUTER_INDEX_BYTES = 1 << 20
 NO_LIMIT = MemoryLimit(2**60, "nothing")
 
 
@@ -137,7 +135,7 @@ def make_service(
     slots_at_once: int = SLOTS_AT_ONCE,
 ) -> Service:
     """The daemon's core as ``Daemon`` puts it together."""
-    publisher = EventPublisher(config.event_buffer_steps, clock, RouterIndex("sim", ROUTER_INDEX_BYTES))
+    publisher = EventPublisher(config.event_buffer_steps, clock)
     cache = BlockCache(
         slots,
         make_policy(config.eviction_policy, slots.pool_bytes),

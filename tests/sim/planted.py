@@ -448,22 +448,6 @@ PLANTED = (
         "self._cache.blocks.pin([])",
     ),
     Planted(
-        "routers are told of blocks whose prompt is not there from its start on",
-        8,
-        "kvoffd.server.router_index",
-        "RouterIndex._publish_one",
-        "wanted = known.media if reachable else 0",
-        "wanted = known.media if known.tokens is not None else 0",
-    ),
-    Planted(
-        "routers that come late are not told of what the pool no longer has",
-        8,
-        "kvoffd.server.router_index",
-        "RouterIndex.snapshot",
-        "for one in MEDIA if",
-        "for one in (1,) if",
-    ),
-    Planted(
         "events are not published",
         8,
         "kvoffd.server.service",

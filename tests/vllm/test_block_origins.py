@@ -7,15 +7,13 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
-from vllm.distributed import kv_events
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, ReqContext, RequestOffloadingContext
 from vllm.v1.request import Request
@@ -26,16 +24,7 @@ from kvoffd_client.vllm.block_origins import ToldBlocks, tell_origins
 from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.connector_metadata import KeyedSpec, group_transfers
 from kvoffd_client.vllm.namespace_client import NamespaceClient
-from kvoffd_proto.codec import encode
-from kvoffd_proto.events import MEDIUM_CPU, MEDIUM_STORAGE
 from kvoffd_proto.messages import WANTS_PARENTS, WANTS_TOKENS, GroupTransfer
-from kvoffd_proto.router_events import (
-    ClearedBlocks,
-    RemovedBlocks,
-    RouterBatch,
-    StoredBlocks,
-    router_hash,
-)
 from tests.kit.models import make_tiny_llama
 from tests.kit.vllm_config import cache_config, make_config
 
@@ -198,29 +187,3 @@ def test_what_the_daemon_has_of_a_plain_prompt_is_told_again_and_of_others_not(c
         assert (connector._manager._lookups["r"].told is not None) == wanted
         connector.connector_scheduler._req_status.pop("r")
         connector._manager._lookups.pop("r")
-
-
-def test_vllms_own_types_read_what_routers_are_sent() -> None:
-    """With the hashes that vLLM's own publisher would send of the same blocks."""
-    request = request_of()
-    chain = [maybe_convert_block_hash(one) for one in request.block_hashes[:2]]
-    assert [router_hash(one) for one in request.block_hashes[:2]] == chain
-    stored = StoredBlocks(chain, None, TOKEN_IDS[:64], 32, None, MEDIUM_CPU, None, 0, "full_attention")
-    batch = RouterBatch(1.5, [stored, RemovedBlocks(chain, MEDIUM_STORAGE, 0), ClearedBlocks()])
-    read = msgspec.msgpack.decode(encode(batch), type=kv_events.KVEventBatch)
-    assert (read.ts, read.data_parallel_rank) == (1.5, 0)
-    assert read.events == [
-        kv_events.BlockStored(
-            block_hashes=chain,
-            parent_block_hash=None,
-            token_ids=TOKEN_IDS[:64],
-            block_size=32,
-            lora_id=None,
-            medium=kv_events.MEDIUM_CPU,
-            lora_name=None,
-            group_idx=0,
-            kv_cache_spec_kind="full_attention",
-        ),
-        kv_events.BlockRemoved(block_hashes=chain, medium=kv_events.MEDIUM_STORAGE, group_idx=0),
-        kv_events.AllBlocksCleared(),
-    ]
