@@ -142,7 +142,7 @@ class Config:
     block_access: str = choice_setting(
         "off",
         ("off", "read", "write"),
-        "Whether operators may read single blocks, as export does, or write and pin them too.",
+        "Whether operators may read single blocks, as export does, or write them too.",
     )
     block_uids: tuple[int, ...] = ids_setting(
         "Users that may open single blocks; where nothing is given, root and the daemon's own."

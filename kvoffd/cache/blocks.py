@@ -77,8 +77,6 @@ class Blocks(Room):
         has a new entry."""
         self.adopted = array("Q")
         """Offsets of the slots of an earlier daemon that are not verified, and others; as they were taken over."""
-        self.operator_pinned: dict[Block, None] = {}
-        """Ready blocks with a pin of an operator, the earliest first. The pin ends when the block is dropped."""
         self.quarantined: dict[int, int] = {}
         """By offset, the size of slots that are never used again."""
         self.quarantined_bytes = 0
@@ -264,9 +262,6 @@ class Blocks(Room):
         """Take blocks out of the index, ready or not. The caller tells the listener."""
         for block in blocks:
             self.half_stored.remove(block)
-            if block in self.operator_pinned:
-                del self.operator_pinned[block]
-                self.unpin([block])
             block.namespace.counters.invalidated_blocks += 1
         for (namespace, group, state), alike in _group(blocks):
             if state is READY:

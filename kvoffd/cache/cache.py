@@ -14,7 +14,6 @@ from kvoffd.cache.inherited import SLOTS_AT_ONCE
 from kvoffd.cache.integrity import Integrity
 from kvoffd.cache.lookup import LEASES_AT_ONCE, LeasedBlocks
 from kvoffd.cache.namespace import Block, BlockState, MissReason, Namespace, nbytes_of_shards, slots_of
-from kvoffd.cache.operator_pins import OperatorPins
 from kvoffd.cache.pins import Lease, LeaseBounds, LoadTicket, StoreTicket
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.errors import KvoffdError, NotReady, UnknownLease, UnknownNamespace
@@ -42,7 +41,7 @@ class PoolUsage:
     inherited_bytes: int
     """Of blocks of an earlier daemon that are still to be taken over."""
     pinned_bytes: int
-    """Of the ready and leaving bytes, those that a lease, an operator or a running copy needs."""
+    """Of the ready and leaving bytes, those that a lease or a running copy needs."""
     quarantined_bytes: int = 0
     """In slots that lost what was stored in them."""
 
@@ -70,7 +69,6 @@ class BlockCache(LeasedBlocks):
         super().__init__(blocks, policy, clock, lease_ttl_s, lease_bounds)
         self.slots = slots
         self.integrity = Integrity(self)
-        self.operator_pins = OperatorPins(self, slots.pool_bytes)
         self.stores: set[StoreTicket] = set()
         """Tickets of running stores and promotions."""
         self.loads: set[LoadTicket] = set()

@@ -112,7 +112,7 @@ class Block:
         self.key = key
         self.state = BlockState.ABSENT
         self.pins = 0
-        """Leases, operators, running loads and demotions that need the bytes to stay."""
+        """Leases, running loads and demotions that need the bytes to stay."""
         self.words = namespace.no_shards[:] if words is None else words
         """Two words for the shard of each rank, 0 where there is none: an object for each takes more than the rest."""
         self.missing = namespace.world_size

@@ -201,13 +201,10 @@ def restore_namespace(
 def list_blocks(context: Context, session: Session, message: b.ListBlocks) -> b.BlocksListed:
     context.block_access.admit(session, write=False)
     namespace = _namespace_with_group(context, message)
-    pins = context.cache.blocks.operator_pinned
     blocks, following, total = context.block_access.page(
-        session, namespace, message.group, message.prefix, message.pinned, message.position, message.limit
+        session, namespace, message.group, message.prefix, message.position, message.limit
     )
-    infos = [
-        b.BlockInfo(block.key, m.KeyState(block.state), block.slot_bytes, block.pins, block in pins) for block in blocks
-    ]
+    infos = [b.BlockInfo(block.key, m.KeyState(block.state), block.slot_bytes, block.pins) for block in blocks]
     return b.BlocksListed(message.request_id, context.epoch, infos, following, total)
 
 
@@ -241,18 +238,7 @@ def put_blocks(context: Context, session: Session, message: b.PutBlocks) -> None
     context.block_writer.write(session, namespace, message, ended)
 
 
-@answers(b.PinBlocks)
-def pin_blocks(context: Context, session: Session, message: b.PinBlocks) -> m.Done:
-    context.block_access.admit(session, write=True)
-    pins, namespace = context.cache.operator_pins, _namespace_with_group(context, message)
-    context.check_block_count(namespace, message.keys)
-    count = (pins.pin if message.pin else pins.unpin)(namespace, message.group, message.keys)
-    verb = "pinned" if message.pin else "unpinned"
-    logger.info("Session %d (uid %d) %s %d blocks.", session.id, session.peer.uid, verb, count)
-    return m.Done(message.request_id, context.epoch, count)
-
-
-def _namespace_with_group(context: Context, message: b.ListBlocks | b.GetBlocks | b.PinBlocks) -> Namespace:
+def _namespace_with_group(context: Context, message: b.ListBlocks | b.GetBlocks) -> Namespace:
     namespace = context.cache.namespace(message.namespace)
     if message.group >= (groups := len(namespace.groups)):
         there = "only group 0" if groups == 1 else f"groups 0 to {groups - 1}"

@@ -58,7 +58,7 @@ class BlockAccess:
             )
 
     def page(
-        self, session: Session, namespace: Namespace, group: int, prefix: str, pinned: bool, start: int, limit: int
+        self, session: Session, namespace: Namespace, group: int, prefix: str, start: int, limit: int
     ) -> tuple[list[Block], int, int]:
         """One page of the session's one listing, which ``start`` 0 makes anew.
 
@@ -69,11 +69,7 @@ class BlockAccess:
         index = namespace.index[group]
         if not start:
             whole, odd = _prefix(prefix)
-            if pinned:
-                blocks = self._cache.blocks.operator_pinned
-                found = [block.key for block in blocks if block.namespace is namespace and block.group == group]
-            else:
-                found = list(index)
+            found = list(index)
             if whole:
                 found = [key for key in found if key.startswith(whole)]
             if odd is not None:

@@ -88,9 +88,8 @@ def _late(context: Context) -> list[m.HealthProblem]:
 def _most_pinned(context: Context) -> str:
     leases, sessions = context.cache.leases, {session.id: session for session in context.sessions}
     by_session = {session_id: leases.held(session_id).nbytes for session_id in sessions}
-    operators_bytes = context.cache.operator_pins.nbytes
     most = max(by_session, key=by_session.__getitem__, default=None)
-    if most is None or by_session[most] < operators_bytes:
-        return f", {format_size(operators_bytes)} by operators" if operators_bytes else ""
+    if most is None:
+        return ""
     name = sessions[most].name or sessions[most].role or "new"
     return f", {format_size(by_session[most])} by session {most} ({name})" if by_session[most] else ""

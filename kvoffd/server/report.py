@@ -53,7 +53,6 @@ def stats(context: Context, session: Session, message: m.Stats) -> Iterator[m.St
             )
         )
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    operator_pinned = cache.blocks.operator_pinned
     level, causes = health_of(context)
     yield filled(
         m.StatsReply,
@@ -85,13 +84,7 @@ def stats(context: Context, session: Session, message: m.Stats) -> Iterator[m.St
         resident_bytes=_resident_bytes(),
         namespaces=namespaces,
         integrity=filled(m.IntegrityStats, cache.integrity),
-        blocks=filled(
-            m.BlockAccessStats,
-            context.block_access,
-            context.block_writer,
-            pinned_blocks=len(operator_pinned),
-            pinned_bytes=cache.operator_pins.nbytes,
-        ),
+        blocks=filled(m.BlockAccessStats, context.block_access, context.block_writer),
         below=_tiering_stats(context),
         disks=list(map(_disk_stats, context.disks)),
         shared=_shared_stats(context),

@@ -1,4 +1,4 @@
-"""Requests about single blocks: what they are made of, listing, reading, writing and pinning them.
+"""Requests about single blocks: what they are made of, listing, reading and writing them.
 
 For administrators, and only as far as the daemon's setting ``block_access`` goes. The bytes themselves never travel in
 these messages: they are read in a read-only mapping of the pool (see ``OpenPool`` in ``lifeline``), and written from
@@ -16,7 +16,6 @@ from kvoffd_proto.wire import (
     MAX_PAGES,
     ByteCount,
     Count,
-    Done,
     Fingerprint,
     GroupIndex,
     GroupSpec,
@@ -104,8 +103,7 @@ class BlockInfo(Wire, frozen=True):
     key: Annotated[bytes, doc("Hash of the block.")]
     state: Annotated[KeyState, doc("As a lookup tells it: 1 while a shard is missing, 2 ready.")]
     slot_bytes: Annotated[ByteCount, doc("Pool bytes of the block's slots.")]
-    pins: Annotated[Count, doc("Leases, loads and operators' pins that hold the block.")]
-    pinned: Annotated[bool, doc("Whether an operator has pinned the block.")]
+    pins: Annotated[Count, doc("Leases and loads that hold the block.")]
 
 
 class BlocksListed(Reply, frozen=True):
@@ -126,7 +124,6 @@ class ListBlocks(Request[BlocksListed], frozen=True):
     position: Annotated[Count, doc("0 for the first page, else ``next_position`` of the page before.")] = 0
     limit: Annotated[int, doc("Most blocks on the page.", ge=1, le=4096)] = 1024
     prefix: Annotated[str, doc("List only keys that begin with these hex digits.", max_length=128)] = ""
-    pinned: Annotated[bool, doc("List only blocks that an operator has pinned.")] = False
 
 
 class HeldShard(Wire, frozen=True):
@@ -187,16 +184,3 @@ class PutBlocks(Request[BlocksPut], frozen=True):
         doc("Per key, the block's shards by rank, each as long as in ``NamespaceDescribed``.", max_length=65536),
     ]
     first_block: Annotated[int, doc("Engine blocks at the start of key 0 that hold nothing.", ge=0, lt=65536)] = 0
-
-
-@exchange(Section.BLOCKS, ADMIN)
-class PinBlocks(Request[Done], frozen=True):
-    """Keeps ready blocks from eviction until they are unpinned, dropped, or the daemon ends.
-
-    Operators may pin at most half of the pool.
-    """
-
-    namespace: Fingerprint
-    group: GroupIndex
-    keys: Keys
-    pin: Annotated[bool, doc("True pins, false unpins; blocks already in that state are not counted.")]

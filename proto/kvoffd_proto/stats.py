@@ -217,9 +217,7 @@ class PoolStats(Wire, frozen=True):
         ByteCount,
         gauge("Bytes of dropped blocks that a lease or a copy still holds.", "bytes", label=("state", "leaving")),
     ]
-    pinned_bytes: Annotated[
-        ByteCount, gauge("Ready and leaving bytes that are under a lease, a copy or an operator's pin.")
-    ]
+    pinned_bytes: Annotated[ByteCount, gauge("Ready and leaving bytes that are under a lease or a copy.")]
     quarantined_bytes: Annotated[
         ByteCount,
         gauge(
@@ -318,10 +316,6 @@ class Histogram(Wire, frozen=True):
 class BlockAccessStats(Wire, frozen=True):
     """What operators did with single blocks since the daemon's start."""
 
-    pinned_blocks: Annotated[Count, gauge("Blocks that operators have pinned.", "operator_pinned_blocks")]
-    pinned_bytes: Annotated[
-        ByteCount, gauge("Pool bytes of the blocks that operators have pinned.", "operator_pinned_bytes")
-    ]
     got_blocks: Annotated[Count, counter("Blocks that operators opened for reading, exports included.", "blocks_got")]
     put_blocks: Annotated[Count, counter("Blocks that operators wrote, imports included.", "blocks_put")]
     put_bytes: Annotated[ByteCount, counter("Bytes copied for the blocks that operators wrote.", "blocks_put_bytes")]
@@ -340,7 +334,7 @@ class StatsReply(Reply, frozen=True):
     load: Annotated[DirectionStats, metrics_of_part("Copies from the pool to engines.", label=("direction", "load"))]
     lookup_latency: Annotated[LatencyStats, doc("Time spent on a Lookup inside the daemon.")]
     leases: Annotated[Count, gauge("Live leases.")]
-    pinned_blocks: Annotated[Count, gauge("Blocks under a lease, a copy or an operator's pin.")]
+    pinned_blocks: Annotated[Count, gauge("Blocks under a lease or a copy.")]
     sessions: Annotated[Count, gauge("Open sessions.")]
     lookups_per_second: Annotated[PerSecond, gauge("Lookups per second over the last ten seconds.")]
     requests: Annotated[Count, counter("Requests answered, errors included.")]

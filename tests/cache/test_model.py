@@ -14,7 +14,6 @@ from kvoffd.cache.namespace import BlockState, Namespace
 from kvoffd.cache.pins import LoadTicket, StoreTicket
 from kvoffd.cache.policies import make_policy
 from kvoffd.errors import BadKeys, KvoffdError, NotReady, UnknownLease
-from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import NamespaceLimits
 from tests.kit.cache_harness import SLOT_UNIT, CacheHarness, FoldedEvents, begin_store, keys_of, made
 from tests.kit.invariants import check_invariants
@@ -85,7 +84,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.stores: list[tuple[StoreTicket, dict[Model, int]]] = []
         self.loads: list[tuple[LoadTicket, list[Model], dict[int, object]]] = []
         self.next_lease = 1
-        self.kept: dict[Name, Model] = {}
         """Blocks that an operator has pinned."""
 
     def geometry(self, space: int, rank: int, group: int) -> tuple[Namespace, int, int]:
@@ -127,7 +125,6 @@ class CacheMachine(RuleBasedStateMachine):
             space, group, key = name
             if model.ready and self.real_state(name) is not BlockState.READY and name not in job:
                 assert not model.pins, "a pinned block was evicted"
-                assert name not in self.kept
                 del self.index[name]
             elif not model.ready and self.real_state(name) is BlockState.ABSENT and name not in job:
                 assert not model.writing, "a block was dropped that somebody writes"
@@ -310,47 +307,6 @@ class CacheMachine(RuleBasedStateMachine):
             with pytest.raises(UnknownLease):
                 self.cache.lease_blocks(namespace, lease_id, owner + 1, group, keys_of(*chain))
 
-    @rule(space=spaces, group=groups, chain=distinct_chains, ready=st.booleans())
-    def pin(self, space: int, group: int, chain: list[int], ready: bool) -> None:
-        namespace, _, group = self.geometry(space, 0, group)
-        if ready:  # else hardly ever are all of them
-            there = [key for of, part, key in self.index if (of, part) == (space, group)]
-            chain = [key for key in there if self.model_state((space, group, key)) is BlockState.READY]
-        names = [(space, group, key) for key in chain]
-        fresh = [name for name in names if name not in self.kept]
-        held = [*self.kept.values(), *(self.index[name] for name in fresh if name in self.index)]
-        refusal = None
-        if any(self.model_state(name) is not BlockState.READY for name in names):
-            refusal = ErrorCode.NOT_READY
-        elif sum(model.slot_bytes for model in held) > self.rig.slots.pool_bytes // 2:
-            refusal = ErrorCode.NO_ROOM
-        if refusal is not None:
-            before = self.cache.pool_usage()
-            with pytest.raises(KvoffdError) as caught:
-                self.cache.operator_pins.pin(namespace, group, keys_of(*chain))
-            assert caught.value.code == refusal
-            assert self.cache.pool_usage() == before
-            return
-        assert self.cache.operator_pins.pin(namespace, group, keys_of(*chain)) == len(fresh)
-        for name in fresh:
-            self.kept[name] = self.index[name]
-            self.kept[name].pins += 1
-
-    @rule(space=spaces, group=groups, chain=chains)
-    def unpin(self, space: int, group: int, chain: list[int]) -> None:
-        namespace, _, group = self.geometry(space, 0, group)
-        kept = {(space, group, key) for key in chain} & set(self.kept)
-        assert self.cache.operator_pins.unpin(namespace, group, keys_of(*chain)) == len(kept)
-        for name in kept:
-            self.kept.pop(name).pins -= 1
-
-    def forget_pins(self) -> None:
-        """What was dropped is pinned by no operator any more."""
-        for name, model in list(self.kept.items()):
-            if self.index.get(name) is not model:
-                del self.kept[name]
-                model.pins -= 1
-
     # --- ends ------------------------------------------------------------------------------------
 
     @rule(owner=owners, data=st.data())
@@ -393,7 +349,6 @@ class CacheMachine(RuleBasedStateMachine):
         assert made(self.cache.invalidate(namespace, [(group, keys_of(*chain))])) == len(there)
         for name in there:
             del self.index[name]
-        self.forget_pins()
 
     @rule(space=spaces, weights_changed=st.booleans())
     def clear(self, space: int, weights_changed: bool) -> None:
@@ -403,7 +358,6 @@ class CacheMachine(RuleBasedStateMachine):
         else:
             made(self.cache.clear(self.spaces[space]))
         self.index = {name: model for name, model in self.index.items() if name[0] != space}
-        self.forget_pins()
 
     @rule(space=spaces, chain=chains)
     def send_bad_keys(self, space: int, chain: list[int]) -> None:
@@ -461,15 +415,6 @@ class CacheMachine(RuleBasedStateMachine):
                 assert self.rig.slots.records[offset] == record
 
     @invariant()
-    def operators_pins_are_the_model_s(self) -> None:
-        pinned_bytes = self.cache.operator_pins.nbytes
-        assert {(block.namespace, block.group, block.key) for block in self.cache.blocks.operator_pinned} == {
-            (self.spaces[space], group, keys_of(key)) for space, group, key in self.kept
-        }
-        assert pinned_bytes == sum(model.slot_bytes for model in self.kept.values())
-        assert pinned_bytes <= self.rig.slots.pool_bytes // 2
-
-    @invariant()
     def leases_are_the_model_s(self) -> None:
         assert {lease.lease_id for lease in self.cache.leases} == set(self.leases)
 
@@ -492,7 +437,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.end_load([load], ok=False)
         for owner in (1, 2, 3):
             self.cache.end_owner(owner)
-        assert self.cache.blocks.pinned_blocks == len(self.kept)
+        assert not self.cache.blocks.pinned_blocks
         made(self.cache.clear_all())
         assert self.cache.blocks.pinned_blocks == 0
         assert self.cache.pool_usage().free_bytes == self.rig.slots.pool_bytes

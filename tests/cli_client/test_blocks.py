@@ -59,7 +59,6 @@ def cli(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> Cli:
         (("show", "", "--namespace", "tiny"), "Several keys begin"),
         (("show", "zz", "--namespace", "tiny"), "hex digits"),
         (("show", "11", "--namespace", "tiny", "--group", "4"), "no group 4"),
-        (("pin", "abcd", "--namespace", "tiny"), "No key begins"),
         (("put", "/nonexistent", "--namespace", "tiny"), "cannot be opened"),
     ],
 )
@@ -69,16 +68,6 @@ def test_what_cannot_be_done_is_a_sentence(
     status, out, err = cli("block", *arguments)
     assert (status, out) == (2, "")
     assert sentence in err
-
-
-def test_pins_are_set_shown_and_taken_back(cli: Cli, engine: FakeEngine) -> None:
-    assert cli("block", "pin", "11", "22", "--namespace", "tiny")[1] == "2 blocks were pinned.\n"
-    assert cli("block", "pin", "22", "33", "--namespace", "tiny")[1] == "1 block was pinned; 1 was pinned before.\n"
-    assert cli("block", "ls", "--namespace", "tiny", "--pinned")[1].count("by an operator") == 3
-    assert "3 blocks (96.0 KiB) pinned by operators" in cli("stats")[1]
-    assert cli("block", "unpin", "11", "22", "33", "--namespace", "tiny")[1] == "3 blocks were unpinned.\n"
-    assert "pinned by operators" not in cli("stats")[1]
-    assert cli("block", "unpin", "11", "22", "--namespace", "tiny")[1] == "0 blocks were unpinned; 2 were not pinned.\n"
 
 
 def test_an_export_that_finds_no_room_says_so_and_goes_on_when_there_is_some(

@@ -102,7 +102,7 @@ def namespace_infos() -> list[NamespaceInfo]:
 @pytest.fixture
 def pages(troubled: StatsReply, sessions: list[SessionInfo]) -> dict[str, RenderableType]:
     labels = {NAMESPACE: LABEL}
-    blocks = [BlockInfo(bytes(range(32)), KeyState.READY, 2 * 2**20, 12, True)]
+    blocks = [BlockInfo(bytes(range(32)), KeyState.READY, 2 * 2**20, 12)]
     results = [Result("64 keys, all hits, p50", 123_456.0, "lookups/s", 234_567.0, None)]
     return {
         "stats": StatsPage(troubled),
@@ -125,12 +125,12 @@ def lines_of(text: str, width: int) -> list[str]:
 @pytest.mark.parametrize(("width", "height"), SCREENS)
 def test_blocks_have_a_line_each_and_as_much_of_their_key_as_fits(render: Render, width: int, height: int) -> None:
     blocks = [
-        BlockInfo(bytes(range(32)), KeyState.READY, 2 * 2**20, 12, True),
-        BlockInfo(b"\xff" * 64, KeyState.WRITING, 4096, 0, False),
+        BlockInfo(bytes(range(32)), KeyState.READY, 2 * 2**20, 12),
+        BlockInfo(b"\xff" * 64, KeyState.WRITING, 4096, 0),
     ]
     head, first, second = lines_of(render(_blocks_table(blocks), width), width)
-    assert head.split() == ["key", "state", "size", "pins", "held"]
-    assert first.split()[1:] == ["ready", "2.00", "MiB", "12", "by", "an", "operator"]
+    assert head.split() == ["key", "state", "size", "pins"]
+    assert first.split()[1:] == ["ready", "2.00", "MiB", "12"]
     assert second.split()[1:] == ["writing", "4.00", "KiB", "0"]
     assert first.startswith(bytes(range(16)).hex()), "enough to name the block by"
     assert (bytes(range(32)).hex() in first) == (width >= 120)
@@ -257,7 +257,7 @@ def test_the_page_tells_which_sessions_ended_and_what_is_unusual(
     assert health.split(maxsplit=1)[1] == "degraded: pool_pinned, disk_errors; see kvoffd-cli health"
     (errors,) = (index for index, line in enumerate(lines) if line.startswith("Errors"))
     assert "…" not in "".join(lines[errors:])
-    for words in ("3 slots so far lie", "1.00 MiB in quarantine", "3 blocks (6.00 MiB) pinned by operators"):
+    for words in ("3 slots so far lie", "1.00 MiB in quarantine"):
         assert any(words in line for line in lines)
 
 

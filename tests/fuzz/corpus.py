@@ -63,10 +63,9 @@ def _requests() -> list[bytes]:
         m.DetachDisk(28, TOKEN, "/var/cache/kvoffd"),
         b.DescribeNamespace(20, TOKEN, SPACE),
         b.RestoreNamespace(21, TOKEN, SPACE, "label", 1, 32, [m.GroupSpec("full", 16)], "{}", [[SHARD]]),
-        b.ListBlocks(22, TOKEN, SPACE, 0, 0, 10, "6b6", True),
+        b.ListBlocks(22, TOKEN, SPACE, 0, 0, 10, "6b6"),
         b.GetBlocks(23, TOKEN, SPACE, 2**32 + 1, 0, b"k" * 64),
         b.PutBlocks(24, TOKEN, SPACE, 1, 4096, 0, b"k" * 32, [[b.PutShard(0, bytes(8))]]),
-        b.PinBlocks(25, TOKEN, SPACE, 0, b"k" * 32, True),
     ]
     return [codec.encode(request) for request in requests]
 

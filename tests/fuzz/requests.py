@@ -16,7 +16,7 @@ WORLD = {NAMESPACES[0]: 1, NAMESPACES[1]: 2}
 NAMES = [bytes([number]) * 16 for number in range(3)]
 """Ids of registrations."""
 MOSTLY_RIGHT_GROUPS = (0,) * 9 + (1,) * 6 + (2,)
-BLOCK_REQUESTS = ("describe", "restore", "list", "get", "get", "put", "put", "pin", "pin")
+BLOCK_REQUESTS = ("describe", "restore", "list", "get", "get", "put", "put")
 RARELY_ONE = (0,) * 15 + (1,)
 
 
@@ -160,8 +160,6 @@ class Requests:
                 space, segment = self.fingerprint(session), choices.byte() % 6
                 size = choices.of((BLOCKS * PAGE, BLOCKS * PAGE, 2**62))
                 return b.PutBlocks(i, token, space, segment, size, 0, keys, [shards_of] * (len(keys) // KEY_BYTES))
-            case "pin":
-                return b.PinBlocks(i, token, self.fingerprint(session), 0, self.keys(), bool(choices.byte() % 2))
             case "scrub":
                 return m.Scrub(i, token, bool(choices.byte() % 2))
             case "health":

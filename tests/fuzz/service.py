@@ -284,8 +284,7 @@ class ServiceHarness:
             for one in self.service.sessions
         )
         leases = tuple((lease.lease_id, lease.deadline) for lease in cache.leases)
-        pins = frozenset(cache.blocks.operator_pinned)
-        return cache.pool_usage(), leases, pins, sessions, len(cache.namespaces), len(self.engine.queue)
+        return cache.pool_usage(), leases, sessions, len(cache.namespaces), len(self.engine.queue)
 
     def finish(self) -> None:
         """End all sessions and transfers, and check that nothing is held."""
@@ -299,7 +298,7 @@ class ServiceHarness:
         self.service.tick()
         cache = self.service.context.cache
         check_invariants(cache)
-        made(cache.clear_all())  # what operators have pinned stays until then
+        made(cache.clear_all())
         check_invariants(cache)
         usage = cache.pool_usage()
         assert usage.pinned_bytes == usage.leaving_bytes == usage.writing_bytes == 0, usage

@@ -122,14 +122,12 @@ def _check_writers(cache: BlockCache, blocks: set[Block]) -> None:
 
 
 def _check_pins(cache: BlockCache, blocks: set[Block]) -> None:
-    operator_pinned, tiering = cache.blocks.operator_pinned, cache.blocks.tiering
+    tiering = cache.blocks.tiering
     pins = Counter(block for lease in cache.leases for group in lease.blocks.values() for block in group)
     pins.update(block for lease in cache.ended for group in lease.blocks.values() for block in group)
     pins.update(block for ticket in cache.loads for block in ticket.blocks)
     if isinstance(tiering, TieringManager):
         pins.update(demotion.block for demotion in tiering.transfers.demotions)
-    pins.update(list(operator_pinned))
-    assert all(block.state is BlockState.READY for block in operator_pinned), "an operator's pin outlived its block"
     assert all(block.pins == pins[block] for block in blocks), "pins of nobody, or too few"
     assert set(pins) <= blocks, "a pinned block lost its slots"
     assert all(block.missing == 0 for block in pins), "an incomplete block is pinned"

@@ -1,4 +1,4 @@
-"""Single blocks over bare sockets: who may open them, what is read, written and pinned, and what is refused."""
+"""Single blocks over bare sockets: who may open them, what is read and written, and what is refused."""
 
 from __future__ import annotations
 
@@ -56,9 +56,6 @@ class Desk(WireClient):
 
     def get(self, number: int, *wanted: int) -> list[list[b.HeldShard] | None]:
         return self.ask(b.GetBlocks, NAMESPACE, self.lease(number), 0, keys(*wanted)).blocks
-
-    def pin(self, *wanted: int, pin: bool = True) -> int:
-        return self.ask(b.PinBlocks, NAMESPACE, 0, keys(*wanted), pin).count
 
     def put_request(self, memory: SharedMemory, segment: int, *wanted: int, **fields: Any) -> b.PutBlocks:
         """Blocks of one shard, end to end in ``memory``."""
@@ -132,7 +129,6 @@ def requests_of(client: WireClient) -> list[m.AnyRequest]:
         b.ListBlocks(*head, 0),
         b.GetBlocks(*head, client.lease(1), 0, key(0)),
         b.PutBlocks(*head, 1, PAGE, 0, key(0), [[b.PutShard(0, b"c" * 8)]]),
-        b.PinBlocks(*head, 0, key(0), True),
         b.RestoreNamespace(*head, "mine", 1, 32, [group], "{}", [[shard]]),
     ]
 
@@ -170,7 +166,7 @@ def test_blocks_are_listed_by_pages_and_prefix(room: Room) -> None:
     everything = room.desk.list()
     # Stores are committed tail first.
     assert sorted(info.key for info in everything.blocks) == [key(number) for number in range(KEYS)]
-    assert {(info.state, info.pins, info.pinned) for info in everything.blocks} == {(m.READY, 0, False)}
+    assert {(info.state, info.pins) for info in everything.blocks} == {(m.READY, 0)}
     assert (everything.next_position, everything.total) == (0, KEYS)
     found: list[b.BlockInfo] = []
     position = 0
@@ -342,48 +338,6 @@ def test_all_shards_of_a_block_come_at_once(own_room: Room) -> None:
     assert [shard.checksum for shard in held] == [shards[0].checksum, shards[1].checksum, empty.checksum]
 
 
-# --- pins ------------------------------------------------------------------------------------------
-
-
-def test_an_operator_s_pin_outlives_the_session_and_keeps_blocks_from_eviction(room: Room) -> None:
-    assert room.desk.pin(0, 1) == 2
-    assert room.desk.pin(0) == 0, "it is pinned already"
-    room.desk.close()
-    for start in range(100, 100 + 2 * (8 << 20) // PAGE, KEYS):
-        assert room.store(*range(start, start + KEYS)).ok
-    report = stats(room.daemon.directory)
-    assert (report.blocks.pinned_blocks, report.pinned_blocks, report.leases) == (2, 2, 0)
-    with Desk(room.daemon.directory, m.Role.ADMIN) as later:
-        assert {info.key for info in later.list(pinned=True).blocks} == {key(0), key(1)}
-        assert later.pin(0, 1, 77, pin=False) == 2
-        assert later.list(pinned=True).total == 0
-        for start in range(1000, 1000 + 2 * (8 << 20) // PAGE, KEYS):
-            assert room.store(*range(start, start + KEYS)).ok
-        assert later.get(1, 0, 1) == [None, None]
-    assert stats(room.daemon.directory).pinned_blocks == 0
-
-
-def test_a_pinned_block_that_is_dropped_is_gone(room: Room) -> None:
-    room.desk.pin(*range(KEYS))
-    room.desk.ask(m.Clear, NAMESPACE)
-    report = stats(room.daemon.directory)
-    assert (report.blocks.pinned_blocks, report.blocks.pinned_bytes, report.pool.leaving_bytes) == (0, 0, 0)
-    assert report.pool.free_bytes == report.pool.pool_bytes
-
-
-def test_half_of_the_pool_may_be_pinned(room: Room) -> None:
-    half = (4 << 20) // PAGE
-    wanted = list(range(100, 100 + half + 1))
-    for start in range(0, len(wanted), KEYS):
-        assert room.store(*wanted[start : start + KEYS]).ok
-    assert room.desk.pin(*wanted[:half]) == half
-    request = b.PinBlocks(room.desk.next_id(), room.desk.token, NAMESPACE, 0, key(wanted[half]), True)
-    assert room.desk.refused(request).code == ErrorCode.NO_ROOM
-    request = b.PinBlocks(room.desk.next_id(), room.desk.token, NAMESPACE, 0, key(5555), True)
-    assert room.desk.refused(request).code == ErrorCode.NOT_READY
-    assert stats(room.daemon.directory).blocks.pinned_bytes == 4 << 20
-
-
 def test_the_probe_of_a_listing_that_is_gone_is_an_empty_page(room: Room) -> None:
     page = room.desk.list(position=4000)
     assert (page.blocks, page.next_position, page.total) == ([], 0, 0)
@@ -404,19 +358,16 @@ def test_every_block_request_has_a_test_of_who_may_send_it() -> None:
     assert codec.decode_request(codec.encode(requests_of(Paper())[0]))  # type: ignore[arg-type]
 
 
-def test_a_successor_knows_what_the_blocks_are_made_of_but_not_who_was_pinned(pool_file: Path) -> None:
+def test_a_successor_knows_what_the_blocks_are_made_of(pool_file: Path) -> None:
     with DaemonProcess("8MiB", block_access="write", pool_file=str(pool_file)) as daemon:
         with ExitStack() as stack:
             room = Room(daemon, stack)
-            room.desk.pin(*range(KEYS))
             content = room.content
         daemon.kill()
         daemon.start()
         with Desk(daemon.directory, m.Role.ADMIN) as desk:
             told = desk.ask(b.DescribeNamespace, NAMESPACE)
             assert told.shards == [[b.ShardSpec(1, [b.PageSpec(PAGE, LAYER)])]]
-            assert desk.list(pinned=True).total == 0
-            assert stats(daemon.directory).pinned_blocks == 0
             answer, (fd,) = open_pool(desk)
             assert isinstance(answer, lifeline.PoolOpened)
             pool = mmap.mmap(fd, answer.pool_bytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=answer.offset_bytes)

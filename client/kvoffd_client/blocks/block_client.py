@@ -1,4 +1,4 @@
-"""Reads, writes and pins single blocks of a daemon."""
+"""Reads and writes single blocks of a daemon."""
 
 from __future__ import annotations
 
@@ -78,19 +78,16 @@ class BlockClient(AdminClient):
         shards = [list(of_rank) for of_rank in geometry.shards]
         return self.ask(b.RestoreNamespace, *geometry.wire_fields(), shards).created
 
-    def list_blocks(
-        self, namespace: str | bytes, group: int = 0, prefix: str = "", *, pinned: bool = False
-    ) -> Iterator[b.BlockInfo]:
+    def list_blocks(self, namespace: str | bytes, group: int = 0, prefix: str = "") -> Iterator[b.BlockInfo]:
         """Yield the blocks of a group, in the order in which they came.
 
         Args:
             prefix: first hex digits of the keys wanted.
-            pinned: only those that an operator has pinned.
         """
         fingerprint = self.find_namespace(namespace)
         position = 0
         while True:
-            page = self.ask(b.ListBlocks, fingerprint, group, position, BLOCKS_PER_LIST, prefix, pinned)
+            page = self.ask(b.ListBlocks, fingerprint, group, position, BLOCKS_PER_LIST, prefix)
             yield from page.blocks
             position = page.next_position
             if not position:
@@ -276,17 +273,6 @@ class BlockClient(AdminClient):
             [list(of_key) for of_key in shards],
             first_block,
         ).states
-
-    def pin(self, namespace: str | bytes, keys: Sequence[bytes], group: int = 0) -> int:
-        """Keep blocks in the pool until they are unpinned, dropped or the daemon ends; returns how many are new.
-
-        All of them or none; the daemon takes ``max_keys_per_job`` at once.
-        """
-        return self.ask(b.PinBlocks, self.find_namespace(namespace), group, b"".join(keys), True).count
-
-    def unpin(self, namespace: str | bytes, keys: Sequence[bytes], group: int = 0) -> int:
-        """Undo ``pin``; returns how many blocks were pinned."""
-        return self.ask(b.PinBlocks, self.find_namespace(namespace), group, b"".join(keys), False).count
 
     @property
     def _session(self) -> BlockSession:

@@ -14,14 +14,12 @@ from kvoffd_client.cli.console import (
     Column,
     Listing,
     add_numbers,
-    count_blocks,
     namespace_name,
     plain_table,
     print_line,
     print_list,
     progress_bar,
     section,
-    were,
 )
 from kvoffd_client.cli.json_objects import (
     BlockLayer,
@@ -49,10 +47,9 @@ if TYPE_CHECKING:
 Namespace = Annotated[str, NAMESPACE_OPTION]
 Group = Annotated[int, typer.Option("--group", metavar="N", min=0, max=65535, help="KV cache group.")]
 Key = Annotated[str, typer.Argument(metavar="KEY", help="The block's key in hex, or enough of its first digits.")]
-Keys = Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys in hex, or enough of their first digits.")]
 
 block_app = typer.Typer(
-    help="Show, write and pin single blocks. The daemon's setting block_access must allow it.", rich_markup_mode=None
+    help="Show and write single blocks. The daemon's setting block_access must allow it.", rich_markup_mode=None
 )
 
 
@@ -64,7 +61,6 @@ def ls(
     prefix: Annotated[
         str, typer.Option("--prefix", metavar="HEX", help="Only keys that begin with these digits.")
     ] = "",
-    pinned: Annotated[bool, typer.Option("--pinned", help="Only blocks that operators have pinned.")] = False,
     limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Most blocks to show.")] = 100,
     directory: Directory = None,
     json: Json = False,
@@ -72,7 +68,7 @@ def ls(
     """List blocks, in the order in which they were stored."""
     with _open_client(context, directory) as client:
         fingerprint = _fingerprint(client, namespace)
-        found = list(islice(client.list_blocks(fingerprint, group, prefix, pinned=pinned), limit + 1))
+        found = list(islice(client.list_blocks(fingerprint, group, prefix), limit + 1))
     more, found = len(found) > limit, found[:limit]
     print_listing(Blocks(found, more), _blocks_table(found), as_json=json)
     if more and not json:
@@ -89,7 +85,6 @@ def _blocks_table(blocks: Sequence[BlockInfo]) -> Listing | Text:
             Column("state", [block.state.name.lower() for block in blocks]),
             Column("size", [format_size(block.slot_bytes) for block in blocks], right=True),
             Column("pins", [format_count(block.pins) for block in blocks], right=True),
-            Column("held", ["by an operator" if block.pinned else "" for block in blocks]),
         ]
     )
 
@@ -110,7 +105,7 @@ def show(
     """
     with _open_client(context, directory) as client:
         fingerprint = _fingerprint(client, namespace)
-        (whole_key,) = _whole_keys(client, fingerprint, group, [key])
+        whole_key = _whole_key(client, fingerprint, group, key)
         with client.get_block(fingerprint, whole_key, group, verify=False) as block:
             try:
                 block.verify()
@@ -191,7 +186,7 @@ def get(
 
     with _open_client(context, directory) as client:
         fingerprint = _fingerprint(client, namespace)
-        (whole_key,) = _whole_keys(client, fingerprint, group, [key])
+        whole_key = _whole_key(client, fingerprint, group, key)
         done = export_blocks(client, fingerprint, file, keys=[(group, whole_key)])
         if not done.blocks:
             file.unlink()
@@ -229,38 +224,6 @@ def put(
     outcome = "is in the pool" if stored else "was in the pool already; nothing was changed"
     print_line(f"Block {whole_key.hex()} {outcome}.")
     return int(not stored)
-
-
-@block_app.command()
-def pin(context: typer.Context, keys: Keys, namespace: Namespace, group: Group = 0, directory: Directory = None) -> int:
-    """Keep blocks in the pool.
-
-    Pinned blocks stay until they are unpinned or dropped (as by clear), or the daemon ends. At most half of the pool
-    may be pinned.
-    """
-    return _change_pins(context, directory, namespace, group, keys, pinned=True)
-
-
-@block_app.command()
-def unpin(
-    context: typer.Context, keys: Keys, namespace: Namespace, group: Group = 0, directory: Directory = None
-) -> int:
-    """Allow pinned blocks to be evicted again."""
-    return _change_pins(context, directory, namespace, group, keys, pinned=False)
-
-
-def _change_pins(
-    context: typer.Context, directory: Path | None, namespace: str, group: int, digits: Sequence[str], *, pinned: bool
-) -> int:
-    with _open_client(context, directory) as client:
-        fingerprint = _fingerprint(client, namespace)
-        keys = _whole_keys(client, fingerprint, group, digits)
-        changed = (client.pin if pinned else client.unpin)(fingerprint, keys, group)
-    unchanged = len(keys) - changed
-    had = f"; {format_count(unchanged)} {were(unchanged)} {'pinned before' if pinned else 'not pinned'}"
-    done = f"{count_blocks(changed)} {were(changed)} {'pinned' if pinned else 'unpinned'}"
-    print_line(f"{done}{had if unchanged else ''}.")
-    return 0
 
 
 def export(
@@ -400,16 +363,13 @@ def _fingerprint(client: BlockClient, namespace: str) -> bytes:
     return resolve_namespace(client.namespaces().namespaces, namespace).namespace
 
 
-def _whole_keys(client: BlockClient, namespace: bytes, group: int, given: Sequence[str]) -> list[bytes]:
-    """Return the keys that begin with the digits ``given``. Raises CliError where they fit none or several blocks."""
-    keys: list[bytes] = []
-    for digits in given:
-        found = [info.key for info in islice(client.list_blocks(namespace, group, digits.lower()), 3)]
-        if len(found) != 1:
-            begins = "Several keys begin" if found else "No key begins"
-            raise CliError(f"{begins} with {printable(digits)!r} in group {group}; `kvoffd-cli block ls` lists them.")
-        keys += found
-    return keys
+def _whole_key(client: BlockClient, namespace: bytes, group: int, digits: str) -> bytes:
+    """Return the key that begins with the digits. Raises CliError where they fit no block, or several."""
+    found = [info.key for info in islice(client.list_blocks(namespace, group, digits.lower()), 3)]
+    if len(found) != 1:
+        begins = "Several keys begin" if found else "No key begins"
+        raise CliError(f"{begins} with {printable(digits)!r} in group {group}; `kvoffd-cli block ls` lists them.")
+    return found[0]
 
 
 def _parse_key(digits: str, key_bytes: int) -> bytes:

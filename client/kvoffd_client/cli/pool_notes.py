@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvoffd_client.cli.console import count_blocks, percent
-from kvoffd_proto.messages import BlockAccessStats, PoolStats
+from kvoffd_proto.messages import PoolStats
 from kvoffd_proto.units import format_count, format_size
 
 FULL_INDEX = 0.98
@@ -17,7 +17,7 @@ def index_is_full(pool: PoolStats) -> bool:
     return pool.index_counted_bytes >= FULL_INDEX * pool.index_limit_bytes > 0
 
 
-def pool_notes(pool: PoolStats, blocks: BlockAccessStats) -> Iterator[tuple[str, str]]:
+def pool_notes(pool: PoolStats) -> Iterator[tuple[str, str]]:
     if pool.index_block_bytes:
         taken, counted, limit = map(format_size, (pool.index_bytes, pool.index_counted_bytes, pool.index_limit_bytes))
         # Of a few blocks most is what the index takes without any.
@@ -36,9 +36,6 @@ def pool_notes(pool: PoolStats, blocks: BlockAccessStats) -> Iterator[tuple[str,
         yield f"{locked} are page-locked for GPUs so far; the rest is copied slowly", "yellow"
     if pool.page_locking_gpu_bytes:
         yield f"page-locking it takes {format_size(pool.page_locking_gpu_bytes)} of a GPU's memory", "dim"
-    if blocks.pinned_blocks:
-        pinned = f"{count_blocks(blocks.pinned_blocks)} ({format_size(blocks.pinned_bytes)})"
-        yield f"{pinned} pinned by operators; see block ls --pinned", "dim"
     if pool.quarantined_bytes:
         lost = format_size(pool.quarantined_bytes)
         yield f"{lost} in quarantine: not as they were stored; see kvoffd-cli health", "red"

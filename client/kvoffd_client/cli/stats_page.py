@@ -69,9 +69,7 @@ class StatsPage:
             "ended": tuple(_ended(now)),
             "health": tuple(_health(now)),
             "pool": tuple(_pool(now.pool, options)),
-            "notes": tuple(
-                fitting(" " * TITLE_CELLS + text, style) for text, style in pool_notes(now.pool, now.blocks)
-            ),
+            "notes": tuple(fitting(" " * TITLE_CELLS + text, style) for text, style in pool_notes(now.pool)),
             "over": (_recent(now.recent, wide),),
             "misses": tuple(_misses(now.recent, wide)),
             "curve": tuple(_curve(now, wide)),
