@@ -83,7 +83,7 @@ def _replies() -> list[bytes]:
         m.CancelReply(1, 1, [1], [2]),
         m.HealthReply(1, 1, m.HealthLevel.DEGRADED, [m.HealthProblem("a_reason", "a sentence")]),
         b.NamespaceDescribed(1, 1, "label", 1, 32, [m.GroupSpec("full", 16)], "{}", [[SHARD], None]),
-        b.BlocksListed(1, 1, [b.BlockInfo(b"k" * 32, m.KeyState.READY, 4096, 1, True)], 0, 1),
+        b.BlocksListed(1, 1, [b.BlockInfo(b"k" * 32, m.KeyState.READY, 4096, 1)], 0, 1),
         b.BlocksGot(1, 1, [[b.HeldShard(0, 4096, bytes(8), 0)], None], 1000),
         b.BlocksPut(1, 1, b"\0\1\2"),
         m.ScrubReply(1, 1, True, 5, 4, 3, 4096, 0, 0.5),
