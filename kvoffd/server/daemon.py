@@ -26,14 +26,15 @@ from kvoffd.pool.pool import Pool
 from kvoffd.server.descriptors import check_loop_calls, half_of_descriptors, most_connections, raise_descriptor_limit
 from kvoffd.server.disks import OpenStores, opener, shared_opener, shared_stores
 from kvoffd.server.engine_memory import open_gpus
-from kvoffd.server.http import HttpServer, NotServing
+from kvoffd.server.health import health_reply
+from kvoffd.server.http import HttpServer
 from kvoffd.server.inbox import Inbox
 from kvoffd.server.kept_limits import KeptLimits
 from kvoffd.server.kept_policy import KeptPolicy
 from kvoffd.server.lifelines import LifelineServer
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recovery import adopt_blocks, open_pool
-from kvoffd.server.self_probe import SelfProbe
+from kvoffd.server.report import stats_reply
 from kvoffd.server.service import Service
 from kvoffd.server.sessions import RESERVED_SESSIONS
 from kvoffd.server.transport import Transport
@@ -41,10 +42,11 @@ from kvoffd.system.directory import DaemonDirectory
 from kvoffd.system.limits import memory_limit
 from kvoffd.system.mappings import PageFaulter
 from kvoffd.system.native import native
-from kvoffd.system.systemd import Notifier, keep_watchdog, take_stored_fds
+from kvoffd.system.systemd import Notifier, take_stored_fds
 from kvoffd.transfer.host_engine import HostEngine
-from kvoffd_proto.messages import HealthReply
+from kvoffd_proto.messages import Health, HealthLevel, HealthProblem, HealthReply, Stats, StatsReply
 from kvoffd_proto.units import format_size
+from kvoffd_proto.wire import NO_TOKEN
 
 logger = logging.getLogger(__name__)
 
@@ -127,11 +129,11 @@ class Daemon:
         self._tick_failed_at = -TICK_FAILURES_LOGGED_S
         self._page_mapper: asyncio.Future[None] | None = None
         self._scrubbing: asyncio.Task[None] | None = None
-        self._probe: SelfProbe | None = None
-        """There while the daemon serves."""
+        self._socket_inode = 0
+        """Of ``jobs.sock``; 0 but while the daemon serves."""
         self._shared_stores: OpenStores = ()
         self._http_problem = ""
-        self._http = HttpServer(config.http_address, self._metrics, self._health) if config.http_address else None
+        self._http: HttpServer | None = None
 
     async def serve(self) -> None:
         """Start, serve until told to stop, stop. Raises KvoffdError when it cannot start."""
@@ -143,7 +145,7 @@ class Daemon:
         self._shared_stores = shared_stores(self._config)
         self._directory.acquire()
         try:
-            await self._start_http()
+            self._start_http()
             self._pool = await self._take_pool()
             try:
                 if not self._stop.is_set():
@@ -152,33 +154,50 @@ class Daemon:
                 await self._close_pool()
         finally:
             if self._http is not None:
-                await self._http.close()
+                self._http.close()
             self._directory.release(keep_lock=self.copy_stuck)
         logger.info("Stopped.")
 
-    async def _start_http(self) -> None:
+    def _start_http(self) -> None:
         """Answer probes before the pool is touched, which may take minutes, and refuse a taken address before that."""
-        if self._http is None:
+        if not self._config.http_address:
             return
         try:
-            await self._http.start()
+            self._http = HttpServer(self._config.http_address, self, asyncio.get_running_loop())
         except KvoffdError as error:
             # A second daemon on the node must not fail for a page that nobody asked it for.
             if self._config.http_address != Config().http_address:
                 raise
             self._http_problem = f"No /metrics and no probes are served: {error.message}"
             logger.warning("%s", self._http_problem)
+        else:
+            self._http.start()
 
-    async def _metrics(self) -> bytes:
-        return await self._serving_probe().metrics()
+    def health(self) -> HealthReply:
+        """For HTTP, as the two below."""
+        if self._socket_inode:
+            return health_reply(self._service.context, Health(0, NO_TOKEN))
+        state = "stopping" if self._stop.is_set() else "starting"
+        return HealthReply(0, 0, HealthLevel.DOWN, [HealthProblem(state, f"The daemon is {state}.")])
 
-    async def _health(self) -> HealthReply:
-        return await self._serving_probe().health()
+    def stats(self) -> StatsReply | None:
+        if not self._socket_inode:
+            return None
+        *_, reply = stats_reply(self._service.context, Stats(0, NO_TOKEN))
+        return reply
 
-    def _serving_probe(self) -> SelfProbe:
-        if self._probe is None:
-            raise NotServing("The daemon is stopping." if self._stop.is_set() else "The daemon is starting.")
-        return self._probe
+    def unreachable(self) -> str:
+        path = self._directory.sockets.jobs
+        try:
+            found = path.stat().st_ino
+        except OSError:
+            found = -1
+        if self._socket_inode in (0, found):
+            return ""
+        return (
+            f"No engine can connect: {path} is not this daemon's socket any more. Leave its directory alone, and "
+            "restart it."
+        )
 
     async def _serve_pool(self) -> None:
         self._build_service()
@@ -281,11 +300,9 @@ class Daemon:
         try:
             self._lifelines.open()
             self._transport.open()
-            probe = SelfProbe(self._service, self._directory)
-            probe.open()
+            self._socket_inode = self._directory.sockets.jobs.stat().st_ino
         except OSError as error:
             raise StartError(f"The sockets in {config.directory} cannot be opened: {error}.") from error
-        self._probe = probe
         self.served = True
         self._notifier.ready(f"Serving {config.directory} with a pool of {format_size(config.pool_bytes)}.")
         logger.info("Serving %s.", config.directory)
@@ -295,11 +312,9 @@ class Daemon:
             self._page_mapper = loop.run_in_executor(None, self._pool.map_pages, self._stop.is_set)
 
     async def _main_loop(self) -> None:
-        """Tick until told to stop. The watchdog is fed only after a round trip through the message loop."""
+        """Tick until told to stop. systemd's watchdog is fed only after a turn of the message loop."""
         context = self._service.context
         context.loop_watch.start(asyncio.get_running_loop())
-        assert self._probe is not None
-        watchdog = asyncio.create_task(keep_watchdog(self._notifier, self._probe.works))
         try:
             while not self._stop.is_set():
                 self._tick()
@@ -309,13 +324,13 @@ class Daemon:
                     self._lose_gpu(lost)
                 if context.scrubber.has_work and (self._scrubbing is None or self._scrubbing.done()):
                     self._scrubbing = asyncio.create_task(self._scrub())
-                self._transport.wake()
+                if self._transport.serve():
+                    self._notifier.watchdog()
                 try:
                     await asyncio.wait_for(self._stop.wait(), TICK_S)
                 except TimeoutError:
                     pass
         finally:
-            watchdog.cancel()
             self._stop.set()
             context.loop_watch.stop()
             if self._scrubbing is not None:
@@ -377,7 +392,7 @@ class Daemon:
 
     async def _shutdown(self) -> None:
         """Close all sockets, end all threads but for what hangs, and send what that has left."""
-        self._probe = None
+        self._socket_inode = 0
         if not self._service.context.disks.close(DISKS_CLOSE_S):
             self.copy_stuck = True
         self._kept_policy.close()

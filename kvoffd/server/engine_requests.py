@@ -48,12 +48,12 @@ def hello(context: Context, session: Session, message: m.Hello) -> m.Welcome:
             f"All {config.max_sessions} sessions are taken; the others are for administrators. Raise max_sessions.",
             ErrorCode.TOO_MANY,
         )
-    if message.role is m.Role.ADMIN and not session.internal and not may_administer(session.peer, config):
+    if message.role is m.Role.ADMIN and not may_administer(session.peer, config):
         raise KvoffdError(
             f"User {session.peer.uid} may not administer this kvoffd; add the uid to admin_uids.", ErrorCode.FORBIDDEN
         )
     name, software = printable(message.name), printable(message.software)
-    if session.role is None and not session.internal:
+    if session.role is None:
         process = f"pid {session.peer.pid}" if session.peer.pid else "a process of another pid namespace"
         level = logging.DEBUG if message.role is m.Role.ADMIN else logging.INFO  # every command has one
         logger.log(level, "Session %d: %s %s (%s), %s.", session.id, message.role, name, software, process)

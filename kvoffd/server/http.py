@@ -1,212 +1,291 @@
-"""Plain HTTP for scrapers and probes: GET /metrics, /healthz, /readyz, and nothing else.
+"""HTTP for scrapers, probes and people: /metrics, /healthz, /readyz, /stats.json and, at /, a page that shows them.
 
-/healthz is 200 while the loop that serves engines answers, whatever it has to say: a restart mends nothing else.
-/readyz is 200 while the daemon takes sessions. Both name the problems that the daemon knows of.
+/healthz is 200 while the loop that serves engines answers and engines can connect, whatever else is wrong: a restart
+mends nothing else. /readyz is 200 while the daemon takes sessions. Both name the problems that the daemon knows of.
 
-No web framework: three fixed answers do not earn a dependency, and this server must run in the daemon's own loop, so
-that an answer proves that the loop turns.
+Each connection has a thread and one request. The loop is asked for what is answered, which proves that it turns. An
+answer is for all who ask within a second: any process of the machine may ask, and lookups must not wait for that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import json
 import logging
 import socket
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from http import HTTPStatus
+from pathlib import Path
+from socketserver import BaseRequestHandler, ThreadingTCPServer
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kvoffd.errors import KvoffdError
-from kvoffd.server.acceptor import Acceptor
-from kvoffd.server.listening import listeners_of
-from kvoffd.settings import parse_address
-from kvoffd_proto.messages import HealthReply
+from kvoffd.settings import ALL_INTERFACES, parse_address
+from kvoffd_proto.messages import HealthReply, StatsReply
 
 logger = logging.getLogger(__name__)
 
-ANSWER_DEADLINE_S = 5.0
+REQUEST_S = 5.0
+"""For a request to arrive, and for its answer to be read."""
+LOOP_S = 2.0
+FRESH_S = 1.0
+MAX_CONNECTIONS = 32
 MAX_REQUEST_BYTES = 8192
-MAX_DISCARDED_BYTES = 1024 * 1024
-MAX_CONNECTIONS = 64
-METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_TEXT = "text/plain; charset=utf-8"
+MAX_DISCARDED_BYTES = 1 << 20
+RETRY_S = 0.25
+"""After accept() failed, as it does without descriptors: it would fail again at once."""
+PATHS = ("/metrics", "/healthz", "/readyz", "/stats.json")
+
+ReplyT = TypeVar("ReplyT")
 
 
-@dataclass(frozen=True)
-class _Answer:
+class Source(Protocol):
+    """What the server tells."""
+
+    def health(self) -> HealthReply:
+        """Called in the loop's thread."""
+
+    def stats(self) -> StatsReply | None:
+        """None while the daemon starts or stops. Called in the loop's thread."""
+
+    def unreachable(self) -> str:
+        """Why no engine can connect, a sentence; empty where one can. Called in any thread."""
+
+
+class _Answer(NamedTuple):
     status: HTTPStatus
     body: bytes
-    content_type: str = _TEXT
+    content_type: str = "text/plain; charset=utf-8"
+
+    def encode(self) -> bytes:
+        allow = "Allow: GET\r\n" if self.status is HTTPStatus.METHOD_NOT_ALLOWED else ""
+        head = (
+            f"HTTP/1.1 {self.status.value} {self.status.phrase}\r\nContent-Type: {self.content_type}\r\n"
+            f"Content-Length: {len(self.body)}\r\nCache-Control: no-store\r\n{allow}Connection: close\r\n\r\n"
+        )
+        return head.encode() + self.body
 
 
 def _sentence(status: HTTPStatus, text: str) -> _Answer:
     return _Answer(status, f"{text}\n".encode())
 
 
-class NotServing(Exception):
-    """The daemon has nothing to tell yet, or any more. The message is a sentence for whoever asked."""
-
-
 class HttpServer:
-    """Serves one request per connection, at most ``MAX_CONNECTIONS`` at a time.
+    """Listens once it is made, answers from ``start`` on. Raises KvoffdError when the address cannot be had."""
 
-    When there are as many, a new one takes the place of the oldest whose request has not arrived or whose answer is not
-    read: a probe, which sends at once and reads at once, is answered however many others do not.
-
-    Args:
-        address: ``host:port``; port 0 takes a free one.
-        metrics: Gives the Prometheus page; NotServing becomes 503.
-        health: Gives the daemon's health by a round trip through its message loop; NotServing says that it is alive
-            and not ready, any other exception that it does not answer.
-        deadline_s: A connection that has not been answered by then is answered 408 or 503, or closed.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        metrics: Callable[[], Awaitable[bytes]],
-        health: Callable[[], Awaitable[HealthReply]],
-        deadline_s: float = ANSWER_DEADLINE_S,
-    ) -> None:
-        self._wanted = parse_address(address)
-        self._metrics = metrics
-        self._health = health
-        self._deadline_s = deadline_s
-        self._acceptors: list[Acceptor] = []
-        self._connections: set[asyncio.Task[None]] = set()
-        self._idle: dict[asyncio.Task[None], None] = {}
-        """Those of them that wait for their peer, oldest first."""
-
-    @property
-    def port(self) -> int:
-        """The port that is listened on; 0 before ``start``."""
-        return self._acceptors[0].port if self._acceptors else 0
-
-    async def start(self) -> None:
-        """Listen. Raises KvoffdError when the address cannot be had."""
-        host, port = self._wanted
+    def __init__(self, address: str, source: Source, loop: asyncio.AbstractEventLoop) -> None:
+        self._source, self._loop = source, loop
+        self._dashboard = Path(__file__).with_name("dashboard.html").read_bytes()
+        self._locks = {path: threading.Lock() for path in PATHS}
+        self._fresh: dict[str, tuple[float, _Answer]] = {}
+        host, port = parse_address(address)
         try:
-            listeners = await listeners_of(self._wanted, MAX_CONNECTIONS)
+            self._servers = [_Server(listener, self.answer) for listener in _listeners(host, port)]
         except OSError as error:
             raise KvoffdError(
                 f"The HTTP address {host}:{port} cannot be listened on ({error.strerror or error}); "
                 "free it, choose another with --http-address, or give an empty one to serve no HTTP."
             ) from error
-        for listener in listeners:
-            self._acceptors.append(Acceptor(listener, self._accepted))
-            self._acceptors[-1].start()
 
-    async def close(self) -> None:
-        """Stop listening and drop the connections that are open."""
-        for acceptor in self._acceptors:
-            acceptor.close()
-        self._acceptors.clear()
-        for task in tuple(self._connections):
-            task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+    def start(self) -> None:
+        for server in self._servers:
+            threading.Thread(target=server.serve, name="kvoffd-http", daemon=True).start()
 
-    def _accepted(self, stream: socket.socket) -> None:
-        if len(self._connections) >= MAX_CONNECTIONS and self._idle:
-            oldest = next(iter(self._idle))
-            del self._idle[oldest]
-            oldest.cancel()
-        if len(self._connections) >= 2 * MAX_CONNECTIONS:
-            stream.close()
-            return
-        task = asyncio.get_running_loop().create_task(self._serve(stream))
-        self._connections.add(task)
-        self._idle[task] = None
-        task.add_done_callback(self._ended)
+    def close(self) -> None:
+        """Stop listening."""
+        for server in self._servers:
+            server.end()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._connections.discard(task)
-        self._idle.pop(task, None)
+    def answer(self, path: str) -> _Answer:
+        """Answer a GET. In a connection's thread."""
+        if path == "/":
+            return _Answer(HTTPStatus.OK, self._dashboard, "text/html; charset=utf-8")
+        if path not in PATHS:
+            return _sentence(HTTPStatus.NOT_FOUND, f"Only / and {', '.join(PATHS)} are served.")
+        with self._locks[path]:
+            until, answer = self._fresh.get(path) or (0.0, None)
+            if answer is None or time.monotonic() >= until:
+                answer = self._make(path)
+                self._fresh[path] = time.monotonic() + FRESH_S, answer
+            return answer
 
-    async def _serve(self, stream: socket.socket) -> None:
+    def _make(self, path: str) -> _Answer:
         try:
-            reader, writer = await asyncio.open_connection(sock=stream, limit=MAX_REQUEST_BYTES)
-        except (OSError, asyncio.CancelledError):
-            stream.close()
-            return
-        try:
-            answer = await self._read_and_answer(reader)
-            if answer is not None:
-                writer.write(_encode(answer))
-                await self._finish(reader, writer)
-        except (OSError, asyncio.CancelledError):
-            # The peer went away or does not read (TimeoutError): there is nobody to tell. Or its place is taken, or
-            # close() cancels; ending normally keeps asyncio from reporting the task as failed.
-            writer.transport.abort()
-        finally:
-            writer.close()
-
-    async def _finish(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Get the answer to the peer: closing with parts of the request unread would reset the connection first."""
-        async with asyncio.timeout(self._deadline_s):
-            await writer.drain()
-            writer.write_eof()
-            for _ in range(MAX_DISCARDED_BYTES // MAX_REQUEST_BYTES):
-                if not await reader.read(MAX_REQUEST_BYTES):
-                    break
-
-    async def _read_and_answer(self, reader: asyncio.StreamReader) -> _Answer | None:
-        """The answer to the connection's request; None when the peer closed without one."""
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                head = await reader.readuntil(b"\r\n\r\n")
+            return self._health(path) if path in ("/healthz", "/readyz") else self._stats(path)
         except TimeoutError:
-            return _sentence(HTTPStatus.REQUEST_TIMEOUT, "The request did not arrive in time.")
-        except asyncio.LimitOverrunError:
-            return _sentence(
-                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"The request is longer than {MAX_REQUEST_BYTES} bytes."
-            )
-        except asyncio.IncompleteReadError:
-            return None
-        task = asyncio.current_task()
-        assert task is not None
-        self._idle.pop(task, None)
-        try:
-            return await self._respond(head)
-        finally:
-            self._idle[task] = None
+            return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, "The loop does not answer.")
+        except Exception:
+            logger.exception("An HTTP request failed inside the daemon.")
+            return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, "The daemon failed to answer; its log has the details.")
 
-    async def _respond(self, head: bytes) -> _Answer:
+    def _health(self, path: str) -> _Answer:
+        health, unreachable = self._ask(self._source.health), self._source.unreachable()
+        good = not unreachable and (health.ready or path == "/healthz")
+        lines = ["ok" if good else "not ok", *filter(None, [unreachable]), *health.problems]
+        return _sentence(HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE, "\n".join(lines))
+
+    def _stats(self, path: str) -> _Answer:
+        stats = self._ask(self._source.stats)
+        if stats is None:
+            return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, "The daemon is starting or stopping.")
+        if path == "/stats.json":
+            return _Answer(HTTPStatus.OK, json.dumps(stats, default=_plain).encode(), "application/json")
+        from kvoffd.observe.metrics import render_metrics  # imports for too long to be waited for at a start
+
+        return _Answer(HTTPStatus.OK, render_metrics(stats), "text/plain; version=0.0.4; charset=utf-8")
+
+    def _ask(self, question: Callable[[], ReplyT]) -> ReplyT:
+        """Have the loop answer. Raises TimeoutError."""
+        reply: Future[ReplyT] = Future()
+
+        def ask() -> None:
+            if reply.set_running_or_notify_cancel():
+                try:
+                    reply.set_result(question())
+                except Exception as error:
+                    reply.set_exception(error)
+
+        self._loop.call_soon_threadsafe(ask)
+        try:
+            return reply.result(LOOP_S)
+        finally:
+            reply.cancel()
+
+
+def _plain(value: Any) -> object:
+    """What JSON has no form for, as ``kvoffd-cli stats --json`` prints it: fingerprints in hex, and structs."""
+    if isinstance(value, bytes):
+        return value.hex()
+    return {name: getattr(value, name) for name in value.__struct_fields__ if name != "request_id"}
+
+
+def _listeners(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen wherever the host is; ``*`` is everywhere, by IPv4 and IPv6. Raises OSError.
+
+    ``localhost`` may be an IPv6 address that the machine, without IPv6, does not have: it is passed over.
+    """
+    if host == ALL_INTERFACES:
+        if socket.has_dualstack_ipv6():
+            return [socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)]
+        return [socket.create_server(("0.0.0.0", port))]
+    listeners, errors = [], []
+    for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        try:
+            listeners.append(socket.create_server(place[:2], family=family))
+        except OSError as error:
+            errors.append(error)
+    lacking = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+    if errors and not (listeners and all(error.errno in lacking for error in errors)):
+        for listener in listeners:
+            listener.close()
+        raise errors[-1]
+    return listeners
+
+
+class _Server(ThreadingTCPServer):
+    """One listening socket, and a thread for each connection."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, listener: socket.socket, answer: Callable[[str], _Answer]) -> None:
+        super().__init__(listener.getsockname()[:2], _Connection, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.answer = answer
+        self._lock = threading.Lock()
+        self._open: list[socket.socket] = []
+        self._ended = False
+
+    def serve(self) -> None:
+        """Accept connections until ``end``. In a thread of its own, which sleeps while nobody connects."""
+        with self.socket:
+            while not self._ended:
+                self.handle_request()
+
+    def end(self) -> None:
+        self._ended = True
+        _shut(self.socket)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return self.socket.accept()
+        except OSError:
+            time.sleep(0 if self._ended else RETRY_S)
+            raise
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Give a connection too many the place of the oldest: a probe is answered however many others are idle."""
+        with self._lock:
+            self._open.append(request)
+            if len(self._open) > MAX_CONNECTIONS:
+                _shut(self._open[-MAX_CONNECTIONS - 1])
+            return len(self._open) <= 2 * MAX_CONNECTIONS  # the others' threads end soon
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.remove(request)
+            self.close_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.warning("An HTTP connection failed inside the daemon.", exc_info=True)
+
+
+def _shut(opened: socket.socket) -> None:
+    try:
+        opened.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # its peer was faster
+
+
+class _Connection(BaseRequestHandler):
+    """Reads one request and answers it."""
+
+    server: _Server
+    request: socket.socket
+
+    def handle(self) -> None:
+        try:
+            if (answer := self._read_and_answer()) is not None:
+                self.request.settimeout(REQUEST_S)
+                self.request.sendall(answer.encode())
+                self._finish()
+        except OSError:
+            pass  # the peer went away, or does not read: there is nobody to tell
+
+    def _read_and_answer(self) -> _Answer | None:
+        """The answer to the connection's request; None when the peer closed without one."""
+        head, until = b"", time.monotonic() + REQUEST_S
+        while b"\r\n\r\n" not in head:
+            if len(head) > MAX_REQUEST_BYTES:
+                text = f"The request is longer than {MAX_REQUEST_BYTES} bytes."
+                return _sentence(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text)
+            try:
+                data = self._receive(until)
+            except TimeoutError:
+                return _sentence(HTTPStatus.REQUEST_TIMEOUT, "The request did not arrive in time.")
+            if not data:
+                return None
+            head += data
         words = head.split(b"\r\n", 1)[0].split(b" ")
         if len(words) != 3 or not words[2].startswith(b"HTTP/1.") or not words[1].startswith(b"/"):
             return _sentence(HTTPStatus.BAD_REQUEST, "This is not an HTTP/1 request.")
         if words[0] != b"GET":
             return _sentence(HTTPStatus.METHOD_NOT_ALLOWED, "Only GET is served.")
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                return await self._answer(words[1].split(b"?", 1)[0])
-        except TimeoutError:
-            return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, "The daemon did not answer in time.")
-        except Exception:
-            logger.exception("An HTTP request failed.")
-            return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, "The daemon failed to answer; its log has the details.")
+        return self.server.answer(words[1].split(b"?", 1)[0].decode(errors="replace"))
 
-    async def _answer(self, path: bytes) -> _Answer:
-        if path not in (b"/metrics", b"/healthz", b"/readyz"):
-            return _sentence(HTTPStatus.NOT_FOUND, "Only /metrics, /healthz and /readyz are served.")
-        try:
-            if path == b"/metrics":
-                return _Answer(HTTPStatus.OK, await self._metrics(), METRICS_CONTENT_TYPE)
-            health = await self._health()
-            ready, problems = health.ready, health.problems
-        except NotServing as reason:
-            ready, problems = False, [str(reason)]
-        good = ready or path == b"/healthz"
-        lines = ("ok" if good else "not ok", *problems)
-        return _sentence(HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE, "\n".join(lines))
+    def _receive(self, until: float) -> bytes:
+        self.request.settimeout(max(0.001, until - time.monotonic()))
+        return self.request.recv(MAX_REQUEST_BYTES)
 
-
-def _encode(answer: _Answer) -> bytes:
-    head = [
-        f"HTTP/1.1 {answer.status.value} {answer.status.phrase}",
-        f"Content-Type: {answer.content_type}",
-        f"Content-Length: {len(answer.body)}",
-        "Cache-Control: no-store",
-        "Connection: close",
-        *(["Allow: GET"] if answer.status == HTTPStatus.METHOD_NOT_ALLOWED else []),
-    ]
-    return "\r\n".join((*head, "", "")).encode() + answer.body
+    def _finish(self) -> None:
+        """Get the answer to the peer: closing with parts of the request unread would reset the connection first."""
+        self.request.shutdown(socket.SHUT_WR)
+        until = time.monotonic() + REQUEST_S
+        for _ in range(MAX_DISCARDED_BYTES // MAX_REQUEST_BYTES):
+            if not self._receive(until):
+                break

@@ -31,6 +31,10 @@ NAMESPACES_AT_ONCE = 100
 
 @answers(m.Stats)
 def stats(context: Context, session: Session, message: m.Stats) -> Iterator[m.StatsReply | None]:
+    return stats_reply(context, message)
+
+
+def stats_reply(context: Context, message: m.Stats) -> Iterator[m.StatsReply | None]:
     cache = context.cache
     cache.count_misses()
     shares = cache.blocks.shares
@@ -74,7 +78,7 @@ def stats(context: Context, session: Session, message: m.Stats) -> Iterator[m.St
         lookup_seconds=context.lookup_latency.counted(),
         leases=len(cache.leases),
         pinned_blocks=cache.blocks.pinned_blocks,
-        sessions=len(_shown_sessions(context)),
+        sessions=sum(1 for _ in context.sessions),
         ended_sessions=dict(context.sessions.ended),
         lookups_per_second=context.lookup_rate.per_second(),
         errors=dict(context.errors),
@@ -122,14 +126,14 @@ def sessions(context: Context, session: Session, message: m.Sessions) -> m.Sessi
             namespaces=sorted(one.namespaces),
             pinned_bytes=leases.held(one.id).nbytes,
         )
-        for one in _shown_sessions(context)
+        for one in context.sessions
     ]
     return m.SessionsReply(message.request_id, context.epoch, infos)
 
 
 @answers(m.Namespaces)
 def namespaces(context: Context, session: Session, message: m.Namespaces) -> m.NamespacesReply:
-    cache, shown = context.cache, _shown_sessions(context)
+    cache = context.cache
     shares = cache.blocks.shares
     weights = shares.weights()
     infos = [
@@ -139,7 +143,7 @@ def namespaces(context: Context, session: Session, message: m.Namespaces) -> m.N
             namespace=namespace.fingerprint,
             groups=list(namespace.groups),
             shard_bytes=_shard_bytes(namespace),
-            sessions=sum(namespace.fingerprint in session.namespaces for session in shown),
+            sessions=sum(namespace.fingerprint in session.namespaces for session in context.sessions),
             limits=shares.of(namespace.fingerprint),
             kept_bytes=shares.kept_bytes(namespace, weights),
         )
@@ -151,10 +155,6 @@ def namespaces(context: Context, session: Session, message: m.Namespaces) -> m.N
         if room_bytes < 0:
             infos[number] = structs.replace(info, description="")
     return m.NamespacesReply(message.request_id, context.epoch, infos)
-
-
-def _shown_sessions(context: Context) -> list[Session]:
-    return [session for session in context.sessions if not session.internal]
 
 
 def _pool_stats(context: Context) -> m.PoolStats:

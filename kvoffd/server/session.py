@@ -241,8 +241,6 @@ class Session:
     name: str = ""
     software: str = ""
     last_request_at: float = field(init=False)
-    internal: bool = False
-    """The daemon's own probe: not shown and not counted."""
     reserved: bool = False
     """One of those beyond max_sessions, which are for administrators."""
     ended: bool = False

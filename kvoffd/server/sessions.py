@@ -93,14 +93,14 @@ class Sessions:
         if self.stopping:
             raise KvoffdError.of(ErrorCode.SHUTTING_DOWN)
 
-    def open(self, lifeline: Lifeline, peer: Peer, *, internal: bool = False) -> Session:
+    def open(self, lifeline: Lifeline, peer: Peer) -> Session:
         """Admit a client that has connected to the lifeline. Raises KvoffdError when it may not come in."""
         self.check_not_stopping()
-        reserved = False if internal else self._takes_reserve(peer)
+        reserved = self._takes_reserve(peer)
         self._last_id += 1
         token, log = self._random_bytes(TOKEN_BYTES), CompletionLog(self.epoch, self._last_id, self._cache.memory)
         session = Session(self._last_id, token, peer, lifeline, self._runner.clock(), log)
-        session.internal, session.reserved = internal, reserved
+        session.reserved = reserved
         self.by_token[token] = session
         self._count(session, 1)
         return session
@@ -126,8 +126,6 @@ class Sessions:
         )
 
     def _count(self, session: Session, change: int) -> None:
-        if session.internal:
-            return
         if session.reserved:
             self._reserved += change
         else:
@@ -182,7 +180,7 @@ class Sessions:
         charged_bytes = sum(one.charged_bytes for one in session.registrations.values())
         self._cache.memory.take(session.id, -charged_bytes - LISTED_KEY_BYTES * len(session.listing))
         session.close_memory()
-        if session.role is not None and not session.internal:
+        if session.role is not None:
             level = logging.DEBUG if session.role is Role.ADMIN else logging.INFO
             logger.log(level, "Session %d (%s %s) ended: %s.", session.id, session.role, session.name, why)
         of_engine = session.role is not None and session.role is not Role.ADMIN

@@ -119,7 +119,7 @@ class Transport:
         """Serve and send soon: something other than a message changed what is to be sent."""
         if not self._due:
             self._due = True
-            self._loop.call_soon(self._serve)
+            self._loop.call_soon(self.serve)
 
     def tick(self) -> None:
         """Close connections whose frame takes too long to arrive, and those of processes that died.
@@ -264,16 +264,20 @@ class Transport:
             self._queue.add(connection)
             self.wake()
 
-    def _serve(self) -> None:
+    def serve(self) -> bool:
+        """Answer what has arrived, for a moment; False where that failed inside the daemon."""
         self._due = more = False
+        works = True
         try:
             self._queue.serve(self._serve_one, time.monotonic() + SERVE_S)
             more = self._service.go_on()
             self.flush()
         except Exception:  # the loop that serves engines must outlive it
             logger.exception("An iteration of the message loop failed.")
+            works = False
         if more or self._queue:
             self.wake()
+        return works
 
     def _serve_one(self, connection: Connection) -> bool:
         """Answer one message of a connection; False when it has no further one that may be answered now."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import re
 import select
 import socket
+import time
 from array import array
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ class Notifier:
 
     def __init__(self, environ: Mapping[str, str], pid: int | None = None) -> None:
         self._pid = os.getpid() if pid is None else pid
+        self._watchdog_at = 0.0
         self._watchdog_timeout_s = _watchdog_timeout_s(environ, self._pid)
         self._socket: socket.socket | None = None
         self._failed = False
@@ -44,11 +45,6 @@ class Notifier:
         self._address = f"\0{address[1:]}" if address[0] == "@" else address
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
 
-    @property
-    def watchdog_interval_s(self) -> float | None:
-        """How often to call ``watchdog``: half of systemd's timeout, as it advises. None where it does not watch."""
-        return self._watchdog_timeout_s / 2 if self._watchdog_timeout_s and self._socket else None
-
     def starting(self, text: str) -> None:
         """Say how far the start is, and that it needs up to ``START_EXTENSION_S`` more from now."""
         self._send(f"EXTEND_TIMEOUT_USEC={START_EXTENSION_S * 1_000_000}\nSTATUS={_one_line(text)}")
@@ -57,8 +53,11 @@ class Notifier:
         self._send(f"READY=1\nSTATUS={_one_line(text)}")
 
     def watchdog(self) -> None:
-        """Say that the event loop turns. To be called from its own tick only, never from a thread."""
-        self._send("WATCHDOG=1")
+        """Say that engines are answered. Sent when half of systemd's timeout is over, as it advises."""
+        now = time.monotonic()
+        if self._watchdog_timeout_s and now >= self._watchdog_at:
+            self._watchdog_at = now + self._watchdog_timeout_s / 2
+            self._send("WATCHDOG=1")
 
     def stopping(self, text: str) -> None:
         self._send(f"STOPPING=1\nSTATUS={_one_line(text)}")
@@ -136,27 +135,6 @@ def take_stored_fds(environ: MutableMapping[str, str]) -> dict[str, list[int]]:
             continue
         stored.setdefault(name, []).append(fd)
     return stored
-
-
-async def keep_watchdog(notifier: Notifier, works: Callable[[], Awaitable[bool]]) -> None:
-    """Call ``notifier.watchdog`` for as long as ``works`` says so in time; return at once where nobody watches.
-
-    ``works`` should be a round trip through the loop that serves engines. Runs in that loop, so a loop that hangs
-    stays silent; and a ``works`` that fails, says False or takes longer than the interval costs one beat.
-    """
-    interval_s = notifier.watchdog_interval_s
-    if interval_s is None:
-        return
-    while True:
-        try:
-            async with asyncio.timeout(interval_s):
-                alive = await works()
-        except Exception:
-            logger.exception("The daemon's check of itself failed; systemd gets no watchdog message.")
-            alive = False
-        if alive:
-            notifier.watchdog()
-        await asyncio.sleep(interval_s / 2)
 
 
 def _watchdog_timeout_s(environ: Mapping[str, str], pid: int) -> float | None:

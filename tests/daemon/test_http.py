@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import socket
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvoffd_client import SharedMemory
+from kvoffd_client.cli import main
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_port
 from tests.kit.waiting import wait_until
@@ -72,6 +74,35 @@ def test_http_metrics_are_what_prometheus_wants(port: int) -> None:
     assert b"\nkvoffd_pool" in body
 
 
+def test_http_stats_are_those_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same numbers under the same names, with fingerprints in hex."""
+    found = free_port()
+    with DaemonProcess(http_address=f"127.0.0.1:{found}") as daemon, WireClient(daemon.directory) as client:
+        client.open_namespace(bytes(range(32)))
+        head, _, body = get(found, "/stats.json").partition(b"\r\n\r\n")
+        assert b"content-type: application/json" in head.lower()
+        assert main(["--directory", str(daemon.directory), "stats", "--json"]) == 0
+        stats, printed = json.loads(body), json.loads(capsys.readouterr().out)
+        assert stats["namespaces"][0]["namespace"] == bytes(range(32)).hex()
+        assert shape(stats) == shape(printed)
+        assert stats["pool"] == printed["pool"]
+
+
+def shape(value: object) -> object:
+    """The names in a value of JSON, without its numbers."""
+    if isinstance(value, list):
+        return [shape(item) for item in value]
+    return {key: shape(item) for key, item in value.items()} if isinstance(value, dict) else None
+
+
+def test_http_a_page_for_people(port: int) -> None:
+    """It needs nothing from elsewhere, and takes its numbers from /stats.json."""
+    head, _, body = get(port, "/").partition(b"\r\n\r\n")
+    assert b"content-type: text/html" in head.lower()
+    assert b'fetch("stats.json")' in body
+    assert b"//" not in body.replace(b"</", b"")
+
+
 def test_http_a_broken_disk_ends_neither_life_nor_service(port: int) -> None:
     """The probes say what is wrong, and that the daemon lives and takes sessions."""
     for path in ("/healthz", "/readyz"):
@@ -83,7 +114,7 @@ def test_http_a_broken_disk_ends_neither_life_nor_service(port: int) -> None:
 
 def test_http_other_requests_get_their_status(port: int) -> None:
     for request, status in (
-        (b"GET / HTTP/1.1\r\n\r\n", 404),
+        (b"GET /stats HTTP/1.1\r\n\r\n", 404),
         (b"GET /metrics/ HTTP/1.1\r\n\r\n", 404),
         (b"GET /../etc/passwd HTTP/1.1\r\n\r\n", 404),
         (b"POST /metrics HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc", 405),

@@ -1,232 +1,134 @@
-"""The HTTP server answers scrapers and probes, and survives everybody else."""
+"""What HTTP answers while the daemon cannot: its loop hangs, it starts, or it fails inside."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from pathlib import Path
-from typing import NoReturn
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 
-from kvoffd.server import self_probe
-from kvoffd.server.http import MAX_CONNECTIONS, HttpServer, NotServing
-from kvoffd.server.self_probe import ProbeFailed, SelfProbe
-from kvoffd.system.directory import DaemonDirectory
+from kvoffd.errors import KvoffdError
+from kvoffd.server.http import LOOP_S, HttpServer
 from kvoffd_proto.messages import HealthLevel, HealthProblem, HealthReply
+from tests.kit.ports import free_port
 
-DEADLINE_S = 10.0
-
-
-async def good() -> HealthReply:
-    return HealthReply(1, 1, HealthLevel.OK, [])
+SENTENCE = "The disk is full."
 
 
-async def empty() -> bytes:
-    return b""
+class FakeDaemon:
+    """One that says what it is told to, or fails where that is nothing."""
+
+    def __init__(self, level: HealthLevel | None, unreachable: str = "") -> None:
+        self.level = level
+        self._unreachable = unreachable
+
+    def health(self) -> HealthReply:
+        if self.level is None:
+            raise RuntimeError("secret detail")
+        return HealthReply(0, 0, self.level, [HealthProblem("disk", SENTENCE)])
+
+    def stats(self) -> None:
+        self.health()
+
+    def unreachable(self) -> str:
+        return self._unreachable
 
 
-async def three_sessions() -> bytes:
-    return b"kvoffd_sessions 3\n"
-
-
-def on_server(
-    scenario: Callable[[HttpServer], Coroutine[None, None, None]],
-    *,
-    metrics: Callable[[], Awaitable[bytes]] = three_sessions,
-    health: Callable[[], Awaitable[HealthReply]] = good,
-    deadline_s: float = 5.0,
-) -> None:
-    async def run() -> None:
-        server = HttpServer("127.0.0.1:0", metrics, health, deadline_s)
-        await server.start()
-        try:
-            async with asyncio.timeout(DEADLINE_S):
-                await scenario(server)
-        finally:
-            await server.close()
-
-    asyncio.run(run())
-
-
-async def exchange(server: HttpServer, request: bytes, *, end: bool = False) -> bytes:
-    """Send ``request`` and return all that comes back until the server closes."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(request)
-    if end:
-        writer.write_eof()
+@contextmanager
+def serving(daemon: FakeDaemon, *, hangs: bool = False) -> Iterator[int]:
+    """The port of a server whose loop turns, or does not."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    port = free_port()
+    server = HttpServer(f"127.0.0.1:{port}", daemon, loop)
+    server.start()
+    if not hangs:
+        thread.start()
     try:
-        return await reader.read()
-    except ConnectionError:
-        return b""
+        yield port
     finally:
-        await leave(writer)
+        server.close()
+        if not hangs:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+        loop.close()
 
 
-async def leave(writer: asyncio.StreamWriter) -> None:
-    """Close and wait for it: whatever is left open is an error of the test."""
-    writer.close()
+def get(port: int, path: str) -> tuple[int, str]:
     try:
-        await writer.wait_closed()
-    except ConnectionError:
-        pass  # the server was faster
-
-
-async def get(server: HttpServer, path: str) -> tuple[int, dict[str, str], str]:
-    answer = await exchange(server, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-    head, body = answer.decode().split("\r\n\r\n", 1)
-    status, *lines = head.split("\r\n")
-    return int(status.split()[1]), dict(line.lower().split(": ", 1) for line in lines), body
-
-
-def test_metrics_may_be_awaited() -> None:
-    async def page() -> bytes:
-        return b"later 1\n"
-
-    async def scenario(server: HttpServer) -> None:
-        assert (await get(server, "/metrics"))[2] == "later 1\n"
-
-    on_server(scenario, metrics=page)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
 
 
 @pytest.mark.parametrize("level", list(HealthLevel))
 def test_a_daemon_that_answers_is_alive_and_one_that_takes_sessions_is_ready(level: HealthLevel) -> None:
-    ready = level is not HealthLevel.DOWN
-
-    async def health() -> HealthReply:
-        return HealthReply(1, 1, level, [HealthProblem("disk", "The disk is full.")])
-
-    async def scenario(server: HttpServer) -> None:
-        status, _, body = await get(server, "/healthz")
-        assert (status, body) == (200, "ok\nThe disk is full.\n")
-        status, _, body = await get(server, "/readyz")
-        assert status == (200 if ready else 503)
-        assert body.endswith("ok\nThe disk is full.\n")
-
-    on_server(scenario, health=health)
+    with serving(FakeDaemon(level)) as port:
+        assert get(port, "/healthz") == (200, f"ok\n{SENTENCE}\n")
+        down = level is HealthLevel.DOWN
+        assert get(port, "/readyz") == ((503, f"not ok\n{SENTENCE}\n") if down else (200, f"ok\n{SENTENCE}\n"))
+        assert get(port, "/metrics") == (503, "The daemon is starting or stopping.\n")
 
 
-def test_a_daemon_that_does_not_serve_yet_is_alive_and_not_ready() -> None:
-    async def starting() -> NoReturn:
-        raise NotServing("The daemon is starting.")
-
-    async def scenario(server: HttpServer) -> None:
-        told = [(await get(server, path))[::2] for path in ("/healthz", "/readyz", "/metrics")]
-        sentence = "The daemon is starting.\n"
-        assert told == [(200, f"ok\n{sentence}"), (503, f"not ok\n{sentence}"), (503, f"not ok\n{sentence}")]
-
-    on_server(scenario, metrics=starting, health=starting)
+def test_a_loop_that_hangs_is_503_for_all_who_ask_at_once() -> None:
+    with serving(FakeDaemon(HealthLevel.OK), hangs=True) as port, ThreadPoolExecutor(20) as askers:
+        began = time.monotonic()
+        answers = set(askers.map(lambda _: get(port, "/healthz"), range(20)))
+        assert answers == {(503, "The loop does not answer.\n")}
+        assert LOOP_S <= time.monotonic() - began < 3 * LOOP_S
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz"])
-def test_a_callback_that_fails_is_503_and_the_server_goes_on(path: str, caplog: pytest.LogCaptureFixture) -> None:
-    broken = True
-
-    async def health() -> HealthReply:
-        if broken:
-            raise RuntimeError("secret detail")
-        return await good()
-
-    async def page() -> bytes:
-        return repr(await health()).encode()
-
-    async def scenario(server: HttpServer) -> None:
-        nonlocal broken
-        status, _, body = await get(server, path)
-        assert status == 503
-        assert "secret" not in body
-        broken = False
-        assert (await get(server, path))[0] == 200
-
-    on_server(scenario, health=health, metrics=page)
-    assert "secret detail" in caplog.text
+@pytest.mark.parametrize("path", ["/metrics", "/stats.json", "/healthz", "/readyz"])
+def test_a_daemon_that_fails_inside_is_503_and_the_server_goes_on(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    daemon = FakeDaemon(None)
+    with serving(daemon) as port:
+        status, body = get(port, path)
+        assert (status, "secret" in body) == (503, False)
+        assert "secret detail" in caplog.text
+        daemon.level = HealthLevel.OK
+        end = time.monotonic() + 10.0
+        while "failed" in get(port, path)[1]:
+            assert time.monotonic() < end
 
 
-def test_a_daemon_that_does_not_answer_in_time_is_503() -> None:
-    async def health() -> HealthReply:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def scenario(server: HttpServer) -> None:
-        status, _, body = await get(server, "/healthz")
-        assert (status, "in time" in body) == (503, True)
-
-    on_server(scenario, health=health, deadline_s=0.05)
+def test_a_daemon_whose_sockets_are_gone_is_not_alive() -> None:
+    with serving(FakeDaemon(HealthLevel.OK, "No engine can connect.")) as port:
+        for path in ("/healthz", "/readyz"):
+            assert get(port, path) == (503, f"not ok\nNo engine can connect.\n{SENTENCE}\n")
 
 
-def test_connections_whose_answers_do_not_come_are_bounded() -> None:
-    async def never() -> HealthReply:
-        await asyncio.sleep(3600)
-        return await good()
-
-    async def scenario(server: HttpServer) -> None:
-        waiting = []
-        for _ in range(2 * MAX_CONNECTIONS):
-            waiting.append(await asyncio.open_connection("127.0.0.1", server.port))
-            waiting[-1][1].write(b"GET /healthz HTTP/1.1\r\n\r\n")
-            await asyncio.sleep(0.01)
-        assert await exchange(server, b"GET /metrics HTTP/1.1\r\n\r\n") == b""
-        for _, other in waiting:
-            await leave(other)
-
-    on_server(scenario, health=never)
+def test_closing_frees_the_port() -> None:
+    with serving(FakeDaemon(HealthLevel.OK)) as port:
+        assert get(port, "/healthz")[0] == 200
+    with pytest.raises(urllib.error.URLError, match="refused"):
+        get(port, "/healthz")
+    with socket.create_server(("127.0.0.1", port)):
+        pass
 
 
-async def ended(reader: asyncio.StreamReader) -> bool:
-    try:
-        return await reader.read() == b""
-    except ConnectionError:
-        return True
-
-
-def test_closing_drops_idle_connections_and_frees_the_port() -> None:
-    async def run() -> None:
-        server = HttpServer("127.0.0.1:0", empty, good)
-        await server.start()
-        port = server.port
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        await exchange(server, b"GET /healthz HTTP/1.1\r\n\r\n")
-        async with asyncio.timeout(DEADLINE_S):
-            await server.close()
-            assert await ended(reader)
-            await leave(writer)
-        with pytest.raises(ConnectionRefusedError):
-            await asyncio.open_connection("127.0.0.1", port)
-        await server.close()
-
-    asyncio.run(run())
-
-
-def test_pages_of_metrics_are_not_made_for_each_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_probe, "render_metrics", lambda reply: reply)
-    probe = SelfProbe(None, DaemonDirectory(Path("/nowhere")))  # type: ignore[arg-type]
-    pages = iter(range(100))
-
-    async def ask(request: object) -> int:
-        await asyncio.sleep(0.1)
-        return next(pages)
-
-    monkeypatch.setattr(probe, "_ask", ask)
-
-    async def run() -> None:
-        assert set(await asyncio.gather(*(probe.metrics() for _ in range(50)))) == {0}
-        assert await probe.metrics() == 0
-        probe._page_until = 0.0  # it is old
-        for page in (1, 1):
-            assert await probe.metrics() == page
-
-    asyncio.run(run())
-
-
-def test_a_page_that_failed_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    probe = SelfProbe(None, DaemonDirectory(Path("/nowhere")))  # type: ignore[arg-type]
-
-    async def run() -> None:
-        for _ in range(2):
-            with pytest.raises(
-                ProbeFailed, match=r"/nowhere/jobs.sock is not this daemon's socket any more .*restart it"
-            ):
-                await probe.metrics()
-            probe._page_until = 0.0
-
-    asyncio.run(run())
+def test_a_name_may_have_places_that_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As localhost has, without IPv6. An address that is taken is refused all the same."""
+    lacking = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0))  # of RFC 5737: no machine has it
+    port = free_port()
+    there = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))
+    loop = asyncio.new_event_loop()
+    for places in ([lacking, there], [there, lacking]):
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, places=places, **__: places)
+        server = HttpServer(f"name:{port}", FakeDaemon(HealthLevel.OK), loop)
+        with pytest.raises(KvoffdError, match="cannot be listened on"):
+            HttpServer(f"name:{port}", FakeDaemon(HealthLevel.OK), loop)
+        server.start()
+        server.close()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [lacking])
+    with pytest.raises(KvoffdError, match="cannot be listened on"):
+        HttpServer(f"name:{port}", FakeDaemon(HealthLevel.OK), loop)
+    loop.close()

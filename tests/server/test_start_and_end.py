@@ -42,7 +42,7 @@ def test_probes_are_answered_while_the_pool_is_touched(tmp_path, monkeypatch):
     assert told == {
         "/healthz": (200, f"ok\n{sentence}"),
         "/readyz": (503, f"not ok\n{sentence}"),
-        "/metrics": (503, f"not ok\n{sentence}"),
+        "/metrics": (503, "The daemon is starting or stopping.\n"),
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import asyncio
 import logging
 import os
 import socket
@@ -11,13 +10,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvoffd.system.systemd import MAX_FDS_PER_MESSAGE, Notifier, keep_watchdog, take_stored_fds
-from tests.kit.waiting import wait_until_async
+from kvoffd.system.systemd import MAX_FDS_PER_MESSAGE, Notifier, take_stored_fds
 
 DEADLINE_S = 10.0
 
@@ -48,15 +47,11 @@ def notifier(listener: socket.socket) -> Iterator[Notifier]:
     made.close()
 
 
-def test_starting_ready_watchdog_and_stopping_are_what_systemd_reads(
-    listener: socket.socket, notifier: Notifier
-) -> None:
+def test_starting_ready_and_stopping_are_what_systemd_reads(listener: socket.socket, notifier: Notifier) -> None:
     notifier.starting("touched 1 of 4 GiB")
     assert heard(listener) == {"EXTEND_TIMEOUT_USEC": "30000000", "STATUS": "touched 1 of 4 GiB"}
     notifier.ready("serving")
     assert heard(listener) == {"READY": "1", "STATUS": "serving"}
-    notifier.watchdog()
-    assert heard(listener) == {"WATCHDOG": "1"}
     notifier.stopping("waiting for 2 jobs")
     assert heard(listener) == {"STOPPING": "1", "STATUS": "waiting for 2 jobs"}
 
@@ -82,7 +77,7 @@ def test_abstract_sockets_are_reached() -> None:
 
 def test_without_systemd_nothing_happens() -> None:
     notifier = Notifier({"WATCHDOG_USEC": "1000000"})
-    assert notifier.watchdog_interval_s is None
+    notifier.watchdog()
     notifier.ready("serving")
     notifier.store_fds("pool", [0])
     notifier.close()
@@ -100,7 +95,7 @@ def test_a_listener_that_is_gone_harms_nobody_and_is_said_once(
 ) -> None:
     notifier = Notifier({"NOTIFY_SOCKET": str(tmp_path / "gone")})
     for _ in range(3):
-        notifier.watchdog()
+        notifier.ready("serving")
     notifier.close()
     assert len(caplog.records) == 1
     assert caplog.records[0].levelno == logging.WARNING
@@ -146,89 +141,43 @@ def test_an_impossible_number_of_descriptors_is_refused(count: int, notifier: No
 
 
 @pytest.mark.parametrize(
-    ("variables", "interval_s"),
+    ("variables", "wanted"),
     [
-        ({"WATCHDOG_USEC": "30000000"}, 15.0),
-        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "77"}, 15.0),
-        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "78"}, None),
-        ({"WATCHDOG_USEC": "0"}, None),
-        ({"WATCHDOG_USEC": "soon"}, None),
-        ({"WATCHDOG_USEC": "-5"}, None),
-        ({"WATCHDOG_USEC": "9" * 5000}, None),
-        ({}, None),
+        ({"WATCHDOG_USEC": "30000000"}, True),
+        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "77"}, True),
+        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "78"}, False),
+        ({"WATCHDOG_USEC": "0"}, False),
+        ({"WATCHDOG_USEC": "soon"}, False),
+        ({"WATCHDOG_USEC": "-5"}, False),
+        ({"WATCHDOG_USEC": "9" * 5000}, False),
+        ({}, False),
     ],
 )
-def test_the_watchdog_interval_is_half_the_timeout_of_this_process(
-    variables: dict[str, str], interval_s: float | None, listener: socket.socket
+def test_the_watchdog_is_told_where_systemd_watches_this_process(
+    variables: dict[str, str], wanted: bool, listener: socket.socket
 ) -> None:
     notifier = Notifier(environ(listener, **variables), pid=77)
-    assert notifier.watchdog_interval_s == interval_s
+    notifier.watchdog()
+    notifier.watchdog()  # not again before half of the timeout is over
+    notifier.stopping("")
+    heard_of = [heard(listener) for _ in range(1 + wanted)]
+    assert [said for said in heard_of if "STOPPING" not in said] == [{"WATCHDOG": "1"}] * wanted
     notifier.close()
 
 
-class Beats(Notifier):
-    """Counts what it sends."""
-
-    def __init__(self, listener: socket.socket) -> None:
-        super().__init__(environ(listener, WATCHDOG_USEC="20000"))
-        self.count = 0
-
-    def watchdog(self) -> None:
-        self.count += 1
-        super().watchdog()
-
-
-def test_the_watchdog_is_told_while_the_daemon_works(listener: socket.socket) -> None:
-    async def until_three_beats() -> None:
-        beats, asked = Beats(listener), 0
-
-        async def works() -> bool:
-            nonlocal asked
-            asked += 1
-            return True
-
-        keeper = asyncio.create_task(keep_watchdog(beats, works))
-        await wait_until_async(lambda: beats.count >= 3)
-        keeper.cancel()
-        beats.close()
-        assert asked >= 3
-
-    asyncio.run(until_three_beats())
-    assert heard(listener) == {"WATCHDOG": "1"}
-
-
-@pytest.mark.parametrize("trouble", ["says no", "raises", "hangs"])
-def test_no_beat_comes_while_the_daemon_does_not_work_and_they_come_again_after(
-    trouble: str, listener: socket.socket
-) -> None:
-    async def scenario() -> None:
-        beats, asked, broken = Beats(listener), 0, True
-
-        async def works() -> bool:
-            nonlocal asked
-            asked += 1
-            if broken and trouble == "raises":
-                raise RuntimeError("broken")
-            if broken and trouble == "hangs":
-                await asyncio.Event().wait()
-            return not broken
-
-        keeper = asyncio.create_task(keep_watchdog(beats, works))
-        await wait_until_async(lambda: asked >= 3)
-        assert beats.count == 0
-        broken = False
-        await wait_until_async(lambda: beats.count > 0)
-        keeper.cancel()
-        beats.close()
-
-    asyncio.run(scenario())
-
-
-def test_where_nobody_watches_the_keeper_ends_at_once(notifier: Notifier) -> None:
-    async def works() -> bool:
-        raise AssertionError("nobody should ask")
-
-    asyncio.run(asyncio.wait_for(keep_watchdog(notifier, works), DEADLINE_S))
+def test_the_watchdog_is_told_twice_in_a_timeout(listener: socket.socket) -> None:
+    notifier = Notifier(environ(listener, WATCHDOG_USEC="20000"))
+    began = time.monotonic()
+    told = 0
+    listener.setblocking(False)
+    while told < 5:
+        notifier.watchdog()
+        try:
+            told += "WATCHDOG" in heard(listener)
+        except BlockingIOError:
+            pass
+    assert time.monotonic() - began >= 4 * 0.01
+    notifier.close()
 
 
 def test_stored_descriptors_are_removed_by_name(listener: socket.socket, notifier: Notifier) -> None:
