@@ -147,9 +147,9 @@ class AdminClient(Closing):
         """Drop every block of one namespace, or of all; returns how many."""
         return self.ask(m.Clear, fingerprint).count
 
-    def set_namespace_limits(self, fingerprint: bytes, limits: m.NamespaceLimits) -> None:
-        """Set how much of the pool a namespace may have, from now on and after restarts."""
-        self.ask(m.SetNamespaceLimits, fingerprint, limits)
+    def set_quota(self, fingerprint: bytes, quota_bytes: int | None) -> None:
+        """Set the most bytes that a namespace may have of the pool; None takes the quota away."""
+        self.ask(m.SetQuota, fingerprint, quota_bytes)
 
     def reset_fleet(self, fingerprint: bytes) -> int:
         """Make every block of a namespace void on all nodes that share a store; returns how many stores were told."""

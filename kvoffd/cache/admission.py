@@ -10,7 +10,7 @@ from math import inf
 from kvoffd.cache.blocks import Blocks
 from kvoffd.cache.namespace import Block, MissReason, Namespace
 from kvoffd.cache.policies import DECLINED, EvictionPolicy
-from kvoffd.cache.shares import Claim
+from kvoffd.cache.quota import Allowance
 from kvoffd.system.files import OnError
 
 
@@ -37,7 +37,7 @@ class Admitter:
     node: int | None
     protected: Set[Block]
     """Not evicted for them."""
-    claim: Claim | None
+    allowance: Allowance | None
 
     def admit(
         self, keys: Sequence[bytes], lacking: Sequence[int], fresh: Sequence[int], starts: Sequence[int] | None
@@ -92,12 +92,12 @@ class Admitter:
             return
         blocks, count = self.blocks, len(numbers)
         offsets = blocks.take_slots(
-            self.namespace, self.slot_bytes, count, self.protected, self.node, worth, self.claim, block_bytes
+            self.namespace, self.slot_bytes, count, self.protected, self.node, worth, self.allowance, block_bytes
         )
         found.offsets += offsets
         found.admitted += numbers[: len(offsets)]
         if left := numbers[len(offsets) :]:
-            room_is_kept = worth != inf and blocks.evictable(self.protected, self.claim)
+            room_is_kept = worth != inf and blocks.evictable(self.protected)
             (found.declined if room_is_kept else found.dropped).extend(left)
 
 

@@ -93,7 +93,7 @@ class Blocks(Room):
     def remove_namespace(self, namespace: Namespace) -> None:
         """Undo ``add_namespace``. It may have no block any more."""
         del self.namespaces[namespace.fingerprint]
-        self.shares.forget(namespace)
+        self.quotas.forget(namespace)
 
     def start_shards(
         self,
@@ -362,9 +362,7 @@ class Blocks(Room):
 
     def used(self, namespace: Namespace, group: int, blocks: Sequence[Block]) -> None:
         """Note that a request found these ready blocks, root first."""
-        if self.shares:
-            self.shares.note_use(namespace)
-            self.shares.used(namespace, blocks)
+        self.quotas.used(namespace, blocks)
 
     def _move(self, blocks: Sequence[Block], before: BlockState, after: BlockState) -> None:
         """Change the state of blocks of one group that are all in ``before``, and with it what is counted by state."""
@@ -376,8 +374,7 @@ class Blocks(Room):
             block.state = after
         namespace = blocks[0].namespace
         self._count(namespace, before, after, len(blocks), nbytes)
-        if self.shares:
-            self.shares.moved(namespace, blocks, before, after)
+        self.quotas.moved(namespace, blocks, before, after)
         if before in INDEXED or after in INDEXED:
             index, keys = namespace.index[blocks[0].group], b"".join([block.key for block in blocks])
             if before not in INDEXED:

@@ -204,8 +204,8 @@ class BlockCache(LeasedBlocks):
         if namespace.clearing:
             found = Admission(dropped=lacking)
         else:
-            claim = blocks.claim(namespace)
-            admitter = Admitter(blocks, self.policy, namespace, group, slot_bytes, node, protected, claim)
+            allowance = blocks.allowance(namespace)
+            admitter = Admitter(blocks, self.policy, namespace, group, slot_bytes, node, protected, allowance)
             unknown = lacking if fresh else [number for number in lacking if known[number] is None]
             found = admitter.admit(keys, lacking, unknown, starts)
         offsets = found.offsets

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Set
 
 from kvoffd.cache.holders import SlotHolders
 from kvoffd.cache.namespace import OFFSET_AT, PAGES, Block, BlockState
-from kvoffd.cache.shares import Claim
 from kvoffd.pool.pool import Pool
 
 MAX_REGIONS_COMPARED = 16
@@ -20,14 +19,13 @@ def choose_victims(
     slot_bytes: int,
     count: int,
     protected: Set[Block],
-    claim: Claim | None,
     *,
     once: bool,
 ) -> list[Block]:
     """Blocks to evict, next first, so that ``count`` slots of ``slot_bytes`` come free; too few or none if need be.
 
     ``candidates`` are those that may go, ``holders`` the blocks by the offsets of their slots. Neither a pinned block
-    is chosen nor a ``protected`` one; of a region's, what the ``claim`` allows.
+    is chosen nor a ``protected`` one.
 
     Blocks with a slot of the wanted size go in the policy's order. The older blocks of other sizes that are passed
     over on the way help only by whole regions. A region is taken over once the bytes passed over are as many as it
@@ -50,8 +48,6 @@ def choose_victims(
             gained = block.namespace.slot_sizes(block.group).count(slot_bytes)
         if gained:
             chosen[block] = None
-            if claim is not None:
-                claim.evict(block)
             count -= gained
             if count <= 0:
                 return list(chosen)
@@ -62,24 +58,16 @@ def choose_victims(
             shard = block.shard(0)
             patience_bytes = len(slots.neighbours(shard.offset)) * shard.slot_bytes
         if passed_bytes >= patience_bytes:
-            if region := _coldest_region(passed, slots, holders, protected, claim):
-                return _with_region(chosen, region, claim)
+            if region := _coldest_region(passed, slots, holders, protected):
+                return list(chosen | dict.fromkeys(region))
             if once and not chosen:
                 return []
             patience_bytes = 2 * passed_bytes
-    return _with_region(chosen, _coldest_region(passed, slots, holders, protected, claim) if passed else (), claim)
-
-
-def _with_region(chosen: dict[Block, None], region: Iterable[Block], claim: Claim | None) -> list[Block]:
-    others = [block for block in region if block not in chosen]
-    if claim is not None:
-        for block in others:
-            claim.evict(block)
-    return [*chosen, *others]
+    return list(chosen | dict.fromkeys(_coldest_region(passed, slots, holders, protected) if passed else ()))
 
 
 def _coldest_region(
-    passed: Iterable[Block], slots: Pool, holders: SlotHolders, protected: Set[Block], claim: Claim | None
+    passed: Iterable[Block], slots: Pool, holders: SlotHolders, protected: Set[Block]
 ) -> Iterable[Block]:
     """All blocks of the region, among the oldest ones', of which most was passed over; none if all are held."""
     regions: list[list[int]] = []
@@ -105,7 +93,5 @@ def _coldest_region(
         if None in there:
             continue  # a slot in quarantine keeps its region
         if all(block.state is BlockState.READY and not block.pins and block not in protected for block in blocks):
-            if claim is not None and not claim.may_take(blocks):
-                continue
             return blocks
     return ()

@@ -18,7 +18,7 @@ PLACES_BYTES = 8 + 1
 
 def index_memory(blocks: Blocks, policy: EvictionPolicy) -> int:
     """Bytes. Of what the policy counts as its own the part for keys with blocks is in it."""
-    nbytes = PLACES_BYTES * len(blocks.holders) + blocks.shares.nbytes
+    nbytes = PLACES_BYTES * len(blocks.holders) + blocks.quotas.nbytes
     for namespace in blocks.namespaces.values():
         nbytes += namespace.held_blocks * _nbytes_of_block(namespace) + sum(index.nbytes for index in namespace.index)
     return nbytes + policy.nbytes * len(policy) // max(1, len(policy) + policy.ghosts)

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 FLEET_WAIT_S = 1.5
 """For all shared stores to be told of a reset; the client waits for 2 s."""
 LIMITS_WAIT_S = 1.5
-"""For the file with the limits of namespaces to be written."""
+"""For the file with the quotas of namespaces to be written."""
 
 
 @answers(m.Clear)
@@ -59,24 +59,23 @@ def reset_fleet(context: Context, session: Session, message: m.ResetFleet) -> It
     yield m.Done(message.request_id, context.epoch, len(raises))
 
 
-@answers(m.SetNamespaceLimits)
-def set_namespace_limits(context: Context, session: Session, message: m.SetNamespaceLimits) -> Iterator[m.Done | None]:
-    """Set a namespace's limits, and have them written for the next daemon before the answer, which says where that
+@answers(m.SetQuota)
+def set_quota(context: Context, session: Session, message: m.SetQuota) -> Iterator[m.Done | None]:
+    """Set a namespace's quota, and have it written for the next daemon before the answer, which says where that
     failed."""
-    shares, kept, until = context.cache.blocks.shares, context.kept_limits, context.clock() + LIMITS_WAIT_S
-    shares.set(message.namespace, message.limits)
-    name, one = message.namespace.hex()[:12], message.limits
-    most = "no bound" if one.maximum_bytes is None else format_size(one.maximum_bytes)
+    kept, until = context.kept_limits, context.clock() + LIMITS_WAIT_S
+    context.cache.blocks.quotas.set(message.namespace, message.quota_bytes)
     logger.info(
-        "Session %d (%s) set the limits of the namespace %s: minimum %s, maximum %s, weight %s.",
-        *(session.id, session.peer, name, format_size(one.minimum_bytes), most, one.weight or "none"),
+        "Session %d (%s) set the quota of the namespace %s: %s.",
+        *(session.id, session.peer, message.namespace.hex()[:12]),
+        "none" if message.quota_bytes is None else format_size(message.quota_bytes),
     )
     yield from context.others_served(lambda: not kept.is_being_written, until)
     kept.note()
     yield from context.others_served(lambda: not kept.is_being_written, until)
     if problem := kept.problem:
-        logger.warning("The limits of namespaces hold, but %s.", problem)
-        why = f"The limits hold until the daemon ends, and the next one may not have them: {problem}."
+        logger.warning("The quotas of namespaces hold, but %s.", problem)
+        why = f"The quota holds until the daemon ends, and the next one may not have it: {problem}."
         raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
     yield m.Done(message.request_id, context.epoch, 1)
 

@@ -262,7 +262,7 @@ class Daemon:
             max_namespaces_bytes=config.namespaces_bytes,
             max_index_bytes=max_index_bytes(config),
         )
-        kept_limits = KeptLimits(cache.blocks.shares, config)
+        kept_limits = KeptLimits(cache.blocks.quotas, config)
         kept_limits.go_on()
         self._kept_policy = KeptPolicy(cache.policy, config)
         adopt_blocks(cache, pool, self._kept_policy)

@@ -1,4 +1,4 @@
-"""The limits of namespaces, in a file, from one daemon to the next."""
+"""The quotas of namespaces, in a file, from one daemon to the next."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import logging
 
 import msgspec
 
-from kvoffd.cache.shares import MAX_LIMITED, Shares
+from kvoffd.cache.quota import MAX_QUOTAS, Quotas
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server.kept_file import KeptFile, checked, path_beside_pool
-from kvoffd_proto.messages import NamespaceLimits
 from kvoffd_proto.wire import ByteCount
 
 logger = logging.getLogger(__name__)
@@ -22,21 +21,19 @@ LIMIT_BYTES = 256
 class _Line(msgspec.Struct, forbid_unknown_fields=True):
     fingerprint: str
     """In hex."""
-    minimum_bytes: ByteCount
-    maximum_bytes: ByteCount | None
-    weight: float | None
+    quota_bytes: ByteCount
 
 
 class KeptLimits:
-    """Keeps limits in ``<pool_file>.limits``, or ``kvoffd.limits`` in the daemon's directory.
+    """Keeps quotas in ``<pool_file>.limits``, or ``kvoffd.limits`` in the daemon's directory.
 
-    It has the CRC-32 of what follows, in hex, then a line of JSON for each namespace. A file of no use, or a limit that
-    this pool cannot keep, is left out, and the log says so.
+    It has the CRC-32 of what follows, in hex, then a line of JSON for each namespace. A file of no use, or a quota too
+    many, is left out, and the log says so.
     """
 
-    def __init__(self, shares: Shares, config: Config) -> None:
-        self._shares = shares
-        self._file = KeptFile(path_beside_pool(config, LIMITS_SUFFIX), (MAX_LIMITED + 1) * LIMIT_BYTES)
+    def __init__(self, quotas: Quotas, config: Config) -> None:
+        self._quotas = quotas
+        self._file = KeptFile(path_beside_pool(config, LIMITS_SUFFIX), (MAX_QUOTAS + 1) * LIMIT_BYTES)
         self._written = self._content()
 
     def go_on(self) -> None:
@@ -48,14 +45,13 @@ class KeptLimits:
             return
         except (OSError, ValueError) as error:
             path = self._file.path
-            logger.warning("The limits of namespaces, in %s, are of no use: %s. There are none.", path, error)
+            logger.warning("The quotas of namespaces, in %s, are of no use: %s. There are none.", path, error)
             return
         for fingerprint, line in found:
             try:
-                limits = NamespaceLimits(line.minimum_bytes, line.maximum_bytes, line.weight)
-                self._shares.set(fingerprint, limits)
+                self._quotas.set(fingerprint, line.quota_bytes)
             except KvoffdError as error:
-                logger.warning("The limits of the namespace %s are left out. %s", line.fingerprint, error.message)
+                logger.warning("The quota of the namespace %s is left out. %s", line.fingerprint, error.message)
         self._written = self._content()
 
     @property
@@ -82,8 +78,5 @@ class KeptLimits:
             self._file.join()
 
     def _content(self) -> bytes:
-        lines = (
-            _Line(fingerprint.hex(), one.minimum_bytes, one.maximum_bytes, one.weight)
-            for fingerprint, one in self._shares
-        )
+        lines = (_Line(fingerprint.hex(), quota_bytes) for fingerprint, quota_bytes in self._quotas)
         return checked(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))

@@ -37,8 +37,7 @@ def stats(context: Context, session: Session, message: m.Stats) -> Iterator[m.St
 def stats_reply(context: Context, message: m.Stats) -> Iterator[m.StatsReply | None]:
     cache = context.cache
     cache.count_misses()
-    shares = cache.blocks.shares
-    weights = shares.weights()
+    quotas = cache.blocks.quotas
     namespaces: list[m.NamespaceStats] = []
     for namespace in list(cache.namespaces):
         if namespaces and len(namespaces) % NAMESPACES_AT_ONCE == 0:
@@ -48,9 +47,8 @@ def stats_reply(context: Context, message: m.Stats) -> Iterator[m.StatsReply | N
                 m.NamespaceStats,
                 namespace,
                 namespace.counters,
-                shares.of(namespace.fingerprint),
                 namespace=namespace.fingerprint,
-                kept_bytes=shares.kept_bytes(namespace, weights),
+                quota_bytes=quotas.of(namespace.fingerprint),
                 misses=named(namespace.counters.misses),
                 recent=context.recent.of_namespace(namespace),
                 curve=context.curve.of_namespace(namespace),
@@ -134,8 +132,7 @@ def sessions(context: Context, session: Session, message: m.Sessions) -> m.Sessi
 @answers(m.Namespaces)
 def namespaces(context: Context, session: Session, message: m.Namespaces) -> m.NamespacesReply:
     cache = context.cache
-    shares = cache.blocks.shares
-    weights = shares.weights()
+    quotas = cache.blocks.quotas
     infos = [
         filled(
             m.NamespaceInfo,
@@ -144,8 +141,7 @@ def namespaces(context: Context, session: Session, message: m.Namespaces) -> m.N
             groups=list(namespace.groups),
             shard_bytes=_shard_bytes(namespace),
             sessions=sum(namespace.fingerprint in session.namespaces for session in context.sessions),
-            limits=shares.of(namespace.fingerprint),
-            kept_bytes=shares.kept_bytes(namespace, weights),
+            quota_bytes=quotas.of(namespace.fingerprint),
         )
         for namespace in cache.namespaces
     ]

@@ -56,12 +56,12 @@ class TierTransfers:
         blocks = self._cache.blocks
         index = namespace.index[group]
         absent = [source for source in sources if source.id.key not in index]
-        claim = blocks.claim(namespace)
+        allowance, kept = blocks.allowance(namespace), frozenset[Block]()
         slots: list[list[int]] = []
         with OnError(lambda: self._cache.slots.free([offset for offsets in slots for offset in offsets])):
             for rank in range(namespace.world_size):
                 nbytes, node = namespace.slot_bytes(rank, group), namespace.nodes.get(rank)
-                slots.append(blocks.take_slots(namespace, nbytes, len(absent), frozenset(), node, inf, claim, nbytes))
+                slots.append(blocks.take_slots(namespace, nbytes, len(absent), kept, node, inf, allowance, nbytes))
         count = min(map(len, slots))
         for offsets in slots:
             self._cache.slots.free(offsets[count:])

@@ -56,19 +56,6 @@ class Sessions(Request[SessionsReply], frozen=True):
     """Asks for the open sessions."""
 
 
-class NamespaceLimits(Wire, frozen=True):
-    """How much of the pool a namespace may have."""
-
-    minimum_bytes: Annotated[ByteCount, doc("Pool bytes below which it loses nothing to other namespaces.")] = 0
-    maximum_bytes: Annotated[
-        ByteCount | None, doc("Pool bytes from which on it takes room from itself alone; nil for all of the pool.")
-    ] = None
-    weight: Annotated[
-        float | None,
-        doc("Its weight in the sharing of what the minima leave; nil for 1. Shares begin with the first one set."),
-    ] = None
-
-
 class NamespaceInfo(Wire, frozen=True):
     """One open namespace."""
 
@@ -87,8 +74,7 @@ class NamespaceInfo(Wire, frozen=True):
     description: Annotated[
         str, doc("What the fingerprint was made of, as JSON; empty beyond 1 MiB in one reply, see DescribeNamespace.")
     ]
-    limits: Annotated[NamespaceLimits, doc("Its minimum, maximum and weight.")] = NamespaceLimits()
-    kept_bytes: Annotated[ByteCount, doc("Pool bytes that it does not lose to others now, by minimum and weight.")] = 0
+    quota_bytes: Annotated[ByteCount | None, doc("The most that it may have of the pool; nil for all of it.")] = None
 
 
 class NamespacesReply(Reply, frozen=True):
@@ -101,11 +87,12 @@ class Namespaces(Request[NamespacesReply], frozen=True):
 
 
 @exchange(Section.ADMINISTRATION, ADMIN)
-class SetNamespaceLimits(Request[Done], frozen=True):
-    """Sets how much of the pool a namespace may have, from now on and after restarts, open or not. Admin only.
+class SetQuota(Request[Done], frozen=True):
+    """Sets the most that a namespace may have of the pool, from now on and after restarts, open or not. Admin only.
 
-    Where they hold, but their file cannot be written for the next daemon, the answer is an Error that names the file.
+    A namespace that has its quota takes from itself. If the quota holds, but cannot be written for the next daemon, the
+    answer is an Error that names the file.
     """
 
     namespace: Fingerprint
-    limits: Annotated[NamespaceLimits, doc("All of them: what is not given is taken away.")]
+    quota_bytes: Annotated[ByteCount | None, doc("Pool bytes; nil takes the quota away.")]

@@ -134,14 +134,7 @@ class NamespaceStats(Wire, frozen=True):
             key_label="reason",
         ),
     ] = field(default_factory=dict)
-    minimum_bytes: Annotated[ByteCount, gauge("Pool bytes below which it loses nothing to other namespaces.")] = 0
-    maximum_bytes: Annotated[
-        ByteCount | None, gauge("Pool bytes from which on it takes room from itself alone; nil for all of the pool.")
-    ] = None
-    weight: Annotated[float | None, gauge("Its weight in the sharing of the pool; nil where none is set.")] = None
-    kept_bytes: Annotated[
-        ByteCount, gauge("Pool bytes that it does not lose to other namespaces now, by its minimum and weight.")
-    ] = 0
+    quota_bytes: Annotated[ByteCount | None, gauge("The most that it may have of the pool; nil for all of it.")] = None
     curve: Annotated[
         HitCurve | None, metrics_of_part("What its requests found, and had found in pools of other sizes.", "curve_")
     ] = None

@@ -26,7 +26,7 @@ from kvoffd.server import engine_requests
 from kvoffd.server.context import Context
 from kvoffd.server.session import Session
 from kvoffd_proto import messages as m
-from kvoffd_proto.messages import GroupSpec, NamespaceLimits
+from kvoffd_proto.messages import GroupSpec
 from tests.kit.cache_harness import (
     SLOT_UNIT,
     CacheHarness,
@@ -472,28 +472,26 @@ def test_no_more_is_taken_over_than_there_is_memory_to_know_it() -> None:
     assert heir.slots.free_bytes == heir.slots.pool_bytes - 6 * SLOT_UNIT
 
 
-def test_the_limits_of_namespaces_hold_for_what_is_left() -> None:
+def test_the_quota_of_a_namespace_holds_for_what_is_left() -> None:
     rig = left_behind(8)
     rig.put(rig.open("b"), keys_of(*range(30, 38)))
     heir = Heir(rig.slots, all_at_once=False)
-    heir.cache.blocks.shares.set(b"a".ljust(32), NamespaceLimits(minimum_bytes=6 * SLOT_UNIT))
-    heir.cache.blocks.shares.set(b"b".ljust(32), NamespaceLimits(maximum_bytes=9 * SLOT_UNIT))
+    heir.cache.blocks.quotas.set(b"b".ljust(32), 9 * SLOT_UNIT)
     assert put(heir, *range(40, 44), name="b") == 0
     heir.finish()
     held = {namespace.label: namespace.held_blocks for namespace in heir.cache.namespaces}
-    assert held["a"] >= 6
-    assert held["b"] <= 9
+    assert held == {"a": 7, "b": 9}
     assert {40, 41, 42, 43} <= set(heir.keys())
 
 
 @pytest.mark.parametrize("all_at_once", [False, True])
-def test_a_maximum_that_is_far_below_what_is_there_is_reached_in_several_stores(
+def test_a_quota_that_is_far_below_what_is_there_is_reached_in_several_stores(
     all_at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "GIVEN_UP_AT_ONCE", 2)
     heir = Heir(left_behind(12).slots, all_at_once=all_at_once)
     (namespace,) = heir.cache.namespaces
-    heir.cache.blocks.shares.set(namespace.fingerprint, NamespaceLimits(maximum_bytes=2 * SLOT_UNIT))
+    heir.cache.blocks.quotas.set(namespace.fingerprint, 2 * SLOT_UNIT)
     assert [(put(heir, 20 + turn), namespace.held_blocks) for turn in range(4)] == [(1, 9), (1, 6), (1, 3), (0, 2)]
     heir.finish()
     assert heir.keys() == [12, 23]

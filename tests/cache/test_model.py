@@ -13,11 +13,10 @@ from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import BlockState, Namespace
 from kvoffd.cache.pins import LoadTicket, StoreTicket
 from kvoffd.cache.policies import make_policy
-from kvoffd.errors import BadKeys, KvoffdError, NotReady, UnknownLease
-from kvoffd_proto.messages import NamespaceLimits
+from kvoffd.errors import BadKeys, NotReady, UnknownLease
 from tests.kit.cache_harness import SLOT_UNIT, CacheHarness, FoldedEvents, begin_store, keys_of, made
 from tests.kit.invariants import check_invariants
-from tests.kit.share_oracle import ShareOracle, held, kept
+from tests.kit.quota_oracle import QuotaOracle, held
 from tests.kit.slot_table import inherited_slots
 
 Name = tuple[int, int, int]
@@ -75,7 +74,7 @@ class CacheMachine(RuleBasedStateMachine):
             regions=5, region_bytes=6 * SLOT_UNIT, policy=self.policy, last_region_bytes=2 * SLOT_UNIT
         )
         self.cache = self.rig.cache
-        self.oracle = ShareOracle(self.cache)
+        QuotaOracle(self.cache)
         self.spaces: list[Namespace] = [
             self.rig.open(f"n{number}", world_size, sizes) for number, (world_size, sizes) in enumerate(NAMESPACES)
         ]
@@ -133,8 +132,8 @@ class CacheMachine(RuleBasedStateMachine):
                 assert keys_of(key) in self.spaces[space].index[group], "a job evicted its own key"
 
     def assert_there_was_no_room(self, taker: Namespace, slot_bytes: int, group: int, job: set[Name]) -> None:
-        slots, shares = self.rig.slots, self.cache.blocks.shares
-        if (most := shares.of(taker.fingerprint).maximum_bytes) is not None:
+        slots = self.rig.slots
+        if (most := self.cache.blocks.quotas.of(taker.fingerprint)) is not None:
             full = held(taker) + taker.block_bytes(group) > most
             own = [block for block in self.cache.policy.candidates() if block.namespace is taker and not block.pins]
             assert not full or all(
@@ -152,11 +151,6 @@ class CacheMachine(RuleBasedStateMachine):
                         or block.state is BlockState.WRITING
                     ):
                         continue
-                    if shares and namespace is not taker:
-                        least = shares.of(namespace.fingerprint).minimum_bytes
-                        spare = kept(self.cache, namespace, self.rig.clock.now) + 1
-                        if held(namespace) <= spare or held(namespace) - block.slot_bytes < least:
-                            continue
                     sizes = {shard.slot_bytes for shard in block.shards.values()}
                     assert slot_bytes not in sizes, "keys were dropped beside a block that could go"
 
@@ -266,23 +260,12 @@ class CacheMachine(RuleBasedStateMachine):
 
     # --- operators -------------------------------------------------------------------------------
 
-    @rule(
-        space=spaces,
-        least=st.sampled_from([0, 0, 3, 6, 12, 24]),
-        most=st.sampled_from([None, None, 4, 8, 16]),
-        weight=st.sampled_from([None, None, 0.5, 2.0]),
-    )
-    def limit(self, space: int, least: int, most: int | None, weight: float | None) -> None:
-        shares, name = self.cache.blocks.shares, self.spaces[space].fingerprint
-        limits = NamespaceLimits(least * SLOT_UNIT, None if most is None else most * SLOT_UNIT, weight)
-        others = sum(one.minimum_bytes for fingerprint, one in shares if fingerprint != name)
-        too_much = least and others + least * SLOT_UNIT > self.rig.slots.pool_bytes * 0.75
-        if too_much or (most is not None and least > most):
-            with pytest.raises(KvoffdError):
-                shares.set(name, limits)
-        else:
-            shares.set(name, limits)
-            assert shares.of(name) == limits
+    @rule(space=spaces, most=st.sampled_from([None, None, 4, 8, 16]))
+    def limit(self, space: int, most: int | None) -> None:
+        quotas, name = self.cache.blocks.quotas, self.spaces[space].fingerprint
+        quota_bytes = None if most is None else most * SLOT_UNIT
+        quotas.set(name, quota_bytes)
+        assert quotas.of(name) == quota_bytes
 
     @rule(space=spaces, group=groups, owner=owners, chain=chains)
     def hold(self, space: int, group: int, owner: int, chain: list[int]) -> None:

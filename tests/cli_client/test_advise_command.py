@@ -127,10 +127,10 @@ def test_where_all_fits_no_policy_is_named(served: StatsReply) -> None:
 
 
 def test_what_the_estimates_leave_out_is_said(served: StatsReply) -> None:
-    capped = structs.replace(served, namespaces=[counted(1, maximum_bytes=GIB)])
-    with_lru = "; with lru, without limits of namespaces, it would be 26.0 %, and what follows is for that."
+    capped = structs.replace(served, namespaces=[counted(1, quota_bytes=GIB)])
+    with_lru = "; with lru, without quotas of namespaces, it would be 26.0 %, and what follows is for that."
     assert with_lru in told(capped, info(1))["size"]
-    own = "; the estimate for this size, without limits of namespaces, is 26.0 %, and what follows is by the estimate."
+    own = "; the estimate for this size, without quotas of namespaces, is 26.0 %, and what follows is by the estimate."
     assert own in told(structs.replace(capped, policy="lru"), info(1))["size"]
     assert "20.0 GiB. Twice" in told(structs.replace(served, policy="lru", curve=curve(found=0.255)), info(1))["size"]
 
@@ -165,9 +165,11 @@ def test_which_namespace_starves(served: StatsReply) -> None:
     text = told(both)["starving"]
     assert text.startswith("qwen (02020202) starves: it asks for 50.0 % of all tokens and has 9.1 % of the pool's")
     assert "finds 5.0 % of its tokens, and would find 36.0 %" in text
-    assert text.endswith("kvoffd-cli namespace set 02020202 --min SIZE keeps it a part of the pool.")
-    capped = structs.replace(both, namespaces=[counted(1), structs.replace(poor, maximum_bytes=GIB)])
-    assert told(capped)["starving"].endswith("--max SIZE lets it have more than its maximum, 1.00 GiB.")
+    assert text.endswith("kvoffd-cli namespace set 01010101 --max SIZE leaves it more of the pool.")
+    capped = structs.replace(both, namespaces=[counted(1), structs.replace(poor, quota_bytes=GIB)])
+    assert told(capped)["starving"].endswith(
+        "namespace set 02020202 --max SIZE lets it have more than its quota, 1.00 GiB."
+    )
     content = structs.replace(both, namespaces=[counted(1), structs.replace(poor, curve=curve(found=0.3))])
     assert "starving" not in told(content)
 

@@ -27,7 +27,6 @@ from kvoffd_proto.messages import (
     HealthLevel,
     KeyState,
     NamespaceInfo,
-    NamespaceLimits,
     Role,
     SessionInfo,
     StatsReply,
@@ -222,14 +221,13 @@ def test_namespaces_are_a_line_each(pages: dict[str, RenderableType], render: Re
 
 
 @pytest.mark.parametrize(("width", "height"), SCREENS)
-def test_limits_of_namespaces_are_shown_where_there_are_any(render: Render, width: int, height: int) -> None:
-    limits = NamespaceLimits(100 << 30, 200 << 30, 2.5)
-    infos = [msgspec.structs.replace(one, limits=limits, kept_bytes=123 << 30) for one in namespace_infos()]
+def test_quotas_of_namespaces_are_shown_where_there_are_any(render: Render, width: int, height: int) -> None:
+    infos = [msgspec.structs.replace(one, quota_bytes=200 << 30) for one in namespace_infos()]
     text = render(_namespaces_page(infos), width)
     head, first, *_ = lines_of(text, width)
-    assert " ".join(head.split()).endswith("keeps at most weight")
-    assert " ".join(first.split()).endswith("123 GiB 200 GiB 2.5")
-    assert "keeps: what it does not lose to others" in " ".join(text.split())
+    assert " ".join(head.split()).endswith("at most")
+    assert " ".join(first.split()).endswith("200 GiB")
+    assert "at most: the quota" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(("width", "height"), SCREENS)

@@ -122,21 +122,21 @@ def test_late_lookups_are_a_line_where_there_are_any(busy: StatsReply, render: R
 
 
 @pytest.mark.parametrize("width", [120, 170, 200])
-def test_limits_and_rates_have_columns_where_there_are_any_and_room(
+def test_quotas_and_rates_have_columns_where_there_are_any_and_room(
     busy: StatsReply, render: Render, width: int
 ) -> None:
     first, *others = busy.namespaces
     limited = msgspec.structs.replace(
         first,
-        kept_bytes=10 << 30,
+        quota_bytes=10 << 30,
         prefill_tokens_per_second=20_480.0,
         load_tokens_per_second=300_000.0,
         skipped_loads=7,
     )
     text = render(StatsPage(msgspec.structs.replace(busy, namespaces=[limited, *others])), width)
-    for word in ("keeps", "10.0 GiB", "computes", "20,480/s", "300,000/s", "left out"):
+    for word in ("at most", "10.0 GiB", "computes", "20,480/s", "300,000/s", "left out"):
         assert (word in text) == (width >= 170)
-    assert "keeps" not in render(StatsPage(busy), width)
+    assert "at most" not in render(StatsPage(busy), width)
     computes = msgspec.structs.replace(first, prefill_tokens_per_second=20_480.0)
     text = render(StatsPage(msgspec.structs.replace(busy, namespaces=[computes])), width)
     assert ("20,480/s" in text) == (width >= 170), "nothing was loaded so far"

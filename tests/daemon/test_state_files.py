@@ -1,4 +1,4 @@
-"""What a daemon writes down for the next one: the limits of namespaces, what the policy learned, resets."""
+"""What a daemon writes down for the next one: the quotas of namespaces, what the policy learned, resets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.kit.wire import NamespaceBooks, books, keys
 MIB = 1 << 20
 
 
-def set_limits(daemon: DaemonProcess, *words: str, status: int = 0) -> str:
+def set_quota(daemon: DaemonProcess, *words: str, status: int = 0) -> str:
     """``kvoffd-cli namespace set``; what it prints."""
     done = run_cli("namespace", "set", *words, "--directory", str(daemon.directory))
     assert done.returncode == status, done.stderr
@@ -48,49 +48,28 @@ def learned_keys(daemon: DaemonProcess) -> int:
         return admin.stats().ghost_keys
 
 
-# --- limits of namespaces --------------------------------------------------------------------------
+# --- quotas of namespaces --------------------------------------------------------------------------
 
 
-def test_namespace_limits_hold_and_outlive_the_daemon(pool_file: Path) -> None:
+def test_a_quota_that_cannot_be_written_down_holds_and_is_written_when_the_daemon_ends(pool_file: Path) -> None:
     file = Path(f"{pool_file}.limits")
     with DaemonProcess("16MiB", pool_file=str(pool_file), eviction_policy="lru") as daemon:
         store(daemon, "polite", 0, 40)
         store(daemon, "flood", 0, 10)
-        set_limits(daemon, "polite", "--min", "2MiB")
-        assert "three quarters of the pool" in set_limits(daemon, "flood", "--min", "11MiB", status=2)
-        assert namespace(daemon, "flood").minimum_bytes == 0
-        store(daemon, "flood", 10, 300)
-        assert namespace(daemon, "polite").ready_bytes == 2 * MIB, "others take no more of it"
-        set_limits(daemon, "flood", "--max", "1MiB")
-        store(daemon, "flood", 0, 10)
+        set_quota(daemon, "flood", "--max", "1MiB")
+        store(daemon, "flood", 10, 100)
         assert namespace(daemon, "flood").ready_bytes == MIB
+        assert namespace(daemon, "polite").ready_bytes == 40 * MIB // 16
         daemon.kill()
         daemon.start()
-        assert (namespace(daemon, "polite").minimum_bytes, namespace(daemon, "flood").maximum_bytes) == (2 * MIB, MIB)
+        assert (namespace(daemon, "polite").quota_bytes, namespace(daemon, "flood").quota_bytes) == (None, MIB)
         (in_the_way := Path(f"{file}.new")).mkdir()
-        assert f"{file} cannot be written: [Errno 21]" in set_limits(daemon, "flood", "--max", "4MiB", status=2)
-        assert namespace(daemon, "flood").maximum_bytes == 4 * MIB, "it holds"
+        assert f"{file} cannot be written: [Errno 21]" in set_quota(daemon, "flood", "--max", "4MiB", status=2)
+        assert namespace(daemon, "flood").quota_bytes == 4 * MIB, "it holds"
         in_the_way.rmdir()
         daemon.stop()
         daemon.start()
-        assert namespace(daemon, "flood").maximum_bytes == 4 * MIB, "the end of the daemon tries it again"
-
-
-def test_namespace_weights_outlive_the_daemon() -> None:
-    with DaemonProcess("16MiB") as daemon:
-
-        def shown(label: str) -> dict[str, object]:
-            listed = json.loads(run_cli("namespaces", "--json", "--directory", str(daemon.directory)).stdout)
-            return dict(next(one["limits"] for one in listed["namespaces"] if one["label"] == label))
-
-        store(daemon, "heavy", 0, 1)
-        set_limits(daemon, "heavy", "--weight", "3", "--min", "1MiB", "--max", "8MiB")
-        before = shown("heavy")
-        assert before == {"minimum_bytes": MIB, "maximum_bytes": 8 * MIB, "weight": 3.0}
-        daemon.kill()
-        daemon.start()
-        store(daemon, "heavy", 0, 1)
-        assert shown("heavy") == before
+        assert namespace(daemon, "flood").quota_bytes == 4 * MIB, "the end of the daemon tries it again"
 
 
 # --- what the policy learned -----------------------------------------------------------------------
@@ -139,11 +118,11 @@ def test_state_files_of_no_use_are_logged_and_left_out(pool_file: Path) -> None:
     policy, limits = Path(f"{pool_file}.policy"), Path(f"{pool_file}.limits")
     with DaemonProcess("16MiB", pool_file=str(pool_file), eviction_policy="learned") as daemon:
         use(daemon)
-        set_limits(daemon, "demo", "--max", "8MiB")
+        set_quota(daemon, "demo", "--max", "8MiB")
         resets = daemon.directory / "kvoffd.resets"
         daemon.stop()
         good = {file: file.read_bytes() for file in (policy, limits)}
-        assert json.loads(good[limits].splitlines()[1])["maximum_bytes"] == 8 * MIB
+        assert json.loads(good[limits].splitlines()[1])["quota_bytes"] == 8 * MIB
         for damaged in ({file: content[:-1] for file, content in good.items()}, {policy: b"", limits: b""}, {}):
             said = len(daemon.log)
             for file in (policy, limits, resets):
@@ -154,7 +133,7 @@ def test_state_files_of_no_use_are_logged_and_left_out(pool_file: Path) -> None:
                     os.mkfifo(file)
             daemon.start()
             assert learned_keys(daemon) == 0
-            assert namespace(daemon, "demo").maximum_bytes is None
+            assert namespace(daemon, "demo").quota_bytes is None
             complaints = [line for line in daemon.log[said:].splitlines() if "of no use" in line]
             for file in (policy, limits, resets):
                 assert any(str(file) in line for line in complaints), (file, daemon.log[said:])

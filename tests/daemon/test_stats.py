@@ -136,7 +136,7 @@ def test_a_quota_holds_and_outlives_the_daemon(pool_file: Path) -> None:
             daemon.start()
             assert store_blocks(daemon, "flood", 80) == QUOTA_BLOCKS
             assert store_blocks(daemon, "polite", 8) >= 64
-            maxima = {space.label: space.maximum_bytes for space in books(daemon.directory).namespaces.values()}
+            maxima = {space.label: space.quota_bytes for space in books(daemon.directory).namespaces.values()}
             assert maxima == {"flood": QUOTA_BLOCKS * BLOCK_BYTES, "polite": None}
         assert set_quota(daemon, "flood", "none") == 0
         assert store_blocks(daemon, "flood", 80) > QUOTA_BLOCKS
@@ -149,4 +149,4 @@ def test_a_quota_that_is_none_changes_nothing(shared_daemon: DaemonProcess, caps
             assert why in capsys.readouterr().err
         assert set_quota(shared_daemon, "nobody", "1MiB") == 2
         assert "No open namespace" in capsys.readouterr().err
-        assert all(space.maximum_bytes is None for space in books(shared_daemon.directory).namespaces.values())
+        assert all(space.quota_bytes is None for space in books(shared_daemon.directory).namespaces.values())

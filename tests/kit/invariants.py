@@ -32,7 +32,7 @@ def _check_slots(cache: BlockCache, all_blocks: Blocks, blocks: set[Block]) -> N
     held = {shard.offset: block for block in blocks for shard in block.shards.values()}
     assert held == _blocks_by_slot(all_blocks), "slots and shards differ"
     assert sorted(held) == sorted(all_blocks.holders.offsets())
-    known_bytes = sum(b.namespace.index_bytes_per_block for b in blocks) + all_blocks.shares.nbytes
+    known_bytes = sum(b.namespace.index_bytes_per_block for b in blocks) + all_blocks.quotas.nbytes
     assert all_blocks.index_bytes == SLOT_BYTES * len(held) + known_bytes
     assert usage.quarantined_bytes == all_blocks.quarantined_bytes == sum(all_blocks.quarantined.values())
     spans = [(s.offset, s.offset + s.slot_bytes) for block in blocks for s in block.shards.values()]
@@ -80,8 +80,8 @@ def _check_index(cache: BlockCache, blocks: set[Block]) -> None:
             assert namespace.blocks_in[state] == len(in_state), f"miscounted {state.name} blocks"
             assert namespace.bytes_in[state] == sum(block.slot_bytes for block in in_state)
         assert sum(namespace.blocks_in) == 0
-        if namespace in cache.blocks.shares._uses:
-            by_use = list(cache.blocks.shares.by_use(namespace))
+        if namespace in cache.blocks.quotas._uses:
+            by_use = list(cache.blocks.quotas.by_use(namespace))
             assert len(set(by_use)) == len(by_use), "a block used twice at once"
             assert set(by_use) == {block for block in own if block.state is BlockState.READY}
         for group, index in enumerate(namespace.index):

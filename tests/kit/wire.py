@@ -861,8 +861,7 @@ class NamespaceBooks:
     ready_bytes: int
     writing_blocks: int
     sessions: int
-    minimum_bytes: int
-    maximum_bytes: int | None
+    quota_bytes: int | None
     lookups: int
     keys_asked: int
     keys_ready: int
@@ -1151,8 +1150,7 @@ def _namespace(said: m.NamespaceStats, listed: m.NamespaceInfo) -> NamespaceBook
         ready_bytes=said.ready_bytes,
         writing_blocks=said.writing_blocks,
         sessions=listed.sessions,
-        minimum_bytes=said.minimum_bytes,
-        maximum_bytes=said.maximum_bytes,
+        quota_bytes=said.quota_bytes,
         lookups=said.lookups,
         keys_asked=said.keys_asked,
         keys_ready=said.keys_ready,

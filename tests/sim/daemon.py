@@ -23,7 +23,7 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import PROTOCOL_VERSION
 from tests.kit.cache_harness import begin_store
-from tests.kit.share_oracle import ShareOracle
+from tests.kit.quota_oracle import QuotaOracle
 from tests.kit.slot_table import SlotOwner
 from tests.sim.audit import Audit, Readable, readable_in
 from tests.sim.clock import Broken, Injected, Process
@@ -132,7 +132,7 @@ class SimDaemon:
         self._in_queue = False
         runner.transfer_done = self._finished  # type: ignore[method-assign]
         self.disk = self._make_disks(life)
-        ShareOracle(self.service.context.cache)
+        QuotaOracle(self.service.context.cache)
         self.audit = Audit(self.service)
         self.lifelines: list[Lifeline] = []
         self._streams: list[Lifeline] = []

@@ -146,7 +146,7 @@ def make_service(
     )
     adopt_blocks(cache, pool, KeptPolicy(cache.policy, config), slots_at_once)
     gpus = Gpus(pool_address, slots.pool_bytes, library="/no/driver")
-    limits = KeptLimits(cache.blocks.shares, config)
+    limits = KeptLimits(cache.blocks.quotas, config)
     service = Service(
         *(config, cache, publisher, engine, gpus, pool_address, clock, post, no_disk, limits, map_segment, random_bytes)
     )

@@ -314,18 +314,14 @@ class World:
         engine.process.run(ask)
 
     def _limit(self) -> None:
-        """Have an operator set how much of the pool a namespace may have, which may be too much."""
+        """Have an operator set the most that a namespace may have of the pool."""
         size, choice = self.pool_bytes, self._limits_rng.choice
-        limits = m.NamespaceLimits(
-            choice((0, size // 4, size // 2, size // 2, size)),
-            choice((None, None, size // 3, size // 8, 4096)),
-            choice((None, None, 0.5, 3.0)),
-        )
+        quota_bytes = choice((None, None, size // 2, size // 3, size // 8, 4096))
         name, outcome, operator = choice(self.contents).spec.fingerprint, list[object](), self._the_operator()
 
         def ask(now: float) -> None:
             session = operator.session
-            message = m.SetNamespaceLimits(session.next_request_id(), session.token or bytes(16), name, limits)
+            message = m.SetQuota(session.next_request_id(), session.token or bytes(16), name, quota_bytes)
             session.ask(message, outcome, now, 0.5)  # type: ignore[arg-type]
 
         operator.process.after(0.05, lambda: operator.act(ask))

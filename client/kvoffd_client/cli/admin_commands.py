@@ -35,7 +35,7 @@ from kvoffd_client.cli.target import (
     resolve_namespace,
 )
 from kvoffd_client.namespace_spec import differences
-from kvoffd_proto.messages import NamespaceInfo, NamespaceLimits, Role, ScrubReply, SessionInfo
+from kvoffd_proto.messages import NamespaceInfo, Role, ScrubReply, SessionInfo
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, printable
 
 FIRST_SCRUB_PAUSE_S = 0.02
@@ -203,17 +203,10 @@ def _namespaces_page(found: Sequence[NamespaceInfo]) -> Listing | Text:
     def block_size(one: NamespaceInfo) -> str:
         return _format_range([sum(by_rank) for by_rank in one.shard_bytes], format_size)
 
-    def keeps(one: NamespaceInfo) -> str:
-        return format_size(one.kept_bytes) if one.kept_bytes else "-"
+    def quota(one: NamespaceInfo) -> str:
+        return "-" if one.quota_bytes is None else format_size(one.quota_bytes)
 
-    def most(one: NamespaceInfo) -> str:
-        return "-" if one.limits.maximum_bytes is None else format_size(one.limits.maximum_bytes)
-
-    def weight(one: NamespaceInfo) -> str:
-        return "-" if one.limits.weight is None else f"{one.limits.weight:g}"
-
-    limited = any(one.limits != NamespaceLimits() for one in found)
-    limits = [column("keeps", keeps), column("at most", most), column("weight", weight, 1)] if limited else []
+    limited = any(one.quota_bytes is not None for one in found)
     return Listing(
         [
             column("label", lambda one: printable(one.label) or "(no label)", 0, 16, right=False),
@@ -226,9 +219,9 @@ def _namespaces_page(found: Sequence[NamespaceInfo]) -> Listing | Text:
             column("writing", lambda one: format_count(one.writing_blocks), 7),
             column("size", lambda one: format_size(one.ready_bytes)),
             column("sessions", lambda one: format_count(one.sessions), 2 * limited),
-            *limits,
+            *([column("at most", quota)] if limited else []),
         ],
-        "keeps: what it does not lose to others now, by minimum and weight; at most: its maximum." if limited else "",
+        "at most: the quota, from which on it takes from itself." if limited else "",
     )
 
 

@@ -29,8 +29,8 @@ FEWEST_LOOKUPS = 100
 POINTS = 1.0
 """Percentage points of hits that are worth a sentence."""
 STARVED_POINTS = 10.0
-AT_MAXIMUM = 0.9
-"""Part of its maximum from which on it is that which keeps a namespace from more."""
+AT_QUOTA = 0.9
+"""Part of its quota from which on it is that which keeps a namespace from more."""
 DEAR = 10.0
 """Bytes written for a byte read that are too many."""
 SMALLEST_SLOT_BYTES = 8192
@@ -229,9 +229,8 @@ def _sizes(stats: StatsReply, curve: HitCurve) -> Iterator[Advice]:
 
 def _not_estimated(stats: StatsReply) -> str:
     """What the estimates do without and the pool does not."""
-    limits = ((one.minimum_bytes, one.maximum_bytes, one.weight) for one in stats.namespaces)
     there = {
-        "limits of namespaces": any(least or most is not None or weight is not None for least, most, weight in limits),
+        "quotas of namespaces": any(one.quota_bytes is not None for one in stats.namespaces),
         "a full index": index_is_full(stats.pool),
     }
     named = " and ".join(name for name, is_there in there.items() if is_there)
@@ -290,12 +289,12 @@ def _starving(stats: StatsReply, curve: HitCurve) -> Iterator[Advice]:
             text = (
                 f"{name} starves: it asks for {percent(asks, 1)} of all tokens and has {percent(has, 1)} of the pool's "
                 f"blocks; it finds {own:.1f} % of its tokens, and would find {could:.1f} % with ten times the memory. "
-                f"kvoffd-cli namespace set {short_fingerprint(one.namespace)} "
             )
-            if one.maximum_bytes is not None and one.ready_bytes > AT_MAXIMUM * one.maximum_bytes:
-                text += f"--max SIZE lets it have more than its maximum, {format_size(one.maximum_bytes)}."
+            if one.quota_bytes is not None and one.ready_bytes > AT_QUOTA * one.quota_bytes:
+                limited, quota = one, f"lets it have more than its quota, {format_size(one.quota_bytes)}."
             else:
-                text += "--min SIZE keeps it a part of the pool."
+                limited, quota = max(stats.namespaces, key=lambda each: each.ready_bytes), "leaves it more of the pool."
+            text += f"kvoffd-cli namespace set {short_fingerprint(limited.namespace)} --max SIZE {quota}"
             yield Advice(
                 "starving", text, one.namespace, {"hit_percent": own, "could_percent": could, "share_of_pool": has}
             )

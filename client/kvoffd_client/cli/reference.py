@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from kvoffd_client.cli import json_objects as objects
 from kvoffd_client.cli.json_output import describe
-from kvoffd_proto.messages import HealthReply, NamespaceLimits, PolicyDescribed, ScrubReply, StatsReply
+from kvoffd_proto.messages import HealthReply, NamespaceInfo, PolicyDescribed, ScrubReply, StatsReply
 
 JSON: dict[str, type[Struct]] = {
     "export": objects.ExportDone,
@@ -21,7 +21,7 @@ JSON: dict[str, type[Struct]] = {
     "sessions --engines": objects.Engines,
     "namespaces": objects.Namespaces,
     "namespaces diff": objects.Differences,
-    "namespace set": NamespaceLimits,
+    "namespace set": NamespaceInfo,
     "clear": objects.Cleared,
     "reset": objects.FleetReset,
     "scrub": ScrubReply,

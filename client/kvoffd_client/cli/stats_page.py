@@ -364,16 +364,16 @@ def _namespaces(namespaces: list[NamespaceStats], most: int, width: int) -> Iter
         windows[0] = f"hits {windows[0]}"
     wide, widest = width >= WIDE_CELLS, width >= WIDEST_CELLS
     more = ("prefix", "stored", "loaded", "evicted") if wide else ()
-    if widest and any(one.kept_bytes for one in namespaces):
-        more = (*more, "keeps")
+    if widest and any(one.quota_bytes is not None for one in namespaces):
+        more = (*more, "at most")
     if widest and any(one.load_tokens_per_second or one.prefill_tokens_per_second for one in namespaces):
         more = (*more, "computes", "loads", "left out")
     add_numbers(table, ("blocks", "size", *windows, "in all", *more))
     by_weight = sorted(namespaces, key=lambda namespace: (namespace.ready_bytes, namespace.keys_asked), reverse=True)
     for namespace in by_weight[:most]:
-        keeps = (format_size(namespace.kept_bytes),) if "keeps" in more else ()
+        quota = "-" if namespace.quota_bytes is None else format_size(namespace.quota_bytes)
         rates = _rates(namespace) if "loads" in more else ()
-        table.add_row(*_namespace_row(namespace, wide), *keeps, *rates)
+        table.add_row(*_namespace_row(namespace, wide), *([quota] if "at most" in more else []), *rates)
     if most:
         yield table
     if len(namespaces) > most:
