@@ -586,12 +586,12 @@ PLANTED = (
         simulated=False,
     ),
     Planted(
-        "a maximum is ignored",
+        "a quota is ignored",
         12,
         "kvoffd.cache.room",
         "Room.take_slots",
-        "if claim is not None and claim.room < inf:",
-        "if False:",
+        "count = self._room_in_quota(allowance, slot_bytes, count, protected, worth, block_bytes)",
+        "pass",
         door="tests/daemon/test_stats.py::test_a_quota_holds_and_outlives_the_daemon",
     ),
     Planted(
