@@ -8,7 +8,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from types import FrameType
 
 from kvoffd.observe.meters import DurationHistogram
@@ -23,33 +22,36 @@ WORKING_SHARE = 0.01
 """Share of a core from which on a loop works."""
 SAMPLED_S = 0.06
 """How late a beat is when another thread looks what the loop is doing."""
-LOGGED_S = 0.1
-LOG_EVERY_S = 10.0
+LOGGED_S, LOG_EVERY_S = 0.1, 10.0
 FRAMES_LOGGED = 6
-STOPPED_SHARE = 0.01
-"""A process that used less of a core than this while its loop was blocked and its other threads slept did not run."""
 BOUNDS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+STOP = (
+    "a stop of the whole process (SIGSTOP, a frozen container, or a host that gave this machine no CPU: see st in "
+    "vmstat)"
+)
 
 
 class LoopWatch:
     """Beats in the loop and measures how late each is, less the time for which the thread had no CPU to run on.
 
-    A thread of its own wakes half as often; it looks at the loop's stack when a
-    beat is late, which costs the loop nothing and knows every callback.
+    A thread of its own wakes about as often. It looks at the loop's stack when a beat is late, which costs the loop
+    nothing and knows every callback. Where that thread is as late, and the process used little CPU, nothing ran.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._blocked = DurationHistogram(BOUNDS_S)
         self.loop_blocked_maximum_seconds = 0.0
-        self._due_at = 0.0
-        self._sampled: tuple[float, float, str] | None = None  # the beat that was late, when it was seen, and what ran
-        self._process_s = 0.0
+        self._due_at = self._wake_at = 0.0
+        self._seen = 0.0, "", 0.0  # the beat that was late, what ran then, and how late the thread was itself at most
         self._logged_at = -LOG_EVERY_S
         self._unlogged = 0
-        self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
         self._schedstat = -1
+
+    @property
+    def loop_blocked(self) -> Histogram:
+        """All beats by how late they were, in seconds."""
+        return self._blocked.counted()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Watch ``loop``, whose thread calls this, until ``stop``."""
@@ -60,58 +62,44 @@ class LoopWatch:
         self._loop = loop
         self._waited_s = self._waited_for_cpu_s()
         self._used_s = self._beat_at = 0.0
-        self._beat_again(self._clock())
-        watched = threading.get_ident()
-        self._thread = threading.Thread(target=self._watch, args=(watched,), name="loop-watch", daemon=True)
+        self._beat_again(time.monotonic())
+        self._thread = threading.Thread(
+            target=self._watch, args=(threading.get_ident(),), name="loop-watch", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:
-        self._stopped.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._ended.set()
+        self._thread.join()
         if self._schedstat >= 0:
             os.close(self._schedstat)
-            self._schedstat = -1
 
-    @property
-    def loop_blocked(self) -> Histogram:
-        """All beats by how late they were, in seconds."""
-        return self._blocked.counted()
-
-    def observe(self, late_s: float, what: str) -> None:
-        """Count one beat; log it where it was late, with what ran, but not more often than every ``LOG_EVERY_S``."""
+    def _beat(self) -> None:
+        if self._ended.is_set():
+            return
+        now, waited_s = time.monotonic(), self._waited_for_cpu_s()
+        # The wait for a CPU since the last beat, of which some may have been before this one was due.
+        late_s = max(0.0, now - self._due_at - (waited_s - self._waited_s))
+        self._waited_s = waited_s
         self._blocked.observe(late_s)
         self.loop_blocked_maximum_seconds = max(self.loop_blocked_maximum_seconds, late_s)
-        if late_s <= LOGGED_S:
-            return
-        now = self._clock()
+        if late_s > LOGGED_S:
+            self._log(now, late_s)
+        self._beat_again(now)
+
+    def _log(self, now: float, late_s: float) -> None:
         if now - self._logged_at < LOG_EVERY_S:
             self._unlogged += 1
             return
-        times = "once" if self._unlogged == 1 else f"{self._unlogged} times"
-        more = f" It was {times} more since the last such line." if self._unlogged else ""
-        logger.warning("The loop was blocked for %.0f ms by %s.%s", late_s * 1000, what or "what was not seen", more)
+        due_at, what, thread_late_s = self._seen
+        if due_at != self._due_at:
+            what, thread_late_s = "what was not seen", 0.0
+        idle = time.process_time() - self._process_s < late_s / 2
+        if idle and max(thread_late_s, now - self._wake_at) > (late_s - SAMPLED_S) / 2:
+            what = STOP
+        more = f" Such lines left out since the last one: {self._unlogged}." if self._unlogged else ""
+        logger.warning("The loop was blocked for %.0f ms by %s.%s", late_s * 1000, what, more)
         self._logged_at, self._unlogged = now, 0
-
-    def _beat(self) -> None:
-        if self._stopped.is_set():
-            return
-        waited_s = self._waited_for_cpu_s()
-        due_at, now = self._due_at, self._clock()
-        sampled, self._sampled = self._sampled, None
-        # The wait for a CPU since the last beat, of which some may have been before this one was due.
-        late_s = max(0.0, now - due_at - (waited_s - self._waited_s))
-        self._waited_s = waited_s
-        seen_at, what = sampled[1:] if sampled and sampled[0] == due_at else (now, "")
-        # The thread that looks at the stack came as late as the loop, and nothing ran.
-        idle = time.process_time() - self._process_s < STOPPED_SHARE * late_s
-        if idle and seen_at - due_at > late_s / 2:
-            what = (
-                "a stop of the whole process (SIGSTOP, a frozen container, or a host that gave this machine no CPU: "
-                "see st in vmstat)"
-            )
-        self.observe(late_s, what)
-        self._beat_again(now)
 
     def _beat_again(self, now: float) -> None:
         used_s = time.thread_time()
@@ -127,13 +115,17 @@ class LoopWatch:
 
     def _watch(self, watched: int) -> None:
         """Look at the loop's stack while a beat is late. In a thread."""
-        while not self._stopped.wait(max(SAMPLED_S / 4, self._due_at + SAMPLED_S - self._clock())):
-            due_at = self._due_at
-            now = self._clock()
-            late = now - due_at >= SAMPLED_S
-            if late and (self._sampled is None or self._sampled[0] != due_at):
-                frame = sys._current_frames().get(watched)
-                self._sampled = due_at, now, describe(frame)
+        while True:
+            now = time.monotonic()
+            self._wake_at = max(now + SAMPLED_S / 4, self._due_at + SAMPLED_S)
+            if self._ended.wait(self._wake_at - now):
+                return
+            now, due_at = time.monotonic(), self._due_at
+            if now - due_at >= SAMPLED_S:
+                seen_for, what, thread_late_s = self._seen
+                if seen_for != due_at:
+                    what, thread_late_s = describe(sys._current_frames().get(watched)), 0.0
+                self._seen = due_at, what, max(thread_late_s, min(now - self._wake_at, now - due_at))
 
 
 def describe(frame: FrameType | None) -> str:

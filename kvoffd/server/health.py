@@ -34,6 +34,7 @@ def health_of(context: Context) -> tuple[m.HealthLevel, list[m.HealthProblem]]:
     causes += [m.HealthProblem(reason, sentence) for reason, sentence in context.disks.problems]
     causes += _crowded(context)
     causes += _late(context)
+    causes += _full(context)
     if context.http_problem:
         causes.append(m.HealthProblem("http_unavailable", context.http_problem))
     if context.sessions.stopping:
@@ -81,6 +82,20 @@ def _late(context: Context) -> list[m.HealthProblem]:
             f"{format_count(lookups)} lookups in the time that computing the prompts takes, so they computed them. The "
             "daemon or the engines get too little CPU: give the daemon a core of its own (CPUAffinity= in its systemd "
             "unit), or run less on this machine.",
+        )
+    ]
+
+
+def _full(context: Context) -> list[m.HealthProblem]:
+    """Sessions that further engines lack."""
+    most = context.config.max_sessions
+    if sum(not session.reserved for session in context.sessions) < most:
+        return []
+    return [
+        m.HealthProblem(
+            "sessions_taken",
+            f"All {most} sessions are taken: further engines are refused, and run without the cache. `kvoffd-cli "
+            "sessions` says who has them; close some, or raise max_sessions.",
         )
     ]
 

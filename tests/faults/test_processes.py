@@ -43,7 +43,6 @@ def test_a_stopped_daemon_keeps_nobody_waiting() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 36: a stop of the process is logged as slow code")
 def test_a_stop_is_logged_as_a_stop() -> None:
     """Of a daemon that is busy: every line about its loop names the stop, and none a function."""
     stop = threading.Event()
@@ -118,7 +117,6 @@ def test_more_engines_than_sessions() -> None:
             assert engine.get(range(4)) == list(range(4))
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 36: health is ok while engines are refused")
 def test_health_is_not_ok_while_sessions_are_refused(command: Command) -> None:
     with DaemonProcess("16MiB", max_sessions="8") as daemon, ExitStack() as running:
         for number in range(8):

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,8 @@ import time
 import pytest
 import uvloop
 
-from kvoffd.observe.loop_watch import LOG_EVERY_S, LoopWatch
+from kvoffd.observe import loop_watch
+from kvoffd.observe.loop_watch import LoopWatch
 
 
 def over(watch: LoopWatch, bound: str) -> int:
@@ -32,13 +34,13 @@ def spin(seconds: float) -> None:
         pass
 
 
-async def watched(*calls: tuple[float, object]) -> LoopWatch:
+async def watched(*calls: tuple[float, object], for_s: float = 0.6) -> LoopWatch:
     watch = LoopWatch()
     loop = asyncio.get_running_loop()
     watch.start(loop)
     for after, call in calls:
         loop.call_later(after, call)
-    await asyncio.sleep(0.6)
+    await asyncio.sleep(for_s)
     watch.stop()
     return watch
 
@@ -61,32 +63,62 @@ def test_a_quiet_loop_is_not_blocked() -> None:
 
 
 _WATCHED = """
-import asyncio, logging, sys
-from kvoffd.observe.loop_watch import LoopWatch
+import asyncio, logging, sys, threading, time
+from kvoffd.observe import loop_watch
+loop_watch.LOG_EVERY_S = 0
 logging.basicConfig(format="%(message)s")
+busy = sys.argv[1] == "busy"
+def spin():
+    while True:
+        pass
+def work(loop):
+    until = time.monotonic() + 0.005
+    while time.monotonic() < until:
+        pass
+    loop.call_later(0.005, work, loop)
 async def main():
-    watch = LoopWatch()
-    watch.start(asyncio.get_running_loop())
+    watch = loop_watch.LoopWatch()
+    loop = asyncio.get_running_loop()
+    watch.start(loop)
+    if busy:
+        threading.Thread(target=spin, daemon=True).start()
+        work(loop)
     await asyncio.sleep(0.6)
     print("ready", flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    await loop.run_in_executor(None, sys.stdin.read)
     await asyncio.sleep(0.6)
     watch.stop()
 asyncio.run(main())
 """
 
 
-def test_a_stopped_process_is_told_as_such() -> None:
-    command = [sys.executable, "-c", _WATCHED]
+@pytest.mark.parametrize("state", ["idle", "busy"])
+def test_a_stopped_process_is_told_as_such(state: str) -> None:
+    command = [sys.executable, "-c", _WATCHED, state]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as stopped:
         assert stopped.stdout.readline() == "ready\n"
-        stopped.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, stopped.pid, os.WSTOPPED)
-        time.sleep(1.5)
-        stopped.send_signal(signal.SIGCONT)
+        for _ in range(3):
+            stopped.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, stopped.pid, os.WSTOPPED)
+            time.sleep(1.5)
+            stopped.send_signal(signal.SIGCONT)
+            time.sleep(0.3)
         _, log = stopped.communicate(timeout=30)
-    assert "by a stop of the whole process (SIGSTOP" in log
+    lines = [line for line in log.splitlines() if int(line.split()[5]) > 1000]
+    assert len(lines) == 3, log
+    assert all("by a stop of the whole process (SIGSTOP" in line for line in lines), log
+
+
+def hold_the_interpreter() -> None:
+    sum(range(60_000_000))  # no other thread runs
+
+
+def test_code_that_lets_no_other_thread_run_is_no_stop(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        uvloop.run(watched((0.15, hold_the_interpreter)))
+    assert "hold_the_interpreter" in caplog.messages[0] or "not seen" in caplog.messages[0]
+    assert "SIGSTOP" not in caplog.text
 
 
 def _spin_for_ever(core: int) -> None:
@@ -119,21 +151,11 @@ def test_a_loop_that_has_no_cpu_is_not_blocked() -> None:
     assert watch.loop_blocked.sum_seconds < lacked / 2
 
 
-def test_the_log_is_not_flooded(caplog: pytest.LogCaptureFixture) -> None:
-    now = 100.0
-    watch = LoopWatch(lambda: now)
+def test_the_log_is_not_flooded(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_watch, "LOG_EVERY_S", 1.3)
+    blocks = [(0.5 * number, lambda: block(0.4)) for number in range(5)]
     with caplog.at_level(logging.WARNING):
-        for _ in range(5):
-            watch.observe(0.2, "x")
-        now += LOG_EVERY_S
-        watch.observe(0.2, "y")
-        now += LOG_EVERY_S
-        watch.observe(0.2, "y")
-        watch.observe(0.2, "y")
-        now += LOG_EVERY_S
-        watch.observe(0.2, "z")
-    assert len(caplog.messages) == 4
-    assert caplog.messages[1] == "The loop was blocked for 200 ms by y. It was 4 times more since the last such line."
-    assert caplog.messages[2] == "The loop was blocked for 200 ms by y."
-    assert caplog.messages[3] == "The loop was blocked for 200 ms by z. It was once more since the last such line."
-    assert watch.loop_blocked.sum_seconds == pytest.approx(1.8)
+        watch = uvloop.run(watched(*blocks, for_s=3.0))
+    assert over(watch, "0.1") >= 4
+    assert len(caplog.messages) == 2
+    assert re.search(r"Such lines left out since the last one: [1-3]\.$", caplog.messages[1])
