@@ -79,7 +79,7 @@ class Transport:
         self._numbers = itertools.count(1)
         self._processes: dict[tuple[int, ...], ClientProcess] = {}
         self._queue = ProcessQueue()
-        self._due = False
+        self._due = self._closed = False
         self._subscriptions = Subscriptions()
         self._unsent_bytes = 0
         self._held: set[ClientProcess] = set()
@@ -110,6 +110,7 @@ class Transport:
         deadline = self._loop.time() + linger_s
         while self._unsent_bytes and self._loop.time() < deadline:  # noqa: ASYNC110 - clients read when they like
             await asyncio.sleep(0.01)
+        self._closed = True
         for connection in self._connections():
             self._close(connection)
         if self._closer is not None:
@@ -268,6 +269,8 @@ class Transport:
         """Answer what has arrived, for a moment; False where that failed inside the daemon."""
         self._due = more = False
         works = True
+        if self._closed:  # the pool may be unmapped
+            return works
         try:
             self._queue.serve(self._serve_one, time.monotonic() + SERVE_S)
             more = self._service.go_on()

@@ -107,7 +107,6 @@ def test_a_stop_in_the_middle_of_a_start_loses_nothing(lasting: DaemonProcess) -
         assert engine.get(ALL) == list(ALL)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 36: it goes on after its pool is closed")
 def test_a_stop_while_blocks_are_recovered_ends_in_good_order(pool_file: Path) -> None:
     """Status 0, no error behind the end, and all blocks for the next daemon."""
     page, at_once, blocks = 8192, 1024, 56 * 1024  # so many that a stop comes before the last of them
