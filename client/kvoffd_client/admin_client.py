@@ -171,18 +171,6 @@ class AdminClient(Closing):
         """
         return self.ask(m.Scrub, start)
 
-    def attach_disk(self, directory: str, size_bytes: int) -> None:
-        """Begin to use a directory as a disk tier; ``stats().disks`` has its state."""
-        self.ask(m.AttachDisk, directory, size_bytes)
-
-    def drain_disk(self, directory: str) -> None:
-        """Have nothing more written to a directory."""
-        self.ask(m.DrainDisk, directory)
-
-    def detach_disk(self, directory: str) -> None:
-        """Give a directory up: it is gone from ``stats().disks`` once its file is closed."""
-        self.ask(m.DetachDisk, directory)
-
     def events(self, idle_timeout_s: float | None = None) -> Iterator[tuple[bytes, int, EventBatch]]:
         """Yield (topic, sequence, batch) of all KV events from now on, also past restarts of the daemon.
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 
 from kvoffd.cache.namespace import Block, Namespace
 from kvoffd.errors import BadGeometry, KvoffdError
 from kvoffd.server.context import Context, answers, filled
-from kvoffd.server.disks import Disks
 from kvoffd.server.namespaces import find_or_open, forget_idle
 from kvoffd.server.session import Session
-from kvoffd.settings import MIN_DISK_BYTES, DiskSize
 from kvoffd_proto import blocks as b
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
@@ -113,45 +110,6 @@ def scrub(context: Context, session: Session, message: m.Scrub) -> m.ScrubReply:
     if message.start:
         context.scrubber.start()
     return context.scrubber.report(message.request_id, context.epoch)
-
-
-@answers(m.AttachDisk)
-def attach_disk(context: Context, session: Session, message: m.AttachDisk) -> m.Done:
-    disks = _disks(context, session)
-    context.sessions.check_not_stopping()
-    if not os.path.isabs(message.directory) or "\0" in message.directory:
-        raise KvoffdError(f"{message.directory!r} is not an absolute path; give one.", ErrorCode.BAD_ARGUMENT)
-    if message.size_bytes < MIN_DISK_BYTES:
-        raise KvoffdError(
-            f"{format_size(message.size_bytes)} are too little for a disk tier; give it {format_size(MIN_DISK_BYTES)} "
-            "or more.",
-            ErrorCode.BAD_ARGUMENT,
-        )
-    disks.attach(DiskSize(os.path.normpath(message.directory), message.size_bytes))
-    return m.Done(message.request_id, context.epoch, 1)
-
-
-@answers(m.DrainDisk)
-def drain_disk(context: Context, session: Session, message: m.DrainDisk) -> m.Done:
-    _disks(context, session).drain(os.path.normpath(message.directory))
-    return m.Done(message.request_id, context.epoch, 1)
-
-
-@answers(m.DetachDisk)
-def detach_disk(context: Context, session: Session, message: m.DetachDisk) -> Iterator[m.Done | None]:
-    yield from _disks(context, session).detach(os.path.normpath(message.directory))
-    yield m.Done(message.request_id, context.epoch, 1)
-
-
-def _disks(context: Context, session: Session) -> Disks:
-    """The disks, for whom it is: the daemon makes files in any directory that its user may write to."""
-    if session.peer.uid not in (0, os.geteuid()):
-        raise KvoffdError(
-            f"Disks are for root and the daemon's own user (uid {os.geteuid()}) on this machine; {session.peer} may "
-            "only look at them.",
-            ErrorCode.FORBIDDEN,
-        )
-    return context.disks
 
 
 @answers(b.DescribeNamespace)

@@ -1,4 +1,4 @@
-"""The directories of the disk tier: opened in threads, used, drained and given up while the daemon serves."""
+"""The tiers below the pool: the directories of the disk tier, opened in threads, and the stores that nodes share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from kvoffd.tiers.disk.opening import open_disk_tier
 from kvoffd.tiers.shared.shared_tier import SharedTier
 from kvoffd.tiers.shared.store import Credentials, Store, open_store
 from kvoffd.tiers.tier import CompositeTier, TierKey, TierListener
-from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupKeys
 from kvoffd_proto.tier_stats import DiskFault, DiskState
 from kvoffd_proto.units import format_count, format_duration, format_size
@@ -37,9 +36,8 @@ from kvoffd_proto.units import format_count, format_duration, format_size
 logger = logging.getLogger(__name__)
 
 CLOSE_STEP_S = 0.02
-"""How long the loop may wait at a time for all directories that are given up; it asks again with the next tick."""
+"""Time that each shared store has at least to close."""
 STOP_OPENING_S = 1.0
-MAX_DISKS = 64
 TRICKLE_BYTES = 4 * 2**20 * (os.cpu_count() or 1)
 """What is written in a tick while engines copy: the more cores there are, the less of it do copies feel."""
 HARMLESS_ERRORS = {DiskFault.NOT_DIRECT, DiskFault.STARTED_ANEW, DiskFault.TOO_LARGE, DiskFault.TRUNCATED}
@@ -60,8 +58,6 @@ class Disk:
     problem: str = ""
     tier: DiskTier | None = None
     opener: threading.Thread | None = None
-    unwanted: bool = False
-    """It is to be given up as soon as it is open, or stopped being opened."""
     cleared: set[bytes | None] = field(default_factory=set)
     """Namespaces that were cleared while it was being opened; None is all."""
     invalidated: set[TierKey] = field(default_factory=set)
@@ -97,16 +93,8 @@ class Disks:
             self._config.directory, lambda fingerprint: self._cache.find_namespace(fingerprint) is not None
         )
 
-    def attach(self, size: DiskSize) -> None:
-        """Begin to open a directory. Raises KvoffdError where it is there already."""
-        known = self._disks.get(size.directory)
-        if known is not None and known.state is not DiskState.FAILED:
-            raise KvoffdError(
-                f"{size.directory} is {known.state} already; detach it first to give it another size.",
-                ErrorCode.BAD_ARGUMENT,
-            )
-        if len(self._disks) >= MAX_DISKS and known is None:
-            raise KvoffdError(f"{MAX_DISKS} directories are attached, the limit.", ErrorCode.TOO_MANY)
+    def open(self, size: DiskSize) -> None:
+        """Begin to open a directory."""
         disk = self._disks[size.directory] = Disk(size)
         # Not one of the executor's threads: those are waited for when the process ends, and a disk may hang.
         name, arguments = f"kvoffd-open-{Path(size.directory).name}", (disk, self._have_tiering())
@@ -121,7 +109,7 @@ class Disks:
     def start(self, open_shared: OpenShared) -> None:
         """Begin to open what the configuration names. Raises KvoffdError."""
         for size in self._config.disk:
-            self.attach(size)
+            self.open(size)
         if self._config.shared:
             self._share(open_shared)
 
@@ -138,36 +126,9 @@ class Disks:
         for tier in self.shared:
             tiering.share(tier, settings, self._kept.unshared)
 
-    def drain(self, directory: str) -> None:
-        """Write nothing there any more. Raises KvoffdError where it does not serve."""
-        disk = self._known(directory)
-        if disk.tier is None:
-            raise KvoffdError(f"{directory} is {disk.state}; only one that serves can be drained.", ErrorCode.NOT_READY)
-        if disk.state is DiskState.SERVING:
-            disk.state = DiskState.DRAINING
-            disk.tier.drain()
-            logger.info("%s is drained: its blocks are still read, nothing more is written.", directory)
-
-    def detach(self, directory: str) -> Iterator[None]:
-        """Give a directory up, or what failed to be opened, in steps, others being served between them.
-
-        Raises KvoffdError where it is not known.
-        """
-        disk = self._known(directory)
-        if disk.state is DiskState.FAILED:
-            del self._disks[directory]
-        elif disk.tier is None:
-            disk.unwanted = True
-        elif disk.state is not DiskState.CLOSING:
-            disk.state = DiskState.CLOSING
-            disk.tier.drain()
-            self._tiers.detach(disk.tier)
-            assert self.tiering is not None
-            yield from self.tiering.directory_detached(disk.tier)
-
     def namespace_reset(self, fingerprint: bytes, *, everywhere: bool = False) -> None:
-        """A namespace's blocks are stale, as when its weights changed: also those in directories that are coming,
-        going or away. ``everywhere``: on all nodes.
+        """A namespace's blocks are stale, as when its weights changed: also those in directories that are being opened
+        or away. ``everywhere``: on all nodes.
         """
         if self.tiering is not None:
             self.tiering.namespace_reset(fingerprint, everywhere=everywhere)
@@ -175,9 +136,6 @@ class Disks:
         open_ones = [(disk.tier.file_id, disk.tier.version) for disk in self if disk.tier is not None]
         places = [*open_ones, (self._pool_name, 0)]
         self._kept.note(fingerprint, generations if everywhere else None, places)
-        for disk in self._disks.values():
-            if disk.state is DiskState.CLOSING and disk.tier is not None:
-                disk.tier.remove_namespace(fingerprint)
 
     def use_pool(self, name: str) -> list[bytes]:
         """A pool is used, which keeps its name; returns namespaces that were reset while another one was."""
@@ -185,7 +143,7 @@ class Disks:
         return self._kept.take_missed(name)
 
     def cleared(self, fingerprint: bytes | None) -> None:
-        """A namespace, or all (None), was cleared: also where a directory is being opened. What is detached is kept."""
+        """A namespace, or all (None), was cleared: also where a directory is being opened."""
         for disk in self._disks.values():
             if disk.state is DiskState.OPENING:
                 disk.cleared.add(fingerprint)
@@ -225,23 +183,12 @@ class Disks:
         self._kept.tick()
         if self.tiering is not None:
             self.tiering.tick()
-        until = time.monotonic() + CLOSE_STEP_S
-        for disk in [one for one in self._disks.values() if one.state is DiskState.CLOSING]:
-            assert disk.tier is not None
-            disk.tier.tick()
-            figures = disk.tier.stats()
-            busy = figures.queued_reads + figures.queued_writes + figures.running_reads + figures.running_writes
-            if not busy and disk.tier.close(max(0.0, until - time.monotonic())):
-                del self._disks[disk.size.directory]
-                logger.info("%s is detached; its blocks stay in its file.", disk.size.directory)
 
     @property
     def problems(self) -> list[tuple[str, str]]:
         """What is wrong with directories: a word for the kind, and a sentence."""
-        again = "To try it again, restart the daemon or `kvoffd-cli disk attach {}=SIZE`."
-        found = [
-            ("disk_failed", f"{disk.problem} {again.format(disk.size.directory)}") for disk in self if disk.problem
-        ]
+        again = "Restart the daemon to try it again."
+        found = [("disk_failed", f"{disk.problem} {again}") for disk in self if disk.problem]
         for disk in self:
             if disk.tier is None:
                 continue
@@ -255,7 +202,8 @@ class Disks:
                     (
                         "disk_errors",
                         f"The disk at {name} has had errors since it was opened ({counts}); blocks that could not be "
-                        "read were recomputed. See dmesg and the drive's own report; detach the directory if it fails.",
+                        "read were recomputed. See dmesg and the drive's own report; if it fails, restart the daemon "
+                        "without the directory.",
                     )
                 )
         found += [
@@ -318,19 +266,12 @@ class Disks:
         self._cache.attach(self.tiering)
         return self.tiering
 
-    def _known(self, directory: str) -> Disk:
-        disk = self._disks.get(directory)
-        if disk is None:
-            names = ", ".join(self._disks) or "none"
-            raise KvoffdError(f"{directory} is not attached; there are: {names}.", ErrorCode.BAD_ARGUMENT)
-        return disk
-
     def _open(self, disk: Disk, tiering: TieringManager) -> None:
         """In a thread of its own."""
         try:
-            tier = self._open_disk(disk.size, tiering, lambda: self._stopping or disk.unwanted)
+            tier = self._open_disk(disk.size, tiering, lambda: self._stopping)
         except OpeningStopped:
-            self._post(lambda: self._forget(disk))
+            return
         except Exception as error:
             problem = (
                 error.message if isinstance(error, KvoffdError) else f"Opening it failed inside the daemon: {error!r}."
@@ -341,14 +282,9 @@ class Disks:
         else:
             self._post(lambda: self._opened(disk, tier))
 
-    def _forget(self, disk: Disk) -> None:
-        self._disks.pop(disk.size.directory, None)
-
     def _failed(self, disk: Disk, problem: str) -> None:
         disk.state, disk.problem = DiskState.FAILED, problem
         logger.error("The disk at %s is not used. %s", disk.size.directory, problem)
-        if disk.unwanted:
-            self._forget(disk)
 
     def _opened(self, disk: Disk, tier: DiskTier) -> None:
         disk.tier = tier
@@ -371,9 +307,6 @@ class Disks:
             tier.remove_namespace(fingerprint)
         if disk.invalidated:  # to be told of none is work for the device too
             tier.remove(disk.invalidated)
-        if disk.unwanted:
-            disk.state = DiskState.CLOSING
-            return
         self._tiers.attach(tier)
         assert self.tiering is not None
         self.tiering.directory_attached()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
 
@@ -209,24 +209,9 @@ class TieringManager:
             self._unpublished.pop((namespace, group), None)
 
     def directory_attached(self) -> None:
-        """The tier has blocks that it was not told to write, as those of a directory that was attached."""
+        """The tier has blocks that it was not told to write, as those of a directory that was opened."""
         for namespace in self._cache.namespaces:
             self.namespace_opened(namespace)
-
-    def directory_detached(self, tier: Tier) -> Iterator[None]:
-        """Part of the tier, such as a directory, is not there any more, nor are its blocks: some are told at each step.
-
-        It may be closed between two steps.
-        """
-        indices = [(*name, list(tier.index(*name))) for name in tier.groups()]
-        for fingerprint, group, keys in indices:
-            namespace = self._cache.find_namespace(fingerprint)
-            if namespace is None or group >= len(namespace.groups):
-                continue
-            for start in range(0, len(keys), MAX_KEYS_PER_TICK):
-                some = keys[start : start + MAX_KEYS_PER_TICK]
-                self._publish_removed(namespace, group, [key for key in some if not self.has(namespace, group, key)])
-                yield
 
     def publish_some(self) -> None:
         """Publish some of what the tier had before the namespace was opened; of a new directory first."""

@@ -181,14 +181,10 @@ class Tier(ABC):
 
 
 class DeviceTier(Tier):
-    """A tier of a device that no other daemon writes to. Who has opened it measures, drains and closes it."""
+    """A tier of a device that no other daemon writes to. Who has opened it measures and closes it."""
 
     @abstractmethod
     def stats(self) -> TierStats: ...
-
-    @abstractmethod
-    def drain(self) -> None:
-        """Take no more writes. Reads go on."""
 
     @abstractmethod
     def close(self, deadline_s: float) -> bool:
@@ -259,7 +255,7 @@ class AskedTier(Tier):
 
 
 class CompositeTier(Tier):
-    """Several tiers as one, such as the directories of the disk tier. Members come and go while the daemon serves.
+    """Several tiers as one, such as the directories of the disk tier. Members may come while the daemon serves.
 
     Each block is in one member. A new block is written to the member that has room, the fewest waiting writes, and the
     least in use. Members are made with the listener, and call it themselves.
@@ -274,10 +270,6 @@ class CompositeTier(Tier):
     def attach(self, tier: DeviceTier) -> None:
         """Adds a member; the blocks that it holds can be read from now on."""
         self._members.append(tier)
-
-    def detach(self, tier: DeviceTier) -> None:
-        """Takes a member out. Its reads and writes go on; closing it is left to the caller."""
-        self._members.remove(tier)
 
     def groups(self) -> Collection[tuple[bytes, int]]:
         return {name for tier in self._members for name in tier.groups()}

@@ -377,28 +377,6 @@ class Scrub(Request[ScrubReply], frozen=True):
     start: Annotated[bool, doc("Start a scrub unless one is running; false only asks for the progress.")]
 
 
-@exchange(Section.ADMINISTRATION, ADMIN)
-class AttachDisk(Request[Done], frozen=True):
-    """Begins to use a directory as a disk tier; ``Stats`` shows its state. Root and the daemon's own user only."""
-
-    directory: Annotated[str, doc("Absolute path of the directory.", min_length=1, max_length=4096)]
-    size_bytes: Annotated[ByteCount, doc("Most bytes that the directory may take of its device.")]
-
-
-@exchange(Section.ADMINISTRATION, ADMIN)
-class DrainDisk(Request[Done], frozen=True):
-    """Stops writing to a directory; blocks in it are still read. Root and the daemon's own user only."""
-
-    directory: Annotated[str, doc("The directory, as it was attached.", min_length=1, max_length=4096)]
-
-
-@exchange(Section.ADMINISTRATION, ADMIN)
-class DetachDisk(Request[Done], frozen=True):
-    """Detaches a directory; its blocks stay in its file. Root and the daemon's own user only."""
-
-    directory: Annotated[str, doc("The directory, as it was attached.", min_length=1, max_length=4096)]
-
-
 AnyRequest: TypeAlias = Request[Message]
 AnyReply: TypeAlias = Reply
 

@@ -26,9 +26,7 @@ class DiskState(StrEnum):
 
     OPENING = "opening"
     SERVING = "serving"
-    DRAINING = "draining"
     HANGING = "hanging"
-    CLOSING = "closing"
     FAILED = "failed"
 
 
@@ -73,8 +71,8 @@ class DiskStats(Wire, frozen=True):
         gauge(
             "Where it is in its life; ``hanging`` while a call to its disk does not return.",
             "serving",
-            "1 while the directory is read and written, or drained; else 0.",
-            true_for=(DiskState.SERVING, DiskState.DRAINING),
+            "1 while the directory is read and written; else 0.",
+            true_for=(DiskState.SERVING,),
         ),
     ]
     problem: Annotated[str, doc("Why the directory failed, a sentence; empty otherwise.")]

@@ -17,7 +17,6 @@ from kvoffd_client import AdminClient
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
 from kvoffd_client.vllm.fingerprint import namespace_of
-from kvoffd_proto.messages import NamespaceLimits
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
 from tests.vllm.test_fingerprint import FACTS, GROUP
@@ -151,7 +150,7 @@ def test_who_starves_and_who_finds_nothing(capsys: pytest.CaptureFixture[str]) -
         AdminClient(daemon.directory) as admin,
     ):
         pool_bytes = admin.stats().pool.pool_bytes
-        admin.set_namespace_limits(greedy.namespace.fingerprint, NamespaceLimits(pool_bytes * 3 // 4))
+        admin.set_quota(polite.namespace.fingerprint, pool_bytes // 4)
         for number in range(600):
             polite.serve(chain(f"polite {number % 120}", 10))
             if number % 3:

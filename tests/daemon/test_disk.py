@@ -162,26 +162,6 @@ def test_a_full_disk_drops_its_oldest_blocks(tmp_path: Path) -> None:
             assert books(daemon.directory).health == "ok"
 
 
-def test_a_directory_is_drained_detached_and_attached_again(daemon: DaemonProcess) -> None:
-    """While the daemon serves: what is drained is read and not written; what is detached keeps its blocks."""
-    with engine_on(daemon) as engine, AdminClient(daemon.directory) as admin:
-        sums = fill(daemon, engine, 48)
-        place = disk_of(daemon).directory
-        admin.drain_disk(place)
-        assert disk_of(daemon).state == "draining"
-        written = disk_of(daemon).written_blocks
-        for first in range(100, 100 + 2 * IN_POOL, BATCH):
-            assert engine.store(keys(*range(first, first + BATCH)), range(BATCH)).ok
-        assert load(engine, 0, 1) == of(sums, 0, 1)
-        assert disk_of(daemon).written_blocks == written
-        admin.detach_disk(place)
-        wait_until(lambda: not books(daemon.directory).disks)
-        assert engine.lookup(keys(8)) == 0
-        admin.attach_disk(place, 64 << 20)
-        assert wait_state(daemon, "serving").blocks == 48
-        assert load(engine, 8, 9) == of(sums, 8, 9)
-
-
 # --- what does not ---------------------------------------------------------------------------------
 
 

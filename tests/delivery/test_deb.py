@@ -120,7 +120,7 @@ def test_pages_and_completions_are_readable(tmp_path: Path) -> None:
         assert (shown.returncode, shown.stderr) == (0, "")
         assert "--directory" in shown.stdout
     for program, words, offered in (
-        ("kvoffd-cli", "kvoffd-cli disk att", "attach"),
+        ("kvoffd-cli", "kvoffd-cli block l", "ls"),
         ("kvoffd-cli", "kvoffd-cli stats --js", "--json"),
         ("kvoffd-cli", "kvoffd-cli --dir", "--directory"),
         ("kvoffd", "kvoffd serve --pool-s", "--pool-size"),

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 
 from kvoffd.config import Config
-from kvoffd.errors import KvoffdError
 from kvoffd.server import disks as disks_module
 from kvoffd.server.admin_requests import clear
 from kvoffd.server.disks import Disks
@@ -54,9 +53,6 @@ class FakeDisk:
         if self.hangs:
             time.sleep(deadline_s)
         return not self.hangs
-
-    def drain(self) -> None:
-        """Takes no writes anyway."""
 
     def tick(self) -> None:
         """Has nothing to do."""
@@ -107,7 +103,7 @@ class DisksRig:
         return self.result
 
     def attach(self) -> None:
-        self.disks.attach(SIZE)
+        self.disks.open(SIZE)
 
     def opened(self) -> None:
         """Let the thread do its work, and take in what it posts."""
@@ -139,18 +135,12 @@ def test_nothing_knows_of_tiers_before_the_first_directory(rig: DisksRig) -> Non
     assert rig.state() == [DiskState.SERVING]
 
 
-def test_a_directory_that_fails_says_why_and_can_be_tried_again(rig: DisksRig) -> None:
+def test_a_directory_that_fails_says_why(rig: DisksRig) -> None:
     rig.result = DiskError("It is full of water.")
     rig.attach()
     rig.opened()
-    ((kind, sentence),) = rig.disks.problems
-    assert kind == "disk_failed"
-    assert sentence.startswith("It is full of water. To try it again, restart the daemon or `kvoffd-cli disk attach /")
-    rig.result = FakeDisk()
-    rig.attach()
-    rig.opened()
-    assert rig.state() == [DiskState.SERVING]
-    assert rig.disks.problems == []
+    assert rig.disks.problems == [("disk_failed", "It is full of water. Restart the daemon to try it again.")]
+    assert rig.state() == [DiskState.FAILED]
 
 
 def test_what_goes_wrong_inside_an_opening_is_a_problem_and_no_end(rig: DisksRig) -> None:
@@ -161,65 +151,13 @@ def test_what_goes_wrong_inside_an_opening_is_a_problem_and_no_end(rig: DisksRig
     assert "surprise" in rig.disks.problems[0][1]
 
 
-def test_without_a_thread_to_open_it_a_directory_says_so_and_can_be_tried_again(
-    rig: DisksRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_thread_to_open_it_a_directory_says_so(rig: DisksRig, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_more_threads)
         rig.attach()
     assert rig.state() == [DiskState.FAILED]
     assert "no more threads" in rig.disks.problems[0][1]
     assert rig.disks.close(0.0)
-    rig.attach()
-    rig.opened()
-    assert rig.state() == [DiskState.SERVING]
-
-
-def test_a_directory_is_attached_once(rig: DisksRig) -> None:
-    rig.attach()
-    with pytest.raises(KvoffdError, match="opening already"):
-        rig.attach()
-    rig.opened()
-    with pytest.raises(KvoffdError, match="serving already"):
-        rig.attach()
-
-
-def test_an_opening_stops_when_its_directory_is_given_up(rig: DisksRig) -> None:
-    rig.attach()
-    list(rig.disks.detach(SIZE.directory))
-    wait_until(lambda: rig.calls)
-    rig.calls.pop()()
-    assert rig.state() == []
-
-
-def test_a_detached_directory_is_closed_once_it_is_idle_and_the_loop_does_not_wait(rig: DisksRig) -> None:
-    disk = rig.result = FakeDisk(busy=1)
-    rig.attach()
-    rig.opened()
-    list(rig.disks.detach(SIZE.directory))
-    rig.disks.tick()
-    assert (rig.state(), disk.closes) == ([DiskState.CLOSING], [])
-    disk.busy, disk.hangs = 0, True
-    rig.disks.tick()
-    assert rig.state() == [DiskState.CLOSING]
-    disk.hangs = False
-    rig.disks.tick()
-    assert rig.state() == []
-    assert max(disk.closes) < 0.1
-
-
-def test_the_loop_waits_no_longer_for_many_directories_that_are_given_up_than_for_one(rig: DisksRig) -> None:
-    disks = [FakeDisk(hangs=True) for _ in range(16)]
-    for number, rig.result in enumerate(disks):
-        rig.disks.attach(DiskSize(f"/mnt/{number}", 2**30))
-        rig.opened()
-        list(rig.disks.detach(f"/mnt/{number}"))
-    rig.disks.tick()
-    assert sum(disk.closes[0] for disk in disks) <= 2 * disks_module.CLOSE_STEP_S
-    for disk in disks:
-        disk.hangs = False
-    rig.disks.tick()
-    assert rig.state() == []
 
 
 def test_a_disk_that_hangs_does_not_delay_the_daemons_end(rig: DisksRig) -> None:
@@ -375,33 +313,18 @@ def test_where_very_much_is_invalidated_nothing_of_the_namespace_comes(
     assert disk.names == {b"other"}
 
 
-def test_a_reset_reaches_directories_that_come_go_or_are_away(rig: DisksRig) -> None:
-    disk = rig.result = FakeDisk(busy=1)
+def test_a_reset_reaches_a_directory_that_is_being_opened(rig: DisksRig) -> None:
+    disk = rig.result = FakeDisk()
     rig.attach()
     rig.disks.namespace_reset(b"one")
     rig.opened()
     assert disk.names == {b"other"}
-    list(rig.disks.detach(SIZE.directory))
-    rig.disks.namespace_reset(b"other")
-    assert disk.names == set()
-    disk.busy = 0
-    rig.disks.tick()
-    assert rig.state() == []
-    disk.names = {b"one", b"other", b"third"}
-    rig.disks.namespace_reset(b"third")
-    rig.attach()
-    rig.opened()
-    assert disk.names == {b"one", b"other"}, "those resets it has seen"
 
 
 def test_a_directory_that_was_away_over_a_reset_and_a_restart_brings_nothing_back(
     rig: DisksRig, tmp_path: Path
 ) -> None:
-    disk = rig.result = FakeDisk()
-    rig.attach()
-    rig.opened()
-    list(rig.disks.detach(SIZE.directory))
-    rig.disks.tick()
+    disk = FakeDisk()
     rig.disks.namespace_reset(b"one", everywhere=True)
     wait_until(rig.disks.removals_kept())
     for left in ({b"other"}, {b"one", b"other"}):

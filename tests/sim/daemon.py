@@ -172,7 +172,7 @@ class SimDaemon:
             given = (objects, self.pool, self.process, self.clock, rng, lambda: faults.calm)
             disks.share(lambda listener: SimShared(*given, listener, self._schedule_flush))
         if drained:
-            tier.disk.drain()
+            tier.takes_writes = False
         return disks
 
     # --- lifelines, as LifelineServer does it ------------------------------------------------------

@@ -104,6 +104,7 @@ class SimTier(CompositeTier):
         self._most_s = rng.choice((0.003, 0.003, 0.05))
         """The longest that a call takes if nothing is wrong."""
         self.disk: DiskTier
+        self.takes_writes = True
 
     def open(self, listener: TierListener, context: Context) -> DiskTier:
         """Find what the life before has left."""
@@ -142,7 +143,7 @@ class SimTier(CompositeTier):
 
     def write(self, block: TierBlock, offsets: Sequence[int], on_done: OnDone) -> bool:
         begin = partial(super().write, block, offsets)
-        if not self._pool.lend(offsets, "ready", "the disk writes", begin, on_done):
+        if not self.takes_writes or not self._pool.lend(offsets, "ready", "the disk writes", begin, on_done):
             return False
         self._clock.note(f"disk writes {block.id.key.hex()[:8]}")
         self.file.begun += 1

@@ -155,7 +155,7 @@ class World:
         self._run_until(start + scenario.duration_s)
         self.faults.calm = True
         if self.daemon.disk is not None:
-            self.daemon.disk.tier.disk.drain()
+            self.daemon.disk.tier.takes_writes = False
         for hostile in self._hostiles:
             hostile.die()
         self._run_until_idle(self._why_not_idle)

@@ -141,7 +141,7 @@ class TieringMachine(RuleBasedStateMachine):
         for ticket in self.stores:
             rig.cache.abort_store(ticket)
         rig.cache.end_owner(1)
-        rig.tier.drain()
+        rig.tier.write = lambda *given: False  # type: ignore[method-assign]
         while rig.disk.jobs or rig.tiering.promoter.busy:
             rig.finish_promotions()
             rig.clock.now += 10.0

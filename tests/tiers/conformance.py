@@ -228,19 +228,6 @@ class TierConformance:
                 assert rig.tier.index(*block.id[:2])[block.id.key] == block
                 assert self.load(rig, block) is DONE
 
-    def test_a_drained_tier_is_read_only(self, rig: TierRig) -> None:
-        block = block_of(1)
-        self.store(rig, block)
-        under_way = rig.write(block_of(2))
-        rig.tier.drain()
-        assert rig.write(block_of(3)) is None
-        rig.settle()
-        assert under_way is not None
-        assert under_way.result is DONE
-        assert self.load(rig, block) is DONE
-        assert rig.tier.remove([block.id]) == 1
-        rig.settle()
-
     def test_closing_ends_everything_once_and_touches_no_memory_after(self, rig: TierRig) -> None:
         blocks = [block_of(number) for number in range(8)]
         self.store(rig, *blocks)

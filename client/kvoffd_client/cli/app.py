@@ -16,7 +16,7 @@ from kvoffd_client.cli.advise_command import advise
 from kvoffd_client.cli.bench_commands import bench_app
 from kvoffd_client.cli.block_commands import block_app
 from kvoffd_client.cli.curve_command import curve
-from kvoffd_client.cli.disk_commands import disk_app
+from kvoffd_client.cli.disk_commands import disk
 from kvoffd_client.cli.namespace_command import namespace_app
 from kvoffd_client.cli.policy_command import policy
 from kvoffd_client.cli.record_command import record
@@ -53,7 +53,7 @@ app.command()(curve)
 app.command()(record)
 app.command()(simulate)
 app.add_typer(bench_app, name="bench")
-app.add_typer(disk_app, name="disk")
+app.command()(disk)
 app.command()(shared_commands.shared)
 app.add_typer(block_app, name="block")
 app.command()(block_commands.export)

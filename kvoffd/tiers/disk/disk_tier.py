@@ -138,7 +138,7 @@ class DiskTier(DeviceTier):
         self._write_after = float("-inf")
         # Held while ended jobs are processed: by the daemon's thread, or by the one that closes the tier.
         self._processing = threading.RLock()
-        self._draining = self._closed = False
+        self._closed = False
         self.hangs = False
         """Whether a call does not return: until it does, nothing is taken."""
         self._executor = Executor(file, digest)
@@ -263,9 +263,6 @@ class DiskTier(DeviceTier):
         """Time since the oldest block was written, to the hour; 0 without blocks."""
         return self._index.oldest_age_s(self._wall_clock())
 
-    def drain(self) -> None:
-        self._draining = True
-
     def close(self, deadline_s: float) -> bool:
         """See Tier. Where a call hangs, the file stays open and locked, and ``close`` may be called again later.
 
@@ -293,8 +290,7 @@ class DiskTier(DeviceTier):
 
     def _takes_write(self) -> bool:
         return not (
-            self._draining
-            or self._closed
+            self._closed
             or self.hangs
             or self._under_way[Kind.WRITE] >= self._options.most_writes
             or self._clock() < self._write_after
