@@ -1,18 +1,20 @@
-"""Log records on stderr, one line each, as text or as JSON; with their priority where the journal reads it."""
+"""Log records on stderr, one line each, as text or as JSON; with their priority where the journal reads it.
+
+A thread writes them: a reader that does not read, or a disk that hangs, keeps nobody waiting.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import queue
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any, TextIO
-
-from kvoffd.observe.log_writer import LogWriter
+from logging.handlers import QueueHandler, QueueListener
+from typing import Any
 
 # A client chooses some of the texts that are logged, such as its name: it must not be able to forge a line, or to
 # talk to a terminal. Tracebacks become one line the same way.
@@ -20,48 +22,95 @@ _ESCAPES = {code: ascii(chr(code))[1:-1] for code in (*range(0x20), *range(0x7F,
 # The levels of syslog(3), as sd-daemon(3) puts them before a line: without them the journal takes all lines for "info".
 _PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 STDERR = 2
+MOST_LINES = 4096
+"""Lines that wait to be written; more are lost, and counted."""
+FLUSH_S = 1.0
 RARE_S = 60.0
 """Between two warnings of one kind."""
 
 
-class TextFormatter(logging.Formatter):
-    """``2026-01-31T12:00:00.123Z INFO kvoffd.server: text``; line breaks and control characters are escaped."""
+class LineFormatter(logging.Formatter):
+    """``2026-01-31T12:00:00.123Z INFO kvoffd.server: text``, with line breaks and control characters escaped; or JSON.
 
-    def format(self, record: logging.LogRecord) -> str:
-        text = record.getMessage()
-        if record.exc_info:
-            text = f"{text}\n{self.formatException(record.exc_info)}"
-        return f"{_time(record)} {record.levelname} {record.name}: {text}".translate(_ESCAPES)
+    JSON is one object a line: ``time``, ``level``, ``logger``, ``message`` and, after a failure, ``exception``.
 
+    Args:
+        fd: where lines go. Each begins with its priority where systemd says that this is its journal (systemd.exec(5)).
+        for_people: ``kvoffd: text`` in place of text with time, level and logger.
+    """
 
-class JsonFormatter(logging.Formatter):
-    """One object a line: ``time``, ``level``, ``logger``, ``message`` and, after a failure, ``exception``."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        shown = {
-            "time": _time(record),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            shown["exception"] = self.formatException(record.exc_info)
-        return json.dumps(shown)
-
-
-def _time(record: logging.LogRecord) -> str:
-    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-class JournalFormatter(logging.Formatter):
-    """Another formatter's line with the record's priority before it, which the journal takes off again."""
-
-    def __init__(self, line: logging.Formatter) -> None:
+    def __init__(self, log_format: str, fd: int, for_people: bool = False) -> None:
         super().__init__()
-        self._line = line
+        self._json, self._for_people = log_format == "json", for_people
+        try:
+            found = os.fstat(fd)
+        except OSError:
+            self._to_journal = False
+        else:
+            self._to_journal = os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
 
     def format(self, record: logging.LogRecord) -> str:
-        return f"<{_PRIORITIES.get(record.levelno, 6)}>{self._line.format(record)}"
+        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        text, trace = record.getMessage(), self.formatException(record.exc_info) if record.exc_info else ""
+        if self._json:
+            shown = {"time": when, "level": record.levelname.lower(), "logger": record.name, "message": text}
+            line = json.dumps(shown | ({"exception": trace} if trace else {}))
+        else:
+            head = "kvoffd" if self._for_people else f"{when} {record.levelname} {record.name}"
+            line = (f"{head}: {text}" + (f"\n{trace}" if trace else "")).translate(_ESCAPES)
+        return f"<{_PRIORITIES.get(record.levelno, 6)}>{line}" if self._to_journal else line
+
+
+class QueuedLines(QueueHandler):
+    """Has a thread write records to ``fd``, in order. Lines are lost where it cannot; the log says so when it can."""
+
+    def __init__(self, fd: int, formatter: logging.Formatter) -> None:
+        self._lines: queue.Queue[str] = queue.Queue(MOST_LINES)
+        super().__init__(self._lines)
+        self.setFormatter(formatter)
+        self._writer = _Writer(self._lines, fd, formatter)
+        self._writer.start()
+
+    def prepare(self, record: logging.LogRecord) -> str:
+        return self.format(record)
+
+    def enqueue(self, record: Any) -> None:
+        try:
+            self._lines.put_nowait(record)
+        except queue.Full:
+            self._writer.lost += 1
+
+    def flush(self) -> None:
+        """Wait until all lines are out, but not for long."""
+        with self._lines.all_tasks_done:
+            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, FLUSH_S)
+
+
+class _Writer(QueueListener):
+    """The thread. It uses no stream of Python's, whose lock the end of the process would wait for."""
+
+    def __init__(self, lines: queue.Queue[str], fd: int, formatter: logging.Formatter) -> None:
+        super().__init__(lines)
+        self._lines, self._fd, self._formatter = lines, fd, formatter
+        self.lost = 0
+
+    def handle(self, record: Any) -> None:
+        if not self._write(record):
+            self.lost += 1
+        elif (lost := self.lost) and self._lines.empty():
+            text = f"{lost} lines of the log were lost: they could not be written, or not in time."
+            told = logging.LogRecord(__name__, logging.WARNING, "", 0, text, None, None)
+            if self._write(self._formatter.format(told)):
+                self.lost -= lost
+
+    def _write(self, line: str) -> bool:
+        left = line.encode(errors="backslashreplace") + b"\n"
+        try:
+            while left:
+                left = left[os.write(self._fd, left) :]
+        except OSError:  # nobody reads it, or the disk is full
+            return False
+        return True
 
 
 class RareWarnings:
@@ -79,17 +128,14 @@ class RareWarnings:
         self._logger.log(level, text, *values)
 
 
-def configure_logging(level: str, log_format: str, stream: TextIO | None = None) -> None:
-    """Send the records of all loggers from ``level`` up to ``stream``, replacing other handlers.
+def configure_logging(level: str, log_format: str, fd: int = STDERR) -> None:
+    """Send the records of all loggers from ``level`` up to ``fd``, replacing other handlers.
 
     Args:
         level: One of ``kvoffd.config.LOG_LEVELS``.
         log_format: One of ``kvoffd.config.LOG_FORMATS``.
-        stream: Where to write; stderr where None, which whoever logs does not wait for.
     """
-    handler = LogWriter(STDERR) if stream is None else logging.StreamHandler(stream)
-    stream = stream if stream is not None else sys.stderr
-    handler.setFormatter(_formatter(JsonFormatter() if log_format == "json" else TextFormatter(), stream, os.environ))
+    handler = QueuedLines(fd, LineFormatter(log_format, fd))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
@@ -100,22 +146,10 @@ def log_what_python_prints() -> None:
     threading.excepthook = lambda failed: _log_uncaught((failed.exc_type, failed.exc_value, failed.exc_traceback))
 
 
-def print_refusal(sentence: str, log_format: str, stream: TextIO | None = None) -> None:
-    """Say on ``stream`` (stderr where None) why the daemon does not start: in text without a time, for people."""
-    stream = stream if stream is not None else sys.stderr
+def print_refusal(sentence: str, log_format: str) -> None:
+    """Say on stderr why the daemon does not start."""
     record = logging.LogRecord("kvoffd", logging.ERROR, "", 0, sentence, None, None)
-    line = JsonFormatter() if log_format == "json" else logging.Formatter("kvoffd: %(message)s")
-    print(_formatter(line, stream, os.environ).format(record), file=stream)
-
-
-def _formatter(line: logging.Formatter, stream: TextIO, environ: Mapping[str, str]) -> logging.Formatter:
-    """``line``, with priorities where systemd says that ``stream`` goes to its journal (systemd.exec(5))."""
-    try:
-        found = os.fstat(stream.fileno())
-    except (OSError, ValueError):
-        return line  # no file, or a closed one
-    to_journal = environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
-    return JournalFormatter(line) if to_journal else line
+    print(LineFormatter(log_format, STDERR, for_people=True).format(record), file=sys.stderr)
 
 
 def _log_uncaught(failure: Any) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
 
 import pytest
 
-from kvoffd.observe.logging import RareWarnings, configure_logging, print_refusal
+from kvoffd.observe.logging import MOST_LINES, QueuedLines, RareWarnings, configure_logging, print_refusal
 
 NASTY = "name\nERROR forged\r\x1b[31m\x00\u2028\x9b end"
 
@@ -26,6 +26,30 @@ def root_logger_given_back() -> Iterator[None]:
     root.handlers[:], root.level = handlers, level
 
 
+class Log:
+    """A file that is logged to."""
+
+    def __init__(self, path: Path) -> None:
+        self.stream = path.open("w+")
+
+    @property
+    def fd(self) -> int:
+        return self.stream.fileno()
+
+    def text(self) -> str:
+        for handler in logging.getLogger().handlers:
+            handler.flush()
+        self.stream.seek(0)
+        return self.stream.read()
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Log]:
+    made = Log(tmp_path / "log")
+    with made.stream:
+        yield made
+
+
 def fail() -> None:
     try:
         raise OSError("disk\nfull")
@@ -33,95 +57,132 @@ def fail() -> None:
         logging.getLogger("kvoffd.test").exception("It failed.")
 
 
-def test_text_lines_say_when_how_bad_who_and_what() -> None:
-    stream = io.StringIO()
-    configure_logging("info", "text", stream)
+def test_text_lines_say_when_how_bad_who_and_what(log: Log) -> None:
+    configure_logging("info", "text", log.fd)
     logging.getLogger("kvoffd.test").warning("%d blocks left", 3)
-    time, rest = stream.getvalue().split(" ", 1)
+    time, rest = log.text().split(" ", 1)
     assert rest == "WARNING kvoffd.test: 3 blocks left\n"
     assert time.endswith("Z")
     assert "T" in time
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_a_nasty_text_cannot_forge_a_line_or_talk_to_the_terminal(log_format: str) -> None:
-    stream = io.StringIO()
-    configure_logging("info", log_format, stream)
+def test_a_nasty_text_cannot_forge_a_line_or_talk_to_the_terminal(log_format: str, log: Log) -> None:
+    configure_logging("info", log_format, log.fd)
     logging.getLogger("kvoffd.test").info("client %s", NASTY)
-    written = stream.getvalue()
+    written = log.text()
     assert len(written.splitlines()) == 1
     assert written.rstrip("\n").isprintable()
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_a_traceback_stays_in_the_line(log_format: str) -> None:
-    stream = io.StringIO()
-    configure_logging("info", log_format, stream)
+def test_a_traceback_stays_in_the_line(log_format: str, log: Log) -> None:
+    configure_logging("info", log_format, log.fd)
     fail()
-    written = stream.getvalue()
+    written = log.text()
     assert len(written.splitlines()) == 1
     assert "Traceback" in written
     assert "OSError" in written
 
 
-def test_json_lines_are_objects_that_hold_the_text_as_it_was() -> None:
-    stream = io.StringIO()
-    configure_logging("debug", "json", stream)
+def test_json_lines_are_objects_that_hold_the_text_as_it_was(log: Log) -> None:
+    configure_logging("debug", "json", log.fd)
     logging.getLogger("kvoffd.test").debug("client %s", NASTY)
     fail()
-    first, second = [json.loads(line) for line in stream.getvalue().splitlines()]
+    first, second = [json.loads(line) for line in log.text().splitlines()]
     assert first["message"] == f"client {NASTY}"
     assert (first["level"], first["logger"]) == ("debug", "kvoffd.test")
     assert "exception" not in first
     assert second["exception"].endswith("OSError: disk\nfull")
 
 
-def test_what_is_below_the_level_is_not_logged() -> None:
-    stream = io.StringIO()
-    configure_logging("warning", "text", stream)
+def test_what_is_below_the_level_is_not_logged(log: Log) -> None:
+    configure_logging("warning", "text", log.fd)
     logging.getLogger("kvoffd.test").info("quiet")
-    assert stream.getvalue() == ""
+    assert log.text() == ""
 
 
-def test_configuring_again_replaces_the_first() -> None:
-    first, second = io.StringIO(), io.StringIO()
-    configure_logging("info", "text", first)
-    configure_logging("info", "text", second)
+def test_configuring_again_replaces_the_first(log: Log, tmp_path: Path) -> None:
+    second = Log(tmp_path / "second")
+    configure_logging("info", "text", log.fd)
+    configure_logging("info", "text", second.fd)
     logging.getLogger("kvoffd.test").info("once")
-    assert first.getvalue() == ""
-    assert second.getvalue().count("once") == 1
-
-
-def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TextIO:
-    """A file that systemd would say is its journal."""
-    stream = (tmp_path / "journal").open("w")
-    found = os.fstat(stream.fileno())
-    monkeypatch.setenv("JOURNAL_STREAM", f"{found.st_dev}:{found.st_ino}")
-    return stream
+    assert second.text().count("once") == 1
+    assert log.text() == ""
+    second.stream.close()
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_the_journal_is_told_priorities(log_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with journal(tmp_path, monkeypatch) as stream:
-        configure_logging("debug", log_format, stream)
-        for level in ("debug", "info", "warning", "error", "critical"):
-            getattr(logging.getLogger("kvoffd.test"), level)("said")
-        print_refusal("It cannot start.", log_format, stream)
-    lines = (tmp_path / "journal").read_text().splitlines()
-    assert [line[:3] for line in lines] == ["<7>", "<6>", "<4>", "<3>", "<2>", "<3>"]
+def test_the_journal_is_told_priorities(log_format: str, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = os.fstat(log.fd)
+    monkeypatch.setenv("JOURNAL_STREAM", f"{found.st_dev}:{found.st_ino}")
+    configure_logging("debug", log_format, log.fd)
+    for level in ("debug", "info", "warning", "error", "critical"):
+        getattr(logging.getLogger("kvoffd.test"), level)("said")
+    lines = log.text().splitlines()
+    assert [line[:3] for line in lines] == ["<7>", "<6>", "<4>", "<3>", "<2>"]
     if log_format == "json":
-        assert [json.loads(line[3:])["message"] for line in lines] == ["said"] * 5 + ["It cannot start."]
+        assert [json.loads(line[3:])["message"] for line in lines] == ["said"] * 5
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_refusal_is_one_line_for_people(log_format: str, capfd: pytest.CaptureFixture[str]) -> None:
+    print_refusal("It cannot start.", log_format)
+    said = capfd.readouterr().err
+    if log_format == "json":
+        assert json.loads(said)["message"] == "It cannot start."
     else:
-        assert lines[-1] == "<3>kvoffd: It cannot start."
+        assert said == "kvoffd: It cannot start.\n"
 
 
-def test_another_file_than_the_journal_gets_no_priorities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_file_than_the_journal_gets_no_priorities(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shell under systemd inherits the variable, and redirects stderr."""
-    journal(tmp_path, monkeypatch).close()
-    with (tmp_path / "log").open("w") as stream:
-        configure_logging("info", "text", stream)
-        logging.getLogger("kvoffd.test").error("said")
-    assert (tmp_path / "log").read_text().startswith("2")
+    found = os.stat("/")
+    monkeypatch.setenv("JOURNAL_STREAM", f"{found.st_dev}:{found.st_ino}")
+    configure_logging("info", "text", log.fd)
+    logging.getLogger("kvoffd.test").error("said")
+    assert log.text().startswith("2")
+
+
+def record(text: str) -> logging.LogRecord:
+    return logging.LogRecord("kvoffd.test", logging.INFO, "", 0, text, None, None)
+
+
+def test_a_reader_that_does_not_read_keeps_nobody_waiting_and_is_told_what_it_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvoffd.observe.logging.FLUSH_S", 0.01)
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    with suppress(BlockingIOError):
+        while os.write(write_end, b" " * 4096):
+            """Until the pipe is full."""
+    os.set_blocking(write_end, True)
+    handler = QueuedLines(write_end, logging.Formatter("%(message)s"))
+    logged = threading.Thread(target=lambda: [handler.handle(record(f"{n:0100}")) for n in range(2 * MOST_LINES)])
+    logged.start()
+    logged.join(30.0)
+    assert not logged.is_alive()
+    handler.flush()  # at the end of the process, which it does not delay
+    with os.fdopen(read_end) as log:
+        lines = [log.readline().strip()]
+        while "were lost" not in lines[-1]:
+            lines.append(log.readline().strip())
+    written = [int(line) for line in lines[:-1]]
+    assert written == list(range(len(written))), "none is cut, and they keep their order"
+    assert MOST_LINES <= len(written) <= MOST_LINES + 1
+    assert lines[-1].startswith(f"{2 * MOST_LINES - len(written)} lines of the log were lost")
+
+
+def test_a_reader_that_is_gone_keeps_nobody_waiting() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    handler = QueuedLines(write_end, logging.Formatter())
+    for n in range(3):
+        handler.handle(record(str(n)))
+    handler.flush()
+    assert handler._writer.lost == 3
+    os.close(write_end)
 
 
 def test_of_rare_warnings_one_a_minute_goes_out(
