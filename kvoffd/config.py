@@ -139,14 +139,6 @@ class Config:
     admin_uids: tuple[int, ...] = ids_setting(
         "Users that may administer; where nothing is given, all that may connect."
     )
-    block_access: str = choice_setting(
-        "off",
-        ("off", "read", "write"),
-        "Whether operators may read single blocks, as export does, or write them too.",
-    )
-    block_uids: tuple[int, ...] = ids_setting(
-        "Users that may open single blocks; where nothing is given, root and the daemon's own."
-    )
     http_address: str = address_setting(
         "127.0.0.1:9464", "Address of /metrics, /healthz and /readyz; nothing switches it off."
     )

@@ -14,17 +14,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
     from kvoffd_client.admin_client import AdminClient as AdminClient
-    from kvoffd_client.blocks.block import Block as Block
-    from kvoffd_client.blocks.block import Layer as Layer
-    from kvoffd_client.blocks.block import Shard as Shard
-    from kvoffd_client.blocks.block import checksum_of as checksum_of
-    from kvoffd_client.blocks.block_client import BlockClient as BlockClient
-    from kvoffd_client.blocks.block_file import BlockFile as BlockFile
-    from kvoffd_client.blocks.block_file import BlockFileError as BlockFileError
-    from kvoffd_client.blocks.block_transfer import Exported as Exported
-    from kvoffd_client.blocks.block_transfer import Imported as Imported
-    from kvoffd_client.blocks.block_transfer import export_blocks as export_blocks
-    from kvoffd_client.blocks.block_transfer import import_blocks as import_blocks
+    from kvoffd_client.block_file import BlockFile as BlockFile
+    from kvoffd_client.block_file import BlockFileError as BlockFileError
+    from kvoffd_client.block_file import Exported as Exported
+    from kvoffd_client.block_file import Imported as Imported
+    from kvoffd_client.block_file import export_blocks as export_blocks
+    from kvoffd_client.block_file import import_blocks as import_blocks
+    from kvoffd_client.blocks import Block as Block
+    from kvoffd_client.blocks import BlockClient as BlockClient
+    from kvoffd_client.blocks import BlocksRead as BlocksRead
+    from kvoffd_client.blocks import BlocksWritten as BlocksWritten
+    from kvoffd_client.blocks import Layer as Layer
+    from kvoffd_client.blocks import Shard as Shard
+    from kvoffd_client.blocks import checksum_of as checksum_of
     from kvoffd_client.client_options import ClientOptions as ClientOptions
     from kvoffd_client.errors import BlockDamaged as BlockDamaged
     from kvoffd_client.errors import BlockUnavailable as BlockUnavailable
@@ -53,10 +55,15 @@ if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
 
 _HOMES = {
     "kvoffd_client.admin_client": ("AdminClient",),
-    "kvoffd_client.blocks.block": ("Block", "Layer", "Shard", "checksum_of"),
-    "kvoffd_client.blocks.block_client": ("BlockClient",),
-    "kvoffd_client.blocks.block_file": ("BlockFile", "BlockFileError"),
-    "kvoffd_client.blocks.block_transfer": ("Exported", "Imported", "export_blocks", "import_blocks"),
+    "kvoffd_client.block_file": (
+        "BlockFile",
+        "BlockFileError",
+        "Exported",
+        "Imported",
+        "export_blocks",
+        "import_blocks",
+    ),
+    "kvoffd_client.blocks": ("Block", "BlockClient", "BlocksRead", "BlocksWritten", "Layer", "Shard", "checksum_of"),
     "kvoffd_client.client_options": ("ClientOptions",),
     "kvoffd_client.errors": (
         "BlockDamaged",

@@ -29,7 +29,7 @@ class RequestTimeout(KvoffdClientError):
 
 
 class BlockUnavailable(KvoffdClientError):
-    """A block is not in the pool or not pinned any more, or there is no room for it."""
+    """A block is not in the pool, or there is no room for it."""
 
 
 class BlockDamaged(KvoffdClientError):

@@ -71,7 +71,7 @@ class NamespaceSpec:
         return count
 
     def wire_fields(self) -> tuple[bytes, str, int, int, list[GroupSpec], str]:
-        """What OpenNamespace and RestoreNamespace say of a namespace, in the order of their fields."""
+        """What OpenNamespace says of a namespace, in the order of its fields."""
         groups = list(self.groups)
         return self.fingerprint, self.label, self.world_size, self.key_bytes, groups, self.description
 
@@ -152,7 +152,11 @@ class Geometry(NamespaceSpec):
         if self.fingerprint != other.fingerprint:
             return f"the fingerprints differ: {differing_fields(self.description, other.description)}"
         for rank, (own, others) in enumerate(zip(self.shards, other.shards, strict=False)):
-            if list(map(shard_bytes_of, own)) != list(map(shard_bytes_of, others)):
+            sizes = [
+                [(shard.blocks_per_key, [page.page_bytes for page in shard.pages]) for shard in shards]
+                for shards in (own, others)
+            ]
+            if sizes[0] != sizes[1]:
                 return f"the shards of rank {rank} have other sizes"
         same = (self.world_size, self.key_bytes, self.groups) == (other.world_size, other.key_bytes, other.groups)
         return "" if same else "the number of ranks, the keys or the groups differ"

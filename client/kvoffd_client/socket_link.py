@@ -12,9 +12,9 @@ import zmq
 
 from kvoffd_client.client_options import ClientOptions
 from kvoffd_client.jobs_socket import MAX_MESSAGE_BYTES, RECONNECT_S, JobsSocket
-from kvoffd_client.lifeline_stream import MAX_DESCRIPTORS, LifelineStream
+from kvoffd_client.lifeline_stream import LifelineStream
 from kvoffd_client.pending_requests import NEVER
-from kvoffd_proto.lifeline import Attach, OpenPool, encode_frame
+from kvoffd_proto.lifeline import Attach, encode_frame
 from kvoffd_proto.sockets import SocketPaths
 
 # pyzmq's own calls for messages of several frames combine members of enums for each frame. Measured with processes that
@@ -46,7 +46,6 @@ class SocketLink:
         self._events: zmq.Socket[bytes] | None = None
         self._used = False
         """Whether the events socket was used since it was seen empty."""
-        self._received: list[int] = []
         self._draining: dict[int, LifelineStream] = {}
         # Numbers stay here after closing: a stale one costs a read that finds nothing.
         self._stream_fds: set[int] = set()
@@ -83,17 +82,10 @@ class SocketLink:
         self._used = True
 
     def attach(self, message: Attach, fd: int) -> None:
-        self.send_over_lifeline(message, [fd])
-
-    def send_over_lifeline(self, message: Attach | OpenPool, fds: Sequence[int] = ()) -> None:
-        """Send a message and descriptors to the daemon. Raises OSError."""
+        """Send a message with its descriptor to the daemon. Raises OSError."""
         if self._lifeline is None:
             raise OSError("the lifeline is closed")
-        self._lifeline.send(encode_frame(message), list(fds))
-
-    def take_descriptor(self) -> int | None:
-        """The descriptor that came over the lifeline first, if there is one; it is the caller's from here on."""
-        return self._received.pop(0) if self._received else None
+        self._lifeline.send(encode_frame(message), [fd])
 
     def send(self, frames: Sequence[bytes]) -> bool:
         sent = self._jobs is not None and self._jobs.send(frames)
@@ -106,8 +98,6 @@ class SocketLink:
             self._lifeline.leave()
             self._lifeline.close()  # epoll forgets a closed descriptor by itself
             self._lifeline = None
-        while self._received:
-            os.close(self._received.pop())
         self._close_sockets()
 
     def close_draining(self, generation: int) -> None:
@@ -161,9 +151,8 @@ class SocketLink:
         if (came := self._lifeline.read()) is None:
             return None
         data, fds = came
-        self._received += fds
-        while len(self._received) > MAX_DESCRIPTORS:  # nobody asked for them
-            os.close(self._received.pop())
+        for fd in fds:  # nobody asked for them
+            os.close(fd)
         return data
 
     def memory_released(self, now: float) -> bool:

@@ -273,7 +273,7 @@ class BlockCache(LeasedBlocks):
         if len(blocks) < len(found) or not readable:
             self._refuse_unreadable(found, rank, group, first_block)
         self.blocks.pin(blocks)
-        ticket = LoadTicket(rank, lease_id, blocks, offsets)
+        ticket = LoadTicket(rank, lease_id, blocks, offsets, first_block)
         self.loads.add(ticket)
         return ticket
 

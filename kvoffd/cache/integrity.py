@@ -60,16 +60,17 @@ class Integrity:
     def checks_of_load(self, ticket: LoadTicket, every: bool) -> list[ChecksumCheck]:
         """What a load must check before it copies: shards that are not verified yet, or ``every`` shard.
 
-        Shards whose checksum is still to be taken are loaded as they are, and counted.
+        A shard that is read from its middle on is checked too: its reader has not all that its checksum covers. Shards
+        whose checksum is still to be taken are loaded as they are, and counted.
         """
-        if not (every or self._cache.blocks.unverified_slots):
+        if not (every or self._cache.blocks.unverified_slots or ticket.first_block):
             return []
         shards = [block.shard(ticket.rank) for block in ticket.blocks]
         self.loaded_unverified_slots += sum(not shard.verified and not shard.checksum for shard in shards)
         return [
             _check(block, ticket.rank, shard)
-            for block, shard in zip(ticket.blocks, shards, strict=True)
-            if shard.checksum and (every or not shard.verified)
+            for number, (block, shard) in enumerate(zip(ticket.blocks, shards, strict=True))
+            if shard.checksum and (every or not shard.verified or (ticket.first_block and not number))
         ]
 
     def unverified(self, limit_bytes: int) -> list[ChecksumCheck]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from kvoffd.cache.numbered import Numbered
@@ -86,6 +86,15 @@ class KeyIndex(Mapping[bytes, KeyedT]):
     def blocks(self) -> list[KeyedT]:
         """All blocks, in no order."""
         return list(self._blocks)
+
+    def page(
+        self, position: int, places: int, wanted: Callable[[KeyedT], bool], limit: int
+    ) -> tuple[list[KeyedT], int]:
+        """At most ``limit`` of the blocks that are ``wanted``, from a position on, and the position behind them.
+
+        It looks at so many places; the position is 0 at the end. A block keeps its place as long as it is in the index.
+        """
+        return self._blocks.page(position, places, wanted, limit)
 
     def add(self, keys: bytes, blocks: Sequence[KeyedT], state: int) -> None:
         """Enter blocks by their keys, none of which is there, in a state."""

@@ -13,8 +13,7 @@ from kvoffd.cache.namespace import Block, BlockState, Namespace
 from kvoffd.cache.pins import LEASE_BYTES, LEASED_GROUP_BYTES, LEASED_KEY_BYTES, Lease, LeaseBounds, LeaseTable
 from kvoffd.cache.policies import Chain, EvictionPolicy
 from kvoffd.cache.session_memory import SessionMemory
-from kvoffd.errors import KvoffdError, UnknownLease
-from kvoffd_proto.errors import ErrorCode
+from kvoffd.errors import UnknownLease
 from kvoffd_proto.messages import ABSENT, PENDING, SHARED
 
 READY, WRITING = BlockState.READY, BlockState.WRITING
@@ -174,34 +173,6 @@ class LeasedBlocks:
         if ready < asked:
             self.__blocks.misses.asked(namespace, groups, found, states)
         return LookupAnswer(states, ready)
-
-    def lease_blocks(
-        self, namespace: Namespace, lease_id: int, owner: int, group: int, keys: bytes
-    ) -> list[Block | None]:
-        """As a lookup of one group, but for an operator: nothing is counted, and the blocks themselves are returned.
-
-        Under a lease that lives already only its own blocks are. Raises BadGeometry, BadKeys, UnknownLease.
-        """
-        split = namespace.split(group, keys)
-        lease = _live_lease(self.leases, lease_id, owner, namespace)
-        if lease is not None:
-            return list(map(self.leases.by_key(lease, group).get, split))
-        there = namespace.index[group].find(keys) if not namespace.clearing else [None] * len(split)
-        found = [block if block is not None and block.state is READY else None for block in there]
-        blocks = list(dict.fromkeys(block for block in found if block is not None))
-        if blocks:
-            nbytes = sum(block.slot_bytes for block in blocks)
-            loose_bytes = sum(block.slot_bytes for block in blocks if not block.pins)
-            if self._leasable(owner, None, 1, len(blocks), nbytes, lambda: loose_bytes) < 1.0:
-                raise KvoffdError(
-                    "The session may not hold so many blocks at once; close others, or open fewer.", ErrorCode.TOO_MANY
-                )
-            lease = Lease(lease_id, owner, namespace)
-            lease.add(group, blocks)
-            self.leases.add(lease, self._clock())
-            self.leases.count(lease, len(blocks), nbytes, 1)
-            self.blocks.pin(blocks)
-        return found
 
     def _leasable(
         self, owner: int, lease: Lease | None, groups: int, keys: int, nbytes: int, loose_bytes: Callable[[], int]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -40,6 +40,20 @@ class Numbered(Generic[T]):
     def find(self, numbers: Iterable[int]) -> list[T | None]:
         """The objects of numbers; None for 0."""
         return list(map(self._by_number.__getitem__, numbers))
+
+    def page(self, first: int, places: int, wanted: Callable[[T], bool], limit: int) -> tuple[list[T], int]:
+        """At most ``limit`` of the objects that are ``wanted``, among so many numbers from ``first`` on, and the number
+        to go on with; 0 at the end."""
+        found: list[T] = []
+        end = min(first + places, len(self._by_number))
+        for number in range(first, end):
+            one = self._by_number[number]
+            if one is not None and wanted(one):
+                found.append(one)
+                if len(found) == limit:
+                    end = number + 1
+                    break
+        return found, end if end < len(self._by_number) else 0
 
     def remove(self, numbers: array[int]) -> None:
         for number in numbers:

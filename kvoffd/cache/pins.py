@@ -210,3 +210,5 @@ class LoadTicket:
     blocks: list[Block]
     offsets: list[int]
     """Pool offset in bytes of the slot of each key."""
+    first_block: int = 0
+    """Engine block of the first key from which on it is read."""

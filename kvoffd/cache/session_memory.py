@@ -10,8 +10,6 @@ from kvoffd_proto.errors import ErrorCode
 COPY_BYTES, JOB_BYTES, PIECE_BYTES = 4096, 256, 40
 """What an unfinished copy takes: itself, with each job that it does, and with each of the pieces that these count as.
 Measured: 3.8 KiB, 185 bytes; 26 to 37 bytes a piece, and 160 a key, which counts as eight pieces or more."""
-LISTED_KEY_BYTES = 8
-"""What a key takes in an operator's listing of blocks, which has it from the index."""
 RESULT_BYTES = 256
 """What a result takes until it is acknowledged, beside the keys that it names. Measured: 178 bytes."""
 

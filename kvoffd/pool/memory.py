@@ -22,7 +22,6 @@ from kvoffd.system.numa import NOWHERE, run_near, usable_cpus
 
 # Touched by one thread at a time: short enough to stop soon and to show progress, long enough to cost nothing.
 TOUCH_CHUNK_BYTES = 32 << 20
-_OWNER_ONLY = 0o600
 
 
 class PoolMemory:
@@ -97,19 +96,6 @@ class PoolMemory:
     def buffer(self) -> memoryview:
         """All bytes, to be read and written; they must stay mapped until the view is released."""
         return view_of(self.address, self.size_bytes)
-
-    def open_read_only(self) -> int:
-        """A new descriptor of the same file that can only be mapped for reading.
-
-        Its receiver could open the file again by /proc for writing where its mode lets him, and a memfd is made with
-        0777: so only the owner may open it from here on. That keeps out neither the owner himself nor root, who could
-        trace the daemon as well.
-
-        Raises:
-            OSError: as where /proc is not mounted.
-        """
-        os.fchmod(self.fd, _OWNER_ONLY)
-        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def touch(
         self,

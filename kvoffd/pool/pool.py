@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
 
 from kvoffd.errors import PoolTooLarge
 from kvoffd.pool.backing import MemfdBacking, PoolBacking, PoolMappings
@@ -21,14 +20,6 @@ logger = logging.getLogger(__name__)
 
 # While engines are served, the pool is touched in short steps: nothing is mapped or unmapped meanwhile.
 _SHORT_TOUCH_BYTES = 4 << 20
-
-
-class PoolShare(NamedTuple):
-    """A descriptor to hand out, and where in its file the pool lies. Whoever has it closes it."""
-
-    fd: int
-    offset_bytes: int
-    pool_bytes: int
 
 
 class Pool:
@@ -131,10 +122,6 @@ class Pool:
     def memory_fds(self) -> tuple[int, int]:
         """Descriptors of the pool and of its table, for whoever keeps them for the daemon's successor."""
         return self._memory.fd, self._table.fd
-
-    def share(self) -> PoolShare:
-        """The pool for processes that may only read it. Raises OSError."""
-        return PoolShare(self._memory.open_read_only(), self._memory.offset, self.pool_bytes)
 
     def take_recovered(self) -> RecoveredSlots:
         """Hands ``recovered`` over, once: it may be large."""

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Iterator
 
 from kvoffd.cache.namespace import Block, Namespace
-from kvoffd.errors import BadGeometry, KvoffdError
+from kvoffd.errors import KvoffdError
 from kvoffd.server.context import Context, answers, filled
-from kvoffd.server.namespaces import find_or_open, forget_idle
+from kvoffd.server.namespaces import forget_idle
 from kvoffd.server.session import Session
 from kvoffd_proto import blocks as b
 from kvoffd_proto import messages as m
@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 FLEET_WAIT_S = 1.5
 """For all shared stores to be told of a reset; the client waits for 2 s."""
+LISTED_PLACES, LISTED_SHARDS = 65536, 2048
+"""One page of a listing looks at so many places of the index, and has so many shards: a few milliseconds."""
+_HEX_DIGITS = frozenset("0123456789abcdef")
 LIMITS_WAIT_S = 1.5
 """For the file with the quotas of namespaces to be written."""
 
@@ -126,89 +129,34 @@ def describe_namespace(context: Context, session: Session, message: b.DescribeNa
     )
 
 
-@answers(b.RestoreNamespace)
-def restore_namespace(
-    context: Context, session: Session, message: b.RestoreNamespace
-) -> Iterator[m.NamespaceOpened | None]:
-    """Open a namespace as an import needs it: all ranks' shards fixed."""
-    context.sessions.check_not_stopping()
-    context.block_access.admit(session, write=True)
-    if len(message.shards) != message.world_size:
-        raise BadGeometry(
-            f"The request describes shards of {len(message.shards)} of {message.world_size} ranks; describe all."
-        )
-    sizes = [[b.shard_bytes_of(shard) for shard in shards] for shards in message.shards]
-    for nbytes in {size for by_group in sizes for size in by_group}:
-        context.cache.slots.slot_bytes(nbytes)
-    for by_group in sizes:
-        if len(by_group) != len(message.groups):
-            raise BadGeometry(f"A rank has {len(by_group)} groups, the namespace has {len(message.groups)}.")
-    known = context.cache.find_namespace(message.namespace)
-    if known is not None:
-        known.check_same(message.world_size, message.key_bytes, message.groups)
-        for rank, by_group in enumerate(sizes):
-            known.check_shard_bytes(rank, by_group)
-    namespace, created = yield from find_or_open(context, session, message)
-    for rank, by_group in enumerate(sizes):
-        context.cache.set_shard_bytes(namespace, rank, by_group, message.shards[rank])
-    yield m.NamespaceOpened(message.request_id, context.epoch, created)
-
-
 @answers(b.ListBlocks)
 def list_blocks(context: Context, session: Session, message: b.ListBlocks) -> b.BlocksListed:
-    context.block_access.admit(session, write=False)
-    namespace = _namespace_with_group(context, message)
-    blocks, following, total = context.block_access.page(
-        session, namespace, message.group, message.prefix, message.position, message.limit
-    )
-    infos = [b.BlockInfo(block.key, m.KeyState(block.state), block.slot_bytes, block.pins) for block in blocks]
-    return b.BlocksListed(message.request_id, context.epoch, infos, following, total)
-
-
-@answers(b.GetBlocks)
-def get_blocks(context: Context, session: Session, message: b.GetBlocks) -> b.BlocksGot:
-    """Pin blocks and tell where they lie."""
-    context.block_access.admit(session, write=False)
-    namespace = _namespace_with_group(context, message)
-    context.check_block_count(namespace, message.keys)
-    context.check_lease_count(session)
-    found = context.cache.lease_blocks(namespace, message.lease_id, session.id, message.group, message.keys)
-    shards = [None if block is None else _shards_of(namespace, block) for block in found]
-    got = sum(block is not None for block in found)
-    context.block_access.got_blocks += got
-    ttl_ms = round(context.config.lease_ttl_s * 1000) if got else 0
-    return b.BlocksGot(message.request_id, context.epoch, shards, ttl_ms)
-
-
-@answers(b.PutBlocks)
-def put_blocks(context: Context, session: Session, message: b.PutBlocks) -> None:
-    """Copy blocks into the pool; the reply follows once that is done."""
-    context.sessions.check_not_stopping()
-    context.block_access.admit(session, write=True)
-    namespace = context.cache.namespace(message.namespace)
-    context.check_block_count(namespace, message.keys)
-    answer = context.answer_later(message.request_id)
-
-    def ended(result: bytes | KvoffdError) -> None:
-        answer(b.BlocksPut(message.request_id, context.epoch, result) if isinstance(result, bytes) else result)
-
-    context.block_writer.write(session, namespace, message, ended)
-
-
-def _namespace_with_group(context: Context, message: b.ListBlocks | b.GetBlocks) -> Namespace:
-    namespace = context.cache.namespace(message.namespace)
+    namespace, prefix = context.cache.namespace(message.namespace), message.prefix.lower()
     if message.group >= (groups := len(namespace.groups)):
         there = "only group 0" if groups == 1 else f"groups 0 to {groups - 1}"
         raise KvoffdError(
             f"The namespace {namespace.label!r} has no group {message.group}; it has {there}.", ErrorCode.BAD_ARGUMENT
         )
-    return namespace
+    if not _HEX_DIGITS.issuperset(prefix):
+        raise KvoffdError(f"{prefix[:80]!r} is not the beginning of a key; give hex digits.", ErrorCode.BAD_KEYS)
+    index, position = namespace.index[message.group], message.position
+    limit = min(message.limit, max(1, LISTED_SHARDS // namespace.world_size))
+    if len(prefix) == 2 * namespace.key_bytes:
+        found, position = [block for block in index.find(bytes.fromhex(prefix)) if block is not None], 0
+    else:
+        found, position = index.page(position, LISTED_PLACES, lambda block: block.key.hex().startswith(prefix), limit)
+    infos = [_block_info(namespace, block) for block in found]
+    return b.BlocksListed(message.request_id, context.epoch, infos, position)
 
 
-def _shards_of(namespace: Namespace, block: Block) -> list[b.HeldShard]:
-    shards = []
-    for rank in range(namespace.world_size):
-        shard, length = block.shard(rank), namespace.shard_length(rank, block.group)
-        checksum = shard.checksum.to_bytes(b.CHECKSUM_BYTES, "big")
-        shards.append(b.HeldShard(shard.offset, length, checksum, shard.first_block))
-    return shards
+def _block_info(namespace: Namespace, block: Block) -> b.BlockInfo:
+    shards = block.shards
+    checksums = [shards[rank].checksum if rank in shards else 0 for rank in range(namespace.world_size)]
+    return b.BlockInfo(
+        block.key,
+        m.KeyState(block.state),
+        block.slot_bytes,
+        block.pins,
+        max((shard.first_block for shard in shards.values()), default=0),
+        b"".join(checksum.to_bytes(b.CHECKSUM_BYTES, "big") for checksum in checksums),
+    )

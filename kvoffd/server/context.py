@@ -17,7 +17,6 @@ from kvoffd.config import Config
 from kvoffd.errors import KvoffdError, refusal_of
 from kvoffd.observe.loop_watch import LoopWatch
 from kvoffd.observe.meters import LatencyRecorder, RateMeter
-from kvoffd.server.block_access import BlockAccess, BlockWriter
 from kvoffd.server.disks import Disks
 from kvoffd.server.engine_jobs import EngineJobs
 from kvoffd.server.engine_memory import MemoryMapper
@@ -64,8 +63,6 @@ class Context:
     sessions: Sessions
     runner: JobRunner
     jobs: EngineJobs
-    block_access: BlockAccess
-    block_writer: BlockWriter
     scrubber: Scrubber
     recent: Recent
     recorder: Recorder

@@ -292,7 +292,7 @@ class Daemon:
         config, service = self._config, self._service
         self._transport = Transport(service, self._directory, most_connections(config.max_sessions))
         self._inbox.on_work = self._transport.wake
-        self._lifelines = LifelineServer(service.context, self._directory, self._transport.wake, self._pool.share)
+        self._lifelines = LifelineServer(service.context, self._directory, self._transport.wake)
 
     async def _startup(self) -> None:
         """Open the sockets, say that the daemon serves, and begin with what may take its time. Raises StartError."""

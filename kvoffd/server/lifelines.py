@@ -5,14 +5,12 @@ from __future__ import annotations
 import array
 import asyncio
 import logging
-import os
 import select
 import socket
 from collections.abc import Callable
 
 from kvoffd.errors import KvoffdError
 from kvoffd.observe.logging import RareWarnings
-from kvoffd.pool.pool import PoolShare
 from kvoffd.server.acceptor import Acceptor, failed_streams, peer_of
 from kvoffd.server.context import Context
 from kvoffd.server.session import Ending, Lifeline, Session
@@ -108,9 +106,7 @@ class _Connection(Lifeline):
             raise EOFError
         for body in self._buffer.feed(data):
             frame = lifeline.decode_from_client(body)
-            if isinstance(frame, lifeline.OpenPool):
-                self._open_pool()
-            elif isinstance(frame, lifeline.Leaving):
+            if isinstance(frame, lifeline.Leaving):
                 self.leaving = True
             else:
                 self._attach(frame)
@@ -142,28 +138,6 @@ class _Connection(Lifeline):
         else:
             self.send(lifeline.Attached(frame.segment_id))
 
-    def _open_pool(self) -> None:
-        """Hand out a descriptor of the pool to who may read blocks."""
-        context = self._server.context
-        try:
-            context.block_access.admit(self.session, write=False)
-            try:
-                share = self._server.share_pool()
-            except OSError as error:
-                raise KvoffdError(
-                    f"The pool cannot be opened for reading ({error.strerror}); the daemon needs /proc for that.",
-                    ErrorCode.UNSUPPORTED,
-                ) from error
-        except KvoffdError as error:
-            context.count_error(error.code)
-            self.send(lifeline.PoolRefused(error.code, error.message))
-            return
-        try:
-            self.send(lifeline.PoolOpened(share.offset_bytes, share.pool_bytes), share.fd)
-        finally:
-            os.close(share.fd)
-        logger.info("Session %d (uid %d) reads the pool.", self.session.id, self.session.peer.uid)
-
 
 class LifelineServer:
     """Listens on ``lifeline.sock`` and turns connections into sessions and their EOF into the sessions' end."""
@@ -173,10 +147,8 @@ class LifelineServer:
         context: Context,
         directory: DaemonDirectory,
         on_change: Callable[[], None],
-        share_pool: Callable[[], PoolShare],
     ) -> None:
         self.context = context
-        self.share_pool = share_pool
         self._directory = directory
         self._on_change = on_change
         self._loop = asyncio.get_running_loop()

@@ -86,7 +86,6 @@ def stats_reply(context: Context, message: m.Stats) -> Iterator[m.StatsReply | N
         resident_bytes=_resident_bytes(),
         namespaces=namespaces,
         integrity=filled(m.IntegrityStats, cache.integrity),
-        blocks=filled(m.BlockAccessStats, context.block_access, context.block_writer),
         below=_tiering_stats(context),
         disks=list(map(_disk_stats, context.disks)),
         shared=_shared_stats(context),

@@ -21,7 +21,6 @@ from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.server.block_access import BlockAccess, BlockWriter
 from kvoffd.server.context import HANDLERS, Answer, Context, Outbox
 from kvoffd.server.disks import Disks, OpenDisk
 from kvoffd.server.engine_jobs import EngineJobs
@@ -41,7 +40,6 @@ from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import TransferEngine
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
-from kvoffd_proto.blocks import PutBlocks
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.wire import NO_TOKEN
 
@@ -49,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 MAX_SMALL_FRAME_BYTES = 2 << 20
 """Of requests that have more small objects than keys: to decode 8 MiB of them would keep the loop for 0.2 s."""
-_WITH_KEYS = {kind.__name__.lower() for kind in (m.Lookup, m.Invalidate, m.Submit, PutBlocks)}
+_WITH_KEYS = {kind.__name__.lower() for kind in (m.Lookup, m.Invalidate, m.Submit)}
 
 if HANDLERS.keys() != m.EXCHANGES.keys():
     raise AssertionError(f"requests without a handler: {m.EXCHANGES.keys() - HANDLERS.keys()}")
@@ -87,8 +85,6 @@ class Service:
             Sessions(config, cache, runner, random_bytes, max_attached),
             runner,
             EngineJobs(config, cache, pool_address, runner),
-            BlockAccess(config, cache),
-            BlockWriter(config, cache, memory, pool_address, runner),
             Scrubber(cache, clock),
             Recent(cache, clock),
             Recorder(cache, clock),

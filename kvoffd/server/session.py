@@ -248,10 +248,6 @@ class Session:
     segments: dict[int, int] = field(default_factory=dict)
     """Attached descriptors that no registration has taken over yet: segment id -> fd."""
     registrations: dict[bytes, Registration] = field(default_factory=dict)
-    staging: dict[int, ClientMemory] = field(default_factory=dict)
-    """Mapped segments that an operator writes blocks from: by segment id."""
-    listing: list[bytes] = field(default_factory=list)
-    """Keys of the listing of blocks that an operator is in the middle of."""
     registering: set[bytes] = field(default_factory=set)
     """Ids of registrations whose memory is being mapped."""
     jobs: dict[int, Job] = field(default_factory=dict)
@@ -311,15 +307,13 @@ class Session:
     @property
     def descriptors(self) -> int:
         """Those that the daemon has open for it: attached, or of memory that is registered."""
-        memories = (*self.registrations.values(), *self.staging.values())
-        return len(self.segments) + sum(one.memory.descriptors for one in memories)
+        return len(self.segments) + sum(one.memory.descriptors for one in self.registrations.values())
 
     def close_memory(self) -> None:
         """Unmap all memory as soon as no job touches it, and close what was attached."""
-        for memory in (*self.registrations.values(), *self.staging.values()):
+        for memory in self.registrations.values():
             memory.close_when_idle(lambda: None)
         self.registrations.clear()
-        self.staging.clear()
         self.close_segments()
 
     def close_segments(self) -> None:

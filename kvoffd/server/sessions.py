@@ -9,7 +9,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 
 from kvoffd.cache.cache import BlockCache
-from kvoffd.cache.session_memory import LISTED_KEY_BYTES
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server.jobs import JobRunner
@@ -178,7 +177,7 @@ class Sessions:
         session.completions.end()
         self._runner.abandon(list(session.jobs.values()))
         charged_bytes = sum(one.charged_bytes for one in session.registrations.values())
-        self._cache.memory.take(session.id, -charged_bytes - LISTED_KEY_BYTES * len(session.listing))
+        self._cache.memory.take(session.id, -charged_bytes)
         session.close_memory()
         if session.role is not None:
             level = logging.DEBUG if session.role is Role.ADMIN else logging.INFO

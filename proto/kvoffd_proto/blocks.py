@@ -1,8 +1,6 @@
-"""Requests about single blocks: what they are made of, listing, reading and writing them.
+"""Requests about single blocks: what they are made of, and which there are.
 
-For administrators, and only as far as the daemon's setting ``block_access`` goes. The bytes themselves never travel in
-these messages: they are read in a read-only mapping of the pool (see ``OpenPool`` in ``lifeline``), and written from
-memory that the client has attached.
+The bytes are copied as an engine's are: a client opens the namespace, registers memory, looks up and loads, or stores.
 """
 
 from __future__ import annotations
@@ -19,10 +17,7 @@ from kvoffd_proto.wire import (
     Fingerprint,
     GroupIndex,
     GroupSpec,
-    Keys,
     KeyState,
-    LeaseId,
-    NamespaceRequest,
     Reply,
     Request,
     Section,
@@ -32,19 +27,6 @@ from kvoffd_proto.wire import (
 )
 
 CHECKSUM_BYTES = 8
-
-Checksum = Annotated[
-    bytes,
-    doc(
-        "XXH3 of the shard's bytes: 64 bits, seed 0, big-endian, 0 replaced by 1; all zeros for none.",
-        min_length=CHECKSUM_BYTES,
-        max_length=CHECKSUM_BYTES,
-    ),
-]
-
-PUT_NO_ROOM = 0
-PUT_STORED = 1
-PUT_PRESENT = 2
 
 
 class PageSpec(Wire, frozen=True):
@@ -87,16 +69,6 @@ class DescribeNamespace(Request[NamespaceDescribed], frozen=True):
     namespace: Fingerprint
 
 
-@exchange(Section.BLOCKS, ADMIN)
-class RestoreNamespace(NamespaceRequest, frozen=True):
-    """Opens a namespace and fixes its shards without an engine, as before an import.
-
-    A namespace that is open already must have the same geometry; ranks without a registered worker get these shards.
-    """
-
-    shards: Annotated[list[RankSpec], doc("Shards by rank and group.", min_length=1, max_length=4096)]
-
-
 class BlockInfo(Wire, frozen=True):
     """One block."""
 
@@ -104,19 +76,27 @@ class BlockInfo(Wire, frozen=True):
     state: Annotated[KeyState, doc("As a lookup tells it: 1 while a shard is missing, 2 ready.")]
     slot_bytes: Annotated[ByteCount, doc("Pool bytes of the block's slots.")]
     pins: Annotated[Count, doc("Leases and loads that hold the block.")]
+    first_block: Annotated[Count, doc("Engine blocks at the start of each layer that hold nothing that was stored.")]
+    checksums: Annotated[
+        bytes,
+        doc(
+            "XXH3 of each rank's shard: 64 bits, seed 0, big-endian, 0 replaced by 1; all zeros for none. Where "
+            "``first_block`` is not 0 the bytes before it are in the sum too, whatever they are."
+        ),
+    ]
 
 
 class BlocksListed(Reply, frozen=True):
-    blocks: Annotated[list[BlockInfo], doc("Blocks of the page that are still in the pool.")]
+    blocks: Annotated[list[BlockInfo], doc("Blocks of the page.")]
     next_position: Annotated[Count, doc("Where the next page begins; 0 when there is none.")]
-    total: Annotated[Count, doc("Keys in the snapshot of the first page.")]
 
 
 @exchange(Section.BLOCKS, ADMIN)
 class ListBlocks(Request[BlocksListed], frozen=True):
-    """Lists the blocks of one group, a page at a time, in the order in which they were stored.
+    """Lists the blocks of one group, a page at a time, in no order.
 
-    The first page (``position`` 0) takes a snapshot of the keys; the following pages go through it.
+    A block that is in the pool from the first page to the last is on exactly one of them. A page may be short or empty
+    though others follow.
     """
 
     namespace: Fingerprint
@@ -124,63 +104,3 @@ class ListBlocks(Request[BlocksListed], frozen=True):
     position: Annotated[Count, doc("0 for the first page, else ``next_position`` of the page before.")] = 0
     limit: Annotated[int, doc("Most blocks on the page.", ge=1, le=4096)] = 1024
     prefix: Annotated[str, doc("List only keys that begin with these hex digits.", max_length=128)] = ""
-
-
-class HeldShard(Wire, frozen=True):
-    """Where one rank's shard of a block lies."""
-
-    offset_bytes: Annotated[ByteCount, doc("Offset of the shard in the pool, in bytes.")]
-    length: Annotated[ByteCount, doc("Bytes of the shard.")]
-    checksum: Checksum
-    first_block: Annotated[Count, doc("Engine blocks at the start of each layer that hold nothing that was stored.")]
-
-
-class BlocksGot(Reply, frozen=True):
-    blocks: Annotated[
-        list[list[HeldShard] | None], doc("Per key, the block's shards by rank; nil where the block is not ready.")
-    ]
-    ttl_ms: Annotated[int, doc("Lifetime of the lease without renewal, in milliseconds; 0 without blocks.", ge=0)]
-
-
-@exchange(Section.BLOCKS, ADMIN)
-class GetBlocks(Request[BlocksGot], frozen=True):
-    """Pins ready blocks under a lease of the session and returns where they are in the pool.
-
-    A repeated request with the same lease returns the blocks under it. Heartbeats renew the lease, Release ends it.
-    """
-
-    namespace: Fingerprint
-    lease_id: LeaseId
-    group: GroupIndex
-    keys: Keys
-
-
-class PutShard(Wire, frozen=True):
-    """Where one rank's shard of a block lies in the attached segment."""
-
-    offset_bytes: Annotated[ByteCount, doc("Offset of the shard in the segment, in bytes.")]
-    checksum: Checksum
-
-
-class BlocksPut(Reply, frozen=True):
-    states: Annotated[bytes, doc("One byte per key: 0 no room, 1 stored, 2 present or being written already.")]
-
-
-@exchange(Section.BLOCKS, ADMIN)
-class PutBlocks(Request[BlocksPut], frozen=True):
-    """Copies whole blocks from an attached segment into the pool; the reply comes when they can be read.
-
-    Where a shard's bytes do not match its checksum the whole request is refused. The segment stays attached, and
-    mapped, until the session ends; its bytes must not change before the reply.
-    """
-
-    namespace: Fingerprint
-    segment_id: Annotated[Count, doc("Id under which the memfd was attached.")]
-    segment_bytes: Annotated[int, doc("Bytes of the segment to map.", ge=1, le=2**63 - 1)]
-    group: GroupIndex
-    keys: Keys
-    shards: Annotated[
-        list[Annotated[list[PutShard], doc(max_length=4096)]],
-        doc("Per key, the block's shards by rank, each as long as in ``NamespaceDescribed``.", max_length=65536),
-    ]
-    first_block: Annotated[int, doc("Engine blocks at the start of key 0 that hold nothing.", ge=0, lt=65536)] = 0

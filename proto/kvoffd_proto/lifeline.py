@@ -40,13 +40,13 @@ class Refused(Wire, frozen=True, tag="refused"):
 
 
 class Attach(Wire, frozen=True, tag="attach"):
-    """Client to daemon, with exactly one descriptor: keep it for a later Register or PutBlocks."""
+    """Client to daemon, with exactly one descriptor: keep it for a later Register."""
 
     segment_id: Annotated[Count, doc("Name of the descriptor, new in the session.")]
 
 
 class Attached(Wire, frozen=True, tag="attached"):
-    """Daemon to client: the descriptor is held; Register and PutBlocks may refer to it now."""
+    """Daemon to client: the descriptor is held; Register may refer to it now."""
 
     segment_id: SegmentName
 
@@ -55,24 +55,6 @@ class AttachRefused(Wire, frozen=True, tag="attach_refused"):
     """Daemon to client: the descriptor was closed again; the session goes on."""
 
     segment_id: SegmentName
-    code: Reason
-    message: Advice
-
-
-class OpenPool(Wire, frozen=True, tag="open_pool"):
-    """Client to daemon: asks to read the pool. For administrators, where the daemon's ``block_access`` allows it."""
-
-
-class PoolOpened(Wire, frozen=True, tag="pool_opened"):
-    """Daemon to client, with exactly one descriptor: the pool, to be mapped for reading only."""
-
-    offset_bytes: Annotated[Count, doc("Where the pool begins in the file.")]
-    pool_bytes: Annotated[int, doc("Size of the pool.", ge=1, le=2**63 - 1)]
-
-
-class PoolRefused(Wire, frozen=True, tag="pool_refused"):
-    """Daemon to client: the pool may not be read; the session goes on."""
-
     code: Reason
     message: Advice
 
@@ -92,8 +74,8 @@ class Leaving(Wire, frozen=True, tag="leaving"):
     """
 
 
-FromDaemon = Greeting | Refused | Attached | AttachRefused | PoolOpened | PoolRefused | MemoryReleased
-FromClient = Attach | OpenPool | Leaving
+FromDaemon = Greeting | Refused | Attached | AttachRefused | MemoryReleased
+FromClient = Attach | Leaving
 FrameT = TypeVar("FrameT", FromDaemon, FromClient)
 
 _encoder = msgspec.msgpack.Encoder()

@@ -259,7 +259,7 @@ class Lookup(Request[LookupReply], frozen=True):
     extend: Annotated[bool, doc("The keys are others than those under the lease, and are added to it.")] = False
 
 
-@exchange(Section.SCHEDULER, SCHEDULER + ADMIN)
+@exchange(Section.SCHEDULER, SCHEDULER)
 class Release(Request[Done], frozen=True):
     """Ends leases. A lease that has ended already is no error."""
 

@@ -306,14 +306,6 @@ class Histogram(Wire, frozen=True):
     sum_seconds: Annotated[Seconds, doc("Sum of all durations.")]
 
 
-class BlockAccessStats(Wire, frozen=True):
-    """What operators did with single blocks since the daemon's start."""
-
-    got_blocks: Annotated[Count, counter("Blocks that operators opened for reading, exports included.", "blocks_got")]
-    put_blocks: Annotated[Count, counter("Blocks that operators wrote, imports included.", "blocks_put")]
-    put_bytes: Annotated[ByteCount, counter("Bytes copied for the blocks that operators wrote.", "blocks_put_bytes")]
-
-
 # --- the statistics ------------------------------------------------------------------------------
 
 
@@ -340,7 +332,6 @@ class StatsReply(Reply, frozen=True):
     resident_bytes: Annotated[ByteCount, gauge("Resident memory without the pool and its table.")]
     namespaces: Annotated[list[NamespaceStats], metrics_of_part("Open namespaces.", "namespace_")]
     integrity: Annotated[IntegrityStats, doc("Comparisons of slots with their checksums.")]
-    blocks: Annotated[BlockAccessStats, doc("What operators did with single blocks.")]
     below: Annotated[TieringStats | None, doc("Traffic with the disks; nil while there is no tier.")] = None
     shared: Annotated[list[SharedStats], metrics_of_part("The tier that nodes share.", "shared_")] = field(
         default_factory=list

@@ -147,7 +147,6 @@ def test_a_large_namespace_is_cleared_in_steps_and_looks_empty_from_the_first(mo
         next(steps)
         check_invariants(rig.cache)
         assert rig.states(namespace, keys_of(1, 5, 6)) == [A, A, A]
-        assert rig.cache.lease_blocks(namespace, 7, 1, 0, keys_of(5)) == [None]
         refused = begin_store(rig.cache, namespace, 0, 0, keys_of(5, 7))
         assert (refused.copy, refused.dropped) == ([], [0, 1])
         rig.cache.abort_store(refused)

@@ -267,29 +267,6 @@ class CacheMachine(RuleBasedStateMachine):
         quotas.set(name, quota_bytes)
         assert quotas.of(name) == quota_bytes
 
-    @rule(space=spaces, group=groups, owner=owners, chain=chains)
-    def hold(self, space: int, group: int, owner: int, chain: list[int]) -> None:
-        namespace, _, group = self.geometry(space, 0, group)
-        lease_id, self.next_lease = self.next_lease, self.next_lease + 1
-        asked = namespace.counters.keys_asked
-        blocks = self.cache.lease_blocks(namespace, lease_id, owner, group, keys_of(*chain))
-        assert namespace.counters.keys_asked == asked, "an operator's look counts as an engine's"
-        names = [(space, group, key) for key in chain]
-        ready = [name for name in names if self.model_state(name) is BlockState.READY]
-        assert [block is not None for block in blocks] == [name in ready for name in names]
-        assert all(block is None or block.state is BlockState.READY for block in blocks)
-        found = {name: self.index[name] for name in ready}
-        pinned = [found[name] for name in ready]
-        for model in pinned:
-            model.pins += 1
-        if found:
-            self.leases[lease_id] = ModelLease(owner, space, self.rig.clock.now + 30.0, found, pinned)
-        again = self.cache.lease_blocks(namespace, lease_id, owner, group, keys_of(*chain))
-        assert again == blocks
-        if found:
-            with pytest.raises(UnknownLease):
-                self.cache.lease_blocks(namespace, lease_id, owner + 1, group, keys_of(*chain))
-
     # --- ends ------------------------------------------------------------------------------------
 
     @rule(owner=owners, data=st.data())

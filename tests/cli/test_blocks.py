@@ -20,7 +20,7 @@ NAMED = ("--namespace", LABEL)
 @pytest.fixture(scope="module")
 def module_daemon() -> Iterator[DaemonProcess]:
     """What ``shared_daemon`` gives."""
-    with DaemonProcess("32MiB", block_access="write") as running:
+    with DaemonProcess("32MiB") as running:
         yield running
 
 
@@ -53,16 +53,6 @@ def test_what_cannot_be_done_is_one_sentence(engine: FakeEngine, cli: Cli, tmp_p
         assert sentence in err
 
 
-def test_without_permission_nothing_is_shown(cli: Cli, tmp_path: Path) -> None:
-    with DaemonProcess("8MiB") as closed, FakeEngine(closed.directory, LABEL, page_bytes=4096) as fake:
-        assert fake.store(KEYS[:1], [0]).ok
-        for arguments in (LIST_BLOCKS, (*SHOW_BLOCK, KEYS[0].hex()), (*EXPORT, str(tmp_path / "all"))):
-            status, out, err = cli(*arguments, *NAMED, on=closed)
-            assert (status, out) == (2, "")
-            assert "block_access" in err
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_namespace_moves_to_another_daemon(engine: FakeEngine, cli: Cli, tmp_path: Path) -> None:
     file = tmp_path / "all.safetensors"
     exported = json.loads(cli(*EXPORT, str(file), *NAMED, "--json").out)
@@ -70,7 +60,7 @@ def test_a_namespace_moves_to_another_daemon(engine: FakeEngine, cli: Cli, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
     status, _, err = cli(*EXPORT, str(file), *NAMED)
     assert (status, "exists" in err) == (2, True)
-    with DaemonProcess("32MiB", block_access="write") as fresh:
+    with DaemonProcess("32MiB") as fresh:
         status, out, err = cli(*IMPORT, str(file), on=fresh)
         assert (status, err) == (0, "")
         assert "8 blocks (512 KiB)" in out

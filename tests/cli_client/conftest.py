@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console, RenderableType
 
 from kvoffd_proto.messages import (
-    BlockAccessStats,
     DirectionStats,
     DiskFault,
     DiskStats,
@@ -133,7 +132,6 @@ def fresh() -> StatsReply:
         resident_bytes=84 * 2**20,
         namespaces=[],
         integrity=IntegrityStats(0, 0, 0, 0, 0),
-        blocks=BlockAccessStats(0, 0, 0),
     )
 
 
@@ -211,7 +209,6 @@ def busy() -> StatsReply:
             recent(1000, 0, 0),
             recent(0, 100_000, 72_300, 0, 8040),
         ],
-        blocks=BlockAccessStats(40, 12, 24 * 2**20),
     )
 
 

@@ -49,7 +49,7 @@ def test_the_page_is_what_the_commands_print() -> None:
 
 @pytest.fixture(scope="module")
 def directory() -> Iterator[Path]:
-    with DaemonProcess("32MiB", block_access="write") as daemon, FakeEngine(daemon.directory, "tiny") as engine:
+    with DaemonProcess("32MiB") as daemon, FakeEngine(daemon.directory, "tiny") as engine:
         assert engine.store([KEY, b"\x22" * 32], [0, 1]).ok
         yield daemon.directory
 

@@ -19,7 +19,7 @@ KEYS = [bytes([16 * n + n]) * 32 for n in range(1, 9)]
 
 def test_it_shows_what_was_learned(capsys: pytest.CaptureFixture[str]) -> None:
     with (
-        DaemonProcess("32MiB", block_access="read", eviction_policy="learned") as daemon,
+        DaemonProcess("32MiB", eviction_policy="learned") as daemon,
         FakeEngine(daemon.directory, "tiny", blocks=32, page_bytes=4096) as engine,
     ):
 

@@ -101,7 +101,7 @@ def namespace_infos() -> list[NamespaceInfo]:
 @pytest.fixture
 def pages(troubled: StatsReply, sessions: list[SessionInfo]) -> dict[str, RenderableType]:
     labels = {NAMESPACE: LABEL}
-    blocks = [BlockInfo(bytes(range(32)), KeyState.READY, 2 * 2**20, 12)]
+    blocks = [BlockInfo(bytes(range(32)), KeyState.READY, 2 * 2**20, 12, 0, bytes(8))]
     results = [Result("64 keys, all hits, p50", 123_456.0, "lookups/s", 234_567.0, None)]
     return {
         "stats": StatsPage(troubled),
@@ -124,8 +124,8 @@ def lines_of(text: str, width: int) -> list[str]:
 @pytest.mark.parametrize(("width", "height"), SCREENS)
 def test_blocks_have_a_line_each_and_as_much_of_their_key_as_fits(render: Render, width: int, height: int) -> None:
     blocks = [
-        BlockInfo(bytes(range(32)), KeyState.READY, 2 * 2**20, 12),
-        BlockInfo(b"\xff" * 64, KeyState.WRITING, 4096, 0),
+        BlockInfo(bytes(range(32)), KeyState.READY, 2 * 2**20, 12, 0, bytes(8)),
+        BlockInfo(b"\xff" * 64, KeyState.WRITING, 4096, 0, 0, bytes(8)),
     ]
     head, first, second = lines_of(render(_blocks_table(blocks), width), width)
     assert head.split() == ["key", "state", "size", "pins"]

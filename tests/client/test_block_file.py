@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from kvoffd_client import Block, BlockDamaged, BlockFile, BlockFileError, Geometry, checksum_of
-from kvoffd_client.blocks.block_file import Entry, room_for, write_header
+from kvoffd_client.block_file import BlockFileWriter
 from kvoffd_proto.blocks import PageSpec, ShardSpec, shard_bytes_of
 from kvoffd_proto.handles import LayerSpec
 from kvoffd_proto.messages import GroupSpec
@@ -77,15 +77,9 @@ def written(geometry: Geometry, blocks: list[Block]) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "blocks.safetensors"
         counts = [sum(block.group == group for block in blocks) for group in range(len(geometry.groups))]
-        room = room_for(geometry, counts)
-        with path.open("wb") as file:
-            file.truncate(room)
-            file.seek(room)
-            for block in blocks:
-                for shard in block.shards:
-                    file.write(shard.data.data)
-            file.flush()
-            write_header(file.fileno(), geometry, [Entry.of(block) for block in blocks], room)
+        with BlockFileWriter(path, geometry, counts) as writer:
+            assert all(map(writer.add, blocks))
+            writer.finish()
         yield path
 
 
@@ -99,7 +93,7 @@ def test_blocks_come_back_as_they_were_written(content: tuple[Geometry, list[Blo
             (block.group, block.key, block.first_block) for block in blocks
         ]
         for number, block in enumerate(blocks):
-            found = file.block(number)
+            found = file.read(number)
             assert all(
                 np.array_equal(one.data, other.data) for one, other in zip(found.shards, block.shards, strict=True)
             )
@@ -140,7 +134,7 @@ def test_a_flipped_byte_is_found_or_means_nothing(content: tuple[Geometry, list[
         path.write_bytes(raw)
         try:
             with BlockFile(path) as file:
-                found = [file.block(number) for number in range(len(file.entries))]
+                found = [file.read(number) for number in range(len(file.entries))]
         except BlockFileError:
             return
         # As a blank of the padding that became a tab.

@@ -48,7 +48,7 @@ def test_the_fixture_is_a_daemon(kvoffd_directory: Path) -> None:
 
 
 def test_a_daemon_of_a_test_ends_with_it_and_says_why_it_does_not_start() -> None:
-    with running_daemon("12MiB", block_access="read") as directory:
+    with running_daemon("12MiB") as directory:
         assert ask_health(directory) is not None
     assert not os.path.exists(directory)
     with pytest.raises(DaemonUnavailable, match="pool_size"), running_daemon("tiny"):

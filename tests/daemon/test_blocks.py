@@ -1,9 +1,8 @@
-"""Single blocks: who may open them, what a listing has, and blocks that are read, written, exported and imported."""
+"""Single blocks: what a listing has, and blocks that are read, written, exported and imported."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from kvoffd_client import (
     BlockFileError,
     BlockUnavailable,
     DaemonUnavailable,
+    Geometry,
     RequestRefused,
     export_blocks,
     import_blocks,
@@ -42,13 +42,13 @@ def engine_on(daemon: DaemonProcess, **given: int) -> FakeEngine:
 @pytest.fixture(scope="module")
 def module_daemon() -> Iterator[DaemonProcess]:
     """What ``shared_daemon`` gives."""
-    with DaemonProcess("2MiB", block_access="write", eviction_policy="lru", leased_share="1") as running:
+    with DaemonProcess("2MiB", eviction_policy="lru", leased_share="1") as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def module_other() -> Iterator[DaemonProcess]:
-    with DaemonProcess("8MiB", block_access="write") as running:
+    with DaemonProcess("8MiB") as running:
         yield running
 
 
@@ -87,39 +87,6 @@ def flood(engine: FakeEngine) -> None:
         assert engine.store(keys(*range(first, first + 16)), range(16)).ok
 
 
-# --- who may ---------------------------------------------------------------------------------------
-
-CALLS: dict[str, Callable[[BlockClient], object]] = {
-    "list": lambda client: list(client.list_blocks(LABEL)),
-    "get": lambda client: client.get_block(LABEL, KEYS[0]).close(),
-    "put": lambda client: client.put_block(LABEL, KEYS[1], Block.blank(client.geometry(LABEL))),
-}
-
-
-@pytest.mark.parametrize(
-    ("flags", "allowed", "setting"),
-    [
-        ({}, set(), "block_access"),
-        ({"block_access": "read"}, {"list", "get"}, "block_access"),
-        ({"block_access": "write", "block_uids": str(os.geteuid() + 1)}, set(), "block_uids"),
-        ({"block_access": "write"}, {"list", "get", "put"}, ""),
-    ],
-    ids=["by default", "read", "another user", "write"],
-)
-def test_settings_say_who_may_open_blocks(flags: dict[str, str], allowed: set[str], setting: str) -> None:
-    with DaemonProcess("8MiB", **flags) as daemon, engine_on(daemon) as engine, BlockClient(daemon.directory) as client:
-        assert engine.store(KEYS[:1], [0]).ok
-        for name, call in CALLS.items():
-            if name in allowed:
-                call(client)
-            else:
-                with pytest.raises(RequestRefused, match=setting):
-                    call(client)
-        assert books(daemon.directory).ready_blocks == (2 if "put" in allowed else 1)
-        with AdminClient(daemon.directory) as admin:
-            assert admin.clear() >= 1, "everything else goes on"
-
-
 # --- reading ---------------------------------------------------------------------------------------
 
 
@@ -138,13 +105,8 @@ def test_blocks_are_listed_by_prefix(desk: BlockClient) -> None:
 def test_a_block_is_read_as_it_was_stored(desk: BlockClient, engine: FakeEngine, shared_daemon: DaemonProcess) -> None:
     """By rank and layer, with checksums that match, and counted in no hit ratio."""
     asked = books(shared_daemon.directory).keys_asked
-    with desk.get_block(LABEL, KEYS[0]) as block:
-        assert [len(shard.layers) for shard in block.shards] == [4, 4]
-        with pytest.raises(ValueError, match="read-only"):
-            block.shards[0].layers[0].array[...] = 0
-        mine = block.copy()
-    with pytest.raises(BlockUnavailable):
-        block.verify()
+    mine = desk.get_block(LABEL, KEYS[0])
+    assert [len(shard.layers) for shard in mine.shards] == [4, 4]
     with pytest.raises(BlockUnavailable, match="not in the pool"):
         desk.get_block(LABEL, keys(99)[0])
     assert books(shared_daemon.directory).keys_asked == asked
@@ -152,31 +114,46 @@ def test_a_block_is_read_as_it_was_stored(desk: BlockClient, engine: FakeEngine,
     assert loaded(engine, keys(50)) == engine.checksums([0])
 
 
-def test_an_open_block_is_not_evicted(desk: BlockClient, engine: FakeEngine, shared_daemon: DaemonProcess) -> None:
-    held = desk.get_blocks(LABEL, [*KEYS[:2], keys(99)[0]])
-    assert held[2] is None
-    flood(engine)
-    there = {info.key for info in desk.list_blocks(LABEL)}
-    assert there & set(KEYS) == set(KEYS[:2])
-    for block in held[:2]:
-        assert block is not None
-        block.verify()
-        block.close()
+def test_a_program_that_reads_blocks_holds_none(desk: BlockClient, shared_daemon: DaemonProcess) -> None:
+    (read,) = desk.read_blocks(LABEL, list(desk.list_blocks(LABEL)))
+    assert sorted(block.key for block in read.blocks) == KEYS
     wait_until(lambda: not books(shared_daemon.directory).pinned_blocks)
-    flood(engine)
-    assert not {info.key for info in desk.list_blocks(LABEL)} & set(KEYS)
 
 
-def test_a_client_that_ends_holds_no_block(desk: BlockClient, shared_daemon: DaemonProcess) -> None:
-    assert all(desk.get_blocks(LABEL, KEYS))
-    assert books(shared_daemon.directory).pinned_blocks == BLOCKS
-    desk.close()
-    wait_until(lambda: not books(shared_daemon.directory).pinned_blocks)
+def test_blocks_that_are_evicted_before_they_are_read_are_named(desk: BlockClient, engine: FakeEngine) -> None:
+    listed = list(desk.list_blocks(LABEL))
+    flood(engine)
+    (read,) = desk.read_blocks(LABEL, listed)
+    assert (read.blocks, read.damaged, sorted(read.evicted)) == ([], [], KEYS)
+
+
+def test_blocks_that_are_stored_anew_before_they_are_read_are_not_damaged(
+    desk: BlockClient, engine: FakeEngine, shared_daemon: DaemonProcess
+) -> None:
+    listed = list(desk.list_blocks(LABEL))
+    with AdminClient(shared_daemon.directory) as admin:
+        assert admin.clear() == BLOCKS
+    engine.fill(range(BLOCKS), seed=2)
+    assert engine.store(KEYS[:3], range(3)).ok
+    (read,) = desk.read_blocks(LABEL, listed)
+    assert sorted(block.key for block in read.blocks) == KEYS[:3]
+    assert (read.damaged, sorted(read.evicted)) == ([], KEYS[3:])
+
+
+def test_more_blocks_than_may_be_leased_at_once_are_read(pool_file: Path) -> None:
+    """As an engine's lookup is told that the last of its keys are absent."""
+    with DaemonProcess("1MiB", eviction_policy="lru", leased_share="0.25") as daemon, engine_on(daemon) as engine:
+        wanted = keys(*range(24))
+        assert engine.store(wanted, range(24)).ok
+        with BlockClient(daemon.directory) as desk:
+            assert engine.lookup(wanted) < len(wanted), "the engine has leased what may be"
+            found = list(desk.read_blocks(LABEL, list(desk.list_blocks(LABEL))))
+    assert sum(len(read.blocks) for read in found) == 24
 
 
 def test_blocks_of_a_restarted_daemon_are_read_anew(pool_file: Path) -> None:
     """And those of a pool that it recovered are as they were."""
-    with DaemonProcess("8MiB", block_access="read", pool_file=str(pool_file)) as daemon:
+    with DaemonProcess("8MiB", pool_file=str(pool_file)) as daemon:
         with engine_on(daemon) as engine, BlockClient(daemon.directory) as desk:
             engine.fill(range(BLOCKS), seed=1)
             assert engine.store(KEYS, range(BLOCKS)).ok
@@ -184,8 +161,7 @@ def test_blocks_of_a_restarted_daemon_are_read_anew(pool_file: Path) -> None:
         daemon.kill()
         daemon.start()
         with BlockClient(daemon.directory) as desk:
-            with desk.get_block(LABEL, KEYS[0]) as block:
-                assert [shard.data.tobytes() for shard in block.shards] == before
+            assert [shard.data.tobytes() for shard in desk.get_block(LABEL, KEYS[0]).shards] == before
 
 
 # --- writing ---------------------------------------------------------------------------------------
@@ -199,28 +175,25 @@ def test_a_block_is_put_once(desk: BlockClient, engine: FakeEngine) -> None:
     assert not desk.put_block(LABEL, keys(60)[0], blank)
     assert not desk.put_block(LABEL, KEYS[0], blank), "what is there stays"
     assert loaded(engine, KEYS[:1]) == engine.checksums([0])
-    with desk.get_block(LABEL, keys(60)[0]) as block:
-        assert [np.unique(shard.data).tolist() for shard in block.shards] == [[1], [2]]
+    assert [np.unique(shard.data).tolist() for shard in desk.get_block(LABEL, keys(60)[0]).shards] == [[1], [2]]
 
 
 def test_a_block_of_another_shape_is_refused(desk: BlockClient, other: DaemonProcess) -> None:
     with engine_on(other, page_bytes=2 * PAGE_BYTES) as wide, BlockClient(other.directory) as there:
         assert wide.store(KEYS[:1], [0]).ok
-        with there.get_block(LABEL, KEYS[0]) as block, pytest.raises(ValueError, match="fit"):
-            desk.put_block(LABEL, keys(70)[0], block)
+        with pytest.raises(ValueError, match="fit"):
+            desk.put_block(LABEL, keys(70)[0], there.get_block(LABEL, KEYS[0]))
     assert not list(desk.list_blocks(LABEL, prefix=keys(70)[0].hex()))
 
 
 def test_a_full_pool_takes_no_block(shared_daemon: DaemonProcess, desk: BlockClient, engine: FakeEngine) -> None:
     flood(engine)
     there = [info.key for info in desk.list_blocks(LABEL)]
-    held = desk.get_blocks(LABEL, there)
-    assert held[0] is not None
+    block = desk.get_block(LABEL, there[0])
+    assert engine.lookup(there) == len(there), "it leases all of the pool"
     with pytest.raises(BlockUnavailable, match="no room"):
-        desk.put_block(LABEL, keys(80)[0], held[0].copy())
-    for block in held:
-        assert block is not None
-        block.close()
+        desk.put_block(LABEL, keys(80)[0], block)
+    engine.release()
     wait_until(lambda: not books(shared_daemon.directory).pinned_blocks)
     assert books(shared_daemon.directory).writing_bytes == 0
     assert books(shared_daemon.directory).balanced
@@ -250,26 +223,16 @@ def test_a_namespace_moves_to_another_daemon(
 def test_an_export_over_the_end_of_the_daemon_is_not_complete(pool_file: Path, tmp_path: Path) -> None:
     """Blocks that were being read when it ended are no evicted ones. The same export then takes all of them."""
     file = tmp_path / "all.safetensors"
-    with DaemonProcess("8MiB", block_access="read", pool_file=str(pool_file)) as daemon:
+    with DaemonProcess("8MiB", pool_file=str(pool_file)) as daemon:
         with engine_on(daemon) as engine:
             engine.fill(range(BLOCKS), seed=1)
             assert engine.store(KEYS, range(BLOCKS)).ok
 
-        def is_lost(block: Block) -> bool:
-            try:
-                block.check_held()
-            except BlockUnavailable:
-                return True
-            return False
-
         class Interrupted(BlockClient):
-            def get_blocks(self, namespace: str | bytes, wanted: Sequence[bytes], group: int = 0) -> list[Block | None]:
-                found = super().get_blocks(namespace, wanted, group)
+            def batch_blocks(self, geometry: Geometry, group: int) -> int:
+                size = super().batch_blocks(geometry, group)
                 daemon.kill()
-                for block in found:
-                    assert block is not None
-                    wait_until(lambda block=block: is_lost(block))
-                return found
+                return size
 
         with Interrupted(daemon.directory) as client, pytest.raises(DaemonUnavailable):
             export_blocks(client, LABEL, file)
@@ -318,12 +281,11 @@ def test_a_file_of_another_engine_is_refused(desk: BlockClient, other: DaemonPro
 
 def test_changed_bytes_are_not_exported(pool_file: Path, tmp_path: Path) -> None:
     """Memory that changed under the daemon does not match its checksum."""
-    with DaemonProcess("8MiB", block_access="read", pool_file=str(pool_file)) as daemon, engine_on(daemon) as engine:
+    with DaemonProcess("8MiB", pool_file=str(pool_file)) as daemon, engine_on(daemon) as engine:
         engine.fill(range(BLOCKS), seed=1)
         assert engine.store(KEYS, range(BLOCKS)).ok
         with BlockClient(daemon.directory) as desk:
-            with desk.get_block(LABEL, KEYS[0]) as block:
-                data = block.shards[1].data.tobytes()
+            data = desk.get_block(LABEL, KEYS[0]).shards[1].data.tobytes()
             pool = pool_file.read_bytes()
             assert pool.count(data) == 1
             with pool_file.open("r+b") as opened:

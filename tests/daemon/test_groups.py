@@ -147,7 +147,7 @@ def test_groups_and_parts_come_from_another_node() -> None:
 
 def test_groups_and_parts_are_exported(tmp_path: Path) -> None:
     file = tmp_path / "all.safetensors"
-    with DaemonProcess("8MiB", block_access="write") as first, DaemonProcess("8MiB", block_access="write") as second:
+    with DaemonProcess("8MiB") as first, DaemonProcess("8MiB") as second:
         with engine_on(first) as engine, BlockClient(first.directory) as client:
             whole = [engine.store(1, group) for group in (0, 1)]
             part = engine.store(2, 0, first_block=1)

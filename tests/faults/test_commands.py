@@ -42,7 +42,7 @@ def ended(command: subprocess.Popen[str], *statuses: int) -> str:
 def test_export_and_import_over_kills(tmp_path: Path, pool_file: Path) -> None:
     """The daemon dies in the middle of each. The same command then ends what was begun, and all blocks are right."""
     truth, target = Truth(), tmp_path / "blocks"
-    with DaemonProcess("64MiB", pool_file=str(pool_file), block_access="write") as daemon:
+    with DaemonProcess("64MiB", pool_file=str(pool_file)) as daemon:
         with CheckedEngine(daemon, truth) as engine:
             engine.put(EXPORTED)
         export = cli(daemon, "export", "--namespace", "demo", str(target))
@@ -67,7 +67,7 @@ def test_export_and_import_over_kills(tmp_path: Path, pool_file: Path) -> None:
 
 def test_an_export_onto_a_full_disk(tmp_path: Path) -> None:
     """Status 2 and a sentence with the reason."""
-    with tmpfs(tmp_path / "full", "64k") as place, DaemonProcess("16MiB", block_access="write") as daemon:
+    with tmpfs(tmp_path / "full", "64k") as place, DaemonProcess("16MiB") as daemon:
         with CheckedEngine(daemon, Truth()) as engine:
             engine.put(ALL)
         said = ended(cli(daemon, "export", "--namespace", "demo", str(place / "blocks")), 2)

@@ -59,10 +59,7 @@ def _requests() -> list[bytes]:
         m.Clear(18, TOKEN, SPACE),
         m.Scrub(19, TOKEN, True),
         b.DescribeNamespace(20, TOKEN, SPACE),
-        b.RestoreNamespace(21, TOKEN, SPACE, "label", 1, 32, [m.GroupSpec("full", 16)], "{}", [[SHARD]]),
         b.ListBlocks(22, TOKEN, SPACE, 0, 0, 10, "6b6"),
-        b.GetBlocks(23, TOKEN, SPACE, 2**32 + 1, 0, b"k" * 64),
-        b.PutBlocks(24, TOKEN, SPACE, 1, 4096, 0, b"k" * 32, [[b.PutShard(0, bytes(8))]]),
     ]
     return [codec.encode(request) for request in requests]
 
@@ -80,9 +77,7 @@ def _replies() -> list[bytes]:
         m.CancelReply(1, 1, [1], [2]),
         m.HealthReply(1, 1, m.HealthLevel.DEGRADED, [m.HealthProblem("a_reason", "a sentence")]),
         b.NamespaceDescribed(1, 1, "label", 1, 32, [m.GroupSpec("full", 16)], "{}", [[SHARD], None]),
-        b.BlocksListed(1, 1, [b.BlockInfo(b"k" * 32, m.KeyState.READY, 4096, 1)], 0, 1),
-        b.BlocksGot(1, 1, [[b.HeldShard(0, 4096, bytes(8), 0)], None], 1000),
-        b.BlocksPut(1, 1, b"\0\1\2"),
+        b.BlocksListed(1, 1, [b.BlockInfo(b"k" * 32, m.KeyState.READY, 4096, 1, 0, bytes(8))], 0),
         m.ScrubReply(1, 1, True, 5, 4, 3, 4096, 0, 0.5),
     ]
     return [codec.encode(reply) for reply in replies]
@@ -93,10 +88,7 @@ def _frames() -> list[bytes]:
         lifeline.Greeting(1, 1, 1, TOKEN),
         lifeline.Refused(ErrorCode.FORBIDDEN, "a sentence"),
         lifeline.Attach(1),
-        lifeline.OpenPool(),
         lifeline.Leaving(),
-        lifeline.PoolOpened(4096, 1 << 20),
-        lifeline.PoolRefused(ErrorCode.FORBIDDEN, "a sentence"),
         lifeline.Attached(1),
         lifeline.AttachRefused(1, ErrorCode.TOO_MANY, "a sentence"),
         lifeline.MemoryReleased(),

@@ -16,7 +16,7 @@ WORLD = {NAMESPACES[0]: 1, NAMESPACES[1]: 2}
 NAMES = [bytes([number]) * 16 for number in range(3)]
 """Ids of registrations."""
 MOSTLY_RIGHT_GROUPS = (0,) * 9 + (1,) * 6 + (2,)
-BLOCK_REQUESTS = ("describe", "restore", "list", "get", "get", "put", "put")
+BLOCK_REQUESTS = ("describe", "list")
 RARELY_ONE = (0,) * 15 + (1,)
 
 
@@ -143,23 +143,9 @@ class Requests:
                 return m.Clear(i, token, choices.of((None, *NAMESPACES)))
             case "describe":
                 return b.DescribeNamespace(i, token, self.fingerprint(session))
-            case "restore":
-                world = choices.of((1, 2, 2, 3))
-                shards = [[b.ShardSpec(1, [b.PageSpec(choices.of((PAGE, PAGE, PAGE // 2)))])] * 2] * world
-                specs = [m.GroupSpec("full", 16)] * choices.of((2, 2, 2, 1))
-                space = self.fingerprint(session)
-                return b.RestoreNamespace(i, token, space, "l", world, KEY_BYTES, specs, "{}", shards)
             case "list":
                 position, limit = choices.of((0, 0, 1, 9)), choices.of((1, 2, 100))
                 return b.ListBlocks(i, token, self.fingerprint(session), choices.byte() % 3, position, limit)
-            case "get":
-                return b.GetBlocks(i, token, self.fingerprint(session), self.lease(session), 0, self.keys())
-            case "put":
-                keys = self.keys()
-                shards_of = [b.PutShard(choices.of((0, PAGE, 2**62)), bytes(8))] * choices.of((1, 1, 2))
-                space, segment = self.fingerprint(session), choices.byte() % 6
-                size = choices.of((BLOCKS * PAGE, BLOCKS * PAGE, 2**62))
-                return b.PutBlocks(i, token, space, segment, size, 0, keys, [shards_of] * (len(keys) // KEY_BYTES))
             case "scrub":
                 return m.Scrub(i, token, bool(choices.byte() % 2))
             case "health":

@@ -21,7 +21,6 @@ from kvoffd.server.session import Lifeline, Peer, Session
 from kvoffd.system.mappings import MappedSegment
 from kvoffd.transfer.engine import DirectionLoad, Transfer, TransferEngine
 from kvoffd.transfer.plan import Direction, Outcome
-from kvoffd_proto import blocks as b
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
@@ -105,8 +104,7 @@ class ServiceHarness:
         self.pool = make_pool(POOL_BYTES, None)
         config = Config(
             pool_bytes=POOL_BYTES, max_jobs_in_flight=6, max_leases=3, max_keys_per_request=8, max_sessions=6,
-            max_namespaces=2, max_segments=4, max_registrations=2, max_frame_bytes=65536, block_access="write",
-            block_uids=(1,),
+            max_namespaces=2, max_segments=4, max_registrations=2, max_frame_bytes=65536,
         )  # fmt: skip
         rng = random.Random(1)
         self.service: Service = make_service(
@@ -253,7 +251,7 @@ class ServiceHarness:
             assert before == after, (frame, before, after)
             return
         if not replies:
-            later = isinstance(message, m.Unregister | b.PutBlocks)
+            later = isinstance(message, m.Unregister)
             assert later or (isinstance(message, m.Submit) and (accepted or not (message.stores or message.loads))), (
                 message
             )

@@ -209,7 +209,6 @@ def lifeline_noise(daemon: HostileDaemon) -> None:
     """Frames of the lifeline that come out of turn, or are none."""
     frames = [
         lifeline.encode_frame(lifeline.Attached(2**62)),
-        lifeline.encode_frame(lifeline.PoolOpened(0, 1)),
         lifeline.encode_frame(lifeline.Greeting(m.PROTOCOL_VERSION, 1, 1, bytes(m.TOKEN_BYTES))),
         b"\xff" * 100,
         (10).to_bytes(4, "little") + b"\xc1" * 10,

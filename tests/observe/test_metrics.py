@@ -14,7 +14,6 @@ from prometheus_client.parser import text_string_to_metric_families
 import kvoffd.observe
 from kvoffd.observe.metrics import METRICS, MetricSpec, metrics_reference, render_metrics
 from kvoffd_proto.messages import (
-    BlockAccessStats,
     DirectionStats,
     DiskStats,
     HealthLevel,
@@ -67,7 +66,6 @@ def some_stats() -> StatsReply:
         namespaces=spaces,
         lookup_seconds=Histogram({"0.1": 1511, "+Inf": 1512}, 1513),
         integrity=numbers(IntegrityStats, 900),
-        blocks=numbers(BlockAccessStats, 950),
         below=numbers(TieringStats, 1000, failed_promotions={"corrupt": 1101}, write_mode="reuse"),
         recent=[],
         curve=numbers(HitCurve, 2200, lru_ratios={"10": 2301}),

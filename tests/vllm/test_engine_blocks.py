@@ -40,7 +40,7 @@ def test_a_node_is_warmed_from_another_s_cache(tmp_path: Path) -> None:
     model = make_tiny_llama(tmp_path / "model")
     file = tmp_path / "blocks.safetensors"
     asked = [prompt(1, LENGTH)]
-    with DaemonProcess("128MiB", block_access="write") as first:
+    with DaemonProcess("128MiB") as first:
         with EngineProcess(model, first.directory, fork=False) as engine:
             wait_connected(first.directory)
             (cold,) = engine.generate(asked)
@@ -50,9 +50,8 @@ def test_a_node_is_warmed_from_another_s_cache(tmp_path: Path) -> None:
             geometry = client.geometry(label)
             (shard,) = geometry.shards[0]
             keys = [info.key for info in client.list_blocks(label)]
-            with client.get_block(label, keys[0]) as block:
-                layers = block.shards[0].layers
-                layer = layers[0].tensor()
+            layers = client.get_block(label, keys[0]).shards[0].layers
+            layer = layers[0].tensor()
         assert len(keys) == BLOCKS
         facts = json.loads(geometry.description)
         assert len(shard.pages) == len(layers) == facts["groups"][0]["layers"]
@@ -69,7 +68,7 @@ def test_a_node_is_warmed_from_another_s_cache(tmp_path: Path) -> None:
         exported = tensors.get_tensor(f"group0/{keys[0].hex()}/rank0/layers0-{len(layers) - 1}")
     assert torch.equal(exported[0], layer)
 
-    with DaemonProcess("128MiB", block_access="write") as second:
+    with DaemonProcess("128MiB") as second:
         assert "was opened" in cli(second, "import", str(file))
         with EngineProcess(model, second.directory, fork=False) as engine:
             wait_connected(second.directory)

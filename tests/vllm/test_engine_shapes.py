@@ -186,7 +186,7 @@ def test_what_a_draft_model_keeps_is_the_same_however_many_tokens_it_drafts(
     """One engine loads what another stored that drafts fewer tokens, and both would have stored the same bytes."""
     model, draft = make_tiny_llama(tmp_path / "model"), make_draft(tmp_path / "draft", eagle=method == "eagle")
     prompts = [list(range(10, 60)) * 12, list(range(100, 133)) * 10]
-    with DaemonProcess("256MiB", block_access="read") as daemon:
+    with DaemonProcess("256MiB") as daemon:
 
         def answers(tokens: int, salt: str) -> list[Completion]:
             drafting = {"method": method, "model": str(draft), "num_speculative_tokens": tokens}
@@ -216,11 +216,11 @@ def test_what_a_draft_model_keeps_is_the_same_however_many_tokens_it_drafts(
             keys = {block.key for block in client.list_blocks(one)} & {block.key for block in client.list_blocks(two)}
             assert len(keys) > sum(full_blocks(len(each)) for each in prompts) // 32
             for key in keys:
-                with client.get_block(one, key) as mine, client.get_block(two, key) as others:
-                    pairs = list(zip(mine.shards[0].layers, others.shards[0].layers, strict=True))
-                    assert len(pairs) == 4 + layers
-                    for left, right in pairs:
-                        np.testing.assert_allclose(left.array, right.array, rtol=1e-3, atol=1e-3, err_msg=left.name)
+                mine, others = client.get_block(one, key), client.get_block(two, key)
+                pairs = list(zip(mine.shards[0].layers, others.shards[0].layers, strict=True))
+                assert len(pairs) == 4 + layers
+                for left, right in pairs:
+                    np.testing.assert_allclose(left.array, right.array, rtol=1e-3, atol=1e-3, err_msg=left.name)
 
 
 @pytest.mark.shapes

@@ -34,7 +34,6 @@ from kvoffd_client.cli.json_objects import (
 from kvoffd_client.cli.json_output import print_json, print_listing
 from kvoffd_client.cli.policy_command import key_sentence
 from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, local_directory, resolve_namespace
-from kvoffd_client.errors import BlockDamaged
 from kvoffd_proto.blocks import BlockInfo
 from kvoffd_proto.messages import KeyWorth
 from kvoffd_proto.units import format_count, format_size, plural, printable
@@ -48,9 +47,7 @@ Namespace = Annotated[str, NAMESPACE_OPTION]
 Group = Annotated[int, typer.Option("--group", metavar="N", min=0, max=65535, help="KV cache group.")]
 Key = Annotated[str, typer.Argument(metavar="KEY", help="The block's key in hex, or enough of its first digits.")]
 
-block_app = typer.Typer(
-    help="Show and write single blocks. The daemon's setting block_access must allow it.", rich_markup_mode=None
-)
+block_app = typer.Typer(help="Show and write single blocks.", rich_markup_mode=None)
 
 
 @block_app.command()
@@ -65,7 +62,7 @@ def ls(
     directory: Directory = None,
     json: Json = False,
 ) -> int:
-    """List blocks, in the order in which they were stored."""
+    """List blocks, in no order."""
     with _open_client(context, directory) as client:
         fingerprint = _fingerprint(client, namespace)
         found = list(islice(client.list_blocks(fingerprint, group, prefix), limit + 1))
@@ -106,19 +103,15 @@ def show(
     with _open_client(context, directory) as client:
         fingerprint = _fingerprint(client, namespace)
         whole_key = _whole_key(client, fingerprint, group, key)
-        with client.get_block(fingerprint, whole_key, group, verify=False) as block:
-            try:
-                block.verify()
-                sound = True
-            except BlockDamaged:
-                sound = False
-            worth = client.describe_policy(fingerprint, group, whole_key).key
-            if json:
-                print_json(_block_object(block, sound, worth))
-            else:
-                _print_block(block, sound)
-                if worth is not None:
-                    print_line(f"\n{key_sentence(worth)}")
+        block = client.get_block(fingerprint, whole_key, group, verify=False)
+        worth = client.describe_policy(fingerprint, group, whole_key).key
+    sound = block.damaged_rank is None
+    if json:
+        print_json(_block_object(block, sound, worth))
+    else:
+        _print_block(block, sound)
+        if worth is not None:
+            print_line(f"\n{key_sentence(worth)}")
     return int(not sound)
 
 
@@ -220,7 +213,7 @@ def put(
         if why := client.geometry(fingerprint).mismatch(source.geometry):
             raise CliError(f"The block of {file} does not fit the namespace: {why}.")
         whole_key = _parse_key(key, source.geometry.key_bytes) if key else source.entries[0].key
-        stored = client.put_block(fingerprint, whole_key, source.block(0))
+        stored = client.put_block(fingerprint, whole_key, source.read(0))
     outcome = "is in the pool" if stored else "was in the pool already; nothing was changed"
     print_line(f"Block {whole_key.hex()} {outcome}.")
     return int(not stored)
@@ -241,8 +234,8 @@ def export(
 ) -> int:
     """Write the blocks of a namespace into a file.
 
-    The file is safetensors, with all that import needs. Blocks are pinned a few at a time while they are written. The
-    same command resumes an export that was killed.
+    The file is safetensors, with all that import needs. Each block is compared with its checksum. The same command
+    resumes an export that was killed.
     """
     from kvoffd_client import export_blocks
 
@@ -288,7 +281,7 @@ def import_(
     Opens the blocks' namespace where no engine has done so yet. Blocks that are in the pool already are skipped, so
     that the command may be repeated. A file that is damaged, or of an engine whose bytes differ, is refused.
 
-    Exit status: 0 done, 1 some blocks found no room, 2 an error.
+    Exit status: 0 done, 1 some blocks found no room or were declined by the eviction policy, 2 an error.
     """
     from kvoffd_client import BlockFile, import_blocks
 
@@ -305,7 +298,16 @@ def import_(
     if json:
         namespace_of = source.geometry.fingerprint
         print_json(
-            ImportDone(str(file), namespace_of, done.created, done.blocks, done.nbytes, done.present, done.no_room)
+            ImportDone(
+                str(file),
+                namespace_of,
+                done.created,
+                done.blocks,
+                done.nbytes,
+                done.present,
+                done.declined,
+                done.no_room,
+            )
         )
     else:
         label = namespace_name(source.geometry.label, source.geometry.fingerprint)
@@ -316,7 +318,9 @@ def import_(
         )
         if done.no_room:
             print_line(f"{format_count(done.no_room)} blocks found no room: the whole pool is pinned or being written.")
-    return int(done.no_room > 0)
+        if done.declined:
+            print_line(f"{format_count(done.declined)} blocks were declined: the eviction policy keeps others.")
+    return int(done.no_room + done.declined > 0)
 
 
 def _print_file(file: Path, source: BlockFile, *, as_json: bool) -> None:

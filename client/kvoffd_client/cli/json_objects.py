@@ -107,7 +107,7 @@ class FleetReset(Struct, frozen=True):
 
 
 class Blocks(Struct, frozen=True):
-    blocks: Annotated[list[BlockInfo], doc("Blocks, in the order in which they were stored.")]
+    blocks: Annotated[list[BlockInfo], doc("Blocks, in no order.")]
     more: Annotated[bool, doc("Whether there are more than --limit.")]
 
 
@@ -154,6 +154,7 @@ class ImportDone(Struct, frozen=True):
     blocks: Annotated[Count, doc("Blocks that were put into the pool.")]
     bytes: Annotated[ByteCount, doc("Bytes of these blocks.")]
     present: Annotated[Count, doc("Blocks that were in the pool already.")]
+    declined: Annotated[Count, doc("Blocks that the eviction policy did not take, since it keeps others.")]
     no_room: Annotated[Count, doc("Blocks that found no room.")]
 
 
