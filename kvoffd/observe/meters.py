@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
-from kvoffd_proto.messages import Histogram, LatencyStats
+from kvoffd_proto.messages import Histogram
 
 _BINS = 20
+LOOKUP_BOUNDS_S = (25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 1.0)
 WINDOWS_S = (10.0, 100.0, 1000.0)
 """What rates and ratios are shown over, beside the daemon's life."""
 
@@ -87,10 +87,6 @@ class CounterWindows:
         return now - at, {name: value - before.get(name, 0) for name, value in values.items()}
 
 
-LATENCY_BOUNDS_S = (25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 1.0)
-"""Of a histogram of answers, in seconds."""
-
-
 class DurationHistogram:
     """Counts durations by upper bounds, in seconds, since the daemon's start. For one thread."""
 
@@ -106,44 +102,3 @@ class DurationHistogram:
     def counted(self) -> Histogram:
         totals = accumulate(self._counts)
         return Histogram(dict(zip([*map(str, self._bounds_s), "+Inf"], totals, strict=True)), self._sum_s)
-
-
-class LatencyRecorder(DurationHistogram):
-    """Keeps the last ``capacity`` observations and describes those that are not older than ``window_s``; counts all.
-
-    For one thread. An observation costs a microsecond at most; a summary sorts the kept observations.
-    """
-
-    def __init__(
-        self, capacity: int = 4096, window_s: float = 300.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        super().__init__(LATENCY_BOUNDS_S)
-        self._seconds = array("d", bytes(8 * capacity))
-        self._times = array("d", bytes(8 * capacity))
-        self._capacity = capacity
-        self._window_s = window_s
-        self._clock = clock
-        self._count = 0
-
-    def observe(self, seconds: float) -> None:
-        slot = self._count % self._capacity
-        self._seconds[slot] = seconds = max(seconds, 0.0)
-        super().observe(seconds)
-        self._times[slot] = self._clock()
-        self._count += 1
-
-    def summary(self) -> LatencyStats:
-        """Return the count since the start; median, 99th percentile (nearest rank) and maximum of the window, or 0."""
-        oldest = self._clock() - self._window_s
-        kept = min(self._count, self._capacity)
-        recent = sorted(self._seconds[slot] for slot in range(kept) if self._times[slot] >= oldest)
-        if not recent:
-            return LatencyStats(count=self._count, p50=0.0, p99=0.0, maximum=0.0)
-        return LatencyStats(
-            count=self._count, p50=_nearest_rank(recent, 50), p99=_nearest_rank(recent, 99), maximum=recent[-1]
-        )
-
-
-def _nearest_rank(ascending: list[float], percent: int) -> float:
-    """The smallest value with at least ``percent`` of the values at or below it."""
-    return ascending[-(-len(ascending) * percent // 100) - 1]

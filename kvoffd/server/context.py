@@ -16,7 +16,7 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError, refusal_of
 from kvoffd.observe.loop_watch import LoopWatch
-from kvoffd.observe.meters import LatencyRecorder, RateMeter
+from kvoffd.observe.meters import LOOKUP_BOUNDS_S, DurationHistogram, RateMeter
 from kvoffd.server.disks import Disks
 from kvoffd.server.engine_jobs import EngineJobs
 from kvoffd.server.engine_memory import MemoryMapper
@@ -81,7 +81,7 @@ class Context:
     replies_dropped: Counter[str] = field(default_factory=Counter)
     """By reason, ``gone`` or ``unread``."""
     publications_dropped: int = 0
-    lookup_latency: LatencyRecorder = field(default_factory=LatencyRecorder)
+    lookup_times: DurationHistogram = field(default_factory=lambda: DurationHistogram(LOOKUP_BOUNDS_S))
     loop_watch: LoopWatch = field(default_factory=LoopWatch)
     lookup_rate: RateMeter = field(default_factory=RateMeter)
 

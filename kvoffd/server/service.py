@@ -180,7 +180,7 @@ class Service:
         context = self.context
         for lease_id, seconds in context.lookups:
             if seconds is not None:
-                context.lookup_latency.observe(seconds)
+                context.lookup_times.observe(seconds)
                 context.lookup_rate.add(1)
             context.cache.touch(lease_id)
         if context.lookups:

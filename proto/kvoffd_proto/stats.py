@@ -288,15 +288,6 @@ class IntegrityStats(Wire, frozen=True):
     ] = 0
 
 
-class LatencyStats(Wire, frozen=True):
-    """Distribution of a duration, in seconds, over the last minutes."""
-
-    count: Annotated[Count, doc("Durations measured since the daemon's start.")]
-    p50: Annotated[Seconds, doc("Median of the recent durations.")]
-    p99: Annotated[Seconds, doc("99th percentile of the recent durations.")]
-    maximum: Annotated[Seconds, doc("Largest of the recent durations.")]
-
-
 class Histogram(Wire, frozen=True):
     """Distribution of a duration since the daemon's start."""
 
@@ -304,6 +295,25 @@ class Histogram(Wire, frozen=True):
         dict[str, Count], doc("Durations up to each bound, in seconds, which is the key; ``+Inf`` has all of them.")
     ]
     sum_seconds: Annotated[Seconds, doc("Sum of all durations.")]
+
+    @property
+    def count(self) -> int:
+        """How many durations there were."""
+        return self.buckets.get("+Inf", 0)
+
+    def quantile(self, share: float) -> float:
+        """Seconds that ``share`` of the durations took at most, interpolated as Prometheus does; 0 where none was.
+
+        The largest bound where it lies above that.
+        """
+        wanted, below, below_s = share * self.count, 0, 0.0
+        for bound, total in self.buckets.items():
+            if bound == "+Inf":
+                break
+            if total >= wanted and total > below:
+                return below_s + (float(bound) - below_s) * (wanted - below) / (total - below)
+            below, below_s = total, float(bound)
+        return below_s if self.count else 0.0
 
 
 # --- the statistics ------------------------------------------------------------------------------
@@ -317,7 +327,6 @@ class StatsReply(Reply, frozen=True):
     pool: Annotated[PoolStats, metrics_of_part("The pool.", "pool_")]
     store: Annotated[DirectionStats, metrics_of_part("Copies from engines to the pool.", label=("direction", "store"))]
     load: Annotated[DirectionStats, metrics_of_part("Copies from the pool to engines.", label=("direction", "load"))]
-    lookup_latency: Annotated[LatencyStats, doc("Time spent on a Lookup inside the daemon.")]
     leases: Annotated[Count, gauge("Live leases.")]
     pinned_blocks: Annotated[Count, gauge("Blocks under a lease or a copy.")]
     sessions: Annotated[Count, gauge("Open sessions.")]

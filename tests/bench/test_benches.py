@@ -72,7 +72,7 @@ def test_a_bench_reports_every_case_with_its_floor_and_leaves_nothing_in_the_dae
     assert stats.errors == {}
     # It is in none of the daemon's sums.
     assert [(part.keys_asked, part.stored_bytes, part.lookups) for part in stats.recent] == [(0, 0, 0)] * 4
-    assert stats.lookup_latency.count == 0
+    assert stats.lookup_seconds.count == 0
 
 
 def test_an_engine_beside_a_flood_is_served_and_neither_leaves_anything_behind() -> None:

@@ -1,4 +1,4 @@
-"""Rates are means over the last seconds; latencies are counted for ever and described for the last minutes."""
+"""Rates are means over the last seconds; durations are counted for ever."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffd.observe.meters import WINDOWS_S, CounterWindows, LatencyRecorder, RateMeter
-from kvoffd_proto.messages import LatencyStats
+from kvoffd.observe.meters import WINDOWS_S, CounterWindows, DurationHistogram, RateMeter
 from tests.kit.clock import Clock
 
 
@@ -82,48 +81,18 @@ def test_the_rate_lies_between_the_rates_of_a_slightly_shorter_and_the_whole_win
     assert least * 0.999 <= meter.per_second() <= most * 1.001
 
 
-def test_nothing_observed_is_all_zeros() -> None:
-    assert LatencyRecorder().summary() == LatencyStats(0, 0.0, 0.0, 0.0)
-
-
-def test_quantiles_are_nearest_ranks() -> None:
-    recorder = LatencyRecorder()
-    for milliseconds in range(1000, 0, -1):
-        recorder.observe(milliseconds / 1000)
-    assert recorder.summary() == LatencyStats(1000, 0.5, 0.99, 1.0)
-
-
-def test_one_observation_is_every_quantile() -> None:
-    recorder = LatencyRecorder()
-    recorder.observe(0.25)
-    assert recorder.summary() == LatencyStats(1, 0.25, 0.25, 0.25)
-
-
-def test_only_the_last_ones_are_kept_but_all_are_counted() -> None:
-    recorder = LatencyRecorder(capacity=10)
-    recorder.observe(99.0)
-    for _ in range(10):
-        recorder.observe(1.0)
-    assert recorder.summary() == LatencyStats(11, 1.0, 1.0, 1.0)
-
-
-def test_old_ones_leave_the_distribution_but_not_the_count() -> None:
-    clock = Clock()
-    recorder = LatencyRecorder(window_s=60.0, clock=clock)
-    recorder.observe(9.0)
-    clock.now += 59
-    recorder.observe(1.0)
-    assert recorder.summary().maximum == 9.0
-    clock.now += 2
-    assert recorder.summary() == LatencyStats(2, 1.0, 1.0, 1.0)
-    clock.now += 60
-    assert recorder.summary() == LatencyStats(2, 0.0, 0.0, 0.0)
-
-
-def test_a_clock_that_was_set_back_gives_no_negative_latency() -> None:
-    recorder = LatencyRecorder()
-    recorder.observe(-1.0)
-    assert recorder.summary().maximum == 0.0
+def test_quantiles_lie_where_prometheus_finds_them() -> None:
+    histogram = DurationHistogram((0.1, 0.2, 0.4))
+    assert histogram.counted().quantile(0.5) == 0.0
+    for seconds in (0.05, 0.15, 0.15, 0.3):
+        histogram.observe(seconds)
+    counted = histogram.counted()
+    assert (counted.count, counted.buckets) == (4, {"0.1": 1, "0.2": 3, "0.4": 4, "+Inf": 4})
+    assert counted.quantile(0.25) == pytest.approx(0.1)
+    assert counted.quantile(0.5) == pytest.approx(0.15)
+    assert counted.quantile(1.0) == pytest.approx(0.4)
+    histogram.observe(9.0)
+    assert histogram.counted().quantile(0.99) == pytest.approx(0.4), "no larger bound is known"
 
 
 def test_windows_forget_what_is_older_than_they_are_long() -> None:

@@ -5,27 +5,34 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from msgspec import Struct
 
 from kvoffd.server import report
 from kvoffd.server.context import HANDLERS, filled
 from kvoffd.server.report import NAMESPACES_AT_ONCE
 from kvoffd.server.session import Peer
 from kvoffd_proto import messages as m
-from kvoffd_proto.messages import LatencyStats
 from tests.fuzz.choices import Choices
 from tests.fuzz.service import FakeLifeline, ServiceHarness
 from tests.kit.daemon import DaemonProcess
 from tests.kit.struct_wire import NAMESPACE, WireClient, stats
 
 
+class Counted(Struct):
+    count: int
+    tokens: int
+    hits: int
+    size: int
+
+
 def test_a_field_comes_from_the_first_source_that_has_it() -> None:
-    first, second = SimpleNamespace(p50=1.0), SimpleNamespace(p50=2.0, p99=3.0, maximum=4.0)
-    assert filled(LatencyStats, first, second, count=5, maximum=6.0) == LatencyStats(5, 1.0, 3.0, 6.0)
+    first, second = SimpleNamespace(tokens=1), SimpleNamespace(tokens=2, hits=3, size=4)
+    assert filled(Counted, first, second, count=5, size=6) == Counted(5, 1, 3, 6)
 
 
 def test_a_field_that_nobody_counts_is_an_error() -> None:
-    with pytest.raises(AttributeError, match=r"LatencyStats\.maximum"):
-        filled(LatencyStats, SimpleNamespace(count=1, p50=1.0, p99=1.0))
+    with pytest.raises(AttributeError, match=r"Counted\.size"):
+        filled(Counted, SimpleNamespace(count=1, tokens=1, hits=1))
 
 
 def test_statistics_of_very_many_namespaces_are_made_in_steps() -> None:

@@ -292,15 +292,15 @@ def _alarming(count: int) -> Text:
 
 def _lookups(now: StatsReply, wide: bool) -> Table:
     """How long the daemon takes for an answer, and what else it did since the start."""
-    table = _section("Lookups", ("total", "p50", "p99", "max", "no room", "declined", "requests"))
+    table = _section("Lookups", ("total", "p50", "p99", "no room", "declined", "requests"))
     if wide:
         add_numbers(table, ("KV events",))
-    latency = now.lookup_latency
-    durations = (latency.p50, latency.p99, latency.maximum)
+    times = now.lookup_seconds
+    durations = (times.quantile(0.5), times.quantile(0.99))
     table.add_row(
         fitting("all"),
-        format_count(latency.count),
-        *(format_duration(value) if latency.count else "-" for value in durations),
+        format_count(times.count),
+        *(format_duration(value) if times.count else "-" for value in durations),
         _alarming(sum(namespace.dropped_keys for namespace in now.namespaces)),
         format_count(sum(namespace.declined_keys for namespace in now.namespaces)),
         format_count(now.requests),
