@@ -9,13 +9,14 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 
-from kvoffd.errors import NoMoreThreads, UnsafeSegment
+from kvoffd.errors import UnsafeSegment
 from kvoffd.system.files import held_bytes, open_directory
-from kvoffd.system.threads import start
 
 _log = logging.getLogger(__name__)
 
@@ -201,7 +202,7 @@ class FaultedSegment(MappedSegment):
 
 
 class PageFaulter:
-    """One thread that faults in mapped segments, a step of each in turn. Copies may run meanwhile.
+    """One thread that faults in mapped segments, a step of each in turn, while copies run; and one that closes them.
 
     A copy into pages that the daemon has not faulted in runs at a tenth of its speed. Only pages that exist are faulted
     in: a page that the engine never touched would be allocated here and charged to the daemon.
@@ -214,6 +215,8 @@ class PageFaulter:
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="kvoffd-fault", daemon=True)
         self._thread.start()
+        self._closing: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=self._close, name="kvoffd-unmap", daemon=True).start()
 
     def map_memfd(self, fd: int, size_bytes: int) -> MappedSegment:
         """As the function ``map_memfd``, for the whole memory of a client; the thread then faults the pages in."""
@@ -235,21 +238,25 @@ class PageFaulter:
             self._changed.wait_for(lambda: self._in_step is not segment)
 
     def close_segments(self, segments: Sequence[MappedSegment], on_closed: Callable[[], None]) -> None:
-        """As the function ``close_segments``, in a thread of its own: where their client is gone, closing them frees
-        its memory, which takes tenths of a second for each GiB.
+        """As the function ``close_segments``, in another thread: where their client is gone, closing them frees its
+        memory, which takes tenths of a second for each GiB.
         """
-        closing = threading.Thread(target=close_segments, args=(segments, on_closed), name="kvoffd-unmap", daemon=True)
-        try:
-            start(closing)
-        except NoMoreThreads:
-            close_segments(segments, on_closed)
+        self._closing.put(partial(close_segments, segments, on_closed))
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop both threads. What is being closed is not waited for."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
+        self._closing.put(None)
         self._thread.join(CLOSE_S)
+
+    def _close(self) -> None:
+        while (close := self._closing.get()) is not None:
+            try:
+                close()
+            except Exception:
+                _log.exception("Memory of an engine was not unmapped.")
 
     def _run(self) -> None:
         while (step := self._next()) is not None:
