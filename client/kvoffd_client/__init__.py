@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
     from kvoffd_client.blocks import Layer as Layer
     from kvoffd_client.blocks import Shard as Shard
     from kvoffd_client.blocks import checksum_of as checksum_of
-    from kvoffd_client.client_options import ClientOptions as ClientOptions
+    from kvoffd_client.session import ClientOptions as ClientOptions
     from kvoffd_client.errors import BlockDamaged as BlockDamaged
     from kvoffd_client.errors import BlockUnavailable as BlockUnavailable
     from kvoffd_client.errors import DaemonUnavailable as DaemonUnavailable
@@ -35,12 +35,13 @@ if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
     from kvoffd_client.errors import KvoffdClientError as KvoffdClientError
     from kvoffd_client.errors import RequestRefused as RequestRefused
     from kvoffd_client.errors import RequestTimeout as RequestTimeout
-    from kvoffd_client.namespace_spec import Geometry as Geometry
-    from kvoffd_client.namespace_spec import NamespaceSpec as NamespaceSpec
+    from kvoffd_client.memory import Registration as Registration
+    from kvoffd_client.memory import SharedMemory as SharedMemory
+    from kvoffd_client.namespace import Geometry as Geometry
+    from kvoffd_client.namespace import NamespaceSpec as NamespaceSpec
+    from kvoffd_client.scheduler_client import Lookup as Lookup
     from kvoffd_client.scheduler_client import SchedulerClient as SchedulerClient
-    from kvoffd_client.scheduler_session import LookupFuture as LookupFuture
-    from kvoffd_client.shared_memory import Registration as Registration
-    from kvoffd_client.shared_memory import SharedMemory as SharedMemory
+    from kvoffd_client.session import ClientOptions as ClientOptions
     from kvoffd_client.worker_client import WorkerClient as WorkerClient
     from kvoffd_proto.errors import ErrorCode as ErrorCode
     from kvoffd_proto.handles import PageRef as PageRef
@@ -64,7 +65,7 @@ _HOMES = {
         "import_blocks",
     ),
     "kvoffd_client.blocks": ("Block", "BlockClient", "BlocksRead", "BlocksWritten", "Layer", "Shard", "checksum_of"),
-    "kvoffd_client.client_options": ("ClientOptions",),
+    "kvoffd_client.session": ("ClientOptions",),
     "kvoffd_client.errors": (
         "BlockDamaged",
         "BlockUnavailable",
@@ -74,10 +75,9 @@ _HOMES = {
         "RequestRefused",
         "RequestTimeout",
     ),
-    "kvoffd_client.namespace_spec": ("Geometry", "NamespaceSpec"),
-    "kvoffd_client.scheduler_client": ("SchedulerClient",),
-    "kvoffd_client.scheduler_session": ("LookupFuture",),
-    "kvoffd_client.shared_memory": ("Registration", "SharedMemory"),
+    "kvoffd_client.namespace": ("Geometry", "NamespaceSpec"),
+    "kvoffd_client.scheduler_client": ("Lookup", "SchedulerClient"),
+    "kvoffd_client.memory": ("Registration", "SharedMemory"),
     "kvoffd_client.worker_client": ("WorkerClient",),
     "kvoffd_proto.errors": ("ErrorCode",),
     "kvoffd_proto.handles": ("PageRef", "TensorLayout"),

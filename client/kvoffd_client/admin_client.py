@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import ClassVar, Concatenate, ParamSpec, TypeVar, cast
@@ -13,12 +15,9 @@ from typing import ClassVar, Concatenate, ParamSpec, TypeVar, cast
 import msgspec
 import zmq
 
-from kvoffd_client.client_options import DEFAULT_OPTIONS, ClientOptions, Closing, Identity
-from kvoffd_client.client_session import Session
-from kvoffd_client.connection import Connection
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestTimeout
 from kvoffd_client.health_request import ask_health
-from kvoffd_client.pending_requests import ReplyOrError
+from kvoffd_client.session import DEFAULT_OPTIONS, ClientOptions, Closing, Phase, ReplyOrError, Session, Transport
 from kvoffd_proto import messages as m
 from kvoffd_proto.events import KV_TOPIC_PREFIX, EventBatch, decode_event_batch
 from kvoffd_proto.sockets import SocketPaths
@@ -27,6 +26,8 @@ from kvoffd_proto.wire import Request, answer_type
 OPERATOR_WAIT_S = 10.0
 """The machine may be busy, and an operator would rather wait than ask again."""
 OPERATOR_OPTIONS = ClientOptions(request_timeout_s=OPERATOR_WAIT_S, handshake_timeout_s=OPERATOR_WAIT_S)
+EVENTS_QUEUE = 10_000
+"""Messages that wait for events() to be asked for the next; beyond it they are dropped."""
 EVENTS_POLL_MS = 200
 """How soon events() notices close()."""
 
@@ -51,31 +52,53 @@ def matching_namespaces(namespaces: Iterable[m.NamespaceInfo], name: str) -> lis
 
 
 class AdminSession(Session):
-    """The administrator's session: adds to ``Session`` requests whose outcome is waited for. Pure, like it.
+    """The administrator's session: requests whose outcome is waited for.
 
     Attributes:
         attempts_failed: attempts to connect, and connections, that ended.
     """
 
-    attempts_failed = 0
+    def __init__(
+        self,
+        directory: str,
+        options: ClientOptions,
+        transport: Transport | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        super().__init__(directory, m.Role.ADMIN, "admin", "", None, options, transport, rng)
+        self.attempts_failed = 0
+        self._transport.start(self)
 
-    def ask(self, message: m.AnyRequest, outcome: list[ReplyOrError], now: float, timeout_s: float) -> None:
-        """Send a request; its reply, or why there is none, is appended to ``outcome``."""
-        if not self.usable:
-            outcome.append(DaemonUnavailable(self.problem or "The client is not connected."))
+    def connect_now(self, deadline: float) -> bool:
+        """Connect without a pause, and wait; False at the deadline, or when an attempt has failed."""
+        with self._transport.locked() as now:
+            before = self.attempts_failed
+            if self._phase is Phase.IDLE:
+                self._retry_at = now
+        self._transport.wait(lambda: self.ready or self.attempts_failed > before, deadline - time.monotonic())
+        return self.ready
+
+    def outcome_of(self, start: Callable[[list[T], float, float], None], timeout_s: float) -> list[T]:
+        """Call ``start`` with a list, the time and the timeout, under the lock; wait until it appends to the list."""
+        return self._outcome_of(start, timeout_s)
+
+    def begin(self, make: MakeRequest, outcome: list[ReplyOrError], now: float, timeout_s: float) -> None:
+        """Send a request; its reply, or why there is none, is appended to ``outcome``. With the lock held."""
+        if not self.ready:
+            outcome.append(DaemonUnavailable(self._problem or "The client is not connected."))
             return
 
         def on_reply(reply: ReplyOrError, _: float) -> None:
             outcome.append(reply)
-            self.on_change()
+            self._transport.notify()
 
-        self.request(message, on_reply, now, timeout_s)
+        self._request(make(self._next_request_id(), self._token), on_reply, now, timeout_s)
 
     def _role_ready(self, now: float) -> None:
         # A session for one request often ends while a heartbeat is on its way, which the daemon takes for a bad token.
         self._heartbeat_at = now + self._heartbeat_interval_s
 
-    def _role_disconnected(self, dead: bool, now: float) -> None:
+    def _role_disconnected(self, now: float) -> None:
         self.attempts_failed += 1
 
 
@@ -103,7 +126,7 @@ class AdminClient(Closing):
         self._options = options
         self.timeout_s = options.request_timeout_s
         self.deadline = inf
-        self._connection: Connection[AdminSession] | None = None
+        self._admin: AdminSession | None = None
         self._closed = False
         self._one_call = threading.Lock()
 
@@ -184,7 +207,7 @@ class AdminClient(Closing):
             raise DaemonUnavailable(f"There is no kvoffd daemon in {self._directory}; start one there.")
         with zmq.Context() as context, context.socket(zmq.SUB) as subscription:
             subscription.setsockopt(zmq.LINGER, 0)
-            subscription.setsockopt(zmq.RCVHWM, self._options.receive_queue_messages)
+            subscription.setsockopt(zmq.RCVHWM, EVENTS_QUEUE)
             subscription.setsockopt(zmq.SUBSCRIBE, KV_TOPIC_PREFIX)
             subscription.connect(f"ipc://{path}")
             last_event_at = time.monotonic()
@@ -203,13 +226,8 @@ class AdminClient(Closing):
 
     def close(self) -> None:
         self._closed = True
-        if self._connection is not None:
-            self._connection.close()
-
-    @property
-    def _session(self) -> AdminSession:
-        assert self._connection is not None
-        return self._connection.session
+        if self._admin is not None:
+            self._admin.close()
 
     def _ask(self, kind: type[Request[ReplyT]], make: MakeRequest) -> ReplyT:
         reply = self._round_trip(make)
@@ -222,21 +240,19 @@ class AdminClient(Closing):
 
     def _round_trip(self, make: MakeRequest) -> m.AnyReply:
         """Send a request and wait for its reply, which is never Error."""
+        reply: m.AnyReply = self._wait_for(lambda session: partial(session.begin, make))
+        return reply
 
-        def start(outcome: list[ReplyOrError], now: float, timeout_s: float) -> None:
-            session = self._session
-            session.ask(make(session.next_request_id(), session.token), outcome, now, timeout_s)
-
-        return self._wait_for(start)
-
-    def _wait_for(self, start: Callable[[list[T | KvoffdClientError], float, float], None]) -> T:
-        """Start something on the session, as ``Connection.outcome_of`` does; a KvoffdClientError is raised."""
+    def _wait_for(
+        self, start: Callable[[AdminSession], Callable[[list[T | KvoffdClientError], float, float], None]]
+    ) -> T:
+        """Start something on the session, as ``AdminSession.outcome_of`` does; a KvoffdClientError is raised."""
         with self._one_call:
             if self._closed:
                 raise DaemonUnavailable("The client is closed; make a new one.")
             deadline = self._call_deadline()
-            connection = self._connected(deadline)
-            outcome = connection.outcome_of(start, max(0.001, deadline - time.monotonic()))
+            session = self._connected(deadline)
+            outcome = session.outcome_of(start(session), max(0.001, deadline - time.monotonic()))
         if not outcome or isinstance(outcome[0], RequestTimeout):
             raise RequestTimeout(f"The kvoffd daemon in {self._directory} did not answer in time; try again later.")
         found = outcome[0]
@@ -244,18 +260,12 @@ class AdminClient(Closing):
             raise found
         return found
 
-    def _connected(self, deadline: float) -> Connection[AdminSession]:
-        """The connection, ready. Where nothing listens the first failed attempt raises, before the deadline."""
-        if self._connection is None:
-            identity = Identity(self._directory, m.Role.ADMIN, "admin", "")
-            self._connection = Connection(identity, self._options, self._SESSION)
-            before = 0
-        else:
-            before = self._connection.session.attempts_failed
-        connection, session = self._connection, self._connection.session
-        connection.call(session.retry_now, time.monotonic())
-        connection.wait(lambda: session.usable or session.attempts_failed > before, deadline - time.monotonic())
-        if session.usable:
-            return connection
+    def _connected(self, deadline: float) -> AdminSession:
+        """The session, ready. Where nothing listens the first failed attempt raises, before the deadline."""
+        if self._admin is None:
+            self._admin = self._SESSION(self._directory, self._options)
+        session = self._admin
+        if session.connect_now(deadline):
+            return session
         problem = session.problem or f"The kvoffd daemon in {self._directory} did not answer in time."
         raise DaemonUnavailable(problem) from session.refusal

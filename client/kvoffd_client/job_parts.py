@@ -46,7 +46,6 @@ class Job:
     keep_lease: bool
     groups: Sequence[GroupTransfer]
     sent_at: float
-    generation: int
     waiting: deque[Part]
     sent: int = 0
     outcome: JobResult | None = None

@@ -4,19 +4,92 @@ from __future__ import annotations
 
 import functools
 import os
-import time
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from kvoffd_client.client_options import DEFAULT_OPTIONS, ClientOptions, Identity
-from kvoffd_client.connection import SessionClient
-from kvoffd_client.namespace_spec import NamespaceSpec
-from kvoffd_client.scheduler_session import LookupFuture, SchedulerSession
-from kvoffd_proto.events import KvEvent
-from kvoffd_proto.messages import GroupKeys, Role
+from kvoffd_client.errors import KvoffdClientError, RequestRefused
+from kvoffd_client.event_stream import EventStream
+from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.session import DEFAULT_OPTIONS, ClientOptions, ReplyOrError, Session, Transport, new_lease_id
+from kvoffd_proto import messages as m
+from kvoffd_proto.events import END_OF_REPLAY, KV_TOPIC_PREFIX, SEQUENCE_BYTES, KvEvent, kv_topic
+
+MAX_RENEWALS = 65536
+"""Leases that one Heartbeat can name."""
+_READY_BYTE = bytes([m.READY])
+Waiter: TypeAlias = Callable[[Callable[[], bool], float], bool]
+"""Waits until its first argument returns True, at most as many seconds as its second; returns what the first does."""
+_Part: TypeAlias = list[tuple[int, m.GroupKeys, int]]
+"""What one request asks for: places in the lookup's groups, keys of theirs, and how many these are."""
 
 
-class SchedulerClient(SessionClient[SchedulerSession]):
+@dataclass(slots=True, eq=False)
+class Lookup:
+    """The answer to one lookup, now or later. Reading it never blocks; wait() does.
+
+    Attributes:
+        lease_id: name of the lease for Load and release; 0 when the lookup never left this process.
+        done: the answer is here, or will never come.
+        failed: done without an answer (not connected, refused, too late): treat every key as absent.
+        states: per group of the request one byte a key, a ``KeyState``; empty until done or when failed. What is
+            pending comes up from a tier below the pool: ask again.
+        wait_s: the daemon's guess of how long until all pending keys are ready, in seconds; 0.0 where it has none.
+        pinned: blocks pinned under the lease; 0 means that there is no lease.
+        answered_at: time.monotonic() of the answer, 0.0 before.
+        alive: the answer's pins still hold as far as is known: not released, not ended, same connection.
+    """
+
+    lease_id: int
+    done: bool = False
+    failed: bool = False
+    states: list[bytes] = field(default_factory=list)
+    wait_s: float = 0.0
+    pinned: int = 0
+    answered_at: float = 0.0
+    alive: bool = False
+    waiter: Waiter | None = field(default=None, repr=False)
+    # What is known while some of its requests are not answered:
+    missing: int = field(default=0, repr=False)
+    ttl_ms: int = field(default=0, repr=False)
+    partial_states: list[bytes] = field(default_factory=list, repr=False)
+
+    @property
+    def pending(self) -> bool:
+        """Whether some key is on its way up from a tier below the pool."""
+        return any(not m.COMING.isdisjoint(states) for states in self.states)
+
+    def leading_ready(self, index: int = 0) -> int:
+        """Length of the unbroken run of ready keys at the start of the ``index``-th group of the request."""
+        if index >= len(self.states):
+            return 0
+        states = self.states[index]
+        return len(states) - len(states.lstrip(_READY_BYTE))
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until done; False when it is not after ``timeout_s`` seconds."""
+        return self.done or (self.waiter is not None and self.waiter(lambda: self.done, timeout_s))
+
+    def answer(self, states: list[bytes], pinned: int, now: float, wait_s: float = 0.0) -> None:
+        """Set the daemon's answer. For the client only."""
+        if not self.done:
+            self.wait_s = wait_s
+            self.states, self.pinned, self.answered_at, self.alive = states, pinned, now, pinned > 0
+            self.done = True  # last, since readers hold no lock
+
+    def fail(self) -> None:
+        """Set that no answer comes. For the client only."""
+        if not self.done:
+            self.pinned = 0
+            self.failed = True
+            self.done = True
+
+
+class SchedulerClient(Session):
     """Asks one daemon which blocks of one namespace are ready; while it is not ready every lookup is a miss.
+
+    It connects in the background, and again whenever the daemon goes.
 
     Args:
         directory: where the daemon's sockets are.
@@ -24,7 +97,7 @@ class SchedulerClient(SessionClient[SchedulerSession]):
         name: shown to operators.
         software: client and engine versions, shown to operators.
         subscribe_events: collect the namespace's KV events for take_events().
-        options: timeouts and bounds.
+        options: timeouts.
     """
 
     def __init__(
@@ -36,18 +109,31 @@ class SchedulerClient(SessionClient[SchedulerSession]):
         software: str = "",
         subscribe_events: bool = False,
         options: ClientOptions = DEFAULT_OPTIONS,
+        transport: Transport | None = None,
+        rng: random.Random | None = None,
     ) -> None:
-        self._count_keys = namespace.count_keys
-        identity = Identity(os.fspath(directory), Role.SCHEDULER, name, software, namespace)
-        super().__init__(identity, options, functools.partial(SchedulerSession, events=subscribe_events))
+        super().__init__(directory, m.Role.SCHEDULER, name, software, namespace, options, transport, rng)
+        self._namespace = namespace
+        self._fingerprint = namespace.fingerprint
+        self._events = EventStream(kv_topic(self._fingerprint)) if subscribe_events else None
+        self._topics = [KV_TOPIC_PREFIX] if subscribe_events else []
+        self._leases: dict[int, tuple[Lookup, float]] = {}
+        """By id, the leases that each heartbeat renews: their lookups, and when they end."""
+        self._unanswered: set[int] = set()
+        self._unwanted: set[int] = set()
+        """Leases to release once their lookups are answered."""
+        self._replay_deadline = 0.0
+        self._transport.start(self)
 
     @property
     def events_lost(self) -> int:
         """KV event messages that no replay could bring, and events dropped because take_events() was not called."""
-        return 0 if self._session.events is None else self._session.events.lost
+        return 0 if self._events is None else self._events.lost
 
-    def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> LookupFuture:
-        """Ask which keys are ready and pin those under a new lease. When not ready the future has failed already.
+    def lookup(self, groups: Sequence[m.GroupKeys], again: bool = False) -> Lookup:
+        """Ask which keys are ready and pin those under a new lease. When not ready the lookup has failed already.
+
+        What are too many keys for one request is asked for by several.
 
         Args:
             groups: keys, root of the prefix first.
@@ -56,28 +142,42 @@ class SchedulerClient(SessionClient[SchedulerSession]):
         Raises:
             ValueError: the keys of a group are not a whole number of the namespace's key_bytes.
         """
-        counts = [self._count_keys(item.keys) for item in groups]
-        future = self._connection.call(self._session.lookup, groups, counts, time.monotonic(), again)
-        future.waiter = self._connection.wait
-        return future
+        counts = [self._namespace.count_keys(item.keys) for item in groups]
+        with self._transport.locked() as now:
+            if not self.ready or self._limits is None:
+                return Lookup(0, done=True, failed=True)
+            lease_id = new_lease_id(self._rng)
+            parts = _parts_of(groups, counts, self._limits.max_keys_per_request)
+            found = Lookup(lease_id, waiter=self._transport.wait, missing=len(parts), partial_states=[b""] * len(groups))
+            self._unanswered.add(lease_id)
+            for number, part in enumerate(parts):
+                names = self._next_request_id(), self._token, self._fingerprint, lease_id
+                message = m.Lookup(*names, [keys for _, keys, _ in part], again, extend=number > 0)
+                self._request(message, functools.partial(self._on_part, found, part, now), now)
+                if found.done:  # it could not be sent
+                    break
+            return found
 
     def poll(self) -> None:
         """Read answers that have arrived, in this thread; otherwise they are read when the client's thread gets to it.
 
-        For callers that are about to read futures and busy otherwise: a thread that computes keeps the GIL from the
+        For callers that are about to read lookups and busy otherwise: a thread that computes keeps the GIL from the
         client's own thread for up to ``sys.getswitchinterval()``.
         """
-        self._connection.poll()
+        self._transport.poll()
 
     def release(self, lease_id: int) -> None:
         """End a lease. Harmless when it has ended, or its lookup is not answered yet or was never sent."""
-        self._connection.call(self._session.release, lease_id)
+        with self._transport.locked():
+            self._release(lease_id)
 
-    def invalidate(self, groups: Sequence[GroupKeys]) -> None:
-        """Have the daemon forget blocks that proved unusable. Does nothing when not ready."""
+    def invalidate(self, groups: Sequence[m.GroupKeys]) -> None:
+        """Have the daemon drop blocks that proved unusable. Does nothing when not ready."""
         for item in groups:
-            self._count_keys(item.keys)
-        self._connection.call(self._session.invalidate, groups)
+            self._namespace.count_keys(item.keys)
+        with self._transport.locked():
+            if self.ready:
+                self._send(m.Invalidate(self._next_request_id(), self._token, self._fingerprint, list(groups)))
 
     def report(
         self, prefill_rate: float, load_rate: float, skipped_loads: int, paused_stores: int, late_lookups: int = 0
@@ -86,17 +186,162 @@ class SchedulerClient(SessionClient[SchedulerSession]):
 
         ``late_lookups``: those whose answers came too late to be used.
         """
-        counts = skipped_loads, paused_stores, late_lookups
-        self._connection.call(self._session.report, prefill_rate, load_rate, *counts)
+        fields = prefill_rate, load_rate, skipped_loads, paused_stores, late_lookups
+        with self._transport.locked():
+            if self.ready:
+                self._send(m.ReportEngine(self._next_request_id(), self._token, self._fingerprint, *fields))
 
     def reset(self, timeout_s: float = 2.0) -> bool:
         """Drop every block of the namespace and wait until that is done; False when the daemon did not confirm it."""
-        return self._connection.outcome_of(self._session.reset, timeout_s) == [True]
+        return self._outcome_of(self._reset, timeout_s) == [True]
 
     def take_events(self) -> list[KvEvent]:
         """KV events of the namespace since the last call, in order, from the start of the daemon's life.
 
         When the daemon was restarted, ``AllBlocksCleared`` comes first, since the new one's index began empty.
         """
-        events = self._session.events
-        return [] if events is None else self._connection.call(events.take)
+        if self._events is None:
+            return []
+        with self._transport.locked():
+            return self._events.take()
+
+    # --- with the lock held ----------------------------------------------------------------------
+
+    def _release(self, lease_id: int) -> None:
+        found = self._leases.pop(lease_id, None)
+        if found is not None:
+            found[0].alive = False
+        if lease_id in self._unanswered:
+            self._unwanted.add(lease_id)
+        if self.ready and lease_id:  # messages keep their order: it comes after its lookup
+            self._send(m.Release(self._next_request_id(), self._token, [lease_id]))
+
+    def _reset(self, outcome: list[bool], now: float, timeout_s: float) -> None:
+        if not self.ready:
+            outcome.append(False)
+            return
+
+        def on_reply(reply: ReplyOrError, _: float) -> None:
+            outcome.append(isinstance(reply, m.Done))
+            self._transport.notify()
+
+        self._request(m.Reset(self._next_request_id(), self._token, self._fingerprint), on_reply, now, timeout_s)
+
+    def _on_part(self, found: Lookup, part: _Part, sent_at: float, reply: ReplyOrError, now: float) -> None:
+        if found.done:  # another part failed
+            return
+        counts = [count for _, _, count in part]
+        if isinstance(reply, m.LookupReply) and [len(states) for states in reply.states] == counts:
+            for (place, _, _), states in zip(part, reply.states, strict=True):
+                found.partial_states[place] += states
+            found.pinned += reply.pinned
+            found.ttl_ms, found.wait_s = max(found.ttl_ms, reply.ttl_ms), max(found.wait_s, reply.wait_ms / 1000)
+            found.missing -= 1
+            if not found.missing:
+                self._on_answered(found, sent_at, now)
+            return
+        if found.pinned:
+            self._unwanted.add(found.lease_id)
+        self._on_failed(found, reply, now)
+
+    def _on_answered(self, found: Lookup, sent_at: float, now: float) -> None:
+        self._unanswered.discard(found.lease_id)
+        pinned = found.pinned
+        if found.lease_id in self._unwanted:
+            self._unwanted.discard(found.lease_id)
+            pinned = 0
+            # The Release may not have gone out; renewed at every heartbeat the lease would live for ever.
+            self._release(found.lease_id)
+        elif pinned:
+            # The lease's life began at the daemon between sending and now: count from the earlier.
+            self._leases[found.lease_id] = (found, sent_at + found.ttl_ms / 1000)
+        found.answer(found.partial_states, pinned, now, found.wait_s)
+        self._transport.notify()
+
+    def _on_failed(self, found: Lookup, reply: ReplyOrError, now: float) -> None:
+        held = found.lease_id in self._unwanted
+        self._unanswered.discard(found.lease_id)
+        self._unwanted.discard(found.lease_id)
+        found.fail()
+        self._transport.notify()
+        if not isinstance(reply, KvoffdClientError):
+            self.disconnect(f"The daemon answered Lookup with a {type(reply).__name__} that does not fit it.", now)
+        elif held or not isinstance(reply, RequestRefused):
+            self._release(found.lease_id)  # the daemon may answer later and pin blocks in vain
+
+    # --- what Session asks of a role --------------------------------------------------------------
+
+    def _on_epoch(self, epoch: int) -> None:
+        if self._events is not None:
+            self._events.new_epoch(epoch)
+
+    def _role_ready(self, now: float) -> None:
+        self._replay_deadline = 0.0
+        self._replay_events(now)
+
+    def _role_disconnected(self, now: float) -> None:
+        leases, self._leases = self._leases, {}
+        for found, _ in leases.values():
+            found.alive = False
+
+    def _renewals(self, now: float) -> list[int]:
+        for lease_id, (found, ends_at) in list(self._leases.items()):
+            if ends_at <= now:  # renewed too late, as after a stall: the daemon has ended it
+                found.alive = False
+                del self._leases[lease_id]
+        return list(self._leases)[:MAX_RENEWALS]
+
+    def _role_heartbeat(self, reply: m.HeartbeatReply, sent_at: float, now: float) -> None:
+        ended = set(reply.ended)
+        ends_at = sent_at + self._lease_ttl_s
+        for lease_id, (found, before) in list(self._leases.items()):
+            if lease_id in ended:
+                found.alive = False
+                del self._leases[lease_id]
+            elif before < ends_at and found.answered_at <= sent_at:
+                self._leases[lease_id] = (found, ends_at)
+        # Only a replay tells whether the last messages before a silence were dropped.
+        self._replay_events(now)
+
+    # --- KV events -------------------------------------------------------------------------------
+
+    def on_publication(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
+        if self._events is None or not topic.startswith(KV_TOPIC_PREFIX) or len(sequence) != SEQUENCE_BYTES:
+            return
+        self._events.message(topic, sequence, payload)
+        if self._events.has_gap:
+            self._replay_events(now)
+
+    def on_event_replay(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
+        if self._events is None or len(sequence) != SEQUENCE_BYTES:
+            return
+        self._events.replayed(topic, sequence, payload)
+        if sequence == END_OF_REPLAY:
+            self._replay_deadline = 0.0
+            if self._events.has_gap:  # it opened while the replay ran
+                self._replay_events(now)
+
+    def _replay_events(self, now: float) -> None:
+        """Ask for what is missing, in the format of vLLM's event publisher; one such request at a time."""
+        if self._events is None or not self.ready or now < self._replay_deadline:
+            return
+        start = self._events.begin_replay().to_bytes(SEQUENCE_BYTES, "big")
+        if self._transport.send((b"", start)):
+            self._replay_deadline = now + self._options.request_timeout_s
+
+
+def _parts_of(groups: Sequence[m.GroupKeys], key_counts: Sequence[int], most: int) -> list[_Part]:
+    """Cut a lookup into requests of at most ``most`` keys; the daemon answers them in their order."""
+    parts: list[_Part] = [[]]
+    room = most
+    for place, (asked, count) in enumerate(zip(groups, key_counts, strict=True)):
+        size, begin = len(asked.keys) // max(1, count), 0
+        while count - begin > room:
+            end = begin + room
+            parts[-1].append((place, m.GroupKeys(asked.group, asked.keys[begin * size : end * size]), room))
+            parts.append([])
+            begin, room = end, most
+        rest = asked if not begin else m.GroupKeys(asked.group, asked.keys[begin * size :])
+        parts[-1].append((place, rest, count - begin))
+        room -= count - begin
+    return parts

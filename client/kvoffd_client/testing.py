@@ -18,13 +18,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd_client.client_options import DEFAULT_OPTIONS, ClientOptions, Closing
 from kvoffd_client.errors import DaemonUnavailable
 from kvoffd_client.health_request import ask_health
-from kvoffd_client.namespace_spec import NamespaceSpec
-from kvoffd_client.scheduler_client import SchedulerClient
-from kvoffd_client.scheduler_session import LookupFuture
-from kvoffd_client.shared_memory import Registration, SharedMemory
+from kvoffd_client.memory import Registration, SharedMemory
+from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.scheduler_client import Lookup, SchedulerClient
+from kvoffd_client.session import DEFAULT_OPTIONS, ClientOptions, Closing
 from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupKeys, GroupTransfer, JobResult
@@ -32,6 +31,7 @@ from kvoffd_proto.messages import GroupKeys, GroupTransfer, JobResult
 KEY_BYTES = 32
 START_DEADLINE_S, STOP_DEADLINE_S = 30.0, 15.0
 START_PAUSE_S = 0.02
+CONNECT_TIMEOUT_S = 10.0
 PENDING_PAUSE_S = 0.002
 """Between two lookups of keys that come up from disk."""
 
@@ -107,7 +107,8 @@ class FakeEngine(Closing):
         layers: pages per block and worker.
         blocks: engine blocks.
         page_bytes: bytes of one layer's page of one block.
-        options: timeouts; ``connect_timeout_s`` bounds the constructor.
+        options: timeouts of the clients.
+        connect_timeout_s: bounds the constructor.
 
     Raises:
         DaemonUnavailable: no daemon in time; the sentence names the directory.
@@ -124,6 +125,7 @@ class FakeEngine(Closing):
         page_bytes: int = 16384,
         *,
         options: ClientOptions = DEFAULT_OPTIONS,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
         if min(world_size, layers, blocks, page_bytes) < 1:
             raise ValueError("world_size, layers, blocks and page_bytes must all be at least 1.")
@@ -133,7 +135,7 @@ class FakeEngine(Closing):
         self.namespace = namespace
         self._directory = os.fspath(directory)
         self._job_ids = itertools.count(1)
-        self._lookup: LookupFuture | None = None
+        self._lookup: Lookup | None = None
         self._memories: list[SharedMemory] = []
         self._pages: list[npt.NDArray[np.uint8]] = []
         self.workers: list[WorkerClient] = []
@@ -141,7 +143,7 @@ class FakeEngine(Closing):
         try:
             for rank in range(world_size):
                 self.workers.append(self._make_worker(rank, options))
-            self._connect(options.connect_timeout_s)
+            self._connect(connect_timeout_s)
         except BaseException:
             self.close()
             raise
@@ -219,7 +221,7 @@ class FakeEngine(Closing):
             self.scheduler.release(before.lease_id)
         return future.leading_ready()
 
-    def _look_up(self, keys: Sequence[bytes], timeout_s: float, again: bool = False) -> LookupFuture:
+    def _look_up(self, keys: Sequence[bytes], timeout_s: float, again: bool = False) -> Lookup:
         future = self._lookup = self.scheduler.lookup([GroupKeys(0, b"".join(keys))], again)
         if not future.wait(timeout_s) or future.failed:
             self.release()

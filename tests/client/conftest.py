@@ -6,19 +6,28 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvoffd_client import ClientOptions, NamespaceSpec, Registration, SchedulerClient, SharedMemory, WorkerClient
+from kvoffd_client import (
+    ClientOptions,
+    NamespaceSpec,
+    Registration,
+    SchedulerClient,
+    SharedMemory,
+    WorkerClient,
+    session,
+    worker_client,
+)
 from kvoffd_proto.handles import PageRef, TensorLayout
 from tests.kit.fake_daemon import FakeDaemon
 
 SPEC = NamespaceSpec.named("client-tests")
-QUICK = ClientOptions(
-    request_timeout_s=0.3, job_patience_s=0.1, unresponsive_after_s=0.5, backoff_min_s=0.01, backoff_max_s=0.1
-)
+QUICK = ClientOptions(request_timeout_s=0.3, unresponsive_after_s=0.5, backoff_max_s=0.1)
 
 
 @pytest.fixture
-def fake() -> Iterator[FakeDaemon]:
-    """A scripted daemon."""
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
+    """A scripted daemon, for clients that lose patience soon."""
+    monkeypatch.setattr(session, "BACKOFF_MIN_S", 0.01)
+    monkeypatch.setattr(worker_client, "JOB_PATIENCE_S", 0.1)
     with FakeDaemon() as running:
         yield running
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvoffd_client import ClientOptions, ForkedProcess, NamespaceSpec, Registration, SchedulerClient, WorkerClient
-from kvoffd_client.lifeline_stream import MAX_DESCRIPTORS
+from kvoffd_client.transport import MAX_DESCRIPTORS
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import encode
 from kvoffd_proto.errors import ErrorCode
@@ -24,9 +24,7 @@ from tests.kit.open_files import open_descriptors
 from tests.kit.waiting import wait_until
 
 SPEC = NamespaceSpec.named("client-tests")
-QUICK = ClientOptions(
-    request_timeout_s=0.3, job_patience_s=0.1, unresponsive_after_s=0.5, backoff_min_s=0.01, backoff_max_s=0.1
-)
+QUICK = ClientOptions(request_timeout_s=0.3, unresponsive_after_s=0.5, backoff_max_s=0.1)
 KEYS = [m.GroupKeys(0, bytes(64))]
 TRANSFER = [m.GroupTransfer(0, bytes(32), bytes(4))]
 
@@ -118,7 +116,7 @@ def test_a_refusal_at_the_lifeline_is_kept_as_the_reason(fake: FakeDaemon, caplo
     with SchedulerClient(fake.directory, SPEC, options=QUICK) as client:
         assert not client.wait_settled(5)
         assert client.refusal.code is ErrorCode.BAD_VERSION
-        wait_until(lambda: client._session.generation > 3)
+        wait_until(lambda: client._attempts > 3)
     logged = [record for record in caplog.records if "99" in record.getMessage()]
     assert len(logged) == 1, "a reason is logged once, not at each attempt"
 
@@ -229,7 +227,7 @@ def test_an_error_inside_is_logged_once_and_survived(
         if calls <= 3:
             raise RuntimeError("a bug")
 
-    monkeypatch.setattr(scheduler._session, "_role_tick", explode)
+    monkeypatch.setattr(scheduler, "_role_tick", explode)
     wait_until(lambda: calls > 3 and scheduler.ready)
     logged = [record for record in caplog.records if record.levelno == logging.ERROR and record.name == "kvoffd_client"]
     assert len(logged) == 1
@@ -274,7 +272,7 @@ def test_an_error_inside_does_not_reach_a_caller_that_waits(
         raise RuntimeError("a bug")
 
     with monkeypatch.context() as patch:
-        patch.setattr(scheduler._session, "on_reply", explode)
+        patch.setattr(scheduler, "on_reply", explode)
         future = scheduler.lookup(KEYS)
         wait_until(lambda: (scheduler.poll(), future.done)[1])
         assert future.failed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvoffd_client.scheduler_session import EventStream
+from kvoffd_client.event_stream import EventStream
 from kvoffd_proto.codec import encode
 from kvoffd_proto.events import END_OF_REPLAY, AllBlocksCleared, BlockRemoved, EventBatch, KvEvent
 

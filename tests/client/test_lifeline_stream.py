@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd_client import lifeline_stream
-from kvoffd_client.lifeline_stream import NEVER, LifelineStream
+from kvoffd_client import transport
+from kvoffd_client.transport import NEVER, LifelineStream
 from kvoffd_proto.lifeline import Attached, MemoryReleased, encode_frame
 from tests.kit.waiting import wait_until
 
-GRACE_S = 3.0
+GRACE_S = transport.DAEMON_END_GRACE_S
 # Listens, says a line on each of its steps, and lives on with no descriptor of the stream.
 LISTENER = """
 import socket, sys
@@ -66,7 +66,7 @@ def peer(tmp_path: Path) -> Iterator[Peer]:
 
 @pytest.fixture
 def lifeline(peer: Peer, tmp_path: Path) -> Iterator[LifelineStream]:
-    lifeline = LifelineStream(str(tmp_path / "lifeline"), GRACE_S)
+    lifeline = LifelineStream(str(tmp_path / "lifeline"))
     yield lifeline
     lifeline.close()
 
@@ -114,8 +114,8 @@ def test_an_end_without_a_word_waits_for_the_process(peer: Peer, lifeline: Lifel
 def test_before_linux_6_5_the_process_is_found_by_its_number(
     peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lifeline_stream, "peer_pidfd", lambda stream: -1)
-    lifeline = LifelineStream(str(tmp_path / "lifeline"), GRACE_S)
+    monkeypatch.setattr(transport, "peer_pidfd", lambda stream: -1)
+    lifeline = LifelineStream(str(tmp_path / "lifeline"))
     peer.close_stream()
     read_to_end(lifeline)
     assert not lifeline.released(time.monotonic() + 100 * GRACE_S)
@@ -135,9 +135,9 @@ def test_a_number_that_may_be_anothers_by_now_is_not_waited_for(
         peer.process.wait(10)
         return pidfd
 
-    monkeypatch.setattr(lifeline_stream, "peer_pidfd", lambda stream: -1)
+    monkeypatch.setattr(transport, "peer_pidfd", lambda stream: -1)
     monkeypatch.setattr(os, "pidfd_open", after_its_end)
-    lifeline = LifelineStream(str(tmp_path / "lifeline"), GRACE_S)
+    lifeline = LifelineStream(str(tmp_path / "lifeline"))
     read_to_end(lifeline)
     assert lifeline.wake_at() < NEVER
     lifeline.close()
@@ -146,8 +146,8 @@ def test_a_number_that_may_be_anothers_by_now_is_not_waited_for(
 def test_a_process_that_the_kernel_does_not_show_has_a_grace(
     peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lifeline_stream, "_pidfd_of", lambda stream: -1)
-    lifeline = LifelineStream(str(tmp_path / "lifeline"), GRACE_S)
+    monkeypatch.setattr(transport, "_pidfd_of", lambda stream: -1)
+    lifeline = LifelineStream(str(tmp_path / "lifeline"))
     assert lifeline.wake_at() == NEVER
     peer.close_stream()
     read_to_end(lifeline)
@@ -160,4 +160,4 @@ def test_a_process_that_the_kernel_does_not_show_has_a_grace(
 
 def test_nobody_who_listens_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
-        LifelineStream(str(tmp_path / "nothing"), GRACE_S)
+        LifelineStream(str(tmp_path / "nothing"))

@@ -9,7 +9,8 @@ import os
 import numpy as np
 import pytest
 
-from kvoffd_client import ClientOptions, NamespaceSpec, SharedMemory, shared_memory
+from kvoffd_client import ClientOptions, NamespaceSpec, SharedMemory
+from kvoffd_client import memory as memory_module
 from kvoffd_proto.messages import GroupSpec
 
 
@@ -56,8 +57,8 @@ def test_memory_that_the_kernel_refuses_closes_its_descriptor_once(monkeypatch: 
         closed.append(fd)
         close(fd)
 
-    monkeypatch.setattr(shared_memory, "_make_resident", refuse)
-    monkeypatch.setattr(shared_memory.os, "close", spy)
+    monkeypatch.setattr(memory_module, "_make_resident", refuse)
+    monkeypatch.setattr(memory_module.os, "close", spy)
     with pytest.raises(OSError, match="no memory"):
         SharedMemory(4096)
     gc.collect()

@@ -1,18 +1,26 @@
-"""The session state machines on a link of paper and a clock of numbers."""
+"""The clients on a transport of paper and a clock of numbers."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
 import pytest
 
-from kvoffd_client import ClientOptions, NamespaceSpec, Registration, RequestRefused, SharedMemory
-from kvoffd_client.client_options import Identity
-from kvoffd_client.client_session import Phase
-from kvoffd_client.scheduler_session import SchedulerSession
-from kvoffd_client.worker_session import WorkerSession
+from kvoffd_client import (
+    ClientOptions,
+    Lookup,
+    NamespaceSpec,
+    Registration,
+    RequestRefused,
+    SchedulerClient,
+    SharedMemory,
+    WorkerClient,
+)
+from kvoffd_client.session import BACKOFF_ABSENT_S, BACKOFF_MIN_S, MAX_PENDING_REQUESTS, Phase, Session
+from kvoffd_client.worker_client import JOB_PATIENCE_S
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
@@ -32,15 +40,32 @@ class PaperLink:
     """Writes down what a session does."""
 
     def __init__(self) -> None:
+        self.now = 0.0
         self.sent: list[m.AnyRequest] = []
         self.raw: list[Sequence[bytes]] = []
         self.attached: list[int] = []
         self.topics: list[bytes] = []
-        self.drains: list[int] = []
+        self.drains = 0
         self.is_open = False
         self.opens = 0
         self.refuse_to_open = False
         self.full = False
+
+    def start(self, session: Session) -> None:
+        self._session = session
+
+    def locked(self) -> AbstractContextManager[float]:
+        return nullcontext(self.now)
+
+    def poll(self) -> None: ...
+
+    def notify(self) -> None: ...
+
+    def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        return ready()
+
+    def stop(self) -> None:
+        self._session.on_close(self.now)
 
     def open(self) -> None:
         self.opens += 1
@@ -48,7 +73,7 @@ class PaperLink:
             raise ConnectionRefusedError(111, "Connection refused")
         self.is_open = True
 
-    def open_sockets(self, topics: Sequence[bytes]) -> None:
+    def connect(self, topics: Sequence[bytes]) -> None:
         self.topics = list(topics)
 
     def attach(self, message: lifeline.Attach, fd: int) -> None:
@@ -63,12 +88,9 @@ class PaperLink:
             self.sent.append(codec.decode_request(frames[0]))
         return True
 
-    def close(self) -> None:
+    def disconnect(self, *, drain: bool) -> None:
         self.is_open = False
-
-    def close_draining(self, generation: int) -> None:
-        self.is_open = False
-        self.drains.append(generation)
+        self.drains += drain
 
     def last(self, kind: type[m.Request]) -> m.Request:
         return next(message for message in reversed(self.sent) if isinstance(message, kind))
@@ -77,11 +99,11 @@ class PaperLink:
         return sum(isinstance(message, kind) for message in self.sent)
 
 
-def greet(session: SchedulerSession | WorkerSession, now: float, epoch: int = EPOCH) -> None:
+def greet(session: SchedulerClient | WorkerClient, now: float, epoch: int = EPOCH) -> None:
     session.on_lifeline_message(lifeline.Greeting(PROTOCOL_VERSION, epoch, SESSION_ID, b"t" * 16), now)
 
 
-def welcome(session: SchedulerSession | WorkerSession, link: PaperLink, now: float, epoch: int = EPOCH) -> None:
+def welcome(session: SchedulerClient | WorkerClient, link: PaperLink, now: float, epoch: int = EPOCH) -> None:
     hello = link.last(m.Hello)
     session.on_reply(
         m.Welcome(hello.request_id, epoch, SESSION_ID, "1", ["memfd"], LIMITS, 1000, 10_000, 1000, 30_000), now
@@ -89,11 +111,11 @@ def welcome(session: SchedulerSession | WorkerSession, link: PaperLink, now: flo
     session.on_reply(m.NamespaceOpened(link.last(m.OpenNamespace).request_id, epoch, True), now)
 
 
-def connect(session: SchedulerSession | WorkerSession, link: PaperLink, now: float, epoch: int = EPOCH) -> None:
+def connect(session: SchedulerClient | WorkerClient, link: PaperLink, now: float, epoch: int = EPOCH) -> None:
     session.tick(now)
     greet(session, now, epoch)
     welcome(session, link, now, epoch)
-    if isinstance(session, WorkerSession) and session.phase is Phase.ATTACHING:
+    if isinstance(session, WorkerClient) and session._phase is Phase.ATTACHING:
         for segment in range(2):
             session.on_lifeline_message(lifeline.Attached(segment), now)
         register = link.last(m.Register)
@@ -106,17 +128,27 @@ def link() -> PaperLink:
 
 
 @pytest.fixture
-def scheduler(link: PaperLink) -> SchedulerSession:
-    identity = Identity("/paper", m.Role.SCHEDULER, "paper", "", SPEC)
-    return SchedulerSession(link, identity, OPTIONS, random.Random(1), events=True)
+def scheduler(link: PaperLink) -> SchedulerClient:
+    return SchedulerClient(
+        "/paper", SPEC, name="paper", subscribe_events=True, options=OPTIONS, transport=link, rng=random.Random(1)
+    )
 
 
 @pytest.fixture
-def worker(link: PaperLink) -> WorkerSession:
+def worker(link: PaperLink) -> WorkerClient:
     with SharedMemory(4096) as first, SharedMemory(4096) as second:
         registration = Registration(0, 1, (first, second), (TensorLayout(0, 0, 64, 4),), ((PageRef(0, 64),),))
-        identity = Identity("/paper", m.Role.WORKER, "paper", "", SPEC, registration)
-        return WorkerSession(link, identity, OPTIONS, random.Random(1))
+        return WorkerClient("/paper", SPEC, registration, options=OPTIONS, transport=link, rng=random.Random(1))
+
+
+def look_up(scheduler: SchedulerClient, link: PaperLink, now: float, groups: list[m.GroupKeys] = KEYS) -> Lookup:
+    link.now = now
+    return scheduler.lookup(groups)
+
+
+def submit(worker: WorkerClient, link: PaperLink, now: float, stores: list[m.Store], loads: list[m.Load]) -> None:
+    link.now = now
+    worker.submit(stores, loads)
 
 
 def completions(sequence: int, *job_ids: int, ok: bool = True) -> m.Completions:
@@ -124,14 +156,14 @@ def completions(sequence: int, *job_ids: int, ok: bool = True) -> m.Completions:
     return m.Completions(EPOCH, SESSION_ID, sequence, 500, results)
 
 
-def publish(worker: WorkerSession, batch: m.Completions, now: float) -> None:
+def publish(worker: WorkerClient, batch: m.Completions, now: float) -> None:
     worker.on_publication(session_topic(EPOCH, SESSION_ID), bytes(8), codec.encode(batch), now)
 
 
 # --- connecting ----------------------------------------------------------------------------------
 
 
-def test_a_worker_attaches_all_segments_before_it_registers(worker: WorkerSession, link: PaperLink) -> None:
+def test_a_worker_attaches_all_segments_before_it_registers(worker: WorkerClient, link: PaperLink) -> None:
     worker.tick(0.0)
     greet(worker, 0.0)
     assert link.topics == [session_topic(EPOCH, SESSION_ID)]
@@ -142,10 +174,10 @@ def test_a_worker_attaches_all_segments_before_it_registers(worker: WorkerSessio
     assert link.count(m.Register) == 0
     worker.on_lifeline_message(lifeline.Attached(1), 0.0)
     assert link.count(m.Register) == 1
-    assert not worker.usable
+    assert not worker.ready
 
 
-def test_a_refused_segment_is_a_refusal_with_the_daemons_sentence(worker: WorkerSession, link: PaperLink) -> None:
+def test_a_refused_segment_is_a_refusal_with_the_daemons_sentence(worker: WorkerClient, link: PaperLink) -> None:
     worker.tick(0.0)
     greet(worker, 0.0)
     welcome(worker, link, 0.0)
@@ -155,7 +187,7 @@ def test_a_refused_segment_is_a_refusal_with_the_daemons_sentence(worker: Worker
     assert not link.is_open
 
 
-def test_pauses_between_attempts_double_up_to_the_bound(scheduler: SchedulerSession, link: PaperLink) -> None:
+def test_pauses_between_attempts_double_up_to_the_bound(scheduler: SchedulerClient, link: PaperLink) -> None:
     link.refuse_to_open = True
     now, pauses = 0.0, []
     for _ in range(12):
@@ -163,14 +195,14 @@ def test_pauses_between_attempts_double_up_to_the_bound(scheduler: SchedulerSess
         pauses.append(scheduler.wake_at() - now)
         now = scheduler.wake_at()
     for index, pause in enumerate(pauses):
-        full = min(OPTIONS.backoff_absent_s, OPTIONS.backoff_min_s * 2**index)
+        full = min(BACKOFF_ABSENT_S, BACKOFF_MIN_S * 2**index)
         assert full / 2 <= pause <= full
     assert link.opens == 12
     assert "/paper" in (scheduler.problem or "")
 
 
 def test_pauses_after_connections_that_failed_grow_longer_and_absences_between_them_do_not_count(
-    scheduler: SchedulerSession, link: PaperLink
+    scheduler: SchedulerClient, link: PaperLink
 ) -> None:
     now = 0.0
     for index in range(8):
@@ -178,17 +210,17 @@ def test_pauses_after_connections_that_failed_grow_longer_and_absences_between_t
         assert link.is_open
         scheduler.on_lifeline_end(now)
         pause = scheduler.wake_at() - now
-        full = min(OPTIONS.backoff_max_s, OPTIONS.backoff_min_s * 2**index)
+        full = min(OPTIONS.backoff_max_s, BACKOFF_MIN_S * 2**index)
         assert full / 2 <= pause <= full
         now = scheduler.wake_at()
         link.refuse_to_open = True
         scheduler.tick(now)
-        assert scheduler.wake_at() - now <= OPTIONS.backoff_min_s
+        assert scheduler.wake_at() - now <= BACKOFF_MIN_S
         link.refuse_to_open = False
         now = scheduler.wake_at()
 
 
-def test_a_handshake_that_does_not_go_on_is_given_up(scheduler: SchedulerSession, link: PaperLink) -> None:
+def test_a_handshake_that_does_not_go_on_is_given_up(scheduler: SchedulerClient, link: PaperLink) -> None:
     scheduler.tick(0.0)
     assert link.is_open
     scheduler.tick(OPTIONS.handshake_timeout_s - 0.01)
@@ -197,7 +229,7 @@ def test_a_handshake_that_does_not_go_on_is_given_up(scheduler: SchedulerSession
     assert not link.is_open
 
 
-def test_another_protocol_version_is_refused_with_both_versions(scheduler: SchedulerSession, link: PaperLink) -> None:
+def test_another_protocol_version_is_refused_with_both_versions(scheduler: SchedulerClient, link: PaperLink) -> None:
     scheduler.tick(0.0)
     scheduler.on_lifeline_message(lifeline.Greeting(99, EPOCH, SESSION_ID, b"t" * 16), 0.0)
     assert scheduler.refusal is not None
@@ -206,9 +238,9 @@ def test_another_protocol_version_is_refused_with_both_versions(scheduler: Sched
     assert not link.is_open
 
 
-def test_a_stale_epoch_in_a_reply_ends_the_connection(scheduler: SchedulerSession, link: PaperLink) -> None:
+def test_a_stale_epoch_in_a_reply_ends_the_connection(scheduler: SchedulerClient, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
-    future = scheduler.lookup(KEYS, [2], 1.0)
+    future = look_up(scheduler, link, 1.0, KEYS)
     scheduler.on_reply(
         m.LookupReply(link.last(m.Lookup).request_id, EPOCH + 1, future.lease_id, [b"\2\2"], 2, 1000), 1.0
     )
@@ -216,19 +248,19 @@ def test_a_stale_epoch_in_a_reply_ends_the_connection(scheduler: SchedulerSessio
     assert not link.is_open
 
 
-def test_a_forgotten_token_makes_the_client_connect_again(scheduler: SchedulerSession, link: PaperLink) -> None:
+def test_a_forgotten_token_makes_the_client_connect_again(scheduler: SchedulerClient, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
     scheduler.tick(0.0)
     heartbeat = link.last(m.Heartbeat)
     scheduler.on_reply(m.Error(heartbeat.request_id, EPOCH, ErrorCode.BAD_TOKEN, "Unknown."), 0.1)
-    assert not scheduler.usable
+    assert not scheduler.ready
     connect(scheduler, link, 5.0)
-    assert scheduler.usable
+    assert scheduler.ready
 
 
 @pytest.mark.parametrize("step", ["hello", "namespace"])
 def test_a_wrong_answer_in_the_handshake_ends_the_attempt(
-    scheduler: SchedulerSession, link: PaperLink, step: str
+    scheduler: SchedulerClient, link: PaperLink, step: str
 ) -> None:
     scheduler.tick(0.0)
     greet(scheduler, 0.0)
@@ -244,7 +276,7 @@ def test_a_wrong_answer_in_the_handshake_ends_the_attempt(
 
 
 def test_a_daemon_that_owes_a_reply_for_long_counts_as_away_until_it_answers(
-    scheduler: SchedulerSession, link: PaperLink
+    scheduler: SchedulerClient, link: PaperLink
 ) -> None:
     connect(scheduler, link, 0.0)
     scheduler.tick(0.0)
@@ -252,52 +284,50 @@ def test_a_daemon_that_owes_a_reply_for_long_counts_as_away_until_it_answers(
     while now < OPTIONS.unresponsive_after_s + 0.1:
         now += 0.1
         scheduler.tick(now)
-    assert not scheduler.usable
+    assert not scheduler.ready
     assert link.is_open, "only EOF tells that a daemon is dead"
-    assert scheduler.lookup(KEYS, [2], now).failed
+    assert look_up(scheduler, link, now, KEYS).failed
     scheduler.on_reply(m.HeartbeatReply(link.last(m.Heartbeat).request_id, EPOCH, 0, 900, []), now)
-    assert scheduler.usable
+    assert scheduler.ready
     assert scheduler.problem is None
 
 
 @pytest.mark.parametrize("loads", [[], [m.Load(2, 1 << 32, TRANSFER)]], ids=["stores-only", "beside-a-load"])
 def test_stores_are_abandoned_where_a_daemon_owes_a_reply_for_long_unless_a_load_would_be_lost(
-    worker: WorkerSession, link: PaperLink, loads: list[m.Load]
+    worker: WorkerClient, link: PaperLink, loads: list[m.Load]
 ) -> None:
     connect(worker, link, 0.0)
-    worker.submit([m.Store(1, TRANSFER)], loads, 0.0)
+    submit(worker, link, 0.0, [m.Store(1, TRANSFER)], loads)
     now = 0.0
     while now < OPTIONS.unresponsive_after_s + 0.1:
         now += 0.1
         worker.tick(now)
-    assert not worker.usable
+    assert not worker.ready
     assert link.is_open == bool(loads)
-    assert [result.job_id for result in worker.results if not result.ok] == ([] if loads else [1])
+    assert [result.job_id for result in worker._results if not result.ok] == ([] if loads else [1])
 
 
-def test_an_idle_daemon_is_not_silent(scheduler: SchedulerSession, link: PaperLink) -> None:
+def test_an_idle_daemon_is_not_silent(scheduler: SchedulerClient, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
     for tenth in range(300):
         scheduler.tick(tenth / 10)
         heartbeat = link.last(m.Heartbeat)
         scheduler.on_reply(m.HeartbeatReply(heartbeat.request_id, EPOCH, 0, 900, []), tenth / 10)
-    assert scheduler.usable
+    assert scheduler.ready
     assert link.count(m.Heartbeat) in range(29, 32)
 
 
 # --- lookups and leases --------------------------------------------------------------------------
 
 
-def answer_lookup(scheduler: SchedulerSession, link: PaperLink, now: float, states: list[bytes], pinned: int) -> None:
+def answer_lookup(scheduler: SchedulerClient, link: PaperLink, now: float, states: list[bytes], pinned: int) -> None:
     lookup = link.last(m.Lookup)
     scheduler.on_reply(m.LookupReply(lookup.request_id, EPOCH, lookup.lease_id, states, pinned, 10_000), now)
 
 
-def test_a_lookup_is_answered_and_its_lease_renewed_until_released(
-    scheduler: SchedulerSession, link: PaperLink
-) -> None:
+def test_a_lookup_is_answered_and_its_lease_renewed_until_released(scheduler: SchedulerClient, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
-    future = scheduler.lookup(KEYS, [2], 0.1)
+    future = look_up(scheduler, link, 0.1, KEYS)
     assert not future.done
     answer_lookup(scheduler, link, 0.2, [b"\2\1"], 1)
     assert (future.done, future.failed, future.pinned, future.alive) == (True, False, 1, True)
@@ -308,26 +338,26 @@ def test_a_lookup_is_answered_and_its_lease_renewed_until_released(
     scheduler.release(future.lease_id)
     assert not future.alive
     assert link.last(m.Release) == m.Release(link.sent[-1].request_id, b"t" * 16, [future.lease_id])
-    assert not scheduler.leases
+    assert not scheduler._leases
 
 
-def test_a_late_lookup_is_a_miss_and_its_pins_are_released(scheduler: SchedulerSession, link: PaperLink) -> None:
+def test_a_late_lookup_is_a_miss_and_its_pins_are_released(scheduler: SchedulerClient, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
-    future = scheduler.lookup(KEYS, [2], 0.0)
+    future = look_up(scheduler, link, 0.0, KEYS)
     scheduler.tick(OPTIONS.request_timeout_s)
     assert future.failed
     release = link.last(m.Release)
     assert release.lease_ids == [future.lease_id]
     answer_lookup(scheduler, link, 3.0, [b"\2\2"], 2)
     assert future.failed
-    assert not scheduler.leases
+    assert not scheduler._leases
 
 
 def test_a_lookup_released_before_its_answer_holds_nothing_even_if_the_release_did_not_go_out(
-    scheduler: SchedulerSession, link: PaperLink
+    scheduler: SchedulerClient, link: PaperLink
 ) -> None:
     connect(scheduler, link, 0.0)
-    future = scheduler.lookup(KEYS, [2], 0.0)
+    future = look_up(scheduler, link, 0.0, KEYS)
     link.full = True
     scheduler.release(future.lease_id)
     assert link.count(m.Release) == 0
@@ -336,11 +366,11 @@ def test_a_lookup_released_before_its_answer_holds_nothing_even_if_the_release_d
     assert (future.done, future.pinned, future.alive) == (True, 0, False)
     release = link.last(m.Release)
     assert release.lease_ids == [future.lease_id]
-    assert not scheduler.leases
+    assert not scheduler._leases
 
 
-def test_a_lookup_that_was_never_sent_has_no_lease_to_release(scheduler: SchedulerSession, link: PaperLink) -> None:
-    future = scheduler.lookup(KEYS, [2], 0.0)
+def test_a_lookup_that_was_never_sent_has_no_lease_to_release(scheduler: SchedulerClient, link: PaperLink) -> None:
+    future = look_up(scheduler, link, 0.0, KEYS)
     assert future.failed
     connect(scheduler, link, 0.0)
     scheduler.release(future.lease_id)
@@ -349,20 +379,20 @@ def test_a_lookup_that_was_never_sent_has_no_lease_to_release(scheduler: Schedul
 
 @pytest.mark.parametrize("states", [[], [b"\2"], [b"\2\2", b"\2"], [b"\2\2\2"]])
 def test_an_answer_of_the_wrong_shape_is_a_miss(
-    scheduler: SchedulerSession, link: PaperLink, states: list[bytes]
+    scheduler: SchedulerClient, link: PaperLink, states: list[bytes]
 ) -> None:
     connect(scheduler, link, 0.0)
-    future = scheduler.lookup(KEYS, [2], 0.0)
+    future = look_up(scheduler, link, 0.0, KEYS)
     answer_lookup(scheduler, link, 0.1, states, 1)
     assert future.failed
     assert not link.is_open
 
 
-def test_leases_die_when_the_daemon_says_so_or_their_time_is_over(scheduler: SchedulerSession, link: PaperLink) -> None:
+def test_leases_die_when_the_daemon_says_so_or_their_time_is_over(scheduler: SchedulerClient, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
     futures = []
     for _ in range(2):
-        futures.append(scheduler.lookup(KEYS, [2], 0.1))
+        futures.append(look_up(scheduler, link, 0.1, KEYS))
         answer_lookup(scheduler, link, 0.1, [b"\2\2"], 2)
     scheduler.tick(1.0)
     scheduler.on_reply(m.HeartbeatReply(link.last(m.Heartbeat).request_id, EPOCH, 0, 900, [futures[0].lease_id]), 1.0)
@@ -371,37 +401,37 @@ def test_leases_die_when_the_daemon_says_so_or_their_time_is_over(scheduler: Sch
     assert not futures[1].alive, "the last renewal was for ten seconds, at second one"
 
 
-def test_leases_die_with_their_connection(scheduler: SchedulerSession, link: PaperLink) -> None:
+def test_leases_die_with_their_connection(scheduler: SchedulerClient, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
-    future = scheduler.lookup(KEYS, [2], 0.1)
+    future = look_up(scheduler, link, 0.1, KEYS)
     answer_lookup(scheduler, link, 0.1, [b"\2\2"], 2)
     scheduler.on_lifeline_end(0.2)
     assert not future.alive
     connect(scheduler, link, 3.0)
 
 
-def test_the_limits_of_a_daemon_end_with_its_session(scheduler: SchedulerSession, link: PaperLink) -> None:
+def test_the_limits_of_a_daemon_end_with_its_session(scheduler: SchedulerClient, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
-    scheduler.limits = msgspec.structs.replace(LIMITS, max_frame_bytes=1)
+    scheduler._limits = msgspec.structs.replace(LIMITS, max_frame_bytes=1)
     scheduler.on_lifeline_end(0.2)
     connect(scheduler, link, 3.0, EPOCH + 1)
-    assert scheduler.phase is Phase.READY
+    assert scheduler._phase is Phase.READY
 
 
-def test_a_full_queue_or_a_frame_too_large_is_a_miss_at_once(scheduler: SchedulerSession, link: PaperLink) -> None:
+def test_a_full_queue_or_a_frame_too_large_is_a_miss_at_once(scheduler: SchedulerClient, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
-    assert scheduler.lookup([m.GroupKeys(0, bytes(LIMITS.max_frame_bytes))], [3125], 0.0).failed
+    assert look_up(scheduler, link, 0.0, [m.GroupKeys(0, bytes(LIMITS.max_frame_bytes))]).failed
     link.full = True
-    assert scheduler.lookup(KEYS, [2], 0.0).failed
+    assert look_up(scheduler, link, 0.0, KEYS).failed
 
 
-def test_pending_requests_are_bounded(scheduler: SchedulerSession, link: PaperLink) -> None:
+def test_pending_requests_are_bounded(scheduler: SchedulerClient, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
-    futures = [scheduler.lookup(KEYS, [2], 0.0) for _ in range(OPTIONS.max_pending_requests + 5)]
+    futures = [look_up(scheduler, link, 0.0, KEYS) for _ in range(MAX_PENDING_REQUESTS + 5)]
     assert [future.failed for future in futures[-6:]] == [False] + [True] * 5
 
 
-def test_events_are_asked_for_from_the_start_at_each_new_epoch(scheduler: SchedulerSession, link: PaperLink) -> None:
+def test_events_are_asked_for_from_the_start_at_each_new_epoch(scheduler: SchedulerClient, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
     assert KV_TOPIC_PREFIX in link.topics
     assert link.raw == [(b"", bytes(8))]
@@ -410,163 +440,161 @@ def test_events_are_asked_for_from_the_start_at_each_new_epoch(scheduler: Schedu
 # --- jobs ----------------------------------------------------------------------------------------
 
 
-def test_a_job_gets_exactly_one_result_whatever_is_published_twice(worker: WorkerSession, link: PaperLink) -> None:
+def test_a_job_gets_exactly_one_result_whatever_is_published_twice(worker: WorkerClient, link: PaperLink) -> None:
     connect(worker, link, 0.0)
-    worker.submit([m.Store(1, TRANSFER)], [], 0.0)
+    submit(worker, link, 0.0, [m.Store(1, TRANSFER)], [])
     publish(worker, completions(1, 1), 0.1)
-    worker.submit([m.Store(1, TRANSFER)], [], 0.2)  # the id is free again
+    submit(worker, link, 0.2, [m.Store(1, TRANSFER)], [])  # the id is free again
     publish(worker, completions(1, 1), 0.3)
-    assert [result.job_id for result in worker.results] == [1]
-    assert list(worker.jobs) == [1]
+    assert [result.job_id for result in worker._results] == [1]
+    assert list(worker._jobs) == [1]
     assert worker.credit_bytes == 500
 
 
-def test_a_gap_is_replayed_and_each_batch_counts_once(worker: WorkerSession, link: PaperLink) -> None:
+def test_a_gap_is_replayed_and_each_batch_counts_once(worker: WorkerClient, link: PaperLink) -> None:
     connect(worker, link, 0.0)
     for job_id in (1, 2, 3):
-        worker.submit([m.Store(job_id, TRANSFER)], [], 0.0)
+        submit(worker, link, 0.0, [m.Store(job_id, TRANSFER)], [])
     publish(worker, completions(2, 2), 0.1)
     replay = link.last(m.Replay)
     assert replay.after == 0
     worker.on_reply(m.ReplayReply(replay.request_id, EPOCH, [completions(1, 1), completions(2, 2)], [3]), 0.2)
-    assert sorted(result.job_id for result in worker.results) == [1, 2]
-    assert list(worker.jobs) == [3]
+    assert sorted(result.job_id for result in worker._results) == [1, 2]
+    assert list(worker._jobs) == [3]
     worker.tick(1.5)
     heartbeat = link.last(m.Heartbeat)
     assert heartbeat.acknowledged == 2
 
 
-def test_the_heartbeat_finds_a_lost_last_completion(worker: WorkerSession, link: PaperLink) -> None:
+def test_the_heartbeat_finds_a_lost_last_completion(worker: WorkerClient, link: PaperLink) -> None:
     connect(worker, link, 0.0)
-    worker.submit([m.Store(1, TRANSFER)], [], 0.0)
+    submit(worker, link, 0.0, [m.Store(1, TRANSFER)], [])
     worker.tick(0.0)
     worker.on_reply(m.HeartbeatReply(link.last(m.Heartbeat).request_id, EPOCH, 1, 500, []), 0.1)
     assert link.count(m.Replay) == 1
 
 
-def test_an_old_job_is_asked_after_again_and_again(worker: WorkerSession, link: PaperLink) -> None:
+def test_an_old_job_is_asked_after_again_and_again(worker: WorkerClient, link: PaperLink) -> None:
     connect(worker, link, 0.0)
-    worker.submit([m.Store(1, TRANSFER)], [], 0.0)
+    submit(worker, link, 0.0, [m.Store(1, TRANSFER)], [])
     for round_ in range(1, 4):
-        worker.tick(OPTIONS.job_patience_s * round_)
+        worker.tick(JOB_PATIENCE_S * round_)
         assert link.count(m.Replay) == round_
         replay = link.last(m.Replay)
-        worker.on_reply(m.ReplayReply(replay.request_id, EPOCH, [], [1]), OPTIONS.job_patience_s * round_)
-    assert list(worker.jobs) == [1]
+        worker.on_reply(m.ReplayReply(replay.request_id, EPOCH, [], [1]), JOB_PATIENCE_S * round_)
+    assert list(worker._jobs) == [1]
 
 
 def test_a_job_that_the_daemon_does_not_know_fails_but_not_one_sent_after_the_question(
-    worker: WorkerSession, link: PaperLink
+    worker: WorkerClient, link: PaperLink
 ) -> None:
     connect(worker, link, 0.0)
-    worker.submit([m.Store(1, TRANSFER)], [], 0.0)
-    worker.tick(OPTIONS.job_patience_s)
-    worker.submit([m.Store(2, TRANSFER)], [], 1.0)
+    submit(worker, link, 0.0, [m.Store(1, TRANSFER)], [])
+    worker.tick(JOB_PATIENCE_S)
+    submit(worker, link, 1.0, [m.Store(2, TRANSFER)], [])
     worker.on_reply(m.ReplayReply(link.last(m.Replay).request_id, EPOCH, [], []), 1.1)
-    assert [(result.job_id, result.ok, result.error) for result in worker.results] == [(1, False, ErrorCode.INTERNAL)]
-    assert list(worker.jobs) == [2]
+    assert [(result.job_id, result.ok, result.error) for result in worker._results] == [(1, False, ErrorCode.INTERNAL)]
+    assert list(worker._jobs) == [2]
 
 
-def test_a_refused_job_fails_with_the_daemons_code_and_all_its_keys(worker: WorkerSession, link: PaperLink) -> None:
+def test_a_refused_job_fails_with_the_daemons_code_and_all_its_keys(worker: WorkerClient, link: PaperLink) -> None:
     connect(worker, link, 0.0)
-    worker.submit([], [m.Load(9, 2**32, TRANSFER)], 0.0)
+    submit(worker, link, 0.0, [], [m.Load(9, 2**32, TRANSFER)])
     worker.on_reply(m.Error(link.last(m.Submit).request_id, EPOCH, ErrorCode.UNKNOWN_LEASE, "Look up again."), 0.1)
-    assert [(result.job_id, result.error, result.failed) for result in worker.results] == [
+    assert [(result.job_id, result.error, result.failed) for result in worker._results] == [
         (9, ErrorCode.UNKNOWN_LEASE, KEYS)
     ]
 
 
-def test_when_not_ready_a_job_fails_at_once(worker: WorkerSession) -> None:
-    worker.submit([m.Store(1, TRANSFER)], [], 0.0)
-    worker.submit([], [m.Load(2, 2**32, TRANSFER)], 0.0)
-    assert [(result.ok, result.error, result.failed) for result in worker.results] == [
+def test_when_not_ready_a_job_fails_at_once(worker: WorkerClient, link: PaperLink) -> None:
+    submit(worker, link, 0.0, [m.Store(1, TRANSFER)], [])
+    submit(worker, link, 0.0, [], [m.Load(2, 2**32, TRANSFER)])
+    assert [(result.ok, result.error, result.failed) for result in worker._results] == [
         (False, ErrorCode.SESSION_ENDED, KEYS)
     ] * 2
 
 
-def test_jobs_in_flight_are_bounded_by_the_daemons_limit(worker: WorkerSession, link: PaperLink) -> None:
+def test_jobs_in_flight_are_bounded_by_the_daemons_limit(worker: WorkerClient, link: PaperLink) -> None:
     connect(worker, link, 0.0)
     for job_id in range(LIMITS.max_jobs_in_flight + 1):
-        worker.submit([m.Store(job_id, TRANSFER)], [], 0.0)
-    assert [result.error for result in worker.results] == [ErrorCode.TOO_MANY]
+        submit(worker, link, 0.0, [m.Store(job_id, TRANSFER)], [])
+    assert [result.error for result in worker._results] == [ErrorCode.TOO_MANY]
 
 
-def test_eof_fails_all_jobs(worker: WorkerSession, link: PaperLink) -> None:
+def test_eof_fails_all_jobs(worker: WorkerClient, link: PaperLink) -> None:
     connect(worker, link, 0.0)
-    worker.submit([m.Store(1, TRANSFER)], [], 0.0)
-    worker.submit([], [m.Load(2, 2**32, TRANSFER)], 0.0)
+    submit(worker, link, 0.0, [m.Store(1, TRANSFER)], [])
+    submit(worker, link, 0.0, [], [m.Load(2, 2**32, TRANSFER)])
     worker.on_lifeline_end(0.1)
-    assert [result.error for result in worker.results] == [ErrorCode.SESSION_ENDED] * 2
-    assert not worker.jobs
+    assert [result.error for result in worker._results] == [ErrorCode.SESSION_ENDED] * 2
+    assert not worker._jobs
     assert not link.drains
 
 
-def test_a_load_outlives_its_connection_until_the_daemon_lets_go(worker: WorkerSession, link: PaperLink) -> None:
+def test_a_load_outlives_its_connection_until_the_daemon_lets_go(worker: WorkerClient, link: PaperLink) -> None:
     connect(worker, link, 0.0)
-    worker.submit([m.Store(1, TRANSFER)], [], 0.0)
-    worker.submit([], [m.Load(2, 2**32, TRANSFER)], 0.0)
-    worker.abandon_stores(0.1)
-    assert [result.job_id for result in worker.results] == [1]
-    assert link.drains == [worker.generation]
-    first = worker.generation
-    # The next attempts end in every way; the old load stays, since its bytes may still land.
-    worker.tick(3.0)
-    worker.on_lifeline_end(3.1)
-    connect(worker, link, 6.0)
+    submit(worker, link, 0.0, [m.Store(1, TRANSFER)], [])
+    submit(worker, link, 0.0, [], [m.Load(2, 2**32, TRANSFER)])
+    worker._abandon_stores(worker._jobs, 0.1)
+    assert [result.job_id for result in worker._results] == [1]
+    assert link.drains == 1
+    # No new connection before that: its memory is the old one's still.
     worker.tick(9.0)
-    worker.on_reply(m.ReplayReply(0, EPOCH, [], []), 9.0)
-    assert list(worker.jobs) == [2]
-    worker.on_drained(first, 9.5)
-    assert not worker.jobs
-    assert worker.results[-1].error is ErrorCode.SESSION_ENDED
+    assert link.opens == 1
+    assert list(worker._jobs) == [2]
+    worker.on_released(9.5)
+    assert not worker._jobs
+    assert worker._results[-1].error is ErrorCode.SESSION_ENDED
+    connect(worker, link, 9.5)
+    assert worker.ready
 
 
 def test_loads_into_gpu_memory_outlive_the_lifeline_until_the_daemon_is_gone(
-    worker: WorkerSession, link: PaperLink, monkeypatch: pytest.MonkeyPatch
+    worker: WorkerClient, link: PaperLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connect(worker, link, 0.0)
-    worker.submit([m.Store(1, TRANSFER)], [], 0.0)
-    worker.submit([], [m.Load(2, 2**32, TRANSFER)], 0.0)
+    submit(worker, link, 0.0, [m.Store(1, TRANSFER)], [])
+    submit(worker, link, 0.0, [], [m.Load(2, 2**32, TRANSFER)])
     monkeypatch.setattr(type(worker._registration), "on_gpu", True)
-    first = worker.generation
     worker.on_lifeline_end(0.1, released=False)
-    assert [result.job_id for result in worker.results] == [1], "a store only reads"
-    assert link.drains == [first]
-    connect(worker, link, 3.0)
-    assert list(worker.jobs) == [2]
-    worker.on_drained(first, 4.0)
-    assert [result.error for result in worker.results] == [ErrorCode.SESSION_ENDED] * 2
-    worker.submit([], [m.Load(3, 2**32, TRANSFER)], 4.0)
+    assert [result.job_id for result in worker._results] == [1], "a store only reads"
+    assert link.drains == 1
+    worker.tick(3.0)
+    assert list(worker._jobs) == [2]
+    worker.on_released(4.0)
+    assert [result.error for result in worker._results] == [ErrorCode.SESSION_ENDED] * 2
+    connect(worker, link, 4.0)
+    submit(worker, link, 4.0, [], [m.Load(3, 2**32, TRANSFER)])
     worker.on_lifeline_end(4.1, released=True)
-    assert not worker.jobs
+    assert not worker._jobs
 
 
 def test_unregister_does_not_confirm_while_an_abandoned_store_may_still_run(
-    worker: WorkerSession, link: PaperLink
+    worker: WorkerClient, link: PaperLink
 ) -> None:
     connect(worker, link, 0.0)
-    worker.submit([m.Store(1, TRANSFER)], [], 0.0)
-    worker.abandon_stores(0.1)
-    abandoned, outcome = worker.generation, list[bool]()
-    worker.unregister(outcome, 0.2, 1.0)
+    submit(worker, link, 0.0, [m.Store(1, TRANSFER)], [])
+    worker._abandon_stores(worker._jobs, 0.1)
+    outcome = list[bool]()
+    worker._unregister(outcome, 0.2, 1.0)
     assert outcome == [False]
-    worker.on_drained(abandoned, 0.3)
-    worker.unregister(outcome, 0.4, 1.0)
+    worker.on_released(0.3)
+    worker._unregister(outcome, 0.4, 1.0)
     assert outcome == [False, True]
 
 
-def test_close_leaves_no_job_without_a_result(worker: WorkerSession, link: PaperLink) -> None:
+def test_close_leaves_no_job_without_a_result(worker: WorkerClient, link: PaperLink) -> None:
     connect(worker, link, 0.0)
-    worker.submit([m.Store(1, TRANSFER)], [], 0.0)
-    worker.submit([], [m.Load(2, 2**32, TRANSFER)], 0.0)
-    worker.close(0.1)
-    assert len(worker.results) == 2
+    submit(worker, link, 0.0, [m.Store(1, TRANSFER)], [])
+    submit(worker, link, 0.0, [], [m.Load(2, 2**32, TRANSFER)])
+    worker.close()
+    assert len(worker._results) == 2
     assert worker.wake_at() == float("inf")
     worker.tick(100.0)
     assert link.opens == 1
 
 
-def test_many_results_are_acknowledged_before_the_next_heartbeat_is_due(worker: WorkerSession, link: PaperLink) -> None:
+def test_many_results_are_acknowledged_before_the_next_heartbeat_is_due(worker: WorkerClient, link: PaperLink) -> None:
     connect(worker, link, 0.0)
     worker.tick(0.0)
     worker.on_reply(m.HeartbeatReply(link.last(m.Heartbeat).request_id, EPOCH, 0, 500, []), 0.0)
@@ -576,7 +604,7 @@ def test_many_results_are_acknowledged_before_the_next_heartbeat_is_due(worker: 
     assert heartbeat.acknowledged == 1
 
 
-def test_garbage_on_the_events_socket_is_replayed(worker: WorkerSession, link: PaperLink) -> None:
+def test_garbage_on_the_events_socket_is_replayed(worker: WorkerClient, link: PaperLink) -> None:
     connect(worker, link, 0.0)
     worker.on_publication(session_topic(EPOCH, SESSION_ID), bytes(8), b"\xc1", 0.1)
     assert link.count(m.Replay) == 1
@@ -592,9 +620,9 @@ def test_refusals_are_errors_with_a_code() -> None:
 SMALL = msgspec.structs.replace(LIMITS, max_keys_per_job=2, max_pieces_in_flight=64)
 
 
-def connect_small(worker: WorkerSession, link: PaperLink) -> None:
+def connect_small(worker: WorkerClient, link: PaperLink) -> None:
     connect(worker, link, 0.0)
-    worker.limits = SMALL
+    worker._limits = SMALL
 
 
 def stores_in(link: PaperLink) -> list[m.Store]:
@@ -605,7 +633,7 @@ def loads_in(link: PaperLink) -> list[m.Load]:
     return [load for message in link.sent if isinstance(message, m.Submit) for load in message.loads]
 
 
-def complete(worker: WorkerSession, sequence: int, *results: m.JobResult) -> None:
+def complete(worker: WorkerClient, sequence: int, *results: m.JobResult) -> None:
     batch = m.Completions(EPOCH, SESSION_ID, sequence, 900, list(results))
     worker.on_publication(session_topic(EPOCH, SESSION_ID), sequence.to_bytes(8, "big"), codec.encode(batch), 1.0)
 
@@ -614,71 +642,71 @@ MANY = [m.GroupTransfer(0, bytes(32 * 10), bytes(4 * 10))]
 """Ten keys of one block: five parts of 16 pieces, of which stores and loads may each have two in flight."""
 
 
-def test_a_large_job_goes_out_in_parts_and_has_one_result(worker: WorkerSession, link: PaperLink) -> None:
+def test_a_large_job_goes_out_in_parts_and_has_one_result(worker: WorkerClient, link: PaperLink) -> None:
     connect_small(worker, link)
-    worker.submit([m.Store(1, MANY)], [], 0.0)
+    submit(worker, link, 0.0, [m.Store(1, MANY)], [])
     for sequence in range(1, 6):
         parts = stores_in(link)
         assert len(parts) == min(5, sequence + 1), "a part goes out for each that ends"
-        assert not worker.results
+        assert not worker._results
         failed = [m.GroupKeys(0, b"k" * 32)] if sequence == 2 else []
         error = ErrorCode.NO_ROOM if failed else None
         complete(worker, sequence, m.JobResult(parts[sequence - 1].job_id, not failed, 10, 0.5, error, failed))
-    assert worker.results == [m.JobResult(1, False, 50, 2.5, ErrorCode.NO_ROOM, [m.GroupKeys(0, b"k" * 32)])]
-    assert not worker.jobs
+    assert worker._results == [m.JobResult(1, False, 50, 2.5, ErrorCode.NO_ROOM, [m.GroupKeys(0, b"k" * 32)])]
+    assert not worker._jobs
 
 
-def test_a_load_in_parts_ends_its_lease_with_the_last_part(worker: WorkerSession, link: PaperLink) -> None:
+def test_a_load_in_parts_ends_its_lease_with_the_last_part(worker: WorkerClient, link: PaperLink) -> None:
     connect_small(worker, link)
-    worker.submit([], [m.Load(1, 2**32, MANY)], 0.0)
+    submit(worker, link, 0.0, [], [m.Load(1, 2**32, MANY)])
     for sequence in range(1, 6):
         complete(worker, sequence, m.JobResult(loads_in(link)[sequence - 1].job_id, True, 10, 0.5))
     assert [load.keep_lease for load in loads_in(link)] == [True] * 4 + [False]
-    assert [(result.ok, result.bytes) for result in worker.results] == [(True, 50)]
+    assert [(result.ok, result.bytes) for result in worker._results] == [(True, 50)]
 
 
 def test_a_load_that_failed_in_part_is_over_when_nothing_of_it_can_land_any_more(
-    worker: WorkerSession, link: PaperLink
+    worker: WorkerClient, link: PaperLink
 ) -> None:
     connect_small(worker, link)
-    worker.submit([], [m.Load(1, 2**32, MANY)], 0.0)
+    submit(worker, link, 0.0, [], [m.Load(1, 2**32, MANY)])
     first, second = loads_in(link)
     refusal = m.Refusal(first.job_id, ErrorCode.UNKNOWN_LEASE, "Look up again.")
     worker.on_reply(m.JobsRefused(link.last(m.Submit).request_id, EPOCH, [refusal]), 0.1)
-    assert not worker.results
+    assert not worker._results
     complete(worker, 1, m.JobResult(second.job_id, True, 10, 0.5))
-    assert [(result.ok, result.error) for result in worker.results] == [(False, ErrorCode.UNKNOWN_LEASE)]
+    assert [(result.ok, result.error) for result in worker._results] == [(False, ErrorCode.UNKNOWN_LEASE)]
     assert len(loads_in(link)) == 2
 
 
-def test_what_was_cancelled_is_not_sent_any_more(worker: WorkerSession, link: PaperLink) -> None:
+def test_what_was_cancelled_is_not_sent_any_more(worker: WorkerClient, link: PaperLink) -> None:
     connect_small(worker, link)
-    worker.submit([m.Store(1, MANY)], [], 0.0)
-    worker.submit([m.Store(2, TRANSFER)], [], 0.0)
-    worker.cancel([1, 2])
-    assert [(result.job_id, result.error) for result in worker.results] == [(2, ErrorCode.CANCELLED)]
+    submit(worker, link, 0.0, [m.Store(1, MANY)], [])
+    submit(worker, link, 0.0, [m.Store(2, TRANSFER)], [])
+    worker._cancel([1, 2])
+    assert [(result.job_id, result.error) for result in worker._results] == [(2, ErrorCode.CANCELLED)]
     cancel, parts = link.last(m.Cancel), stores_in(link)
     assert cancel.job_ids == [part.job_id for part in parts]
     for sequence, part in enumerate(parts, 1):
         complete(worker, sequence, m.JobResult(part.job_id, False, 0, 0.5, ErrorCode.CANCELLED))
-    assert [result.job_id for result in worker.results] == [2, 1]
+    assert [result.job_id for result in worker._results] == [2, 1]
     assert len(stores_in(link)) == 2
 
 
-def test_stores_that_wait_for_room_keep_no_load_waiting(worker: WorkerSession, link: PaperLink) -> None:
+def test_stores_that_wait_for_room_keep_no_load_waiting(worker: WorkerClient, link: PaperLink) -> None:
     connect_small(worker, link)
-    worker.submit([m.Store(1, MANY)], [], 0.0)
-    worker.submit([], [m.Load(2, 2**32, MANY)], 0.0)
+    submit(worker, link, 0.0, [m.Store(1, MANY)], [])
+    submit(worker, link, 0.0, [], [m.Load(2, 2**32, MANY)])
     assert len(stores_in(link)) == len(loads_in(link)) == 2
 
 
 def test_a_lookup_of_very_many_keys_is_asked_in_parts_under_one_lease(
-    scheduler: SchedulerSession, link: PaperLink
+    scheduler: SchedulerClient, link: PaperLink
 ) -> None:
     connect(scheduler, link, 0.0)
-    scheduler.limits = msgspec.structs.replace(LIMITS, max_keys_per_request=3)
+    scheduler._limits = msgspec.structs.replace(LIMITS, max_keys_per_request=3)
     groups = [m.GroupKeys(0, bytes(range(160))), m.GroupKeys(1, bytes(range(64)))]
-    future = scheduler.lookup(groups, [5, 2], 0.0)
+    future = look_up(scheduler, link, 0.0, groups)
     parts = [message for message in link.sent if isinstance(message, m.Lookup)]
     assert [part.extend for part in parts] == [False, True, True]
     assert [[(one.group, len(one.keys) // 32) for one in part.groups] for part in parts] == [
@@ -692,21 +720,21 @@ def test_a_lookup_of_very_many_keys_is_asked_in_parts_under_one_lease(
         ttl_ms = 10_000 if pinned else 0
         scheduler.on_reply(m.LookupReply(part.request_id, EPOCH, part.lease_id, states, pinned, ttl_ms), 0.1)
     assert (future.states, future.pinned, future.alive) == ([b"\2\2\2\2\0", b"\2\0"], 5, True)
-    assert list(scheduler.leases) == [future.lease_id]
+    assert list(scheduler._leases) == [future.lease_id]
     scheduler.tick(1.5)
     assert future.alive
 
 
 def test_a_lookup_of_which_a_part_was_refused_is_a_miss_and_holds_nothing(
-    scheduler: SchedulerSession, link: PaperLink
+    scheduler: SchedulerClient, link: PaperLink
 ) -> None:
     connect(scheduler, link, 0.0)
-    scheduler.limits = msgspec.structs.replace(LIMITS, max_keys_per_request=1)
-    future = scheduler.lookup(KEYS, [2], 0.0)
+    scheduler._limits = msgspec.structs.replace(LIMITS, max_keys_per_request=1)
+    future = look_up(scheduler, link, 0.0, KEYS)
     first, second = (message for message in link.sent if isinstance(message, m.Lookup))
     scheduler.on_reply(m.LookupReply(first.request_id, EPOCH, first.lease_id, [b"\2"], 1, 10_000), 0.1)
     scheduler.on_reply(m.Error(second.request_id, EPOCH, ErrorCode.TOO_MANY, "Too many."), 0.1)
     assert future.failed
     release = link.last(m.Release)
     assert release.lease_ids == [future.lease_id]
-    assert not scheduler.leases
+    assert not scheduler._leases

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd_client import ClientOptions, DaemonUnavailable, RequestRefused
+from kvoffd_client import DaemonUnavailable, RequestRefused
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
@@ -111,7 +111,7 @@ def test_nonsense_is_an_error_of_the_caller(shared_daemon: DaemonProcess) -> Non
 def test_without_a_daemon_the_constructor_says_where_it_looked_and_for_how_long(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(DaemonUnavailable, match=str(tmp_path)):
-        FakeEngine(tmp_path, options=ClientOptions(connect_timeout_s=0.2))
+        FakeEngine(tmp_path, connect_timeout_s=0.2)
     assert 0.2 <= time.monotonic() - began < 10
 
 

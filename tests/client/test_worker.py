@@ -169,16 +169,16 @@ def test_a_fence_over_a_load_and_a_store_ends_the_store_and_waits_until_the_daem
     wait_until(lambda: fake.seen(m.Load))
     old = fake.peer(m.Role.WORKER)
     thread = fence_in_thread(worker, [1, 2])
-    wait_until(lambda: worker._session.results)
+    wait_until(lambda: worker._results)
     assert [result.job_id for result in worker.take_results()] == [1]
-    wait_until(lambda: len(fake.seen(m.Register)) == 2 and worker.ready)
     assert thread.is_alive()
     assert worker.unfinished == 1
+    assert len(fake.seen(m.Register)) == 1, "the memory is the old session's until then"
     fake.do(lambda: fake.release(old))
     thread.join(5)
     assert not thread.is_alive()
     assert [(result.job_id, result.ok) for result in worker.take_results()] == [(2, False)]
-    assert worker.ready, "the new session has nothing to do with the old one's end"
+    wait_until(lambda: len(fake.seen(m.Register)) == 2 and worker.ready)
 
 
 def test_the_daemons_death_ends_a_fence(fake: FakeDaemon, worker: WorkerClient) -> None:

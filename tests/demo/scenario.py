@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvoffd_client import AdminClient
-from kvoffd_client.client_options import Closing
+from kvoffd_client.session import Closing
 from kvoffd_proto.messages import StatsReply
 from tests.kit.daemon import START_DEADLINE_S, DaemonProcess
 from tests.kit.engine import BLOCK_TOKENS, EngineProcess

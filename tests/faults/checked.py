@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from kvoffd_client import ClientOptions
 from kvoffd_client.testing import FakeEngine
 from tests.kit.daemon import DaemonProcess
 from tests.kit.wire import keys
@@ -48,9 +47,8 @@ class CheckedEngine(FakeEngine):
         connect_timeout_s: float = 30.0,
     ) -> None:
         self.truth = truth
-        options = ClientOptions(connect_timeout_s=connect_timeout_s)
         directory = daemon if isinstance(daemon, Path) else daemon.directory
-        super().__init__(directory, namespace, 1, layers, 2 * STEP, page_bytes, options=options)
+        super().__init__(directory, namespace, 1, layers, 2 * STEP, page_bytes, connect_timeout_s=connect_timeout_s)
 
     def put(self, numbers: Iterable[int]) -> None:
         """Store keys, in order, with bytes of their own, which are the same whenever a key is stored again."""

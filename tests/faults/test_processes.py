@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from kvoffd_client import ClientOptions, RequestRefused
+from kvoffd_client import RequestRefused
 from kvoffd_client.testing import FakeEngine
 from tests.faults.checked import STEP, CheckedEngine, Truth
 from tests.faults.daemons import Command
@@ -107,7 +107,7 @@ def test_more_engines_than_sessions() -> None:
     with DaemonProcess("16MiB", max_sessions="8") as daemon, ExitStack() as running:
         engines = [running.enter_context(CheckedEngine(daemon, Truth(), f"n{number}")) for number in range(4)]
         with pytest.raises(RequestRefused, match="sessions"):
-            FakeEngine(daemon.directory, "one more", options=ClientOptions(connect_timeout_s=1.0))
+            FakeEngine(daemon.directory, "one more", connect_timeout_s=1.0)
         for engine in engines:
             engine.put(range(4))
             assert engine.get(range(4)) == list(range(4))

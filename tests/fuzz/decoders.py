@@ -13,7 +13,7 @@ import msgspec
 from kvoffd.config import SETTINGS, ConfigError, load_config
 from kvoffd.pool.namespace_log import NamespaceLog, read_namespaces
 from kvoffd.pool.records import NamespaceRecord
-from kvoffd_client.scheduler_session import EventStream
+from kvoffd_client.event_stream import EventStream
 from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto.messages import GroupSpec
 from tests.fuzz import corpus

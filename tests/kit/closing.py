@@ -7,7 +7,7 @@ import threading
 from abc import abstractmethod
 from typing import Self
 
-from kvoffd_client.client_options import Closing
+from kvoffd_client.session import Closing
 
 
 class Starting(Closing):

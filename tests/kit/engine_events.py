@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvoffd_client.client_options import Closing
+from kvoffd_client.session import Closing
 
 from .engine import BLOCK_TOKENS
 

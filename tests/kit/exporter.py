@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvoffd_client.client_options import Closing
+from kvoffd_client.session import Closing
 
 MAIN = Path(__file__).with_name("exporter_main.py")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvoffd_client.lifeline_stream import MAX_DESCRIPTORS
+from kvoffd_client.transport import MAX_DESCRIPTORS
 from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode

@@ -11,7 +11,7 @@ from typing import Any
 import zmq
 
 from kvoffd_client import SharedMemory
-from kvoffd_client.client_options import Closing
+from kvoffd_client.session import Closing
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from kvoffd_client import LookupFuture, NamespaceSpec
+from kvoffd_client import Lookup, NamespaceSpec
 from kvoffd_proto.events import KvEvent
 from kvoffd_proto.messages import PENDING, READY, SHARED, GroupKeys, GroupTransfer, JobResult, Load, Store
 from tests.kit.clock import Clock
@@ -22,7 +22,7 @@ class FakeSchedulerClient:
     credit_bytes: int = 1 << 20
     max_keys: int = 1000
     problem: str | None = None
-    asked: list[tuple[LookupFuture, list[GroupKeys]]] = field(default_factory=list)
+    asked: list[tuple[Lookup, list[GroupKeys]]] = field(default_factory=list)
     again: list[bool] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
     invalidated: list[GroupKeys] = field(default_factory=list)
@@ -34,9 +34,9 @@ class FakeSchedulerClient:
     def join(self, namespace: NamespaceSpec) -> None:
         self.joined.append(namespace)
 
-    def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> LookupFuture:
+    def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> Lookup:
         self.again.append(again)
-        future = LookupFuture((1 << 32) + len(self.asked) + 1)
+        future = Lookup((1 << 32) + len(self.asked) + 1)
         self.asked.append((future, list(groups)))
         if not self.ready:
             future.failed = future.done = True
@@ -49,7 +49,7 @@ class FakeSchedulerClient:
         coming: Collection[bytes] = (),
         wait_s: float = 0.0,
         shared: Collection[bytes] = (),
-    ) -> LookupFuture:
+    ) -> Lookup:
         """Answer a lookup: these block hashes are ready, these on their way up from disk or from a shared store."""
         future, groups = self.asked[index]
         for group in groups:

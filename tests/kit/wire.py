@@ -29,7 +29,7 @@ import msgspec
 import zmq
 
 from kvoffd_client import SharedMemory
-from kvoffd_client.client_options import Closing
+from kvoffd_client.session import Closing
 from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.handles import CudaIpcHandle, MemfdHandle, PageRef, TensorLayout

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from kvoffd_client.client_options import Closing
+from kvoffd_client.session import Closing
 from tests.kit.ports import free_port, free_ports
 from tests.kit.waiting import wait_until
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from kvoffd_client import LookupFuture
-from kvoffd_client.scheduler_session import SchedulerSession
+from kvoffd_client import Lookup, SchedulerClient
 from kvoffd_proto.messages import GroupKeys
 from tests.sim.audit import Readable, fold
-from tests.sim.client import SimClient
+from tests.sim.client import SimTransport
 from tests.sim.clock import Broken, Process
 from tests.sim.content import Content, Corpus
 from tests.sim.memory import WorkerMemory
@@ -36,7 +35,7 @@ class Engine:
         self.waiting = 0
         """The number of prompts that wait for free blocks."""
         self._active: list[Request] = []
-        self._asked: list[tuple[LookupFuture, float]] = []
+        self._asked: list[tuple[Lookup, float]] = []
         self._poking = False
         self._poke_again = False
         self._leaving = False
@@ -49,15 +48,9 @@ class Engine:
         self.ranks: list[Rank] = []
         self.readable: Readable = set()
         self.process = Process(world.clock, f"{name}.scheduler")
-        self.scheduler: SimClient[SchedulerSession] = SimClient(
-            world.clock,
-            world.network,
-            self.process,
-            (),
-            lambda link, options, rng: make_scheduler(link, content, self.process.name, options, rng),
-            world.scenario.rng(f"{name}.scheduler"),
-            self._scheduler_changed,
-        )
+        self.transport = SimTransport(world.clock, world.network, self.process, (), self._scheduler_changed)
+        own = world.scenario.rng(f"{name}.scheduler")
+        self.scheduler: SchedulerClient = make_scheduler(self.transport, content, self.process.name, own)
         for rank in range(content.world_size):
             memory = WorkerMemory(content, rank, blocks, self.rng)
             own = world.scenario.rng(f"{name}.{rank}")
@@ -65,19 +58,16 @@ class Engine:
 
     # --- what requests ask for -------------------------------------------------------------------
 
-    def lookup(self, keys: list[bytes], again: bool = False) -> LookupFuture:
+    def lookup(self, keys: list[bytes], again: bool = False) -> Lookup:
         """Ask for all keys of a prompt, in every group."""
         groups = [GroupKeys(group, b"".join(keys)) for group in self.content.groups]
-        session = self.scheduler.session
-        future = session.lookup(groups, [len(keys)] * len(groups), self.clock.now, again)
+        future = self.scheduler.lookup(groups, again)
         self._asked.append((future, self.clock.now))
-        self.scheduler.arm()
         return future
 
     def release(self, lease_id: int) -> None:
         """Give a lease up."""
-        self.scheduler.session.release(lease_id)
-        self.scheduler.arm()
+        self.scheduler.release(lease_id)
 
     def give_back(self, blocks: list[list[int]]) -> None:
         """Free the blocks of a request."""
@@ -139,9 +129,7 @@ class Engine:
             if future.done:
                 self.world.longest_lookup_s = max(self.world.longest_lookup_s, self.clock.now - asked_at)
         self._asked = [item for item in self._asked if not item[0].done]
-        events = self.scheduler.session.events
-        if events is not None:
-            fold(events.take(), self.readable, strict=False)
+        fold(self.scheduler.take_events(), self.readable, strict=False)
         self.poke()
 
     # --- the end ---------------------------------------------------------------------------------
@@ -158,7 +146,7 @@ class Engine:
             self._unregister_rank(rank)
 
         def close() -> None:
-            self.scheduler.act(self.scheduler.session.close)
+            self.scheduler.close()
             self.process.alive = False
 
         self.process.after(0.0, close)
@@ -168,16 +156,16 @@ class Engine:
         outcome: list[bool] = []
 
         def begin(now: float) -> None:
-            rank.session.unregister(outcome, now, 0.5)
+            rank.client._unregister(outcome, now, 0.5)
 
         def close() -> None:
             busy = self.world.daemon.space.busy_segments()
             if outcome == [True] and any(segment in busy for segment in rank.memory.segments):
                 raise Broken("a transfer uses memory that was unregistered")
-            rank.client.act(rank.session.close)
+            rank.client.close()
             rank.die()
 
-        rank.process.run(lambda: rank.client.act(begin))
+        rank.process.run(lambda: rank.transport.act(begin))
         rank.process.after(0.6, close)
 
     def crash(self, first: int | None) -> None:
@@ -193,22 +181,22 @@ class Engine:
 
     def _scheduler_dies(self) -> None:
         self.process.alive = False
-        self.scheduler.link.close()
+        self.transport.disconnect(drain=False)
 
     def why_not_idle(self) -> str | None:
         """The reason why the engine is not idle yet; None when it is."""
-        session = self.scheduler.session
+        scheduler = self.scheduler
         if self.ended:
             return None
         if self._active or self.waiting:
             return f"{self.name} has {len(self._active)} requests, {self.waiting} wait"
         service = self.world.daemon.service
-        sessions = [session, *[rank.session for rank in self.ranks]]
-        if not all(one.usable and one.epoch == service.context.epoch for one in sessions):
-            return f"{self.name} is not connected: {session.problem} {[rank.session.problem for rank in self.ranks]}"
-        if session.leases or any(rank.session.jobs for rank in self.ranks):
-            return f"{self.name} has {len(session.leases)} leases and jobs {[len(r.session.jobs) for r in self.ranks]}"
-        events = session.events
+        clients = [scheduler, *[rank.client for rank in self.ranks]]
+        if not all(one.ready and one.epoch == service.context.epoch for one in clients):
+            return f"{self.name} is not connected: {scheduler.problem} {[rank.client.problem for rank in self.ranks]}"
+        if scheduler._leases or any(rank.client.unfinished for rank in self.ranks):
+            return f"{self.name} has {len(scheduler._leases)} leases, jobs {[r.client.unfinished for r in self.ranks]}"
+        events = scheduler._events
         assert events is not None
         if events.next_sequence < service.context.publisher.sequence:
             return f"{self.name} has seen {events.next_sequence} of {service.context.publisher.sequence} event messages"

@@ -176,7 +176,7 @@ class Hostile:
 
     def _foreign_leases(self) -> list[int]:
         """Leases of honest engines, as if somebody had told their ids: nobody could guess them."""
-        known = [lease_id for engine in self._world.engines for lease_id in engine.scheduler.session.leases]
+        known = [lease_id for engine in self._world.engines for lease_id in engine.scheduler._leases]
         return [*known, (self._session_id << 32) | 99]
 
     def _leases(self) -> None:

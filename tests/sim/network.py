@@ -64,8 +64,6 @@ class Lifeline:
         self.client_open = True
         self.server_open = True
         self.session: Session | None = None
-        self.draining: int | None = None
-        """The client's generation that waits for the end of a stream it half closed."""
         self.to_daemon: Line[tuple[lifeline.Attach, Segment] | None] = Line(
             network.clock, network.delays, self.daemon.process, lambda frame: self.daemon.lifeline_frame(self, frame)
         )

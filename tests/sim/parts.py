@@ -29,14 +29,10 @@ from kvoffd.tiers.disk.disk_tier import DiskTier
 from kvoffd.tiers.tier import TierListener
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import TransferEngine
-from kvoffd_client import ClientOptions, Registration
+from kvoffd_client import Registration, SchedulerClient, WorkerClient
 from kvoffd_client.admin_client import AdminSession
-from kvoffd_client.client_options import Identity
-from kvoffd_client.client_session import Link
-from kvoffd_client.scheduler_session import SchedulerSession
-from kvoffd_client.worker_session import WorkerSession
-from kvoffd_proto.messages import Role
 from tests.kit.slot_table import SlotRecord, scan_table
+from tests.sim.client import OPTIONS, SimTransport
 from tests.sim.clock import Broken
 from tests.sim.content import Content
 from tests.sim.memory import WorkerMemory
@@ -159,18 +155,15 @@ def no_disk(size: DiskSize, listener: TierListener, should_stop: Callable[[], bo
     raise Broken(f"{size.directory} was to be opened")
 
 
-def make_scheduler(
-    link: Link, content: Content, name: str, options: ClientOptions, rng: random.Random
-) -> SchedulerSession:
-    """A scheduler's session that follows the namespace's events."""
-    identity = Identity(DIRECTORY, Role.SCHEDULER, name, "sim", content.spec)
-    return SchedulerSession(link, identity, options, rng, events=True)
+def make_scheduler(transport: SimTransport, content: Content, name: str, rng: random.Random) -> SchedulerClient:
+    """A scheduler's client that follows the namespace's events."""
+    return SchedulerClient(
+        DIRECTORY, content.spec, name=name, subscribe_events=True, options=OPTIONS, transport=transport, rng=rng
+    )
 
 
-def make_worker(
-    link: Link, memory: WorkerMemory, name: str, options: ClientOptions, rng: random.Random
-) -> WorkerSession:
-    """A worker's session over its memory; a segment's number stands for its descriptor."""
+def make_worker(transport: SimTransport, memory: WorkerMemory, name: str, rng: random.Random) -> WorkerClient:
+    """A worker's client over its memory; a segment's number stands for its descriptor."""
     content = memory.content
     registration = Registration(
         memory.rank,
@@ -179,10 +172,9 @@ def make_worker(
         tuple(memory.tensors),
         tuple(memory.groups),
     )
-    identity = Identity(DIRECTORY, Role.WORKER, name, "sim", content.spec, registration)
-    return WorkerSession(link, identity, options, rng)
+    return WorkerClient(DIRECTORY, content.spec, registration, name=name, options=OPTIONS, transport=transport, rng=rng)
 
 
-def make_admin(link: Link, options: ClientOptions, rng: random.Random) -> AdminSession:
+def make_admin(transport: SimTransport, rng: random.Random) -> AdminSession:
     """An operator's session."""
-    return AdminSession(link, Identity(DIRECTORY, Role.ADMIN, "operator", "sim"), options, rng)
+    return AdminSession(DIRECTORY, OPTIONS, transport, rng)

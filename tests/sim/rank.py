@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffd_client.client_session import Phase
-from kvoffd_client.worker_session import WorkerSession
+from kvoffd_client import WorkerClient
+from kvoffd_client.session import Phase
 from kvoffd_proto.messages import GroupTransfer, JobResult, Load, Store
-from tests.sim.client import SimClient
+from tests.sim.client import SimTransport
 from tests.sim.clock import Broken, Process
 from tests.sim.memory import WorkerMemory
 from tests.sim.parts import make_worker
@@ -40,20 +40,8 @@ class Rank:
         self._on_change = on_change
         self._rng = rng
         self._unsent: list[Store] = []
-        self.client: SimClient[WorkerSession] = SimClient(
-            world.clock,
-            world.network,
-            self.process,
-            memory.segments,
-            lambda link, options, own: make_worker(link, memory, name, options, own),
-            rng,
-            self._take_results,
-        )
-
-    @property
-    def session(self) -> WorkerSession:
-        """The real client session."""
-        return self.client.session
+        self.transport = SimTransport(world.clock, world.network, self.process, memory.segments, self._take_results)
+        self.client: WorkerClient = make_worker(self.transport, memory, name, rng)
 
     def store(self, groups: Sequence[GroupTransfer]) -> int:
         """Send a store. Returns its job id."""
@@ -71,7 +59,10 @@ class Rank:
     def _send(self) -> None:
         stores, self._unsent = self._unsent, []
         if stores:
-            self.process.run(lambda: self.client.act(lambda now: self.session.submit(stores, [], now)))
+            self._submit(stores, [])
+
+    def _submit(self, stores: Sequence[Store], loads: Sequence[Load]) -> None:
+        self.process.run(lambda: self.transport.act(lambda _: self.client.submit(stores, loads)))
 
     def load(self, lease_id: int, groups: Sequence[GroupTransfer], places: list[Place]) -> int:
         """Send a load into ``places``, which are the daemon's until its result; its number."""
@@ -82,24 +73,22 @@ class Rank:
         self._clock.note(f"{self.process.name} loads, job {job_id}")
         for group, _, _, block in places:
             self.memory.allow(group, block, True)
-        self.process.run(
-            lambda: self.client.act(lambda now: self.session.submit([], [Load(job_id, lease_id, list(groups))], now))
-        )
+        self._submit([], [Load(job_id, lease_id, list(groups))])
         return job_id
 
     def fence(self, job_ids: Sequence[int], timeout_s: float) -> None:
         """As WorkerClient.fence, but for the waiting: ``ended`` tells when it is over."""
 
         def overdue() -> None:
-            if self.session.phase is not Phase.CLOSED and self.session.has_any(job_ids, loads=False):
+            if self.client._phase is not Phase.CLOSED and self.client._has_any(job_ids, loads=False):
                 self._world.faults.counts["fence_gave_up"] += 1
                 self._clock.note(f"{self.process.name} gives up at a fence for {list(job_ids)}")
-                self.client.act(self.session.abandon_stores)
-                if self.session.has_any(job_ids, loads=False):
+                self.transport.act(lambda now: self.client._abandon_stores(job_ids, now))
+                if self.client._has_any(job_ids, loads=False):
                     raise Broken(f"{self.process.name}: a fence waits for stores beyond its deadline")
 
         self._send()
-        self.process.run(lambda: self.client.act(lambda _: self.session.cancel(job_ids)))
+        self.process.run(lambda: self.transport.act(lambda _: self.client._cancel(job_ids)))
         self.process.after(timeout_s, overdue)
 
     def ended(self, job_ids: Sequence[int]) -> bool:
@@ -107,8 +96,7 @@ class Rank:
         return all(job_id in self.results for job_id in job_ids)
 
     def _take_results(self) -> None:
-        taken, self.session.results = self.session.results, []
-        for result in taken:
+        for result in self.client.take_results():
             if result.job_id in self.results or not 0 < result.job_id <= self._issued:
                 raise Broken(f"{self.process.name}: job {result.job_id} has a second result")
             self.results[result.job_id] = result
@@ -128,7 +116,7 @@ class Rank:
         """The process is killed."""
         self.process.alive = False
         self.memory.die()
-        self.client.link.close()
+        self.transport.disconnect(drain=False)
 
 
 def ids(blocks: Sequence[int]) -> bytes:

@@ -20,7 +20,7 @@ from tests.sim.rank import ids
 PAGE = 4096
 BLOCKS = 8
 KEYS = b"".join(bytes([number]) * 32 for number in range(4))
-OPTIONS = ClientOptions(handshake_timeout_s=0.3, request_timeout_s=0.3, backoff_max_s=0.05, job_patience_s=0.1)
+OPTIONS = ClientOptions(handshake_timeout_s=0.3, request_timeout_s=0.3, backoff_max_s=0.05)
 PATIENCE_S = 1.5
 SPEC = NamespaceSpec.named("live")
 

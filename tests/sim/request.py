@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvoffd_client import LookupFuture
+from kvoffd_client import Lookup
 from kvoffd_proto.messages import GroupTransfer
 from tests.sim.rank import Place, Rank, ids
 
@@ -23,7 +23,7 @@ class Request:
         self.keys = keys
         self.blocks = blocks
         self.per_key = engine.content.blocks_per_key
-        self._lookup: LookupFuture | None = engine.lookup(keys)
+        self._lookup: Lookup | None = engine.lookup(keys)
         self._give_up_at = engine.clock.now + self._rng.uniform(0.05, 0.6)
         engine.wake_at(self._give_up_at)
         self._hit = 0
@@ -158,7 +158,7 @@ class Request:
         for rank in self._engine.ranks:
             wanted = sum(content.shard_bytes(rank.memory.rank, group) for group in content.groups)
             wanted *= len(self.keys) - begin
-            if wanted <= rank.session.credit_bytes or self._faults.hit("beyond_credit"):
+            if wanted <= rank.client.credit_bytes or self._faults.hit("beyond_credit"):
                 self._stores.append((rank, rank.store(groups)))
 
     # --- let go ----------------------------------------------------------------------------------

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvoffd_client.admin_client import AdminSession
+from kvoffd_client.admin_client import AdminSession, MakeRequest
+from kvoffd_client.session import ReplyOrError
 from kvoffd_proto import messages as m
 from tests.kit.open_files import open_files
 from tests.sim.audit import Readable
-from tests.sim.client import SimClient
+from tests.sim.client import SimTransport
 from tests.sim.clock import Broken, Clock, Process
 from tests.sim.content import Content, Corpus
 from tests.sim.daemon import Descriptors, FailureLog, SimDaemon, job_end_bound_s
@@ -86,7 +88,9 @@ class World:
         self._engines_made = 0
         self.engines: list[Engine] = []
         self._hostiles: list[Hostile] = []
-        self._operator: SimClient[AdminSession] | None = None
+        self._operator: AdminSession | None = None
+        process = Process(self.clock, "operator")
+        self._operator_transport = SimTransport(self.clock, self.network, process, (), lambda: None)
         self._limits_rng = scenario.rng("limits")
         self._cuts_rng = scenario.rng("cuts")
         self._looks = 0
@@ -166,7 +170,7 @@ class World:
             if not engine.ended:
                 self._close(engine)
         if self._operator is not None:
-            self._operator.act(self._operator.session.close)
+            self._operator.close()
         self._run_until_idle(self._still_open)
         self.daemon.check_at_rest()
         self.daemon.stop()
@@ -177,8 +181,8 @@ class World:
     def _close(self, engine: Engine) -> None:
         engine.ended = True
         for rank in engine.ranks:
-            rank.client.act(rank.session.close)
-        engine.scheduler.act(engine.scheduler.session.close)
+            rank.client.close()
+        engine.scheduler.close()
 
     def _why_not_idle(self) -> str | None:
         daemon = self.daemon
@@ -277,10 +281,10 @@ class World:
     def _worker_disconnect(self) -> None:
         """Have a worker that loads end its session, as where it cannot read what the daemon sent: the copy may run."""
         ranks = [rank for engine in self.engines for rank in engine.ranks if rank.process.alive]
-        loading = [rank for rank in ranks if any(job.is_load for job in rank.session.jobs.values())]
+        loading = [rank for rank in ranks if any(job.is_load for job in rank.client._jobs.values())]
         if loading:
             rank = self._cuts_rng.choice(loading)
-            rank.process.run(lambda: rank.client.act(lambda now: rank.session.disconnect("told to", now)))
+            rank.process.run(lambda: rank.transport.act(lambda now: rank.client.disconnect("told to", now)))
         elif not self.faults.calm:
             self._looks += 1
             self.clock.at(self.clock.now + LOAD_POLL_S, self._worker_disconnect)
@@ -294,13 +298,13 @@ class World:
     def _reset(self) -> None:
         engine = self._some_engine()
         outcome: list[bool] = []
-        engine.process.run(lambda: engine.scheduler.act(lambda now: engine.scheduler.session.reset(outcome, now, 0.5)))
+        engine.process.run(lambda: engine.transport.act(lambda now: engine.scheduler._reset(outcome, now, 0.5)))
 
     def _invalidate(self) -> None:
         engine = self._some_engine()
         keys = engine.corpus.prompt()
         groups = [m.GroupKeys(group, b"".join(keys)) for group in engine.content.groups]
-        engine.process.run(lambda: engine.scheduler.act(lambda _: engine.scheduler.session.invalidate(groups)))
+        engine.process.run(lambda: engine.transport.act(lambda _: engine.scheduler.invalidate(groups)))
 
     def _lease_storm(self) -> None:
         engine = self._some_engine()
@@ -317,35 +321,24 @@ class World:
         """Have an operator set the most that a namespace may have of the pool."""
         size, choice = self.pool_bytes, self._limits_rng.choice
         quota_bytes = choice((None, None, size // 2, size // 3, size // 8, 4096))
-        name, outcome, operator = choice(self.contents).spec.fingerprint, list[object](), self._the_operator()
-
-        def ask(now: float) -> None:
-            session = operator.session
-            message = m.SetQuota(session.next_request_id(), session.token or bytes(16), name, quota_bytes)
-            session.ask(message, outcome, now, 0.5)  # type: ignore[arg-type]
-
-        operator.process.after(0.05, lambda: operator.act(ask))
+        name = choice(self.contents).spec.fingerprint
+        self._have_operator_ask([lambda *ids: m.SetQuota(*ids, name, quota_bytes)])
 
     def _clear(self) -> None:
-        operator = self._the_operator()
-        outcome: list[object] = []
+        which = self._rng.choice([None, self.contents[0].spec.fingerprint])
+        self._have_operator_ask([m.Stats, m.Health, m.Sessions, m.Namespaces, lambda *ids: m.Clear(*ids, which)])
+
+    def _have_operator_ask(self, requests: Sequence[MakeRequest]) -> None:
+        transport = self._operator_transport
+        if self._operator is None:
+            self._operator = make_admin(transport, self.scenario.rng("operator"))
+        operator, outcome = self._operator, list[ReplyOrError]()
 
         def ask(now: float) -> None:
-            session = operator.session
-            for message in (m.Stats, m.Health, m.Sessions, m.Namespaces):
-                session.ask(message(session.next_request_id(), session.token or bytes(16)), outcome, now, 0.5)  # type: ignore[arg-type]
-            which = self._rng.choice([None, self.contents[0].spec.fingerprint])
-            session.ask(m.Clear(session.next_request_id(), session.token or bytes(16), which), outcome, now, 0.5)  # type: ignore[arg-type]
+            for make in requests:
+                operator.begin(make, outcome, now, 0.5)
 
-        operator.process.after(0.05, lambda: operator.act(ask))
-
-    def _the_operator(self) -> SimClient[AdminSession]:
-        if self._operator is None:
-            process = Process(self.clock, "operator")
-            self._operator = SimClient(
-                self.clock, self.network, process, (), make_admin, self.scenario.rng("operator"), lambda: None
-            )
-        return self._operator
+        transport._process.after(0.05, lambda: transport.act(ask))
 
     def _hostile(self) -> None:
         self._hostiles.append(Hostile(self, len(self._hostiles)))

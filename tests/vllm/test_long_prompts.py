@@ -20,7 +20,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvoffd_client import AdminClient, NamespaceSpec
-from kvoffd_client.shared_memory import Registration, SharedMemory
+from kvoffd_client.memory import Registration, SharedMemory
 from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.connector_metadata import KeyedSpec, KvoffdWorkerMetadata
 from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWorker

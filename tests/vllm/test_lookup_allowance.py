@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffd_client import LookupFuture
+from kvoffd_client import Lookup
 from kvoffd_client.vllm.lookup_allowance import LEAST_SHARE, MAX_GIVEN_UP, STEP, UNKNOWN_RATE_S, LookupAllowance
 from kvoffd_client.vllm.prefill_rate import PrefillRate
 from tests.kit.clock import Clock
@@ -24,9 +24,9 @@ class Harness:
         self.prefill.tokens_per_second = rate
         self.allowance = LookupAllowance(self.prefill, DEADLINE_S, self.clock, active=active)
 
-    def give_up(self, tokens: int = TOKENS) -> LookupFuture:
+    def give_up(self, tokens: int = TOKENS) -> Lookup:
         """A lookup that is given up when its allowance is over."""
-        future = LookupFuture(1)
+        future = Lookup(1)
         sent_at = self.clock.now
         self.clock.now += self.allowance.seconds_for(tokens)
         self.allowance.give_up(future, sent_at, tokens)
@@ -70,7 +70,7 @@ def test_answers_that_are_late_together_halve_it_once() -> None:
     sent_at = harness.clock.now
     harness.clock.now += FULL_S
     for _ in range(16):
-        harness.allowance.give_up(LookupFuture(1), sent_at, TOKENS)
+        harness.allowance.give_up(Lookup(1), sent_at, TOKENS)
     assert harness.share() == pytest.approx(1 / 2)
     harness.give_up()
     harness.clock.now += FULL_S
@@ -138,7 +138,7 @@ def test_lookups_that_nobody_answers_are_bounded() -> None:
     harness = Harness(rate=1.0)
     harness.give_up()  # the daemon's answer may come in a minute
     for number in range(2 * MAX_GIVEN_UP):
-        harness.allowance.give_up(LookupFuture(number), harness.clock.now, TOKENS)
+        harness.allowance.give_up(Lookup(number), harness.clock.now, TOKENS)
     assert len(harness.allowance._given_up) == MAX_GIVEN_UP
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import zmq
 
 from kvoffd_client.bench.results import BenchFailed
-from kvoffd_client.client_options import Closing
+from kvoffd_client.session import Closing
 from kvoffd_proto.sockets import SocketPaths
 
 HEADER_BYTES = 5

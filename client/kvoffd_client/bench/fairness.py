@@ -18,7 +18,7 @@ from kvoffd_client.bench import COPIED_BLOCK_BYTES, FLOOD_CONNECTIONS, FLOOD_KEY
 from kvoffd_client.bench.load_generators import COPY_LAYERS, COPY_PAGE_BYTES, LoadGenerators
 from kvoffd_client.bench.results import BenchFailed, Progress, Report, Result, median_percentile
 from kvoffd_client.bench.synthetic_engine import KEY_BYTES, WAIT_S, SyntheticEngine, random_keys
-from kvoffd_client.scheduler_session import LookupFuture
+from kvoffd_client.scheduler_client import Lookup
 from kvoffd_proto.messages import GroupKeys
 
 ROUNDS = 5
@@ -79,7 +79,7 @@ class _Engine:
     def look_up(self, seconds: float) -> Times:
         """Look all keys up, LOOKUPS_IN_FLIGHT at a time."""
         took: Times = []
-        asked: deque[tuple[float, LookupFuture]] = deque()
+        asked: deque[tuple[float, Lookup]] = deque()
         end = time.perf_counter() + seconds
         while asked or time.perf_counter() < end:
             while len(asked) < LOOKUPS_IN_FLIGHT and time.perf_counter() < end:
@@ -127,10 +127,10 @@ class _Engine:
         if lease_id:
             self._engine.scheduler.release(lease_id)
 
-    def _ask(self, keys: bytes) -> LookupFuture:
+    def _ask(self, keys: bytes) -> Lookup:
         return self._engine.scheduler.lookup((GroupKeys(group=0, keys=keys),))
 
-    def _wait(self, future: LookupFuture) -> None:
+    def _wait(self, future: Lookup) -> None:
         if not future.wait(WAIT_S) or future.failed:
             raise BenchFailed("A lookup was not answered; see the log of the daemon.")
 

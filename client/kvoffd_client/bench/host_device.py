@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kvoffd_client.bench.synthetic_engine import EngineMemory, host_memory
-from kvoffd_client.client_options import Closing
-from kvoffd_client.shared_memory import SharedMemory
+from kvoffd_client.memory import SharedMemory
+from kvoffd_client.session import Closing
 
 STORE, LOAD, BOTH = "store", "load", "store and load at once"
 DIRECTIONS = (STORE, LOAD, BOTH)

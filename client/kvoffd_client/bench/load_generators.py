@@ -34,8 +34,8 @@ from kvoffd_client.bench.echo import ChildProcess, connect_dealer, echo_request
 from kvoffd_client.bench.gpu_device import compute_load
 from kvoffd_client.bench.results import BenchFailed
 from kvoffd_client.bench.synthetic_engine import KEY_BYTES, BlocksGone, SyntheticEngine, random_keys
-from kvoffd_client.client_options import Closing
 from kvoffd_client.errors import KvoffdClientError
+from kvoffd_client.session import Closing
 from kvoffd_proto.codec import encode
 from kvoffd_proto.messages import GroupKeys, Lookup
 from kvoffd_proto.units import format_size
@@ -79,9 +79,9 @@ def _floods(directory: Path, connections: int, *place: int) -> Iterator[None]:
     ):
         names = random_keys(FLOOD_KEYS)
         engine.store(names, ids[0])
-        session = engine.scheduler._session
+        session = engine.scheduler
         groups = [GroupKeys(group=0, keys=random_keys(FLOOD_LOOKUP_KEYS))]
-        request = encode(Lookup(1, session.token, engine.namespace.fingerprint, 2**40, groups))
+        request = encode(Lookup(1, session._token, engine.namespace.fingerprint, 2**40, groups))
         dealers = [connect_dealer(context, directory) for _ in range(connections)]
         for dealer in dealers * FLOOD_REQUESTS:
             dealer.send(request)

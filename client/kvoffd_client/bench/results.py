@@ -17,8 +17,8 @@ import zmq
 
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.cli.json_objects import BenchGpu, BenchReport, BenchResult, Machine
-from kvoffd_client.client_options import Closing
 from kvoffd_client.errors import KvoffdClientError
+from kvoffd_client.session import Closing
 from kvoffd_proto.units import format_size
 
 Progress = Callable[[str], None]

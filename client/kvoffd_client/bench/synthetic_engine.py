@@ -13,16 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd_client.bench.results import BenchFailed
-from kvoffd_client.client_options import ClientOptions, Closing
 from kvoffd_client.errors import DaemonUnavailable
-from kvoffd_client.namespace_spec import NamespaceSpec
-from kvoffd_client.scheduler_client import SchedulerClient
-from kvoffd_client.scheduler_session import LookupFuture
-from kvoffd_client.shared_memory import Memory, Registration, SharedMemory
+from kvoffd_client.memory import Memory, Registration, SharedMemory
+from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.scheduler_client import Lookup, SchedulerClient
+from kvoffd_client.session import ClientOptions, Closing
 from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.messages import BENCH_LABEL, GroupKeys, GroupTransfer, JobResult, Store
 
 KEY_BYTES = 32
+CONNECT_TIMEOUT_S = 10.0
 WAIT_S = 30.0
 """Longest wait for any answer; a daemon that takes longer does not work."""
 
@@ -102,7 +102,7 @@ class SyntheticEngine(Closing):
         self.scheduler = SchedulerClient(directory, namespace, name="bench scheduler", options=options)
         self.worker = WorkerClient(directory, namespace, registration, name="bench worker", options=options)
         try:
-            self._wait_ready(options.connect_timeout_s)
+            self._wait_ready(CONNECT_TIMEOUT_S)
         except BaseException:
             self.close()
             raise
@@ -113,7 +113,7 @@ class SyntheticEngine(Closing):
         if not self.scheduler.wait_ready(timeout_s):
             raise DaemonUnavailable(self.scheduler.problem or "The daemon did not open the bench's namespace in time.")
 
-    def lookup(self, keys: bytes) -> tuple[LookupFuture, float]:
+    def lookup(self, keys: bytes) -> tuple[Lookup, float]:
         """Look ``keys`` up; return the future with the answer, and the seconds it took."""
         groups = (GroupKeys(group=0, keys=keys),)
         begin = time.perf_counter()
@@ -136,7 +136,7 @@ class SyntheticEngine(Closing):
             "for it beside the engines' traffic. Run it while they rest, or on a larger pool."
         )
 
-    def release_and_wait(self, future: LookupFuture) -> None:
+    def release_and_wait(self, future: Lookup) -> None:
         """Release a lookup's pins and wait until the daemon has done so: what is measured next finds it idle."""
         if future.pinned:
             self.scheduler.release(future.lease_id)

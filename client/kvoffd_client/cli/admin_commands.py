@@ -34,7 +34,7 @@ from kvoffd_client.cli.target import (
     open_admin,
     resolve_namespace,
 )
-from kvoffd_client.namespace_spec import differences
+from kvoffd_client.namespace import differences
 from kvoffd_proto.messages import NamespaceInfo, Role, ScrubReply, SessionInfo
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, printable
 

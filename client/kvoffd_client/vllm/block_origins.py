@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Trans
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
 from vllm.v1.kv_offload.base import OffloadKey
 
-from kvoffd_client.namespace_spec import NamespaceSpec
+from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, KeyedSpec
 from kvoffd_proto.messages import WANTS_PARENTS, WANTS_TOKENS
 

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey
 
-from kvoffd_client.namespace_spec import NamespaceSpec, differences
+from kvoffd_client.namespace import NamespaceSpec, differences
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupTransfer
 

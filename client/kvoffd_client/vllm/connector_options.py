@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from kvoffd_client.client_options import ClientOptions
+from kvoffd_client.session import ClientOptions
 from kvoffd_client.vllm.log import logger
 from kvoffd_proto.sockets import default_directory
 

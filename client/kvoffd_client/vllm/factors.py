@@ -21,7 +21,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import hash_block_tokens, resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs, get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from kvoffd_client.namespace_spec import canonical_json
+from kvoffd_client.namespace import canonical_json
 from kvoffd_client.vllm.compat import release_of
 from kvoffd_client.vllm.connector_options import ConnectorOptions
 from kvoffd_client.vllm.fingerprint import EngineFactors, GroupFactors, digest

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from kvoffd_client.namespace_spec import NamespaceSpec, canonical_json, fingerprint_of
+from kvoffd_client.namespace import NamespaceSpec, canonical_json, fingerprint_of
 from kvoffd_proto.messages import GroupSpec
 
 FORMAT = 2

@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches
 
 from kvoffd_client.cuda.export import GpuSegment, export_segments
 from kvoffd_client.errors import KvoffdClientError
-from kvoffd_client.shared_memory import Registration, SharedMemory
+from kvoffd_client.memory import Registration, SharedMemory
 from kvoffd_proto.handles import LayerSpec, PageRef, TensorLayout
 
 # vLLM's logical order of a layer's cache, blocks first (v1/kv_cache_interface.py, create_kv_cache_views). With kernels

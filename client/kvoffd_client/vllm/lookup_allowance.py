@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvoffd_client.scheduler_session import LookupFuture
+from kvoffd_client.scheduler_client import Lookup
 from kvoffd_client.vllm.prefill_rate import PrefillRate
 
 UNKNOWN_RATE_S = 0.02
@@ -22,7 +22,7 @@ MAX_GIVEN_UP = 64
 
 @dataclass(frozen=True, slots=True)
 class _GivenUp:
-    ticket: LookupFuture
+    ticket: Lookup
     tokens: int
     sent_at: float
     late_at: float
@@ -69,7 +69,7 @@ class LookupAllowance:
         for length in range(_length(tokens), LENGTHS):
             self._shares[length] = min(1.0, self._shares[length] + STEP)
 
-    def give_up(self, ticket: LookupFuture, sent_at: float, tokens: int) -> None:
+    def give_up(self, ticket: Lookup, sent_at: float, tokens: int) -> None:
         """Note that an answer is waited for no longer. It may still come in time."""
         self._given_up.append(_GivenUp(ticket, tokens, sent_at, sent_at + self.full_s(tokens)))
         self.settle()

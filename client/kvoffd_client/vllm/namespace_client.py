@@ -5,9 +5,8 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 
-from kvoffd_client.namespace_spec import NamespaceSpec
-from kvoffd_client.scheduler_client import SchedulerClient
-from kvoffd_client.scheduler_session import LookupFuture
+from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.scheduler_client import Lookup, SchedulerClient
 from kvoffd_client.vllm.connector_metadata import MemoryReport, NamespacesDiffer, common_namespace
 from kvoffd_client.vllm.fingerprint import with_live_weights
 from kvoffd_client.vllm.log import logger
@@ -56,7 +55,7 @@ class NamespaceClient:
     def capabilities(self) -> frozenset[str]:
         return self._client.capabilities if self._client is not None else frozenset()
 
-    def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> LookupFuture:
+    def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> Lookup:
         assert self._client is not None, "ready before"
         return self._client.lookup(groups, again)
 

@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from kvoffd_client.cuda.order import OrderedSender
-from kvoffd_client.namespace_spec import NamespaceSpec
+from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES
 from kvoffd_client.vllm.connector_options import ConnectorOptions

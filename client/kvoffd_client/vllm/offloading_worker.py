@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult
 
 from kvoffd_client.cuda.order import OrderedSender
-from kvoffd_client.namespace_spec import NamespaceSpec
+from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.vllm.connector_metadata import NO_LEASE, FailedJob, KeyedSpec, TransferMismatch, group_transfers
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.worker_client import FENCE_PATIENCE_S, WorkerClient

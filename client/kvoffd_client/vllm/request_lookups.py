@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 from vllm.v1.kv_offload.base import OffloadKey
 
-from kvoffd_client.scheduler_session import LookupFuture
+from kvoffd_client.scheduler_client import Lookup
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, hashes_of
 from kvoffd_client.vllm.connector_options import BEST_EFFORT, LIMIT
 from kvoffd_client.vllm.log import logger
@@ -37,7 +37,7 @@ class PendingLookup:
 
     __slots__ = ("_places", "_states", "given_up", "sent_at", "ticket")
 
-    def __init__(self, ticket: LookupFuture, keys: Iterable[OffloadKey], sent_at: float) -> None:
+    def __init__(self, ticket: Lookup, keys: Iterable[OffloadKey], sent_at: float) -> None:
         self.ticket = ticket
         self.sent_at = sent_at
         self.given_up = False

@@ -13,7 +13,7 @@ import numpy as np
 from vllm.v1.request import Request
 
 from kvoffd_client.bench.synthetic_engine import SyntheticEngine
-from kvoffd_client.client_options import Closing
+from kvoffd_client.session import Closing
 from kvoffd_client.vllm.connector_metadata import KvoffdWorkerMetadata
 from tests.bench.overhead.scheduler_harness import BLOCK_TOKENS, RequestRun, SchedulerHarness
 

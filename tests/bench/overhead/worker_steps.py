@@ -30,8 +30,8 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from kvoffd_client import NamespaceSpec, WorkerClient
 from kvoffd_client.bench.synthetic_engine import KEY_BYTES, host_memory
-from kvoffd_client.client_options import Closing
-from kvoffd_client.shared_memory import Registration
+from kvoffd_client.memory import Registration
+from kvoffd_client.session import Closing
 from kvoffd_client.vllm.connector_metadata import KeyedSpec
 from kvoffd_client.vllm.offloading_worker import KvoffdWorker
 from kvoffd_proto.handles import PageRef, TensorLayout

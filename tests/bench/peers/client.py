@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import asdict
 from typing import Any
 
-from kvoffd_client.client_options import Closing
+from kvoffd_client.session import Closing
 from tests.bench.peers.player import Copy, Geometry, Prompt
 from tests.bench.peers.servers import Server
 from tests.bench.report_file import ROOT

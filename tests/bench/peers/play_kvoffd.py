@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import zmq
 
-from kvoffd_client import LookupFuture
+from kvoffd_client import Lookup
 from kvoffd_client.bench.synthetic_engine import WAIT_S, SyntheticEngine, host_memory, random_keys
 from kvoffd_proto.messages import GroupKeys
 from tests.bench.peers.player import Copy, Geometry, Player, Prompt, play
@@ -115,7 +115,7 @@ class KvoffdPlayer(Player):
         engine.check(what, engine.wait_results(1), len(block_ids))
 
 
-def _check(future: LookupFuture, ready: int) -> None:
+def _check(future: Lookup, ready: int) -> None:
     if not future.done or future.failed or future.leading_ready() != ready:
         raise AssertionError(f"A lookup must find {ready} blocks and found {future.leading_ready()}.")
 

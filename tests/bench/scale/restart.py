@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvoffd.cache.policies import DEFAULT_POLICY
 from kvoffd_client import AdminClient, SchedulerClient
-from kvoffd_client.namespace_spec import NamespaceSpec
+from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_proto.messages import READY, GroupKeys
 from tests.bench.scale.fill import LOOKUP_KEYS, SAMPLES, pool_bytes_of, private_bytes
 from tests.bench.scale.load import SLOT_BYTES

@@ -13,8 +13,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd_client.client_options import Closing
 from kvoffd_client.cuda.export import GpuSegment
+from kvoffd_client.session import Closing
 from kvoffd_proto.handles import CudaIpcHandle, CudaVmmHandle, Handle, MemfdHandle, PageRef, TensorLayout
 
 MADV_POPULATE_WRITE = 23  # include/uapi/asm-generic/mman-common.h, Linux 5.14; not in Python's mmap

@@ -1,0 +1,609 @@
+"""A client's session with a daemon: what a message means and what to send next.
+
+A session knows no socket, no thread and no clock. A ``Transport`` carries what it sends, holds its lock, and calls its
+``on_`` methods and ``tick`` with the lock held: ``SocketTransport`` over real sockets, the simulator's over none. The
+scheduler's, the worker's and the administrator's client are sessions, with public methods for any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar
+
+from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused, RequestTimeout, why_unreachable
+from kvoffd_proto import messages as m
+from kvoffd_proto.codec import encode
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.events import session_topic
+from kvoffd_proto.lifeline import Attach, Attached, AttachRefused, FromDaemon, Greeting, MemoryReleased, Refused
+
+if TYPE_CHECKING:  # administrators start faster without numpy
+    from kvoffd_client.namespace import NamespaceSpec
+
+log = logging.getLogger("kvoffd_client")
+
+T = TypeVar("T")
+
+NEVER = float("inf")
+BACKOFF_MIN_S = 0.05
+"""Pause after the first failed attempt to connect; doubles with each further one."""
+BACKOFF_ABSENT_S = 0.25
+"""Longest pause between attempts while nobody listens: each costs a system call, and a restart takes a second."""
+MAX_PENDING_REQUESTS = 1024
+"""Requests without reply; beyond it they fail at once."""
+ENDED_SESSION = (ErrorCode.BAD_TOKEN, ErrorCode.NO_HELLO)
+"""Refusals that mean the daemon does not know this session any more."""
+
+ReplyOrError = m.AnyReply | KvoffdClientError
+"""A reply, which is never Error (that comes as RequestRefused), or the reason why there is none."""
+OnReply = Callable[[ReplyOrError, float], None]
+"""Called once, with the time of it."""
+
+
+class Closing:
+    """Something that is closed at the end of a ``with`` block."""
+
+    def close(self) -> None:
+        """Release what it holds. Repeatable."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientOptions:
+    """Timeouts of one client in seconds. All must be positive.
+
+    Raises:
+        ValueError: a value is not positive; the message names it.
+    """
+
+    handshake_timeout_s: float = 5.0
+    """From opening the lifeline to being ready; then the attempt ends and a new one is made."""
+    gpu_register_timeout_s: float = 30.0
+    """The daemon's answer to a registration of GPU memory, for the first of which it starts the CUDA driver."""
+    request_timeout_s: float = 2.0
+    """A request without reply by then has failed; for a lookup that is a miss."""
+    unresponsive_after_s: float = 5.0
+    """Without any reply for this long (while one is due) the client counts as not connected until one comes."""
+    backoff_max_s: float = 2.0
+    """Longest pause after connections that a daemon took and that failed; also the pause after a refusal."""
+    close_timeout_s: float = 0.8
+    """How long close() waits for the I/O thread."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) <= 0:
+                raise ValueError(f"The client option {field.name} must be positive; it is {getattr(self, field.name)}.")
+
+
+DEFAULT_OPTIONS = ClientOptions()
+
+
+class Transport(Protocol):
+    """Carries what one session sends, and holds its lock. No call but ``wait`` and ``stop`` blocks."""
+
+    def start(self, session: Session) -> None:
+        """Begin to drive a session, whose methods are called with the lock held."""
+
+    def locked(self) -> AbstractContextManager[float]:
+        """Hold the lock for a ``with`` block, which is given the time. Raises ForkedProcess in a forked child."""
+
+    def poll(self) -> None:
+        """Read what has arrived, in the caller's thread. Takes the lock."""
+
+    def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until ``ready()``, called with the lock held, or the session is closed; returns what it says then."""
+
+    def stop(self) -> None:
+        """Close the session and end the thread. Repeatable; does nothing in a forked child."""
+
+    # With the lock held:
+
+    def open(self) -> None:
+        """Connect the lifeline. Raises OSError."""
+
+    def connect(self, topics: Sequence[bytes]) -> None:
+        """Connect the jobs socket and the events socket, subscribed to ``topics``."""
+
+    def attach(self, message: Attach, fd: int) -> None:
+        """Send a descriptor over the lifeline. Raises OSError."""
+
+    def send(self, frames: Sequence[bytes]) -> bool:
+        """Send one message to the jobs socket; False when its queue is full."""
+
+    def disconnect(self, *, drain: bool) -> None:
+        """Close all sockets: to the daemon this is the client's death.
+
+        With ``drain`` the lifeline can still be read, and ``on_released`` is called once the daemon touches the
+        session's memory no more.
+        """
+
+    def notify(self) -> None:
+        """Something changed that a thread may wait for."""
+
+
+class Phase(Enum):
+    """How far the session has come in connecting."""
+
+    IDLE = auto()
+    GREETING = auto()
+    HELLO = auto()
+    ATTACHING = auto()
+    REGISTERING = auto()
+    READY = auto()
+    DRAINING = auto()
+    """The connection has ended, and the daemon may still touch memory of it."""
+    CLOSED = auto()
+
+
+CONNECTED = (Phase.GREETING, Phase.HELLO, Phase.ATTACHING, Phase.REGISTERING, Phase.READY)
+
+
+def new_lease_id(rng: random.Random) -> int:
+    """A random id for a lease: who knows it may load."""
+    return rng.randrange(2**32, 2**63)
+
+
+class Session(Closing):
+    """What all roles share: connecting, requests and replies, the end of a connection, connecting again.
+
+    No public method blocks unless it says wait. They are thread-safe; all that begins with ``on_``, ``_`` or ``tick``
+    needs the lock.
+
+    Args:
+        directory: where the daemon's sockets are.
+        role: of the session.
+        name: shown to operators.
+        software: client and engine versions, shown to operators.
+        namespace: opened, or joined, at every connection.
+        options: timeouts.
+        transport: real sockets unless one is given.
+        rng: for lease ids and pauses.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        role: m.Role,
+        name: str,
+        software: str,
+        namespace: NamespaceSpec | None,
+        options: ClientOptions,
+        transport: Transport | None,
+        rng: random.Random | None,
+    ) -> None:
+        self.directory = os.fspath(directory)
+        self.role = role
+        self.name = name[:128]
+        self._software = software[:128]
+        self._spec = namespace
+        self._options = options
+        self._rng = rng or random.Random()
+        self._phase = Phase.IDLE
+        self._epoch = 0
+        self._session_id = 0
+        self._token = b""
+        self._limits: m.Limits | None = None
+        self._capabilities: frozenset[str] = frozenset()
+        self._credit_bytes = 0
+        self._lease_ttl_s = 0.0
+        self._responsive = True
+        """False while the daemon owes a reply for longer than ``unresponsive_after_s``."""
+        self._problem: str | None = f"The client has not reached the kvoffd daemon in {self.directory} yet."
+        self._refusal: RequestRefused | None = None
+        self._pending: dict[int, tuple[float, OnReply]] = {}
+        """By request: when it expires, and what to call then or with its reply."""
+        self._next_expiry = NEVER
+        """No request expires earlier."""
+        self._owed_since = NEVER
+        """Since when the daemon has owed a reply without sending any."""
+        self._last_request_id = 1
+        self._retry_at = 0.0
+        self._attempts = 0
+        self._failed_attempts = 0
+        self._absent_attempts = 0
+        self._ready_at = 0.0
+        self._handshake_deadline = NEVER
+        self._heartbeat_interval_s = 1.0
+        self._heartbeat_at = NEVER
+        self._heartbeat_pending = False
+        self._last_warning = ""
+        # What roles set: topics besides the session's own, and when to call _role_tick at the latest.
+        self._topics: Sequence[bytes] = ()
+        self._role_wake_at = NEVER
+        if transport is None:
+            from kvoffd_client.transport import SocketTransport
+
+            transport = SocketTransport(self.directory, options)
+        self._transport = transport
+
+    # --- for any thread --------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """The session is open, with all that the client opens in it, and the daemon answers."""
+        return self._phase is Phase.READY and self._responsive
+
+    @property
+    def epoch(self) -> int:
+        """The daemon's life this client is (or was last) connected to; 0 before the first."""
+        return self._epoch
+
+    @property
+    def max_keys(self) -> int:
+        """Keys of which a session may have blocks leased; 0 when not ready."""
+        limits = self._limits
+        return limits.max_leased_keys if self.ready and limits is not None else 0
+
+    @property
+    def credit_bytes(self) -> int:
+        """Bytes of stores the daemon lets a session have outstanding, running ones included; 0 when not ready."""
+        return self._credit_bytes if self.ready else 0
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """What the daemon last said that it can do, and wants to be told; see ``Welcome``."""
+        return self._capabilities
+
+    @property
+    def problem(self) -> str | None:
+        """A sentence that says why the client is not ready; None while it is."""
+        return self._problem
+
+    @property
+    def refusal(self) -> RequestRefused | None:
+        """The daemon's refusal, where that is why the client is not ready."""
+        return self._refusal
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Wait until ready; False when it is not after ``timeout_s`` seconds."""
+        return self._transport.wait(lambda: self.ready, timeout_s)
+
+    def wait_settled(self, timeout_s: float) -> bool:
+        """As wait_ready(), but return at once when the daemon refuses this client; see ``refusal``."""
+        self._transport.wait(lambda: self.ready or self._refusal is not None, timeout_s)
+        return self.ready
+
+    def close(self) -> None:
+        """End the session and the thread, in less than a second; what has no answer fails. Repeatable."""
+        self._transport.stop()
+
+    def _outcome_of(self, start: Callable[[list[T], float, float], None], timeout_s: float) -> list[T]:
+        """Call ``start`` with a list, the time and the timeout, under the lock; wait until it appends to the list."""
+        outcome: list[T] = []
+        with self._transport.locked() as now:
+            start(outcome, now, timeout_s)
+        self._transport.wait(lambda: bool(outcome), timeout_s)
+        return outcome
+
+    # --- time ------------------------------------------------------------------------------------
+
+    def wake_at(self) -> float:
+        """The time at which tick() must be called at the latest."""
+        if self._phase is Phase.CLOSED:
+            return NEVER
+        if self._phase is Phase.IDLE:
+            return min(self._retry_at, self._role_wake_at)
+        owed = self._owed_since + self._options.unresponsive_after_s if self._responsive else NEVER
+        return min(self._next_expiry, self._handshake_deadline, self._heartbeat_at, owed, self._role_wake_at)
+
+    def tick(self, now: float) -> None:
+        """Do what is due: connect, expire requests, send a heartbeat."""
+        if now < self.wake_at():
+            return
+        if self._phase is Phase.IDLE and now >= self._retry_at:
+            self._connect(now)
+        if now >= self._handshake_deadline:
+            self.disconnect(self._problem or "The daemon did not finish the handshake.", now)
+        silent = self._responsive and now >= self._owed_since + self._options.unresponsive_after_s
+        if now >= self._next_expiry:
+            self._expire(now)
+        if silent and self._responsive and self._phase in CONNECTED:
+            self._responsive = False
+            self._problem = f"The kvoffd daemon in {self.directory} does not answer; going on without it."
+            self._warn(self._problem)
+            self._transport.notify()
+        if now >= self._heartbeat_at:
+            self._send_heartbeat(now)
+        self._role_tick(now)
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def _next_request_id(self) -> int:
+        self._last_request_id += 1
+        return self._last_request_id
+
+    def _send(self, message: m.AnyRequest) -> KvoffdClientError | None:
+        """Send a message without waiting for its reply; returns the reason when it cannot go out."""
+        frame = encode(message)
+        if self._limits is not None and len(frame) > self._limits.max_frame_bytes:
+            limit = self._limits.max_frame_bytes
+            sentence = f"The request has {len(frame)} bytes and the daemon takes {limit}; send less at a time."
+            return RequestRefused(ErrorCode.TOO_LARGE, sentence)
+        if not self._transport.send((frame,)):
+            return DaemonUnavailable(f"The daemon in {self.directory} does not read its socket.")
+        return None
+
+    def _request(self, message: m.AnyRequest, on_reply: OnReply, now: float, timeout_s: float | None = None) -> None:
+        """Send a message; ``on_reply`` is called once, possibly before this returns."""
+        refused: KvoffdClientError | None
+        if len(self._pending) >= MAX_PENDING_REQUESTS:
+            refused = DaemonUnavailable(f"{len(self._pending)} requests wait for the daemon already.")
+        else:
+            refused = self._send(message)
+        if refused is not None:
+            on_reply(refused, now)
+            return
+        deadline = now + (self._options.request_timeout_s if timeout_s is None else timeout_s)
+        self._pending[message.request_id] = deadline, on_reply
+        self._next_expiry = min(self._next_expiry, deadline)
+        self._owed_since = min(self._owed_since, now)
+
+    def on_reply(self, reply: m.AnyReply, now: float) -> None:
+        """Take a reply from the jobs socket."""
+        if self._phase not in CONNECTED or self._phase is Phase.GREETING:
+            return
+        if reply.epoch != self._epoch:
+            self.disconnect("The daemon was restarted.", now)
+            return
+        if not self._responsive:
+            self._responsive = True
+            self._problem = None
+            self._last_warning = ""
+            self._transport.notify()
+        entry = self._pending.pop(reply.request_id, None)
+        self._owed_since = now if self._pending else NEVER
+        if isinstance(reply, m.Error):
+            refusal = RequestRefused(reply.code, reply.message)
+            if entry is not None:
+                entry[1](refusal, now)
+            else:
+                self._on_unexpected_refusal(reply, refusal, now)
+            if reply.code in ENDED_SESSION and self._phase in CONNECTED:
+                self.disconnect(str(refusal), now)
+        elif entry is not None:
+            entry[1](reply, now)
+        else:
+            self._on_unasked_reply(reply, now)
+
+    def _expire(self, now: float) -> None:
+        for request_id in [one for one, (deadline, _) in self._pending.items() if deadline <= now]:
+            entry = self._pending.pop(request_id, None)
+            if entry is not None:  # a callback may have ended the session, and all its requests with it
+                entry[1](RequestTimeout("The kvoffd daemon did not answer in time; try again later."), now)
+        self._next_expiry = min((deadline for deadline, _ in self._pending.values()), default=NEVER)
+
+    # --- connecting ------------------------------------------------------------------------------
+
+    def _connect(self, now: float) -> None:
+        self._attempts += 1
+        try:
+            self._transport.open()
+        except OSError as error:
+            self._absent_attempts += 1
+            self.disconnect(why_unreachable(error, self.directory), now)
+            return
+        self._problem = (
+            f"The kvoffd daemon in {self.directory} accepts connections but does not answer; see its log, and "
+            "whether its process is stopped (ps, systemctl status)."
+        )
+        self._absent_attempts = 0
+        self._phase = Phase.GREETING
+        self._handshake_deadline = now + self._options.handshake_timeout_s
+
+    def on_lifeline_message(self, message: FromDaemon, now: float) -> None:
+        """Take a frame of the lifeline."""
+        if self._phase not in CONNECTED:
+            return
+        if isinstance(message, Refused):
+            self._end_refused(RequestRefused(message.code, message.message), now)
+        elif isinstance(message, Greeting) and self._phase is Phase.GREETING:
+            self._on_greeting(message, now)
+        elif isinstance(message, Attached | AttachRefused) and self._phase is Phase.ATTACHING:
+            self._on_attached(message, now)
+        elif not isinstance(message, MemoryReleased):  # the EOF follows
+            self.disconnect(f"The daemon sent {type(message).__name__} out of turn.", now)
+
+    def _on_greeting(self, greeting: Greeting, now: float) -> None:
+        if greeting.protocol_version != m.PROTOCOL_VERSION:
+            sentence = (
+                f"The daemon in {self.directory} speaks protocol {greeting.protocol_version} and this client "
+                f"{m.PROTOCOL_VERSION}; install the same kvoffd release on both."
+            )
+            self._end_refused(RequestRefused(ErrorCode.BAD_VERSION, sentence), now)
+            return
+        self._on_epoch(greeting.epoch)
+        self._epoch, self._session_id, self._token = greeting.epoch, greeting.session_id, greeting.token
+        self._limits = None  # those of another daemon may be too low for a handshake
+        self._phase = Phase.HELLO
+        self._transport.connect([session_topic(self._epoch, self._session_id), *self._topics])
+        hello = m.Hello(self._next_request_id(), self._token, m.PROTOCOL_VERSION, self.role, self.name, self._software)
+        self._request(hello, self._on_welcome, now, self._options.handshake_timeout_s)
+
+    def _on_welcome(self, reply: ReplyOrError, now: float) -> None:
+        if not isinstance(reply, m.Welcome):
+            self._fail_handshake("Hello", reply, now)
+            return
+        self._limits = reply.limits
+        self._capabilities = frozenset(reply.capabilities)
+        self._credit_bytes = reply.credit_bytes
+        self._lease_ttl_s = reply.lease_ttl_ms / 1000
+        self._heartbeat_interval_s = reply.heartbeat_interval_ms / 1000
+        if self._spec is None:
+            self._become_ready(now)
+            return
+        message = m.OpenNamespace(self._next_request_id(), self._token, *self._spec.wire_fields())
+        self._request(message, self._on_namespace_opened, now, self._options.handshake_timeout_s)
+
+    def _on_namespace_opened(self, reply: ReplyOrError, now: float) -> None:
+        if isinstance(reply, m.NamespaceOpened):
+            self._after_namespace_opened(now)
+        else:
+            self._fail_handshake("OpenNamespace", reply, now)
+
+    def _become_ready(self, now: float) -> None:
+        self._phase = Phase.READY
+        self._ready_at = now
+        self._handshake_deadline = NEVER
+        self._heartbeat_at = now
+        self._problem = self._refusal = None
+        self._last_warning = ""
+        log.info("%s is connected to the kvoffd daemon in %s", self.name, self.directory)
+        self._role_ready(now)
+        self._transport.notify()
+
+    def _fail_handshake(self, step: str, reply: ReplyOrError, now: float) -> None:
+        if self._phase not in CONNECTED:
+            return  # disconnect() has failed this request and set the problem
+        if isinstance(reply, RequestRefused):
+            self._end_refused(reply, now)
+        elif isinstance(reply, KvoffdClientError):
+            self.disconnect(f"{step}: {reply}", now)
+        else:
+            self.disconnect(f"The daemon answered {step} with {type(reply).__name__}.", now)
+
+    def _end_refused(self, refusal: RequestRefused, now: float) -> None:
+        self.disconnect(f"The kvoffd daemon in {self.directory} refuses: {refusal}", now, refusal)
+
+    # --- the end of a connection -----------------------------------------------------------------
+
+    def on_lifeline_end(self, now: float, released: bool = True) -> None:
+        """EOF: the daemon is dead, or has ended this session. ``released``: it is known to touch no memory any more."""
+        dead = released or not self._copies_outlive_lifeline()
+        if self._phase is Phase.DRAINING and dead:
+            self._transport.disconnect(drain=False)
+            self.on_released(now)
+        elif self._phase in CONNECTED:
+            self.disconnect(f"The kvoffd daemon in {self.directory} went away.", now, dead=dead)
+
+    def on_released(self, now: float) -> None:
+        """After a disconnect that drains: the daemon has released the session's memory, or its process is gone."""
+        if self._phase is Phase.DRAINING:
+            self._phase = Phase.IDLE
+            self._role_released(now)
+            self._transport.notify()
+
+    def disconnect(
+        self, sentence: str, now: float, refusal: RequestRefused | None = None, *, dead: bool = False
+    ) -> None:
+        """End the connection and plan the next attempt. ``dead``: the daemon touches the client's memory no more."""
+        if self._phase in (Phase.CLOSED, Phase.DRAINING):
+            return
+        if self._phase is Phase.READY and now - self._ready_at > self._options.backoff_max_s:
+            self._failed_attempts = 0
+        drain = not dead and self._must_drain()
+        self._phase = Phase.DRAINING if drain else Phase.IDLE
+        self._transport.disconnect(drain=drain)
+        self._problem, self._refusal = sentence, refusal
+        self._warn(sentence)
+        self._reset_connection(DaemonUnavailable(sentence), now)
+        self._role_disconnected(now)
+        self._retry_at = now + self._retry_delay_s(refusal is not None) * self._rng.uniform(0.5, 1.0)
+        self._transport.notify()
+
+    def on_close(self, now: float) -> None:
+        """End for good: ``close()`` was called."""
+        if self._phase is Phase.CLOSED:
+            return
+        self._phase = Phase.CLOSED
+        self._transport.disconnect(drain=False)
+        self._problem = "The client is closed."
+        self._reset_connection(DaemonUnavailable(self._problem), now)
+        self._role_disconnected(now)
+        self._transport.notify()
+
+    def _reset_connection(self, reason: KvoffdClientError, now: float) -> None:
+        self._token = b""
+        self._credit_bytes = 0
+        self._responsive = True
+        self._heartbeat_pending = False
+        self._handshake_deadline = self._heartbeat_at = self._next_expiry = self._owed_since = NEVER
+        pending, self._pending = self._pending, {}
+        for _, on_reply in pending.values():
+            on_reply(reason, now)
+
+    def _retry_delay_s(self, refused: bool) -> float:
+        """Seconds until the next attempt, after one that is counted here as failed."""
+        longest = self._options.backoff_max_s
+        if self._absent_attempts:
+            return min(BACKOFF_ABSENT_S, longest, BACKOFF_MIN_S * 2.0 ** min(self._absent_attempts - 1, 30))
+        self._failed_attempts += 1
+        return longest if refused else min(longest, BACKOFF_MIN_S * 2.0 ** min(self._failed_attempts - 1, 30))
+
+    def _warn(self, sentence: str) -> None:
+        """Log once per outage and reason."""
+        if sentence != self._last_warning:
+            self._last_warning = sentence
+            # An administrator's call raises the sentence; the log need not repeat it.
+            log.log(logging.DEBUG if self.role is m.Role.ADMIN else logging.WARNING, "%s", sentence)
+
+    # --- heartbeat -------------------------------------------------------------------------------
+
+    def _send_heartbeat(self, now: float) -> None:
+        self._heartbeat_at = now + self._heartbeat_interval_s
+        if self._heartbeat_pending or self._phase is not Phase.READY:
+            return
+        self._heartbeat_pending = True
+        message = m.Heartbeat(self._next_request_id(), self._token, self._acknowledged(), self._renewals(now))
+        self._request(message, lambda reply, reply_now: self._on_heartbeat_reply(reply, now, reply_now), now)
+
+    def _on_heartbeat_reply(self, reply: ReplyOrError, sent_at: float, now: float) -> None:
+        self._heartbeat_pending = False
+        if isinstance(reply, m.HeartbeatReply):
+            self._credit_bytes = reply.credit_bytes
+            self._role_heartbeat(reply, sent_at, now)
+        elif not isinstance(reply, KvoffdClientError):
+            self.disconnect(f"The daemon answered Heartbeat with {type(reply).__name__}.", now)
+
+    # --- what roles add --------------------------------------------------------------------------
+
+    def on_publication(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
+        """Take a message from the events socket."""
+
+    def on_event_replay(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
+        """Take a part of a KV event replay from the jobs socket."""
+
+    def _after_namespace_opened(self, now: float) -> None:
+        self._become_ready(now)
+
+    def _on_attached(self, message: Attached | AttachRefused, now: float) -> None:
+        self.disconnect("The daemon acknowledged a descriptor that was not sent.", now)
+
+    def _on_epoch(self, epoch: int) -> None: ...
+
+    def _role_ready(self, now: float) -> None: ...
+
+    def _role_disconnected(self, now: float) -> None: ...
+
+    def _role_released(self, now: float) -> None: ...
+
+    def _role_tick(self, now: float) -> None: ...
+
+    def _role_heartbeat(self, reply: m.HeartbeatReply, sent_at: float, now: float) -> None: ...
+
+    def _must_drain(self) -> bool:
+        return False
+
+    def _copies_outlive_lifeline(self) -> bool:
+        return False
+
+    def _acknowledged(self) -> int:
+        return 0
+
+    def _renewals(self, now: float) -> list[int]:
+        return []
+
+    def _on_unasked_reply(self, reply: m.AnyReply, now: float) -> None: ...
+
+    def _on_unexpected_refusal(self, reply: m.Error, refusal: RequestRefused, now: float) -> None:
+        self._warn(f"The kvoffd daemon refused a message: {refusal}")

@@ -1,0 +1,509 @@
+"""A session's sockets, the lock around it and the thread that drives it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import cast
+
+import zmq
+
+from kvoffd_client.errors import ForkedProcess
+from kvoffd_client.session import NEVER, ClientOptions, Session
+from kvoffd_proto.codec import CodecError, decode_reply
+from kvoffd_proto.lifeline import (
+    Attach,
+    FrameBuffer,
+    Leaving,
+    LifelineError,
+    MemoryReleased,
+    OpenPool,
+    decode_from_daemon,
+    encode_frame,
+)
+from kvoffd_proto.sockets import SocketPaths, peer_credentials, peer_pidfd
+
+log = logging.getLogger("kvoffd_client")
+
+MESSAGES_PER_ROUND = 64
+"""Messages that are read from each socket under one hold of the lock."""
+MAX_SLEEP_S = 3600.0
+ERROR_PAUSE_S = 0.05
+"""An error inside that repeats must not spin."""
+RECONNECT_MS = 20
+"""ZeroMQ's pause between attempts. A daemon that starts binds its lifeline first; its other sockets follow at once."""
+SEND_QUEUE = 1000
+"""Messages that wait to be sent to the daemon; beyond it requests fail at once."""
+RECEIVE_QUEUE = 10_000
+"""Messages that wait to be read; what the daemon publishes beyond it is dropped, and asked for again."""
+MAX_MESSAGE_BYTES = 1 << 28
+"""Largest message taken from the daemon: a bound against garbage."""
+READ_BYTES = 65536
+MAX_DESCRIPTORS = 4
+"""Taken from one read of the lifeline."""
+DAEMON_END_GRACE_S = 5.0
+"""A daemon on a GPU that died counts as gone after this, where the kernel does not show when its process is."""
+
+# pyzmq's own calls for messages of several frames combine members of enums for each frame. Measured with processes that
+# have slept, whose caches are cold: a lookup of 1,000 keys took 10 µs longer with them, of 170.
+_NOW, _RCVMORE, _EVENTS, _READABLE = (int(one) for one in (zmq.NOBLOCK, zmq.RCVMORE, zmq.EVENTS, zmq.POLLIN))
+_RELEASED = encode_frame(MemoryReleased())
+_LEAVING = encode_frame(Leaving())
+
+
+class SocketTransport(AbstractContextManager[float]):
+    """The ``Transport`` over real sockets.
+
+    The user's threads call the session directly, under the lock, and send from there: a request is on its way before
+    the call returns. One thread of its own waits for time and for messages. A thread that waits for a reply polls the
+    same descriptors and reads the reply itself.
+
+    ZeroMQ's descriptors are edge-triggered: they tell of what comes after a socket was seen empty, and not of what a
+    later use of the socket has noticed. Hence one rule: **who has used the sockets reads them empty before it releases
+    the lock.** What is left, since one hold of the lock reads no more, wakes the thread.
+    """
+
+    def __init__(self, directory: str, options: ClientOptions) -> None:
+        self._paths = SocketPaths(Path(directory))
+        self._options = options
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._context = zmq.Context(io_threads=1)
+        self._stream: LifelineStream | None = None
+        self._frames = FrameBuffer()
+        self._draining = False
+        """The stream is one that we have closed, and is read until the daemon has released the memory."""
+        self._jobs: zmq.Socket[bytes] | None = None
+        self._events: zmq.Socket[bytes] | None = None
+        self._message_fds: list[int] = []
+        self._unread = False
+        """Messages were left behind that end no sleep."""
+        self._received: list[int] = []
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._sleeping_until = 0.0
+        self._waiters: list[int] = []
+        """By waiting thread, a descriptor that wakes it."""
+        self._spare: list[int] = []
+        self._closed = False
+        self._last_error = ""
+        self._session: Session
+        self._thread: threading.Thread
+        _transports.add(self)
+
+    def start(self, session: Session) -> None:
+        self._session = session
+        self._thread = threading.Thread(target=self._run, name=f"kvoffd-{session.role.value}", daemon=True)
+        self._thread.start()
+
+    # --- for any thread --------------------------------------------------------------------------
+
+    def locked(self) -> AbstractContextManager[float]:
+        return self
+
+    def __enter__(self) -> float:
+        self._check_process()
+        self._lock.acquire()
+        return time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._receive()
+            self._wake_thread_if_due()
+        finally:
+            self._lock.release()
+
+    def poll(self) -> None:
+        with self:
+            pass  # what has arrived is read at the end
+
+    def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        self._check_process()
+        deadline = time.monotonic() + timeout_s
+        waked_by = -1
+        try:
+            while True:
+                with self._lock:
+                    if not ready():
+                        self._receive()
+                    pause = deadline - time.monotonic()
+                    self._wake_thread_if_due()
+                    if self._closed or pause <= 0.0 or ready():
+                        return ready()
+                    if waked_by < 0:
+                        waked_by = self._spare.pop() if self._spare else os.eventfd(0, os.EFD_CLOEXEC)
+                        self._waiters.append(waked_by)
+                    poller = _poller_of(*self._message_fds, waked_by)
+                for fd, _ in poller.poll(pause * 1000):
+                    if fd == waked_by:
+                        os.eventfd_read(fd)
+        finally:
+            if waked_by >= 0:
+                with self._lock:
+                    self._waiters.remove(waked_by)
+                    if self._closed:
+                        os.close(waked_by)
+                    else:
+                        self._spare.append(waked_by)
+
+    def stop(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._session.on_close(time.monotonic())
+                os.eventfd_write(self._wake_fd, 1)
+        self._thread.join(self._options.close_timeout_s)
+        if self._thread.is_alive():
+            log.error("The I/O thread of %s did not end in time.", self._session.name)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedProcess(
+                "This kvoffd client was made before the process forked; make a new client in the child "
+                "(or start the child with the spawn method)."
+            )
+
+    # --- for the session, with the lock held -----------------------------------------------------
+
+    def open(self) -> None:
+        if problem := self._paths.problem():
+            raise OSError(problem)
+        self._stream = LifelineStream(str(self._paths.lifeline))
+        self._frames = FrameBuffer()
+
+    def connect(self, topics: Sequence[bytes]) -> None:
+        self._jobs = self._connected(zmq.DEALER, self._paths.jobs)
+        self._events = self._connected(zmq.SUB, self._paths.events)
+        for topic in topics:
+            self._events.setsockopt(zmq.SUBSCRIBE, topic)
+        self._message_fds = [self._jobs.FD, self._events.FD]
+
+    def _connected(self, kind: int, path: Path) -> zmq.Socket[bytes]:
+        made: zmq.Socket[bytes] = self._context.socket(kind)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.RECONNECT_IVL, RECONNECT_MS),
+            (zmq.SNDHWM, SEND_QUEUE),
+            (zmq.RCVHWM, RECEIVE_QUEUE),
+            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+        ):
+            made.setsockopt(option, value)
+        made.connect(f"ipc://{path}")
+        return made
+
+    def attach(self, message: Attach, fd: int) -> None:
+        self.send_over_lifeline(message, [fd])
+
+    def send_over_lifeline(self, message: Attach | OpenPool, fds: Sequence[int] = ()) -> None:
+        """Send a message and descriptors to the daemon. Raises OSError."""
+        if self._stream is None or self._draining:
+            raise OSError("the lifeline is closed")
+        self._stream.send(encode_frame(message), list(fds))
+
+    def take_descriptor(self) -> int | None:
+        """The descriptor that came over the lifeline first, if there is one; it is the caller's from here on."""
+        return self._received.pop(0) if self._received else None
+
+    def send(self, frames: Sequence[bytes]) -> bool:
+        if self._jobs is None:
+            return False
+        try:
+            if len(frames) == 1:
+                self._jobs.send(frames[0], _NOW)
+            else:
+                self._jobs.send_multipart(frames, _NOW)
+        except zmq.Again:
+            return False
+        return True
+
+    def disconnect(self, *, drain: bool) -> None:
+        stream = self._stream
+        if stream is not None and drain and not self._draining:
+            self._draining = True
+            if not stream.ended:
+                stream.stop_sending()
+        elif stream is not None:
+            if not self._draining:
+                stream.leave()
+            self._close_stream()
+        while self._received:
+            os.close(self._received.pop())
+        # A jobs socket that is left open connects to the next daemon, and delivers old requests there.
+        for connected in (self._jobs, self._events):
+            if connected is not None:
+                connected.close(linger=0)
+        self._jobs = self._events = None
+        self._message_fds = []
+
+    def notify(self) -> None:
+        for fd in self._waiters:
+            os.eventfd_write(fd, 1)
+
+    def _close_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+        self._stream, self._draining = None, False
+
+    # --- reading, with the lock held -------------------------------------------------------------
+
+    def _receive(self) -> None:
+        """Read the sockets empty, or MESSAGES_PER_ROUND messages of each. An error inside ends the connection."""
+        try:
+            # Completions before replies before the end: what arrived before the daemon died still counts.
+            self._unread = self._receive_publications() | self._receive_replies()
+        except Exception as error:
+            self._recover(error)
+
+    def _receive_publications(self) -> bool:
+        for _ in range(MESSAGES_PER_ROUND):
+            if not _has_message(self._events):
+                return False
+            frames = _frames_from(cast(zmq.Socket[bytes], self._events))
+            if len(frames) == 3:
+                self._session.on_publication(frames[0], frames[1], frames[2], time.monotonic())
+        return True
+
+    def _receive_replies(self) -> bool:
+        session = self._session
+        for _ in range(MESSAGES_PER_ROUND):
+            if not _has_message(self._jobs):
+                return False
+            frames, now = _frames_from(cast(zmq.Socket[bytes], self._jobs)), time.monotonic()
+            if len(frames) == 4 and not frames[0]:
+                session.on_event_replay(frames[1], frames[2], frames[3], now)
+                continue
+            try:
+                reply = decode_reply(frames[0] if len(frames) == 1 else b"")
+            except CodecError as error:
+                session.disconnect(f"The daemon sent what is no reply of this protocol ({error}).", now)
+                return False
+            session.on_reply(reply, now)
+        return True
+
+    def _read_lifeline(self, now: float) -> None:
+        stream, session = self._stream, self._session
+        while stream is not None and not stream.ended and (came := stream.read()) is not None:
+            data, fds = came
+            self._received += fds
+            while len(self._received) > (0 if self._draining else MAX_DESCRIPTORS):  # nobody asked for them
+                os.close(self._received.pop())
+            if not data:
+                session.on_lifeline_end(now, stream.released(now))
+            elif not self._draining:
+                try:
+                    for body in self._frames.feed(data):
+                        session.on_lifeline_message(decode_from_daemon(body), now)
+                except LifelineError as error:
+                    session.disconnect(f"The daemon's lifeline cannot be understood: {error}", now)
+            if stream is not self._stream:  # the session has closed it
+                return
+        if self._draining and stream is not None and stream.released(now):
+            self._close_stream()
+            session.on_released(now)
+
+    def _recover(self, error: Exception) -> None:
+        """A bug must neither end the thread nor reach the engine: log it once, connect again."""
+        if repr(error) != self._last_error:
+            self._last_error = repr(error)
+            log.error("The kvoffd client failed internally; it connects again.", exc_info=error)
+        try:
+            self._session.disconnect(f"The client failed internally: {error!r}.", time.monotonic())
+        except Exception:
+            log.exception("The kvoffd client could not put its session in order.")
+            self.disconnect(drain=False)
+
+    # --- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                while not self._closed:
+                    self._run_once()
+            except Exception as error:
+                with self._lock:
+                    self._sleeping_until = 0.0
+                    self._recover(error)
+                time.sleep(ERROR_PAUSE_S)
+        with self._lock:
+            self._shut()
+
+    def _run_once(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._sleeping_until = 0.0
+            now = time.monotonic()
+            self._session.tick(now)
+            self._receive()
+            self._read_lifeline(now)
+            stream = self._stream
+            wake_at = min(self._session.wake_at(), NEVER if stream is None else stream.wake_at())
+            pause = 0.0 if self._unread else min(max(0.0, wake_at - now), MAX_SLEEP_S)
+            self._sleeping_until = now + pause
+            poller = _poller_of(*self._message_fds, self._wake_fd, -1 if stream is None else stream.fileno())
+        for fd, _ in poller.poll(pause * 1000):
+            if fd == self._wake_fd:
+                os.eventfd_read(fd)
+
+    def _wake_thread_if_due(self) -> None:
+        if self._sleeping_until and (self._unread or self._session.wake_at() < self._sleeping_until):
+            self._sleeping_until = 0.0
+            os.eventfd_write(self._wake_fd, 1)
+
+    def _shut(self) -> None:
+        self.disconnect(drain=False)
+        self._context.term()
+        for fd in (self._wake_fd, *self._spare):
+            os.close(fd)
+        self._spare.clear()
+
+    def forget_in_child(self) -> None:
+        """Close the lifeline in a forked child: its EOF must mean the parent's death."""
+        if self._stream is not None:
+            self._stream.close()
+
+
+def _poller_of(*fds: int) -> select.poll:
+    poller = select.poll()
+    for fd in fds:
+        if fd >= 0:
+            poller.register(fd, select.POLLIN)
+    return poller
+
+
+def _has_message(connected: zmq.Socket[bytes] | None) -> bool:
+    """Whether a message waits. The call makes ZeroMQ notice what has changed."""
+    return connected is not None and bool(cast(int, connected.get(_EVENTS)) & _READABLE)
+
+
+def _frames_from(connected: zmq.Socket[bytes]) -> list[bytes]:
+    """Receive one message. Raises zmq.Again when there is none."""
+    frames = [connected.recv(_NOW)]
+    while connected.get(_RCVMORE):
+        frames.append(connected.recv(_NOW))
+    return frames
+
+
+_transports: weakref.WeakSet[SocketTransport] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for transport in list(_transports):
+        transport.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+class LifelineStream:
+    """The client's end of the lifeline: a connected stream, not blocking, and the process at its other end.
+
+    The EOF alone does not say that a GPU copies no more: the kernel closes a killed process's descriptors one after the
+    other, the driver's may be among the last, and copies run until then. The process is gone when all of them are.
+
+    Args:
+        path: the lifeline's socket.
+
+    Raises:
+        OSError: nobody listens there.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        self._tail = b""
+        self._ended_at = NEVER
+        try:
+            self._stream.connect(path)
+            self._pidfd = _pidfd_of(self._stream)
+        except BaseException:
+            self._stream.close()
+            raise
+
+    def fileno(self) -> int:
+        """Of what becomes readable when there is something to do: the stream, and after its end the process."""
+        return self._stream.fileno() if self._ended_at == NEVER else self._pidfd
+
+    def send(self, frame: bytes, fds: list[int]) -> None:
+        if socket.send_fds(self._stream, [frame], fds, socket.MSG_NOSIGNAL) != len(frame):
+            raise OSError("the daemon does not read its lifeline")
+
+    def read(self) -> tuple[bytes, list[int]] | None:
+        """Take bytes and the descriptors with them; None when there are none now, no bytes at the end."""
+        try:
+            data, fds, _, _ = socket.recv_fds(self._stream, READ_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data, fds = b"", []
+        self._tail = (self._tail + data)[-len(_RELEASED) :]
+        if not data:
+            self._ended_at = time.monotonic()
+            self._stream.close()
+        return data, fds
+
+    @property
+    def ended(self) -> bool:
+        return self._ended_at != NEVER
+
+    def leave(self) -> None:
+        """Say that the end of the stream that follows is meant."""
+        try:
+            self._stream.send(_LEAVING, socket.MSG_NOSIGNAL)
+        except OSError:
+            pass  # the daemon has closed it already, or does not read: then it counts what it sees
+
+    def stop_sending(self) -> None:
+        """Have the daemon see the client's end; its own can still be read."""
+        self.leave()
+        try:
+            self._stream.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass  # the daemon has closed it already; the EOF is there to be read
+
+    def released(self, now: float) -> bool:
+        """Whether the daemon touches the client's memory no more: it said so before the EOF, or its process is gone."""
+        if not self.ended or self._tail == _RELEASED:
+            return self.ended
+        return _has_ended(self._pidfd) if self._pidfd >= 0 else now >= self.wake_at()
+
+    def wake_at(self) -> float:
+        """When to ask ``released`` again although nothing has become readable."""
+        return self._ended_at + DAEMON_END_GRACE_S if self.ended and self._pidfd < 0 else NEVER
+
+    def close(self) -> None:
+        self._stream.close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+def _pidfd_of(stream: socket.socket) -> int:
+    """A descriptor of the daemon's process; -1 where the kernel gives none."""
+    if (pidfd := peer_pidfd(stream)) >= 0:
+        return pidfd
+    pid, _, _ = peer_credentials(stream)
+    try:
+        pidfd = os.pidfd_open(pid)  # pid is 0 where the daemon is in a pid namespace that this process does not see
+    except OSError:
+        return -1
+    poller = select.poll()
+    poller.register(stream, select.POLLRDHUP)
+    if poller.poll(0):  # it has ended, so that the number may be another's by now
+        os.close(pidfd)
+        return -1
+    return pidfd
+
+
+def _has_ended(pidfd: int) -> bool:
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(0))
