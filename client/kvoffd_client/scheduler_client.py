@@ -148,7 +148,9 @@ class SchedulerClient(Session):
                 return Lookup(0, done=True, failed=True)
             lease_id = new_lease_id(self._rng)
             parts = _parts_of(groups, counts, self._limits.max_keys_per_request)
-            found = Lookup(lease_id, waiter=self._transport.wait, missing=len(parts), partial_states=[b""] * len(groups))
+            found = Lookup(
+                lease_id, waiter=self._transport.wait, missing=len(parts), partial_states=[b""] * len(groups)
+            )
             self._unanswered.add(lease_id)
             for number, part in enumerate(parts):
                 names = self._next_request_id(), self._token, self._fingerprint, lease_id
