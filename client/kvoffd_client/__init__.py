@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
     from kvoffd_client.blocks import Layer as Layer
     from kvoffd_client.blocks import Shard as Shard
     from kvoffd_client.blocks import checksum_of as checksum_of
-    from kvoffd_client.session import ClientOptions as ClientOptions
     from kvoffd_client.errors import BlockDamaged as BlockDamaged
     from kvoffd_client.errors import BlockUnavailable as BlockUnavailable
     from kvoffd_client.errors import DaemonUnavailable as DaemonUnavailable

@@ -26,9 +26,9 @@ import msgspec
 import numpy as np
 
 from kvoffd_client.blocks import DTYPES, Block, BlockClient, TensorSpec, checksum_of
-from kvoffd_client.client_options import Closing
 from kvoffd_client.errors import BlockUnavailable, KvoffdClientError
-from kvoffd_client.namespace_spec import Geometry, differing_fields
+from kvoffd_client.namespace import Geometry, differing_fields
+from kvoffd_client.session import Closing
 from kvoffd_proto.blocks import BlockInfo, ShardSpec
 from kvoffd_proto.messages import READY
 

@@ -17,11 +17,11 @@ import numpy.typing as npt
 import xxhash
 
 from kvoffd_client.admin_client import AdminClient, matching_namespaces
-from kvoffd_client.client_options import ClientOptions, Closing
 from kvoffd_client.errors import BlockDamaged, BlockUnavailable, DaemonUnavailable, RequestRefused, RequestTimeout
-from kvoffd_client.namespace_spec import Geometry
+from kvoffd_client.memory import Registration, SharedMemory
+from kvoffd_client.namespace import Geometry
 from kvoffd_client.scheduler_client import SchedulerClient
-from kvoffd_client.shared_memory import Registration, SharedMemory
+from kvoffd_client.session import ClientOptions, Closing
 from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.blocks import CHECKSUM_BYTES, BlockInfo, DescribeNamespace, ListBlocks, PageSpec, ShardSpec
 from kvoffd_proto.errors import ErrorCode

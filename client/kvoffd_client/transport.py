@@ -25,7 +25,6 @@ from kvoffd_proto.lifeline import (
     Leaving,
     LifelineError,
     MemoryReleased,
-    OpenPool,
     decode_from_daemon,
     encode_frame,
 )
@@ -86,7 +85,6 @@ class SocketTransport(AbstractContextManager[float]):
         self._message_fds: list[int] = []
         self._unread = False
         """Messages were left behind that end no sleep."""
-        self._received: list[int] = []
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._sleeping_until = 0.0
         self._waiters: list[int] = []
@@ -201,17 +199,9 @@ class SocketTransport(AbstractContextManager[float]):
         return made
 
     def attach(self, message: Attach, fd: int) -> None:
-        self.send_over_lifeline(message, [fd])
-
-    def send_over_lifeline(self, message: Attach | OpenPool, fds: Sequence[int] = ()) -> None:
-        """Send a message and descriptors to the daemon. Raises OSError."""
         if self._stream is None or self._draining:
             raise OSError("the lifeline is closed")
-        self._stream.send(encode_frame(message), list(fds))
-
-    def take_descriptor(self) -> int | None:
-        """The descriptor that came over the lifeline first, if there is one; it is the caller's from here on."""
-        return self._received.pop(0) if self._received else None
+        self._stream.send(encode_frame(message), [fd])
 
     def send(self, frames: Sequence[bytes]) -> bool:
         if self._jobs is None:
@@ -235,8 +225,6 @@ class SocketTransport(AbstractContextManager[float]):
             if not self._draining:
                 stream.leave()
             self._close_stream()
-        while self._received:
-            os.close(self._received.pop())
         # A jobs socket that is left open connects to the next daemon, and delivers old requests there.
         for connected in (self._jobs, self._events):
             if connected is not None:
@@ -293,9 +281,8 @@ class SocketTransport(AbstractContextManager[float]):
         stream, session = self._stream, self._session
         while stream is not None and not stream.ended and (came := stream.read()) is not None:
             data, fds = came
-            self._received += fds
-            while len(self._received) > (0 if self._draining else MAX_DESCRIPTORS):  # nobody asked for them
-                os.close(self._received.pop())
+            for fd in fds:  # nobody asked for them
+                os.close(fd)
             if not data:
                 session.on_lifeline_end(now, stream.released(now))
             elif not self._draining:
