@@ -102,6 +102,9 @@ class PartSizes:
         """Whether these can be keys of the registration's groups."""
         return all(one.group < len(self.pages) and len(one.keys) % self.key_bytes == 0 for one in named)
 
+    def keys_in(self, part: Part) -> int:
+        return sum([len(one.keys) for one in part.groups]) // self.key_bytes
+
     def cut(self, groups: Sequence[GroupTransfer], limits: Limits | None) -> deque[Part]:
         """The parts of a job, in its order; one where all of it may be sent at once."""
         keys = sum([len(one.keys) for one in groups]) // self.key_bytes

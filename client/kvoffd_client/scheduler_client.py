@@ -175,11 +175,13 @@ class SchedulerClient(Session):
 
     def invalidate(self, groups: Sequence[m.GroupKeys]) -> None:
         """Have the daemon drop blocks that proved unusable. Does nothing when not ready."""
-        for item in groups:
-            self._namespace.count_keys(item.keys)
+        counts = [self._namespace.count_keys(item.keys) for item in groups]
         with self._transport.locked():
-            if self.ready:
-                self._send(m.Invalidate(self._next_request_id(), self._token, self._fingerprint, list(groups)))
+            if not self.ready or self._limits is None:
+                return
+            for part in _parts_of(groups, counts, self._limits.max_keys_per_request):
+                keys = [some for _, some, _ in part]
+                self._send(m.Invalidate(self._next_request_id(), self._token, self._fingerprint, keys))
 
     def report(
         self, prefill_rate: float, load_rate: float, skipped_loads: int, paused_stores: int, late_lookups: int = 0

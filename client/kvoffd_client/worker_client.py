@@ -232,7 +232,7 @@ class WorkerClient(Session):
 
     def _send_submit(self, limits: m.Limits, now: float) -> bool:
         """Send one message with as many jobs as it may hold; False when there is nothing to send."""
-        request_id, nbytes = self._last_request_id + 1, 0
+        request_id, nbytes, keys, pieces = self._last_request_id + 1, 0, 0, 0
         stores: list[m.Store] = []
         loads: list[m.Load] = []
         sent: set[int] = set()
@@ -246,8 +246,14 @@ class WorkerClient(Session):
                 part = job.waiting[0]
                 fits = self._pieces[is_load] + part.pieces <= limits.max_pieces_in_flight // 2 or not any(self._pieces)
                 nbytes += part.nbytes
-                in_flight = len(self._parts)
-                if not fits or in_flight >= limits.max_jobs_in_flight or (sent and nbytes > limits.max_frame_bytes):
+                keys += self._part_sizes.keys_in(part)
+                pieces += part.pieces
+                too_large = (
+                    nbytes > limits.max_frame_bytes
+                    or keys > limits.max_keys_per_request
+                    or pieces > limits.max_pieces_per_job
+                )
+                if not fits or len(self._parts) >= limits.max_jobs_in_flight or (sent and too_large):
                     break
                 job.waiting.popleft()
                 part_id = self._part_id(job)
