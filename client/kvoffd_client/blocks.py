@@ -40,6 +40,8 @@ BUFFER_BYTES, BUFFER_BLOCKS = 64 << 20, 1024
 BUFFERS_PER_POOL = 8
 """In a small pool the buffer is this part of it: more could not be leased, or stored, at once."""
 BLOCKS_PER_LIST = 1024
+PATIENCE_S = 1.0
+"""For a session to open; then the daemon is asked whether it is there."""
 _INTERRUPTED = "The daemon was restarted or ended the session in the middle; try again."
 NAME = "kvoffd single blocks"
 """What operators see of the sessions."""
@@ -251,7 +253,9 @@ class _Buffer(Closing):
         DaemonUnavailable, RequestRefused.
     """
 
-    def __init__(self, directory: str, geometry: Geometry, size_bytes: int, options: ClientOptions) -> None:
+    def __init__(
+        self, admin: AdminClient, directory: str, geometry: Geometry, size_bytes: int, options: ClientOptions
+    ) -> None:
         self.geometry = geometry
         self._directory = directory
         self._timeout_s = options.request_timeout_s
@@ -270,7 +274,7 @@ class _Buffer(Closing):
             for rank in range(geometry.world_size):
                 registration = self._registration(rank)
                 self._workers.append(WorkerClient(directory, geometry, registration, name=NAME, options=options))
-            self._connect()
+            self._connect(admin)
         except BaseException:
             self.close()
             raise
@@ -288,14 +292,17 @@ class _Buffer(Closing):
                 start += page.page_bytes
         return Registration(rank, self._per_key, (self._memory,), tuple(tensors), tuple(groups))
 
-    def _connect(self) -> None:
+    def _connect(self, admin: AdminClient) -> None:
         deadline = time.monotonic() + self._timeout_s
         clients: list[SchedulerClient | WorkerClient] = [self._scheduler, *self._workers]
         for client in clients:
-            if not client.wait_settled(max(0.0, deadline - time.monotonic())):
-                raise client.refusal or DaemonUnavailable(
-                    f"The kvoffd daemon in {self._directory} did not answer in time: {client.problem}"
-                )
+            while not client.wait_settled(PATIENCE_S):
+                if client.refusal is not None:
+                    raise client.refusal
+                admin.health()  # it raises where nothing listens any more
+                if time.monotonic() >= deadline:
+                    why = f"The kvoffd daemon in {self._directory} opened no session in time: {client.problem}"
+                    raise DaemonUnavailable(why)
 
     def capacity(self, group: int) -> int:
         """How many blocks of a group it holds."""
@@ -551,7 +558,7 @@ class BlockClient(AdminClient):
                 self._close_buffer()
             if self._buffer is None:
                 size_bytes = min(BUFFER_BYTES, self.stats().pool.pool_bytes // BUFFERS_PER_POOL)
-                self._buffer = _Buffer(self._directory, geometry, size_bytes, self._options)
+                self._buffer = _Buffer(self, self._directory, geometry, size_bytes, self._options)
             try:
                 yield self._buffer
             except BaseException:

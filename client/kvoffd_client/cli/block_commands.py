@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -360,6 +361,8 @@ def _print_file(file: Path, source: BlockFile, *, as_json: bool) -> None:
 def _open_client(context: typer.Context, directory: Path | None) -> BlockClient:
     from kvoffd_client import BlockClient
 
+    # Its engine's sessions log what they survive; the command prints the error that is raised.
+    logging.getLogger("kvoffd_client").addHandler(logging.NullHandler())
     return BlockClient(local_directory(context, directory))
 
 
