@@ -156,7 +156,7 @@ class Config:
     shutdown_deadline_s: float = duration_setting(10.0, 0.0, "How long running jobs may finish after SIGTERM.")
     heartbeat_interval_s: float = duration_setting(2.0, 0.01, "Interval at which clients send a heartbeat.")
     event_buffer_steps: int = number_setting(10_000, 1, 10_000_000, "KV event messages kept for replay.")
-    max_frame_bytes: int = size_setting(8 * 1024**2, 4096, "Largest frame of a request.")
+    max_frame_bytes: int = size_setting(2 * 1024**2, 4096, "Largest frame of a request.")
     max_sessions: int = number_setting(256, 1, 65_536, "Most open sessions.")
     max_namespaces: int = number_setting(1024, 1, 65_536, "Most open namespaces.")
     max_jobs_in_flight: int = number_setting(4096, 1, 1_000_000, "Most unfinished jobs of a session.")
@@ -178,12 +178,14 @@ class Config:
     max_jobs_per_message: int = number_setting(1024, 1, MAX_JOBS, "Most stores and loads in one message.")
     max_keys_per_job: int = number_setting(4096, 1, 1_000_000, "Most keys in one store or load.")
     max_pieces_per_job: int = number_setting(
-        65_536, 1, 10_000_000, "Most pieces of one store or load: its block ids times the layers of their group."
+        16_384, 1, 10_000_000, "Most pieces of one store or load: its block ids times the layers of their group."
     )
     max_pieces_in_flight: int = number_setting(
         262_144, 1, 100_000_000, "Most pieces of a session's unfinished jobs; a key counts as eight or more."
     )
-    max_keys_per_request: int = number_setting(131_072, 1, 10_000_000, "Most keys in one lookup or invalidation.")
+    max_keys_per_request: int = number_setting(
+        8192, 1, 10_000_000, "Most keys in one request: a lookup, an invalidation, or the jobs of one message together."
+    )
     max_leases: int = number_setting(16_384, 1, 1_000_000, "Most live leases of a session.")
     leased_share: float = share_setting(
         0.875,

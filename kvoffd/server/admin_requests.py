@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 from kvoffd.cache.namespace import Block, Namespace
 from kvoffd.errors import KvoffdError
-from kvoffd.server.context import Context, answers, filled
+from kvoffd.server.context import Context, Pending, answers, filled
 from kvoffd.server.namespaces import forget_idle
 from kvoffd.server.session import Session
 from kvoffd_proto import blocks as b
@@ -27,57 +26,75 @@ LIMITS_WAIT_S = 1.5
 
 
 @answers(m.Clear)
-def clear(context: Context, session: Session, message: m.Clear) -> Iterator[m.Done | None]:
+def clear(context: Context, session: Session, message: m.Clear) -> Pending:
     """Drop the blocks of one namespace, or of all. What is empty then and nobody has open is forgotten."""
-    cache, count = context.cache, 0
+    cache, unopened = context.cache, 0
     steps = cache.clear_all() if message.namespace is None else cache.reset(cache.namespace(message.namespace))
     # Before the last step a directory may be open, and somebody have a namespace open of which only disks have blocks.
     context.disks.cleared(message.namespace)
     if message.namespace is None and context.tiering is not None:
-        count += context.tiering.forget_unopened()
-    count += yield from steps
-    if message.namespace is None and context.tiering is not None:  # those that were forgotten meanwhile
-        count += context.tiering.forget_unopened()
-    forget_idle(context)
-    yield from context.removals_kept()
-    logger.info("Session %d (%s) cleared %d blocks.", session.id, session.peer, count)
-    yield m.Done(message.request_id, context.epoch, count)
+        unopened = context.tiering.forget_unopened()
+
+    def cleared(count: int) -> int:
+        count += unopened
+        if message.namespace is None and context.tiering is not None:  # those that were forgotten in between
+            count += context.tiering.forget_unopened()
+        forget_idle(context)
+        logger.info("Session %d (%s) cleared %d blocks.", session.id, session.peer, count)
+        return count
+
+    return context.removal(message.request_id, steps, cleared)
 
 
 @answers(m.ResetFleet)
-def reset_fleet(context: Context, session: Session, message: m.ResetFleet) -> Iterator[m.Done | None]:
+def reset_fleet(context: Context, session: Session, message: m.ResetFleet) -> Pending:
     """Make a namespace's blocks void for all nodes; the count is that of the stores that were told."""
     stores = context.disks.shared
     if not stores:
         why = "No tier is shared with other nodes; start the daemon with --shared URL."
         raise KvoffdError(why, ErrorCode.NOT_READY)
     raises = [store.raise_generation(message.namespace) for store in stores]
-    yield from context.others_served(lambda: all(one.ended for one in raises), context.clock() + FLEET_WAIT_S)
-    if problems := [one.problem or "It has not answered yet." for one in raises if one.problem or not one.ended]:
-        raise KvoffdError(f"Not every shared store could be told: {' '.join(problems)}", ErrorCode.NOT_READY)
-    logger.info("Session %d (%s) reset a namespace for all nodes.", session.id, session.peer)
-    yield m.Done(message.request_id, context.epoch, len(raises))
+
+    def poll(late: bool) -> m.Done | None:
+        if not late and not all(one.ended for one in raises):
+            return None
+        if problems := [one.problem or "It has not answered yet." for one in raises if one.problem or not one.ended]:
+            raise KvoffdError(f"Not every shared store could be told: {' '.join(problems)}", ErrorCode.NOT_READY)
+        logger.info("Session %d (%s) reset a namespace for all nodes.", session.id, session.peer)
+        return m.Done(message.request_id, context.epoch, len(raises))
+
+    return Pending(poll, context.clock() + FLEET_WAIT_S)
 
 
 @answers(m.SetQuota)
-def set_quota(context: Context, session: Session, message: m.SetQuota) -> Iterator[m.Done | None]:
+def set_quota(context: Context, session: Session, message: m.SetQuota) -> Pending:
     """Set a namespace's quota, and have it written for the next daemon before the answer, which says where that
     failed."""
-    kept, until = context.kept_limits, context.clock() + LIMITS_WAIT_S
+    kept = context.kept_limits
     context.cache.blocks.quotas.set(message.namespace, message.quota_bytes)
     logger.info(
         "Session %d (%s) set the quota of the namespace %s: %s.",
         *(session.id, session.peer, message.namespace.hex()[:12]),
         "none" if message.quota_bytes is None else format_size(message.quota_bytes),
     )
-    yield from context.others_served(lambda: not kept.is_being_written, until)
-    kept.note()
-    yield from context.others_served(lambda: not kept.is_being_written, until)
-    if problem := kept.problem:
-        logger.warning("The quotas of namespaces hold, but %s.", problem)
-        why = f"The quota holds until the daemon ends, and the next one may not have it: {problem}."
-        raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
-    yield m.Done(message.request_id, context.epoch, 1)
+    noted = False
+
+    def poll(late: bool) -> m.Done | None:
+        nonlocal noted
+        if kept.is_being_written and not late:
+            return None
+        if not noted:
+            kept.note()
+            noted = True
+            if kept.is_being_written and not late:
+                return None
+        if problem := kept.problem:
+            logger.warning("The quotas of namespaces hold, but %s.", problem)
+            why = f"The quota holds until the daemon ends, and the next one may not have it: {problem}."
+            raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
+        return m.Done(message.request_id, context.epoch, 1)
+
+    return Pending(poll, context.clock() + LIMITS_WAIT_S)
 
 
 @answers(m.DescribePolicy)

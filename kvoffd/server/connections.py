@@ -98,8 +98,6 @@ class Connection:
     endpoint: ListeningSocket
     process: ClientProcess
     input: zmtp.Input = field(init=False)
-    unfinished: Iterator[None] | None = None
-    """What is left to be done of its last message, a part at each turn."""
     reading: bool = False
     waits: bool = False
     """It is among ``process.waiting``."""
@@ -114,14 +112,6 @@ class Connection:
 
     def __post_init__(self) -> None:
         self.input = zmtp.Input(self.endpoint.peers, self.endpoint.max_frame_bytes, MAX_FRAMES)
-
-    def go_on(self) -> bool:
-        """Do a part of what is left of the last message; False where nothing is."""
-        if self.unfinished is None:
-            return False
-        if next(self.unfinished, self) is self:
-            self.unfinished = None
-        return True
 
 
 class LongFrames:

@@ -10,13 +10,14 @@ from typing import TypeAlias, TypeVar, cast
 
 from msgspec import Struct
 
-from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.cache import BlockCache, Steps
 from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError, refusal_of
 from kvoffd.observe.loop_watch import LoopWatch
 from kvoffd.observe.meters import LOOKUP_BOUNDS_S, DurationHistogram, RateMeter
+from kvoffd.server.background import Background
 from kvoffd.server.disks import Disks
 from kvoffd.server.engine_jobs import EngineJobs
 from kvoffd.server.engine_memory import MemoryMapper
@@ -37,8 +38,44 @@ logger = logging.getLogger(__name__)
 
 REMOVAL_WAIT_S = 0.5
 """For disks to note what an invalidation, a reset or a clear removed; the answer waits for it."""
+MAX_PENDING = 64
+"""Requests of a session whose replies wait."""
 
 StructT = TypeVar("StructT", bound=Struct)
+
+
+@dataclass(eq=False)
+class Pending:
+    """A reply that must wait. Returned by a handler; the service asks ``poll`` for the reply until it is there.
+
+    Attributes:
+        poll: returns the reply, or None where it is not there yet; raises KvoffdError to refuse the request. Its
+            argument says that ``until`` has passed: then it must do one of the two others.
+        until: time of the daemon's clock.
+    """
+
+    poll: Callable[[bool], m.AnyReply | None]
+    until: float = float("inf")
+    request_id: int = field(default=0, init=False)
+    sender: bytes = field(default=b"", init=False)
+    session: Session | None = field(default=None, init=False)
+    """Whose request it is. When it ends, nobody is left to be answered."""
+
+
+class Later:
+    """A reply that a callback brings, or the reason why there is none."""
+
+    def __init__(self) -> None:
+        self._result: m.AnyReply | Exception | None = None
+
+    def bring(self, result: m.AnyReply | Exception) -> None:
+        self._result = result
+
+    def poll(self, late: bool = False) -> m.AnyReply | None:
+        """As of Pending."""
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
 
 
 @dataclass
@@ -69,9 +106,10 @@ class Context:
     curve: HitRatioCurve
     disks: Disks
     kept_limits: KeptLimits
+    background: Background = field(default_factory=Background)
+    pending: list[Pending] = field(default_factory=list)
+    """Requests whose replies wait, oldest first."""
     outbox: Outbox = field(default_factory=Outbox)
-    sender: bytes = b""
-    """Who sent the request that is being handled."""
     lookups: list[tuple[int, float | None]] = field(default_factory=list)
     """Lease and seconds of lookups that are to be counted once their replies are out."""
     errors: Counter[str] = field(default_factory=Counter)
@@ -92,33 +130,44 @@ class Context:
     def tiering(self) -> TieringManager | None:
         return self.disks.tiering
 
-    def others_served(self, done: Callable[[], bool], until: float) -> Iterator[None]:
-        """Let others be served until it is done, or it is that late."""
-        while not done() and self.clock() < until:
-            yield None
+    def removal(
+        self, request_id: int, steps: Steps, then: Callable[[int], int] | None = None, *, at_once: bool = False
+    ) -> Pending:
+        """Remove blocks, in the background or ``at_once``.
 
-    def removals_kept(self) -> Iterator[None]:
-        """Let others be served until what was removed from disks stays away after a kill too, or it takes too long."""
-        kept = self.disks.removals_kept()
-        yield from self.others_served(kept, self.clock() + REMOVAL_WAIT_S)
-        if not kept():
-            logger.warning(
-                "A disk takes long to note what was removed from it: the answer goes out, and a kill or a power cut "
-                "before it is noted would bring that back."
-            )
+        The reply comes once they stay away after a kill too, or that takes long. ``then`` is called after the last step
+        with the number of blocks that were removed, whoever still waits; it returns that of the reply.
+        """
+        kept: Callable[[], bool] = lambda: False  # noqa: E731
+        until = 0.0
+
+        def removed(count: int) -> int:
+            nonlocal kept, until
+            count = then(count) if then is not None else count
+            kept, until = self.disks.removals_kept(), self.clock() + REMOVAL_WAIT_S
+            return count
+
+        work = self.background.add(steps, removed, at_once=at_once)
+
+        def poll(late: bool) -> m.Done | None:
+            if not work.done:
+                return None
+            if work.error is not None:
+                raise work.error
+            if not kept():
+                if self.clock() < until:
+                    return None
+                logger.warning(
+                    "A disk takes long to note what was removed from it: the answer goes out, and a kill or a power "
+                    "cut before it is noted would bring that back."
+                )
+            return m.Done(request_id, self.epoch, work.count)
+
+        return Pending(poll)
 
     def reply(self, sender: bytes, reply: m.AnyReply) -> None:
         """Send a reply with the next flush."""
         self.outbox.replies.append((sender, codec.encode(reply)))
-
-    def answer_later(self, request_id: int) -> Callable[[m.AnyReply | Exception], None]:
-        """What sends the reply, or the refusal, to the request that is being handled, once that is known."""
-        sender = self.sender
-
-        def answer(result: m.AnyReply | Exception) -> None:
-            self.reply(sender, self.refusal(request_id, result) if isinstance(result, Exception) else result)
-
-        return answer
 
     def refusal(self, request_id: int, error: Exception) -> m.Error:
         """The reply to a request that raised ``error``, which is counted."""
@@ -136,8 +185,8 @@ class Context:
         if frames := session.completions.flush(self.sessions.credit_of(session)):
             self.outbox.publications.append(frames)
 
-    def check_key_count(self, namespace: Namespace, groups: Sequence[m.GroupKeys]) -> None:
-        """Raise KvoffdError where a lookup or an invalidation has more keys than it may."""
+    def check_key_count(self, namespace: Namespace, groups: Sequence[m.GroupKeys | m.GroupTransfer]) -> None:
+        """Raise KvoffdError where a request has more keys than it may."""
         total = sum(len(part.keys) for part in groups) // namespace.key_bytes
         _check_at_most(total, self.config.max_keys_per_request)
 
@@ -176,9 +225,8 @@ def filled(kind: type[StructT], *sources: object, **given: object) -> StructT:
 
 
 RequestT = TypeVar("RequestT", bound=m.AnyRequest)
-Answer: TypeAlias = m.AnyReply | Iterator[m.AnyReply | None] | None
-"""None where the answer comes later, as that of accepted jobs does. What takes long is done in parts: an iterator does
-one at each step, of which the last may give the reply."""
+Answer: TypeAlias = m.AnyReply | Pending | None
+"""None where the answer comes by other ways, as that of accepted jobs does."""
 Handler: TypeAlias = Callable[[Context, Session, RequestT], Answer]
 
 HANDLERS: dict[type[m.AnyRequest], tuple[m.Exchange, Handler[m.AnyRequest]]] = {}

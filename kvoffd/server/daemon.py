@@ -183,8 +183,7 @@ class Daemon:
     def stats(self) -> StatsReply | None:
         if not self._socket_inode:
             return None
-        *_, reply = stats_reply(self._service.context, Stats(0, NO_TOKEN))
-        return reply
+        return stats_reply(self._service.context, Stats(0, NO_TOKEN))
 
     def unreachable(self) -> str:
         path = self._directory.sockets.jobs

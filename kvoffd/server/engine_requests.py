@@ -5,18 +5,16 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
 
 from kvoffd import __version__
-from kvoffd.cache.adopt import LOOKED_FOR_BYTES
 from kvoffd.cache.namespace import Namespace
 from kvoffd.errors import BadGeometry, KvoffdError
-from kvoffd.server.context import Context, answers, filled
+from kvoffd.server.context import Context, Later, Pending, answers, filled
 from kvoffd.server.engine_memory import EngineMemory, segment_ids
-from kvoffd.server.namespaces import find_or_open
+from kvoffd.server.namespaces import Opening
 from kvoffd.server.session import Registration, Session
 from kvoffd.server.sessions import may_administer
-from kvoffd.server.submission import OBJECT_BYTES, Submission
+from kvoffd.server.submission import Submission
 from kvoffd.transfer.plan import Direction, build_layouts
 from kvoffd_proto import messages as m
 from kvoffd_proto.blocks import PageSpec, ShardSpec
@@ -91,14 +89,19 @@ def replay(context: Context, session: Session, message: m.Replay) -> m.ReplayRep
 
 
 @answers(m.OpenNamespace)
-def open_namespace(context: Context, session: Session, message: m.OpenNamespace) -> Iterator[m.NamespaceOpened | None]:
+def open_namespace(context: Context, session: Session, message: m.OpenNamespace) -> Pending:
     context.sessions.check_not_stopping()
-    _, created = yield from find_or_open(context, session, message)
-    yield m.NamespaceOpened(message.request_id, context.epoch, created)
+    opening = Opening(context, session, message)
+
+    def poll(late: bool) -> m.NamespaceOpened | None:
+        opened = opening.poll(late)
+        return None if opened is None else m.NamespaceOpened(message.request_id, context.epoch, opened[1])
+
+    return Pending(poll, opening.until)
 
 
 @answers(m.Register)
-def register(context: Context, session: Session, message: m.Register) -> None:
+def register(context: Context, session: Session, message: m.Register) -> Pending:
     """Map a worker's memory; the reply follows once that is done.
 
     Takes the attached descriptors over when all of it is sound, none of them otherwise.
@@ -110,7 +113,7 @@ def register(context: Context, session: Session, message: m.Register) -> None:
     descriptors = _claim(session, message.segments)
     session.registering.add(message.registration_id)
     context.cache.memory.take(session.id, charged_bytes)
-    answer = context.answer_later(message.request_id)
+    answer = Later()
 
     def mapped(result: EngineMemory | Exception) -> None:
         session.registering.discard(message.registration_id)
@@ -119,27 +122,29 @@ def register(context: Context, session: Session, message: m.Register) -> None:
         except Exception as error:
             context.cache.memory.take(session.id, -charged_bytes)
             _give_back(session, descriptors)
-            answer(error)
+            answer.bring(error)
             return
         for fd in descriptors.values():
             os.close(fd)
-        answer(reply)
+        answer.bring(reply)
 
     try:
         context.memory.map(message.registration_id, session.peer.uid, message.segments, descriptors, mapped)
     except Exception as error:
         mapped(error)
+    return Pending(answer.poll)
 
 
 @answers(m.Unregister)
-def unregister(context: Context, session: Session, message: m.Unregister) -> None:
+def unregister(context: Context, session: Session, message: m.Unregister) -> Pending:
     """Stop the registration's jobs and unmap its memory; the reply follows once that is done."""
     registration = session.registration(message.registration_id)
     del session.registrations[message.registration_id]
-    answer, done = context.answer_later(message.request_id), m.Done(message.request_id, context.epoch, 1)
+    answer = Later()
     context.runner.abandon([job for job in session.jobs.values() if job.client_memory is registration])
     context.cache.memory.take(session.id, -registration.charged_bytes)
-    registration.close_when_idle(lambda: answer(done))
+    registration.close_when_idle(lambda: answer.bring(m.Done(message.request_id, context.epoch, 1)))
+    return Pending(answer.poll)
 
 
 def _check_registration(context: Context, session: Session, message: m.Register, namespace: Namespace) -> int:
@@ -235,28 +240,14 @@ def release(context: Context, session: Session, message: m.Release) -> m.Done:
 
 
 @answers(m.Invalidate)
-def invalidate(context: Context, session: Session, message: m.Invalidate) -> Iterator[m.Done | None]:
+def invalidate(context: Context, session: Session, message: m.Invalidate) -> Pending:
+    """Forget blocks now, but for those of an earlier daemon, which are looked for in the background."""
     session.check_namespace(message.namespace)
     namespace = context.cache.namespace(message.namespace)
     context.check_key_count(namespace, message.groups)
-    nbytes = _nbytes(message.groups)
-    if namespace.inherited_blocks:
-        nbytes += LOOKED_FOR_BYTES * sum(len(part.keys) // namespace.key_bytes for part in message.groups)
-    memory = context.cache.memory
-    memory.claim(session.id, nbytes)  # for the turns of others
-    try:
-        steps = context.cache.invalidate(namespace, [(part.group, part.keys) for part in message.groups])
-        context.disks.invalidated(namespace, message.groups)  # a directory may be open before the last step
-        count = yield from steps
-    finally:
-        memory.take(session.id, -nbytes)
-    yield from context.removals_kept()
-    yield m.Done(message.request_id, context.epoch, count)
-
-
-def _nbytes(groups: Sequence[m.GroupKeys]) -> int:
-    """Memory of a message's keys."""
-    return sum(len(part.keys) for part in groups) + OBJECT_BYTES * len(groups)
+    steps = context.cache.invalidate(namespace, [(part.group, part.keys) for part in message.groups])
+    context.disks.invalidated(namespace, message.groups)
+    return context.removal(message.request_id, steps, at_once=not namespace.inherited_blocks)
 
 
 @answers(m.ReportEngine)
@@ -272,34 +263,36 @@ def report_engine(context: Context, session: Session, message: m.ReportEngine) -
 
 
 @answers(m.Reset)
-def reset(context: Context, session: Session, message: m.Reset) -> Iterator[m.Done | None]:
+def reset(context: Context, session: Session, message: m.Reset) -> Pending:
     """Drop every block of a namespace that the session has opened."""
     session.check_namespace(message.namespace)
-    count = yield from context.cache.reset(context.cache.namespace(message.namespace))
-    context.disks.namespace_reset(message.namespace)
-    yield from context.removals_kept()
-    yield m.Done(message.request_id, context.epoch, count)
+    steps = context.cache.reset(context.cache.namespace(message.namespace))
+
+    def removed(count: int) -> int:
+        context.disks.namespace_reset(message.namespace)
+        return count
+
+    return context.removal(message.request_id, steps, removed)
 
 
 @answers(m.Submit)
-def submit(context: Context, session: Session, message: m.Submit) -> Iterator[m.JobsRefused | None]:
-    """Accept stores and loads, part by part; their completions are the answer, but for those that are refused."""
+def submit(context: Context, session: Session, message: m.Submit) -> m.JobsRefused | None:
+    """Accept stores and loads; their completions are the answer, but for those that are refused."""
     context.sessions.check_not_stopping()
-    session.registration(message.registration_id).check_whole(context.clock())
-    jobs = len(message.stores) + len(message.loads)
-    if jobs > (most := context.config.max_jobs_per_message):
-        raise KvoffdError(f"{jobs} jobs in one message; {most} are allowed. Send several.", ErrorCode.TOO_MANY)
+    registration = session.registration(message.registration_id)
+    registration.check_whole(context.clock())
+    jobs: list[m.Store | m.Load] = [*message.stores, *message.loads]
+    groups = [part for job in jobs for part in job.groups]
+    context.check_key_count(registration.namespace, groups)
+    if len(jobs) > (most := context.config.max_jobs_per_message):
+        raise KvoffdError(f"{len(jobs)} jobs in one message; {most} are allowed. Send several.", ErrorCode.TOO_MANY)
     submission = Submission(context.jobs, session, message, 2 * context.sessions.credit_bytes)
-    return _parts_of(context, submission)
-
-
-def _parts_of(context: Context, submission: Submission) -> Iterator[m.JobsRefused | None]:
-    for _ in submission.run():
-        yield None
+    submission.run()
     for refusal in submission.refused:
         context.count_error(refusal.code)
     if submission.refused:
-        yield m.JobsRefused(submission.message.request_id, context.epoch, submission.refused)
+        return m.JobsRefused(message.request_id, context.epoch, submission.refused)
+    return None
 
 
 @answers(m.Cancel)

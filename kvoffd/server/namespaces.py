@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
 
 from kvoffd.cache.namespace import Namespace, nbytes_of
 from kvoffd.errors import BadGeometry, KvoffdError
+from kvoffd.server.background import Work
 from kvoffd.server.context import Context
 from kvoffd.server.session import Session
 from kvoffd_proto.errors import ErrorCode
@@ -19,42 +19,58 @@ MAX_NAMESPACES_OF_SESSION = 16
 """An engine is in one at a time."""
 OTHERS_PART = 4
 """One part in so many of the namespaces stays for other users than the one who has most of them open."""
+OPEN_WAIT_S = 1.0
+"""For another namespace to be freed."""
 FORGET_AFTER_S = 60.0
 """How long an empty namespace that nobody has open is still shown to operators."""
 
 
-def find_or_open(
-    context: Context, session: Session, message: NamespaceRequest
-) -> Generator[None, None, tuple[Namespace, bool]]:
-    """The namespace a message describes, open for the session, and whether it is new. Raises KvoffdError.
+class Opening:
+    """The opening of the namespace that a message describes. It waits where another one must be freed for it.
 
-    It takes more than one step where another namespace must go for it. One that is empty and that nobody has open gives
-    its name to whoever comes with another geometry.
+    Raises KvoffdError where the session may not open it.
     """
-    cache, fingerprint = context.cache, message.namespace
-    held = session.namespaces
-    _check_places(context, session, fingerprint)
-    geometry = message.world_size, message.key_bytes, message.groups
-    known = cache.find_namespace(fingerprint)
-    if known is not None and not known.is_same(*geometry) and _idle(known, _opened(context)):
-        logger.info("The empty namespace %r is forgotten for one of another geometry.", known.label)
-        _forget(context, known)
-        known = None
-    if known is None:
-        yield from _make_room(context, session, message)
-        if session.ended:
-            raise KvoffdError.of(ErrorCode.SESSION_ENDED)
-        _check_places(context, session, fingerprint)  # the session and its user may have opened others meanwhile
-    label, description = printable(message.label), printable(message.description)
-    opened = cache.open_namespace(fingerprint, label, *geometry, description)
-    namespace, created = opened
-    held.add(fingerprint)
-    if created:
-        # A subscriber that knew an earlier life of the daemon must forget what it believed.
-        context.publisher.cleared(namespace)
-        if context.tiering is not None:
-            context.tiering.namespace_opened(namespace)
-    return opened
+
+    def __init__(self, context: Context, session: Session, message: NamespaceRequest) -> None:
+        self._context = context
+        self._session = session
+        self._message = message
+        self._freed: Work | None = None
+        self.until = context.clock() + OPEN_WAIT_S
+        _check_places(context, session, message.namespace)
+
+    def poll(self, late: bool) -> tuple[Namespace, bool] | None:
+        """The namespace, open for the session, and whether it is new; None while it waits.
+
+        An empty namespace that nobody has open gives its name to whoever comes with another geometry. Raises
+        KvoffdError.
+        """
+        context, session, message = self._context, self._session, self._message
+        if self._freed is not None:
+            if not self._freed.done and not late:
+                return None
+            _check_places(context, session, message.namespace)  # the session may have opened others in between
+        cache, fingerprint = context.cache, message.namespace
+        geometry = message.world_size, message.key_bytes, message.groups
+        known = cache.find_namespace(fingerprint)
+        if known is not None and not known.is_same(*geometry) and _idle(known, _opened(context)):
+            logger.info("The empty namespace %r is forgotten for one of another geometry.", known.label)
+            _forget(context, known)
+            known = None
+        if known is None:
+            self._freed = _make_space(context, message, late)
+            if self._freed is not None:
+                return None
+        label, description = printable(message.label), printable(message.description)
+        opened = cache.open_namespace(fingerprint, label, *geometry, description)
+        namespace, created = opened
+        session.namespaces.add(fingerprint)
+        if created:
+            # A subscriber that knew an earlier life of the daemon must forget what it believed.
+            context.publisher.cleared(namespace)
+            if context.tiering is not None:
+                context.tiering.namespace_opened(namespace)
+        return opened
 
 
 def forget_idle(context: Context, after_s: float = 0.0) -> None:
@@ -87,8 +103,11 @@ def _check_places(context: Context, session: Session, fingerprint: bytes) -> Non
         )
 
 
-def _make_room(context: Context, session: Session, message: NamespaceRequest) -> Generator[None, None, None]:
-    """See to it that one more namespace may be opened; raise KvoffdError where it may not."""
+def _make_space(context: Context, message: NamespaceRequest, late: bool) -> Work | None:
+    """Begin to free a namespace that nobody has open, so that one more may be opened; None where none need go.
+
+    Raises KvoffdError where none may go, or it is too late to wait for one.
+    """
     cache, limit = context.cache, context.config.max_namespaces
     nbytes = nbytes_of(message.label, message.description, message.world_size, len(message.groups))
     most_bytes = context.config.namespaces_bytes
@@ -97,32 +116,33 @@ def _make_room(context: Context, session: Session, message: NamespaceRequest) ->
             f"The namespace would take {nbytes} bytes of the daemon's memory beside its blocks, and {most_bytes // 8} "
             "are allowed; give it fewer ranks or groups, or a shorter description."
         )
-    tried = set[Namespace]()
-    while len(cache.namespaces) >= limit or cache.namespaces_bytes + nbytes > most_bytes:
-        # What nobody has open goes, what has the least in it first: a block in each must not take all places for good.
-        # While one is written or read there it would not go at once, and a refusal would have cleared it for nothing.
-        opened = _opened(context)
-        unused = [
-            one
-            for one in cache.namespaces
-            if one.fingerprint not in opened
-            and one.held_blocks == one.ready_blocks + one.inherited_blocks
-            and not one.clearing
-            and one not in tried
-        ]
-        if not unused:
-            raise KvoffdError(
-                f"{len(cache.namespaces)} namespaces are open, with {cache.namespaces_bytes} bytes beside their "
-                "blocks, the limit; raise max_namespaces or namespaces_size.",
-                ErrorCode.TOO_MANY,
-            )
-        namespace = min(unused, key=lambda one: one.ready_bytes)
-        tried.add(namespace)
-        yield from cache.clear(namespace, keep_tiers=True)
+    if len(cache.namespaces) < limit and cache.namespaces_bytes + nbytes <= most_bytes:
+        return None
+    # What has the least in it goes first: a block in each must not take all places for good. While one is written or
+    # read there it would not go at once, and a refusal would have cleared it for nothing.
+    opened = _opened(context)
+    unused = [
+        one
+        for one in cache.namespaces
+        if one.fingerprint not in opened
+        and one.held_blocks == one.ready_blocks + one.inherited_blocks
+        and not one.clearing
+    ]
+    if not unused or late:
+        raise KvoffdError(
+            f"{len(cache.namespaces)} namespaces are open, with {cache.namespaces_bytes} bytes beside their "
+            "blocks, the limit; raise max_namespaces or namespaces_size.",
+            ErrorCode.TOO_MANY,
+        )
+    namespace = min(unused, key=lambda one: one.ready_bytes)
+
+    def cleared(count: int) -> int:
         if _idle(namespace, _opened(context)):
             logger.info("The namespace %r, which nobody has open, is forgotten for another one.", namespace.label)
             _forget(context, namespace)
-        yield
+        return count
+
+    return context.background.add(cache.clear(namespace, keep_tiers=True), cleared)
 
 
 def _opened(context: Context) -> set[bytes]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 from collections import Counter
-from collections.abc import Iterator
 
 from msgspec import structs
 
@@ -25,38 +24,33 @@ from kvoffd_proto import messages as m
 
 DESCRIPTIONS_BYTES = 1 << 20
 """Of the namespaces in one listing: 64 KiB of each would make tens of MiB."""
-NAMESPACES_AT_ONCE = 100
-"""Of which statistics are made in one step, in some 10 ms."""
 
 
 @answers(m.Stats)
-def stats(context: Context, session: Session, message: m.Stats) -> Iterator[m.StatsReply | None]:
+def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
     return stats_reply(context, message)
 
 
-def stats_reply(context: Context, message: m.Stats) -> Iterator[m.StatsReply | None]:
+def stats_reply(context: Context, message: m.Stats) -> m.StatsReply:
     cache = context.cache
     cache.count_misses()
     quotas = cache.blocks.quotas
-    namespaces: list[m.NamespaceStats] = []
-    for namespace in list(cache.namespaces):
-        if namespaces and len(namespaces) % NAMESPACES_AT_ONCE == 0:
-            yield None
-        namespaces.append(
-            filled(
-                m.NamespaceStats,
-                namespace,
-                namespace.counters,
-                namespace=namespace.fingerprint,
-                quota_bytes=quotas.of(namespace.fingerprint),
-                misses=named(namespace.counters.misses),
-                recent=context.recent.of_namespace(namespace),
-                curve=context.curve.of_namespace(namespace),
-            )
+    namespaces = [
+        filled(
+            m.NamespaceStats,
+            namespace,
+            namespace.counters,
+            namespace=namespace.fingerprint,
+            quota_bytes=quotas.of(namespace.fingerprint),
+            misses=named(namespace.counters.misses),
+            recent=context.recent.of_namespace(namespace),
+            curve=context.curve.of_namespace(namespace),
         )
+        for namespace in cache.namespaces
+    ]
     usage = resource.getrusage(resource.RUSAGE_SELF)
     level, causes = health_of(context)
-    yield filled(
+    return filled(
         m.StatsReply,
         context,
         cache,

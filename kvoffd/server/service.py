@@ -9,19 +9,19 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from weakref import WeakSet
 
 # These fill the table of handlers.
 import kvoffd.server.admin_requests
 import kvoffd.server.engine_requests
 import kvoffd.server.report  # noqa: F401
-from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.cache import BlockCache, Steps
 from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.server.context import HANDLERS, Answer, Context, Outbox
+from kvoffd.server.context import HANDLERS, MAX_PENDING, Answer, Context, Outbox, Pending
 from kvoffd.server.disks import Disks, OpenDisk
 from kvoffd.server.engine_jobs import EngineJobs
 from kvoffd.server.engine_memory import MemoryMapper, Post
@@ -44,10 +44,6 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.wire import NO_TOKEN
 
 logger = logging.getLogger(__name__)
-
-MAX_SMALL_FRAME_BYTES = 2 << 20
-"""Of requests that have more small objects than keys: to decode 8 MiB of them would keep the loop for 0.2 s."""
-_WITH_KEYS = {kind.__name__.lower() for kind in (m.Lookup, m.Invalidate, m.Submit)}
 
 if HANDLERS.keys() != m.EXCHANGES.keys():
     raise AssertionError(f"requests without a handler: {m.EXCHANGES.keys() - HANDLERS.keys()}")
@@ -94,8 +90,8 @@ class Service:
         )
         self.sessions = self.context.sessions
         cache.watchers.append(self.context.curve.requested)
-        self._unfinished: deque[Iterator[None]] = deque([self._take_over()] if cache.inherited_blocks else [])
-        """What is left to be done of requests whose senders are gone, and of what takes many steps besides."""
+        if cache.inherited_blocks:
+            self.context.background.add(self._take_over())
         self._half_stored_warned: WeakSet[Namespace] = WeakSet()
 
     def use_pool(self, name: str) -> None:
@@ -106,55 +102,49 @@ class Service:
 
     # --- called by the sockets of requests --------------------------------------------------------
 
-    def handle(self, sender: bytes, frame: bytes) -> Iterator[None] | None:
-        """Answer one request frame. Never raises; every frame gets a reply but jobs that are all accepted.
+    def handle(self, sender: bytes, frame: bytes) -> None:
+        """Answer one request frame. Never raises. Its reply is in the outbox then, unless it must wait."""
+        context = self.context
+        request_id, answer = self._answer(frame)
+        if isinstance(answer, Pending):
+            answer.request_id, answer.sender = request_id, sender
+            if not self._poll(answer):
+                context.pending.append(answer)
+        elif answer is not None:
+            context.reply(sender, answer)
 
-        The request's token says whose it is. Returns what is left to be done of it, a part at each step, before the
-        sender's next frame; None for nothing. Where the sender is gone, that is forgotten, and done by ``go_on``.
-        """
-        self.context.sender = sender
-        request, request_id, reply = self._answer(frame)
-        if isinstance(reply, Iterator):
-            # Jobs are not accepted once the sender is gone: it may have asked over another connection what became of
-            # them, and heard that they are unknown. Any other request that was begun is done whole.
-            rest = self._parts_of(sender, request_id, reply, whole=not isinstance(request, m.Submit))
-            return rest if next(rest, rest) is None else None
+    def _poll(self, pending: Pending) -> bool:
+        """Send the reply if it is there; False where it still waits."""
+        context = self.context
+        assert pending.session is not None
+        if pending.session.ended:
+            return True
+        try:
+            reply = pending.poll(context.clock() >= pending.until)
+        except Exception as error:
+            reply = context.refusal(pending.request_id, error)
         if reply is not None:
-            self.context.reply(sender, reply)
-        return None
+            context.reply(pending.sender, reply)
+        return reply is not None
 
-    def go_on(self) -> bool:
-        """Do a part of what is left of ended leases and of work of many steps; False where nothing is."""
-        more = self.context.cache.unpin_some()
-        if self._unfinished:
-            rest = self._unfinished.popleft()
-            if next(rest, rest) is None:
-                self._unfinished.append(rest)
-        return more or bool(self._unfinished)
+    def background(self) -> bool:
+        """Do about a millisecond of what takes long: pins of ended leases, removals, blocks to take over.
 
-    def _take_over(self) -> Iterator[None]:
+        Returns whether there is more.
+        """
+        context = self.context
+        more = context.cache.unpin_some()
+        context.background.step()
+        return more or len(context.background) > 0
+
+    def _take_over(self) -> Steps:
         """Make blocks ready that an earlier daemon left, while engines are served."""
         context = self.context
         while context.cache.adopt_some():
             yield
         seconds = context.clock() - context.started_at
         logger.info("All of the earlier daemon's blocks are taken over %.3f s after the first ones.", seconds)
-
-    def _parts_of(
-        self, sender: bytes, request_id: int, parts: Iterator[m.AnyReply | None], *, whole: bool
-    ) -> Iterator[None]:
-        try:
-            for reply in parts:
-                if reply is None:
-                    yield
-                else:
-                    self.context.reply(sender, reply)
-        except GeneratorExit:
-            if whole:
-                self._unfinished.append(self._parts_of(sender, request_id, parts, whole=whole))
-            raise
-        except Exception as error:
-            self.context.reply(sender, self.context.refusal(request_id, error))
+        return 0
 
     def refuse_frame(self, sender: bytes, frame_bytes: int) -> None:
         """Answer a request frame that is too long to be kept."""
@@ -168,6 +158,7 @@ class Service:
     def flush(self) -> Outbox:
         """Take what is to be sent now."""
         context = self.context
+        context.pending = [pending for pending in context.pending if not self._poll(pending)]
         for session in context.jobs.with_results.values():
             context.flush_completions(session)
         context.jobs.with_results.clear()
@@ -200,9 +191,9 @@ class Service:
         forget_idle(context, FORGET_AFTER_S)
         context.disks.tick()
         for fingerprint in context.tiering.take_voided() if context.tiering is not None else ():
-            self._unfinished.append(self._void(fingerprint))
+            context.background.add(self._void(fingerprint))
 
-    def _void(self, fingerprint: bytes) -> Iterator[None]:
+    def _void(self, fingerprint: bytes) -> Steps:
         """Forget a namespace's blocks, since somebody reset it for all nodes."""
         context = self.context
         while (namespace := context.cache.find_namespace(fingerprint)) is not None and namespace.clearing:
@@ -212,6 +203,7 @@ class Service:
         elif context.tiering is not None:
             context.tiering.tier.remove_namespace(fingerprint)
         context.disks.namespace_reset(fingerprint, everywhere=True)
+        return 0
 
     def _warn_of_half_stored(self) -> None:
         """Say once for each namespace that blocks lack shards: its engine stores what nobody can ever read."""
@@ -227,23 +219,18 @@ class Service:
                 )
 
     def _too_long(self, frame_bytes: int) -> KvoffdError:
-        limit = self.context.config.max_frame_bytes
-        if frame_bytes <= limit:
-            limit = MAX_SMALL_FRAME_BYTES
         return KvoffdError(
-            f"The frame has {frame_bytes} bytes; {limit} are allowed. Send it in parts.", ErrorCode.TOO_LARGE
+            f"The frame has {frame_bytes} bytes; {self.context.config.max_frame_bytes} are allowed. Send it in parts.",
+            ErrorCode.TOO_LARGE,
         )
 
-    def _answer(self, frame: bytes) -> tuple[m.AnyRequest | None, int, Answer]:
-        """The request, its number and what its handler returned."""
+    def _answer(self, frame: bytes) -> tuple[int, Answer]:
+        """The request's number and what its handler returned."""
         context = self.context
         context.requests += 1
-        request, request_id = None, 0
+        request_id = 0
         try:
             if len(frame) > context.config.max_frame_bytes:
-                raise self._too_long(len(frame))
-            if len(frame) > MAX_SMALL_FRAME_BYTES and codec.tag_of(frame) not in _WITH_KEYS:
-                request_id = codec.request_id_of(frame)
                 raise self._too_long(len(frame))
             try:
                 request = codec.decode_request(frame)
@@ -253,11 +240,10 @@ class Service:
             request_id = request.request_id
             if self.sessions.has_departed(request.token):
                 # Its last message, such as a heartbeat, crossed the end of the lifeline: nothing is wrong.
-                gone = m.Error(request_id, context.epoch, ErrorCode.BAD_TOKEN, ErrorCode.BAD_TOKEN.sentence)
-                return request, request_id, gone
-            return request, request_id, self._dispatch(request, self.sessions.by_token.get(request.token))
+                return request_id, m.Error(request_id, context.epoch, ErrorCode.BAD_TOKEN, ErrorCode.BAD_TOKEN.sentence)
+            return request_id, self._dispatch(request, self.sessions.by_token.get(request.token))
         except Exception as error:
-            return request, request_id, context.refusal(request_id, error)
+            return request_id, context.refusal(request_id, error)
 
     def _dispatch(self, request: m.AnyRequest, session: Session | None) -> Answer:
         if session is None and isinstance(request, m.Health) and request.token == NO_TOKEN:
@@ -273,4 +259,12 @@ class Service:
                 f"{type(request).__name__} is for the role {' or '.join(sorted(exchange.roles))}, not {session.role}.",
                 ErrorCode.WRONG_ROLE,
             )
-        return handler(self.context, session, request)
+        if sum(pending.session is session for pending in self.context.pending) >= MAX_PENDING:
+            raise KvoffdError(
+                f"{MAX_PENDING} requests of the session wait for their replies, its limit; wait for some.",
+                ErrorCode.TOO_MANY,
+            )
+        answer = handler(self.context, session, request)
+        if isinstance(answer, Pending):
+            answer.session = session
+        return answer

@@ -1,11 +1,8 @@
-"""Stores and loads of one message: each is judged by itself, and refused whole or accepted.
-
-A large message is dealt with in parts, between which others have their turns.
-"""
+"""Stores and loads of one message: each is judged by itself, and refused whole or accepted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,17 +25,13 @@ from kvoffd_proto.messages import (
     Submit,
 )
 
-PART_PIECES = 4096
-"""Jobs are planned together until they have so many pieces; then it is others' turn."""
-OBJECT_BYTES = 256
-"""What a job of a message takes besides its groups, and a group besides its keys and block ids."""
 MAX_UNACKNOWLEDGED_RESULTS, MAX_UNACKNOWLEDGED_BYTES = 16_384, 2 << 20
 """Also because one ReplayReply has all of them."""
 
 
 @dataclass(eq=False)
 class Submission:
-    """One Submit. ``run`` deals with it part by part, and then ``refused`` is complete.
+    """One Submit. ``run`` deals with it, and then ``refused`` is complete.
 
     Args:
         max_store_bytes: bound on the session's unfinished stores. Credits are a promise of the client; this is for one
@@ -53,49 +46,15 @@ class Submission:
     _part: dict[int, tuple[Store, int]] = field(default_factory=dict, init=False)
     """Stores that are to be planned together, with their pieces, by job id."""
     _part_pieces: int = field(default=0, init=False)
-    _no_room: str | None = field(default=None, init=False)
-    """Why the rest of the message is not kept."""
 
-    def run(self) -> Iterator[None]:
-        """Deal with one part at each step. Where the session ends meanwhile, nothing more is done."""
-        memory, owner, held = self.jobs.cache.memory, self.session.id, 0
-        try:
-            for _ in self._parts():
-                if not held and self._no_room is None:
-                    held = self._keep()
-                yield
-        finally:
-            memory.take(owner, -held)
-
-    def _keep(self) -> int:
-        """Keep the message for others' turns, or refuse its further jobs where it is too long; returns its bytes."""
-        jobs: list[Store | Load] = [*self.message.stores, *self.message.loads]
-        parts = [part for job in jobs for part in job.groups]
-        nbytes = OBJECT_BYTES * (len(jobs) + len(parts))
-        for part in parts:
-            nbytes += len(part.keys) + len(part.block_ids) + len(part.parents) + len(part.tokens)
-        try:
-            self.jobs.cache.memory.claim(self.session.id, nbytes)
-        except KvoffdError as error:
-            self._no_room = error.message
-            return 0
-        return nbytes
-
-    def _parts(self) -> Iterator[None]:
-        spent = 0
+    def run(self) -> None:
+        """Deal with all of it: ``refused`` is complete then."""
         for load in self.message.loads:
-            if self.session.ended:
-                return
             try:
-                spent += self._load(load)
+                self._load(load)
             except Exception as error:
                 self._refuse([load], error)
-            if spent >= PART_PIECES:
-                yield
-                spent = 0
         for store in self.message.stores:
-            if self.session.ended:
-                return
             try:
                 pieces = self.check(self._registration, store, storing=True)
             except Exception as error:
@@ -103,15 +62,10 @@ class Submission:
                 continue
             self._part[store.job_id] = store, pieces
             self._part_pieces += pieces
-            if spent + self._part_pieces >= PART_PIECES:
-                self._store_part()
-                yield
-                spent = 0
         self._store_part()
 
     @property
     def _registration(self) -> Registration:
-        """Raises KvoffdError: it may have ended since the last part."""
         return self.session.registration(self.message.registration_id)
 
     def _refuse(self, jobs: Sequence[Store | Load], error: Exception) -> None:
@@ -125,8 +79,6 @@ class Submission:
         registration, or the session has too much under way, or a job of this id. What its bytes say of keys and blocks
         is not looked at yet.
         """
-        if self._no_room is not None:
-            raise KvoffdError(self._no_room, ErrorCode.TOO_MANY)
         config, session, namespace = self.jobs.config, self.session, registration.namespace
         if job.job_id in session.jobs or job.job_id in self._part:
             raise KvoffdError.of(ErrorCode.DUPLICATE_JOB)

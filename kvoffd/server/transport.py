@@ -200,9 +200,6 @@ class Transport:
         if connection.closed:
             return
         connection.closed = True
-        if connection.unfinished is not None:
-            connection.unfinished = None  # the service goes on with what must be done
-            self.wake()
         endpoint, process = connection.endpoint, connection.process
         self._pause(connection)
         self._loop.remove_writer(connection.stream.fileno())
@@ -273,7 +270,7 @@ class Transport:
             return works
         try:
             self._queue.serve(self._serve_one, time.monotonic() + SERVE_S)
-            more = self._service.go_on()
+            more = self._service.background()
             self.flush()
         except Exception:  # the loop that serves engines must outlive it
             logger.exception("An iteration of the message loop failed.")
@@ -299,9 +296,6 @@ class Transport:
         return more
 
     def _take_one(self, connection: Connection) -> bool:
-        if connection.go_on():  # also of who does not read: others may wait for the end of it
-            self.flush()
-            return True
         if connection.replay is not None or self._behind(connection.process):
             connection.process.held.add(connection)
             self._held.add(connection.process)
@@ -318,7 +312,7 @@ class Transport:
         elif isinstance(taken, zmtp.TooLong):
             self._service.refuse_frame(connection.name, taken.frame_bytes)
         elif len(taken) == 1:
-            connection.unfinished = self._service.handle(connection.name, taken[0])
+            self._service.handle(connection.name, taken[0])
         elif len(taken) == 2 and not taken[0] and len(taken[1]) == SEQUENCE_BYTES:
             self._service.replay_events(connection.name, taken[1])
         else:

@@ -55,13 +55,6 @@ def _tag_in(head: bytes) -> tuple[int, int]:
     return at + 1, at + 1 + (head[at] & 0x1F)
 
 
-def tag_of(frame: bytes | memoryview) -> str:
-    """Return the tag of a frame, which says what message it claims to be, without decoding more; "" where none is."""
-    head = bytes(frame[:_HEAD_BYTES])
-    begin, end = _tag_in(head)
-    return head[begin:end].decode("ascii", "replace")
-
-
 def request_id_of(frame: bytes | memoryview) -> int:
     """Return the request id of a frame that does not decode, so that the refusal can name it; 0 where there is none.
 

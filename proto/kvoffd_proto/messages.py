@@ -34,7 +34,7 @@ class Limits(Wire, frozen=True):
     """Limits of one session, given in Welcome. Requests beyond them are refused."""
 
     max_frame_bytes: Annotated[int, doc("Largest request frame in bytes.", ge=1)]
-    max_keys_per_request: Annotated[int, doc("Keys in one Lookup or Invalidate.", ge=1)]
+    max_keys_per_request: Annotated[int, doc("Keys in one request, those of all jobs of a Submit together.", ge=1)]
     max_jobs_per_message: Annotated[int, doc("Stores and loads in one Submit.", ge=1)]
     max_keys_per_job: Annotated[int, doc("Keys in one Store or Load.", ge=1)]
     max_pieces_per_job: Annotated[

@@ -220,6 +220,10 @@ class ServiceHarness:
             self.done.popleft()()
         self.service.flush()
 
+    def work_off(self) -> None:
+        while self.service.background():
+            pass
+
     # --- messages ----------------------------------------------------------------------------------
 
     def send(self, kind: int) -> None:
@@ -235,11 +239,11 @@ class ServiceHarness:
         """Check that a frame has one reply or is an accepted job, and that a refusal changes nothing."""
         service = self.service
         self.take_done()
+        self.work_off()
         before, jobs = self.state(), self._jobs()
-        for _ in service.handle(b"sender", frame) or ():
-            pass
-        replies = [codec.decode_reply(reply) for _, reply in service.context.outbox.replies]
-        service.context.outbox.replies.clear()
+        service.handle(b"sender", frame)
+        self.work_off()
+        replies = [codec.decode_reply(reply) for _, reply in service.flush().replies]
         after, accepted = self.state(), self._jobs() > jobs
         service.after_send()
         try:

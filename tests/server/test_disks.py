@@ -5,14 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from kvoffd.config import Config
 from kvoffd.server import disks as disks_module
 from kvoffd.server.admin_requests import clear
+from kvoffd.server.background import Background
+from kvoffd.server.context import Context
 from kvoffd.server.disks import Disks
 from kvoffd.server.engine_requests import invalidate
 from kvoffd.server.recent import Recent
@@ -190,8 +194,8 @@ def test_a_directory_that_opens_after_the_end_is_closed_again(rig: DisksRig) -> 
     assert disk.closes == [0.0]
 
 
-def clear_by_operator(rig: DisksRig, namespace: bytes | None) -> Iterator[object]:
-    """The steps of it, as a request has them."""
+def clear_by_operator(rig: DisksRig, namespace: bytes | None) -> Background:
+    """The work that the request leaves."""
     if namespace is not None:
         rig.rig.cache.open_namespace(namespace, "one", 1, 8, [GroupSpec("full_attention", 16)], "{}")
     cache, disks = rig.rig.cache, rig.disks
@@ -205,9 +209,11 @@ def clear_by_operator(rig: DisksRig, namespace: bytes | None) -> Iterator[object
         epoch=1,
         sessions=[],
         clock=time.monotonic,
-        removals_kept=lambda: iter(()),
+        background=Background(),
     )
-    return clear(context, SimpleNamespace(id=1, peer="somebody"), Clear(1, bytes(16), namespace))  # type: ignore[arg-type]
+    context.removal = partial(Context.removal, cast(Context, context))
+    clear(context, SimpleNamespace(id=1, peer="somebody"), Clear(1, bytes(16), namespace))  # type: ignore[arg-type]
+    return context.background
 
 
 @pytest.mark.parametrize(("namespace", "left"), [(b"one", {b"other"}), (None, set())])
@@ -216,7 +222,9 @@ def test_what_is_cleared_does_not_come_with_a_directory_that_is_being_opened(
 ) -> None:
     disk = rig.result = FakeDisk()
     rig.attach()
-    assert list(clear_by_operator(rig, namespace))
+    work = clear_by_operator(rig, namespace)
+    while len(work):
+        work.step()
     rig.opened()
     assert disk.names == left
 
@@ -231,14 +239,15 @@ def test_what_comes_while_all_is_cleared_brings_nothing_back(rig: DisksRig, come
     disk.names = {space.fingerprint for space in spaces} | {b"late".ljust(32)}
     if comes == "an engine":
         rig.opened()
-    steps = clear_by_operator(rig, None)
-    assert next(steps) is None
+    work = clear_by_operator(rig, None)
+    work.step()
     assert [space.ready_blocks for space in spaces] == [0, 1]
     if comes == "an engine":
         rig.rig.open("late")
     else:
         rig.opened()
-    assert list(steps)
+    while len(work):
+        work.step()
     assert disk.names == set()
 
 
@@ -268,13 +277,14 @@ def test_an_engine_takes_from_a_directory_that_is_being_opened_what_it_invalidat
         cache=cache,
         disks=rig.disks,
         check_key_count=lambda namespace, groups: None,
-        removals_kept=lambda: iter(()),
+        background=Background(),
+        clock=time.monotonic,
         epoch=1,
     )
+    context.removal = partial(Context.removal, cast(Context, context))
     session = SimpleNamespace(id=1, check_namespace=lambda name: None)
     groups = [GroupKeys(0, keys_of(1, 2))]
-    parts = invalidate(context, session, Invalidate(1, b"", space.fingerprint, groups))  # type: ignore[arg-type]
-    assert [part for part in parts if part is not None]  # type: ignore[union-attr]
+    invalidate(context, session, Invalidate(1, b"", space.fingerprint, groups))  # type: ignore[arg-type]
     rig.opened()
     assert len(disk.removed) == 2
 

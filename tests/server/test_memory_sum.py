@@ -35,8 +35,8 @@ def test_the_sum_has_every_bound_of_the_sockets() -> None:
 def test_it_says_what_each_part_is_for_and_from_which_size_of_blocks_on_it_is_enough() -> None:
     config = Config(pool_bytes=64 * GIB)
     assert memory_summary(config) == (
-        "The daemon needs 69.8 GiB of memory: pool 64.0 GiB, slot table and page tables 1.34 GiB, index of the blocks "
-        "1.00 GiB, keys without blocks 1.28 GiB, the policy's file 1.60 GiB, clients 493 MiB, process 64.0 MiB. The "
+        "The daemon needs 69.7 GiB of memory: pool 64.0 GiB, slot table and page tables 1.34 GiB, index of the blocks "
+        "1.00 GiB, keys without blocks 1.28 GiB, the policy's file 1.60 GiB, clients 457 MiB, process 64.0 MiB. The "
         "index has room for 1,789,569 blocks of one shard; if they have less than 37.5 KiB, it is full before the pool "
         "is: raise index_size then."
     )
@@ -51,7 +51,7 @@ def test_a_shortage_beside_what_is_taken_is_told_with_both_numbers() -> None:
     to_come = sum(needs.values()) - needs["pool"] - needs["slot table and page tables"] - needs["process"]
     assert memory_shortage(config, MemoryLimit(to_come, "the machine")) == ""
     assert memory_shortage(config, MemoryLimit(to_come - 1, "the machine")).startswith(
-        "Beside what it has the daemon may come to need 4.36 GiB, and 4.36 GiB are left (the machine): "
+        "Beside what it has the daemon may come to need 4.33 GiB, and 4.33 GiB are left (the machine): "
     )
 
 

@@ -138,6 +138,8 @@ def test_the_time_of_a_job_begins_before_its_slots_are_taken() -> None:
     jobs = EngineJobs(Config(), rig.cache, 0, runner)
     accepted_at = rig.clock.now
     message = Submit(1, b"t" * 16, b"r" * 16, [Store(1, [GroupTransfer(0, keys_of(1), bytes(4))])])
-    assert not list(Submission(jobs, session, message, 0).run())
+    submission = Submission(jobs, session, message, 0)
+    submission.run()
+    assert not submission.refused
     job = session.jobs[1]
     assert (job.accepted_at, transfers[0].deadline) == (accepted_at, accepted_at + 30.0)

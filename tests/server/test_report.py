@@ -8,12 +8,8 @@ import pytest
 from msgspec import Struct
 
 from kvoffd.server import report
-from kvoffd.server.context import HANDLERS, filled
-from kvoffd.server.report import NAMESPACES_AT_ONCE
-from kvoffd.server.session import Peer
+from kvoffd.server.context import filled
 from kvoffd_proto import messages as m
-from tests.fuzz.choices import Choices
-from tests.fuzz.service import FakeLifeline, ServiceHarness
 from tests.kit.daemon import DaemonProcess
 from tests.kit.struct_wire import NAMESPACE, WireClient, stats
 
@@ -33,18 +29,6 @@ def test_a_field_comes_from_the_first_source_that_has_it() -> None:
 def test_a_field_that_nobody_counts_is_an_error() -> None:
     with pytest.raises(AttributeError, match=r"Counted\.size"):
         filled(Counted, SimpleNamespace(count=1, tokens=1, hits=1))
-
-
-def test_statistics_of_very_many_namespaces_are_made_in_steps() -> None:
-    harness = ServiceHarness(Choices(b""))
-    context = harness.service.context
-    for number in range(3 * NAMESPACES_AT_ONCE + 1):
-        context.cache.open_namespace(number.to_bytes(32), "x", 1, 32, [m.GroupSpec("full", 16)], "{}")
-    session = harness.service.sessions.open(FakeLifeline(), Peer(1, 1, 1))
-    *steps, reply = HANDLERS[m.Stats][1](context, session, m.Stats(1, session.token))  # type: ignore[misc]
-    assert steps == [None] * 3
-    assert len(reply.namespaces) == 3 * NAMESPACES_AT_ONCE + 1
-    harness.pool.close()
 
 
 def test_what_an_engine_learned_is_told_and_what_it_left_out_adds_up() -> None:

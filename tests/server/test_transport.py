@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -20,7 +19,6 @@ from kvoffd.system.directory import DaemonDirectory
 from kvoffd_proto import zmtp
 
 REPLY_BYTES = 256 * 1024
-IN_PARTS = b"in parts"
 
 
 class Answering:
@@ -30,12 +28,11 @@ class Answering:
         self.context = SimpleNamespace(config=Config(), outbox=Outbox())
         self.handled = 0
 
-    def handle(self, sender: bytes, frame: bytes) -> Iterator[None] | None:
+    def handle(self, sender: bytes, frame: bytes) -> None:
         self.handled += 1
         self.context.outbox.replies.append((sender, bytes(REPLY_BYTES)))
-        return iter((None,) * 3) if frame == IN_PARTS else None
 
-    def go_on(self) -> bool:
+    def background(self) -> bool:
         return False
 
     def flush(self) -> Outbox:
@@ -111,31 +108,3 @@ def test_who_has_the_most_unread_output_is_cut_off_where_all_have_too_much(
     unread, open_now = asyncio.run(ask())
     assert unread <= 3 * REPLY_BYTES
     assert 2 <= open_now < 12
-
-
-def test_a_request_that_was_begun_is_done_also_for_who_does_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transport, "MAX_UNSENT_BYTES", 1)
-    service = Answering()
-
-    async def ask() -> tuple[int, bool]:
-        directory = DaemonDirectory(tmp_path)
-        sockets = transport.Transport(cast("Service", service), directory, 16)
-        sockets.open()
-        with socket.socket(socket.AF_UNIX) as client:
-            client.connect(str(directory.sockets.jobs))
-            client.sendall(zmtp.opening(b"DEALER") + zmtp.encode([b"ask"]) + zmtp.encode([IN_PARTS]))
-            client.sendall(zmtp.encode([b"ask"]))
-            client.setblocking(False)
-            for _ in range(100):
-                if service.handled < 2:  # until there is room for what it is answered first
-                    with contextlib.suppress(BlockingIOError):
-                        client.recv(1 << 20)
-                await asyncio.sleep(0.005)
-            (connection,) = sockets._connections()
-            found = service.handled, connection.unfinished is None
-        await sockets.close(0.1)
-        return found
-
-    assert asyncio.run(ask()) == (2, True)

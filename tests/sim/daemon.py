@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 from zlib import crc32
 
-from kvoffd.cache.cache import PoolUsage
+from kvoffd.cache.cache import PoolUsage, Steps
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.table_format import keys_of
+from kvoffd.server.background import Work
 from kvoffd.server.engine_memory import STUCK_AFTER_S
 from kvoffd.server.session import Job, Peer
 from kvoffd.system.mappings import MappedSegment
@@ -137,8 +138,13 @@ class SimDaemon:
         self.lifelines: list[Lifeline] = []
         self._streams: list[Lifeline] = []
         self._dealers: dict[bytes, Dealer] = {}
-        self._behind: dict[bytes, list[Sequence[bytes]]] = {}
-        """What came from a dealer behind a request that waits for the disk."""
+        self._request: tuple[bytes, m.AnyRequest] | None = None
+        """Who sent the request that is being handled, and what it is."""
+        self._add_work = self.service.context.background.add
+        self.service.context.background.add = self._watched_work  # type: ignore[method-assign]
+        self._removals: dict[tuple[bytes, int], tuple[Callable[[], None], Callable[[], bool]]] = {}
+        """By dealer and request: checks that removed blocks stay away for good, and whether the disk says so."""
+        self._work_due = False
         self._session_of_token: dict[bytes, int] = {}
         self._ended_draining = 0
         self._flush_due = False
@@ -146,13 +152,19 @@ class SimDaemon:
         self._unregistering = 0
         self.clock.note(f"daemon starts, life {life}, pool {world.pool_bytes}")
         self.process.after(TICK_S, self._tick)
-        self._go_on()
+        self._schedule_work()
 
-    def _go_on(self) -> None:
-        """As ``Transport`` does after it has served who waits."""
-        if self.service.go_on():
-            self.process.after(self._rng.uniform(0.0, self._more_at_once), self._go_on)
-        if self.service.context.publisher.has_news:
+    def _schedule_work(self) -> None:
+        if not self._work_due:
+            self._work_due = True
+            self.process.after(self._rng.uniform(0.0, self._more_at_once), self._work)
+
+    def _work(self) -> None:
+        """As the sockets do after they have served who waits."""
+        self._work_due = False
+        if self.service.background():
+            self._schedule_work()
+        if self.service.context.pending or self.service.context.publisher.has_news:
             self._schedule_flush()
 
     def _make_disks(self, life: int) -> SimDisks | None:
@@ -223,6 +235,7 @@ class SimDaemon:
             stream.close()
 
         self.service.sessions.end(session, drained)
+        self._schedule_work()
         self._schedule_flush()
 
     # --- the jobs socket, as Transport does it ------------------------------------------------------
@@ -230,9 +243,6 @@ class SimDaemon:
     def receive(self, dealer: Dealer, frames: Sequence[bytes]) -> None:
         """A message was read from the jobs socket."""
         self._dealers[dealer.name] = dealer
-        if (behind := self._behind.get(dealer.name)) is not None:
-            behind.append(frames)
-            return
         if len(frames) == 2 and not frames[0] and len(frames[1]) == 8:
             self.service.replay_events(dealer.name, frames[1])
         else:
@@ -254,14 +264,12 @@ class SimDaemon:
         cache, before = service.context.cache, None
         if cache._LeasedBlocks__deferred_pins is None:  # type: ignore[attr-defined]  # else looking would enter pins
             before = self._holdings()
-        sent = len(service.context.outbox.replies)
-        if self.disk is not None:
-            self.disk.waited_for = None
-        rest = service.handle(dealer.name, frame)
-        for _ in rest or ():
-            if self.disk is not None and request is not None and rest is not None and self.disk.waited_for is not None:
-                self._answer_when_kept(dealer, request, rest, self.disk.waited_for)
-                return
+        sent, waiting = len(service.context.outbox.replies), len(service.context.pending)
+        if request is not None:
+            self._request = dealer.name, request
+        service.handle(dealer.name, frame)
+        self._request = None
+        self._schedule_work()
         replies = [codec.decode_reply(reply) for _, reply in service.context.outbox.replies[sent:]]
         self.clock.note(
             f"{dealer.name.hex()} {type(request).__name__} {crc32(frame)} {[type(reply).__name__ for reply in replies]}"
@@ -276,8 +284,6 @@ class SimDaemon:
             after = self._holdings()
             if before is not None and before != after:
                 raise Broken(f"a refused {type(request).__name__} changed something: {before} became {after}")
-        if self.disk is not None and request is not None and replies and isinstance(replies[0], m.Done):
-            self.disk.dropped(request)()
         if len(replies) == 1:
             reply = replies[0]
             if request is not None and request.token not in self._session_of_token and not isinstance(reply, m.Error):
@@ -286,7 +292,7 @@ class SimDaemon:
                 raise Broken("garbage was not refused")
         elif replies:
             raise Broken(f"{len(replies)} replies to one {type(request).__name__}")
-        elif not isinstance(request, m.Submit | m.Unregister):
+        elif not isinstance(request, m.Submit) and len(service.context.pending) == waiting:
             raise Broken(f"no reply to a {type(request).__name__}")
         if isinstance(request, m.Submit) and not any(isinstance(reply, m.Error) for reply in replies):
             for job in jobs:
@@ -295,31 +301,29 @@ class SimDaemon:
                 else:
                     self.audit.accept(self._session_of_token[request.token], job.job_id)
 
-    def _answer_when_kept(
-        self, dealer: Dealer, request: m.AnyRequest, rest: Iterator[None], kept: Callable[[], bool]
-    ) -> None:
-        """Go on with a request that waits for what it dropped to stay away from the disk."""
-        assert self.disk is not None
-        for_good = self.disk.dropped(request)
-        self.clock.note(f"{dealer.name.hex()} {type(request).__name__} waits for the disk")
-        self._behind[dealer.name] = []
+    def _watched_work(self, steps: Steps, then: Callable[[int], int] | None = None, *, at_once: bool = False) -> Work:
+        """Begin background work. What a request removes is looked at when the last of it is done, before others are
+        served."""
+        disk, asked = self.disk, self._request
+        if disk is None or asked is None or not isinstance(asked[1], m.Invalidate | m.Reset | m.Clear):
+            return self._add_work(steps, then, at_once=at_once)
+        sender, request = asked
 
-        def go_on() -> None:
-            sent = len(self.service.context.outbox.replies)
-            if next(rest, rest) is None:
-                self.process.after(self._rng.uniform(0.0, 0.01), go_on)
-                return
-            (_, reply), *_ = self.service.context.outbox.replies[sent:]
-            if not isinstance(codec.decode_reply(reply), m.Done):
-                raise Broken(f"a {type(request).__name__} that was begun was not done")
-            if kept():
-                for_good()
-                self._world.faults.counts["disk_kept"] += 1
-            self._schedule_flush()
-            for frames in self._behind.pop(dealer.name):
-                self.receive(dealer, frames)
+        def watched(count: int) -> int:
+            assert then is not None
+            count = then(count)
+            assert disk.waited_for is not None
+            self._removals[sender, request.request_id] = disk.dropped(request), disk.waited_for
+            return count
 
-        go_on()
+        return self._add_work(steps, watched, at_once=at_once)
+
+    def _removal_answered(self, sender: bytes, reply: m.AnyReply) -> None:
+        """What a request removed must not come back, if the disk had noted it before the answer went out."""
+        for_good, kept = self._removals.pop((sender, reply.request_id), (None, None))
+        if for_good is not None and kept is not None and kept() and isinstance(reply, m.Done):
+            for_good()
+            self._world.faults.counts["disk_kept"] += 1
 
     def _holdings(self) -> tuple[PoolUsage, int, int]:
         """What a refused request must leave as it is."""
@@ -336,7 +340,10 @@ class SimDaemon:
             self.clock.note(f"publish {topic[:12]!r} {int.from_bytes(sequence, 'big')} {crc32(payload)}")
             self._world.network.publish((topic, sequence, payload))
         for sender, frame in outbox.replies:
-            self._trace_reply(sender, frame)
+            reply = codec.decode_reply(frame)
+            crc = 0 if isinstance(reply, UNTRACED) else crc32(frame)
+            self.clock.note(f"reply {sender.hex()} {type(reply).__name__} {crc}")
+            self._removal_answered(sender, reply)
             self._dealers[sender].reply((frame,))
         for sender, messages in outbox.event_replays:
             for message in messages:
@@ -346,11 +353,6 @@ class SimDaemon:
             self._schedule_flush()
         else:
             self.check()
-
-    def _trace_reply(self, sender: bytes, frame: bytes) -> None:
-        reply = codec.decode_reply(frame)
-        crc = 0 if isinstance(reply, UNTRACED) else crc32(frame)
-        self.clock.note(f"reply {sender.hex()} {type(reply).__name__} {crc}")
 
     def _schedule_flush(self) -> None:
         if not self._flush_due:
@@ -409,6 +411,7 @@ class SimDaemon:
             session = stream.session
             if session is not None and session.role is None and session.opened_at < self.clock.now - HELLO_DEADLINE_S:
                 self._end(stream)
+        self._schedule_work()
         self._schedule_flush()
         self.process.after(TICK_S, self._tick)
 
@@ -450,6 +453,8 @@ class SimDaemon:
             raise Broken(f"no session is left but something is held: {usage}")
         if self.service.context.runner.unfinished or not self.engine.idle:
             raise Broken("no session is left but jobs run")
+        if self.service.context.pending:
+            raise Broken("no session is left but requests wait for their replies")
         if self.space.mapped_segments():
             raise Broken("no session is left but engine memory is mapped")
 
