@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import MissReason, Namespace
-from kvoffd.system.fair_queue import FairQueue
+from kvoffd.system.turns import Turns
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.transfers import Promotion, TierTransfers
 from kvoffd.tiers.tier import Tier, TierBlock, TierResult
@@ -136,7 +136,7 @@ class Promoter:
         self._deadline_s = settings.deadline_s
         self._requests: dict[tuple[Namespace, int], dict[bytes, PromotionRequest]] = {}
         """By namespace and group, and by key: blocks that come up, unless they were forgotten or are overdue."""
-        self._queue: FairQueue[PromotionRequest] = FairQueue()
+        self._queue: Turns[PromotionRequest] = Turns()
         self._held = Counter[int]()
         """By session, bytes that are under way or wait."""
         self._under_way: dict[PromotionRequest, None] = {}
@@ -236,7 +236,7 @@ class Promoter:
                 for promotion in self._transfers.begin_promotions(namespace, group, [one.source for one in batch])
             }
             full = False
-            self._queue.charge(batch[0].owner, sum([request.nbytes for request in batch]))
+            self._queue.end_turn(batch[0].owner)
             for request in batch:
                 self._leave_queue(request)
                 promotion = begun.get(request.source.id.key)

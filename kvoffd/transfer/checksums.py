@@ -17,8 +17,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from kvoffd.system.fair_queue import FairQueue
 from kvoffd.system.threads import DaemonThreads
+from kvoffd.system.turns import Turns
 from kvoffd.transfer.plan import Outcome
 
 # Read at a time, so that a deadline or an abandon is noticed within a millisecond.
@@ -117,12 +117,12 @@ class SlotChecksums:
 
 
 class ChecksumThreadPool:
-    """Threads that run tasks of several owners, who take turns by the bytes that were read, after ``on_start``."""
+    """Threads that run tasks of several owners, who take turns, after ``on_start``."""
 
     def __init__(self, name: str, count: int, on_start: Callable[[], None]) -> None:
         self._on_start = on_start
         self._wake = threading.Condition()
-        self._tasks: FairQueue[_Task] = FairQueue()
+        self._tasks: Turns[_Task] = Turns()
         self._pausing: list[_Task] = []  # those that had nothing to read
         self._stopped = False
         self._threads = DaemonThreads((f"{name}-{index}", self._run) for index in range(count))
@@ -149,7 +149,6 @@ class ChecksumThreadPool:
             if nbytes is None:
                 continue
             with self._wake:
-                self._tasks.charge(task.owner, nbytes)
                 if nbytes:
                     task.pause_s = _POLL_S
                     self._tasks.put(task.owner, task)

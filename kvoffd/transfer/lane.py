@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
 
-from kvoffd.system.fair_queue import FairQueue
 from kvoffd.system.native import native
 from kvoffd.system.threads import DaemonThreads
+from kvoffd.system.turns import Turns
 from kvoffd.transfer.checksums import ChecksumThreadPool, SlotChecksums, StoreChecksums
 from kvoffd.transfer.engine import DirectionLoad, Transfer
 from kvoffd.transfer.pace import OTHERS_WAIT, STOP, Pace, Slice
@@ -71,12 +71,7 @@ class CopyProgress:
         ``read_bytes`` were read for checksums; what was copied is known.
         """
         self.pace.used += read_bytes
-        return self.pace.used >= self.pace.slice_bytes and self._lane.charge(self._transfer, self)
-
-    def uncharged(self) -> int:
-        """Return what the steps have cost that the owner was not charged for, in bytes; it is charged now."""
-        cost, self.pace.used = self.pace.used, 0
-        return cost
+        return self.pace.used >= self.pace.slice_bytes and self._lane.end_slice(self._transfer, self)
 
     def take_checksums(self, checksums: SlotChecksums, sums: Sequence[int] = ()) -> Steps:
         """Take or compare all checksums of a transfer; ``sums`` are what its copier took, 0 for others.
@@ -159,7 +154,7 @@ class Lane:
             else None
         )
         self._wake = threading.Condition()
-        self._queue: FairQueue[Transfer] = FairQueue()
+        self._queue: Turns[Transfer] = Turns()
         self._begun: dict[Transfer, CopyProgress] = {}
         # Transfers whose thread does not look at the clock, and since when it has not even wanted a CPU.
         self._overdue: dict[Transfer, float] = {}
@@ -251,12 +246,12 @@ class Lane:
                 self._checksum_bytes,
             )
 
-    def charge(self, transfer: Transfer, progress: CopyProgress) -> bool:
-        """Note what the owner was given; return whether it is another one's turn."""
+    def end_slice(self, transfer: Transfer, progress: CopyProgress) -> bool:
+        """Begin another slice; return whether it is another owner's turn."""
         with self._wake:
-            self._queue.charge(transfer.owner, progress.uncharged())
+            progress.pace.used = 0
             self._tell(transfer, progress)
-            return self._queue.is_before(transfer.owner)
+            return self._queue.has_other(transfer.owner)
 
     def add_checksum_cost(self, seconds: float, nbytes: int) -> None:
         with self._wake:
@@ -313,7 +308,7 @@ class Lane:
         progress.seconds += seconds
         with self._wake:
             self._busy_seconds += seconds
-            self._queue.charge(transfer.owner, progress.uncharged())
+            progress.pace.used = 0
             progress.thread_id = None
             if outcome is None:
                 self._wait(transfer, first=True)

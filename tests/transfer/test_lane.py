@@ -130,16 +130,7 @@ def test_a_small_transfer_waits_for_one_slice_of_each_other_owner_at_most(rig: R
     assert rig.lane.load().bytes == 300_300
 
 
-def test_owners_are_given_the_same_in_whatever_sizes_they_ask_for_it(rig: Rig) -> None:
-    rig.begin("flood", 20_000)
-    for _ in range(50):
-        rig.queue("polite", 200)
-    rig.run(51)
-    shared = rig.gate.copied[: 2 * 100]
-    assert abs(shared.count("flood") - shared.count("polite")) <= 10
-
-
-def test_an_owner_saves_nothing_up_and_is_forgiven_nothing(rig: Rig) -> None:
+def test_an_owner_saves_nothing_up(rig: Rig) -> None:
     rig.gate.may_go.set()
     rig.queue("early", 5_000)
     wait_until(lambda: len(rig.ended) == 1)

@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from kvoffd.system.fair_queue import FairQueue
 from kvoffd.system.threads import DaemonThreads
+from kvoffd.system.turns import Turns
 from kvoffd.tiers.shared.breaker import Breaker
 from kvoffd.tiers.shared.object_format import (
     decode_header,
@@ -80,7 +80,7 @@ class Workers:
         # A condition for each kind of thread: to wake those that have nothing to do costs time of the interpreter.
         self._lock = threading.Lock()
         self._to_ask, self._to_read, self._to_write = (threading.Condition(self._lock) for _ in range(3))
-        self.asks: FairQueue[Ask] = FairQueue()
+        self.asks: Turns[Ask] = Turns()
         self._ask_taken_at = 0.0
         self._reads: deque[Read] = deque()
         self._writes: deque[Write] = deque()
@@ -166,10 +166,7 @@ class Workers:
 
     def _ask_next(self, store: Store) -> None:
         for ask in self._next_asks(1):
-            began = self._clock()
             self._ask(store, ask)
-            with self._lock:
-                self.asks.charge(ask.owner, int(1e6 * (self._clock() - began)))
 
     def _probe_when_due(self, store: Store) -> None:
         pause_s = self._breaker.probe_in_s
