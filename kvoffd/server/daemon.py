@@ -13,16 +13,14 @@ from collections.abc import Callable
 
 import uvloop
 
-from kvoffd import __version__
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.pins import LeaseBounds
 from kvoffd.cache.policies import make_policy
 from kvoffd.cache.session_memory import SessionMemory
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.memory_needs import max_index_bytes, memory_shortage, memory_summary
-from kvoffd.observe.logging import log_what_python_prints
-from kvoffd.pool.pool import Pool
+from kvoffd.memory_needs import max_index_bytes
+from kvoffd.observe.logging import RareWarnings, log_what_python_prints
 from kvoffd.server.descriptors import check_loop_calls, half_of_descriptors, most_connections, raise_descriptor_limit
 from kvoffd.server.disks import OpenStores, opener, shared_opener, shared_stores
 from kvoffd.server.engine_memory import open_gpus
@@ -33,13 +31,12 @@ from kvoffd.server.kept_limits import KeptLimits
 from kvoffd.server.kept_policy import KeptPolicy
 from kvoffd.server.lifelines import LifelineServer
 from kvoffd.server.publisher import EventPublisher
-from kvoffd.server.recovery import adopt_blocks, open_pool
+from kvoffd.server.recovery import adopt_blocks, take_pool
 from kvoffd.server.report import stats_reply
 from kvoffd.server.service import Service
 from kvoffd.server.sessions import RESERVED_SESSIONS
 from kvoffd.server.transport import Transport
 from kvoffd.system.directory import DaemonDirectory
-from kvoffd.system.limits import memory_limit
 from kvoffd.system.mappings import PageFaulter
 from kvoffd.system.native import native
 from kvoffd.system.systemd import Notifier, take_stored_fds
@@ -51,8 +48,6 @@ from kvoffd_proto.wire import NO_TOKEN
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
-TICK_FAILURES_LOGGED_S = 60.0
-TOUCH_LOGGED_S = 2.0
 # Times a step of scrubbing. Pauses keep it from engines' way better than a low priority of its thread would: that might
 # be put to sleep with the GIL in its hands.
 SCRUB_REST = 3.0
@@ -126,7 +121,7 @@ class Daemon:
         self.gpu_lost = False
         self.served = False
         """Whether it came so far as to open its sockets."""
-        self._tick_failed_at = -TICK_FAILURES_LOGGED_S
+        self._tick_failures = RareWarnings(logger, logging.ERROR)
         self._page_mapper: asyncio.Future[None] | None = None
         self._scrubbing: asyncio.Task[None] | None = None
         self._socket_inode = 0
@@ -146,7 +141,8 @@ class Daemon:
         self._directory.acquire()
         try:
             self._start_http()
-            self._pool = await self._take_pool()
+            stopped = self._stop.is_set
+            self._pool = await asyncio.to_thread(take_pool, self._config, self._notifier, self._stored_fds, stopped)
             try:
                 if not self._stop.is_set():
                     await self._serve_pool()
@@ -207,40 +203,6 @@ class Daemon:
             await self._finish_jobs()
         finally:
             await self._shutdown()
-
-    async def _take_pool(self) -> Pool:
-        """Take the memory, and touch every page of a pool that is not there already."""
-        config = self._config
-        pool = await asyncio.to_thread(open_pool, config, self._notifier, self._stored_fds)
-        logger.info(
-            "kvoffd %s takes a pool of %s. %s", __version__, format_size(config.pool_bytes), memory_summary(config)
-        )
-        if not pool.resident:
-            await self._touch(pool)
-        if shortage := memory_shortage(config, memory_limit()):
-            logger.warning("%s", shortage)
-        return pool
-
-    async def _touch(self, pool: Pool) -> None:
-        """Touch every page of the pool, telling how far it is."""
-        config = self._config
-        started = self._touch_logged_at = time.monotonic()
-        try:
-            await asyncio.to_thread(pool.touch, config.touch_threads, self._tell_touched, self._stop.is_set)
-        except BaseException:
-            pool.close()
-            raise
-        if not self._stop.is_set():
-            logger.info("The pool is in memory after %.1f s.", time.monotonic() - started)
-
-    def _tell_touched(self, touched_bytes: int) -> None:
-        """Tell the log and systemd every few seconds how much of the pool is touched. In the touching threads."""
-        now = time.monotonic()
-        if now - self._touch_logged_at >= TOUCH_LOGGED_S:
-            self._touch_logged_at = now
-            text = f"Touching the pool: {format_size(touched_bytes)} of {format_size(self._config.pool_bytes)}."
-            logger.info("%s", text)
-            self._notifier.starting(text)
 
     def _build_service(self) -> None:
         """The parts without sockets, over the pool."""
@@ -341,12 +303,8 @@ class Daemon:
             try:
                 tick()
             except Exception:
-                now = time.monotonic()
-                if now - self._tick_failed_at >= TICK_FAILURES_LOGGED_S:
-                    self._tick_failed_at = now
-                    logger.exception(
-                        "Periodic work failed inside the daemon; it is tried again, and logged once a minute."
-                    )
+                text = "Periodic work failed inside the daemon; it is tried again, and logged once a minute."
+                self._tick_failures.warn(text, exc_info=True)
 
     def _lose_gpu(self, why: str) -> None:
         """Stop as at SIGTERM, but end with EXIT_GPU_LOST."""
