@@ -25,12 +25,11 @@ PROCESS_BYTES = 64 << 20
 SHARED_BYTES = 96 << 20
 """Answers of a shared store (``tiers.shared.answers.MOST_ANSWERS``), and what is being asked and moved."""
 FRAMES_AT_A_TIME = 6
-"""Those that arrive (``connections.MAX_LONG_FRAMES``), and one that is decoded, twice."""
+"""Those that wait in libzmq, and one that is decoded, twice."""
 CONNECTIONS_BYTES = 160 << 10
-"""Two connections of a client: input that waits for its turn (``connections.RECEIVE_BYTES``, twice), subscriptions."""
+"""Two connections of a client: libzmq's queues, as full as they become in use. Their bound is one of messages."""
 OUTPUT_BYTES = 104 << 20
-"""What nobody reads (``transport.MAX_ALL_UNSENT_BYTES`` and ``MAX_UNSENT_BYTES``), KV events that are kept for a replay
-(``publisher.MAX_KEPT_BYTES``)."""
+"""What stopped clients leave unread, and KV events that are kept for a replay (``publisher.MAX_KEPT_BYTES``)."""
 IN_USE_AT_START = ("pool", "slot table and page tables", "process")
 """What a daemon whose pool is touched has already: what its cgroup has left is without it."""
 

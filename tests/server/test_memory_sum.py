@@ -3,33 +3,10 @@
 from __future__ import annotations
 
 from kvoffd.config import Config
-from kvoffd.memory_needs import (
-    CONNECTIONS_BYTES,
-    FRAMES_AT_A_TIME,
-    OUTPUT_BYTES,
-    clients_bytes,
-    memory_needs,
-    memory_shortage,
-    memory_summary,
-)
-from kvoffd.server import connections, publisher, transport
-from kvoffd.server.descriptors import most_connections
+from kvoffd.memory_needs import memory_needs, memory_shortage, memory_summary
 from kvoffd.system.limits import MemoryLimit
 
 GIB = 1 << 30
-
-
-def test_the_sum_has_every_bound_of_the_sockets() -> None:
-    config = Config()
-    assert FRAMES_AT_A_TIME == connections.MAX_LONG_FRAMES + 2
-    assert OUTPUT_BYTES == transport.MAX_ALL_UNSENT_BYTES + transport.MAX_UNSENT_BYTES + publisher.MAX_KEPT_BYTES
-    subscriptions = connections.MAX_SUBSCRIPTIONS * connections.MAX_TOPIC_BYTES
-    assert 2 * (connections.RECEIVE_BYTES + connections.RECEIVE_EVENTS_BYTES) + subscriptions <= CONNECTIONS_BYTES
-    assert clients_bytes(config) - config.namespaces_bytes - config.sessions_bytes == (
-        FRAMES_AT_A_TIME * config.max_frame_bytes
-        + most_connections(config.max_sessions) * CONNECTIONS_BYTES
-        + OUTPUT_BYTES
-    )
 
 
 def test_it_says_what_each_part_is_for_and_from_which_size_of_blocks_on_it_is_enough() -> None:
