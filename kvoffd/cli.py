@@ -17,8 +17,18 @@ from typing import NoReturn
 
 from kvoffd import __version__
 from kvoffd.cache.policies import POLICY_NAMES
-from kvoffd.config import CONFIG_VARIABLE, SETTINGS, Config, ConfigError, LoadedConfig, given_log_format, load_config
-from kvoffd.settings import did_you_mean
+from kvoffd.config import (
+    CONFIG_VARIABLE,
+    SETTINGS,
+    Config,
+    ConfigError,
+    Limits,
+    LoadedConfig,
+    did_you_mean,
+    given_log_format,
+    load_config,
+    removed_advice,
+)
 
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
@@ -32,14 +42,16 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix(_UNKNOWN).split()[0].split("=")[0] if message.startswith(_UNKNOWN) else ""
-        if nearest := unknown and did_you_mean(unknown, self._option_string_actions):
+        if nearest := removed_advice(unknown):
+            message = f"{unknown} {nearest[:-1]}"
+        elif nearest := unknown and did_you_mean(unknown, self._option_string_actions):
             message = f"{message} ({nearest})"
         _refuse(f"{message}; {self.prog} --help shows what can be given.", given_log_format({}, os.environ))
         self.exit(EXIT_REFUSED)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``kvoffd`` with ``arguments`` (the process's own where None); return the exit status.
+def main(arguments: Sequence[str] | None = None, limits: Limits | None = None) -> int:
+    """Run ``kvoffd`` with ``arguments`` (the process's own where None); return the exit status. ``limits``: a test's.
 
     0 is success, 2 a refusal with one sentence on stderr, 130 Ctrl-C; ``serve`` returns what the daemon returns.
     """
@@ -55,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return simulate(given)
     flags = {setting.name: getattr(given, setting.name) for setting in SETTINGS}
     try:
-        loaded = load_config(flags, os.environ, given.config)
+        loaded = load_config(flags, os.environ, given.config, limits)
     except ConfigError as error:
         return _refuse(str(error), given_log_format(flags, os.environ, given.config))
     return serve(loaded.config) if given.command == "serve" else show(loaded, as_json=given.json)
@@ -140,14 +152,14 @@ def _end_output() -> int:
 
 def config_as_toml(loaded: LoadedConfig) -> str:
     """A TOML file that gives the same configuration, with each value's source, and the memory it needs, as comments."""
-    from kvoffd.memory_needs import memory_summary
+    from kvoffd.memory_estimate import memory_summary
 
     pairs: list[tuple[str, str]] = []
     for setting in SETTINGS:
         value = getattr(loaded.config, setting.field_name)
         # JSON's escapes are TOML's, but for DEL, which TOML wants escaped too.
-        quoted = json.dumps(setting.kind.show(value), ensure_ascii=False).replace("\x7f", "\\u007f")
-        text = str(value) if setting.kind.metavar == "N" else quoted
+        quoted = json.dumps(setting.show(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+        text = str(value) if setting.metavar == "N" else quoted
         pairs.append((f"{setting.name} = {text}", loaded.sources[setting.field_name]))
     width = max(len(left) for left, _ in pairs)
     lines = [f"{left:<{width}}  # {source}" for left, source in pairs]
@@ -161,7 +173,7 @@ def config_as_json(loaded: LoadedConfig) -> str:
         value = getattr(loaded.config, setting.field_name)
         shown[setting.name] = {
             "value": value if isinstance(value, (int, float, str, tuple)) else str(value),
-            "text": setting.kind.show(value),
+            "text": setting.show(value),
             "source": loaded.sources[setting.field_name],
         }
     return json.dumps(shown, indent=2) + "\n"
@@ -216,15 +228,15 @@ def _add_simulation(parser: argparse.ArgumentParser) -> None:
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     for setting in SETTINGS:
-        shown = setting.kind.show(getattr(_DEFAULTS, setting.field_name))
+        shown = setting.show(getattr(_DEFAULTS, setting.field_name))
         text = f"{setting.description} [{setting.variable}, default {shown or 'nothing'}]"
         # argparse takes a % in a help text, such as one in the default directory, for a placeholder.
         parser.add_argument(
             setting.flag,
             dest=setting.name,
-            metavar=setting.kind.metavar,
+            metavar=setting.metavar,
             help=text.replace("%", "%%"),
-            action="append" if setting.kind.repeated else "store",
+            action="append" if setting.repeated else "store",
         )
         if setting.name == "pool_size":
             text = f"TOML file with settings. [{CONFIG_VARIABLE}, default none]"

@@ -1,9 +1,9 @@
-"""The daemon's configuration: one frozen object, filled from flags over variables over a TOML file.
+"""The daemon's configuration: flags over ``KVOFFD_*`` variables over a TOML file over defaults.
 
-The fields of ``Config`` are the only list of settings there is: flags, ``KVOFFD_*`` variables, TOML keys, help texts
-and the output of ``kvoffd config`` are made from it. A value carries its unit, so the unit that ends a field's name
-is not part of the setting's name: ``pool_bytes`` is ``pool_size`` in the file, ``--pool-size`` on the command line
-and ``KVOFFD_POOL_SIZE`` in the environment; ``lease_ttl_s`` is ``lease_ttl``.
+The fields of ``Config`` are the only list of settings. Flags, variables, TOML keys, help and ``kvoffd config`` are made
+from it. A value carries its unit, so a setting's name has none: ``pool_bytes`` is ``pool_size`` in the file,
+``--pool-size`` on the command line and ``KVOFFD_POOL_SIZE`` in the environment. ``Limits`` are constants: no user needs
+to change them, and tests may.
 """
 
 from __future__ import annotations
@@ -11,226 +11,532 @@ from __future__ import annotations
 import dataclasses
 import re
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from kvoffd.cache.policies import DEFAULT_POLICY, POLICY_NAMES
-from kvoffd.settings import (
-    DiskSize,
-    Kind,
-    Value,
-    address_setting,
-    choice_setting,
-    did_you_mean,
-    directory_setting,
-    disks_setting,
-    duration_setting,
-    file_setting,
-    ids_setting,
-    number_setting,
-    path_setting,
-    share_setting,
-    size_setting,
-    urls_setting,
-)
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.shared.store import PASSWORD_VARIABLE, check_url
-from kvoffd_proto.limits import MAX_JOBS
-from kvoffd_proto.sockets import default_directory, is_utf8
-from kvoffd_proto.units import exact_duration, exact_size, quoted
+from kvoffd_proto.sockets import SocketPaths, default_directory, is_utf8
+from kvoffd_proto.units import UnitError, exact_duration, exact_size, is_host, parse_duration, parse_size, quoted
 
 VARIABLE_PREFIX = "KVOFFD_"
 CONFIG_VARIABLE = "KVOFFD_CONFIG"
-# Kubernetes tells every pod about a Service named kvoffd by variables of these names: they are not ours.
+# Kubernetes gives every pod variables of these names for a Service named kvoffd: they are not ours.
 _SERVICE_LINK = re.compile(r"KVOFFD(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_[0-9]+_.+)?)")
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
+WRITE_MODES = tuple(mode.value for mode in WriteMode)
+MIN_DISK_BYTES = 16 * 1024**2
+ALL_INTERFACES = "*"
+"""Host of an address at which a server listens on every interface."""
+
+Parse: TypeAlias = Callable[[object], Any]
+"""Reads a text or a TOML value. Raises ValueError with half a sentence, which says what is allowed."""
 
 
 class ConfigError(Exception):
     """The configuration is refused. The text is one sentence that names the setting, its value and its source."""
 
 
+class DiskSize(NamedTuple):
+    """A directory and the most bytes that the daemon may take there."""
+
+    directory: str
+    size_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.directory}={exact_size(self.size_bytes)}"
+
+
+class Address(NamedTuple):
+    """Where a TCP server listens."""
+
+    host: str
+    port: int
+
+
+# --- how values are read --------------------------------------------------------------------------
+
+
+def size(minimum: int) -> Parse:
+    """Of a number of bytes, such as ``20GiB``. 0 is always allowed where ``minimum`` is 0."""
+
+    def parse(value: object) -> int:
+        size_bytes = parse_size(value)  # type: ignore[arg-type]  # refuses what is neither text nor a whole number
+        if size_bytes < minimum:
+            raise ValueError(f"{quoted(value)} is too small; at least {exact_size(minimum)} is needed")
+        return size_bytes
+
+    return parse
+
+
+def duration(minimum: float) -> Parse:
+    """Of a number of seconds, such as ``500ms``."""
+
+    def parse(value: object) -> float:
+        seconds = parse_duration(value)  # type: ignore[arg-type]
+        if seconds < minimum:
+            raise ValueError(f"{quoted(value)} is too short; at least {exact_duration(minimum)} is needed")
+        return seconds
+
+    return parse
+
+
+def number(minimum: int, maximum: int) -> Parse:
+    def parse(value: object) -> int:
+        if isinstance(value, str) and re.fullmatch(r"\s*[+-]?[0-9]{1,20}\s*", value):
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{quoted(value)} is not a whole number; {minimum} to {maximum} are allowed")
+        if not minimum <= value <= maximum:
+            raise ValueError(f"{quoted(str(value))} is out of range; {minimum} to {maximum} are allowed")
+        return value
+
+    return parse
+
+
+def share(value: object) -> float:
+    try:
+        part = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else -1.0
+    except ValueError:
+        part = -1.0
+    if not 0.0 <= part <= 1.0:
+        raise ValueError(f"{quoted(value)} is not a share; 0 to 1 are allowed, such as 0.015625 for one in 64")
+    return part
+
+
+def choice(*choices: str) -> Parse:
+    def parse(value: object) -> str:
+        if not isinstance(value, str) or value.strip().lower() not in choices:
+            raise ValueError(f"{quoted(value)} is unknown; choose {' or '.join(choices)}")
+        return value.strip().lower()
+
+    return parse
+
+
+def ids(value: object) -> tuple[int, ...]:
+    parts = value.replace(",", " ").split() if isinstance(value, str) else value
+    if not isinstance(parts, list):
+        raise ValueError(f"{quoted(value)} is not a list of numeric ids; write them with commas, such as 0,1000")
+    found = set()
+    for part in parts:
+        text = str(part) if isinstance(part, (int, str)) and not isinstance(part, bool) else ""
+        if not re.fullmatch("[0-9]{1,10}", text) or int(text) >= 2**32 - 1:
+            raise ValueError(f"{quoted(part)} is not a numeric id; 0 to {2**32 - 2} are allowed, separated by commas")
+        found.add(int(text))
+    return tuple(sorted(found))
+
+
+def _absolute(name: str, value: object) -> Path:
+    """The path that a part of a value names. Raises ValueError."""
+    try:
+        return Path(name).expanduser().absolute()
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"{quoted(value)} cannot be used; {error}") from error
+
+
+def disks(value: object) -> tuple[DiskSize, ...]:
+    parts = [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+    if not isinstance(parts, list):
+        raise ValueError(f"{quoted(value)} is not a list of directories and sizes, such as /mnt/nvme0/kvoffd=500GiB")
+    found = tuple(map(_disk, parts))
+    names = [disk.directory for disk in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{quoted(name)} is given twice; give each directory once")
+        if "," in name:
+            raise ValueError(f"{quoted(name)} has a comma in it, which separates directories; choose another one")
+    return found
+
+
+def _disk(text: object) -> DiskSize:
+    name, equals, size_text = text.strip().rpartition("=") if isinstance(text, str) else ("", "", "")
+    if not equals or not name or "\0" in name:
+        raise ValueError(f"{quoted(text)} is not a directory and a size; write them as in /mnt/nvme0/kvoffd=500GiB")
+    path = _absolute(name, text)
+    try:
+        size_bytes = parse_size(size_text)
+    except UnitError as error:
+        raise ValueError(f"{quoted(text)} cannot be used; {error}") from error
+    if size_bytes < MIN_DISK_BYTES:
+        raise ValueError(f"{quoted(text)} is too small; at least {exact_size(MIN_DISK_BYTES)} is needed")
+    return DiskSize(str(path), size_bytes)
+
+
+def directory(value: object) -> Path:
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise ValueError(f"{quoted(value)} is not a path; name a directory, such as /run/kvoffd")
+    path = _absolute(value, value)
+    if problem := SocketPaths(path).problem():
+        raise ValueError(f"{quoted(value)} cannot be used; {problem[0].lower()}{problem[1:].rstrip('.')}")
+    return path
+
+
+def pool_file(value: object) -> str:
+    if not isinstance(value, str) or "\0" in value:
+        raise ValueError(f"{quoted(value)} is not a path; name a file, such as /dev/shm/kvoffd.pool, or nothing")
+    if not value.strip():
+        return ""
+    path = _absolute(value.strip(), value)
+    if not path.name or value.endswith("/"):
+        raise ValueError(f"{quoted(value)} names a directory; name a file in it, such as {path}/kvoffd.pool")
+    return str(path)
+
+
+def path(example: str) -> Parse:
+    def parse(value: object) -> str:
+        if not isinstance(value, str) or "\0" in value:
+            raise ValueError(f"{quoted(value)} is not a path; name a file, such as {example}")
+        return value.strip()
+
+    return parse
+
+
+def address(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{quoted(value)} is not an address; write host:port, such as 127.0.0.1:9464")
+    if text := value.strip():
+        parse_address(text)
+    return text
+
+
+def parse_address(text: str) -> Address:
+    """Read ``host:port``, with brackets round an IPv6 host. Raises ValueError with half a sentence."""
+    host, colon, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        host = ""
+    if not (colon and re.fullmatch("[0-9]{1,5}", port) and int(port) < 65536 and is_host(host)):
+        raise ValueError(
+            f"{quoted(text)} is not an address; write host:port, such as 127.0.0.1:9464, or nothing to switch it off"
+        )
+    return Address(host, int(port))
+
+
+def urls(value: object) -> tuple[str, ...]:
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+        raise ValueError("it is not a list of URLs, such as redis://valkey.example:6379")
+    found = tuple(url.strip() for part in parts for url in part.split(",") if url.strip())
+    for url in found:
+        check_url(url)
+        if found.count(url) > 1:
+            raise ValueError(f"{quoted(url)} is given twice; give each URL once")
+    return found
+
+
+# --- the settings ---------------------------------------------------------------------------------
+
+
+def setting(default: Any, parse: Parse, metavar: str, description: str, *, repeated: bool = False) -> Any:
+    """A field of ``Config``. ``repeated``: the flag may be given more than once."""
+    metadata = {"parse": parse, "metavar": metavar, "description": description, "repeated": repeated}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds and deadlines that no user needs to change. Units end the names.
+
+    They are small enough that one request keeps the loop for about 10 ms at most. Clients learn theirs from Welcome and
+    split what is larger.
+    """
+
+    max_frame_bytes: int = 2 * 1024**2
+    max_keys_per_request: int = 8192
+    max_jobs_per_message: int = 1024
+    max_keys_per_job: int = 4096
+    max_pieces_per_job: int = 65_536
+    """Block ids of one job times the layers of their group."""
+    max_pieces_in_flight: int = 262_144
+    """Of a session; a key counts as eight pieces at least."""
+    max_jobs_in_flight: int = 4096
+    """Of a session."""
+    max_leases: int = 16_384
+    """Of a session."""
+    max_leased_keys: int = 1_048_576
+    """Under all leases of a session."""
+    max_registrations: int = 8
+    """Of a session."""
+    max_segments: int = 16_384
+    """Of a session: a GPU's KV cache may lie in thousands of chunks."""
+    max_namespaces: int = 1024
+    credit_bytes: int = 0
+    """Bytes of stores that all sessions may have outstanding; 0 takes an eighth of the pool, at most 1 GiB."""
+    leased_share: float = 0.875
+    """Share of the pool that leases may hold."""
+    lease_ttl_s: float = 30.0
+    heartbeat_interval_s: float = 2.0
+    event_buffer_steps: int = 10_000
+    sessions_bytes: int = 192 * 1024**2
+    partial_timeout_s: float = 60.0
+    """After which a block that still lacks a rank's shard is dropped."""
+    job_deadline_s: float = 30.0
+    namespaces_bytes: int = 64 * 1024**2
+    """Memory for all namespaces beside their blocks; one may take an eighth of it."""
+    shared_ask_deadline_s: float = 0.0
+    """For a shared store to say whether it has a block; 0 is 20 ms, of S3 100 ms."""
+    pin_linger_s: float = 600.0
+    """How long the pool stays pinned after the last engine on a GPU has left."""
+    touch_threads: int = 0
+    """Threads that touch the pool at the start; 0 chooses their number by the cores."""
+    cuda_batches: bool = True
+    """Whether small pieces are copied in batches where the CUDA driver knows them."""
+    cuda_gather: bool = False
+    """Whether pieces under 32 KiB go by way of a buffer on the GPU, which a kernel of the daemon fills and empties."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What the daemon runs with. Units end the names; 0 and nothing mean what the descriptions say."""
+    """What the daemon runs with. Units end the names."""
 
-    directory: Path = field(
-        default_factory=default_directory,
-        metadata=directory_setting("Directory of the three sockets; made with mode 0750 where it is missing."),
+    directory: Path = setting(
+        default_directory,
+        directory,
+        "PATH",
+        "Directory of the daemon's three sockets, made with mode 0750 where it is missing. Change it for a second "
+        "daemon on one machine, or to a volume that pods share.",
     )
-    pool_bytes: int = size_setting(4 * 1024**3, 1024**2, "Memory for blocks, taken at the start and kept.")
-    log_level: str = choice_setting("info", LOG_LEVELS, "Lowest severity that is logged.")
-    log_format: str = choice_setting("text", LOG_FORMATS, "One line of text, or one JSON object, per log record.")
-    eviction_policy: str = choice_setting(
-        DEFAULT_POLICY, POLICY_NAMES, "Which blocks are stored, and which are evicted first, when the pool is full."
+    pool_bytes: int = setting(
+        4 * 1024**3,
+        size(1024**2),
+        "SIZE",
+        "Memory for blocks, taken at the start and kept. Set it to what the machine can spare: more memory, more hits.",
     )
-    pool_file: str = file_setting(
-        "File on tmpfs or hugetlbfs that keeps the pool for the next daemon; nothing for plain memory."
+    pool_file: str = setting(
+        "",
+        pool_file,
+        "PATH",
+        "File on tmpfs or hugetlbfs that keeps the pool for the next daemon. Set it where systemd does not keep the "
+        "memory over a restart, as in containers.",
     )
-    numa: str = choice_setting(
+    numa: str = setting(
         "auto",
-        ("auto", "off"),
-        "Whether the pool is spread over the NUMA nodes of the GPUs, each GPU's blocks on its own node.",
+        choice("auto", "off"),
+        "auto|off",
+        "Whether the pool is spread over the NUMA nodes of the GPUs, each GPU's blocks on its own node. Switch it off"
+        " where something else places memory.",
     )
-    disk: tuple[DiskSize, ...] = disks_setting(
-        "Directory of a local SSD for blocks that leave the pool, and the most to take there; may be given again."
+    eviction_policy: str = setting(
+        DEFAULT_POLICY,
+        choice(*POLICY_NAMES),
+        "|".join(POLICY_NAMES),
+        "Which blocks are stored, and which are evicted first when the pool is full. Compare policies on a recording "
+        "of your own traffic with `kvoffd simulate` before you change it.",
     )
-    disk_write: str = choice_setting(
-        TieringSettings.mode.value,
-        tuple(mode.value for mode in WriteMode),
-        "Which blocks are written to disk: every block, those used twice or next to be evicted while the disk is idle, "
-        "all that are next to be evicted, or none.",
-    )
-    disk_write_bytes_per_day: int = size_setting(
-        0, 0, "Bytes that may be written to disk in a day, for its wear; 0 for no bound."
-    )
-    disk_write_bytes_per_s: int = size_setting(0, 0, "Bytes that may be written to disk in a second; 0 for no bound.")
-    disk_deadline_s: float = duration_setting(
-        TieringSettings.deadline_s,
-        0.1,
-        "Time for a block to come from disk; a block that has not come by then is a miss.",
-    )
-    shared: tuple[str, ...] = urls_setting(
-        check_url,
-        "URL of a store that nodes share; may be repeated: redis://host:port, rediss:// for TLS, redis+cluster:// and "
-        "any server of a cluster, s3://bucket/prefix?endpoint=url&region=name.",
-    )
-    shared_password_file: str = path_setting(
-        "File with the password for the shared store, or user:password, in its first line; for the n-th URL in the "
-        "n-th.",
-        "a file, such as /etc/kvoffd/shared.password",
-    )
-    shared_write: str = choice_setting(
-        TieringSettings.mode.value,
-        tuple(mode.value for mode in WriteMode),
-        "Which blocks are written to each shared store, as of disk_write.",
-    )
-    shared_write_bytes_per_s: int = size_setting(
-        0, 0, "Bytes that may be written to each shared store in a second; 0 for no bound."
-    )
-    shared_ask_deadline_s: float = duration_setting(
-        0.0,
-        0.0,
-        "Time for a shared store to answer whether it has a block; without an answer it is a miss. 0 is 20 ms, of S3 "
-        "100 ms.",
-    )
-    shared_deadline_s: float = duration_setting(
-        2.0, 0.1, "Time for a block to come from a shared store; a block that has not come by then is a miss."
-    )
-    touch_threads: int = number_setting(
-        0, 0, 256, "Threads that touch the pool at the start; 0 chooses their number by the cores."
-    )
-    copy_threads: int = number_setting(
-        1, 1, 64, "Threads that copy between host memory and the pool, for each direction."
-    )
-    verify_share: float = share_setting(
-        1 / 64, "Share of the loads that compare blocks with their checksums; at 0 only adopted blocks and scrubs do."
-    )
-    allowed_uids: tuple[int, ...] = ids_setting(
-        "Users that may connect, beside root and the daemon's own user, who always may."
-    )
-    allowed_gids: tuple[int, ...] = ids_setting(
-        "Groups whose users may connect; where nothing is given, the daemon's own group."
-    )
-    admin_uids: tuple[int, ...] = ids_setting(
-        "Users that may administer; where nothing is given, all that may connect."
-    )
-    http_address: str = address_setting(
-        "127.0.0.1:9464", "Address of /metrics, /healthz and /readyz; nothing switches it off."
-    )
-    credit_bytes: int = size_setting(
-        0, 0, "Bytes of stores a session may have outstanding; 0 takes an eighth of the pool, at most 1GiB."
-    )
-    lease_ttl_s: float = duration_setting(30.0, 0.1, "Lifetime of a lease that nobody renews.")
-    half_stored_timeout_s: float = duration_setting(
-        60.0,
-        0.1,
-        "Time after which a block that still lacks a shard is dropped; it is earlier where such blocks have more than "
-        "a quarter of the pool and others need room.",
-    )
-    job_deadline_s: float = duration_setting(30.0, 0.1, "Time after which an unfinished job is failed.")
-    shutdown_deadline_s: float = duration_setting(10.0, 0.0, "How long running jobs may finish after SIGTERM.")
-    heartbeat_interval_s: float = duration_setting(2.0, 0.01, "Interval at which clients send a heartbeat.")
-    event_buffer_steps: int = number_setting(10_000, 1, 10_000_000, "KV event messages kept for replay.")
-    max_frame_bytes: int = size_setting(2 * 1024**2, 4096, "Largest frame of a request.")
-    max_sessions: int = number_setting(256, 1, 65_536, "Most open sessions.")
-    max_namespaces: int = number_setting(1024, 1, 65_536, "Most open namespaces.")
-    max_jobs_in_flight: int = number_setting(4096, 1, 1_000_000, "Most unfinished jobs of a session.")
-    namespaces_bytes: int = size_setting(
-        64 * 1024**2, 1024**2, "Memory for all namespaces beside their blocks; one may take an eighth of it."
-    )
-    sessions_bytes: int = size_setting(
-        192 * 1024**2,
-        16 * 1024**2,
-        "Memory for what sessions have open: leases, jobs, completions, registrations. Half of it is kept for all "
-        "sessions in equal parts, the rest for those that need more.",
-    )
-    index_bytes: int = size_setting(
+    index_bytes: int = setting(
         0,
-        64 * 1024,
-        "Memory for what is known of the blocks in the pool, 600 bytes for each and 56 for each further slot of it; 0 "
-        "takes a 64th of the pool, at least 128MiB. Beyond it blocks are evicted.",
+        size(0),
+        "SIZE",
+        "Memory for the index of blocks, 600 bytes each; 0 takes a 64th of the pool, at least 128MiB. Raise it where "
+        "blocks are so small that the index is full before the pool is.",
     )
-    max_jobs_per_message: int = number_setting(1024, 1, MAX_JOBS, "Most stores and loads in one message.")
-    max_keys_per_job: int = number_setting(4096, 1, 1_000_000, "Most keys in one store or load.")
-    max_pieces_per_job: int = number_setting(
-        16_384, 1, 10_000_000, "Most pieces of one store or load: its block ids times the layers of their group."
+    disk: tuple[DiskSize, ...] = setting(
+        (),
+        disks,
+        "DIRECTORY=SIZE",
+        "Directory of a local SSD for blocks that leave the pool, and the most bytes to take there. Give it again for"
+        " each SSD.",
+        repeated=True,
     )
-    max_pieces_in_flight: int = number_setting(
-        262_144, 1, 100_000_000, "Most pieces of a session's unfinished jobs; a key counts as eight or more."
+    disk_write: str = setting(
+        TieringSettings.mode.value,
+        choice(*WRITE_MODES),
+        "|".join(WRITE_MODES),
+        "Which blocks are written to disk: every block; those used twice, and while the disk is idle those that are "
+        "next to be evicted; all that are next to be evicted; or none. Write less where an SSD wears out too fast.",
     )
-    max_keys_per_request: int = number_setting(
-        8192, 1, 10_000_000, "Most keys in one request: a lookup, an invalidation, or the jobs of one message together."
+    disk_write_bytes_per_day: int = setting(
+        0,
+        size(0),
+        "SIZE",
+        "Bytes that may be written to all disks in a day, 0 for no bound. Set it to what your SSDs are rated for.",
     )
-    max_leases: int = number_setting(16_384, 1, 1_000_000, "Most live leases of a session.")
-    leased_share: float = share_setting(
-        0.875,
-        "Share of the pool that leases may hold; once half of it is taken, the sessions that hold leases get equal "
-        "parts, and lookups beyond them are told of fewer keys.",
-        least=0.01,
+    disk_deadline_s: float = setting(
+        TieringSettings.deadline_s,
+        duration(0.1),
+        "DURATION",
+        "Time for a block to come from disk; later it is a miss. Raise it for slow disks, lower it where prompts must"
+        " not wait.",
     )
-    max_leased_keys: int = number_setting(1_048_576, 1, 100_000_000, "Most keys under all leases of a session.")
-    max_registrations: int = number_setting(8, 1, 1024, "Most registrations of a session.")
-    max_segments: int = number_setting(16_384, 1, 65_536, "Most memory segments of a session.")
-    cuda_library: str = path_setting(
-        "Path of the CUDA driver's library; nothing for the system's library.",
-        "a library, such as /usr/lib/libcuda.so.1",
+    shared: tuple[str, ...] = setting(
+        (),
+        urls,
+        "URL",
+        "Store that nodes share: redis://host:port, rediss:// for TLS, redis+cluster:// and any server of a cluster, "
+        "s3://bucket/prefix?endpoint=url&region=name. Give it again for each store.",
+        repeated=True,
     )
-    cuda_batches: str = choice_setting(
-        "auto",
-        ("auto", "off"),
-        "Whether small pieces are copied in batches where the CUDA driver knows them, or always one by one.",
+    shared_password_file: str = setting(
+        "",
+        path("/etc/kvoffd/shared.password"),
+        "PATH",
+        "File with a password, or user:password, in its n-th line for the n-th shared store. Set it where a store "
+        "wants one.",
     )
-    cuda_gather: str = choice_setting(
-        "off",
-        ("off", "on"),
-        "Whether pieces under 32 KiB go by way of a buffer on the GPU, which a kernel of the daemon fills and empties.",
+    shared_write: str = setting(
+        TieringSettings.mode.value,
+        choice(*WRITE_MODES),
+        "|".join(WRITE_MODES),
+        "Which blocks are written to each shared store, as of disk_write. Choose never on nodes that only read.",
     )
-    pin_pool: str = choice_setting(
+    shared_deadline_s: float = setting(
+        2.0,
+        duration(0.1),
+        "DURATION",
+        "Time for a block to come from a shared store; later it is a miss. Raise it for a store behind a slow network.",
+    )
+    copy_threads: int = setting(
+        1,
+        number(1, 64),
+        "N",
+        "Threads that copy between engines' host memory and the pool, for each direction. Raise it for engines on CPU"
+        " with cores to spare; GPUs have threads of their own.",
+    )
+    verify_share: float = setting(
+        1 / 64,
+        share,
+        "SHARE",
+        "Share of the loads that compare blocks with their checksums. Set 1 where memory is not to be trusted; blocks"
+        " of an earlier daemon are compared in any case.",
+    )
+    allowed_uids: tuple[int, ...] = setting(
+        (),
+        ids,
+        "IDS",
+        "Users that may connect, beside root and the daemon's own user. Name the users that engines run as.",
+    )
+    allowed_gids: tuple[int, ...] = setting(
+        (),
+        ids,
+        "IDS",
+        "Groups whose users may connect; where nothing is given, the daemon's own group. Only a process's primary "
+        "group counts.",
+    )
+    admin_uids: tuple[int, ...] = setting(
+        (),
+        ids,
+        "IDS",
+        "Users that may administer; where nothing is given, all that may connect. Set it where engines of several "
+        "users share the daemon.",
+    )
+    max_sessions: int = setting(
+        256,
+        number(1, 65_536),
+        "N",
+        "Most open sessions: an engine has one for its scheduler and one for each worker. Raise it for more engines.",
+    )
+    shutdown_deadline_s: float = setting(
+        10.0,
+        duration(0.0),
+        "DURATION",
+        "How long running jobs may finish after SIGTERM. Keep it below TimeoutStopSec and "
+        "terminationGracePeriodSeconds.",
+    )
+    http_address: str = setting(
+        "127.0.0.1:9464",
+        address,
+        "HOST:PORT",
+        "Address of /metrics, /healthz, /readyz, /stats.json and the page; nothing switches it off. Change it so that"
+        " your monitoring reaches it; there is no password.",
+    )
+    log_level: str = setting(
+        "info",
+        choice(*LOG_LEVELS),
+        "|".join(LOG_LEVELS),
+        "Lowest severity that is logged. Choose debug to see single sessions and requests.",
+    )
+    log_format: str = setting(
+        "text",
+        choice(*LOG_FORMATS),
+        "|".join(LOG_FORMATS),
+        "One line of text, or one JSON object, per log record. Choose json for a log collector.",
+    )
+    cuda_library: str = setting(
+        "",
+        path("/usr/lib/libcuda.so.1"),
+        "PATH",
+        "Path of the CUDA driver's library; nothing for the system's. Set it where the system does not find the "
+        "library.",
+    )
+    pin_pool: str = setting(
         "start",
-        ("start", "use"),
-        "When the pool is pinned for GPUs: at the start where one is visible, or with the first engine on one.",
+        choice("start", "use"),
+        "start|use",
+        "When the pool is pinned for GPUs: at the start where a GPU is visible, or with the first engine on one. "
+        "Choose use where the daemon must take nothing of an idle GPU.",
     )
-    pin_linger_s: float = duration_setting(
-        600.0, 0.0, "How long the pool stays pinned after the last engine on a GPU has left."
-    )
+    limits: Limits = field(default_factory=Limits)
+    """Not a setting: what tests replace."""
 
 
-_ENDINGS = {"_bytes_per_day": "_per_day", "_bytes_per_s": "_rate", "_bytes": "_size", "_s": ""}
-"""What the name of a setting has in place of the unit that ends its field's name."""
+_CONSTANT = "its value is a constant that nobody had to change; remove it."
+_ROUTERS = "point routers at the engines' own KV event streams, which show the host tiers too."
+_TCP = "there is no administration over TCP; look over HTTP (http_address), change on the machine itself."
+_ORDINARY = "who may connect may read and write blocks as an engine does; remove it."
+REMOVED = {
+    **dict.fromkeys(
+        [
+            "touch_threads",
+            "credit_size",
+            "lease_ttl",
+            "half_stored_timeout",
+            "job_deadline",
+            "heartbeat_interval",
+            "max_frame_size",
+            "max_namespaces",
+            "max_jobs_in_flight",
+            "namespaces_size",
+            "sessions_size",
+            "max_jobs_per_message",
+            "max_keys_per_job",
+            "max_pieces_per_job",
+            "max_pieces_in_flight",
+            "max_keys_per_request",
+            "max_leases",
+            "leased_share",
+            "max_leased_keys",
+            "max_registrations",
+            "max_segments",
+            "cuda_batches",
+            "cuda_gather",
+            "pin_linger",
+            "disk_write_rate",
+            "shared_write_rate",
+            "shared_ask_deadline",
+            "event_buffer_steps",
+        ],
+        _CONSTANT,
+    ),
+    **dict.fromkeys(
+        ["event_address", "event_connect", "event_replay_address", "event_node", "event_heartbeat", "event_index_size"],
+        _ROUTERS,
+    ),
+    **dict.fromkeys(["admin_address", "admin_key_file", "admin_clients_file"], _TCP),
+    **dict.fromkeys(["block_access", "block_uids"], _ORDINARY),
+}
+"""Settings of 0.1 that are gone, and what to do. A configuration that has one is refused with that sentence."""
+
+_ENDINGS = {"_bytes_per_day": "_per_day", "_bytes": "_size", "_s": ""}
+"""What a setting's name has in place of the unit that ends its field's name."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of Config as users see it."""
+    """One field of ``Config`` as users see it."""
 
     field_name: str
-    kind: Kind
+    parse: Parse
+    metavar: str
     description: str
+    repeated: bool
 
     @property
     def name(self) -> str:
@@ -247,22 +553,44 @@ class Setting:
     def variable(self) -> str:
         return f"{VARIABLE_PREFIX}{self.name.upper()}"
 
+    def show(self, value: object) -> str:
+        """The text from which ``parse`` makes the value."""
+        if isinstance(value, tuple):
+            return ",".join(map(str, value))
+        if self.metavar == "SIZE":
+            return exact_size(value)  # type: ignore[arg-type]
+        if self.metavar == "DURATION":
+            return exact_duration(value)  # type: ignore[arg-type]
+        return f"{value:.12g}" if isinstance(value, float) else str(value)
 
-SETTINGS: tuple[Setting, ...] = tuple(
-    Setting(item.name, item.metadata["kind"], item.metadata["description"]) for item in dataclasses.fields(Config)
-)
+
+SETTINGS = tuple(Setting(one.name, **one.metadata) for one in dataclasses.fields(Config) if one.metadata)
+
+
+def settings_in_force(config: Config) -> list[tuple[str, str, bool]]:
+    """Of each setting its name, its value as text, and whether that is the default."""
+    found = ((one, getattr(config, one.field_name), getattr(_DEFAULTS, one.field_name)) for one in SETTINGS)
+    return [(one.name, one.show(value), value == default) for one, value, default in found]
+
+
+_DEFAULTS = Config()
+
+# --- loading --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A configuration and, per field of it, where the value came from (``default``, ``flag --pool-size``, ...)."""
+    """A configuration and, per field, where its value came from (``default``, ``flag --pool-size``, ...)."""
 
     config: Config
     sources: dict[str, str]
 
 
 def load_config(
-    flags: Mapping[str, str | list[str] | None], environ: Mapping[str, str], config_path: str | Path | None = None
+    flags: Mapping[str, str | list[str] | None],
+    environ: Mapping[str, str],
+    config_path: str | Path | None = None,
+    limits: Limits | None = None,
 ) -> LoadedConfig:
     """Put the configuration together.
 
@@ -271,48 +599,46 @@ def load_config(
             given again; None where it was not given.
         environ: The environment; ``KVOFFD_CONFIG`` in it names the file when ``config_path`` is None.
         config_path: The TOML file; None for none.
+        limits: Those of a test.
 
     Raises:
         ConfigError: a file that cannot be read, an unknown setting, an impossible value.
     """
     path = config_path if config_path is not None else environ.get(CONFIG_VARIABLE) or None
     layers = [_from_file(Path(path)) if path is not None else {}, _from_environ(environ), _from_flags(flags)]
-    values: dict[str, Value] = {}
-    sources = {setting.field_name: "default" for setting in SETTINGS}
+    values: dict[str, Any] = {}
+    sources = {one.field_name: "default" for one in SETTINGS}
     for layer in layers:
-        for setting in SETTINGS:
-            if setting.name in layer:
-                given, source = layer[setting.name]
+        for one in SETTINGS:
+            if one.name in layer:
+                given, source = layer[one.name]
                 if not all(map(is_utf8, given if isinstance(given, list) else [given])):
-                    raise ConfigError(f"{setting.name} ({source}): what is given is not UTF-8; choose another name.")
+                    raise ConfigError(f"{one.name} ({source}): what is given is not UTF-8; choose another name.")
                 try:
-                    values[setting.field_name] = setting.kind.parse(given)
+                    values[one.field_name] = one.parse(given)
                 except ValueError as error:
-                    raise ConfigError(f"{setting.name} ({source}): {error}.") from error
-                sources[setting.field_name] = source
-    config = dataclasses.replace(Config(), **values)  # type: ignore[arg-type]
-    _check_together(config, sources)
-    return LoadedConfig(config, sources)
+                    raise ConfigError(f"{one.name} ({source}): {error}.") from error
+                sources[one.field_name] = source
+    return LoadedConfig(Config(**values, limits=limits or Limits()), sources)
 
 
 def given_log_format(
     flags: Mapping[str, str | list[str] | None], environ: Mapping[str, str], config_path: str | Path | None = None
 ) -> str:
-    """The log format that a configuration asks for which is refused: how to say so. Arguments as of ``load_config``."""
+    """The log format that a refused configuration asks for. Arguments as of ``load_config``."""
     path = config_path if config_path is not None else environ.get(CONFIG_VARIABLE) or None
     given = flags.get("log_format") or environ.get(f"{VARIABLE_PREFIX}LOG_FORMAT")
     if not given and path is not None:
         try:
-            found = re.search(
-                r"""^\s*log_format\s*=\s*["'](\w+)""", Path(path).read_text(errors="replace"), re.MULTILINE
-            )
+            text = Path(path).read_text(errors="replace")  # by a pattern, since it may be no TOML
         except OSError:
-            found = None
+            text = ""
+        found = re.search(r"""^\s*log_format\s*=\s*["'](\w+)""", text, re.MULTILINE)
         given = found[1] if found else None
     return "json" if given == "json" else "text"
 
 
-_Layer: TypeAlias = dict[str, tuple[object, str]]
+_Layer: TypeAlias = dict[str, tuple[Any, str]]
 
 
 def _from_file(path: Path) -> _Layer:
@@ -325,14 +651,14 @@ def _from_file(path: Path) -> _Layer:
             f"The configuration file {path} is not valid TOML: {error}. Sizes, durations and other text need quotes, "
             'as in pool_size = "64MiB".'
         ) from error
-    names = [setting.name for setting in SETTINGS]
+    names = [one.name for one in SETTINGS]
     for key, value in table.items():
         _check_known(key, names, f"The key {quoted(key)} (value {quoted(value)}) in {path}")
     return {key: (value, f"file {path}") for key, value in table.items()}
 
 
 def _from_environ(environ: Mapping[str, str]) -> _Layer:
-    by_variable = {setting.variable: setting.name for setting in SETTINGS}
+    by_variable = {one.variable: one.name for one in SETTINGS}
     layer: _Layer = {}
     for variable in sorted(environ):
         ours = variable.startswith(VARIABLE_PREFIX) and variable not in (CONFIG_VARIABLE, PASSWORD_VARIABLE)
@@ -344,7 +670,7 @@ def _from_environ(environ: Mapping[str, str]) -> _Layer:
 
 
 def _from_flags(flags: Mapping[str, str | list[str] | None]) -> _Layer:
-    flag_of = {setting.name: setting.flag for setting in SETTINGS}
+    flag_of = {one.name: one.flag for one in SETTINGS}
     for name, text in flags.items():
         _check_known(name, flag_of, f"The flag {quoted(name)} (value {quoted(text)})")
     return {name: (text, f"flag {flag_of[name]}") for name, text in flags.items() if text is not None}
@@ -352,20 +678,21 @@ def _from_flags(flags: Mapping[str, str | list[str] | None]) -> _Layer:
 
 def _check_known(key: str, names: Collection[str], where: str) -> None:
     if key not in names:
+        if advice := removed_advice(key):
+            raise ConfigError(f"{where} {advice}")
         advice = did_you_mean(key, names) or f"known are {', '.join(sorted(names))}."
         raise ConfigError(f"{where} is unknown; {advice}")
 
 
-def _check_together(config: Config, sources: Mapping[str, str]) -> None:
-    """Refuse values that are possible one by one but not together."""
-    heartbeat_interval, lease_ttl = exact_duration(config.heartbeat_interval_s), exact_duration(config.lease_ttl_s)
-    if config.heartbeat_interval_s >= config.lease_ttl_s:
-        raise ConfigError(
-            f"heartbeat_interval is {heartbeat_interval} ({sources['heartbeat_interval_s']}), but lease_ttl is "
-            f"{lease_ttl} ({sources['lease_ttl_s']}); heartbeats renew leases and must be more frequent."
-        )
-    if config.credit_bytes > config.pool_bytes:
-        raise ConfigError(
-            f"credit_size is {exact_size(config.credit_bytes)} ({sources['credit_bytes']}), but pool_size is "
-            f"{exact_size(config.pool_bytes)} ({sources['pool_bytes']}); credits cannot exceed the pool."
-        )
+def removed_advice(name: str) -> str:
+    """What to do about a setting of 0.1, given as flag, variable or key; empty where ``name`` is none."""
+    advice = REMOVED.get(name.removeprefix(VARIABLE_PREFIX).lower().lstrip("-").replace("-", "_"))
+    return f"was a setting until 0.2; {advice}" if advice else ""
+
+
+def did_you_mean(name: str, names: Collection[str]) -> str:
+    """A question that names the nearest of ``names``; empty where none is near."""
+    import difflib  # only errors need it
+
+    close = difflib.get_close_matches(name, sorted(names), n=1)
+    return f"did you mean {close[0]}?" if close else ""

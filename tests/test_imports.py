@@ -27,7 +27,6 @@ DISTRIBUTION = {
 
 ROOMS = {
     "errors": "",
-    "settings": "errors",
     "observe": "",
     "system": "errors",
     "pool": "system errors",
@@ -35,11 +34,11 @@ ROOMS = {
     "simulate": "cache pool errors",
     "tiers": "pool system errors",
     "tiering": "cache tiers pool system errors",
-    "config": "tiering tiers cache settings errors",
-    "memory_needs": "config tiers cache pool system errors",
+    "config": "tiering tiers cache errors",
+    "memory_estimate": "config tiers cache pool system errors",
     "transfer": "pool system errors",
-    "server": "tiering tiers cache transfer pool system observe config memory_needs settings errors",
-    "cli": "server simulate cache observe config memory_needs settings errors",
+    "server": "tiering tiers cache transfer pool system observe config memory_estimate errors",
+    "cli": "server simulate cache observe config memory_estimate errors",
     "__main__": "cli",
 }
 """The packages and single modules of ``kvoffd``, from the lowest up, and what each of them may import."""

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd.config import SETTINGS, Config
+from kvoffd.config import SETTINGS, Config, Limits
 from kvoffd_client import ClientOptions
-from kvoffd_client.vllm.config import ConnectorOptions
+from kvoffd_client.vllm.connector_options import ConnectorOptions
 from kvoffd_proto.units import parse_duration
 from tests.sim.planted import PLANTED
 
@@ -20,13 +20,14 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "RELIABILITY.md").read_text()
 UNIT = (ROOT / "deploy" / "systemd" / "kvoffd.service").read_text()
 DOOR = ("daemon", "cli", "faults", "chaos", "vllm")
-OPTIONS = {"ClientOptions": ClientOptions(), "ConnectorOptions": ConnectorOptions()}
+OPTIONS = {"ClientOptions": ClientOptions(), "ConnectorOptions": ConnectorOptions(), "Limits": Limits()}
 WAIT_WORDS = "TIMEOUT|DEADLINE|CLOSE|AFTER|GRACE|HANGING|HANDSHAKE|ABANDON|LINGER|WAIT"
 WAIT_NAME = re.compile(rf"_?([A-Z_]+_)?({WAIT_WORDS})_(S|MS)")
 """Constants of these names are waits. Pauses, intervals and bounds of sizes have others."""
 NO_WAITS = {
-    "shared_ask_deadline": "0 unless it is set: that of the kind of store, which the table has",
-    "heartbeat_interval": "how often, not how long",
+    "ConnectorOptions.lookup_refresh_ms": "how old an answer may be",
+    "Limits.shared_ask_deadline_s": "0 unless it is set: that of the kind of store, which the table has",
+    "Limits.heartbeat_interval_s": "how often, not how long",
 }
 
 
@@ -82,7 +83,7 @@ def value_s(name: str) -> float:
 
 def waits_in_code() -> Iterator[str]:
     for setting in SETTINGS:
-        if setting.kind.metavar == "DURATION":
+        if setting.metavar == "DURATION":
             yield setting.name
     for owner, options in OPTIONS.items():
         for field in dataclasses.fields(options):

@@ -118,6 +118,7 @@ class Context:
     requests: int = 0
     replies_dropped: Counter[str] = field(default_factory=Counter)
     """By reason, ``gone`` or ``unread``."""
+    publications_dropped: int = 0
     lookup_times: DurationHistogram = field(default_factory=lambda: DurationHistogram(LOOKUP_BOUNDS_S))
     loop_watch: LoopWatch = field(default_factory=LoopWatch)
     lookup_rate: RateMeter = field(default_factory=RateMeter)
@@ -187,14 +188,14 @@ class Context:
     def check_key_count(self, namespace: Namespace, groups: Sequence[m.GroupKeys | m.GroupTransfer]) -> None:
         """Raise KvoffdError where a request has more keys than it may."""
         total = sum(len(part.keys) for part in groups) // namespace.key_bytes
-        _check_at_most(total, self.config.max_keys_per_request)
+        _check_at_most(total, self.config.limits.max_keys_per_request)
 
     def check_block_count(self, namespace: Namespace, keys: bytes) -> None:
         """Raise KvoffdError where an operator names more blocks in one request than a job may have."""
-        _check_at_most(len(keys) // namespace.key_bytes, self.config.max_keys_per_job)
+        _check_at_most(len(keys) // namespace.key_bytes, self.config.limits.max_keys_per_job)
 
     def check_lease_count(self, session: Session) -> None:
-        limit = self.config.max_leases
+        limit = self.config.limits.max_leases
         if self.cache.leases.count_of(session.id) >= limit:
             raise KvoffdError(f"The session holds {limit} leases, its limit; release some.", ErrorCode.TOO_MANY)
 

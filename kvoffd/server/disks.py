@@ -13,13 +13,12 @@ from pathlib import Path
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.hooks import CacheListener
 from kvoffd.cache.namespace import Namespace
-from kvoffd.config import Config
+from kvoffd.config import Config, DiskSize
 from kvoffd.errors import KvoffdError, NoMoreThreads
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.table_format import digest
 from kvoffd.server.engine_memory import Post
 from kvoffd.server.kept_resets import KeptResets
-from kvoffd.settings import DiskSize
 from kvoffd.system.threads import start
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.manager import TieringManager
@@ -117,7 +116,6 @@ class Disks:
         config = self._config
         settings = TieringSettings(
             WriteMode(config.shared_write),
-            per_second_bytes=config.shared_write_bytes_per_s,
             deadline_s=config.shared_deadline_s,
             trickle_bytes=TRICKLE_BYTES,
         )
@@ -258,8 +256,7 @@ class Disks:
         settings = TieringSettings(
             WriteMode(config.disk_write),
             config.disk_write_bytes_per_day,
-            config.disk_write_bytes_per_s,
-            config.disk_deadline_s,
+            deadline_s=config.disk_deadline_s,
             trickle_bytes=TRICKLE_BYTES,
         )
         self.tiering = TieringManager(self._cache, self._tiers, self._events, self._clock, settings, self._engines_busy)
@@ -344,7 +341,7 @@ def shared_opener(config: Config, stores: OpenStores, pool: Pool, post: Post) ->
                 clock=time.monotonic,
                 post=post,
                 listener=listener,
-                ask_deadline_s=config.shared_ask_deadline_s,
+                ask_deadline_s=config.limits.shared_ask_deadline_s,
                 generations=kept.generations_of(url),
             )
             for url, open_one in zip(config.shared, stores, strict=True)

@@ -138,9 +138,9 @@ def open_gpus(config: Config, pool: Pool) -> Gpus:
         pool.address,
         pool.pool_bytes,
         library=config.cuda_library,
-        batches=config.cuda_batches == "auto",
-        gather=config.cuda_gather == "on",
-        pin_linger_s=config.pin_linger_s,
+        batches=config.limits.cuda_batches,
+        gather=config.limits.cuda_gather,
+        pin_linger_s=config.limits.pin_linger_s,
     )
     if gpus.available:
         logger.info("A CUDA driver is here; GPUs are used when their engines register.")

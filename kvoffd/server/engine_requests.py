@@ -62,11 +62,11 @@ def hello(context: Context, session: Session, message: m.Hello) -> m.Welcome:
         session.id,
         __version__,
         [*context.memory.kinds, "kv_events"],
-        filled(m.Limits, config),
+        filled(m.Limits, config.limits),
         context.sessions.credit_of(session),
-        round(config.lease_ttl_s * 1000),
-        round(config.heartbeat_interval_s * 1000),
-        round(config.job_deadline_s * 1000),
+        round(config.limits.lease_ttl_s * 1000),
+        round(config.limits.heartbeat_interval_s * 1000),
+        round(config.limits.job_deadline_s * 1000),
     )
 
 
@@ -152,7 +152,7 @@ def _check_registration(context: Context, session: Session, message: m.Register,
     if message.registration_id in session.registrations or message.registration_id in session.registering:
         raise BadGeometry("A registration with this id exists; make a new id.")
     held = len(session.registrations) + len(session.registering)
-    if held >= context.config.max_registrations:
+    if held >= context.config.limits.max_registrations:
         raise KvoffdError(f"The session holds {held} registrations, its limit.", ErrorCode.TOO_MANY)
     if message.rank >= namespace.world_size:
         raise BadGeometry(f"Rank {message.rank} is outside the namespace's world size {namespace.world_size}.")
@@ -224,7 +224,7 @@ def lookup(context: Context, session: Session, message: m.Lookup) -> m.LookupRep
     answer = context.cache.lookup(
         namespace, message.lease_id, session.id, groups, again=message.again, extend=message.extend
     )
-    ttl_ms = round(context.config.lease_ttl_s * 1000) if answer.pinned else 0
+    ttl_ms = round(context.config.limits.lease_ttl_s * 1000) if answer.pinned else 0
     context.lookups.append((message.lease_id, None if namespace.of_bench else context.clock() - started))
     wait_ms = 0
     if (tiering := context.tiering) is not None and any(not m.COMING.isdisjoint(states) for states in answer.states):
@@ -284,7 +284,7 @@ def submit(context: Context, session: Session, message: m.Submit) -> m.JobsRefus
     jobs: list[m.Store | m.Load] = [*message.stores, *message.loads]
     groups = [part for job in jobs for part in job.groups]
     context.check_key_count(registration.namespace, groups)
-    if len(jobs) > (most := context.config.max_jobs_per_message):
+    if len(jobs) > (most := context.config.limits.max_jobs_per_message):
         raise KvoffdError(f"{len(jobs)} jobs in one message; {most} are allowed. Send several.", ErrorCode.TOO_MANY)
     submission = Submission(context.jobs, session, message, 2 * context.sessions.credit_bytes)
     submission.run()

@@ -23,8 +23,8 @@ from pathlib import Path
 from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from kvoffd.config import ALL_INTERFACES, parse_address
 from kvoffd.errors import KvoffdError
-from kvoffd.settings import ALL_INTERFACES, parse_address
 from kvoffd_proto.messages import HealthReply, StatsReply
 
 logger = logging.getLogger(__name__)

@@ -94,7 +94,7 @@ def _check_places(context: Context, session: Session, fingerprint: bytes) -> Non
         raise KvoffdError(
             f"The session has {held} namespaces open, its limit; open another session.", ErrorCode.TOO_MANY
         )
-    uid, limit = session.peer.uid, context.config.max_namespaces
+    uid, limit = session.peer.uid, context.config.limits.max_namespaces
     users = {name for other in context.sessions if other.peer.uid == uid for name in other.namespaces}
     if fingerprint not in users and len(users) >= limit - limit // OTHERS_PART:
         raise KvoffdError(
@@ -108,9 +108,9 @@ def _make_space(context: Context, message: NamespaceRequest, late: bool) -> Work
 
     Raises KvoffdError where none may go, or it is too late to wait for one.
     """
-    cache, limit = context.cache, context.config.max_namespaces
+    cache, limit = context.cache, context.config.limits.max_namespaces
     nbytes = nbytes_of(message.label, message.description, message.world_size, len(message.groups))
-    most_bytes = context.config.namespaces_bytes
+    most_bytes = context.config.limits.namespaces_bytes
     if nbytes > most_bytes // 8:
         raise BadGeometry(
             f"The namespace would take {nbytes} bytes of the daemon's memory beside its blocks, and {most_bytes // 8} "

@@ -11,7 +11,8 @@ from msgspec import structs
 from kvoffd import __version__
 from kvoffd.cache.index_memory import index_memory
 from kvoffd.cache.namespace import Namespace
-from kvoffd.memory_needs import max_index_bytes
+from kvoffd.config import settings_in_force
+from kvoffd.memory_estimate import max_index_bytes
 from kvoffd.server.context import Context, answers, filled
 from kvoffd.server.disks import Disk
 from kvoffd.server.health import health_of, health_reply
@@ -88,6 +89,7 @@ def stats_reply(context: Context, message: m.Stats) -> m.StatsReply:
         curve=context.curve.in_all(),
         curve_seen_bytes=context.curve.seen_bytes,
         curve_bytes=context.curve.nbytes,
+        settings=[m.SettingInfo(*one) for one in settings_in_force(context.config)],
     )
 
 

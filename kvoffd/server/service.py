@@ -70,7 +70,7 @@ class Service:
         close_segments: Callable[[Sequence[MappedSegment], Callable[[], None]], None] = close_segments,
     ) -> None:
         memory = MemoryMapper(engine, map_segment, post, gpus, close_segments)
-        runner = JobRunner(cache, clock, config.job_deadline_s, post)
+        runner = JobRunner(cache, clock, config.limits.job_deadline_s, post)
         self.context = Context(
             config,
             clock,
@@ -146,6 +146,10 @@ class Service:
         logger.info("All of the earlier daemon's blocks are taken over %.3f s after the first ones.", seconds)
         return 0
 
+    def refuse_frame(self, sender: bytes, frame_bytes: int) -> None:
+        """Answer a request frame that is too long to be kept."""
+        self.context.reply(sender, self.context.refusal(0, self._too_long(frame_bytes)))
+
     def replay_events(self, sender: bytes, start: bytes) -> None:
         """Answer a replay request in the format of vLLM's event publisher: eight bytes, the first number wanted."""
         context = self.context
@@ -215,9 +219,9 @@ class Service:
                 )
 
     def _too_long(self, frame_bytes: int) -> KvoffdError:
+        most = self.context.config.limits.max_frame_bytes
         return KvoffdError(
-            f"The frame has {frame_bytes} bytes; {self.context.config.max_frame_bytes} are allowed. Send it in parts.",
-            ErrorCode.TOO_LARGE,
+            f"The frame has {frame_bytes} bytes; {most} are allowed. Send it in parts.", ErrorCode.TOO_LARGE
         )
 
     def _answer(self, frame: bytes) -> tuple[int, Answer]:
@@ -226,7 +230,7 @@ class Service:
         context.requests += 1
         request_id = 0
         try:
-            if len(frame) > context.config.max_frame_bytes:
+            if len(frame) > context.config.limits.max_frame_bytes:
                 raise self._too_long(len(frame))
             try:
                 request = codec.decode_request(frame)

@@ -70,7 +70,7 @@ class Sessions:
         self._last_id = 0
         self.epoch = int.from_bytes(random_bytes(8), "big") >> 1
         """This life of the daemon."""
-        self.credit_bytes = config.credit_bytes or min(cache.slots.pool_bytes // 8, MAX_DEFAULT_CREDIT_BYTES)
+        self.credit_bytes = config.limits.credit_bytes or min(cache.slots.pool_bytes // 8, MAX_DEFAULT_CREDIT_BYTES)
         """Bytes of stores that all sessions together may have outstanding."""
         self.ended: Counter[str] = Counter()
         """Sessions that ended, by ``Ending``: engines', and those that the daemon ended before their Hello."""
@@ -140,7 +140,7 @@ class Sessions:
             raise KvoffdError.of(ErrorCode.SESSION_ENDED)
         if segment_id in session.segments:
             raise KvoffdError(f"Segment {segment_id} is attached already; use a new id.", ErrorCode.MALFORMED)
-        if len(session.segments) >= self._config.max_segments:
+        if len(session.segments) >= self._config.limits.max_segments:
             raise KvoffdError(f"The session holds {len(session.segments)} segments, its limit.", ErrorCode.TOO_MANY)
         free = self._max_attached - sum(other.descriptors for other in self)
         # Nobody may take more than what is left then, so that however many sessions hoard, the next one has room.

@@ -82,7 +82,7 @@ class Submission:
         config, session, namespace = self.jobs.config, self.session, registration.namespace
         if job.job_id in session.jobs or job.job_id in self._part:
             raise KvoffdError.of(ErrorCode.DUPLICATE_JOB)
-        if (unfinished := session.unfinished + len(self._part)) >= config.max_jobs_in_flight:
+        if (unfinished := session.unfinished + len(self._part)) >= config.limits.max_jobs_in_flight:
             raise KvoffdError(f"The session has {unfinished} jobs in flight, its limit.", ErrorCode.TOO_MANY)
         log = session.completions
         if len(log) >= MAX_UNACKNOWLEDGED_RESULTS or log.keys_bytes >= MAX_UNACKNOWLEDGED_BYTES:
@@ -103,10 +103,10 @@ class Submission:
             pieces += blocks * registration.layouts[part.group].page_bytes.size
         if len(job.groups) > 1 and len({part.group for part in job.groups}) < len(job.groups):
             raise BadKeys("A group is named twice in one job; put its keys into one part.")
-        if all_keys > config.max_keys_per_job or pieces > config.max_pieces_per_job:
+        if all_keys > config.limits.max_keys_per_job or pieces > config.limits.max_pieces_per_job:
             raise KvoffdError(
-                f"The job has {all_keys} keys and {pieces} pieces, and {config.max_keys_per_job} and "
-                f"{config.max_pieces_per_job} are allowed; send it as several jobs.",
+                f"The job has {all_keys} keys and {pieces} pieces, and {config.limits.max_keys_per_job} and "
+                f"{config.limits.max_pieces_per_job} are allowed; send it as several jobs.",
                 ErrorCode.TOO_MANY,
             )
         for part in job.groups:
@@ -114,10 +114,10 @@ class Submission:
             check_count(registration.layouts[part.group], blocks, keys, part.first_block, storing)
         pieces = max(pieces, all_keys * PIECES_PER_KEY)
         known = session.pieces + self._part_pieces
-        if known + pieces > config.max_pieces_in_flight and known:
+        if known + pieces > config.limits.max_pieces_in_flight and known:
             raise KvoffdError(
                 f"The session's unfinished jobs have {known} pieces; with this one's {pieces} they would be "
-                f"more than the {config.max_pieces_in_flight} allowed. Wait for completions.",
+                f"more than the {config.limits.max_pieces_in_flight} allowed. Wait for completions.",
                 ErrorCode.TOO_MANY,
             )
         self.jobs.cache.memory.check(session.id, copy_bytes(len(self._part) + 1, self._part_pieces + pieces))

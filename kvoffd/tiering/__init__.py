@@ -30,13 +30,12 @@ class TieringSettings:
 
     Attributes:
         mode: what is written.
-        per_day_bytes, per_second_bytes: bounds on writing; 0 for none.
+        per_day_bytes: bound on writing; 0 for none.
         deadline_s: a block that was requested and is not up after so many seconds is absent.
         trickle_bytes: what is written from one tick to the next while engines copy, which goes first.
     """
 
     mode: WriteMode = WriteMode.REUSE
     per_day_bytes: int = 0
-    per_second_bytes: int = 0
     deadline_s: float = 5.0
     trickle_bytes: int = 8 * 2**20

@@ -27,8 +27,6 @@ LEAST_CHANCE, LEAST_OF_MEAN = 0.1, 0.5
 lately that were to be written, if that is less."""
 SAVED_SHARE = 1 / 8
 """Share of a day's bytes that may be saved up and written at once."""
-RATE_SAVED_S = 0.25
-"""Seconds of the rate that may be saved up."""
 
 
 class _TokenBucket:
@@ -53,32 +51,27 @@ class _TokenBucket:
 
 
 class WriteBudget:
-    """Bytes per day and per second that may be written; 0 is no limit. No 24 hours see more than the day's bytes.
+    """Bytes that may be written in a day, since flash wears out; 0 is no limit. No 24 hours see more."""
 
-    Flash wears out, and a disk that writes reads slowly.
-    """
-
-    def __init__(self, per_day_bytes: int, per_second_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(self, per_day_bytes: int, clock: Callable[[], float]) -> None:
         self._clock = clock
         now = clock()
         saved = per_day_bytes * SAVED_SHARE
         self._day = _TokenBucket((per_day_bytes - saved) / DAY_S, saved, now) if per_day_bytes else None
-        second = _TokenBucket(per_second_bytes, per_second_bytes * RATE_SAVED_S, now) if per_second_bytes else None
-        self._buckets = [bucket for bucket in (self._day, second) if bucket is not None]
 
     def take(self, nbytes: int) -> bool:
-        """Take so many bytes out of both budgets, or none."""
-        now = self._clock()
-        if not all(bucket.allows(nbytes, now) for bucket in self._buckets):
+        """Take so many bytes out of the budget, or none."""
+        if self._day is None:
+            return True
+        if not self._day.allows(nbytes, self._clock()):
             return False
-        for bucket in self._buckets:
-            bucket.take(nbytes)
+        self._day.take(nbytes)
         return True
 
     def give_back(self, nbytes: int) -> None:
         """Return bytes that were taken and not written."""
-        for bucket in self._buckets:
-            bucket.take(-nbytes)
+        if self._day is not None:
+            self._day.take(-nbytes)
 
     @property
     def spent(self) -> bool:
@@ -125,7 +118,7 @@ class Demoter:
         self._is_asked = isinstance(tier, AskedTier)
         self._modes_of_use = {WriteMode.REUSE, WriteMode.ALWAYS} if self._is_asked else {WriteMode.REUSE}
         """In which blocks are offered when they are used; what is asked may have lost what it had."""
-        self.budget = WriteBudget(settings.per_day_bytes, settings.per_second_bytes, clock)
+        self.budget = WriteBudget(settings.per_day_bytes, clock)
         self._under_way_limit = min(cache.slots.pool_bytes // 16, MAX_WRITING_BYTES)
         """Bytes that may be read out of the pool at once, and are pinned that long."""
         self._cold_bytes = cache.slots.pool_bytes // 16

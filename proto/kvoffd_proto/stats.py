@@ -319,6 +319,14 @@ class Histogram(Wire, frozen=True):
 # --- the statistics ------------------------------------------------------------------------------
 
 
+class SettingInfo(Wire, frozen=True):
+    """One setting of the running daemon."""
+
+    name: Annotated[str, doc("Its name, as in the configuration file.")]
+    value: Annotated[str, doc("Its value, as a flag would give it.")]
+    default: Annotated[bool, doc("Whether that is the default.")]
+
+
 class StatsReply(Reply, frozen=True):
     daemon_version: Annotated[str, doc("Release of the daemon.")]
     pid: Annotated[int, doc("Process id, in the daemon's own pid namespace.", ge=0)]
@@ -367,6 +375,9 @@ class StatsReply(Reply, frozen=True):
     loop_blocked_maximum_seconds: Annotated[
         Seconds, gauge("Longest time for which the event loop was blocked since the daemon's start.")
     ] = 0.0
+    publications_dropped: Annotated[
+        Count, counter("Completions and KV event messages that a client of events.sock left unread for too long.")
+    ] = 0
     shortened_lookups: Annotated[
         Count, counter("Lookups that were told of fewer ready keys, since their session may not lease more.")
     ] = 0
@@ -426,6 +437,7 @@ class StatsReply(Reply, frozen=True):
         ),
     ] = 0
     curve_bytes: Annotated[ByteCount, gauge("Memory of the sample from which the curve is made.")] = 0
+    settings: Annotated[list[SettingInfo], doc("The settings that the daemon runs with.")] = field(default_factory=list)
 
 
 @exchange(Section.ADMINISTRATION, ANY_ROLE)

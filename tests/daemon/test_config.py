@@ -44,12 +44,12 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_config_flags_go_over_variables_over_the_file(file: Path) -> None:
-    file.write_text('pool_size = "1GiB"\nlog_level = "error"\nlease_ttl = 12.5\nallowed_uids = [1000, 0, 1000]\n')
+    file.write_text('pool_size = "1GiB"\nlog_level = "error"\ndisk_deadline = 12.5\nallowed_uids = [1000, 0, 1000]\n')
     given = {"KVOFFD_POOL_SIZE": "2GiB", "KVOFFD_LOG_LEVEL": "warning", "KVOFFD_CONFIG": "/nowhere"}
     found = shown("--config", str(file), "--pool-size", "1.5GiB", **given)
     assert found["pool_size"] == {"value": 3 << 29, "text": "1536MiB", "source": "flag --pool-size"}
     assert (found["log_level"]["value"], found["log_level"]["source"]) == ("warning", "variable KVOFFD_LOG_LEVEL")
-    assert (found["lease_ttl"]["value"], found["lease_ttl"]["source"]) == (12.5, f"file {file}")
+    assert (found["disk_deadline"]["value"], found["disk_deadline"]["source"]) == (12.5, f"file {file}")
     assert found["allowed_uids"]["text"] == "0,1000"
     assert found["verify_share"]["source"] == "default"
     by_variable = shown(KVOFFD_CONFIG=str(file))
@@ -62,12 +62,12 @@ def test_config_prints_a_file_that_gives_the_same(file: Path) -> None:
         "directory": '/tmp/odd "name"\x7f é',
         "allowed-uids": "0,1000",
         "http-address": "",
-        "job-deadline": "1500ms",
+        "disk-deadline": "1500ms",
     }
     arguments = [f"--{name}={value}" for name, value in flags.items()]
     printed = kvoffd("config", *arguments).stdout
     settings, comment = printed.split("\n\n")
-    assert comment.startswith("# The daemon needs ")
+    assert comment.startswith("# The daemon needs about ")
     assert re.search('^pool_size = "65MiB" +# flag --pool-size$', settings, re.MULTILINE)
     file.write_text(printed)
     asked, read = shown(*arguments), shown("--config", str(file))
@@ -97,7 +97,7 @@ def test_config_refusals_name_setting_value_and_source(file: Path) -> None:
         ("pool_size", "-1GiB"),
         ("log_level", "loud"),
         ("eviction_policy", "fifo"),
-        ("lease_ttl", "nan"),
+        ("disk_deadline", "nan"),
         ("allowed_uids", "root"),
         ("http_address", "127.0.0.1:65536"),
         ("pool_file", "/dev/shm/"),
@@ -109,17 +109,25 @@ def test_config_refusals_name_setting_value_and_source(file: Path) -> None:
         assert f"--{name.replace('_', '-')}" in sentence
     sentence = refused("serve", KVOFFD_POOL_SIZE="0")
     assert all(part in sentence for part in ("pool_size", "'0'", "KVOFFD_POOL_SIZE"))
-    for line in ("pool_size = true", "lease_ttl = inf", "allowed_uids = [-4]", "directory = 5"):
+    for line in ("pool_size = true", "disk_deadline = inf", "allowed_uids = [-4]", "directory = 5"):
         file.write_text(line + "\n")
         sentence = refused("serve", "--config", str(file))
         assert line.split()[0] in sentence
         assert str(file) in sentence
 
 
-def test_config_settings_that_contradict_are_refused() -> None:
-    sentence = refused("config", "--heartbeat-interval", "1m", KVOFFD_LEASE_TTL="10s")
-    assert all(part in sentence for part in ("--heartbeat-interval", "1m", "10s", "KVOFFD_LEASE_TTL"))
+def test_config_a_long_value_is_cut_in_its_refusal() -> None:
     assert len(refused("config", "--log-level", "x" * 50_000)) < 400
+
+
+def test_config_a_setting_of_the_release_before_is_refused_with_what_to_do(file: Path) -> None:
+    file.write_text('event_address = "127.0.0.1:5557"\n')
+    for sentence in (
+        refused("serve", "--config", str(file)),
+        refused("serve", "--event-address=127.0.0.1:5557"),
+        refused("serve", KVOFFD_EVENT_ADDRESS="127.0.0.1:5557"),
+    ):
+        assert "point routers at the engines" in sentence
 
 
 def test_config_a_file_that_is_wrong_is_refused(file: Path, tmp_path: Path) -> None:
@@ -188,7 +196,7 @@ def test_config_refusals_are_json_where_lines_are_json(where: str, file: Path) -
 def test_help_shows_every_setting_and_stands_a_percent_sign() -> None:
     text = kvoffd("serve", "--help", KVOFFD_DIRECTORY="/tmp/50%s").stdout
     flags = [word for line in text.splitlines() if line.startswith("  --") for word in line.split()[:1]]
-    assert flags[:4] == ["--directory", "--pool-size", "--config", "--log-level"]
+    assert flags[:4] == ["--directory", "--pool-size", "--config", "--pool-file"]
     assert set(flags) == {f"--{name.replace('_', '-')}" for name in shown()} | {"--config"}
     assert "/tmp/50%s" in text
     without = kvoffd()

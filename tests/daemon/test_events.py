@@ -37,7 +37,7 @@ def replayed(messages: Iterable[KvMessage]) -> dict[bytes, dict[str | None, set[
 
 def test_a_replay_from_the_start_gives_the_index() -> None:
     """Of each namespace, with evictions, keys that were invalidated, and a reset."""
-    with DaemonProcess("1MiB", leased_share="1") as daemon, SharedMemory(128 * PAGE_BYTES, "test") as memory:
+    with DaemonProcess("1MiB", limits={"leased_share": 1}) as daemon, SharedMemory(128 * PAGE_BYTES, "test") as memory:
         with WireClient(daemon.directory) as worker, WireClient(daemon.directory, "scheduler") as scheduler:
             for client in (worker, scheduler):
                 client.open_namespace()

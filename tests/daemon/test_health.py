@@ -34,7 +34,7 @@ def test_health_a_taken_default_http_port_is_degraded() -> None:
 def test_health_a_pool_that_one_lease_pins_is_degraded() -> None:
     """It says whose lease that is, and which stores found no space."""
     with (
-        DaemonProcess("12MiB", leased_share="1") as daemon,
+        DaemonProcess("12MiB", limits={"leased_share": 1}) as daemon,
         FakeEngine(daemon.directory, blocks=256) as engine,
         AdminClient(daemon.directory) as admin,
     ):

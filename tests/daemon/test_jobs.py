@@ -48,7 +48,7 @@ def faulty() -> Iterator[DaemonProcess]:
 @pytest.fixture(scope="module")
 def impatient() -> Iterator[DaemonProcess]:
     """A daemon of short times."""
-    with DaemonProcess(lease_ttl="3s", half_stored_timeout="500ms") as daemon:
+    with DaemonProcess(limits={"lease_ttl_s": 3, "partial_timeout_s": 0.5}) as daemon:
         yield daemon
 
 
@@ -337,7 +337,7 @@ def test_leases_end_with_their_session(shared_daemon: DaemonProcess, worker: Wir
 
 def test_a_pool_of_pinned_blocks_has_no_room_and_says_so() -> None:
     """What is under a lease is never evicted. Every store says which of its keys found no room."""
-    with DaemonProcess("1MiB", leased_share="1") as daemon, SharedMemory(96 * PAGE_BYTES, "test") as memory:
+    with DaemonProcess("1MiB", limits={"leased_share": 1}) as daemon, SharedMemory(96 * PAGE_BYTES, "test") as memory:
         with engine(daemon) as (worker, scheduler):
             cache = worker.register(memory)
             memory.view[:] = np.random.default_rng(2).integers(0, 256, memory.size_bytes, dtype=np.uint8)

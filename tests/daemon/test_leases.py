@@ -64,7 +64,10 @@ def test_leases_outlast_loads_that_fail(
 
 def test_leases_of_an_engine_live_until_it_loads(memory: SharedMemory) -> None:
     """However long its request waits: those that nobody renews end beside it, one after the other."""
-    with DaemonProcess(lease_ttl="4s", heartbeat_interval="200ms") as daemon, FakeEngine(daemon.directory) as engine:
+    with (
+        DaemonProcess(limits={"lease_ttl_s": 4, "heartbeat_interval_s": 0.2}) as daemon,
+        FakeEngine(daemon.directory) as engine,
+    ):
         engine.fill([0], seed=1)
         assert engine.store(keys(1), [0]).ok
         with WireClient(daemon.directory) as worker, WireClient(daemon.directory, "scheduler") as scheduler:

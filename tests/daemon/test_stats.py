@@ -40,7 +40,7 @@ def adds_up(space: NamespaceBooks) -> bool:
 def test_the_books_balance_whatever_is_done() -> None:
     """Stores, lookups, loads, invalidated keys, resets and evictions in a pool of 64 blocks, in two namespaces."""
     choose = random.Random(35)
-    with DaemonProcess("1MiB", leased_share="1") as daemon, SharedMemory(64 * PAGE_BYTES, "test") as memory:
+    with DaemonProcess("1MiB", limits={"leased_share": 1}) as daemon, SharedMemory(64 * PAGE_BYTES, "test") as memory:
         with WireClient(daemon.directory) as worker, WireClient(daemon.directory, "scheduler") as scheduler:
             caches = {}
             for space in (NAMESPACE, OTHER):

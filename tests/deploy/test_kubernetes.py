@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from kvoffd.config import load_config
-from kvoffd.memory_needs import memory_needs
+from kvoffd.memory_estimate import memory_estimate
 from kvoffd_proto.units import parse_size
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
@@ -158,22 +158,22 @@ def test_the_daemons_configuration_is_accepted_and_its_pool_fits_the_container()
         config = load_config({}, variables).config
         memory = container["resources"]["limits"]["memory"]
         assert container["resources"]["requests"]["memory"] == memory
-        needed = sum(memory_needs(config).values())
+        needed = sum(memory_estimate(config).values())
         assert quantity(memory) >= needed
-        assert needed <= config.pool_bytes * 1.082 + 576 * MIB, "what deploy/README.md has for 8 GiB and more"
+        assert needed <= config.pool_bytes * 1.082 + 256 * MIB, "what deploy/README.md has for 8 GiB and more"
 
 
 def test_the_comments_beside_the_memory_limits_say_the_formula_of_the_readme() -> None:
     for path in ("daemonset/daemonset.yaml", "sidecar/deployment.yaml"):
-        assert "The pool, 8.2 % of it and 576 MiB" in (KUBERNETES / path).read_text()
-    assert "8.2 % of the pool and 576 MiB" in (KUBERNETES.parent / "README.md").read_text()
+        assert "The pool, 8.2 % of it and 256 MiB" in (KUBERNETES / path).read_text()
+    assert "8.2 % of the pool and 256 MiB" in (KUBERNETES.parent / "README.md").read_text()
 
 
 def test_the_memory_formula_of_the_readme_gives_what_the_daemon_needs() -> None:
-    for pool_mib, said in ((256, "958 MiB for a pool of 256 MiB"), (4096, "4.93 GiB for 4 GiB"), (65536, "69.8 GiB")):
+    for pool_mib, said in ((256, "657 MiB for a pool of 256 MiB"), (4096, "4.64 GiB for 4 GiB"), (65536, "69.5 GiB")):
         config = load_config({"pool_size": f"{pool_mib}MiB"}, {}).config
-        needed_mib = sum(memory_needs(config).values()) / MIB
-        assert abs(pool_mib * 1.066 + max(128, pool_mib / 64) + 557 - needed_mib) < 1
+        needed_mib = sum(memory_estimate(config).values()) / MIB
+        assert abs(pool_mib * 1.066 + max(128, pool_mib / 64) + 256 - needed_mib) < 1
         assert said in (KUBERNETES.parent / "README.md").read_text()
         number, unit = said.split()[:2]
         assert float(number) == pytest.approx(needed_mib / {"MiB": 1, "GiB": 1024}[unit], rel=0.001)

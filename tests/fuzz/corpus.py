@@ -111,4 +111,4 @@ def _facts() -> list[bytes]:
 
 def _config() -> list[bytes]:
     shown = {setting.name: setting.kind.show(getattr(Config(), setting.field_name)) for setting in SETTINGS}
-    return [f'{name} = "{text}"\n'.encode() for name, text in shown.items()] + [b"pool_size = 5\nlease_ttl = 2.5\n"]
+    return [f'{name} = "{text}"\n'.encode() for name, text in shown.items()] + [b"pool_size = 5\ndisk_deadline = 2.5\n"]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import cast
 
-from kvoffd.config import Config
+from kvoffd.config import Config, Limits
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
 from kvoffd.server.service import Service
@@ -103,8 +103,10 @@ class ServiceHarness:
         self.done: deque[Callable[[], None]] = deque()
         self.pool = make_pool(POOL_BYTES, None)
         config = Config(
-            pool_bytes=POOL_BYTES, max_jobs_in_flight=6, max_leases=3, max_keys_per_request=8, max_sessions=6,
-            max_namespaces=2, max_segments=4, max_registrations=2, max_frame_bytes=65536,
+            pool_bytes=POOL_BYTES, max_sessions=6, limits=Limits(
+                max_jobs_in_flight=6, max_leases=3, max_keys_per_request=8,
+                max_namespaces=2, max_segments=4, max_registrations=2, max_frame_bytes=65536,
+            ),
         )  # fmt: skip
         rng = random.Random(1)
         self.service: Service = make_service(

@@ -35,7 +35,7 @@ DRIVERS = ["stub", pytest.param("real", marks=pytest.mark.gpu)]
 
 
 def machine_of(
-    driver: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **flags: str
+    driver: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **flags: Any
 ) -> Generator[Machine, None, None]:
     """A running daemon with these flags, over one of DRIVERS."""
     log: Path | None = None
@@ -62,4 +62,4 @@ def machine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 @pytest.fixture(params=DRIVERS)
 def gathering(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """One that gathers small pieces."""
-    yield from machine_of(request.param, tmp_path, monkeypatch, cuda_gather="on")
+    yield from machine_of(request.param, tmp_path, monkeypatch, limits={"cuda_gather": True})

@@ -18,7 +18,7 @@ MakeMachine = Callable[..., Machine]
 
 
 def test_a_store_that_hangs_fails_at_its_deadline_and_its_slots_stay_taken(stub_machine: MakeMachine) -> None:
-    machine = stub_machine({"STUB_HANG": "cuEventSynchronize:1"}, job_deadline="500ms")
+    machine = stub_machine({"STUB_HANG": "cuEventSynchronize:1"}, limits={"job_deadline_s": 0.5})
     with machine.exporter("ordinary") as worker, machine.scheduler() as scheduler:
         worker.wait_ready()
         stored = worker.ask("store", job_id=1, keys=KEY.hex(), blocks=[0])
@@ -44,7 +44,7 @@ def test_a_store_that_hangs_fails_at_its_deadline_and_its_slots_stay_taken(stub_
 
 def test_a_load_that_hangs_has_no_completion_before_the_daemon_is_dead(stub_machine: MakeMachine) -> None:
     """Its bytes may still land, so the engine must keep the blocks."""
-    machine = stub_machine({"STUB_HANG": "cuEventSynchronize:2"}, job_deadline="500ms")
+    machine = stub_machine({"STUB_HANG": "cuEventSynchronize:2"}, limits={"job_deadline_s": 0.5})
     with machine.exporter("ordinary") as worker, machine.scheduler() as scheduler:
         worker.wait_ready()
         assert worker.ask("store", job_id=1, keys=KEY.hex(), blocks=[0])["ok"]

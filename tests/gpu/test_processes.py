@@ -140,11 +140,11 @@ def test_what_the_driver_does_not_lock_is_told(stub_machine: Callable[..., Machi
         assert admin.stats().pool.page_locked_bytes == 0
 
 
-@pytest.mark.parametrize(("batches", "refused"), [("auto", 1), ("off", 0)])
-def test_a_refused_batch_is_counted_and_an_operator_may_do_without(
-    stub_machine: Callable[..., Machine], batches: str, refused: int
+@pytest.mark.parametrize(("batches", "refused"), [(True, 1), (False, 0)])
+def test_a_refused_batch_is_counted_and_batches_may_be_off(
+    stub_machine: Callable[..., Machine], batches: bool, refused: int
 ) -> None:
-    machine = stub_machine({"STUB_FAIL": "cuMemcpyBatchAsync:1:1"}, cuda_batches=batches)
+    machine = stub_machine({"STUB_FAIL": "cuMemcpyBatchAsync:1:1"}, limits={"cuda_batches": batches})
     with machine.exporter("ordinary") as worker, AdminClient(machine.daemon.directory) as admin:
         worker.wait_ready()
         wait_until(lambda: admin.stats().pool.page_locked_bytes == admin.stats().pool.pool_bytes)
@@ -163,7 +163,7 @@ def test_a_daemon_that_is_stopped_lets_the_gpu_go(machine: Machine) -> None:
 
 
 def test_the_pool_is_pinned_from_the_start_and_lingers(stub_machine: Callable[..., Machine]) -> None:
-    machine = stub_machine({}, pin_pool="start", pin_linger="10m")
+    machine = stub_machine({}, pin_pool="start", limits={"pin_linger_s": 600})
     with AdminClient(machine.daemon.directory) as admin:
 
         def pinned() -> bool:

@@ -45,6 +45,7 @@ class DaemonProcess(Starting):
         before: a command before its own, which runs what follows it.
         environ: variables of the daemon besides those of this process.
         pass_fds: descriptors that it inherits.
+        limits: what replaces constants of ``kvoffd.config.Limits``, by name.
         flags: settings, by name.
     """
 
@@ -61,6 +62,7 @@ class DaemonProcess(Starting):
         before: Sequence[str] = (),
         environ: dict[str, str] | None = None,
         pass_fds: Sequence[int] = (),
+        limits: dict[str, float] | None = None,
         **flags: str,
     ) -> None:
         # Unix socket paths are limited to 107 bytes, which pytest's own directories may exceed.
@@ -78,6 +80,7 @@ class DaemonProcess(Starting):
             "faults": str(self._fault_file) if faults else "",
             "dies_slowly": dies_slowly,
             "releases_slowly": str(releases_slowly_s or ""),
+            "limits": limits or {},
         }
         self._launch = {name: value for name, value in options.items() if value}
         if watchdog_s:

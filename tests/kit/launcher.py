@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 STEPS = 8
 """Of a copy, for each time that the file of faults is read."""
@@ -90,7 +91,7 @@ def release_slowly(seconds: float) -> None:
     os.close, mappings._munmap = slow_close, slow_munmap
 
 
-def main(options: dict[str, str]) -> None:
+def main(options: dict[str, Any]) -> None:
     if file := options.get("faults"):
         copies_with_faults(Path(file))
     if library := options.get("dies_slowly"):
@@ -98,9 +99,10 @@ def main(options: dict[str, str]) -> None:
     if seconds := options.get("releases_slowly"):
         release_slowly(float(seconds))
     from kvoffd.cli import main as kvoffd
+    from kvoffd.config import Limits
 
     sys.argv[0] = "kvoffd"
-    kvoffd()
+    sys.exit(kvoffd(limits=Limits(**options.get("limits", {}))))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import cast
 
 import pytest
 
-from kvoffd.config import Config
+from kvoffd.config import Config, DiskSize
 from kvoffd.server import disks as disks_module
 from kvoffd.server.admin_requests import clear
 from kvoffd.server.background import Background
@@ -21,7 +21,6 @@ from kvoffd.server.disks import Disks
 from kvoffd.server.engine_requests import invalidate
 from kvoffd.server.recent import Recent
 from kvoffd.server.service import Service
-from kvoffd.settings import DiskSize
 from kvoffd.tiers.disk.file import DiskError, OpeningStopped
 from kvoffd.tiers.tier import TierBlock, TierKey, TierListener, TierStats
 from kvoffd_proto.messages import Clear, GroupKeys, GroupSpec, Invalidate

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvoffd.cache.pins import StoreTicket
-from kvoffd.config import Config
+from kvoffd.config import Config, Limits
 from kvoffd.errors import KvoffdError
 from kvoffd.server.engine_jobs import EngineJobs, StoredGroup, StoreJobs
 from kvoffd.server.jobs import JobRunner
@@ -85,7 +85,7 @@ def test_a_store_that_hangs_is_in_flight_until_its_copy_has_ended() -> None:
     namespace = rig.open()
     runner = runner_of(rig)
     job = hung_store(rig, runner, keys_of(1))
-    jobs = EngineJobs(Config(max_jobs_in_flight=1), rig.cache, 0, runner)
+    jobs = EngineJobs(Config(limits=Limits(max_jobs_in_flight=1)), rig.cache, 0, runner)
     registration = cast(Any, SimpleNamespace(namespace=namespace))
     session = Session(1, b"t" * 16, Peer(0, 0, 0), Lifeline(), 0.0, CompletionLog(1, 1), hanging={job})
     submission = Submission(jobs, session, Submit(1, b"t" * 16, b"r" * 16), 0)
@@ -99,7 +99,7 @@ def test_a_store_that_hangs_is_in_flight_until_its_copy_has_ended() -> None:
 def test_the_pieces_of_all_jobs_of_a_session_are_bounded() -> None:
     rig = CacheHarness()
     namespace = rig.open()
-    jobs = EngineJobs(Config(max_pieces_in_flight=100), rig.cache, 0, runner_of(rig))
+    jobs = EngineJobs(Config(limits=Limits(max_pieces_in_flight=100)), rig.cache, 0, runner_of(rig))
     session = Session(1, b"t" * 16, Peer(0, 0, 0), Lifeline(), 0.0, CompletionLog(1, 1))
     layout = SimpleNamespace(page_bytes=np.ones(30), blocks_per_key=1)
     registration = cast(Any, SimpleNamespace(namespace=namespace, layouts=[layout]))

@@ -52,7 +52,7 @@ def job_end_bound_s(config: Config) -> float:
 
     A store is answered a grace after its deadline; for a load that hangs the daemon ends some seconds later.
     """
-    return config.job_deadline_s + OVERDUE_GRACE_S + STUCK_AFTER_S + 4 * TICK_S
+    return config.limits.job_deadline_s + OVERDUE_GRACE_S + STUCK_AFTER_S + 4 * TICK_S
 
 
 class Descriptors:
@@ -109,7 +109,7 @@ class SimDaemon:
             number,
             world.faults,
             world.scenario.rng(f"copies {life}"),
-            self.config.job_deadline_s,
+            self.config.limits.job_deadline_s,
         )
         self.pool.before_write = self._maybe_die
         self.torn: KeptPool | None = None
@@ -441,7 +441,7 @@ class SimDaemon:
         self.audit.check_cache()
         self.audit.check_events(self.disk)
         in_use = {segment for session in self.service.sessions for segment in session.segments.values()}
-        if len(in_use) > len(self.service.sessions) * self.config.max_segments:
+        if len(in_use) > len(self.service.sessions) * self.config.limits.max_segments:
             raise Broken("more descriptors than segments are allowed")
 
     def check_at_rest(self) -> None:

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvoffd.cache.namespace import BlockState
-from kvoffd.config import Config
+from kvoffd.config import Config, DiskSize
 from kvoffd.pool.table_format import digest
 from kvoffd.server.context import Context
 from kvoffd.server.disks import Disk, Disks
 from kvoffd.server.engine_memory import Post
-from kvoffd.settings import DiskSize
 from kvoffd.tiers.disk.disk_tier import DiskOptions, DiskTier
 from kvoffd.tiers.disk.file import DiskFile
 from kvoffd.tiers.disk.opening import open_disk_tier, rebuild_index

@@ -11,7 +11,7 @@ from pathlib import Path
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.inherited import SLOTS_AT_ONCE
 from kvoffd.cache.policies import POLICY_NAMES, make_policy
-from kvoffd.config import Config
+from kvoffd.config import Config, DiskSize, Limits
 from kvoffd.pool.backing import MemfdBacking
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
@@ -21,7 +21,6 @@ from kvoffd.server.kept_policy import KeptPolicy
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recovery import adopt_blocks
 from kvoffd.server.service import Service
-from kvoffd.settings import DiskSize
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.system.mappings import MappedSegment
 from kvoffd.tiering import WriteMode
@@ -51,19 +50,21 @@ def make_config(rng: random.Random) -> Config:
         directory=Path(DIRECTORY),
         pool_bytes=1 << 20,
         eviction_policy=rng.choice(POLICY_NAMES),
-        credit_bytes=rng.choice((0, 0, 40_000)),
-        lease_ttl_s=rng.choice((0.8, 2.0, 5.0)),
-        half_stored_timeout_s=rng.choice((0.5, 2.0)),
-        job_deadline_s=rng.choice((0.4, 1.5)),
         shutdown_deadline_s=rng.choice((0.0, 0.2)),
-        heartbeat_interval_s=rng.choice((0.3, 0.8)),
-        event_buffer_steps=rng.choice((8, 10_000, 10_000)),
-        max_frame_bytes=1 << 16,
         max_sessions=rng.choice((16, 64, 64)),
-        max_jobs_in_flight=rng.choice((2, 64, 64)),
-        max_keys_per_request=256,
-        max_leases=rng.choice((4, 64, 64)),
         verify_share=rng.choice((0.0, 1 / 64, 1.0)),
+        limits=Limits(
+            credit_bytes=rng.choice((0, 0, 40_000)),
+            lease_ttl_s=rng.choice((0.8, 2.0, 5.0)),
+            partial_timeout_s=rng.choice((0.5, 2.0)),
+            job_deadline_s=rng.choice((0.4, 1.5)),
+            heartbeat_interval_s=rng.choice((0.3, 0.8)),
+            event_buffer_steps=rng.choice((8, 10_000, 10_000)),
+            max_frame_bytes=1 << 16,
+            max_jobs_in_flight=rng.choice((2, 64, 64)),
+            max_keys_per_request=256,
+            max_leases=rng.choice((4, 64, 64)),
+        ),
     )
 
 
@@ -73,7 +74,6 @@ def with_tiers(config: Config, rng: random.Random) -> Config:
         config,
         disk_write=rng.choice(MODES),
         disk_deadline_s=rng.choice((0.4, 1.5)),
-        disk_write_bytes_per_s=rng.choice((0, 2**20)),
         shared_write=rng.choice((WriteMode.ALWAYS.value, WriteMode.ALWAYS.value, *MODES)),
         shared_deadline_s=rng.choice((0.3, 1.0)),
     )
@@ -137,8 +137,8 @@ def make_service(
         make_policy(config.eviction_policy, slots.pool_bytes),
         publisher,
         clock,
-        half_stored_timeout_s=config.half_stored_timeout_s,
-        lease_ttl_s=config.lease_ttl_s,
+        half_stored_timeout_s=config.limits.partial_timeout_s,
+        lease_ttl_s=config.limits.lease_ttl_s,
     )
     adopt_blocks(cache, pool, KeptPolicy(cache.policy, config), slots_at_once)
     gpus = Gpus(pool_address, slots.pool_bytes, library="/no/driver")

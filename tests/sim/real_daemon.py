@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from kvoffd.config import Config
+from kvoffd.config import Config, Limits
 from kvoffd.errors import KvoffdError
 from kvoffd.server.daemon import Daemon
 from kvoffd_client import ClientOptions, NamespaceSpec, Registration, SchedulerClient, SharedMemory, WorkerClient
@@ -52,10 +52,9 @@ def live(directory: Path, pool_file: Path | None) -> str:
         directory=directory,
         pool_bytes=4 << 20,
         pool_file=str(pool_file) if pool_file else "",
-        touch_threads=1,
         http_address="",
         shutdown_deadline_s=0.5,
-        heartbeat_interval_s=0.1,
+        limits=Limits(touch_threads=1, heartbeat_interval_s=0.1),
     )
     failures: list[BaseException] = []
 

@@ -210,7 +210,9 @@ class World:
         assert callable(reason)
         config = self.daemon.config
         # A prompt's load and store may each take as long as a job may; then its lease and half-stored blocks time out.
-        quiet_s = 2 * job_end_bound_s(config) + config.lease_ttl_s + config.half_stored_timeout_s + OWN_WAITS_S
+        quiet_s = (
+            2 * job_end_bound_s(config) + config.limits.lease_ttl_s + config.limits.partial_timeout_s + OWN_WAITS_S
+        )
         began_at = self.clock.now
         count = 0
         while True:

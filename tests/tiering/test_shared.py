@@ -434,7 +434,7 @@ def test_a_block_dropped_while_it_is_written_stays_there(rig: TieringHarness) ->
 
 def test_what_is_used_is_offered_again_and_what_was_there_takes_nothing_of_the_budget(rig: TieringHarness) -> None:
     tier = FakeAskedTier(rig)
-    rig.tiering.share(tier, TieringSettings(mode=WriteMode.ALWAYS, per_second_bytes=16 * SLOT_UNIT))
+    rig.tiering.share(tier, TieringSettings(mode=WriteMode.ALWAYS, per_day_bytes=28 * 4 * SLOT_UNIT))
     budget = rig.tiering.shared[0].demoter.budget
     ends: list[OnDone] = []
     tier.write = lambda block, offsets, on_done: ends.append(on_done) or True  # type: ignore[method-assign, func-returns-value]

@@ -268,18 +268,6 @@ def test_beyond_the_days_bytes_nothing_is_written_and_that_is_counted() -> None:
     assert rig.in_tier(space, keys_of(99)) == 1
 
 
-def test_beyond_the_rate_writes_wait_for_their_turn() -> None:
-    rig = rig_of(WriteMode.ALWAYS, per_second_bytes=8 * SLOT_UNIT)
-    space = rig.open()
-    rig.put(space, keys_of(*range(6)))
-    go_on(rig)
-    assert len(rig.disk.blocks) == 2
-    for _ in range(2):
-        rig.clock.now += 0.25
-        go_on(rig)
-    assert len(rig.disk.blocks) == 6
-
-
 def test_while_engines_copy_only_a_little_is_written_from_tick_to_tick() -> None:
     rig = rig_of(WriteMode.ALWAYS, trickle_bytes=2 * SLOT_UNIT)
     space = rig.open()
@@ -337,7 +325,7 @@ def test_the_tiers_order_goes_on_where_the_pools_ends() -> None:
 @pytest.mark.parametrize("step_s", [1.0, 60.0, 7000.0])
 def test_no_24_hours_see_more_than_the_days_bytes(step_s: float) -> None:
     now = 0.0
-    budget = WriteBudget(1_000_000, 0, lambda: now)
+    budget = WriteBudget(1_000_000, lambda: now)
     written: list[tuple[float, int]] = []
     while now < 2 * DAY_S:
         while budget.take(5_000):
@@ -351,7 +339,7 @@ def test_no_24_hours_see_more_than_the_days_bytes(step_s: float) -> None:
 
 def test_a_block_larger_than_what_may_be_saved_is_written_and_paid_off() -> None:
     now = 0.0
-    budget = WriteBudget(8_000, 0, lambda: now)
+    budget = WriteBudget(8_000, lambda: now)
     assert budget.take(4_000)
     assert not budget.take(1)
     now = DAY_S * 3_000 / 7_000 + 30

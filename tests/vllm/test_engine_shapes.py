@@ -101,7 +101,7 @@ SHAPES = {
 @pytest.mark.usefixtures("early_server")
 def test_tensor_parallel(tmp_path: Path) -> None:
     shape = Shape(settings={"tensor_parallel": 2}, workers=2)
-    with DaemonProcess("256MiB", lease_ttl="200s", job_deadline="200s") as daemon:
+    with DaemonProcess("256MiB", limits={"lease_ttl_s": 200, "job_deadline_s": 200}) as daemon:
         check_runs(shape, run_shape(shape, shape.make(tmp_path / "model"), daemon, restart=False))
 
 
@@ -109,7 +109,7 @@ def test_tensor_parallel(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_shape(name: str, tmp_path: Path) -> None:
     shape = SHAPES[name]
-    with DaemonProcess("256MiB", lease_ttl="200s", job_deadline="200s") as daemon:
+    with DaemonProcess("256MiB", limits={"lease_ttl_s": 200, "job_deadline_s": 200}) as daemon:
         check_runs(shape, run_shape(shape, shape.make(tmp_path / name), daemon))
 
 
@@ -123,7 +123,7 @@ def test_images(tmp_path: Path) -> None:
         environ={"PYTHONPATH": str(TORCHVISION)},
         prompts=[with_images(seeds) for seeds in ([1], [2], [3, 1], [4, 1])],
     )
-    with DaemonProcess("256MiB", lease_ttl="200s", job_deadline="200s") as daemon:
+    with DaemonProcess("256MiB", limits={"lease_ttl_s": 200, "job_deadline_s": 200}) as daemon:
         check_runs(shape, run_shape(shape, shape.make(tmp_path / "llava"), daemon))
 
 
@@ -134,7 +134,7 @@ def test_latent_attention_is_stored_once_however_many_ranks_have_it(tmp_path: Pa
     stored = []
     for ranks in (1, 2):
         shape = Shape(settings={"tensor_parallel": ranks}, varies=True, workers=ranks)
-        with DaemonProcess("256MiB", lease_ttl="200s", job_deadline="200s") as daemon:
+        with DaemonProcess("256MiB", limits={"lease_ttl_s": 200, "job_deadline_s": 200}) as daemon:
             check_runs(shape, run_shape(shape, model, daemon))
             stored.append(books(daemon.directory).stores.nbytes)
     assert stored[0] == stored[1] > 0
@@ -147,7 +147,7 @@ def test_heads_that_several_ranks_have_are_stored_by_each_of_them(tmp_path: Path
     stored = []
     for ranks in (1, 2):
         shape = Shape(settings={"tensor_parallel": ranks}, workers=ranks)
-        with DaemonProcess("256MiB", lease_ttl="200s", job_deadline="200s") as daemon:
+        with DaemonProcess("256MiB", limits={"lease_ttl_s": 200, "job_deadline_s": 200}) as daemon:
             check_runs(shape, run_shape(shape, model, daemon))
             stored.append(books(daemon.directory).stores.nbytes)
     assert stored[1] == 2 * stored[0] > 0

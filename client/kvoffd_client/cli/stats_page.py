@@ -35,7 +35,7 @@ WIDEST_CELLS = 170
 """and there is room for them."""
 AIRY_LINES = 36
 """On a screen with fewer lines the sections stand close together, so that a small terminal shows them all."""
-CLOSE = ("ended", "health", "notes", "misses", "curve", "late")
+CLOSE = ("settings", "ended", "health", "notes", "misses", "curve", "late")
 """Sections without an empty line before them."""
 LEAST_NAMESPACE_LINES = 3
 """Lines of namespaces for which other sections are made shorter."""
@@ -66,6 +66,7 @@ class StatsPage:
         sections: dict[str, Section] = {
             "notice": (Text(self.notice, style="bold red"),) if self.notice else (),
             "daemon": tuple(_daemon(now)),
+            "settings": tuple(_settings(now)),
             "ended": tuple(_ended(now)),
             "health": tuple(_health(now)),
             "pool": tuple(_pool(now.pool, options)),
@@ -103,6 +104,7 @@ class StatsPage:
         shorter: dict[str, Section] = {
             "errors": (_short_errors(failures),),
             "ended": (),
+            "settings": (),
             "late": (),
             "curve": (),
             "misses": (),
@@ -155,6 +157,12 @@ def _daemon(now: StatsReply) -> Iterator[Table]:
         "pinned": f"{format_count(now.pinned_blocks)} blocks",
     }
     yield _pairs("Daemon", pairs)
+
+
+def _settings(now: StatsReply) -> Iterator[Text]:
+    """Settings that are not the default; ``--json`` has all."""
+    if changed := [f"{one.name} {one.value or 'nothing'}" for one in now.settings if not one.default]:
+        yield fitting(f"{'Settings':<{TITLE_CELLS}}{', '.join(changed)}", "dim")
 
 
 def _ended(now: StatsReply) -> Iterator[Text]:

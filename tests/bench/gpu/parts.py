@@ -264,7 +264,7 @@ def run_tests(setup: Setup) -> Found:
     }
 
 
-def _bench(setup: Setup, sizes: list[int], rounds: int, *, compute: bool = False, **flags: str) -> Report:
+def _bench(setup: Setup, sizes: list[int], rounds: int, *, compute: bool = False, **flags: Any) -> Report:
     pool_bytes, job_bytes = (256 * MIB, 4 * MIB) if setup.double else (3 * GIB, 128 * MIB)
     slice_s = 0.1 if setup.double else 0.5
     with setup.daemon(pool_bytes, **flags) as daemon:
@@ -289,7 +289,7 @@ def copy(setup: Setup) -> Found:
 def gather(setup: Setup) -> Found:
     """The same for small pieces, with ``cuda_gather``."""
     sizes = [4 * KIB] if setup.double else [4 * KIB, 8 * KIB, 16 * KIB]
-    return msgspec.to_builtins(_bench(setup, sizes, 1 if setup.double else 3, cuda_gather="on").to_object())
+    return msgspec.to_builtins(_bench(setup, sizes, 1 if setup.double else 3, limits={"cuda_gather": True}).to_object())
 
 
 def compute(setup: Setup) -> Found:

@@ -1,0 +1,382 @@
+"""Collects from vLLM's configuration, and from the model's files, the factors that the fingerprint is made of.
+
+Every worker does this on its own after it loaded the model. All workers of one engine must come to the same result (see
+``common_namespace``), as must an engine that starts again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm import envs
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.platforms import current_platform
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import hash_block_tokens, resolve_none_hash_seed
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs, get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+
+from kvoffd_client.namespace import canonical_json
+from kvoffd_client.vllm.compat import release_of
+from kvoffd_client.vllm.connector_options import ConnectorOptions
+from kvoffd_client.vllm.fingerprint import EngineFactors, GroupFactors, digest
+from kvoffd_client.vllm.log import logger
+
+if TYPE_CHECKING:
+    from kvoffd_client.vllm.vllm_types import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, ModelConfig, VllmConfig
+
+PROBE_TOKENS = tuple(range(1, 17))
+
+# These say where a configuration came from, not what is in it.
+VOLATILE_CONFIG_KEYS = frozenset({"_commit_hash", "_name_or_path", "transformers_version"})
+
+# Fields of MultiModalConfig; see ``_multimodal``.
+MULTIMODAL_FIELDS = (
+    "language_model_only",
+    "media_io_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+    "mm_hasher_algorithm",
+    "mm_processor_kwargs",
+    "video_pruning_method",
+    "video_pruning_rate",
+)
+
+# What transformers makes a local model's processor of; of a hub's model the commit tells.
+PROCESSOR_FILES = "*processor_config.json"
+
+# Variables of vllm.envs that change numbers by more than rounding does, and that nothing else here shows.
+ENVIRONMENT = (
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_BATCH_INVARIANT",
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+    "VLLM_FLOAT32_MATMUL_PRECISION",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_HUMMING_USE_F16_ACCUM",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_MEDIA_CONNECTOR",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    "VLLM_USE_DEEP_GEMM_E8M0",
+    "VLLM_VIDEO_LOADER_BACKEND",
+)
+
+# Speculative methods that draft without a KV cache of their own.
+METHODS_WITHOUT_KV = frozenset({"mlp_speculator", "medusa", "ngram", "ngram_gpu", "suffix"})
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".py")
+SAMPLES_PER_FILE = 64
+SAMPLE_BYTES = 256
+MAX_HEADER_BYTES = 100 << 20
+
+
+def collect_factors(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: ConnectorOptions
+) -> EngineFactors:
+    """Return the factors of one engine, equal in all its workers.
+
+    ``vllm_config`` is a worker's vllm.config.VllmConfig and ``kv_cache_config`` its KVCacheConfig.
+    """
+    offloading = build_offloading_config(vllm_config, kv_cache_config)
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    local_weights = weights_identity(model.model)
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    return EngineFactors(
+        vllm_release=".".join(map(str, release_of(vllm.__version__) or ())),
+        model="" if local_weights else f"{model.model} {getattr(model, 'model_weights', '')}".strip(),
+        revision=" ".join(filter(None, (model.revision, model.code_revision))),
+        weights=local_weights or commit or "",
+        model_config=_config_digest(model),
+        weights_dtype=str(model.dtype),
+        quantization=str(model.quantization or ""),
+        kv_cache_dtype=_kv_cache_dtype(vllm_config, offloading.model.dtype),
+        dummy_weights=str(vllm_config.load_config.load_format) == "dummy",
+        tokens_per_hash=offloading.cache.tokens_per_hash,
+        blocks_per_chunk=offloading.cache.blocks_per_chunk,
+        hash_algorithm=algorithm,
+        hash_probe=hash_probe(algorithm).hex(),
+        hash_lookahead_tokens=int(getattr(vllm_config, "num_hash_lookahead_tokens", 0)),
+        private=_private_id(vllm_config, algorithm),
+        tensor_parallel=parallel.tensor_parallel_size,
+        pipeline_parallel=parallel.pipeline_parallel_size,
+        prefill_context_parallel=parallel.prefill_context_parallel_size,
+        decode_context_parallel=parallel.decode_context_parallel_size,
+        context_parallel_interleave=parallel.cp_kv_cache_interleave_size,
+        world_size=1 if offloading.replicated_layout else parallel.world_size,
+        kv_layout=str(kv_cache_config.kv_cache_layout or offloading.kv_cache_layout or ""),
+        device_type=str(current_platform.device_type),
+        device_name=_device_name(),
+        attention_backend=_attention_backend(vllm_config, kv_cache_config),
+        computation=_computation(vllm_config),
+        model_runner="v2" if vllm_config.use_v2_model_runner else "v1",
+        multimodal=_multimodal(model),
+        speculative=_speculative(vllm_config),
+        salt=options.salt,
+        groups=tuple(
+            _group_factors(kv_cache_config.kv_cache_groups[group.group_id], group, parallel.pipeline_parallel_size)
+            for group in offloading.groups
+        ),
+    )
+
+
+def label_of(vllm_config: VllmConfig) -> str:
+    """Return the name for operators: the served name, else the model's; of a path only the directory's name."""
+    served = vllm_config.model_config.served_model_name
+    name = str((served[0] if isinstance(served, list) else served) or vllm_config.model_config.model)
+    return Path(name).name if Path(name).is_dir() else name
+
+
+def shard_bytes_of(
+    kv_cache_config: KVCacheConfig, group_ids: tuple[int, ...], blocks_per_chunk: int
+) -> tuple[int, ...]:
+    """Return about the bytes of one worker's shard of one block, per offloaded group. Credits need no exact figure."""
+    sizes = []
+    for group_id in group_ids:
+        group = kv_cache_config.kv_cache_groups[group_id]
+        spec = group.kv_cache_spec
+        whole = isinstance(spec, UniformTypeKVCacheSpecs)
+        sizes.append(blocks_per_chunk * spec.page_size_bytes * (1 if whole else max(1, len(group.layer_names))))
+    return tuple(sizes)
+
+
+def hash_probe(algorithm: str) -> bytes:
+    """Return the block hash of a fixed token list by the engine's hash and seed. A random seed is left out."""
+    function = get_hash_fn_by_name(algorithm)
+    seed = "random" if _seed_is_random(algorithm) else resolve_none_hash_seed(function)
+    return bytes(hash_block_tokens(function, function(seed), PROBE_TOKENS, None))
+
+
+def _seed_is_random(algorithm: str) -> bool:
+    function = get_hash_fn_by_name(algorithm)
+    # vLLM draws a new seed at each call exactly where it draws one for each process.
+    return bool(resolve_none_hash_seed(function) != resolve_none_hash_seed(function))
+
+
+def _private_id(vllm_config: VllmConfig, algorithm: str) -> str:
+    engine_id = str(vllm_config.kv_transfer_config.engine_id)
+    if algorithm.startswith("xxhash"):
+        logger.warning_once(  # type: ignore[attr-defined]
+            "kvoffd: %s is not collision resistant: two prompts may share a block hash and read each other's KV. "
+            "Use --prefix-caching-hash-algo sha256_cbor, above all where tenants share the daemon.",
+            algorithm,
+        )
+    if _seed_is_random(algorithm):
+        logger.warning_once(  # type: ignore[attr-defined]
+            "kvoffd: %s without PYTHONHASHSEED has a random seed in each process, so this engine's blocks can be used "
+            "by no other engine and not after its restart. Set PYTHONHASHSEED, or use sha256_cbor.",
+            algorithm,
+        )
+        return engine_id
+    return ""
+
+
+def _config_digest(model: ModelConfig) -> str:
+    plain = _plain(model.hf_config.to_dict())
+    text = canonical_json(plain)
+    # Long RoPE chooses its factors by the longest context the engine was started for.
+    length: object = model.max_model_len if "longrope" in text else None
+    if "llama4" in text:
+        # So does Llama 4 whether it scales queries by their position, unless its generation config says so. Where it
+        # sees images it notes that in a copy of its configuration.
+        generation = {**model.try_get_generation_config(), **model.override_generation_config}
+        length = [model.max_model_len, _plain(generation.get("attn_temperature_tuning"))]
+    return digest(
+        {
+            "config": plain,
+            "max_model_len": length,
+            "model_impl": str(model.model_impl),
+            "model_class_overrides": _plain(model.model_class_overrides),
+            "quantization_config": _plain(model.quantization_config),
+        }
+    )
+
+
+def _kv_cache_dtype(vllm_config: VllmConfig, dtype: str) -> str:
+    """Return the dtype, and the layers that have another: groups and their specs may be the same without them."""
+    skipped = sorted(set(vllm_config.cache_config.kv_cache_dtype_skip_layers))
+    return f"{dtype} but for layers {', '.join(skipped)}" if skipped else dtype
+
+
+def _computation(vllm_config: VllmConfig) -> str:
+    """Return a digest of settings outside the model's that change what a token attends to, or anything at all."""
+    attention = vllm_config.attention_config
+    return digest(
+        {
+            "non_causal": _plain(attention.use_non_causal),
+            "indexer_kv_dtype": _plain(attention.indexer_kv_dtype),
+            "diffusion": _plain(vllm_config.diffusion_config),
+            "additional": _plain(vllm_config.additional_config),
+            "environment": {name: _plain(getattr(envs, name, None)) for name in ENVIRONMENT},
+        }
+    )
+
+
+def _multimodal(model: ModelConfig) -> str:
+    """Return a digest of what decides a request's embeddings beside the model, and is in no hash of an image or video.
+
+    Of the arguments of the processor vLLM hashes those that come with a request, not those of the engine, and not
+    those in the model's files.
+    """
+    if model.multimodal_config is None:
+        return ""
+    processor = {path.name: digest(path.read_text()) for path in Path(model.model).glob(PROCESSOR_FILES)}
+    fields = {name: _plain(getattr(model.multimodal_config, name, None)) for name in MULTIMODAL_FIELDS}
+    return digest({**fields, "processor": processor})
+
+
+def _speculative(vllm_config: VllmConfig) -> str:
+    """Return a digest of the draft model, whose layers have KV of their own; empty where nothing is added.
+
+    How many tokens are drafted changes no block: what is kept was computed with the tokens that were accepted. Only
+    drafts of several tokens in one pass of the draft model may write its layers' KV differently.
+    """
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None or str(speculative.method) in METHODS_WITHOUT_KV:
+        return ""
+    return digest(
+        {
+            "method": str(speculative.method),
+            "model": weights_identity(draft.model) or f"{draft.model} {draft.revision or ''}",
+            "config": _config_digest(draft),
+            "tensor_parallel": speculative.draft_tensor_parallel_size,
+            "tokens_in_parallel": speculative.num_speculative_tokens if speculative.parallel_drafting else 0,
+        }
+    )
+
+
+def _attention_backend(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """Return the backends of the offloaded layers; the configured one where layers differ from worker to worker."""
+    layers = vllm_config.compilation_config.static_forward_context
+    names = {
+        _name(layers[name].get_attn_backend().get_name())
+        for group in kv_cache_config.kv_cache_groups
+        for name in group.layer_names
+        if hasattr(layers.get(name), "get_attn_backend")
+    }
+    if not names or vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return _name(vllm_config.attention_config.backend)
+    return " ".join(sorted(names))
+
+
+def _name(backend: Any) -> str:
+    return "" if backend is None else str(getattr(backend, "name", backend))
+
+
+def _device_name() -> str:
+    if current_platform.is_cpu():
+        return ""  # the daemon serves one machine, and reading the name of a CPU is slow
+    try:
+        return str(current_platform.get_device_name())
+    except Exception:  # any driver's error; the type alone must do then
+        logger.warning("kvoffd: the name of the device is unknown; it is left out of the namespace.")
+        return ""
+
+
+def _group_factors(group: KVCacheGroupSpec, offloaded: Any, pipeline_parallel: int) -> GroupFactors:
+    spec = group.kv_cache_spec
+    mixed = isinstance(spec, UniformTypeKVCacheSpecs)
+    layers = list(spec.kv_cache_specs.values()) if mixed else [spec]
+    # With pipeline stages each worker has other layers, and of a mixed group perhaps other specs.
+    staged = pipeline_parallel > 1
+    return GroupFactors(
+        group_id=offloaded.group_id,
+        kind=str(get_kv_cache_spec_kind(layers[0]).value),
+        tokens_per_block=offloaded.tokens_per_block,
+        window_tokens=int(get_kv_cache_spec_sliding_window(layers[0]) or 0),
+        page_bytes=0 if staged and mixed else int(spec.page_size_bytes),
+        layers=0 if staged else len(offloaded.layer_names),
+        layout="" if staged and mixed else digest([_plain(_spec_fields(layer)) for layer in layers]),
+    )
+
+
+def _spec_fields(spec: KVCacheSpec) -> dict[str, object]:
+    return {"type": type(spec).__name__} | {item.name: getattr(spec, item.name) for item in dataclasses.fields(spec)}
+
+
+def _plain(value: object) -> object:
+    """Return anything found in configurations as JSON values, the same in every process."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items() if key not in VOLATILE_CONFIG_KEYS}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(str(item) for item in value)
+    if isinstance(value, bool | int | float | str) or value is None:
+        return value
+    # An object without a text of its own would print its address.
+    text = str(value)
+    return type(value).__name__ if " at 0x" in text else text
+
+
+def weights_identity(model: str) -> str | None:
+    """Return a cheap digest of a local model's files, None when ``model`` is no local path.
+
+    A model from a hub is its name, its revision and the commit its configuration came from. A local directory is
+    identified by content, not by path or time, so that a copy, or another mount point in another container, shares
+    blocks, and two checkpoints that follow each other at one path do not: names, sizes and safetensors headers of all
+    weight files, and a few hundred bytes from the middle of up to 64 tensors of each file. Training moves practically
+    all of them; whoever edits single numbers of a checkpoint in place should change the ``salt``.
+    """
+    path = Path(model)
+    if path.is_file():
+        return digest_of_files([path])
+    if not path.is_dir():
+        return None
+    files = sorted(item for item in path.iterdir() if item.suffix in WEIGHT_SUFFIXES and item.is_file())
+    if not any(item.suffix != ".py" for item in files):
+        # Weights in a form not known here: the path is all there is to tell them apart.
+        return hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
+    return digest_of_files(files)
+
+
+def digest_of_files(files: list[Path]) -> str:
+    """Return a digest of files' names, sizes and samples, as ``weights_identity`` describes."""
+    total = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        total.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            header = _safetensors_header(file.read(8), size) if path.suffix == ".safetensors" else 0
+            if header:
+                content = file.read(header)
+                total.update(content)
+                offsets = _tensor_offsets(content, 8 + header, size)
+            else:
+                offsets = _spread(0, size)
+            for offset in offsets:
+                file.seek(offset)
+                total.update(file.read(SAMPLE_BYTES))
+    return total.hexdigest()
+
+
+def _spread(begin: int, end: int) -> list[int]:
+    return list(range(begin, end, max(SAMPLE_BYTES, (end - begin) // SAMPLES_PER_FILE)))
+
+
+def _safetensors_header(prefix: bytes, size: int) -> int:
+    """Return the length of the JSON header, 0 when the file is not what its name says."""
+    length = int.from_bytes(prefix, "little") if len(prefix) == 8 else 0
+    return length if 0 < length <= min(MAX_HEADER_BYTES, size - 8) else 0
+
+
+def _tensor_offsets(header: bytes, base: int, size: int) -> list[int]:
+    """Return where to sample: the middles of up to SAMPLES_PER_FILE tensors, spread over the file."""
+    try:
+        entries = json.loads(header)
+        spans = sorted(tuple(entry["data_offsets"]) for name, entry in entries.items() if name != "__metadata__")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        spans = []
+    if not spans:
+        return _spread(base, size)
+    step = max(1, -(-len(spans) // SAMPLES_PER_FILE))
+    return [base + (int(begin) + int(end)) // 2 for begin, end in spans[::step]]

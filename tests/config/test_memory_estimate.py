@@ -1,0 +1,33 @@
+"""What the daemon says of the memory that it needs."""
+
+from __future__ import annotations
+
+from kvoffd.config import Config
+from kvoffd.memory_estimate import memory_estimate, memory_shortage, memory_summary
+from kvoffd.system.limits import MemoryLimit
+
+GIB = 1 << 30
+
+
+def test_it_says_what_each_part_is_for_and_for_which_size_of_blocks_it_is_enough() -> None:
+    config = Config(pool_bytes=64 * GIB)
+    assert memory_summary(config) == (
+        "The daemon needs about 69.5 GiB of memory: pool 64.0 GiB, slot table and page tables 1.34 GiB, index of the "
+        "blocks 1.00 GiB, keys without blocks 1.28 GiB, the policy's file 1.60 GiB, process and clients 256 MiB. The "
+        "index has room for 1,789,569 blocks of one shard: raise index_size if blocks have less than 37.5 KiB."
+    )
+    for policy, lacks in (("lru", "keys without blocks"), ("lru", "policy's file"), ("arc", "policy's file")):
+        assert lacks not in memory_summary(Config(eviction_policy=policy))
+    assert "raise index_size" not in memory_summary(Config(pool_bytes=GIB))
+
+
+def test_a_shortage_beside_what_is_taken_is_told_with_both_numbers() -> None:
+    config = Config(pool_bytes=64 * GIB)
+    parts = memory_estimate(config)
+    to_come = sum(parts.values()) - sum(
+        parts[part] for part in ("pool", "slot table and page tables", "process and clients")
+    )
+    assert memory_shortage(config, MemoryLimit(to_come, "the machine")) == ""
+    assert memory_shortage(config, MemoryLimit(to_come - 1, "the machine")).startswith(
+        "Beside what it has the daemon may come to need 3.88 GiB, and 3.88 GiB are left (the machine): "
+    )
