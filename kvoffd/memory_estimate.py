@@ -53,8 +53,8 @@ def memory_summary(config: Config) -> str:
         return text
     each = format_size(config.pool_bytes / blocks)
     return (
-        f"{text} The index has room for {format_count(blocks)} blocks of one shard: raise index_size if blocks have less "
-        f"than {each}."
+        f"{text} The index has room for {format_count(blocks)} blocks of one shard: raise index_size if blocks have "
+        f"less than {each}."
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvoffd.config import SETTINGS, Config, Limits
 from kvoffd_client import ClientOptions
-from kvoffd_client.vllm.connector_options import ConnectorOptions
+from kvoffd_client.vllm.config import ConnectorOptions
 from kvoffd_proto.units import parse_duration
 from tests.sim.planted import PLANTED
 
@@ -25,7 +25,6 @@ WAIT_WORDS = "TIMEOUT|DEADLINE|CLOSE|AFTER|GRACE|HANGING|HANDSHAKE|ABANDON|LINGE
 WAIT_NAME = re.compile(rf"_?([A-Z_]+_)?({WAIT_WORDS})_(S|MS)")
 """Constants of these names are waits. Pauses, intervals and bounds of sizes have others."""
 NO_WAITS = {
-    "ConnectorOptions.lookup_refresh_ms": "how old an answer may be",
     "Limits.shared_ask_deadline_s": "0 unless it is set: that of the kind of store, which the table has",
     "Limits.heartbeat_interval_s": "how often, not how long",
 }

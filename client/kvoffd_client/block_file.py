@@ -91,33 +91,52 @@ _metadata = msgspec.json.Decoder(dict[str, str])
 _tensor = msgspec.json.Decoder(Tensor)
 
 
-def _tensors_of(geometry: Geometry, entry: Entry, start: int) -> Iterator[tuple[str, Tensor]]:
+@dataclass(frozen=True)
+class Run:
+    """Equal neighbouring layers of a shard, which are one tensor."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    nbytes: int
+
+    @classmethod
+    def of_shard(cls, shard: ShardSpec, rank: int) -> Iterator[Run]:
+        first, layers = 0, ((page.page_bytes, TensorSpec.of(page, shard.blocks_per_key)) for page in shard.pages)
+        for (page_bytes, spec), run in groupby(layers):
+            count = len(list(run))
+            nbytes = count * shard.blocks_per_key * page_bytes
+            yield cls(
+                f"rank{rank}/layers{first}-{first + count - 1}", DTYPES[spec.dtype][1], [count, *spec.shape], nbytes
+            )
+            first += count
+
+
+Runs = list[list[Run]]
+"""By group: of all ranks, in the order of the file."""
+
+
+def _runs_of(geometry: Geometry) -> Runs:
+    return [
+        [run for rank, shards in enumerate(geometry.shards) for run in Run.of_shard(shards[group], rank)]
+        for group in range(len(geometry.groups))
+    ]
+
+
+def _tensors_of(runs: Runs, entry: Entry, start: int) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a block whose bytes begin at ``start``, in the order of the file."""
-    for rank in range(geometry.world_size):
-        shard = geometry.shards[rank][entry.group]
-        for first, last, dtype, shape, nbytes in _runs(shard):
-            name = f"group{entry.group}/{entry.key.hex()}/rank{rank}/layers{first}-{last}"
-            yield name, Tensor(dtype, shape, (start, start + nbytes))
-            start += nbytes
-
-
-def _runs(shard: ShardSpec) -> Iterator[tuple[int, int, str, list[int], int]]:
-    """Runs of equal neighbouring layers: first layer, last layer, dtype, shape and bytes of the run."""
-    layers = ((page.page_bytes, TensorSpec.of(page, shard.blocks_per_key)) for page in shard.pages)
-    first = 0
-    for (page_bytes, spec), run in groupby(layers):
-        count = len(list(run))
-        nbytes = count * shard.blocks_per_key * page_bytes
-        yield first, first + count - 1, DTYPES[spec.dtype][1], [count, *spec.shape], nbytes
-        first += count
+    block = f"group{entry.group}/{entry.key.hex()}"
+    for run in runs[entry.group]:
+        yield f"{block}/{run.name}", Tensor(run.dtype, run.shape, (start, start + run.nbytes))
+        start += run.nbytes
 
 
 def _header_of(geometry: Geometry, entries: Sequence[Entry]) -> bytes:
     """The header of a file of these blocks, as JSON, without padding."""
     header: dict[str, object] = {"__metadata__": _metadata_of(geometry, entries)}
-    start = 0
+    start, runs = 0, _runs_of(geometry)
     for entry in entries:
-        header.update(_tensors_of(geometry, entry, start))
+        header.update(_tensors_of(runs, entry, start))
         start += geometry.block_bytes(entry.group)
     return msgspec.json.encode(header)
 
@@ -219,7 +238,7 @@ class BlockFile(Closing):
 
     def _check_tensors(self, tensors: dict[str, Tensor]) -> None:
         """The tensors must be those of the listed blocks: else one of the two is damaged."""
-        geometry = self.geometry
+        geometry, runs = self.geometry, _runs_of(self.geometry)
         expected: dict[str, Tensor] = {}
         self._starts: list[int] = []
         start = 0
@@ -228,7 +247,7 @@ class BlockFile(Closing):
             if entry.group >= len(geometry.groups) or sizes != (geometry.key_bytes, geometry.world_size):
                 raise self._not_a_block_file("its blocks do not fit its namespace")
             self._starts.append(start)
-            expected.update(_tensors_of(geometry, entry, start))
+            expected.update(_tensors_of(runs, entry, start))
             start += geometry.block_bytes(entry.group)
         self.data_bytes = start
         if tensors != expected:
@@ -285,6 +304,7 @@ class BlockFileWriter(Closing):
         self._log_path = path.with_name(path.name + ".part.log")
         self._geometry = geometry
         self._header_bytes = LENGTH_BYTES + len(_header_of(geometry, ()))
+        self._entry_bytes = self._most_bytes()
         self.entries: list[Entry] = []
         self.data_bytes = 0
         self._fd = self._log = -1
@@ -303,10 +323,9 @@ class BlockFileWriter(Closing):
 
     def _begin(self, counts: Sequence[int]) -> None:
         self._room = self._header_bytes
-        for group, wanted in enumerate(counts):
-            longest = Entry(group, bytes(self._geometry.key_bytes), 65535, (0,) * self._geometry.world_size)
+        for wanted, nbytes in zip(counts, self._entry_bytes, strict=True):
             # Blocks that come while it runs, or until it is resumed, should find room too.
-            self._room += (wanted + wanted // 8 + 8) * self._entry_bytes(longest) if wanted else 0
+            self._room += (wanted + wanted // 8 + 8) * nbytes if wanted else 0
         self._room = -(-self._room // ALIGNMENT) * ALIGNMENT
         if self._room > MAX_HEADER_BYTES:
             raise BlockFileError(
@@ -352,19 +371,23 @@ class BlockFileWriter(Closing):
             at += data.nbytes
         return True
 
-    def _entry_bytes(self, entry: Entry) -> int:
-        """The most bytes that a block takes in the header, wherever in the file it lies."""
-        return len(msgspec.json.encode(dict(_tensors_of(self._geometry, entry, 10**18)))) + len(entry.text) + 2
+    def _most_bytes(self) -> list[int]:
+        """The most bytes that a block takes in the header, wherever in the file it lies; by group."""
+        runs, found = _runs_of(self._geometry), []
+        for group in range(len(runs)):
+            entry = Entry(group, bytes(self._geometry.key_bytes), 65535, (0,) * self._geometry.world_size)
+            found.append(len(msgspec.json.encode(dict(_tensors_of(runs, entry, 10**18)))) + len(entry.text) + 2)
+        return found
 
     def _enter(self, entry: Entry) -> None:
         self.entries.append(entry)
         self.data_bytes += self._geometry.block_bytes(entry.group)
-        self._header_bytes += self._entry_bytes(entry)
+        self._header_bytes += self._entry_bytes[entry.group]
 
     def add(self, block: Block) -> bool:
         """Append a block that matches its checksums; False where the header has no room for it. Raises OSError."""
         entry = Entry.of(block)
-        if self._header_bytes + self._entry_bytes(entry) > self._room:
+        if self._header_bytes + self._entry_bytes[entry.group] > self._room:
             return False
         at = self._room + self.data_bytes
         for shard in block.shards:

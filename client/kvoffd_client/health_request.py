@@ -28,8 +28,12 @@ def ask_health(directory: Path, deadline: float = inf) -> HealthReply | None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
             _wait_until(stream, deadline)
             stream.connect(str(SocketPaths(directory).jobs))
-            stream.sendall(zmtp.opening(b"DEALER") + zmtp.encode([msgspec.msgpack.encode(Health(1, NO_TOKEN))]))
+            stream.sendall(zmtp.opening(b"DEALER"))
+            asked = False
             while not isinstance(message := received.next(), list):
+                if received.ready and not asked:  # libzmq closes the connection of who asks before it has let him in
+                    stream.sendall(zmtp.encode([msgspec.msgpack.encode(Health(1, NO_TOKEN))]))
+                    asked = True
                 _wait_until(stream, deadline)
                 data = stream.recv(_READ_BYTES)
                 if not data:

@@ -116,7 +116,6 @@ class SchedulerClient(Session):
         self._namespace = namespace
         self._fingerprint = namespace.fingerprint
         self._events = EventStream(kv_topic(self._fingerprint)) if subscribe_events else None
-        self._topics = [KV_TOPIC_PREFIX] if subscribe_events else []
         self._leases: dict[int, tuple[Lookup, float]] = {}
         """By id, the leases that each heartbeat renews: their lookups, and when they end."""
         self._unanswered: set[int] = set()
@@ -274,6 +273,9 @@ class SchedulerClient(Session):
             self._release(found.lease_id)  # the daemon may answer later and pin blocks in vain
 
     # --- what Session asks of a role --------------------------------------------------------------
+
+    def _topics(self) -> Sequence[bytes]:
+        return [] if self._events is None else [KV_TOPIC_PREFIX]
 
     def _on_epoch(self, epoch: int) -> None:
         if self._events is not None:

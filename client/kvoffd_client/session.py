@@ -20,7 +20,6 @@ from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRe
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import encode
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.events import session_topic
 from kvoffd_proto.lifeline import Attach, Attached, AttachRefused, FromDaemon, Greeting, MemoryReleased, Refused
 
 if TYPE_CHECKING:  # administrators start faster without numpy
@@ -113,7 +112,7 @@ class Transport(Protocol):
         """Connect the lifeline. Raises OSError."""
 
     def connect(self, topics: Sequence[bytes]) -> None:
-        """Connect the jobs socket and the events socket, subscribed to ``topics``."""
+        """Connect the jobs socket, and the events socket where there are ``topics`` to subscribe to."""
 
     def attach(self, message: Attach, fd: int) -> None:
         """Send a descriptor over the lifeline. Raises OSError."""
@@ -218,9 +217,8 @@ class Session(Closing):
         self._heartbeat_at = NEVER
         self._heartbeat_pending = False
         self._last_warning = ""
-        # What roles set: topics besides the session's own, and when to call _role_tick at the latest.
-        self._topics: Sequence[bytes] = ()
         self._role_wake_at = NEVER
+        """When to call _role_tick at the latest."""
         if transport is None:
             from kvoffd_client.transport import SocketTransport
 
@@ -426,7 +424,7 @@ class Session(Closing):
         self._epoch, self._session_id, self._token = greeting.epoch, greeting.session_id, greeting.token
         self._limits = None  # those of another daemon may be too low for a handshake
         self._phase = Phase.HELLO
-        self._transport.connect([session_topic(self._epoch, self._session_id), *self._topics])
+        self._transport.connect(self._topics())
         hello = m.Hello(self._next_request_id(), self._token, m.PROTOCOL_VERSION, self.role, self.name, self._software)
         self._request(hello, self._on_welcome, now, self._options.handshake_timeout_s)
 
@@ -578,6 +576,9 @@ class Session(Closing):
 
     def _on_attached(self, message: Attached | AttachRefused, now: float) -> None:
         self.disconnect("The daemon acknowledged a descriptor that was not sent.", now)
+
+    def _topics(self) -> Sequence[bytes]:
+        return ()
 
     def _on_epoch(self, epoch: int) -> None: ...
 

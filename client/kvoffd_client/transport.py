@@ -63,11 +63,12 @@ class SocketTransport(AbstractContextManager[float]):
 
     The user's threads call the session directly, under the lock, and send from there: a request is on its way before
     the call returns. One thread of its own waits for time and for messages. A thread that waits for a reply polls the
-    same descriptors and reads the reply itself.
+    sockets and reads the reply itself: meanwhile messages do not wake the transport's own thread.
 
     ZeroMQ's descriptors are edge-triggered: they tell of what comes after a socket was seen empty, and not of what a
-    later use of the socket has noticed. Hence one rule: **who has used the sockets reads them empty before it releases
-    the lock.** What is left, since one hold of the lock reads no more, wakes the thread.
+    later use of the socket has noticed. Hence one rule: **who has used a socket reads it empty before it releases the
+    lock.** To ask a socket costs system calls, so that one is asked only if it is in ``_look_at``: it was used, or its
+    descriptor tells of something. What is left there, since one hold of the lock reads no more, wakes the thread.
     """
 
     def __init__(self, directory: str, options: ClientOptions) -> None:
@@ -83,12 +84,16 @@ class SocketTransport(AbstractContextManager[float]):
         self._jobs: zmq.Socket[bytes] | None = None
         self._events: zmq.Socket[bytes] | None = None
         self._message_fds: list[int] = []
-        self._unread = False
-        """Messages were left behind that end no sleep."""
+        self._look_at: set[int] = set()
+        """Descriptors of the sockets that may have messages which end no sleep."""
+        self._messages = select.epoll()
+        """Readable when a message wakes the transport's own thread."""
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._sleeping_until = 0.0
-        self._waiters: list[int] = []
+        self._waiting: list[int] = []
         """By waiting thread, a descriptor that wakes it."""
+        self._reading = -1
+        """That of the waiting thread that holds the lock: it sees by itself what it has changed."""
         self._spare: list[int] = []
         self._closed = False
         self._last_error = ""
@@ -119,37 +124,52 @@ class SocketTransport(AbstractContextManager[float]):
             self._lock.release()
 
     def poll(self) -> None:
-        with self:
-            pass  # what has arrived is read at the end
+        with self:  # what has arrived is read at the end
+            self._look_at.update(fd for fd, _ in _poller_of(*self._message_fds).poll(0))
 
     def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
         self._check_process()
         deadline = time.monotonic() + timeout_s
-        waked_by = -1
+        wake_fd, told = -1, list[int]()
         try:
             while True:
                 with self._lock:
-                    if not ready():
-                        self._receive()
-                    pause = deadline - time.monotonic()
+                    self._look_at.update(fd for fd in told if fd in self._message_fds)
+                    self._reading = wake_fd
+                    self._receive()
+                    self._reading = -1
                     self._wake_thread_if_due()
+                    pause = deadline - time.monotonic()
                     if self._closed or pause <= 0.0 or ready():
                         return ready()
-                    if waked_by < 0:
-                        waked_by = self._spare.pop() if self._spare else os.eventfd(0, os.EFD_CLOEXEC)
-                        self._waiters.append(waked_by)
-                    poller = _poller_of(*self._message_fds, waked_by)
-                for fd, _ in poller.poll(pause * 1000):
-                    if fd == waked_by:
-                        os.eventfd_read(fd)
+                    if wake_fd < 0:
+                        wake_fd = self._begin_to_wait()
+                    poller = _poller_of(*self._message_fds, wake_fd)
+                told = [fd for fd, _ in poller.poll(pause * 1000)]
+                if wake_fd in told:
+                    os.eventfd_read(wake_fd)
         finally:
-            if waked_by >= 0:
-                with self._lock:
-                    self._waiters.remove(waked_by)
-                    if self._closed:
-                        os.close(waked_by)
-                    else:
-                        self._spare.append(waked_by)
+            if wake_fd >= 0:
+                self._end_to_wait(wake_fd)
+
+    def _begin_to_wait(self) -> int:
+        """Have messages no longer wake the transport's own thread. The descriptor that wakes this one."""
+        wake_fd = self._spare.pop() if self._spare else os.eventfd(0, os.EFD_CLOEXEC)
+        self._waiting.append(wake_fd)
+        for fd in self._message_fds:
+            self._messages.modify(fd, 0)
+        return wake_fd
+
+    def _end_to_wait(self, wake_fd: int) -> None:
+        with self._lock:
+            self._waiting.remove(wake_fd)
+            if not self._waiting:
+                for fd in self._message_fds:
+                    self._messages.modify(fd, select.EPOLLIN)
+            if self._closed:
+                os.close(wake_fd)
+            else:
+                self._spare.append(wake_fd)
 
     def stop(self) -> None:
         if os.getpid() != self._pid:
@@ -180,10 +200,16 @@ class SocketTransport(AbstractContextManager[float]):
 
     def connect(self, topics: Sequence[bytes]) -> None:
         self._jobs = self._connected(zmq.DEALER, self._paths.jobs)
-        self._events = self._connected(zmq.SUB, self._paths.events)
-        for topic in topics:
-            self._events.setsockopt(zmq.SUBSCRIBE, topic)
-        self._message_fds = [self._jobs.FD, self._events.FD]
+        self._message_fds = [self._jobs.FD]
+        if topics:
+            self._events = self._connected(zmq.SUB, self._paths.events)
+            for topic in topics:
+                self._events.setsockopt(zmq.SUBSCRIBE, topic)
+            self._message_fds.append(self._events.FD)
+        for fd in self._message_fds:
+            self._messages.register(fd, 0 if self._waiting else select.EPOLLIN)
+        self._look_at.update(self._message_fds)
+        self.notify()  # who waits must poll these
 
     def _connected(self, kind: int, path: Path) -> zmq.Socket[bytes]:
         made: zmq.Socket[bytes] = self._context.socket(kind)
@@ -206,6 +232,7 @@ class SocketTransport(AbstractContextManager[float]):
     def send(self, frames: Sequence[bytes]) -> bool:
         if self._jobs is None:
             return False
+        self._look_at.add(self._message_fds[0])
         try:
             if len(frames) == 1:
                 self._jobs.send(frames[0], _NOW)
@@ -225,16 +252,20 @@ class SocketTransport(AbstractContextManager[float]):
             if not self._draining:
                 stream.leave()
             self._close_stream()
+        for fd in self._message_fds:
+            self._messages.unregister(fd)
         # A jobs socket that is left open connects to the next daemon, and delivers old requests there.
         for connected in (self._jobs, self._events):
             if connected is not None:
                 connected.close(linger=0)
         self._jobs = self._events = None
         self._message_fds = []
+        self._look_at.clear()
 
     def notify(self) -> None:
-        for fd in self._waiters:
-            os.eventfd_write(fd, 1)
+        for fd in self._waiting:
+            if fd != self._reading:
+                os.eventfd_write(fd, 1)
 
     def _close_stream(self) -> None:
         if self._stream is not None:
@@ -245,37 +276,44 @@ class SocketTransport(AbstractContextManager[float]):
 
     def _receive(self) -> None:
         """Read the sockets empty, or MESSAGES_PER_ROUND messages of each. An error inside ends the connection."""
+        if not self._look_at:
+            return
         try:
-            # Completions before replies before the end: what arrived before the daemon died still counts.
-            self._unread = self._receive_publications() | self._receive_replies()
+            # Completions before replies: a reply may say that there are some.
+            if self._events is not None and self._message_fds[1] in self._look_at:
+                self._receive_from(self._events, self._message_fds[1], self._on_publication)
+            if self._jobs is not None and self._message_fds[0] in self._look_at:
+                self._receive_from(self._jobs, self._message_fds[0], self._on_reply)
         except Exception as error:
             self._recover(error)
 
-    def _receive_publications(self) -> bool:
+    def _receive_from(self, connected: zmq.Socket[bytes], fd: int, on_frames: Callable[[list[bytes]], None]) -> None:
         for _ in range(MESSAGES_PER_ROUND):
-            if not _has_message(self._events):
-                return False
-            frames = _frames_from(cast(zmq.Socket[bytes], self._events))
-            if len(frames) == 3:
-                self._session.on_publication(frames[0], frames[1], frames[2], time.monotonic())
-        return True
+            if connected.closed:  # a message has ended the session
+                return
+            if not cast(int, connected.get(_EVENTS)) & _READABLE:
+                self._look_at.discard(fd)
+                return
+            frames = [connected.recv(_NOW)]
+            while connected.get(_RCVMORE):
+                frames.append(connected.recv(_NOW))
+            on_frames(frames)
 
-    def _receive_replies(self) -> bool:
-        session = self._session
-        for _ in range(MESSAGES_PER_ROUND):
-            if not _has_message(self._jobs):
-                return False
-            frames, now = _frames_from(cast(zmq.Socket[bytes], self._jobs)), time.monotonic()
-            if len(frames) == 4 and not frames[0]:
-                session.on_event_replay(frames[1], frames[2], frames[3], now)
-                continue
-            try:
-                reply = decode_reply(frames[0] if len(frames) == 1 else b"")
-            except CodecError as error:
-                session.disconnect(f"The daemon sent what is no reply of this protocol ({error}).", now)
-                return False
-            session.on_reply(reply, now)
-        return True
+    def _on_publication(self, frames: list[bytes]) -> None:
+        if len(frames) == 3:
+            self._session.on_publication(frames[0], frames[1], frames[2], time.monotonic())
+
+    def _on_reply(self, frames: list[bytes]) -> None:
+        now = time.monotonic()
+        if len(frames) == 4 and not frames[0]:
+            self._session.on_event_replay(frames[1], frames[2], frames[3], now)
+            return
+        try:
+            reply = decode_reply(frames[0] if len(frames) == 1 else b"")
+        except CodecError as error:
+            self._session.disconnect(f"The daemon sent what is no reply of this protocol ({error}).", now)
+            return
+        self._session.on_reply(reply, now)
 
     def _read_lifeline(self, now: float) -> None:
         stream, session = self._stream, self._session
@@ -328,27 +366,31 @@ class SocketTransport(AbstractContextManager[float]):
             if self._closed:
                 return
             self._sleeping_until = 0.0
-            now = time.monotonic()
-            self._session.tick(now)
+            # Completions before the end: what arrived before the daemon died still counts.
+            self._look_at.update(fd for fd, _ in _poller_of(*self._message_fds).poll(0))
             self._receive()
+            now = time.monotonic()
             self._read_lifeline(now)
+            self._session.tick(now)
+            self._receive()  # last: see the rule above
             stream = self._stream
             wake_at = min(self._session.wake_at(), NEVER if stream is None else stream.wake_at())
-            pause = 0.0 if self._unread else min(max(0.0, wake_at - now), MAX_SLEEP_S)
+            pause = 0.0 if self._look_at else min(max(0.0, wake_at - now), MAX_SLEEP_S)
             self._sleeping_until = now + pause
-            poller = _poller_of(*self._message_fds, self._wake_fd, -1 if stream is None else stream.fileno())
-        for fd, _ in poller.poll(pause * 1000):
-            if fd == self._wake_fd:
-                os.eventfd_read(fd)
+            poller = _poller_of(self._messages.fileno(), self._wake_fd, -1 if stream is None else stream.fileno())
+        told = [fd for fd, _ in poller.poll(pause * 1000)]
+        if self._wake_fd in told:
+            os.eventfd_read(self._wake_fd)
 
     def _wake_thread_if_due(self) -> None:
-        if self._sleeping_until and (self._unread or self._session.wake_at() < self._sleeping_until):
+        if self._sleeping_until and (self._look_at or self._session.wake_at() < self._sleeping_until):
             self._sleeping_until = 0.0
             os.eventfd_write(self._wake_fd, 1)
 
     def _shut(self) -> None:
         self.disconnect(drain=False)
         self._context.term()
+        self._messages.close()
         for fd in (self._wake_fd, *self._spare):
             os.close(fd)
         self._spare.clear()
@@ -365,19 +407,6 @@ def _poller_of(*fds: int) -> select.poll:
         if fd >= 0:
             poller.register(fd, select.POLLIN)
     return poller
-
-
-def _has_message(connected: zmq.Socket[bytes] | None) -> bool:
-    """Whether a message waits. The call makes ZeroMQ notice what has changed."""
-    return connected is not None and bool(cast(int, connected.get(_EVENTS)) & _READABLE)
-
-
-def _frames_from(connected: zmq.Socket[bytes]) -> list[bytes]:
-    """Receive one message. Raises zmq.Again when there is none."""
-    frames = [connected.recv(_NOW)]
-    while connected.get(_RCVMORE):
-        frames.append(connected.recv(_NOW))
-    return frames
 
 
 _transports: weakref.WeakSet[SocketTransport] = weakref.WeakSet()

@@ -490,6 +490,9 @@ class WorkerClient(Session):
 
     # --- what Session asks of a role --------------------------------------------------------------
 
+    def _topics(self) -> Sequence[bytes]:
+        return [session_topic(self._epoch, self._session_id)]
+
     def _role_ready(self, now: float) -> None:
         self._sequence = 0
         self._ahead.clear()

@@ -116,16 +116,16 @@ class _Writer(QueueListener):
 class RareWarnings:
     """Warnings of which one a minute is enough: whoever causes them could fill a disk. The others are for debugging."""
 
-    def __init__(self, logger: logging.Logger) -> None:
-        self._logger = logger
+    def __init__(self, logger: logging.Logger, level: int = logging.WARNING) -> None:
+        self._logger, self._level = logger, level
         self._next_at = 0.0
 
-    def warn(self, text: str, *values: object) -> None:
+    def warn(self, text: str, *values: object, exc_info: bool = False) -> None:
         now = time.monotonic()
-        level = logging.WARNING if now >= self._next_at else logging.DEBUG
-        if level == logging.WARNING:
+        due = now >= self._next_at
+        if due:
             self._next_at = now + RARE_S
-        self._logger.log(level, text, *values)
+        self._logger.log(self._level if due else logging.DEBUG, text, *values, exc_info=exc_info)
 
 
 def configure_logging(level: str, log_format: str, fd: int = STDERR) -> None:

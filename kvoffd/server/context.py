@@ -118,7 +118,6 @@ class Context:
     requests: int = 0
     replies_dropped: Counter[str] = field(default_factory=Counter)
     """By reason, ``gone`` or ``unread``."""
-    publications_dropped: int = 0
     lookup_times: DurationHistogram = field(default_factory=lambda: DurationHistogram(LOOKUP_BOUNDS_S))
     loop_watch: LoopWatch = field(default_factory=LoopWatch)
     lookup_rate: RateMeter = field(default_factory=RateMeter)

@@ -13,33 +13,29 @@ from collections.abc import Callable
 
 import uvloop
 
-from kvoffd import __version__
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.pins import LeaseBounds
 from kvoffd.cache.policies import make_policy
 from kvoffd.cache.session_memory import SessionMemory
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.memory_estimate import max_index_bytes, memory_shortage, memory_summary
-from kvoffd.observe.logging import log_what_python_prints
-from kvoffd.pool.pool import Pool
-from kvoffd.server.descriptors import check_loop_calls, half_of_descriptors, most_connections, raise_descriptor_limit
+from kvoffd.memory_estimate import max_index_bytes
+from kvoffd.observe.logging import RareWarnings, log_what_python_prints
+from kvoffd.server.descriptors import check_loop_calls, half_of_descriptors, raise_descriptor_limit
 from kvoffd.server.disks import OpenStores, opener, shared_opener, shared_stores
 from kvoffd.server.engine_memory import open_gpus
 from kvoffd.server.health import health_reply
 from kvoffd.server.http import HttpServer
-from kvoffd.server.inbox import Inbox
 from kvoffd.server.kept_limits import KeptLimits
 from kvoffd.server.kept_policy import KeptPolicy
 from kvoffd.server.lifelines import LifelineServer
 from kvoffd.server.publisher import EventPublisher
-from kvoffd.server.recovery import adopt_blocks, open_pool
+from kvoffd.server.recovery import adopt_blocks, take_pool
 from kvoffd.server.report import stats_reply
 from kvoffd.server.service import Service
 from kvoffd.server.sessions import RESERVED_SESSIONS
-from kvoffd.server.transport import Transport
+from kvoffd.server.sockets import Sockets
 from kvoffd.system.directory import DaemonDirectory
-from kvoffd.system.limits import memory_limit
 from kvoffd.system.mappings import PageFaulter
 from kvoffd.system.native import native
 from kvoffd.system.systemd import Notifier, take_stored_fds
@@ -51,8 +47,6 @@ from kvoffd_proto.wire import NO_TOKEN
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
-TICK_FAILURES_LOGGED_S = 60.0
-TOUCH_LOGGED_S = 2.0
 # Times a step of scrubbing. Pauses keep it from engines' way better than a low priority of its thread would: that might
 # be put to sleep with the GIL in its hands.
 SCRUB_REST = 3.0
@@ -126,7 +120,7 @@ class Daemon:
         self.gpu_lost = False
         self.served = False
         """Whether it came so far as to open its sockets."""
-        self._tick_failed_at = -TICK_FAILURES_LOGGED_S
+        self._tick_failures = RareWarnings(logger, logging.ERROR)
         self._page_mapper: asyncio.Future[None] | None = None
         self._scrubbing: asyncio.Task[None] | None = None
         self._socket_inode = 0
@@ -146,7 +140,8 @@ class Daemon:
         self._directory.acquire()
         try:
             self._start_http()
-            self._pool = await self._take_pool()
+            stopped = self._stop.is_set
+            self._pool = await asyncio.to_thread(take_pool, self._config, self._notifier, self._stored_fds, stopped)
             try:
                 if not self._stop.is_set():
                     await self._serve_pool()
@@ -200,47 +195,12 @@ class Daemon:
 
     async def _serve_pool(self) -> None:
         self._build_service()
-        self._build_sockets()
         try:
             await self._startup()
             await self._main_loop()
             await self._finish_jobs()
         finally:
             await self._shutdown()
-
-    async def _take_pool(self) -> Pool:
-        """Take the memory, and touch every page of a pool that is not there already."""
-        config = self._config
-        pool = await asyncio.to_thread(open_pool, config, self._notifier, self._stored_fds)
-        logger.info(
-            "kvoffd %s takes a pool of %s. %s", __version__, format_size(config.pool_bytes), memory_summary(config)
-        )
-        if not pool.resident:
-            await self._touch(pool)
-        if shortage := memory_shortage(config, memory_limit()):
-            logger.warning("%s", shortage)
-        return pool
-
-    async def _touch(self, pool: Pool) -> None:
-        """Touch every page of the pool, telling how far it is."""
-        config = self._config
-        started = self._touch_logged_at = time.monotonic()
-        try:
-            await asyncio.to_thread(pool.touch, config.limits.touch_threads, self._tell_touched, self._stop.is_set)
-        except BaseException:
-            pool.close()
-            raise
-        if not self._stop.is_set():
-            logger.info("The pool is in memory after %.1f s.", time.monotonic() - started)
-
-    def _tell_touched(self, touched_bytes: int) -> None:
-        """Tell the log and systemd every few seconds how much of the pool is touched. In the touching threads."""
-        now = time.monotonic()
-        if now - self._touch_logged_at >= TOUCH_LOGGED_S:
-            self._touch_logged_at = now
-            text = f"Touching the pool: {format_size(touched_bytes)} of {format_size(self._config.pool_bytes)}."
-            logger.info("%s", text)
-            self._notifier.starting(text)
 
     def _build_service(self) -> None:
         """The parts without sockets, over the pool."""
@@ -265,7 +225,7 @@ class Daemon:
         kept_limits.go_on()
         self._kept_policy = KeptPolicy(cache.policy, config)
         adopt_blocks(cache, pool, self._kept_policy)
-        self._inbox = Inbox(asyncio.get_running_loop())
+        self._sockets = Sockets(config, self._directory)
         self._host_engine = HostEngine(threads_per_direction=config.copy_threads)
         self._gpus = open_gpus(config, pool)
         self._page_faulter = PageFaulter()
@@ -277,8 +237,8 @@ class Daemon:
             self._gpus,
             pool.address,
             time.monotonic,
-            self._inbox.post,
-            opener(pool, self._inbox.post),
+            self._sockets.post,
+            opener(pool, self._sockets.post),
             kept_limits,
             map_segment=self._page_faulter.map_memfd,
             max_attached=half_of_descriptors(),
@@ -286,26 +246,21 @@ class Daemon:
         )
         self._service.context.http_problem = self._http_problem
         self._service.use_pool(pool.name)
-
-    def _build_sockets(self) -> None:
-        config, service = self._config, self._service
-        self._transport = Transport(service, self._directory, most_connections(config.max_sessions))
-        self._inbox.on_work = self._transport.wake
-        self._lifelines = LifelineServer(service.context, self._directory, self._transport.wake)
+        self._lifelines = LifelineServer(self._service.context, self._directory, self._sockets.wake)
 
     async def _startup(self) -> None:
         """Open the sockets, say that the daemon serves, and begin with what may take its time. Raises StartError."""
         config = self._config
         try:
             self._lifelines.open()
-            self._transport.open()
+            self._sockets.open(self._service)
             self._socket_inode = self._directory.sockets.jobs.stat().st_ino
         except OSError as error:
             raise StartError(f"The sockets in {config.directory} cannot be opened: {error}.") from error
         self.served = True
         self._notifier.ready(f"Serving {config.directory} with a pool of {format_size(config.pool_bytes)}.")
         logger.info("Serving %s.", config.directory)
-        self._service.context.disks.start(shared_opener(config, self._shared_stores, self._pool, self._inbox.post))
+        self._service.context.disks.start(shared_opener(config, self._shared_stores, self._pool, self._sockets.post))
         if self._pool.resident:
             loop = asyncio.get_running_loop()
             self._page_mapper = loop.run_in_executor(None, self._pool.map_pages, self._stop.is_set)
@@ -323,7 +278,7 @@ class Daemon:
                     self._lose_gpu(lost)
                 if context.scrubber.has_work and (self._scrubbing is None or self._scrubbing.done()):
                     self._scrubbing = asyncio.create_task(self._scrub())
-                if self._transport.serve():
+                if self._sockets.serve():
                     self._notifier.watchdog()
                 try:
                     await asyncio.wait_for(self._stop.wait(), TICK_S)
@@ -337,16 +292,12 @@ class Daemon:
 
     def _tick(self) -> None:
         """What is due a few times a second. A failure in it is ours, and no reason to stop serving."""
-        for tick in (self._service.tick, self._lifelines.tick, self._transport.tick, self._kept_policy.tick):
+        for tick in (self._service.tick, self._lifelines.tick, self._kept_policy.tick):
             try:
                 tick()
             except Exception:
-                now = time.monotonic()
-                if now - self._tick_failed_at >= TICK_FAILURES_LOGGED_S:
-                    self._tick_failed_at = now
-                    logger.exception(
-                        "Periodic work failed inside the daemon; it is tried again, and logged once a minute."
-                    )
+                text = "Periodic work failed inside the daemon; it is tried again, and logged once a minute."
+                self._tick_failures.warn(text, exc_info=True)
 
     def _lose_gpu(self, why: str) -> None:
         """Stop as at SIGTERM, but end with EXIT_GPU_LOST."""
@@ -371,7 +322,7 @@ class Daemon:
                 except RuntimeError:  # there is no thread for it, and a step is short enough for this one
                     checksums = self._pool.digests(slots)
                 scrubber.finish_step(checks, checksums)
-                self._transport.wake()
+                self._sockets.wake()
             await asyncio.sleep((time.monotonic() - started) * SCRUB_REST)
 
     async def _finish_jobs(self) -> None:
@@ -387,7 +338,7 @@ class Daemon:
             logger.warning("Stopping: %d jobs did not finish in time and are failed.", runner.unfinished)
             runner.abandon_all()
             await _until(lambda: not runner.unfinished, time.monotonic() + ABANDON_S)
-        self._transport.flush()
+        self._sockets.flush()
 
     async def _shutdown(self) -> None:
         """Close all sockets, end all threads but for what hangs, and send what that has left."""
@@ -399,14 +350,13 @@ class Daemon:
         if not self._host_engine.close(ENGINE_CLOSE_S) or not self._gpus.stop(ENGINE_CLOSE_S):
             self.copy_stuck = True
             logger.warning("A copy does not end; its memory stays mapped until the process is gone.")
-        self._inbox.work_off()
-        self._transport.flush()
+        self._sockets.work_off()
         self._lifelines.close()
         self._page_faulter.close()
         if not self._gpus.close(GPUS_CLOSE_S):
             # The driver lets go of the pool when the process ends.
             self.copy_stuck = True
-        await self._transport.close(LINGER_MS / 1000)
+        self._sockets.close(LINGER_MS)
 
     async def _close_pool(self) -> None:
         """Unmap the pool, unless a copy that does not end still uses it."""

@@ -1,4 +1,4 @@
-"""File descriptors: as many as the process may have, and how many of them are for which connections."""
+"""File descriptors: as many as the process may have."""
 
 from __future__ import annotations
 
@@ -14,44 +14,29 @@ from kvoffd_proto.descriptors import descriptor_limits
 
 logger = logging.getLogger(__name__)
 
-OTHER_DESCRIPTORS = 64
-"""Of the daemon itself: sockets, files of the pool and disks, HTTP."""
-MORE_CONNECTIONS = 32
-"""Clients of the ZeroMQ sockets that have no session."""
+LEAST_DESCRIPTORS = 1024
+"""With fewer the daemon does not start: libzmq ends the process where it cannot accept a connection."""
+MOST_DESCRIPTORS = 65536
 
 
 def half_of_descriptors() -> int:
-    """For what sessions attach. The others are for lifelines, ZeroMQ's sockets, and those on their way to a session."""
+    """For what sessions attach. The others are for connections."""
     return descriptor_limits()[0] // 2
-
-
-def most_connections(max_sessions: int) -> int:
-    """How many clients may connect to each of the two ZeroMQ sockets: two a session, and some that only subscribe."""
-    left = half_of_descriptors() - max_sessions - OTHER_DESCRIPTORS
-    wanted = 2 * max_sessions + MORE_CONNECTIONS
-    most = max(MORE_CONNECTIONS, min(wanted, left // 2))
-    if most < wanted:
-        logger.warning(
-            "Only %d clients can connect, since the limit of open files is low; %d are enough for max_sessions.",
-            most,
-            2 * (max_sessions + OTHER_DESCRIPTORS + 2 * wanted),
-        )
-    return most
 
 
 def raise_descriptor_limit() -> None:
     """Each session costs descriptors; take what the hard limit gives. Raises KvoffdError where that is too few."""
     soft, hard = descriptor_limits()
-    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft < wanted:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted
         except (OSError, ValueError) as error:  # a seccomp filter
             logger.warning("The limit of open files stays at %d (%s).", soft, error)
-    if soft < OTHER_DESCRIPTORS:
+    if soft < LEAST_DESCRIPTORS:
         raise KvoffdError(
-            f"The daemon may open {soft} files, and itself needs {OTHER_DESCRIPTORS}: raise the limit (ulimit -n, "
+            f"The daemon may open {soft} files, and needs {LEAST_DESCRIPTORS}: raise the limit (ulimit -n, "
             "LimitNOFILE=)."
         )
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 
+from kvoffd import __version__
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.inherited import SLOTS_AT_ONCE
 from kvoffd.config import Config
+from kvoffd.memory_estimate import memory_shortage, memory_summary
 from kvoffd.pool.backing import FileBacking, MemfdBacking, PoolBacking
 from kvoffd.pool.pool import Pool
 from kvoffd.server.kept_policy import KeptPolicy
+from kvoffd.system.limits import memory_limit
 from kvoffd.system.numa import nodes_with_gpus
 from kvoffd.system.systemd import Notifier
 from kvoffd_proto.units import format_size, plural
@@ -26,6 +29,43 @@ TABLE_NAME = "kvoffd-slot-table"
 """What the two memfds are called in systemd's store."""
 
 RELEASE_TIMEOUT_S = 5.0
+TOUCH_LOGGED_S = 2.0
+
+
+def take_pool(config: Config, notifier: Notifier, stored: Mapping[str, list[int]], stopped: Callable[[], bool]) -> Pool:
+    """As ``open_pool``, and touch every page of a pool that is not there already, which may take minutes.
+
+    Args:
+        stopped: asked while it touches; it then returns early.
+    """
+    pool = open_pool(config, notifier, stored)
+    logger.info("kvoffd %s takes a pool of %s. %s", __version__, format_size(config.pool_bytes), memory_summary(config))
+    if not pool.resident:
+        try:
+            _touch(pool, config, notifier, stopped)
+        except BaseException:
+            pool.close()
+            raise
+    if shortage := memory_shortage(config, memory_limit()):
+        logger.warning("%s", shortage)
+    return pool
+
+
+def _touch(pool: Pool, config: Config, notifier: Notifier, stopped: Callable[[], bool]) -> None:
+    """Touch all of the pool, and tell the log and systemd every few seconds how far it is."""
+    started = told_at = time.monotonic()
+
+    def tell(touched_bytes: int) -> None:
+        nonlocal told_at
+        if (now := time.monotonic()) - told_at >= TOUCH_LOGGED_S:
+            told_at = now
+            text = f"Touching the pool: {format_size(touched_bytes)} of {format_size(config.pool_bytes)}."
+            logger.info("%s", text)
+            notifier.starting(text)
+
+    pool.touch(config.limits.touch_threads, tell, stopped)
+    if not stopped():
+        logger.info("The pool is in memory after %.1f s.", time.monotonic() - started)
 
 
 def open_pool(config: Config, notifier: Notifier, stored: Mapping[str, list[int]]) -> Pool:

@@ -146,10 +146,6 @@ class Service:
         logger.info("All of the earlier daemon's blocks are taken over %.3f s after the first ones.", seconds)
         return 0
 
-    def refuse_frame(self, sender: bytes, frame_bytes: int) -> None:
-        """Answer a request frame that is too long to be kept."""
-        self.context.reply(sender, self.context.refusal(0, self._too_long(frame_bytes)))
-
     def replay_events(self, sender: bytes, start: bytes) -> None:
         """Answer a replay request in the format of vLLM's event publisher: eight bytes, the first number wanted."""
         context = self.context

@@ -375,9 +375,6 @@ class StatsReply(Reply, frozen=True):
     loop_blocked_maximum_seconds: Annotated[
         Seconds, gauge("Longest time for which the event loop was blocked since the daemon's start.")
     ] = 0.0
-    publications_dropped: Annotated[
-        Count, counter("Completions and KV event messages that a client of events.sock left unread for too long.")
-    ] = 0
     shortened_lookups: Annotated[
         Count, counter("Lookups that were told of fewer ready keys, since their session may not lease more.")
     ] = 0

@@ -1,9 +1,7 @@
 """ZMTP 3.1, the wire protocol of ZeroMQ (RFC 37), as one side of a connection: bytes in, messages out.
 
-Our clients use this for ``jobs.sock`` and libzmq for ``events.sock``. The daemon has no libzmq there, for that bounds
-neither the frames of a message nor a peer's subscriptions, and an assertion of it ends the process when descriptors run
-out: what one client does to it would reach all others. Here every bound is met before anything is kept. There are no
-sockets in this module.
+Our clients use this for ``jobs.sock`` and libzmq for ``events.sock``. Here every bound is met before anything is kept.
+There are no sockets in this module.
 """
 
 from __future__ import annotations
@@ -34,12 +32,6 @@ class Command(NamedTuple):
     data: bytes
 
 
-class TooLong(NamedTuple):
-    """A frame that is longer than allowed and was thrown away as it came."""
-
-    frame_bytes: int
-
-
 def encode(frames: Sequence[bytes]) -> bytes:
     """A message of these frames as it goes over the wire."""
     parts: list[bytes] = []
@@ -56,18 +48,6 @@ def encode_command(name: bytes, data: bytes) -> bytes:
     return bytes((COMMAND, 1 + len(name) + len(data), len(name))) + name + data
 
 
-def encode_pong(ping: Command) -> bytes:
-    """The answer to a PING, which has its context and not its time to live."""
-    return encode_command(b"PONG", ping.data[2:18])
-
-
-def decode_subscription(frames: list[bytes]) -> tuple[bool, bytes]:
-    """What a peer of ZMTP 3.0 sends that begins (True) or ends to subscribe, and the prefix. Raises ZmtpError."""
-    if len(frames) != 1 or frames[0][:1] not in (b"\x00", b"\x01"):
-        raise ZmtpError("what is no subscription")
-    return frames[0][0] == 1, frames[0][1:]
-
-
 def opening(socket_type: bytes) -> bytes:
     """What each side sends first on a connection: its greeting and its READY."""
     size = _SIZE.pack(len(socket_type))[4:]
@@ -79,7 +59,7 @@ class Input:
 
     Args:
         socket_types: types of sockets that may be at the other end.
-        max_frame_bytes: a longer frame is thrown away, and ends the connection when it is twice as long.
+        max_frame_bytes: a longer frame ends the connection.
         max_frames: a message of more frames ends the connection.
     """
 
@@ -90,16 +70,11 @@ class Input:
         self._buffer = bytearray()
         self._position = 0
         self._wanted = GREETING_BYTES
-        self._thrown_away = 0
         self._frames: list[bytes] = []
         self._greeted = False
         self.ready = False
 
     def feed(self, data: bytes | memoryview) -> None:
-        if self._thrown_away:
-            gone = min(self._thrown_away, len(data))
-            self._thrown_away -= gone
-            data = data[gone:]
         self._buffer += data
 
     @property
@@ -112,7 +87,7 @@ class Input:
         """Bytes that have not arrived of what is next, as far as its size is known after ``next``."""
         return max(0, self._wanted - self.waiting_bytes)
 
-    def next(self) -> list[bytes] | Command | TooLong | None:
+    def next(self) -> list[bytes] | Command | None:
         """The next message or command; None when it has not arrived. Raises ZmtpError."""
         if not self._greeted and not self._take_greeting():
             return None
@@ -124,7 +99,7 @@ class Input:
             elif not self.ready:
                 raise ZmtpError("a message before the handshake")
             elif size > self._max_frame_bytes:
-                return self._throw_away(begin, size)
+                raise ZmtpError(f"a frame of {size} bytes")
             self._wanted = begin - self._position + size
             if self.waiting_bytes < self._wanted:
                 return None
@@ -160,15 +135,6 @@ class Input:
         if waiting < self._wanted:
             return None
         return flags, at + 9, _SIZE.unpack_from(self._buffer, at + 1)[0]
-
-    def _throw_away(self, begin: int, size: int) -> TooLong:
-        if size > 2 * self._max_frame_bytes:
-            raise ZmtpError(f"a frame of {size} bytes")
-        arrived = min(size, len(self._buffer) - begin)
-        self._thrown_away = size - arrived
-        self._consume(begin - self._position + arrived)
-        self._frames = []
-        return TooLong(size)
 
     def _take_greeting(self) -> bool:
         waiting = self.waiting_bytes

@@ -18,6 +18,7 @@ from kvoffd_client import (
     BlockUnavailable,
     DaemonUnavailable,
     Geometry,
+    GroupKeys,
     RequestRefused,
     export_blocks,
     import_blocks,
@@ -100,6 +101,24 @@ def test_blocks_are_listed_by_prefix(desk: BlockClient) -> None:
             list(desk.list_blocks(LABEL, **wrong))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="namespaces"):
         list(desk.list_blocks("nobody"))
+
+
+def test_a_long_listing_names_each_block_once_whatever_comes_and_goes() -> None:
+    wanted = keys(*range(1500))
+    shape = {"layers": 1, "blocks": len(wanted), "page_bytes": 512}
+    with DaemonProcess("16MiB") as daemon, FakeEngine(daemon.directory, LABEL, **shape) as engine:
+        assert engine.store(wanted, range(len(wanted))).ok
+        with BlockClient(daemon.directory) as desk:
+            found = []
+            for info in desk.list_blocks(LABEL):
+                if len(found) in (10, 1100):
+                    first = 5000 + len(found)
+                    engine.scheduler.invalidate([GroupKeys(0, b"".join(wanted[:5]))])
+                    assert engine.store(keys(*range(first, first + 20)), range(20)).ok
+                found.append(info.key)
+            assert {len(list(desk.list_blocks(LABEL, prefix=key.hex()))) for key in wanted[5:10]} == {1}
+    assert len(found) == len(set(found)) >= len(wanted) - 5
+    assert set(wanted[5:]) <= set(found)
 
 
 def test_a_block_is_read_as_it_was_stored(desk: BlockClient, engine: FakeEngine, shared_daemon: DaemonProcess) -> None:
@@ -193,6 +212,7 @@ def test_a_full_pool_takes_no_block(shared_daemon: DaemonProcess, desk: BlockCli
     flood(engine)
     there = [info.key for info in desk.list_blocks(LABEL)]
     block = desk.get_block(LABEL, there[0])
+    wait_until(lambda: not books(shared_daemon.directory).pinned_blocks)  # a lease of two sessions has half of the pool
     assert engine.lookup(there) == len(there), "it leases all of the pool"
     with pytest.raises(BlockUnavailable, match="no room"):
         desk.put_block(LABEL, keys(80)[0], block)
@@ -221,6 +241,17 @@ def test_a_namespace_moves_to_another_daemon(
         assert loaded(second, KEYS) == engine.checksums(range(BLOCKS))
     with pytest.raises(BlockFileError, match="exists"):
         export_blocks(desk, LABEL, file)
+
+
+def test_an_import_says_what_the_policy_declined(desk: BlockClient, tmp_path: Path) -> None:
+    file = tmp_path / "all.safetensors"
+    export_blocks(desk, LABEL, file)
+    with DaemonProcess("1MiB", eviction_policy="gate") as full, engine_on(full) as engine:
+        flood(engine)
+        with BlockClient(full.directory) as there, BlockFile(file) as source:
+            taken = import_blocks(there, source)
+        assert (taken.blocks, taken.present, taken.declined, taken.no_room) == (0, 0, BLOCKS, 0)
+        assert engine.lookup(KEYS) == 0
 
 
 def test_an_export_over_the_end_of_the_daemon_is_not_complete(pool_file: Path, tmp_path: Path) -> None:

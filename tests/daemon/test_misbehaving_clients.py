@@ -347,11 +347,16 @@ def test_a_client_that_reads_nothing(daemon: DaemonProcess) -> None:
         assert books(daemon.directory).own_bytes < before.own_bytes + (16 << 20)
 
 
-def test_a_subscriber_that_reads_nothing(client: WireClient, memory: SharedMemory) -> None:
-    client.subscribe(everything=True, unread=1)
-    cache = client.register(memory)
-    for job in range(1, 201):
-        assert client.store(cache, keys(*range(8 * job, 8 * job + 8)), range(8), job=job).ok
+def test_a_subscriber_that_reads_nothing(memory: SharedMemory) -> None:
+    """What it does not read is dropped at some time, its results among that. It finds them when it asks."""
+    with DaemonProcess() as daemon, WireClient(daemon.directory) as client:
+        client.open_namespace()
+        client.subscribe(everything=True, unread=1)
+        cache, jobs = client.register(memory), range(1, 1001)
+        for job in jobs:
+            assert client.store(cache, keys(*range(64 * job, 64 * job + 64)), [0] * 64, job=job).ok
+        # A job has two messages and more: its result, the keys that came, and those that were evicted.
+        assert 0 < client.unread() < 2 * len(jobs)
 
 
 def test_a_client_that_acknowledges_nothing(client: WireClient) -> None:
@@ -373,18 +378,29 @@ def test_a_client_that_acknowledges_nothing(client: WireClient) -> None:
         assert client.store(cache, keys(2), [0]).ok
 
 
-def test_a_neighbours_routing_id(daemon: DaemonProcess) -> None:
-    """A client that calls itself as another does harms neither the other nor the daemon."""
+def test_made_up_routing_ids(daemon: DaemonProcess) -> None:
+    """A name that is none of the daemon's tokens harms neither others nor the daemon."""
     with WireClient(daemon.directory) as other, SharedMemory(SIZE, "other") as memory:
         other.open_namespace()
         cache = other.register(memory)
-        for number in range(3):
-            with WireClient(daemon.directory, None, routing_id=other.routing_id) as thief:
+        for number, name in enumerate((b"k", b"k" + bytes(16), other.routing_id[:-1], other.routing_id + b"k")):
+            with WireClient(daemon.directory, None, routing_id=name) as thief:
                 for frame in GARBAGE.values():
                     thief.send_raw(frame)
                 assert other.health() == "ok"
                 assert other.store(cache, keys(number), [0]).ok
         assert other.unacknowledged().unfinished == []
+
+
+def test_a_connection_that_breaks(client: WireClient, memory: SharedMemory) -> None:
+    """ZeroMQ ends that of a client which sends far too much. The client's ZeroMQ connects again without a word."""
+    assert client.welcome is not None
+    cache, limit = client.register(memory), client.welcome.limits["max_frame_bytes"]
+    for number in range(3):
+        assert refused(client.raw, bytes(limit + 1)) == "too_large"
+        client.send_raw(bytes(2 * limit + 1))
+        wait_until(lambda: client.is_answered(1.0))
+        assert client.store(cache, keys(number), [0]).ok
 
 
 def test_routing_ids_that_zeromq_would_choose(daemon: DaemonProcess) -> None:
@@ -557,22 +573,27 @@ def test_a_client_that_is_killed(daemon: DaemonProcess) -> None:
     wait_until(lambda: "memfd:killed" not in Path(f"/proc/{daemon.pid}/maps").read_text())
 
 
-def test_connections_until_descriptors_run_out() -> None:
-    """Who is connected is served, and newcomers are once there is room again."""
-    few = 192
-    with DaemonProcess(before=["prlimit", f"--nofile={few}:{few}"]) as daemon:
-        with Neighbour(daemon.directory) as neighbour, contextlib.ExitStack() as held:
-            for path in request_streams(daemon.directory):
-                for _ in range(few):
-                    stream = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-                    stream.setblocking(False)
-                    with contextlib.suppress(BlockingIOError):
-                        stream.connect(str(path))
-            rounds = neighbour.rounds
-            wait_until(lambda: neighbour.rounds > rounds + 3 or neighbour.failures)
-        assert books(daemon.directory).balanced
-        with Neighbour(daemon.directory):
-            assert daemon.running
+def test_connections_until_descriptors_run_out(pool_file: Path) -> None:
+    """ZeroMQ ends the daemon's process. The next one has every block, and engines go on by themselves."""
+    few, wanted = 1024, keys(*range(BLOCKS))
+    with (
+        DaemonProcess("4MiB", before=["prlimit", f"--nofile={few}:{few}"], pool_file=str(pool_file)) as daemon,
+        FakeEngine(daemon.directory, "hoarder", layers=1, blocks=2 * BLOCKS, page_bytes=PAGE_BYTES) as engine,
+    ):
+        engine.fill(range(BLOCKS), seed=1)
+        assert engine.store(wanted, range(BLOCKS)).ok
+        with contextlib.ExitStack() as held:
+            for _ in range(few):
+                stream = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                stream.setblocking(False)
+                with contextlib.suppress(OSError):
+                    stream.connect(str(request_streams(daemon.directory)[0]))
+            assert daemon.process.wait(60) == -signal.SIGABRT
+        daemon.start()
+        assert engine.wait_ready(60.0)
+        wait_until(lambda: engine.lookup(wanted) == BLOCKS)
+        assert engine.load(wanted, range(BLOCKS, 2 * BLOCKS)).ok
+        assert engine.checksums(range(BLOCKS)) == engine.checksums(range(BLOCKS, 2 * BLOCKS))
 
 
 # --- who may connect ---------------------------------------------------------------------------------

@@ -218,7 +218,7 @@ class Scenario:
                     fork=False,
                     # On a machine that is busy with other things an answer may be late and a read slow: to compute
                     # instead is right there, and not what is to be seen here.
-                    extra_config={"lookup_deadline_ms": 2000.0, "disk_wait": "wait"},
+                    extra_config={"lookup_deadline_ms": 2000.0, "disk_wait_ms": 60_000, "do_no_harm": False},
                     # Block hashes begin with it: equal in every engine, or nothing is found again.
                     environ={"PYTHONHASHSEED": "0"},
                 )

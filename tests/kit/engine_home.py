@@ -17,7 +17,8 @@ EXTRA = {
     # A daemon that is silent costs a prompt as much.
     "lookup_deadline_ms": 2000,
     # A machine busy with other tests may read slowly; a block that is given up would fail a test.
-    "disk_wait": "wait",
+    "disk_wait_ms": 60_000,
+    "do_no_harm": False,
 }
 CONNECT_DEADLINE_S = 60.0
 

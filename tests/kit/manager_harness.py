@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
-from vllm.v1.kv_offload.base import LookupResult, ReqContext
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 
-from kvoffd_client import NamespaceSpec
-from kvoffd_client.vllm.connector_metadata import MemoryReport
+from kvoffd_client import NamespaceSpec, SchedulerClient
+from kvoffd_client.vllm.do_no_harm import PrefillRate
+from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryReport
 from kvoffd_client.vllm.kv_event_translator import KvEventTranslator
 from kvoffd_client.vllm.lookup_allowance import LookupAllowance
-from kvoffd_client.vllm.namespace_client import EngineNamespace, NamespaceClient
-from kvoffd_client.vllm.offloading_manager import KvoffdManager, StoreWindow
-from kvoffd_client.vllm.prefill_rate import PrefillRate
-from kvoffd_client.vllm.request_lookups import LookupSettings
+from kvoffd_client.vllm.manager import ChunkGroup, KvoffdManager, LookupSettings
 
 from .clock import Clock
 from .vllm_fakes import FakeSchedulerClient, block_hash, key
@@ -24,43 +23,61 @@ HASHES = {block_hash(1), block_hash(2), block_hash(3)}
 SHARD_BYTES = 1000
 
 
+CHUNK_TOKENS = 1000
+
+
 class ManagerHarness:
     """A manager of one group and its fake client."""
 
     def __init__(self, **roles: Any) -> None:
         self.clock = Clock()
         self.client = FakeSchedulerClient(self.clock)
-        suffix = (0).to_bytes(4, "big")
-        client = cast(NamespaceClient, self.client)
-        self.prefill = PrefillRate({suffix: 1000}, self.clock)
+        self.prefill = PrefillRate({(0).to_bytes(4, "big"): CHUNK_TOKENS}, self.clock)
         self.allowance = LookupAllowance(self.prefill, 0.1, self.clock)
-        self.manager = KvoffdManager(
-            LookupSettings(client, {suffix: 0}, 0.1, 1.0, self.clock, self.prefill, self.allowance),
-            StoreWindow({suffix: SHARD_BYTES}),
-            KvEventTranslator((0,)),
-            EngineNamespace(1, client, self.clock),
-            **roles,
-        )
+        namespace = EngineNamespace(1, lambda _: cast(SchedulerClient, self.client), self.clock)
+        groups = (ChunkGroup(0, 1, CHUNK_TOKENS, SHARD_BYTES),)
+        settings = LookupSettings(namespace, groups, 0.1, self.clock, self.allowance)
+        self.manager = KvoffdManager(settings, KvEventTranslator((0,)), **roles)
         self.report("weights")
 
-    def report(self, weights: str) -> None:
+    def report(self, weights: str, *, usable: bool = True) -> None:
         """The worker reports these weights, and that its memory is registered."""
         namespace = self.manager.namespace
-        report = MemoryReport(NamespaceSpec.named("model"), weights, namespace.generation)
+        report = MemoryReport(NamespaceSpec.named("model"), weights, namespace.generation, usable=usable)
         namespace.report({0: report})
         assert namespace.current is not None
-        namespace.news()
-        namespace.report({0: replace(report, registered=namespace.current.fingerprint)})
+        namespace.begin_step()
+        if usable:
+            namespace.report({0: replace(report, registered=namespace.current.fingerprint)})
 
-    def request(self, name: str = "r", ready: set[bytes] | None = None) -> ReqContext:
-        """A new request, its lookup answered when ``ready`` is given."""
+    def new(self, name: str = "r", hashes: int = len(KEYS), told: Any = None) -> ReqContext:
+        """A new request of which vLLM has told; nothing of it is looked up."""
         context = ReqContext(name)
         self.manager.on_new_request(context)
-        self.manager.begin_lookup(name, [KEYS])
-        if ready is not None:
-            self.client.answer(ready)
-            self.manager.begin_lookup(name, [KEYS])
+        self.begin(context, hashes, told)
         return context
 
-    def results(self, context: ReqContext) -> list[LookupResult]:
-        return [self.manager.lookup(item, context) for item in KEYS]
+    def begin(self, context: ReqContext, hashes: int = len(KEYS), told: Any = None) -> None:
+        """Have the connector tell of a request, and vLLM of its keys' places."""
+        request: Any = SimpleNamespace(
+            request_id=context.req_id,
+            block_hashes=[block_hash(number + 1) for number in range(hashes)],
+            num_tokens=hashes * CHUNK_TOKENS + 1,
+            num_computed_tokens=0,
+            is_finished=lambda: False,
+        )
+        self.manager.begin_request(request, told)
+        for number in range(hashes):
+            context.set_offload_key_position(key(number + 1), (number + 1) * CHUNK_TOKENS)
+
+    def request(self, name: str = "r", ready: set[bytes] | None = None, told: Any = None) -> ReqContext:
+        """A new request, its lookup answered when ``ready`` is given."""
+        context = self.new(name, told=told)
+        self.manager.start_lookup(name)
+        if ready is not None:
+            self.client.answer(ready)
+            self.manager.start_lookup(name)
+        return context
+
+    def results(self, context: ReqContext, keys: list[OffloadKey] = KEYS) -> list[LookupResult]:
+        return [self.manager.lookup(item, context) for item in keys]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from kvoffd_client import Lookup, NamespaceSpec
+from kvoffd_client import Lookup
 from kvoffd_proto.events import KvEvent
 from kvoffd_proto.messages import PENDING, READY, SHARED, GroupKeys, GroupTransfer, JobResult, Load, Store
 from tests.kit.clock import Clock
@@ -21,6 +21,8 @@ class FakeSchedulerClient:
     ready: bool = True
     credit_bytes: int = 1 << 20
     max_keys: int = 1000
+    epoch: int = 1
+    capabilities: frozenset[str] = frozenset()
     problem: str | None = None
     asked: list[tuple[Lookup, list[GroupKeys]]] = field(default_factory=list)
     again: list[bool] = field(default_factory=list)
@@ -28,11 +30,7 @@ class FakeSchedulerClient:
     invalidated: list[GroupKeys] = field(default_factory=list)
     reports: list[tuple[float, ...]] = field(default_factory=list)
     events: list[KvEvent] = field(default_factory=list)
-    joined: list[NamespaceSpec] = field(default_factory=list)
     closed: bool = False
-
-    def join(self, namespace: NamespaceSpec) -> None:
-        self.joined.append(namespace)
 
     def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> Lookup:
         self.again.append(again)

@@ -364,6 +364,11 @@ class WireClient(Closing):
             return False
         return True
 
+    def is_answered(self, timeout_s: float) -> bool:
+        """Whether a request is answered in time, as none is that a broken connection loses."""
+        request = self._send(m.Health)
+        return bool(self._jobs.poll(timeout_s * 1000)) and self._receive().request_id == request.request_id
+
     def hello(self, role: str, *, version: int = VERSION, name: str = "test", software: str = "wire") -> Welcome:
         answer = self._ask(m.Hello, version, role, name, software)
         self.welcome = Welcome(
@@ -597,6 +602,15 @@ class WireClient(Closing):
             return None
         _, _, payload = self._events.recv_multipart()
         return _batch(codec.decode_completions(payload))
+
+    def unread(self) -> int:
+        """Take all that was published to this session, results or not; how many messages it was."""
+        assert self._events is not None, "subscribe first"
+        count = 0
+        while self._events.poll(500):
+            self._events.recv_multipart()
+            count += 1
+        return count
 
     # --- an administrator's ----------------------------------------------------------------------
 
@@ -981,7 +995,6 @@ class Books:
     errors: dict[str, int]
     ended_sessions: dict[str, int]
     replies_dropped: dict[str, int]
-    publications_dropped: int
     kv_events: int
     loop_blocked_s: float
     """The longest time for which the loop was blocked."""
@@ -1102,7 +1115,6 @@ def books(directory: Path) -> Books:
             errors=said.errors,
             ended_sessions=said.ended_sessions,
             replies_dropped=said.replies_dropped,
-            publications_dropped=said.publications_dropped,
             kv_events=said.events_published,
             loop_blocked_s=said.loop_blocked_maximum_seconds,
             checked_slots=said.integrity.checked_slots,

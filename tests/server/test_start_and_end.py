@@ -30,7 +30,7 @@ def test_probes_are_answered_while_the_pool_is_touched(tmp_path, monkeypatch):
         told.update({path: http_status(port, path) for path in ("/healthz", "/readyz", "/metrics")})
         raise KvoffdError("The memory is refused.")
 
-    monkeypatch.setattr("kvoffd.server.daemon.open_pool", touch_slowly)
+    monkeypatch.setattr("kvoffd.server.daemon.take_pool", touch_slowly)
     port = free_port()
 
     async def serve() -> None:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-import time
-from collections import deque
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffd.server.connections import ProcessQueue
 from kvoffd_proto import zmtp
 
 HELLO = zmtp.opening(b"DEALER")
@@ -73,69 +67,3 @@ def test_what_ends_a_connection(wire: bytes, why: str) -> None:
     source.feed(wire)
     with pytest.raises(zmtp.ZmtpError, match=why):
         taken(source)
-
-
-def test_a_frame_that_is_too_long_is_thrown_away_as_it_comes() -> None:
-    source = reader(max_frame_bytes=1000)
-    long = zmtp.encode([bytes(1500)])
-    source.feed(HELLO + long[:400])
-    assert taken(source) == [zmtp.TooLong(1500)]
-    for _ in range(10):
-        source.feed(long[400:410])
-        assert taken(source) == []
-        assert not source.waiting_bytes
-    source.feed(long[500:] + zmtp.encode([b"next"]))
-    assert taken(source) == [[b"next"]]
-
-
-@pytest.mark.parametrize("kind", [zmq.DEALER, zmq.SUB])
-def test_libzmq_is_understood_and_understands(kind: int, tmp_path: Any) -> None:
-    path = str(tmp_path / "socket")
-    with socket.socket(socket.AF_UNIX) as listener, zmq.Context() as context, context.socket(kind) as client:
-        listener.bind(path)
-        listener.listen()
-        client.setsockopt(zmq.LINGER, 0)
-        client.setsockopt(zmq.HEARTBEAT_IVL, 100)
-        client.connect(f"ipc://{path}")
-        if kind == zmq.SUB:
-            client.setsockopt(zmq.SUBSCRIBE, b"topic")
-        else:
-            client.send_multipart([b"", b"request", bytes(70_000)])
-        stream, _ = listener.accept()
-        with stream:
-            stream.sendall(zmtp.opening(b"PUB" if kind == zmq.SUB else b"ROUTER"))
-            source, found = reader(), []
-            while len(found) < 2:
-                source.feed(stream.recv(65536))
-                found += taken(source)
-            pings = [one for one in found if isinstance(one, zmtp.Command) and one.name == b"PING"]
-            assert pings
-            found.remove(pings[0])
-            assert found[0] == (
-                zmtp.Command(b"SUBSCRIBE", b"topic") if kind == zmq.SUB else [b"", b"request", bytes(70_000)]
-            )
-            stream.sendall(zmtp.encode_command(b"PONG", b"") + zmtp.encode([b"topic", bytes(300)]))
-            assert client.poll(5000)
-            assert client.recv_multipart() == [b"topic", bytes(300)]
-
-
-def test_processes_take_turns_by_the_time_that_they_take() -> None:
-    queue, served = ProcessQueue(), []
-
-    def process(name: str, cost_s: float, connections: int) -> None:
-        made = SimpleNamespace(name=name, waiting=deque(), served_s=0.0)
-        for _ in range(connections):
-            queue.add(SimpleNamespace(process=made, cost_s=cost_s))  # type: ignore[arg-type]
-
-    def serve(connection: Any) -> bool:
-        time.sleep(connection.cost_s)
-        served.append(connection.process.name)
-        return True
-
-    process("flood", 0.001, 50)
-    process("large", 0.004, 1)
-    process("polite", 0.001, 1)
-    queue.serve(serve, time.monotonic() + 0.3)
-    share = {name: served.count(name) for name in ("flood", "large", "polite")}
-    assert 0.7 < share["polite"] / share["flood"] < 1.4
-    assert 0.15 < share["large"] / share["polite"] < 0.4

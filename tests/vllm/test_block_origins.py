@@ -23,7 +23,7 @@ from kvoffd_client.vllm import block_origins
 from kvoffd_client.vllm.block_origins import ToldBlocks, tell_origins
 from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.connector_metadata import KeyedSpec, group_transfers
-from kvoffd_client.vllm.namespace_client import NamespaceClient
+from kvoffd_client.vllm.engine_namespace import Unconnected
 from kvoffd_proto.messages import WANTS_PARENTS, WANTS_TOKENS, GroupTransfer
 from tests.kit.models import make_tiny_llama
 from tests.kit.vllm_config import cache_config, make_config
@@ -95,7 +95,7 @@ def test_a_job_tells_the_hash_before_each_key_and_its_tokens(
 def test_the_jobs_of_a_step_tell_tokens(
     connector: KvoffdConnector, is_store: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NamespaceClient, "capabilities", BOTH)
+    monkeypatch.setattr(Unconnected, "capabilities", BOTH)
     scheduler, request = connector.connector_scheduler, request_of()
     status = RequestOffloadState(scheduler.config, request, ReqContext("r"), RequestOffloadingContext())
     status.update_offload_keys()
@@ -184,6 +184,6 @@ def test_what_the_daemon_has_of_a_plain_prompt_is_told_again_and_of_others_not(c
         request = request_of()
         request.cache_salt = salt
         connector.on_new_request(request)
-        assert (connector._manager._lookups["r"].told is not None) == wanted
+        assert (connector._manager._requests["r"].told is not None) == wanted
         connector.connector_scheduler._req_status.pop("r")
-        connector._manager._lookups.pop("r")
+        connector._manager._requests.pop("r")

@@ -7,13 +7,16 @@ import sys
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as connector_base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import common
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -21,9 +24,9 @@ from vllm.v1.kv_offload import base
 
 from kvoffd_client.vllm import compat
 from kvoffd_client.vllm.connector import KvoffdConnector
-from kvoffd_client.vllm.offloading_manager import KvoffdManager
-from kvoffd_client.vllm.offloading_spec import KvoffdSpec
-from kvoffd_client.vllm.offloading_worker import KvoffdWorker
+from kvoffd_client.vllm.manager import KvoffdManager
+from kvoffd_client.vllm.spec import KvoffdSpec
+from kvoffd_client.vllm.worker import KvoffdWorker
 from tests.kit.models import make_tiny_llama
 from tests.kit.vllm_config import cache_config, make_config
 
@@ -164,3 +167,35 @@ def test_a_vllm_that_does_not_fit_is_refused_before_anything_of_it_is_imported()
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "does not fit vLLM 0.99.0, which has changed: OffloadingManager's methods;" in done.stdout
+
+
+class SecondRunner:
+    """As far as its order goes."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+
+    def update_requests(self, scheduler_output: Any) -> None:
+        self.order.append("blocks are zeroed")
+
+    def fence(self, metadata: OffloadingConnectorMetadata) -> None:
+        self.order.append(f"waits for {metadata.jobs_to_flush}")
+
+
+@pytest.mark.parametrize("below_multi_connector", [False, True])
+def test_stores_are_waited_for_before_blocks_are_zeroed(below_multi_connector: bool) -> None:
+    runner = SecondRunner()
+    assert compat.patch_v2_runner_fence(runner, runner.fence)
+    for jobs in ({7}, set[int]()):
+        metadata: Any = OffloadingConnectorMetadata({}, {}, jobs)
+        if below_multi_connector:
+            metadata = MultiKVConnectorMetadata(metadata=(SimpleNamespace(), metadata))
+        runner.update_requests(SimpleNamespace(kv_connector_metadata=metadata))
+    assert runner.order == ["waits for {7}", "blocks are zeroed", "blocks are zeroed"]
+
+
+def test_a_runner_without_such_a_method_stays_as_it_is() -> None:
+    assert not compat.patch_v2_runner_fence(None, print)
+    runner = SimpleNamespace(get_model=None)
+    assert not compat.patch_v2_runner_fence(runner, print)
+    assert vars(runner) == {"get_model": None}

@@ -13,10 +13,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 from prometheus_client import Counter, Gauge, Histogram
-from vllm.config import KVEventsConfig, KVTransferConfig
+from vllm.config import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading_scheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.sampling_params import SamplingParams
@@ -28,19 +27,19 @@ from vllm.v1.request import Request
 import kvoffd_client.vllm
 import kvoffd_client.vllm.connector as connector_module
 from kvoffd_client import NamespaceSpec
-from kvoffd_client.vllm import engine_requirements
+from kvoffd_client.vllm import config as connector_config
 from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.connector_metadata import (
+    ConnectorMetadata,
     FailedJob,
     KeyedSpec,
-    KvoffdConnectorMetadata,
-    KvoffdWorkerMetadata,
+    WorkerReport,
 )
-from kvoffd_client.vllm.connector_stats import CONNECTED, LOAD_RATE
 from kvoffd_client.vllm.kv_event_translator import MAX_UNTOLD
 from kvoffd_client.vllm.live_weights import LiveWeights
 from kvoffd_client.vllm.log import StoreRefusalFilter
-from kvoffd_client.vllm.offloading_worker import KvoffdWorker
+from kvoffd_client.vllm.metrics import CONNECTED, LOAD_RATE
+from kvoffd_client.vllm.worker import KvoffdWorker
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupKeys, JobResult
 from tests.kit.models import make_tiny_llama
@@ -84,84 +83,10 @@ def test_vllms_factory_builds_it_from_the_two_words_a_user_writes(config: Any) -
     connector.shutdown()
 
 
-def test_failed_loads_are_recomputed_whatever_the_engines_policy_and_the_user_is_told(
-    config: Any, said: list[str]
-) -> None:
+def test_failed_loads_are_recomputed_whatever_the_engines_policy(config: Any) -> None:
     assert config.kv_transfer_config.kv_load_failure_policy == "fail"
     KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config()).shutdown()
     assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
-    assert any("'recompute'" in line and "respect_load_failure_policy" in line for line in said)
-
-
-def test_the_engines_policy_is_kept_when_the_user_insists_and_the_cost_is_told(
-    model: Path, tmp_path: Path, said: list[str]
-) -> None:
-    config = make_config(model, {"directory": str(tmp_path), "respect_load_failure_policy": True})
-    KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config()).shutdown()
-    assert config.kv_transfer_config.kv_load_failure_policy == "fail"
-    assert any("will end with an error" in line for line in said)
-
-
-def below_multi_connector(config: Any, *connectors: dict[str, Any]) -> Any:
-    """The configuration with these connectors as MultiConnector's children."""
-    children = {"connectors": [{"kv_role": "kv_both", **connector} for connector in connectors]}
-    config.kv_transfer_config = KVTransferConfig(
-        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=children
-    )
-    return config
-
-
-def own(directory: Path, **options: Any) -> dict[str, Any]:
-    extra = {"directory": str(directory), **options}
-    return {"kv_connector": "KvoffdConnector", "kv_connector_extra_config": extra}
-
-
-def test_below_multi_connectors_the_policy_that_the_scheduler_reads_is_set(
-    config: Any, tmp_path: Path, said: list[str]
-) -> None:
-    kvoffd_client.vllm.register()
-    children = {"connectors": [{"kv_role": "kv_both", **own(tmp_path)}]}
-    below_multi_connector(config, {"kv_connector": "MultiConnector", "kv_connector_extra_config": children})
-    MultiConnector(config, KVConnectorRole.SCHEDULER, cache_config()).shutdown()
-    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
-    assert sum("was 'fail' and is now 'recompute'" in line for line in said) == 1
-
-
-def test_below_multi_connector_the_log_says_the_scheduler_s_policy_where_the_user_insists_on_it(
-    config: Any, tmp_path: Path, said: list[str]
-) -> None:
-    kvoffd_client.vllm.register()
-    insisting = {**own(tmp_path, respect_load_failure_policy=True), "kv_load_failure_policy": "recompute"}
-    below_multi_connector(config, insisting)
-    MultiConnector(config, KVConnectorRole.SCHEDULER, cache_config()).shutdown()
-    assert config.kv_transfer_config.kv_load_failure_policy == "fail"
-    assert any("is 'fail'" in line and "will end with an error" in line for line in said)
-
-
-@pytest.mark.parametrize("role", KVConnectorRole)
-def test_children_that_cannot_be_beside_kvoffd_are_refused(config: Any, tmp_path: Path, role: KVConnectorRole) -> None:
-    kvoffd_client.vllm.register()
-    below_multi_connector(config, own(tmp_path), own(tmp_path / "other"))
-    with pytest.raises(ValueError, match="KvoffdConnector 2 times"):
-        MultiConnector(config, role, cache_config())
-    native = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}
-    below_multi_connector(config, own(tmp_path), native)
-    with pytest.raises(ValueError, match="both KvoffdConnector and OffloadingConnector"):
-        MultiConnector(config, role, cache_config())
-
-
-def test_a_hit_of_whole_blocks_waits_for_what_is_stored_of_the_next_one(
-    scheduler: KvoffdConnector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    request = Request("r", [1] * 100, SamplingParams(max_tokens=1), None)
-    scheduler.on_new_request(request)
-    found, unanswered = iter([64, 96]), iter([True, False])
-    monkeypatch.setattr(
-        scheduler.connector_scheduler, "get_num_new_matched_tokens", lambda *_, **__: (next(found), True)
-    )
-    monkeypatch.setattr(scheduler._manager, "is_tail_unanswered", lambda _: next(unanswered))
-    assert scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
-    assert scheduler.get_num_new_matched_tokens(request, 0) == (96, True)
 
 
 def test_a_wrong_option_stops_the_engine_at_its_start(model: Path) -> None:
@@ -171,7 +96,7 @@ def test_a_wrong_option_stops_the_engine_at_its_start(model: Path) -> None:
 
 
 def test_where_cuda_graphs_are_captured_a_wrong_option_is_told_before_the_model_is_loaded() -> None:
-    assert not KvoffdConnector.requires_piecewise_for_cudagraph({"disk_wait": "limit"})
+    assert not KvoffdConnector.requires_piecewise_for_cudagraph({"disk_wait_ms": 0})
     with pytest.raises(ValueError, match="did you mean 'directory'"):
         KvoffdConnector.requires_piecewise_for_cudagraph({"dirctory": "/run"})
 
@@ -182,7 +107,6 @@ def test_a_bad_bound_of_a_request_is_told_once(scheduler: KvoffdConnector, monke
     request = Request("r", [1] * 100, sampling, None, block_hasher=lambda _: [block_hash(1)] * 3)
     told: list[str] = []
     monkeypatch.setattr(offloading_scheduler.logger, "warning", lambda line, *_: told.append(line.split()[0]))
-    scheduler.on_request_received(request)
     scheduler.on_new_request(request)
     assert told == list(bounds)
 
@@ -224,10 +148,10 @@ def test_sleep_mode_is_refused_where_vllm_does_not_tell_of_it(
 ) -> None:
     assert KvoffdConnector.supports_sleep_mode(config.kv_transfer_config)
     setattr(config.model_config, setting, True)
-    monkeypatch.setattr(engine_requirements, "HAS_SLEEP_HOOKS", False)
+    monkeypatch.setattr(connector_config, "HAS_SLEEP_HOOKS", False)
     with pytest.raises(ValueError, match="sleep mode"):
         KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
-    monkeypatch.setattr(engine_requirements, "HAS_SLEEP_HOOKS", True)
+    monkeypatch.setattr(connector_config, "HAS_SLEEP_HOOKS", True)
     KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config()).shutdown()
 
 
@@ -243,10 +167,10 @@ def test_the_kv_cache_is_allocated_where_the_daemon_can_reach_it(config: Any) ->
     assert context is not None
     with context:
         torch.zeros(4096, dtype=torch.int8)
-    assert [memory.size_bytes for memory in connector.connector_worker.spec.setup.memory.memories] == [4096]
+    assert [memory.size_bytes for memory in connector.connector_worker.spec.memory.memories] == [4096]
 
 
-def step(scheduler: KvoffdConnector, workers: list[KvoffdConnector], tokens: int = 0) -> KvoffdConnectorMetadata | None:
+def step(scheduler: KvoffdConnector, workers: list[KvoffdConnector], tokens: int = 0) -> ConnectorMetadata | None:
     """One step of an engine, as far as the namespace goes; what the scheduler had to tell its workers."""
     meta = scheduler.build_connector_meta(empty_step(tokens))
     reports = None
@@ -255,7 +179,7 @@ def step(scheduler: KvoffdConnector, workers: list[KvoffdConnector], tokens: int
         report = worker.build_connector_worker_meta()
         reports = report if reports is None or report is None else reports.aggregate(report)
     scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=reports))
-    return meta if isinstance(meta, KvoffdConnectorMetadata) else None
+    return meta if isinstance(meta, ConnectorMetadata) else None
 
 
 def empty_step(tokens: int) -> Any:
@@ -278,8 +202,8 @@ def make_worker(config: Any, rank: int = 0) -> tuple[KvoffdConnector, list[Names
         return FakeWorkerClient()
 
     half.worker = KvoffdWorker(connect, blocks_per_chunk=1, key_bytes=32, fence_timeout_s=1)
-    half._weights = LiveWeights(lambda: [config.test_model])
-    half._digest = half._weights.digest()
+    connector._weights = LiveWeights(lambda: [config.test_model])
+    connector._digest = connector._weights.digest()
     return connector, joined
 
 
@@ -324,12 +248,15 @@ def test_a_worker_whose_weights_were_changed_stores_nothing_until_they_are_named
     step(scheduler, [worker])
     step(scheduler, [worker])
     half = worker.connector_worker
-    half._weights.changed = True
+    weights = worker._weights
+    assert weights is not None
+    weights.changed = True
     step(scheduler, [worker], tokens=1)
     assert half.worker.registered is None
     keyed = KeyedSpec.of([key(1)], {(0).to_bytes(4, "big"): 0})
     assert half.worker.submit_store(9, GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0]), keyed)
-    assert [result.failed.error for result in half.worker.get_finished()] == [ErrorCode.UNSUPPORTED]
+    assert [result.job_id for result in half.worker.get_finished()] == [9]
+    assert half.worker.take_report().failed_jobs[9].error is ErrorCode.UNSUPPORTED
     for _ in range(2):
         step(scheduler, [worker], tokens=1)
     assert joined == [joined[0]] * 2, "the weights were the same after all"
@@ -346,7 +273,7 @@ def test_workers_that_disagree_turn_kvoffd_off_and_say_on_what(
     scheduler = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
     step(scheduler, [agreed, other])
     assert any("disagree on" in line and "weights_dtype" in line for line in said)
-    assert not scheduler._manager.client.ready
+    assert not scheduler._manager.namespace.client.ready
     assert not scheduler.has_pending_push_work()
     scheduler.shutdown()
 
@@ -371,7 +298,7 @@ def test_an_engine_whose_model_cannot_be_found_shares_nothing_and_says_so(
 ) -> None:
     config.test_model = torch.nn.Linear(4, 4)
     worker, joined = make_worker(config)
-    worker.connector_worker._weights = worker.connector_worker._digest = None
+    worker._weights = worker._digest = None
     for _ in range(2):
         step(scheduler, [worker])
         scheduler.reset_cache()
@@ -385,8 +312,17 @@ def test_a_failed_load_is_received_and_failed_and_no_assertion_ends_the_worker(
     worker: tuple[KvoffdConnector, FakeWorkerClient],
 ) -> None:
     connector, client = worker
-    half = connector.connector_worker
-    half._load_jobs = {5: "request"}
+    positions, blocks = {(0).to_bytes(4, "big"): 0}, GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0])
+    keyed = {number: KeyedSpec.of([key(number)], positions) for number in (2, 3)}
+    load = TransferJob("request", KeyedSpec.of([key(1)], positions, 7, request_id="request"), blocks)
+    stores = {number + 4: TransferJob("request", blocks, keyed[number]) for number in (2, 3)}
+    for metadata in (
+        ConnectorMetadata(load_jobs={5: load}, store_jobs=stores),
+        ConnectorMetadata(load_jobs={}, store_jobs={}),
+    ):
+        connector.handle_preemptions(metadata)
+        connector.bind_connector_metadata(metadata)
+        connector.start_load_kv(None)
     client.results = [
         JobResult(5, False, 0, 0.1, ErrorCode.NOT_READY, [GroupKeys(0, block_hash(1))]),
         JobResult(6, False, 0, 0.1, ErrorCode.NO_ROOM, [GroupKeys(0, block_hash(2))]),
@@ -396,11 +332,11 @@ def test_a_failed_load_is_received_and_failed_and_no_assertion_ends_the_worker(
     assert results.finished_recving == {"request"}
     assert results.failed_recving == {"request"}
     assert connector.get_transfer_results(set()).failed_recving == set()
-    meta = half.build_connector_worker_meta()
+    meta = connector.build_connector_worker_meta()
     assert meta is not None
     assert set(meta.completed_jobs) == {5, 6, 7}
     assert meta.failed_jobs == {
-        5: FailedJob(ErrorCode.NOT_READY, ((0, block_hash(1)),)),
+        5: FailedJob(ErrorCode.NOT_READY, ((0, block_hash(1)),), "request"),
         6: FailedJob(ErrorCode.NO_ROOM, ((0, block_hash(2)),)),
     }
 
@@ -412,7 +348,7 @@ def test_stores_begin_in_the_next_step_whether_vllm_waits_for_saves_or_not(
     keyed = KeyedSpec.of([key(1)], {(0).to_bytes(4, "big"): 0})
     store = TransferJob("r", GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0]), keyed)
     for jobs in ({3: store}, {}):
-        metadata = KvoffdConnectorMetadata(load_jobs={}, store_jobs=jobs)
+        metadata = ConnectorMetadata(load_jobs={}, store_jobs=jobs)
         connector.handle_preemptions(metadata)
         connector.bind_connector_metadata(metadata)
         assert list(client.stores) == []
@@ -436,6 +372,7 @@ def test_credit_is_reported_when_it_changes_and_not_otherwise(
 
 def test_a_local_failure_of_a_store_reaches_the_scheduler(worker: tuple[KvoffdConnector, FakeWorkerClient]) -> None:
     connector, _ = worker
+    connector.bind_connector_metadata(ConnectorMetadata(load_jobs={}, store_jobs={}))
     keyed = KeyedSpec.of([key(1), key(2)], {(0).to_bytes(4, "big"): 0})
     broken = GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0])
     assert connector.connector_worker.worker.submit_store(9, broken, keyed)
@@ -447,7 +384,7 @@ def test_a_local_failure_of_a_store_reaches_the_scheduler(worker: tuple[KvoffdCo
 
 def test_a_report_about_jobs_from_before_a_reset_is_passed_over(scheduler: KvoffdConnector) -> None:
     scheduler.connector_scheduler._stale_job_threshold = 10
-    meta = KvoffdWorkerMetadata(completed_jobs={3: 1}, failed_jobs={3: FailedJob(ErrorCode.NOT_READY)})
+    meta = WorkerReport(completed_jobs={3: 1}, failed_jobs={3: FailedJob(ErrorCode.NOT_READY)})
     scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta))
 
 
@@ -461,23 +398,13 @@ def test_vllms_warning_about_stores_put_off_is_dropped_and_others_are_not(schedu
     assert sum(isinstance(item, StoreRefusalFilter) for item in target.filters) == 1
 
 
-def test_the_first_step_that_computes_nothing_makes_way_for_the_last_tokens(
-    scheduler: KvoffdConnector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pauses: list[float] = []
-    monkeypatch.setattr(connector_module.time, "sleep", pauses.append)
-    for tokens in (0, 64, 1, 0, 0, 1, 0):
-        scheduler.build_connector_meta(empty_step(tokens))
-    assert pauses == [connector_module.OUTPUT_PAUSE_S] * 2
-
-
 def test_a_step_of_prompts_is_timed_when_its_output_has_come(scheduler: KvoffdConnector) -> None:
     output = empty_step(2048)
     output.num_scheduled_tokens = {"r": 2048}
     scheduler.build_connector_meta(output)
     assert list(scheduler.take_events()) == [], "the first is left out"
     scheduler.build_connector_meta(output)
-    prefill = scheduler.connector_scheduler.manager._lookup_settings.prefill
+    prefill = scheduler.connector_scheduler.manager._settings.allowance.prefill
     assert prefill.tokens_per_second == 0.0
     assert list(scheduler.take_events()) == []
     assert prefill.tokens_per_second > 0.0

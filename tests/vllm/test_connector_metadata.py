@@ -11,8 +11,9 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from kvoffd_client.vllm.connector_metadata import (
     FailedJob,
     KeyedSpec,
-    KvoffdWorkerMetadata,
+    LoadTime,
     TransferMismatch,
+    WorkerReport,
     group_transfers,
 )
 from kvoffd_proto.errors import ErrorCode
@@ -78,18 +79,20 @@ def test_another_number_of_groups_is_refused() -> None:
 
 
 def test_reports_of_ranks_are_merged_with_every_failure_and_the_least_credit() -> None:
-    first, second = KvoffdWorkerMetadata(credit_bytes=500), KvoffdWorkerMetadata(credit_bytes=300, usable=False)
+    first, second = WorkerReport(credit_bytes=500, waited_s=0.1), WorkerReport(credit_bytes=300)
     for meta in (first, second):
         meta.mark_completed(1)
     second.mark_completed(2)
     second.failed_jobs[2] = FailedJob(ErrorCode.NOT_READY)
+    first.load_times, second.load_times = {1: LoadTime((2,), 0.5), 3: LoadTime((1,), 0.1)}, {1: LoadTime((2,), 0.2)}
     merged = first.aggregate(second)
     assert merged.completed_jobs == {1: 2, 2: 1}
     assert merged.failed_jobs == {2: FailedJob(ErrorCode.NOT_READY)}
     assert merged.credit_bytes == 300
-    assert not merged.usable
+    assert merged.load_times == {1: LoadTime((2,), 0.5), 3: LoadTime((1,), 0.1)}, "the slowest rank's"
+    assert merged.waited_s == 0.1
 
 
 def test_a_rank_without_news_leaves_the_others_credit() -> None:
-    assert KvoffdWorkerMetadata().aggregate(KvoffdWorkerMetadata(credit_bytes=5)).credit_bytes == 5
-    assert KvoffdWorkerMetadata().aggregate(KvoffdWorkerMetadata()).credit_bytes is None
+    assert WorkerReport().aggregate(WorkerReport(credit_bytes=5)).credit_bytes == 5
+    assert WorkerReport().aggregate(WorkerReport()).credit_bytes is None

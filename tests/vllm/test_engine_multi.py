@@ -68,6 +68,7 @@ class Pair:
             transfer={
                 "kv_connector": "MultiConnector",
                 "kv_buffer_device": "cpu",
+                "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {"connectors": [{"kv_buffer_device": "cpu", **c} for c in connectors]},
             },
             environ={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "UCX_TLS": "tcp,posix,sysv,self"},

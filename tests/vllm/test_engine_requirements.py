@@ -15,9 +15,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.request import Request
 
-from kvoffd_client.vllm import engine_requirements
+from kvoffd_client.vllm import config as connector_config
+from kvoffd_client.vllm.config import check_engine, machine_id
 from kvoffd_client.vllm.connector import KvoffdConnector
-from kvoffd_client.vllm.engine_requirements import check_engine, machine_id
 from tests.kit.manager_harness import KEYS, ManagerHarness
 from tests.kit.models import make_tiny_llama
 from tests.kit.vllm_config import cache_config, full_attention, make_config
@@ -77,7 +77,7 @@ def test_ranks_that_schedule_on_their_own(config: Any) -> None:
 @pytest.mark.parametrize("platform", ["rocm", "xpu"])
 def test_other_gpus(config: Any, monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
     other = SimpleNamespace(is_cuda=lambda: False, is_cpu=lambda: False, device_name=platform)
-    monkeypatch.setattr(engine_requirements, "current_platform", other)
+    monkeypatch.setattr(connector_config, "current_platform", other)
     refused(config, f"vLLM runs on {platform}")
 
 
@@ -124,7 +124,8 @@ def test_prompts_of_which_each_token_is_pooled_are_not_stored_as_they_are_never_
     connector, manager = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config()), ManagerHarness().manager
     connector.connector_scheduler.manager = manager
     connector.on_new_request(Request("r", [1] * 100, None, params))
-    output = manager.prepare_store(KEYS, ReqContext("r"))
+    context = ReqContext("r")
+    output = manager.prepare_store(KEYS, context)
     assert output is not None
     assert list(output.keys_to_store) == stored
     connector.shutdown()

@@ -31,7 +31,7 @@ PROMPTS = [prompt(seed, LENGTH) for seed in range(2)]
 BLOCKS = len(PROMPTS) * (full_blocks(LENGTH) // 32)
 DEADLINE_S = 60.0
 # A machine busy with other tests may be slow; a block that is given up would fail the test.
-PATIENT = {"disk_wait": "wait"}
+PATIENT = {"disk_wait_ms": 60_000, "do_no_harm": False}
 FLAGS = {"shared_write": "always", "shared_deadline": "60s", "shared_ask_deadline": "5s"}
 
 

@@ -16,13 +16,9 @@ from vllm import envs
 from vllm.config import MultiModalConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
-from kvoffd_client.vllm.connector_options import ConnectorOptions
-from kvoffd_client.vllm.factors import ENVIRONMENT, collect_factors, hash_probe, label_of, shard_bytes_of
-from kvoffd_client.vllm.fingerprint import EngineFactors
+from kvoffd_client.vllm.fingerprint import ENVIRONMENT, collect_factors, hash_probe, label_of
 from tests.kit.models import make_draft, make_tiny_gemma3, make_tiny_llama
 from tests.kit.vllm_config import HEADS, cache_config, full_attention, make_config
-
-OPTIONS = ConnectorOptions()
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +32,8 @@ def engine_config(model: Path) -> Any:
     return make_config(model)
 
 
-def factors_of(config: Any, cache: KVCacheConfig | None = None, options: ConnectorOptions = OPTIONS) -> EngineFactors:
-    return collect_factors(config, cache or cache_config(), options)
+def factors_of(config: Any, cache: KVCacheConfig | None = None, salt: str = "") -> dict[str, Any]:
+    return collect_factors(config, cache or cache_config(), salt)
 
 
 def test_reading_twice_gives_the_same_factors(engine_config: Any) -> None:
@@ -52,13 +48,13 @@ def test_a_worker_of_another_rank_comes_to_the_same_factors(engine_config: Any) 
 
 
 def test_of_a_mixed_group_every_layers_spec_counts(engine_config: Any) -> None:
-    def factors(head_size: int) -> EngineFactors:
+    def factors(head_size: int) -> dict[str, Any]:
         per_layer = {"a": full_attention(), "b": full_attention(head_size=head_size)}
         specs = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=per_layer)
         return factors_of(engine_config, cache_config(KVCacheGroupSpec(layer_names=["a", "b"], kv_cache_spec=specs)))
 
     assert factors(32) == factors(32)
-    assert factors(32).groups[0].layout != factors(64).groups[0].layout
+    assert factors(32)["groups"][0]["layout"] != factors(64)["groups"][0]["layout"]
 
 
 def test_what_a_model_says_about_where_it_came_from_is_no_factor(engine_config: Any) -> None:
@@ -68,7 +64,7 @@ def test_what_a_model_says_about_where_it_came_from_is_no_factor(engine_config: 
 
 
 def test_the_longest_context_counts_only_where_rope_depends_on_it(engine_config: Any) -> None:
-    def factors(length: int, rope: str) -> EngineFactors:
+    def factors(length: int, rope: str) -> dict[str, Any]:
         config = copy.deepcopy(engine_config)
         config.model_config.max_model_len = length
         config.model_config.hf_config.rope_parameters = {"rope_type": rope}
@@ -79,7 +75,7 @@ def test_the_longest_context_counts_only_where_rope_depends_on_it(engine_config:
 
 
 def test_the_scale_of_queries_counts_in_llama_4(engine_config: Any) -> None:
-    def factors(length: int, tuning: bool | None = None, kind: str = "llama4_text") -> EngineFactors:
+    def factors(length: int, tuning: bool | None = None, kind: str = "llama4_text") -> dict[str, Any]:
         config = copy.deepcopy(engine_config)
         config.model_config.max_model_len = length
         config.model_config.override_generation_config = {"attn_temperature_tuning": tuning}
@@ -141,7 +137,7 @@ def test_the_layers_that_are_left_out_of_the_kv_caches_dtype_count_where_the_gro
     def dtype(*layers: str) -> str:
         config = copy.deepcopy(engine_config)
         config.cache_config.kv_cache_dtype_skip_layers = list(layers)
-        return factors_of(config).kv_cache_dtype
+        return str(factors_of(config)["kv_cache_dtype"])
 
     assert dtype("1", "2") == dtype("2", "1", "1")
     assert len({dtype(), dtype("1"), dtype("2"), dtype("1", "2")}) == 4
@@ -152,7 +148,7 @@ def test_the_engines_setting_reaches_its_fact(name: str, engine_config: Any) -> 
     before = factors_of(engine_config)
     config = copy.deepcopy(engine_config)
     set_path(*CHANGES[name])(config)
-    assert getattr(factors_of(config), name) != getattr(before, name)
+    assert factors_of(config)[name] != before[name]
 
 
 @pytest.mark.parametrize(
@@ -163,30 +159,30 @@ def test_what_vllm_derives_from_several_settings_reaches_its_fact(
     name: str, attribute: str, value: object, engine_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(engine_config), attribute, property(lambda _: not value), raising=False)
-    before = getattr(factors_of(engine_config), name)
+    before = factors_of(engine_config)[name]
     monkeypatch.setattr(type(engine_config), attribute, property(lambda _: value))
-    assert getattr(factors_of(engine_config), name) != before
+    assert factors_of(engine_config)[name] != before
 
 
 @pytest.mark.parametrize("name", ENVIRONMENT)
 def test_a_variable_that_changes_numbers_reaches_its_fact(
     name: str, engine_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = factors_of(engine_config).computation
+    before = factors_of(engine_config)["computation"]
     monkeypatch.setattr(envs, name, "another", raising=False)
-    assert factors_of(engine_config).computation != before
+    assert factors_of(engine_config)["computation"] != before
 
 
 def test_the_layout_of_the_kv_cache_is_a_fact(engine_config: Any) -> None:
     other = dataclasses.replace(cache_config(), kv_cache_layout="LBNHC")
-    assert factors_of(engine_config, other).kv_layout != factors_of(engine_config).kv_layout
+    assert factors_of(engine_config, other)["kv_layout"] != factors_of(engine_config)["kv_layout"]
 
 
 def test_of_a_multimodal_model_what_makes_its_embeddings_counts(engine_config: Any, tmp_path: Path) -> None:
     def multimodal(**settings: Any) -> str:
         config = copy.deepcopy(engine_config)
         config.model_config.multimodal_config = MultiModalConfig(**settings)
-        return factors_of(config).multimodal
+        return factors_of(config)["multimodal"]
 
     assert multimodal() == multimodal(mm_processor_cache_gb=1)
     assert multimodal() != multimodal(mm_processor_kwargs={"max_pixels": 100})
@@ -198,7 +194,7 @@ def test_of_a_multimodal_model_what_makes_its_embeddings_counts(engine_config: A
     digests = []
     for mean in (0.4, 0.5):
         (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [mean] * 3}))
-        digests.append(factors_of(config).multimodal)
+        digests.append(factors_of(config)["multimodal"])
     assert digests[0] != digests[1]
 
 
@@ -211,9 +207,9 @@ def test_only_a_draft_model_with_a_kv_cache_of_its_own_counts_and_not_how_many_t
     def speculative(tokens: int = 3, in_parallel: bool = False, **settings: Any) -> str:
         config = make_config(model, speculative_config={**settings, "num_speculative_tokens": tokens})
         config.speculative_config.parallel_drafting = in_parallel
-        return factors_of(config).speculative
+        return factors_of(config)["speculative"]
 
-    assert factors_of(make_config(model)).speculative == ""
+    assert factors_of(make_config(model))["speculative"] == ""
     assert speculative(method="ngram", prompt_lookup_max=4) == ""
     found = [
         speculative(**drafter),
@@ -235,15 +231,15 @@ def test_group_factors_follow_the_spec_of_the_group(engine_config: Any) -> None:
         KVCacheGroupSpec(layer_names=["0"], kv_cache_spec=window),
         KVCacheGroupSpec(layer_names=["1", "2"], kv_cache_spec=full_attention(dtype=torch.bfloat16)),
     ]
-    sliding, dense = factors_of(engine_config, cache_config(*groups)).groups
-    assert (sliding.kind, sliding.window_tokens, sliding.layers) == ("sliding_window", 256, 1)
-    assert (dense.kind, dense.window_tokens, dense.layers) == ("full_attention", 0, 2)
-    assert sliding.page_bytes == 2 * dense.page_bytes
-    assert sliding.layout != dense.layout
+    sliding, dense = factors_of(engine_config, cache_config(*groups))["groups"]
+    assert (sliding["kind"], sliding["window_tokens"], sliding["layers"]) == ("sliding_window", 256, 1)
+    assert (dense["kind"], dense["window_tokens"], dense["layers"]) == ("full_attention", 0, 2)
+    assert sliding["page_bytes"] == 2 * dense["page_bytes"]
+    assert sliding["layout"] != dense["layout"]
 
 
 def test_the_salt_is_a_fact(engine_config: Any) -> None:
-    assert factors_of(engine_config, options=ConnectorOptions(salt="blue")).salt == "blue"
+    assert factors_of(engine_config, salt="blue")["salt"] == "blue"
 
 
 def test_a_copy_of_a_model_elsewhere_has_the_same_factors_and_another_models_have_not(
@@ -253,18 +249,18 @@ def test_a_copy_of_a_model_elsewhere_has_the_same_factors_and_another_models_hav
     shutil.copytree(model, copied)
     assert factors_of(make_config(copied)) == factors_of(make_config(model))
     gemma = make_tiny_gemma3(tmp_path / "gemma")
-    assert factors_of(make_config(gemma)).model_config != factors_of(make_config(model)).model_config
+    assert factors_of(make_config(gemma))["model_config"] != factors_of(make_config(model))["model_config"]
 
 
 def test_a_random_hash_seed_makes_the_namespace_private(engine_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = copy.deepcopy(engine_config)
     config.cache_config.prefix_caching_hash_algo = "xxhash"
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    assert factors_of(config).private == config.kv_transfer_config.engine_id
+    assert factors_of(config)["private"] == config.kv_transfer_config.engine_id
     # The workers cannot know the scheduler's seed, and must agree all the same.
     assert hash_probe("xxhash") == hash_probe("xxhash")
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    assert factors_of(config).private == ""
+    assert factors_of(config)["private"] == ""
 
 
 def test_the_hash_seed_is_in_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,11 +276,3 @@ def test_the_label_is_the_directorys_name_or_what_the_model_is_served_as(engine_
     config = copy.deepcopy(engine_config)
     config.model_config.served_model_name = ["chat", "other"]
     assert label_of(config) == "chat"
-
-
-def test_shard_bytes_are_all_layers_of_all_blocks_of_a_key() -> None:
-    page = full_attention().page_size_bytes
-    assert shard_bytes_of(cache_config(), (0,), 3) == (3 * 2 * page,)
-    specs = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": full_attention(), "b": full_attention()})
-    mixed = cache_config(KVCacheGroupSpec(layer_names=["a", "b"], kv_cache_spec=specs))
-    assert shard_bytes_of(mixed, (0,), 3) == (3 * 2 * page,)

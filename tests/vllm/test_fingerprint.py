@@ -2,48 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
-from kvoffd_client.vllm.fingerprint import EngineFactors, GroupFactors, namespace_of
+from kvoffd_client.vllm.fingerprint import namespace_of
 
-GROUP = GroupFactors(
-    group_id=0, kind="full_attention", tokens_per_block=32, window_tokens=0, page_bytes=16384, layers=4, layout="aa"
-)
-FACTS = EngineFactors(
-    vllm_release="0.32",
-    model="org/model",
-    revision="main",
-    weights="cafe",
-    model_config="beef",
-    weights_dtype="torch.bfloat16",
-    quantization="",
-    kv_cache_dtype="bfloat16",
-    dummy_weights=False,
-    tokens_per_hash=32,
-    blocks_per_chunk=2,
-    hash_algorithm="sha256",
-    hash_probe="00" * 32,
-    hash_lookahead_tokens=0,
-    private="",
-    tensor_parallel=2,
-    pipeline_parallel=1,
-    prefill_context_parallel=1,
-    decode_context_parallel=1,
-    world_size=2,
-    kv_layout="LBHNC",
-    context_parallel_interleave=1,
-    multimodal="",
-    device_type="cpu",
-    device_name="",
-    attention_backend="",
-    computation="",
-    model_runner="v1",
-    speculative="",
-    salt="",
-    groups=(GROUP,),
-)
+GROUP: dict[str, Any] = {
+    "group_id": 0,
+    "kind": "full_attention",
+    "tokens_per_block": 32,
+    "window_tokens": 0,
+    "page_bytes": 16384,
+    "layers": 4,
+    "layout": "aa",
+}
+FACTS: dict[str, Any] = {
+    "vllm_release": "0.32",
+    "model": "org/model",
+    "revision": "main",
+    "weights": "cafe",
+    "model_config": "beef",
+    "weights_dtype": "torch.bfloat16",
+    "quantization": "",
+    "kv_cache_dtype": "bfloat16",
+    "dummy_weights": False,
+    "tokens_per_hash": 32,
+    "blocks_per_chunk": 2,
+    "hash_algorithm": "sha256",
+    "hash_probe": "00" * 32,
+    "hash_lookahead_tokens": 0,
+    "private": "",
+    "tensor_parallel": 2,
+    "pipeline_parallel": 1,
+    "prefill_context_parallel": 1,
+    "decode_context_parallel": 1,
+    "world_size": 2,
+    "kv_layout": "LBHNC",
+    "context_parallel_interleave": 1,
+    "multimodal": "",
+    "device_type": "cpu",
+    "device_name": "",
+    "attention_backend": "",
+    "computation": "",
+    "model_runner": "v1",
+    "speculative": "",
+    "salt": "",
+    "groups": [GROUP],
+}
 
 
 def other(value: object) -> object:
@@ -56,38 +62,40 @@ def other(value: object) -> object:
     return "11" * 32 if len(value) == 64 else value + "x"
 
 
-def fingerprint(factors: EngineFactors) -> bytes:
+def fingerprint(factors: dict[str, Any]) -> bytes:
     return namespace_of(factors, "label").fingerprint
 
 
-@pytest.mark.parametrize("name", [item.name for item in fields(EngineFactors) if item.name != "groups"])
+@pytest.mark.parametrize("name", sorted(FACTS.keys() - {"groups"}))
 def test_every_engine_fact_changes_the_namespace(name: str) -> None:
-    assert fingerprint(replace(FACTS, **{name: other(getattr(FACTS, name))})) != fingerprint(FACTS)
+    assert fingerprint({**FACTS, name: other(FACTS[name])}) != fingerprint(FACTS)
 
 
-@pytest.mark.parametrize("name", [item.name for item in fields(GroupFactors)])
+@pytest.mark.parametrize("name", sorted(GROUP))
 def test_every_group_fact_changes_the_namespace(name: str) -> None:
-    changed = replace(GROUP, **{name: other(getattr(GROUP, name))})
-    assert fingerprint(replace(FACTS, groups=(changed,))) != fingerprint(FACTS)
+    changed = {**GROUP, name: other(GROUP[name])}
+    assert fingerprint({**FACTS, "groups": [changed]}) != fingerprint(FACTS)
 
 
 def test_another_group_changes_the_namespace_and_so_does_their_order() -> None:
-    window = replace(GROUP, group_id=1, kind="sliding_window", window_tokens=256)
-    both = fingerprint(replace(FACTS, groups=(GROUP, window)))
+    window = {**GROUP, "group_id": 1, "kind": "sliding_window", "window_tokens": 256}
+    both = fingerprint({**FACTS, "groups": [GROUP, window]})
     assert both != fingerprint(FACTS)
-    assert both != fingerprint(replace(FACTS, groups=(window, GROUP)))
+    assert both != fingerprint({**FACTS, "groups": [window, GROUP]})
 
 
 def test_equal_factors_give_one_namespace_whatever_it_is_called() -> None:
-    assert namespace_of(FACTS, "one").fingerprint == namespace_of(replace(FACTS), "other").fingerprint
+    assert namespace_of(FACTS, "one").fingerprint == namespace_of(dict(FACTS), "other").fingerprint
 
 
 def test_no_two_factors_run_into_each_other() -> None:
-    assert fingerprint(replace(FACTS, model="a", revision="b")) != fingerprint(replace(FACTS, model="ab", revision=""))
+    assert fingerprint({**FACTS, "model": "a", "revision": "b"}) != fingerprint(
+        {**FACTS, "model": "ab", "revision": ""}
+    )
 
 
 def test_the_namespace_tells_the_daemon_what_it_is_made_of() -> None:
-    spec = namespace_of(replace(FACTS, groups=(GROUP, replace(GROUP, group_id=2, window_tokens=256))), "tiny")
+    spec = namespace_of({**FACTS, "groups": [GROUP, {**GROUP, "group_id": 2, "window_tokens": 256}]}, "tiny")
     assert (spec.label, spec.world_size, spec.key_bytes) == ("tiny", 2, 32)
     assert [(group.kind, group.tokens_per_block, group.window_tokens) for group in spec.groups] == [
         ("full_attention", 64, 0),

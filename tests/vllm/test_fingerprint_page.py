@@ -13,7 +13,7 @@ import vllm.config
 from vllm import envs
 
 from kvoffd_client.vllm.compat import release_of
-from kvoffd_client.vllm.factors import ENVIRONMENT
+from kvoffd_client.vllm.fingerprint import ENVIRONMENT
 
 PAGE = Path(__file__).parents[2] / "client" / "FINGERPRINT.md"
 RELEASE = ".".join(map(str, release_of(vllm.__version__) or ()))

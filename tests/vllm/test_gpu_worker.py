@@ -16,7 +16,7 @@ from kvoffd_client.cuda.export import ExportDriver, GpuSegment, export_segments
 from kvoffd_client.cuda.order import OrderedSender
 from kvoffd_client.vllm.connector_metadata import KeyedSpec
 from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, export_tensors, registration_of
-from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWorker
+from kvoffd_client.vllm.worker import KvoffdWorker
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import CudaIpcHandle, TensorLayout
 from kvoffd_proto.messages import JobResult
@@ -105,12 +105,10 @@ class Harness:
         return self.events[-1]
 
     def failures(self) -> dict[int, ErrorCode | None]:
-        found = {}
-        for result in self.worker.get_finished():
-            assert isinstance(result, KvoffdTransferResult)
-            assert result.failed is not None
-            found[result.job_id] = result.failed.error
-        return found
+        ended = [result.job_id for result in self.worker.get_finished()]
+        failed = self.worker.take_report().failed_jobs
+        assert sorted(failed) == sorted(ended)
+        return {job_id: one.error for job_id, one in failed.items()}
 
 
 @pytest.fixture
@@ -214,7 +212,9 @@ def test_asleep_the_daemon_holds_nothing_and_awake_all_is_as_before(harness: Har
     first, second = harness.clients
     harness.worker.submit_store(1, BLOCKS, KEYED)
     harness.worker.flush()
-    harness.worker.submit_store(8, BLOCKS, KEYED)
+    for job_id in (7, 8):
+        harness.worker.submit_store(job_id, BLOCKS, KEYED)
+    del harness.worker._unsent[7]  # it has been sent
     first.results = [JobResult(7, False, 0, 0.1, ErrorCode.SESSION_ENDED, [])]
     harness.worker.sleep()
     harness.worker.sleep()

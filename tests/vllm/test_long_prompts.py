@@ -15,15 +15,15 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
-from vllm.v1.kv_offload.base import GPULoadStoreSpec
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvoffd_client import AdminClient, NamespaceSpec
 from kvoffd_client.memory import Registration, SharedMemory
 from kvoffd_client.vllm.connector import KvoffdConnector
-from kvoffd_client.vllm.connector_metadata import KeyedSpec, KvoffdWorkerMetadata
-from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWorker
+from kvoffd_client.vllm.connector_metadata import KeyedSpec, WorkerReport
+from kvoffd_client.vllm.worker import KvoffdWorker
 from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import GroupSpec
@@ -83,9 +83,8 @@ class LongPrompts:
         self.worker = KvoffdWorker(lambda _: self.client, blocks_per_chunk=1, key_bytes=32, fence_timeout_s=10)
         self.worker.join(namespace)
         manager = self.scheduler._manager
-        manager.namespace.current = namespace
-        manager.client.join(namespace)
-        wait_until(lambda: manager.client.ready, 10)
+        manager.namespace.join(namespace)
+        wait_until(lambda: manager.namespace.client.ready, 10)
 
     def request(self, name: str) -> Any:
         """A request whose prompt is all of BLOCKS and one token more."""
@@ -98,7 +97,7 @@ class LongPrompts:
             list(range(BLOCKS)) * self.groups, group_sizes=[BLOCKS] * self.groups, block_indices=[0] * self.groups
         )
 
-    def finished(self) -> KvoffdTransferResult:
+    def finished(self) -> TransferResult:
         found = list[Any]()
         wait_until(lambda: found.extend(self.worker.get_finished()) or found, 60)
         [result] = found
@@ -157,7 +156,7 @@ def test_a_million_tokens_are_found_and_loaded(model: Path, daemon: DaemonProces
         assert result.transfer_size == groups * BLOCKS * PAGE_BYTES
         loaded = engine.memory.view.reshape(BLOCKS, PAGE_BYTES)[:, :4].copy().view("<u4")[:, 0]
         assert (loaded == np.arange(BLOCKS)).all()
-        report = KvoffdWorkerMetadata(completed_jobs={job_id: 1})
+        report = WorkerReport(completed_jobs={job_id: 1})
         scheduler.update_connector_output(KVConnectorOutput(finished_recving={"long"}, kv_connector_worker_meta=report))
         scheduler.request_finished_all_groups(request, tuple([[0]] * groups))
         with AdminClient(daemon.directory) as admin:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvoffd_client import Lookup
+from kvoffd_client.vllm.do_no_harm import PrefillRate
 from kvoffd_client.vllm.lookup_allowance import LEAST_SHARE, MAX_GIVEN_UP, STEP, UNKNOWN_RATE_S, LookupAllowance
-from kvoffd_client.vllm.prefill_rate import PrefillRate
 from tests.kit.clock import Clock
 
 DEADLINE_S = 0.2

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvoffd_client import AdminClient, NamespaceSpec
-from kvoffd_client.vllm.connector_metadata import KvoffdWorkerMetadata
-from kvoffd_client.vllm.offloading_manager import KvoffdManager
+from kvoffd_client.vllm.connector_metadata import WorkerReport
+from kvoffd_client.vllm.manager import KvoffdManager
 from tests.bench.overhead.scheduler_harness import BLOCK_TOKENS, SchedulerHarness
 from tests.kit.daemon import DaemonProcess
 from tests.kit.models import make_tiny_llama
@@ -47,13 +47,12 @@ class Engine:
             64,
             module="kvoffd_client.vllm.connector",
             extra_config={"directory": str(daemon.directory), "lookup_deadline_ms": 1000 * DEADLINE_S},
-            report=partial(KvoffdWorkerMetadata, credit_bytes=1 << 20),
+            report=partial(WorkerReport, credit_bytes=1 << 20),
         )
         self.manager: KvoffdManager = self.harness.connector.connector_scheduler.manager
         namespace = NamespaceSpec.named("waits")
-        self.manager.namespace.current = namespace  # there are no workers to report it
-        self.manager.client.join(namespace)
-        wait_until(lambda: self.manager.client.ready)
+        self.manager.namespace.join(namespace)  # there are no workers to report it
+        wait_until(lambda: self.manager.namespace.client.ready)
         self._serial = itertools.count()
         self.admin = AdminClient(daemon.directory)
 
@@ -91,7 +90,7 @@ def test_new_prompts_do_not_wait_out_the_deadline(engine: Engine) -> None:
 
 
 def test_after_late_answers_the_waiting_recovers(engine: Engine) -> None:
-    allowance = engine.manager._lookup_settings.allowance
+    allowance = engine.manager._settings.allowance
     with engine.stopped():
         for _ in range(4):
             engine.prompt_s()
@@ -100,22 +99,12 @@ def test_after_late_answers_the_waiting_recovers(engine: Engine) -> None:
     wait_until(lambda: engine.prompt_s() and allowance.seconds_for(PROMPT_TOKENS) == allowance.full_s(PROMPT_TOKENS))
 
 
-def test_only_tokens_that_vllm_lacks_count(engine: Engine) -> None:
-    """Of a prompt that vLLM has whole, it computes the last block."""
-    seen: list[int] = []
-    manager, tokens = engine.manager, 32 * BLOCK_TOKENS
-    ask = manager.begin_lookup
-
-    def begin_lookup(request_id: str, groups: object, missing_tokens: int | None = None) -> None:
-        if missing_tokens is not None:
-            seen.append(missing_tokens)
-        ask(request_id, groups, missing_tokens)  # type: ignore[arg-type]
-
-    manager.begin_lookup = begin_lookup  # type: ignore[method-assign]
-    try:
-        engine.harness.run(engine.harness.request("new", [999] * tokens))
+def test_an_engine_that_has_all_of_a_prompt_waits_for_nobody(engine: Engine) -> None:
+    """Of a prompt that vLLM has whole, it computes the last block, and the others count as what it has."""
+    tokens = 32 * BLOCK_TOKENS
+    engine.harness.run(engine.harness.request("new", [999] * tokens))
+    wait_until(lambda: engine.manager.namespace.client.ready)
+    engine.manager._no_wait_before = float("-inf")
+    with engine.stopped():
         engine.harness.run(engine.harness.request("again", [999] * tokens))
-    finally:
-        del manager.begin_lookup  # type: ignore[method-assign]
-    assert max(seen) == tokens
-    assert seen[-1] == BLOCK_TOKENS
+    assert engine.manager._no_wait_before == float("-inf"), "a wait would have been in vain"

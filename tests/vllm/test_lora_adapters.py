@@ -10,7 +10,7 @@ from vllm.config import LoRAConfig
 from vllm.lora.request import LoRARequest
 
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, hashes_of
-from kvoffd_client.vllm.lora_adapters import LoraAdapters
+from kvoffd_client.vllm.fingerprint import LoraAdapters
 from tests.kit.models import write_lora_adapter
 from tests.kit.vllm_fakes import key
 
@@ -44,7 +44,7 @@ def test_an_adapter_that_an_engine_applies_in_part_is_another_one(tmp_path: Path
     assert len({whole, *parts, content(lora_dtype="bfloat16"), content(enable_tower_connector_lora=True)}) == 5
 
 
-def test_an_adapter_whose_files_changed_is_unknown_until_a_reset_and_another_load(
+def test_an_adapter_that_is_loaded_anew_with_another_content_is_unknown_until_a_reset(
     tmp_path: Path, said: list[str]
 ) -> None:
     path = write_lora_adapter(tmp_path / "one", seed=1)
@@ -52,14 +52,17 @@ def test_an_adapter_whose_files_changed_is_unknown_until_a_reset_and_another_loa
     first = adapters.content_of(request(path))
     assert first is not None
     write_lora_adapter(path, seed=2)
-    assert adapters.content_of(request(path)) is None
-    assert adapters.content_of(request(path)) is None
-    assert sum("changed after it was loaded" in line for line in said) == 1
+    assert adapters.content_of(request(path)) == first, "that is in memory"
     assert adapters.content_of(request(path, int_id=2)) is None, "vLLM's own cache has blocks of the first"
+    assert adapters.content_of(request(path, int_id=2)) is None
+    assert sum("loaded anew with another content" in line for line in said) == 1
     adapters.engine_cache_reset()
-    assert adapters.content_of(request(path)) is None, "the first may still be in memory"
     second = adapters.content_of(request(path, int_id=2))
     assert second not in (None, first)
+    assert adapters.content_of(request(path, int_id=3)) == second, "the same once more"
+    adapters.engine_cache_reset()
+    write_lora_adapter(path, seed=1)
+    assert adapters.content_of(request(path, int_id=4)) == first, "of which no cache has another's blocks"
 
 
 def test_an_adapter_without_files_is_unknown(tmp_path: Path) -> None:
@@ -73,7 +76,7 @@ def test_an_adapter_without_files_is_unknown(tmp_path: Path) -> None:
 def test_a_hubs_adapter_is_its_files_in_the_local_cache(tmp_path: Path, monkeypatch: Any) -> None:
     path = write_lora_adapter(tmp_path / "snapshot", seed=1)
     monkeypatch.setattr(
-        "kvoffd_client.vllm.lora_adapters.try_to_load_from_cache", lambda repository, name: str(path / name)
+        "kvoffd_client.vllm.fingerprint.try_to_load_from_cache", lambda repository, name: str(path / name)
     )
     assert LoraAdapters().content_of(request("org/adapter")) == LoraAdapters().content_of(request(path))
 

@@ -7,7 +7,7 @@ from math import inf
 import pytest
 from vllm.config import SchedulerConfig
 
-from kvoffd_client.vllm.prefill_rate import SAMPLES, PrefillRate, largest_chunk_of
+from kvoffd_client.vllm.do_no_harm import SAMPLES, PrefillRate, largest_chunk_of
 from tests.kit.clock import Clock
 from tests.kit.vllm_fakes import key
 
@@ -20,7 +20,8 @@ Step = tuple[tuple[int, ...], float]
 def rate_after(*steps: Step, most_running: int = 1, first: Step = ((2048,), 9.0), chunk: int = 2048) -> PrefillRate:
     """As vLLM's loop begins steps, and takes their outputs when as many run as may or none is to begin."""
     clock, ends = Clock(), [0.0]
-    rate = PrefillRate(TOKENS, clock, most_running, chunk)
+    rate = PrefillRate(TOKENS, clock)
+    rate.begin_engine(most_running, chunk)
     running: list[float] = []
 
     def end_first() -> None:
@@ -117,7 +118,8 @@ def test_the_first_steps_in_which_an_engine_compiles_tell_nothing() -> None:
 
 def test_steps_that_failed_never_end() -> None:
     clock = Clock()
-    rate = PrefillRate(TOKENS, clock, most_running=2)
+    rate = PrefillRate(TOKENS, clock)
+    rate.begin_engine(2, 2048)
     rate.step_begins([2048])
     rate.step_ended()
     for tokens in (1, 2048):

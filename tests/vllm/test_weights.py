@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvoffd_client.vllm.factors import weights_identity
+from kvoffd_client.vllm.fingerprint import weights_identity
 
 
 def write_model(path: Path, seed: int = 0, layers: int = 200) -> Path:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -28,6 +29,10 @@ def release_of(version: str) -> tuple[int, int] | None:
     if len(parts) < 2 or not (parts[0].isdecimal() and parts[1].isdecimal()):
         return None
     return int(parts[0]), int(parts[1])
+
+
+HAS_DEFECTS_OF_0_32 = release_of(vllm.__version__) == (0, 32)
+"""Whether this vLLM has the two that ``forget_session_blocks`` and ``note_given_blocks`` go around."""
 
 
 def require_vllm() -> None:
@@ -136,3 +141,58 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "ReqContext": _tells_positions,
 }
 """What the connector needs of vLLM, by what an error calls it."""
+
+
+def forget_session_blocks(scheduler: Any, request_ids: Iterable[str]) -> None:
+    """Have 0.32's offloading scheduler forget the blocks of requests that are scheduled as new.
+
+    A session's next part is scheduled as a new request that has all blocks of the session, and 0.32 puts them behind
+    those that it knows.
+    """
+    for request_id in request_ids:
+        if (status := scheduler._req_status.get(request_id)) is not None:
+            for group in status.group_states:
+                group.block_ids.clear()
+
+
+def note_given_blocks(scheduler: Any, block_ids: Iterable[int]) -> None:
+    """Have stores that read these blocks end before this step.
+
+    0.32 notes blocks only where it loads them itself, or computes: below MultiConnector another connector may load into
+    them, and a store of who had them before would take its bytes.
+    """
+    scheduler._current_batch_allocated_block_ids.update(block_ids)
+
+
+def patch_v2_runner_fence(runner: object, fence: Callable[[Any], None]) -> bool:
+    """Have ``fence``, a handle_preemptions(), called before vLLM's second model runner writes into blocks.
+
+    The first runner calls it before anything else. The second one calls it just before the model's forward pass, when
+    it has zeroed new blocks and copied others (those of mamba layers, and of caches of mixed precision), which stores
+    may still have to read. It is called again later, as ever. False where this is no such runner.
+    """
+    write = getattr(runner, _WRITES_BLOCKS, None)
+    if not callable(write):
+        return False
+
+    @wraps(write)
+    def update_requests(scheduler_output: Any) -> None:
+        for metadata in _offloading_metadata(scheduler_output.kv_connector_metadata):
+            if metadata.jobs_to_flush:
+                fence(metadata)
+        write(scheduler_output)
+
+    setattr(runner, _WRITES_BLOCKS, update_requests)
+    return True
+
+
+_WRITES_BLOCKS = "update_requests"
+"""The method of the second runner that writes into blocks; the first one has none of that name."""
+
+
+def _offloading_metadata(metadata: object) -> Iterator[Any]:
+    """The connector's own metadata, below MultiConnector's too; no other of its children has any of this class."""
+    if isinstance(metadata, _offloading("OffloadingConnectorMetadata")):
+        yield metadata
+    for child in getattr(metadata, "metadata", ()):
+        yield from _offloading_metadata(child)

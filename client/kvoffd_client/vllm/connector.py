@@ -4,361 +4,306 @@
 from __future__ import annotations
 
 import functools
-import math
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from prometheus_client import Gauge
 
-from kvoffd_client.vllm.compat import check_version, require_vllm, untested
+from kvoffd_client.vllm.compat import (
+    HAS_DEFECTS_OF_0_32,
+    check_version,
+    forget_session_blocks,
+    note_given_blocks,
+    patch_v2_runner_fence,
+    require_vllm,
+    untested,
+)
 
 require_vllm()
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorRole,
-    KVConnectorTransferResults,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
-from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, iter_layer_specs
 from vllm.v1.request import RequestStatus
 
 from kvoffd_client.vllm.block_origins import ToldBlocks, is_told, tell_origins
-from kvoffd_client.vllm.connector_metadata import (
-    FailedJob,
-    KvoffdConnectorMetadata,
-    KvoffdWorkerMetadata,
-    MemoryReport,
-)
-from kvoffd_client.vllm.connector_options import choose_load_failure_policy, parse_options
-from kvoffd_client.vllm.early_fence import fence_early
-from kvoffd_client.vllm.engine_requirements import check_engine, check_groups, check_siblings, machine_id, parents_of
+from kvoffd_client.vllm.config import check_engine, check_groups, machine_id, parse_options
+from kvoffd_client.vllm.connector_metadata import ConnectorMetadata, WorkerReport
+from kvoffd_client.vllm.do_no_harm import largest_chunk_of
+from kvoffd_client.vllm.engine_namespace import MemoryReport
+from kvoffd_client.vllm.fingerprint import LoraAdapters, collect_factors, label_of, namespace_of
 from kvoffd_client.vllm.kv_memory import describe_layers
 from kvoffd_client.vllm.live_weights import LiveWeights, has_experts_elsewhere
+from kvoffd_client.vllm.load_room import LoadRoom
 from kvoffd_client.vllm.log import StoreRefusalFilter, logger
-from kvoffd_client.vllm.lookup_timing import tell_of_received_requests
-from kvoffd_client.vllm.lora_adapters import LoraAdapters
-from kvoffd_client.vllm.offloading_manager import KvoffdManager
-from kvoffd_client.vllm.offloading_spec import SETUP, KvoffdSpec, name_spec, setup_of
-from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWorker
-from kvoffd_client.vllm.step_view import (
-    LoadedRequests,
-    loadable_tokens,
-    note_allocated,
-    note_shared_prefix,
-    shown,
-    without_holes,
-)
+from kvoffd_client.vllm.manager import KvoffdManager
+from kvoffd_client.vllm.spec import KvoffdSpec, name_spec
+from kvoffd_client.vllm.worker import KvoffdWorker
 
 if TYPE_CHECKING:
-    from kvoffd_client.vllm import vllm_types as v
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
 
-OUTPUT_PAUSE_S = 0.00005
-"""Pause in the first step that computes nothing: the thread that sends the last tokens waits for the GIL, and with it
-the user; nobody waits for such a step."""
 STORE_LOGGER = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
-
-
-class KvoffdConnectorWorker(OffloadingConnectorWorker):
-    """vLLM's worker half, where a failed transfer is reported and is no assertion error.
-
-    ``failed_recving`` are the requests whose load failed since the last report.
-    """
-
-    def __init__(self, spec: KvoffdSpec, vllm_config: v.VllmConfig, kv_cache_config: v.KVCacheConfig) -> None:
-        super().__init__(spec, vllm_config, kv_cache_config)
-        self._kvoffd_spec = spec
-        self._connector_worker_meta = KvoffdWorkerMetadata()
-        self.failed_recving: set[str] = set()
-        self._last_report: tuple[int | None, bool] = (None, True)
-        self._weights: LiveWeights | None = None
-        self._digest: str | None = None
-        self._generation = 0
-        self._last_memory: MemoryReport | None = None
-
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """As vLLM's; names the weights, and has the registration describe the layers' pages."""
-        self._weights = LiveWeights.of_caller(experts_elsewhere=has_experts_elsewhere(self.vllm_config))
-        self._digest = self._weights.digest() if self._weights is not None else None
-        fence_early(self._weights and self._weights.runner, self.handle_preemptions)
-        setup = self._kvoffd_spec.setup
-        groups = [self.kv_cache_config.kv_cache_groups[group_id].layer_names for group_id in setup.group_ids]
-        setup.layers = describe_layers(kv_caches, groups, self.kv_cache_config.num_blocks)
-        super().register_kv_caches(kv_caches)
-
-    def handle_preemptions(self, kv_connector_metadata: KvoffdConnectorMetadata) -> None:
-        """As vLLM's, which calls it first in every step; names the weights and joins the namespace when told to."""
-        worker, weights = self._kvoffd_worker, self._weights
-        if weights is not None and weights.changed:
-            # Stores that wait to be sent may hold blocks of these weights or of those, so they must fail.
-            worker.leave()
-        if isinstance(kv_connector_metadata, KvoffdConnectorMetadata):
-            generation, namespace = kv_connector_metadata.generation, kv_connector_metadata.namespace
-            if generation is not None and generation > self._generation:
-                self._generation = generation
-                self._digest = weights.digest() if weights is not None else None
-            if namespace is not None and generation == self._generation and not self._changed:
-                worker.join(namespace)
-        super().handle_preemptions(kv_connector_metadata)
-
-    def start_kv_transfers(self, metadata: KvoffdConnectorMetadata) -> None:
-        """As vLLM's; all jobs of the step go out in one message."""
-        super().start_kv_transfers(metadata)
-        self._kvoffd_worker.flush()
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Return requests whose stores (always none) and loads ended, the failed ones among them."""
-        received: set[str] = set()
-        for result in self._kvoffd_worker.get_finished():
-            assert isinstance(result, KvoffdTransferResult)
-            meta = self._connector_worker_meta
-            request_id = self._load_jobs.pop(result.job_id, None)
-            if result.transfer_time is not None and result.transfer_size is not None:
-                direction = meta.transfer_stats.store if request_id is None else meta.transfer_stats.load
-                direction.record(result.transfer_size, result.transfer_time)
-            meta.mark_completed(result.job_id)
-            if request_id is not None and result.success and result.transfer_time is not None:
-                meta.load_seconds[result.job_id] = result.transfer_time
-            if result.failed is not None:
-                meta.failed_jobs[result.job_id] = result.failed
-            if request_id is not None:
-                received.add(request_id)
-                if not result.success:
-                    self.failed_recving.add(request_id)
-        return set(), received
-
-    def build_connector_worker_meta(self) -> KvoffdWorkerMetadata | None:
-        """Return this worker's report to the scheduler half; None when there is nothing new."""
-        worker = self._kvoffd_worker
-        setup = self._kvoffd_spec.setup
-        report = (worker.credit_bytes, worker.usable)
-        assert setup.namespace is not None, "a worker has one"
-        memory = MemoryReport(
-            setup.namespace, self._digest, self._generation, machine_id(), self._changed, worker.registered
-        )
-        told = memory == self._last_memory
-        waited_s, worker.waited_s = worker.waited_s, 0.0
-        if not self._connector_worker_meta.completed_jobs and report == self._last_report and told and not waited_s:
-            return None
-        meta, self._connector_worker_meta = self._connector_worker_meta, KvoffdWorkerMetadata()
-        meta.credit_bytes, meta.usable = self._last_report = report
-        meta.waited_s = waited_s
-        if not told:
-            meta.memory = {self._kvoffd_spec.config.parallel.rank: memory}
-            self._last_memory = memory
-        return meta
-
-    @property
-    def _changed(self) -> bool:
-        return self._weights is not None and self._weights.changed
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        self._connector_worker_meta = KvoffdWorkerMetadata()
-
-    @property
-    def _kvoffd_worker(self) -> KvoffdWorker:
-        assert isinstance(self.worker, KvoffdWorker)
-        return self.worker
 
 
 class KvoffdConnector(OffloadingConnector):
     """Offloads KV blocks to the kvoffd daemon of this machine. A daemon that is away, slow or dying is a cache miss.
 
-    vLLM's KVConnectorFactory makes it. Raises ValueError when an option in kv_connector_extra_config is wrong, or the
-    engine uses what kvoffd cannot follow.
+    vLLM's KVConnectorFactory makes it, once in the scheduler's process and once in each worker. Raises ValueError when
+    an option in kv_connector_extra_config is wrong, or the engine uses what kvoffd cannot follow.
     """
 
     connector_scheduler: Any
     connector_worker: Any
 
-    def __init__(self, vllm_config: v.VllmConfig, role: KVConnectorRole, kv_cache_config: v.KVCacheConfig) -> None:
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         check_engine(vllm_config)
         check_groups(kv_cache_config)
-        parents = parents_of(self)
-        check_siblings(parents)
         transfer_config = vllm_config.kv_transfer_config
         options, unknown = parse_options(transfer_config.kv_connector_extra_config)
         check_version(strict=options.strict_version)
-        if role == KVConnectorRole.SCHEDULER:
-            if unknown:
-                logger.warning(
-                    "kvoffd: kv_connector_extra_config has keys that nobody reads: %s.", ", ".join(sorted(unknown))
-                )
-            if sentence := untested():
-                logger.warning("kvoffd: %s", sentence)
+        # vLLM's scheduler reads it after this; its default fails a request whose load failed. Below MultiConnector it
+        # reads MultiConnector's.
+        policy, transfer_config.kv_load_failure_policy = transfer_config.kv_load_failure_policy, "recompute"
         name_spec(transfer_config)
-        self._setup = setup_of(vllm_config, kv_cache_config, options, role)
-        token = SETUP.set(self._setup)
-        try:
-            super().__init__(vllm_config, role, kv_cache_config)
-        finally:
-            SETUP.reset(token)
+        super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.WORKER:
-            self.connector_worker = KvoffdConnectorWorker(self.connector_worker.spec, vllm_config, kv_cache_config)
-        else:
-            choose_load_failure_policy([transfer_config, *(config for _, config in parents)], options)
-            requests = self.connector_scheduler._req_status
-            self._manager.storable = lambda request_id, keys: without_holes(requests.get(request_id), keys)
-            StoreRefusalFilter.install(STORE_LOGGER)
-            from vllm.v1.engine.core import EngineCore  # workers need none of it
-
-            if not tell_of_received_requests(EngineCore, self.on_request_received.__name__):
-                logger.info("kvoffd: this vLLM tells of requests late; prompts wait a moment longer for the daemon.")
+            self._begin_worker(vllm_config, kv_cache_config)
+            return
+        if unknown:
+            logger.warning(
+                "kvoffd: kv_connector_extra_config has keys that nobody reads: %s.", ", ".join(sorted(unknown))
+            )
+        if policy != "recompute":
+            logger.info("kvoffd: kv_load_failure_policy was %r and is now 'recompute'.", policy)
+        if sentence := untested():
+            logger.warning("kvoffd: %s", sentence)
+        StoreRefusalFilter.install(STORE_LOGGER)
+        self._manager.begin_engine(
+            loads=transfer_config.is_kv_consumer,
+            stores=transfer_config.is_kv_producer,
+            most_running=vllm_config.max_concurrent_batches,
+            largest_chunk=largest_chunk_of(vllm_config.scheduler_config),
+        )
+        self._requests: dict[str, Request] = {}
         self._adapters = LoraAdapters(vllm_config.lora_config)
         self._told = ToldBlocks()
-        self._loaded = LoadedRequests(vllm_config)
-        self._computed = False  # in the last step
+        self._load_room = LoadRoom(vllm_config, kv_cache_config)
+        groups = build_offloading_config(vllm_config, kv_cache_config).groups
+        self._block_tokens = min(group.tokens_per_block for group in groups)
+        specs = [kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec for group in groups]
+        self._dense_groups = [
+            index
+            for index, spec in enumerate(specs)
+            if isinstance(next(iter(iter_layer_specs(spec))), FullAttentionSpec)
+        ]
+        self._has_windows = len(self._dense_groups) < len(groups)
+        self._pool: BlockPool | None = None
+        self._reset_since_step = False
+
+    def _begin_worker(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        spec = self._spec
+        factors = collect_factors(vllm_config, kv_cache_config, spec.options.salt)
+        spec.namespace = namespace_of(factors, label_of(vllm_config))
+        self._weights: LiveWeights | None = None
+        self._digest: str | None = None
+        self._generation = 0
+        self._last_memory: MemoryReport | None = None
 
     # --- worker ---
 
-    def start_load_kv(self, forward_context: v.ForwardContext, **kwargs: object) -> None:
-        """As vLLM's; notes the step's stores, which the next step begins, as vLLM does in wait_for_save().
+    def get_mem_pool_context(self) -> AbstractContextManager[object] | None:
+        """On CPU: have the KV cache allocated in memory that can be shared. On GPUs vLLM's own allocation stays."""
+        return self._spec.memory if current_platform.is_cpu() else None
 
-        With speculative decoding the first model runner calls that in the last pipeline stage alone.
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """As vLLM's; names the weights, and has the registration describe the layers' pages."""
+        config, cache = self._vllm_config, self._kv_cache_config
+        weights = self._weights = LiveWeights.of_caller(experts_elsewhere=has_experts_elsewhere(config))
+        self._digest = weights.digest() if weights is not None else None
+        writes_early = cache.needs_kv_cache_zeroing or any(map(_has_states, cache.kv_cache_groups))
+        is_patched = patch_v2_runner_fence(weights and weights.runner, self.handle_preemptions)
+        if config.use_v2_model_runner and writes_early and not is_patched:
+            raise ValueError(
+                "kvoffd cannot serve this engine: its model runner writes into blocks before stores of them have "
+                "ended, in a place that this kvoffd does not know. Start it without --kv-transfer-config."
+            )
+        groups = [cache.kv_cache_groups[group.group_id].layer_names for group in self._spec.config.groups]
+        self._spec.layers = describe_layers(kv_caches, groups, cache.num_blocks)
+        super().register_kv_caches(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: ConnectorMetadata) -> None:
+        """As vLLM's, which calls it first in every step; names the weights and joins the namespace when told to."""
+        worker, weights = self._worker, self._weights
+        if self._weights_changed:
+            # Stores that wait to be sent may hold blocks of these weights or of those, so they must fail.
+            worker.leave()
+        if isinstance(kv_connector_metadata, ConnectorMetadata):
+            generation, namespace = kv_connector_metadata.generation, kv_connector_metadata.namespace
+            if generation is not None and generation > self._generation:
+                self._generation = generation
+                self._digest = weights.digest() if weights is not None else None
+            if namespace is not None and generation == self._generation and not self._weights_changed:
+                worker.join(namespace)
+        super().handle_preemptions(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """As vLLM's; all jobs go out in one message. Notes the step's stores, which the next step begins.
+
+        vLLM notes them in wait_for_save(), which its first model runner calls in the last pipeline stage alone with
+        speculative decoding.
         """
         super().start_load_kv(forward_context, **kwargs)
-        self._worker_half.prepare_store_kv(self._connector_metadata)
+        self._worker.flush()
+        self.connector_worker.prepare_store_kv(self._get_connector_metadata())
 
     def wait_for_save(self) -> None:
         """Do nothing: see start_load_kv()."""
 
-    def get_mem_pool_context(self) -> AbstractContextManager[object] | None:
-        """On CPU: have the KV cache allocated in memory that can be shared. On GPUs vLLM's own allocation stays."""
-        return self._setup.memory if current_platform.is_cpu() else None
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """As vLLM's, with the requests whose load failed; they are among those whose load ended too."""
+        sent, received = self.get_finished(finished_req_ids)
+        failed = self._worker.take_failed_requests()
+        return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """Return this worker's report to the scheduler half; None when there is nothing new."""
+        ended = super().build_connector_worker_meta()
+        if self.connector_worker is None or not isinstance(self.connector_worker.worker, KvoffdWorker):
+            return None
+        report = self._worker.take_report()
+        if ended is not None:
+            report.completed_jobs, report.transfer_stats = ended.completed_jobs, ended.transfer_stats
+        assert self._spec.namespace is not None
+        memory = MemoryReport(
+            self._spec.namespace,
+            self._digest,
+            self._generation,
+            machine_id(),
+            self._weights_changed,
+            self._worker.registered,
+            self._worker.usable,
+        )
+        if memory != self._last_memory:
+            report.memory[self._spec.config.parallel.rank] = self._last_memory = memory
+        return report if ended is not None or report.has_news else None
 
     def unregister_kv_caches(self) -> None:
         """0.33, before sleep: no transfer runs any more. The daemon lets go of the memory before this returns."""
-        if isinstance(worker := self._worker_half.worker, KvoffdWorker):
+        if isinstance(worker := self.connector_worker.worker, KvoffdWorker):
             worker.sleep()
 
     def restore_kv_caches(self) -> None:
         """0.33, after sleep: the same addresses, other memory."""
-        if isinstance(worker := self._worker_half.worker, KvoffdWorker):
+        if isinstance(worker := self.connector_worker.worker, KvoffdWorker):
             worker.wake()
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """As get_finished(), with the requests whose load failed."""
-        worker = self._worker_half
-        sent, received = worker.get_finished(finished_req_ids)
-        failed, worker.failed_recving = worker.failed_recving, set()
-        return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
     # --- scheduler ---
 
-    def on_request_received(self, request: v.Request) -> None:
-        """Look all keys of the request up now, so that the answer is there when it is scheduled.
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._pool = gpu_block_pool
+        super().bind_gpu_block_pool(gpu_block_pool)
 
-        Called in the thread that receives requests, usually while a step runs.
-        """
-        # An adapter's content is read when the request is scheduled; a later part of a session is no new request.
-        if request.lora_request is not None or request.resumable or request.skip_reading_prefix_cache:
-            return
-        # vLLM warns of transfer parameters that it cannot read; on_new_request() has it read them.
-        hashed: Any = SimpleNamespace(block_hashes=request.block_hashes, kv_transfer_params=None)
-        context = ReqContext(request.request_id)
-        status = RequestOffloadState(self.connector_scheduler.config, hashed, context, RequestOffloadingContext())
-        status.update_offload_keys()
-        self._manager.begin_early_lookup(request.request_id, _keys_of(status))
-
-    def on_new_request(self, request: v.Request) -> None:
-        """Look all keys of the request up, where that was not done when it was received."""
+    def on_new_request(self, request: Request) -> None:
+        """As vLLM's; looks all keys of the request up, so that the answer is there when it is scheduled."""
         super().on_new_request(request)
+        request_id, manager = request.request_id, self._manager
+        self._requests[request_id] = request
+        manager.begin_request(request, self._told if is_told(request) else None)
         if (adapter := request.lora_request) is not None:
-            self._manager.begin_adapter(request.request_id, self._adapters.content_of(adapter), adapter.lora_int_id)
-        if is_told(request):
-            self._manager.tell_tokens(request.request_id, self._told)
-        if request.pooling_params is not None and request.skip_reading_prefix_cache:
-            logger.info_once(  # type: ignore[attr-defined]
-                "kvoffd: the pooling task %s needs all tokens of a prompt to be computed, so nothing of it is loaded, "
-                "and nothing is stored.",
-                request.pooling_params.task,
-            )
-            self._manager.leave_out(request.request_id)
-        if not self._manager.is_looked_up(request.request_id):
-            self._begin_lookup(request)
+            manager.begin_adapter(request_id, self._adapters.content_of(adapter), adapter.lora_int_id)
+        if request.skip_reading_prefix_cache:
+            if request.pooling_params is not None:
+                logger.info_once(  # type: ignore[attr-defined]
+                    "kvoffd: the pooling task %s needs all tokens of a prompt to be computed, so nothing of it is "
+                    "loaded, and nothing is stored.",
+                    request.pooling_params.task,
+                )
+                manager.disable(request_id)
+            return
+        manager.start_lookup(request_id)
 
-    def get_num_new_matched_tokens(self, request: v.Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """As vLLM's, over an answer that is checked for age and completeness first."""
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """As vLLM's, over an answer that is checked for age and completeness first.
+
+        An engine whose own cache has all that it may have of a prompt loads nothing: a step is made for the last token
+        anyway, and the load of one more block would come before it.
+        """
         self._manager.namespace.ask()
-        self._begin_lookup(request, request.num_tokens - num_computed_tokens)
-        self._manager.await_answer(request.request_id, self._others_that_could_run(request))
+        most = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
+        if not request.skip_reading_prefix_cache:
+            has_all = num_computed_tokens >= most
+            self._manager.prepare_scan(request.request_id, num_computed_tokens, has_all=has_all)
         tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if tokens and self._manager.is_tail_unanswered(request.request_id):
-            # vLLM would load the whole blocks and compute the rest.
-            self._begin_lookup(request)
+        if tokens is None:
             return None, False
-        if tokens is not None:
-            ready = functools.partial(self._manager.ready_blocks, request.request_id)
-            note_shared_prefix(self.connector_scheduler, request, ready, num_computed_tokens + tokens)
-            if tokens and not self._manager.load_pays(request.request_id, tokens):
-                tokens, loads = 0, False
-            if (cache := self._kv_cache_manager) is not None:
-                room = self._loaded.leave_room(cache, request, num_computed_tokens, num_computed_tokens + tokens)
-                if not room:
-                    return (None if room is None else 0), False
+        self._note_shared_prefix(request, num_computed_tokens + tokens)
+        if tokens and not self._manager.load_is_worth_it(request.request_id, tokens):
+            tokens, loads = 0, False
+        if (room := self._load_room.admits(request, num_computed_tokens + tokens, loads=loads)) is not True:
+            return (None if room is None else 0), False
         return tokens, loads
 
-    def _max_loadable_tokens(self, request: v.Request, num_computed_tokens: int) -> int | None:
-        """As vLLM's, and no further than what can be loaded while the blocks of a step's drafts stay free."""
-        bound = super()._max_loadable_tokens(request, num_computed_tokens)
-        cache, config = self._kv_cache_manager, self._vllm_config
-        if cache is None or not config.num_speculative_tokens:
-            return bound
-        chunk_tokens = math.lcm(*(group.tokens_per_chunk for group in self.connector_scheduler.config.kv_group_configs))
-        room = max(0, loadable_tokens(cache, config, request, chunk_tokens) - num_computed_tokens)
-        return room if bound is None else min(bound, room)
-
-    def update_state_after_alloc(self, request: v.Request, blocks: v.KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """As vLLM's; a request that is scheduled without a load gives its pinned blocks back."""
-        note_allocated(self.connector_scheduler, request, blocks)
-        self._loaded.note(request, loads=num_external_tokens > 0)
+        if HAS_DEFECTS_OF_0_32:
+            ids = [block.block_id for group in blocks.blocks for block in group if not block.is_null]
+            note_given_blocks(self.connector_scheduler, ids)
+        self._load_room.note(request, loads=num_external_tokens > 0)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens == 0:
             self._manager.scheduled_without_load(request.request_id)
 
-    def build_connector_meta(self, scheduler_output: v.SchedulerOutput) -> KvoffdConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata:
         """As vLLM's, with what the workers must be told about the namespace."""
-        namespace = self._manager.namespace
+        namespace, scheduler = self._manager.namespace, self.connector_scheduler
+        self._reset_since_step = False
         self._manager.step_begins(scheduler_output.num_scheduled_tokens.values())
-        if computes := scheduler_output.total_num_scheduled_tokens > 0:
+        if scheduler_output.total_num_scheduled_tokens > 0:
             namespace.ask()  # the weights that compute these tokens must be named
-        elif self._computed:
-            time.sleep(OUTPUT_PAUSE_S)
-        self._computed = computes
-        client = self._manager.client
+        client = namespace.client
         self._told.begin_step(client.capabilities, client.epoch, namespace.current)
-        scheduler = self.connector_scheduler
-        meta = super().build_connector_meta(shown(scheduler_output, scheduler._req_status))
+        if HAS_DEFECTS_OF_0_32 and scheduler_output.scheduled_new_reqs:
+            forget_session_blocks(scheduler, [one.req_id for one in scheduler_output.scheduled_new_reqs])
+        meta = super().build_connector_meta(self._without_what_vllm_misreads(scheduler_output))
+        for request_id in scheduler_output.finished_req_ids:
+            self._requests.pop(request_id, None)
         if meta.store_jobs or meta.load_jobs:
             jobs = meta.store_jobs.values(), meta.load_jobs.values()
             per_chunk = scheduler.config.blocks_per_chunk
             tell_origins(*jobs, scheduler._req_status, per_chunk, client.capabilities, self._told)
-        generation, joined = namespace.news()
+        generation, joined = namespace.begin_step()
         if generation is None:
             return meta
-        return KvoffdConnectorMetadata(**vars(meta), generation=generation, namespace=joined)
+        return ConnectorMetadata(**vars(meta), generation=generation, namespace=joined)
 
-    def update_connector_output(self, connector_output: v.KVConnectorOutput) -> None:
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the workers' reports: failures first, so that nothing that failed is used again."""
-        meta = connector_output.kv_connector_worker_meta
-        if isinstance(meta, KvoffdWorkerMetadata):
-            self._manager.workers_report(meta.credit_bytes, meta.usable, meta.waited_s)
-            for job_id, seconds in meta.load_seconds.items():
-                if (job := self.connector_scheduler._jobs.get(job_id)) is not None:  # else from before a reset
-                    self._manager.load_ended(job.keys, seconds)
-            for job_id, failed in meta.failed_jobs.items():
-                self._job_failed(job_id, failed)
-            self._manager.namespace.report(meta.memory)
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self._manager.workers_report(report.credit_bytes, report.waited_s)
+            for load in report.load_times.values():
+                self._manager.load_ended(load.keys_of_groups, load.seconds)
+            for failed in report.failed_jobs.values():
+                self._manager.job_failed(failed)
+            self._manager.namespace.report(report.memory)
         super().update_connector_output(connector_output)
 
-    def take_events(self) -> Iterable[v.KVCacheEvent]:
+    def take_events(self) -> Iterable[KVCacheEvent]:
         """As vLLM's, which asks for each step whose output has come, in their order, and nowhere else."""
         self._manager.step_ended()
         self._manager.forget_untold(self.connector_scheduler._events_tracker._pending_event_metadata)
@@ -370,17 +315,16 @@ class KvoffdConnector(OffloadingConnector):
         vLLM resets when an engine is paused or put to sleep, and before or after its weights were changed. Nothing is
         dropped in the daemon: blocks of unchanged weights are found again, and other engines keep theirs.
         """
-        cache = self._kv_cache_manager
-        kept = cache is None or cache.usage > 0
+        kept = self._pool is None or self._pool.get_usage() > 0
         self._manager.namespace.leave(engine_cache_kept=kept)
         if not kept:
             self._adapters.engine_cache_reset()
-        # Jobs of a reset that no step has followed are waited for in the next one; vLLM asserts that there are none.
-        scheduler = self.connector_scheduler
-        waited_for, scheduler._current_batch_jobs_to_flush = scheduler._current_batch_jobs_to_flush, set()
-        done = super().reset_cache()
-        scheduler._current_batch_jobs_to_flush |= waited_for
-        return done
+        if self._reset_since_step:
+            # vLLM asserts that no jobs wait to be flushed. Those of the last reset do, until the next step.
+            self._manager.reset_cache()
+            return True
+        self._reset_since_step = True
+        return super().reset_cache()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -390,20 +334,20 @@ class KvoffdConnector(OffloadingConnector):
         return super().requires_piecewise_for_cudagraph(extra_config)
 
     @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: v.VllmConfig) -> str | None:
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """As vLLM's, which asks before it builds anything: what cannot be served is refused here already."""
         check_engine(vllm_config)
         return super().get_required_kvcache_layout(vllm_config)
 
     @classmethod
-    def supports_sleep_mode(cls, kv_transfer_config: v.KVTransferConfig) -> bool:
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
         """Asked by 0.33, which tells us before sleep unmaps the memory that the daemon copies from and to."""
         return True
 
     @classmethod
     def build_prom_metrics(
-        cls, vllm_config: v.VllmConfig, metric_types: Mapping[type, Any], *args: object
-    ) -> v.KVConnectorPromMetrics:
+        cls, vllm_config: VllmConfig, metric_types: Mapping[type, Any], *args: Any
+    ) -> KVConnectorPromMetrics:
         """As vLLM's, which looks for the spec by name in a process where no connector was built.
 
         Each API server gets the statistics of other steps, so the latest value of a gauge counts; 0.32 shows them all.
@@ -412,31 +356,40 @@ class KvoffdConnector(OffloadingConnector):
         gauge = functools.partial(metric_types[Gauge], multiprocess_mode="mostrecent")
         return super().build_prom_metrics(vllm_config, {**metric_types, Gauge: gauge}, *args)
 
-    def _begin_lookup(self, request: v.Request, missing_tokens: int | None = None) -> None:
-        status = self.connector_scheduler._req_status.get(request.request_id)
-        if status is None or status.transfer_jobs or request.skip_reading_prefix_cache:
-            return
-        status.update_offload_keys()
-        self._manager.begin_lookup(request.request_id, _keys_of(status), missing_tokens)
+    def _note_shared_prefix(self, request: Request, found: int) -> None:
+        """Have vLLM keep, and offer, the windows and states where a prompt parts from those that the daemon has.
 
-    def _others_that_could_run(self, request: v.Request) -> Iterator[str]:
-        """Yield the ids of all other requests that vLLM has, less those that have ended or wait for their load."""
-        for request_id, status in self.connector_scheduler._req_status.items():
-            other = status.req
-            if other is request or other.is_finished() or other.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-                continue
-            yield request_id
-
-    def _job_failed(self, job_id: int, failed: FailedJob) -> None:
-        job = self.connector_scheduler._jobs.get(job_id)
-        if job is None:  # from before a reset
+        It keeps those at the end of each prompt, and where two part that meet in its own cache. Of prompts that begin
+        alike and do not meet there no window or state would ever be stored with which their beginning is a hit.
+        ``found`` tokens are loaded, or in vLLM's own cache.
+        """
+        if not self._dense_groups or not self._has_windows:
             return
-        if job.is_store:
-            self._manager.store_failed(failed)
-        else:
-            self._manager.load_failed(job.req_id, job.keys, failed)
-            for group in self.connector_scheduler._req_status[job.req_id].group_states:
-                group.next_stored_chunk_idx = 0  # what is recomputed is stored, unless the daemon has it
+        tokens = min(self._manager.ready_tokens(request.request_id, index) for index in self._dense_groups)
+        if found < tokens < request.num_prompt_tokens:
+            request.shared_prefix_boundary = max(request.shared_prefix_boundary, tokens)
+
+    def _without_what_vllm_misreads(self, output: SchedulerOutput) -> SchedulerOutput:
+        """Return what vLLM's scheduler chose, less what its offloading scheduler asserts not to be.
+
+        A request that was preempted by a reset and is loaded in the next step is left out of the preempted ones, of
+        which it is asserted that only stores are under way. So are states of recurrent layers inside a block: they are
+        not stored, and where a request asks for that too (``max_offload_tokens``) it is asserted that there are none.
+        """
+        changes: dict[str, Any] = {}
+        if preempted := output.preempted_req_ids:
+            changes["preempted_req_ids"] = {each for each in preempted if not self._is_loaded(each)}
+        if (state := output.kv_connector_block_state) is not None and state.boundary_state_offloads:
+            whole = {
+                request_id: [one for one in offered if one[2] % self._block_tokens == 0]
+                for request_id, offered in state.boundary_state_offloads.items()
+            }
+            changes["kv_connector_block_state"] = replace(state, boundary_state_offloads=whole)
+        return replace(output, **changes) if changes else output
+
+    def _is_loaded(self, request_id: str) -> bool:
+        request = self._requests.get(request_id)
+        return request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
 
     @property
     def _manager(self) -> KvoffdManager:
@@ -445,10 +398,21 @@ class KvoffdConnector(OffloadingConnector):
         return manager
 
     @property
-    def _worker_half(self) -> KvoffdConnectorWorker:
-        assert isinstance(self.connector_worker, KvoffdConnectorWorker)
-        return self.connector_worker
+    def _spec(self) -> KvoffdSpec:
+        spec = self.connector_worker.spec
+        assert isinstance(spec, KvoffdSpec)
+        return spec
+
+    @property
+    def _worker(self) -> KvoffdWorker:
+        worker = self.connector_worker.worker
+        assert isinstance(worker, KvoffdWorker)
+        return worker
+
+    @property
+    def _weights_changed(self) -> bool:
+        return self._weights is not None and self._weights.changed
 
 
-def _keys_of(status: RequestOffloadState) -> Sequence[Sequence[bytes]]:
-    return [state.offload_keys for state in status.group_states]
+def _has_states(group: Any) -> bool:
+    return any(isinstance(spec, MambaSpec) for spec in iter_layer_specs(group.kv_cache_spec))

@@ -13,7 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey
 
-from kvoffd_client.namespace import NamespaceSpec, differences
+from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.vllm.engine_namespace import MemoryReport
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupTransfer
 
@@ -29,12 +30,14 @@ class KeyedSpec(LoadStoreSpec):
     Attributes:
         groups: per group on the wire its block hashes, concatenated.
         lease_id: the lease a load reads under; NO_LEASE for stores.
+        request_id: the request that a load is for; None for stores.
         parents: per group what ``GroupTransfer.parents`` says; empty where the daemon does not ask for it.
         tokens: as ``parents``, for ``GroupTransfer.tokens``.
     """
 
     groups: tuple[bytes, ...]
     lease_id: int = NO_LEASE
+    request_id: str | None = None
     parents: tuple[bytes, ...] = ()
     tokens: tuple[bytes, ...] = ()
 
@@ -45,6 +48,7 @@ class KeyedSpec(LoadStoreSpec):
         positions: Mapping[bytes, int],
         lease_id: int = NO_LEASE,
         adapter: bytes = b"",
+        request_id: str | None = None,
     ) -> KeyedSpec:
         """Sort vLLM's keys into groups, in their order. ``positions`` maps group ids to indices on the wire.
 
@@ -53,7 +57,12 @@ class KeyedSpec(LoadStoreSpec):
         groups: list[list[OffloadKey]] = [[] for _ in positions]
         for key in keys:
             groups[positions[key[-GROUP_ID_BYTES:]]].append(key)
-        return cls(tuple(hashes_of(group, adapter) for group in groups), lease_id)
+        return cls(tuple(hashes_of(group, adapter) for group in groups), lease_id, request_id)
+
+    @property
+    def keys(self) -> tuple[tuple[int, bytes], ...]:
+        """Group on the wire and its block hashes, of groups that have any."""
+        return tuple([(index, hashes) for index, hashes in enumerate(self.groups) if hashes])
 
     def __repr__(self) -> str:
         return f"KeyedSpec({[len(group) for group in self.groups]} bytes of keys, lease {self.lease_id})"
@@ -114,40 +123,26 @@ class FailedJob:
 
     Attributes:
         error: why; None when the daemon gave no reason.
-        keys: (group on the wire, its block hashes that failed, concatenated); empty where the daemon named none.
+        keys: (group on the wire, its block hashes that failed, concatenated); all of the job's where the daemon named
+            none.
+        request_id: the request of a load; None for a store.
     """
 
     error: ErrorCode | None
     keys: tuple[tuple[int, bytes], ...] = ()
+    request_id: str | None = None
 
 
 @dataclass(frozen=True)
-class MemoryReport:
-    """What one worker says of its memory. Sent when something of it is new.
+class LoadTime:
+    """How long a load took that ended well, in seconds, and how many keys it had of each group on the wire."""
 
-    Only the workers can tell. They hold the model, and loading it changes the configuration that they see (vLLM turns
-    ``kv_cache_dtype: auto`` into the checkpoint's there, some models rewrite their config); the scheduler's copy stays
-    as it was.
-
-    Attributes:
-        namespace: what the worker derived from its configuration; it does not name the weights.
-        weights: digest of the live weights; None where vLLM's model was not found.
-        generation: the scheduler's number of the digest; see ``KvoffdConnectorMetadata``.
-        machine: what tells the worker's machine from others.
-        changed: the weights may have changed since the digest was taken.
-        registered: fingerprint of the namespace in which the daemon has this worker's memory; None for none.
-    """
-
-    namespace: NamespaceSpec
-    weights: str | None
-    generation: int
-    machine: str = ""
-    changed: bool = False
-    registered: bytes | None = None
+    keys_of_groups: tuple[int, ...]
+    seconds: float
 
 
 @dataclass
-class KvoffdConnectorMetadata(OffloadingConnectorMetadata):
+class ConnectorMetadata(OffloadingConnectorMetadata):
     """Scheduler to workers. The two last fields are set only where they say something new.
 
     They travel here, and not in vLLM's handshake, since MultiConnector passes each child its own metadata, but gives
@@ -164,53 +159,43 @@ class KvoffdConnectorMetadata(OffloadingConnectorMetadata):
 
 
 @dataclass
-class KvoffdWorkerMetadata(OffloadingWorkerMetadata):
+class WorkerReport(OffloadingWorkerMetadata):
     """Worker to scheduler: what ended, what failed, how much more may be stored, and what is in memory.
 
     Attributes:
         failed_jobs: by job id; the first rank's report stands.
+        load_times: by job id; the slowest rank's.
         credit_bytes: bytes of stores each worker may have outstanding, the least of all ranks; None: no news.
-        usable: False where a worker's memory cannot be shared with the daemon, so that kvoffd must stay out of the way.
         memory: by rank; only ranks with news.
-        load_seconds: by job id, how long a load took that ended well; the slowest rank's.
         waited_s: how long vLLM waited for stores; the longest of all ranks.
     """
 
     failed_jobs: dict[int, FailedJob] = field(default_factory=dict)
+    load_times: dict[int, LoadTime] = field(default_factory=dict)
     credit_bytes: int | None = None
-    usable: bool = True
     memory: dict[int, MemoryReport] = field(default_factory=dict)
-    load_seconds: dict[int, float] = field(default_factory=dict)
     waited_s: float = 0.0
 
-    def aggregate(self, other: Any) -> KvoffdWorkerMetadata:
+    @property
+    def has_news(self) -> bool:
+        """Whether it says anything but which jobs ended."""
+        return (
+            bool(self.failed_jobs or self.load_times or self.memory or self.waited_s) or self.credit_bytes is not None
+        )
+
+    def aggregate(self, other: Any) -> WorkerReport:
         merged = super().aggregate(other)
-        if not isinstance(other, KvoffdWorkerMetadata):
-            other = KvoffdWorkerMetadata()
-        return KvoffdWorkerMetadata(
+        if not isinstance(other, WorkerReport):
+            other = WorkerReport()
+        slowest = dict(self.load_times)
+        for job_id, load in other.load_times.items():
+            slowest[job_id] = max(load, slowest.get(job_id, load), key=lambda one: one.seconds)
+        return WorkerReport(
             completed_jobs=merged.completed_jobs,
             transfer_stats=merged.transfer_stats,
             failed_jobs={**other.failed_jobs, **self.failed_jobs},
+            load_times=slowest,
             credit_bytes=min((c for c in (self.credit_bytes, other.credit_bytes) if c is not None), default=None),
-            usable=self.usable and other.usable,
             memory=self.memory | other.memory,
-            load_seconds={
-                job_id: max(one.load_seconds.get(job_id, 0.0) for one in (self, other))
-                for job_id in self.load_seconds.keys() | other.load_seconds.keys()
-            },
             waited_s=max(self.waited_s, other.waited_s),
         )
-
-
-class NamespacesDiffer(Exception):
-    """The workers of one engine derived different namespaces; the sentence names the factors they disagree on."""
-
-
-def common_namespace(namespaces: Collection[NamespaceSpec]) -> NamespaceSpec:
-    """Return the one namespace of all workers. Raises NamespacesDiffer."""
-    first, *others = namespaces
-    for other in others:
-        if other.fingerprint != first.fingerprint:
-            names = ", ".join(name for name, _, _ in differences(first.description, other.description))
-            raise NamespacesDiffer(f"The workers of this engine disagree on {names or 'their configuration'}.")
-    return first

@@ -1,130 +1,103 @@
-"""What must be equal before two engines may read each other's KV bytes, and the namespace made of it. Pure."""
+"""What must be equal before two engines may read each other's KV bytes, and the namespace made of it.
+
+Every worker collects the factors on its own after it loaded the model. All workers of one engine must come to the same
+result (see ``common_namespace``), as must an engine that starts again.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from huggingface_hub import try_to_load_from_cache
+from vllm import envs
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.platforms import current_platform
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import hash_block_tokens, resolve_none_hash_seed
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs, get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from kvoffd_client.namespace import NamespaceSpec, canonical_json, fingerprint_of
+from kvoffd_client.vllm.compat import release_of
+from kvoffd_client.vllm.log import logger
 from kvoffd_proto.messages import GroupSpec
 
+if TYPE_CHECKING:
+    from vllm.config import LoRAConfig, ModelConfig, VllmConfig
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+
 FORMAT = 2
-"""Raised when the meaning of a field, or of the bytes in a slot, changes."""
-
+"""Raised when the meaning of a factor, or of the bytes in a slot, changes."""
 MAX_DESCRIPTION_BYTES = 65_000
+PROBE_TOKENS = tuple(range(1, 17))
+
+# These say where a configuration came from, not what is in it.
+VOLATILE_CONFIG_KEYS = frozenset({"_commit_hash", "_name_or_path", "transformers_version"})
+
+# Fields of MultiModalConfig; see ``_multimodal``.
+MULTIMODAL_FIELDS = (
+    "language_model_only",
+    "media_io_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+    "mm_hasher_algorithm",
+    "mm_processor_kwargs",
+    "video_pruning_method",
+    "video_pruning_rate",
+)
+
+# What transformers makes a local model's processor of; of a hub's model the commit tells.
+PROCESSOR_FILES = "*processor_config.json"
+
+# Variables of vllm.envs that change numbers by more than rounding does, and that nothing else here shows.
+ENVIRONMENT = (
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_BATCH_INVARIANT",
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+    "VLLM_FLOAT32_MATMUL_PRECISION",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_HUMMING_USE_F16_ACCUM",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_MEDIA_CONNECTOR",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    "VLLM_USE_DEEP_GEMM_E8M0",
+    "VLLM_VIDEO_LOADER_BACKEND",
+)
+
+# Speculative methods that draft without a KV cache of their own.
+METHODS_WITHOUT_KV = frozenset({"mlp_speculator", "medusa", "ngram", "ngram_gpu", "suffix"})
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".py")
+SAMPLES_PER_FILE = 64
+SAMPLE_BYTES = 256
+MAX_HEADER_BYTES = 100 << 20
 
 
-@dataclass(frozen=True)
-class GroupFactors:
-    """One offloaded KV cache group.
-
-    Attributes:
-        group_id: its index among all groups of the engine; its position in EngineFactors.groups is that on the wire.
-        kind: attention kind as vLLM names it.
-        tokens_per_block: tokens of one engine block over all workers.
-        window_tokens: sliding window, 0 for none.
-        page_bytes: bytes of a page of one block on one worker, one layer's or a mixed group's; 0 where workers differ.
-        layers: layers of the group on one worker; 0 where workers differ.
-        layout: every field of vLLM's specs of the group (heads, head size, dtype, quantization, padding, states).
-    """
-
-    group_id: int
-    kind: str
-    tokens_per_block: int
-    window_tokens: int
-    page_bytes: int
-    layers: int
-    layout: str
-
-
-@dataclass(frozen=True)
-class EngineFactors:
-    """Everything that decides which bytes an engine puts into a block of a given hash. All fields are fingerprinted.
-
-    Attributes:
-        vllm_release: major and minor version of vLLM.
-        model: name of a hub's model; empty for a local one, which ``weights`` identifies.
-        revision: the revision asked for.
-        weights: digest of a local model's files, or the hub's commit (see ``factors.weights_identity``).
-        model_config: digest of the model's configuration after overrides (rope scaling among it).
-        quantization: weight quantization method, empty for none.
-        kv_cache_dtype: dtype of the KV cache, resolved, and the layers that are left out of it.
-        dummy_weights: the engine runs with made-up weights (load_format dummy).
-        tokens_per_hash: tokens that one block hash covers.
-        blocks_per_chunk: engine blocks under one key.
-        hash_algorithm: prefix caching's hash.
-        hash_probe: hash of a fixed token list, in hex: algorithm, seed and scheme in one value.
-        hash_lookahead_tokens: tokens after a block that its hash covers too (0.33, speculative decoding).
-        private: empty; or the engine's id, when nobody else can share its blocks (random hash seed).
-        context_parallel_interleave: tokens that a rank of context parallelism holds in a row.
-        world_size: shards of a block: workers, or 1 where all of them have the same bytes.
-        device_name: the device model, since kernels of another one may lay out pages differently.
-        attention_backend: the backends in use.
-        computation: digest of what a token attends to beside the model's own configuration.
-        model_runner: v1 or v2.
-        multimodal: digest of what changes the embeddings of images and is not in their hashes, empty for text.
-        speculative: digest of a draft model whose layers have KV, empty for none.
-        groups: KV cache groups, by index on the wire.
-    """
-
-    vllm_release: str
-    model: str
-    revision: str
-    weights: str
-    model_config: str
-    weights_dtype: str
-    quantization: str
-    kv_cache_dtype: str
-    dummy_weights: bool
-    tokens_per_hash: int
-    blocks_per_chunk: int
-    hash_algorithm: str
-    hash_probe: str
-    hash_lookahead_tokens: int
-    private: str
-    tensor_parallel: int
-    pipeline_parallel: int
-    prefill_context_parallel: int
-    decode_context_parallel: int
-    context_parallel_interleave: int
-    world_size: int
-    kv_layout: str
-    device_type: str
-    device_name: str
-    attention_backend: str
-    computation: str
-    model_runner: str
-    multimodal: str
-    speculative: str
-    salt: str
-    groups: tuple[GroupFactors, ...]
-
-    @property
-    def key_bytes(self) -> int:
-        return len(self.hash_probe) // 2
-
-
-def digest(value: object) -> str:
-    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
-
-
-def namespace_of(factors: EngineFactors, label: str) -> NamespaceSpec:
-    """Return the namespace of an engine's configuration. ``label`` is for display only and goes into no fingerprint."""
-    canonical = canonical_json({"format": FORMAT, **asdict(factors)})
+def namespace_of(factors: Mapping[str, Any], label: str) -> NamespaceSpec:
+    """Return the namespace of an engine's factors. ``label`` is for display only and goes into no fingerprint."""
+    canonical = canonical_json({"format": FORMAT, **factors})
     return NamespaceSpec(
         fingerprint=fingerprint_of(canonical),
         label=label[:256],
-        world_size=factors.world_size,
-        key_bytes=factors.key_bytes,
+        world_size=factors["world_size"],
+        key_bytes=len(factors["hash_probe"]) // 2,
         groups=tuple(
             GroupSpec(
-                kind=group.kind[:64],
-                tokens_per_block=group.tokens_per_block * factors.blocks_per_chunk,
-                window_tokens=group.window_tokens,
+                kind=group["kind"][:64],
+                tokens_per_block=group["tokens_per_block"] * factors["blocks_per_chunk"],
+                window_tokens=group["window_tokens"],
             )
-            for group in factors.groups
+            for group in factors["groups"]
         ),
         description=canonical
         if len(canonical) <= MAX_DESCRIPTION_BYTES
@@ -135,4 +108,393 @@ def namespace_of(factors: EngineFactors, label: str) -> NamespaceSpec:
 def with_live_weights(namespace: NamespaceSpec, weights: Sequence[str]) -> NamespaceSpec:
     """Return the namespace of an engine with these weights in memory: one digest for each worker, by rank."""
     canonical = canonical_json({**json.loads(namespace.description), "live_weights": digest(list(weights))})
-    return replace(namespace, fingerprint=fingerprint_of(canonical), description=canonical)
+    return dataclasses.replace(namespace, fingerprint=fingerprint_of(canonical), description=canonical)
+
+
+def digest(value: object) -> str:
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+def collect_factors(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, salt: str) -> dict[str, Any]:
+    """Return everything that decides which bytes an engine puts into a block of a given hash, as JSON values.
+
+    ``vllm_config`` and ``kv_cache_config`` are a worker's; all workers of an engine get the same.
+    """
+    offloading = build_offloading_config(vllm_config, kv_cache_config)
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    local_weights = weights_identity(model.model)
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    return {
+        "vllm_release": ".".join(map(str, release_of(vllm.__version__) or ())),
+        # A hub's model by its name and commit, a local one by its files.
+        "model": "" if local_weights else f"{model.model} {getattr(model, 'model_weights', '')}".strip(),
+        "revision": " ".join(filter(None, (model.revision, model.code_revision))),
+        "weights": local_weights or commit or "",
+        "model_config": _config_digest(model),
+        "weights_dtype": str(model.dtype),
+        "quantization": str(model.quantization or ""),
+        "kv_cache_dtype": _kv_cache_dtype(vllm_config, offloading.model.dtype),
+        "dummy_weights": str(vllm_config.load_config.load_format) == "dummy",
+        "tokens_per_hash": offloading.cache.tokens_per_hash,
+        "blocks_per_chunk": offloading.cache.blocks_per_chunk,
+        "hash_algorithm": algorithm,
+        # Algorithm, seed and scheme of the hashes in one value.
+        "hash_probe": hash_probe(algorithm).hex(),
+        # Tokens after a block that its hash covers too (0.33, speculative decoding).
+        "hash_lookahead_tokens": int(getattr(vllm_config, "num_hash_lookahead_tokens", 0)),
+        # The engine's id, when nobody else can share its blocks (random hash seed).
+        "private": _private_id(vllm_config, algorithm),
+        "tensor_parallel": parallel.tensor_parallel_size,
+        "pipeline_parallel": parallel.pipeline_parallel_size,
+        "prefill_context_parallel": parallel.prefill_context_parallel_size,
+        "decode_context_parallel": parallel.decode_context_parallel_size,
+        # Tokens that a rank of context parallelism holds in a row.
+        "context_parallel_interleave": parallel.cp_kv_cache_interleave_size,
+        # Shards of a block: workers, or 1 where all of them have the same bytes.
+        "world_size": 1 if offloading.replicated_layout else parallel.world_size,
+        "kv_layout": str(kv_cache_config.kv_cache_layout or offloading.kv_cache_layout or ""),
+        "device_type": str(current_platform.device_type),
+        # Kernels of another device model may lay out pages differently.
+        "device_name": _device_name(),
+        "attention_backend": _attention_backend(vllm_config, kv_cache_config),
+        "computation": _computation(vllm_config),
+        "model_runner": "v2" if vllm_config.use_v2_model_runner else "v1",
+        "multimodal": _multimodal(model),
+        "speculative": _speculative(vllm_config),
+        "salt": salt,
+        # By index on the wire.
+        "groups": [
+            _group_factors(kv_cache_config.kv_cache_groups[group.group_id], group, parallel.pipeline_parallel_size)
+            for group in offloading.groups
+        ],
+    }
+
+
+def label_of(vllm_config: VllmConfig) -> str:
+    """Return the name for operators: the served name, else the model's; of a path only the directory's name."""
+    served = vllm_config.model_config.served_model_name
+    name = str((served[0] if isinstance(served, list) else served) or vllm_config.model_config.model)
+    return Path(name).name if Path(name).is_dir() else name
+
+
+def hash_probe(algorithm: str) -> bytes:
+    """Return the block hash of a fixed token list by the engine's hash and seed. A random seed is left out."""
+    function = get_hash_fn_by_name(algorithm)
+    seed = "random" if _seed_is_random(algorithm) else resolve_none_hash_seed(function)
+    return bytes(hash_block_tokens(function, function(seed), PROBE_TOKENS, None))
+
+
+def _seed_is_random(algorithm: str) -> bool:
+    function = get_hash_fn_by_name(algorithm)
+    # vLLM draws a new seed at each call exactly where it draws one for each process.
+    return bool(resolve_none_hash_seed(function) != resolve_none_hash_seed(function))
+
+
+def _private_id(vllm_config: VllmConfig, algorithm: str) -> str:
+    engine_id = str(vllm_config.kv_transfer_config.engine_id)
+    if algorithm.startswith("xxhash"):
+        logger.warning_once(  # type: ignore[attr-defined]
+            "kvoffd: %s is not collision resistant: two prompts may share a block hash and read each other's KV. "
+            "Use --prefix-caching-hash-algo sha256_cbor, above all where tenants share the daemon.",
+            algorithm,
+        )
+    if _seed_is_random(algorithm):
+        logger.warning_once(  # type: ignore[attr-defined]
+            "kvoffd: %s without PYTHONHASHSEED has a random seed in each process, so this engine's blocks can be used "
+            "by no other engine and not after its restart. Set PYTHONHASHSEED, or use sha256_cbor.",
+            algorithm,
+        )
+        return engine_id
+    return ""
+
+
+def _config_digest(model: ModelConfig) -> str:
+    plain = _plain(model.hf_config.to_dict())
+    text = canonical_json(plain)
+    # Long RoPE chooses its factors by the longest context the engine was started for.
+    length: object = model.max_model_len if "longrope" in text else None
+    if "llama4" in text:
+        # So does Llama 4 whether it scales queries by their position, unless its generation config says so. Where it
+        # sees images it notes that in a copy of its configuration.
+        generation = {**model.try_get_generation_config(), **model.override_generation_config}
+        length = [model.max_model_len, _plain(generation.get("attn_temperature_tuning"))]
+    return digest(
+        {
+            "config": plain,
+            "max_model_len": length,
+            "model_impl": str(model.model_impl),
+            "model_class_overrides": _plain(model.model_class_overrides),
+            "quantization_config": _plain(model.quantization_config),
+        }
+    )
+
+
+def _kv_cache_dtype(vllm_config: VllmConfig, dtype: str) -> str:
+    """Return the dtype, and the layers that have another: groups and their specs may be the same without them."""
+    skipped = sorted(set(vllm_config.cache_config.kv_cache_dtype_skip_layers))
+    return f"{dtype} but for layers {', '.join(skipped)}" if skipped else dtype
+
+
+def _computation(vllm_config: VllmConfig) -> str:
+    """Return a digest of settings outside the model's that change what a token attends to, or anything at all."""
+    attention = vllm_config.attention_config
+    return digest(
+        {
+            "non_causal": _plain(attention.use_non_causal),
+            "indexer_kv_dtype": _plain(attention.indexer_kv_dtype),
+            "diffusion": _plain(vllm_config.diffusion_config),
+            "additional": _plain(vllm_config.additional_config),
+            "environment": {name: _plain(getattr(envs, name, None)) for name in ENVIRONMENT},
+        }
+    )
+
+
+def _multimodal(model: ModelConfig) -> str:
+    """Return a digest of what decides a request's embeddings beside the model, and is in no hash of an image or video.
+
+    Of the arguments of the processor vLLM hashes those that come with a request, not those of the engine, and not
+    those in the model's files.
+    """
+    if model.multimodal_config is None:
+        return ""
+    processor = {path.name: digest(path.read_text()) for path in Path(model.model).glob(PROCESSOR_FILES)}
+    fields = {name: _plain(getattr(model.multimodal_config, name, None)) for name in MULTIMODAL_FIELDS}
+    return digest({**fields, "processor": processor})
+
+
+def _speculative(vllm_config: VllmConfig) -> str:
+    """Return a digest of the draft model, whose layers have KV of their own; empty where nothing is added.
+
+    How many tokens are drafted changes no block: what is kept was computed with the tokens that were accepted. Only
+    drafts of several tokens in one pass of the draft model may write its layers' KV differently.
+    """
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None or str(speculative.method) in METHODS_WITHOUT_KV:
+        return ""
+    return digest(
+        {
+            "method": str(speculative.method),
+            "model": weights_identity(draft.model) or f"{draft.model} {draft.revision or ''}",
+            "config": _config_digest(draft),
+            "tensor_parallel": speculative.draft_tensor_parallel_size,
+            "tokens_in_parallel": speculative.num_speculative_tokens if speculative.parallel_drafting else 0,
+        }
+    )
+
+
+def _attention_backend(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """Return the backends of the offloaded layers; the configured one where layers differ from worker to worker."""
+    layers = vllm_config.compilation_config.static_forward_context
+    names = {
+        _name(layers[name].get_attn_backend().get_name())
+        for group in kv_cache_config.kv_cache_groups
+        for name in group.layer_names
+        if hasattr(layers.get(name), "get_attn_backend")
+    }
+    if not names or vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return _name(vllm_config.attention_config.backend)
+    return " ".join(sorted(names))
+
+
+def _name(backend: Any) -> str:
+    return "" if backend is None else str(getattr(backend, "name", backend))
+
+
+def _device_name() -> str:
+    if current_platform.is_cpu():
+        return ""  # the daemon serves one machine, and reading the name of a CPU is slow
+    try:
+        return str(current_platform.get_device_name())
+    except Exception:  # any driver's error; the type alone must do then
+        logger.warning("kvoffd: the name of the device is unknown; it is left out of the namespace.")
+        return ""
+
+
+def _group_factors(group: KVCacheGroupSpec, offloaded: Any, pipeline_parallel: int) -> dict[str, Any]:
+    spec = group.kv_cache_spec
+    mixed = isinstance(spec, UniformTypeKVCacheSpecs)
+    layers = list(spec.kv_cache_specs.values()) if mixed else [spec]
+    # With pipeline stages each worker has other layers, and of a mixed group perhaps other specs.
+    staged = pipeline_parallel > 1
+    return {
+        "group_id": offloaded.group_id,
+        "kind": str(get_kv_cache_spec_kind(layers[0]).value),
+        "tokens_per_block": offloaded.tokens_per_block,
+        "window_tokens": int(get_kv_cache_spec_sliding_window(layers[0]) or 0),
+        # Of a page of one block on one worker, one layer's or a mixed group's.
+        "page_bytes": 0 if staged and mixed else int(spec.page_size_bytes),
+        "layers": 0 if staged else len(offloaded.layer_names),
+        # Heads, head size, dtype, quantization, padding, states.
+        "layout": "" if staged and mixed else digest([_plain(_spec_fields(layer)) for layer in layers]),
+    }
+
+
+def _spec_fields(spec: KVCacheSpec) -> dict[str, object]:
+    return {"type": type(spec).__name__} | {item.name: getattr(spec, item.name) for item in dataclasses.fields(spec)}
+
+
+def _plain(value: object) -> object:
+    """Return anything found in configurations as JSON values, the same in every process."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items() if key not in VOLATILE_CONFIG_KEYS}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(str(item) for item in value)
+    if isinstance(value, bool | int | float | str) or value is None:
+        return value
+    # An object without a text of its own would print its address.
+    text = str(value)
+    return type(value).__name__ if " at 0x" in text else text
+
+
+def weights_identity(model: str) -> str | None:
+    """Return a cheap digest of a local model's files, None when ``model`` is no local path.
+
+    A model from a hub is its name, its revision and the commit its configuration came from. A local directory is
+    identified by content, not by path or time, so that a copy, or another mount point in another container, shares
+    blocks, and two checkpoints that follow each other at one path do not: names, sizes and safetensors headers of all
+    weight files, and a few hundred bytes from the middle of up to 64 tensors of each file. Training moves practically
+    all of them; whoever edits single numbers of a checkpoint in place should change the ``salt``.
+    """
+    path = Path(model)
+    if path.is_file():
+        return digest_of_files([path])
+    if not path.is_dir():
+        return None
+    files = sorted(item for item in path.iterdir() if item.suffix in WEIGHT_SUFFIXES and item.is_file())
+    if not any(item.suffix != ".py" for item in files):
+        # Weights in a form not known here: the path is all there is to tell them apart.
+        return hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
+    return digest_of_files(files)
+
+
+def digest_of_files(files: list[Path]) -> str:
+    """Return a digest of files' names, sizes and samples, as ``weights_identity`` describes."""
+    total = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        total.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            header = _safetensors_header(file.read(8), size) if path.suffix == ".safetensors" else 0
+            if header:
+                content = file.read(header)
+                total.update(content)
+                offsets = _tensor_offsets(content, 8 + header, size)
+            else:
+                offsets = _spread(0, size)
+            for offset in offsets:
+                file.seek(offset)
+                total.update(file.read(SAMPLE_BYTES))
+    return total.hexdigest()
+
+
+def _spread(begin: int, end: int) -> list[int]:
+    return list(range(begin, end, max(SAMPLE_BYTES, (end - begin) // SAMPLES_PER_FILE)))
+
+
+def _safetensors_header(prefix: bytes, size: int) -> int:
+    """Return the length of the JSON header, 0 when the file is not what its name says."""
+    length = int.from_bytes(prefix, "little") if len(prefix) == 8 else 0
+    return length if 0 < length <= min(MAX_HEADER_BYTES, size - 8) else 0
+
+
+def _tensor_offsets(header: bytes, base: int, size: int) -> list[int]:
+    """Return where to sample: the middles of up to SAMPLES_PER_FILE tensors, spread over the file."""
+    try:
+        entries = json.loads(header)
+        spans = sorted(tuple(entry["data_offsets"]) for name, entry in entries.items() if name != "__metadata__")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        spans = []
+    if not spans:
+        return _spread(base, size)
+    step = max(1, -(-len(spans) // SAMPLES_PER_FILE))
+    return [base + (int(begin) + int(end)) // 2 for begin, end in spans[::step]]
+
+
+# --- LoRA adapters: vLLM's block hash has an adapter's name and path, not its content --------------------------------
+
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+MAX_ADAPTERS = 100_000
+"""Adapters of one engine that are told apart; requests with further ones use no kvoffd."""
+
+
+class LoraAdapters:
+    """Identifies adapters by their files, when the first request of one comes that vLLM has loaded under a new id.
+
+    Where another content comes under the same name and path, vLLM's own cache has blocks of the former one under the
+    same hashes. Then the adapter's requests use no kvoffd until that cache was reset.
+
+    ``config`` is the engine's vllm.config.LoRAConfig: an engine may apply a part of every adapter only.
+    """
+
+    def __init__(self, config: LoRAConfig | None = None) -> None:
+        self._settings = _adapter_settings(config)
+        self._known: dict[tuple[str, str], tuple[int, bytes]] = {}
+        self._used: set[tuple[str, str]] = set()
+        """Those of which vLLM's own cache may have blocks."""
+        self._mixed: set[tuple[str, str]] = set()
+        """Those of which it may have blocks of two contents."""
+
+    def content_of(self, lora_request: LoRARequest) -> bytes | None:
+        """Return the digest of an adapter's content, None where it is not known."""
+        name, int_id = (lora_request.lora_name, lora_request.lora_path), lora_request.lora_int_id
+        known_id, known = self._known.get(name, (None, None))
+        if known_id != int_id:
+            content = self._read(name)
+            if content is None:
+                return None
+            if known is not None and known != content and name in self._used:
+                self._mixed.add(name)
+                logger.warning(
+                    "kvoffd: the LoRA adapter %s was loaded anew with another content, so its requests are computed "
+                    "without kvoffd until vLLM's own cache is reset: call reset_prefix_cache with reset_connector.",
+                    lora_request.lora_name,
+                )
+            self._known[name] = int_id, content
+            known = content
+        self._used.add(name)
+        return None if name in self._mixed else known
+
+    def engine_cache_reset(self) -> None:
+        """vLLM's own cache has no block of before any more."""
+        self._used.clear()
+        self._mixed.clear()
+
+    def _read(self, name: tuple[str, str]) -> bytes | None:
+        files = _adapter_files(name[1])
+        if not files or len(self._known) >= MAX_ADAPTERS:
+            logger.warning_once(  # type: ignore[attr-defined]
+                "kvoffd: the LoRA adapter %s has no files in %s that can be read, so its requests are computed without "
+                "kvoffd.",
+                *name,
+            )
+            return None
+        return hashlib.sha256(f"{self._settings}{digest_of_files(files)}".encode()).digest()
+
+
+def _adapter_settings(config: LoRAConfig | None) -> str:
+    """Return what of an engine's configuration decides how it computes with any adapter."""
+    if config is None:
+        return ""
+    names = ("lora_dtype", "enable_tower_connector_lora", "enable_mixed_moe_lora_format", "enable_moe_shared_loras")
+    only = sorted(set(config.target_modules)) if config.target_modules is not None else None
+    return f"{[str(getattr(config, name)) for name in names]} {only}"
+
+
+def _adapter_files(path: str) -> list[Path]:
+    """Return an adapter's files, in a directory or in Hugging Face's cache; none where there are none."""
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        try:
+            found = try_to_load_from_cache(path, ADAPTER_CONFIG_FILE)
+        except ValueError:  # no name of a hub's repository
+            return []
+        if not isinstance(found, str):
+            return []
+        directory = Path(found).parent
+    files = [item for item in directory.iterdir() if item.name == ADAPTER_CONFIG_FILE or item.suffix in WEIGHT_SUFFIXES]
+    return sorted(item for item in files if item.is_file())

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvoffd_client.scheduler_client import Lookup
-from kvoffd_client.vllm.prefill_rate import PrefillRate
+from kvoffd_client.vllm.do_no_harm import PrefillRate
 
 UNKNOWN_RATE_S = 0.02
 """The allowance while the engine's prefill rate is not known."""
@@ -31,9 +31,11 @@ class _GivenUp:
 class LookupAllowance:
     """The time for which an answer is waited for, from the sending of its lookup.
 
-    It is a share of the time that the engine needs to compute the prompt's tokens, and ``deadline_s`` at most. The
-    share begins at 1. An answer is late where computing was faster; it halves the share, for prompts of its length and
-    shorter ones, once for all that were on their way together. An answer in time adds an eighth, for prompts of its
+    It is a share of the time that the engine needs to compute the prompt's tokens, and ``deadline_s`` at most. A step
+    with few tokens takes the least.
+
+    The share begins at 1. An answer is late where computing was faster; it halves the share, for prompts of its length
+    and shorter ones, once for all that were on their way together. An answer in time adds an eighth, for prompts of its
     length and longer ones.
 
     An answer that is given up and then comes in time counts as one in time, so the share recovers by itself.
@@ -44,24 +46,25 @@ class LookupAllowance:
     def __init__(
         self, prefill: PrefillRate, deadline_s: float, clock: Callable[[], float], *, active: bool = True
     ) -> None:
-        self._prefill = prefill
+        self.prefill = prefill
         self._deadline_s = deadline_s
         self._clock = clock
-        self._active = active
+        self.active = active
         self._shares = [1.0] * LENGTHS
         self._halved_at = [float("-inf")] * LENGTHS
         self._given_up: deque[_GivenUp] = deque(maxlen=MAX_GIVEN_UP)
 
     def full_s(self, tokens: int) -> float:
         """The allowance for so many tokens that must be computed otherwise, without late answers."""
-        if not self._active:
+        if not self.active:
             return self._deadline_s
-        rate = self._prefill.tokens_per_second
-        return min(self._deadline_s, tokens / rate if rate and tokens else UNKNOWN_RATE_S)
+        rate = self.prefill.tokens_per_second
+        computed_s = max(self.prefill.step_s, tokens / rate) if rate and tokens else UNKNOWN_RATE_S
+        return min(self._deadline_s, computed_s)
 
     def seconds_for(self, tokens: int) -> float:
         """The allowance for so many tokens now."""
-        share = self._shares[_length(tokens)] if self._active else 1.0
+        share = self._shares[_length(tokens)] if self.active else 1.0
         return share * self.full_s(tokens)
 
     def answered(self, tokens: int) -> None:

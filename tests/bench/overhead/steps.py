@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 
 from kvoffd_client.bench.synthetic_engine import SyntheticEngine
 from kvoffd_client.session import Closing
-from kvoffd_client.vllm.connector_metadata import KvoffdWorkerMetadata
+from kvoffd_client.vllm.connector_metadata import WorkerReport
 from tests.bench.overhead.scheduler_harness import BLOCK_TOKENS, RequestRun, SchedulerHarness
 
 PAGE_BYTES = 8192
@@ -104,16 +104,15 @@ class StepsBench(Closing):
                 module="kvoffd_client.vllm.connector",
                 # A late answer on a busy machine would be another case.
                 extra_config={"directory": str(directory), "do_no_harm": False},
-                report=partial(KvoffdWorkerMetadata, credit_bytes=CREDIT_BYTES),
+                report=partial(WorkerReport, credit_bytes=CREDIT_BYTES),
             ),
         }
         label = f"steps {blocks}"
         self._workers = SyntheticEngine(directory, label, 1, blocks, PAGE_BYTES)
         namespace = self._workers.namespace
         manager = self._harnesses[KVOFFD].connector.connector_scheduler.manager
-        manager.namespace.current = namespace  # there are no workers to report it
-        manager.client.join(namespace)
-        assert manager.client._client.wait_ready(10.0), "the connector did not reach the daemon"
+        manager.namespace.join(namespace)  # there are no workers to report it
+        assert manager.namespace.client.wait_ready(10.0), "the connector did not reach the daemon"
 
     def measure(self, rounds: int, say: Say) -> Steps:
         """One uncounted round, then ``rounds``; in each every connector takes its turn, in changing order."""

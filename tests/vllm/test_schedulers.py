@@ -1,11 +1,10 @@
-"""What vLLM's offloading scheduler makes of steps that it would misread."""
+"""What vLLM's own schedulers make of requests and steps that they would misread without the connector."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import TransferJobStatus
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -22,17 +19,18 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, 
 from vllm.v1.core.sched.output import KVConnectorBlockState, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
-from vllm.v1.kv_offload.base import OffloadKey, PrepareStoreOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvoffd_client import NamespaceSpec
 from kvoffd_client.vllm.connector import KvoffdConnector
-from kvoffd_client.vllm.connector_metadata import FailedJob, KeyedSpec, KvoffdWorkerMetadata
+from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerReport
 from kvoffd_proto.errors import ErrorCode
+from tests.kit.clock import Clock
 from tests.kit.models import make_tiny_llama
 from tests.kit.vllm_config import HEADS, cache_config, full_attention, make_config
-from tests.kit.vllm_fakes import block_hash
+from tests.kit.vllm_fakes import FakeSchedulerClient, block_hash
 
 BLOCK_TOKENS = 32
 BLOCKS = 30
@@ -52,18 +50,18 @@ def groups() -> list[KVCacheGroupSpec]:
 
 
 @pytest.fixture
-def connector(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: list[KVCacheGroupSpec]
-) -> Iterator[KvoffdConnector]:
-    """A scheduler's connector that stores whatever is offered."""
+def client() -> Any:
+    """The daemon, which has nothing unless a test answers."""
+    return FakeSchedulerClient(Clock())
+
+
+@pytest.fixture
+def connector(model: Path, tmp_path: Path, client: Any, groups: list[KVCacheGroupSpec]) -> Iterator[KvoffdConnector]:
+    """A scheduler's connector that stores whatever is offered and looks nothing up."""
     config = make_config(model, {"directory": str(tmp_path)})
     built = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config(*groups))
-
-    def prepare_store(keys: Collection[OffloadKey], _: object) -> PrepareStoreOutput:
-        spec = KeyedSpec.of(keys, {group.to_bytes(4, "big"): group for group in range(max(1, len(groups)))})
-        return PrepareStoreOutput(keys_to_store=list(keys), store_spec=spec, evicted_keys=[])
-
-    monkeypatch.setattr(built._manager, "prepare_store", prepare_store)
+    built._manager.begin_engine(loads=False, stores=True, most_running=1, largest_chunk=2048)
+    built._manager.namespace.client, built._manager.namespace.current = client, NamespaceSpec.named("model")
     yield built
     built.shutdown()
 
@@ -121,65 +119,68 @@ def test_a_store_ends_before_another_connector_loads_into_its_blocks(connector: 
     assert connector.build_connector_meta(SchedulerOutput.make_empty()).jobs_to_flush == {store}
 
 
-@pytest.mark.parametrize(
-    ("blocks", "waits"), [pytest.param([5, 6, 9], False, id="found"), pytest.param([5, 9, 7], True, id="given-away")]
-)
-def test_no_step_waits_for_stores_of_blocks_that_the_next_request_only_reads(
-    connector: KvoffdConnector, blocks: list[int], waits: bool
-) -> None:
-    request = new_request(connector, [5, 6, 7, 8])
-    request.num_computed_tokens = PROMPT_TOKENS
-    assert stored_blocks(connector, request, RequestStatus.FINISHED_LENGTH_CAPPED) == [5, 6, 7]
-    # vLLM finds two blocks in its own cache.
-    other = Request("other", list(range(PROMPT_TOKENS)), SamplingParams(max_tokens=4), None)
-    connector.on_new_request(other)
-    connector.connector_scheduler._req_status["other"].num_locally_computed_tokens = 2 * BLOCK_TOKENS
-    connector.update_state_after_alloc(other, KVCacheBlocks(([KVCacheBlock(each) for each in blocks],)), 0)
-    output = SchedulerOutput.make_empty()
-    output.scheduled_new_reqs = [NewRequestData.from_request(other, (blocks,))]
-    output.num_scheduled_tokens = {"other": 36}
-    assert bool(connector.build_connector_meta(output).jobs_to_flush) == waits
-
-
-def begin_load(connector: KvoffdConnector, request: Any) -> None:
-    """Have it wait for its load, job 1."""
-    scheduler = connector.connector_scheduler
+def load(connector: KvoffdConnector, client: Any) -> tuple[Any, int]:
+    """A request whose three blocks are there, and its load's job."""
+    connector._manager.begin_engine(loads=True, stores=True, most_running=1, largest_chunk=2048)
+    request = new_request(connector, [])
+    client.answer(set(request.block_hashes))
+    assert connector.get_num_new_matched_tokens(request, 0) == (96, True)
+    blocks = [KVCacheBlock(block_id) for block_id in (5, 6, 7)]
+    connector.update_state_after_alloc(request, KVCacheBlocks((blocks,)), 96)
     request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-    scheduler._req_status["r"].transfer_jobs.add(1)
-    scheduler._req_status["r"].group_states[0].next_stored_chunk_idx = 3
-    scheduler._jobs[1] = TransferJobStatus("r", 1, keys=set(), is_store=False)
+    return request, 0
 
 
-def test_a_request_that_a_reset_preempted_may_be_loaded_in_the_next_step(connector: KvoffdConnector) -> None:
-    begin_load(connector, new_request(connector, []))
+@pytest.mark.parametrize("fails", [False, True])
+def test_blocks_are_stored_that_are_recomputed_since_their_load_failed_and_none_that_were_loaded(
+    connector: KvoffdConnector, client: Any, fails: bool
+) -> None:
+    request, job = load(connector, client)
+    meta = connector.build_connector_meta(SchedulerOutput.make_empty())
+    assert list(meta.load_jobs) == [job]
+    assert meta.load_jobs[job].src_spec.request_id == "r"
+    failed = {job: FailedJob(ErrorCode.SESSION_ENDED, ((0, b"".join(request.block_hashes)),), "r")} if fails else {}
+    report = WorkerReport(completed_jobs={job: 1}, failed_jobs=failed)
+    connector.update_connector_output(KVConnectorOutput(finished_recving={"r"}, kv_connector_worker_meta=report))
+    request.status = RequestStatus.RUNNING
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs = [NewRequestData.from_request(request, ([5, 6, 7, 8],))]
+    output.num_scheduled_tokens = {"r": PROMPT_TOKENS}
+    stores = connector.build_connector_meta(output).store_jobs
+    stored = [int(block) for one in stores.values() for block in one.src_spec.block_ids]
+    assert stored == ([5, 6, 7] if fails else [])
+    assert client.invalidated == [], "that is no fault of the blocks"
+
+
+def test_an_engine_that_has_all_of_a_prompt_loads_no_last_block(connector: KvoffdConnector, client: Any) -> None:
+    connector._manager.begin_engine(loads=True, stores=True, most_running=1, largest_chunk=2048)
+    request = new_request(connector, [])
+    request._all_token_ids = request._all_token_ids[:96]
+    client.answer(set(request.block_hashes))
+    assert connector.get_num_new_matched_tokens(request, 32) == (64, True)
+    assert connector.get_num_new_matched_tokens(request, 64) == (0, False), "it computes a token anyway"
+
+
+def test_a_request_that_a_reset_preempted_may_be_loaded_in_the_next_step(
+    connector: KvoffdConnector, client: Any
+) -> None:
+    load(connector, client)
     output = SchedulerOutput.make_empty()
     output.preempted_req_ids = {"r", "other"}
-    assert connector.build_connector_meta(output).jobs_to_flush == set()
+    meta = connector.build_connector_meta(output)
+    assert (len(meta.load_jobs), meta.jobs_to_flush) == (1, set())
     assert output.preempted_req_ids == {"r", "other"}
 
 
-def test_blocks_that_are_recomputed_since_their_load_failed_are_stored(connector: KvoffdConnector) -> None:
-    request = new_request(connector, [])
-    begin_load(connector, request)
-    failed = {1: FailedJob(ErrorCode.SESSION_ENDED)}
-    report = KvoffdWorkerMetadata(completed_jobs={1: 1}, failed_jobs=failed)
-    connector.update_connector_output(KVConnectorOutput(finished_recving={"r"}, kv_connector_worker_meta=report))
-    connector.connector_scheduler._req_status["r"].group_states[0].block_ids.extend([5, 6, 7, 8])
-    request.num_computed_tokens = PROMPT_TOKENS
-    assert stored_blocks(connector, request, RequestStatus.FINISHED_LENGTH_CAPPED) == [5, 6, 7]
-
-
-@pytest.mark.parametrize(("limit", "stored"), [(None, 1), (16, 1), (15, 0), (0, 0)])
-def test_a_state_inside_a_block_that_is_not_to_be_stored_ends_no_engine(
-    connector: KvoffdConnector, limit: int | None, stored: int
-) -> None:
+@pytest.mark.parametrize("limit", [None, 16, 15, 0])
+def test_a_state_inside_a_block_is_not_stored_and_ends_no_engine(connector: KvoffdConnector, limit: int | None) -> None:
     new_request(connector, [5, 6, 7, 8], {} if limit is None else {"max_offload_tokens": limit})
     scheduler = connector.connector_scheduler
     scheduler.config = scheduler.config._replace(supports_partial_tail=True, tokens_per_hash=16)
     scheduler._partial_tail_block_size = BLOCK_TOKENS
     output = SchedulerOutput.make_empty()
     output.kv_connector_block_state = KVConnectorBlockState(set(), lambda _: ([],), {"r": [(0, 9, 16)]})
-    assert len(connector.build_connector_meta(output).store_jobs) == stored
+    assert connector.build_connector_meta(output).store_jobs == {}
 
 
 def test_a_session_s_next_part_stores_its_own_blocks(connector: KvoffdConnector) -> None:
@@ -192,65 +193,8 @@ def test_a_session_s_next_part_stores_its_own_blocks(connector: KvoffdConnector)
     output = SchedulerOutput.make_empty()
     next_part = NewRequestData.from_request(request, ([5, 6, 7, 8, 9, 10],))
     output.scheduled_new_reqs, output.num_scheduled_tokens = [next_part], {"r": 92}
-    connector.build_connector_meta(output)
-    request.num_computed_tokens = 192
-    assert stored_blocks(connector, request, RequestStatus.FINISHED_ABORTED) == [8, 9, 10]
-
-
-WINDOW = SlidingWindowSpec(block_size=32, sliding_window=64, **HEADS)
-
-
-@pytest.mark.parametrize(
-    ("groups", "step"),
-    [
-        pytest.param([], 1, id="full-attention"),
-        pytest.param([KVCacheGroupSpec(["0"], full_attention()), KVCacheGroupSpec(["1"], WINDOW)], 0, id="windows"),
-    ],
-)
-def test_a_prompt_is_stored_after_its_first_token_but_before_its_blocks_leave_a_window(
-    connector: KvoffdConnector, groups: list[KVCacheGroupSpec], step: int
-) -> None:
-    request = new_request(connector, [])
-    blocks = ([5, 6, 7, 8], [9, 10, 11, 12])[: max(1, len(groups))]
-    first, second = SchedulerOutput.make_empty(), SchedulerOutput.make_empty()
-    first.scheduled_new_reqs = [NewRequestData.from_request(request, blocks)]
-    first.num_scheduled_tokens, second.num_scheduled_tokens = {"r": PROMPT_TOKENS}, {"r": 1}
-    stores = [connector.build_connector_meta(first).store_jobs]
-    request.num_computed_tokens = PROMPT_TOKENS
-    stores.append(connector.build_connector_meta(second).store_jobs)
-    assert [len(jobs) for jobs in stores] == [1 - step, step]
-
-
-@pytest.mark.parametrize("groups", [[KVCacheGroupSpec(["0"], full_attention()), KVCacheGroupSpec(["1"], WINDOW)]])
-@pytest.mark.parametrize(
-    ("blocks", "kept"),
-    [
-        pytest.param([5, 6, 7, 8, 9, 10], 3, id="all-there"),
-        pytest.param([0, 6, 7, 8, 9, 10], 3, id="the-first-lacks"),
-        pytest.param([5, 6, 0, 8, 9, 10], 2, id="one-later-lacks"),
-        pytest.param([0, 6, 0, 8, 9, 10], 2, id="two-lack"),
-        pytest.param([0, 0, 0, 8, 9, 10], 2, id="those-before-lack"),
-    ],
-)
-def test_chunks_that_lost_a_block_to_the_window_are_left_out_of_a_store(
-    connector: KvoffdConnector, blocks: list[int], kept: int
-) -> None:
-    """Two blocks a chunk: the job would be refused as a whole, since its blocks are fewer than its keys have."""
-    scheduler = connector.connector_scheduler
-    configs = [one._replace(tokens_per_chunk=64, hashes_per_chunk=2) for one in scheduler.config.kv_group_configs]
-    scheduler.config = scheduler.config._replace(blocks_per_chunk=2, kv_group_configs=tuple(configs))
-    request = new_request(connector, [])
-    request.block_hashes = [block_hash(number) for number in range(6)]
-    status = scheduler._req_status["r"]
-    status.update_offload_keys()
-    dense, window = status.group_states
-    dense.block_ids, window.block_ids = [1, 2, 3, 4, 5, 6], blocks
-    storable = connector._manager.storable
-    assert storable("r", dense.offload_keys) == dense.offload_keys
-    # vLLM offers those whose last block is there.
-    offered = [chunk for chunk, last in zip(window.offload_keys, blocks[1::2], strict=True) if last]
-    assert len(storable("r", [*dense.offload_keys, *offered])) == 3 + kept
-    assert storable("r", offered)[-1] == offered[-1]
+    stores = connector.build_connector_meta(output).store_jobs
+    assert [int(block) for job in stores.values() for block in job.src_spec.block_ids] == [8, 9, 10]
 
 
 def test_a_cache_is_reset_twice_without_a_step_between(connector: KvoffdConnector) -> None:
@@ -309,8 +253,6 @@ def test_each_prompt_that_fits_is_computed_though_drafts_need_blocks_beside_a_lo
     ):
         monkeypatch.setattr(connector, call, lambda *_: {})
     monkeypatch.setattr(connector, "request_finished_all_groups", lambda *_: (False, None))
-    asked = partial(OffloadingConnector.get_num_new_matched_tokens, connector)
-    monkeypatch.setattr(connector, "get_num_new_matched_tokens", asked)
     there, loaded = True, 0
 
     def find(request: Request, num_computed_tokens: int, max_num_new_tokens: int | None) -> tuple[int, bool]:
@@ -346,5 +288,5 @@ def test_each_prompt_that_fits_is_computed_though_drafts_need_blocks_beside_a_lo
         there = True
         assert is_computed(prompt) or not alone, tokens
         assert scheduler.reset_prefix_cache()
-    assert loaded > 100
+    assert loaded > 25
     scheduler.shutdown()

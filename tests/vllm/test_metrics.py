@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import kvoffd_client
-from kvoffd_client.vllm.connector_stats import DEFINITIONS
+from kvoffd_client.vllm.metrics import DEFINITIONS
 
 PAGE = Path(kvoffd_client.__file__).parents[1] / "README.md"
 

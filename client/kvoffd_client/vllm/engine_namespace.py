@@ -1,13 +1,13 @@
-"""Which namespace an engine is in, and the scheduler half's connection to the daemon, made once that is known."""
+"""Which namespace an engine is in, and its scheduler half's connection to the daemon, made once that is known."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
-from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.namespace import NamespaceSpec, differences
 from kvoffd_client.scheduler_client import Lookup, SchedulerClient
-from kvoffd_client.vllm.connector_metadata import MemoryReport, NamespacesDiffer, common_namespace
 from kvoffd_client.vllm.fingerprint import with_live_weights
 from kvoffd_client.vllm.log import logger
 from kvoffd_proto.events import KvEvent
@@ -17,73 +17,69 @@ PATIENCE_S = 10.0
 """How long an engine waits in steps for its workers' reports, and then for the daemon to have their memory."""
 
 
-class NamespaceClient:
-    """A SchedulerClient that is made when the workers have reported their namespace, and not connected before that."""
+@dataclass(frozen=True)
+class MemoryReport:
+    """What one worker says of its memory. Sent when something of it is new.
 
-    def __init__(self, make: Callable[[NamespaceSpec], SchedulerClient]) -> None:
-        self._make = make
-        self._namespace: NamespaceSpec | None = None
-        self._client: SchedulerClient | None = None
-        self._closed = False
+    Only the workers can tell. They hold the model, and loading it changes the configuration that they see (vLLM turns
+    ``kv_cache_dtype: auto`` into the checkpoint's there, some models rewrite their config); the scheduler's copy stays
+    as it was.
 
-    def join(self, namespace: NamespaceSpec) -> None:
-        """Connect to this namespace, leaving another one. Repeatable."""
-        if self._closed or (self._namespace is not None and self._namespace.fingerprint == namespace.fingerprint):
-            return
-        if self._client is not None:
-            self._client.close()
-        self._namespace, self._client = namespace, self._make(namespace)
+    Attributes:
+        namespace: what the worker derived from its configuration; it does not name the weights.
+        weights: digest of the live weights; None where vLLM's model was not found.
+        generation: the scheduler's number of the digest; see ``ConnectorMetadata``.
+        machine: what tells the worker's machine from others.
+        changed: the weights may have changed since the digest was taken.
+        registered: fingerprint of the namespace in which the daemon has this worker's memory; None for none.
+        usable: its memory can be shared with the daemon, as far as is known.
+    """
 
-    @property
-    def ready(self) -> bool:
-        """Whether the namespace is known and open, and the daemon answers."""
-        return self._client is not None and self._client.ready
+    namespace: NamespaceSpec
+    weights: str | None
+    generation: int
+    machine: str = ""
+    changed: bool = False
+    registered: bytes | None = None
+    usable: bool = True
 
-    @property
-    def max_keys(self) -> int:
-        return self._client.max_keys if self._client is not None else 0
 
-    @property
-    def credit_bytes(self) -> int:
-        return self._client.credit_bytes if self._client is not None else 0
+class NamespacesDiffer(Exception):
+    """The workers of one engine derived different namespaces; the sentence names the factors they disagree on."""
 
-    @property
-    def epoch(self) -> int:
-        return self._client.epoch if self._client is not None else 0
 
-    @property
-    def capabilities(self) -> frozenset[str]:
-        return self._client.capabilities if self._client is not None else frozenset()
+def common_namespace(namespaces: Collection[NamespaceSpec]) -> NamespaceSpec:
+    """Return the one namespace of all workers. Raises NamespacesDiffer."""
+    first, *others = namespaces
+    for other in others:
+        if other.fingerprint != first.fingerprint:
+            names = ", ".join(name for name, _, _ in differences(first.description, other.description))
+            raise NamespacesDiffer(f"The workers of this engine disagree on {names or 'their configuration'}.")
+    return first
+
+
+class Unconnected:
+    """In the place of a SchedulerClient before the namespace is known."""
+
+    ready = False
+    max_keys = credit_bytes = epoch = 0
+    capabilities: frozenset[str] = frozenset()
+
+    def poll(self) -> None: ...
 
     def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> Lookup:
-        assert self._client is not None, "ready before"
-        return self._client.lookup(groups, again)
+        raise RuntimeError("nothing is looked up without a namespace")
 
-    def poll(self) -> None:
-        if self._client is not None:
-            self._client.poll()
+    def release(self, lease_id: int) -> None: ...
 
-    def release(self, lease_id: int) -> None:
-        if self._client is not None:
-            self._client.release(lease_id)
+    def invalidate(self, groups: Sequence[GroupKeys]) -> None: ...
 
-    def invalidate(self, groups: Sequence[GroupKeys]) -> None:
-        if self._client is not None:
-            self._client.invalidate(groups)
-
-    def report(
-        self, prefill_rate: float, load_rate: float, skipped_loads: int, paused_stores: int, late_lookups: int = 0
-    ) -> None:
-        if self._client is not None:
-            self._client.report(prefill_rate, load_rate, skipped_loads, paused_stores, late_lookups)
+    def report(self, *figures: float) -> None: ...
 
     def take_events(self) -> list[KvEvent]:
-        return self._client.take_events() if self._client is not None else []
+        return []
 
-    def close(self) -> None:
-        self._closed = True
-        if self._client is not None:
-            self._client.close()
+    def close(self) -> None: ...
 
 
 class EngineNamespace:
@@ -95,93 +91,98 @@ class EngineNamespace:
 
     Args:
         world_size: workers of the engine.
-        client: the scheduler half's connection.
+        connect: makes the scheduler half's connection in a namespace.
         clock: what time is measured with, as time.monotonic().
 
     Attributes:
+        client: the connection; ``Unconnected`` before the namespace is known first.
         generation: counts resets and changes of weights.
         current: the namespace; None while it is not known.
         on_leave: called when the weights, or adapters, may be others from now on.
     """
 
-    def __init__(self, world_size: int, client: NamespaceClient, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, world_size: int, connect: Callable[[NamespaceSpec], SchedulerClient], clock: Callable[[], float]
+    ) -> None:
         self._world_size = world_size
-        self._client = client
+        self._connect = connect
         self._clock = clock
+        self.client: SchedulerClient | Unconnected = Unconnected()
         self.generation = 0
         self.current: NamespaceSpec | None = None
         self.on_leave: Callable[[], None] = lambda: None
         self._last: NamespaceSpec | None = None
         self._reports: dict[int, MemoryReport] = {}
-        self._waiting_since: float | None = None
         self._asked = True
-        self._to_tell = False
+        """Whether somebody wanted to use the namespace since it was left."""
+        self._waiting_since: float | None = None
+        """When the workers were asked, or the namespace was found."""
         self._failed = False
+        self._to_tell = False
         self._engine_cache_kept = False
         self._engine_cache_stale = False
+        self._closed = False
 
     @property
     def registered(self) -> bool:
         """Whether the namespace is known, the daemon answers, and has the memory of all workers under it."""
         current = self.current
-        if current is None or not self._client.ready:
+        if current is None or not self.client.ready:
             return False
         return all(report.registered == current.fingerprint for report in self._reports.values())
+
+    @property
+    def usable(self) -> bool:
+        """Whether the daemon can have the memory of all workers, as far as they have said."""
+        return all(report.usable for report in self._reports.values())
 
     @property
     def may_store(self) -> bool:
         """Whether what vLLM offers was computed with the weights that the namespace names."""
         return self.current is not None and not self._engine_cache_stale
 
-    @property
-    def soon(self) -> bool:
-        """Whether steps, empty ones too, will make the namespace known or the workers registered; for PATIENCE_S."""
+    def pending(self, patience_s: float = PATIENCE_S) -> bool:
+        """Whether steps, empty ones too, will make the namespace known or the workers registered in that time."""
         if self._failed or not self._asked or self.registered:
             return False
-        if self.waited_s < PATIENCE_S:
-            return True
-        if self.current is None:
-            self._fail("Its workers did not report what is in their memory.")
-        self._asked = False
-        return False
+        return self._waiting_since is None or self._clock() - self._waiting_since < patience_s
 
     @property
     def needs_steps(self) -> bool:
         """Whether the engine must make steps, empty ones too, for the workers to report or to be told."""
-        return self._to_tell or (self.current is None and self.soon)
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds since the workers were first asked, or the namespace was found."""
-        return 0.0 if self._waiting_since is None else self._clock() - self._waiting_since
+        return self._to_tell or (self.current is None and self.pending())
 
     def ask(self) -> None:
         """Have the workers asked in the next step, if the namespace is not known: somebody wants to use it now."""
         self._asked = self._asked or self.current is None
 
-    def news(self) -> tuple[int | None, NamespaceSpec | None]:
+    def begin_step(self) -> tuple[int | None, NamespaceSpec | None]:
         """Return what the workers must be told in this step: the generation to report, the namespace to register in."""
-        if self.current is None:
-            if not self._asked or self._failed:
-                return None, None
-            if self._waiting_since is None:
-                self._waiting_since = self._clock()
-            return self.generation, None
-        tell, self._to_tell = self._to_tell, False
-        return (self.generation, self.current) if tell else (None, None)
+        if self._to_tell:
+            self._to_tell = False
+            return self.generation, self.current
+        if self.current is not None or self._failed or not self._asked:
+            return None, None
+        if self._waiting_since is None:
+            self._waiting_since = self._clock()
+        if not self.pending():
+            self._fail("Its workers did not report what is in their memory.")
+            return None, None
+        return self.generation, None
 
     def leave(self, engine_cache_kept: bool) -> None:
         """The weights may be others from now on. ``engine_cache_kept``: vLLM's own cache still has blocks of before."""
         self.generation += 1
         self._reports.clear()
         self.current = None
-        self._asked = self._failed = False
+        self._asked = self._failed = self._to_tell = False
         self._waiting_since = None
         self._engine_cache_kept = engine_cache_kept
         self._engine_cache_stale = self._engine_cache_stale and engine_cache_kept
         self.on_leave()
 
     def report(self, reports: Mapping[int, MemoryReport]) -> None:
+        """Take what workers, by rank, say of their memory."""
         for rank, report in reports.items():
             if report.generation != self.generation:
                 continue
@@ -220,16 +221,27 @@ class EngineNamespace:
                 "kvoffd: the weights were changed, and vLLM's own cache was not reset with nothing running. Nothing is "
                 "stored until it is: call reset_prefix_cache with reset_running_requests and reset_connector."
             )
-        self.current = self._last = namespace
+        self.join(namespace)
         self._to_tell = True
         self._waiting_since = self._clock()
-        self._client.join(namespace)
         logger.info(
             "kvoffd: namespace %s (%s)%s.",
             namespace.fingerprint.hex()[:16],
             namespace.label,
             ", of the changed weights" if changed else "",
         )
+
+    def close(self) -> None:
+        self._closed = True
+        self.client.close()
+
+    def join(self, namespace: NamespaceSpec) -> None:
+        """Be in this namespace, and connect unless the connection is there already."""
+        self.current = namespace
+        if self._closed or (self._last is not None and self._last.fingerprint == namespace.fingerprint):
+            return
+        self.client.close()
+        self.client, self._last = self._connect(namespace), namespace
 
     def _fail(self, reason: str) -> None:
         self._failed = True

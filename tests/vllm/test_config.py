@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffd_client.vllm.connector_options import OWN_KEYS, ConnectorOptions, parse_options
+from kvoffd_client.vllm.config import OWN_KEYS, ConnectorOptions, parse_options
 
 
 def test_nothing_given_is_the_defaults() -> None:
@@ -17,10 +17,9 @@ def test_our_options_are_read_and_vllms_pass() -> None:
             "directory": "/run/other",
             "salt": "blue",
             "lookup_deadline_ms": 50,
-            "disk_wait": "wait",
             "disk_wait_ms": 250,
             "store_fence_timeout_s": 0.5,
-            "respect_load_failure_policy": True,
+            "strict_version": True,
             "blocks_per_chunk": 4,
             "offload_prompt_only": False,
             "self_describing_kv_events": True,
@@ -30,10 +29,9 @@ def test_our_options_are_read_and_vllms_pass() -> None:
         directory="/run/other",
         salt="blue",
         lookup_deadline_ms=50.0,
-        disk_wait="wait",
         disk_wait_ms=250.0,
         store_fence_timeout_s=0.5,
-        respect_load_failure_policy=True,
+        strict_version=True,
     )
     assert unknown == []
 
@@ -64,6 +62,19 @@ def test_the_client_gives_no_lookup_up_before_its_deadline(deadline_ms: float, w
     assert (options.request_timeout_s, options.unresponsive_after_s) == (waits_s, silent_s)
 
 
+def test_what_is_ready_may_be_taken_without_waiting_for_the_disk() -> None:
+    assert parse_options({"disk_wait_ms": 0})[0].disk_wait_ms == 0.0
+
+
+@pytest.mark.parametrize("key", ["disk_wait", "respect_load_failure_policy"])
+def test_an_option_that_is_no_more_is_told_or_refused(key: str) -> None:
+    if key == "disk_wait":
+        with pytest.raises(ValueError, match="did you mean 'disk_wait_ms'"):
+            parse_options({key: "limit"})
+    else:
+        assert parse_options({key: True})[1] == [key]
+
+
 def test_a_strangers_key_is_reported_and_no_error() -> None:
     assert parse_options({"zeta": 1})[1] == ["zeta"]
 
@@ -75,10 +86,10 @@ def test_a_strangers_key_is_reported_and_no_error() -> None:
         ("salt", None),
         ("lookup_deadline_ms", "fast"),
         ("lookup_deadline_ms", 0),
-        ("lookup_refresh_ms", -1),
+        ("disk_wait_ms", -1),
         ("lookup_deadline_ms", True),
         ("store_fence_timeout_s", float("nan")),
-        ("respect_load_failure_policy", "yes"),
+        ("strict_version", "yes"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(key: str, value: object) -> None:

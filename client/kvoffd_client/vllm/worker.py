@@ -5,13 +5,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult
 
 from kvoffd_client.cuda.order import OrderedSender
 from kvoffd_client.namespace import NamespaceSpec
-from kvoffd_client.vllm.connector_metadata import NO_LEASE, FailedJob, KeyedSpec, TransferMismatch, group_transfers
+from kvoffd_client.vllm.connector_metadata import (
+    NO_LEASE,
+    FailedJob,
+    KeyedSpec,
+    LoadTime,
+    TransferMismatch,
+    WorkerReport,
+    group_transfers,
+)
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.worker_client import FENCE_PATIENCE_S, WorkerClient
 from kvoffd_proto.errors import ErrorCode
@@ -20,15 +27,10 @@ from kvoffd_proto.messages import GroupTransfer, JobResult, Load, Store
 UNREGISTER_TIMEOUT_S = 10.0
 
 
-@dataclass
-class KvoffdTransferResult(TransferResult):
-    """vLLM's TransferResult, with the reason where the job failed."""
-
-    failed: FailedJob | None = None
-
-
 class KvoffdWorker(OffloadingWorker):
     """vLLM's OffloadingWorker over the daemon. A job that cannot be done ends as failed; none is ever refused.
+
+    vLLM is told of failed jobs that they ended, since it asserts that none fails; ``take_report`` tells which did.
 
     Without a namespace (see ``join``) every job fails at once.
 
@@ -64,11 +66,16 @@ class KvoffdWorker(OffloadingWorker):
         self._asleep = False
         self._unsent: dict[int, Store | Load] = {}
         """Jobs of this step, by id."""
+        self._specs: dict[int, KeyedSpec] = {}
+        """Of jobs that have not ended, by id."""
         self._withdrawn_stores = 0
-        self.waited_s = 0.0
-        """How long ``wait`` took since the connector last told."""
-        # Results of jobs that the daemon did not get or did not finish. The sender's thread appends to it too.
-        self._local_results: deque[KvoffdTransferResult] = deque()
+        self._report = WorkerReport()
+        self._failed_requests: set[str] = set()
+        self._credit_told: int | None = None
+        # Jobs that the daemon did not get or did not finish, and why. The sender's thread appends to it too.
+        self._failed: deque[tuple[int, ErrorCode]] = deque()
+        self._closed_results: list[JobResult] = []
+        """Of clients that were closed."""
 
     @property
     def usable(self) -> bool:
@@ -87,6 +94,7 @@ class KvoffdWorker(OffloadingWorker):
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: KeyedSpec) -> bool:
         """Have ``flush`` start a store. Always True: what cannot be stored is reported as failed."""
+        self._specs[job_id] = dst_spec
         if (groups := self._groups(job_id, src_spec, dst_spec, is_store=True)) is not None:
             self._unsent[job_id] = Store(job_id, groups)
         return True
@@ -95,8 +103,9 @@ class KvoffdWorker(OffloadingWorker):
         self, job_id: int, src_spec: KeyedSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
         """Have ``flush`` start a load. Always True. ``expedited`` (0.33) makes no difference: loads never wait."""
+        self._specs[job_id] = src_spec
         if src_spec.lease_id == NO_LEASE:
-            self._fail(job_id, _keys_of(src_spec), ErrorCode.UNKNOWN_LEASE)
+            self._failed.append((job_id, ErrorCode.UNKNOWN_LEASE))
         elif (groups := self._groups(job_id, dst_spec, src_spec, is_store=False)) is not None:
             self._unsent[job_id] = Load(job_id, src_spec.lease_id, groups, self._keep_leases)
         return True
@@ -117,7 +126,7 @@ class KvoffdWorker(OffloadingWorker):
 
         def fail(job_id: int, error: ErrorCode) -> None:
             self._withdrawn_stores += error is ErrorCode.CANCELLED and isinstance(jobs[job_id], Store)
-            self._fail(job_id, tuple([(part.group, part.keys) for part in jobs[job_id].groups]), error)
+            self._failed.append((job_id, error))
 
         if self._sender is None:
             send(jobs)
@@ -131,13 +140,46 @@ class KvoffdWorker(OffloadingWorker):
 
     def get_finished(self) -> list[TransferResult]:
         self.flush()
-        finished: list[TransferResult] = [self._local_results.popleft() for _ in range(len(self._local_results))]
+        finished = [self._ended(*self._failed.popleft()) for _ in range(len(self._failed))]
+        results, self._closed_results = self._closed_results, []
         for client in self._clients():
-            finished.extend(_transfer_result(result) for result in client.take_results())
+            results += client.take_results()
         for client in [client for client in self._left if not client.unfinished]:
             self._left.remove(client)
             self._close(client)
-        return finished
+        return finished + list(map(self._result, results))
+
+    def take_report(self) -> WorkerReport:
+        """Return what is new since the last call, without the jobs that ended and what is in memory."""
+        credit_bytes = self.credit_bytes
+        if credit_bytes != self._credit_told:
+            self._credit_told = self._report.credit_bytes = credit_bytes
+        report, self._report = self._report, WorkerReport()
+        return report
+
+    def take_failed_requests(self) -> set[str]:
+        """Return the requests whose load failed since the last call."""
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
+
+    def _result(self, result: JobResult) -> TransferResult:
+        if not result.ok:
+            keys = tuple([(group.group, group.keys) for group in result.failed])
+            return self._ended(result.job_id, result.error, keys)
+        spec = self._specs.pop(result.job_id, None)
+        if spec is not None and spec.request_id is not None and result.seconds is not None:
+            counts = tuple([len(hashes) // self._key_bytes for hashes in spec.groups])
+            self._report.load_times[result.job_id] = LoadTime(counts, result.seconds)
+        return TransferResult(result.job_id, True, result.bytes, result.seconds)
+
+    def _ended(self, job_id: int, error: ErrorCode | None, keys: tuple[tuple[int, bytes], ...] = ()) -> TransferResult:
+        """Note why a job failed; return for vLLM that it ended."""
+        spec = self._specs.pop(job_id, None)
+        if spec is not None:
+            self._report.failed_jobs[job_id] = FailedJob(error, keys or spec.keys, spec.request_id)
+            if spec.request_id is not None:
+                self._failed_requests.add(spec.request_id)
+        return TransferResult(job_id, True)
 
     def wait(self, job_ids: set[int]) -> None:
         """Wait until the daemon touches the blocks of these jobs no more.
@@ -152,7 +194,7 @@ class KvoffdWorker(OffloadingWorker):
             self._sender.withdraw(wanted, FENCE_PATIENCE_S)
         for client in self._clients():
             client.fence(wanted, self._fence_timeout_s, self._withdrawn_stores if client is self._client else 0)
-        self.waited_s += time.monotonic() - began
+        self._report.waited_s += time.monotonic() - began
 
     def join(self, namespace: NamespaceSpec) -> None:
         """Register the KV memory in this namespace, leaving another one. Repeatable."""
@@ -172,8 +214,7 @@ class KvoffdWorker(OffloadingWorker):
         if client is None:
             return
         unsent, self._unsent = self._unsent, {}
-        for job_id, job in unsent.items():
-            self._fail(job_id, tuple([(part.group, part.keys) for part in job.groups]), ErrorCode.CANCELLED)
+        self._failed.extend([(job_id, ErrorCode.CANCELLED) for job_id in unsent])
         if self._sender is not None:
             self._sender.withdraw(self._sender.waiting)
         released = client.unregister(UNREGISTER_TIMEOUT_S)
@@ -193,7 +234,7 @@ class KvoffdWorker(OffloadingWorker):
 
     def _close(self, client: WorkerClient) -> None:
         client.close()
-        self._local_results.extend(_transfer_result(result) for result in client.take_results())
+        self._closed_results.extend(client.take_results())
 
     def sleep(self) -> None:
         """The engine is about to give up the KV memory."""
@@ -225,18 +266,5 @@ class KvoffdWorker(OffloadingWorker):
             except TransferMismatch as mismatch:
                 logger.warning_once("kvoffd: a job was not sent, since its blocks do not fit its keys. %s", mismatch)  # type: ignore[attr-defined]
                 error = ErrorCode.BAD_BLOCK_IDS
-        self._fail(job_id, _keys_of(keyed), error)
+        self._failed.append((job_id, error))
         return None
-
-    def _fail(self, job_id: int, keys: tuple[tuple[int, bytes], ...], error: ErrorCode) -> None:
-        self._local_results.append(KvoffdTransferResult(job_id, False, failed=FailedJob(error, keys)))
-
-
-def _keys_of(keyed: KeyedSpec) -> tuple[tuple[int, bytes], ...]:
-    return tuple([(index, hashes) for index, hashes in enumerate(keyed.groups) if hashes])
-
-
-def _transfer_result(result: JobResult) -> KvoffdTransferResult:
-    keys = tuple((group.group, group.keys) for group in result.failed)
-    failed = None if result.ok else FailedJob(result.error, keys)
-    return KvoffdTransferResult(result.job_id, result.ok, result.bytes, result.seconds, failed)

@@ -11,21 +11,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _c
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvoffd_client.vllm.config import OWN_KEYS
 from kvoffd_client.vllm.connector_metadata import NO_LEASE, FailedJob
-from kvoffd_client.vllm.connector_options import OWN_KEYS
-from kvoffd_client.vllm.connector_stats import (
+from kvoffd_client.vllm.metrics import (
     CONNECTED,
     DEFERRED_STORES,
     DEFINITIONS,
-    DISK_WAITS_ENDED,
     FAILED_LOADS,
     LATE_LOOKUPS,
     LOAD_RATE,
     LOOKUPS,
     PREFILL_RATE,
 )
-from kvoffd_client.vllm.offloading_manager import StoreThreshold
-from kvoffd_client.vllm.offloading_spec import CONFIG_INFO
+from kvoffd_client.vllm.spec import CONFIG_INFO
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import BlockStored
 from tests.kit.manager_harness import HASHES, KEYS, ManagerHarness
@@ -43,28 +41,16 @@ def test_blocks_that_come_up_from_disk_put_the_request_off_and_count_as_hits_of_
     harness = ManagerHarness()
     context = harness.request()
     harness.client.answer({block_hash(1)}, coming={block_hash(2), block_hash(3)})
-    harness.manager.begin_lookup("r", [KEYS])
+    harness.manager.start_lookup("r")
     assert harness.results(context) == [LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.HIT_PENDING]
     assert not harness.manager.has_pending_work(), "a pause would wait for it, and the request for the pause's end"
     harness.clock.now += 0.1
-    harness.manager.begin_lookup("r", [KEYS])
+    harness.manager.start_lookup("r")
     harness.client.answer(HASHES)
-    harness.manager.begin_lookup("r", [KEYS])
+    harness.manager.start_lookup("r")
     assert harness.results(context) == [LookupResult.HIT] * 3
     sources = [harness.manager.get_load_source(item, context) for item in KEYS]
     assert sources == [CacheHitSource.HOST, CacheHitSource.DISK, CacheHitSource.DISK]
-
-
-def test_a_request_that_stops_waiting_for_the_disk_is_counted_once() -> None:
-    harness = ManagerHarness()
-    context = harness.request()
-    harness.client.answer({block_hash(1)}, coming={block_hash(2)}, wait_s=60.0)
-    for _ in range(3):
-        harness.manager.begin_lookup("r", [KEYS])
-        assert harness.results(context) == [LookupResult.HIT, LookupResult.MISS, LookupResult.MISS]
-    found = harness.manager.get_stats()
-    assert found is not None
-    assert found.reduce()[DISK_WAITS_ENDED] == 1
 
 
 def test_a_request_that_waits_for_its_answer_keeps_no_pause_from_ending() -> None:
@@ -73,7 +59,7 @@ def test_a_request_that_waits_for_its_answer_keeps_no_pause_from_ending() -> Non
     assert harness.results(context) == [LookupResult.RETRY] * 3
     assert not harness.manager.has_pending_work()
     harness.client.answer(HASHES)
-    harness.manager.begin_lookup("r", [KEYS])
+    harness.manager.start_lookup("r")
     assert harness.results(context) == [LookupResult.HIT] * 3
 
 
@@ -81,7 +67,9 @@ def test_a_late_answer_is_a_miss_and_counted_once() -> None:
     harness = ManagerHarness()
     context = harness.request()
     harness.clock.now += 1
-    assert harness.results(context) == [LookupResult.MISS] * 3
+    for _ in range(2):
+        harness.manager.start_lookup("r")
+        assert harness.results(context) == [LookupResult.MISS] * 3
     stats = harness.manager.get_stats()
     assert stats.reduce()[LATE_LOOKUPS] == 1
 
@@ -118,24 +106,17 @@ def test_a_failed_load_bars_the_request_and_forgets_unusable_blocks_in_the_daemo
     harness = ManagerHarness()
     context = harness.request(ready=HASHES)
     harness.manager.prepare_load(KEYS, context)
-    harness.manager.load_failed("r", KEYS, FailedJob(ErrorCode.NOT_READY, ((0, block_hash(2)),)))
-    harness.manager.begin_lookup("r", [KEYS])
+    harness.manager.job_failed(FailedJob(ErrorCode.NOT_READY, ((0, block_hash(2)),), "r"))
+    harness.manager.start_lookup("r")
     assert harness.results(context) == [LookupResult.MISS] * 3
     assert [(item.group, item.keys) for item in harness.client.invalidated] == [(0, block_hash(2))]
     assert harness.manager.get_stats().reduce()[FAILED_LOADS] == 1
 
 
-def test_a_failed_copy_without_names_forgets_all_its_keys() -> None:
-    harness = ManagerHarness()
-    harness.request(ready=HASHES)
-    harness.manager.load_failed("r", KEYS, FailedJob(ErrorCode.COPY_FAILED))
-    assert [item.keys for item in harness.client.invalidated] == [b"".join(sorted(HASHES))]
-
-
 def test_blocks_are_not_forgotten_for_a_fault_that_is_not_theirs() -> None:
     harness = ManagerHarness()
     harness.request(ready=HASHES)
-    harness.manager.load_failed("r", KEYS, FailedJob(ErrorCode.SESSION_ENDED, ((0, block_hash(2)),)))
+    harness.manager.job_failed(FailedJob(ErrorCode.SESSION_ENDED, ((0, block_hash(2)),), "r"))
     assert harness.client.invalidated == []
 
 
@@ -154,7 +135,7 @@ def test_stores_leave_out_what_the_daemon_has_and_what_is_on_its_way() -> None:
 def test_beyond_the_credit_a_store_is_put_off_and_counted() -> None:
     harness = ManagerHarness()
     context = harness.request(ready=set())
-    harness.manager.workers_report(credit_bytes=1500, usable=True)
+    harness.manager.workers_report(1500, 0.0)
     assert harness.manager.prepare_store(KEYS[:2], context).keys_to_store == KEYS[:2]
     assert harness.manager.prepare_store(KEYS[2:], context) is None
     assert harness.manager.get_stats().reduce()[DEFERRED_STORES] == 1
@@ -165,7 +146,7 @@ def test_beyond_the_credit_a_store_is_put_off_and_counted() -> None:
 def test_an_offer_larger_than_the_whole_credit_is_made_when_nothing_is_outstanding() -> None:
     harness = ManagerHarness()
     context = harness.request(ready=set())
-    harness.manager.workers_report(credit_bytes=1, usable=True)
+    harness.manager.workers_report(1, 0.0)
     assert harness.manager.prepare_store(KEYS, context).keys_to_store == KEYS
 
 
@@ -182,12 +163,14 @@ def test_while_the_daemon_is_down_nothing_is_offered_and_vllm_goes_on() -> None:
     assert not harness.manager.has_pending_work()
 
 
-def test_workers_whose_memory_cannot_be_shared_turn_the_manager_off() -> None:
+def test_workers_whose_memory_cannot_be_shared_turn_the_manager_off_until_it_can() -> None:
     harness = ManagerHarness()
     context = harness.request(ready=HASHES)
-    harness.manager.workers_report(credit_bytes=None, usable=False)
+    harness.report("weights", usable=False)
     assert harness.results(context) == [LookupResult.MISS] * 3
-    assert harness.manager.prepare_store(KEYS, context).keys_to_store == []
+    assert stored(harness, context) == []
+    harness.report("weights")
+    assert harness.results(context) == [LookupResult.HIT] * 3
 
 
 def test_after_a_reset_nothing_is_believed_or_stored_until_the_weights_are_named() -> None:
@@ -200,7 +183,7 @@ def test_after_a_reset_nothing_is_believed_or_stored_until_the_weights_are_named
     assert not harness.manager.has_pending_work(), "nobody wants anything yet"
     assert harness.results(context) == [LookupResult.MISS] * 3
     harness.manager.namespace.ask()
-    harness.manager.begin_lookup("r", [KEYS])
+    harness.manager.start_lookup("r")
     assert harness.results(context) == [LookupResult.RETRY] * 3
     assert harness.manager.prepare_store(KEYS, context) is None, "vLLM offers it again"
     assert harness.manager.has_pending_work()
@@ -208,9 +191,9 @@ def test_after_a_reset_nothing_is_believed_or_stored_until_the_weights_are_named
     stored = harness.manager.prepare_store(KEYS, context)
     assert stored is not None
     assert stored.keys_to_store == KEYS
-    harness.manager.begin_lookup("r", [KEYS])
+    harness.manager.start_lookup("r")
     harness.client.answer({block_hash(1)})
-    harness.manager.begin_lookup("r", [KEYS])
+    harness.manager.start_lookup("r")
     assert harness.results(context)[0] is LookupResult.HIT
 
 
@@ -225,14 +208,16 @@ def test_blocks_that_other_weights_may_have_computed_are_not_stored() -> None:
 
 
 def test_a_producer_only_stores_and_a_consumer_only_loads() -> None:
-    producer = ManagerHarness(loads=False)
+    producer = ManagerHarness()
+    producer.manager.begin_engine(loads=False, stores=True, most_running=1, largest_chunk=64)
     context = producer.request()
     assert producer.client.asked == []
     assert producer.results(context) == [LookupResult.MISS] * 3
     stored = producer.manager.prepare_store(KEYS, context)
     assert stored is not None
     assert stored.keys_to_store == KEYS
-    consumer = ManagerHarness(stores=False)
+    consumer = ManagerHarness()
+    consumer.manager.begin_engine(loads=True, stores=False, most_running=1, largest_chunk=64)
     context = consumer.request(ready=HASHES)
     assert consumer.results(context) == [LookupResult.HIT] * 3
     stored = consumer.manager.prepare_store([key(9)], context)
@@ -259,41 +244,54 @@ def test_every_metric_is_declared_and_the_gauge_follows_the_connection() -> None
     assert harness.manager.get_stats().reduce() == {CONNECTED: 0, PREFILL_RATE: 0.0, LOAD_RATE: 0.0}
 
 
+def test_what_an_answer_that_is_about_to_come_may_have_is_not_stored_yet() -> None:
+    harness = ManagerHarness()
+    context = harness.request()
+    harness.manager.scheduled_without_load("r")
+    assert harness.manager.prepare_store(KEYS, context) is None, "vLLM offers it again in the next step"
+    harness.client.answer({block_hash(1)})
+    assert list(store(harness, context)) == KEYS[1:]
+
+
+def test_a_store_waits_for_no_late_answer_and_that_of_a_request_that_ends_for_none() -> None:
+    harness = ManagerHarness()
+    context = harness.request()
+    ends = harness.request("ends")
+    request: Any = harness.manager._requests["ends"].request
+    request.is_finished, request.num_computed_tokens = lambda: True, 2500
+    assert list(store(harness, ends)) == KEYS[:2], "no more than it has computed"
+    harness.manager.complete_store(KEYS, ends)
+    harness.clock.now += 0.11
+    assert list(store(harness, context)) == KEYS
+
+
+def test_the_end_of_a_prompt_inside_a_chunk_is_neither_looked_up_nor_stored() -> None:
+    harness = ManagerHarness()
+    context = harness.request(ready=HASHES)
+    tail = key(9)
+    context.set_offload_key_position(tail, 2500)
+    assert harness.results(context, [tail]) == [LookupResult.MISS]
+    stored = harness.manager.prepare_store([tail], context)
+    assert stored is not None
+    assert list(stored.keys_to_store) == []
+
+
 def test_shutdown_closes_the_client() -> None:
     harness = ManagerHarness()
     harness.manager.shutdown()
     assert harness.client.closed
 
 
-def test_a_block_is_stored_when_enough_requests_have_computed_it() -> None:
-    harness = ManagerHarness(store_threshold=StoreThreshold(2, 64))
-    stored = []
-    for name in ("first", "second", "third"):
-        offered = harness.manager.prepare_store(KEYS, harness.request(name, set()))
-        assert offered is not None
-        stored.append(list(offered.keys_to_store))
-        harness.manager.complete_store(offered.keys_to_store, ReqContext(name))
-    assert stored == [[], KEYS, KEYS]
-
-
-def test_only_the_latest_blocks_are_counted() -> None:
-    threshold = StoreThreshold(2, 2)
-    assert threshold.take(KEYS) == []
-    assert threshold.take(KEYS[:1]) == []
-    assert threshold.take(KEYS[:1]) == KEYS[:1]
-    assert StoreThreshold(1, 0).take(KEYS) == KEYS
-
-
 def test_blocks_from_a_store_that_nodes_share_count_as_hits_of_a_remote_store() -> None:
     harness = ManagerHarness()
     context = harness.request()
     harness.client.answer({block_hash(1)}, coming=[block_hash(2)], shared=[block_hash(3)])
-    harness.manager.begin_lookup("r", [KEYS])
+    harness.manager.start_lookup("r")
     assert harness.results(context)[2] is LookupResult.HIT_PENDING
     harness.clock.now += 0.1
-    harness.manager.begin_lookup("r", [KEYS])
+    harness.manager.start_lookup("r")
     harness.client.answer({block_hash(1), block_hash(2), block_hash(3)})
-    harness.manager.begin_lookup("r", [KEYS])
+    harness.manager.start_lookup("r")
     assert harness.results(context) == [LookupResult.HIT] * 3
     sources = [harness.manager.get_load_source(item, context) for item in KEYS]
     assert sources == [CacheHitSource.HOST, CacheHitSource.DISK, CacheHitSource.EXTERNAL_UNSPECIFIED]
@@ -305,9 +303,10 @@ def test_a_request_that_wants_nothing_from_disk_does_not_wait_for_it(tiers: obje
     params = {} if tiers is None else {"kv_load_tiers": tiers}
     context = _create_req_context(cast(Any, SimpleNamespace(request_id="r", kv_transfer_params=params, kv_hints=None)))
     harness.manager.on_new_request(context)
-    harness.manager.begin_lookup("r", [KEYS])
+    harness.begin(context)
+    harness.manager.start_lookup("r")
     harness.client.answer({block_hash(1)}, coming=[block_hash(2)])
-    harness.manager.begin_lookup("r", [KEYS])
+    harness.manager.start_lookup("r")
     found = harness.results(context)
     assert found[0] is LookupResult.HIT
     assert found[1] is (LookupResult.HIT_PENDING if waits else LookupResult.MISS)
@@ -321,9 +320,9 @@ def test_the_labels_of_the_configuration_are_those_that_are_declared() -> None:
 
 def test_blocks_that_the_daemon_has_and_of_which_it_wants_the_tokens_are_stored_once_more() -> None:
     harness, told = ManagerHarness(), {KEYS[0]}
-    context = harness.request(ready={*HASHES})
+    context = harness.request("untold", ready={*HASHES})
     assert list(store(harness, context)) == []
-    harness.manager.tell_tokens("r", told)
+    context = harness.request(ready={*HASHES}, told=told)
     assert list(store(harness, context)) == KEYS[1:]
     told.update(KEYS)
     harness.manager.complete_store(KEYS, context)
@@ -345,7 +344,7 @@ def stored(harness: ManagerHarness, context: ReqContext) -> Collection[OffloadKe
 
 def test_requests_of_two_adapters_with_one_id_use_nothing_since_vllm_may_compute_them_with_either() -> None:
     harness = ManagerHarness()
-    first, second, other, plain = (harness.request(name) for name in ("first", "second", "other", "plain"))
+    first, second, other, plain = (harness.request(name, set()) for name in ("first", "second", "other", "plain"))
     harness.manager.begin_adapter("first", b"one", 1)
     harness.manager.begin_adapter("other", b"one", 2)
     assert stored(harness, first) == KEYS
@@ -355,26 +354,17 @@ def test_requests_of_two_adapters_with_one_id_use_nothing_since_vllm_may_compute
     assert [stored(harness, context) for context in (other, plain)] == [KEYS, KEYS]
     for context in (first, second):
         harness.manager.on_request_finished(context)
-    third = harness.request("third")
+    third = harness.request("third", set())
     harness.manager.begin_adapter("third", b"two", 1)
     assert stored(harness, third) == KEYS
 
 
-def test_chunks_that_have_lost_blocks_are_not_stored() -> None:
-    rig = ManagerHarness()
-    context = rig.request(ready=set())
-    rig.manager.storable = lambda request_id, keys: keys[1:] if request_id == context.req_id else []
-    stored = rig.manager.prepare_store(KEYS, context)
-    assert stored is not None
-    assert stored.keys_to_store == KEYS[1:]
-
-
 def test_requests_with_an_adapter_that_began_before_weights_changed_use_nothing_after_it() -> None:
     harness = ManagerHarness()
-    before, plain = harness.request("before"), harness.request("plain")
+    before, plain = harness.request("before", set()), harness.request("plain", set())
     harness.manager.begin_adapter("before", b"one", 1)
     harness.manager.namespace.leave(engine_cache_kept=True)
     harness.report("weights")
-    after = harness.request("after")
+    after = harness.request("after", set())
     harness.manager.begin_adapter("after", b"one", 1)
     assert [stored(harness, context) for context in (before, plain, after)] == [[], KEYS, KEYS]

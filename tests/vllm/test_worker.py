@@ -12,12 +12,12 @@ import torch
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
 from kvoffd_client import NamespaceSpec, Registration, SharedMemory
-from kvoffd_client.vllm import offloading_worker
-from kvoffd_client.vllm.connector_metadata import NO_LEASE, KeyedSpec
-from kvoffd_client.vllm.connector_options import ConnectorOptions
+from kvoffd_client.vllm import worker as worker_module
+from kvoffd_client.vllm.config import ConnectorOptions
+from kvoffd_client.vllm.connector_metadata import NO_LEASE, FailedJob, KeyedSpec, LoadTime
 from kvoffd_client.vllm.kv_memory import NotShareable, SharedKvMemory, registration_of
-from kvoffd_client.vllm.offloading_spec import EngineSetup, KvoffdSpec
-from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWorker
+from kvoffd_client.vllm.spec import KvoffdSpec
+from kvoffd_client.vllm.worker import KvoffdWorker
 from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import PageRef, TensorLayout
@@ -29,7 +29,7 @@ from tests.kit.waiting import wait_until
 BLOCKS = GPULoadStoreSpec([4, 5], group_sizes=[2], block_indices=[0])
 KEYED = KeyedSpec((block_hash(1) + block_hash(2),))
 NAMESPACE = NamespaceSpec.named("model")
-LEASED = KeyedSpec(KEYED.groups, lease_id=77)
+LEASED = KeyedSpec(KEYED.groups, lease_id=77, request_id="r")
 
 
 def make_worker(client: FakeWorkerClient | None) -> KvoffdWorker:
@@ -43,10 +43,14 @@ def make_worker(client: FakeWorkerClient | None) -> KvoffdWorker:
     return worker
 
 
-def only_result(worker: KvoffdWorker) -> KvoffdTransferResult:
+def only_failure(worker: KvoffdWorker) -> FailedJob:
+    """The failure of the only job that has ended, of which vLLM is told no more than that."""
     [result] = worker.get_finished()
-    assert isinstance(result, KvoffdTransferResult)
-    return result
+    assert result.success
+    assert (result.transfer_size, result.transfer_time) == (None, None)
+    [(job_id, failed)] = worker.take_report().failed_jobs.items()
+    assert job_id == result.job_id
+    return failed
 
 
 def test_the_one_allocation_of_the_kv_cache_comes_from_shared_memory() -> None:
@@ -100,7 +104,9 @@ def test_memory_of_another_device_is_refused_with_a_sentence() -> None:
 def test_a_worker_without_shareable_memory_fails_every_job_and_the_engine_goes_on() -> None:
     private = caches_in(torch.zeros(8192, dtype=torch.int8))
     spec = SimpleNamespace(
-        setup=EngineSetup(ConnectorOptions(), NAMESPACE, (0,), (512,)),
+        options=ConnectorOptions(),
+        memory=SharedKvMemory(),
+        layers=(),
         config=SimpleNamespace(parallel=SimpleNamespace(rank=0)),
         blocks_per_chunk=1,
         replicated_layout=False,
@@ -111,7 +117,9 @@ def test_a_worker_without_shareable_memory_fails_every_job_and_the_engine_goes_o
     assert worker.submit_store(1, BLOCKS, KEYED)
     assert worker.submit_load(2, LEASED, BLOCKS)
     worker.wait({1, 2})
-    assert [(result.job_id, result.success) for result in worker.get_finished()] == [(1, False), (2, False)]
+    assert [result.job_id for result in worker.get_finished()] == [1, 2]
+    assert set(worker.take_report().failed_jobs) == {1, 2}
+    assert worker.take_failed_requests() == {"r"}
     assert not worker.usable
     assert worker.credit_bytes is None
     worker.shutdown()
@@ -128,30 +136,40 @@ def test_jobs_reach_the_client_and_their_results_come_back() -> None:
     assert client.messages == [[1, 2]], "the jobs of a step are one message"
     assert np.frombuffer(client.stores[1][0].block_ids, "<i4").tolist() == [4, 5]
     assert client.loads[2][0] == 77
-    client.results = [JobResult(1, True, 1024, 0.5)]
-    result = only_result(worker)
-    assert (result.job_id, result.success, result.transfer_size, result.transfer_time) == (1, True, 1024, 0.5)
-    assert result.failed is None
+    client.results = [JobResult(1, True, 1024, 0.5), JobResult(2, True, 2048, 0.25)]
+    found = [
+        (result.job_id, result.success, result.transfer_size, result.transfer_time) for result in worker.get_finished()
+    ]
+    assert found == [(1, True, 1024, 0.5), (2, True, 2048, 0.25)]
+    report = worker.take_report()
+    assert (report.failed_jobs, report.load_times) == ({}, {2: LoadTime((2,), 0.25)})
 
 
 def test_a_failed_job_says_why_and_which_keys() -> None:
     client = FakeWorkerClient()
     worker = make_worker(client)
+    worker.submit_load(2, LEASED, BLOCKS)
     client.results = [JobResult(2, False, 0, 0.1, ErrorCode.NOT_READY, [GroupKeys(0, block_hash(2))])]
-    result = only_result(worker)
-    assert not result.success
-    assert result.failed is not None
-    assert (result.failed.error, result.failed.keys) == (ErrorCode.NOT_READY, ((0, block_hash(2)),))
+    assert only_failure(worker) == FailedJob(ErrorCode.NOT_READY, ((0, block_hash(2)),), "r")
+    assert worker.take_failed_requests() == {"r"}
+    assert worker.take_failed_requests() == set()
+
+
+def test_where_the_daemon_names_no_keys_all_of_the_job_have_failed() -> None:
+    client = FakeWorkerClient()
+    worker = make_worker(client)
+    worker.submit_store(2, BLOCKS, KEYED)
+    client.results = [JobResult(2, False, 0, 0.1, ErrorCode.COPY_FAILED, [])]
+    assert only_failure(worker) == FailedJob(ErrorCode.COPY_FAILED, ((0, KEYED.groups[0]),))
+    assert worker.take_failed_requests() == set()
 
 
 def test_a_store_whose_blocks_break_the_rule_is_not_sent_and_fails_with_all_keys() -> None:
     client = FakeWorkerClient()
     worker = make_worker(client)
     assert worker.submit_store(1, GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0]), KEYED)
-    result = only_result(worker)
+    assert only_failure(worker) == FailedJob(ErrorCode.BAD_BLOCK_IDS, ((0, KEYED.groups[0]),))
     assert client.stores == {}
-    assert result.failed is not None
-    assert (result.failed.error, result.failed.keys) == (ErrorCode.BAD_BLOCK_IDS, ((0, KEYED.groups[0]),))
 
 
 def test_a_load_without_a_lease_fails_here() -> None:
@@ -159,10 +177,8 @@ def test_a_load_without_a_lease_fails_here() -> None:
     worker = make_worker(client)
     assert KEYED.lease_id == NO_LEASE
     assert worker.submit_load(1, KEYED, BLOCKS)
-    result = only_result(worker)
+    assert only_failure(worker).error is ErrorCode.UNKNOWN_LEASE
     assert client.loads == {}
-    assert result.failed is not None
-    assert result.failed.error is ErrorCode.UNKNOWN_LEASE
 
 
 def test_waiting_is_the_clients_fence_with_our_deadline() -> None:
@@ -214,7 +230,7 @@ def test_a_worker_is_registered_in_one_namespace_at_a_time_and_without_one_fails
     assert worker.usable
     assert worker.registered is None
     assert worker.submit_store(1, BLOCKS, KEYED)
-    assert not only_result(worker).success
+    assert only_failure(worker).error is ErrorCode.UNSUPPORTED
     one, other = NamespaceSpec.named("one"), NamespaceSpec.named("other")
     worker.join(one)
     worker.join(one)
@@ -231,7 +247,7 @@ def test_a_worker_is_registered_in_one_namespace_at_a_time_and_without_one_fails
 def test_a_load_of_a_namespace_that_is_left_fails_when_the_daemon_has_let_go_of_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(offloading_worker, "UNREGISTER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(worker_module, "UNREGISTER_TIMEOUT_S", 0.1)
     with FakeDaemon() as fake, SharedMemory(4096) as memory:
         fake.hold_jobs, fake.close_on_eof = True, False
         fake.answers[Unregister] = lambda *_: None
@@ -257,5 +273,6 @@ def test_a_load_of_a_namespace_that_is_left_fails_when_the_daemon_has_let_go_of_
         assert fence.is_alive()
         fake.do(lambda: fake.release(peer))
         fence.join(5)
-        assert (only_result(worker).success, worker.get_finished(), worker._left) == (False, [], [])
+        assert only_failure(worker)
+        assert (worker.get_finished(), worker._left) == ([], [])
         worker.shutdown()

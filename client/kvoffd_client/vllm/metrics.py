@@ -10,14 +10,12 @@ from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMe
 
 CONNECTED = "vllm:kvoffd_connected"
 LOOKUPS = "vllm:kvoffd_lookups"
-EARLY_LOOKUPS = "vllm:kvoffd_early_lookups"
 LOOKUP_WAITS = "vllm:kvoffd_lookup_waits"
 LOOKUP_WAITS_IN_VAIN = "vllm:kvoffd_lookup_waits_in_vain"
 LATE_LOOKUPS = "vllm:kvoffd_late_lookups"
 FAILED_LOADS = "vllm:kvoffd_failed_loads"
 FAILED_STORES = "vllm:kvoffd_failed_stores"
 DEFERRED_STORES = "vllm:kvoffd_deferred_stores"
-DISK_WAITS_ENDED = "vllm:kvoffd_disk_waits_ended"
 SLOW_LOADS = "vllm:kvoffd_slow_loads_skipped"
 PAUSED_STORES = "vllm:kvoffd_paused_stores"
 PREFILL_RATE = "vllm:kvoffd_prefill_tokens_per_second"
@@ -28,12 +26,8 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
         documentation="1 while the scheduler is connected to the kvoffd daemon, else 0."
     ),
     LOOKUPS: OffloadingCounterMetadata(documentation="Lookups sent to the kvoffd daemon."),
-    EARLY_LOOKUPS: OffloadingCounterMetadata(
-        documentation="Lookups of these that were sent when the engine had received the request, before it came to the "
-        "scheduler."
-    ),
     LOOKUP_WAITS: OffloadingCounterMetadata(
-        documentation="Times that the scheduler, with nothing else to run, waited up to 0.5 ms for a lookup's answer."
+        documentation="Times that the scheduler waited for a lookup's answer, up to 1 ms in a step."
     ),
     LOOKUP_WAITS_IN_VAIN: OffloadingCounterMetadata(
         documentation="Waits of these in which no answer came; each ends all such waiting for a second."
@@ -43,9 +37,6 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
     ),
     FAILED_LOADS: OffloadingCounterMetadata(documentation="Loads that failed; their requests were recomputed."),
     FAILED_STORES: OffloadingCounterMetadata(documentation="Stores of which at least one block was not stored."),
-    DISK_WAITS_ENDED: OffloadingCounterMetadata(
-        documentation="Requests that did not wait, or stopped waiting, for blocks to come from disk."
-    ),
     SLOW_LOADS: OffloadingCounterMetadata(
         documentation="Requests whose blocks were there and were not loaded, since computing was measured to be faster."
     ),

@@ -1,18 +1,124 @@
-"""Where kvoffd would do harm: loads that take longer than computing, stores that vLLM waits for."""
+"""Where kvoffd would do harm, as measured: loads that take longer than computing, stores that vLLM waits for."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from statistics import median
+from typing import TYPE_CHECKING
 
+from vllm.v1.kv_offload.base import OffloadKey
+
+from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES
 from kvoffd_client.vllm.log import logger
-from kvoffd_client.vllm.prefill_rate import PrefillRate
 from kvoffd_proto.engine_report import MAX_REPORTED
 
+if TYPE_CHECKING:
+    from vllm.config import SchedulerConfig
+
+LEAST_STEP_TOKENS = 256
+"""A step of fewer tokens says nothing of prompts, unless the engine computes no more of a prompt in one."""
+LEAST_REQUEST_TOKENS = 64
+"""A request with fewer tokens in a step is taken for one that decodes, be it with speculative tokens."""
+PROMPT_SHARE = 0.75
+"""Part of a step's tokens that those of prompts must be."""
+LEAST_TOKENS = 1024
+"""Steps of prompts in a row are timed together until they have so many tokens."""
 SAMPLES = 9
+"""That are remembered: one slow step is no slow engine."""
+
+
+class PrefillRate:
+    """Tokens a second. ``tokens_per_key``: by a key's last four bytes.
+
+    Attributes:
+        tokens_per_second: 0 before it is known.
+        step_s: seconds of a step with few tokens, the median of the latest; 0 before it is known. No prompt takes less.
+    """
+
+    def __init__(self, tokens_per_key: Mapping[bytes, int], clock: Callable[[], float]) -> None:
+        self._tokens_per_key = tokens_per_key
+        self._clock = clock
+        self.begin_engine(1, LEAST_STEP_TOKENS)
+        self._ended = 0.0
+        """When the last step ended."""
+        self._tokens, self._seconds = 0, 0.0
+        """Of steps of prompts in a row."""
+        self._samples: deque[float] = deque(maxlen=SAMPLES)
+        self._small_steps: deque[float] = deque(maxlen=SAMPLES)
+        self._is_warm = False
+        """Whether an engine's first steps, in which it compiles, are over: one that loads may compute few others."""
+        self.tokens_per_second = 0.0
+        self.step_s = 0.0
+
+    def begin_engine(self, most_running: int, largest_chunk: int) -> None:
+        """Take how many steps vLLM begins at most before the first of them ends, and how many tokens of a prompt the
+        engine computes in a step at most."""
+        self._least_step = min(LEAST_STEP_TOKENS, largest_chunk)
+        self._least_request = min(LEAST_REQUEST_TOKENS, largest_chunk // 2)
+        self._running: deque[tuple[float, int, int]] = deque(maxlen=most_running)
+        """When each step began, its tokens, and those again if it is one of prompts. One that failed never ends: it
+        falls out."""
+
+    def step_begins(self, request_tokens: Collection[int]) -> None:
+        """Note that the scheduler begins a step with so many tokens of each request."""
+        self._running.append((self._clock(), sum(request_tokens), self._prompt_step_tokens(request_tokens)))
+
+    def step_ended(self) -> None:
+        """Note that the output of the first of the steps that run has come."""
+        if not self._running:
+            return
+        now = self._clock()
+        began, all_tokens, tokens = self._running.popleft()
+        seconds = now - max(began, self._ended)  # the engine computed others before
+        self._ended = now
+        if 0 < all_tokens < self._least_step and self._is_warm:
+            self._small_steps.append(seconds)
+            self.step_s = median(self._small_steps)
+        if not tokens:
+            self._tokens, self._seconds = 0, 0.0
+            return
+        self._tokens += tokens
+        self._seconds += seconds
+        if self._tokens >= LEAST_TOKENS:
+            self._note(self._tokens / max(self._seconds, 1e-6))
+            self._tokens, self._seconds = 0, 0.0
+
+    def _note(self, rate: float) -> None:
+        if not self._is_warm:
+            self._is_warm = True
+            return
+        self._samples.append(rate)
+        self.tokens_per_second = median(self._samples)
+
+    def seconds_for(self, keys: Iterable[OffloadKey]) -> float:
+        """Time to compute the blocks of some keys, all of one request; infinite while the rate is not known."""
+        if not self.tokens_per_second:
+            return float("inf")
+        return self.tokens_of(keys) / self.tokens_per_second
+
+    def tokens_of(self, keys: Iterable[OffloadKey]) -> int:
+        counts = Counter(key[-GROUP_ID_BYTES:] for key in keys)
+        return max((count * self._tokens_per_key.get(group, 0) for group, count in counts.items()), default=0)
+
+    def _prompt_step_tokens(self, request_tokens: Collection[int]) -> int:
+        """All tokens of a step that mostly computes prompts; 0 for another."""
+        tokens = sum(request_tokens)
+        if tokens < self._least_step:
+            return 0
+        of_prompts = sum(count for count in request_tokens if count >= self._least_request)
+        return tokens if of_prompts >= PROMPT_SHARE * tokens else 0
+
+
+def largest_chunk_of(config: SchedulerConfig) -> int:
+    """Return how many tokens of a prompt an engine computes in a step at most."""
+    tokens = int(config.max_num_scheduled_tokens or config.max_num_batched_tokens)
+    return min(tokens, config.long_prefill_token_threshold or tokens)
+
+
+LOAD_SAMPLES = 9
 """Loads of about one length that are remembered."""
-LEAST_SAMPLES = 5
+LEAST_LOAD_SAMPLES = 5
 LEAST_DEAR, DEAR_S = 2, 10.0
 """So few are enough where they took so long together: of loads of half a minute there are never five in a while."""
 SAMPLE_AGE_S = 120.0
@@ -45,17 +151,17 @@ class LoadTimes:
 
     def note(self, tokens: int, seconds: float) -> None:
         if tokens > 0:
-            lately = self._samples.setdefault(tokens.bit_length(), deque(maxlen=SAMPLES))
+            lately = self._samples.setdefault(tokens.bit_length(), deque(maxlen=LOAD_SAMPLES))
             lately.append((self._clock(), seconds / tokens))
 
     def seconds_for(self, tokens: int) -> float | None:
         """How long a load of so many tokens takes; None where too few of about that length were measured lately."""
         oldest = self._clock() - SAMPLE_AGE_S
         lately = [per_token for at, per_token in self._samples.get(tokens.bit_length(), ()) if at >= oldest]
-        enough = LEAST_DEAR if tokens * sum(lately) >= DEAR_S else LEAST_SAMPLES
+        enough = LEAST_DEAR if tokens * sum(lately) >= DEAR_S else LEAST_LOAD_SAMPLES
         return tokens * median(lately) if len(lately) >= enough else None
 
-    def pays(self, tokens: int) -> bool:
+    def is_worth_it(self, tokens: int) -> bool:
         """Whether a load of so many tokens is not clearly slower than computing them."""
         loaded_s, rate = self.seconds_for(tokens), self._prefill.tokens_per_second
         if loaded_s is None or not rate:
@@ -108,7 +214,7 @@ class StorePause:
         return self._clock() < self._until
 
 
-class Harm:
+class DoNoHarm:
     """What is known of both, and what the daemon is told of it. Where it is not ``active`` it measures only."""
 
     def __init__(self, prefill: PrefillRate, clock: Callable[[], float], active: bool) -> None:
@@ -127,9 +233,9 @@ class Harm:
         """Tokens a second that are computed, and that loads bring."""
         return self.prefill.tokens_per_second, self.loads.tokens_per_second
 
-    def load_pays(self, tokens: int) -> bool:
+    def load_is_worth_it(self, tokens: int) -> bool:
         """Whether to load so many tokens. Where that begins to be left out, the log says so."""
-        if not self._active or self.loads.pays(tokens):
+        if not self._active or self.loads.is_worth_it(tokens):
             return True
         if (now := self._clock()) >= self._say_at:
             self._say_at = now + SAMPLE_AGE_S

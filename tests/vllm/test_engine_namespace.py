@@ -8,8 +8,13 @@ from typing import Any, cast
 import pytest
 
 from kvoffd_client import NamespaceSpec, SchedulerClient
-from kvoffd_client.vllm.connector_metadata import MemoryReport, NamespacesDiffer, common_namespace
-from kvoffd_client.vllm.namespace_client import PATIENCE_S, EngineNamespace, NamespaceClient
+from kvoffd_client.vllm.engine_namespace import (
+    PATIENCE_S,
+    EngineNamespace,
+    MemoryReport,
+    NamespacesDiffer,
+    common_namespace,
+)
 from tests.kit.clock import Clock
 from tests.kit.vllm_fakes import FakeSchedulerClient
 
@@ -18,16 +23,22 @@ OTHER = NamespaceSpec.named("other")
 
 
 class Harness:
-    """A namespace client and the fakes it made."""
+    """The namespace of an engine with two workers, and the clients that it made."""
 
     def __init__(self) -> None:
+        self.clock = Clock()
         self.made: list[tuple[NamespaceSpec, FakeSchedulerClient]] = []
-        self.client = NamespaceClient(self._make)
+        self.namespace = EngineNamespace(2, self._connect, self.clock)
 
-    def _make(self, namespace: NamespaceSpec) -> SchedulerClient:
-        fake: Any = FakeSchedulerClient(Clock())
+    def _connect(self, namespace: NamespaceSpec) -> SchedulerClient:
+        fake: Any = FakeSchedulerClient(self.clock)
         self.made.append((namespace, fake))
         return cast(SchedulerClient, fake)
+
+    def report(self, weights: str, **changes: Any) -> None:
+        """Both workers report these weights."""
+        generation = self.namespace.generation
+        self.namespace.report({rank: MemoryReport(ONE, weights, generation, **changes) for rank in range(2)})
 
 
 def test_workers_that_agree_have_one_namespace() -> None:
@@ -40,7 +51,7 @@ def test_workers_that_disagree_are_told_apart_by_their_factors() -> None:
 
 
 def test_before_the_namespace_is_known_nothing_is_there_and_nothing_fails() -> None:
-    client = Harness().client
+    client: Any = Harness().namespace.client
     assert not client.ready
     assert client.credit_bytes == 0
     assert client.take_events() == []
@@ -49,53 +60,59 @@ def test_before_the_namespace_is_known_nothing_is_there_and_nothing_fails() -> N
     client.close()
 
 
-def test_joining_makes_the_client_once_for_each_namespace() -> None:
+def test_a_client_is_made_once_for_each_namespace() -> None:
     harness = Harness()
-    harness.client.join(ONE)
-    harness.client.join(replace(ONE))
-    assert harness.client.ready
-    assert [namespace for namespace, _ in harness.made] == [ONE]
-    harness.client.join(OTHER)
-    (_, first), (namespace, second) = harness.made
-    assert namespace is OTHER
-    assert first.closed
-    assert not second.closed
+    for weights in ("a", "a", "b"):
+        harness.report(weights)
+        assert harness.namespace.client is cast(Any, harness.made[-1][1])
+        harness.namespace.leave(engine_cache_kept=False)
+        harness.namespace.ask()
+    (first, closed), (second, client) = harness.made
+    assert first.fingerprint != second.fingerprint
+    assert closed.closed
+    assert not client.closed
 
 
-def test_a_closed_client_joins_nothing() -> None:
+def test_a_closed_one_connects_no_more() -> None:
     harness = Harness()
-    harness.client.join(ONE)
-    harness.client.close()
+    harness.report("a")
+    harness.namespace.close()
     assert harness.made[0][1].closed
-    harness.client.join(OTHER)
+    harness.namespace.leave(engine_cache_kept=False)
+    harness.report("b")
     assert len(harness.made) == 1
 
 
-def engine_namespace() -> tuple[EngineNamespace, Clock]:
-    """The namespace of an engine with two workers."""
-    clock = Clock()
-    return EngineNamespace(2, Harness().client, clock), clock
+def test_a_worker_whose_memory_could_not_be_shared_may_come_back() -> None:
+    harness = Harness()
+    harness.report("a", usable=False)
+    assert not harness.namespace.usable
+    harness.namespace.report({0: MemoryReport(ONE, "a", 0)})
+    assert not harness.namespace.usable, "the other worker's"
+    harness.report("a")
+    assert harness.namespace.usable
 
 
 def test_workers_that_do_not_report_are_waited_for_for_a_while_and_asked_again_after_a_reset() -> None:
-    namespace, clock = engine_namespace()
-    assert namespace.news() == (0, None)
+    harness = Harness()
+    namespace, clock = harness.namespace, harness.clock
+    assert namespace.begin_step() == (0, None)
     namespace.report({0: MemoryReport(ONE, "weights", 0)})
     assert namespace.needs_steps
     clock.now += PATIENCE_S
     assert not namespace.needs_steps
-    assert namespace.news() == (None, None)
+    assert namespace.begin_step() == (None, None)
     namespace.leave(engine_cache_kept=False)
-    assert namespace.news() == (None, None), "nothing is computed yet"
+    assert namespace.begin_step() == (None, None), "nothing is computed yet"
     namespace.ask()
-    assert namespace.news() == (1, None)
+    assert namespace.begin_step() == (1, None)
     namespace.report({rank: MemoryReport(ONE, "weights", 1) for rank in range(2)})
     assert namespace.current is not None
 
 
 @pytest.mark.parametrize(("after", "kept", "may_store"), [("a", True, True), ("b", False, True), ("b", True, False)])
 def test_blocks_of_other_weights_in_vllms_own_cache_are_not_stored(after: str, kept: bool, may_store: bool) -> None:
-    namespace, _ = engine_namespace()
+    namespace = Harness().namespace
     for generation, weights in enumerate(("a", after)):
         if generation:
             namespace.leave(engine_cache_kept=kept)

@@ -8,20 +8,19 @@ from collections.abc import Iterator
 import pytest
 from vllm.v1.kv_offload.base import ReqContext
 
-from kvoffd_client.vllm import connector_stats as stats
-from kvoffd_client.vllm.connector_metadata import KvoffdWorkerMetadata
-from kvoffd_client.vllm.harm import (
-    LEAST_SAMPLES,
+from kvoffd_client.vllm import metrics as stats
+from kvoffd_client.vllm.do_no_harm import (
+    LEAST_LOAD_SAMPLES,
     LEAST_WAITS,
     REPORT_EVERY_S,
     SAMPLE_AGE_S,
     STORE_PAUSE_S,
-    Harm,
+    DoNoHarm,
     LoadTimes,
+    PrefillRate,
     StorePause,
 )
 from kvoffd_client.vllm.log import logger
-from kvoffd_client.vllm.prefill_rate import PrefillRate
 from tests.kit.clock import Clock
 from tests.kit.manager_harness import KEYS, ManagerHarness
 from tests.kit.vllm_fakes import key
@@ -47,8 +46,8 @@ def times(tokens_per_second: float, *loads: tuple[int, float]) -> LoadTimes:
 @pytest.mark.parametrize(
     ("loads", "pays"),
     [
-        ([(1000, 0.5)] * LEAST_SAMPLES, False),
-        ([(1000, 0.5)] * (LEAST_SAMPLES - 1), True),  # too few
+        ([(1000, 0.5)] * LEAST_LOAD_SAMPLES, False),
+        ([(1000, 0.5)] * (LEAST_LOAD_SAMPLES - 1), True),  # too few
         ([(1000, 30.0)] * 2, False),  # enough of those
         ([(1000, 30.0)], True),
         ([(1000, 4.0)] * 2, True),
@@ -62,13 +61,13 @@ def times(tokens_per_second: float, *loads: tuple[int, float]) -> LoadTimes:
 def test_a_load_is_skipped_only_where_enough_loads_of_its_length_were_clearly_slower(
     loads: list[tuple[int, float]], pays: bool
 ) -> None:
-    assert times(10_000, *loads).pays(1000) is pays
+    assert times(10_000, *loads).is_worth_it(1000) is pays
 
 
 def test_what_costs_nothing_to_speak_of_is_loaded_and_so_is_what_is_not_known() -> None:
-    assert times(1_000_000, *[(1000, 0.02)] * 9).pays(1000), "20 ms for 1 ms"
-    assert not times(1_000_000, *[(1000, 0.022)] * 9).pays(1000)
-    assert times(0, *[(1000, 9.0)] * 9).pays(1000), "the engine's rate is not known"
+    assert times(1_000_000, *[(1000, 0.02)] * 9).is_worth_it(1000), "20 ms for 1 ms"
+    assert not times(1_000_000, *[(1000, 0.022)] * 9).is_worth_it(1000)
+    assert times(0, *[(1000, 9.0)] * 9).is_worth_it(1000), "the engine's rate is not known"
     empty = times(10_000, (0, 1.0))
     assert empty.seconds_for(1000) is None
     assert empty.tokens_per_second == 0.0
@@ -77,16 +76,16 @@ def test_what_costs_nothing_to_speak_of_is_loaded_and_so_is_what_is_not_known() 
 def test_after_a_while_it_is_tried_again() -> None:
     clock = Clock()
     found = LoadTimes(computing(clock, 10_000), clock)
-    for _ in range(LEAST_SAMPLES):
+    for _ in range(LEAST_LOAD_SAMPLES):
         found.note(1000, 0.5)
     assert found.tokens_per_second == pytest.approx(2000)
     clock.now += SAMPLE_AGE_S
-    assert not found.pays(1000)
+    assert not found.is_worth_it(1000)
     clock.now += 0.1
-    assert found.pays(1000), "one bad minute does not stop loads for ever"
-    for _ in range(LEAST_SAMPLES):
+    assert found.is_worth_it(1000), "one bad minute does not stop loads for ever"
+    for _ in range(LEAST_LOAD_SAMPLES):
         found.note(1000, 0.5)
-    assert not found.pays(1000), "it was not the minute"
+    assert not found.is_worth_it(1000), "it was not the minute"
 
 
 @pytest.fixture
@@ -118,7 +117,7 @@ def test_stores_pause_where_vllm_waits_for_them_again_and_again(said: pytest.Log
     assert not pause.paused
 
 
-def harness(do_no_harm: bool = True) -> tuple[ManagerHarness, Harm]:
+def harness(do_no_harm: bool = True) -> tuple[ManagerHarness, DoNoHarm]:
     rig = ManagerHarness(do_no_harm=do_no_harm)
     rig.prefill.tokens_per_second = 10_000
     return rig, rig.manager._harm
@@ -127,14 +126,14 @@ def harness(do_no_harm: bool = True) -> tuple[ManagerHarness, Harm]:
 def test_the_manager_counts_what_is_left_out_and_tells_the_daemon(said: pytest.LogCaptureFixture) -> None:
     rig, harm = harness()
     rig.request("r", {key(1)})
-    for _ in range(LEAST_SAMPLES):
-        rig.manager.load_ended([key(1)], 0.5)
-    assert not rig.manager.load_pays("r", 1000)
-    assert not rig.manager.load_pays("r", 1000), "vLLM asks until it is scheduled"
+    for _ in range(LEAST_LOAD_SAMPLES):
+        rig.manager.load_ended([1], 0.5)
+    assert not rig.manager.load_is_worth_it("r", 1000)
+    assert not rig.manager.load_is_worth_it("r", 1000), "vLLM asks until it is scheduled"
     (line,) = {record.getMessage() for record in said.records if record.levelno == logging.WARNING}
     assert "1000 tokens take 0.50 s here, and computing them 0.10 s" in line
     for _ in range(LEAST_WAITS):
-        rig.manager.workers_report(None, usable=True, waited_s=2.0)
+        rig.manager.workers_report(None, 2.0)
     output = rig.manager.prepare_store(KEYS, ReqContext("r"))
     assert output is not None
     assert not list(output.keys_to_store)
@@ -145,7 +144,7 @@ def test_the_manager_counts_what_is_left_out_and_tells_the_daemon(said: pytest.L
     assert rig.client.reports == []
     late = rig.request("late")
     rig.clock.now += REPORT_EVERY_S
-    rig.results(late)
+    rig.manager.start_lookup(late.req_id)
     rig.client.ready = False
     rig.manager.step_begins([1])
     rig.client.ready = True
@@ -161,20 +160,12 @@ def test_the_manager_counts_what_is_left_out_and_tells_the_daemon(said: pytest.L
 def test_switched_off_it_measures_and_leaves_nothing_out(said: pytest.LogCaptureFixture) -> None:
     rig, harm = harness(do_no_harm=False)
     rig.request("r", set())
-    for _ in range(LEAST_SAMPLES):
-        rig.manager.load_ended([key(1)], 0.5)
-        rig.manager.workers_report(None, usable=True, waited_s=2.0)
+    for _ in range(LEAST_LOAD_SAMPLES):
+        rig.manager.load_ended([1], 0.5)
+        rig.manager.workers_report(None, 2.0)
     assert harm.rates == (10_000, pytest.approx(2000))
-    assert rig.manager.load_pays("r", 1000)
+    assert rig.manager.load_is_worth_it("r", 1000)
     output = rig.manager.prepare_store(KEYS, ReqContext("r"))
     assert output is not None
     assert list(output.keys_to_store)
     assert not [one for one in said.records if one.levelno >= logging.WARNING]
-
-
-def test_the_slowest_rank_counts() -> None:
-    one = KvoffdWorkerMetadata(load_seconds={1: 0.1, 2: 0.5}, waited_s=0.3)
-    other = KvoffdWorkerMetadata(load_seconds={1: 0.2, 3: 0.4}, waited_s=0.1)
-    merged = one.aggregate(other)
-    assert merged.load_seconds == {1: 0.2, 2: 0.5, 3: 0.4}
-    assert merged.waited_s == 0.3

@@ -1,0 +1,224 @@
+"""What a user may write into ``kv_connector_extra_config``, and what is refused at the engine's start."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import iter_layer_specs
+
+from kvoffd_client.session import ClientOptions
+from kvoffd_proto.sockets import default_directory
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+# Keys of vLLM's own that reach the offloading connector (0.32 and 0.33); they pass through.
+VLLM_KEYS = frozenset(
+    {
+        "block_size",
+        "blocks_per_chunk",
+        "offload_prompt_only",
+        "self_describing_kv_events",
+        "spec_module_path",
+        "spec_name",
+    }
+)
+
+# Options of vLLM's own offloading that cannot be followed, and why.
+REFUSED = {
+    "canonical_layout": "it keeps each tensor parallel rank's shards as they are (engines of one size share them)",
+    "sync_load_budget_bytes": "a load that fails inside a step cannot be recomputed",
+}
+
+
+@dataclass(frozen=True)
+class ConnectorOptions:
+    """The connector's own options, checked.
+
+    Attributes:
+        directory: where the daemon's sockets are; empty means $KVOFFD_DIRECTORY, else /run/kvoffd.
+        salt: goes into the namespace's fingerprint; engines with different salts share nothing.
+        lookup_deadline_ms: a lookup that has no answer by then is a miss. With ``do_no_harm`` it is one earlier: as
+            soon as computing the prompt would have been done, or after 20 ms while the engine's rate is not known, and
+            earlier still after late answers (``LookupAllowance``).
+        disk_wait_ms: the most that a request waits for blocks which come up from disk or from a shared store, and not
+            at all where the daemon expects that to take longer; 0: it takes what is ready. With ``do_no_harm`` it waits
+            no longer than the engine would compute them. In a second a local SSD brings some gigabytes, tens of
+            thousands of tokens of a model of 8 billion parameters: more than most GPUs compute in that time.
+        store_fence_timeout_s: how long vLLM may wait for a running store before its blocks are reused; then the
+            store is abandoned, in a way that the daemon never commits it.
+        do_no_harm: skip loads that take longer than computing would, and pause stores that vLLM waits for; wait for a
+            lookup no longer than computing would take.
+        strict_version: refuse a vLLM release that this kvoffd was not tested with; else such an engine starts with a
+            warning.
+    """
+
+    directory: str = ""
+    salt: str = ""
+    lookup_deadline_ms: float = 200.0
+    disk_wait_ms: float = 1000.0
+    store_fence_timeout_s: float = 2.0
+    do_no_harm: bool = True
+    strict_version: bool = False
+
+    @property
+    def client_options(self) -> ClientOptions:
+        """Options of the scheduler's client, which must not give up a lookup before the lookup's deadline."""
+        deadline_s = self.lookup_deadline_ms / 1000
+        return ClientOptions(
+            request_timeout_s=max(deadline_s, ClientOptions.request_timeout_s),
+            unresponsive_after_s=max(deadline_s, ClientOptions.unresponsive_after_s),
+        )
+
+    @property
+    def socket_directory(self) -> str:
+        return self.directory or str(default_directory())
+
+
+OWN_KEYS = tuple(item.name for item in fields(ConnectorOptions))
+
+
+def parse_options(extra_config: Mapping[str, object]) -> tuple[ConnectorOptions, list[str]]:
+    """Return the options and the keys that neither kvoffd nor vLLM's offloading connector knows.
+
+    Raises:
+        ValueError: a key that is nearly one of ours, a value of the wrong type or range, or a vLLM option that
+            cannot work with a daemon. The sentence names the key.
+    """
+    unknown = []
+    for key in extra_config:
+        if key in OWN_KEYS or key in VLLM_KEYS:
+            continue
+        if key in REFUSED:
+            if extra_config[key]:
+                raise ValueError(
+                    f"kv_connector_extra_config: {key} cannot be used with KvoffdConnector, since {REFUSED[key]}; "
+                    "leave it out."
+                )
+            continue
+        near = difflib.get_close_matches(key, OWN_KEYS, n=1, cutoff=0.75)
+        if near or key.startswith("kvoffd"):
+            wanted = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(OWN_KEYS)}."
+            raise ValueError(f"kv_connector_extra_config: {key!r} is no option of KvoffdConnector; {wanted}")
+        unknown.append(key)
+    values = {key: _checked(key, extra_config[key]) for key in OWN_KEYS if key in extra_config}
+    return ConnectorOptions(**values), unknown  # type: ignore[arg-type]
+
+
+def _checked(key: str, value: object) -> str | float | bool:
+    default = getattr(ConnectorOptions, key)
+    if isinstance(default, bool):
+        fits, wanted = isinstance(value, bool), "true or false"
+    elif isinstance(default, str):
+        fits, wanted = isinstance(value, str), "a string"
+    else:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        least_fits = number and (value > 0 or (value == 0 and key == "disk_wait_ms"))  # type: ignore[operator]
+        fits, wanted = least_fits and value < 3_600_000, "a positive number"  # type: ignore[operator]
+    if not fits:
+        raise ValueError(f"kv_connector_extra_config: {key!r} must be {wanted}; it is {value!r}.")
+    return type(default)(value)
+
+
+HAS_SLEEP_HOOKS = hasattr(OffloadingConnector, "restore_kv_caches")
+
+
+def check_engine(vllm_config: VllmConfig) -> None:
+    """Raise ValueError where an engine of this configuration (vllm.config.VllmConfig) cannot use kvoffd."""
+    reason = _problem(vllm_config)
+    if reason:
+        raise ValueError(f"kvoffd cannot serve this engine: {reason}")
+
+
+def check_groups(kv_cache_config: KVCacheConfig) -> None:
+    """Raise ValueError where no KV cache group of the engine (KVCacheConfig) can be kept outside it."""
+    if not get_offloading_group_ids(kv_cache_config):
+        raise ValueError(
+            "kvoffd cannot serve this engine: its model keeps nothing that a later prompt could use (no KV cache group "
+            "with prefix caching). Start it without --kv-transfer-config."
+        )
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    if any(getattr(spec, "non_causal", False) for spec in specs):
+        raise ValueError(
+            "kvoffd cannot serve this engine: its attention is not causal, so what a prefix gives depends on what "
+            "follows it. Start it without --kv-transfer-config."
+        )
+
+
+@functools.cache
+def machine_id() -> str:
+    """Return what tells this machine from another one, the same in all its containers; empty where it is unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _problem(vllm_config: VllmConfig) -> str:
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if not (current_platform.is_cuda() or current_platform.is_cpu()):
+        return (
+            f"vLLM runs on {current_platform.device_name or 'another platform'}, and kvoffd moves KV blocks of NVIDIA "
+            "GPUs and of CPUs only. Start it without --kv-transfer-config."
+        )
+    if model.is_encoder_decoder:
+        return (
+            "vLLM gives no KV connector the cache of an encoder-decoder model. Start it without --kv-transfer-config."
+        )
+    if parallel.nnodes_within_dp > 1:
+        return (
+            f"its workers are on {parallel.nnodes_within_dp} nodes, and a daemon has the blocks of one node. Use "
+            "tensor and pipeline parallelism within a node, and data parallelism between nodes."
+        )
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        return (
+            "with external_launcher each rank schedules on its own, and all must do the same, but what the daemon has "
+            "is known to one of them a step earlier than to another. Start it without --kv-transfer-config, or with "
+            "--distributed-executor-backend mp."
+        )
+    if (model.enable_sleep_mode or model.enable_cumem_allocator) and not HAS_SLEEP_HOOKS:
+        return (
+            f"vLLM {vllm.__version__} does not tell connectors when it goes to sleep or releases its KV cache, and a "
+            "sleeping engine has none. Start it without sleep mode and without --enable-cumem-allocator, with which it "
+            "can sleep too, or use vLLM 0.33."
+        )
+    if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
+        return (
+            "its way of pooling needs all tokens of a prompt to be computed, so vLLM supports no prefix caching for "
+            "it, and nothing can be loaded. Start it without --kv-transfer-config, or with LAST as its pooling type "
+            "if the model was trained for that."
+        )
+    if vllm_config.aux_output_config.enabled:
+        return (
+            "it is to return the routed experts of prompts, and has those of tokens that it computed itself: the first "
+            "prompt that comes from the daemon would end it. Start it without --enable-return-routed-experts, or "
+            "without --kv-transfer-config."
+        )
+    if vllm_config.offload_config.prefetch.offload_group_size:
+        return (
+            "its layers take turns in buffers on the GPU, so the digest that tells updated weights would not see "
+            "all of them. Start it without --offload-group-size; --cpu-offload-gb works."
+        )
+    multimodal = model.multimodal_config
+    if (
+        multimodal is not None
+        and not multimodal.language_model_only
+        and multimodal.mm_processor_cache_gb == 0
+        and not vllm_config.cache_config.enable_prefix_caching
+    ):
+        return (
+            "with prefix caching off and mm_processor_cache_gb=0 vLLM does not hash images but numbers them, so one "
+            "user's image would be taken for another's. Start it with --enable-prefix-caching, or with an "
+            "--mm-processor-cache-gb above 0."
+        )
+    return ""

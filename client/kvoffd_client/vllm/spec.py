@@ -1,0 +1,165 @@
+"""Builds the manager and the worker of one engine, as vLLM's OffloadingSpec."""
+
+from __future__ import annotations
+
+import time
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadingWorker,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+from kvoffd_client.cuda.order import OrderedSender
+from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.scheduler_client import SchedulerClient
+from kvoffd_client.vllm.config import parse_options
+from kvoffd_client.vllm.do_no_harm import PrefillRate
+from kvoffd_client.vllm.engine_namespace import EngineNamespace
+from kvoffd_client.vllm.kv_event_translator import KvEventTranslator
+from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, SharedKvMemory, registration_of
+from kvoffd_client.vllm.log import logger
+from kvoffd_client.vllm.lookup_allowance import LookupAllowance
+from kvoffd_client.vllm.manager import ChunkGroup, KvoffdManager, LookupSettings
+from kvoffd_client.vllm.metrics import DEFINITIONS
+from kvoffd_client.vllm.worker import KvoffdWorker
+from kvoffd_client.worker_client import WorkerClient
+from kvoffd_proto.handles import LayerSpec
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
+
+ENGINE_ID_SHOWN = 8
+"""Characters of an engine's id in the names of its sessions: engines of one model are told apart by them."""
+CONFIG_INFO = ("directory", "lookup_deadline_ms", "disk_wait_ms")
+"""Options that vLLM 0.33 publishes as labels of vllm:kv_offload_config_info."""
+
+
+class KvoffdSpec(OffloadingSpec):
+    """vLLM's OffloadingSpec for the daemon.
+
+    KvoffdConnector sets what vLLM's configuration of the offloading does not say, after it has built a worker's half.
+
+    Attributes:
+        namespace: what the worker derived from its configuration.
+        memory: where its KV cache is allocated, on CPU.
+        layers: what the pages of its layers are, per group on the wire.
+    """
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        return dict(DEFINITIONS)
+
+    @classmethod
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
+        return CONFIG_INFO
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        self.options, _ = parse_options(config.extra_config)
+        # All ranks have the same bytes: vLLM has rank 0 alone store, and all ranks load its shard.
+        self.replicated_layout = config.replicated_layout
+        self.namespace: NamespaceSpec | None = None
+        self.memory = SharedKvMemory()
+        self.layers: tuple[tuple[LayerSpec, ...], ...] = ()
+
+    def get_manager(self) -> OffloadingManager:
+        """Return the scheduler's half, which connects in the background."""
+        config, options = self.config, self.options
+        publishes = config.enable_kv_cache_events
+        hashes = [tokens * self.blocks_per_chunk // self.tokens_per_hash for tokens in self.tokens_per_block]
+        # The groups of a hybrid model share their memory: a block of any has so many bytes.
+        shard_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk
+        groups = tuple(
+            ChunkGroup(group.group_id, count, count * self.tokens_per_hash, shard_bytes)
+            for group, count in zip(config.groups, hashes, strict=True)
+        )
+
+        def connect(namespace: NamespaceSpec) -> SchedulerClient:
+            return SchedulerClient(
+                options.socket_directory,
+                namespace,
+                name=self._name(namespace, "scheduler"),
+                software=_software(),
+                subscribe_events=publishes,
+                options=options.client_options,
+            )
+
+        deadline_s = options.lookup_deadline_ms / 1000
+        prefill = PrefillRate({group.suffix: group.tokens_per_chunk for group in groups}, time.monotonic)
+        return KvoffdManager(
+            LookupSettings(
+                EngineNamespace(config.parallel.world_size, connect, time.monotonic),
+                groups,
+                deadline_s,
+                time.monotonic,
+                LookupAllowance(prefill, deadline_s, time.monotonic, active=options.do_no_harm),
+                options.disk_wait_ms / 1000,
+            ),
+            KvEventTranslator([group.group_id for group in groups]) if publishes else None,
+            do_no_harm=options.do_no_harm,
+            config_info={name: getattr(options, name) for name in CONFIG_INFO}
+            | {"directory": options.socket_directory},
+        )
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """Return this worker's half, which registers in the background once it is told its namespace."""
+        if self.namespace is None:
+            raise RuntimeError('KvoffdSpec needs its own connector: use "kv_connector": "KvoffdConnector".')
+        on_gpu = any(cache.tensor.device.type == "cuda" for cache in kv_caches.tensors)
+        return KvoffdWorker(
+            lambda namespace: self.connect_worker(kv_caches, namespace),
+            blocks_per_chunk=self.blocks_per_chunk,
+            key_bytes=self.namespace.key_bytes,
+            fence_timeout_s=self.options.store_fence_timeout_s,
+            keep_leases=self.replicated_layout,
+            sender=OrderedSender(RecordedEvent) if on_gpu else None,
+        )
+
+    def connect_worker(self, kv_caches: CanonicalKVCaches, namespace: NamespaceSpec) -> WorkerClient | None:
+        """Return a client with the memory registered, or None, with one warning, when it cannot be shared."""
+        rank = self.config.parallel.rank
+        shard = 0 if self.replicated_layout else rank
+        try:
+            registration = registration_of(kv_caches, self.memory.memories, shard, self.blocks_per_chunk, self.layers)
+        except NotShareable as reason:
+            logger.warning("kvoffd: worker %d stores and loads nothing. %s", rank, reason)
+            return None
+        return WorkerClient(
+            self.options.socket_directory,
+            namespace,
+            registration,
+            name=self._name(namespace, f"worker {rank}"),
+            software=_software(),
+        )
+
+    def _name(self, namespace: NamespaceSpec, role: str) -> str:
+        # vLLM tells each replica of a dense model that it is the only one, but for its index and the engine's id.
+        engine_id, index = str(self.config.engine_id), self.config.parallel.data_parallel_index
+        replica = f" replica {index}" if engine_id.endswith(f"_dp{index}") else ""
+        return f"vllm:{engine_id[:ENGINE_ID_SHOWN]} {namespace.label[:80]}{replica} {role}"
+
+
+def name_spec(transfer_config: KVTransferConfig) -> None:
+    """Have vLLM find our spec, so that users need not name it."""
+    name = KvoffdSpec.__name__
+    try:
+        OffloadingSpecFactory.register_spec(name, __name__, name)
+    except ValueError:
+        pass  # it is registered already
+    transfer_config.kv_connector_extra_config["spec_name"] = name
+
+
+def _software() -> str:
+    try:
+        own = version("kvoffd")
+    except PackageNotFoundError:
+        own = "unknown"
+    return f"kvoffd {own}, vllm {vllm.__version__}"[:128]

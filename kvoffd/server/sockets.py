@@ -1,0 +1,286 @@
+"""``jobs.sock`` and ``events.sock``: a ROUTER and a PUB socket of libzmq on the event loop.
+
+libzmq moves the bytes in a thread of its own, without the GIL. The loop reads whole messages, of one client after the
+other. What a client does not read is bounded by count: beyond ``QUEUED_MESSAGES`` its replies and publications are
+dropped. Its session keeps its results until it acknowledges them, and it asks for what it lacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice
+from math import inf
+from pathlib import Path
+from typing import Protocol, cast
+
+import zmq
+
+from kvoffd.config import Config
+from kvoffd.observe.logging import RareWarnings
+from kvoffd.server.context import Context, Outbox
+from kvoffd.server.publisher import Frames
+from kvoffd.server.session import Peer
+from kvoffd.server.sessions import may_connect
+from kvoffd.system.directory import DaemonDirectory
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.events import SEQUENCE_BYTES
+
+logger = logging.getLogger(__name__)
+
+QUEUED_MESSAGES = 1000
+"""Messages to or from one client that wait. Never 0: to libzmq that is no bound at all."""
+MAX_SUBSCRIPTION_BYTES = 4096
+BACKLOG = 1024
+DRAIN_S, DRAINED_AT_ONCE = 0.002, 64
+"""How long, and how many messages, before the loop looks at lifelines and timers."""
+REPLAYED_AT_ONCE = 64
+NOBODY = 2**32 - 1
+"""No user and no group has this id."""
+# pyzmq makes an enum's member of each of these where it is given one; plain numbers are faster.
+_NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+
+
+class RequestService(Protocol):
+    """What answers requests: the daemon's Service."""
+
+    context: Context
+
+    def handle(self, route: bytes, frame: bytes) -> None: ...
+    def replay_events(self, route: bytes, start: bytes) -> None: ...
+    def flush(self) -> Outbox: ...
+    def after_send(self) -> None: ...
+    def background(self) -> bool: ...
+
+
+class Sockets:
+    """Both sockets of one daemon, and ``post``, by which other threads reach its loop. All else is for the loop's own.
+
+    libzmq's descriptor is edge-triggered: it stays silent while messages wait that were there before, and every call
+    may consume the edge. So the socket is asked for its events after the last use of it, and at each tick.
+    """
+
+    def __init__(self, config: Config, directory: DaemonDirectory) -> None:
+        self._config = config
+        self._directory = directory
+        self._loop = asyncio.get_running_loop()
+        self._posted: deque[Callable[[], None]] = deque()
+        self._post_woke = self._due = False
+        self._service: RequestService | None = None
+        """While the sockets are open."""
+        self._closed = False
+        self._replays: dict[bytes, Iterator[Frames]] = {}
+        """KV events that are still to be sent again, by client."""
+        self._warnings = RareWarnings(logger)
+        _seed_routing_ids()
+        self._zmq = zmq.Context(io_threads=1)
+        self._admission = self._zmq.socket(zmq.REP)
+        self._jobs = self._zmq.socket(zmq.ROUTER)
+        self._events = self._zmq.socket(zmq.PUB)
+
+    def open(self, service: RequestService) -> None:
+        """Bind both sockets. Raises OSError."""
+        self._service = service
+        paths = self._directory.sockets
+        try:
+            self._admission.bind("inproc://zeromq.zap.01")
+            # Without it libzmq finds the newcomer with the name of a client that it still holds for connected, and
+            # ignores it.
+            self._jobs.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            # Without it replies vanish uncounted.
+            self._jobs.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            # A frame that is a little too long is answered; one beyond this ends the connection without a word.
+            self._bind(self._jobs, paths.jobs, 2 * self._config.limits.max_frame_bytes)
+            self._bind(self._events, paths.events, MAX_SUBSCRIPTION_BYTES)
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, error.strerror) from error
+        self._loop.add_reader(self._admission.FD, self._admit)
+        self._loop.add_reader(self._jobs.FD, self._drain)
+        self.wake()
+
+    def _bind(self, socket: zmq.Socket[bytes], path: Path, max_message_bytes: int) -> None:
+        socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
+        socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
+        socket.setsockopt(zmq.BACKLOG, BACKLOG)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+        socket.setsockopt(zmq.ZAP_DOMAIN, b"kvoffd")
+        socket.bind(f"ipc://{path}")
+        self._directory.open_to_group(path)
+
+    def close(self, linger_ms: int) -> None:
+        """Send what is queued, for ``linger_ms`` at most, and close."""
+        for socket in (self._admission, self._jobs):
+            if self._service is not None:
+                self._loop.remove_reader(socket.FD)
+        self._service, self._closed = None, True
+        for socket in (self._jobs, self._events, self._admission):
+            socket.close(linger=linger_ms)
+        self._zmq.term()
+
+    # --- the loop ---------------------------------------------------------------------------------
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Have ``call`` made in the loop's thread, and what it leaves to send sent. For any thread."""
+        self._posted.append(call)
+        if not self._post_woke:  # asked after the append: _drain has seen the call, or has taken this back before
+            self._post_woke = True
+            try:
+                self._loop.call_soon_threadsafe(self._drain)
+            except RuntimeError:
+                pass  # the loop has ended; so have all sessions
+
+    def wake(self) -> None:
+        """Read and send soon: something other than a message changed what is to be sent."""
+        if not self._due:
+            self._due = True
+            self._loop.call_soon(self._drain)
+
+    def work_off(self) -> None:
+        """Make all calls that other threads have posted, and send what they leave."""
+        self._make_calls(inf)
+        self.flush()
+
+    def serve(self) -> bool:
+        """As after a message, and what a lost edge has left. At each tick. False where it failed inside the daemon."""
+        self._admit()
+        return self._drain()
+
+    def _drain(self) -> bool:
+        """Make the calls of other threads, and answer requests, until none waits or others must have the loop."""
+        self._due = self._post_woke = False
+        if self._closed:  # the pool may be unmapped
+            return True
+        try:
+            until = self._loop.time() + DRAIN_S
+            more = self._make_calls(until)
+            if self._service is not None:
+                more = self._answer(self._service, until) or more
+        except Exception:  # the loop that serves engines must outlive it; the tick goes on
+            logger.exception("An iteration of the message loop failed.")
+            return False
+        if more:
+            self.wake()
+        return True
+
+    def _make_calls(self, until: float) -> bool:
+        """Make the calls that have arrived; True when some are left."""
+        for _ in range(len(self._posted)):
+            call = self._posted.popleft()
+            try:
+                call()
+            except Exception:
+                logger.exception("The end of a copy, or of a mapping, failed inside the daemon.")
+            if self._loop.time() > until:
+                break
+        return bool(self._posted)
+
+    def _answer(self, service: RequestService, until: float) -> bool:
+        """Answer the requests that have arrived; True when there may be more to do at once."""
+        more = True
+        for _ in range(DRAINED_AT_ONCE):
+            if not _has_message(self._jobs):
+                more = False
+                break
+            self._receive(service)
+            self.flush()  # a reply does not wait for other requests; its lookup's pins are entered before them
+            if self._loop.time() > until:
+                break
+        more = service.background() or more
+        sent = self.flush()
+        return self._replay_on() or sent or more  # what was sent may have consumed the edge
+
+    def _receive(self, service: RequestService) -> None:
+        route = self._jobs.recv(_NOBLOCK)
+        frames = [self._jobs.recv(_NOBLOCK, copy=False)]
+        while frames[-1].more:
+            frames.append(self._jobs.recv(_NOBLOCK, copy=False))
+        first, last = frames[0].bytes, frames[-1].bytes
+        if len(frames) == 1:
+            service.handle(route, last)
+        elif len(frames) == 2 and not first and len(last) == SEQUENCE_BYTES:
+            service.replay_events(route, last)
+        else:
+            service.handle(route, b"")  # no request: the decoder refuses it, and the sender hears why
+
+    def flush(self) -> bool:
+        """Send replies and publications; True when there were replies."""
+        service = self._service
+        if service is None:
+            return False
+        outbox = service.flush()
+        if outbox.publications:
+            self._events.get(_EVENTS)  # takes subscriptions that have arrived; sending does so once in a millisecond
+            for topic, number, payload in outbox.publications:
+                self._events.send(topic, _SNDMORE)
+                self._events.send(number, _SNDMORE)
+                self._events.send(payload)  # never waits: PUB drops what a subscriber has no room for
+        for route, frame in outbox.replies:  # after the completions: a reply may tell the client to look for them
+            self._send(route, frame)
+        self._replays.update(outbox.event_replays)
+        service.after_send()
+        return bool(outbox.replies)
+
+    def _send(self, route: bytes, *frames: bytes) -> bool:
+        try:
+            self._jobs.send(route, _NOBLOCK | _SNDMORE)
+        except zmq.ZMQError as error:
+            assert self._service is not None
+            self._service.context.replies_dropped["unread" if isinstance(error, zmq.Again) else "gone"] += 1
+            return False
+        for frame in frames[:-1]:
+            self._jobs.send(frame, _NOBLOCK | _SNDMORE)
+        self._jobs.send(frames[-1], _NOBLOCK)
+        return True
+
+    def _replay_on(self) -> bool:
+        """Send again what clients asked for; True when more of it can be sent at once."""
+        for route, messages in list(self._replays.items()):
+            some = list(islice(messages, REPLAYED_AT_ONCE))
+            sent = all(self._send(route, b"", *message) for message in some)
+            if not sent or len(some) < REPLAYED_AT_ONCE:  # who does not read finds a gap, and asks again
+                del self._replays[route]
+        return bool(self._replays)
+
+    # --- who may connect --------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Answer libzmq, which asks for each connection (ZeroMQ RFC 27) and tells the peer's credentials."""
+        while self._service is not None and _has_message(self._admission):
+            _, request_id, _, address, *_ = self._admission.recv_multipart(_NOBLOCK)
+            peer = _peer_at(address)
+            allowed = peer.pid == os.getpid() or may_connect(peer, self._config)
+            if not allowed:
+                self._service.context.count_error(ErrorCode.FORBIDDEN)
+                self._warnings.warn(
+                    "A connection was refused: user %d (group %d) may not use this kvoffd.", peer.uid, peer.gid
+                )
+            status = b"200" if allowed else b"400"
+            self._admission.send_multipart([b"1.0", request_id, status, b"", b"", b""], _NOBLOCK)
+
+
+def _has_message(socket: zmq.Socket[bytes]) -> bool:
+    return bool(cast(int, socket.get(_EVENTS)) & _POLLIN)
+
+
+def _peer_at(address: bytes) -> Peer:
+    """The peer that libzmq names ``localhost:UID:GID:PID``; nobody where it names none."""
+    try:
+        _, uid, gid, pid = address.split(b":")
+        return Peer(int(pid), int(uid), int(gid))
+    except ValueError:
+        return Peer(0, NOBODY, NOBODY)
+
+
+def _seed_routing_ids() -> None:
+    """Have libzmq name its clients by numbers that nobody chooses by accident.
+
+    A ROUTER counts from a number of the C library's rand(). It ends the process (an assertion of libzmq 4.3.5) when a
+    client has given itself the name that it comes to.
+    """
+    ctypes.CDLL(None).srand(ctypes.c_uint(int.from_bytes(os.urandom(4), "little")))

@@ -1,0 +1,287 @@
+"""The sockets of requests and events on a loop of their own, over a service that only answers."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import uvloop
+import zmq
+
+from kvoffd.config import Config
+from kvoffd.server.context import Outbox
+from kvoffd.server.sockets import QUEUED_MESSAGES, RequestService, Sockets
+from kvoffd.system.directory import DaemonDirectory
+
+WAIT_MS = 10_000
+
+
+class Echo:
+    """A service that sends each request back, and what else a test wants."""
+
+    def __init__(self) -> None:
+        self.context: Any = SimpleNamespace(replies_dropped=Counter())
+        self.outbox = Outbox()
+        self.during: Callable[[bytes], None] = lambda frame: None
+        self.steps = 0
+        """Of background work that are left."""
+
+    def handle(self, route: bytes, frame: bytes) -> None:
+        self.during(frame)
+        self.outbox.replies.append((route, frame))
+
+    def replay_events(self, route: bytes, start: bytes) -> None:
+        self.outbox.event_replays.append((route, iter([(b"topic", start, b"payload")] * 200)))
+
+    def flush(self) -> Outbox:
+        outbox, self.outbox = self.outbox, Outbox()
+        return outbox
+
+    def after_send(self) -> None:
+        pass
+
+    def background(self) -> bool:
+        self.steps = max(0, self.steps - 1)
+        return self.steps > 0
+
+
+class Room:
+    """Open sockets in a loop that nothing wakes but they themselves, and clients in other threads."""
+
+    def __init__(self, service: Echo, sockets: Sockets, directory: Path) -> None:
+        self.service = service
+        self.sockets = sockets
+        self.directory = directory
+        self._zmq = zmq.Context()
+        self._clients: list[zmq.Socket[bytes]] = []
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close(linger=0)
+        self._zmq.term()
+
+    def client(self, kind: int = zmq.DEALER, routing_id: bytes = b"", unread: int = 1000) -> zmq.Socket[bytes]:
+        """A connected client, in whose own queue as many messages wait as ``unread``."""
+        client = self._zmq.socket(kind)
+        self._clients.append(client)
+        options: dict[int, int | bytes] = {zmq.LINGER: 0, zmq.RCVTIMEO: WAIT_MS, zmq.RCVHWM: unread}
+        for option, value in (options | ({zmq.ROUTING_ID: routing_id} if routing_id else {})).items():
+            client.setsockopt(option, value)
+        client.connect(f"ipc://{self.directory}/{'events' if kind == zmq.SUB else 'jobs'}.sock")
+        return client
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvoffd-", dir="/tmp") as made:
+        yield Path(made)
+
+
+def with_clients(directory: Path, run: Callable[[Room], None], service: Echo | None = None) -> Echo:
+    """Run clients in a thread while the loop serves them. There is no tick: an edge that is lost hangs a client."""
+    service = service or Echo()
+
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+        owned = DaemonDirectory(directory)
+        owned.acquire()
+        sockets = Sockets(Config(), owned)
+        sockets.open(cast(RequestService, service))
+        room = Room(service, sockets, directory)
+        try:
+            await loop.run_in_executor(None, run, room)
+        finally:
+            room.close()
+            sockets.close(0)
+            owned.release()
+
+    uvloop.run(serve())
+    return service
+
+
+def test_every_request_is_answered_without_a_tick(directory: Path) -> None:
+    def run(room: Room) -> None:
+        def ask(count: int) -> None:
+            client = room.client()
+            for number in range(count):
+                client.send(b"%d" % number)
+                assert client.recv() == b"%d" % number
+
+        threads = [threading.Thread(target=ask, args=(1000,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    with_clients(directory, run)
+
+
+def test_a_message_that_comes_while_another_is_answered_is_not_lost(directory: Path) -> None:
+    """Sending consumes libzmq's edge. Who only sleeps until the next one would leave the message where it is."""
+    service, other_sent = Echo(), threading.Event()
+
+    def during(frame: bytes) -> None:
+        if frame == b"slow":
+            assert other_sent.wait(10)
+            time.sleep(0.02)  # now libzmq has it
+
+    service.during = during
+
+    def run(room: Room) -> None:
+        slow, fast = room.client(), room.client()
+        fast.send(b"first")  # connected now
+        assert fast.recv() == b"first"
+        for _ in range(20):
+            other_sent.clear()
+            slow.send(b"slow")
+            time.sleep(0.005)
+            fast.send(b"fast")
+            other_sent.set()
+            assert slow.recv() == b"slow"
+            assert fast.recv() == b"fast"
+
+    with_clients(directory, run, service)
+
+
+def test_calls_of_other_threads_are_made_and_what_they_leave_is_sent(directory: Path) -> None:
+    service = Echo()
+
+    def run(room: Room) -> None:
+        subscriber, client = room.client(zmq.SUB), room.client()
+        subscriber.setsockopt(zmq.SUBSCRIBE, b"topic")
+        client.send(b"")
+        assert client.recv() == b""
+        made: list[int] = []
+
+        def publish(number: int) -> None:
+            made.append(number)
+            if number == 500:
+                raise RuntimeError("planted")
+            service.outbox.publications.append((b"topic", b"%d" % number, b"payload"))
+
+        deadline = time.monotonic() + 10
+        while not subscriber.poll(10):  # until the subscription has arrived
+            assert time.monotonic() < deadline
+            room.sockets.post(lambda: service.outbox.publications.append((b"topic", b"early", b"")))
+        for number in range(1000):
+            room.sockets.post(lambda number=number: publish(number))  # type: ignore[misc]
+        numbers = []
+        while not numbers or numbers[-1] != 999:
+            _, number, _ = subscriber.recv_multipart()
+            numbers += [int(number)] if number != b"early" else []
+        assert numbers == [number for number in range(1000) if number != 500]
+        assert made == list(range(1000))
+
+    with_clients(directory, run, service)
+
+
+def test_replies_beyond_the_high_water_mark_are_counted_and_others_are_answered(directory: Path) -> None:
+    def run(room: Room) -> None:
+        reader, other = room.client(unread=1), room.client()
+        large, count = bytes(50_000), QUEUED_MESSAGES + 500
+        for number in range(count):
+            reader.send(large if number else b"first")
+            if not number % 100:
+                other.send(b"other")
+                assert other.recv() == b"other"
+        unread = room.service.context.replies_dropped
+        deadline = time.monotonic() + 10
+        while not unread["unread"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        read = 0
+        while reader.poll(500):
+            assert reader.recv() == (large if read else b"first")
+            read += 1
+        assert read + unread["unread"] == count
+        reader.send(b"last")
+        assert reader.recv() == b"last"
+
+    service = with_clients(directory, run)
+    assert not service.context.replies_dropped["gone"]
+
+
+def test_replies_to_who_is_gone_are_counted(directory: Path) -> None:
+    service, gone = Echo(), threading.Event()
+    service.during = lambda frame: bool(frame == b"gone" and gone.wait(10) and time.sleep(0.05))  # type: ignore[func-returns-value, assignment]
+
+    def run(room: Room) -> None:
+        client = room.client()
+        client.send(b"here")
+        assert client.recv() == b"here"
+        client.send(b"gone")
+        time.sleep(0.05)
+        client.close(linger=0)
+        gone.set()
+        other = room.client()
+        other.send(b"other")
+        assert other.recv() == b"other"
+
+    assert with_clients(directory, run, service).context.replies_dropped == {"gone": 1}
+
+
+def test_who_connects_again_under_its_own_name_is_answered(directory: Path) -> None:
+    """As a client does whose connection broke: the daemon may not have noticed yet that the old one is gone."""
+
+    def run(room: Room) -> None:
+        for number in range(20):
+            client = room.client(routing_id=b"k" + bytes(16))  # the old connection stays
+            client.send(b"%d" % number)
+            assert client.recv() == b"%d" % number
+
+    with_clients(directory, run)
+
+
+def test_a_frame_that_is_much_too_long_costs_the_connection_and_the_client_connects_again(directory: Path) -> None:
+    def run(room: Room) -> None:
+        client, limit = room.client(), 2 * Config().max_frame_bytes
+        client.send(bytes(limit))
+        assert len(client.recv()) == limit
+        client.send(bytes(limit + 1))
+        client.setsockopt(zmq.RCVTIMEO, 100)
+        deadline = time.monotonic() + 10
+        while True:
+            assert time.monotonic() < deadline
+            client.send(b"again")
+            try:
+                assert client.recv() == b"again"
+            except zmq.Again:
+                continue
+            break
+
+    with_clients(directory, run)
+
+
+def test_background_work_goes_on_while_nobody_asks(directory: Path) -> None:
+    service = Echo()
+    service.steps = 50
+
+    def run(room: Room) -> None:
+        deadline = time.monotonic() + 10
+        while service.steps:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    with_clients(directory, run, service)
+
+
+def test_a_replay_is_sent_beside_other_requests(directory: Path) -> None:
+    def run(room: Room) -> None:
+        reader, other = room.client(), room.client()
+        reader.send_multipart([b"", bytes(8)])
+        other.send(b"other")
+        assert other.recv() == b"other"
+        for _ in range(200):
+            assert reader.recv_multipart() == [b"", b"topic", bytes(8), b"payload"]
+        reader.send_multipart([b"no", b"request"])
+        assert reader.recv() == b""
+
+    with_clients(directory, run)
