@@ -274,7 +274,6 @@ class Limits:
     """Share of the pool that leases may hold."""
     lease_ttl_s: float = 30.0
     heartbeat_interval_s: float = 2.0
-    event_buffer_steps: int = 10_000
     sessions_bytes: int = 192 * 1024**2
     partial_timeout_s: float = 60.0
     """After which a block that still lacks a rank's shard is dropped."""
@@ -479,6 +478,7 @@ class Config:
 
 _CONSTANT = "its value is a constant that nobody had to change; remove it."
 _ROUTERS = "point routers at the engines' own KV event streams, which show the host tiers too."
+_REPLAYS = "events are not replayed; remove it."
 _TCP = "there is no administration over TCP; look over HTTP (http_address), change on the machine itself."
 _ORDINARY = "who may connect may read and write blocks as an engine does; remove it."
 REMOVED = {
@@ -511,7 +511,6 @@ REMOVED = {
             "disk_write_rate",
             "shared_write_rate",
             "shared_ask_deadline",
-            "event_buffer_steps",
         ],
         _CONSTANT,
     ),
@@ -519,6 +518,7 @@ REMOVED = {
         ["event_address", "event_connect", "event_replay_address", "event_node", "event_heartbeat", "event_index_size"],
         _ROUTERS,
     ),
+    "event_buffer_steps": _REPLAYS,
     **dict.fromkeys(["admin_address", "admin_key_file", "admin_clients_file"], _TCP),
     **dict.fromkeys(["block_access", "block_uids"], _ORDINARY),
 }

@@ -14,7 +14,7 @@ from kvoffd_client.event_stream import EventStream
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.session import DEFAULT_OPTIONS, ClientOptions, ReplyOrError, Session, Transport, new_lease_id
 from kvoffd_proto import messages as m
-from kvoffd_proto.events import END_OF_REPLAY, KV_TOPIC_PREFIX, SEQUENCE_BYTES, KvEvent, kv_topic
+from kvoffd_proto.events import SEQUENCE_BYTES, KvEvent, kv_topic
 
 MAX_RENEWALS = 65536
 """Leases that one Heartbeat can name."""
@@ -121,12 +121,11 @@ class SchedulerClient(Session):
         self._unanswered: set[int] = set()
         self._unwanted: set[int] = set()
         """Leases to release once their lookups are answered."""
-        self._replay_deadline = 0.0
         self._transport.start(self)
 
     @property
     def events_lost(self) -> int:
-        """KV event messages that no replay could bring, and events dropped because take_events() was not called."""
+        """KV event messages that did not come, and events dropped because take_events() was not called."""
         return 0 if self._events is None else self._events.lost
 
     def lookup(self, groups: Sequence[m.GroupKeys], again: bool = False) -> Lookup:
@@ -199,9 +198,10 @@ class SchedulerClient(Session):
         return self._outcome_of(self._reset, timeout_s) == [True]
 
     def take_events(self) -> list[KvEvent]:
-        """KV events of the namespace since the last call, in order, from the start of the daemon's life.
+        """KV events of the namespace since the last call, in order.
 
-        When the daemon was restarted, ``AllBlocksCleared`` comes first, since the new one's index began empty.
+        ``AllBlocksCleared`` comes first, again after each loss of the connection, and where events were lost: of the
+        blocks that the daemon has by then nothing is known.
         """
         if self._events is None:
             return []
@@ -275,20 +275,14 @@ class SchedulerClient(Session):
     # --- what Session asks of a role --------------------------------------------------------------
 
     def _topics(self) -> Sequence[bytes]:
-        return [] if self._events is None else [KV_TOPIC_PREFIX]
-
-    def _on_epoch(self, epoch: int) -> None:
-        if self._events is not None:
-            self._events.new_epoch(epoch)
-
-    def _role_ready(self, now: float) -> None:
-        self._replay_deadline = 0.0
-        self._replay_events(now)
+        return [] if self._events is None else [self._events.topic]
 
     def _role_disconnected(self, now: float) -> None:
         leases, self._leases = self._leases, {}
         for found, _ in leases.values():
             found.alive = False
+        if self._events is not None:
+            self._events.disconnected()
 
     def _renewals(self, now: float) -> list[int]:
         for lease_id, (found, ends_at) in list(self._leases.items()):
@@ -306,34 +300,12 @@ class SchedulerClient(Session):
                 del self._leases[lease_id]
             elif before < ends_at and found.answered_at <= sent_at:
                 self._leases[lease_id] = (found, ends_at)
-        # Only a replay tells whether the last messages before a silence were dropped.
-        self._replay_events(now)
 
     # --- KV events -------------------------------------------------------------------------------
 
     def on_publication(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
-        if self._events is None or not topic.startswith(KV_TOPIC_PREFIX) or len(sequence) != SEQUENCE_BYTES:
-            return
-        self._events.message(topic, sequence, payload)
-        if self._events.has_gap:
-            self._replay_events(now)
-
-    def on_event_replay(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
-        if self._events is None or len(sequence) != SEQUENCE_BYTES:
-            return
-        self._events.replayed(topic, sequence, payload)
-        if sequence == END_OF_REPLAY:
-            self._replay_deadline = 0.0
-            if self._events.has_gap:  # it opened while the replay ran
-                self._replay_events(now)
-
-    def _replay_events(self, now: float) -> None:
-        """Ask for what is missing, in the format of vLLM's event publisher; one such request at a time."""
-        if self._events is None or not self.ready or now < self._replay_deadline:
-            return
-        start = self._events.begin_replay().to_bytes(SEQUENCE_BYTES, "big")
-        if self._transport.send((b"", start)):
-            self._replay_deadline = now + self._options.request_timeout_s
+        if self._events is not None and topic == self._events.topic and len(sequence) == SEQUENCE_BYTES:
+            self._events.message(sequence, payload)
 
 
 def _parts_of(groups: Sequence[m.GroupKeys], key_counts: Sequence[int], most: int) -> list[_Part]:

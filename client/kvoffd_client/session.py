@@ -420,7 +420,6 @@ class Session(Closing):
             )
             self._end_refused(RequestRefused(ErrorCode.BAD_VERSION, sentence), now)
             return
-        self._on_epoch(greeting.epoch)
         self._epoch, self._session_id, self._token = greeting.epoch, greeting.session_id, greeting.token
         self._limits = None  # those of another daemon may be too low for a handshake
         self._phase = Phase.HELLO
@@ -568,9 +567,6 @@ class Session(Closing):
     def on_publication(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
         """Take a message from the events socket."""
 
-    def on_event_replay(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
-        """Take a part of a KV event replay from the jobs socket."""
-
     def _after_namespace_opened(self, now: float) -> None:
         self._become_ready(now)
 
@@ -579,8 +575,6 @@ class Session(Closing):
 
     def _topics(self) -> Sequence[bytes]:
         return ()
-
-    def _on_epoch(self, epoch: int) -> None: ...
 
     def _role_ready(self, now: float) -> None: ...
 

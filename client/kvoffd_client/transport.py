@@ -305,9 +305,6 @@ class SocketTransport(AbstractContextManager[float]):
 
     def _on_reply(self, frames: list[bytes]) -> None:
         now = time.monotonic()
-        if len(frames) == 4 and not frames[0]:
-            self._session.on_event_replay(frames[1], frames[2], frames[3], now)
-            return
         try:
             reply = decode_reply(frames[0] if len(frames) == 1 else b"")
         except CodecError as error:

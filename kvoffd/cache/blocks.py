@@ -26,7 +26,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvoffd.cache.hooks import CacheListener, TieringHooks
+from kvoffd.cache.hooks import BlockTokens, CacheListener, TieringHooks
 from kvoffd.cache.inherited import InheritedBlocks, SomeBlocks
 from kvoffd.cache.misses import Misses
 from kvoffd.cache.namespace import (
@@ -137,11 +137,18 @@ class Blocks(Room):
             self._move([block], READY, WRITING)
             self._listener.removed(block.namespace, block.group, [block.key])
 
-    def finish_shards(self, blocks: Sequence[Block], rank: int, shard_bytes: int, checksums: Sequence[int]) -> int:
+    def finish_shards(
+        self,
+        blocks: Sequence[Block],
+        rank: int,
+        shard_bytes: int,
+        checksums: Sequence[int],
+        tokens: Mapping[bytes, BlockTokens],
+    ) -> int:
         """A store wrote this rank's shards of ``blocks``, all of one group. Returns how many became ready.
 
         ``checksums`` are those of the shards, 0 where one is still to be taken; where there are none the shards are
-        never verified.
+        never verified. ``tokens`` go with the event.
         """
         ready: list[Block] = []
         sums = checksums or [0] * len(blocks)
@@ -172,15 +179,16 @@ class Blocks(Room):
             offsets, first_blocks, written_sums = zip(*written, strict=True)
             self._slots.mark_all_ready(offsets, first_blocks, shard_bytes, written_sums)
         if ready:
-            self._make_ready(ready)
+            self._make_ready(ready, tokens)
         return len(ready)
 
-    def _make_ready(self, tail_first: Sequence[Block]) -> None:
-        namespace = tail_first[0].namespace
+    def _make_ready(self, tail_first: Sequence[Block], tokens: Mapping[bytes, BlockTokens]) -> None:
+        namespace, group = tail_first[0].namespace, tail_first[0].group
         self._move(tail_first, WRITING, READY)
         self._policy.insert(tail_first)
         namespace.counters.stored_blocks += len(tail_first)
-        self._listener.stored(namespace, tail_first[0].group, [block.key for block in reversed(tail_first)])
+        keys = [block.key for block in reversed(tail_first)]
+        self._listener.stored(namespace, group, keys, tokens=tokens)
 
     def abandon_shards(self, blocks: Sequence[Block], rank: int) -> None:
         """A store failed: its shards go; what other ranks wrote of the blocks waits for another one."""

@@ -243,7 +243,7 @@ class BlockCache(LeasedBlocks):
         self.stores.remove(ticket)
         length = ticket.namespace.shard_length(ticket.rank, ticket.group)
         blocks = self.blocks
-        ready = blocks.finish_shards(ticket.blocks, ticket.rank, length, ticket.checksums)
+        ready = blocks.finish_shards(ticket.blocks, ticket.rank, length, ticket.checksums, ticket.tokens)
         if ready and blocks.tiering is not None:
             blocks.tiering.stored([block for block in ticket.blocks if block.state is READY])
         return ready

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 from kvoffd.cache.namespace import Block, MissReason, Namespace
 from kvoffd_proto.events import MEDIUM_CPU
+
+
+class BlockTokens(NamedTuple):
+    """What a store told of a block, as in ``GroupTransfer``: the key before it, and its token ids."""
+
+    parent: bytes
+    token_ids: bytes
+
+
+NO_TOKENS: Mapping[bytes, BlockTokens] = MappingProxyType({})
 
 
 class CacheListener(Protocol):
@@ -16,8 +27,15 @@ class CacheListener(Protocol):
     It is called in the middle of a change and must not call the cache.
     """
 
-    def stored(self, namespace: Namespace, group: int, keys: list[bytes], medium: str = MEDIUM_CPU) -> None:
-        """These keys are there from now on; none of them was before."""
+    def stored(
+        self,
+        namespace: Namespace,
+        group: int,
+        keys: list[bytes],
+        medium: str = MEDIUM_CPU,
+        tokens: Mapping[bytes, BlockTokens] = NO_TOKENS,
+    ) -> None:
+        """These keys are there from now on; none of them was before. ``tokens``: of those of which a store told it."""
 
     def removed(self, namespace: Namespace, group: int, keys: list[bytes], medium: str = MEDIUM_CPU) -> None:
         """These keys are not there any more; all of them were before."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 
+from kvoffd.cache.hooks import NO_TOKENS, BlockTokens
 from kvoffd.cache.namespace import Block, Namespace
 from kvoffd.cache.session_memory import SessionMemory
 
@@ -199,6 +200,8 @@ class StoreTicket:
     """Indices of the keys that are copied, declined, or found no room, under an earlier index."""
     declined: list[int] = field(default_factory=list)
     """Indices of the keys that the policy did not want stored, ascending."""
+    tokens: Mapping[bytes, BlockTokens] = field(default_factory=lambda: NO_TOKENS)
+    """Of its keys, where its store told them; set before the ticket is committed."""
 
 
 @dataclass(slots=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar, cast
 
@@ -21,9 +21,9 @@ from kvoffd.server.background import Background
 from kvoffd.server.disks import Disks
 from kvoffd.server.engine_jobs import EngineJobs
 from kvoffd.server.engine_memory import MemoryMapper
+from kvoffd.server.events import EventLog, Frames
 from kvoffd.server.jobs import JobRunner
 from kvoffd.server.kept_limits import KeptLimits
-from kvoffd.server.publisher import EventPublisher, Frames
 from kvoffd.server.recent import Recent
 from kvoffd.server.recorder import Recorder
 from kvoffd.server.scrubber import Scrubber
@@ -83,7 +83,6 @@ class Outbox:
     """What is to be sent: replies as (sender, frame), publications as frames of ``events.sock``."""
 
     replies: list[tuple[bytes, bytes]] = field(default_factory=list)
-    event_replays: list[tuple[bytes, Iterator[Frames]]] = field(default_factory=list)
     publications: list[Frames] = field(default_factory=list)
 
 
@@ -95,7 +94,7 @@ class Context:
     clock: Callable[[], float]
     started_at: float
     cache: BlockCache
-    publisher: EventPublisher
+    events: EventLog
     memory: MemoryMapper
     sessions: Sessions
     runner: JobRunner

@@ -24,12 +24,12 @@ from kvoffd.observe.logging import RareWarnings, log_what_python_prints
 from kvoffd.server.descriptors import check_loop_calls, half_of_descriptors, raise_descriptor_limit
 from kvoffd.server.disks import OpenStores, opener, shared_opener, shared_stores
 from kvoffd.server.engine_memory import open_gpus
+from kvoffd.server.events import EventLog
 from kvoffd.server.health import health_reply
 from kvoffd.server.http import HttpServer
 from kvoffd.server.kept_limits import KeptLimits
 from kvoffd.server.kept_policy import KeptPolicy
 from kvoffd.server.lifelines import LifelineServer
-from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recovery import adopt_blocks, take_pool
 from kvoffd.server.report import stats_reply
 from kvoffd.server.service import Service
@@ -205,11 +205,11 @@ class Daemon:
     def _build_service(self) -> None:
         """The parts without sockets, over the pool."""
         config, pool = self._config, self._pool
-        publisher = EventPublisher(config.limits.event_buffer_steps)
+        events = EventLog()
         cache = BlockCache(
             pool,
             make_policy(config.eviction_policy, pool.pool_bytes),
-            publisher,
+            events,
             time.monotonic,
             half_stored_timeout_s=config.limits.partial_timeout_s,
             lease_ttl_s=config.limits.lease_ttl_s,
@@ -232,7 +232,7 @@ class Daemon:
         self._service = Service(
             config,
             cache,
-            publisher,
+            events,
             self._host_engine,
             self._gpus,
             pool.address,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.hooks import BlockTokens
 from kvoffd.cache.integrity import ChecksumCheck
 from kvoffd.cache.pins import LoadTicket
 from kvoffd.config import Config
@@ -112,6 +113,7 @@ class StoredGroup:
         first_key: [n] where in ``keys`` those of each of them begin.
         first_id: [n] where in ``block_ids`` those of each of them begin.
         first_blocks: by key, how many engine blocks are left out at its start, where there are any.
+        parts: of each of its stores, where any told tokens.
     """
 
     group: int
@@ -122,6 +124,21 @@ class StoredGroup:
     first_key: npt.NDArray[np.int64]
     first_id: npt.NDArray[np.int64]
     first_blocks: dict[int, int]
+    parts: Sequence[GroupTransfer] = ()
+
+    def tokens(self) -> Mapping[bytes, BlockTokens]:
+        """By key, its parent and token ids, where its store told them."""
+        found: dict[bytes, BlockTokens] = {}
+        for part, first in zip(self.parts, self.first_key.tolist(), strict=False):
+            if not part.parents or not part.tokens:
+                continue
+            size = len(self.keys[first])
+            count = len(part.keys) // size
+            per_key = len(part.tokens) // count
+            for at in range(count):
+                parent = part.parents[at * size : (at + 1) * size]
+                found[self.keys[first + at]] = BlockTokens(parent, part.tokens[at * per_key : (at + 1) * per_key])
+        return found
 
     def keys_by_store(self, numbers: Iterable[int]) -> Iterator[tuple[int, GroupKeys]]:
         """The keys of some numbers, ascending, by the index of the store that they are of."""
@@ -193,6 +210,8 @@ class StoreJobs(_EngineJob):
             self.owner.runner.abort_stores(self)
             self._fail(ERROR_OF_OUTCOME[outcome])
             return
+        for part, ticket in zip(self.groups, self.store_tickets, strict=True):
+            ticket.tokens = part.tokens()
         self.owner.runner.commit_stores(self)
         self.client_memory.namespace.counters.stored_bytes += self.nbytes
         self._complete(ErrorCode.NO_ROOM, self.copied_bytes.tolist(), self._failed(after_copy=False))

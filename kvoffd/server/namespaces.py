@@ -67,7 +67,7 @@ class Opening:
         session.namespaces.add(fingerprint)
         if created:
             # A subscriber that knew an earlier life of the daemon must forget what it believed.
-            context.publisher.cleared(namespace)
+            context.events.cleared(namespace)
             if context.tiering is not None:
                 context.tiering.namespace_opened(namespace)
         return opened

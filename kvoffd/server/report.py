@@ -75,7 +75,7 @@ def stats_reply(context: Context, message: m.Stats) -> m.StatsReply:
         lookups_per_second=context.lookup_rate.per_second(),
         errors=dict(context.errors),
         replies_dropped=dict(context.replies_dropped),
-        events_published=context.publisher.sequence,
+        events_published=context.events.published,
         cpu_seconds=usage.ru_utime + usage.ru_stime,
         resident_bytes=_resident_bytes(),
         namespaces=namespaces,

@@ -25,11 +25,11 @@ from kvoffd.server.context import HANDLERS, MAX_PENDING, Answer, Context, Outbox
 from kvoffd.server.disks import Disks, OpenDisk
 from kvoffd.server.engine_jobs import EngineJobs
 from kvoffd.server.engine_memory import MemoryMapper, Post
+from kvoffd.server.events import EventLog
 from kvoffd.server.health import health_reply
 from kvoffd.server.jobs import JobRunner
 from kvoffd.server.kept_limits import KeptLimits
 from kvoffd.server.namespaces import FORGET_AFTER_S, forget_idle
-from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recent import Recent
 from kvoffd.server.recorder import Recorder
 from kvoffd.server.scrubber import Scrubber
@@ -56,7 +56,7 @@ class Service:
         self,
         config: Config,
         cache: BlockCache,
-        publisher: EventPublisher,
+        events: EventLog,
         engine: TransferEngine,
         gpus: Gpus,
         pool_address: int,
@@ -76,7 +76,7 @@ class Service:
             clock,
             clock(),
             cache,
-            publisher,
+            events,
             memory,
             Sessions(config, cache, runner, random_bytes, max_attached),
             runner,
@@ -85,7 +85,7 @@ class Service:
             Recent(cache, clock),
             Recorder(cache, clock),
             HitRatioCurve(cache.slots.pool_bytes, clock),
-            Disks(config, cache, publisher, clock, open_disk, post, runner.busy),
+            Disks(config, cache, events, clock, open_disk, post, runner.busy),
             kept_limits,
         )
         self.sessions = self.context.sessions
@@ -146,11 +146,6 @@ class Service:
         logger.info("All of the earlier daemon's blocks are taken over %.3f s after the first ones.", seconds)
         return 0
 
-    def replay_events(self, sender: bytes, start: bytes) -> None:
-        """Answer a replay request in the format of vLLM's event publisher: eight bytes, the first number wanted."""
-        context = self.context
-        context.outbox.event_replays.append((sender, context.publisher.replay(int.from_bytes(start, "big"))))
-
     def flush(self) -> Outbox:
         """Take what is to be sent now."""
         context = self.context
@@ -158,7 +153,7 @@ class Service:
         for session in context.jobs.with_results.values():
             context.flush_completions(session)
         context.jobs.with_results.clear()
-        context.outbox.publications += context.publisher.flush()
+        context.outbox.publications += context.events.take()
         outbox, context.outbox = context.outbox, Outbox()
         return outbox
 

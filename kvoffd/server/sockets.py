@@ -12,8 +12,7 @@ import ctypes
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable
 from math import inf
 from pathlib import Path
 from typing import Protocol, cast
@@ -23,12 +22,10 @@ import zmq
 from kvoffd.config import Config
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.server.context import Context, Outbox
-from kvoffd.server.publisher import Frames
 from kvoffd.server.session import Peer
 from kvoffd.server.sessions import may_connect
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.events import SEQUENCE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +49,6 @@ class RequestService(Protocol):
     context: Context
 
     def handle(self, route: bytes, frame: bytes) -> None: ...
-    def replay_events(self, route: bytes, start: bytes) -> None: ...
     def flush(self) -> Outbox: ...
     def after_send(self) -> None: ...
     def background(self) -> bool: ...
@@ -74,8 +70,6 @@ class Sockets:
         self._service: RequestService | None = None
         """While the sockets are open."""
         self._closed = False
-        self._replays: dict[bytes, Iterator[Frames]] = {}
-        """KV events that are still to be sent again, by client."""
         self._warnings = RareWarnings(logger)
         _seed_routing_ids()
         self._zmq = zmq.Context(io_threads=1)
@@ -192,21 +186,15 @@ class Sockets:
             if self._loop.time() > until:
                 break
         more = service.background() or more
-        sent = self.flush()
-        return self._replay_on() or sent or more  # what was sent may have consumed the edge
+        return self.flush() or more  # what was sent may have consumed the edge
 
     def _receive(self, service: RequestService) -> None:
         route = self._jobs.recv(_NOBLOCK)
         frames = [self._jobs.recv(_NOBLOCK, copy=False)]
         while frames[-1].more:
             frames.append(self._jobs.recv(_NOBLOCK, copy=False))
-        first, last = frames[0].bytes, frames[-1].bytes
-        if len(frames) == 1:
-            service.handle(route, last)
-        elif len(frames) == 2 and not first and len(last) == SEQUENCE_BYTES:
-            service.replay_events(route, last)
-        else:
-            service.handle(route, b"")  # no request: the decoder refuses it, and the sender hears why
+        # Several frames are no request: the decoder refuses that, and the sender hears why.
+        service.handle(route, frames[0].bytes if len(frames) == 1 else b"")
 
     def flush(self) -> bool:
         """Send replies and publications; True when there were replies."""
@@ -222,7 +210,6 @@ class Sockets:
                 self._events.send(payload)  # never waits: PUB drops what a subscriber has no room for
         for route, frame in outbox.replies:  # after the completions: a reply may tell the client to look for them
             self._send(route, frame)
-        self._replays.update(outbox.event_replays)
         service.after_send()
         return bool(outbox.replies)
 
@@ -237,15 +224,6 @@ class Sockets:
             self._jobs.send(frame, _NOBLOCK | _SNDMORE)
         self._jobs.send(frames[-1], _NOBLOCK)
         return True
-
-    def _replay_on(self) -> bool:
-        """Send again what clients asked for; True when more of it can be sent at once."""
-        for route, messages in list(self._replays.items()):
-            some = list(islice(messages, REPLAYED_AT_ONCE))
-            sent = all(self._send(route, b"", *message) for message in some)
-            if not sent or len(some) < REPLAYED_AT_ONCE:  # who does not read finds a gap, and asks again
-                del self._replays[route]
-        return bool(self._replays)
 
     # --- who may connect --------------------------------------------------------------------------
 

@@ -217,7 +217,8 @@ def _gathered(
             int(number): part.first_block for number, part in zip(first_key, parts, strict=True) if part.first_block
         }
     indices = np.array(stores, dtype=np.int64)
-    return StoredGroup(group, keys, block_ids, position, indices, first_key, first_id, first_blocks)
+    told = parts if any(part.tokens for part in parts) else ()
+    return StoredGroup(group, keys, block_ids, position, indices, first_key, first_id, first_blocks, told)
 
 
 def _begins(counts: Sequence[int]) -> npt.NDArray[np.int64]:

@@ -1,9 +1,7 @@
-"""KV cache events in the format of vLLM's own publisher.
+"""KV cache events, as the daemon publishes them to its clients.
 
-Each message on ``events.sock`` has three frames: topic, 8-byte big-endian sequence number, payload.
-KV events have topics that begin with ``kv@``; their payload is a msgpack ``EventBatch``, an array whose
-events are maps, as in vLLM's ``vllm/distributed/kv_events.py`` (0.32). Sequence numbers count all KV event
-messages of the daemon, whatever their namespace.
+Each message on ``events.sock`` has three frames: topic, 8-byte big-endian sequence number, payload. KV events have
+topics that begin with ``kv@``; their payload is an ``EventBatch``. The messages of a namespace are numbered from 0.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from kvoffd_proto.wire import doc
 KV_TOPIC_PREFIX = b"kv@"
 SESSION_TOPIC_PREFIX = b"session@"
 SEQUENCE_BYTES = 8
-END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 MEDIUM_CPU = "CPU"
 MEDIUM_STORAGE = "STORAGE"
 
@@ -33,28 +30,32 @@ def session_topic(epoch: int, session_id: int) -> bytes:
     return SESSION_TOPIC_PREFIX + f"{epoch}/{session_id}/".encode()
 
 
-class BlockStored(Struct, frozen=True, omit_defaults=True, tag=True):
-    """Blocks of one group are in a tier from now on. Blocks in the pool can be loaded, those on disk be promoted."""
+class BlockStored(Struct, frozen=True, array_like=True, tag="stored"):
+    """Blocks of one group are in a tier from now on. Blocks in the pool can be loaded, those on disk be promoted.
 
-    block_hashes: Annotated[list[bytes], doc("Hashes of the blocks, oldest first.")]
-    parent_block_hash: Annotated[bytes | None, doc("Always nil: the daemon knows no chains.")]
-    token_ids: Annotated[list[int], doc("Always empty: the daemon sees no tokens.")]
+    The blocks of one store are in its order: in a chain the parent is before its child.
+    """
+
+    block_hashes: Annotated[list[bytes], doc("Hashes of the blocks.")]
     block_size: Annotated[int, doc("Tokens of one block of the group.", ge=0)]
-    lora_id: Annotated[int | None, doc("Always nil: the adapter is part of the hash.")]
-    medium: Annotated[str | None, doc("The tier: CPU for the pool, STORAGE for disks.")]
-    lora_name: Annotated[str | None, doc("Always nil: the adapter is part of the hash.")]
-    group_idx: Annotated[int | None, doc("KV cache group of the blocks.")] = None
+    medium: Annotated[str, doc("The tier: CPU for the pool, STORAGE for disks.")]
+    group_idx: Annotated[int, doc("KV cache group of the blocks.", ge=0)]
+    parents: Annotated[
+        list[bytes],
+        doc("As ``GroupTransfer.parents``, one for each block; empty where the store told none."),
+    ] = []
+    token_ids: Annotated[bytes, doc("As ``GroupTransfer.tokens``; empty where ``parents`` is.")] = b""
 
 
-class BlockRemoved(Struct, frozen=True, omit_defaults=True, tag=True):
+class BlockRemoved(Struct, frozen=True, array_like=True, tag="removed"):
     """Blocks of one group are not in a tier any more."""
 
     block_hashes: Annotated[list[bytes], doc("Hashes of the blocks.")]
-    medium: Annotated[str | None, doc("The tier: CPU for the pool, STORAGE for disks.")]
-    group_idx: Annotated[int | None, doc("KV cache group of the blocks.")] = None
+    medium: Annotated[str, doc("The tier: CPU for the pool, STORAGE for disks.")]
+    group_idx: Annotated[int, doc("KV cache group of the blocks.", ge=0)]
 
 
-class AllBlocksCleared(Struct, frozen=True, omit_defaults=True, tag=True):
+class AllBlocksCleared(Struct, frozen=True, array_like=True, tag="cleared"):
     """No block of the topic's namespace is in any tier any more."""
 
 
@@ -66,7 +67,6 @@ class EventBatch(Struct, frozen=True, array_like=True):
 
     ts: Annotated[float, doc("Unix time in seconds.")]
     events: Annotated[list[KvEvent], doc("Events, in the order in which they happened.")]
-    data_parallel_rank: Annotated[int | None, doc("Always nil: the pool serves the whole node.")] = None
 
 
 _decoder = msgspec.msgpack.Decoder(EventBatch)

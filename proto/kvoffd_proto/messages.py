@@ -69,15 +69,15 @@ class GroupTransfer(Wire, frozen=True):
     parents: Annotated[
         bytes,
         doc(
-            "Where Welcome asks for them: for each key the block hash before it in its prompt, end to end; zeros for "
-            "the first of a prompt. Empty where they are not told."
+            "Of a store, for its KV events: for each key the block hash before it in its prompt, end to end; zeros "
+            "for the first of a prompt. Empty where they are not told."
         ),
     ] = b""
     tokens: Annotated[
         bytes,
         doc(
-            "Where Welcome asks for them: the token ids of the keys' blocks, little-endian uint32, end to end. Empty "
-            "where they are not told, as for prompts whose hashes do not follow from their tokens alone."
+            "With ``parents``: the token ids of the keys' blocks, little-endian uint32, end to end. Empty where they "
+            "are not told, as for prompts whose hashes do not follow from their tokens alone."
         ),
     ] = b""
 
@@ -116,11 +116,6 @@ class JobResult(Wire, frozen=True):
         return f"Job {self.job_id} failed: {(self.error or ErrorCode.INTERNAL).sentence}"
 
 
-WANTS_PARENTS, WANTS_TOKENS = "block_parents", "block_tokens"
-"""Capabilities of a daemon that has a use for the fields of these names in stores; token ids come with parents, and are
-of use in loads too."""
-
-
 class Welcome(Reply, frozen=True):
     """Answer to Hello: the session is open."""
 
@@ -128,10 +123,7 @@ class Welcome(Reply, frozen=True):
     daemon_version: Annotated[str, doc("Release of the daemon.")]
     capabilities: Annotated[
         list[str],
-        doc(
-            "Handle kinds and features, e.g. ``memfd``, ``kv_events``; ``block_parents`` and ``block_tokens`` ask for "
-            "those fields in stores, and the latter for both in loads."
-        ),
+        doc("Handle kinds and features, e.g. ``memfd``, ``kv_events``."),
     ]
     limits: Annotated[Limits, doc("Limits of this session.")]
     credit_bytes: Annotated[ByteCount, doc("Bytes of stores the session may have outstanding.")]

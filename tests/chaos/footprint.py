@@ -20,8 +20,6 @@ from tests.kit.wire import books
 SETTLE_DEADLINE_S = 30.0
 WARM_UP = 60
 POOL = "4MiB"
-EVENT_STEPS = 100
-"""Small, so that the daemon's event buffer is full after the warm-up and grows no more."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class Cycles:
 
 def measure_cycles(count: int, seed: int) -> Cycles:
     """Kill ``count`` clients of a daemon. Raises AssertionError when it holds something for them afterwards."""
-    flags = {"half_stored_timeout": "0.5s", "event_buffer_steps": str(EVENT_STEPS)}
+    flags = {"half_stored_timeout": "0.5s"}
     with DaemonProcess(POOL, **flags) as daemon, make_engine(daemon.directory) as engine:
         engine.fill(range(BATCH), seed=1)
         assert engine.store(KEYS, range(BATCH)).ok

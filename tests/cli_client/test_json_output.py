@@ -97,7 +97,7 @@ def test_benches_events_and_disks_have_the_keys_that_their_help_names(busy: Stat
     report = Report("lookup", "an echo", results)
     for one in (report, Report("copy", "memcpy", results, gpu=gpu)):
         same_keys(to_plain(one.to_object()), JSON["bench copy"])
-    stored = BlockStored([KEY], None, [], 16, None, "CPU", None, 1)
+    stored = BlockStored([KEY], 16, "CPU", 1)
     batch = EventBatch(0.5, [stored, BlockRemoved([KEY], "CPU", 0), AllBlocksCleared()])
     same_keys(to_plain(event_object(kv_topic(KEY), 7, batch, {})), JSON["events"])
     same_keys(to_plain(Disks(busy.disks, busy.below)), JSON["disk"])

@@ -26,7 +26,7 @@ TOPIC = kv_topic(FINGERPRINT)
 BATCH = EventBatch(
     ts=1_700_000_000.25,
     events=[
-        BlockStored([b"\xaa" * 32, b"\xbb" * 32], None, [], 16, None, "CPU", None, 1),
+        BlockStored([b"\xaa" * 32, b"\xbb" * 32], 16, "CPU", 1),
         BlockRemoved([b"\xcc" * 32], "CPU", 0),
         AllBlocksCleared(),
     ],

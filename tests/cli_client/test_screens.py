@@ -156,7 +156,7 @@ def test_a_bench_shows_case_value_and_floor(render: Render, width: int, height: 
 def test_an_event_is_one_line(width: int, height: int) -> None:
     name = b"\x07" * 32
     events = [
-        BlockStored([b"\xaa" * 32] * 999_999 + [b"\xbb" * 32], None, [], 16, None, "CPU", None, 1),
+        BlockStored([b"\xaa" * 32] * 999_999 + [b"\xbb" * 32], 16, "CPU", 1),
         BlockRemoved([b"\xcc" * 32], "CPU", 0),
         AllBlocksCleared(),
     ]

@@ -24,7 +24,7 @@ from kvoffd_client.worker_client import JOB_PATIENCE_S
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.events import KV_TOPIC_PREFIX, session_topic
+from kvoffd_proto.events import AllBlocksCleared, kv_topic, session_topic
 from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import PROTOCOL_VERSION
 
@@ -431,10 +431,14 @@ def test_pending_requests_are_bounded(scheduler: SchedulerClient, link: PaperLin
     assert [future.failed for future in futures[-6:]] == [False] + [True] * 5
 
 
-def test_events_are_asked_for_from_the_start_at_each_new_epoch(scheduler: SchedulerClient, link: PaperLink) -> None:
+def test_events_are_subscribed_to_and_begin_anew_with_each_connection(
+    scheduler: SchedulerClient, link: PaperLink
+) -> None:
     connect(scheduler, link, 0.0)
-    assert KV_TOPIC_PREFIX in link.topics
-    assert link.raw == [(b"", bytes(8))]
+    assert kv_topic(SPEC.fingerprint) in link.topics
+    assert scheduler.take_events() == [AllBlocksCleared()]
+    scheduler.on_lifeline_end(1.0)
+    assert scheduler.take_events() == [AllBlocksCleared()]
 
 
 # --- jobs ----------------------------------------------------------------------------------------

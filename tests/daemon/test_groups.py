@@ -13,7 +13,7 @@ from kvoffd_client import BlockClient, BlockFile, SharedMemory, export_blocks, i
 from tests.kit.daemon import DaemonProcess
 from tests.kit.redis_server import RedisServer
 from tests.kit.waiting import wait_until
-from tests.kit.wire import PAGE_BYTES, Page, Segment, Tensor, WireClient, books, key, keys, kv_messages
+from tests.kit.wire import PAGE_BYTES, KvSubscriber, Page, Segment, Tensor, WireClient, books, key, keys
 
 SPACE = b"two groups".ljust(32)
 BLOCKS = 8
@@ -79,14 +79,12 @@ def engine_on(daemon: DaemonProcess) -> Iterator[Engine]:
 
 
 def test_groups_lose_the_keys_that_are_named_for_them(shared_daemon: DaemonProcess) -> None:
-    with engine_on(shared_daemon) as engine:
+    with KvSubscriber(shared_daemon.directory) as heard, engine_on(shared_daemon) as engine:
         stored = [engine.store(1, group) for group in (0, 1)]
         assert engine.scheduler.invalidate(keys(1), SPACE, group=1) == 1
         assert (engine.state(1, 0), engine.state(1, 1)) == ("R", "-")
         assert engine.load(1, 0) == stored[0]
-        events = [
-            event for one in kv_messages(shared_daemon.directory) for event in one.events if event.keys == [key(1)]
-        ]
+        events = [event for one in heard.messages() for event in one.events if event.keys == [key(1)]]
         assert [(one.kind, one.group) for one in events[-3:]] == [("stored", 0), ("stored", 1), ("removed", 1)]
 
 

@@ -20,7 +20,7 @@ from tests.kit.daemon import DaemonProcess
 from tests.kit.require import require
 from tests.kit.service_manager import ServiceManager
 from tests.kit.waiting import wait_until
-from tests.kit.wire import books, keys, kv_messages
+from tests.kit.wire import books, keys
 
 MIB = 1 << 20
 SHM = Path("/dev/shm")
@@ -92,8 +92,8 @@ def starts_empty(daemon: DaemonProcess) -> str:
 # --- what comes back -------------------------------------------------------------------------------
 
 
-def test_restart_brings_back_blocks_names_and_events(lasting: DaemonProcess) -> None:
-    """Before an engine comes: namespaces with their blocks, and a snapshot for those who subscribe to KV events."""
+def test_restart_brings_back_blocks_and_names(lasting: DaemonProcess) -> None:
+    """Namespaces with their blocks, before an engine comes."""
     sums = store(lasting)
     before = books(lasting.directory)
     ((name, namespace),) = before.namespaces.items()
@@ -110,9 +110,6 @@ def test_restart_brings_back_blocks_names_and_events(lasting: DaemonProcess) -> 
         assert after.namespaces[name].ready_blocks == BLOCKS
         assert after.ready_bytes == 2 * BLOCKS * 4 * 16384
         assert after.balanced
-        events = [event for message in kv_messages(lasting.directory) for event in message.events]
-        assert events[0].keys == [], "the first one says that earlier events hold no more"
-        assert {key for event in events for key in event.keys} == set(KEYS)
         assert load(lasting) == sums
 
 
@@ -137,8 +134,6 @@ def test_restart_brings_back_the_newest_first(pool_file: Path) -> None:
                 assert engine.store(wanted[number : number + 1], [0]).ok
         daemon.kill()
         daemon.start()
-        events = [event for message in kv_messages(daemon.directory) for event in message.events]
-        assert [key for event in events for key in event.keys] == wanted[::-1]
         with FakeEngine(daemon.directory, blocks=BLOCKS) as engine:
             assert engine.store(keys(*range(100, 100 + BLOCKS)), range(BLOCKS)).ok
             ready = [engine.lookup([key]) for key in wanted]

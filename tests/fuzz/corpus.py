@@ -98,8 +98,9 @@ def _frames() -> list[bytes]:
 
 
 def _events() -> list[bytes]:
-    stored = events.BlockStored([b"k" * 32], None, [], 16, None, "CPU", None, 0)
-    some: list[events.KvEvent] = [stored, events.BlockRemoved([b"k" * 32], "CPU", 0), events.AllBlocksCleared()]
+    stored = events.BlockStored([b"k" * 32], 16, "CPU", 0)
+    told = events.BlockStored([b"k" * 32], 4, "STORAGE", 1, [bytes(32)], bytes(16))
+    some: list[events.KvEvent] = [stored, told, events.BlockRemoved([b"k" * 32], "CPU", 0), events.AllBlocksCleared()]
     return [codec.encode(events.EventBatch(1.5, some))]
 
 

@@ -82,11 +82,11 @@ def event_batch(data: bytes) -> None:
     except msgspec.MsgspecError:
         pass
     stream = EventStream(b"kv@x", 100)
-    stream.message(b"kv@x", bytes(8), data)
+    stream.message(bytes(8), data)
     stream.take()
     lost = stream.lost
     good = codec.encode(events.EventBatch(0.0, [events.AllBlocksCleared()]))
-    stream.message(b"kv@x", (1).to_bytes(8, "big"), good)
+    stream.message((1).to_bytes(8, "big"), good)
     assert stream.take() == [events.AllBlocksCleared()]
     assert stream.lost == lost
 

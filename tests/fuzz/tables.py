@@ -14,8 +14,8 @@ from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.records import NamespaceRecord
 from kvoffd.pool.scan import scan
 from kvoffd.pool.table_format import CRC, CRC_AT, OWNER_AT, RECORD_BYTES, BadTable, Geometry, read_geometry
+from kvoffd.server.events import EventLog
 from kvoffd.server.kept_policy import KeptPolicy
-from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recovery import adopt_blocks
 from kvoffd_proto.messages import GroupSpec
 from tests.fuzz.choices import Choices
@@ -143,11 +143,11 @@ def _adopted_blocks(table: bytes) -> int:
         described.close()
     pool = make_pool(POOL_BYTES, kept)
     try:
-        publisher = EventPublisher(8)
+        events = EventLog()
         cache = BlockCache(
             pool,
             make_policy("lru", pool.pool_bytes),
-            publisher,
+            events,
             lambda: 0.0,
             half_stored_timeout_s=1.0,
             lease_ttl_s=1.0,

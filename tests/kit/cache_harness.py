@@ -176,7 +176,7 @@ class FoldedEvents:
         self.index: set[tuple[bytes, int, bytes]] = set()
         self.log: list[tuple[str, int, list[bytes]]] = []
 
-    def stored(self, namespace: Namespace, group: int, keys: list[bytes]) -> None:
+    def stored(self, namespace: Namespace, group: int, keys: list[bytes], *, tokens: object = None) -> None:
         names = {(namespace.fingerprint, group, key) for key in keys}
         assert len(names) == len(keys)
         assert not names & self.index

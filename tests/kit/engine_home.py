@@ -13,7 +13,6 @@ from .models import make_tiny_llama
 from .shapes import add_tokenizer
 
 EXTRA = {
-    "self_describing_kv_events": True,
     # A daemon that is silent costs a prompt as much.
     "lookup_deadline_ms": 2000,
     # A machine busy with other tests may read slowly; a block that is given up would fail a test.

@@ -9,6 +9,7 @@ import socket
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -61,7 +62,8 @@ class FakeDaemon(Starting):
         self.requests: list[m.AnyRequest] = []
         self.answers: dict[type, Callable[[m.AnyRequest, Peer], Answer]] = {}
         self.peers: dict[bytes, Peer] = {}
-        self.kv_messages: list[tuple[int, tuple[bytes, bytes, bytes]]] = []
+        self.kv_messages: Counter[bytes] = Counter()
+        """Of each topic, the number of its next message of KV events."""
         self.hold_jobs = False
         self.drop_publications = False
         self.greeting_version = PROTOCOL_VERSION
@@ -153,16 +155,13 @@ class FakeDaemon(Starting):
     def send_lifeline(self, role: m.Role, data: bytes) -> None:
         self.do(lambda: self.peer(role).stream.sendall(data))
 
-    def kv_event(
-        self, fingerprint: bytes, batch: list[events.KvEvent], *, publish: bool = True, keep: bool = True
-    ) -> None:
+    def kv_event(self, fingerprint: bytes, batch: list[events.KvEvent], *, publish: bool = True) -> None:
         def step() -> None:
-            number = self.kv_messages[-1][0] + 1 if self.kv_messages else 0
-            payload = codec.encode(events.EventBatch(0.0, batch))
-            frames = (events.kv_topic(fingerprint), number.to_bytes(8, "big"), payload)
-            self.kv_messages.append((number, frames if keep else (b"", b"", b"")))
+            topic = events.kv_topic(fingerprint)
+            number = self.kv_messages[topic].to_bytes(8, "big")
+            self.kv_messages[topic] += 1
             if publish:
-                self._events.send_multipart(frames)
+                self._events.send_multipart((topic, number, codec.encode(events.EventBatch(0.0, batch))))
 
         self.do(step)
 
@@ -247,13 +246,6 @@ class FakeDaemon(Starting):
         self.peers.pop(peer.token, None)
 
     def _handle(self, frames: list[bytes]) -> None:
-        if len(frames) == 3:
-            start = int.from_bytes(frames[2], "big")
-            for number, message in self.kv_messages:
-                if number >= start and message[0]:
-                    self._jobs.send_multipart([frames[0], b"", *message])
-            self._jobs.send_multipart([frames[0], b"", b"", events.END_OF_REPLAY, b""])
-            return
         request = codec.decode_request(frames[1])
         self.requests.append(request)
         peer = self.peers.get(request.token)

@@ -157,17 +157,17 @@ def strange_events(daemon: HostileDaemon) -> None:
     def answer(request: m.AnyRequest, peer: Peer) -> Answer:
         assert isinstance(request, m.Lookup)
         batch: list[events.KvEvent] = [
-            events.BlockStored(names, None, [], 2**62, None, "CPU", None, 0),
+            events.BlockStored(names, 2**62, "CPU", 0),
+            events.BlockStored(names, 3, "CPU", 0, names, b"12345"),
             events.BlockRemoved(names, "CPU", 0),
-            events.BlockRemoved(names, "\ud800".encode("utf-8", "replace").decode(), -1),
+            events.BlockRemoved(names, "\ud800".encode("utf-8", "replace").decode(), 2**62),
             events.AllBlocksCleared(),
-            events.BlockStored([], None, [], 0, None, "", None, 2**62),
+            events.BlockStored([], 0, "", 2**62),
         ]
         for fingerprint in {one.namespace for one in daemon.requests if isinstance(one, m.OpenNamespace)}:
             for payload in (codec.encode(events.EventBatch(0.0, batch)), b"\xc1", b"\x91" * 100_000):
                 number = next(numbers)
                 frames = (events.kv_topic(fingerprint), number.to_bytes(8, "big"), payload)
-                daemon.kv_messages.append((number, frames))
                 daemon._events.send_multipart(frames)
         return daemon._default_answer(request, peer)
 

@@ -11,7 +11,6 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_client.vllm.do_no_harm import PrefillRate
 from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryReport
-from kvoffd_client.vllm.kv_event_translator import KvEventTranslator
 from kvoffd_client.vllm.lookup_allowance import LookupAllowance
 from kvoffd_client.vllm.manager import ChunkGroup, KvoffdManager, LookupSettings
 
@@ -37,7 +36,7 @@ class ManagerHarness:
         namespace = EngineNamespace(1, lambda _: cast(SchedulerClient, self.client), self.clock)
         groups = (ChunkGroup(0, 1, CHUNK_TOKENS, SHARD_BYTES),)
         settings = LookupSettings(namespace, groups, 0.1, self.clock, self.allowance)
-        self.manager = KvoffdManager(settings, KvEventTranslator((0,)), **roles)
+        self.manager = KvoffdManager(settings, **roles)
         self.report("weights")
 
     def report(self, weights: str, *, usable: bool = True) -> None:
@@ -50,14 +49,14 @@ class ManagerHarness:
         if usable:
             namespace.report({0: replace(report, registered=namespace.current.fingerprint)})
 
-    def new(self, name: str = "r", hashes: int = len(KEYS), told: Any = None) -> ReqContext:
+    def new(self, name: str = "r", hashes: int = len(KEYS)) -> ReqContext:
         """A new request of which vLLM has told; nothing of it is looked up."""
         context = ReqContext(name)
         self.manager.on_new_request(context)
-        self.begin(context, hashes, told)
+        self.begin(context, hashes)
         return context
 
-    def begin(self, context: ReqContext, hashes: int = len(KEYS), told: Any = None) -> None:
+    def begin(self, context: ReqContext, hashes: int = len(KEYS)) -> None:
         """Have the connector tell of a request, and vLLM of its keys' places."""
         request: Any = SimpleNamespace(
             request_id=context.req_id,
@@ -66,13 +65,13 @@ class ManagerHarness:
             num_computed_tokens=0,
             is_finished=lambda: False,
         )
-        self.manager.begin_request(request, told)
+        self.manager.begin_request(request)
         for number in range(hashes):
             context.set_offload_key_position(key(number + 1), (number + 1) * CHUNK_TOKENS)
 
-    def request(self, name: str = "r", ready: set[bytes] | None = None, told: Any = None) -> ReqContext:
+    def request(self, name: str = "r", ready: set[bytes] | None = None) -> ReqContext:
         """A new request, its lookup answered when ``ready`` is given."""
-        context = self.new(name, told=told)
+        context = self.new(name)
         self.manager.start_lookup(name)
         if ready is not None:
             self.client.answer(ready)

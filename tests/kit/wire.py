@@ -668,8 +668,7 @@ class Eavesdropper(Closing):
         self._events.setsockopt(zmq.SUBSCRIBE, b"")
 
     def ask(self) -> None:
-        """Ask for all that can be asked for: KV events from the first on, and the statistics."""
-        self._jobs.send_multipart([b"", bytes(events.SEQUENCE_BYTES)])
+        """Ask for the statistics."""
         self._jobs.send(codec.encode(m.Stats(1, bytes(m.TOKEN_BYTES))))
 
     def hears(self, timeout_s: float) -> bool:
@@ -796,6 +795,12 @@ class KvEvent:
     keys: list[bytes]
     medium: str | None = None
     group: int | None = None
+    parents: Sequence[bytes] = ()
+    tokens: bytes = b""
+
+
+PROBE = b"probe "
+"""Namespaces that a subscriber opens begin with it."""
 
 
 @dataclass(frozen=True)
@@ -807,28 +812,51 @@ class KvMessage:
     events: list[KvEvent]
 
 
-def kv_messages(directory: Path, first: int = 0) -> list[KvMessage]:
-    """The KV events that the daemon still has, from message ``first`` on."""
-    found: list[KvMessage] = []
-    with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
-        asking.setsockopt(zmq.LINGER, 0)
-        asking.connect(f"ipc://{SocketPaths(directory).jobs}")
-        asking.send_multipart([b"", first.to_bytes(events.SEQUENCE_BYTES, "big")])
+class KvSubscriber(Closing):
+    """Hears the KV events of all namespaces from its making on."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SUBSCRIBE, events.KV_TOPIC_PREFIX)
+        self._socket.connect(f"ipc://{SocketPaths(directory).events}")
+        self._found: list[KvMessage] = []
+        wait_until(lambda: self._probe() is not None and self._socket.poll(50) > 0)  # else what comes is dropped
+        self.messages()
+
+    def messages(self) -> list[KvMessage]:
+        """All that was published before this call. What it opens to know the end is left out."""
+        probe = self._probe()
         while True:
-            assert asking.poll(TIMEOUT_S * 1000), "no KV events came"
-            *_, topic, number, payload = asking.recv_multipart()
-            if number == events.END_OF_REPLAY:
-                return found
+            assert self._socket.poll(TIMEOUT_S * 1000), "no KV events came"
+            topic, number, payload = self._socket.recv_multipart()
             namespace = bytes.fromhex(topic.removeprefix(events.KV_TOPIC_PREFIX).decode())
-            batch = events.decode_event_batch(payload)
-            found.append(KvMessage(int.from_bytes(number, "big"), namespace, list(map(_kv_event, batch.events))))
+            if namespace == probe:
+                return self._found
+            if not namespace.startswith(PROBE):
+                batch = events.decode_event_batch(payload)
+                found = KvMessage(int.from_bytes(number, "big"), namespace, list(map(_kv_event, batch.events)))
+                self._found.append(found)
+
+    def _probe(self) -> bytes:
+        """Open a namespace, which is published as cleared."""
+        namespace = PROBE + os.urandom(32 - len(PROBE))
+        with WireClient(self._directory) as client:
+            client.open_namespace(namespace)
+        return namespace
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
 
 
 def _kv_event(event: events.KvEvent) -> KvEvent:
     if isinstance(event, events.AllBlocksCleared):
         return KvEvent("cleared", [])
     kind = "stored" if isinstance(event, events.BlockStored) else "removed"
-    return KvEvent(kind, list(event.block_hashes), event.medium, event.group_idx)
+    told = () if isinstance(event, events.BlockRemoved) else (event.parents, event.token_ids)
+    return KvEvent(kind, list(event.block_hashes), event.medium, event.group_idx, *told)
 
 
 # --- the books -------------------------------------------------------------------------------------

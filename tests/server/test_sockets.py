@@ -38,9 +38,6 @@ class Echo:
         self.during(frame)
         self.outbox.replies.append((route, frame))
 
-    def replay_events(self, route: bytes, start: bytes) -> None:
-        self.outbox.event_replays.append((route, iter([(b"topic", start, b"payload")] * 200)))
-
     def flush(self) -> Outbox:
         outbox, self.outbox = self.outbox, Outbox()
         return outbox
@@ -273,15 +270,11 @@ def test_background_work_goes_on_while_nobody_asks(directory: Path) -> None:
     with_clients(directory, run, service)
 
 
-def test_a_replay_is_sent_beside_other_requests(directory: Path) -> None:
+def test_what_is_no_request_is_given_to_the_decoder(directory: Path) -> None:
     def run(room: Room) -> None:
-        reader, other = room.client(), room.client()
-        reader.send_multipart([b"", bytes(8)])
-        other.send(b"other")
-        assert other.recv() == b"other"
-        for _ in range(200):
-            assert reader.recv_multipart() == [b"", b"topic", bytes(8), b"payload"]
-        reader.send_multipart([b"no", b"request"])
-        assert reader.recv() == b""
+        client = room.client()
+        for frames in ([b"no", b"request"], [b"", bytes(8)], [b"", b"", b""]):
+            client.send_multipart(frames)
+            assert client.recv() == b""
 
     with_clients(directory, run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,6 @@ def fold(events: Iterable[KvEvent], readable: Readable, strict: bool = True, med
         if isinstance(event, AllBlocksCleared):
             readable.clear()
             continue
-        assert event.group_idx is not None
         for key in event.block_hashes:
             entry = (event.group_idx, key)
             if strict and (entry in readable) is isinstance(event, BlockStored):
@@ -58,7 +58,8 @@ class Audit:
         """(session, job) that was accepted and has no completion."""
         self.accepted = 0
         self._sequences: dict[int, int] = {}
-        self._event_sequence = 0
+        self.next_event_message: Counter[bytes] = Counter()
+        """By topic, the number of the next message of KV events."""
         self._readable: dict[bytes, Readable] = {}
         self._on_disk: dict[bytes, Readable] = {}
 
@@ -73,10 +74,11 @@ class Audit:
         """The daemon published something."""
         number = int.from_bytes(sequence, "big")
         if topic.startswith(KV_TOPIC_PREFIX):
-            if number != self._event_sequence:
-                raise Broken("KV event messages are not numbered one by one")
-            self._event_sequence += 1
             events = decode_event_batch(payload).events
+            opened = number == 0 and isinstance(events[0], AllBlocksCleared)  # it was forgotten before
+            if number != self.next_event_message[topic] and not opened:
+                raise Broken("KV event messages are not numbered one by one")
+            self.next_event_message[topic] = number + 1
             fold(events, self._readable.setdefault(topic, set()))
             fold(events, self._on_disk.setdefault(topic, set()), medium=MEDIUM_STORAGE)
             return

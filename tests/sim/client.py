@@ -125,10 +125,7 @@ class SimTransport:
             self._subscription = None
 
     def _reply(self, frames: Sequence[bytes]) -> None:
-        if len(frames) == 4 and not frames[0]:
-            self.act(lambda now: self._session.on_event_replay(frames[1], frames[2], frames[3], now))
-        else:
-            self.act(lambda now: self._session.on_reply(codec.decode_reply(frames[0]), now))
+        self.act(lambda now: self._session.on_reply(codec.decode_reply(frames[0]), now))
 
     # --- time ------------------------------------------------------------------------------------
 

@@ -164,7 +164,7 @@ class SimDaemon:
         self._work_due = False
         if self.service.background():
             self._schedule_work()
-        if self.service.context.pending or self.service.context.publisher.has_news:
+        if self.service.context.pending or self.service.context.events.has_news:
             self._schedule_flush()
 
     def _make_disks(self, life: int) -> SimDisks | None:
@@ -243,10 +243,7 @@ class SimDaemon:
     def receive(self, dealer: Dealer, frames: Sequence[bytes]) -> None:
         """A message was read from the jobs socket."""
         self._dealers[dealer.name] = dealer
-        if len(frames) == 2 and not frames[0] and len(frames[1]) == 8:
-            self.service.replay_events(dealer.name, frames[1])
-        else:
-            self._handle(dealer, frames[0] if len(frames) == 1 else b"")
+        self._handle(dealer, frames[0] if len(frames) == 1 else b"")
         if self._flush_due:
             return
         if self._world.faults.hit("late_flush"):  # as when more requests wait in the socket
@@ -345,11 +342,8 @@ class SimDaemon:
             self.clock.note(f"reply {sender.hex()} {type(reply).__name__} {crc}")
             self._removal_answered(sender, reply)
             self._dealers[sender].reply((frame,))
-        for sender, messages in outbox.event_replays:
-            for message in messages:
-                self._dealers[sender].reply((b"", *message))
         self.service.after_send()
-        if self.service.context.publisher.has_news:  # what came up from disk took others' place
+        if self.service.context.events.has_news:  # what came up from disk took others' place
             self._schedule_flush()
         else:
             self.check()

@@ -274,7 +274,7 @@ class SimDisks(Disks):
     """The daemon's disks, of which there is one that is open from the start, and one shared tier at most."""
 
     def __init__(self, config: Config, context: Context, tier: SimTier, post: Post) -> None:
-        super().__init__(config, context.cache, context.publisher, context.clock, no_disk, post, lambda: False)
+        super().__init__(config, context.cache, context.events, context.clock, no_disk, post, lambda: False)
         self._kept._file.write_soon = lambda content: None  # type: ignore[method-assign]
         self.tier = self._tiers = tier
         self.waited_for: Callable[[], bool] | None = None

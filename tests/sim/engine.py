@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kvoffd_client import Lookup, SchedulerClient
+from kvoffd_proto.events import BlockStored, KvEvent
 from kvoffd_proto.messages import GroupKeys
 from tests.sim.audit import Readable, fold
 from tests.sim.client import SimTransport
@@ -129,7 +131,9 @@ class Engine:
             if future.done:
                 self.world.longest_lookup_s = max(self.world.longest_lookup_s, self.clock.now - asked_at)
         self._asked = [item for item in self._asked if not item[0].done]
-        fold(self.scheduler.take_events(), self.readable, strict=False)
+        events = self.scheduler.take_events()
+        fold(events, self.readable, strict=False)
+        self._check_tokens(events)
         self.poke()
 
     # --- the end ---------------------------------------------------------------------------------
@@ -196,10 +200,18 @@ class Engine:
             return f"{self.name} is not connected: {scheduler.problem} {[rank.client.problem for rank in self.ranks]}"
         if scheduler._leases or any(rank.client.unfinished for rank in self.ranks):
             return f"{self.name} has {len(scheduler._leases)} leases, jobs {[r.client.unfinished for r in self.ranks]}"
-        events = scheduler._events
+        events, audit = scheduler._events, self.world.daemon.audit
         assert events is not None
-        if events.next_sequence < service.context.publisher.sequence:
-            return f"{self.name} has seen {events.next_sequence} of {service.context.publisher.sequence} event messages"
-        if not events.lost and self.readable != self.world.daemon.audit.folded(self.content.spec.fingerprint):
-            raise Broken(f"{self.name} folded the KV events to something else than what was published")
+        seen_all = events.next_sequence == audit.next_event_message[events.topic]
+        if seen_all and not self.readable <= audit.folded(self.content.spec.fingerprint):
+            raise Broken(f"{self.name} knows of blocks that are not there by the KV events that were published")
         return None
+
+    def _check_tokens(self, events: Iterable[KvEvent]) -> None:
+        for event in events:
+            if not isinstance(event, BlockStored) or not event.parents:
+                continue
+            if len(event.parents) != len(event.block_hashes):
+                raise Broken("an event has as many parents as blocks, or none")
+            if event.token_ids != b"".join([self.content.tokens(key) for key in event.block_hashes]):
+                raise Broken("an event has other tokens than its store told")

@@ -16,9 +16,9 @@ from kvoffd.pool.backing import MemfdBacking
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
 from kvoffd.server.engine_memory import Post
+from kvoffd.server.events import EventLog
 from kvoffd.server.kept_limits import KeptLimits
 from kvoffd.server.kept_policy import KeptPolicy
-from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recovery import adopt_blocks
 from kvoffd.server.service import Service
 from kvoffd.system.limits import MemoryLimit
@@ -59,7 +59,6 @@ def make_config(rng: random.Random) -> Config:
             partial_timeout_s=rng.choice((0.5, 2.0)),
             job_deadline_s=rng.choice((0.4, 1.5)),
             heartbeat_interval_s=rng.choice((0.3, 0.8)),
-            event_buffer_steps=rng.choice((8, 10_000, 10_000)),
             max_frame_bytes=1 << 16,
             max_jobs_in_flight=rng.choice((2, 64, 64)),
             max_keys_per_request=256,
@@ -131,11 +130,11 @@ def make_service(
     slots_at_once: int = SLOTS_AT_ONCE,
 ) -> Service:
     """The daemon's core as ``Daemon`` puts it together."""
-    publisher = EventPublisher(config.event_buffer_steps, clock)
+    events = EventLog(clock)
     cache = BlockCache(
         slots,
         make_policy(config.eviction_policy, slots.pool_bytes),
-        publisher,
+        events,
         clock,
         half_stored_timeout_s=config.limits.partial_timeout_s,
         lease_ttl_s=config.limits.lease_ttl_s,
@@ -144,7 +143,7 @@ def make_service(
     gpus = Gpus(pool_address, slots.pool_bytes, library="/no/driver")
     limits = KeptLimits(cache.blocks.quotas, config)
     service = Service(
-        *(config, cache, publisher, engine, gpus, pool_address, clock, post, no_disk, limits, map_segment, random_bytes)
+        *(config, cache, events, engine, gpus, pool_address, clock, post, no_disk, limits, map_segment, random_bytes)
     )
     for kept in (limits, service.context.disks._kept):  # there are no files, and no threads that write them
         kept._file.write_soon = lambda content: None  # type: ignore[method-assign]

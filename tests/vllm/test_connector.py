@@ -35,7 +35,6 @@ from kvoffd_client.vllm.connector_metadata import (
     KeyedSpec,
     WorkerReport,
 )
-from kvoffd_client.vllm.kv_event_translator import MAX_UNTOLD
 from kvoffd_client.vllm.live_weights import LiveWeights
 from kvoffd_client.vllm.log import StoreRefusalFilter
 from kvoffd_client.vllm.metrics import CONNECTED, LOAD_RATE
@@ -111,13 +110,13 @@ def test_a_bad_bound_of_a_request_is_told_once(scheduler: KvoffdConnector, monke
     assert told == list(bounds)
 
 
-def test_an_engine_does_not_keep_the_tokens_of_blocks_that_no_event_will_name(config: Any) -> None:
+def test_events_are_the_connectors_own_and_vllm_keeps_no_tokens_for_them(config: Any) -> None:
     config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True)
+    config.kv_transfer_config.kv_connector_extra_config["self_describing_kv_events"] = True
     connector = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
-    described = connector.connector_scheduler._events_tracker._pending_event_metadata
-    described.update((key(number), None) for number in range(3 * MAX_UNTOLD))
+    assert not connector.connector_scheduler._events_tracker.self_describing_enabled
+    assert connector._manager.events is not None
     assert list(connector.take_events()) == []
-    assert list(described) == [key(number) for number in range(2 * MAX_UNTOLD, 3 * MAX_UNTOLD)]
     connector.shutdown()
 
 

@@ -27,13 +27,13 @@ from tests.kit.engine import (
     wait_books,
     wait_connected,
 )
-from tests.kit.engine_events import EngineEvents
+from tests.kit.engine_events import EngineEvents, short_hash
 from tests.kit.engine_home import EngineHome
 from tests.kit.redis_server import PROGRAM as REDIS
 from tests.kit.redis_server import RedisServer
 from tests.kit.require import require
 from tests.kit.waiting import wait_until
-from tests.kit.wire import Books, books
+from tests.kit.wire import Books, KvSubscriber, books
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -185,21 +185,24 @@ def test_blocks_come_back_after_sleep(harness: Harness) -> None:
     harness.check_loaded()
 
 
+def stored_in(daemon: KvSubscriber) -> set[int]:
+    events = [event for message in daemon.messages() for event in message.events if event.kind == "stored"]
+    return {short_hash(key) for event in events for key in event.keys}
+
+
 def test_kv_events_of_engine_and_daemon(harness: Harness) -> None:
-    """vLLM's subscriber reads stores and removals from both, and the engine's with the tokens of each block."""
+    """The engine's stream has the daemon's stores and removals, with the tokens of each block."""
     harness.clear()
     harness.engine.generate([prompt(71, 16)], max_tokens=2)  # which says that the engine's own blocks were cleared
     wanted = prompt(70, 10 * BLOCK_TOKENS)
-    daemon_endpoint = f"ipc://{harness.home.directory}/events.sock"
-    with EngineEvents(harness.home.events_endpoint) as engine, EngineEvents(daemon_endpoint, b"kv@") as daemon:
+    with EngineEvents(harness.home.events_endpoint) as engine, KvSubscriber(harness.home.directory) as daemon:
         fresh = count(72)
 
         def heard() -> bool:
             """A subscription takes effect some time after it was made; what is published before is not for it."""
             harness.engine.generate([prompt(next(fresh), 2 * BLOCK_TOKENS)], max_tokens=2)
             engine.read()
-            daemon.read()
-            return bool(engine.stored and daemon.stored)
+            return bool(engine.stored)
 
         wait_until(heard, DEADLINE_S)
         harness.engine.generate([wanted], max_tokens=4)
@@ -208,7 +211,6 @@ def test_kv_events_of_engine_and_daemon(harness: Harness) -> None:
             def step() -> bool:
                 harness.engine.generate([prompt(71, 16)], max_tokens=2)  # events leave the engine with its steps
                 engine.read()
-                daemon.read()
                 return condition()
 
             wait_until(step, DEADLINE_S)
@@ -216,11 +218,11 @@ def test_kv_events_of_engine_and_daemon(harness: Harness) -> None:
         # Ten blocks whose tokens, as the engine's events describe them, are those of the prompt, in any order.
         chunks = {tuple(wanted[start : start + BLOCK_TOKENS]) for start in range(0, len(wanted), BLOCK_TOKENS)}
         wait_for_events(lambda: chunks <= engine.described.keys())
-        wait_for_events(lambda: {engine.described[chunk] for chunk in chunks} <= daemon.stored)
+        wait_for_events(lambda: {engine.described[chunk] for chunk in chunks} <= stored_in(daemon))
         with AdminClient(harness.home.directory) as admin:
             admin.clear()
         wait_for_events(lambda: engine.removed >= engine.stored)
-        assert daemon.cleared
+        assert any(event.kind == "cleared" for message in daemon.messages()[1:] for event in message.events)
         assert not engine.cleared, "the engine's own blocks are still there"
 
 

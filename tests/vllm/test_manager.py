@@ -25,7 +25,6 @@ from kvoffd_client.vllm.metrics import (
 )
 from kvoffd_client.vllm.spec import CONFIG_INFO
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.events import BlockStored
 from tests.kit.manager_harness import HASHES, KEYS, ManagerHarness
 from tests.kit.vllm_fakes import block_hash, key
 
@@ -225,14 +224,6 @@ def test_a_producer_only_stores_and_a_consumer_only_loads() -> None:
     assert stored.keys_to_store == []
 
 
-def test_events_reach_vllm_with_its_own_group_ids() -> None:
-    harness = ManagerHarness()
-    harness.client.events = [BlockStored([block_hash(1)], None, [], 32, None, "CPU", None, 0)]
-    [event] = harness.manager.take_events()
-    assert event.keys == [key(1)]
-    assert not event.removed
-
-
 def test_every_metric_is_declared_and_the_gauge_follows_the_connection() -> None:
     harness = ManagerHarness()
     harness.request(ready=HASHES)
@@ -316,17 +307,6 @@ def test_the_labels_of_the_configuration_are_those_that_are_declared() -> None:
     manager = ManagerHarness(config_info={"directory": "/run/kvoffd"}).manager
     assert manager.config_info() == [{"directory": "/run/kvoffd"}]
     assert set(CONFIG_INFO) <= set(OWN_KEYS)
-
-
-def test_blocks_that_the_daemon_has_and_of_which_it_wants_the_tokens_are_stored_once_more() -> None:
-    harness, told = ManagerHarness(), {KEYS[0]}
-    context = harness.request("untold", ready={*HASHES})
-    assert list(store(harness, context)) == []
-    context = harness.request(ready={*HASHES}, told=told)
-    assert list(store(harness, context)) == KEYS[1:]
-    told.update(KEYS)
-    harness.manager.complete_store(KEYS, context)
-    assert list(store(harness, context)) == []
 
 
 def store(harness: ManagerHarness, context: ReqContext) -> Collection[OffloadKey]:

@@ -182,14 +182,14 @@ def events(context: typer.Context, directory: Directory = None, json: Json = Fal
     one object per line; messages that did not arrive are reported on stderr.
     """
     labels: dict[bytes, str] = {}
-    last: int | None = None
+    last: dict[bytes, int] = {}
     console = make_console(pipe_cells=PIPE_LIST_CELLS)
     with AdminClient(local_directory(context, directory)) as admin:
         admin.health()  # An absent daemon is an error here, not something to wait for.
         for topic, sequence, batch in admin.events():
-            if gap := describe_gap(sequence, last):
+            if gap := describe_gap(sequence, last.get(topic)):
                 print(f"kvoffd-cli: {gap}", file=sys.stderr, flush=True)
-            last = sequence
+            last[topic] = sequence
             if topic_fingerprint(topic) not in labels:
                 labels |= {item.namespace: item.label for item in admin.namespaces().namespaces}
             if json:
@@ -213,7 +213,7 @@ def describe_gap(sequence: int, last: int | None) -> str:
     if last is None or sequence == last + 1:
         return ""
     if sequence <= last:
-        return "The daemon was restarted: its events count from the start again."
+        return "The daemon was restarted, or the namespace opened anew: its events count from the start again."
     missing = sequence - last - 1
     return f"{missing} event message{plural(missing)} before number {sequence} did not arrive here."
 
@@ -243,7 +243,7 @@ def _event_text(event: KvEvent, *, span: bool) -> str:
     here, below = ("stored ", "written") if isinstance(event, BlockStored) else ("removed", "dropped")
     word = below if event.medium == MEDIUM_STORAGE else here
     hashes = event.block_hashes
-    group = "" if event.group_idx is None else f"group {event.group_idx}  "
+    group = f"group {event.group_idx}  "
     first, last = (block_hash.hex()[:HASH_DIGITS] for block_hash in (hashes[0], hashes[-1])) if hashes else ("", "")
     shown = f"{first} to {last}" if span and first != last else first
     return f"{word}  {group}{len(hashes):>6} block{plural(len(hashes)) or ' '}  {shown}".rstrip()

@@ -28,10 +28,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, K
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, iter_layer_specs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, get_kv_cache_spec_kind, iter_layer_specs
 from vllm.v1.request import RequestStatus
 
-from kvoffd_client.vllm.block_origins import ToldBlocks, is_told, tell_origins
 from kvoffd_client.vllm.config import check_engine, check_groups, machine_id, parse_options
 from kvoffd_client.vllm.connector_metadata import ConnectorMetadata, WorkerReport
 from kvoffd_client.vllm.do_no_harm import largest_chunk_of
@@ -93,17 +92,11 @@ class KvoffdConnector(OffloadingConnector):
         if sentence := untested():
             logger.warning("kvoffd: %s", sentence)
         StoreRefusalFilter.install(STORE_LOGGER)
-        self._manager.begin_engine(
-            loads=transfer_config.is_kv_consumer,
-            stores=transfer_config.is_kv_producer,
-            most_running=vllm_config.max_concurrent_batches,
-            largest_chunk=largest_chunk_of(vllm_config.scheduler_config),
-        )
         self._requests: dict[str, Request] = {}
         self._adapters = LoraAdapters(vllm_config.lora_config)
-        self._told = ToldBlocks()
         self._load_room = LoadRoom(vllm_config, kv_cache_config)
-        groups = build_offloading_config(vllm_config, kv_cache_config).groups
+        offloading = build_offloading_config(vllm_config, kv_cache_config)
+        groups = offloading.groups
         self._block_tokens = min(group.tokens_per_block for group in groups)
         specs = [kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec for group in groups]
         self._dense_groups = [
@@ -111,6 +104,14 @@ class KvoffdConnector(OffloadingConnector):
             for index, spec in enumerate(specs)
             if isinstance(next(iter(iter_layer_specs(spec))), FullAttentionSpec)
         ]
+        kinds = {index: get_kv_cache_spec_kind(specs[index]).value for index in self._dense_groups}
+        self._manager.begin_engine(
+            loads=transfer_config.is_kv_consumer,
+            stores=transfer_config.is_kv_producer,
+            most_running=vllm_config.max_concurrent_batches,
+            largest_chunk=largest_chunk_of(vllm_config.scheduler_config),
+            event_kinds=kinds if offloading.enable_kv_cache_events else None,
+        )
         self._has_windows = len(self._dense_groups) < len(groups)
         self._pool: BlockPool | None = None
         self._reset_since_step = False
@@ -223,7 +224,7 @@ class KvoffdConnector(OffloadingConnector):
         super().on_new_request(request)
         request_id, manager = request.request_id, self._manager
         self._requests[request_id] = request
-        manager.begin_request(request, self._told if is_told(request) else None)
+        manager.begin_request(request)
         if (adapter := request.lora_request) is not None:
             manager.begin_adapter(request_id, self._adapters.content_of(adapter), adapter.lora_int_id)
         if request.skip_reading_prefix_cache:
@@ -264,6 +265,7 @@ class KvoffdConnector(OffloadingConnector):
             ids = [block.block_id for group in blocks.blocks for block in group if not block.is_null]
             note_given_blocks(self.connector_scheduler, ids)
         self._load_room.note(request, loads=num_external_tokens > 0)
+        self._manager.publish_found(request.request_id)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens == 0:
             self._manager.scheduled_without_load(request.request_id)
@@ -275,17 +277,13 @@ class KvoffdConnector(OffloadingConnector):
         self._manager.step_begins(scheduler_output.num_scheduled_tokens.values())
         if scheduler_output.total_num_scheduled_tokens > 0:
             namespace.ask()  # the weights that compute these tokens must be named
-        client = namespace.client
-        self._told.begin_step(client.capabilities, client.epoch, namespace.current)
+        if self._manager.events is not None and self._pool is not None:
+            self._manager.events.note_engine_events(self._pool.kv_event_queue)
         if HAS_DEFECTS_OF_0_32 and scheduler_output.scheduled_new_reqs:
             forget_session_blocks(scheduler, [one.req_id for one in scheduler_output.scheduled_new_reqs])
         meta = super().build_connector_meta(self._without_what_vllm_misreads(scheduler_output))
         for request_id in scheduler_output.finished_req_ids:
             self._requests.pop(request_id, None)
-        if meta.store_jobs or meta.load_jobs:
-            jobs = meta.store_jobs.values(), meta.load_jobs.values()
-            per_chunk = scheduler.config.blocks_per_chunk
-            tell_origins(*jobs, scheduler._req_status, per_chunk, client.capabilities, self._told)
         generation, joined = namespace.begin_step()
         if generation is None:
             return meta
@@ -304,10 +302,13 @@ class KvoffdConnector(OffloadingConnector):
         super().update_connector_output(connector_output)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """As vLLM's, which asks for each step whose output has come, in their order, and nowhere else."""
-        self._manager.step_ended()
-        self._manager.forget_untold(self.connector_scheduler._events_tracker._pending_event_metadata)
-        return super().take_events()
+        """The daemon's blocks, for the engine's own stream.
+
+        vLLM asks for each step whose output has come, in their order, and nowhere else.
+        """
+        manager = self._manager
+        manager.step_ended()
+        return manager.events.take(manager.namespace) if manager.events is not None else ()
 
     def reset_cache(self) -> bool | None:
         """Use nothing of the daemon until the workers have named the weights in their memory anew.

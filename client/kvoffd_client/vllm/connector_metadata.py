@@ -31,7 +31,7 @@ class KeyedSpec(LoadStoreSpec):
         groups: per group on the wire its block hashes, concatenated.
         lease_id: the lease a load reads under; NO_LEASE for stores.
         request_id: the request that a load is for; None for stores.
-        parents: per group what ``GroupTransfer.parents`` says; empty where the daemon does not ask for it.
+        parents: per group what ``GroupTransfer.parents`` says; empty where a store tells none.
         tokens: as ``parents``, for ``GroupTransfer.tokens``.
     """
 

@@ -24,7 +24,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 from kvoffd_client.vllm.log import logger
 
 if TYPE_CHECKING:
-    from kvoffd_client.vllm.vllm_types import VllmConfig
+    from vllm.config import VllmConfig
 
 PIECE_BYTES = 64
 PIECES = 16

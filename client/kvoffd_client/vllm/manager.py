@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,6 @@ from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
-    OffloadingEvent,
     OffloadingManager,
     OffloadKey,
     OffloadPolicy,
@@ -24,10 +23,10 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffd_client.scheduler_client import Lookup
 from kvoffd_client.vllm import metrics
+from kvoffd_client.vllm.block_tokens import BlockTokens, EventGroup, HostBlockEvents, hashed_by_tokens, tokens_of
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, FailedJob, KeyedSpec, hashes_of
 from kvoffd_client.vllm.do_no_harm import DoNoHarm
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
-from kvoffd_client.vllm.kv_event_translator import KvEventTranslator
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.lookup_allowance import LookupAllowance
 from kvoffd_proto.errors import ErrorCode
@@ -204,7 +203,6 @@ class RequestState:
         answer: the answer in force; its lease pins what it says is ready.
         pending: a lookup that is not answered yet. The answer in force stays until it is replaced.
         last: the lookup that was sent last, also after its lease was released; tells what need not be stored.
-        told: blocks of which the daemon knows the tokens, or needs none; None where the request may tell none.
         adapter: content of the request's LoRA adapter; empty for none.
         adapter_id: vLLM's number of that adapter; 0 for none.
         disabled: nothing of this request may be looked up or stored.
@@ -228,7 +226,6 @@ class RequestState:
     answer: KeyedLookup | None = None
     pending: KeyedLookup | None = None
     last: KeyedLookup | None = None
-    told: Container[OffloadKey] | None = None
     adapter: bytes = b""
     adapter_id: int = 0
     disabled: bool = False
@@ -331,9 +328,8 @@ class RequestState:
         self.load_failed = True
 
     def is_stored(self, key: OffloadKey) -> bool:
-        """Return whether the last answer said that the block is in the pool, and its tokens need not be told."""
-        ready = self.last is not None and self.last.answered and self.last.state(key) == READY
-        return ready and (self.told is None or key in self.told)
+        """Return whether the last answer said that the block is in the pool."""
+        return self.last is not None and self.last.answered and self.last.state(key) == READY
 
     @property
     def unanswered(self) -> bool:
@@ -425,16 +421,14 @@ class RequestState:
 class KvoffdManager(OffloadingManager):
     """vLLM's OffloadingManager over the daemon. Where the daemon is away or slow, every answer is a miss.
 
-    ``event_translator`` is None when the engine publishes no KV events.
-
     Attributes:
         namespace: which namespace the engine is in, with the connection. It was left before reset_cache() is called.
+        events: what the engine publishes of the daemon's blocks; None where it publishes no KV events.
     """
 
     def __init__(
         self,
         settings: LookupSettings,
-        event_translator: KvEventTranslator | None,
         *,
         do_no_harm: bool = True,
         config_info: Mapping[str, str | float] | None = None,
@@ -442,7 +436,7 @@ class KvoffdManager(OffloadingManager):
         self._settings = settings
         self._positions = {group.suffix: index for index, group in enumerate(settings.groups)}
         self._store_window = StoreWindow({group.suffix: group.shard_bytes for group in settings.groups})
-        self._event_translator = event_translator
+        self.events: HostBlockEvents | None = None
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[str, KeyedLookup] = {}
         self._counters = metrics.Counters()
@@ -458,21 +452,37 @@ class KvoffdManager(OffloadingManager):
 
     # --- what the connector calls beyond vLLM's interface ---
 
-    def begin_engine(self, *, loads: bool, stores: bool, most_running: int, largest_chunk: int) -> None:
+    def begin_engine(
+        self,
+        *,
+        loads: bool,
+        stores: bool,
+        most_running: int,
+        largest_chunk: int,
+        event_kinds: Mapping[int, str] | None = None,
+    ) -> None:
         """Take what the engine's configuration says, before the first request.
 
-        Without ``loads`` everything is a miss, without ``stores`` nothing is stored: vLLM's kv_role. For the others see
-        ``PrefillRate``.
+        Without ``loads`` everything is a miss, without ``stores`` nothing is stored: vLLM's kv_role. Where the engine
+        publishes KV events, ``event_kinds`` are those of its groups of full attention, by index on the wire. For the
+        others see ``PrefillRate``.
         """
         self._loads, self._stores = loads, stores
+        if event_kinds is not None:
+            groups = self._settings.groups
+            self.events = HostBlockEvents(
+                {
+                    index: EventGroup(groups[index].group_id, groups[index].tokens_per_chunk, kind)
+                    for index, kind in event_kinds.items()
+                }
+            )
         self._settings.allowance.prefill.begin_engine(most_running, largest_chunk)
 
-    def begin_request(self, request: Request, told: Container[OffloadKey] | None) -> None:
-        """Note a new request, after vLLM's on_new_request(). ``told``: see ``RequestState``."""
+    def begin_request(self, request: Request) -> None:
+        """Note a new request, after vLLM's on_new_request()."""
         state = self._requests[request.request_id]
         state.request = request
         state.keys = tuple([[] for _ in self._settings.groups])
-        state.told = told
 
     def start_lookup(self, request_id: str) -> None:
         """Look up the keys of a request's whole chunks, unless a good answer is there or on its way."""
@@ -555,6 +565,14 @@ class KvoffdManager(OffloadingManager):
         chunks = min(state.answer.ticket.leading_ready(index), len(state.keys[index]))
         return chunks * self._settings.groups[index].tokens_per_chunk
 
+    def publish_found(self, request_id: str) -> None:
+        """Publish what a request's answer in force says is there, which another engine may have stored."""
+        state = self._requests.get(request_id)
+        if self.events is None or state is None or state.answer is None or not state.answer.usable:
+            return
+        for index in self.events.groups:
+            self.events.found(state.request, index, state.keys[index], state.answer.ticket.leading_ready(index))
+
     def begin_adapter(self, request_id: str, content: bytes | None, adapter_id: int) -> None:
         """Have a new request's keys hold the content of its LoRA adapter; None: it is not known, so use nothing.
 
@@ -597,11 +615,6 @@ class KvoffdManager(OffloadingManager):
         if failed.error in BLOCKS_UNUSABLE:
             self.namespace.client.invalidate([GroupKeys(group, hashes) for group, hashes in failed.keys if hashes])
         logger.warning("kvoffd: a load failed; request %s is recomputed. %s", failed.request_id, reason)
-
-    def forget_untold(self, described: MutableMapping[OffloadKey, object]) -> None:
-        """See ``KvEventTranslator``."""
-        if self._event_translator is not None:
-            self._event_translator.forget_untold(described)
 
     def workers_report(self, credit_bytes: int | None, waited_s: float) -> None:
         """Take the workers' report: how much each may have outstanding, how long vLLM waited for stores."""
@@ -669,10 +682,28 @@ class KvoffdManager(OffloadingManager):
                 self._counters.count(metrics.DEFERRED_STORES)
                 return None
             self._store_window.begin(wanted)
-        adapter = state.adapter if state is not None else b""
-        return PrepareStoreOutput(
-            keys_to_store=wanted, store_spec=KeyedSpec.of(wanted, self._positions, adapter=adapter), evicted_keys=[]
-        )
+        spec = KeyedSpec.of(wanted, self._positions, adapter=state.adapter if state is not None else b"")
+        if wanted and state is not None:
+            self._attach_tokens(spec, state, wanted, req_context)
+        return PrepareStoreOutput(keys_to_store=wanted, store_spec=spec, evicted_keys=[])
+
+    def _attach_tokens(
+        self, spec: KeyedSpec, state: RequestState, keys: Iterable[OffloadKey], context: ReqContext
+    ) -> None:
+        """Have a store tell the parents and token ids of its blocks where the engine publishes KV events."""
+        request = state.request
+        if self.events is None or request is None or not hashed_by_tokens(request):
+            return
+        found: list[list[BlockTokens]] = [[] for _ in self._settings.groups]
+        for key in keys:
+            index = self._positions[key[-GROUP_ID_BYTES:]]
+            if index in self.events.groups:
+                group, chain = self._settings.groups[index], state.keys[index]
+                group.extend(chain, request.block_hashes)
+                place = (context.get_offload_key_position(key) or 0) // group.tokens_per_chunk - 1
+                found[index].append(tokens_of(request, chain, place, group.tokens_per_chunk))
+        spec.parents = tuple([b"".join([one.parent[:-GROUP_ID_BYTES] for one in of_group]) for of_group in found])
+        spec.tokens = tuple([b"".join([one.token_ids for one in of_group]) for of_group in found])
 
     def _storable(self, state: RequestState, keys: Collection[OffloadKey], context: ReqContext) -> list[OffloadKey]:
         """Return those of a request's keys that are to be stored.
@@ -701,10 +732,6 @@ class KvoffdManager(OffloadingManager):
         # Not for requests that wait for an answer: vLLM makes steps for them, but none while it is paused, and a pause
         # ends only when nothing is pending.
         return self.namespace.needs_steps
-
-    def take_events(self) -> Iterable[OffloadingEvent]:
-        translator = self._event_translator
-        return translator.translate(self.namespace.client.take_events()) if translator is not None else ()
 
     def reset_cache(self) -> None:
         for state in self._requests.values():

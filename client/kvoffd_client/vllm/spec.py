@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import vllm
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
+    OffloadingKVEventsConfig,
     OffloadingManager,
     OffloadingMetricMetadata,
     OffloadingSpec,
@@ -23,7 +24,6 @@ from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.vllm.config import parse_options
 from kvoffd_client.vllm.do_no_harm import PrefillRate
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
-from kvoffd_client.vllm.kv_event_translator import KvEventTranslator
 from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, SharedKvMemory, registration_of
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.lookup_allowance import LookupAllowance
@@ -64,6 +64,8 @@ class KvoffdSpec(OffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         self.options, _ = parse_options(config.extra_config)
+        # The connector makes the events itself: vLLM must not keep the tokens of blocks for them.
+        self.kv_events_config = OffloadingKVEventsConfig(False, False)
         # All ranks have the same bytes: vLLM has rank 0 alone store, and all ranks load its shard.
         self.replicated_layout = config.replicated_layout
         self.namespace: NamespaceSpec | None = None
@@ -73,7 +75,6 @@ class KvoffdSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         """Return the scheduler's half, which connects in the background."""
         config, options = self.config, self.options
-        publishes = config.enable_kv_cache_events
         hashes = [tokens * self.blocks_per_chunk // self.tokens_per_hash for tokens in self.tokens_per_block]
         # The groups of a hybrid model share their memory: a block of any has so many bytes.
         shard_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk
@@ -88,7 +89,7 @@ class KvoffdSpec(OffloadingSpec):
                 namespace,
                 name=self._name(namespace, "scheduler"),
                 software=_software(),
-                subscribe_events=publishes,
+                subscribe_events=config.enable_kv_cache_events,
                 options=options.client_options,
             )
 
@@ -103,7 +104,6 @@ class KvoffdSpec(OffloadingSpec):
                 LookupAllowance(prefill, deadline_s, time.monotonic, active=options.do_no_harm),
                 options.disk_wait_ms / 1000,
             ),
-            KvEventTranslator([group.group_id for group in groups]) if publishes else None,
             do_no_harm=options.do_no_harm,
             config_info={name: getattr(options, name) for name in CONFIG_INFO}
             | {"directory": options.socket_directory},

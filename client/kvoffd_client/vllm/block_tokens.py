@@ -1,0 +1,198 @@
+"""The token ids of blocks: stores tell them, KV events bring them to all engines, and routers find prompts by them."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from vllm.distributed.kv_events import AllBlocksCleared as AllEngineBlocksCleared
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+
+from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES
+from kvoffd_client.vllm.engine_namespace import EngineNamespace
+from kvoffd_proto.events import MEDIUM_CPU, MEDIUM_STORAGE, AllBlocksCleared, KvEvent
+from kvoffd_proto.events import BlockStored as DaemonStored
+from kvoffd_proto.messages import TOKEN_ID_BYTES
+
+MAX_KNOWN = 131_072
+"""Blocks of which the tokens are kept, some 40 MiB: a block on a disk is published with those that its store told."""
+MAX_BLOCKS_PER_STEP = 4096
+"""Blocks of the daemon's events that one step publishes; the rest waits, so that the scheduler is not held up."""
+
+
+@dataclass(frozen=True)
+class EventGroup:
+    """A KV cache group of full attention: a prefix of a prompt is of use there. Of windows and states only the end is,
+    which no router looks for, so nothing is published of their groups.
+
+    Attributes:
+        kind: vLLM's word for what it caches.
+    """
+
+    group_id: int
+    tokens_per_chunk: int
+    kind: str
+
+    @property
+    def suffix(self) -> bytes:
+        return self.group_id.to_bytes(GROUP_ID_BYTES, "big")
+
+
+class BlockTokens(NamedTuple):
+    """The key before a block, of zeros before the first one, and the block's token ids, uint32."""
+
+    parent: bytes
+    token_ids: bytes
+
+    @property
+    def is_first(self) -> bool:
+        return not any(self.parent[:-GROUP_ID_BYTES])
+
+
+def tokens_of(request: Any, chain: Sequence[bytes], place: int, tokens_per_chunk: int) -> BlockTokens:
+    """The block at a place of a request's ``chain`` of keys."""
+    parent = chain[place - 1] if place else bytes(len(chain[0]))
+    token_ids = request.all_token_ids[place * tokens_per_chunk : (place + 1) * tokens_per_chunk]
+    return BlockTokens(parent, array("I", token_ids).tobytes())
+
+
+def hashed_by_tokens(request: Any) -> bool:
+    """Whether a request's block hashes follow from its tokens alone: no adapter, image, salt or embeddings.
+
+    Who knows the tokens only would take another prompt's blocks for those of such a request.
+    """
+    special = request.lora_request is not None or request.mm_features or request.cache_salt
+    return not special and request.prompt_embeds is None
+
+
+class HostBlockEvents:
+    """The blocks of the daemon as events of vLLM, for the engine's own stream.
+
+    A block is published once its tokens are known and its parent was published, or is the beginning of a prompt: some
+    routers take no other. The tokens come with the event of its store. Of what was there before, the engine's own
+    requests tell them, when a lookup has found it.
+
+    vLLM's ``AllBlocksCleared`` means the engine's own cache as well, so what goes at once is removed by name.
+
+    Args:
+        groups: those of full attention, by index on the wire.
+    """
+
+    def __init__(self, groups: Mapping[int, EventGroup]) -> None:
+        self.groups = groups
+        self._published: dict[str, dict[bytes, int]] = {MEDIUM_CPU: {}, MEDIUM_STORAGE: {}}
+        """By medium, the keys that routers know of, with the index of their group."""
+        self._known: OrderedDict[bytes, BlockTokens] = OrderedDict()
+        self._waiting: deque[KvEvent] = deque()
+        self._found: list[KVCacheEvent] = []
+        self._cleared: KVCacheEvent | None = None
+
+    def take(self, namespace: EngineNamespace) -> list[KVCacheEvent]:
+        """What has happened since the last call; of very much, a part."""
+        if not self._waiting:
+            self._waiting.extend(namespace.client.take_events())
+        blocks = 0
+        while self._waiting and blocks < MAX_BLOCKS_PER_STEP:
+            blocks += self._apply(self._waiting.popleft())
+        found, self._found = self._found, []
+        return found
+
+    def found(self, request: Any, index: int, chain: Sequence[bytes], count: int) -> None:
+        """A lookup has found the first ``count`` blocks of a request, of one group, in the pool."""
+        published, size = self._published[MEDIUM_CPU], self.groups[index].tokens_per_chunk
+        places = [place for place, key in enumerate(chain[:count]) if key not in published]
+        if not places or not hashed_by_tokens(request):
+            return
+        for place in places:
+            self._know(chain[place], tokens_of(request, chain, place, size))
+        self._store(MEDIUM_CPU, index, [chain[place] for place in places])
+
+    def note_engine_events(self, events: Iterable[KVCacheEvent]) -> None:
+        """Take note of what vLLM publishes of its own cache, before ours: after its AllBlocksCleared routers know of no
+        block any more. What is there is published anew when a request finds it.
+        """
+        cleared = [event for event in events if isinstance(event, AllEngineBlocksCleared)]
+        if cleared and cleared[-1] is not self._cleared:
+            self._cleared = cleared[-1]
+            self._found.clear()
+            for published in self._published.values():
+                published.clear()
+
+    def _apply(self, event: KvEvent) -> int:
+        """Publish what an event of the daemon says. Returns how many blocks it is about."""
+        if isinstance(event, AllBlocksCleared):
+            for medium, published in self._published.items():
+                self._remove(medium, list(published))
+            return 1
+        index, medium = event.group_idx, event.medium
+        if medium not in self._published or index not in self.groups:
+            return 1
+        suffix = self.groups[index].suffix
+        keys = [block_hash + suffix for block_hash in event.block_hashes]
+        if not isinstance(event, DaemonStored):
+            self._remove(medium, keys)
+            return len(keys)
+        size = self.groups[index].tokens_per_chunk * TOKEN_ID_BYTES
+        if len(event.parents) == len(keys) and len(event.token_ids) == size * len(keys):
+            for at, (key, parent) in enumerate(zip(keys, event.parents, strict=True)):
+                self._know(key, BlockTokens(parent + suffix, event.token_ids[at * size : (at + 1) * size]))
+        self._store(medium, index, keys)
+        return len(keys)
+
+    def _know(self, key: bytes, tokens: BlockTokens) -> None:
+        self._known[key] = tokens
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+
+    def _store(self, medium: str, index: int, keys: Iterable[bytes]) -> None:
+        """Publish blocks that came to a medium, as far as they can be; each chain in one event."""
+        published, run = self._published[medium], list[bytes]()
+        for key in keys:
+            known = self._known.get(key)
+            if known is None or key in published:
+                continue
+            if not known.is_first and not any(known.parent in one for one in self._published.values()):
+                continue
+            if run and run[-1] != known.parent:
+                self._publish_run(medium, index, run)
+                run = []
+            published[key] = index
+            run.append(key)
+        if run:
+            self._publish_run(medium, index, run)
+
+    def _publish_run(self, medium: str, index: int, run: Sequence[bytes]) -> None:
+        group, first = self.groups[index], self._known[run[0]]
+        self._found.append(
+            BlockStored(
+                block_hashes=[_external(key) for key in run],
+                parent_block_hash=None if first.is_first else _external(first.parent),
+                token_ids=[token for key in run for token in memoryview(self._known[key].token_ids).cast("I")],
+                block_size=group.tokens_per_chunk,
+                lora_id=None,
+                medium=medium,
+                lora_name=None,
+                group_idx=group.group_id,
+                kv_cache_spec_kind=group.kind,
+            )
+        )
+
+    def _remove(self, medium: str, keys: Iterable[bytes]) -> None:
+        """Withdraw those of the keys that were published."""
+        published = self._published[medium]
+        gone: dict[int, list[bytes]] = {}
+        for key in keys:
+            if (index := published.pop(key, None)) is not None:
+                gone.setdefault(index, []).append(key)
+        for index, of_group in gone.items():
+            hashes = [_external(key) for key in of_group]
+            self._found.append(BlockRemoved(hashes, medium, self.groups[index].group_id))
+
+
+def _external(key: bytes) -> Any:
+    """A key's hash as vLLM's events have it."""
+    return maybe_convert_block_hash(BlockHash(key[:-GROUP_ID_BYTES]))

@@ -1,0 +1,84 @@
+"""KV events: from the cache's calls to the messages of ``events.sock``, numbered in each namespace."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from weakref import WeakKeyDictionary
+
+from kvoffd.cache.hooks import NO_TOKENS, BlockTokens
+from kvoffd.cache.namespace import Namespace
+from kvoffd_proto.codec import encode
+from kvoffd_proto.events import (
+    MEDIUM_CPU,
+    SEQUENCE_BYTES,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    KvEvent,
+    kv_topic,
+)
+
+MAX_EVENTS_PER_MESSAGE = 64
+"""Bounds a message where very much happened at once, as when a pool is recovered."""
+
+Frames = tuple[bytes, bytes, bytes]
+"""Topic, sequence number, payload: one message of ``events.sock``."""
+
+
+class EventLog:
+    """A listener of the cache: notes what happened, and makes messages of it at each flush. Keeps nothing else."""
+
+    def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
+        self._wall_clock = wall_clock
+        self._pending: dict[Namespace, list[KvEvent]] = {}
+        self._numbers: WeakKeyDictionary[Namespace, int] = WeakKeyDictionary()
+        """Of each namespace's next message. One that is forgotten and opened again counts from 0, and is cleared."""
+        self.published = 0
+        """Messages of all namespaces."""
+
+    def stored(
+        self,
+        namespace: Namespace,
+        group: int,
+        keys: Sequence[bytes],
+        medium: str = MEDIUM_CPU,
+        tokens: Mapping[bytes, BlockTokens] = NO_TOKENS,
+    ) -> None:
+        block_tokens = namespace.groups[group].tokens_per_block
+        known = [key for key in keys if key in tokens]
+        if known:
+            parents = [tokens[key].parent for key in known]
+            token_ids = b"".join([tokens[key].token_ids for key in known])
+            self._add(namespace, BlockStored(known, block_tokens, medium, group, parents, token_ids))
+        if len(known) < len(keys):
+            unknown = [key for key in keys if key not in tokens]
+            self._add(namespace, BlockStored(unknown, block_tokens, medium, group))
+
+    def removed(self, namespace: Namespace, group: int, keys: Sequence[bytes], medium: str = MEDIUM_CPU) -> None:
+        self._add(namespace, BlockRemoved(list(keys), medium, group))
+
+    def cleared(self, namespace: Namespace) -> None:
+        self._add(namespace, AllBlocksCleared())
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._pending)
+
+    def take(self) -> list[Frames]:
+        """Return the messages to publish for all that happened since the last call."""
+        messages: list[Frames] = []
+        for namespace, events in self._pending.items():
+            number = self._numbers.get(namespace, 0)
+            for start in range(0, len(events), MAX_EVENTS_PER_MESSAGE):
+                payload = encode(EventBatch(self._wall_clock(), events[start : start + MAX_EVENTS_PER_MESSAGE]))
+                messages.append((kv_topic(namespace.fingerprint), number.to_bytes(SEQUENCE_BYTES, "big"), payload))
+                number += 1
+            self._numbers[namespace] = number
+        self._pending.clear()
+        self.published += len(messages)
+        return messages
+
+    def _add(self, namespace: Namespace, event: KvEvent) -> None:
+        self._pending.setdefault(namespace, []).append(event)

@@ -1,0 +1,275 @@
+"""Parents and token ids that go with stores, over vLLM's own requests, and the daemon's events as vLLM's own."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import AllBlocksCleared as EngineCacheCleared
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, ReqContext, make_offload_key
+from vllm.v1.request import Request
+
+from kvoffd_client.vllm import block_tokens
+from kvoffd_client.vllm.block_tokens import HostBlockEvents
+from kvoffd_client.vllm.connector import KvoffdConnector
+from kvoffd_client.vllm.connector_metadata import KeyedSpec, group_transfers
+from kvoffd_proto import events
+from tests.kit.models import make_tiny_llama
+from tests.kit.vllm_config import cache_config, make_config
+
+BLOCK_TOKENS, KEY_BYTES = 32, 32
+ROOT = bytes(KEY_BYTES)
+TOKEN_IDS = [7 * number % 1000 for number in range(6 * BLOCK_TOKENS + 3)]
+CPU, STORAGE = events.MEDIUM_CPU, events.MEDIUM_STORAGE
+
+
+@pytest.fixture(scope="module")
+def connector(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KvoffdConnector]:
+    root = tmp_path_factory.mktemp("tokens")
+    config = make_config(make_tiny_llama(root / "tiny-llama"), {"directory": str(root)})
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True)
+    connector = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
+    yield connector
+    connector.shutdown()
+
+
+def request_of(**arguments: Any) -> Request:
+    hash_function = get_hash_fn_by_name("sha256")
+    init_none_hash(hash_function)
+    hasher = get_request_block_hasher(BLOCK_TOKENS, hash_function)
+    request = Request("r", list(TOKEN_IDS), SamplingParams(max_tokens=1), None, block_hasher=hasher)
+    for name, value in arguments.items():
+        setattr(request, name, value)
+    return request
+
+
+def chain_of(request: Request) -> list[bytes]:
+    return [make_offload_key(block_hash, 0) for block_hash in request.block_hashes]
+
+
+def told(connector: KvoffdConnector, request: Request, chunks: list[int]) -> tuple[bytes, bytes]:
+    """The parents and tokens that a store of these chunks of a request tells."""
+    manager, context = connector._manager, ReqContext("r")
+    manager.on_new_request(context)
+    manager.begin_request(request)
+    keys = [chain_of(request)[chunk] for chunk in chunks]
+    context = SimpleNamespace(get_offload_key_position=lambda key: (chain_of(request).index(key) + 1) * BLOCK_TOKENS)
+    spec = KeyedSpec.of(keys, manager._positions)
+    manager._attach_tokens(spec, manager._requests["r"], keys, context)
+    blocks = GPULoadStoreSpec(list(chunks), group_sizes=[len(chunks)], block_indices=[chunks[0]])
+    (transfer,) = group_transfers(blocks, spec, 1, KEY_BYTES, is_store=True)
+    return transfer.parents, transfer.tokens
+
+
+def tokens_of(*chunks: int) -> bytes:
+    return b"".join(
+        [array("I", TOKEN_IDS[chunk * BLOCK_TOKENS : (chunk + 1) * BLOCK_TOKENS]).tobytes() for chunk in chunks]
+    )
+
+
+SPECIAL: list[dict[str, Any]] = [
+    {"cache_salt": "tenant"},
+    {"mm_features": [SimpleNamespace(identifier="image", mm_hash="image", modality="image", data=None)]},
+    {"lora_request": SimpleNamespace(name="adapter")},
+    {"prompt_embeds": object()},
+]
+
+
+@pytest.mark.parametrize("chunks", [[0, 1, 2, 3, 4, 5], [0], [2, 3], [0, 2, 3, 5]])
+def test_a_store_tells_the_hash_before_each_key_and_its_tokens(connector: KvoffdConnector, chunks: list[int]) -> None:
+    request = request_of()
+    before = [ROOT, *request.block_hashes]
+    assert told(connector, request, chunks) == (b"".join([before[chunk] for chunk in chunks]), tokens_of(*chunks))
+
+
+@pytest.mark.parametrize("arguments", SPECIAL, ids=lambda arguments: next(iter(arguments)))
+def test_a_prompt_whose_hashes_hold_more_than_tokens_tells_none(
+    connector: KvoffdConnector, arguments: dict[str, Any]
+) -> None:
+    assert told(connector, request_of(**arguments), [0, 1]) == (b"", b"")
+
+
+# --- the daemon's events as vLLM's -----------------------------------------------------------------
+
+
+class Rig:
+    """The events of one group, of what a daemon publishes of a prompt's chunks by number."""
+
+    def __init__(self, connector: KvoffdConnector) -> None:
+        assert connector._manager.events is not None
+        self.host = HostBlockEvents(connector._manager.events.groups)
+        self.client = self
+        self.request = request_of()
+        self.hashes = self.request.block_hashes
+        self.pending: list[events.KvEvent] = []
+        self.published: dict[str, set[int]] = {CPU: set(), STORAGE: set()}
+        """By medium, the numbers of the blocks that a reader of the stream knows."""
+
+    def take_events(self) -> list[events.KvEvent]:
+        taken, self.pending = self.pending, []
+        return taken
+
+    def stored(self, *chunks: int, medium: str = CPU, tells: bool = True) -> None:
+        parents = [[ROOT, *self.hashes][chunk] for chunk in chunks] if tells else []
+        tokens = tokens_of(*chunks) if tells else b""
+        names = [self.hashes[chunk] for chunk in chunks]
+        self.pending.append(events.BlockStored(names, BLOCK_TOKENS, medium, 0, parents, tokens))
+
+    def removed(self, *chunks: int, medium: str = CPU) -> None:
+        self.pending.append(events.BlockRemoved([self.hashes[chunk] for chunk in chunks], medium, 0))
+
+    def cleared(self) -> None:
+        self.pending.append(events.AllBlocksCleared())
+
+    def take(self) -> list[KVCacheEvent]:
+        """What is published, read as a router does: a parent is known, nothing comes twice or goes in vain."""
+        found = self.host.take(self)  # type: ignore[arg-type]
+        chain = [maybe_convert_block_hash(one) for one in self.hashes]
+        for event in found:
+            assert isinstance(event, BlockStored | BlockRemoved)
+            assert event.medium in (CPU, STORAGE)
+            assert event.group_idx == 0
+            numbers = [chain.index(one) for one in event.block_hashes]
+            known = self.published[event.medium]
+            if isinstance(event, BlockRemoved):
+                assert known.issuperset(numbers)
+                known.difference_update(numbers)
+                continue
+            assert known.isdisjoint(numbers)
+            first = numbers[0]
+            assert numbers == list(range(first, first + len(numbers)))
+            assert event.parent_block_hash == (chain[first - 1] if first else None)
+            assert not first or first - 1 in self.published[CPU] | self.published[STORAGE]
+            assert event.token_ids == TOKEN_IDS[first * BLOCK_TOKENS : (first + len(numbers)) * BLOCK_TOKENS]
+            assert (event.block_size, event.kv_cache_spec_kind) == (BLOCK_TOKENS, "full_attention")
+            known.update(numbers)
+        return found
+
+
+@pytest.fixture
+def rig(connector: KvoffdConnector) -> Rig:
+    return Rig(connector)
+
+
+def test_a_chain_is_one_event(rig: Rig) -> None:
+    rig.stored(0, 1, 2)
+    assert len(rig.take()) == 1
+    assert rig.published == {CPU: {0, 1, 2}, STORAGE: set()}
+    assert rig.take() == []
+
+
+def test_what_is_removed_and_stored_again_is_published_so_and_nothing_twice(rig: Rig) -> None:
+    rig.stored(0, 1, 2)
+    rig.stored(1)
+    rig.removed(1)
+    rig.take()
+    assert rig.published[CPU] == {0, 2}, "the child of what was removed stays: a router's search ends before it"
+    rig.removed(1)
+    assert rig.take() == []
+    rig.stored(1, tells=False)
+    rig.take()
+    assert rig.published[CPU] == {0, 1, 2}, "its tokens are known"
+
+
+def test_a_disk_has_the_tokens_of_the_blocks_that_were_stored(rig: Rig) -> None:
+    rig.stored(0, 1)
+    rig.removed(0, 1)
+    rig.stored(0, 1, medium=STORAGE, tells=False)
+    rig.take()
+    assert rig.published == {CPU: set(), STORAGE: {0, 1}}
+    rig.removed(0, medium=STORAGE)
+    rig.take()
+    assert rig.published[STORAGE] == {1}
+
+
+def test_without_its_tokens_or_its_parent_a_block_is_published_when_a_request_finds_it(rig: Rig) -> None:
+    rig.stored(0, 1, tells=False)
+    rig.stored(2, 3)
+    assert rig.take() == []
+    rig.host.found(rig.request, 0, chain_of(rig.request), 3)
+    assert len(rig.take()) == 1
+    assert rig.published[CPU] == {0, 1, 2}
+    rig.host.found(rig.request, 0, chain_of(rig.request), 4)
+    rig.take()
+    assert rig.published[CPU] == {0, 1, 2, 3}
+    rig.host.found(rig.request, 0, chain_of(rig.request), 4)
+    assert rig.take() == []
+    rig.removed(0, 1, 2, 3)
+    rig.take()
+    assert rig.published[CPU] == set()
+
+
+@pytest.mark.parametrize("arguments", SPECIAL, ids=lambda arguments: next(iter(arguments)))
+def test_what_a_prompt_finds_whose_hashes_hold_more_than_tokens_is_not_published(
+    rig: Rig, arguments: dict[str, Any]
+) -> None:
+    request = request_of(**arguments)
+    rig.host.found(request, 0, chain_of(request), 3)
+    assert rig.take() == []
+
+
+def test_what_goes_at_once_is_removed_by_name(rig: Rig) -> None:
+    rig.stored(0, 1, 2)
+    rig.stored(0, medium=STORAGE, tells=False)
+    rig.cleared()
+    rig.stored(0)
+    rig.take()
+    assert rig.published == {CPU: {0}, STORAGE: set()}
+
+
+def test_after_the_engines_own_clear_blocks_are_published_anew(rig: Rig) -> None:
+    """vLLM's AllBlocksCleared means ours to routers too. One that is seen in several steps counts once."""
+    rig.stored(0, 1)
+    rig.take()
+    clear = EngineCacheCleared()
+    rig.host.note_engine_events([clear])
+    rig.published[CPU].clear()  # as a router does
+    rig.host.found(rig.request, 0, chain_of(rig.request), 2)
+    rig.host.note_engine_events([clear])
+    rig.take()
+    assert rig.published[CPU] == {0, 1}
+    rig.removed(0)
+    rig.take()
+    assert rig.published[CPU] == {1}
+
+
+def test_a_step_publishes_a_part_of_very_much(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_tokens, "MAX_BLOCKS_PER_STEP", 2)
+    for chunk in range(5):
+        rig.stored(chunk)
+    for known in (2, 4, 5):
+        rig.take()
+        assert rig.published[CPU] == set(range(known))
+
+
+def test_the_tokens_that_are_kept_are_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_tokens, "MAX_KNOWN", 2)
+    for chunk in range(4):
+        rig.stored(chunk)
+    rig.take()
+    assert len(rig.host._known) == 2
+    rig.removed(*range(4))
+    rig.take()
+    assert rig.published[CPU] == set(), "what was published is removed all the same"
+
+
+def test_events_that_do_not_fit_the_model_are_left_out(rig: Rig) -> None:
+    name = [self_made := b"k" * KEY_BYTES]
+    rig.pending += [
+        events.BlockStored(name, 2**62, CPU, 2**62),
+        events.BlockStored(name, 3, CPU, 0, [ROOT], b"12345"),
+        events.BlockStored(name * 2, 3, CPU, 0, [ROOT], tokens_of(0)),
+        events.BlockStored([b""], 3, "elsewhere", 0),
+        events.BlockStored([], 0, "", 0),
+        events.BlockRemoved([self_made], CPU, 7),
+    ]
+    assert rig.take() == []
