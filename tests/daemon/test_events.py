@@ -8,7 +8,6 @@ from pathlib import Path
 
 from kvoffd_client import AdminClient, NamespaceSpec, SchedulerClient, SharedMemory
 from kvoffd_client.testing import FakeEngine
-from kvoffd_proto.messages import GroupKeys
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
 from tests.kit.wire import (
@@ -198,8 +197,9 @@ def test_an_engine_reads_what_others_store(daemon: DaemonProcess) -> None:
         reads(set())
         assert engine.store(keys(1001, 1002), [1, 2]).ok
         reads(set(keys(1001, 1002)))
-        engine.scheduler.invalidate([GroupKeys(0, key(1001))])
-        reads(set(keys(1002)))
+        with AdminClient(daemon.directory) as admin:
+            admin.clear()
+        reads(set())
         clears = reader.clears
         daemon.kill()
         daemon.start()
