@@ -156,3 +156,17 @@ def test_groups_and_parts_are_exported(tmp_path: Path) -> None:
             assert [engine.load(1, group) for group in (0, 1)] == whole
             assert engine.load(2, 0) == "not_ready"
             assert engine.load(2, 0, first_block=1) == part
+
+
+def test_a_part_that_changed_in_memory_is_not_exported(pool_file: Path, tmp_path: Path) -> None:
+    """Its reader has not all that the checksum covers: the daemon compares it."""
+    with DaemonProcess("8MiB", pool_file=str(pool_file)) as daemon, engine_on(daemon) as engine:
+        part = engine.store(2, 0, first_block=1)
+        pool = pool_file.read_bytes()
+        assert pool.count(part) == 1
+        with pool_file.open("r+b") as opened:
+            opened.seek(pool.index(part) + 100)
+            opened.write(bytes([part[100] ^ 1]))
+        with BlockClient(daemon.directory) as client:
+            done = export_blocks(client, SPACE, tmp_path / "all.safetensors")
+        assert (done.blocks, done.damaged) == (0, [key(2)])
