@@ -133,6 +133,7 @@ def _open(record: NamespaceRecord, store: Pool) -> Namespace:
     namespace = Namespace(
         record.fingerprint, record.label, record.world_size, record.key_bytes, record.groups, record.description
     )
+    namespace.generation, namespace.recovered = record.generation, True
     for rank, shard_bytes in enumerate(record.shard_bytes):
         if shard_bytes is not None:
             namespace.fix_shard_bytes(rank, shard_bytes, list(map(store.slot_bytes, shard_bytes)))

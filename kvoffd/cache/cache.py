@@ -147,6 +147,12 @@ class BlockCache(LeasedBlocks):
         if news:
             self.slots.note_namespace(namespace.record())
 
+    def set_generation(self, namespace: Namespace, generation: int) -> None:
+        """Note the generation of blocks that are stored from now on, when all of earlier ones are gone."""
+        namespace.generation = generation
+        if any(namespace.shard_bytes(rank) is not None for rank in range(namespace.world_size)):
+            self.slots.note_namespace(namespace.record())
+
     def adopt(
         self, namespaces: Iterable[NamespaceRecord], slots: InheritedSlots, slots_at_once: int = SLOTS_AT_ONCE
     ) -> Adoption:

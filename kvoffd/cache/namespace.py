@@ -220,6 +220,10 @@ class Namespace:
         """Memory of what is known of a block, without its slots."""
         self.idle_since: float | None = None
         """Since when it is known that it is empty and nobody has it open."""
+        self.generation = 0
+        """Of its blocks: it is raised whenever all that there are become stale."""
+        self.recovered = False
+        """It was there in an earlier daemon's pool."""
         self.clearing = False
         """Its blocks are being forgotten: lookups find nothing, and stores get no room."""
         self.counters = Counters()
@@ -341,7 +345,7 @@ class Namespace:
     def record(self) -> NamespaceRecord:
         """What a successor must know to go on with the blocks."""
         spec = self.fingerprint, self.label, self.world_size, self.key_bytes, self.groups, self.description
-        return NamespaceRecord(*spec, tuple(self._shard_bytes), tuple(self._shards))
+        return NamespaceRecord(*spec, tuple(self._shard_bytes), tuple(self._shards), self.generation)
 
     def fix_shard_bytes(self, rank: int, shard_bytes: Sequence[int], slot_bytes: Sequence[int]) -> None:
         """Set the sizes of a rank's shards and slots, by group. Raises BadGeometry if they are others already."""

@@ -113,12 +113,6 @@ class Pool:
         return self._memory.buffer[: self.pool_bytes]
 
     @property
-    def name(self) -> str:
-        """What no other pool of this boot has, and a successor finds again."""
-        found = os.fstat(self._memory.fd)
-        return f"{found.st_dev}:{found.st_ino}"
-
-    @property
     def memory_fds(self) -> tuple[int, int]:
         """Descriptors of the pool and of its table, for whoever keeps them for the daemon's successor."""
         return self._memory.fd, self._table.fd

@@ -66,3 +66,5 @@ class NamespaceRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     """Bytes of a shard by rank and group; None for a rank of which no worker has registered."""
     shards: tuple[tuple[ShardSpec, ...] | None, ...] = ()
     """The parts of a shard by rank and group; empty, or None for a rank, where no engine sent them."""
+    generation: int = 0
+    """Of its blocks, as the daemon counts them: raised whenever all that there are become stale."""

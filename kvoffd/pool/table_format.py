@@ -43,7 +43,7 @@ from kvoffd.pool.slots import MIN_SLOT_BYTES, PAGE_BYTES, page_up
 from kvoffd_proto.units import format_size
 
 MAGIC = b"KVOFFDST"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 RECORD_BYTES = 128
 FINGERPRINT_BYTES = 32
 MAX_KEY_BYTES = 64

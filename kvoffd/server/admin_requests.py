@@ -21,22 +21,28 @@ FLEET_WAIT_S = 1.5
 LISTED_PLACES, LISTED_SHARDS = 65536, 2048
 """One page of a listing looks at so many places of the index, and has so many shards: a few milliseconds."""
 _HEX_DIGITS = frozenset("0123456789abcdef")
-LIMITS_WAIT_S = 1.5
-"""For the file with the quotas of namespaces to be written."""
+STATE_WAIT_S = 1.5
+"""For ``kvoffd.state`` to be written."""
 
 
 @answers(m.Clear)
 def clear(context: Context, session: Session, message: m.Clear) -> Pending:
     """Drop the blocks of one namespace, or of all. What is empty then and nobody has open is forgotten."""
-    cache, unopened = context.cache, 0
-    steps = cache.clear_all() if message.namespace is None else cache.reset(cache.namespace(message.namespace))
-    # Before the last step a directory may be open, and somebody have a namespace open of which only disks have blocks.
-    context.disks.cleared(message.namespace)
-    if message.namespace is None and context.tiering is not None:
-        unopened = context.tiering.forget_unopened()
+    cache, state, unopened = context.cache, context.state, 0
+    if message.namespace is None:
+        steps = cache.clear_all()
+        state.raise_all()
+        if context.tiering is not None:
+            unopened = context.tiering.forget_unopened()
+    else:
+        steps = cache.reset(cache.namespace(message.namespace))
+        state.raise_generation(message.namespace)
 
     def cleared(count: int) -> int:
         count += unopened
+        for namespace in cache.namespaces:
+            if not namespace.clearing and message.namespace in (None, namespace.fingerprint):
+                cache.set_generation(namespace, state.generation(namespace.fingerprint))
         if message.namespace is None and context.tiering is not None:  # those that were forgotten in between
             count += context.tiering.forget_unopened()
         forget_idle(context)
@@ -49,7 +55,7 @@ def clear(context: Context, session: Session, message: m.Clear) -> Pending:
 @answers(m.ResetFleet)
 def reset_fleet(context: Context, session: Session, message: m.ResetFleet) -> Pending:
     """Make a namespace's blocks void for all nodes; the count is that of the stores that were told."""
-    stores = context.disks.shared
+    stores = context.tiers.shared
     if not stores:
         why = "No tier is shared with other nodes; start the daemon with --shared URL."
         raise KvoffdError(why, ErrorCode.NOT_READY)
@@ -70,31 +76,24 @@ def reset_fleet(context: Context, session: Session, message: m.ResetFleet) -> Pe
 def set_quota(context: Context, session: Session, message: m.SetQuota) -> Pending:
     """Set a namespace's quota, and have it written for the next daemon before the answer, which says where that
     failed."""
-    kept = context.kept_limits
-    context.cache.blocks.quotas.set(message.namespace, message.quota_bytes)
+    quotas, state = context.cache.blocks.quotas, context.state
+    quotas.set(message.namespace, message.quota_bytes)
+    state.save_quotas(dict(quotas))
     logger.info(
         "Session %d (%s) set the quota of the namespace %s: %s.",
         *(session.id, session.peer, message.namespace.hex()[:12]),
         "none" if message.quota_bytes is None else format_size(message.quota_bytes),
     )
-    noted = False
 
     def poll(late: bool) -> m.Done | None:
-        nonlocal noted
-        if kept.is_being_written and not late:
+        if not late and not state.is_saved:
             return None
-        if not noted:
-            kept.note()
-            noted = True
-            if kept.is_being_written and not late:
-                return None
-        if problem := kept.problem:
-            logger.warning("The quotas of namespaces hold, but %s.", problem)
+        if problem := state.problem:
             why = f"The quota holds until the daemon ends, and the next one may not have it: {problem}."
             raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
         return m.Done(message.request_id, context.epoch, 1)
 
-    return Pending(poll, context.clock() + LIMITS_WAIT_S)
+    return Pending(poll, context.clock() + STATE_WAIT_S)
 
 
 @answers(m.DescribePolicy)

@@ -18,17 +18,17 @@ from kvoffd.errors import KvoffdError, refusal_of
 from kvoffd.observe.loop_watch import LoopWatch
 from kvoffd.observe.meters import LOOKUP_BOUNDS_S, DurationHistogram, RateMeter
 from kvoffd.server.background import Background
-from kvoffd.server.disks import Disks
 from kvoffd.server.engine_jobs import EngineJobs
 from kvoffd.server.engine_memory import MemoryMapper
 from kvoffd.server.events import EventLog, Frames
 from kvoffd.server.jobs import JobRunner
-from kvoffd.server.kept_limits import KeptLimits
+from kvoffd.server.persistence import State
 from kvoffd.server.recent import Recent
 from kvoffd.server.recorder import Recorder
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.session import Session
 from kvoffd.server.sessions import Sessions
+from kvoffd.server.tiers import Tiers
 from kvoffd.tiering.manager import TieringManager
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
@@ -103,8 +103,8 @@ class Context:
     recent: Recent
     recorder: Recorder
     curve: HitRatioCurve
-    disks: Disks
-    kept_limits: KeptLimits
+    tiers: Tiers
+    state: State
     background: Background = field(default_factory=Background)
     pending: list[Pending] = field(default_factory=list)
     """Requests whose replies wait, oldest first."""
@@ -126,7 +126,7 @@ class Context:
 
     @property
     def tiering(self) -> TieringManager | None:
-        return self.disks.tiering
+        return self.tiers.tiering
 
     def removal(
         self, request_id: int, steps: Steps, then: Callable[[int], int] | None = None, *, at_once: bool = False
@@ -136,13 +136,13 @@ class Context:
         The reply comes once they stay away after a kill too, or that takes long. ``then`` is called after the last step
         with the number of blocks that were removed, whoever still waits; it returns that of the reply.
         """
-        kept: Callable[[], bool] = lambda: False  # noqa: E731
+        saved: Callable[[], bool] = lambda: False  # noqa: E731
         until = 0.0
 
         def removed(count: int) -> int:
-            nonlocal kept, until
+            nonlocal saved, until
             count = then(count) if then is not None else count
-            kept, until = self.disks.removals_kept(), self.clock() + REMOVAL_WAIT_S
+            saved, until = self.tiers.removals_saved(), self.clock() + REMOVAL_WAIT_S
             return count
 
         work = self.background.add(steps, removed, at_once=at_once)
@@ -152,7 +152,7 @@ class Context:
                 return None
             if work.error is not None:
                 raise work.error
-            if not kept():
+            if not saved():
                 if self.clock() < until:
                     return None
                 logger.warning(

@@ -22,19 +22,19 @@ from kvoffd.errors import KvoffdError
 from kvoffd.memory_estimate import max_index_bytes
 from kvoffd.observe.logging import RareWarnings, log_what_python_prints
 from kvoffd.server.descriptors import check_loop_calls, half_of_descriptors, raise_descriptor_limit
-from kvoffd.server.disks import OpenStores, opener, shared_opener, shared_stores
 from kvoffd.server.engine_memory import open_gpus
 from kvoffd.server.events import EventLog
 from kvoffd.server.health import health_reply
 from kvoffd.server.http import HttpServer
-from kvoffd.server.kept_limits import KeptLimits
-from kvoffd.server.kept_policy import KeptPolicy
 from kvoffd.server.lifelines import LifelineServer
-from kvoffd.server.recovery import adopt_blocks, take_pool
+from kvoffd.server.persistence import CLOSE_S as STATE_CLOSE_S
+from kvoffd.server.persistence import STATE_FILE, PolicyFile, State, StateWriter
+from kvoffd.server.recovery import restore, take_pool
 from kvoffd.server.report import stats_reply
 from kvoffd.server.service import Service
 from kvoffd.server.sessions import RESERVED_SESSIONS
 from kvoffd.server.sockets import Sockets
+from kvoffd.server.tiers import OpenStores, opener, shared_opener, shared_stores
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd.system.mappings import PageFaulter
 from kvoffd.system.native import native
@@ -221,10 +221,10 @@ class Daemon:
             max_namespaces_bytes=config.limits.namespaces_bytes,
             max_index_bytes=max_index_bytes(config),
         )
-        kept_limits = KeptLimits(cache.blocks.quotas, config)
-        kept_limits.go_on()
-        self._kept_policy = KeptPolicy(cache.policy, config)
-        adopt_blocks(cache, pool, self._kept_policy)
+        self._state_writer = StateWriter()
+        state = State.of(config.directory, self._state_writer)
+        self._policy_file = PolicyFile(cache.policy, config, StateWriter("kvoffd-policy"))
+        restore(cache, pool, self._policy_file, state)
         self._sockets = Sockets(config, self._directory)
         self._host_engine = HostEngine(threads_per_direction=config.copy_threads)
         self._gpus = open_gpus(config, pool)
@@ -238,14 +238,13 @@ class Daemon:
             pool.address,
             time.monotonic,
             self._sockets.post,
-            opener(pool, self._sockets.post),
-            kept_limits,
+            opener(pool, self._sockets.post, cache, state),
+            state,
             map_segment=self._page_faulter.map_memfd,
             max_attached=half_of_descriptors(),
             close_segments=self._page_faulter.close_segments,
         )
         self._service.context.http_problem = self._http_problem
-        self._service.use_pool(pool.name)
         self._lifelines = LifelineServer(self._service.context, self._directory, self._sockets.wake)
 
     async def _startup(self) -> None:
@@ -260,7 +259,7 @@ class Daemon:
         self.served = True
         self._notifier.ready(f"Serving {config.directory} with a pool of {format_size(config.pool_bytes)}.")
         logger.info("Serving %s.", config.directory)
-        self._service.context.disks.start(shared_opener(config, self._shared_stores, self._pool, self._sockets.post))
+        self._service.context.tiers.start(shared_opener(config, self._shared_stores, self._pool, self._sockets.post))
         if self._pool.resident:
             loop = asyncio.get_running_loop()
             self._page_mapper = loop.run_in_executor(None, self._pool.map_pages, self._stop.is_set)
@@ -292,7 +291,8 @@ class Daemon:
 
     def _tick(self) -> None:
         """What is due a few times a second. A failure in it is ours, and no reason to stop serving."""
-        for tick in (self._service.tick, self._lifelines.tick, self._kept_policy.tick):
+        ticks = self._service.tick, self._lifelines.tick, self._policy_file.tick, self._state_writer.tick
+        for tick in ticks:
             try:
                 tick()
             except Exception:
@@ -343,10 +343,11 @@ class Daemon:
     async def _shutdown(self) -> None:
         """Close all sockets, end all threads but for what hangs, and send what that has left."""
         self._socket_inode = 0
-        if not self._service.context.disks.close(DISKS_CLOSE_S):
+        if not self._service.context.tiers.close(DISKS_CLOSE_S):
             self.copy_stuck = True
-        self._kept_policy.close()
-        self._service.context.kept_limits.close()
+        self._policy_file.close()
+        if not self._state_writer.close(STATE_CLOSE_S):
+            logger.warning("%s takes long to write; the next daemon may not know of the last resets.", STATE_FILE)
         if not self._host_engine.close(ENGINE_CLOSE_S) or not self._gpus.stop(ENGINE_CLOSE_S):
             self.copy_stuck = True
             logger.warning("A copy does not end; its memory stays mapped until the process is gone.")

@@ -246,7 +246,7 @@ def invalidate(context: Context, session: Session, message: m.Invalidate) -> Pen
     namespace = context.cache.namespace(message.namespace)
     context.check_key_count(namespace, message.groups)
     steps = context.cache.invalidate(namespace, [(part.group, part.keys) for part in message.groups])
-    context.disks.invalidated(namespace, message.groups)
+    context.tiers.invalidated(namespace, message.groups)
     return context.removal(message.request_id, steps, at_once=not namespace.inherited_blocks)
 
 
@@ -266,10 +266,13 @@ def report_engine(context: Context, session: Session, message: m.ReportEngine) -
 def reset(context: Context, session: Session, message: m.Reset) -> Pending:
     """Drop every block of a namespace that the session has opened."""
     session.check_namespace(message.namespace)
-    steps = context.cache.reset(context.cache.namespace(message.namespace))
+    namespace = context.cache.namespace(message.namespace)
+    steps = context.cache.reset(namespace)
+    context.state.raise_generation(message.namespace)
 
     def removed(count: int) -> int:
-        context.disks.namespace_reset(message.namespace)
+        context.cache.set_generation(namespace, context.state.generation(message.namespace))
+        context.tiers.namespace_reset(message.namespace)
         return count
 
     return context.removal(message.request_id, steps, removed)

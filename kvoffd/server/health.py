@@ -31,7 +31,7 @@ def health_of(context: Context) -> tuple[m.HealthLevel, list[m.HealthProblem]]:
                 "and the slots not used before a restart; check the machine's memory (dmesg, edac-util).",
             )
         )
-    causes += [m.HealthProblem(reason, sentence) for reason, sentence in context.disks.problems]
+    causes += [m.HealthProblem(reason, sentence) for reason, sentence in context.tiers.problems]
     causes += _crowded(context)
     causes += _late(context)
     causes += _full(context)

@@ -66,6 +66,7 @@ class Opening:
         namespace, created = opened
         session.namespaces.add(fingerprint)
         if created:
+            namespace.generation = context.state.generation(fingerprint)
             # A subscriber that knew an earlier life of the daemon must forget what it believed.
             context.events.cleared(namespace)
             if context.tiering is not None:

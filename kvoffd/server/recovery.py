@@ -13,10 +13,11 @@ from kvoffd import __version__
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.inherited import SLOTS_AT_ONCE
 from kvoffd.config import Config
+from kvoffd.errors import KvoffdError
 from kvoffd.memory_estimate import memory_shortage, memory_summary
 from kvoffd.pool.backing import FileBacking, MemfdBacking, PoolBacking
 from kvoffd.pool.pool import Pool
-from kvoffd.server.kept_policy import KeptPolicy
+from kvoffd.server.persistence import PolicyFile, State
 from kvoffd.system.limits import memory_limit
 from kvoffd.system.numa import nodes_with_gpus
 from kvoffd.system.systemd import Notifier
@@ -84,14 +85,31 @@ def open_pool(config: Config, notifier: Notifier, stored: Mapping[str, list[int]
     return pool
 
 
-def adopt_blocks(cache: BlockCache, pool: Pool, kept: KeptPolicy, slots_at_once: int = SLOTS_AT_ONCE) -> None:
-    """Go on with what an earlier daemon's policy knew, and make the newest of that daemon's blocks ready again."""
+def restore(
+    cache: BlockCache, pool: Pool, policy: PolicyFile, state: State, slots_at_once: int = SLOTS_AT_ONCE
+) -> None:
+    """Take over an earlier daemon's quotas, what its policy knew, and its blocks, of which the newest are ready then.
+
+    Blocks of namespaces that were reset or cleared while another pool was used are not among them.
+    """
     started = time.monotonic()
-    kept.go_on()
+    try:
+        for fingerprint, quota_bytes in state.quotas.items():
+            cache.blocks.quotas.set(fingerprint, quota_bytes)
+    except KvoffdError as error:
+        logger.warning("Some quotas of namespaces are left out. %s", error.message)
+    policy.restore()
     if not pool.adopted:
         return
     recovered = pool.take_recovered()
-    adoption = cache.adopt(recovered.namespaces, recovered.slots, slots_at_once)
+    current = [one for one in recovered.namespaces if one.generation >= state.generation(one.fingerprint)]
+    for record in current:
+        state.found(record.fingerprint, record.generation)
+    if void := len(recovered.namespaces) - len(current):
+        logger.info(
+            "The pool's blocks of %d namespace%s are void: they were reset while it was away.", void, plural(void)
+        )
+    adoption = cache.adopt(current, recovered.slots, slots_at_once)
     logger.info(
         "An earlier daemon's pool is taken over: of %d blocks (%s) in %d namespace%s %d are ready again after %.3f s%s."
         " Dropped: %d slots that were being written or in doubt, %d of incomplete blocks.",

@@ -14,10 +14,10 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.config import settings_in_force
 from kvoffd.memory_estimate import max_index_bytes
 from kvoffd.server.context import Context, answers, filled
-from kvoffd.server.disks import Disk
 from kvoffd.server.health import health_of, health_reply
 from kvoffd.server.recent import named
 from kvoffd.server.session import Session
+from kvoffd.server.tiers import Disk
 from kvoffd.tiers.shared.shared_tier import SharedTier
 from kvoffd.tiers.tier import TierStats
 from kvoffd.transfer.plan import Direction
@@ -81,7 +81,7 @@ def stats_reply(context: Context, message: m.Stats) -> m.StatsReply:
         namespaces=namespaces,
         integrity=filled(m.IntegrityStats, cache.integrity),
         below=_tiering_stats(context),
-        disks=list(map(_disk_stats, context.disks)),
+        disks=list(map(_disk_stats, context.tiers)),
         shared=_shared_stats(context),
         health=level,
         health_problems=dict(Counter(cause.reason for cause in causes)),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections import deque
 from collections.abc import Callable, Sequence
 from weakref import WeakSet
 
@@ -22,19 +21,19 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server.context import HANDLERS, MAX_PENDING, Answer, Context, Outbox, Pending
-from kvoffd.server.disks import Disks, OpenDisk
 from kvoffd.server.engine_jobs import EngineJobs
 from kvoffd.server.engine_memory import MemoryMapper, Post
 from kvoffd.server.events import EventLog
 from kvoffd.server.health import health_reply
 from kvoffd.server.jobs import JobRunner
-from kvoffd.server.kept_limits import KeptLimits
 from kvoffd.server.namespaces import FORGET_AFTER_S, forget_idle
+from kvoffd.server.persistence import State
 from kvoffd.server.recent import Recent
 from kvoffd.server.recorder import Recorder
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.session import Session
 from kvoffd.server.sessions import Sessions
+from kvoffd.server.tiers import OpenDisk, Tiers
 from kvoffd.system.mappings import MappedSegment, close_segments, map_memfd
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import TransferEngine
@@ -63,7 +62,7 @@ class Service:
         clock: Callable[[], float],
         post: Post,
         open_disk: OpenDisk,
-        kept_limits: KeptLimits,
+        state: State,
         map_segment: Callable[[int, int], MappedSegment] = map_memfd,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
         max_attached: int = 2**16,
@@ -85,20 +84,15 @@ class Service:
             Recent(cache, clock),
             Recorder(cache, clock),
             HitRatioCurve(cache.slots.pool_bytes, clock),
-            Disks(config, cache, events, clock, open_disk, post, runner.busy),
-            kept_limits,
+            Tiers(config, cache, events, clock, open_disk, post, runner.busy, state),
+            state,
         )
         self.sessions = self.context.sessions
+        state.is_there = lambda fingerprint: cache.find_namespace(fingerprint) is not None
         cache.watchers.append(self.context.curve.requested)
         if cache.inherited_blocks:
             self.context.background.add(self._take_over())
         self._half_stored_warned: WeakSet[Namespace] = WeakSet()
-
-    def use_pool(self, name: str) -> None:
-        """Forget what the pool has of namespaces that were reset while another one was used. Before all requests."""
-        for fingerprint in self.context.disks.use_pool(name):
-            if (namespace := self.context.cache.find_namespace(fingerprint)) is not None:
-                deque(self.context.cache.reset(namespace), maxlen=0)
 
     # --- called by the sockets of requests --------------------------------------------------------
 
@@ -180,7 +174,7 @@ class Service:
         context.recent.tick()
         context.curve.tick()
         forget_idle(context, FORGET_AFTER_S)
-        context.disks.tick()
+        context.tiers.tick()
         for fingerprint in context.tiering.take_voided() if context.tiering is not None else ():
             context.background.add(self._void(fingerprint))
 
@@ -189,11 +183,13 @@ class Service:
         context = self.context
         while (namespace := context.cache.find_namespace(fingerprint)) is not None and namespace.clearing:
             yield  # it may be forgotten then, and another one have its name
+        context.state.raise_generation(fingerprint)
         if namespace is not None:
             yield from context.cache.reset(namespace)
+            context.cache.set_generation(namespace, context.state.generation(fingerprint))
         elif context.tiering is not None:
             context.tiering.tier.remove_namespace(fingerprint)
-        context.disks.namespace_reset(fingerprint, everywhere=True)
+        context.tiers.namespace_reset(fingerprint, everywhere=True)
         return 0
 
     def _warn_of_half_stored(self) -> None:

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import inf
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,16 +15,12 @@ from hypothesis import strategies as st
 
 from kvoffd.cache import inherited as inherited_module
 from kvoffd.cache import room
-from kvoffd.cache.adopt import LOOKED_FOR_BYTES, Adoption
+from kvoffd.cache.adopt import Adoption
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.inherited import InheritedBlocks
 from kvoffd.cache.namespace import Block
 from kvoffd.cache.policies import POLICY_NAMES, make_policy
 from kvoffd.pool.records import NamespaceRecord
-from kvoffd.server import engine_requests
-from kvoffd.server.context import Context
-from kvoffd.server.session import Session
-from kvoffd_proto import messages as m
 from kvoffd_proto.messages import GroupSpec
 from tests.kit.cache_harness import (
     SLOT_UNIT,
@@ -407,26 +402,6 @@ def test_what_was_stored_anew_and_is_still_left_counts_as_one_block_when_it_is_i
     heir.finish()
     check_invariants(heir.cache)
     assert heir.keys() == Heir(heir.slots).keys() == [*range(3, 13)]
-
-
-def test_keys_that_are_looked_for_among_what_is_left_are_memory_of_their_session() -> None:
-    heir = Heir(left_behind().slots, all_at_once=False)
-    (namespace,) = heir.cache.namespaces
-    session = SimpleNamespace(id=1, check_namespace=lambda name: None)
-    context = SimpleNamespace(
-        disks=SimpleNamespace(invalidated=lambda *named: None),
-        removals_kept=lambda: iter(()),
-        cache=heir.cache,
-        check_key_count=lambda namespace, groups: None,
-        epoch=0,
-    )
-    message = m.Invalidate(1, b"", namespace.fingerprint, [m.GroupKeys(0, keys_of(*range(1, 101)))])
-    parts = engine_requests.invalidate(cast(Context, context), cast(Session, session), message)
-    assert isinstance(parts, Iterator)
-    next(parts)
-    assert heir.cache.memory.held_bytes > 100 * (8 + LOOKED_FOR_BYTES)
-    assert [part.count for part in parts if isinstance(part, m.Done)] == [12]
-    assert heir.cache.memory.held_bytes == 0
 
 
 def test_a_place_that_is_long_gone_is_not_passed_one_by_one() -> None:

@@ -256,9 +256,6 @@ def test_a_reset_holds_for_an_older_copy_of_the_file(daemon: DaemonProcess, tmp_
         assert engine.lookup(keys(*range(16))) == 0
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="issue 39: a copy of before a reset counts as having seen it"
-)
 def test_a_reset_that_the_disk_missed_holds_for_an_older_copy(tmp_path: Path) -> None:
     """The disk is away over the reset, comes back, and then a copy of its file of before the reset is put back."""
     with daemon_on(tmp_path) as daemon:

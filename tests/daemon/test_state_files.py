@@ -52,8 +52,8 @@ def learned_keys(daemon: DaemonProcess) -> int:
 
 
 def test_a_quota_that_cannot_be_written_down_holds_and_is_written_when_the_daemon_ends(pool_file: Path) -> None:
-    file = Path(f"{pool_file}.limits")
     with DaemonProcess("16MiB", pool_file=str(pool_file), eviction_policy="lru") as daemon:
+        file = daemon.directory / "kvoffd.state"
         store(daemon, "polite", 0, 40)
         store(daemon, "flood", 0, 10)
         set_quota(daemon, "flood", "--max", "1MiB")
@@ -115,26 +115,26 @@ def test_policy_file_lies_beside_the_sockets_of_a_pool_without_file() -> None:
 
 def test_state_files_of_no_use_are_logged_and_left_out(pool_file: Path) -> None:
     """A file that is cut, flipped, another's or no file at all keeps no daemon from its start."""
-    policy, limits = Path(f"{pool_file}.policy"), Path(f"{pool_file}.limits")
+    policy = Path(f"{pool_file}.policy")
     with DaemonProcess("16MiB", pool_file=str(pool_file), eviction_policy="learned") as daemon:
         use(daemon)
         set_quota(daemon, "demo", "--max", "8MiB")
-        resets = daemon.directory / "kvoffd.resets"
+        state = daemon.directory / "kvoffd.state"
         daemon.stop()
-        good = {file: file.read_bytes() for file in (policy, limits)}
-        assert json.loads(good[limits].splitlines()[1])["quota_bytes"] == 8 * MIB
-        for damaged in ({file: content[:-1] for file, content in good.items()}, {policy: b"", limits: b""}, {}):
+        good = {file: file.read_bytes() for file in (policy, state)}
+        assert list(json.loads(good[state].splitlines()[1])["quotas"].values()) == [8 * MIB]
+        for damaged in ({file: content[:-1] for file, content in good.items()}, {policy: b"", state: b""}, {}):
             said = len(daemon.log)
-            for file in (policy, limits, resets):
+            for file in (policy, state):
                 file.unlink(missing_ok=True)
                 if damaged:
-                    file.write_bytes(damaged.get(file, b"00000000\n{}"))
+                    file.write_bytes(damaged[file])
                 else:
                     os.mkfifo(file)
             daemon.start()
             assert learned_keys(daemon) == 0
             assert namespace(daemon, "demo").quota_bytes is None
             complaints = [line for line in daemon.log[said:].splitlines() if "of no use" in line]
-            for file in (policy, limits, resets):
+            for file in (policy, state):
                 assert any(str(file) in line for line in complaints), (file, daemon.log[said:])
             daemon.kill()

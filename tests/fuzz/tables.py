@@ -9,14 +9,11 @@ from typing import NamedTuple
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.policies import make_policy
-from kvoffd.config import Config
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.records import NamespaceRecord
 from kvoffd.pool.scan import scan
 from kvoffd.pool.table_format import CRC, CRC_AT, OWNER_AT, RECORD_BYTES, BadTable, Geometry, read_geometry
 from kvoffd.server.events import EventLog
-from kvoffd.server.kept_policy import KeptPolicy
-from kvoffd.server.recovery import adopt_blocks
 from kvoffd_proto.messages import GroupSpec
 from tests.fuzz.choices import Choices
 from tests.kit.cache_harness import made
@@ -152,7 +149,9 @@ def _adopted_blocks(table: bytes) -> int:
             half_stored_timeout_s=1.0,
             lease_ttl_s=1.0,
         )
-        adopt_blocks(cache, pool, KeptPolicy(cache.policy, Config()), slots_at_once=20)
+        if pool.adopted:
+            recovered = pool.take_recovered()
+            cache.adopt(recovered.namespaces, recovered.slots, slots_at_once=20)
         check_invariants(cache)
         while cache.adopt_some():
             check_invariants(cache)

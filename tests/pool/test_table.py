@@ -248,4 +248,4 @@ def test_the_state_is_the_first_aligned_word_of_a_record(table: SlotTable) -> No
     position = record_at(table, 65536)
     assert position % 64 == 0
     assert os.pread(table.fd, 8, position) == ctypes.c_uint64(SlotState.READY).value.to_bytes(8, "little")
-    assert FORMAT_VERSION == 2
+    assert FORMAT_VERSION == 3

@@ -31,7 +31,17 @@ from tests.sim.clock import Broken, Injected, Process
 from tests.sim.disk import SimDisks, SimTier
 from tests.sim.memory import AddressSpace, Segment
 from tests.sim.network import Dealer, Lifeline
-from tests.sim.parts import KeptPool, keep, keep_copy, make_config, make_pool, make_service, ready_records, with_tiers
+from tests.sim.parts import (
+    KeptPool,
+    keep,
+    keep_copy,
+    make_config,
+    make_pool,
+    make_service,
+    make_state,
+    ready_records,
+    with_tiers,
+)
 from tests.sim.pool import WatchedPool, as_bytes
 from tests.sim.shared import SimShared
 from tests.sim.transfer_engine import SimTransferEngine
@@ -124,6 +134,7 @@ class SimDaemon:
             self._post,
             self._map_segment,
             self._rng.randbytes,
+            make_state(world.state_file, self.process, world.scenario.rng(f"state {life}")),
             self._rng.choice((1, 2, 8, 1000)),
         )
         self._more_at_once = self._rng.choice((0.0, 0.01, 0.2))
@@ -175,7 +186,7 @@ class SimDaemon:
         rng = scenario.rng(f"disk {life}")
         tier = SimTier(device, self.pool, self.clock, self.process, faults, rng)
         config = with_tiers(self.config, rng)
-        disks = self.service.context.disks = SimDisks(config, self.service.context, tier, self._post)
+        disks = self.service.context.tiers = SimDisks(config, self.service.context, tier, self._post)
         tier.on_turn = self._schedule_flush
         drained = faults.calm
         if objects is not None:
@@ -471,7 +482,7 @@ class SimDaemon:
         wait_for_jobs()
 
     def _exit(self) -> None:
-        if self.torn is None and not self.service.context.disks.close(CLOSE_S):
+        if self.torn is None and not self.service.context.tiers.close(CLOSE_S):
             raise Broken("the disk was not closed")
         self.flush()
         self.die()

@@ -16,8 +16,8 @@ from kvoffd.cache.namespace import BlockState
 from kvoffd.config import Config, DiskSize
 from kvoffd.pool.table_format import digest
 from kvoffd.server.context import Context
-from kvoffd.server.disks import Disk, Disks
 from kvoffd.server.engine_memory import Post
+from kvoffd.server.tiers import Disk, Tiers, stored_generation
 from kvoffd.tiers.disk.disk_tier import DiskOptions, DiskTier
 from kvoffd.tiers.disk.file import DiskFile
 from kvoffd.tiers.disk.opening import open_disk_tier, rebuild_index
@@ -128,6 +128,8 @@ class SimTier(CompositeTier):
             calls=file,
             wall_clock=self._clock,
             make_workers=partial(SimWorkers, self),
+            known_generation=context.state.generation,
+            stored_generation=stored_generation(context.cache, context.state),
         )
         file.fault = self._fault
         return self.disk
@@ -270,12 +272,12 @@ class SimTier(CompositeTier):
             raise Broken("a block that was dropped while it came up is served")
 
 
-class SimDisks(Disks):
+class SimDisks(Tiers):
     """The daemon's disks, of which there is one that is open from the start, and one shared tier at most."""
 
     def __init__(self, config: Config, context: Context, tier: SimTier, post: Post) -> None:
-        super().__init__(config, context.cache, context.events, context.clock, no_disk, post, lambda: False)
-        self._kept._file.write_soon = lambda content: None  # type: ignore[method-assign]
+        parts = context.cache, context.events, context.clock, no_disk, post, lambda: False, context.state
+        super().__init__(config, *parts)
         self.tier = self._tiers = tier
         self.waited_for: Callable[[], bool] | None = None
         """What the request that is served waits for, once all that it drops is dropped."""
@@ -284,7 +286,7 @@ class SimDisks(Disks):
         tier.check_dropped(tier.blocks())
 
     def share(self, tier: Callable[[TierListener], SimShared]) -> None:
-        self._share(lambda listener, kept: [tier(listener)])
+        self._share(lambda listener, state: [tier(listener)])
 
     def namespace_reset(self, fingerprint: bytes, *, everywhere: bool = False) -> None:
         super().namespace_reset(fingerprint, everywhere=everywhere)
@@ -292,8 +294,8 @@ class SimDisks(Disks):
             assert isinstance(tier, SimShared)
             (tier.left.discard if everywhere else tier.left.add)(fingerprint)
 
-    def removals_kept(self) -> Callable[[], bool]:
-        self.waited_for = super().removals_kept()
+    def removals_saved(self) -> Callable[[], bool]:
+        self.waited_for = super().removals_saved()
         return self.waited_for
 
     @property

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from kvoffd.cache.cache import BlockCache
@@ -17,9 +18,8 @@ from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
 from kvoffd.server.engine_memory import Post
 from kvoffd.server.events import EventLog
-from kvoffd.server.kept_limits import KeptLimits
-from kvoffd.server.kept_policy import KeptPolicy
-from kvoffd.server.recovery import adopt_blocks
+from kvoffd.server.persistence import PolicyFile, State, StateFile, StateWriter
+from kvoffd.server.recovery import restore
 from kvoffd.server.service import Service
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.system.mappings import MappedSegment
@@ -32,7 +32,7 @@ from kvoffd_client import Registration, SchedulerClient, WorkerClient
 from kvoffd_client.admin_client import AdminSession
 from tests.kit.slot_table import SlotRecord, scan_table
 from tests.sim.client import OPTIONS, SimTransport
-from tests.sim.clock import Broken
+from tests.sim.clock import Broken, Process
 from tests.sim.content import Content
 from tests.sim.memory import WorkerMemory
 
@@ -127,6 +127,7 @@ def make_service(
     post: Post,
     map_segment: Callable[[int, int], MappedSegment],
     random_bytes: Callable[[int], bytes],
+    state: State,
     slots_at_once: int = SLOTS_AT_ONCE,
 ) -> Service:
     """The daemon's core as ``Daemon`` puts it together."""
@@ -139,15 +140,67 @@ def make_service(
         half_stored_timeout_s=config.limits.partial_timeout_s,
         lease_ttl_s=config.limits.lease_ttl_s,
     )
-    adopt_blocks(cache, pool, KeptPolicy(cache.policy, config), slots_at_once)
+    restore(cache, pool, NoPolicyFile(), state, slots_at_once)
     gpus = Gpus(pool_address, slots.pool_bytes, library="/no/driver")
-    limits = KeptLimits(cache.blocks.quotas, config)
-    service = Service(
-        *(config, cache, events, engine, gpus, pool_address, clock, post, no_disk, limits, map_segment, random_bytes)
+    return Service(
+        *(config, cache, events, engine, gpus, pool_address, clock, post, no_disk, state, map_segment, random_bytes)
     )
-    for kept in (limits, service.context.disks._kept):  # there are no files, and no threads that write them
-        kept._file.write_soon = lambda content: None  # type: ignore[method-assign]
-    return service
+
+
+class NoPolicyFile(PolicyFile):
+    """Each life's policy begins anew."""
+
+    def __init__(self) -> None:
+        pass
+
+    def restore(self) -> None:
+        pass
+
+
+class SimStateFile(StateFile):
+    """``kvoffd.state``, which outlives daemons."""
+
+    def __init__(self) -> None:
+        super().__init__("kvoffd.state", 1 << 20)
+        self.content: bytes | None = None
+
+    def read(self) -> bytes:
+        if self.content is None:
+            raise FileNotFoundError
+        return self.content
+
+
+class SimStateWriter(StateWriter):
+    """Writes a moment later, unless the daemon is dead by then."""
+
+    def __init__(self, process: Process, rng: random.Random) -> None:
+        self._process = process
+        self._rng = rng
+        self._last: bytes | None = None
+        self._longest_s = rng.choice((0.0, 0.01, 0.6))
+
+    def save(self, file: StateFile, content: bytes | Iterator[bytes]) -> None:
+        assert isinstance(file, SimStateFile)
+        assert isinstance(content, bytes)
+        self._last = content
+        self._process.after(self._rng.uniform(0.0, self._longest_s), partial(self._write, file, content))
+
+    def _write(self, file: SimStateFile, content: bytes) -> None:
+        if content is self._last:
+            file.content, self._last = content, None
+
+    def is_writing(self, file: StateFile) -> bool:
+        return self._last is not None
+
+    def problem(self, file: StateFile) -> str:
+        return "it takes long" if self._last is not None else ""
+
+
+def make_state(file: SimStateFile, process: Process, rng: random.Random) -> State:
+    """What earlier lives of the daemon have left."""
+    state = State(file, SimStateWriter(process, rng))
+    state.restore()
+    return state
 
 
 def no_disk(size: DiskSize, listener: TierListener, should_stop: Callable[[], bool]) -> DiskTier:

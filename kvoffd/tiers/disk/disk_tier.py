@@ -37,6 +37,14 @@ HANG_TIMEOUT_S = 10.0
 """A call that takes longer hangs."""
 
 
+NamespaceGeneration = Callable[[bytes], int]
+"""The generation of a namespace, by its fingerprint: it is raised when all blocks of the namespace become stale."""
+
+
+def no_generation(fingerprint: bytes) -> int:
+    return 0
+
+
 class DiskOptions(NamedTuple):
     """What tests and benches have otherwise."""
 
@@ -107,6 +115,7 @@ class DiskTier(DeviceTier):
         options: DiskOptions,
         wall_clock: Callable[[], float],
         make_workers: Callable[..., Workers],
+        stored_generation: NamespaceGeneration,
         open_seconds: float,
     ) -> None:
         directory = file.path.parent
@@ -119,9 +128,9 @@ class DiskTier(DeviceTier):
         self._wall_clock = wall_clock
         self._options = options
         self.open_seconds = open_seconds
-        self.file_id = file.head.file_id.hex()
-        self.found_version = file.found_version
-        """``version`` before it was opened."""
+        self._stored_generation = stored_generation
+        self.found_generations = index.found_generations
+        """By fingerprint, the generations of the namespaces of which blocks were found."""
         self.found_blocks = index.blocks
         self.direct = file.direct
         self._events = DeferredEvents(self, listener, self._wake)
@@ -167,7 +176,7 @@ class DiskTier(DeviceTier):
         if not self._takes_write() or not self._fits(block):
             self._counts["refused_writes"] += 1
             return False
-        entry, evicted = self._index.take(block, self._wall_clock())
+        entry, evicted = self._index.take(block, self._wall_clock(), self._stored_generation(block.id.fingerprint))
         if evicted:
             self._counts["evicted_blocks"] += len(evicted)
             self._used_when_full = self._index.regions.used_bytes
@@ -247,11 +256,6 @@ class DiskTier(DeviceTier):
             **load,
             errors={kind.value: count for kind, count in self._events.errors.items()},
         )
-
-    @property
-    def version(self) -> int:
-        """Grows with what is written to the file: an older copy of it has a lower one."""
-        return self._file.head.number
 
     @property
     def lifetime_written_bytes(self) -> int:

@@ -108,7 +108,6 @@ class DiskFile:
             self.head = self._read_head() or self._start_anew(
                 region_bytes or default_region_bytes(size_bytes), wall_clock()
             )
-            self.found_version = self.head.number
             self.rebooted = self.head.boot_id != self.boot_id or not any(self.boot_id)
             """Whether the machine was started since the file's head was written, or the kernel does not tell."""
             self.may_be_torn = self.rebooted and self.head.is_open and self.head.regions > 0

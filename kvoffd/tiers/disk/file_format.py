@@ -21,6 +21,9 @@ earlier file or an earlier use of the region left are never taken for records of
 
 Generations count all blocks and regions that were ever written to the file. A namespace that is removed leaves a
 **floor** in the head until its records are gone: its records up to that generation do not count.
+
+A record has the generation of its namespace too, as the daemon counts them. Of a namespace only records of the highest
+one count that the daemon or the file knows, so that no older copy of the file brings back what was removed.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from kvoffd.pool.slots import PAGE_BYTES, page_up
 from kvoffd.tiers.tier import MOST_FIRST_BLOCK, TierBlock, TierKey, TierShard
 
 FILE_NAME = "kvoffd.disk"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MAGIC = b"KVOFFDDK"
 MAX_FINGERPRINT_BYTES = 32
 MAX_KEY_BYTES = 64
@@ -56,9 +59,10 @@ _FLOOR = Struct("<B32s7xQ")
 assert _HEAD.size + MAX_FLOORS * _FLOOR.size <= _CHECKSUM_AT
 # magic, number, generation, slot bytes, record bytes, slots
 _REGION = Struct("<8sQQQII")
-# magic, generation, time of writing, group, world size, length of fingerprint and key, fingerprint, key
-_RECORD = Struct("<8sQdHHBB2x32s64s")
-_SHARD = Struct("<QQI4x")  # length, checksum, first block
+# magic, generation, generation of the namespace, time of writing, group, world size, length of fingerprint and key,
+# fingerprint, key
+_RECORD = Struct("<8sQQdHHBB2x32s64s")
+_SHARD = Struct("<QQI")  # length, checksum, first block
 _LEAST_RECORD_BYTES = 256
 _MASK = 2**64 - 1
 
@@ -197,6 +201,7 @@ class Record(NamedTuple):
     generation: int
     written_at: float
     """Seconds since 1970."""
+    namespace_generation: int = 0
 
 
 def region_seed(file_id: bytes, head: RegionHead) -> int:
@@ -208,8 +213,8 @@ def pack_record(record: Record, seed: int, nbytes: int) -> bytes:
     """``nbytes`` for one slot: see ``record_bytes``."""
     (fingerprint, group, key), shards = record.block
     content = _RECORD.pack(
-        *(_RECORD_MAGIC, record.generation, record.written_at, group, len(shards), len(fingerprint), len(key)),
-        *(fingerprint, key),
+        *(_RECORD_MAGIC, record.generation, record.namespace_generation, record.written_at),
+        *(group, len(shards), len(fingerprint), len(key), fingerprint, key),
     )
     content += b"".join(_SHARD.pack(shard.length, shard.checksum, shard.first_block) for shard in shards)
     return (content + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(content, seed & _MASK))).ljust(nbytes, b"\0")
@@ -217,7 +222,8 @@ def pack_record(record: Record, seed: int, nbytes: int) -> bytes:
 
 def read_record(records: bytes, at: int, shape: SlotShape, seed: int) -> Record | None:
     """The record at ``at``; None where there is none that is whole and fits the slot."""
-    magic, generation, written_at, group, world_size, *lengths, fingerprint, key = _RECORD.unpack_from(records, at)
+    magic, generation, of_namespace, written_at, *rest, fingerprint, key = _RECORD.unpack_from(records, at)
+    group, world_size, *lengths = rest
     if magic != _RECORD_MAGIC or not world_size or record_bytes(world_size) != shape.record_bytes:
         return None
     shards_at = at + _RECORD.size
@@ -231,7 +237,7 @@ def read_record(records: bytes, at: int, shape: SlotShape, seed: int) -> Record 
     if any(shard.first_block > MOST_FIRST_BLOCK for shard in shards):
         return None
     block = TierBlock(TierKey(fingerprint[: lengths[0]], group, key[: lengths[1]]), shards)
-    return Record(block, generation, written_at) if SlotShape.of(block) == shape else None
+    return Record(block, generation, written_at, of_namespace) if SlotShape.of(block) == shape else None
 
 
 @cache

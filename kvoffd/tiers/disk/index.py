@@ -61,6 +61,8 @@ class DiskIndex:
         self._shards_of = Counter[tuple[bytes, int]]()
         """Of the blocks of each group."""
         self.blocks = 0
+        self.found_generations: dict[bytes, int] = {}
+        """By fingerprint, the generations of the namespaces that the file had blocks of when it was opened."""
         self.ages: Counter[int] = Counter()
         """Number of blocks by the hour (AGE_STEP_S) since 1970 in which they were written."""
         self.removed_entries: list[dict[bytes, Entry]] = []
@@ -83,7 +85,9 @@ class DiskIndex:
     def is_writing(self, block_id: TierKey) -> bool:
         return block_id in self._writing
 
-    def take(self, block: TierBlock, written_at: float) -> tuple[Entry | None, list[TierKey]]:
+    def take(
+        self, block: TierBlock, written_at: float, namespace_generation: int = 0
+    ) -> tuple[Entry | None, list[TierKey]]:
         """Takes a slot for a block that is to be written; returns it and the blocks that were evicted for it.
 
         The slot is None where there is no room.
@@ -103,7 +107,7 @@ class DiskIndex:
             place = self.regions.take(shape)
         if place is None:
             return None, evicted
-        entry = Entry(block, *place, self.regions.next_generation(), written_at)
+        entry = Entry(block, *place, self.regions.next_generation(), written_at, namespace_generation)
         entry.region.entries[entry.slot] = entry
         self._writing[block.id] = entry
         return entry, evicted

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvoffd.pool.slots import PAGE_BYTES, page_up
 from kvoffd.system.files import FileCalls, OnError
-from kvoffd.tiers.disk.disk_tier import DiskOptions, DiskTier
+from kvoffd.tiers.disk.disk_tier import DiskOptions, DiskTier, NamespaceGeneration, no_generation
 from kvoffd.tiers.disk.file import DiskFile, OpeningStopped
 from kvoffd.tiers.disk.file_format import read_record, read_region, region_seed
 from kvoffd.tiers.disk.index import DiskIndex, index_bytes
@@ -33,6 +33,8 @@ def open_disk_tier(
     calls: FileCalls | None = None,
     wall_clock: Callable[[], float] = time.time,
     make_workers: Callable[..., Workers] = Workers,
+    known_generation: NamespaceGeneration = no_generation,
+    stored_generation: NamespaceGeneration = no_generation,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> DiskTier:
     """Makes the tier's file or reads the index of the one that is there. For any thread, since that takes a while.
@@ -48,6 +50,9 @@ def open_disk_tier(
         calls: the system calls on the file, for tests.
         wall_clock: seconds since 1970, for the age of blocks.
         make_workers: what reads and writes.
+        known_generation: the generation of a namespace, by its fingerprint; records of lower ones do not count. For any
+            thread.
+        stored_generation: the generation of what is written now.
         should_stop: asked in this thread now and then.
 
     Raises:
@@ -57,7 +62,7 @@ def open_disk_tier(
     begun = time.monotonic()
     file = DiskFile(directory, size_bytes, options.region_bytes, calls or FileCalls(), wall_clock, should_stop)
     with OnError(file.close):
-        index = rebuild_index(file, index_bytes(size_bytes), should_stop)
+        index = rebuild_index(file, index_bytes(size_bytes), should_stop, known_generation)
         return DiskTier(
             file,
             index,
@@ -69,11 +74,17 @@ def open_disk_tier(
             options=options,
             wall_clock=wall_clock,
             make_workers=make_workers,
+            stored_generation=stored_generation,
             open_seconds=time.monotonic() - begun,
         )
 
 
-def rebuild_index(file: DiskFile, max_bytes: int, should_stop: Callable[[], bool]) -> DiskIndex:
+def rebuild_index(
+    file: DiskFile,
+    max_bytes: int,
+    should_stop: Callable[[], bool],
+    known_generation: NamespaceGeneration = no_generation,
+) -> DiskIndex:
     """Reads heads and records of all regions. A region that cannot be read is noted, and empty.
 
     Blocks count as used in the order in which they were written. Records that do not count any more are dirty.
@@ -89,11 +100,13 @@ def rebuild_index(file: DiskFile, max_bytes: int, should_stop: Callable[[], bool
             _read_region(file, regions, region, found)
         except OSError as error:
             _note_loss(file, regions, region, DiskFault.READ_FAILED, f"cannot be read ({error.strerror or error})")
+    newest = _drop_void(regions, found, known_generation)
     regions.restore()
     if file.may_be_torn:
         head.suspect_generation = regions.generation
     head.boot_id = file.boot_id
     index = DiskIndex(regions, max_bytes)
+    index.found_generations = newest
     entries = list(found.values())
     # Not sorted(), which keeps all other threads waiting: for 0.1 s with 300,000 blocks.
     for number in np.argsort(np.fromiter((one.generation for one in entries), np.uint64, len(entries))).tolist():
@@ -131,8 +144,25 @@ def _read_region(file: DiskFile, regions: DiskRegions, region: DiskRegion, found
         if twin is not None:
             del twin.region.entries[twin.slot]
             regions.mark_stale(twin.region, twin.slot)
-        found[block_id] = entry = Entry(record.block, region, slot, record.generation, record.written_at)
+        found[block_id] = entry = Entry(
+            record.block, region, slot, record.generation, record.written_at, record.namespace_generation
+        )
         region.entries[slot] = entry
+
+
+def _drop_void(
+    regions: DiskRegions, found: dict[TierKey, Entry], known_generation: NamespaceGeneration
+) -> dict[bytes, int]:
+    """Drop entries of namespaces' earlier generations. Returns, by fingerprint, the generation of the others."""
+    newest: dict[bytes, int] = {}
+    for (fingerprint, _, _), entry in found.items():
+        if entry.namespace_generation > newest.get(fingerprint, -1):
+            newest[fingerprint] = max(entry.namespace_generation, known_generation(fingerprint))
+    for block_id, entry in list(found.items()):
+        if entry.namespace_generation < newest[block_id.fingerprint]:
+            del found[block_id], entry.region.entries[entry.slot]
+            regions.mark_stale(entry.region, entry.slot)
+    return newest
 
 
 def _note_loss(file: DiskFile, regions: DiskRegions, region: DiskRegion, kind: DiskFault, what: str) -> None:

@@ -165,9 +165,8 @@ class RecordUpdates:
             if entry is None or not entry.ready:
                 records.append(bytes(nbytes))
             else:
-                records.append(
-                    pack_record(Record(entry.block, entry.generation, entry.written_at), seed + slot, nbytes)
-                )
+                record = Record(entry.block, entry.generation, entry.written_at, entry.namespace_generation)
+                records.append(pack_record(record, seed + slot, nbytes))
         return b"".join(records).ljust(max(PAGE_BYTES, nbytes), b"\0")
 
 

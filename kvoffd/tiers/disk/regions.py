@@ -24,6 +24,7 @@ class Entry:
     generation: int
     written_at: float
     """Seconds since 1970."""
+    namespace_generation: int = 0
     used: int = 0
     """Number of its last use, among all uses."""
     ready: bool = False

@@ -13,14 +13,15 @@ from typing import cast
 import pytest
 
 from kvoffd.config import Config, DiskSize
-from kvoffd.server import disks as disks_module
+from kvoffd.server import tiers as tiers_module
 from kvoffd.server.admin_requests import clear
 from kvoffd.server.background import Background
 from kvoffd.server.context import Context
-from kvoffd.server.disks import Disks
 from kvoffd.server.engine_requests import invalidate
+from kvoffd.server.persistence import State, StateWriter
 from kvoffd.server.recent import Recent
 from kvoffd.server.service import Service
+from kvoffd.server.tiers import Tiers
 from kvoffd.tiers.disk.file import DiskError, OpeningStopped
 from kvoffd.tiers.tier import TierBlock, TierKey, TierListener, TierStats
 from kvoffd_proto.messages import Clear, GroupKeys, GroupSpec, Invalidate
@@ -33,10 +34,11 @@ SIZE = DiskSize("/somewhere", 2**30)
 
 
 class FakeDisk:
-    """As much of a DiskTier as Disks uses."""
+    """As much of a DiskTier as Tiers uses."""
 
     open_seconds, found_blocks, direct = 0.0, 0, True
-    file_id, found_version, version = "file", 1, 1
+    generation = 0
+    """Of what is found in it."""
 
     def __init__(self, hangs: bool = False, busy: int = 0) -> None:
         self.hangs = hangs
@@ -47,6 +49,10 @@ class FakeDisk:
         self.removed: set[TierKey] = set()
         self.kept = True
         """Whether that holds after a kill."""
+
+    @property
+    def found_generations(self) -> dict[bytes, int]:
+        return dict.fromkeys(self.names, self.generation)
 
     def stats(self) -> TierStats:
         return TierStats._make((2**30, *[0] * 11, self.busy, 0, 0.0, {}))
@@ -79,22 +85,25 @@ class FakeDisk:
         return lambda: self.kept
 
 
-class DisksRig:
-    """Disks whose directories a test opens as it likes, in the threads that Disks makes for that."""
+class TiersRig:
+    """Tiers whose directories a test opens as it likes, in the threads that are made for that."""
 
     def __init__(self, directory: Path) -> None:
         self.rig = CacheHarness()
         self.calls: list[Callable[[], None]] = []
         self.go = threading.Event()
         self.result: FakeDisk | Exception = FakeDisk()
-        self.disks = Disks(
-            Config(directory=directory),
+        self.writer = StateWriter()
+        self.saved = State.of(directory, self.writer)
+        self.tiers = Tiers(
+            Config(),
             self.rig.cache,
             FoldedTierEvents(),
             self.rig.clock,
             self.open,  # type: ignore[arg-type]
             self.calls.append,
             lambda: False,
+            self.saved,
         )
 
     def open(self, size: DiskSize, listener: TierListener, should_stop: Callable[[], bool]) -> FakeDisk:
@@ -106,7 +115,7 @@ class DisksRig:
         return self.result
 
     def attach(self) -> None:
-        self.disks.open(SIZE)
+        self.tiers.open(SIZE)
 
     def opened(self) -> None:
         """Let the thread do its work, and take in what it posts."""
@@ -115,7 +124,7 @@ class DisksRig:
         self.calls.pop()()
 
     def state(self) -> list[DiskState]:
-        return [disk.state for disk in self.disks._disks.values()]
+        return [disk.state for disk in self.tiers._disks.values()]
 
 
 def no_more_threads(thread: threading.Thread) -> None:
@@ -123,14 +132,15 @@ def no_more_threads(thread: threading.Thread) -> None:
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[DisksRig]:
-    made = DisksRig(tmp_path)
+def rig(tmp_path: Path) -> Iterator[TiersRig]:
+    made = TiersRig(tmp_path)
     yield made
-    made.disks._stopping = True
+    made.tiers._stopping = True
+    made.writer.close(10.0)
 
 
-def test_nothing_knows_of_tiers_before_the_first_directory(rig: DisksRig) -> None:
-    assert rig.disks.tiering is None
+def test_nothing_knows_of_tiers_before_the_first_directory(rig: TiersRig) -> None:
+    assert rig.tiers.tiering is None
     assert rig.rig.cache.blocks.tiering is None
     rig.attach()
     assert rig.state() == [DiskState.OPENING]
@@ -138,72 +148,73 @@ def test_nothing_knows_of_tiers_before_the_first_directory(rig: DisksRig) -> Non
     assert rig.state() == [DiskState.SERVING]
 
 
-def test_a_directory_that_fails_says_why(rig: DisksRig) -> None:
+def test_a_directory_that_fails_says_why(rig: TiersRig) -> None:
     rig.result = DiskError("It is full of water.")
     rig.attach()
     rig.opened()
-    assert rig.disks.problems == [("disk_failed", "It is full of water. Restart the daemon to try it again.")]
+    assert rig.tiers.problems == [("disk_failed", "It is full of water. Restart the daemon to try it again.")]
     assert rig.state() == [DiskState.FAILED]
 
 
-def test_what_goes_wrong_inside_an_opening_is_a_problem_and_no_end(rig: DisksRig) -> None:
+def test_what_goes_wrong_inside_an_opening_is_a_problem_and_no_end(rig: TiersRig) -> None:
     rig.result = RuntimeError("surprise")
     rig.attach()
     rig.opened()
     assert rig.state() == [DiskState.FAILED]
-    assert "surprise" in rig.disks.problems[0][1]
+    assert "surprise" in rig.tiers.problems[0][1]
 
 
-def test_without_a_thread_to_open_it_a_directory_says_so(rig: DisksRig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_thread_to_open_it_a_directory_says_so(rig: TiersRig, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_more_threads)
         rig.attach()
     assert rig.state() == [DiskState.FAILED]
-    assert "no more threads" in rig.disks.problems[0][1]
-    assert rig.disks.close(0.0)
+    assert "no more threads" in rig.tiers.problems[0][1]
+    assert rig.tiers.close(0.0)
 
 
-def test_a_disk_that_hangs_does_not_delay_the_daemons_end(rig: DisksRig) -> None:
+def test_a_disk_that_hangs_does_not_delay_the_daemons_end(rig: TiersRig) -> None:
     disk = rig.result = FakeDisk(hangs=True)
     rig.attach()
     rig.opened()
-    assert "does not return" in rig.disks.problems[0][1]
-    assert not rig.disks.close(60.0), "its threads may still be in the pool"
+    assert "does not return" in rig.tiers.problems[0][1]
+    assert not rig.tiers.close(60.0), "its threads may still be in the pool"
     assert disk.closes == [0.0]
 
 
-def test_an_opening_that_hangs_does_not_delay_the_daemons_end(rig: DisksRig) -> None:
+def test_an_opening_that_hangs_does_not_delay_the_daemons_end(rig: TiersRig) -> None:
     stuck = threading.Event()
-    rig.disks._open_disk = lambda *_: stuck.wait(60.0)  # type: ignore[assignment,return-value]
+    rig.tiers._open_disk = lambda *_: stuck.wait(60.0)  # type: ignore[assignment,return-value]
     rig.attach()
     begin = time.monotonic()
-    assert rig.disks.close(60.0)
+    assert rig.tiers.close(60.0)
     assert time.monotonic() - begin < 30.0
     stuck.set()
 
 
-def test_a_directory_that_opens_after_the_end_is_closed_again(rig: DisksRig) -> None:
+def test_a_directory_that_opens_after_the_end_is_closed_again(rig: TiersRig) -> None:
     disk = FakeDisk()
     rig.result = disk
     rig.go.set()
     rig.attach()
-    assert rig.disks.close(5.0)
+    assert rig.tiers.close(5.0)
     while rig.calls:
         rig.calls.pop()()
     assert disk.closes == [0.0]
 
 
-def clear_by_operator(rig: DisksRig, namespace: bytes | None) -> Background:
+def clear_by_operator(rig: TiersRig, namespace: bytes | None) -> Background:
     """The work that the request leaves."""
     if namespace is not None:
         rig.rig.cache.open_namespace(namespace, "one", 1, 8, [GroupSpec("full_attention", 16)], "{}")
-    cache, disks = rig.rig.cache, rig.disks
+    cache, tiers = rig.rig.cache, rig.tiers
     recent = Recent(cache, time.monotonic)
     context = SimpleNamespace(
         curve=SimpleNamespace(namespace_forgotten=lambda _: None),
         cache=cache,
-        disks=disks,
-        tiering=disks.tiering,
+        state=rig.saved,
+        tiers=tiers,
+        tiering=tiers.tiering,
         recent=recent,
         epoch=1,
         sessions=[],
@@ -217,7 +228,7 @@ def clear_by_operator(rig: DisksRig, namespace: bytes | None) -> Background:
 
 @pytest.mark.parametrize(("namespace", "left"), [(b"one", {b"other"}), (None, set())])
 def test_what_is_cleared_does_not_come_with_a_directory_that_is_being_opened(
-    rig: DisksRig, namespace: bytes | None, left: set[bytes]
+    rig: TiersRig, namespace: bytes | None, left: set[bytes]
 ) -> None:
     disk = rig.result = FakeDisk()
     rig.attach()
@@ -229,7 +240,7 @@ def test_what_is_cleared_does_not_come_with_a_directory_that_is_being_opened(
 
 
 @pytest.mark.parametrize("comes", ["a directory", "an engine"])
-def test_what_comes_while_all_is_cleared_brings_nothing_back(rig: DisksRig, comes: str) -> None:
+def test_what_comes_while_all_is_cleared_brings_nothing_back(rig: TiersRig, comes: str) -> None:
     disk = rig.result = FakeDisk()
     rig.attach()
     spaces = [rig.rig.open(name) for name in ("one", "other")]
@@ -251,13 +262,13 @@ def test_what_comes_while_all_is_cleared_brings_nothing_back(rig: DisksRig, come
 
 
 def test_a_reset_on_all_nodes_reaches_who_has_the_name_of_a_namespace_that_was_forgotten_meanwhile(
-    rig: DisksRig,
+    rig: TiersRig,
 ) -> None:
     cache = rig.rig.cache
     space = rig.rig.open()
     rig.rig.put(space, keys_of(1))
     clearing = cache.clear(space, keep_tiers=True)
-    context = SimpleNamespace(cache=cache, disks=rig.disks, tiering=None)
+    context = SimpleNamespace(cache=cache, state=rig.saved, tiers=rig.tiers, tiering=None)
     steps = Service._void(SimpleNamespace(context=context), space.fingerprint)  # type: ignore[arg-type]
     assert next(steps) is None
     assert list(clearing) == []
@@ -268,13 +279,14 @@ def test_a_reset_on_all_nodes_reaches_who_has_the_name_of_a_namespace_that_was_f
     assert again.held_blocks == 0
 
 
-def test_an_engine_takes_from_a_directory_that_is_being_opened_what_it_invalidates(rig: DisksRig) -> None:
+def test_an_engine_takes_from_a_directory_that_is_being_opened_what_it_invalidates(rig: TiersRig) -> None:
     disk = rig.result = FakeDisk()
     rig.attach()
     space, cache = rig.rig.open("one"), rig.rig.cache
     context = SimpleNamespace(
         cache=cache,
-        disks=rig.disks,
+        state=rig.saved,
+        tiers=rig.tiers,
         check_key_count=lambda namespace, groups: None,
         background=Background(),
         clock=time.monotonic,
@@ -289,15 +301,15 @@ def test_an_engine_takes_from_a_directory_that_is_being_opened_what_it_invalidat
 
 
 def test_what_is_invalidated_does_not_come_with_a_directory_that_is_being_opened(
-    rig: DisksRig, monkeypatch: pytest.MonkeyPatch
+    rig: TiersRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disks_module, "MOST_INVALIDATED", 4)
+    monkeypatch.setattr(tiers_module, "MOST_INVALIDATED", 4)
     space, disk = rig.rig.open("one"), FakeDisk()
     disk.names = {space.fingerprint}
     rig.result = disk
     rig.attach()
-    rig.disks.invalidated(space, [GroupKeys(0, keys_of(1, 2)), GroupKeys(0, keys_of(2, 3))])
-    kept = rig.disks.removals_kept()
+    rig.tiers.invalidated(space, [GroupKeys(0, keys_of(1, 2)), GroupKeys(0, keys_of(2, 3))])
+    kept = rig.tiers.removals_saved()
     assert not kept()
     rig.opened()
     assert disk.removed == {TierKey(space.fingerprint, 0, keys_of(number)) for number in (1, 2, 3)}
@@ -305,42 +317,53 @@ def test_what_is_invalidated_does_not_come_with_a_directory_that_is_being_opened
     assert not kept()
     disk.kept = True
     assert kept()
-    assert rig.disks.removals_kept()()
+    assert rig.tiers.removals_saved()()
 
 
 def test_where_very_much_is_invalidated_nothing_of_the_namespace_comes(
-    rig: DisksRig, monkeypatch: pytest.MonkeyPatch
+    rig: TiersRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disks_module, "MOST_INVALIDATED", 4)
+    monkeypatch.setattr(tiers_module, "MOST_INVALIDATED", 4)
     space, disk = rig.rig.open("one"), FakeDisk()
     disk.names = {space.fingerprint, b"other"}
     rig.result = disk
     rig.attach()
-    rig.disks.invalidated(space, [GroupKeys(0, keys_of(1, 2, 3))])
-    rig.disks.invalidated(space, [GroupKeys(0, keys_of(4, 5))])
+    rig.tiers.invalidated(space, [GroupKeys(0, keys_of(1, 2, 3))])
+    rig.tiers.invalidated(space, [GroupKeys(0, keys_of(4, 5))])
     rig.opened()
     assert disk.names == {b"other"}
 
 
-def test_a_reset_reaches_a_directory_that_is_being_opened(rig: DisksRig) -> None:
+def test_a_reset_reaches_a_directory_that_is_being_opened_and_one_that_was_away(rig: TiersRig, tmp_path: Path) -> None:
     disk = rig.result = FakeDisk()
     rig.attach()
-    rig.disks.namespace_reset(b"one")
+    rig.saved.raise_generation(b"one")
     rig.opened()
     assert disk.names == {b"other"}
+    assert rig.writer.flush(10.0)
+    again, disk.names = TiersRig(tmp_path), {b"one", b"other"}
+    again.result = disk
+    again.attach()
+    again.opened()
+    assert disk.names == {b"other"}
+    again.writer.close(10.0)
 
 
-def test_a_directory_that_was_away_over_a_reset_and_a_restart_brings_nothing_back(
-    rig: DisksRig, tmp_path: Path
+@pytest.mark.parametrize("recovered", [False, True])
+def test_a_generation_that_was_forgotten_is_known_by_a_disk_and_other_disks_are_older(
+    rig: TiersRig, recovered: bool
 ) -> None:
-    disk = FakeDisk()
-    rig.disks.namespace_reset(b"one", everywhere=True)
-    wait_until(rig.disks.removals_kept())
-    for left in ({b"other"}, {b"one", b"other"}):
-        again = DisksRig(tmp_path)
-        again.result = disk
-        again.attach()
-        again.opened()
-        assert disk.names == left
-        wait_until(again.disks.removals_kept())
-        disk.names = {b"one", b"other"}
+    """As when the machine was started. The pool's blocks are older too if they are an earlier daemon's."""
+    space, other, disk = rig.rig.open("one"), FakeDisk(), FakeDisk()
+    space.recovered = recovered
+    rig.rig.put(space, keys_of(1, 2))
+    other.names, disk.names = {space.fingerprint}, {space.fingerprint}
+    disk.generation = 5
+    for number, rig.result in enumerate((other, disk)):
+        rig.tiers.open(DiskSize(f"/mnt/{number}", 2**30))
+        rig.opened()
+    assert (other.names, disk.names) == (set(), {space.fingerprint})
+    assert (rig.saved.generation(space.fingerprint), space.generation) == (5, 5)
+    assert space.ready_blocks == (0 if recovered else 2)
+    rig.saved.raise_generation(space.fingerprint)
+    assert rig.saved.generation(space.fingerprint) == 6

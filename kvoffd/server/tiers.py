@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +19,11 @@ from kvoffd.errors import KvoffdError, NoMoreThreads
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.table_format import digest
 from kvoffd.server.engine_memory import Post
-from kvoffd.server.kept_resets import KeptResets
+from kvoffd.server.persistence import State
 from kvoffd.system.threads import start
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.manager import TieringManager
-from kvoffd.tiers.disk.disk_tier import DiskTier
+from kvoffd.tiers.disk.disk_tier import DiskTier, NamespaceGeneration
 from kvoffd.tiers.disk.file import OpeningStopped
 from kvoffd.tiers.disk.opening import open_disk_tier
 from kvoffd.tiers.shared.shared_tier import SharedTier
@@ -45,7 +46,7 @@ MOST_INVALIDATED = 65_536
 """Blocks that a directory is told of when it is open, of those that were invalidated before."""
 OpenDisk = Callable[[DiskSize, TierListener, Callable[[], bool]], DiskTier]
 """Opens a directory, told when to stop; for any thread. Raises KvoffdError."""
-OpenShared = Callable[[TierListener, KeptResets], list[SharedTier]]
+OpenShared = Callable[[TierListener, State], list[SharedTier]]
 OpenStores = Sequence[Callable[[], Store]]
 """What makes connections to each of the stores that a configuration names."""
 
@@ -57,17 +58,17 @@ class Disk:
     problem: str = ""
     tier: DiskTier | None = None
     opener: threading.Thread | None = None
-    cleared: set[bytes | None] = field(default_factory=set)
-    """Namespaces that were cleared while it was being opened; None is all."""
     invalidated: set[TierKey] = field(default_factory=set)
-    """Blocks that were invalidated then, up to ``MOST_INVALIDATED``."""
+    """Blocks that were invalidated while it was being opened, up to ``MOST_INVALIDATED``."""
+    invalidated_namespaces: set[bytes] = field(default_factory=set)
+    """Namespaces with more of them."""
 
 
 @dataclass(eq=False)
-class Disks:
-    """All directories. For the service's thread, but for what ``_open_disk`` does.
+class Tiers:
+    """All of them. For the service's thread, but for what ``_open_disk`` does.
 
-    What is cleared, invalidated or reset reaches those that serve through the cache; here it is told for the others.
+    What is invalidated reaches directories that serve through the cache; here it is told for the others.
     """
 
     _config: Config
@@ -77,20 +78,14 @@ class Disks:
     _open_disk: OpenDisk
     _post: Post
     _engines_busy: Callable[[], bool]
+    _state: State
     _disks: dict[str, Disk] = field(default_factory=dict, init=False)
     _tiers: CompositeTier = field(default_factory=CompositeTier, init=False)
     _stopping: bool = field(default=False, init=False)
     shared: list[SharedTier] = field(default_factory=list, init=False)
     """The tiers that nodes share, where any are configured."""
-    _kept: KeptResets = field(init=False)
-    _pool_name: str = field(default="", init=False)
     tiering: TieringManager | None = field(default=None, init=False)
     """None until the first directory or the shared tier is there: until then nothing knows of tiers."""
-
-    def __post_init__(self) -> None:
-        self._kept = KeptResets.of(
-            self._config.directory, lambda fingerprint: self._cache.find_namespace(fingerprint) is not None
-        )
 
     def open(self, size: DiskSize) -> None:
         """Begin to open a directory."""
@@ -120,31 +115,18 @@ class Disks:
             trickle_bytes=TRICKLE_BYTES,
         )
         tiering = self._have_tiering()
-        self.shared = open_shared(tiering, self._kept)
+        self.shared = open_shared(tiering, self._state)
         for tier in self.shared:
-            tiering.share(tier, settings, self._kept.unshared)
+            tiering.share(tier, settings, self._state.unshared)
 
     def namespace_reset(self, fingerprint: bytes, *, everywhere: bool = False) -> None:
-        """A namespace's blocks are stale, as when its weights changed: also those in directories that are being opened
-        or away. ``everywhere``: on all nodes.
-        """
+        """A namespace's blocks are stale, as when its weights changed; ``everywhere``: on all nodes."""
         if self.tiering is not None:
             self.tiering.namespace_reset(fingerprint, everywhere=everywhere)
-        generations = {tier.name: tier.generation(fingerprint) for tier in self.shared}
-        open_ones = [(disk.tier.file_id, disk.tier.version) for disk in self if disk.tier is not None]
-        places = [*open_ones, (self._pool_name, 0)]
-        self._kept.note(fingerprint, generations if everywhere else None, places)
-
-    def use_pool(self, name: str) -> list[bytes]:
-        """A pool is used, which keeps its name; returns namespaces that were reset while another one was."""
-        self._pool_name = name
-        return self._kept.take_missed(name)
-
-    def cleared(self, fingerprint: bytes | None) -> None:
-        """A namespace, or all (None), was cleared: also where a directory is being opened."""
-        for disk in self._disks.values():
-            if disk.state is DiskState.OPENING:
-                disk.cleared.add(fingerprint)
+        if everywhere:
+            self._state.followed(fingerprint, {tier.name: tier.generation(fingerprint) for tier in self.shared})
+        else:
+            self._state.unshare(fingerprint)
 
     def invalidated(self, namespace: Namespace, groups: Sequence[GroupKeys]) -> None:
         """Blocks were invalidated: also where a directory is being opened; of very many, the whole namespace there."""
@@ -159,26 +141,28 @@ class Disks:
         }
         for disk in opening:
             if len(disk.invalidated) + count > MOST_INVALIDATED:
-                disk.cleared.add(namespace.fingerprint)
+                disk.invalidated_namespaces.add(namespace.fingerprint)
             else:
                 disk.invalidated |= ids
 
-    def removals_kept(self) -> Callable[[], bool]:
-        """As a tier's. What is removed from a directory that is being opened is so when it is open."""
-        kept = self._tiers.removals_kept()
-        waited_for = [one for one in self._disks.values() if one.state is DiskState.OPENING]
-        waited_for = [one for one in waited_for if one.cleared or one.invalidated]
+    def removals_saved(self) -> Callable[[], bool]:
+        """Returns what says whether all that was removed up to now stays away after a kill or a power cut too.
+
+        What is removed from a directory that is being opened is so when it is open.
+        """
+        saved = self._tiers.removals_kept()
+        opening = [one for one in self._disks.values() if one.state is DiskState.OPENING]
+        opening = [one for one in opening if one.invalidated or one.invalidated_namespaces]
         return lambda: (
-            kept()
-            and self._kept.is_kept
+            saved()
+            and self._state.is_saved
             and all(
                 one.state is not DiskState.OPENING and (one.tier is None or one.tier.removals_kept()())
-                for one in waited_for
+                for one in opening
             )
         )
 
     def tick(self) -> None:
-        self._kept.tick()
         if self.tiering is not None:
             self.tiering.tick()
 
@@ -229,7 +213,6 @@ class Disks:
         """Close all within the deadline. False where something hangs still, in pool memory. For the daemon's end."""
         until = time.monotonic() + deadline_s
         self._stopping = True
-        self._kept.close()
         if self.tiering is not None:
             self.tiering.stop()
         for disk in self._disks.values():
@@ -297,10 +280,12 @@ class Disks:
             format_size(disk.size.size_bytes),
             "" if tier.direct else ", through the page cache, since it refuses O_DIRECT",
         )
-        for fingerprint in self._kept.take_missed(tier.file_id, tier.found_version):
-            tier.remove_namespace(fingerprint)
-        known = {fingerprint for fingerprint, _ in tier.groups()}
-        for fingerprint in known if None in disk.cleared else known & disk.cleared:
+        for fingerprint, generation in tier.found_generations.items():
+            if generation < self._state.generation(fingerprint):  # it was raised since the file was read
+                tier.remove_namespace(fingerprint)
+            elif generation > self._state.generation(fingerprint):
+                self._raised_elsewhere(fingerprint, generation)
+        for fingerprint in disk.invalidated_namespaces:
             tier.remove_namespace(fingerprint)
         if disk.invalidated:  # to be told of none is work for the device too
             tier.remove(disk.invalidated)
@@ -308,8 +293,33 @@ class Disks:
         assert self.tiering is not None
         self.tiering.directory_attached()
 
+    def _raised_elsewhere(self, fingerprint: bytes, generation: int) -> None:
+        """A disk has blocks of a higher generation than is known: what was known was lost, as when the machine started.
 
-def opener(pool: Pool, post: Post) -> OpenDisk:
+        Other disks have what was there before. So may the pool have, if it is an earlier daemon's; what this daemon has
+        stored itself is of now.
+        """
+        for disk in self:
+            if disk.tier is not None and disk.tier.found_generations.get(fingerprint, generation) < generation:
+                disk.tier.remove_namespace(fingerprint)
+        self._state.found(fingerprint, generation)
+        if (namespace := self._cache.find_namespace(fingerprint)) is not None and not namespace.clearing:
+            if namespace.recovered:
+                deque(self._cache.clear(namespace, keep_tiers=True), maxlen=0)
+            self._cache.set_generation(namespace, generation)
+
+
+def stored_generation(cache: BlockCache, state: State) -> NamespaceGeneration:
+    """Returns what says of which generation the pool's blocks of a namespace are."""
+
+    def found(fingerprint: bytes) -> int:
+        namespace = cache.find_namespace(fingerprint)
+        return state.generation(fingerprint) if namespace is None else namespace.generation
+
+    return found
+
+
+def opener(pool: Pool, post: Post, cache: BlockCache, state: State) -> OpenDisk:
     return lambda size, listener, should_stop: open_disk_tier(
         Path(size.directory),
         size.size_bytes,
@@ -318,6 +328,8 @@ def opener(pool: Pool, post: Post) -> OpenDisk:
         clock=time.monotonic,
         post=post,
         listener=listener,
+        known_generation=state.generation,
+        stored_generation=stored_generation(cache, state),
         should_stop=should_stop,
     )
 
@@ -331,7 +343,7 @@ def shared_stores(config: Config) -> OpenStores:
 def shared_opener(config: Config, stores: OpenStores, pool: Pool, post: Post) -> OpenShared:
     """Opens the shared tiers of a configuration; raises KvoffdError where a store of others does not begin."""
 
-    def opened(listener: TierListener, kept: KeptResets) -> list[SharedTier]:
+    def opened(listener: TierListener, state: State) -> list[SharedTier]:
         return [
             SharedTier(
                 url,
@@ -342,7 +354,7 @@ def shared_opener(config: Config, stores: OpenStores, pool: Pool, post: Post) ->
                 post=post,
                 listener=listener,
                 ask_deadline_s=config.limits.shared_ask_deadline_s,
-                generations=kept.generations_of(url),
+                generations=state.fleet_generations(url),
             )
             for url, open_one in zip(config.shared, stores, strict=True)
         ]
