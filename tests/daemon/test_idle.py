@@ -47,5 +47,7 @@ def test_idle_daemon_takes_half_a_percent_of_a_core_and_little_memory() -> None:
             excess.append(share - max(MAX_SHARE, MAX_BARE_LOOPS * bare_share))
         assert min(excess) <= 0
         status = Path("/proc", str(daemon.pid), "status").read_text()
-        kib = {line.split()[0]: int(line.split()[1]) for line in status.splitlines() if line.startswith(("VmRSS", "Rss"))}
+        kib = {
+            line.split()[0]: int(line.split()[1]) for line in status.splitlines() if line.startswith(("VmRSS", "Rss"))
+        }
         assert kib["VmRSS:"] - kib["RssShmem:"] < MAX_RESIDENT_KIB

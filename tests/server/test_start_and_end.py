@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import urllib.error
 import urllib.request
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -59,9 +60,25 @@ def test_regular_work_that_fails_does_not_end_the_daemon(caplog: pytest.LogCaptu
         def tick(self) -> None:
             ticked.append("sound")
 
-    daemon._service, daemon._lifelines, daemon._transport = Failing(), Sound(), Sound()  # type: ignore[assignment]
+    daemon._service, daemon._lifelines = Failing(), Sound()  # type: ignore[assignment]
     daemon._policy_file = daemon._state_writer = Sound()  # type: ignore[assignment]
     for _ in range(3):
         daemon._tick()
     assert ticked == ["service", *["sound"] * 3] * 3
     assert len(caplog.records) == 1, "logged once a minute"
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_the_watchdog_is_fed_after_a_turn_of_the_message_loop_that_worked(works: bool) -> None:
+    async def run() -> MagicMock:
+        daemon = Daemon(Config())
+        daemon._service = service = MagicMock()  # type: ignore[assignment]
+        service.context.memory.stuck, service.context.memory.lost = False, None
+        service.context.scrubber.has_work = False
+        daemon._lifelines = daemon._policy_file = daemon._state_writer = MagicMock()  # type: ignore[assignment]
+        daemon._sockets, daemon._notifier = MagicMock(), MagicMock()  # type: ignore[assignment]
+        daemon._sockets.serve.side_effect = lambda: daemon._stop.set() or works  # type: ignore[attr-defined]
+        await daemon._main_loop()
+        return daemon._notifier.watchdog  # type: ignore[return-value]
+
+    assert asyncio.run(run()).call_count == works
