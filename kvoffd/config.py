@@ -272,8 +272,7 @@ class Limits:
     """Bytes of stores that all sessions may have outstanding; 0 takes an eighth of the pool, at most 1 GiB."""
     leased_share: float = 0.875
     """Share of the pool that leases may hold."""
-    lease_ttl_s: float = 30.0
-    heartbeat_interval_s: float = 2.0
+    lease_ttl_s: float = 600.0
     sessions_bytes: int = 192 * 1024**2
     partial_timeout_s: float = 60.0
     """After which a block that still lacks a rank's shard is dropped."""

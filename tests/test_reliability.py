@@ -26,7 +26,6 @@ WAIT_NAME = re.compile(rf"_?([A-Z_]+_)?({WAIT_WORDS})_(S|MS)")
 """Constants of these names are waits. Pauses, intervals and bounds of sizes have others."""
 NO_WAITS = {
     "Limits.shared_ask_deadline_s": "0 unless it is set: that of the kind of store, which the table has",
-    "Limits.heartbeat_interval_s": "how often, not how long",
 }
 
 

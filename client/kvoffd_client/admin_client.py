@@ -37,8 +37,8 @@ MIN_PREFIX_DIGITS = 4
 Fields = ParamSpec("Fields")
 ReplyT = TypeVar("ReplyT", bound=m.AnyReply)
 T = TypeVar("T")
-MakeRequest = Callable[[int, bytes], m.AnyRequest]
-"""Makes a request of its id and the session's token."""
+MakeRequest = Callable[[int], m.AnyRequest]
+"""Makes a request of its id."""
 
 
 def matching_namespaces(namespaces: Iterable[m.NamespaceInfo], name: str) -> list[m.NamespaceInfo]:
@@ -92,11 +92,7 @@ class AdminSession(Session):
             outcome.append(reply)
             self._transport.notify()
 
-        self._request(make(self._next_request_id(), self._token), on_reply, now, timeout_s)
-
-    def _role_ready(self, now: float) -> None:
-        # A session for one request often ends while a heartbeat is on its way, which the daemon takes for a bad token.
-        self._heartbeat_at = now + self._heartbeat_interval_s
+        self._request(make(self._next_request_id()), on_reply, now, timeout_s)
 
     def _role_disconnected(self, now: float) -> None:
         self.attempts_failed += 1
@@ -132,7 +128,7 @@ class AdminClient(Closing):
 
     def ask(
         self,
-        kind: Callable[Concatenate[int, bytes, Fields], Request[ReplyT]],
+        kind: Callable[Concatenate[int, Fields], Request[ReplyT]],
         *fields: Fields.args,
         **named: Fields.kwargs,
     ) -> ReplyT:
@@ -142,11 +138,9 @@ class AdminClient(Closing):
 
         Args:
             kind: the request's class, of ``kvoffd_proto.messages``.
-            fields: its fields after the id and the token, which are this client's.
+            fields: its fields after the id.
         """
-        return self._ask(
-            cast("type[Request[ReplyT]]", kind), lambda request_id, token: kind(request_id, token, *fields, **named)
-        )
+        return self._ask(cast("type[Request[ReplyT]]", kind), lambda request_id: kind(request_id, *fields, **named))
 
     def stats(self) -> m.StatsReply:
         return self.ask(m.Stats)

@@ -12,7 +12,6 @@ import msgspec
 from kvoffd_proto import zmtp
 from kvoffd_proto.health import Health, HealthReply
 from kvoffd_proto.sockets import SocketPaths
-from kvoffd_proto.wire import NO_TOKEN
 
 HEALTH_TIMEOUT_S = 1.0
 _READ_BYTES = 65536
@@ -32,7 +31,7 @@ def ask_health(directory: Path, deadline: float = inf) -> HealthReply | None:
             asked = False
             while not isinstance(message := received.next(), list):
                 if received.ready and not asked:  # libzmq closes the connection of who asks before it has let him in
-                    stream.sendall(zmtp.encode([msgspec.msgpack.encode(Health(1, NO_TOKEN))]))
+                    stream.sendall(zmtp.encode([msgspec.msgpack.encode(Health(1))]))
                     asked = True
                 _wait_until(stream, deadline)
                 data = stream.recv(_READ_BYTES)

@@ -12,12 +12,18 @@ from typing import TypeAlias
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
 from kvoffd_client.event_stream import EventStream
 from kvoffd_client.namespace import NamespaceSpec
-from kvoffd_client.session import DEFAULT_OPTIONS, ClientOptions, ReplyOrError, Session, Transport, new_lease_id
+from kvoffd_client.session import (
+    DEFAULT_OPTIONS,
+    NEVER,
+    ClientOptions,
+    ReplyOrError,
+    Session,
+    Transport,
+    new_lease_id,
+)
 from kvoffd_proto import messages as m
 from kvoffd_proto.events import SEQUENCE_BYTES, KvEvent, kv_topic
 
-MAX_RENEWALS = 65536
-"""Leases that one Heartbeat can name."""
 _READY_BYTE = bytes([m.READY])
 Waiter: TypeAlias = Callable[[Callable[[], bool], float], bool]
 """Waits until its first argument returns True, at most as many seconds as its second; returns what the first does."""
@@ -38,7 +44,8 @@ class Lookup:
         wait_s: the daemon's guess of how long until all pending keys are ready, in seconds; 0.0 where it has none.
         pinned: blocks pinned under the lease; 0 means that there is no lease.
         answered_at: time.monotonic() of the answer, 0.0 before.
-        alive: the answer's pins still hold as far as is known: not released, not ended, same connection.
+        alive: the answer's pins still hold as far as is known: not released, same connection, and the lease has lived
+            for less than half of its time: look up again after that.
     """
 
     lease_id: int
@@ -117,7 +124,7 @@ class SchedulerClient(Session):
         self._fingerprint = namespace.fingerprint
         self._events = EventStream(kv_topic(self._fingerprint)) if subscribe_events else None
         self._leases: dict[int, tuple[Lookup, float]] = {}
-        """By id, the leases that each heartbeat renews: their lookups, and when they end."""
+        """By id, leases whose blocks are pinned: their lookups, and when to look up again."""
         self._unanswered: set[int] = set()
         self._unwanted: set[int] = set()
         """Leases to release once their lookups are answered."""
@@ -151,7 +158,7 @@ class SchedulerClient(Session):
             )
             self._unanswered.add(lease_id)
             for number, part in enumerate(parts):
-                names = self._next_request_id(), self._token, self._fingerprint, lease_id
+                names = self._next_request_id(), self._fingerprint, lease_id
                 message = m.Lookup(*names, [keys for _, keys, _ in part], again, extend=number > 0)
                 self._request(message, functools.partial(self._on_part, found, part, now), now)
                 if found.done:  # it could not be sent
@@ -179,7 +186,7 @@ class SchedulerClient(Session):
                 return
             for part in _parts_of(groups, counts, self._limits.max_keys_per_request):
                 keys = [some for _, some, _ in part]
-                self._send(m.Invalidate(self._next_request_id(), self._token, self._fingerprint, keys))
+                self._send(m.Invalidate(self._next_request_id(), self._fingerprint, keys))
 
     def report(
         self, prefill_rate: float, load_rate: float, skipped_loads: int, paused_stores: int, late_lookups: int = 0
@@ -191,7 +198,7 @@ class SchedulerClient(Session):
         fields = prefill_rate, load_rate, skipped_loads, paused_stores, late_lookups
         with self._transport.locked():
             if self.ready:
-                self._send(m.ReportEngine(self._next_request_id(), self._token, self._fingerprint, *fields))
+                self._send(m.ReportEngine(self._next_request_id(), self._fingerprint, *fields))
 
     def reset(self, timeout_s: float = 2.0) -> bool:
         """Drop every block of the namespace and wait until that is done; False when the daemon did not confirm it."""
@@ -217,7 +224,7 @@ class SchedulerClient(Session):
         if lease_id in self._unanswered:
             self._unwanted.add(lease_id)
         if self.ready and lease_id:  # messages keep their order: it comes after its lookup
-            self._send(m.Release(self._next_request_id(), self._token, [lease_id]))
+            self._send(m.Release(self._next_request_id(), [lease_id]))
 
     def _reset(self, outcome: list[bool], now: float, timeout_s: float) -> None:
         if not self.ready:
@@ -228,7 +235,7 @@ class SchedulerClient(Session):
             outcome.append(isinstance(reply, m.Done))
             self._transport.notify()
 
-        self._request(m.Reset(self._next_request_id(), self._token, self._fingerprint), on_reply, now, timeout_s)
+        self._request(m.Reset(self._next_request_id(), self._fingerprint), on_reply, now, timeout_s)
 
     def _on_part(self, found: Lookup, part: _Part, sent_at: float, reply: ReplyOrError, now: float) -> None:
         if found.done:  # another part failed
@@ -253,11 +260,13 @@ class SchedulerClient(Session):
         if found.lease_id in self._unwanted:
             self._unwanted.discard(found.lease_id)
             pinned = 0
-            # The Release may not have gone out; renewed at every heartbeat the lease would live for ever.
+            # The Release may not have gone out, and a lease lives long.
             self._release(found.lease_id)
         elif pinned:
             # The lease's life began at the daemon between sending and now: count from the earlier.
-            self._leases[found.lease_id] = (found, sent_at + found.ttl_ms / 1000)
+            stale_at = sent_at + found.ttl_ms / 2000
+            self._leases[found.lease_id] = found, stale_at
+            self._role_wake_at = min(self._role_wake_at, stale_at)
         found.answer(found.partial_states, pinned, now, found.wait_s)
         self._transport.notify()
 
@@ -278,28 +287,21 @@ class SchedulerClient(Session):
         return [] if self._events is None else [self._events.topic]
 
     def _role_disconnected(self, now: float) -> None:
+        self._role_wake_at = NEVER
         leases, self._leases = self._leases, {}
         for found, _ in leases.values():
             found.alive = False
         if self._events is not None:
             self._events.disconnected()
 
-    def _renewals(self, now: float) -> list[int]:
-        for lease_id, (found, ends_at) in list(self._leases.items()):
-            if ends_at <= now:  # renewed too late, as after a stall: the daemon has ended it
-                found.alive = False
-                del self._leases[lease_id]
-        return list(self._leases)[:MAX_RENEWALS]
-
-    def _role_heartbeat(self, reply: m.HeartbeatReply, sent_at: float, now: float) -> None:
-        ended = set(reply.ended)
-        ends_at = sent_at + self._lease_ttl_s
-        for lease_id, (found, before) in list(self._leases.items()):
-            if lease_id in ended:
-                found.alive = False
-                del self._leases[lease_id]
-            elif before < ends_at and found.answered_at <= sent_at:
-                self._leases[lease_id] = (found, ends_at)
+    def _role_tick(self, now: float) -> None:
+        """Leases past half of their life count as over, before the daemon ends them: their users look up again."""
+        for lease_id, (found, stale_at) in list(self._leases.items()):
+            if stale_at > now:  # all live as long, so that those behind it end later
+                break
+            found.alive = False
+            del self._leases[lease_id]
+        self._role_wake_at = next((stale_at for _, stale_at in self._leases.values()), NEVER)
 
     # --- KV events -------------------------------------------------------------------------------
 

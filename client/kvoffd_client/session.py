@@ -20,7 +20,16 @@ from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRe
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import encode
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.lifeline import Attach, Attached, AttachRefused, FromDaemon, Greeting, MemoryReleased, Refused
+from kvoffd_proto.lifeline import (
+    Attach,
+    Attached,
+    AttachRefused,
+    FromDaemon,
+    Greeting,
+    MemoryReleased,
+    Refused,
+    routing_id,
+)
 
 if TYPE_CHECKING:  # administrators start faster without numpy
     from kvoffd_client.namespace import NamespaceSpec
@@ -111,8 +120,11 @@ class Transport(Protocol):
     def open(self) -> None:
         """Connect the lifeline. Raises OSError."""
 
-    def connect(self, topics: Sequence[bytes]) -> None:
-        """Connect the jobs socket, and the events socket where there are ``topics`` to subscribe to."""
+    def connect(self, route: bytes, topics: Sequence[bytes]) -> None:
+        """Connect the jobs socket under the routing id that names the session.
+
+        Where there are ``topics`` to subscribe to, connect the events socket too.
+        """
 
     def attach(self, message: Attach, fd: int) -> None:
         """Send a descriptor over the lifeline. Raises OSError."""
@@ -191,11 +203,9 @@ class Session(Closing):
         self._phase = Phase.IDLE
         self._epoch = 0
         self._session_id = 0
-        self._token = b""
         self._limits: m.Limits | None = None
         self._capabilities: frozenset[str] = frozenset()
         self._credit_bytes = 0
-        self._lease_ttl_s = 0.0
         self._responsive = True
         """False while the daemon owes a reply for longer than ``unresponsive_after_s``."""
         self._problem: str | None = f"The client has not reached the kvoffd daemon in {self.directory} yet."
@@ -213,9 +223,6 @@ class Session(Closing):
         self._absent_attempts = 0
         self._ready_at = 0.0
         self._handshake_deadline = NEVER
-        self._heartbeat_interval_s = 1.0
-        self._heartbeat_at = NEVER
-        self._heartbeat_pending = False
         self._last_warning = ""
         self._role_wake_at = NEVER
         """When to call _role_tick at the latest."""
@@ -293,10 +300,10 @@ class Session(Closing):
         if self._phase is Phase.IDLE:
             return min(self._retry_at, self._role_wake_at)
         owed = self._owed_since + self._options.unresponsive_after_s if self._responsive else NEVER
-        return min(self._next_expiry, self._handshake_deadline, self._heartbeat_at, owed, self._role_wake_at)
+        return min(self._next_expiry, self._handshake_deadline, owed, self._role_wake_at)
 
     def tick(self, now: float) -> None:
-        """Do what is due: connect, expire requests, send a heartbeat."""
+        """Do what is due: connect, expire requests."""
         if now < self.wake_at():
             return
         if self._phase is Phase.IDLE and now >= self._retry_at:
@@ -311,8 +318,6 @@ class Session(Closing):
             self._problem = f"The kvoffd daemon in {self.directory} does not answer; going on without it."
             self._warn(self._problem)
             self._transport.notify()
-        if now >= self._heartbeat_at:
-            self._send_heartbeat(now)
         self._role_tick(now)
 
     # --- requests --------------------------------------------------------------------------------
@@ -375,11 +380,14 @@ class Session(Closing):
             self._on_unasked_reply(reply, now)
 
     def _expire(self, now: float) -> None:
-        for request_id in [one for one, (deadline, _) in self._pending.items() if deadline <= now]:
+        late = [request_id for request_id, (deadline, _) in self._pending.items() if deadline <= now]
+        for request_id in late:
             entry = self._pending.pop(request_id, None)
             if entry is not None:  # a callback may have ended the session, and all its requests with it
                 entry[1](RequestTimeout("The kvoffd daemon did not answer in time; try again later."), now)
         self._next_expiry = min((deadline for deadline, _ in self._pending.values()), default=NEVER)
+        if late and self._phase is Phase.READY:  # whether it was that reply alone, or the daemon is silent
+            self._request(self._hello(), lambda *_: None, now)
 
     # --- connecting ------------------------------------------------------------------------------
 
@@ -420,12 +428,14 @@ class Session(Closing):
             )
             self._end_refused(RequestRefused(ErrorCode.BAD_VERSION, sentence), now)
             return
-        self._epoch, self._session_id, self._token = greeting.epoch, greeting.session_id, greeting.token
+        self._epoch, self._session_id = greeting.epoch, greeting.session_id
         self._limits = None  # those of another daemon may be too low for a handshake
         self._phase = Phase.HELLO
-        self._transport.connect(self._topics())
-        hello = m.Hello(self._next_request_id(), self._token, m.PROTOCOL_VERSION, self.role, self.name, self._software)
-        self._request(hello, self._on_welcome, now, self._options.handshake_timeout_s)
+        self._transport.connect(routing_id(greeting.token), self._topics())
+        self._request(self._hello(), self._on_welcome, now, self._options.handshake_timeout_s)
+
+    def _hello(self) -> m.Hello:
+        return m.Hello(self._next_request_id(), m.PROTOCOL_VERSION, self.role, self.name, self._software)
 
     def _on_welcome(self, reply: ReplyOrError, now: float) -> None:
         if not isinstance(reply, m.Welcome):
@@ -434,12 +444,10 @@ class Session(Closing):
         self._limits = reply.limits
         self._capabilities = frozenset(reply.capabilities)
         self._credit_bytes = reply.credit_bytes
-        self._lease_ttl_s = reply.lease_ttl_ms / 1000
-        self._heartbeat_interval_s = reply.heartbeat_interval_ms / 1000
         if self._spec is None:
             self._become_ready(now)
             return
-        message = m.OpenNamespace(self._next_request_id(), self._token, *self._spec.wire_fields())
+        message = m.OpenNamespace(self._next_request_id(), *self._spec.wire_fields())
         self._request(message, self._on_namespace_opened, now, self._options.handshake_timeout_s)
 
     def _on_namespace_opened(self, reply: ReplyOrError, now: float) -> None:
@@ -452,7 +460,6 @@ class Session(Closing):
         self._phase = Phase.READY
         self._ready_at = now
         self._handshake_deadline = NEVER
-        self._heartbeat_at = now
         self._problem = self._refusal = None
         self._last_warning = ""
         log.info("%s is connected to the kvoffd daemon in %s", self.name, self.directory)
@@ -520,11 +527,9 @@ class Session(Closing):
         self._transport.notify()
 
     def _reset_connection(self, reason: KvoffdClientError, now: float) -> None:
-        self._token = b""
         self._credit_bytes = 0
         self._responsive = True
-        self._heartbeat_pending = False
-        self._handshake_deadline = self._heartbeat_at = self._next_expiry = self._owed_since = NEVER
+        self._handshake_deadline = self._next_expiry = self._owed_since = NEVER
         pending, self._pending = self._pending, {}
         for _, on_reply in pending.values():
             on_reply(reason, now)
@@ -543,24 +548,6 @@ class Session(Closing):
             self._last_warning = sentence
             # An administrator's call raises the sentence; the log need not repeat it.
             log.log(logging.DEBUG if self.role is m.Role.ADMIN else logging.WARNING, "%s", sentence)
-
-    # --- heartbeat -------------------------------------------------------------------------------
-
-    def _send_heartbeat(self, now: float) -> None:
-        self._heartbeat_at = now + self._heartbeat_interval_s
-        if self._heartbeat_pending or self._phase is not Phase.READY:
-            return
-        self._heartbeat_pending = True
-        message = m.Heartbeat(self._next_request_id(), self._token, self._acknowledged(), self._renewals(now))
-        self._request(message, lambda reply, reply_now: self._on_heartbeat_reply(reply, now, reply_now), now)
-
-    def _on_heartbeat_reply(self, reply: ReplyOrError, sent_at: float, now: float) -> None:
-        self._heartbeat_pending = False
-        if isinstance(reply, m.HeartbeatReply):
-            self._credit_bytes = reply.credit_bytes
-            self._role_heartbeat(reply, sent_at, now)
-        elif not isinstance(reply, KvoffdClientError):
-            self.disconnect(f"The daemon answered Heartbeat with {type(reply).__name__}.", now)
 
     # --- what roles add --------------------------------------------------------------------------
 
@@ -584,19 +571,11 @@ class Session(Closing):
 
     def _role_tick(self, now: float) -> None: ...
 
-    def _role_heartbeat(self, reply: m.HeartbeatReply, sent_at: float, now: float) -> None: ...
-
     def _must_drain(self) -> bool:
         return False
 
     def _copies_outlive_lifeline(self) -> bool:
         return False
-
-    def _acknowledged(self) -> int:
-        return 0
-
-    def _renewals(self, now: float) -> list[int]:
-        return []
 
     def _on_unasked_reply(self, reply: m.AnyReply, now: float) -> None: ...
 

@@ -198,8 +198,8 @@ class SocketTransport(AbstractContextManager[float]):
         self._stream = LifelineStream(str(self._paths.lifeline))
         self._frames = FrameBuffer()
 
-    def connect(self, topics: Sequence[bytes]) -> None:
-        self._jobs = self._connected(zmq.DEALER, self._paths.jobs)
+    def connect(self, route: bytes, topics: Sequence[bytes]) -> None:
+        self._jobs = self._connected(zmq.DEALER, self._paths.jobs, route)
         self._message_fds = [self._jobs.FD]
         if topics:
             self._events = self._connected(zmq.SUB, self._paths.events)
@@ -211,8 +211,10 @@ class SocketTransport(AbstractContextManager[float]):
         self._look_at.update(self._message_fds)
         self.notify()  # who waits must poll these
 
-    def _connected(self, kind: int, path: Path) -> zmq.Socket[bytes]:
+    def _connected(self, kind: int, path: Path, route: bytes = b"") -> zmq.Socket[bytes]:
         made: zmq.Socket[bytes] = self._context.socket(kind)
+        if route:
+            made.setsockopt(zmq.ROUTING_ID, route)
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.RECONNECT_IVL, RECONNECT_MS),

@@ -36,9 +36,7 @@ FENCE_PATIENCE_S = 0.05
 LOAD_WAIT_S = 10.0
 """How often a fence says that it still waits for loads."""
 JOB_PATIENCE_S = 1.0
-"""A job older than this makes the client ask whether its completion was lost, and again at this interval."""
-ACKNOWLEDGE_RESULTS = 4096
-"""After this many results a heartbeat goes out early, so that the daemon need not keep more."""
+"""A job older than this makes the client ask for its result, and again at this interval."""
 
 
 class WorkerClient(Session):
@@ -97,8 +95,7 @@ class WorkerClient(Session):
         self._sequence = 0
         """All completions up to this number have arrived."""
         self._ahead: set[int] = set()
-        self._unacknowledged = 0
-        self._replaying = False
+        self._asking = False
         self._transport.start(self)
 
     # --- for any thread --------------------------------------------------------------------------
@@ -270,7 +267,7 @@ class WorkerClient(Session):
         if not sent:
             return False
         self._by_request[request_id] = sent
-        message = m.Submit(self._next_request_id(), self._token, self._registration_id, stores, loads)
+        message = m.Submit(self._next_request_id(), self._registration_id, stores, loads, self._sequence)
         if (refused := self._send(message)) is not None:
             code = refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY
             self._fail_parts(sent, code, now)
@@ -325,7 +322,7 @@ class WorkerClient(Session):
             self._finish_if_done(job)
         known = [part_id for part_id, (job, _, _) in self._parts.items() if wanted.get(job.job_id) is job]
         if (known or unsent) and self._phase is Phase.READY:
-            self._send(m.Cancel(self._next_request_id(), self._token, known, min(unsent, m.MAX_REPORTED)))
+            self._send(m.Cancel(self._next_request_id(), known, min(unsent, m.MAX_REPORTED), self._sequence))
 
     def _has_any(self, job_ids: Iterable[int], *, loads: bool = True) -> bool:
         """Whether one of the jobs has no result; without ``loads``, whether one of the stores among them has none."""
@@ -351,7 +348,7 @@ class WorkerClient(Session):
                 self.disconnect("The daemon did not confirm that it released the worker's memory.", reply_now)
             self._transport.notify()
 
-        message = m.Unregister(self._next_request_id(), self._token, self._registration_id)
+        message = m.Unregister(self._next_request_id(), self._registration_id)
         self._request(message, on_reply, now, timeout_s)
 
     # --- registering -----------------------------------------------------------------------------
@@ -393,7 +390,6 @@ class WorkerClient(Session):
         self._registration_id = self._rng.randbytes(16)
         message = m.Register(
             self._next_request_id(),
-            self._token,
             self._namespace.fingerprint,
             self._registration_id,
             registration.rank,
@@ -417,29 +413,26 @@ class WorkerClient(Session):
     # --- completions -----------------------------------------------------------------------------
 
     def on_publication(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
-        """Take published completions. Those that do not decode count as dropped: a replay brings them."""
+        """Take published completions. Those that do not decode count as dropped."""
         if topic != session_topic(self._epoch, self._session_id):
             return
         try:
             self._complete(decode_completions(payload), now)
         except CodecError:
-            self._replay(now)
+            self._ask_for_results(now)
         if self._ahead:
-            self._replay(now)
-        if self._unacknowledged >= ACKNOWLEDGE_RESULTS:
-            self._heartbeat_at = now
+            self._ask_for_results(now)
 
     def _complete(self, batch: m.Completions, now: float) -> None:
         if (batch.epoch, batch.session_id) != (self._epoch, self._session_id):
             return
-        # Each batch counts once: a job id may be in use again when an old batch is replayed.
+        # Each batch counts once: a job id may be in use again when an old batch comes again.
         if batch.sequence <= self._sequence or batch.sequence in self._ahead:
             return
         self._ahead.add(batch.sequence)
         while self._sequence + 1 in self._ahead:
             self._sequence += 1
             self._ahead.remove(self._sequence)
-        self._unacknowledged += len(batch.results)
         self._credit_bytes = batch.credit_bytes
         for result in batch.results:
             if self._part_sizes.fit(result.failed) and self._part_sizes.fit(result.declined):
@@ -448,23 +441,23 @@ class WorkerClient(Session):
                 self._fail_parts([result.job_id], ErrorCode.INTERNAL, now)
         self._send_jobs(now)
 
-    def _replay(self, now: float) -> None:
-        if self._replaying or self._phase is not Phase.READY:
+    def _ask_for_results(self, now: float) -> None:
+        if self._asking or self._phase is not Phase.READY:
             return
-        self._replaying = True
-        message = m.Replay(self._next_request_id(), self._token, self._sequence)
-        last = message.request_id
-        self._request(message, lambda reply, reply_now: self._on_replay_reply(last, reply, reply_now), now)
+        self._asking = True
+        message = m.Results(self._next_request_id(), self._sequence)
+        asked = message.request_id
+        self._request(message, lambda reply, reply_now: self._on_results(asked, reply, reply_now), now)
 
-    def _on_replay_reply(self, asked: int, reply: ReplyOrError, now: float) -> None:
-        self._replaying = False
+    def _on_results(self, asked: int, reply: ReplyOrError, now: float) -> None:
+        self._asking = False
         self._role_wake_at = now + JOB_PATIENCE_S if self._jobs else NEVER
-        if isinstance(reply, m.ReplayReply):
+        if isinstance(reply, m.ResultsReply):
             for batch in reply.batches:
                 self._complete(batch, now)
             self._fail_unknown(asked, set(reply.unfinished), now)
         elif not isinstance(reply, KvoffdClientError):
-            self.disconnect(f"The daemon answered Replay with {type(reply).__name__}.", now)
+            self.disconnect(f"The daemon answered Results with {type(reply).__name__}.", now)
 
     def _fail_unknown(self, asked: int, unfinished: set[int], now: float) -> None:
         """Fail jobs that the daemon never received, or lost: it has seen every message before request ``asked``."""
@@ -496,8 +489,7 @@ class WorkerClient(Session):
     def _role_ready(self, now: float) -> None:
         self._sequence = 0
         self._ahead.clear()
-        self._unacknowledged = 0
-        self._replaying = False
+        self._asking = False
         self._role_wake_at = NEVER
 
     def _role_disconnected(self, now: float) -> None:
@@ -533,14 +525,6 @@ class WorkerClient(Session):
             return
         due = min((job.sent_at for job in self._jobs.values()), default=NEVER) + JOB_PATIENCE_S
         if due <= now:
-            self._replay(now)
+            self._ask_for_results(now)
             due = now + JOB_PATIENCE_S
         self._role_wake_at = due
-
-    def _acknowledged(self) -> int:
-        self._unacknowledged = 0
-        return self._sequence
-
-    def _role_heartbeat(self, reply: m.HeartbeatReply, sent_at: float, now: float) -> None:
-        if reply.sequence > self._sequence:
-            self._replay(now)

@@ -242,25 +242,6 @@ class LeasedBlocks:
             at: request for at, request in self.__deferred_requests.items() if request[0] is not namespace
         }
 
-    def renew(self, owner: int, lease_ids: Iterable[int]) -> list[int]:
-        """Give leases their full time again; returns those that are not alive, or not the owner's.
-
-        Where the session has more than its share, as when others came, it keeps the first of the leases: the others
-        are returned too, and end when their time is over.
-        """
-        now = self._clock()
-        ended: list[int] = []
-        room = float("inf")
-        if self.blocks.pinned_bytes > self._bounds.max_bytes // 2:
-            room = self.leases.held(owner).nbytes + min(0, self._share_left(owner, 0))
-        for lease_id in lease_ids:
-            if (lease := self.leases.owned(owner, lease_id)) is None or lease.nbytes > room:
-                ended.append(lease_id)
-            else:
-                room -= lease.nbytes
-                self.leases.renew(lease, now)
-        return ended
-
     def release(self, owner: int, lease_ids: Iterable[int]) -> int:
         """End leases of the owner; those that are not alive are no error. Returns how many ended."""
         leases = [self.leases.owned(owner, lease_id) for lease_id in dict.fromkeys(lease_ids)]

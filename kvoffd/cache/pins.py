@@ -140,11 +140,6 @@ class LeaseTable:
         lease = self._leases.get(lease_id)
         return lease if lease is not None and lease.owner == owner else None
 
-    def renew(self, lease: Lease, now: float) -> None:
-        """Put the deadline off, and the lease to the end of the order."""
-        lease.deadline = now + self._ttl_s
-        self._leases[lease.lease_id] = self._leases.pop(lease.lease_id)
-
     def remove(self, lease: Lease) -> None:
         """Remove a lease that ended. ``forget`` follows when its last pin was taken back."""
         del self._leases[lease.lease_id]

@@ -42,7 +42,6 @@ from kvoffd.system.systemd import Notifier, take_stored_fds
 from kvoffd.transfer.host_engine import HostEngine
 from kvoffd_proto.messages import Health, HealthLevel, HealthProblem, HealthReply, Stats, StatsReply
 from kvoffd_proto.units import format_size
-from kvoffd_proto.wire import NO_TOKEN
 
 logger = logging.getLogger(__name__)
 
@@ -171,14 +170,14 @@ class Daemon:
     def health(self) -> HealthReply:
         """For HTTP, as the two below."""
         if self._socket_inode:
-            return health_reply(self._service.context, Health(0, NO_TOKEN))
+            return health_reply(self._service.context, Health(0))
         state = "stopping" if self._stop.is_set() else "starting"
         return HealthReply(0, 0, HealthLevel.DOWN, [HealthProblem(state, f"The daemon is {state}.")])
 
     def stats(self) -> StatsReply | None:
         if not self._socket_inode:
             return None
-        return stats_reply(self._service.context, Stats(0, NO_TOKEN))
+        return stats_reply(self._service.context, Stats(0))
 
     def unreachable(self) -> str:
         path = self._directory.sockets.jobs

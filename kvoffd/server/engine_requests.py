@@ -65,27 +65,17 @@ def hello(context: Context, session: Session, message: m.Hello) -> m.Welcome:
         filled(m.Limits, config.limits),
         context.sessions.credit_of(session),
         round(config.limits.lease_ttl_s * 1000),
-        round(config.limits.heartbeat_interval_s * 1000),
         round(config.limits.job_deadline_s * 1000),
     )
 
 
-@answers(m.Heartbeat)
-def heartbeat(context: Context, session: Session, message: m.Heartbeat) -> m.HeartbeatReply:
-    """Forget acknowledged completions, renew leases."""
-    session.completions.acknowledge(message.acknowledged)
-    ended = context.cache.renew(session.id, message.renew)
-    credit_bytes = context.sessions.credit_of(session)
-    return m.HeartbeatReply(message.request_id, context.epoch, session.completions.sequence, credit_bytes, ended)
-
-
-@answers(m.Replay)
-def replay(context: Context, session: Session, message: m.Replay) -> m.ReplayReply:
+@answers(m.Results)
+def results(context: Context, session: Session, message: m.Results) -> m.ResultsReply:
     """Give out the completions that were not acknowledged, and the jobs that have none yet."""
-    session.completions.acknowledge(message.after)
+    session.completions.acknowledge(message.acknowledged)
     # A job that ended but whose batch is still open must be in one of the two lists.
     context.flush_completions(session)
-    return m.ReplayReply(message.request_id, context.epoch, session.completions.replay(), list(session.jobs))
+    return m.ResultsReply(message.request_id, context.epoch, session.completions.replay(), list(session.jobs))
 
 
 @answers(m.OpenNamespace)
@@ -281,6 +271,7 @@ def reset(context: Context, session: Session, message: m.Reset) -> Pending:
 @answers(m.Submit)
 def submit(context: Context, session: Session, message: m.Submit) -> m.JobsRefused | None:
     """Accept stores and loads; their completions are the answer, but for those that are refused."""
+    session.completions.acknowledge(message.acknowledged)
     context.sessions.check_not_stopping()
     registration = session.registration(message.registration_id)
     registration.check_whole(context.clock())
@@ -301,6 +292,7 @@ def submit(context: Context, session: Session, message: m.Submit) -> m.JobsRefus
 @answers(m.Cancel)
 def cancel(context: Context, session: Session, message: m.Cancel) -> m.CancelReply:
     """Fail jobs that have not started. Unknown ids have ended and are in neither list."""
+    session.completions.acknowledge(message.acknowledged)
     stores = {job_id for job_id, job in session.jobs.items() if job.direction is Direction.STORE}
     cancelled, running = context.runner.cancel(session, message.job_ids)
     context.jobs.unsent_stores += message.unsent

@@ -40,7 +40,6 @@ from kvoffd.transfer.engine import TransferEngine
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.wire import NO_TOKEN
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +98,7 @@ class Service:
     def handle(self, sender: bytes, frame: bytes) -> None:
         """Answer one request frame. Never raises. Its reply is in the outbox then, unless it must wait."""
         context = self.context
-        request_id, answer = self._answer(frame)
+        request_id, answer = self._answer(sender, frame)
         if isinstance(answer, Pending):
             answer.request_id, answer.sender = request_id, sender
             if not self._poll(answer):
@@ -211,7 +210,7 @@ class Service:
             f"The frame has {frame_bytes} bytes; {most} are allowed. Send it in parts.", ErrorCode.TOO_LARGE
         )
 
-    def _answer(self, frame: bytes) -> tuple[int, Answer]:
+    def _answer(self, sender: bytes, frame: bytes) -> tuple[int, Answer]:
         """The request's number and what its handler returned."""
         context = self.context
         context.requests += 1
@@ -225,15 +224,15 @@ class Service:
                 request_id = codec.request_id_of(frame)
                 raise KvoffdError(f"The frame is not a request: {error}.", ErrorCode.MALFORMED) from error
             request_id = request.request_id
-            if self.sessions.has_departed(request.token):
-                # Its last message, such as a heartbeat, crossed the end of the lifeline: nothing is wrong.
+            if self.sessions.has_departed(sender):
+                # Its last message crossed the end of the lifeline: nothing is wrong.
                 return request_id, m.Error(request_id, context.epoch, ErrorCode.BAD_TOKEN, ErrorCode.BAD_TOKEN.sentence)
-            return request_id, self._dispatch(request, self.sessions.by_token.get(request.token))
+            return request_id, self._dispatch(request, self.sessions.by_route.get(sender))
         except Exception as error:
             return request_id, context.refusal(request_id, error)
 
     def _dispatch(self, request: m.AnyRequest, session: Session | None) -> Answer:
-        if session is None and isinstance(request, m.Health) and request.token == NO_TOKEN:
+        if session is None and isinstance(request, m.Health):
             return health_reply(self.context, request)
         if session is None:
             raise KvoffdError.of(ErrorCode.BAD_TOKEN)

@@ -20,6 +20,7 @@ from kvoffd.transfer.engine import Transfer
 from kvoffd.transfer.plan import Direction, GroupLayout, Outcome
 from kvoffd_proto import codec, events
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.lifeline import routing_id
 from kvoffd_proto.messages import Completions, JobResult, Role
 
 WHOLE_EVERY_S = 0.05
@@ -233,6 +234,7 @@ class Session:
 
     id: int
     token: bytes
+    """Its client's secret, told over the lifeline."""
     peer: Peer
     lifeline: Lifeline
     opened_at: float
@@ -294,6 +296,11 @@ class Session:
         else:
             self._forget(job)
         self._drain()
+
+    @property
+    def route(self) -> bytes:
+        """The routing id of its client's requests."""
+        return routing_id(self.token)
 
     @property
     def unfinished(self) -> int:

@@ -25,8 +25,8 @@ MIN_SESSIONS = 16
 """Or so many, where that is more."""
 RESERVED_SESSIONS = 8
 """Sessions beyond max_sessions, for administrators that are root or the daemon's own user or in admin_uids."""
-MAX_DEPARTED_TOKENS = 1024
-"""So many tokens of clients that left are known: their last messages may come after the end of their lifelines."""
+MAX_DEPARTED = 1024
+"""So many routes of clients that left are known: their last messages may come after the end of their lifelines."""
 ALWAYS_ATTACHABLE = 64
 """Descriptors that a session may attach however many the others have, as long as there are any."""
 
@@ -62,7 +62,8 @@ class Sessions:
         self._runner = runner
         self._random_bytes = random_bytes
         self._max_attached = max_attached
-        self.by_token: dict[bytes, Session] = {}
+        self.by_route: dict[bytes, Session] = {}
+        """By the routing id of their clients' requests."""
         self._departed: OrderedDict[bytes, None] = OrderedDict()
         self._taken = self._reserved = 0
         self._of_user: Counter[int] = Counter()
@@ -78,14 +79,14 @@ class Sessions:
 
     def __iter__(self) -> Iterator[Session]:
         """The open sessions, oldest first."""
-        return iter(self.by_token.values())
+        return iter(self.by_route.values())
 
     def __len__(self) -> int:
-        return len(self.by_token)
+        return len(self.by_route)
 
-    def has_departed(self, token: bytes) -> bool:
-        """Whether it is the token of a client that ended its session itself, not long ago."""
-        return token in self._departed
+    def has_departed(self, route: bytes) -> bool:
+        """Whether it is the route of a client that ended its session itself, not long ago."""
+        return route in self._departed
 
     def check_not_stopping(self) -> None:
         """Raise KvoffdError when the daemon takes no new work."""
@@ -100,7 +101,7 @@ class Sessions:
         token, log = self._random_bytes(TOKEN_BYTES), CompletionLog(self.epoch, self._last_id, self._cache.memory)
         session = Session(self._last_id, token, peer, lifeline, self._runner.clock(), log)
         session.reserved = reserved
-        self.by_token[token] = session
+        self.by_route[session.route] = session
         self._count(session, 1)
         return session
 
@@ -166,10 +167,10 @@ class Sessions:
         """
         if session.ended:
             return
-        del self.by_token[session.token]
+        del self.by_route[session.route]
         if why in (Ending.CLOSED, Ending.GONE):
-            self._departed[session.token] = None
-            if len(self._departed) > MAX_DEPARTED_TOKENS:
+            self._departed[session.route] = None
+            if len(self._departed) > MAX_DEPARTED:
                 self._departed.popitem(last=False)
         self._count(session, -1)
         self._cache.end_owner(session.id)

@@ -26,7 +26,7 @@ from kvoffd_proto.messages import (
 )
 
 MAX_UNACKNOWLEDGED_RESULTS, MAX_UNACKNOWLEDGED_BYTES = 16_384, 2 << 20
-"""Also because one ReplayReply has all of them."""
+"""Also because one ResultsReply has all of them."""
 
 
 @dataclass(eq=False)
@@ -86,7 +86,7 @@ class Submission:
             raise KvoffdError(f"The session has {unfinished} jobs in flight, its limit.", ErrorCode.TOO_MANY)
         log = session.completions
         if len(log) >= MAX_UNACKNOWLEDGED_RESULTS or log.keys_bytes >= MAX_UNACKNOWLEDGED_BYTES:
-            raise KvoffdError("The session does not acknowledge its completions; send Heartbeat.", ErrorCode.TOO_MANY)
+            raise KvoffdError("The session does not acknowledge its completions; each Submit may.", ErrorCode.TOO_MANY)
         if storing and session.store_bytes > self.max_store_bytes:
             raise KvoffdError(
                 "The session's outstanding stores are far beyond its credit; wait for completions.", ErrorCode.TOO_MANY

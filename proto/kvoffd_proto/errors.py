@@ -19,7 +19,10 @@ class ErrorCode(IntEnum):
     MALFORMED = 1, "The frame is not a message of this protocol; it was dropped and nothing changed."
     TOO_LARGE = 2, "The frame is larger than the limit given in Welcome; send it in parts."
     BAD_VERSION = 3, "The two ends speak different protocol versions; install the same kvoffd release on both."
-    BAD_TOKEN = 4, "The session token is unknown or its lifeline has ended; open a new lifeline and send Hello again."
+    BAD_TOKEN = (
+        4,
+        "No session has this routing id, or its lifeline has ended; open a new lifeline, send Hello again.",
+    )
     FORBIDDEN = 5, "This user may not do that: see allowed_uids, allowed_gids and admin_uids."
     NO_HELLO = 6, "The session has not sent Hello yet; Hello must be its first message."
     WRONG_ROLE = 7, "The session's role may not send this message."

@@ -28,7 +28,12 @@ class Greeting(Wire, frozen=True, tag="greeting"):
     epoch: Annotated[Count, doc("Number of this run of the daemon: random, new at each start.")]
     session_id: Annotated[int, doc("The session this lifeline belongs to.", ge=1, lt=2**31)]
     token: Annotated[
-        bytes, doc("Secret that every request must carry.", min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)
+        bytes,
+        doc(
+            "Secret: after a ``k`` it is the routing id of the session's DEALER.",
+            min_length=TOKEN_BYTES,
+            max_length=TOKEN_BYTES,
+        ),
     ]
 
 
@@ -85,6 +90,11 @@ _from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(From
 
 class LifelineError(Exception):
     """The stream holds something that is not a lifeline frame; the connection must be closed."""
+
+
+def routing_id(token: bytes) -> bytes:
+    """The routing id of a session's DEALER, which names it in every request. None may begin with a zero byte."""
+    return b"k" + token
 
 
 def encode_frame(message: FromDaemon | FromClient) -> bytes:

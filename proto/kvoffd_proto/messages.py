@@ -127,8 +127,7 @@ class Welcome(Reply, frozen=True):
     ]
     limits: Annotated[Limits, doc("Limits of this session.")]
     credit_bytes: Annotated[ByteCount, doc("Bytes of stores the session may have outstanding.")]
-    lease_ttl_ms: Annotated[int, doc("Lifetime of a lease without renewal, in milliseconds.", ge=1)]
-    heartbeat_interval_ms: Annotated[int, doc("How often the client should send Heartbeat, in milliseconds.", ge=1)]
+    lease_ttl_ms: Annotated[int, doc("Lifetime of a lease, in milliseconds.", ge=1)]
     job_deadline_ms: Annotated[int, doc("Time after which an unfinished job is failed, in milliseconds.", ge=1)]
 
 
@@ -142,20 +141,6 @@ class Hello(Request[Welcome], frozen=True):
     software: Annotated[str, doc("Client and engine versions, for display.", max_length=128)]
 
 
-class HeartbeatReply(Reply, frozen=True):
-    sequence: Annotated[int, doc("Sequence number of the session's last completions; 0 before the first.", ge=0)]
-    credit_bytes: Annotated[ByteCount, doc("Bytes of stores the session may have outstanding.")]
-    ended: Annotated[list[LeaseId], doc("Leases in ``renew`` that have ended.")]
-
-
-@exchange(Section.SESSION, ANY_ROLE)
-class Heartbeat(Request[HeartbeatReply], frozen=True):
-    """Acknowledges completions, renews leases, asks what the last completion was."""
-
-    acknowledged: Annotated[Count, doc("All completions up to this sequence number have arrived.")]
-    renew: Annotated[list[LeaseId], doc("Leases to renew.", max_length=65536)]
-
-
 class Completions(Message, frozen=True):
     """Jobs of one session that ended; published on the session's topic and kept until acknowledged."""
 
@@ -166,18 +151,18 @@ class Completions(Message, frozen=True):
     results: Annotated[list[JobResult], doc("Results, in the order in which the jobs ended.")]
 
 
-class ReplayReply(Reply, frozen=True):
+class ResultsReply(Reply, frozen=True):
     batches: Annotated[list[Completions], doc("Unacknowledged completions, oldest first.")]
     unfinished: Annotated[
         list[JobId], doc("Accepted jobs that have not ended. Any other job is unknown to the daemon.")
     ]
 
 
-@exchange(Section.SESSION, WORKER)
-class Replay(Request[ReplayReply], frozen=True):
-    """Asks for completions that PUB may have dropped."""
+@exchange(Section.WORKER, WORKER)
+class Results(Request[ResultsReply], frozen=True):
+    """Asks for completions that PUB may have dropped: when a number is missing, or a job takes longer than a second."""
 
-    after: Annotated[Count, doc("Last sequence number that arrived; also acknowledges up to it.")]
+    acknowledged: Acknowledged
 
 
 @exchange(Section.MEMORY, ENGINE)
@@ -224,7 +209,7 @@ class LookupReply(Reply, frozen=True):
         ),
     ]
     pinned: Annotated[Count, doc("Number of blocks pinned; with 0 there is no lease.")]
-    ttl_ms: Annotated[int, doc("Lifetime of the lease without renewal, in milliseconds.", ge=0)]
+    ttl_ms: Annotated[int, doc("Lifetime of the lease, in milliseconds. Look up again after half of it.", ge=0)]
     wait_ms: Annotated[
         int,
         doc(
@@ -303,6 +288,7 @@ class Submit(Request[Completions], frozen=True):
     registration_id: RegistrationId
     stores: Annotated[list[Store], doc("Stores.", max_length=MAX_JOBS)] = field(default_factory=list)
     loads: Annotated[list[Load], doc("Loads.", max_length=MAX_JOBS)] = field(default_factory=list)
+    acknowledged: Acknowledged = 0
 
 
 class Refusal(Wire, frozen=True):
@@ -332,6 +318,7 @@ class Cancel(Request[CancelReply], frozen=True):
     unsent: Annotated[
         int, doc("Stores that the client dropped before it sent them, to be counted.", ge=0, le=MAX_REPORTED)
     ] = 0
+    acknowledged: Acknowledged = 0
 
 
 @exchange(Section.ADMINISTRATION, ADMIN)

@@ -11,13 +11,11 @@ from msgspec import Meta, Struct, structs
 
 from kvoffd_proto.errors import ErrorCode
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Raised whenever a message, a field or its meaning changes. Both ends must speak the same one; none is negotiated."""
 
 FINGERPRINT_BYTES = 32
 TOKEN_BYTES = 16
-NO_TOKEN = bytes(TOKEN_BYTES)
-"""The token of requests without a session."""
 MAX_GROUPS = 64
 MAX_PAGES = 8192
 """Of a registration in all groups together, and its tensors: each costs the daemon's loop some microseconds."""
@@ -34,9 +32,6 @@ ByteCount = Annotated[int, doc(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, doc(ge=0)]
 PerSecond = Annotated[float, doc(ge=0)]
 RequestId = Annotated[Count, doc("Chosen by the client, echoed in the reply.")]
-Token = Annotated[
-    bytes, doc("The session's secret, from the lifeline's Greeting.", min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)
-]
 Epoch = Annotated[Count, doc("Number of the daemon's run that answers, as in Greeting.")]
 SessionId = Annotated[int, doc("Id of the session.", ge=1, lt=2**31)]
 Keys = Annotated[bytes, doc("Block hashes, end to end, each of the namespace's ``key_bytes``.")]
@@ -47,6 +42,9 @@ LeaseId = Annotated[
     int, doc("Random, chosen by the scheduler's client: who knows it may load.", ge=2**32, le=2**63 - 1)
 ]
 JobId = Annotated[Count, doc("Unique among the session's unfinished jobs.")]
+Acknowledged = Annotated[
+    Count, doc("All completions up to this number have arrived, and are forgotten, also where the rest is refused.")
+]
 RegistrationId = Annotated[
     bytes, doc("Random id made by the worker for this registration.", min_length=16, max_length=16)
 ]
@@ -115,7 +113,6 @@ class Request(Message, Generic[AnswerT_co], frozen=True):
     """Base of requests. The parameter is what answers the request: a Reply, or Completions where it is a job."""
 
     request_id: RequestId
-    token: Token
 
 
 class Reply(Message, frozen=True):

@@ -39,7 +39,6 @@ def test_a_lookup_that_finds_nothing_makes_no_lease() -> None:
     namespace = rig.open()
     assert rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1))]).pinned == 0
     assert len(rig.cache.leases) == 0
-    assert rig.cache.renew(1, [5]) == [5]
 
 
 def test_asking_twice_pins_once_and_counts_once() -> None:
@@ -92,7 +91,6 @@ def test_a_lease_of_somebody_else_is_refused_and_untouched() -> None:
     with pytest.raises(UnknownLease):
         rig.cache.lookup(other, 5, 1, [(0, keys_of(1))])
     assert rig.cache.release(2, [5]) == 0
-    assert rig.cache.renew(2, [5]) == [5]
     assert rig.cache.blocks.pinned_blocks == 1
 
 
@@ -120,23 +118,8 @@ def test_a_lease_ends_when_its_time_is_over_and_not_before() -> None:
     rig.clock.now += 0.1
     assert rig.cache.expire() == 1
     assert rig.cache.blocks.pinned_blocks == 0
-    assert rig.cache.renew(1, [5]) == [5]
     with pytest.raises(UnknownLease):
         rig.cache.begin_load(namespace, 0, 5, 0, keys_of(1))
-
-
-def test_a_renewed_lease_lives_on_while_others_end() -> None:
-    rig = CacheHarness()
-    namespace = rig.open()
-    rig.put(namespace, keys_of(1))
-    for lease_id in (5, 6, 7):
-        rig.cache.lookup(namespace, lease_id, 1, [(0, keys_of(1))])
-    rig.clock.now += 20
-    assert rig.cache.renew(1, [5, 8]) == [8]
-    rig.clock.now += 15
-    assert rig.cache.expire() == 2
-    assert [lease.lease_id for lease in rig.cache.leases] == [5]
-    check_invariants(rig.cache)
 
 
 def test_releasing_is_once_and_twice_is_no_error() -> None:

@@ -276,14 +276,6 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.release(owner, asked) == len(own)
         self.end_leases(own)
 
-    @rule(owner=owners, data=st.data())
-    def renew(self, owner: int, data: st.DataObject) -> None:
-        asked = data.draw(st.lists(st.integers(1, self.next_lease), max_size=3))
-        own = [number for number in asked if number in self.leases and self.leases[number].owner == owner]
-        assert self.cache.renew(owner, asked) == [number for number in asked if number not in own]
-        for number in own:
-            self.leases[number].deadline = self.rig.clock.now + 30.0
-
     @rule(owner=owners)
     def owner_dies(self, owner: int) -> None:
         own = [number for number, lease in self.leases.items() if lease.owner == owner]

@@ -25,7 +25,6 @@ POOL = "6MiB"
 """Smaller than all prompts together, so that blocks are evicted all the time."""
 FLAGS = {
     "lease_ttl": "2s",
-    "heartbeat_interval": "0.4s",
     "half_stored_timeout": "0.5s",
     "job_deadline": "5s",
     "shutdown_deadline": "0.3s",

@@ -291,20 +291,18 @@ def test_submitting_is_cheap(fake: FakeDaemon, scheduler: SchedulerClient) -> No
     assert sorted(costs)[50] < 0.001, "tens of microseconds on a quiet machine"
 
 
-def test_a_thread_that_waits_long_does_not_keep_the_heartbeat_from_going_out(
+def test_a_thread_that_waits_long_does_not_keep_others_from_what_is_due(
     fake: FakeDaemon, scheduler: SchedulerClient
 ) -> None:
     """It reads the sockets alone, but what is due in time is the I/O thread's."""
-
-    def heartbeats() -> int:
-        return sum(isinstance(request, m.Heartbeat) for request in fake.requests)
-
     fake.answers[m.Lookup] = lambda *_: None
-    assert scheduler.wait_ready(5)
-    wait_until(lambda: heartbeats() > 0)
-    before = heartbeats()
+    early = scheduler.lookup(KEYS)
+    late = threading.Thread(target=scheduler.wait_settled, args=(5,))  # ready already: ends at once
+    late.start()
     future = scheduler.lookup(KEYS)
     assert not future.wait(QUICK.request_timeout_s / 2)
     assert future.wait(5)
+    assert early.failed
     assert future.failed
-    wait_until(lambda: heartbeats() > before)
+    wait_until(lambda: len(fake.seen(m.Release)) == 2)
+    late.join(5)

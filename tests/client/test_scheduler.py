@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from kvoffd_client import NamespaceSpec, SchedulerClient
@@ -29,24 +31,20 @@ def test_many_lookups_at_once_find_their_own_answers(fake: FakeDaemon, scheduler
     assert len({future.lease_id for future in asked}) == 49
 
 
-def test_leases_are_renewed_until_they_are_released(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
+def test_a_lease_is_known_as_dead_after_half_of_its_life(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
+    def short_lived(request: m.AnyRequest, _: object) -> m.AnyReply:
+        assert isinstance(request, m.Lookup)
+        return m.LookupReply(request.request_id, fake.epoch, request.lease_id, [b"\2\2\2"], 2, 4000)
+
+    fake.answers[m.Lookup] = short_lived
     kept, dropped = scheduler.lookup(KEYS), scheduler.lookup(KEYS)
     assert kept.wait(5)
     assert dropped.wait(5)
     scheduler.release(dropped.lease_id)
-    before = len(fake.seen(m.Heartbeat))
-    wait_until(lambda: len(fake.seen(m.Heartbeat)) >= before + 2)
-    assert fake.seen(m.Heartbeat)[-1].renew == [kept.lease_id]
+    assert (kept.alive, dropped.alive) == (True, False)
+    wait_until(lambda: not kept.alive)
+    assert time.monotonic() < kept.answered_at + 20
     assert [request.lease_ids for request in fake.seen(m.Release)] == [[dropped.lease_id]]
-
-
-def test_a_lease_that_the_daemon_ended_is_known_as_dead(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
-    future = scheduler.lookup(KEYS)
-    assert future.wait(5)
-    fake.answers[m.Heartbeat] = lambda request, _: m.HeartbeatReply(
-        request.request_id, fake.epoch, 0, 0, list(request.renew)
-    )
-    wait_until(lambda: not future.alive)
 
 
 def test_a_refused_lookup_is_a_miss_and_the_session_goes_on(fake: FakeDaemon, scheduler: SchedulerClient) -> None:

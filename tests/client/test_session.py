@@ -73,7 +73,8 @@ class PaperLink:
             raise ConnectionRefusedError(111, "Connection refused")
         self.is_open = True
 
-    def connect(self, topics: Sequence[bytes]) -> None:
+    def connect(self, route: bytes, topics: Sequence[bytes]) -> None:
+        self.route = route
         self.topics = list(topics)
 
     def attach(self, message: lifeline.Attach, fd: int) -> None:
@@ -105,9 +106,7 @@ def greet(session: SchedulerClient | WorkerClient, now: float, epoch: int = EPOC
 
 def welcome(session: SchedulerClient | WorkerClient, link: PaperLink, now: float, epoch: int = EPOCH) -> None:
     hello = link.last(m.Hello)
-    session.on_reply(
-        m.Welcome(hello.request_id, epoch, SESSION_ID, "1", ["memfd"], LIMITS, 1000, 10_000, 1000, 30_000), now
-    )
+    session.on_reply(m.Welcome(hello.request_id, epoch, SESSION_ID, "1", ["memfd"], LIMITS, 1000, 600_000, 30_000), now)
     session.on_reply(m.NamespaceOpened(link.last(m.OpenNamespace).request_id, epoch, True), now)
 
 
@@ -250,9 +249,8 @@ def test_a_stale_epoch_in_a_reply_ends_the_connection(scheduler: SchedulerClient
 
 def test_a_forgotten_token_makes_the_client_connect_again(scheduler: SchedulerClient, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
-    scheduler.tick(0.0)
-    heartbeat = link.last(m.Heartbeat)
-    scheduler.on_reply(m.Error(heartbeat.request_id, EPOCH, ErrorCode.BAD_TOKEN, "Unknown."), 0.1)
+    look_up(scheduler, link, 0.0)
+    scheduler.on_reply(m.Error(link.last(m.Lookup).request_id, EPOCH, ErrorCode.BAD_TOKEN, "Unknown."), 0.1)
     assert not scheduler.ready
     connect(scheduler, link, 5.0)
     assert scheduler.ready
@@ -266,7 +264,7 @@ def test_a_wrong_answer_in_the_handshake_ends_the_attempt(
     greet(scheduler, 0.0)
     if step == "namespace":
         hello = link.last(m.Hello)
-        scheduler.on_reply(m.Welcome(hello.request_id, EPOCH, SESSION_ID, "1", [], LIMITS, 0, 1000, 1000, 1000), 0.0)
+        scheduler.on_reply(m.Welcome(hello.request_id, EPOCH, SESSION_ID, "1", [], LIMITS, 0, 1000, 1000), 0.0)
     scheduler.on_reply(m.Done(link.sent[-1].request_id, EPOCH), 0.0)
     assert not link.is_open
     assert "Done" in (scheduler.problem or "")
@@ -279,7 +277,7 @@ def test_a_daemon_that_owes_a_reply_for_long_counts_as_away_until_it_answers(
     scheduler: SchedulerClient, link: PaperLink
 ) -> None:
     connect(scheduler, link, 0.0)
-    scheduler.tick(0.0)
+    look_up(scheduler, link, 0.0)
     now = 0.0
     while now < OPTIONS.unresponsive_after_s + 0.1:
         now += 0.1
@@ -287,7 +285,8 @@ def test_a_daemon_that_owes_a_reply_for_long_counts_as_away_until_it_answers(
     assert not scheduler.ready
     assert link.is_open, "only EOF tells that a daemon is dead"
     assert look_up(scheduler, link, now, KEYS).failed
-    scheduler.on_reply(m.HeartbeatReply(link.last(m.Heartbeat).request_id, EPOCH, 0, 900, []), now)
+    assert link.count(m.Hello) >= 3, "it is asked again and again"
+    scheduler.on_reply(m.Done(link.last(m.Hello).request_id, EPOCH), now)
     assert scheduler.ready
     assert scheduler.problem is None
 
@@ -299,22 +298,12 @@ def test_stores_are_abandoned_where_a_daemon_owes_a_reply_for_long_unless_a_load
     connect(worker, link, 0.0)
     submit(worker, link, 0.0, [m.Store(1, TRANSFER)], loads)
     now = 0.0
-    while now < OPTIONS.unresponsive_after_s + 0.1:
+    while now < JOB_PATIENCE_S + OPTIONS.unresponsive_after_s + 0.1:
         now += 0.1
         worker.tick(now)
     assert not worker.ready
     assert link.is_open == bool(loads)
     assert [result.job_id for result in worker._results if not result.ok] == ([] if loads else [1])
-
-
-def test_an_idle_daemon_is_not_silent(scheduler: SchedulerClient, link: PaperLink) -> None:
-    connect(scheduler, link, 0.0)
-    for tenth in range(300):
-        scheduler.tick(tenth / 10)
-        heartbeat = link.last(m.Heartbeat)
-        scheduler.on_reply(m.HeartbeatReply(heartbeat.request_id, EPOCH, 0, 900, []), tenth / 10)
-    assert scheduler.ready
-    assert link.count(m.Heartbeat) in range(29, 32)
 
 
 # --- lookups and leases --------------------------------------------------------------------------
@@ -323,22 +312,6 @@ def test_an_idle_daemon_is_not_silent(scheduler: SchedulerClient, link: PaperLin
 def answer_lookup(scheduler: SchedulerClient, link: PaperLink, now: float, states: list[bytes], pinned: int) -> None:
     lookup = link.last(m.Lookup)
     scheduler.on_reply(m.LookupReply(lookup.request_id, EPOCH, lookup.lease_id, states, pinned, 10_000), now)
-
-
-def test_a_lookup_is_answered_and_its_lease_renewed_until_released(scheduler: SchedulerClient, link: PaperLink) -> None:
-    connect(scheduler, link, 0.0)
-    future = look_up(scheduler, link, 0.1, KEYS)
-    assert not future.done
-    answer_lookup(scheduler, link, 0.2, [b"\2\1"], 1)
-    assert (future.done, future.failed, future.pinned, future.alive) == (True, False, 1, True)
-    assert future.leading_ready() == 1
-    scheduler.tick(1.5)
-    heartbeat = link.last(m.Heartbeat)
-    assert heartbeat.renew == [future.lease_id]
-    scheduler.release(future.lease_id)
-    assert not future.alive
-    assert link.last(m.Release) == m.Release(link.sent[-1].request_id, b"t" * 16, [future.lease_id])
-    assert not scheduler._leases
 
 
 def test_a_late_lookup_is_a_miss_and_its_pins_are_released(scheduler: SchedulerClient, link: PaperLink) -> None:
@@ -388,17 +361,30 @@ def test_an_answer_of_the_wrong_shape_is_a_miss(
     assert not link.is_open
 
 
-def test_leases_die_when_the_daemon_says_so_or_their_time_is_over(scheduler: SchedulerClient, link: PaperLink) -> None:
+def test_a_reply_that_was_lost_does_not_make_a_daemon_silent(scheduler: SchedulerClient, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
-    futures = []
-    for _ in range(2):
-        futures.append(look_up(scheduler, link, 0.1, KEYS))
-        answer_lookup(scheduler, link, 0.1, [b"\2\2"], 2)
-    scheduler.tick(1.0)
-    scheduler.on_reply(m.HeartbeatReply(link.last(m.Heartbeat).request_id, EPOCH, 0, 900, [futures[0].lease_id]), 1.0)
-    assert [future.alive for future in futures] == [False, True]
-    scheduler.tick(11.5)
-    assert not futures[1].alive, "the last renewal was for ten seconds, at second one"
+    look_up(scheduler, link, 0.0)
+    scheduler.tick(OPTIONS.request_timeout_s)
+    scheduler.on_reply(m.Done(link.last(m.Hello).request_id, EPOCH), OPTIONS.request_timeout_s)
+    scheduler.tick(OPTIONS.unresponsive_after_s + 1.0)
+    assert scheduler.ready
+    assert link.count(m.Hello) == 2
+
+
+def test_a_lease_is_stale_after_half_of_its_life_counted_from_the_question(
+    scheduler: SchedulerClient, link: PaperLink
+) -> None:
+    connect(scheduler, link, 0.0)
+    found = look_up(scheduler, link, 1.0)
+    answer_lookup(scheduler, link, 1.5, [b"\2\1"], 1)
+    assert (found.done, found.failed, found.pinned, found.alive, found.leading_ready()) == (True, False, 1, True, 1)
+    scheduler.tick(5.9)
+    assert scheduler.wake_at() == 6.0
+    assert found.alive
+    scheduler.tick(6.0)
+    assert not found.alive
+    scheduler.release(found.lease_id)
+    assert link.last(m.Release).lease_ids == [found.lease_id]
 
 
 def test_leases_die_with_their_connection(scheduler: SchedulerClient, link: PaperLink) -> None:
@@ -460,22 +446,15 @@ def test_a_gap_is_replayed_and_each_batch_counts_once(worker: WorkerClient, link
     for job_id in (1, 2, 3):
         submit(worker, link, 0.0, [m.Store(job_id, TRANSFER)], [])
     publish(worker, completions(2, 2), 0.1)
-    replay = link.last(m.Replay)
-    assert replay.after == 0
-    worker.on_reply(m.ReplayReply(replay.request_id, EPOCH, [completions(1, 1), completions(2, 2)], [3]), 0.2)
+    replay = link.last(m.Results)
+    assert replay.acknowledged == 0
+    worker.on_reply(m.ResultsReply(replay.request_id, EPOCH, [completions(1, 1), completions(2, 2)], [3]), 0.2)
     assert sorted(result.job_id for result in worker._results) == [1, 2]
     assert list(worker._jobs) == [3]
-    worker.tick(1.5)
-    heartbeat = link.last(m.Heartbeat)
-    assert heartbeat.acknowledged == 2
-
-
-def test_the_heartbeat_finds_a_lost_last_completion(worker: WorkerClient, link: PaperLink) -> None:
-    connect(worker, link, 0.0)
-    submit(worker, link, 0.0, [m.Store(1, TRANSFER)], [])
-    worker.tick(0.0)
-    worker.on_reply(m.HeartbeatReply(link.last(m.Heartbeat).request_id, EPOCH, 1, 500, []), 0.1)
-    assert link.count(m.Replay) == 1
+    submit(worker, link, 0.3, [m.Store(4, TRANSFER)], [])
+    assert link.last(m.Submit).acknowledged == 2
+    worker._cancel([4])
+    assert link.last(m.Cancel).acknowledged == 2
 
 
 def test_an_old_job_is_asked_after_again_and_again(worker: WorkerClient, link: PaperLink) -> None:
@@ -483,9 +462,9 @@ def test_an_old_job_is_asked_after_again_and_again(worker: WorkerClient, link: P
     submit(worker, link, 0.0, [m.Store(1, TRANSFER)], [])
     for round_ in range(1, 4):
         worker.tick(JOB_PATIENCE_S * round_)
-        assert link.count(m.Replay) == round_
-        replay = link.last(m.Replay)
-        worker.on_reply(m.ReplayReply(replay.request_id, EPOCH, [], [1]), JOB_PATIENCE_S * round_)
+        assert link.count(m.Results) == round_
+        replay = link.last(m.Results)
+        worker.on_reply(m.ResultsReply(replay.request_id, EPOCH, [], [1]), JOB_PATIENCE_S * round_)
     assert list(worker._jobs) == [1]
 
 
@@ -496,7 +475,7 @@ def test_a_job_that_the_daemon_does_not_know_fails_but_not_one_sent_after_the_qu
     submit(worker, link, 0.0, [m.Store(1, TRANSFER)], [])
     worker.tick(JOB_PATIENCE_S)
     submit(worker, link, 1.0, [m.Store(2, TRANSFER)], [])
-    worker.on_reply(m.ReplayReply(link.last(m.Replay).request_id, EPOCH, [], []), 1.1)
+    worker.on_reply(m.ResultsReply(link.last(m.Results).request_id, EPOCH, [], []), 1.1)
     assert [(result.job_id, result.ok, result.error) for result in worker._results] == [(1, False, ErrorCode.INTERNAL)]
     assert list(worker._jobs) == [2]
 
@@ -598,20 +577,10 @@ def test_close_leaves_no_job_without_a_result(worker: WorkerClient, link: PaperL
     assert link.opens == 1
 
 
-def test_many_results_are_acknowledged_before_the_next_heartbeat_is_due(worker: WorkerClient, link: PaperLink) -> None:
-    connect(worker, link, 0.0)
-    worker.tick(0.0)
-    worker.on_reply(m.HeartbeatReply(link.last(m.Heartbeat).request_id, EPOCH, 0, 500, []), 0.0)
-    publish(worker, completions(1, *range(5000)), 0.1)
-    worker.tick(0.1)
-    heartbeat = link.last(m.Heartbeat)
-    assert heartbeat.acknowledged == 1
-
-
-def test_garbage_on_the_events_socket_is_replayed(worker: WorkerClient, link: PaperLink) -> None:
+def test_garbage_on_the_events_socket_is_asked_for_again(worker: WorkerClient, link: PaperLink) -> None:
     connect(worker, link, 0.0)
     worker.on_publication(session_topic(EPOCH, SESSION_ID), bytes(8), b"\xc1", 0.1)
-    assert link.count(m.Replay) == 1
+    assert link.count(m.Results) == 1
 
 
 def test_refusals_are_errors_with_a_code() -> None:

@@ -21,6 +21,7 @@ from tests.kit.wire import (
     NAMESPACE,
     PAGE_BYTES,
     VERSION,
+    Eavesdropper,
     Load,
     Page,
     Part,
@@ -136,16 +137,14 @@ def test_frames_that_are_no_request(desk: Desk) -> None:
 
 
 def test_requests_of_the_wrong_session(desk: Desk) -> None:
-    def with_token(desk: Desk, token: bytes) -> object:
-        own, desk.blank.token = desk.blank.token, token
-        try:
-            return desk.blank.stats()
-        finally:
-            desk.blank.token = own
+    def as_another(desk: Desk, routing_id: bytes) -> None:
+        with Eavesdropper(desk.directory, routing_id) as other:
+            other.stats()
 
     desk.assert_refused(
         {
-            "a token of nobody": ("bad_token", lambda desk: with_token(desk, os.urandom(16))),
+            "a token of nobody": ("bad_token", lambda desk: as_another(desk, b"k" + os.urandom(16))),
+            "no token": ("bad_token", lambda desk: as_another(desk, b"")),
             "no hello": ("no_hello", lambda desk: desk.blank.stats()),
             "another version": ("bad_version", lambda desk: desk.blank.hello("worker", version=VERSION + 41)),
             "no such role": ("malformed", lambda desk: desk.blank.hello("king")),

@@ -438,7 +438,6 @@ def test_what_belongs_to_another_session(client: WireClient, memory: SharedMemor
             lease = theirs.lease(1)
 
             assert scheduler.release(lease) == 0
-            assert scheduler.renew(lease) == [lease]
             assert refused(scheduler.lookup, 1, keys(1), name) == "unknown_namespace"
             assert refused(scheduler.invalidate, keys(1), name) == "unknown_namespace"
             assert refused(scheduler.reset, name) == "unknown_namespace"

@@ -87,7 +87,7 @@ def test_engines_killed_in_mid_store_leave_no_wrong_block(rounds: int) -> None:
 def test_an_engine_stopped_over_its_lease_gets_no_bytes() -> None:
     """Its blocks may have been evicted since. Its load is refused, and it goes on."""
     with (
-        DaemonProcess("4MiB", limits={"lease_ttl_s": 4, "heartbeat_interval_s": 0.5}) as daemon,
+        DaemonProcess("4MiB", limits={"lease_ttl_s": 4}) as daemon,
         EngineProcess(daemon) as stopped,
     ):
         assert stopped.wait_connected().ask("store", 0, 8, 0) == "stored"

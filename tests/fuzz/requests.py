@@ -31,10 +31,10 @@ class Requests:
     def _any_session(self) -> Session:
         return self._choices.of(list(self._service.sessions))
 
-    def open(self, token: bytes, fingerprint: bytes) -> m.OpenNamespace:
+    def open(self, fingerprint: bytes) -> m.OpenNamespace:
         world = self._choices.of((WORLD[fingerprint],) * 15 + (3,)) if fingerprint in WORLD else 1
         specs = [m.GroupSpec("full", 16)] * self._choices.of((2,) * 15 + (1,))
-        return m.OpenNamespace(1, token, fingerprint, "l", world, KEY_BYTES, specs, "{}")
+        return m.OpenNamespace(1, fingerprint, "l", world, KEY_BYTES, specs, "{}")
 
     def fingerprint(self, session: Session) -> bytes:
         return self._choices.of((*sorted(session.namespaces) * 5, *NAMESPACES, b"C" * 32))
@@ -80,7 +80,7 @@ class Requests:
         owner = self._any_session() if kind % 8 == 0 else session
         return (owner.id << 32) + 1 + kind // 8 % 4
 
-    def register(self, session: Session, token: bytes, request_id: int) -> m.Register:
+    def register(self, session: Session, request_id: int) -> m.Register:
         segment = self._choices.of([*session.segments, 5])
         size = self._choices.of((BLOCKS * PAGE, BLOCKS * PAGE, BLOCKS * PAGE, 2**62))
         handle: Handle = MemfdHandle(segment, size)
@@ -91,66 +91,62 @@ class Requests:
         fingerprint = self._choices.of([*sorted(session.namespaces), b"C" * 32])
         rank = self._choices.byte() % 2
         return m.Register(
-            request_id, token, fingerprint, self._choices.of(NAMES), rank, 1, [handle], tensors, [[page], [page]]
+            request_id, fingerprint, self._choices.of(NAMES), rank, 1, [handle], tensors, [[page], [page]]
         )
 
-    def make(self, session: Session, token: bytes) -> m.AnyRequest:
+    def make(self, session: Session) -> m.AnyRequest:
         """A request, mostly one that the session's role may send."""
         self._sent += 1
         i, choices, name = self._sent, self._choices, self._choices.of([*session.registrations] * 6 + NAMES)
         kinds: dict[m.Role | None, tuple[str, ...]] = {
-            m.Role.WORKER: ("store", "store", "store", "load", "load", "register", "register", "replay", "cancel"),
-            m.Role.SCHEDULER: (*("lookup",) * 9, "release", "release", "heartbeat", "invalidate", "reset"),
+            m.Role.WORKER: ("store", "store", "store", "load", "load", "register", "register", "results", "cancel"),
+            m.Role.SCHEDULER: (*("lookup",) * 9, "release", "release", "invalidate", "reset"),
             m.Role.ADMIN: ("stats", "health", "sessions", "namespaces", "clear", "scrub", *BLOCK_REQUESTS),
             None: ("hello",),
         }
-        every = sorted(
-            {kind for some in kinds.values() for kind in some} | {"open", "unregister", "stats", "heartbeat"}
-        )
+        every = sorted({kind for some in kinds.values() for kind in some} | {"open", "unregister", "stats"})
         match choices.of((*kinds[session.role] * 6, *every)):
             case "store":
                 stores = [m.Store(choices.byte() % 8, self.parts()) for _ in range(1 + choices.byte() % 3)]
-                return m.Submit(i, token, name, stores)
+                return m.Submit(i, name, stores)
             case "load":
                 lease_id = self.lease(session)
                 parts = self.leased(lease_id) if choices.byte() % 2 else []
-                return m.Submit(i, token, name, [], [m.Load(choices.byte() % 8, lease_id, parts or self.parts())])
+                return m.Submit(i, name, [], [m.Load(choices.byte() % 8, lease_id, parts or self.parts())])
             case "register":
-                return self.register(session, token, i)
+                return self.register(session, i)
             case "unregister":
-                return m.Unregister(i, token, name)
-            case "replay":
-                return m.Replay(i, token, choices.of((0, 1, 2**62)))
+                return m.Unregister(i, name)
+            case "results":
+                return m.Results(i, choices.of((0, 1, 2**62)))
             case "cancel":
-                return m.Cancel(i, token, [choices.byte() % 8 for _ in range(3)])
+                return m.Cancel(i, [choices.byte() % 8 for _ in range(3)])
             case "lookup":
-                return m.Lookup(i, token, self.fingerprint(session), self.lease(session), self.groups())
+                return m.Lookup(i, self.fingerprint(session), self.lease(session), self.groups())
             case "release":
-                return m.Release(i, token, [self.lease(session) for _ in range(2)])
-            case "heartbeat":
-                return m.Heartbeat(i, token, choices.of((0, 1, 2**62)), [self.lease(session)])
+                return m.Release(i, [self.lease(session) for _ in range(2)])
             case "invalidate":
-                return m.Invalidate(i, token, self.fingerprint(session), self.groups())
+                return m.Invalidate(i, self.fingerprint(session), self.groups())
             case "reset":
-                return m.Reset(i, token, self.fingerprint(session))
+                return m.Reset(i, self.fingerprint(session))
             case "open":
-                return self.open(token, self.fingerprint(session))
+                return self.open(self.fingerprint(session))
             case "sessions":
-                return m.Sessions(i, token)
+                return m.Sessions(i)
             case "namespaces":
-                return m.Namespaces(i, token)
+                return m.Namespaces(i)
             case "clear":
-                return m.Clear(i, token, choices.of((None, *NAMESPACES)))
+                return m.Clear(i, choices.of((None, *NAMESPACES)))
             case "describe":
-                return b.DescribeNamespace(i, token, self.fingerprint(session))
+                return b.DescribeNamespace(i, self.fingerprint(session))
             case "list":
                 position, limit = choices.of((0, 0, 1, 9)), choices.of((1, 2, 100))
-                return b.ListBlocks(i, token, self.fingerprint(session), choices.byte() % 3, position, limit)
+                return b.ListBlocks(i, self.fingerprint(session), choices.byte() % 3, position, limit)
             case "scrub":
-                return m.Scrub(i, token, bool(choices.byte() % 2))
+                return m.Scrub(i, bool(choices.byte() % 2))
             case "health":
-                return m.Health(i, token)
+                return m.Health(i)
             case "hello":
-                return m.Hello(i, token, choices.of((PROTOCOL_VERSION,) * 3 + (99,)), choices.of(list(m.Role)), "n", "")
+                return m.Hello(i, choices.of((PROTOCOL_VERSION,) * 3 + (99,)), choices.of(list(m.Role)), "n", "")
             case _:
-                return m.Stats(i, token)
+                return m.Stats(i)

@@ -21,12 +21,11 @@ from kvoffd.server.session import Lifeline, Peer, Session
 from kvoffd.system.mappings import MappedSegment
 from kvoffd.transfer.engine import DirectionLoad, Transfer, TransferEngine
 from kvoffd.transfer.plan import Direction, Outcome
-from kvoffd_proto import codec
+from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.messages import PROTOCOL_VERSION
-from kvoffd_proto.wire import NO_TOKEN
 from tests.fuzz.choices import Choices
 from tests.fuzz.requests import BLOCKS, NAMES, NAMESPACES, PAGE, WORLD, Requests
 from tests.fuzz.trees import bend
@@ -120,8 +119,8 @@ class ServiceHarness:
             self._map,
             rng.randbytes,
         )
-        self.ended: list[bytes] = [b"\0" * m.TOKEN_BYTES]
-        """Tokens of ended sessions, and one that was never given."""
+        self.ended: list[bytes] = [lifeline.routing_id(bytes(m.TOKEN_BYTES))]
+        """Routes of ended sessions, and one that was never given."""
         self.requests = Requests(choices, self.service)
 
     def _map(self, fd: int, size: int) -> MappedSegment:
@@ -174,17 +173,15 @@ class ServiceHarness:
         except KvoffdError:
             return
         if stages >= 1:
-            self.handle(m.Hello(1, session.token, PROTOCOL_VERSION, role, "n", "s"))
+            self.handle(session.route, m.Hello(1, PROTOCOL_VERSION, role, "n", "s"))
         if stages >= 2 and role is not m.Role.ADMIN:
-            self.handle(self.requests.open(session.token, space))
+            self.handle(session.route, self.requests.open(space))
         if stages >= 3 and role is m.Role.WORKER and space in session.namespaces:
             self.service.sessions.attach(session, 0, os.dup(_null()))
             groups = [[PageRef(0, PAGE)]] * len(self.service.context.cache.namespace(space).groups)
             sound = (MemfdHandle(0, BLOCKS * PAGE), TensorLayout(0, 0, PAGE, BLOCKS))
-            register = m.Register(
-                1, session.token, space, NAMES[0], rank % WORLD[space], 1, [sound[0]], [sound[1]], groups
-            )
-            self.handle(register)
+            register = m.Register(1, space, NAMES[0], rank % WORLD[space], 1, [sound[0]], [sound[1]], groups)
+            self.handle(session.route, register)
 
     def session(self) -> Session:
         return self.choices.of(list(self.service.sessions))
@@ -193,7 +190,7 @@ class ServiceHarness:
         session = self.session()
         cast(FakeLifeline, session.lifeline).open = False
         if self.choices.byte() % 2:  # else the daemon has not noticed yet
-            self.ended.append(session.token)
+            self.ended.append(session.route)
             self.service.sessions.end(session, lambda: None)
 
     def attach(self) -> None:
@@ -215,7 +212,7 @@ class ServiceHarness:
             worker, lease_id = self.choices.of(workers), self.choices.of(leases).lease_id
             name = self.choices.of(list(worker.registrations))
             if parts := self.requests.leased(lease_id):
-                self.handle(m.Submit(1, worker.token, name, [], [m.Load(8 + self.choices.byte() % 8, lease_id, parts)]))
+                self.handle(worker.route, m.Submit(1, name, [], [m.Load(8 + self.choices.byte() % 8, lease_id, parts)]))
 
     def take_done(self) -> None:
         while self.done:
@@ -230,20 +227,20 @@ class ServiceHarness:
 
     def send(self, kind: int) -> None:
         session = self.session()
-        token = self.choices.of(self.ended) if kind % 32 == 0 else session.token
-        frame = codec.encode(self.requests.make(session, token))
-        self.handle_frame(bend(self.choices, frame) if kind % 16 == 1 else frame)
+        route = self.choices.of(self.ended) if kind % 32 == 0 else session.route
+        frame = codec.encode(self.requests.make(session))
+        self.handle_frame(route, bend(self.choices, frame) if kind % 16 == 1 else frame)
 
-    def handle(self, message: m.AnyRequest) -> None:
-        self.handle_frame(codec.encode(message))
+    def handle(self, route: bytes, message: m.AnyRequest) -> None:
+        self.handle_frame(route, codec.encode(message))
 
-    def handle_frame(self, frame: bytes) -> None:
+    def handle_frame(self, route: bytes, frame: bytes) -> None:
         """Check that a frame has one reply or is an accepted job, and that a refusal changes nothing."""
         service = self.service
         self.take_done()
         self.work_off()
         before, jobs = self.state(), self._jobs()
-        service.handle(b"sender", frame)
+        service.handle(route, frame)
         self.work_off()
         replies = [codec.decode_reply(reply) for _, reply in service.flush().replies]
         after, accepted = self.state(), self._jobs() > jobs
@@ -267,15 +264,14 @@ class ServiceHarness:
         if isinstance(reply, m.Error):
             assert reply.code is not ErrorCode.INTERNAL, (message, reply)
             assert before == after, (message, reply, before, after)
-            assert message.token not in self.ended or reply.code is ErrorCode.BAD_TOKEN
+            assert route not in self.ended or reply.code is ErrorCode.BAD_TOKEN
         elif isinstance(reply, m.JobsRefused):
             assert isinstance(message, m.Submit)
             assert all(one.code is not ErrorCode.INTERNAL for one in reply.refused), (message, reply)
             if len(reply.refused) == len(message.stores) + len(message.loads):
                 assert before == after, (message, reply, before, after)
         else:
-            without_session = isinstance(message, m.Health) and message.token == NO_TOKEN
-            assert without_session or message.token not in self.ended, message
+            assert isinstance(message, m.Health) or route not in self.ended, message
 
     def _jobs(self) -> int:
         """Jobs that were accepted and are not forgotten."""
@@ -283,9 +279,8 @@ class ServiceHarness:
 
     def state(self) -> tuple[object, ...]:
         cache = self.service.context.cache
-        sessions = tuple(
-            (one.id, one.role, len(one.jobs), one.store_bytes, len(one.completions), *map(len, _held(one)))
-            for one in self.service.sessions
+        sessions = tuple(  # without their completions: what a message acknowledges has arrived, whatever else it says
+            (one.id, one.role, len(one.jobs), one.store_bytes, *map(len, _held(one))) for one in self.service.sessions
         )
         leases = tuple((lease.lease_id, lease.deadline) for lease in cache.leases)
         return cache.pool_usage(), leases, sessions, len(cache.namespaces), len(self.engine.queue)

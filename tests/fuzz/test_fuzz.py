@@ -114,17 +114,17 @@ def forget_slots_of_failed_stores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def serve_ended_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     class Lasting(dict[bytes, object]):
-        def __delitem__(self, token: bytes) -> None:
+        def __delitem__(self, route: bytes) -> None:
             pass
 
     original = Service.__init__
 
     def init(service: Service, *arguments: object) -> None:
         original(service, *arguments)  # type: ignore[arg-type]
-        service.sessions.by_token = Lasting()  # type: ignore[assignment]
+        service.sessions.by_route = Lasting()  # type: ignore[assignment]
 
     monkeypatch.setattr(Service, "__init__", init)
-    monkeypatch.setattr(Sessions, "has_departed", lambda sessions, token: False)
+    monkeypatch.setattr(Sessions, "has_departed", lambda sessions, route: False)
 
 
 @pytest.mark.parametrize(

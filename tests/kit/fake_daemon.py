@@ -37,11 +37,14 @@ class Peer:
         self.session_id = session_id
         self.token = os.urandom(m.TOKEN_BYTES)
         self.frames = lifeline.FrameBuffer()
-        self.identity = b""
+        self.identity = lifeline.routing_id(self.token)
         self.role: m.Role | None = None
         self.sequence = 0
         self.batches: list[m.Completions] = []
         self.jobs: dict[int, m.Store | m.Load] = {}
+
+    def acknowledge(self, sequence: int) -> None:
+        self.batches = [batch for batch in self.batches if batch.sequence > sequence]
 
 
 class FakeDaemon(Starting):
@@ -248,10 +251,9 @@ class FakeDaemon(Starting):
     def _handle(self, frames: list[bytes]) -> None:
         request = codec.decode_request(frames[1])
         self.requests.append(request)
-        peer = self.peers.get(request.token)
+        peer = self.peers.get(frames[0].removeprefix(b"k"))
         if peer is None:
             return
-        peer.identity = frames[0]
         answer = self.answers.get(type(request), self._default_answer)(request, peer)
         if answer is not None:
             self._jobs.send_multipart([frames[0], answer if isinstance(answer, bytes) else codec.encode(answer)])
@@ -262,7 +264,7 @@ class FakeDaemon(Starting):
             case m.Hello():
                 peer.role = request.role
                 return m.Welcome(
-                    *head, peer.session_id, "fake", ["memfd", "kv_events"], LIMITS, 1 << 20, 2000, 50, 30_000
+                    *head, peer.session_id, "fake", ["memfd", "kv_events"], LIMITS, 1 << 20, 600_000, 30_000
                 )
             case m.OpenNamespace():
                 return m.NamespaceOpened(*head, True)
@@ -270,15 +272,12 @@ class FakeDaemon(Starting):
                 return m.Registered(*head, request.registration_id, [4096 for _ in request.groups])
             case m.Lookup():
                 states = [bytes([m.READY]) * (len(group.keys) // 32) for group in request.groups]
-                return m.LookupReply(*head, request.lease_id, states, sum(map(len, states)), 2000)
-            case m.Heartbeat():
-                peer.batches = [batch for batch in peer.batches if batch.sequence > request.acknowledged]
-                return m.HeartbeatReply(*head, peer.sequence, 1 << 20, [])
-            case m.Replay():
-                return m.ReplayReply(
-                    *head, [batch for batch in peer.batches if batch.sequence > request.after], list(peer.jobs)
-                )
+                return m.LookupReply(*head, request.lease_id, states, sum(map(len, states)), 600_000)
+            case m.Results():
+                peer.acknowledge(request.acknowledged)
+                return m.ResultsReply(*head, list(peer.batches), list(peer.jobs))
             case m.Submit():
+                peer.acknowledge(request.acknowledged)
                 for job in (*request.loads, *request.stores):
                     peer.jobs[job.job_id] = job
                     if not self.hold_jobs:

@@ -117,13 +117,12 @@ def wrong_states(daemon: HostileDaemon) -> None:
 
 def others_replies(daemon: HostileDaemon) -> None:
     """Every request of a session that is open gets the answer to another one."""
-    kinds = [m.Lookup, m.Heartbeat, m.Submit, m.Replay, m.Release, m.Cancel]
+    kinds = [m.Lookup, m.Submit, m.Results, m.Release, m.Cancel]
     answers = [
         lambda head: m.Done(*head, 2**63 - 1),
         lambda head: m.CancelReply(*head, [1], [2**62]),
-        lambda head: m.HeartbeatReply(*head, 2**62, 2**63 - 1, [0, 1]),
         lambda head: m.LookupReply(*head, 1, [], 1, 1),
-        lambda head: m.ReplayReply(*head, [], []),
+        lambda head: m.ResultsReply(*head, [], []),
         lambda head: m.JobsRefused(*head, [m.Refusal(1, ErrorCode.INTERNAL, "no")]),
         lambda head: m.Error(*head, RANDOM.choice(list(ErrorCode)), "\x1b[2J\n" * 100),
     ]
@@ -136,17 +135,11 @@ def others_replies(daemon: HostileDaemon) -> None:
 
 
 def noise(daemon: HostileDaemon) -> None:
-    """Requests of a session that is open get bytes that are no message, but for heartbeats."""
+    """Requests of a session that is open get bytes that are no message."""
     nested = b"\x91" * 100_000
     junk = [b"", b"\xc1", RANDOM.randbytes(5000), nested, b"\xdd\xff\xff\xff\xff", codec.encode(m.Done(1, 1, 1))[:-1]]
-    for kind in (m.Lookup, m.Submit, m.Replay, m.Release):
+    for kind in (m.Lookup, m.Submit, m.Results, m.Release):
         daemon.answers[kind] = lambda _, __: RANDOM.choice(junk)
-
-
-def noise_at_once(daemon: HostileDaemon) -> None:
-    """Heartbeats too get bytes that are no message: a session may end before it asks for anything."""
-    noise(daemon)
-    daemon.answers[m.Heartbeat] = daemon.answers[m.Lookup]
 
 
 def strange_events(daemon: HostileDaemon) -> None:
@@ -181,9 +174,7 @@ def least_limits(daemon: HostileDaemon) -> None:
         welcome = daemon._default_answer(request, peer)
         assert isinstance(welcome, m.Welcome)
         limits = m.Limits(1 << 20, *[1] * (len(m.Limits.__struct_fields__) - 1))
-        return msgspec.structs.replace(
-            welcome, limits=limits, credit_bytes=2**63 - 1, lease_ttl_ms=1, heartbeat_interval_ms=1
-        )
+        return msgspec.structs.replace(welcome, limits=limits, credit_bytes=2**63 - 1, lease_ttl_ms=1)
 
     daemon.answers[m.Hello] = answer
 
@@ -200,8 +191,8 @@ def no_frames(daemon: HostileDaemon) -> None:
 
 
 def silence(daemon: HostileDaemon) -> None:
-    """Lookups, heartbeats and jobs get no answer."""
-    for kind in (m.Lookup, m.Heartbeat, m.Replay):
+    """Lookups and jobs get no answer."""
+    for kind in (m.Lookup, m.Results):
         daemon.answers[kind] = lambda _, __: None
 
 
@@ -235,12 +226,12 @@ def descriptors(daemon: HostileDaemon) -> None:
         return daemon._default_answer(request, peer)
 
     daemon.answers[m.Lookup] = answer
-    daemon.answers[m.Heartbeat] = answer
+    daemon.answers[m.Results] = answer
 
 
 def endless_loads(daemon: HostileDaemon) -> None:
     """Jobs never end, and the daemon says that they run."""
     daemon.answers[m.Submit] = lambda *_: None
-    daemon.answers[m.Replay] = lambda request, peer: m.ReplayReply(
+    daemon.answers[m.Results] = lambda request, peer: m.ResultsReply(
         request.request_id, daemon.epoch, [], [job.job_id for job in daemon.seen(m.Load) if isinstance(job, m.Load)]
     )

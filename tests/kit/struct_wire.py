@@ -68,14 +68,15 @@ class WireClient(Closing):
         self.greeting = self.lifeline_frame()
         self._context = zmq.Context()
         self.jobs = self._context.socket(zmq.DEALER)
-        self.jobs.setsockopt(zmq.LINGER, 0)
-        self.jobs.connect(f"ipc://{self.paths.jobs}")
         self._ids = itertools.count(1)
         self.token = ZERO_TOKEN
         self.session_id = 0
         if isinstance(self.greeting, lifeline.Greeting):
             self.token = self.greeting.token
             self.session_id = self.greeting.session_id
+        for option, value in ((zmq.LINGER, 0), (zmq.ROUTING_ID, lifeline.routing_id(self.token))):
+            self.jobs.setsockopt(option, value)
+        self.jobs.connect(f"ipc://{self.paths.jobs}")
         if role is not None:
             self.hello(role)
 
@@ -110,8 +111,8 @@ class WireClient(Closing):
         return codec.decode_reply(self.jobs.recv())
 
     def request(self, what: m.AnyRequest | type[m.AnyRequest], *fields: Any, **named: Any) -> m.AnyRequest:
-        """A request of this kind with a new id and this session's token; one that is made already as it is."""
-        return what(self.next_id(), self.token, *fields, **named) if isinstance(what, type) else what
+        """A request of this kind with a new id; one that is made already as it is."""
+        return what(self.next_id(), *fields, **named) if isinstance(what, type) else what
 
     def ask(self, what: m.AnyRequest | type[m.AnyRequest], *fields: Any, **named: Any) -> Any:
         """Send a ``request``; its reply, of the type that is declared at it."""
@@ -182,7 +183,7 @@ class WireClient(Closing):
         self.send(request)
 
         def result() -> m.JobResult | None:
-            reply = self.ask(m.Replay, 0)
+            reply = self.ask(m.Results, 0)
             results = (result for batch in reply.batches for result in batch.results)
             return next((result for result in results if result.job_id == job.job_id), None)
 

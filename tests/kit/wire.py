@@ -251,14 +251,14 @@ class WireClient(Closing):
         directory: where the daemon's sockets are.
         role: ``worker``, ``scheduler`` or ``admin``; None says no Hello.
         name: shown to operators.
-        routing_id: what the client calls itself on the request socket; made of its token where empty.
+        routing_id: whose requests these are; made of its token where empty.
 
     Attributes:
         rejected: why the daemon did not take the connection, or None.
         stream: the lifeline.
         session: number of the session.
         daemon_id: number of this run of the daemon.
-        token: the session's secret. Setting another one makes requests those of another session.
+        token: the session's secret.
         routing_id: as given or made.
         welcome: what the daemon said to Hello.
     """
@@ -279,6 +279,7 @@ class WireClient(Closing):
         self.routing_id = routing_id
         self._numbers = itertools.count(1)
         self.session, self.daemon_id, self.token = 0, 0, bytes(m.TOKEN_BYTES)
+        self._seen = 0
         self.rejected: Refused | None = None
         self.welcome: Welcome | None = None
         try:
@@ -297,7 +298,7 @@ class WireClient(Closing):
         else:
             assert isinstance(greeting, lifeline.Refused), greeting
             self.rejected = Refused(_word(greeting.code), greeting.message)
-        self.routing_id = self.routing_id or b"k" + self.token
+        self.routing_id = self.routing_id or lifeline.routing_id(self.token)
         for option, value in ((zmq.LINGER, 0), (zmq.ROUTING_ID, self.routing_id)):
             self._jobs.setsockopt(option, value)
         self._jobs.connect(f"ipc://{paths.jobs}")
@@ -476,11 +477,6 @@ class WireClient(Closing):
         """End leases; how many there were."""
         return int(self._ask(m.Release, [self._lease_id(lease) for lease in leases]).count)
 
-    def renew(self, *leases: int) -> list[int]:
-        """Renew leases; those of them that have ended."""
-        ids = {self._lease_id(lease): lease for lease in leases}
-        return [ids[ended] for ended in self._ask(m.Heartbeat, 0, list(ids)).ended]
-
     def invalidate(self, keys: Sequence[bytes], namespace: bytes = NAMESPACE, *, group: int = 0) -> int:
         """Drop blocks; how many there were."""
         return int(self._ask(m.Invalidate, namespace, [m.GroupKeys(group, b"".join(keys))]).count)
@@ -533,7 +529,7 @@ class WireClient(Closing):
         a whole is refused.
         """
         wanted = [store.job for store in stores] + [load.job for load in loads]
-        before = self._ask(m.Heartbeat, 0, []).sequence
+        before = self._last_number()
         self.submit(registration, stores, loads)
         return self.outcome(wanted, before)
 
@@ -544,10 +540,10 @@ class WireClient(Closing):
         results: list[Result] = []
 
         def ended() -> bool:
-            replay = self._send(m.Replay, after)
+            replay = self._send(m.Results, after)
             while (reply := self._receive()).request_id != replay.request_id:
                 if isinstance(reply, m.Error):
-                    self._receive()  # the answer to the Replay
+                    self._receive()  # the answer to the Results
                     raise _refused(reply)
                 assert isinstance(reply, m.JobsRefused), reply
                 refusals.update({one.job_id: Refused(_word(one.code), one.message) for one in reply.refused})
@@ -573,12 +569,18 @@ class WireClient(Closing):
 
     def unacknowledged(self, after: int = 0) -> Unacknowledged:
         """Ask for all batches with a higher number, which acknowledges the others: some may have been lost."""
-        answer = self._ask(m.Replay, after)
+        answer = self._ask(m.Results, after)
         return Unacknowledged(list(map(_batch, answer.batches)), list(answer.unfinished))
 
     def acknowledge(self, number: int) -> int:
         """Say that all batches up to this number have arrived; the number of the session's last batch."""
-        return int(self._ask(m.Heartbeat, number, []).sequence)
+        return self._last_number(number)
+
+    def _last_number(self, acknowledged: int = 0) -> int:
+        """The number of the session's last batch."""
+        batches = self._ask(m.Results, acknowledged).batches
+        self._seen = max(self._seen, acknowledged, *(batch.sequence for batch in batches))
+        return self._seen
 
     def subscribe(self, *, everything: bool = False, unread: int = 1000) -> None:
         """Subscribe to this session's results, or to all that is published; so many messages may lie unread here."""
@@ -623,14 +625,13 @@ class WireClient(Closing):
     def _submission(self, registration: bytes, stores: Sequence[Store], loads: Sequence[Load]) -> m.Submit:
         return m.Submit(
             self.next_number(),
-            self.token,
             registration,
             [m.Store(job, list(map(_transfer, parts))) for job, parts in stores],
             [m.Load(job, lease, list(map(_transfer, parts)), keep) for job, lease, parts, keep in loads],
         )
 
     def _send(self, kind: type[m.AnyRequest], *fields: Any, **named: Any) -> m.AnyRequest:
-        request = kind(self.next_number(), self.token, *fields, **named)
+        request = kind(self.next_number(), *fields, **named)
         self._jobs.send(codec.encode(request))
         return request
 
@@ -669,7 +670,14 @@ class Eavesdropper(Closing):
 
     def ask(self) -> None:
         """Ask for the statistics."""
-        self._jobs.send(codec.encode(m.Stats(1, bytes(m.TOKEN_BYTES))))
+        self._jobs.send(codec.encode(m.Stats(1)))
+
+    def stats(self) -> None:
+        """Ask for the statistics. Raises Refused."""
+        self._jobs.send(codec.encode(m.Stats(1)))
+        assert self._jobs.poll(TIMEOUT_S * 1000), "the daemon did not reply"
+        if isinstance(reply := codec.decode_reply(self._jobs.recv()), m.Error):
+            raise _refused(reply)
 
     def hears(self, timeout_s: float) -> bool:
         """Whether anything is published to it."""

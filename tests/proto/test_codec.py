@@ -115,7 +115,6 @@ def wire(*parts: object) -> bytes:
     return msgspec.msgpack.encode(list(parts))
 
 
-TOKEN = b"t" * 16
 FINGERPRINT = b"f" * 32
 
 
@@ -124,23 +123,21 @@ FINGERPRINT = b"f" * 32
     [
         pytest.param(b"", id="empty"),
         pytest.param(wire(), id="empty array"),
-        pytest.param(wire("destroy", 1, TOKEN), id="unknown tag"),
-        pytest.param(wire(7, 1, TOKEN), id="tag that is a number"),
+        pytest.param(wire("destroy", 1), id="unknown tag"),
+        pytest.param(wire(7, 1), id="tag that is a number"),
         pytest.param(wire("welcome", 1, 1), id="a reply's tag"),
-        pytest.param(wire("stats", "1", TOKEN), id="request id that is a text"),
-        pytest.param(wire("stats", -1, TOKEN), id="negative request id"),
-        pytest.param(wire("stats", 2**63, TOKEN), id="request id beyond its range"),
-        pytest.param(wire("stats", 1, b"short"), id="short token"),
-        pytest.param(wire("stats", 1, TOKEN + b"t"), id="long token"),
-        pytest.param(wire("stats", 1), id="field missing"),
-        pytest.param(wire("stats", 1, TOKEN, 1), id="field too many"),
-        pytest.param(wire("hello", 1, TOKEN, 1, "owner", "", ""), id="unknown role"),
-        pytest.param(wire("hello", 1, TOKEN, 1, "worker", "n" * 129, ""), id="name too long"),
-        pytest.param(wire("reset", 1, TOKEN, b"f"), id="short fingerprint"),
-        pytest.param(wire("lookup", 1, TOKEN, FINGERPRINT, 5, []), id="lease id without a session"),
-        pytest.param(wire("lookup", 1, TOKEN, FINGERPRINT, 2**32, [[65536, b""]]), id="group index beyond its range"),
-        pytest.param(wire("lookup", 1, TOKEN, FINGERPRINT, 2**32, [[0, b""]] * 1025), id="too many groups"),
-        pytest.param(wire("store", 1, TOKEN, b"r" * 16, 1, []), id="store of nothing"),
+        pytest.param(wire("stats", "1"), id="request id that is a text"),
+        pytest.param(wire("stats", -1), id="negative request id"),
+        pytest.param(wire("stats", 2**63), id="request id beyond its range"),
+        pytest.param(wire("reset", 1), id="field missing"),
+        pytest.param(wire("stats", 1, 1), id="field too many"),
+        pytest.param(wire("hello", 1, 1, "owner", "", ""), id="unknown role"),
+        pytest.param(wire("hello", 1, 1, "worker", "n" * 129, ""), id="name too long"),
+        pytest.param(wire("reset", 1, b"f"), id="short fingerprint"),
+        pytest.param(wire("lookup", 1, FINGERPRINT, 5, []), id="lease id without a session"),
+        pytest.param(wire("lookup", 1, FINGERPRINT, 2**32, [[65536, b""]]), id="group index beyond its range"),
+        pytest.param(wire("lookup", 1, FINGERPRINT, 2**32, [[0, b""]] * 1025), id="too many groups"),
+        pytest.param(wire("store", 1, b"r" * 16, 1, []), id="store of nothing"),
         pytest.param(b"\xa5\xff\xff\xff\xff\xff", id="text that is not UTF-8"),
         pytest.param(b"\x93\xa5stats\x01\xc6\xff\xff\xff\xff", id="bytes that claim four gigabytes"),
         pytest.param(b"\xdd\xff\xff\xff\xff", id="array that claims four thousand million elements"),
@@ -154,7 +151,7 @@ def test_a_frame_that_is_no_request_is_refused(frame: bytes) -> None:
 
 
 def test_the_request_id_is_found_in_a_frame_that_does_not_decode() -> None:
-    assert request_id_of(wire("destroy", 77, TOKEN)) == 77
+    assert request_id_of(wire("destroy", 77)) == 77
 
 
 @pytest.mark.parametrize(
@@ -165,7 +162,7 @@ def test_a_frame_without_a_usable_request_id_counts_as_0(frame: bytes) -> None:
 
 
 def test_a_memoryview_is_decoded_as_its_bytes_are() -> None:
-    message = m.Stats(1, TOKEN)
+    message = m.Stats(1)
     assert decode_request(memoryview(codec.encode(message))) == message
 
 

@@ -35,7 +35,7 @@ def test_what_an_engine_learned_is_told_and_what_it_left_out_adds_up() -> None:
     with DaemonProcess("16MiB") as daemon, WireClient(daemon.directory, m.Role.SCHEDULER) as scheduler:
 
         def tell(namespace: bytes, *figures: float) -> m.ReportEngine:
-            return m.ReportEngine(scheduler.next_id(), scheduler.token, namespace, *figures)  # type: ignore[arg-type]
+            return m.ReportEngine(scheduler.next_id(), namespace, *figures)  # type: ignore[arg-type]
 
         scheduler.open_namespace()
         scheduler.ask(tell(NAMESPACE, 20_000.0, 300_000.0, 3, 1, 4))

@@ -90,7 +90,7 @@ class SimTransport:
         opened = self._network.lifeline(self._process, on_frame)
         self._lifeline = opened
 
-    def connect(self, topics: Sequence[bytes]) -> None:
+    def connect(self, route: bytes, topics: Sequence[bytes]) -> None:
         def on_reply(frames: Sequence[bytes]) -> None:
             if self._dealer is dealer:
                 self._reply(frames)
@@ -100,7 +100,7 @@ class SimTransport:
                 topic, sequence, payload = frames
                 self.act(lambda now: self._session.on_publication(topic, sequence, payload, now))
 
-        dealer = self._network.dealer(self._process, on_reply)
+        dealer = self._network.dealer(self._process, route, on_reply)
         subscription = self._network.subscribe(self._process, topics, on_publication)
         self._dealer, self._subscription = dealer, subscription
 

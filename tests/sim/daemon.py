@@ -156,7 +156,7 @@ class SimDaemon:
         self._removals: dict[tuple[bytes, int], tuple[Callable[[], None], Callable[[], bool]]] = {}
         """By dealer and request: checks that removed blocks stay away for good, and whether the disk says so."""
         self._work_due = False
-        self._session_of_token: dict[bytes, int] = {}
+        self._session_of_route: dict[bytes, int] = {}
         self._ended_draining = 0
         self._flush_due = False
         self._turns = 0
@@ -209,7 +209,7 @@ class SimDaemon:
             stream.close()
             return
         stream.session = session
-        self._session_of_token[session.token] = session.id
+        self._session_of_route[session.route] = session.id
         self.lifelines.append(stream)
         self._streams = [one for one in self._streams if one.server_open] + [stream]
         stream.to_client.send(
@@ -294,8 +294,8 @@ class SimDaemon:
                 raise Broken(f"a refused {type(request).__name__} changed something: {before} became {after}")
         if len(replies) == 1:
             reply = replies[0]
-            if request is not None and request.token not in self._session_of_token and not isinstance(reply, m.Error):
-                raise Broken(f"a {type(request).__name__} with a token of nobody was served")
+            if request is not None and dealer.name not in self._session_of_route and not isinstance(reply, m.Error):
+                raise Broken(f"a {type(request).__name__} with a route of nobody was served")
             if request is None and not isinstance(reply, m.Error):
                 raise Broken("garbage was not refused")
         elif replies:
@@ -307,7 +307,7 @@ class SimDaemon:
                 if job.job_id in refused:  # once: the same id may have come twice
                     refused.remove(job.job_id)
                 else:
-                    self.audit.accept(self._session_of_token[request.token], job.job_id)
+                    self.audit.accept(self._session_of_route[dealer.name], job.job_id)
 
     def _watched_work(self, steps: Steps, then: Callable[[int], int] | None = None, *, at_once: bool = False) -> Work:
         """Begin background work. What a request removes is looked at when the last of it is done, before others are

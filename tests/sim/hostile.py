@@ -29,18 +29,17 @@ class Hostile:
         self._clock = world.clock
         self._rng = world.scenario.rng(f"hostile {number}")
         self.process = Process(world.clock, f"hostile-{number}")
-        self._token = bytes(16)
         self._session_id = 0
         self._request_id = 0
         self._fingerprint = bytes([number]) * 32
         self._registration = self._rng.randbytes(16)
         self._job_id = 0
         self._asked: dict[int, int] = {}
-        """By request id of a Heartbeat or Release, the number of foreign leases it named."""
+        """By request id of a Release, the number of foreign leases it named."""
         self._segment = Segment(PAGE * BLOCKS)
         self._segment.owner_dead = True  # where it lets the daemon write is its own affair
         self._segment.registered[:] = True
-        self._dealer = world.network.dealer(self.process, self._reply)
+        self._dealer = world.network.dealer(self.process, b"nobody" + bytes([number]), self._reply)
         try:
             self._lifeline = world.network.lifeline(self.process, self._frame)
         except OSError:
@@ -57,7 +56,8 @@ class Hostile:
         if frame is None or isinstance(frame, lifeline.Refused):
             self.die()
         elif isinstance(frame, lifeline.Greeting):
-            self._token, self._session_id = frame.token, frame.session_id
+            self._session_id = frame.session_id
+            self._dealer = self._world.network.dealer(self.process, lifeline.routing_id(frame.token), self._reply)
             pause = 0.0
             for deed in self._plan():
                 pause += self._rng.uniform(0.0, 0.01)
@@ -67,8 +67,6 @@ class Hostile:
 
     def _reply(self, frames: Sequence[bytes]) -> None:
         reply = codec.decode_reply(frames[0]) if len(frames) == 1 else None
-        if isinstance(reply, m.HeartbeatReply) and len(reply.ended) != self._asked[reply.request_id]:
-            raise Broken("a hostile client renewed a lease that is not its own")
         if isinstance(reply, m.Done) and reply.count and reply.request_id in self._asked:
             raise Broken("a hostile client released a lease that is not its own")
 
@@ -83,7 +81,7 @@ class Hostile:
             self._leases,
             self._garbage,
             self._mutated,
-            self._foreign_token,
+            self._foreign_route,
             self._wrong_version,
             self._store,
             self._store,
@@ -96,16 +94,16 @@ class Hostile:
             self._other_geometry,
             self._unregister,
             self._frames,
-            self._replay,
+            self._results,
         ]
         return entry + [self._rng.choice(deeds) for _ in range(self._rng.randint(3, 12))]
 
-    def _request(self, kind: type[m.AnyRequest], *fields: Any, token: bytes | None = None) -> m.AnyRequest:
+    def _request(self, kind: type[m.AnyRequest], *fields: Any) -> m.AnyRequest:
         self._request_id += 1
-        return kind(self._request_id, self._token if token is None else token, *fields)
+        return kind(self._request_id, *fields)
 
-    def _send(self, kind: type[m.AnyRequest], *fields: Any, token: bytes | None = None) -> None:
-        self._dealer.send((codec.encode(self._request(kind, *fields, token=token)),))
+    def _send(self, kind: type[m.AnyRequest], *fields: Any) -> None:
+        self._dealer.send((codec.encode(self._request(kind, *fields)),))
 
     def _victim(self) -> bytes:
         return self._rng.choice(self._world.contents).spec.fingerprint
@@ -181,9 +179,8 @@ class Hostile:
 
     def _leases(self) -> None:
         foreign = self._foreign_leases()
-        for kind, fields in ((m.Heartbeat, (self._rng.choice((0, 2**63 - 1)), foreign)), (m.Release, (foreign,))):
-            self._asked[self._request_id + 1] = len(foreign)
-            self._send(kind, *fields)
+        self._asked[self._request_id + 1] = len(foreign)
+        self._send(m.Release, foreign)
 
     def _lookup(self) -> None:
         where = self._rng.choice((self._fingerprint, self._victim()))
@@ -202,16 +199,18 @@ class Hostile:
         if any(namespace.fingerprint == victim for namespace in self._world.daemon.service.context.cache.namespaces):
             self._send(m.OpenNamespace, victim, "h", 7, 64, specs, "")
 
-    def _foreign_token(self) -> None:
-        token = self._rng.randbytes(16)
-        self._send(m.Reset, self._victim(), token=token)
-        self._send(m.Clear, None, token=token)
+    def _foreign_route(self) -> None:
+        """Guess the token of another session."""
+        guessed = lifeline.routing_id(self._rng.randbytes(16))
+        stranger = self._world.network.dealer(self.process, guessed, self._reply)
+        for request in (self._request(m.Reset, self._victim()), self._request(m.Clear, None)):
+            stranger.send((codec.encode(request),))
 
     def _wrong_version(self) -> None:
         self._send(m.Hello, PROTOCOL_VERSION + 1, m.Role.ADMIN, "h", "")
 
-    def _replay(self) -> None:
-        self._send(m.Replay, self._rng.choice((0, 2**63 - 1)))
+    def _results(self) -> None:
+        self._send(m.Results, self._rng.choice((0, 2**63 - 1)))
 
     def _garbage(self) -> None:
         self._dealer.send((self._rng.randbytes(self._rng.choice((0, 1, 20, 300))),))

@@ -179,7 +179,6 @@ class Network:
         self.delays = Delays(faults, rng)
         self.daemon: SimDaemon
         self.subscriptions: list[Subscription] = []
-        self._dealers = 0
 
     def lifeline(self, client: Process, on_frame: Callable[[lifeline.FromDaemon | None], None]) -> Lifeline:
         """Connect a lifeline. Raises OSError when no daemon listens."""
@@ -187,10 +186,9 @@ class Network:
             raise ConnectionRefusedError(111, "Connection refused")
         return Lifeline(self, client, on_frame)
 
-    def dealer(self, client: Process, on_reply: Callable[[Frames], None]) -> Dealer:
-        """Connect a jobs socket."""
-        self._dealers += 1
-        return Dealer(self, self._dealers.to_bytes(5, "big"), client, on_reply)
+    def dealer(self, client: Process, route: bytes, on_reply: Callable[[Frames], None]) -> Dealer:
+        """Connect a jobs socket under a routing id."""
+        return Dealer(self, route, client, on_reply)
 
     def subscribe(self, client: Process, topics: Sequence[bytes], on_frames: Callable[[Frames], None]) -> Subscription:
         """Connect an events socket."""

@@ -58,7 +58,6 @@ def make_config(rng: random.Random) -> Config:
             lease_ttl_s=rng.choice((0.8, 2.0, 5.0)),
             partial_timeout_s=rng.choice((0.5, 2.0)),
             job_deadline_s=rng.choice((0.4, 1.5)),
-            heartbeat_interval_s=rng.choice((0.3, 0.8)),
             max_frame_bytes=1 << 16,
             max_jobs_in_flight=rng.choice((2, 64, 64)),
             max_keys_per_request=256,

@@ -247,12 +247,12 @@ PLANTED = (
         door="tests/daemon/test_bad_requests.py::test_block_ids_leases_and_registrations_that_do_not_fit",
     ),
     Planted(
-        "any token will do",
+        "any route will do",
         12,
         "kvoffd.server.service",
         "Service._answer",
-        "self.sessions.by_token.get(request.token)",
-        "self.sessions.by_token.get(request.token) or next(iter(self.sessions), None)",
+        "self.sessions.by_route.get(sender)",
+        "self.sessions.by_route.get(sender) or next(iter(self.sessions), None)",
         door="tests/daemon/test_bad_requests.py::test_requests_of_the_wrong_session",
     ),
     Planted(
@@ -265,7 +265,7 @@ PLANTED = (
         door="tests/daemon/test_hang.py::test_hang_of_a_load_ends_the_daemon_and_the_next_serves",
     ),
     Planted(
-        "renew a foreign lease",
+        "release a foreign lease",
         12,
         "kvoffd.cache.pins",
         "LeaseTable.owned",

@@ -54,7 +54,7 @@ def live(directory: Path, pool_file: Path | None) -> str:
         pool_file=str(pool_file) if pool_file else "",
         http_address="",
         shutdown_deadline_s=0.5,
-        limits=Limits(touch_threads=1, heartbeat_interval_s=0.1),
+        limits=Limits(touch_threads=1),
     )
     failures: list[BaseException] = []
 

@@ -21,7 +21,7 @@ MOST_DESCRIPTORS = 700
 
 WAYS = [ways.strange_failures, ways.wrong_states, ways.others_replies, ways.noise, ways.silence, ways.lifeline_noise]
 MORE_WAYS = [ways.others_jobs, ways.strange_events, ways.least_limits, ways.descriptors]
-ASKED_NOTHING = [ways.noise_at_once, ways.no_frames]
+ASKED_NOTHING = [ways.no_frames]
 """With these no session lasts until its first lookup."""
 
 

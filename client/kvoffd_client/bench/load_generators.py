@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,9 +35,9 @@ from kvoffd_client.bench.gpu_device import compute_load
 from kvoffd_client.bench.results import BenchFailed
 from kvoffd_client.bench.synthetic_engine import KEY_BYTES, BlocksGone, SyntheticEngine, random_keys
 from kvoffd_client.errors import KvoffdClientError
+from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.session import Closing
-from kvoffd_proto.codec import encode
-from kvoffd_proto.messages import GroupKeys, Lookup
+from kvoffd_proto.messages import GroupKeys
 from kvoffd_proto.units import format_size
 
 COPY_LAYERS = 16
@@ -75,19 +75,15 @@ def _floods(directory: Path, connections: int, *place: int) -> Iterator[None]:
     ids = [np.arange(FLOOD_KEYS, dtype=np.int32) + job * FLOOD_KEYS for job in range(FLOOD_JOBS)]
     with (
         SyntheticEngine(directory, "crowd of floods", COPY_LAYERS, FLOOD_JOBS * FLOOD_KEYS, COPY_PAGE_BYTES) as engine,
-        zmq.Context() as context,
+        ExitStack() as opened,
     ):
         names = random_keys(FLOOD_KEYS)
         engine.store(names, ids[0])
-        session = engine.scheduler
         groups = [GroupKeys(group=0, keys=random_keys(FLOOD_LOOKUP_KEYS))]
-        request = encode(Lookup(1, session._token, engine.namespace.fingerprint, 2**40, groups))
-        dealers = [connect_dealer(context, directory) for _ in range(connections)]
-        for dealer in dealers * FLOOD_REQUESTS:
-            dealer.send(request)
-        poller = zmq.Poller()
-        for dealer in dealers:
-            poller.register(dealer, zmq.POLLIN)
+        clients = [opened.enter_context(SchedulerClient(directory, engine.namespace)) for _ in range(connections)]
+        if not all(client.wait_ready(10.0) for client in clients):
+            raise BenchFailed(f"The daemon did not take {connections} connections.")
+        asked = [(client, client.lookup(groups)) for client in clients for _ in range(FLOOD_REQUESTS)]
         free = list(range(FLOOD_JOBS))
         running: dict[int, int] = {}
         while True:
@@ -100,10 +96,8 @@ def _floods(directory: Path, connections: int, *place: int) -> Iterator[None]:
                     )
                 lease_id = found.lease_id
                 running[engine.begin_load(lease_id, names, ids[job])] = job
-            for dealer, _ in poller.poll(1):
-                dealer.recv()
-                dealer.send(request)
-            ended = engine.worker.wait_results(0.0)
+            asked = [(client, client.lookup(groups) if lookup.done else lookup) for client, lookup in asked]
+            ended = engine.worker.wait_results(0.001)
             engine.check("load", ended, FLOOD_KEYS * len(ended))
             free = [running.pop(result.job_id) for result in ended]
 

@@ -33,7 +33,6 @@ FENCED_JOBS = 16
 LOOKUP_PAUSE_S = 0.003
 _LARGE = 2**62
 """An id that is encoded in as many bytes as real ones, which are random or count from a session's number."""
-_TOKEN = bytes(16)
 
 
 def bench_steps(
@@ -152,7 +151,7 @@ def jobs_echo(stores: int, loads: int = 0) -> bytes:
     """Return an echo request of as many bytes as the frame of jobs of one key, for as many as their completions'."""
     transfer = GroupTransfer(group=0, keys=bytes(KEY_BYTES), block_ids=bytes(4))
     store, load = Store(1000, [transfer]), Load(1000, _LARGE, [transfer])
-    job = Submit(_LARGE, _TOKEN, bytes(16), [store] * stores, [load] * loads)
+    job = Submit(_LARGE, bytes(16), [store] * stores, [load] * loads)
     results = [JobResult(job_id=1000, ok=True, bytes=4096, seconds=1e-4)] * (stores + loads)
     completions = Completions(epoch=_LARGE, session_id=1, sequence=1000, credit_bytes=2**30, results=results)
     return echo_request(len(encode(job)), len(encode(completions)), ReplySocket.PUB)
@@ -160,9 +159,7 @@ def jobs_echo(stores: int, loads: int = 0) -> bytes:
 
 def lookup_echo(keys: bytes, states: list[bytes]) -> bytes:
     """Return an echo request of as many bytes as the lookup's frame, for as many as its reply's."""
-    request = Lookup(
-        request_id=_LARGE, token=_TOKEN, namespace=bytes(32), lease_id=_LARGE, groups=[GroupKeys(group=0, keys=keys)]
-    )
+    request = Lookup(request_id=_LARGE, namespace=bytes(32), lease_id=_LARGE, groups=[GroupKeys(group=0, keys=keys)])
     reply = LookupReply(
         request_id=_LARGE, epoch=_LARGE, lease_id=_LARGE, states=states, pinned=len(states[0]), ttl_ms=30_000
     )
