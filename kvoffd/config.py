@@ -279,8 +279,6 @@ class Limits:
     job_deadline_s: float = 30.0
     namespaces_bytes: int = 64 * 1024**2
     """Memory for all namespaces beside their blocks; one may take an eighth of it."""
-    shared_ask_deadline_s: float = 0.0
-    """For a shared store to say whether it has a block; 0 is 20 ms, of S3 100 ms."""
     pin_linger_s: float = 600.0
     """How long the pool stays pinned after the last engine on a GPU has left."""
     touch_threads: int = 0
@@ -384,6 +382,13 @@ class Config:
         choice(*WRITE_MODES),
         "|".join(WRITE_MODES),
         "Which blocks are written to each shared store, as of disk_write. Choose never on nodes that only read.",
+    )
+    shared_ask_deadline_s: float = setting(
+        0.0,
+        duration(0.0),
+        "DURATION",
+        "Time for a shared store to say whether it has a block; later it is a miss. 0 is 20 ms, of S3 100 ms. Raise it "
+        "for a store that is far away.",
     )
     shared_deadline_s: float = setting(
         2.0,
@@ -509,7 +514,7 @@ REMOVED = {
             "pin_linger",
             "disk_write_rate",
             "shared_write_rate",
-            "shared_ask_deadline",
+            "event_buffer_steps",
         ],
         _CONSTANT,
     ),

@@ -29,7 +29,7 @@ WAIT_WORDS = "TIMEOUT|DEADLINE|CLOSE|AFTER|GRACE|HANGING|HANDSHAKE|ABANDON|LINGE
 WAIT_NAME = re.compile(rf"_?([A-Z_]+_)?({WAIT_WORDS})_(S|MS)")
 """Constants of these names are waits. Pauses, intervals and bounds of sizes have others."""
 NO_WAITS = {
-    "Limits.shared_ask_deadline_s": "0 unless it is set: that of the kind of store, which the table has",
+    "shared_ask_deadline": "0 unless it is set: that of the kind of store, which the table has",
 }
 
 

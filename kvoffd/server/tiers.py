@@ -353,7 +353,7 @@ def shared_opener(config: Config, stores: OpenStores, pool: Pool, post: Post) ->
                 clock=time.monotonic,
                 post=post,
                 listener=listener,
-                ask_deadline_s=config.limits.shared_ask_deadline_s,
+                ask_deadline_s=config.shared_ask_deadline_s,
                 generations=state.fleet_generations(url),
             )
             for url, open_one in zip(config.shared, stores, strict=True)

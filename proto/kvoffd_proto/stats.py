@@ -109,7 +109,7 @@ class NamespaceStats(Wire, frozen=True):
     half_stored_blocks: Annotated[
         Count,
         counter(
-            "Blocks dropped because a shard of some rank was not stored within half_stored_timeout, or earlier, where "
+            "Blocks dropped because a shard of some rank was not stored within 60 seconds, or earlier, where "
             "such blocks had more than a quarter of the pool and others needed room."
         ),
     ]
@@ -224,7 +224,7 @@ class PoolStats(Wire, frozen=True):
         ByteCount,
         gauge(
             "Bytes that GPUs copy at full speed, since the CUDA driver has locked their pages: from the start "
-            "or the first engine on a GPU (pin_pool), in steps, until some time after the last one (pin_linger).",
+            "or the first engine on a GPU (pin_pool), in steps, until some time after the last one.",
             help="Bytes that GPUs copy at full speed, since the CUDA driver has locked their pages.",
         ),
     ] = 0

@@ -72,8 +72,10 @@ class Cycles:
 
 def measure_cycles(count: int, seed: int) -> Cycles:
     """Kill ``count`` clients of a daemon. Raises AssertionError when it holds something for them afterwards."""
-    flags = {"half_stored_timeout": "0.5s"}
-    with DaemonProcess(POOL, **flags) as daemon, make_engine(daemon.directory) as engine:
+    with (
+        DaemonProcess(POOL, limits={"partial_timeout_s": 0.5}) as daemon,
+        make_engine(daemon.directory) as engine,
+    ):
         engine.fill(range(BATCH), seed=1)
         assert engine.store(KEYS, range(BATCH)).ok
         _kill_clients(daemon.directory, WARM_UP, seed)

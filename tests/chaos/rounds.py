@@ -23,13 +23,8 @@ from tests.kit.wire import Books, books
 ENGINES = 3
 POOL = "6MiB"
 """Smaller than all prompts together, so that blocks are evicted all the time."""
-FLAGS = {
-    "lease_ttl": "2s",
-    "half_stored_timeout": "0.5s",
-    "job_deadline": "5s",
-    "shutdown_deadline": "0.3s",
-    "verify_share": "0.2",
-}
+FLAGS = {"shutdown_deadline": "0.3s", "verify_share": "0.2"}
+LIMITS = {"lease_ttl_s": 2, "partial_timeout_s": 0.5, "job_deadline_s": 5}
 QUIET_DEADLINE_S = 40.0
 HIT_DEADLINE_S = 5.0
 SHOWN_PROBLEMS = 5
@@ -166,7 +161,7 @@ class Rounds:
         self._rng = random.Random(seed)
         self.report = Report(seed, "kept by systemd's protocol" if pool_file is None else "in a file")
         self._began_at = time.monotonic()
-        self._supervisor = Supervisor(POOL, pool_file, **FLAGS).start()
+        self._supervisor = Supervisor(POOL, pool_file, LIMITS, **FLAGS).start()
         self._daemon_stopped: list[tuple[float, float]] = []
         self._engine_log = os.open(self._supervisor.directory / "engines.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._engines: list[ChaosEngineProcess] = []

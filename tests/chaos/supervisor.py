@@ -36,11 +36,18 @@ class Supervisor:
 
     make_daemon = DaemonProcess
 
-    def __init__(self, pool_size: str, pool_file: Path | None, directory: Path | None = None, **flags: str) -> None:
+    def __init__(
+        self,
+        pool_size: str,
+        pool_file: Path | None,
+        limits: dict[str, float] | None = None,
+        directory: Path | None = None,
+        **flags: str,
+    ) -> None:
         self._manager = ServiceManager()
         file = {} if pool_file is None else {"pool_file": str(pool_file)}
         self.daemon = self.make_daemon(
-            pool_size, directory, manager=self._manager, watchdog_s=WATCHDOG_S, **file, **flags
+            pool_size, directory, manager=self._manager, watchdog_s=WATCHDOG_S, limits=limits, **file, **flags
         )
         self.lives = 0
         self.hung: list[tuple[float, float]] = []

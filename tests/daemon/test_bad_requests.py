@@ -301,8 +301,7 @@ def test_what_a_session_may_have_is_bounded(memory: SharedMemory) -> None:
         "max_registrations": 2,
         "max_segments": 3,
     }
-    flags = {name.replace("frame_bytes", "frame_size"): str(limit) for name, limit in limits.items()}
-    with DaemonProcess(**flags, limits={"max_namespaces": 8}) as daemon, WireClient(daemon.directory) as worker:
+    with DaemonProcess(limits={**limits, "max_namespaces": 8}) as daemon, WireClient(daemon.directory) as worker:
         assert worker.welcome is not None
         assert worker.welcome.limits == limits
         with WireClient(daemon.directory, "scheduler") as scheduler:

@@ -32,8 +32,8 @@ DEADLINE_S = 60.0
 class Node:
     """A daemon over the shared server, and an engine of it."""
 
-    def __init__(self, url: str, limits: dict[str, float] | None = None, **flags: str) -> None:
-        self.daemon = DaemonProcess("16MiB", shared=url, limits=limits, **{"shared_write": "always", **flags})
+    def __init__(self, url: str, **flags: str) -> None:
+        self.daemon = DaemonProcess("16MiB", shared=url, **{"shared_write": "always", **flags})
 
     def __enter__(self) -> Node:
         self.daemon.start()
@@ -280,7 +280,7 @@ def test_a_lost_server_of_a_cluster_is_named() -> None:
 def test_what_comes_slower_than_computing_is_not_read(server: RedisServer) -> None:
     with ExitStack() as running:
         proxy, first = running.enter_context(SlowProxy(server.port)), running.enter_context(Node(server.url))
-        second = running.enter_context(Node(proxy.url, limits={"shared_ask_deadline_s": 2}))
+        second = running.enter_context(Node(proxy.url, shared_ask_deadline="2s"))
         sums = first.store()
         proxy.bytes_per_s = 2e6
         second.engine.scheduler.report(16_000.0, 0.0, 0, 0)  # a block in a millisecond

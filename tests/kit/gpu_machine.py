@@ -23,13 +23,22 @@ def real_gpus() -> int:
 class Machine:
     """A driver, a daemon over it, and a scheduler; exporters come and go."""
 
-    def __init__(self, library: str, log: Path | None, *, dies_slowly: bool = False, **flags: str) -> None:
+    def __init__(
+        self,
+        library: str,
+        log: Path | None,
+        *,
+        dies_slowly: bool = False,
+        limits: dict[str, float] | None = None,
+        **flags: str,
+    ) -> None:
         self.library = library
         self.is_stub = log is not None
         self._log = log
         # So that CUDA is in use while engines are there, and no longer, unless a test wants it otherwise.
-        flags = {"cuda_library": library, "pin_pool": "use", "pin_linger": "0s", **flags}
-        self.daemon = DaemonProcess(dies_slowly=library if dies_slowly else "", **flags)
+        flags = {"cuda_library": library, "pin_pool": "use", **flags}
+        limits = {"pin_linger_s": 0, **(limits or {})}
+        self.daemon = DaemonProcess(dies_slowly=library if dies_slowly else "", limits=limits, **flags)
 
     def exporter(self, kind: str, **shape: int) -> Exporter:
         """A worker of this daemon."""

@@ -53,7 +53,7 @@ KINDS: dict[str, dict[str, Any]] = {
 # minute. Each deadline here is longer, so that a test fails for what kvoffd does and not for that.
 PATIENCE_S = 100.0
 PATIENT = {"lookup_deadline_ms": 1000 * PATIENCE_S}
-PATIENT_DAEMON = {"lease_ttl": "200s", "job_deadline": "200s"}
+PATIENT_DAEMON = {"lease_ttl_s": 200, "job_deadline_s": 200}
 
 
 def cached(answers: list[Completion]) -> list[int]:
@@ -100,7 +100,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     kind = KINDS[request.param]
     workers = kind["settings"].get("tensor_parallel", 1)
     model: Path = kind["make"](tmp_path_factory.mktemp("models") / "model")
-    with DaemonProcess("256MiB", **PATIENT_DAEMON) as daemon:
+    with DaemonProcess("256MiB", limits=PATIENT_DAEMON) as daemon:
         # They start as users' engines do on CPU: their processes are spawned and find the connector on their own.
         first, second = (
             EngineProcess(model, daemon.directory, extra_config=PATIENT, fork=False, **kind["settings"])

@@ -28,8 +28,9 @@ if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     # Not before: threads that these start would take the signal.
     from kvoffd.cli import main
+    from kvoffd.config import Limits
     from kvoffd_client.bench.gpu_device import SWEEP, BenchDriver
     from kvoffd_client.cuda.export import CudaError
 
     threading.Thread(target=write_nowhere, args=(sys.argv[1],), daemon=True).start()
-    sys.exit(main(sys.argv[2:]))
+    sys.exit(main(sys.argv[2:], Limits(pin_linger_s=0)))

@@ -65,10 +65,10 @@ class Setup:
     double: bool
     plot: Path | None = None
 
-    def daemon(self, pool_bytes: int, **flags: str) -> DaemonProcess:
+    def daemon(self, pool_bytes: int, limits: dict[str, float] | None = None) -> DaemonProcess:
         """A daemon that uses CUDA while engines are there and no longer; to be started."""
-        used = {"cuda_library": self.library, "pin_pool": "use", "pin_linger": "0s", **flags}
-        return DaemonProcess(str(pool_bytes), **used)
+        used = {"pin_linger_s": 0, **(limits or {})}
+        return DaemonProcess(str(pool_bytes), limits=used, cuda_library=self.library, pin_pool="use")
 
     def exporter(self, daemon: DaemonProcess, kind: str = "ordinary", **shape: int) -> Exporter:
         return Exporter(daemon.directory, self.library, kind, **shape)
@@ -264,10 +264,12 @@ def run_tests(setup: Setup) -> Found:
     }
 
 
-def _bench(setup: Setup, sizes: list[int], rounds: int, *, compute: bool = False, **flags: Any) -> Report:
+def _bench(
+    setup: Setup, sizes: list[int], rounds: int, *, compute: bool = False, limits: dict[str, float] | None = None
+) -> Report:
     pool_bytes, job_bytes = (256 * MIB, 4 * MIB) if setup.double else (3 * GIB, 128 * MIB)
     slice_s = 0.1 if setup.double else 0.5
-    with setup.daemon(pool_bytes, **flags) as daemon:
+    with setup.daemon(pool_bytes, limits) as daemon:
         return bench_copy_gpu(
             daemon.directory, lambda what: print(what, file=sys.stderr), sizes, job_bytes, rounds, 0, compute, slice_s
         )
@@ -374,7 +376,7 @@ def _has_room(directory: Path) -> bool:
 
 class _FaultingDaemon(DaemonProcess):
     def __init__(self, setup: Setup, **flags: str) -> None:
-        used = {"cuda_library": setup.library, "pin_pool": "use", "pin_linger": "0s"}
+        used = {"cuda_library": setup.library, "pin_pool": "use"}
         super().__init__(str(FAULT_POOL_BYTES), **used, **flags)
         self._library = setup.library
 
