@@ -232,7 +232,7 @@ def supervisor(harness: Harness) -> Iterator[Supervisor]:
     require("shm", os.access(SHM, os.W_OK), "/dev/shm is not there")
     harness.home.ensure_no_daemon()
     with TemporaryDirectory(dir=SHM) as pool:
-        started = Supervisor("256MiB", Path(pool) / "pool", harness.home.directory).start()
+        started = Supervisor("256MiB", Path(pool) / "pool", directory=harness.home.directory).start()
         try:
             yield started
         finally:
