@@ -76,6 +76,9 @@ class SimTransport:
     # --- for the session -------------------------------------------------------------------------
 
     def open(self) -> None:
+        if self._dealer is not None:
+            raise Broken(f"{self._process.name} connects again, and its old jobs socket would speak to the next daemon")
+
         def on_frame(frame: lifeline.FromDaemon | None) -> None:
             session = self._session
             if self._lifeline is opened:

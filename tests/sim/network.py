@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 Frames = Sequence[bytes]
+HIGH_WATER = 3
+"""Messages that wait to be read by one client; what is published or answered beyond it is lost."""
 
 
 class Delays:
@@ -134,7 +136,9 @@ class Dealer:
 
     def reply(self, frames: Frames) -> None:
         """Deliver a reply of the daemon."""
-        if self.open and not self._network.faults.hit("reply_drop"):
+        if self._replies.under_way >= HIGH_WATER:
+            self._network.faults.counts["high_water"] += 1
+        elif self.open and not self._network.faults.hit("reply_drop"):
             self._replies.send(frames)
 
     def close(self) -> None:
@@ -166,7 +170,9 @@ class Subscription:
         network = self._network
         if not self.open or network.clock.now < self._active_from or not frames[0].startswith(self._topics):
             return
-        if not network.faults.hit("pub_drop"):
+        if self._line.under_way >= HIGH_WATER:
+            network.faults.counts["high_water"] += 1
+        elif not network.faults.hit("pub_drop"):
             self._line.send(frames)
 
 
