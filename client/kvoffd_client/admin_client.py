@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import ClassVar, Concatenate, ParamSpec, TypeVar, cast
+from typing import Concatenate, ParamSpec, TypeVar, cast
 
 import msgspec
 import zmq
@@ -78,9 +78,10 @@ class AdminSession(Session):
         self._transport.wait(lambda: self.ready or self.attempts_failed > before, deadline - time.monotonic())
         return self.ready
 
-    def outcome_of(self, start: Callable[[list[T], float, float], None], timeout_s: float) -> list[T]:
-        """Call ``start`` with a list, the time and the timeout, under the lock; wait until it appends to the list."""
-        return self._outcome_of(start, timeout_s)
+    def ask(self, make: MakeRequest, timeout_s: float) -> ReplyOrError:
+        """Send a request and wait for its reply, or for the reason why there is none."""
+        outcome = self._outcome_of(partial(self.begin, make), timeout_s)
+        return outcome[0] if outcome else RequestTimeout()
 
     def begin(self, make: MakeRequest, outcome: list[ReplyOrError], now: float, timeout_s: float) -> None:
         """Send a request; its reply, or why there is none, is appended to ``outcome``. With the lock held."""
@@ -115,8 +116,6 @@ class AdminClient(Closing):
         options: ``request_timeout_s`` bounds every call, the connecting in it included.
     """
 
-    _SESSION: ClassVar[type[AdminSession]] = AdminSession
-
     def __init__(self, directory: str | os.PathLike[str], options: ClientOptions = DEFAULT_OPTIONS) -> None:
         self._directory = os.fspath(directory)
         self._options = options
@@ -140,7 +139,10 @@ class AdminClient(Closing):
             kind: the request's class, of ``kvoffd_proto.messages``.
             fields: its fields after the id.
         """
-        return self._ask(cast("type[Request[ReplyT]]", kind), lambda request_id: kind(request_id, *fields, **named))
+        reply = self._round_trip(lambda request_id: kind(request_id, *fields, **named))
+        if not isinstance(reply, answer_type(cast("type[Request[ReplyT]]", kind))):
+            raise DaemonUnavailable(f"The daemon in {self._directory} answered with a {type(reply).__name__}.")
+        return reply
 
     def stats(self) -> m.StatsReply:
         return self.ask(m.Stats)
@@ -223,33 +225,19 @@ class AdminClient(Closing):
         if self._admin is not None:
             self._admin.close()
 
-    def _ask(self, kind: type[Request[ReplyT]], make: MakeRequest) -> ReplyT:
-        reply = self._round_trip(make)
-        if not isinstance(reply, answer_type(kind)):
-            raise DaemonUnavailable(f"The daemon in {self._directory} answered with a {type(reply).__name__}.")
-        return reply
-
     def _call_deadline(self) -> float:
         return min(self.deadline, time.monotonic() + self.timeout_s)
 
     def _round_trip(self, make: MakeRequest) -> m.AnyReply:
         """Send a request and wait for its reply, which is never Error."""
-        reply: m.AnyReply = self._wait_for(lambda session: partial(session.begin, make))
-        return reply
-
-    def _wait_for(
-        self, start: Callable[[AdminSession], Callable[[list[T | KvoffdClientError], float, float], None]]
-    ) -> T:
-        """Start something on the session, as ``AdminSession.outcome_of`` does; a KvoffdClientError is raised."""
         with self._one_call:
             if self._closed:
                 raise DaemonUnavailable("The client is closed; make a new one.")
             deadline = self._call_deadline()
             session = self._connected(deadline)
-            outcome = session.outcome_of(start(session), max(0.001, deadline - time.monotonic()))
-        if not outcome or isinstance(outcome[0], RequestTimeout):
+            found = session.ask(make, max(0.001, deadline - time.monotonic()))
+        if isinstance(found, RequestTimeout):
             raise RequestTimeout(f"The kvoffd daemon in {self._directory} did not answer in time; try again later.")
-        found = outcome[0]
         if isinstance(found, KvoffdClientError):
             raise found
         return found
@@ -257,7 +245,7 @@ class AdminClient(Closing):
     def _connected(self, deadline: float) -> AdminSession:
         """The session, ready. Where nothing listens the first failed attempt raises, before the deadline."""
         if self._admin is None:
-            self._admin = self._SESSION(self._directory, self._options)
+            self._admin = AdminSession(self._directory, self._options)
         session = self._admin
         if session.connect_now(deadline):
             return session

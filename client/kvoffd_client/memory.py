@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd_client.cuda.export import GpuSegment
+from kvoffd_client.cuda_export import GpuSegment
 from kvoffd_client.session import Closing
 from kvoffd_proto.handles import CudaIpcHandle, CudaVmmHandle, Handle, MemfdHandle, PageRef, TensorLayout
 

@@ -13,8 +13,8 @@ import pytest
 
 from kvoffd.transfer.cuda.driver import CudaDriver, CudaError
 from kvoffd_client import AdminClient
-from kvoffd_client.cuda.export import CudaError as ExportError
-from kvoffd_client.cuda.export import ExportDriver
+from kvoffd_client.cuda_export import CudaError as ExportError
+from kvoffd_client.cuda_export import ExportDriver
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import cuda_driver as cuda
 from tests.kit.cuda_abi import compiler

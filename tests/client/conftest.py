@@ -18,6 +18,7 @@ from kvoffd_client import (
 )
 from kvoffd_proto.handles import PageRef, TensorLayout
 from tests.kit.fake_daemon import FakeDaemon
+from tests.kit.stub_cuda import StubCuda, fresh_stub
 
 SPEC = NamespaceSpec.named("client-tests")
 QUICK = ClientOptions(request_timeout_s=0.3, unresponsive_after_s=0.5, backoff_max_s=0.1)
@@ -52,3 +53,12 @@ def worker(fake: FakeDaemon, registration: Registration) -> Iterator[WorkerClien
     with WorkerClient(fake.directory, SPEC, registration, options=QUICK) as client:
         assert client.wait_ready(5)
         yield client
+
+
+@pytest.fixture
+def stub() -> Iterator[StubCuda]:
+    """A CUDA driver of this test's own, its context current in the test's thread."""
+    stub = fresh_stub()
+    stub.start()
+    yield stub
+    stub.release()

@@ -15,7 +15,7 @@ from kvoffd_client.bench.copy_bench import bench_copy_gpu
 from kvoffd_client.bench.results import BenchFailed
 from kvoffd_client.cli import main
 from kvoffd_client.cli.bench_commands import run_bench
-from kvoffd_client.cuda.export import LIBRARY_VARIABLE
+from kvoffd_client.cuda_export import LIBRARY_VARIABLE
 from tests.kit.gpu_machine import Machine
 from tests.kit.stub_cuda import Ranges
 from tests.kit.waiting import wait_until

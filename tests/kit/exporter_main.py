@@ -24,8 +24,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from kvoffd_client import NamespaceSpec, Registration, WorkerClient
-from kvoffd_client.cuda.export import ExportDriver, export_segments
-from kvoffd_client.cuda.order import Event, OrderedSender
+from kvoffd_client.cuda_export import ExportDriver, export_segments
+from kvoffd_client.ordered_sender import Event, OrderedSender
 from kvoffd_client.transport import LifelineStream
 from kvoffd_proto import cuda_driver as cuda
 from kvoffd_proto.handles import PageRef, TensorLayout

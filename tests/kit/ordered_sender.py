@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from kvoffd_client.cuda.order import OrderedSender
+from kvoffd_client.ordered_sender import OrderedSender
 
 
 def wait_sent(sender: OrderedSender, job_ids: Iterable[int], timeout_s: float) -> bool:

@@ -12,8 +12,8 @@ import torch
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
 from kvoffd_client import NamespaceSpec
-from kvoffd_client.cuda.export import ExportDriver, GpuSegment, export_segments
-from kvoffd_client.cuda.order import OrderedSender
+from kvoffd_client.cuda_export import ExportDriver, GpuSegment, export_segments
+from kvoffd_client.ordered_sender import OrderedSender
 from kvoffd_client.vllm.connector_metadata import KeyedSpec
 from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, export_tensors, registration_of
 from kvoffd_client.vllm.worker import KvoffdWorker

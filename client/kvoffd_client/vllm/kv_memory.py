@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from torch.overrides import TorchFunctionMode
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 
-from kvoffd_client.cuda.export import GpuSegment, export_segments
+from kvoffd_client.cuda_export import GpuSegment, export_segments
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_client.memory import Registration, SharedMemory
 from kvoffd_proto.handles import LayerSpec, PageRef, TensorLayout

@@ -18,8 +18,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from kvoffd_client.cuda.order import OrderedSender
 from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.ordered_sender import OrderedSender
 from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.vllm.config import parse_options
 from kvoffd_client.vllm.do_no_harm import PrefillRate

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult
 
-from kvoffd_client.cuda.order import OrderedSender
 from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.ordered_sender import OrderedSender
 from kvoffd_client.vllm.connector_metadata import (
     NO_LEASE,
     FailedJob,

@@ -30,7 +30,7 @@ if __name__ == "__main__":
     from kvoffd.cli import main
     from kvoffd.config import Limits
     from kvoffd_client.bench.gpu_device import SWEEP, BenchDriver
-    from kvoffd_client.cuda.export import CudaError
+    from kvoffd_client.cuda_export import CudaError
 
     threading.Thread(target=write_nowhere, args=(sys.argv[1],), daemon=True).start()
     sys.exit(main(sys.argv[2:], Limits(pin_linger_s=0)))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvoffd_client.cuda.order import OrderedSender
+from kvoffd_client.ordered_sender import OrderedSender
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.ordered_sender import wait_sent
 

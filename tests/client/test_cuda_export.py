@@ -10,7 +10,7 @@ import pytest
 
 from kvoffd.transfer.cuda.handles import GpuMappings, IpcExport, VmmExport
 from kvoffd_client import KvoffdClientError
-from kvoffd_client.cuda.export import ExportDriver, GpuSegment, NotExportable, export_segments
+from kvoffd_client.cuda_export import ExportDriver, GpuSegment, NotExportable, export_segments
 from tests.kit.open_files import open_descriptors
 from tests.kit.stub_cuda import DeviceBuffer, StubCuda, fresh_stub
 
