@@ -253,8 +253,8 @@ class Limits:
     max_keys_per_request: int = 8192
     max_jobs_per_message: int = 1024
     max_keys_per_job: int = 4096
-    max_pieces_per_job: int = 65_536
-    """Block ids of one job times the layers of their group."""
+    max_pieces_per_job: int = 16_384
+    """Of all stores, or of all loads, of a message: block ids times the layers of their group."""
     max_pieces_in_flight: int = 262_144
     """Of a session; a key counts as eight pieces at least."""
     max_jobs_in_flight: int = 4096
@@ -273,7 +273,6 @@ class Limits:
     leased_share: float = 0.875
     """Share of the pool that leases may hold."""
     lease_ttl_s: float = 600.0
-    sessions_bytes: int = 192 * 1024**2
     partial_timeout_s: float = 60.0
     """After which a block that still lacks a rank's shard is dropped."""
     job_deadline_s: float = 30.0

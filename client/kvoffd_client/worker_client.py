@@ -233,6 +233,7 @@ class WorkerClient(Session):
         stores: list[m.Store] = []
         loads: list[m.Load] = []
         sent: set[int] = set()
+        told: dict[int, tuple[bool, bool]] = {}  # by group, whether its jobs tell parents and tokens: all do, or none
         for is_load in (True, False):
             queue = self._queues[is_load]
             while queue and len(sent) < limits.max_jobs_per_message:
@@ -245,13 +246,16 @@ class WorkerClient(Session):
                 nbytes += part.nbytes
                 keys += self._part_sizes.keys_in(part)
                 pieces += part.pieces
-                too_large = (
+                too_much = (
                     nbytes > limits.max_frame_bytes
                     or keys > limits.max_keys_per_request
                     or pieces > limits.max_pieces_per_job
+                    or (not is_load and any(told.get(at, tells) != tells for at, tells in part.told.items()))
                 )
-                if not fits or len(self._parts) >= limits.max_jobs_in_flight or (sent and too_large):
+                if not fits or len(self._parts) >= limits.max_jobs_in_flight or (sent and too_much):
                     break
+                if not is_load:
+                    told.update(part.told)
                 job.waiting.popleft()
                 part_id = self._part_id(job)
                 if job.lease_id is None:
@@ -267,7 +271,8 @@ class WorkerClient(Session):
         if not sent:
             return False
         self._by_request[request_id] = sent
-        message = m.Submit(self._next_request_id(), self._registration_id, stores, loads, self._sequence)
+        ids = self._next_request_id(), self._registration_id, self._part_sizes.key_bytes
+        message = m.Submit.of(*ids, stores, loads, self._sequence)
         if (refused := self._send(message)) is not None:
             code = refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY
             self._fail_parts(sent, code, now)
@@ -472,14 +477,6 @@ class WorkerClient(Session):
             return
         self._fail_parts(sent, reply.code, now)
         self._send_jobs(now)
-
-    def _on_unasked_reply(self, reply: m.AnyReply, now: float) -> None:
-        if isinstance(reply, m.JobsRefused):
-            sent = self._by_request.get(reply.request_id, set())
-            for refusal in reply.refused:
-                if refusal.job_id in sent:
-                    self._fail_parts([refusal.job_id], refusal.code, now)
-            self._send_jobs(now)
 
     # --- what Session asks of a role --------------------------------------------------------------
 

@@ -10,9 +10,8 @@ import numpy as np
 
 from kvoffd.cache.blocks import Blocks
 from kvoffd.cache.namespace import Block, BlockState, Namespace
-from kvoffd.cache.pins import LEASE_BYTES, LEASED_GROUP_BYTES, LEASED_KEY_BYTES, Lease, LeaseBounds, LeaseTable
+from kvoffd.cache.pins import Lease, LeaseBounds, LeaseTable
 from kvoffd.cache.policies import Chain, EvictionPolicy
-from kvoffd.cache.session_memory import SessionMemory
 from kvoffd.errors import UnknownLease
 from kvoffd_proto.messages import ABSENT, PENDING, SHARED
 
@@ -66,13 +65,11 @@ class LeasedBlocks:
         self.watchers: list[Callable[[Sequence[Chain]], None]] = []
         """Told of each request once, as the policy is, and after it."""
         self._clock = clock
-        self._bounds = bounds or LeaseBounds(SessionMemory(2**62, 1), 2**62, 2**62)
+        self._bounds = bounds or LeaseBounds(2**62, 2**62)
         self.__blocks = blocks
-        self.memory = self._bounds.memory
-        """What sessions may make the daemon keep."""
         self.ended: deque[Lease] = deque()
         """Leases that ended and whose pins ``unpin_some`` takes back: what ended them waits for no more."""
-        self.__leases = LeaseTable(lease_ttl_s, self.memory)
+        self.__leases = LeaseTable(lease_ttl_s)
         self.__deferred_pins: _DeferredPins | None = None
         self.__deferred_requests: dict[int, tuple[Namespace, Sequence[tuple[int, bytes]]]] = {}
         """By lease id: namespace and groups of requests that the policy has not been told of."""
@@ -146,9 +143,7 @@ class LeasedBlocks:
         if ready:
             nbytes = _block_bytes(namespace, groups, states)
             if (
-                part := self._leasable(
-                    owner, lease, len(groups), ready, nbytes, lambda: self._loose_bytes(namespace, groups, states)
-                )
+                part := self._leasable(owner, ready, nbytes, lambda: self._loose_bytes(namespace, groups, states))
             ) < 1.0:
                 self.shortened_lookups += 1
                 states = [_shortened(one, part) for one in states]
@@ -157,7 +152,7 @@ class LeasedBlocks:
             if lease is None:
                 lease = Lease(lease_id, owner, namespace)
                 leases.add(lease, self._clock())
-            leases.count(lease, ready, nbytes, len(groups))
+            leases.count(lease, ready, nbytes)
             self.__deferred_pins = _DeferredPins(lease, groups, states)
         if again:
             return LookupAnswer(states, ready)
@@ -174,18 +169,13 @@ class LeasedBlocks:
             self.__blocks.misses.asked(namespace, groups, found, states)
         return LookupAnswer(states, ready)
 
-    def _leasable(
-        self, owner: int, lease: Lease | None, groups: int, keys: int, nbytes: int, loose_bytes: Callable[[], int]
-    ) -> float:
+    def _leasable(self, owner: int, keys: int, nbytes: int, loose_bytes: Callable[[], int]) -> float:
         """The part of so many more ready keys, with blocks of so many bytes, that a session may lease: 1.0 for all.
 
         ``loose_bytes`` says how many of the bytes nothing pins yet: only these are taken from others.
         """
         bounds = self._bounds
-        key_bytes = lease.key_bytes if lease is not None else LEASED_KEY_BYTES
-        room = self.memory.room(owner) - groups * LEASED_GROUP_BYTES - (LEASE_BYTES if lease is None else 0)
-        most = min(bounds.max_keys - self.__leases.held(owner).keys, room // key_bytes)
-        part = most / keys
+        part = (bounds.max_keys - self.__leases.held(owner).keys) / keys
         if self.__blocks.pinned_bytes + nbytes > bounds.max_bytes // 2 and (loose := loose_bytes()):
             part = min(part, self._share_left(owner, loose) / loose)
         return max(0.0, part)
@@ -264,7 +254,7 @@ class LeasedBlocks:
         while self.ended and count < UNPINNED_AT_ONCE:
             lease = self.ended[0]
             if not lease.blocks:
-                self.leases.forget(self.ended.popleft())
+                self.ended.popleft()
                 count += LEASE_PINS
                 continue
             group, pinned = next(iter(lease.blocks.items()))

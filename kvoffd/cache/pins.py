@@ -8,13 +8,6 @@ from itertools import islice, takewhile
 
 from kvoffd.cache.hooks import NO_TOKENS, BlockTokens
 from kvoffd.cache.namespace import Block, Namespace
-from kvoffd.cache.session_memory import SessionMemory
-
-LEASE_BYTES, LEASED_GROUP_BYTES = 1024, 256
-"""Memory of a lease, and of each group that one of its lookups names. Measured: 860 bytes, and 100 a group, 390 once
-its blocks can be found by name."""
-LEASED_KEY_BYTES, NAMED_KEY_BYTES = 11, 60
-"""Memory of a lease for each key, and for finding it by name once something was loaded. Measured."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,10 +27,6 @@ class Lease:
     """Ready keys that its lookups were told of."""
     nbytes: int = 0
     """Pool bytes of these keys' blocks."""
-    named: bool = False
-    """Its blocks can be found by key."""
-    charged_bytes: int = 0
-    """What it takes of its session's memory, until its last pin is taken back."""
     loaded_ranks: set[int] = field(default_factory=set)
     """Ranks that have loaded under the lease."""
 
@@ -48,17 +37,11 @@ class Lease:
         self.blocks.setdefault(group, []).extend(blocks)
         self.by_key.pop(group, None)
 
-    @property
-    def key_bytes(self) -> int:
-        """What the lease takes of its session's memory for each key."""
-        return LEASED_KEY_BYTES + NAMED_KEY_BYTES * self.named
-
 
 @dataclass(frozen=True)
 class LeaseBounds:
     """How much may be leased, so that others find room in the pool and what ends a session's leases is done soon."""
 
-    memory: SessionMemory
     max_keys: int
     """Of one session."""
     max_bytes: int
@@ -82,9 +65,8 @@ class Held:
 class LeaseTable:
     """The live leases, by id and by owner. All have the same time to live, so the dict is in order of deadline."""
 
-    def __init__(self, ttl_s: float, memory: SessionMemory) -> None:
+    def __init__(self, ttl_s: float) -> None:
         self._ttl_s = ttl_s
-        self._memory = memory
         self._leases: dict[int, Lease] = {}
         self._by_owner: dict[int, Held] = {}
 
@@ -97,28 +79,16 @@ class LeaseTable:
         """What the owner has leased; nothing where it has no lease."""
         return self._by_owner.get(owner) or Held()
 
-    def count(self, lease: Lease, keys: int, nbytes: int, groups: int) -> None:
-        """Note that a live lease got more, by a lookup of so many groups."""
+    def count(self, lease: Lease, keys: int, nbytes: int) -> None:
+        """Note that a live lease got more."""
         held = self._by_owner[lease.owner]
         lease.keys += keys
         lease.nbytes += nbytes
         held.keys += keys
         held.nbytes += nbytes
-        self._take(lease, keys * lease.key_bytes + groups * LEASED_GROUP_BYTES)
-
-    def _take(self, lease: Lease, more_bytes: int) -> None:
-        lease.charged_bytes += more_bytes
-        self._memory.take(lease.owner, more_bytes)
 
     def by_key(self, lease: Lease, group: int) -> dict[bytes, Block]:
-        """A lease's blocks of one group. Made when it is first asked for, since the parts of a load ask each.
-
-        Raises KvoffdError where the session may not have the memory for it.
-        """
-        if not lease.named:
-            self._memory.check(lease.owner, lease.keys * NAMED_KEY_BYTES)
-            self._take(lease, lease.keys * NAMED_KEY_BYTES)
-            lease.named = True
+        """A lease's blocks of one group. Made when it is first asked for, since the parts of a load ask each."""
         if (known := lease.by_key.get(group)) is None:
             known = lease.by_key[group] = {block.key: block for block in lease.blocks.get(group, ())}
         return known
@@ -129,7 +99,6 @@ class LeaseTable:
         lease.deadline = now + self._ttl_s
         self._leases[lease.lease_id] = lease
         self._by_owner.setdefault(lease.owner, Held()).leases.add(lease.lease_id)
-        self._take(lease, LEASE_BYTES)
 
     def get(self, lease_id: int) -> Lease | None:
         """The lease, if it is alive."""
@@ -141,7 +110,7 @@ class LeaseTable:
         return lease if lease is not None and lease.owner == owner else None
 
     def remove(self, lease: Lease) -> None:
-        """Remove a lease that ended. ``forget`` follows when its last pin was taken back."""
+        """Remove a lease that ended."""
         del self._leases[lease.lease_id]
         held = self._by_owner[lease.owner]
         held.leases.remove(lease.lease_id)
@@ -150,10 +119,6 @@ class LeaseTable:
         held.shared_bytes = 0
         if not held.leases:
             del self._by_owner[lease.owner]
-
-    def forget(self, lease: Lease) -> None:
-        """Give back what a removed lease took of its session's memory."""
-        self._take(lease, -lease.charged_bytes)
 
     def overdue(self, now: float, most: int) -> list[Lease]:
         """Leases whose deadline has come, the first ``most`` of them."""

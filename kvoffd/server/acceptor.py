@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable, Iterable
 
 from kvoffd.observe.logging import RareWarnings
-from kvoffd.server.session import Peer
+from kvoffd.server.sessions import Peer
 from kvoffd.system.mappings import filesystem_magic
 from kvoffd_proto.sockets import peer_credentials, peer_pidfd
 

@@ -8,7 +8,7 @@ from kvoffd.cache.namespace import Block, Namespace
 from kvoffd.errors import KvoffdError
 from kvoffd.server.context import Context, Pending, answers, filled
 from kvoffd.server.namespaces import forget_idle
-from kvoffd.server.session import Session
+from kvoffd.server.sessions import Session
 from kvoffd_proto import blocks as b
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode

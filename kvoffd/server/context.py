@@ -18,16 +18,14 @@ from kvoffd.errors import KvoffdError, refusal_of
 from kvoffd.observe.loop_watch import LoopWatch
 from kvoffd.observe.meters import LOOKUP_BOUNDS_S, DurationHistogram, RateMeter
 from kvoffd.server.background import Background
-from kvoffd.server.engine_jobs import EngineJobs
 from kvoffd.server.engine_memory import MemoryMapper
 from kvoffd.server.events import EventLog, Frames
-from kvoffd.server.jobs import JobRunner
+from kvoffd.server.jobs import Jobs
 from kvoffd.server.persistence import State
 from kvoffd.server.recent import Recent
 from kvoffd.server.recorder import Recorder
 from kvoffd.server.scrubber import Scrubber
-from kvoffd.server.session import Session
-from kvoffd.server.sessions import Sessions
+from kvoffd.server.sessions import Session, Sessions
 from kvoffd.server.tiers import Tiers
 from kvoffd.tiering.manager import TieringManager
 from kvoffd_proto import codec
@@ -97,8 +95,7 @@ class Context:
     events: EventLog
     memory: MemoryMapper
     sessions: Sessions
-    runner: JobRunner
-    jobs: EngineJobs
+    jobs: Jobs
     scrubber: Scrubber
     recent: Recent
     recorder: Recorder
@@ -183,7 +180,7 @@ class Context:
         if frames := session.completions.flush(self.sessions.credit_of(session)):
             self.outbox.publications.append(frames)
 
-    def check_key_count(self, namespace: Namespace, groups: Sequence[m.GroupKeys | m.GroupTransfer]) -> None:
+    def check_key_count(self, namespace: Namespace, groups: Sequence[m.GroupKeys]) -> None:
         """Raise KvoffdError where a request has more keys than it may."""
         total = sum(len(part.keys) for part in groups) // namespace.key_bytes
         _check_at_most(total, self.config.limits.max_keys_per_request)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import secrets
 import signal
 import sys
 import time
@@ -16,7 +17,6 @@ import uvloop
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.pins import LeaseBounds
 from kvoffd.cache.policies import make_policy
-from kvoffd.cache.session_memory import SessionMemory
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.memory_estimate import max_index_bytes
@@ -32,7 +32,6 @@ from kvoffd.server.persistence import STATE_FILE, PolicyFile, State, StateWriter
 from kvoffd.server.recovery import restore, take_pool
 from kvoffd.server.report import stats_reply
 from kvoffd.server.service import Service
-from kvoffd.server.sessions import RESERVED_SESSIONS
 from kvoffd.server.sockets import Sockets
 from kvoffd.server.tiers import OpenStores, opener, shared_opener, shared_stores
 from kvoffd.system.directory import DaemonDirectory
@@ -212,11 +211,7 @@ class Daemon:
             time.monotonic,
             half_stored_timeout_s=config.limits.partial_timeout_s,
             lease_ttl_s=config.limits.lease_ttl_s,
-            lease_bounds=LeaseBounds(
-                SessionMemory(config.limits.sessions_bytes, config.max_sessions + RESERVED_SESSIONS),
-                config.limits.max_leased_keys,
-                int(pool.pool_bytes * config.limits.leased_share),
-            ),
+            lease_bounds=LeaseBounds(config.limits.max_leased_keys, int(pool.pool_bytes * config.limits.leased_share)),
             max_namespaces_bytes=config.limits.namespaces_bytes,
             max_index_bytes=max_index_bytes(config),
         )
@@ -235,13 +230,10 @@ class Daemon:
             self._host_engine,
             self._gpus,
             pool.address,
-            time.monotonic,
-            self._sockets.post,
+            _ProcessHost(self._sockets, self._page_faulter),
             opener(pool, self._sockets.post, cache, state),
             state,
-            map_segment=self._page_faulter.map_memfd,
             max_attached=half_of_descriptors(),
-            close_segments=self._page_faulter.close_segments,
         )
         self._service.context.http_problem = self._http_problem
         self._lifelines = LifelineServer(self._service.context, self._directory, self._sockets.wake)
@@ -328,15 +320,15 @@ class Daemon:
         """Take no more work, let what runs finish within the deadline, fail the rest, publish it all."""
         self._service.sessions.stopping = True
         self._notifier.stopping("Stopping: running jobs may finish.")
-        runner = self._service.context.runner
+        jobs = self._service.context.jobs
         deadline = time.monotonic() + self._config.shutdown_deadline_s
-        if runner.unfinished:
-            logger.info("Stopping: %d jobs may finish within %.1f s.", runner.unfinished, deadline - time.monotonic())
-        await _until(lambda: not runner.unfinished, deadline)
-        if runner.unfinished:
-            logger.warning("Stopping: %d jobs did not finish in time and are failed.", runner.unfinished)
-            runner.abandon_all()
-            await _until(lambda: not runner.unfinished, time.monotonic() + ABANDON_S)
+        if jobs.unfinished:
+            logger.info("Stopping: %d jobs may finish within %.1f s.", jobs.unfinished, deadline - time.monotonic())
+        await _until(lambda: not jobs.unfinished, deadline)
+        if jobs.unfinished:
+            logger.warning("Stopping: %d jobs did not finish in time and are failed.", jobs.unfinished)
+            jobs.abandon_all()
+            await _until(lambda: not jobs.unfinished, time.monotonic() + ABANDON_S)
         self._sockets.flush()
 
     async def _shutdown(self) -> None:
@@ -365,6 +357,17 @@ class Daemon:
             await self._page_mapper
         if not self.copy_stuck:
             self._pool.close()
+
+
+class _ProcessHost:
+    """The ``Host`` of a real daemon."""
+
+    def __init__(self, sockets: Sockets, memory: PageFaulter) -> None:
+        self.now = time.monotonic
+        self.post = sockets.post
+        self.map_memfd = memory.map_memfd
+        self.unmap = memory.close_segments
+        self.random = secrets.token_bytes
 
 
 async def _until(condition: Callable[[], bool], deadline: float) -> None:

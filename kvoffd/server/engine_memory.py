@@ -10,7 +10,8 @@ from typing import TypeAlias
 from kvoffd.config import Config
 from kvoffd.errors import BadGeometry, KvoffdError
 from kvoffd.pool.pool import Pool
-from kvoffd.system.mappings import MappedSegment, close_segments
+from kvoffd.server.host import Host
+from kvoffd.system.mappings import MappedSegment
 from kvoffd.transfer.cuda.gpus import GpuMemory, Gpus
 from kvoffd.transfer.cuda.handles import IpcExport, VmmExport
 from kvoffd.transfer.cuda.pinning import PinProgress
@@ -51,13 +52,10 @@ OnMapped: TypeAlias = Callable[[EngineMemory | KvoffdError], None]
 class MemoryMapper:
     """Maps what clients register, and knows the engine that copies each kind of memory."""
 
-    _host: TransferEngine
+    _engine: TransferEngine
     """Copies between memfds and the pool."""
-    _map_segment: Callable[[int, int], MappedSegment]
-    _post: Post
+    _process: Host
     _gpus: Gpus
-    _close_segments: Callable[[Sequence[MappedSegment], Callable[[], None]], None] = close_segments
-    """Unmaps segments, then calls a function, in any thread."""
 
     @property
     def kinds(self) -> list[str]:
@@ -70,7 +68,7 @@ class MemoryMapper:
 
         Not said at once: a process that was stopped for long finds its copies overdue too when it goes on.
         """
-        return any(self._host.hangs_s(direction) >= STUCK_AFTER_S for direction in Direction)
+        return any(self._engine.hangs_s(direction) >= STUCK_AFTER_S for direction in Direction)
 
     @property
     def lost(self) -> str | None:
@@ -94,14 +92,15 @@ class MemoryMapper:
             on_mapped(self._map_host(handles, fds))
         else:
             uuid, exports = _exports(handles, fds, uid)
-            self._gpus.map(uuid, owner, exports, lambda result: self._post(lambda: on_mapped(self._on_gpu(result))))
+            post = self._process.post
+            self._gpus.map(uuid, owner, exports, lambda result: post(lambda: on_mapped(self._on_gpu(result))))
 
     def expire(self) -> None:
-        self._host.expire()
+        self._engine.expire()
         self._gpus.expire()
 
     def load_of(self, direction: Direction) -> DirectionLoad:
-        return self._host.load_of(direction).plus(self._gpus.load_of(direction))
+        return self._engine.load_of(direction).plus(self._gpus.load_of(direction))
 
     @property
     def pinning(self) -> PinProgress:
@@ -111,24 +110,24 @@ class MemoryMapper:
         mapped: list[MappedSegment] = []
 
         def close(on_closed: Callable[[], None]) -> None:
-            self._close_segments(mapped, lambda: self._post(on_closed))
+            self._process.unmap(mapped, lambda: self._process.post(on_closed))
 
         try:
             for handle in handles:
                 assert isinstance(handle, MemfdHandle)
-                mapped.append(self._map_segment(fds[handle.segment_id], handle.size_bytes))
+                mapped.append(self._process.map_memfd(fds[handle.segment_id], handle.size_bytes))
         except BaseException:
             close(lambda: None)
             raise
         spans = [(segment.address, segment.size_bytes) for segment in mapped]
-        return EngineMemory(self._host, spans, None, close, mapped, sum(one.descriptors for one in mapped))
+        return EngineMemory(self._engine, spans, None, close, mapped, sum(one.descriptors for one in mapped))
 
     def _on_gpu(self, memory: GpuMemory | KvoffdError) -> EngineMemory | KvoffdError:
         """Memory of a GPU, which that GPU's own thread unmaps."""
         if isinstance(memory, KvoffdError):
             return memory
         spans = [(segment.address, segment.size_bytes) for segment in memory.segments]
-        post = self._post
+        post = self._process.post
         return EngineMemory(memory.engine, spans, memory.node, lambda closed: memory.close(lambda: post(closed)))
 
 

@@ -12,10 +12,8 @@ from kvoffd.errors import BadGeometry, KvoffdError
 from kvoffd.server.context import Context, Later, Pending, answers, filled
 from kvoffd.server.engine_memory import EngineMemory, segment_ids
 from kvoffd.server.namespaces import Opening
-from kvoffd.server.session import Registration, Session
-from kvoffd.server.sessions import may_administer
-from kvoffd.server.submission import Submission
-from kvoffd.transfer.plan import Direction, build_layouts
+from kvoffd.server.sessions import Registration, Session
+from kvoffd.transfer.plan import build_layouts
 from kvoffd_proto import messages as m
 from kvoffd_proto.blocks import PageSpec, ShardSpec
 from kvoffd_proto.errors import ErrorCode
@@ -24,9 +22,6 @@ from kvoffd_proto.units import printable
 from kvoffd_proto.wire import MAX_PAGES
 
 logger = logging.getLogger(__name__)
-
-REGISTRATION_BYTES, SEGMENT_BYTES, PAGE_BYTES = 2048, 400, 40
-"""What the daemon keeps of a registration: with each of its segments, and with each of its pages."""
 
 
 @answers(m.Hello)
@@ -39,23 +34,7 @@ def hello(context: Context, session: Session, message: m.Hello) -> m.Welcome:
             ErrorCode.BAD_VERSION,
         )
     config = context.config
-    if session.role is not None and session.role != message.role:
-        raise KvoffdError(f"The session sent Hello as {session.role}; a role cannot change.", ErrorCode.WRONG_ROLE)
-    if session.reserved and message.role is not m.Role.ADMIN:
-        raise KvoffdError(
-            f"All {config.max_sessions} sessions are taken; the others are for administrators. Raise max_sessions.",
-            ErrorCode.TOO_MANY,
-        )
-    if message.role is m.Role.ADMIN and not may_administer(session.peer, config):
-        raise KvoffdError(
-            f"User {session.peer.uid} may not administer this kvoffd; add the uid to admin_uids.", ErrorCode.FORBIDDEN
-        )
-    name, software = printable(message.name), printable(message.software)
-    if session.role is None:
-        process = f"pid {session.peer.pid}" if session.peer.pid else "a process of another pid namespace"
-        level = logging.DEBUG if message.role is m.Role.ADMIN else logging.INFO  # every command has one
-        logger.log(level, "Session %d: %s %s (%s), %s.", session.id, message.role, name, software, process)
-    session.role, session.name, session.software = message.role, name, software
+    context.sessions.say_hello(session, message.role, printable(message.name), printable(message.software))
     return m.Welcome(
         message.request_id,
         context.epoch,
@@ -99,18 +78,16 @@ def register(context: Context, session: Session, message: m.Register) -> Pending
     context.sessions.check_not_stopping()
     session.check_namespace(message.namespace)
     namespace = context.cache.namespace(message.namespace)
-    charged_bytes = _check_registration(context, session, message, namespace)
+    _check_registration(context, session, message, namespace)
     descriptors = _claim(session, message.segments)
     session.registering.add(message.registration_id)
-    context.cache.memory.take(session.id, charged_bytes)
     answer = Later()
 
     def mapped(result: EngineMemory | Exception) -> None:
         session.registering.discard(message.registration_id)
         try:
-            reply = _registered(context, session, message, namespace, charged_bytes, result)
+            reply = _registered(context, session, message, namespace, result)
         except Exception as error:
-            context.cache.memory.take(session.id, -charged_bytes)
             _give_back(session, descriptors)
             answer.bring(error)
             return
@@ -131,14 +108,13 @@ def unregister(context: Context, session: Session, message: m.Unregister) -> Pen
     registration = session.registration(message.registration_id)
     del session.registrations[message.registration_id]
     answer = Later()
-    context.runner.abandon([job for job in session.jobs.values() if job.client_memory is registration])
-    context.cache.memory.take(session.id, -registration.charged_bytes)
+    context.jobs.abandon([job for job in session.jobs.values() if job.registration is registration])
     registration.close_when_idle(lambda: answer.bring(m.Done(message.request_id, context.epoch, 1)))
     return Pending(answer.poll)
 
 
-def _check_registration(context: Context, session: Session, message: m.Register, namespace: Namespace) -> int:
-    """Raise KvoffdError where the registration cannot be; return the memory that the daemon needs for it."""
+def _check_registration(context: Context, session: Session, message: m.Register, namespace: Namespace) -> None:
+    """Raise KvoffdError where the registration cannot be."""
     if message.registration_id in session.registrations or message.registration_id in session.registering:
         raise BadGeometry("A registration with this id exists; make a new id.")
     held = len(session.registrations) + len(session.registering)
@@ -150,9 +126,6 @@ def _check_registration(context: Context, session: Session, message: m.Register,
         raise BadGeometry(f"The registration has {pages} pages in its groups; {MAX_PAGES} are allowed.")
     if len(message.groups) != len(namespace.groups):
         raise BadGeometry(f"The registration has {len(message.groups)} groups, its namespace {len(namespace.groups)}.")
-    nbytes = REGISTRATION_BYTES + len(message.segments) * SEGMENT_BYTES + pages * PAGE_BYTES
-    context.cache.memory.check(session.id, nbytes)
-    return nbytes
 
 
 def _registered(
@@ -160,7 +133,6 @@ def _registered(
     session: Session,
     message: m.Register,
     namespace: Namespace,
-    charged_bytes: int,
     memory: EngineMemory | Exception,
 ) -> m.Registered:
     """Enter the registration, or unmap its memory and raise."""
@@ -179,7 +151,7 @@ def _registered(
     except BaseException:
         memory.close(lambda: None)
         raise
-    registration = Registration(memory, namespace, message.rank, layouts, charged_bytes)
+    registration = Registration(memory, namespace, message.rank, layouts)
     session.registrations[message.registration_id] = registration
     return m.Registered(message.request_id, context.epoch, message.registration_id, shard_bytes)
 
@@ -269,32 +241,16 @@ def reset(context: Context, session: Session, message: m.Reset) -> Pending:
 
 
 @answers(m.Submit)
-def submit(context: Context, session: Session, message: m.Submit) -> m.JobsRefused | None:
-    """Accept stores and loads; their completions are the answer, but for those that are refused."""
+def submit(context: Context, session: Session, message: m.Submit) -> None:
+    """Accept stores and loads, all or none. Their results are the answer."""
     session.completions.acknowledge(message.acknowledged)
     context.sessions.check_not_stopping()
-    registration = session.registration(message.registration_id)
-    registration.check_whole(context.clock())
-    jobs: list[m.Store | m.Load] = [*message.stores, *message.loads]
-    groups = [part for job in jobs for part in job.groups]
-    context.check_key_count(registration.namespace, groups)
-    if len(jobs) > (most := context.config.limits.max_jobs_per_message):
-        raise KvoffdError(f"{len(jobs)} jobs in one message; {most} are allowed. Send several.", ErrorCode.TOO_MANY)
-    submission = Submission(context.jobs, session, message, 2 * context.sessions.credit_bytes)
-    submission.run()
-    for refusal in submission.refused:
-        context.count_error(refusal.code)
-    if submission.refused:
-        return m.JobsRefused(message.request_id, context.epoch, submission.refused)
-    return None
+    context.jobs.submit(session, message)
 
 
 @answers(m.Cancel)
 def cancel(context: Context, session: Session, message: m.Cancel) -> m.CancelReply:
     """Fail jobs that have not started. Unknown ids have ended and are in neither list."""
     session.completions.acknowledge(message.acknowledged)
-    stores = {job_id for job_id, job in session.jobs.items() if job.direction is Direction.STORE}
-    cancelled, running = context.runner.cancel(session, message.job_ids)
-    context.jobs.unsent_stores += message.unsent
-    context.jobs.cancelled_stores += len(stores.intersection(cancelled))
+    cancelled, running = context.jobs.cancel(session, message.job_ids, message.unsent)
     return m.CancelReply(message.request_id, context.epoch, cancelled, running)

@@ -89,7 +89,7 @@ def _late(context: Context) -> list[m.HealthProblem]:
 def _full(context: Context) -> list[m.HealthProblem]:
     """Sessions that further engines lack."""
     most = context.config.max_sessions
-    if sum(not session.reserved for session in context.sessions) < most:
+    if context.sessions.of_engines < most:
         return []
     return [
         m.HealthProblem(

@@ -13,8 +13,7 @@ from kvoffd.errors import KvoffdError
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.server.acceptor import Acceptor, failed_streams, peer_of
 from kvoffd.server.context import Context
-from kvoffd.server.session import Ending, Lifeline, Session
-from kvoffd.server.sessions import may_connect
+from kvoffd.server.sessions import Ending, Session, may_connect
 from kvoffd.system.closing import MOST_DESCRIPTORS, Closer, check_descriptor
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd_proto import lifeline
@@ -29,7 +28,7 @@ _READ_BYTES = 1024
 HELLO_DEADLINE_S = 10.0
 
 
-class _Connection(Lifeline):
+class _Connection:
     """One accepted stream. Is the session's Lifeline."""
 
     def __init__(self, stream: socket.socket, server: LifelineServer) -> None:

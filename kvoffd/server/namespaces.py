@@ -8,7 +8,7 @@ from kvoffd.cache.namespace import Namespace, nbytes_of
 from kvoffd.errors import BadGeometry, KvoffdError
 from kvoffd.server.background import Work
 from kvoffd.server.context import Context
-from kvoffd.server.session import Session
+from kvoffd.server.sessions import Session
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import NamespaceRequest
 from kvoffd_proto.units import printable

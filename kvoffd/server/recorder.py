@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.policies import Chain
 from kvoffd.errors import KvoffdError
-from kvoffd.server.session import Session
+from kvoffd.server.sessions import Session
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 

@@ -16,7 +16,7 @@ from kvoffd.memory_estimate import max_index_bytes
 from kvoffd.server.context import Context, answers, filled
 from kvoffd.server.health import health_of, health_reply
 from kvoffd.server.recent import named
-from kvoffd.server.session import Session
+from kvoffd.server.sessions import Session
 from kvoffd.server.tiers import Disk
 from kvoffd.tiers.shared.shared_tier import SharedTier
 from kvoffd.tiers.tier import TierStats

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.integrity import ChecksumCheck
-from kvoffd.server.engine_jobs import wrong_bytes
+from kvoffd.server.jobs import wrong_bytes
 from kvoffd_proto import messages as m
 from kvoffd_proto.units import format_duration, format_size
 

@@ -7,8 +7,6 @@ are handed in.
 from __future__ import annotations
 
 import logging
-import secrets
-from collections.abc import Callable, Sequence
 from weakref import WeakSet
 
 # These fill the table of handlers.
@@ -21,20 +19,18 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server.context import HANDLERS, MAX_PENDING, Answer, Context, Outbox, Pending
-from kvoffd.server.engine_jobs import EngineJobs
-from kvoffd.server.engine_memory import MemoryMapper, Post
+from kvoffd.server.engine_memory import MemoryMapper
 from kvoffd.server.events import EventLog
 from kvoffd.server.health import health_reply
-from kvoffd.server.jobs import JobRunner
+from kvoffd.server.host import Host
+from kvoffd.server.jobs import Jobs
 from kvoffd.server.namespaces import FORGET_AFTER_S, forget_idle
 from kvoffd.server.persistence import State
 from kvoffd.server.recent import Recent
 from kvoffd.server.recorder import Recorder
 from kvoffd.server.scrubber import Scrubber
-from kvoffd.server.session import Session
-from kvoffd.server.sessions import Sessions
+from kvoffd.server.sessions import Session, Sessions, credit_bytes
 from kvoffd.server.tiers import OpenDisk, Tiers
-from kvoffd.system.mappings import MappedSegment, close_segments, map_memfd
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import TransferEngine
 from kvoffd_proto import codec
@@ -58,32 +54,28 @@ class Service:
         engine: TransferEngine,
         gpus: Gpus,
         pool_address: int,
-        clock: Callable[[], float],
-        post: Post,
+        host: Host,
         open_disk: OpenDisk,
         state: State,
-        map_segment: Callable[[int, int], MappedSegment] = map_memfd,
-        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
         max_attached: int = 2**16,
-        close_segments: Callable[[Sequence[MappedSegment], Callable[[], None]], None] = close_segments,
     ) -> None:
-        memory = MemoryMapper(engine, map_segment, post, gpus, close_segments)
-        runner = JobRunner(cache, clock, config.limits.job_deadline_s, post)
+        clock = host.now
+        credit = credit_bytes(config, cache)
+        jobs = Jobs(config, cache, pool_address, host, credit)
         self.context = Context(
             config,
             clock,
             clock(),
             cache,
             events,
-            memory,
-            Sessions(config, cache, runner, random_bytes, max_attached),
-            runner,
-            EngineJobs(config, cache, pool_address, runner),
+            MemoryMapper(engine, host, gpus),
+            Sessions(config, cache, jobs, host, max_attached),
+            jobs,
             Scrubber(cache, clock),
             Recent(cache, clock),
             Recorder(cache, clock),
             HitRatioCurve(cache.slots.pool_bytes, clock),
-            Tiers(config, cache, events, clock, open_disk, post, runner.busy, state),
+            Tiers(config, cache, events, clock, open_disk, host.post, jobs.busy, state),
             state,
         )
         self.sessions = self.context.sessions

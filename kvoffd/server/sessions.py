@@ -1,34 +1,251 @@
-"""Who may connect, by the credentials that the kernel tells of a peer, and how many sessions and descriptors there may
-be."""
+"""The clients: who may connect, the open sessions, and everything that the daemon holds for each."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
 
 from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
-from kvoffd.errors import KvoffdError
-from kvoffd.server.jobs import JobRunner
-from kvoffd.server.session import CompletionLog, Ending, Lifeline, Peer, Session
+from kvoffd.errors import KvoffdError, UnknownNamespace, UnsafeSegment
+from kvoffd.server.engine_memory import EngineMemory
+from kvoffd.server.host import Host
+from kvoffd.transfer.plan import GroupLayout
+from kvoffd_proto import codec, events
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import TOKEN_BYTES, Role
+from kvoffd_proto.lifeline import routing_id
+from kvoffd_proto.messages import TOKEN_BYTES, Completions, JobResult, Role
+
+if TYPE_CHECKING:
+    from kvoffd.server.jobs import Job, Jobs
 
 logger = logging.getLogger(__name__)
 
+WHOLE_EVERY_S = 0.05
+"""How often it is looked whether a client's memory is still all allocated: a microsecond a segment."""
 MAX_DEFAULT_CREDIT_BYTES = 2**30
-PROCESS_PART = 4
-"""One process may have one part in so many of the sessions; one user, but root and the daemon's own, three in four."""
-MIN_SESSIONS = 16
-"""Or so many, where that is more."""
-RESERVED_SESSIONS = 8
-"""Sessions beyond max_sessions, for administrators that are root or the daemon's own user or in admin_uids."""
+OPERATORS_SESSIONS = 8
+"""Sessions beyond max_sessions, which are those of engines: an operator can look when all of these are taken."""
 MAX_DEPARTED = 1024
 """So many routes of clients that left are known: their last messages may come after the end of their lifelines."""
-ALWAYS_ATTACHABLE = 64
-"""Descriptors that a session may attach however many the others have, as long as there are any."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Who is at the other end, as the kernel says (SO_PEERCRED). pid is 0 from another pid namespace."""
+
+    pid: int
+    uid: int
+    gid: int
+    process: int = 0
+    """A number of the process that no other has, also where pid is 0; 0 where the kernel tells none."""
+
+    def __str__(self) -> str:
+        return f"uid {self.uid}"
+
+
+class Ending(StrEnum):
+    CLOSED = "closed"
+    """Its client said that it leaves."""
+    GONE = "gone"
+    """Its lifeline ended without a word: the process ended."""
+    NO_HELLO = "no_hello"
+    MALFORMED = "malformed"
+    """What came over the lifeline was no message of it."""
+    FAILED = "failed"
+    """The daemon failed with it, or the client did not read its lifeline."""
+    STOPPING = "stopping"
+    """The daemon ends."""
+
+
+class Lifeline(Protocol):
+    """The session's stream, as much of it as the service needs."""
+
+    def alive(self) -> bool:
+        """Whether the peer still holds its end, asked of the kernel now, not of an event that may be queued."""
+
+    def close_descriptor(self, fd: int) -> None:
+        """Close what the peer sent: where it is gone, that frees its memory, which takes a while."""
+
+
+class CompletionLog:
+    """A session's results: published in numbered batches, and kept until the client acknowledges them."""
+
+    def __init__(self, epoch: int, session_id: int) -> None:
+        self._epoch = epoch
+        self._session_id = session_id
+        self._topic = events.session_topic(epoch, session_id)
+        self._pending: list[JobResult] = []
+        self._kept: deque[Completions] = deque()
+        self._kept_results = 0
+        self.sequence = 0
+
+    def add(self, results: Sequence[JobResult]) -> None:
+        """Put ``results`` into the batch that the next flush publishes."""
+        self._pending += results
+
+    def flush(self, credit_bytes: int) -> tuple[bytes, bytes, bytes] | None:
+        """Close the current batch; return it as the frames to publish, or None when it is empty."""
+        if not self._pending:
+            return None
+        self.sequence += 1
+        batch = Completions(self._epoch, self._session_id, self.sequence, credit_bytes, self._pending)
+        self._pending = []
+        self._kept.append(batch)
+        self._kept_results += len(batch.results)
+        return self._topic, self.sequence.to_bytes(events.SEQUENCE_BYTES, "big"), codec.encode(batch)
+
+    def acknowledge(self, sequence: int) -> None:
+        while self._kept and self._kept[0].sequence <= sequence:
+            self._kept_results -= len(self._kept.popleft().results)
+
+    def replay(self) -> list[Completions]:
+        """All batches that are not acknowledged, oldest first."""
+        return list(self._kept)
+
+    def __len__(self) -> int:
+        """Results that are not acknowledged."""
+        return self._kept_results + len(self._pending)
+
+
+@dataclass(eq=False)
+class Registration:
+    """KV tensors that a worker has registered: its mapped memory and the layouts over it. Unmapped only when no job
+    touches it any more."""
+
+    memory: EngineMemory
+    namespace: Namespace
+    rank: int
+    layouts: list[GroupLayout]
+    jobs: int = field(default=0, init=False)
+    """Jobs that hold addresses inside the memory."""
+    _on_closed: Callable[[], None] | None = field(default=None, init=False)
+    _whole_at: float = field(default=float("-inf"), init=False)
+
+    def check_whole(self, now: float) -> None:
+        """Raise UnsafeSegment where the client has made holes in its memory, as far as was seen: the pages that a copy
+        would allocate there are charged to the daemon.
+        """
+        if now - self._whole_at >= WHOLE_EVERY_S:
+            if not all(segment.whole() for segment in self.memory.segments):
+                raise UnsafeSegment(
+                    "Pages of the registered memory were given back to the kernel since; register memory that stays."
+                )
+            self._whole_at = now
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of the client's memory that the daemon can reach."""
+        return sum(size for _, size in self.memory.spans)
+
+    def close_when_idle(self, on_closed: Callable[[], None]) -> None:
+        """Unmap once the last job has ended, then have ``on_closed`` called. Once."""
+        assert self._on_closed is None, "a registration is closed once"
+        self._on_closed = on_closed
+        self._close_if_idle()
+
+    def job_started(self) -> None:
+        assert self._on_closed is None, "memory that is being closed takes no jobs"
+        self.jobs += 1
+
+    def job_ended(self) -> None:
+        """A job will not touch the memory any more."""
+        assert self.jobs > 0
+        self.jobs -= 1
+        self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        if self._on_closed is not None and not self.jobs:
+            self.memory.close(self._on_closed)
+
+
+@dataclass(eq=False)
+class Session:
+    """State of one client. Ends with its lifeline; ``ended`` stays true while its last copies run out."""
+
+    id: int
+    token: bytes
+    """Its client's secret, told over the lifeline."""
+    peer: Peer
+    lifeline: Lifeline
+    opened_at: float
+    completions: CompletionLog
+    role: Role | None = None
+    name: str = ""
+    software: str = ""
+    last_request_at: float = field(init=False)
+    ended: bool = False
+    namespaces: set[bytes] = field(default_factory=set)
+    segments: dict[int, int] = field(default_factory=dict)
+    """Attached descriptors that no registration has taken over yet: segment id -> fd."""
+    registrations: dict[bytes, Registration] = field(default_factory=dict)
+    registering: set[bytes] = field(default_factory=set)
+    """Ids of registrations whose memory is being mapped."""
+    jobs: dict[int, Job] = field(default_factory=dict)
+    """Jobs without a result by id; several ids may be one copy. Kept by ``Jobs``, as the numbers below are."""
+    in_flight: int = 0
+    """Jobs that have no result, or whose copy may still touch the client's memory."""
+    store_bytes: int = 0
+    """Bytes of unfinished stores, held against the session's credit."""
+    pieces: int = 0
+    """Of all jobs that hold memory for what they copy."""
+    _on_released: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.last_request_at = self.opened_at
+
+    @property
+    def route(self) -> bytes:
+        """The routing id of its client's requests."""
+        return routing_id(self.token)
+
+    def check_namespace(self, fingerprint: bytes) -> None:
+        """Raise UnknownNamespace unless the session has opened the namespace."""
+        if fingerprint not in self.namespaces:
+            raise UnknownNamespace(ErrorCode.UNKNOWN_NAMESPACE.sentence)
+
+    def registration(self, registration_id: bytes) -> Registration:
+        """A registration of the session. Raises KvoffdError."""
+        registration = self.registrations.get(registration_id)
+        if registration is None:
+            raise KvoffdError.of(ErrorCode.UNKNOWN_REGISTRATION)
+        return registration
+
+    def end(self, on_released: Callable[[], None]) -> None:
+        """Mark the session as ended; call ``on_released`` once its last copy has ended, at once when there is none."""
+        self.ended = True
+        self._on_released = on_released
+        self.release_if_idle()
+
+    def release_if_idle(self) -> None:
+        """To be called when a copy has ended: where the session is over, it may have been the last one."""
+        if self._on_released is not None and not self.in_flight:
+            on_released, self._on_released = self._on_released, None
+            on_released()
+
+    @property
+    def descriptors(self) -> int:
+        """Those that the daemon has open for it: attached, or of memory that is registered."""
+        return len(self.segments) + sum(one.memory.descriptors for one in self.registrations.values())
+
+    def close_memory(self) -> None:
+        """Unmap all memory as soon as no job touches it, and close what was attached."""
+        for memory in self.registrations.values():
+            memory.close_when_idle(lambda: None)
+        self.registrations.clear()
+        self.close_segments()
+
+    def close_segments(self) -> None:
+        """Close descriptors that were attached and never registered."""
+        for fd in self.segments.values():
+            self.lifeline.close_descriptor(fd)
+        self.segments.clear()
 
 
 def may_connect(peer: Peer, config: Config) -> bool:
@@ -42,6 +259,11 @@ def may_administer(peer: Peer, config: Config) -> bool:
     return not config.admin_uids or peer.uid in {0, os.geteuid(), *config.admin_uids}
 
 
+def credit_bytes(config: Config, cache: BlockCache) -> int:
+    """Bytes of stores that all sessions together may have outstanding."""
+    return config.limits.credit_bytes or min(cache.slots.pool_bytes // 8, MAX_DEFAULT_CREDIT_BYTES)
+
+
 class Sessions:
     """The open sessions: admits clients, and ends what they held when they go.
 
@@ -49,30 +271,19 @@ class Sessions:
         max_attached: descriptors that all sessions together may have: attached, or of memory of the host.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        cache: BlockCache,
-        runner: JobRunner,
-        random_bytes: Callable[[int], bytes],
-        max_attached: int,
-    ) -> None:
+    def __init__(self, config: Config, cache: BlockCache, jobs: Jobs, host: Host, max_attached: int) -> None:
         self._config = config
         self._cache = cache
-        self._runner = runner
-        self._random_bytes = random_bytes
+        self._jobs = jobs
+        self._host = host
         self._max_attached = max_attached
         self.by_route: dict[bytes, Session] = {}
         """By the routing id of their clients' requests."""
         self._departed: OrderedDict[bytes, None] = OrderedDict()
-        self._taken = self._reserved = 0
-        self._of_user: Counter[int] = Counter()
-        self._of_process: Counter[int] = Counter()
         self._last_id = 0
-        self.epoch = int.from_bytes(random_bytes(8), "big") >> 1
+        self.epoch = int.from_bytes(host.random(8), "big") >> 1
         """This life of the daemon."""
-        self.credit_bytes = config.limits.credit_bytes or min(cache.slots.pool_bytes // 8, MAX_DEFAULT_CREDIT_BYTES)
-        """Bytes of stores that all sessions together may have outstanding."""
+        self.credit_bytes = credit_bytes(config, cache)
         self.ended: Counter[str] = Counter()
         """Sessions that ended, by ``Ending``: engines', and those that the daemon ended before their Hello."""
         self.stopping = False
@@ -96,44 +307,41 @@ class Sessions:
     def open(self, lifeline: Lifeline, peer: Peer) -> Session:
         """Admit a client that has connected to the lifeline. Raises KvoffdError when it may not come in."""
         self.check_not_stopping()
-        reserved = self._takes_reserve(peer)
+        if len(self.by_route) >= self._config.max_sessions + OPERATORS_SESSIONS:
+            raise self._full()
         self._last_id += 1
-        token, log = self._random_bytes(TOKEN_BYTES), CompletionLog(self.epoch, self._last_id, self._cache.memory)
-        session = Session(self._last_id, token, peer, lifeline, self._runner.clock(), log)
-        session.reserved = reserved
+        token = self._host.random(TOKEN_BYTES)
+        log = CompletionLog(self.epoch, self._last_id)
+        session = Session(self._last_id, token, peer, lifeline, self._host.now(), log)
         self.by_route[session.route] = session
-        self._count(session, 1)
         return session
 
-    def _takes_reserve(self, peer: Peer) -> bool:
-        """Whether the only place left for a newcomer is one of those for administrators. Raises KvoffdError."""
-        limit = self._config.max_sessions
-        of_process = max(MIN_SESSIONS, limit // PROCESS_PART)
-        if peer.process and self._of_process[peer.process] >= of_process:
-            raise KvoffdError(
-                f"The process has {of_process} sessions, as many as one may; close some, or raise max_sessions.",
-                ErrorCode.TOO_MANY,
-            )
-        privileged = peer.uid in {0, os.geteuid(), *self._config.admin_uids}
-        of_user = limit if privileged else max(MIN_SESSIONS, limit * 3 // 4)
-        if self._taken < limit and self._of_user[peer.uid] < of_user:
-            return False
-        if privileged and self._reserved < RESERVED_SESSIONS:
-            return True
-        raise KvoffdError(
-            f"All {limit} sessions are taken, or the {of_user} that one user may have; raise max_sessions.",
-            ErrorCode.TOO_MANY,
-        )
+    @property
+    def of_engines(self) -> int:
+        """Sessions of schedulers and workers."""
+        return sum(session.role in (Role.SCHEDULER, Role.WORKER) for session in self)
 
-    def _count(self, session: Session, change: int) -> None:
-        if session.reserved:
-            self._reserved += change
-        else:
-            self._taken += change
-        for counts, key in ((self._of_user, session.peer.uid), (self._of_process, session.peer.process)):
-            counts[key] += change
-            if not counts[key]:
-                del counts[key]
+    def say_hello(self, session: Session, role: Role, name: str, software: str) -> None:
+        """Make it the session of such a client. Raises KvoffdError where it may not be."""
+        if session.role is not None and session.role != role:
+            raise KvoffdError(f"The session sent Hello as {session.role}; a role cannot change.", ErrorCode.WRONG_ROLE)
+        if role is Role.ADMIN and not may_administer(session.peer, self._config):
+            raise KvoffdError(
+                f"User {session.peer.uid} may not administer this kvoffd; add the uid to admin_uids.",
+                ErrorCode.FORBIDDEN,
+            )
+        if role is not Role.ADMIN and session.role is None and self.of_engines >= self._config.max_sessions:
+            raise self._full()
+        if session.role is None:
+            process = f"pid {session.peer.pid}" if session.peer.pid else "a process of another pid namespace"
+            level = logging.DEBUG if role is Role.ADMIN else logging.INFO  # every command has one
+            logger.log(level, "Session %d: %s %s (%s), %s.", session.id, role, name, software, process)
+        session.role, session.name, session.software = role, name, software
+
+    def _full(self) -> KvoffdError:
+        return KvoffdError(
+            f"All {self._config.max_sessions} sessions are taken; raise max_sessions.", ErrorCode.TOO_MANY
+        )
 
     def attach(self, session: Session, segment_id: int, fd: int) -> None:
         """Keep a descriptor for a Register to come. Owns ``fd`` on success only. Raises KvoffdError."""
@@ -143,12 +351,10 @@ class Sessions:
             raise KvoffdError(f"Segment {segment_id} is attached already; use a new id.", ErrorCode.MALFORMED)
         if len(session.segments) >= self._config.limits.max_segments:
             raise KvoffdError(f"The session holds {len(session.segments)} segments, its limit.", ErrorCode.TOO_MANY)
-        free = self._max_attached - sum(other.descriptors for other in self)
-        # Nobody may take more than what is left then, so that however many sessions hoard, the next one has room.
-        if free <= 0 or len(session.segments) >= max(free, ALWAYS_ATTACHABLE):
+        if sum(other.descriptors for other in self) >= self._max_attached:
             raise KvoffdError(
-                f"Too few descriptors are left: the session has {len(session.segments)}, {free} are free for all. "
-                "Register them, or raise the daemon's limit of open files.",
+                f"All sessions together have {self._max_attached} descriptors attached, the limit. Unregister some, or "
+                "raise the daemon's limit of open files.",
                 ErrorCode.TOO_MANY,
             )
         session.segments[segment_id] = fd
@@ -160,10 +366,10 @@ class Sessions:
         writers = sum(1 for other in self if other.registrations)
         return self.credit_bytes // max(1, writers)
 
-    def end(self, session: Session, on_drained: Callable[[], None], why: Ending = Ending.GONE) -> None:
+    def end(self, session: Session, on_released: Callable[[], None], why: Ending = Ending.GONE) -> None:
         """The lifeline has ended: drop what the session held, stop its copies, unmap its memory.
 
-        ``on_drained`` is called once the last of its copies has ended.
+        ``on_released`` is called once the last of its copies has ended.
         """
         if session.ended:
             return
@@ -172,13 +378,9 @@ class Sessions:
             self._departed[session.route] = None
             if len(self._departed) > MAX_DEPARTED:
                 self._departed.popitem(last=False)
-        self._count(session, -1)
         self._cache.end_owner(session.id)
-        session.end(on_drained)
-        session.completions.end()
-        self._runner.abandon(list(session.jobs.values()))
-        charged_bytes = sum(one.charged_bytes for one in session.registrations.values())
-        self._cache.memory.take(session.id, -charged_bytes)
+        session.end(on_released)
+        self._jobs.abandon(list(session.jobs.values()))
         session.close_memory()
         if session.role is not None:
             level = logging.DEBUG if session.role is Role.ADMIN else logging.INFO

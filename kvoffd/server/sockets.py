@@ -22,8 +22,7 @@ import zmq
 from kvoffd.config import Config
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.server.context import Context, Outbox
-from kvoffd.server.session import Peer
-from kvoffd.server.sessions import may_connect
+from kvoffd.server.sessions import Peer, may_connect
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd_proto.errors import ErrorCode
 

@@ -2,8 +2,8 @@
 """Requests and replies on ``jobs.sock``, and the completions on ``events.sock``.
 
 Every message is an array: its tag, then its fields in the order given here. A request goes as one frame
-from a DEALER; its reply comes back with the same ``request_id``. Submit is not replied to when all its jobs
-are accepted: their answers are completions. ``PROTOCOL.md`` is generated from this module.
+from a DEALER; its reply comes back with the same ``request_id``. Submit is not replied to when it is
+accepted: the answers of its jobs are completions. ``PROTOCOL.md`` is generated from this module.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Limits(Wire, frozen=True):
     max_jobs_per_message: Annotated[int, doc("Stores and loads in one Submit.", ge=1)]
     max_keys_per_job: Annotated[int, doc("Keys in one Store or Load.", ge=1)]
     max_pieces_per_job: Annotated[
-        int, doc("Pieces of one Store or Load: per group, block ids times pages of the registration.", ge=1)
+        int, doc("Pieces of all stores, or of all loads, of a Submit: block ids times pages of their group.", ge=1)
     ]
     max_pieces_in_flight: Annotated[
         int, doc("Pieces of all unfinished jobs; a job counts as eight for each of its keys at least.", ge=1)
@@ -259,50 +259,141 @@ class Reset(Request[Done], frozen=True):
 
 
 class Store(Wire, frozen=True):
-    """Copies engine blocks into the pool."""
+    """A store as clients make it: copies engine blocks into the pool. ``Submit.of`` makes a message of several."""
 
     job_id: JobId
-    groups: Annotated[list[GroupTransfer], doc("Blocks to copy.", min_length=1, max_length=MAX_GROUPS)]
+    groups: list[GroupTransfer]
 
 
 class Load(Wire, frozen=True):
-    """Copies leased blocks into engine blocks.
-
-    The lease ends with a good load of every rank of the namespace, unless ``keep_lease`` is set.
-    """
+    """A load as clients make it: copies leased blocks into engine blocks."""
 
     job_id: JobId
     lease_id: LeaseId
-    groups: Annotated[list[GroupTransfer], doc("Blocks to copy.", min_length=1, max_length=MAX_GROUPS)]
-    keep_lease: Annotated[bool, doc("Other workers load the same shards; the scheduler ends the lease.")] = False
+    groups: list[GroupTransfer]
+    keep_lease: bool = False
+
+
+class GroupBlocks(Wire, frozen=True):
+    """The blocks of one group in all stores, or in all loads, of a message: end to end, in the order of the jobs."""
+
+    group: GroupIndex
+    key_counts: Annotated[bytes, doc("Keys of each job, little-endian uint32; 0 for one that has none in the group.")]
+    block_counts: Annotated[bytes, doc("Engine blocks of each job, little-endian uint32.")]
+    first_blocks: Annotated[
+        bytes,
+        doc("Engine blocks of each job's key 0 that are left out at its start, little-endian uint32. Empty for none."),
+    ]
+    keys: Keys
+    block_ids: Annotated[bytes, doc("Engine block ids, little-endian int32, end to end.")]
+    parents: Annotated[
+        bytes,
+        doc(
+            "Of stores, for their KV events: for each key the block hash before it in its prompt, end to end; zeros "
+            "for the first of a prompt. Empty where they are not told."
+        ),
+    ] = b""
+    tokens: Annotated[
+        bytes,
+        doc(
+            "With ``parents``: the token ids of the keys' blocks, little-endian uint32, end to end. Empty where they "
+            "are not told, as for prompts whose hashes do not follow from their tokens alone."
+        ),
+    ] = b""
+
+
+class Stores(Wire, frozen=True):
+    """Stores: each copies engine blocks into the pool."""
+
+    job_ids: Annotated[list[JobId], doc("One for each store.", max_length=MAX_JOBS)]
+    groups: Annotated[list[GroupBlocks], doc("Blocks to copy; each group once.", max_length=MAX_GROUPS)]
+
+
+class Loads(Wire, frozen=True):
+    """Loads: each copies leased blocks into engine blocks.
+
+    A lease ends with a good load of every rank of the namespace, unless that load keeps it.
+    """
+
+    job_ids: Annotated[list[JobId], doc("One for each load.", max_length=MAX_JOBS)]
+    lease_ids: Annotated[list[LeaseId], doc("The lease of each load.", max_length=MAX_JOBS)]
+    keep_lease: Annotated[
+        list[bool],
+        doc("Whether other workers load the same shards; the scheduler ends the lease.", max_length=MAX_JOBS),
+    ]
+    groups: Annotated[list[GroupBlocks], doc("Blocks to copy; each group once.", max_length=MAX_GROUPS)]
 
 
 @exchange(Section.WORKER, WORKER)
 class Submit(Request[Completions], frozen=True):
-    """Submits the stores and loads of one step. Each is judged by itself, loads first, then in their order.
+    """Submits the stores and loads of one step.
 
-    Those that are accepted are answered by completions. Where some are refused, JobsRefused names them; where it is the
-    whole message, Error does.
+    A message in which anything is wrong is refused whole, and changes nothing. Else each job has one result, in
+    completions.
     """
 
     registration_id: RegistrationId
-    stores: Annotated[list[Store], doc("Stores.", max_length=MAX_JOBS)] = field(default_factory=list)
-    loads: Annotated[list[Load], doc("Loads.", max_length=MAX_JOBS)] = field(default_factory=list)
+    stores: Annotated[Stores, doc("Stores.")]
+    loads: Annotated[Loads, doc("Loads.")]
     acknowledged: Acknowledged = 0
 
+    @classmethod
+    def of(
+        cls,
+        request_id: int,
+        registration_id: bytes,
+        key_bytes: int,
+        stores: Sequence[Store],
+        loads: Sequence[Load] = (),
+        acknowledged: int = 0,
+    ) -> Submit:
+        """The message with these jobs. Parents and tokens of a group go with it where all its jobs tell them."""
+        return cls(
+            request_id,
+            registration_id,
+            Stores([store.job_id for store in stores], _blocks_of(stores, key_bytes)),
+            Loads(
+                [load.job_id for load in loads],
+                [load.lease_id for load in loads],
+                [load.keep_lease for load in loads],
+                _blocks_of(loads, key_bytes),
+            ),
+            acknowledged,
+        )
 
-class Refusal(Wire, frozen=True):
-    """Why one job was refused. It changed nothing."""
 
-    job_id: JobId
-    code: Annotated[ErrorCode, doc("Why the job was refused.")]
-    message: Annotated[str, doc("A sentence that says what to do.")]
+def _blocks_of(jobs: Sequence[Store | Load], key_bytes: int) -> list[GroupBlocks]:
+    by_group: dict[tuple[int, int], dict[int, GroupTransfer]] = {}
+    for number, job in enumerate(jobs):
+        for part in job.groups:
+            again = 0  # a group may come once in a job, and the daemon refuses another one
+            while number in by_group.setdefault((part.group, again), {}):
+                again += 1
+            by_group[part.group, again][number] = part
+    found: list[GroupBlocks] = []
+    for (group, _), parts in by_group.items():
+        some = [parts.get(number) for number in range(len(jobs))]
+        there = list(parts.values())
+        told_parents, told_tokens = all(part.parents for part in there), all(part.tokens for part in there)
+        found.append(
+            GroupBlocks(
+                group,
+                _counts([len(part.keys) // key_bytes if part else 0 for part in some]),
+                _counts([len(part.block_ids) // BLOCK_ID_BYTES if part else 0 for part in some]),
+                _counts([part.first_block if part else 0 for part in some])
+                if any(part.first_block for part in there)
+                else b"",
+                b"".join([part.keys for part in there]),
+                b"".join([part.block_ids for part in there]),
+                b"".join([part.parents for part in there]) if told_parents else b"",
+                b"".join([part.tokens for part in there]) if told_tokens else b"",
+            )
+        )
+    return found
 
 
-class JobsRefused(Reply, frozen=True):
-    """Answer to Submit where some of its jobs are refused; the others are accepted."""
-
-    refused: Annotated[list[Refusal], doc("The jobs that are refused; no completion comes for them.")]
+def _counts(numbers: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(numbers)}I", *numbers)
 
 
 class CancelReply(Reply, frozen=True):
@@ -361,7 +452,6 @@ AnyReply: TypeAlias = Reply
 
 REPLIES: tuple[type[Reply], ...] = (
     *dict.fromkeys(known.answer for known in EXCHANGES.values() if issubclass(known.answer, Reply)),
-    JobsRefused,
     Error,
 )
 """Every reply of the protocol, those of ``blocks`` included."""

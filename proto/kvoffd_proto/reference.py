@@ -113,7 +113,7 @@ def _examples() -> str:
             lifeline.Greeting(m.PROTOCOL_VERSION, 2**40, 3, token)
         ),
         "Hello": encode(m.Hello(1, m.PROTOCOL_VERSION, m.Role.WORKER, "me", "my 1.0")),
-        "Store of one key of 8 bytes, from engine block 7": encode(m.Submit(2, b"r" * 16, [m.Store(5, [group])])),
+        "Store of one key of 8 bytes, from engine block 7": encode(m.Submit.of(2, b"r" * 16, 8, [m.Store(5, [group])])),
         "Its completion": encode(m.Completions(2**40, 3, 1, 2**30, [m.JobResult(5, True, 4096, 0.5)])),
         "Done": encode(m.Done(2, 2**40, 1)),
     }

@@ -19,7 +19,7 @@ TOKEN_BYTES = 16
 MAX_GROUPS = 64
 MAX_PAGES = 8192
 """Of a registration in all groups together, and its tensors: each costs the daemon's loop some microseconds."""
-BLOCK_ID_BYTES = TOKEN_ID_BYTES = 4
+BLOCK_ID_BYTES = TOKEN_ID_BYTES = COUNT_BYTES = 4
 
 
 def doc(description: str | None = None, **bounds: int) -> Meta:

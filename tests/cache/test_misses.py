@@ -12,7 +12,6 @@ from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.pins import LeaseBounds
 from kvoffd.cache.policies import make_policy
-from kvoffd.cache.session_memory import SessionMemory
 from kvoffd_proto.messages import GroupSpec
 from tests.kit.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of
 
@@ -69,7 +68,7 @@ def test_what_was_evicted_and_what_found_no_room() -> None:
 
 def test_half_stored_blocks_and_limits_of_leases() -> None:
     rig = CacheHarness()
-    bounds = LeaseBounds(SessionMemory(2**30, 16), 2, 2**40)
+    bounds = LeaseBounds(2, 2**40)
     rig.cache = BlockCache(
         rig.slots, make_policy("lru", rig.slots.pool_bytes), rig.events, rig.clock, lease_bounds=bounds
     )

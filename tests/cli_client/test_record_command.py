@@ -21,7 +21,7 @@ from kvoffd.cache.policies import Chain
 from kvoffd.errors import KvoffdError
 from kvoffd.server import recorder
 from kvoffd.server.recorder import CHAIN_BYTES, Recorder
-from kvoffd.server.session import Session
+from kvoffd.server.sessions import Session
 from kvoffd.simulate.replay import replay
 from kvoffd.simulate.trace import BadTrace, read_trace
 from kvoffd_client import AdminClient

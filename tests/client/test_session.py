@@ -27,6 +27,7 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import AllBlocksCleared, kv_topic, session_topic
 from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import PROTOCOL_VERSION
+from tests.kit import submitted
 
 SPEC = NamespaceSpec.named("paper")
 OPTIONS = ClientOptions()
@@ -599,11 +600,11 @@ def connect_small(worker: WorkerClient, link: PaperLink) -> None:
 
 
 def stores_in(link: PaperLink) -> list[m.Store]:
-    return [store for message in link.sent if isinstance(message, m.Submit) for store in message.stores]
+    return [store for message in link.sent if isinstance(message, m.Submit) for store in submitted.stores_in(message)]
 
 
 def loads_in(link: PaperLink) -> list[m.Load]:
-    return [load for message in link.sent if isinstance(message, m.Submit) for load in message.loads]
+    return [load for message in link.sent if isinstance(message, m.Submit) for load in submitted.loads_in(message)]
 
 
 def complete(worker: WorkerClient, sequence: int, *results: m.JobResult) -> None:
@@ -644,10 +645,9 @@ def test_a_load_that_failed_in_part_is_over_when_nothing_of_it_can_land_any_more
     connect_small(worker, link)
     submit(worker, link, 0.0, [], [m.Load(1, 2**32, MANY)])
     first, second = loads_in(link)
-    refusal = m.Refusal(first.job_id, ErrorCode.UNKNOWN_LEASE, "Look up again.")
-    worker.on_reply(m.JobsRefused(link.last(m.Submit).request_id, EPOCH, [refusal]), 0.1)
+    complete(worker, 1, m.JobResult(first.job_id, False, 0, 0.1, ErrorCode.UNKNOWN_LEASE))
     assert not worker._results
-    complete(worker, 1, m.JobResult(second.job_id, True, 10, 0.5))
+    complete(worker, 2, m.JobResult(second.job_id, True, 10, 0.5))
     assert [(result.ok, result.error) for result in worker._results] == [(False, ErrorCode.UNKNOWN_LEASE)]
     assert len(loads_in(link)) == 2
 

@@ -102,9 +102,9 @@ def test_a_key_in_two_stores_of_a_step_is_copied_once(
 ) -> None:
     cache = worker.register(memory)
     stores = [store_of(1, keys(1, 2), [1, 2]), store_of(2, keys(2, 3), [2, 3]), store_of(3, keys(1), [1])]
-    results, refused = worker.step(cache, stores)
+    results = worker.step(cache, stores).results
     assert all(result.ok for result in results.values())
-    assert (sum(result.nbytes for result in results.values()), refused) == (3 * PAGE_BYTES, {})
+    assert sum(result.nbytes for result in results.values()) == 3 * PAGE_BYTES
     assert scheduler.lookup(1, keys(1, 2, 3)).states == "RRR"
     assert books(shared_daemon.directory).ready_bytes == 3 * PAGE_BYTES
 
@@ -280,7 +280,7 @@ def test_a_lease_that_is_released_is_unknown(worker: WireClient, scheduler: Wire
     scheduler.lookup(1, keys(1))
     assert scheduler.release(1) == 1
     assert scheduler.release(1) == 0, "to release twice is no error"
-    assert refused(worker.load, cache, scheduler.lease(1), keys(1), [9]) == "unknown_lease"
+    assert worker.load(cache, scheduler.lease(1), keys(1), [9]).error == "unknown_lease"
 
 
 def test_a_lease_that_is_to_be_kept_outlasts_loads(
@@ -293,7 +293,7 @@ def test_a_lease_that_is_to_be_kept_outlasts_loads(
     for _ in range(2):
         assert worker.load(cache, lease, keys(1), [7], keep_lease=True).ok
     assert worker.load(cache, lease, keys(1), [7]).ok
-    assert refused(worker.load, cache, lease, keys(1), [7]) == "unknown_lease"
+    assert worker.load(cache, lease, keys(1), [7]).error == "unknown_lease"
 
 
 def test_a_lease_is_extended_by_another_lookup(
@@ -313,7 +313,7 @@ def test_leases_end_with_their_time(impatient: DaemonProcess, memory: SharedMemo
         worker.store(cache, keys(1, 2), [0, 1])
         assert scheduler.lookup(1, keys(1)).ttl_s == 3.0
         wait_until(lambda: not books(impatient.directory).leases, interval_s=0.05)
-        assert refused(worker.load, cache, scheduler.lease(1), keys(1), [9]) == "unknown_lease"
+        assert worker.load(cache, scheduler.lease(1), keys(1), [9]).error == "unknown_lease"
         assert scheduler.release(1) == 0
 
 
@@ -563,22 +563,25 @@ def test_a_small_load_waits_for_a_part_of_a_large_one(faulty: DaemonProcess) -> 
 # --- steps -----------------------------------------------------------------------------------------
 
 
-def test_a_bad_job_of_a_step_is_named_and_changes_nothing(
+def test_a_step_with_a_bad_job_is_refused_and_changes_nothing(
     shared_daemon: DaemonProcess, worker: WireClient, scheduler: WireClient, memory: SharedMemory
 ) -> None:
     cache = worker.register(memory)
     assert worker.store(cache, keys(1), [1]).ok
     scheduler.lookup(1, keys(1))
     lease, before = scheduler.lease(1), memory.view.tobytes()
-    stores = [store_of(10, keys(3), [3]), store_of(11, keys(30), [32]), store_of(12, keys(31, 31), [4, 5])]
+    good = store_of(10, keys(3), [3])
     loads = [
         Load(20, lease, [Part(keys(1), [9])]),
         load_of(21, lease + 1, keys(1), [10]),
         load_of(22, lease, keys(9), [11]),
     ]
-    outcome = worker.step(cache, stores, loads)
-    assert outcome.refused == {11: "bad_block_ids", 12: "bad_keys", 21: "unknown_lease"}
-    assert {job: result.error for job, result in outcome.results.items()} == {10: None, 20: None, 22: "not_ready"}
+    assert refused(worker.step, cache, [good, store_of(11, keys(30), [32])], loads) == "bad_block_ids"
+    assert refused(worker.step, cache, [good, store_of(12, keys(31, 31), [4, 5])], loads) == "bad_keys"
+    assert memory.view.tobytes() == before
+    results = worker.step(cache, [good], loads).results
+    errors = {job: result.error for job, result in results.items()}
+    assert errors == {10: None, 20: None, 21: "unknown_lease", 22: "not_ready"}
     changed = np.flatnonzero(memory.view != np.frombuffer(before, np.uint8)) // PAGE_BYTES
     assert set(changed) == {9}
     assert scheduler.lookup(2, keys(1, 3, 30, 31)).states == "RR--"

@@ -10,7 +10,7 @@ from kvoffd_client import SharedMemory
 from kvoffd_client.testing import FakeEngine
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
-from tests.kit.wire import WireClient, books, keys, refused
+from tests.kit.wire import WireClient, books, keys
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_leases_end_with_a_reset(
     with WireClient(shared_daemon.directory, "scheduler") as other:
         other.open_namespace()
         assert other.reset() == 1
-    assert refused(worker.load, cache, scheduler.lease(1), keys(1), [9]) == "unknown_lease"
+    assert worker.load(cache, scheduler.lease(1), keys(1), [9]).error == "unknown_lease"
     assert memory.view.tobytes() == before
     found = books(shared_daemon.directory)
     assert (found.leases, found.pinned_bytes, found.leaving_bytes) == (0, 0, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvoffd.server.service import Service
-from kvoffd.server.session import Session
+from kvoffd.server.sessions import Session
 from kvoffd_proto import blocks as b
 from kvoffd_proto import messages as m
 from kvoffd_proto.handles import CudaIpcHandle, Handle, MemfdHandle, PageRef, TensorLayout
@@ -108,11 +108,12 @@ class Requests:
         match choices.of((*kinds[session.role] * 6, *every)):
             case "store":
                 stores = [m.Store(choices.byte() % 8, self.parts()) for _ in range(1 + choices.byte() % 3)]
-                return m.Submit(i, name, stores)
+                return m.Submit.of(i, name, KEY_BYTES, stores)
             case "load":
                 lease_id = self.lease(session)
                 parts = self.leased(lease_id) if choices.byte() % 2 else []
-                return m.Submit(i, name, [], [m.Load(choices.byte() % 8, lease_id, parts or self.parts())])
+                load = m.Load(choices.byte() % 8, lease_id, parts or self.parts())
+                return m.Submit.of(i, name, KEY_BYTES, [], [load])
             case "register":
                 return self.register(session, i)
             case "unregister":

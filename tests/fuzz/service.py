@@ -9,16 +9,17 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import cast
 
 from kvoffd.config import Config, Limits
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
+from kvoffd.server.persistence import State, StateFile, StateWriter
 from kvoffd.server.service import Service
-from kvoffd.server.session import Lifeline, Peer, Session
-from kvoffd.system.mappings import MappedSegment
+from kvoffd.server.sessions import Peer, Session
+from kvoffd.system.mappings import MappedSegment, close_segments
 from kvoffd.transfer.engine import DirectionLoad, Transfer, TransferEngine
 from kvoffd.transfer.plan import Direction, Outcome
 from kvoffd_proto import codec, lifeline
@@ -27,11 +28,11 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.messages import PROTOCOL_VERSION
 from tests.fuzz.choices import Choices
-from tests.fuzz.requests import BLOCKS, NAMES, NAMESPACES, PAGE, WORLD, Requests
+from tests.fuzz.requests import BLOCKS, KEY_BYTES, NAMES, NAMESPACES, PAGE, WORLD, Requests
 from tests.fuzz.trees import bend
 from tests.kit.cache_harness import made
 from tests.kit.invariants import check_invariants
-from tests.sim.parts import make_pool, make_service
+from tests.sim.parts import SimStateFile, make_pool, make_service
 
 STEPS = 100
 POOL_BYTES = 1 << 20
@@ -72,7 +73,7 @@ class LazyEngine(TransferEngine):
         return True
 
 
-class FakeLifeline(Lifeline):
+class FakeLifeline:
     """A lifeline that can be dead before its end is noticed."""
 
     def __init__(self) -> None:
@@ -81,8 +82,8 @@ class FakeLifeline(Lifeline):
     def alive(self) -> bool:
         return self.open
 
-    def close(self) -> None:
-        self.open = False
+    def close_descriptor(self, fd: int) -> None:
+        os.close(fd)
 
 
 class Segment(MappedSegment):
@@ -90,6 +91,41 @@ class Segment(MappedSegment):
 
     def close(self) -> None:
         self._address = 0
+
+
+class FuzzHost:
+    """The service's ``Host``."""
+
+    def __init__(self, harness: ServiceHarness, random_bytes: Callable[[int], bytes]) -> None:
+        self._harness = harness
+        self.random = random_bytes
+        self.post = harness.done.append
+        self.unmap = close_segments
+
+    def now(self) -> float:
+        return self._harness.now
+
+    def map_memfd(self, fd: int, size_bytes: int) -> MappedSegment:
+        os.fstat(fd)  # a closed one would be a bug of the service
+        if size_bytes > BLOCKS * PAGE:
+            raise KvoffdError("too large", ErrorCode.UNSAFE_SEGMENT)
+        return Segment(1 << 40, size_bytes)
+
+
+class ForgetfulWriter(StateWriter):
+    """Writes nothing, at once."""
+
+    def __init__(self) -> None:
+        pass
+
+    def save(self, file: StateFile, content: bytes | Iterator[bytes]) -> None:
+        pass
+
+    def is_writing(self, file: StateFile) -> bool:
+        return False
+
+    def problem(self, file: StateFile) -> str:
+        return ""
 
 
 class ServiceHarness:
@@ -114,20 +150,12 @@ class ServiceHarness:
             cast(Pool, self.pool),
             self.engine,
             self.pool.address,
-            lambda: self.now,
-            self.done.append,
-            self._map,
-            rng.randbytes,
+            FuzzHost(self, rng.randbytes),
+            State(SimStateFile(), ForgetfulWriter()),
         )
         self.ended: list[bytes] = [lifeline.routing_id(bytes(m.TOKEN_BYTES))]
         """Routes of ended sessions, and one that was never given."""
         self.requests = Requests(choices, self.service)
-
-    def _map(self, fd: int, size: int) -> MappedSegment:
-        os.fstat(fd)  # a closed one would be a bug of the service
-        if size > BLOCKS * PAGE:
-            raise KvoffdError("too large", ErrorCode.UNSAFE_SEGMENT)
-        return Segment(1 << 40, size)
 
     # --- what can happen ---------------------------------------------------------------------------
 
@@ -212,7 +240,8 @@ class ServiceHarness:
             worker, lease_id = self.choices.of(workers), self.choices.of(leases).lease_id
             name = self.choices.of(list(worker.registrations))
             if parts := self.requests.leased(lease_id):
-                self.handle(worker.route, m.Submit(1, name, [], [m.Load(8 + self.choices.byte() % 8, lease_id, parts)]))
+                load = m.Load(8 + self.choices.byte() % 8, lease_id, parts)
+                self.handle(worker.route, m.Submit.of(1, name, KEY_BYTES, [], [load]))
 
     def take_done(self) -> None:
         while self.done:
@@ -255,9 +284,8 @@ class ServiceHarness:
             return
         if not replies:
             later = isinstance(message, m.Unregister)
-            assert later or (isinstance(message, m.Submit) and (accepted or not (message.stores or message.loads))), (
-                message
-            )
+            empty = isinstance(message, m.Submit) and not (message.stores.job_ids or message.loads.job_ids)
+            assert later or empty or (isinstance(message, m.Submit) and accepted), message
             return
         (reply,) = replies
         assert reply.request_id == message.request_id
@@ -265,11 +293,6 @@ class ServiceHarness:
             assert reply.code is not ErrorCode.INTERNAL, (message, reply)
             assert before == after, (message, reply, before, after)
             assert route not in self.ended or reply.code is ErrorCode.BAD_TOKEN
-        elif isinstance(reply, m.JobsRefused):
-            assert isinstance(message, m.Submit)
-            assert all(one.code is not ErrorCode.INTERNAL for one in reply.refused), (message, reply)
-            if len(reply.refused) == len(message.stores) + len(message.loads):
-                assert before == after, (message, reply, before, after)
         else:
             assert isinstance(message, m.Health) or route not in self.ended, message
 
@@ -302,8 +325,7 @@ class ServiceHarness:
         usage = cache.pool_usage()
         assert usage.pinned_bytes == usage.leaving_bytes == usage.writing_bytes == 0, usage
         assert not len(cache.leases)
-        assert not cache.memory.held_bytes
-        assert not self.service.context.runner.unfinished
+        assert not self.service.context.jobs.unfinished
         assert usage.free_bytes == POOL_BYTES, usage
 
 

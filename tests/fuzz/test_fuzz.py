@@ -73,7 +73,7 @@ def test_the_runs_reach_what_they_are_about() -> None:
     assert ended[Direction.LOAD, Outcome.DONE] > 2, ended
     wanted = (
         "malformed bad_version bad_token no_hello wrong_role unknown_namespace namespace_mismatch bad_geometry "
-        "unknown_registration unknown_segment unsafe_segment bad_keys bad_block_ids duplicate_job unknown_lease "
+        "unknown_registration unknown_segment unsafe_segment bad_keys bad_block_ids duplicate_job "
         "too_many"
     )
     assert not [name for name in wanted.split() if not errors[name]], errors

@@ -20,6 +20,7 @@ from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.messages import PROTOCOL_VERSION
 from kvoffd_proto.sockets import SocketPaths
+from tests.kit.submitted import jobs_in
 
 from .closing import Starting
 from .waiting import DEADLINE_S
@@ -170,7 +171,7 @@ class FakeDaemon(Starting):
 
     def seen(self, kind: type) -> list[m.AnyRequest | m.Store | m.Load]:
         """The requests of a kind, or the stores or loads in them."""
-        jobs = [job for one in self.requests if isinstance(one, m.Submit) for job in (*one.stores, *one.loads)]
+        jobs = [job for one in self.requests if isinstance(one, m.Submit) for job in jobs_in(one)]
         return [one for one in (*self.requests, *jobs) if type(one) is kind]
 
     # --- the thread ------------------------------------------------------------------------------
@@ -278,7 +279,7 @@ class FakeDaemon(Starting):
                 return m.ResultsReply(*head, list(peer.batches), list(peer.jobs))
             case m.Submit():
                 peer.acknowledge(request.acknowledged)
-                for job in (*request.loads, *request.stores):
+                for job in jobs_in(request):
                     peer.jobs[job.job_id] = job
                     if not self.hold_jobs:
                         self._finish(peer, job.job_id, True)

@@ -16,6 +16,7 @@ from kvoffd_client.transport import MAX_DESCRIPTORS
 from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
+from tests.kit.submitted import jobs_in
 
 from .fake_daemon import LIMITS, Answer, FakeDaemon, Peer
 from .waiting import wait_until
@@ -58,7 +59,7 @@ class HostileDaemon(FakeDaemon):
 
     def fail_loads(self, request: m.AnyRequest, peer: Peer) -> Answer:
         assert isinstance(request, m.Submit)
-        for job in (*request.loads, *request.stores):
+        for job in jobs_in(request):
             peer.jobs[job.job_id] = job
             self._finish(peer, job.job_id, isinstance(job, m.Store))
         return None
@@ -73,7 +74,7 @@ def strange_failures(daemon: HostileDaemon) -> None:
         keys = [m.GroupKeys(65535, b"12345"), m.GroupKeys(0, b""), m.GroupKeys(0, b"x" * 33), m.GroupKeys(7, bytes(64))]
         results = [
             m.JobResult(job.job_id, False, 2**63 - 1, float("inf"), RANDOM.choice(codes), keys, keys)
-            for job in (*request.loads, *request.stores)
+            for job in jobs_in(request)
         ]
         daemon.complete(peer, [*results, *results])
         return None
@@ -86,7 +87,7 @@ def others_jobs(daemon: HostileDaemon) -> None:
 
     def answer(request: m.AnyRequest, peer: Peer) -> Answer:
         foreign = [m.JobResult(job_id, True, 1, 0.0) for job_id in FOREIGN_JOBS]
-        ours = {job.job_id for one in daemon.requests if isinstance(one, m.Submit) for job in (*one.loads, *one.stores)}
+        ours = {job.job_id for one in daemon.requests if isinstance(one, m.Submit) for job in jobs_in(one)}
         daemon.complete(peer, [one for one in foreign if one.job_id not in ours])
         daemon.complete(peer, [m.JobResult(job_id, True, 1, 0.0) for job_id in ours], session_id=2**31 - 1)
         daemon.fail_loads(request, peer)
@@ -123,7 +124,6 @@ def others_replies(daemon: HostileDaemon) -> None:
         lambda head: m.CancelReply(*head, [1], [2**62]),
         lambda head: m.LookupReply(*head, 1, [], 1, 1),
         lambda head: m.ResultsReply(*head, [], []),
-        lambda head: m.JobsRefused(*head, [m.Refusal(1, ErrorCode.INTERNAL, "no")]),
         lambda head: m.Error(*head, RANDOM.choice(list(ErrorCode)), "\x1b[2J\n" * 100),
     ]
 

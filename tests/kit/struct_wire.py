@@ -46,13 +46,10 @@ def store_of(job: int, blob: bytes, block_ids: bytes, first_block: int = 0, grou
     return m.Store(job, [m.GroupTransfer(group, blob, block_ids, first_block)])
 
 
-def refusal_of(reply: m.AnyReply) -> m.Error | m.Refusal:
-    """What a refusal says of the whole request, or of the one job of a Submit."""
-    assert isinstance(reply, m.Error | m.JobsRefused), reply
-    if isinstance(reply, m.Error):
-        return reply
-    (refusal,) = reply.refused
-    return refusal
+def refusal_of(reply: m.AnyReply) -> m.Error:
+    """What a refusal says."""
+    assert isinstance(reply, m.Error), reply
+    return reply
 
 
 class WireClient(Closing):
@@ -122,8 +119,8 @@ class WireClient(Closing):
         assert reply.request_id == request.request_id
         return reply
 
-    def refused(self, what: m.AnyRequest | type[m.AnyRequest], *fields: Any, **named: Any) -> m.Error | m.Refusal:
-        """Why a ``request`` is refused, or the one job of a Submit."""
+    def refused(self, what: m.AnyRequest | type[m.AnyRequest], *fields: Any, **named: Any) -> m.Error:
+        """Why a ``request`` is refused."""
         request = self.request(what, *fields, **named)
         reply = self.raw(codec.encode(request))
         assert reply.request_id == request.request_id

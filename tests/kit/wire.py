@@ -210,15 +210,9 @@ class Batch:
 
 
 class Outcome(NamedTuple):
-    """What became of a step, by job: how jobs ended, and why jobs were refused."""
+    """What became of a step: how each job ended."""
 
     results: dict[int, Result]
-    refusals: dict[int, Refused]
-
-    @property
-    def refused(self) -> dict[int, str]:
-        """The codes of the jobs that were refused."""
-        return {job: why.code for job, why in self.refusals.items()}
 
 
 class Unacknowledged(NamedTuple):
@@ -514,8 +508,6 @@ class WireClient(Closing):
 
     @staticmethod
     def _one(outcome: Outcome, job: int) -> Result:
-        if job in outcome.refusals:
-            raise outcome.refusals[job]
         return outcome.results[job]
 
     def submit(self, registration: bytes, stores: Sequence[Store] = (), loads: Sequence[Load] = ()) -> None:
@@ -523,10 +515,10 @@ class WireClient(Closing):
         self._jobs.send(codec.encode(self._submission(registration, stores, loads)))
 
     def step(self, registration: bytes, stores: Sequence[Store] = (), loads: Sequence[Load] = ()) -> Outcome:
-        """Send the jobs of one step, and wait until each has ended or is refused.
+        """Send the jobs of one step, and wait until each has ended.
 
-        Results are asked for: a subscription just made may miss the first publication. Raises Refused where the step as
-        a whole is refused.
+        Results are asked for: a subscription just made may miss the first publication. Raises Refused where the step is
+        refused.
         """
         wanted = [store.job for store in stores] + [load.job for load in loads]
         before = self._last_number()
@@ -534,27 +526,24 @@ class WireClient(Closing):
         return self.outcome(wanted, before)
 
     def outcome(self, jobs: Iterable[int], after: int = 0) -> Outcome:
-        """Wait until each job has ended or is refused; that acknowledges batches up to number ``after``."""
+        """Wait until each job has ended; that acknowledges batches up to number ``after``."""
         wanted = set(jobs)
-        refusals: dict[int, Refused] = {}
         results: list[Result] = []
 
         def ended() -> bool:
             replay = self._send(m.Results, after)
             while (reply := self._receive()).request_id != replay.request_id:
-                if isinstance(reply, m.Error):
-                    self._receive()  # the answer to the Results
-                    raise _refused(reply)
-                assert isinstance(reply, m.JobsRefused), reply
-                refusals.update({one.job_id: Refused(_word(one.code), one.message) for one in reply.refused})
+                assert isinstance(reply, m.Error), reply
+                self._receive()  # the answer to the Results
+                raise _refused(reply)
             results[:] = [_result(one) for batch in reply.batches for one in batch.results if one.job_id in wanted]
-            return len(results) + len(refusals) >= len(wanted)
+            return len(results) >= len(wanted)
 
         if wanted:
-            wait_until(ended, TIMEOUT_S, interval_s=0.001, explain=lambda: (results, refusals))
+            wait_until(ended, TIMEOUT_S, interval_s=0.001, explain=lambda: results)
         found = {result.job: result for result in results}
         assert len(found) == len(results), "a job ended twice"
-        return Outcome(found, refusals)
+        return Outcome(found)
 
     def wait_ended(self, *jobs: int) -> dict[int, Result]:
         """Wait until jobs that were submitted have ended; their results."""
@@ -623,9 +612,10 @@ class WireClient(Closing):
     # --- underneath -------------------------------------------------------------------------------
 
     def _submission(self, registration: bytes, stores: Sequence[Store], loads: Sequence[Load]) -> m.Submit:
-        return m.Submit(
+        return m.Submit.of(
             self.next_number(),
             registration,
+            32,
             [m.Store(job, list(map(_transfer, parts))) for job, parts in stores],
             [m.Load(job, lease, list(map(_transfer, parts)), keep) for job, lease, parts, keep in loads],
         )

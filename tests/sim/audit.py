@@ -98,7 +98,7 @@ class Audit:
         """After a flush: the jobs without a completion are those that run."""
         running = {
             (job.session.id, job_id)
-            for job in self._service.context.runner._running
+            for job in self._service.context.jobs._running
             if not job.answered
             for job_id in job.ids
         }

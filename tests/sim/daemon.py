@@ -15,8 +15,9 @@ from kvoffd.pool.pool import Pool
 from kvoffd.pool.table_format import keys_of
 from kvoffd.server.background import Work
 from kvoffd.server.engine_memory import STUCK_AFTER_S
-from kvoffd.server.session import Job, Peer
-from kvoffd.system.mappings import MappedSegment
+from kvoffd.server.jobs import LoadJob, StoreBatch
+from kvoffd.server.sessions import Peer
+from kvoffd.system.mappings import MappedSegment, close_segments
 from kvoffd.transfer.lane import OVERDUE_GRACE_S
 from kvoffd.transfer.plan import Direction, Outcome
 from kvoffd_proto import codec, lifeline
@@ -130,19 +131,16 @@ class SimDaemon:
             cast(Pool, self.pool),
             self.engine,
             pool_mapping.address,
-            world.clock,
-            self._post,
-            self._map_segment,
-            self._rng.randbytes,
+            self,
             make_state(world.state_file, self.process, world.scenario.rng(f"state {life}")),
             self._rng.choice((1, 2, 8, 1000)),
         )
         self._more_at_once = self._rng.choice((0.0, 0.01, 0.2))
         """Seconds between two steps of the taking over."""
-        runner = self.service.context.runner
-        self._transfer_done = runner.transfer_done
+        jobs = self.service.context.jobs
+        self._job_finished = jobs.finished
         self._in_queue = False
-        runner.transfer_done = self._finished  # type: ignore[method-assign]
+        jobs.finished = self._finished  # type: ignore[method-assign]
         self.disk = self._make_disks(life)
         QuotaOracle(self.service.context.cache)
         self.audit = Audit(self.service)
@@ -186,7 +184,7 @@ class SimDaemon:
         rng = scenario.rng(f"disk {life}")
         tier = SimTier(device, self.pool, self.clock, self.process, faults, rng)
         config = with_tiers(self.config, rng)
-        disks = self.service.context.tiers = SimDisks(config, self.service.context, tier, self._post)
+        disks = self.service.context.tiers = SimDisks(config, self.service.context, tier, self.post)
         tier.on_turn = self._schedule_flush
         drained = faults.calm
         if objects is not None:
@@ -284,11 +282,7 @@ class SimDaemon:
         )
         if self._world.log.failure is not None:
             raise Broken(f"{type(request).__name__} failed inside the daemon: {self._world.log.failure!r}")
-        jobs = [*request.stores, *request.loads] if isinstance(request, m.Submit) else []
-        refusals = [one for reply in replies if isinstance(reply, m.JobsRefused) for one in reply.refused]
-        refused = [one.job_id for one in refusals]
-        none = 0 < len(jobs) == len(refused) and all(one.code is not ErrorCode.INTERNAL for one in refusals)
-        if none or any(isinstance(reply, m.Error) and reply.code is not ErrorCode.INTERNAL for reply in replies):
+        if any(isinstance(reply, m.Error) and reply.code is not ErrorCode.INTERNAL for reply in replies):
             after = self._holdings()
             if before is not None and before != after:
                 raise Broken(f"a refused {type(request).__name__} changed something: {before} became {after}")
@@ -303,11 +297,8 @@ class SimDaemon:
         elif not isinstance(request, m.Submit) and len(service.context.pending) == waiting:
             raise Broken(f"no reply to a {type(request).__name__}")
         if isinstance(request, m.Submit) and not any(isinstance(reply, m.Error) for reply in replies):
-            for job in jobs:
-                if job.job_id in refused:  # once: the same id may have come twice
-                    refused.remove(job.job_id)
-                else:
-                    self.audit.accept(self._session_of_route[dealer.name], job.job_id)
+            for job_id in (*request.stores.job_ids, *request.loads.job_ids):
+                self.audit.accept(self._session_of_route[dealer.name], job_id)
 
     def _watched_work(self, steps: Steps, then: Callable[[int], int] | None = None, *, at_once: bool = False) -> Work:
         """Begin background work. What a request removes is looked at when the last of it is done, before others are
@@ -336,7 +327,7 @@ class SimDaemon:
     def _holdings(self) -> tuple[PoolUsage, int, int]:
         """What a refused request must leave as it is."""
         context = self.service.context
-        return context.cache.pool_usage(), len(context.cache.leases), context.runner.unfinished
+        return context.cache.pool_usage(), len(context.cache.leases), context.jobs.unfinished
 
     def flush(self) -> None:
         """Send all pending publications, and then all replies."""
@@ -370,7 +361,20 @@ class SimDaemon:
 
     # --- copies and time ---------------------------------------------------------------------------
 
-    def _post(self, call: Callable[[], None]) -> None:
+    def now(self) -> float:
+        """As ``Host``'s, as the other functions without an underscore here."""
+        return self.clock.now
+
+    def random(self, count: int) -> bytes:
+        """As ``Host``'s."""
+        return self._rng.randbytes(count)
+
+    def unmap(self, segments: Sequence[MappedSegment], then: Callable[[], None]) -> None:
+        """As ``Host``'s."""
+        close_segments(segments, then)
+
+    def post(self, call: Callable[[], None]) -> None:
+        """As ``Host``'s."""
         delay = self._rng.uniform(0.0, 0.0005)
         if self._world.faults.hit("slow_post"):
             delay = self._rng.uniform(0.005, 0.1)
@@ -383,15 +387,15 @@ class SimDaemon:
         finally:
             self._in_queue = False
 
-    def _finished(self, job: Job, outcome: Outcome) -> None:
+    def _finished(self, job: StoreBatch | LoadJob, outcome: Outcome) -> None:
         if not self._in_queue:  # it had nothing to copy and ends while it is accepted
-            self._transfer_done(job, outcome)
+            self._job_finished(job, outcome)
             return
         stream = cast(Lifeline, job.session.lifeline)
         held = stream.server_open and (stream.client_open or stream.to_daemon.under_way > 1)
         commits = self.pool.commits
         self.clock.note(f"finished {job.session.id}/{list(job.ids)} {job.session.name} {outcome.value}")
-        self._transfer_done(job, outcome)
+        self._job_finished(job, outcome)
         if job.direction is Direction.STORE and self.pool.commits > commits:
             if not held:
                 raise Broken("a store was committed although its client had closed the lifeline")
@@ -399,7 +403,8 @@ class SimDaemon:
                 raise Broken("a store was committed that did not copy everything")
         self._schedule_flush()
 
-    def _map_segment(self, fd: int, size: int) -> MappedSegment:
+    def map_memfd(self, fd: int, size: int) -> MappedSegment:
+        """As ``Host``'s."""
         segment = self.descriptors.segments[fd]
         if size != segment.data.size:
             raise KvoffdError("The segment has another size.", ErrorCode.UNSAFE_SEGMENT)
@@ -456,7 +461,7 @@ class SimDaemon:
         usage = self.service.context.cache.pool_usage()
         if usage.pinned_bytes or usage.leaving_bytes or len(self.service.context.cache.leases):
             raise Broken(f"no session is left but something is held: {usage}")
-        if self.service.context.runner.unfinished or not self.engine.idle:
+        if self.service.context.jobs.unfinished or not self.engine.idle:
             raise Broken("no session is left but jobs run")
         if self.service.context.pending:
             raise Broken("no session is left but requests wait for their replies")
@@ -472,11 +477,11 @@ class SimDaemon:
         deadline = self.clock.now + self.config.shutdown_deadline_s
 
         def wait_for_jobs() -> None:
-            if self.service.context.runner.unfinished and self.clock.now < deadline:
+            if self.service.context.jobs.unfinished and self.clock.now < deadline:
                 self.process.after(0.01, wait_for_jobs)
                 return
-            if self.service.context.runner.unfinished:
-                self.service.context.runner.abandon_all()
+            if self.service.context.jobs.unfinished:
+                self.service.context.jobs.abandon_all()
             self.process.after(0.2, self._exit)
 
         wait_for_jobs()

@@ -162,11 +162,15 @@ class Hostile:
     def _store(self) -> None:
         self._job_id = self._rng.choice((self._job_id, self._job_id + 1))
         name = self._rng.choice((self._registration, self._registration, bytes(16)))
-        self._send(m.Submit, name, [m.Store(self._job_id, self._parts())])
+        self._submit(name, [m.Store(self._job_id, self._parts())], [])
 
     def _load(self) -> None:
         self._job_id += 1
-        self._send(m.Submit, self._registration, [], [m.Load(self._job_id, self._some_lease(), self._parts())])
+        self._submit(self._registration, [], [m.Load(self._job_id, self._some_lease(), self._parts())])
+
+    def _submit(self, registration: bytes, stores: list[m.Store], loads: list[m.Load]) -> None:
+        made = m.Submit.of(0, registration, KEY_BYTES, stores, loads)
+        self._send(m.Submit, registration, made.stores, made.loads)
 
     def _some_lease(self) -> int:
         session = self._rng.choice((self._session_id, self._rng.randint(1, self._session_id)))

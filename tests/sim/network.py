@@ -12,7 +12,7 @@ from tests.sim.clock import Clock, Process
 from tests.sim.scenario import Faults
 
 if TYPE_CHECKING:
-    from kvoffd.server.session import Session
+    from kvoffd.server.sessions import Session
     from tests.sim.daemon import SimDaemon
     from tests.sim.memory import Segment
 

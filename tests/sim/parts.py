@@ -16,13 +16,12 @@ from kvoffd.config import Config, DiskSize, Limits
 from kvoffd.pool.backing import MemfdBacking
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
-from kvoffd.server.engine_memory import Post
 from kvoffd.server.events import EventLog
+from kvoffd.server.host import Host
 from kvoffd.server.persistence import PolicyFile, State, StateFile, StateWriter
 from kvoffd.server.recovery import restore
 from kvoffd.server.service import Service
 from kvoffd.system.limits import MemoryLimit
-from kvoffd.system.mappings import MappedSegment
 from kvoffd.tiering import WriteMode
 from kvoffd.tiers.disk.disk_tier import DiskTier
 from kvoffd.tiers.tier import TierListener
@@ -122,28 +121,23 @@ def make_service(
     slots: Pool,
     engine: TransferEngine,
     pool_address: int,
-    clock: Callable[[], float],
-    post: Post,
-    map_segment: Callable[[int, int], MappedSegment],
-    random_bytes: Callable[[int], bytes],
+    host: Host,
     state: State,
     slots_at_once: int = SLOTS_AT_ONCE,
 ) -> Service:
     """The daemon's core as ``Daemon`` puts it together."""
-    events = EventLog(clock)
+    events = EventLog(host.now)
     cache = BlockCache(
         slots,
         make_policy(config.eviction_policy, slots.pool_bytes),
         events,
-        clock,
+        host.now,
         half_stored_timeout_s=config.limits.partial_timeout_s,
         lease_ttl_s=config.limits.lease_ttl_s,
     )
     restore(cache, pool, NoPolicyFile(), state, slots_at_once)
     gpus = Gpus(pool_address, slots.pool_bytes, library="/no/driver")
-    return Service(
-        *(config, cache, events, engine, gpus, pool_address, clock, post, no_disk, state, map_segment, random_bytes)
-    )
+    return Service(config, cache, events, engine, gpus, pool_address, host, no_disk, state)
 
 
 class NoPolicyFile(PolicyFile):

@@ -137,17 +137,17 @@ PLANTED = (
         "reuse a slot in flight",
         2,
         "kvoffd.server.jobs",
-        "JobRunner.abandon",
+        "Jobs.abandon",
         "for job in dict.fromkeys(jobs):",
         "for job in dict.fromkeys(jobs):\n"
-        "        for ticket in job.store_tickets:\n"
+        "        for ticket in job.tickets if isinstance(job, StoreBatch) else ():\n"
         "            self._cache.blocks.abandon_shards(ticket.blocks, ticket.rank)\n"
         "            ticket.blocks = []",
     ),
     Planted(
         "lose a completion",
         4,
-        "kvoffd.server.session",
+        "kvoffd.server.sessions",
         "CompletionLog.add",
         "self._pending += results",
         "self._pending += [result for result in results if result.job_id % 7]",
@@ -156,7 +156,7 @@ PLANTED = (
     Planted(
         "complete twice",
         4,
-        "kvoffd.server.session",
+        "kvoffd.server.sessions",
         "CompletionLog.add",
         "self._pending += results",
         "self._pending += [*results, *(result for result in results if result.job_id % 7 == 3)]",
@@ -166,17 +166,17 @@ PLANTED = (
         "commit after EOF",
         1,
         "kvoffd.server.jobs",
-        "JobRunner.transfer_done",
-        "(job.session.ended or not job.session.lifeline.alive())",
+        "Jobs.finished",
+        "(session.ended or not session.lifeline.alive())",
         "False",
     ),
     Planted(
         "commit what failed half-way",
         1,
-        "kvoffd.server.engine_jobs",
-        "StoreJobs.end",
-        "if outcome is not Outcome.DONE:",
-        "if outcome is Outcome.CANCELLED:",
+        "kvoffd.server.jobs",
+        "Jobs.finished",
+        "if error is None:\n                job.commit(cache)",
+        "if error is not ErrorCode.CANCELLED:\n                job.commit(cache)",
     ),
     Planted(
         "pass a quota",
@@ -197,10 +197,10 @@ PLANTED = (
     Planted(
         "wrong slot offset",
         1,
-        "kvoffd.server.engine_jobs",
-        "StoreJobs._plan",
-        "np.uint64(owner.pool_address)",
-        "np.uint64(owner.pool_address + 8 * (len(part.keys) > 2))",
+        "kvoffd.server.jobs",
+        "StoreBatch._plan",
+        "np.uint64(pool_address)",
+        "np.uint64(pool_address + 8 * (len(part.keys) > 2))",
         door="tests/daemon/test_jobs.py::test_groups_of_many_shapes_keep_every_byte",
     ),
     Planted(
@@ -232,8 +232,8 @@ PLANTED = (
     Planted(
         "unmapped too early",
         2,
-        "kvoffd.server.session",
-        "ClientMemory._close_if_idle",
+        "kvoffd.server.sessions",
+        "Registration._close_if_idle",
         "if self._on_closed is not None and not self.jobs:",
         "if self._on_closed is not None:",
     ),
@@ -260,7 +260,7 @@ PLANTED = (
         11,
         "kvoffd.server.engine_memory",
         "MemoryMapper.expire",
-        "self._host.expire()",
+        "self._engine.expire()",
         "pass",
         door="tests/daemon/test_hang.py::test_hang_of_a_load_ends_the_daemon_and_the_next_serves",
     ),
@@ -475,7 +475,7 @@ PLANTED = (
     Planted(
         "results are forgotten before they are acknowledged",
         4,
-        "kvoffd.server.session",
+        "kvoffd.server.sessions",
         "CompletionLog.flush",
         "self._kept.append(batch)",
         "batch.results and None",
@@ -495,7 +495,7 @@ PLANTED = (
     Planted(
         "the memory of an ended session stays mapped",
         12,
-        "kvoffd.server.session",
+        "kvoffd.server.sessions",
         "Session.close_memory",
         "memory.close_when_idle(lambda: None)",
         "pass",

@@ -189,8 +189,8 @@ class World:
         daemon = self.daemon
         if not daemon.process.alive or daemon.service.sessions.stopping:
             return "the daemon is down"
-        if daemon.service.context.runner.unfinished:
-            return f"{daemon.service.context.runner.unfinished} jobs run"
+        if daemon.service.context.jobs.unfinished:
+            return f"{daemon.service.context.jobs.unfinished} jobs run"
         for engine in self.engines:
             if engine.ended:
                 return f"{engine.name} is not replaced yet"

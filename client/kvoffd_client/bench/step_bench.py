@@ -151,7 +151,7 @@ def jobs_echo(stores: int, loads: int = 0) -> bytes:
     """Return an echo request of as many bytes as the frame of jobs of one key, for as many as their completions'."""
     transfer = GroupTransfer(group=0, keys=bytes(KEY_BYTES), block_ids=bytes(4))
     store, load = Store(1000, [transfer]), Load(1000, _LARGE, [transfer])
-    job = Submit(_LARGE, bytes(16), [store] * stores, [load] * loads)
+    job = Submit.of(_LARGE, bytes(16), KEY_BYTES, [store] * stores, [load] * loads)
     results = [JobResult(job_id=1000, ok=True, bytes=4096, seconds=1e-4)] * (stores + loads)
     completions = Completions(epoch=_LARGE, session_id=1, sequence=1000, credit_bytes=2**30, results=results)
     return echo_request(len(encode(job)), len(encode(completions)), ReplySocket.PUB)
