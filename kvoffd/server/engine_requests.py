@@ -9,6 +9,7 @@ import os
 from kvoffd import __version__
 from kvoffd.cache.namespace import Namespace
 from kvoffd.errors import BadGeometry, KvoffdError
+from kvoffd.observe.logging import RareWarnings
 from kvoffd.server.context import Context, Later, Pending, answers, filled
 from kvoffd.server.engine_memory import EngineMemory, segment_ids
 from kvoffd.server.namespaces import Opening
@@ -22,12 +23,20 @@ from kvoffd_proto.units import printable
 from kvoffd_proto.wire import MAX_PAGES
 
 logger = logging.getLogger(__name__)
+_other_versions = RareWarnings(logger)
 
 
 @answers(m.Hello)
 def hello(context: Context, session: Session, message: m.Hello) -> m.Welcome:
     """Open the session. Saying it twice with the same role is harmless."""
     if message.protocol_version != m.PROTOCOL_VERSION:
+        _other_versions.warn(
+            "A client (%s) was refused: it speaks protocol %d, this daemon speaks %d. Install the same kvoffd release "
+            "on both ends.",
+            printable(message.name),
+            message.protocol_version,
+            m.PROTOCOL_VERSION,
+        )
         raise KvoffdError(
             f"The client speaks protocol {message.protocol_version}, this daemon (kvoffd {__version__}) speaks "
             f"{m.PROTOCOL_VERSION}; install the same kvoffd release on both ends.",

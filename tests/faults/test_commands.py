@@ -6,8 +6,6 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from kvoffd_client import AdminClient
 from tests.faults.checked import CheckedEngine, Truth
 from tests.kit.command import CLI
@@ -74,7 +72,6 @@ def test_an_export_onto_a_full_disk(tmp_path: Path) -> None:
         assert "No space left" in said, said
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 36: it says that nothing at all can be replayed")
 def test_a_record_onto_a_full_disk_says_what_is_in_it(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "full", "4k") as place, DaemonProcess("16MiB") as daemon:
         (place / "filler").write_bytes(bytes(4096))

@@ -89,7 +89,6 @@ def test_a_disk_without_its_file_serves_right_bytes(tmp_path: Path) -> None:
             engine.get(range(2 * BLOCKS))
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 36: it is asked to make a link writable")
 def test_a_disk_that_is_a_link_is_refused_with_advice(tmp_path: Path) -> None:
     """The file is a link to somewhere else: not followed, and not a matter of who may write."""
     (tmp_path / "elsewhere").write_bytes(bytes(1 << 20))

@@ -132,7 +132,6 @@ def test_health_is_not_ok_while_sessions_are_refused(command: Command) -> None:
         assert "session" in text
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 36: the daemon has no line about it")
 def test_an_engine_of_another_protocol_is_logged(lasting: DaemonProcess) -> None:
     with WireClient(lasting.directory, None, name="older engine") as engine, pytest.raises(Refused):
         engine.hello("worker", version=VERSION - 1)

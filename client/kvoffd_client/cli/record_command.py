@@ -84,9 +84,9 @@ def record(
             with opened:
                 done = _write(admin, number, file, TraceWriter(opened, zstd, most_bytes), seconds)
         except OSError as error:
-            raise CliError(
-                f"{file} cannot be written to its end: {error.strerror}. What is in it can be replayed."
-            ) from error
+            holds = file.exists() and file.stat().st_size > 0
+            left = "What is in it can be replayed." if holds else "It is empty."
+            raise CliError(f"{file} cannot be written to its end: {error.strerror}. {left}") from error
     if json:
         print_json(done)
     else:

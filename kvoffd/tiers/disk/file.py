@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -152,6 +153,10 @@ class DiskFile:
         try:
             return claim_file(self.calls, FILE_NAME, directory_fd, create=True, check=self._check_ours)
         except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise DiskError(
+                    f"{self.path} is a link, which is not followed; remove it, or name the directory that it leads to."
+                ) from error
             raise DiskError(
                 f"{self.path} cannot be opened ({error.strerror}); make {directory} writable for the daemon's user, or "
                 "name another directory."
