@@ -279,6 +279,30 @@ def test_an_error_inside_does_not_reach_a_caller_that_waits(
     assert scheduler.lookup(KEYS).wait(5)
 
 
+def test_each_client_connects_at_once_while_a_thread_waits_for_it(fake: FakeDaemon) -> None:
+    """A message that ended no sleep would cost seconds."""
+    for _ in range(40):
+        with SchedulerClient(fake.directory, SPEC, options=ClientOptions()) as client:
+            assert client.wait_ready(2.0)
+
+
+def test_what_was_sent_to_a_daemon_that_ended_does_not_reach_the_next_one(
+    fake: FakeDaemon, scheduler: SchedulerClient, worker: WorkerClient
+) -> None:
+    fake.freeze()
+    for job_id in range(200):  # more than the sockets take
+        scheduler.lookup([m.GroupKeys(0, bytes(320_000))])
+        worker.store(job_id, TRANSFER)
+    fake.stop()
+    wait_until(lambda: not scheduler.ready and not worker.ready)
+    fake.epoch += 1
+    fake.start()
+    assert scheduler.wait_ready(5)
+    assert worker.wait_ready(5)
+    assert scheduler.lookup(KEYS).wait(5)
+    assert not fake.strangers
+
+
 def test_submitting_is_cheap(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
     keys = [m.GroupKeys(0, bytes(32_000))]
     costs = []

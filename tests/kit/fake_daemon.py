@@ -53,6 +53,7 @@ class FakeDaemon(Starting):
 
     Attributes:
         requests: all requests that were received, in order.
+        strangers: those of them that are of no session that is open.
         answers: by request type, what to answer instead of the default.
         hold_jobs: jobs stay unfinished until finish() is called.
         drop_publications: completions are numbered and kept, but not published.
@@ -64,6 +65,7 @@ class FakeDaemon(Starting):
         self.directory = Path(tempfile.mkdtemp(prefix="kvoffd-fake-", dir="/tmp"))
         self.epoch = 1
         self.requests: list[m.AnyRequest] = []
+        self.strangers: list[m.AnyRequest] = []
         self.answers: dict[type, Callable[[m.AnyRequest, Peer], Answer]] = {}
         self.peers: dict[bytes, Peer] = {}
         self.kv_messages: Counter[bytes] = Counter()
@@ -254,6 +256,7 @@ class FakeDaemon(Starting):
         self.requests.append(request)
         peer = self.peers.get(frames[0].removeprefix(b"k"))
         if peer is None:
+            self.strangers.append(request)
             return
         answer = self.answers.get(type(request), self._default_answer)(request, peer)
         if answer is not None:
