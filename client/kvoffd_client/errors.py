@@ -57,8 +57,22 @@ def _lock_holder(directory: str) -> int | None:
     return None
 
 
+def _is_bound(path: str) -> bool:
+    """Whether a process of this network namespace has a socket of that name, removed as it may be."""
+    try:
+        with open("/proc/net/unix", encoding="utf-8", errors="replace") as sockets:
+            return any(line.rstrip("\n").endswith(f" {path}") for line in sockets)
+    except OSError:
+        return False
+
+
 def why_unreachable(error: OSError, directory: str) -> str:
     if isinstance(error, FileNotFoundError):
+        if _is_bound(os.path.join(directory, "jobs.sock")):
+            return (
+                f"The sockets of the kvoffd daemon in {directory} were removed, so nobody can connect to it; restart "
+                "it. Engines that are connected are served until then."
+            )
         if pid := _lock_holder(directory):
             return f"The kvoffd daemon (pid {pid}) in {directory} is starting; its pool is being touched."
         return f"There is no kvoffd daemon in {directory}; start one there, or name its directory in KVOFFD_DIRECTORY."

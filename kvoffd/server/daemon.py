@@ -118,11 +118,11 @@ class Daemon:
         self.gpu_lost = False
         self.served = False
         """Whether it came so far as to open its sockets."""
+        self._lost_sockets = RareWarnings(logger)
         self._tick_failures = RareWarnings(logger, logging.ERROR)
         self._page_mapper: asyncio.Future[None] | None = None
         self._scrubbing: asyncio.Task[None] | None = None
-        self._socket_inode = 0
-        """Of ``jobs.sock``; 0 but while the daemon serves."""
+        self._serving = False
         self._shared_stores: OpenStores = ()
         self._http_problem = ""
         self._http: HttpServer | None = None
@@ -168,28 +168,18 @@ class Daemon:
 
     def health(self) -> HealthReply:
         """For HTTP, as the two below."""
-        if self._socket_inode:
+        if self._serving:
             return health_reply(self._service.context, Health(0))
         state = "stopping" if self._stop.is_set() else "starting"
         return HealthReply(0, 0, HealthLevel.DOWN, [HealthProblem(state, f"The daemon is {state}.")])
 
     def stats(self) -> StatsReply | None:
-        if not self._socket_inode:
+        if not self._serving:
             return None
         return stats_reply(self._service.context, Stats(0))
 
     def unreachable(self) -> str:
-        path = self._directory.sockets.jobs
-        try:
-            found = path.stat().st_ino
-        except OSError:
-            found = -1
-        if self._socket_inode in (0, found):
-            return ""
-        return (
-            f"No engine can connect: {path} is not this daemon's socket any more. Leave its directory alone, and "
-            "restart it."
-        )
+        return self._directory.lost_sockets() if self._serving else ""
 
     async def _serve_pool(self) -> None:
         self._build_service()
@@ -244,10 +234,9 @@ class Daemon:
         try:
             self._lifelines.open()
             self._sockets.open(self._service)
-            self._socket_inode = self._directory.sockets.jobs.stat().st_ino
         except OSError as error:
             raise StartError(f"The sockets in {config.directory} cannot be opened: {error}.") from error
-        self.served = True
+        self.served = self._serving = True
         self._notifier.ready(f"Serving {config.directory} with a pool of {format_size(config.pool_bytes)}.")
         logger.info("Serving %s.", config.directory)
         self._service.context.tiers.start(shared_opener(config, self._shared_stores, self._pool, self._sockets.post))
@@ -264,6 +253,8 @@ class Daemon:
                 self._tick()
                 if context.memory.stuck:
                     _give_up()
+                if lost_sockets := self._directory.lost_sockets():
+                    self._lost_sockets.warn("%s", lost_sockets)
                 if (lost := context.memory.lost) is not None:
                     self._lose_gpu(lost)
                 if context.scrubber.has_work and (self._scrubbing is None or self._scrubbing.done()):
@@ -333,7 +324,7 @@ class Daemon:
 
     async def _shutdown(self) -> None:
         """Close all sockets, end all threads but for what hangs, and send what that has left."""
-        self._socket_inode = 0
+        self._serving = False
         if not self._service.context.tiers.close(DISKS_CLOSE_S):
             self.copy_stuck = True
         self._policy_file.close()

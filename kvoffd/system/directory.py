@@ -40,6 +40,8 @@ class DaemonDirectory:
     def __init__(self, directory: Path) -> None:
         self.sockets = SocketPaths(directory)
         self._lock_fd = -1
+        self._bound: dict[Path, int] = {}
+        """The inodes of the sockets that were bound: others may have been put in their place since."""
 
     def acquire(self) -> None:
         """Make and lock the directory; remove sockets that a dead daemon left.
@@ -90,16 +92,28 @@ class DaemonDirectory:
                     f"The lock file in {directory} cannot be written ({error.strerror}); make room there, or choose "
                     "another directory with --directory."
                 ) from error
-            if stale := self._unlink_sockets():
+            if stale := sum(self._unlink(path) for path in self._sockets):
                 logger.info("Removed %d sockets that an earlier daemon left in %s.", stale, directory)
         self._lock_fd = lock_fd
 
     def open_to_group(self, path: Path) -> None:
-        """Give a socket that was just bound its mode."""
+        """Give a socket that was just bound its mode, and know it again."""
         path.chmod(SOCKET_MODE)
+        self._bound[path] = path.stat().st_ino
+
+    def lost_sockets(self) -> str:
+        """Why no engine can connect, a sentence: sockets were removed or replaced. Empty where they were not."""
+        lost = [path.name for path, inode in self._bound.items() if _inode(path) != inode]
+        if not lost:
+            return ""
+        return (
+            f"No engine can connect: {', '.join(lost)} in {self.sockets.directory} {'were' if lost[1:] else 'was'} "
+            "removed or replaced. Leave the daemon's sockets alone, and restart it."
+        )
 
     def release(self, keep_lock: bool = False) -> None:
-        """Remove the sockets and give the directory up. The lock file stays: removing it would be a race.
+        """Remove the sockets that were bound here and give the directory up. The lock file stays: removing it would be
+        a race.
 
         ``keep_lock`` leaves it locked until the last thread of the process is gone: for when one still hangs in a call
         that may write into the pool, which a successor would have taken over by then.
@@ -107,20 +121,33 @@ class DaemonDirectory:
         if self._lock_fd < 0:
             return
         try:
-            self._unlink_sockets()
+            for path, inode in self._bound.items():
+                if _inode(path) == inode:
+                    self._unlink(path)
         finally:
+            self._bound.clear()
             if not keep_lock:
                 os.close(self._lock_fd)
                 self._lock_fd = -1
 
-    def _unlink_sockets(self) -> int:
-        removed = 0
-        for path in (self.sockets.jobs, self.sockets.events, self.sockets.lifeline):
-            try:
-                path.unlink()
-                removed += 1
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                raise DirectoryError(f"{path} cannot be removed ({error.strerror}); remove it by hand.") from error
-        return removed
+    @property
+    def _sockets(self) -> tuple[Path, ...]:
+        return self.sockets.jobs, self.sockets.events, self.sockets.lifeline
+
+    def _unlink(self, path: Path) -> bool:
+        """Remove a socket; False where there is none. Raises DirectoryError."""
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise DirectoryError(f"{path} cannot be removed ({error.strerror}); remove it by hand.") from error
+        return True
+
+
+def _inode(path: Path) -> int:
+    """The inode of what is there; -1 where that is nothing."""
+    try:
+        return path.lstat().st_ino
+    except OSError:
+        return -1

@@ -114,7 +114,6 @@ def http_status(port: int, path: str) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 36: it says that the pool is being touched")
 def test_removed_sockets_are_told_wherever_it_is_asked(command: Command) -> None:
     """Engines that are connected are served; no other can connect."""
     (port,) = free_ports(1)
@@ -146,7 +145,6 @@ def test_engines_that_are_connected_need_no_sockets() -> None:
         assert engine.get(ALL) == list(ALL)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 36: sockets are removed by name")
 def test_a_stopping_daemon_leaves_its_successors_sockets() -> None:
     """Its lock file and sockets were cleaned away, so that a second daemon could start there."""
     with DaemonProcess("16MiB") as first:

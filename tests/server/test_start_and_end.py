@@ -76,6 +76,7 @@ def test_the_watchdog_is_fed_after_a_turn_of_the_message_loop_that_worked(works:
         service.context.memory.stuck, service.context.memory.lost = False, None
         service.context.scrubber.has_work = False
         daemon._lifelines = daemon._policy_file = daemon._state_writer = MagicMock()  # type: ignore[assignment]
+        daemon._directory = MagicMock(**{"lost_sockets.return_value": ""})
         daemon._sockets, daemon._notifier = MagicMock(), MagicMock()  # type: ignore[assignment]
         daemon._sockets.serve.side_effect = lambda: daemon._stop.set() or works  # type: ignore[attr-defined]
         await daemon._main_loop()

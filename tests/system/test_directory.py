@@ -40,6 +40,8 @@ def test_sockets_that_cannot_be_removed_do_not_keep_the_lock(tmp_path: Path, mon
     directory.acquire()
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", fail)
+        directory.sockets.jobs.touch()
+        directory.open_to_group(directory.sockets.jobs)
         with pytest.raises(DirectoryError, match="by hand"):
             directory.release()
         with pytest.raises(DirectoryError, match="by hand"):
@@ -53,6 +55,7 @@ def test_the_lock_can_be_kept_while_the_sockets_go(tmp_path: Path) -> None:
     directory = DaemonDirectory(tmp_path)
     directory.acquire()
     directory.sockets.jobs.touch()
+    directory.open_to_group(directory.sockets.jobs)
     directory.release(keep_lock=True)
     assert not directory.sockets.jobs.exists()
     with pytest.raises(DirectoryError):
@@ -91,3 +94,20 @@ def test_what_belongs_to_another_user_is_refused(tmp_path: Path) -> None:
     os.chown(mine / "kvoffd.lock", 12345, 12345)
     with pytest.raises(DirectoryError, match="belongs to uid 12345"):
         DaemonDirectory(mine).acquire()
+
+
+def test_sockets_that_are_not_this_daemons_any_more_are_named_and_left(tmp_path: Path) -> None:
+    directory = DaemonDirectory(tmp_path)
+    directory.acquire()
+    for path in (directory.sockets.jobs, directory.sockets.events, directory.sockets.lifeline):
+        path.touch()
+        directory.open_to_group(path)
+    assert directory.lost_sockets() == ""
+    directory.sockets.events.unlink()
+    successor = tmp_path / "new"
+    successor.touch()
+    successor.rename(directory.sockets.jobs)
+    assert "jobs.sock, events.sock in" in directory.lost_sockets()
+    directory.release()
+    assert directory.sockets.jobs.exists()
+    assert not directory.sockets.lifeline.exists()
