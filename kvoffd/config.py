@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 from kvoffd.cache.policies import DEFAULT_POLICY, POLICY_NAMES
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.shared.store import PASSWORD_VARIABLE, check_url
-from kvoffd_proto.sockets import SocketPaths, default_directory, is_utf8
+from kvoffd_proto.paths import SocketPaths, default_directory, is_utf8
 from kvoffd_proto.units import UnitError, exact_duration, exact_size, is_host, parse_duration, parse_size, quoted
 
 VARIABLE_PREFIX = "KVOFFD_"

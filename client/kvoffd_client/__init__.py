@@ -43,13 +43,13 @@ if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
     from kvoffd_client.session import ClientOptions as ClientOptions
     from kvoffd_client.worker_client import WorkerClient as WorkerClient
     from kvoffd_proto.errors import ErrorCode as ErrorCode
-    from kvoffd_proto.handles import PageRef as PageRef
-    from kvoffd_proto.handles import TensorLayout as TensorLayout
     from kvoffd_proto.messages import GroupKeys as GroupKeys
     from kvoffd_proto.messages import GroupSpec as GroupSpec
     from kvoffd_proto.messages import GroupTransfer as GroupTransfer
     from kvoffd_proto.messages import JobResult as JobResult
     from kvoffd_proto.messages import KeyState as KeyState
+    from kvoffd_proto.messages import PageRef as PageRef
+    from kvoffd_proto.messages import TensorLayout as TensorLayout
 
     __version__: str
 
@@ -79,8 +79,15 @@ _HOMES = {
     "kvoffd_client.memory": ("Registration", "SharedMemory"),
     "kvoffd_client.worker_client": ("WorkerClient",),
     "kvoffd_proto.errors": ("ErrorCode",),
-    "kvoffd_proto.handles": ("PageRef", "TensorLayout"),
-    "kvoffd_proto.messages": ("GroupKeys", "GroupSpec", "GroupTransfer", "JobResult", "KeyState"),
+    "kvoffd_proto.messages": (
+        "GroupKeys",
+        "GroupSpec",
+        "GroupTransfer",
+        "JobResult",
+        "KeyState",
+        "PageRef",
+        "TensorLayout",
+    ),
 }
 
 __all__ = sorted(["__version__", *chain.from_iterable(_HOMES.values())])

@@ -18,10 +18,12 @@ import zmq
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestTimeout
 from kvoffd_client.health_request import ask_health
 from kvoffd_client.session import DEFAULT_OPTIONS, ClientOptions, Closing, Phase, ReplyOrError, Session, Transport
+from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
+from kvoffd_proto import stats as s
 from kvoffd_proto.events import KV_TOPIC_PREFIX, EventBatch, decode_event_batch
-from kvoffd_proto.sockets import SocketPaths
-from kvoffd_proto.wire import Request, answer_type
+from kvoffd_proto.messages import Request, answer_type
+from kvoffd_proto.paths import SocketPaths
 
 OPERATOR_WAIT_S = 10.0
 """The machine may be busy, and an operator would rather wait than ask again."""
@@ -41,7 +43,7 @@ MakeRequest = Callable[[int], m.AnyRequest]
 """Makes a request of its id."""
 
 
-def matching_namespaces(namespaces: Iterable[m.NamespaceInfo], name: str) -> list[m.NamespaceInfo]:
+def matching_namespaces(namespaces: Iterable[a.NamespaceInfo], name: str) -> list[a.NamespaceInfo]:
     """Return the namespaces whose label is ``name``, or whose fingerprint begins with it."""
     digits = name.lower() if len(name) >= MIN_PREFIX_DIGITS else None
     return [
@@ -144,51 +146,51 @@ class AdminClient(Closing):
             raise DaemonUnavailable(f"The daemon in {self._directory} answered with a {type(reply).__name__}.")
         return reply
 
-    def stats(self) -> m.StatsReply:
-        return self.ask(m.Stats)
+    def stats(self) -> s.StatsReply:
+        return self.ask(s.Stats)
 
-    def health(self) -> m.HealthReply:
+    def health(self) -> a.HealthReply:
         """Whether the daemon works: a round trip through the loop that serves engines.
 
         Needs no session, so it is answered when all are taken. Where nothing answers, the attempt to open one says why.
         """
-        return ask_health(Path(self._directory), self._call_deadline()) or self.ask(m.Health)
+        return ask_health(Path(self._directory), self._call_deadline()) or self.ask(a.Health)
 
-    def sessions(self) -> m.SessionsReply:
+    def sessions(self) -> a.SessionsReply:
         """Open sessions, oldest first."""
-        return self.ask(m.Sessions)
+        return self.ask(a.Sessions)
 
-    def namespaces(self) -> m.NamespacesReply:
+    def namespaces(self) -> a.NamespacesReply:
         """Open namespaces, oldest first."""
-        return self.ask(m.Namespaces)
+        return self.ask(a.Namespaces)
 
     def clear(self, fingerprint: bytes | None = None) -> int:
         """Drop every block of one namespace, or of all; returns how many."""
-        return self.ask(m.Clear, fingerprint).count
+        return self.ask(a.Clear, fingerprint).count
 
     def set_quota(self, fingerprint: bytes, quota_bytes: int | None) -> None:
         """Set the most bytes that a namespace may have of the pool; None takes the quota away."""
-        self.ask(m.SetQuota, fingerprint, quota_bytes)
+        self.ask(a.SetQuota, fingerprint, quota_bytes)
 
     def reset_fleet(self, fingerprint: bytes) -> int:
         """Make every block of a namespace void on all nodes that share a store; returns how many stores were told."""
-        return self.ask(m.ResetFleet, fingerprint).count
+        return self.ask(a.ResetFleet, fingerprint).count
 
-    def describe_policy(self, fingerprint: bytes | None = None, group: int = 0, key: bytes = b"") -> m.PolicyDescribed:
+    def describe_policy(self, fingerprint: bytes | None = None, group: int = 0, key: bytes = b"") -> a.PolicyDescribed:
         """What the eviction policy has learned, and what it knows of one key of a namespace."""
-        return self.ask(m.DescribePolicy, fingerprint, group, key)
+        return self.ask(a.DescribePolicy, fingerprint, group, key)
 
-    def record(self, recording: int = 0, *, end: bool = False) -> m.Recorded:
+    def record(self, recording: int = 0, *, end: bool = False) -> a.Recorded:
         """Begin to record what engines ask for, or fetch what came since; the reply has the recording's number."""
-        return self.ask(m.Record, recording, end)
+        return self.ask(a.Record, recording, end)
 
-    def scrub(self, start: bool = True) -> m.ScrubReply:
+    def scrub(self, start: bool = True) -> a.ScrubReply:
         """Have every readable block compared with its checksum, in the daemon's background; returns how far that is.
 
         Args:
             start: begin, unless it is being done already. False only asks.
         """
-        return self.ask(m.Scrub, start)
+        return self.ask(a.Scrub, start)
 
     def events(self, idle_timeout_s: float | None = None) -> Iterator[tuple[bytes, int, EventBatch]]:
         """Yield (topic, sequence, batch) of all KV events from now on, also past restarts of the daemon.

@@ -29,7 +29,7 @@ from kvoffd_client.blocks import DTYPES, Block, BlockClient, TensorSpec, checksu
 from kvoffd_client.errors import BlockUnavailable, KvoffdClientError
 from kvoffd_client.namespace import Geometry, differing_fields
 from kvoffd_client.session import Closing
-from kvoffd_proto.blocks import BlockInfo, ShardSpec
+from kvoffd_proto.admin import BlockInfo, ShardSpec
 from kvoffd_proto.messages import READY
 
 FORMAT = "kvoffd-blocks"

@@ -23,10 +23,9 @@ from kvoffd_client.namespace import Geometry
 from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.session import ClientOptions, Closing
 from kvoffd_client.worker_client import WorkerClient
-from kvoffd_proto.blocks import CHECKSUM_BYTES, BlockInfo, DescribeNamespace, ListBlocks, PageSpec, ShardSpec
+from kvoffd_proto.admin import CHECKSUM_BYTES, BlockInfo, DescribeNamespace, ListBlocks, PageSpec, ShardSpec
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.handles import PageRef, TensorLayout
-from kvoffd_proto.messages import READY, GroupKeys, GroupTransfer, JobResult, Load, Store
+from kvoffd_proto.messages import READY, GroupKeys, GroupTransfer, JobResult, Load, PageRef, Store, TensorLayout
 
 if TYPE_CHECKING:
     import torch

@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from kvoffd_client.errors import KvoffdClientError
-from kvoffd_proto import cuda_driver as cuda
-from kvoffd_proto.descriptors import missing_descriptors
+from kvoffd_proto import cuda
+from kvoffd_proto.cuda import missing_descriptors
 
 LIBRARY_VARIABLE = "KVOFFD_CUDA_LIBRARY"
 

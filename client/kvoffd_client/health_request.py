@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from kvoffd_proto.health import Health, HealthReply
-from kvoffd_proto.sockets import SocketPaths
+from kvoffd_proto.admin import Health, HealthReply
+from kvoffd_proto.paths import SocketPaths
 
 HEALTH_TIMEOUT_S = 1.0
 _MOST_BYTES = 1 << 20

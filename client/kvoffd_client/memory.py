@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvoffd_client.cuda_export import GpuSegment
 from kvoffd_client.session import Closing
-from kvoffd_proto.handles import CudaIpcHandle, CudaVmmHandle, Handle, MemfdHandle, PageRef, TensorLayout
+from kvoffd_proto.messages import CudaIpcHandle, CudaVmmHandle, Handle, MemfdHandle, PageRef, TensorLayout
 
 MADV_POPULATE_WRITE = 23  # include/uapi/asm-generic/mman-common.h, Linux 5.14; not in Python's mmap
 PAGE_BYTES = 4096

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvoffd_client.errors import BlockUnavailable
-from kvoffd_proto.blocks import NamespaceDescribed, ShardSpec, shard_bytes_of
+from kvoffd_proto.admin import NamespaceDescribed, ShardSpec, shard_bytes_of
 from kvoffd_proto.messages import FINGERPRINT_BYTES, GroupSpec
 from kvoffd_proto.units import printable
 

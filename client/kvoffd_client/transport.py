@@ -28,7 +28,7 @@ from kvoffd_proto.lifeline import (
     decode_from_daemon,
     encode_frame,
 )
-from kvoffd_proto.sockets import SocketPaths, peer_credentials, peer_pidfd
+from kvoffd_proto.paths import SocketPaths, peer_credentials, peer_pidfd
 
 log = logging.getLogger("kvoffd_client")
 

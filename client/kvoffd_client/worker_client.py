@@ -26,8 +26,8 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.codec import CodecError, decode_completions
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import session_topic
-from kvoffd_proto.handles import Handle
 from kvoffd_proto.lifeline import Attach, Attached, AttachRefused
+from kvoffd_proto.messages import Handle
 
 log = logging.getLogger("kvoffd_client")
 

@@ -24,7 +24,7 @@ from kvoffd.cache.namespace import (
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.records import InheritedSlots, NamespaceRecord
 from kvoffd.pool.table_format import keys_of
-from kvoffd_proto.blocks import shard_bytes_of
+from kvoffd_proto.admin import shard_bytes_of
 
 LOOKED_FOR_AT_ONCE = 10_000
 """Keys that are made ready in one step to be looked for among the inherited blocks."""

@@ -19,7 +19,7 @@ from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.errors import KvoffdError, NotReady, UnknownLease, UnknownNamespace
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.records import InheritedSlots, NamespaceRecord
-from kvoffd_proto.blocks import ShardSpec
+from kvoffd_proto.admin import ShardSpec
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupSpec
 

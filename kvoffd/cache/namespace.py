@@ -18,7 +18,7 @@ from kvoffd.cache.key_index import KeyIndex
 from kvoffd.errors import BadGeometry, BadKeys, NamespaceMismatch
 from kvoffd.pool.records import NamespaceRecord
 from kvoffd_proto import messages
-from kvoffd_proto.blocks import ShardSpec
+from kvoffd_proto.admin import ShardSpec
 from kvoffd_proto.messages import GroupSpec
 
 GROUP_BYTES = 4096

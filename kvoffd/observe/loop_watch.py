@@ -11,7 +11,7 @@ import time
 from types import FrameType
 
 from kvoffd.observe.meters import DurationHistogram
-from kvoffd_proto.messages import Histogram
+from kvoffd_proto.stats import Histogram
 
 logger = logging.getLogger(__name__)
 

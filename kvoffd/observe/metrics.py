@@ -1,7 +1,7 @@
 """The Prometheus page and its reference page METRICS.md, made from the metrics that the fields of a ``StatsReply`` are.
 
 ``python -m kvoffd.observe.metrics`` prints the reference page. A metric is defined by its field: see ``Metric`` in
-``kvoffd_proto.wire``; nothing has to be added here for another one.
+``kvoffd_proto.stats``; nothing has to be added here for another one.
 """
 
 from __future__ import annotations
@@ -19,17 +19,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from kvoffd_proto.messages import (
-    Histogram,
-    Metric,
-    MetricInfo,
-    MetricLabel,
-    MetricPart,
-    StatsReply,
-    fields_of,
-    metric_annotation,
-)
-from kvoffd_proto.wire import struct_in
+from kvoffd_proto.messages import fields_of, struct_in
+from kvoffd_proto.stats import Histogram, Metric, MetricInfo, MetricLabel, MetricPart, StatsReply, metric_annotation
 
 Labels = tuple[str, ...]
 AnnotationT = TypeVar("AnnotationT", MetricLabel, MetricInfo)

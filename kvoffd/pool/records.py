@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd_proto.blocks import ShardSpec
+from kvoffd_proto.admin import ShardSpec
 from kvoffd_proto.messages import GroupSpec
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.server.sessions import Peer
 from kvoffd.system.mappings import filesystem_magic
-from kvoffd_proto.sockets import peer_credentials, peer_pidfd
+from kvoffd_proto.paths import peer_credentials, peer_pidfd
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from kvoffd.errors import KvoffdError
 from kvoffd.server.context import Context, Pending, answers, filled
 from kvoffd.server.namespaces import forget_idle
 from kvoffd.server.sessions import Session
-from kvoffd_proto import blocks as b
+from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.units import format_size
@@ -25,8 +25,8 @@ STATE_WAIT_S = 1.5
 """For ``kvoffd.state`` to be written."""
 
 
-@answers(m.Clear)
-def clear(context: Context, session: Session, message: m.Clear) -> Pending:
+@answers(a.Clear)
+def clear(context: Context, session: Session, message: a.Clear) -> Pending:
     """Drop the blocks of one namespace, or of all. What is empty then and nobody has open is forgotten."""
     cache, state, unopened = context.cache, context.state, 0
     if message.namespace is None:
@@ -52,8 +52,8 @@ def clear(context: Context, session: Session, message: m.Clear) -> Pending:
     return context.removal(message.request_id, steps, cleared)
 
 
-@answers(m.ResetFleet)
-def reset_fleet(context: Context, session: Session, message: m.ResetFleet) -> Pending:
+@answers(a.ResetFleet)
+def reset_fleet(context: Context, session: Session, message: a.ResetFleet) -> Pending:
     """Make a namespace's blocks void for all nodes; the count is that of the stores that were told."""
     stores = context.tiers.shared
     if not stores:
@@ -72,8 +72,8 @@ def reset_fleet(context: Context, session: Session, message: m.ResetFleet) -> Pe
     return Pending(poll, context.clock() + FLEET_WAIT_S)
 
 
-@answers(m.SetQuota)
-def set_quota(context: Context, session: Session, message: m.SetQuota) -> Pending:
+@answers(a.SetQuota)
+def set_quota(context: Context, session: Session, message: a.SetQuota) -> Pending:
     """Set a namespace's quota, and have it written for the next daemon before the answer, which says where that
     failed."""
     quotas, state = context.cache.blocks.quotas, context.state
@@ -96,8 +96,8 @@ def set_quota(context: Context, session: Session, message: m.SetQuota) -> Pendin
     return Pending(poll, context.clock() + STATE_WAIT_S)
 
 
-@answers(m.DescribePolicy)
-def describe_policy(context: Context, session: Session, message: m.DescribePolicy) -> m.PolicyDescribed:
+@answers(a.DescribePolicy)
+def describe_policy(context: Context, session: Session, message: a.DescribePolicy) -> a.PolicyDescribed:
     policy, key = context.cache.policy, None
     if message.namespace is not None:
         namespace = context.cache.namespace(message.namespace)
@@ -105,7 +105,7 @@ def describe_policy(context: Context, session: Session, message: m.DescribePolic
         key = policy.worth_of(namespace, message.group, message.key) if message.key else None
     state = policy.describe()
     return filled(
-        m.PolicyDescribed,
+        a.PolicyDescribed,
         state,
         context,
         request_id=message.request_id,
@@ -117,26 +117,26 @@ def describe_policy(context: Context, session: Session, message: m.DescribePolic
     )
 
 
-@answers(m.Record)
-def record(context: Context, session: Session, message: m.Record) -> m.Recorded:
+@answers(a.Record)
+def record(context: Context, session: Session, message: a.Record) -> a.Recorded:
     found = context.recorder.fetch(session, message.recording, message.end)
-    return m.Recorded(message.request_id, context.epoch, *found)
+    return a.Recorded(message.request_id, context.epoch, *found)
 
 
-@answers(m.Scrub)
-def scrub(context: Context, session: Session, message: m.Scrub) -> m.ScrubReply:
+@answers(a.Scrub)
+def scrub(context: Context, session: Session, message: a.Scrub) -> a.ScrubReply:
     """Begin to compare every readable block with its checksum, or tell how far that is."""
     if message.start:
         context.scrubber.start()
     return context.scrubber.report(message.request_id, context.epoch)
 
 
-@answers(b.DescribeNamespace)
-def describe_namespace(context: Context, session: Session, message: b.DescribeNamespace) -> b.NamespaceDescribed:
+@answers(a.DescribeNamespace)
+def describe_namespace(context: Context, session: Session, message: a.DescribeNamespace) -> a.NamespaceDescribed:
     namespace = context.cache.namespace(message.namespace)
     ranks = [namespace.shards(rank) for rank in range(namespace.world_size)]
     return filled(
-        b.NamespaceDescribed,
+        a.NamespaceDescribed,
         context,
         namespace,
         request_id=message.request_id,
@@ -145,8 +145,8 @@ def describe_namespace(context: Context, session: Session, message: b.DescribeNa
     )
 
 
-@answers(b.ListBlocks)
-def list_blocks(context: Context, session: Session, message: b.ListBlocks) -> b.BlocksListed:
+@answers(a.ListBlocks)
+def list_blocks(context: Context, session: Session, message: a.ListBlocks) -> a.BlocksListed:
     namespace, prefix = context.cache.namespace(message.namespace), message.prefix.lower()
     if message.group >= (groups := len(namespace.groups)):
         there = "only group 0" if groups == 1 else f"groups 0 to {groups - 1}"
@@ -162,17 +162,17 @@ def list_blocks(context: Context, session: Session, message: b.ListBlocks) -> b.
     else:
         found, position = index.page(position, LISTED_PLACES, lambda block: block.key.hex().startswith(prefix), limit)
     infos = [_block_info(namespace, block) for block in found]
-    return b.BlocksListed(message.request_id, context.epoch, infos, position)
+    return a.BlocksListed(message.request_id, context.epoch, infos, position)
 
 
-def _block_info(namespace: Namespace, block: Block) -> b.BlockInfo:
+def _block_info(namespace: Namespace, block: Block) -> a.BlockInfo:
     shards = block.shards
     checksums = [shards[rank].checksum if rank in shards else 0 for rank in range(namespace.world_size)]
-    return b.BlockInfo(
+    return a.BlockInfo(
         block.key,
         m.KeyState(block.state),
         block.slot_bytes,
         block.pins,
         max((shard.first_block for shard in shards.values()), default=0),
-        b"".join(checksum.to_bytes(b.CHECKSUM_BYTES, "big") for checksum in checksums),
+        b"".join(checksum.to_bytes(a.CHECKSUM_BYTES, "big") for checksum in checksums),
     )

@@ -39,7 +39,8 @@ from kvoffd.system.mappings import PageFaulter
 from kvoffd.system.native import native
 from kvoffd.system.systemd import Notifier, take_stored_fds
 from kvoffd.transfer.host_engine import HostEngine
-from kvoffd_proto.messages import Health, HealthLevel, HealthProblem, HealthReply, Stats, StatsReply
+from kvoffd_proto.admin import Health, HealthLevel, HealthProblem, HealthReply
+from kvoffd_proto.stats import Stats, StatsReply
 from kvoffd_proto.units import format_size
 
 logger = logging.getLogger(__name__)

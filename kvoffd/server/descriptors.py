@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 
 from kvoffd.errors import KvoffdError
-from kvoffd_proto.descriptors import descriptor_limits
+from kvoffd_proto.cuda import descriptor_limits
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from kvoffd.transfer.cuda.pinning import PinProgress
 from kvoffd.transfer.engine import DirectionLoad, TransferEngine
 from kvoffd.transfer.plan import Direction
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.handles import CudaIpcHandle, CudaVmmHandle, Handle, MemfdHandle
+from kvoffd_proto.messages import CudaIpcHandle, CudaVmmHandle, Handle, MemfdHandle
 
 logger = logging.getLogger(__name__)
 

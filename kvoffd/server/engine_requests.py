@@ -16,11 +16,10 @@ from kvoffd.server.namespaces import Opening
 from kvoffd.server.sessions import Registration, Session
 from kvoffd.transfer.plan import build_layouts
 from kvoffd_proto import messages as m
-from kvoffd_proto.blocks import PageSpec, ShardSpec
+from kvoffd_proto.admin import PageSpec, ShardSpec
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.handles import Handle
+from kvoffd_proto.messages import MAX_PAGES, Handle
 from kvoffd_proto.units import printable
-from kvoffd_proto.wire import MAX_PAGES
 
 logger = logging.getLogger(__name__)
 _other_versions = RareWarnings(logger)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvoffd.server.context import Context
-from kvoffd_proto import messages as m
+from kvoffd_proto import admin as a
 from kvoffd_proto.units import format_count, format_duration, format_size, plural
 
 PINNED_SHARE = 0.9
@@ -14,43 +14,43 @@ LATE_SHARE, LEAST_LATE = 0.05, 20
 """So many late lookups in that time, and this share of all, are a problem."""
 
 
-def health_reply(context: Context, message: m.Health) -> m.HealthReply:
+def health_reply(context: Context, message: a.Health) -> a.HealthReply:
     """The daemon's health. That it answers at all says that its loop does. Needs no session."""
     level, causes = health_of(context)
-    return m.HealthReply(message.request_id, context.epoch, level, causes)
+    return a.HealthReply(message.request_id, context.epoch, level, causes)
 
 
-def health_of(context: Context) -> tuple[m.HealthLevel, list[m.HealthProblem]]:
+def health_of(context: Context) -> tuple[a.HealthLevel, list[a.HealthProblem]]:
     """The level, and its causes, the worst first."""
-    causes = [m.HealthProblem("gpu", sentence) for sentence in context.memory.problems]
+    causes = [a.HealthProblem("gpu", sentence) for sentence in context.memory.problems]
     if lost := context.cache.integrity.mismatches:
         causes.append(
-            m.HealthProblem(
+            a.HealthProblem(
                 "pool_corrupt",
                 f"{lost} slot{plural(lost)} of the pool did not match the checksum. The blocks are dropped "
                 "and the slots not used before a restart; check the machine's memory (dmesg, edac-util).",
             )
         )
-    causes += [m.HealthProblem(reason, sentence) for reason, sentence in context.tiers.problems]
+    causes += [a.HealthProblem(reason, sentence) for reason, sentence in context.tiers.problems]
     causes += _crowded(context)
     causes += _late(context)
     causes += _full(context)
     if context.http_problem:
-        causes.append(m.HealthProblem("http_unavailable", context.http_problem))
+        causes.append(a.HealthProblem("http_unavailable", context.http_problem))
     if context.sessions.stopping:
-        return m.HealthLevel.DOWN, [m.HealthProblem("stopping", "The daemon is stopping."), *causes]
-    return (m.HealthLevel.DEGRADED if causes else m.HealthLevel.OK), causes
+        return a.HealthLevel.DOWN, [a.HealthProblem("stopping", "The daemon is stopping."), *causes]
+    return (a.HealthLevel.DEGRADED if causes else a.HealthLevel.OK), causes
 
 
-def _crowded(context: Context) -> list[m.HealthProblem]:
+def _crowded(context: Context) -> list[a.HealthProblem]:
     """What keeps stores from the pool."""
     cache = context.cache
-    causes: list[m.HealthProblem] = []
+    causes: list[a.HealthProblem] = []
     usage = cache.pool_usage()
     usable_bytes = max(1, cache.slots.pool_bytes - usage.quarantined_bytes)
     if usage.pinned_bytes >= PINNED_SHARE * usable_bytes:
         causes.append(
-            m.HealthProblem(
+            a.HealthProblem(
                 "pool_pinned",
                 f"{format_size(usage.pinned_bytes)} of {format_size(usable_bytes)} of the pool are pinned"
                 f"{_most_pinned(context)}: stores find no room. `kvoffd-cli sessions` says who holds what; lower "
@@ -60,7 +60,7 @@ def _crowded(context: Context) -> list[m.HealthProblem]:
     recent = context.recent.over(FLOW_WINDOW_S)
     if dropped := recent.dropped_keys:
         causes.append(
-            m.HealthProblem(
+            a.HealthProblem(
                 "stores_without_room",
                 f"In the last {format_duration(recent.seconds)} the pool had no room for {format_count(dropped)} "
                 f"block{plural(dropped)} that engines offered. It is too small, or too much is pinned.",
@@ -69,14 +69,14 @@ def _crowded(context: Context) -> list[m.HealthProblem]:
     return causes
 
 
-def _late(context: Context) -> list[m.HealthProblem]:
+def _late(context: Context) -> list[a.HealthProblem]:
     """Lookups whose answers engines did not wait for."""
     recent = context.recent.over(FLOW_WINDOW_S)
     late, lookups = recent.late_lookups, max(recent.lookups, recent.late_lookups)
     if late < LEAST_LATE or late <= LATE_SHARE * lookups:
         return []
     return [
-        m.HealthProblem(
+        a.HealthProblem(
             "lookups_late",
             f"In the last {format_duration(recent.seconds)} engines did not get the answers of {format_count(late)} of "
             f"{format_count(lookups)} lookups in the time that computing the prompts takes, so they computed them. The "
@@ -86,13 +86,13 @@ def _late(context: Context) -> list[m.HealthProblem]:
     ]
 
 
-def _full(context: Context) -> list[m.HealthProblem]:
+def _full(context: Context) -> list[a.HealthProblem]:
     """Sessions that further engines lack."""
     most = context.config.max_sessions
     if context.sessions.of_engines < most:
         return []
     return [
-        m.HealthProblem(
+        a.HealthProblem(
             "sessions_taken",
             f"All {most} sessions are taken: further engines are refused, and run without the cache. `kvoffd-cli "
             "sessions` says who has them; close some, or raise max_sessions.",

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kvoffd.config import ALL_INTERFACES, parse_address
 from kvoffd.errors import KvoffdError
-from kvoffd_proto.messages import HealthReply, StatsReply
+from kvoffd_proto.admin import HealthReply
+from kvoffd_proto.stats import StatsReply
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from kvoffd.server.background import Work
 from kvoffd.server.context import Context
 from kvoffd.server.sessions import Session
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import NamespaceRequest
+from kvoffd_proto.messages import OpenNamespace
 from kvoffd_proto.units import printable
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Opening:
     Raises KvoffdError where the session may not open it.
     """
 
-    def __init__(self, context: Context, session: Session, message: NamespaceRequest) -> None:
+    def __init__(self, context: Context, session: Session, message: OpenNamespace) -> None:
         self._context = context
         self._session = session
         self._message = message
@@ -104,7 +104,7 @@ def _check_places(context: Context, session: Session, fingerprint: bytes) -> Non
         )
 
 
-def _make_space(context: Context, message: NamespaceRequest, late: bool) -> Work | None:
+def _make_space(context: Context, message: OpenNamespace, late: bool) -> Work | None:
     """Begin to free a namespace that nobody has open, so that one more may be opened; None where none need go.
 
     Raises KvoffdError where none may go, or it is too late to wait for one.

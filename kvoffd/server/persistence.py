@@ -26,7 +26,7 @@ from kvoffd.config import Config
 from kvoffd.system.mappings import is_hugetlbfs
 from kvoffd.system.newest import put_newest
 from kvoffd.system.threads import start
-from kvoffd_proto.wire import Count
+from kvoffd_proto.messages import Count
 
 logger = logging.getLogger(__name__)
 

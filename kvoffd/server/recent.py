@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Counters, MissReason, Namespace
 from kvoffd.observe.meters import WINDOWS_S, CounterWindows
-from kvoffd_proto.messages import RecentStats
+from kvoffd_proto.stats import RecentStats
 
 SAMPLE_EVERY_S = 0.5
 COUNTED = frozenset(RecentStats.__struct_fields__).intersection(Counters.__slots__) - {"misses"}

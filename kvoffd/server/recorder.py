@@ -10,7 +10,7 @@ from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.policies import Chain
 from kvoffd.errors import KvoffdError
 from kvoffd.server.sessions import Session
-from kvoffd_proto import messages as m
+from kvoffd_proto import admin as a
 from kvoffd_proto.errors import ErrorCode
 
 MAX_KEPT_BYTES = 8 << 20
@@ -34,11 +34,11 @@ class Recorder:
         """0 where nothing is recorded."""
         self._session: Session | None = None
         self._began_at = self._fetched_at = 0.0
-        self._kept: deque[m.RecordedChain] = deque()
+        self._kept: deque[a.RecordedChain] = deque()
         self._kept_bytes = self._dropped = 0
         self._namespaces: dict[bytes, int] = {}
 
-    def fetch(self, session: Session, number: int, end: bool = False) -> tuple[int, list[m.RecordedChain], int]:
+    def fetch(self, session: Session, number: int, end: bool = False) -> tuple[int, list[a.RecordedChain], int]:
         """The recording's number, what it has, and how many chains were dropped behind that. Begins one for 0.
 
         ``end``: it is over then, and what is left counts as dropped.
@@ -53,7 +53,7 @@ class Recorder:
                 ErrorCode.BAD_ARGUMENT,
             )
         self._fetched_at = self._clock()
-        chains: list[m.RecordedChain] = []
+        chains: list[a.RecordedChain] = []
         nbytes = 0
         while self._kept and nbytes < FETCHED_BYTES:
             chain = self._kept.popleft()
@@ -109,7 +109,7 @@ class Recorder:
                 continue
             self._kept_bytes += nbytes
             self._kept.append(
-                m.RecordedChain(
+                a.RecordedChain(
                     round((self._clock() - self._began_at) * 1000),
                     known.setdefault(namespace.fingerprint, len(known)),
                     group,

@@ -21,24 +21,25 @@ from kvoffd.server.tiers import Disk
 from kvoffd.tiers.shared.shared_tier import SharedTier
 from kvoffd.tiers.tier import TierStats
 from kvoffd.transfer.plan import Direction
-from kvoffd_proto import messages as m
+from kvoffd_proto import admin as a
+from kvoffd_proto import stats as s
 
 DESCRIPTIONS_BYTES = 1 << 20
 """Of the namespaces in one listing: 64 KiB of each would make tens of MiB."""
 
 
-@answers(m.Stats)
-def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
+@answers(s.Stats)
+def stats(context: Context, session: Session, message: s.Stats) -> s.StatsReply:
     return stats_reply(context, message)
 
 
-def stats_reply(context: Context, message: m.Stats) -> m.StatsReply:
+def stats_reply(context: Context, message: s.Stats) -> s.StatsReply:
     cache = context.cache
     cache.count_misses()
     quotas = cache.blocks.quotas
     namespaces = [
         filled(
-            m.NamespaceStats,
+            s.NamespaceStats,
             namespace,
             namespace.counters,
             namespace=namespace.fingerprint,
@@ -52,7 +53,7 @@ def stats_reply(context: Context, message: m.Stats) -> m.StatsReply:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     level, causes = health_of(context)
     return filled(
-        m.StatsReply,
+        s.StatsReply,
         context,
         cache,
         context.loop_watch,
@@ -79,7 +80,7 @@ def stats_reply(context: Context, message: m.Stats) -> m.StatsReply:
         cpu_seconds=usage.ru_utime + usage.ru_stime,
         resident_bytes=_resident_bytes(),
         namespaces=namespaces,
-        integrity=filled(m.IntegrityStats, cache.integrity),
+        integrity=filled(s.IntegrityStats, cache.integrity),
         below=_tiering_stats(context),
         disks=list(map(_disk_stats, context.tiers)),
         shared=_shared_stats(context),
@@ -89,21 +90,21 @@ def stats_reply(context: Context, message: m.Stats) -> m.StatsReply:
         curve=context.curve.in_all(),
         curve_seen_bytes=context.curve.seen_bytes,
         curve_bytes=context.curve.nbytes,
-        settings=[m.SettingInfo(*one) for one in settings_in_force(context.config)],
+        settings=[s.SettingInfo(*one) for one in settings_in_force(context.config)],
     )
 
 
-@answers(m.Health)
-def health(context: Context, session: Session, message: m.Health) -> m.HealthReply:
+@answers(a.Health)
+def health(context: Context, session: Session, message: a.Health) -> a.HealthReply:
     return health_reply(context, message)
 
 
-@answers(m.Sessions)
-def sessions(context: Context, session: Session, message: m.Sessions) -> m.SessionsReply:
+@answers(a.Sessions)
+def sessions(context: Context, session: Session, message: a.Sessions) -> a.SessionsReply:
     now, leases = context.clock(), context.cache.leases
     infos = [
         filled(
-            m.SessionInfo,
+            a.SessionInfo,
             one,
             one.peer,
             session_id=one.id,
@@ -120,16 +121,16 @@ def sessions(context: Context, session: Session, message: m.Sessions) -> m.Sessi
         )
         for one in context.sessions
     ]
-    return m.SessionsReply(message.request_id, context.epoch, infos)
+    return a.SessionsReply(message.request_id, context.epoch, infos)
 
 
-@answers(m.Namespaces)
-def namespaces(context: Context, session: Session, message: m.Namespaces) -> m.NamespacesReply:
+@answers(a.Namespaces)
+def namespaces(context: Context, session: Session, message: a.Namespaces) -> a.NamespacesReply:
     cache = context.cache
     quotas = cache.blocks.quotas
     infos = [
         filled(
-            m.NamespaceInfo,
+            a.NamespaceInfo,
             namespace,
             namespace=namespace.fingerprint,
             groups=list(namespace.groups),
@@ -144,16 +145,16 @@ def namespaces(context: Context, session: Session, message: m.Namespaces) -> m.N
         room_bytes -= len(info.description)
         if room_bytes < 0:
             infos[number] = structs.replace(info, description="")
-    return m.NamespacesReply(message.request_id, context.epoch, infos)
+    return a.NamespacesReply(message.request_id, context.epoch, infos)
 
 
-def _pool_stats(context: Context) -> m.PoolStats:
+def _pool_stats(context: Context) -> s.PoolStats:
     cache, pinning = context.cache, context.memory.pinning
     usage = cache.pool_usage()
     held = sum(namespace.held_blocks for namespace in cache.namespaces)
     index_bytes = index_memory(cache.blocks, cache.policy)
     return filled(
-        m.PoolStats,
+        s.PoolStats,
         usage,
         cache.slots,
         usable_bytes=max(0, cache.slots.touched_bytes - usage.quarantined_bytes),
@@ -169,13 +170,13 @@ def _pool_stats(context: Context) -> m.PoolStats:
     )
 
 
-def _tiering_stats(context: Context) -> m.TieringStats | None:
+def _tiering_stats(context: Context) -> s.TieringStats | None:
     tiering = context.tiering
     if tiering is None:
         return None
     promoter, demoter = tiering.promoter, tiering.demoter
     return filled(
-        m.TieringStats,
+        s.TieringStats,
         promoter,
         demoter,
         pending_blocks=promoter.waiting_blocks,
@@ -187,18 +188,18 @@ def _tiering_stats(context: Context) -> m.TieringStats | None:
     )
 
 
-def _shared_stats(context: Context) -> list[m.SharedStats]:
+def _shared_stats(context: Context) -> list[s.SharedStats]:
     if (tiering := context.tiering) is None:
         return []
     return [
         filled(
-            m.SharedStats,
+            s.SharedStats,
             tier,
             tier.counters,
             opened=tier.breaker.opened,
             failed_promotions=dict(shared.promoter.failures),
             errors=dict(tier.counters.errors),
-            servers=[m.SharedServer(*server) for server in tier.servers],
+            servers=[s.SharedServer(*server) for server in tier.servers],
             left_namespaces=sum(one.fingerprint in shared.unshared for one in context.cache.namespaces),
         )
         for shared in tiering.shared
@@ -206,11 +207,11 @@ def _shared_stats(context: Context) -> list[m.SharedStats]:
     ]
 
 
-def _direction_stats(context: Context, direction: Direction) -> m.DirectionStats:
+def _direction_stats(context: Context, direction: Direction) -> s.DirectionStats:
     counters = context.jobs.counters[direction]
     load = context.memory.load_of(direction)
     return filled(
-        m.DirectionStats,
+        s.DirectionStats,
         counters,
         load,
         queued_jobs=load.queued,
@@ -226,19 +227,19 @@ def _shard_bytes(namespace: Namespace) -> list[list[int]]:
     ]
 
 
-def _disk_stats(disk: Disk) -> m.DiskStats:
+def _disk_stats(disk: Disk) -> s.DiskStats:
     tier = disk.tier
     figures = tier.stats() if tier is not None else TierStats(disk.size.size_bytes)
     unopened = {} if tier is not None else {"direct": False, "oldest_seconds": 0.0, "lifetime_written_bytes": 0}
     return filled(
-        m.DiskStats,
+        s.DiskStats,
         disk,
         disk.size,
         figures,
         tier,
         directory=disk.size.directory,
-        state=m.DiskState.HANGING if tier is not None and tier.hangs else disk.state,
-        errors={m.DiskFault(kind): count for kind, count in figures.errors.items()},
+        state=s.DiskState.HANGING if tier is not None and tier.hangs else disk.state,
+        errors={s.DiskFault(kind): count for kind, count in figures.errors.items()},
         **unopened,
     )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.integrity import ChecksumCheck
 from kvoffd.server.jobs import wrong_bytes
-from kvoffd_proto import messages as m
+from kvoffd_proto import admin as a
 from kvoffd_proto.units import format_duration, format_size
 
 logger = logging.getLogger(__name__)
@@ -94,14 +94,14 @@ class Scrubber:
             if not run.running:
                 self._end(run)
 
-    def report(self, request_id: int, epoch: int) -> m.ScrubReply:
+    def report(self, request_id: int, epoch: int) -> a.ScrubReply:
         """How far the running pass is, or how the last one ended."""
         run = self._run
         if run is None:
-            return m.ScrubReply(request_id, epoch, False, 0, 0, 0, 0, 0, 0.0)
+            return a.ScrubReply(request_id, epoch, False, 0, 0, 0, 0, 0, 0.0)
         running = run.running or bool(run.step)
         seconds = max(0.0, self._clock() - run.started_at) if running else run.seconds
-        return m.ScrubReply(
+        return a.ScrubReply(
             request_id,
             epoch,
             running,

@@ -33,6 +33,7 @@ from kvoffd.server.sessions import Session, Sessions, credit_bytes
 from kvoffd.server.tiers import OpenDisk, Tiers
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import TransferEngine
+from kvoffd_proto import admin as a
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
@@ -224,7 +225,7 @@ class Service:
             return request_id, context.refusal(request_id, error)
 
     def _dispatch(self, request: m.AnyRequest, session: Session | None) -> Answer:
-        if session is None and isinstance(request, m.Health):
+        if session is None and isinstance(request, a.Health):
             return health_reply(self.context, request)
         if session is None:
             raise KvoffdError.of(ErrorCode.BAD_TOKEN)

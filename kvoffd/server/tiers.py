@@ -30,7 +30,7 @@ from kvoffd.tiers.shared.shared_tier import SharedTier
 from kvoffd.tiers.shared.store import Credentials, Store, open_store
 from kvoffd.tiers.tier import CompositeTier, TierKey, TierListener
 from kvoffd_proto.messages import GroupKeys
-from kvoffd_proto.tier_stats import DiskFault, DiskState
+from kvoffd_proto.stats import DiskFault, DiskState
 from kvoffd_proto.units import format_count, format_duration, format_size
 
 logger = logging.getLogger(__name__)

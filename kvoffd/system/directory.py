@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvoffd.errors import KvoffdError
 from kvoffd.system.files import OnError, is_regular, try_lock
-from kvoffd_proto.sockets import SocketPaths
+from kvoffd_proto.paths import SocketPaths
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.errors import BadBlockIds, BadGeometry, OutOfBounds
-from kvoffd_proto.handles import PageRef, TensorLayout
+from kvoffd_proto.messages import PageRef, TensorLayout
 
 _MAX_SHARD_BYTES = 2**62
 _ID_LIMIT = 2**31

@@ -8,7 +8,14 @@ from typing import TypeVar
 
 import msgspec
 
-from kvoffd_proto.messages import EXCHANGES, REPLIES, AnyReply, AnyRequest, Completions
+from kvoffd_proto import admin, stats  # noqa: F401 - they declare the requests of administrators
+from kvoffd_proto.messages import EXCHANGES, AnyReply, AnyRequest, Completions, Error, Reply
+
+REPLIES: tuple[type[Reply], ...] = (
+    *dict.fromkeys(known.answer for known in EXCHANGES.values() if issubclass(known.answer, Reply)),
+    Error,
+)
+"""Every reply of the protocol."""
 
 DecodedT = TypeVar("DecodedT")
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Struct
 
-from kvoffd_proto.wire import doc
+from kvoffd_proto.messages import doc
 
 KV_TOPIC_PREFIX = b"kv@"
 SESSION_TOPIC_PREFIX = b"session@"

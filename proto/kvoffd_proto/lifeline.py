@@ -11,7 +11,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.wire import TOKEN_BYTES, Count, Wire, doc
+from kvoffd_proto.messages import TOKEN_BYTES, Count, Wire, doc
 
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 4096

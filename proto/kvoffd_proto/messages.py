@@ -1,33 +1,296 @@
-# ruff: noqa: F401, F403, F405 - what is of one subject is in a module of its own, and found here under the name everybody imports
-"""Requests and replies on ``jobs.sock``, and the completions on ``events.sock``.
+"""Messages of engines on ``jobs.sock``, the completions on ``events.sock``, and what all messages are made of.
 
 Every message is an array: its tag, then its fields in the order given here. A request goes as one frame
-from a DEALER; its reply comes back with the same ``request_id``. Submit is not replied to when it is
-accepted: the answers of its jobs are completions. ``PROTOCOL.md`` is generated from this module.
+from a DEALER; its reply comes back with the same ``request_id``. Submit is not replied to when all its jobs
+are accepted: their answers are completions. ``PROTOCOL.md`` is generated from these modules.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from typing import Annotated, TypeAlias
+from collections.abc import Callable, Sequence
+from enum import IntEnum, StrEnum
+from typing import Annotated, Generic, NamedTuple, TypeAlias, TypeVar, cast, get_args, get_type_hints
 
-from msgspec import field
+from msgspec import Meta, Struct, field, structs
 
-import kvoffd_proto.blocks
-from kvoffd_proto.engine_report import *
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.handles import Handle, PageRef, TensorLayout
-from kvoffd_proto.health import *
-from kvoffd_proto.limits import MAX_JOBS
-from kvoffd_proto.listings import *
-from kvoffd_proto.policy import *
-from kvoffd_proto.recording import *
-from kvoffd_proto.stats import *
-from kvoffd_proto.tier_stats import *
-from kvoffd_proto.wire import *
 
-# --- parts ---------------------------------------------------------------------------------------
+PROTOCOL_VERSION = 6
+"""Raised whenever a message, a field or its meaning changes. Both ends must speak the same one; none is negotiated."""
+
+FINGERPRINT_BYTES = 32
+TOKEN_BYTES = 16
+MAX_JOBS = 2048
+"""``max_jobs_per_message`` is never more."""
+MAX_GROUPS = 64
+MAX_PAGES = 8192
+"""Of a registration in all groups together, and its tensors: each costs the daemon's loop some microseconds."""
+BLOCK_ID_BYTES = TOKEN_ID_BYTES = COUNT_BYTES = 4
+
+
+def doc(description: str | None = None, **bounds: int) -> Meta:
+    """Describe a field or a type of fields for the reference page, with the bounds that msgspec checks."""
+    return Meta(description=description, **bounds)  # type: ignore[call-overload, no-any-return]
+
+
+Count = Annotated[int, doc(ge=0, le=2**63 - 1)]
+ByteCount = Annotated[int, doc(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, doc(ge=0)]
+PerSecond = Annotated[float, doc(ge=0)]
+RequestId = Annotated[Count, doc("Chosen by the client, echoed in the reply.")]
+Epoch = Annotated[Count, doc("Number of the daemon's run that answers, as in Greeting.")]
+SessionId = Annotated[int, doc("Id of the session.", ge=1, lt=2**31)]
+Keys = Annotated[bytes, doc("Block hashes, end to end, each of the namespace's ``key_bytes``.")]
+Fingerprint = Annotated[
+    bytes, doc("The namespace's fingerprint, 32 bytes.", min_length=FINGERPRINT_BYTES, max_length=FINGERPRINT_BYTES)
+]
+LeaseId = Annotated[
+    int, doc("Random, chosen by the scheduler's client: who knows it may load.", ge=2**32, le=2**63 - 1)
+]
+JobId = Annotated[Count, doc("Unique among the session's unfinished jobs.")]
+Acknowledged = Annotated[
+    Count, doc("All completions up to this number have arrived, and are forgotten, also where the rest is refused.")
+]
+RegistrationId = Annotated[
+    bytes, doc("Random id made by the worker for this registration.", min_length=16, max_length=16)
+]
+Rank = Annotated[int, doc("Rank of the worker in its engine, below ``world_size``.", ge=0, lt=4096)]
+GroupIndex = Annotated[int, doc("Index of the KV cache group.", ge=0, lt=65536)]
+
+
+class Role(StrEnum):
+    """What a session may do."""
+
+    SCHEDULER = "scheduler"
+    WORKER = "worker"
+    ADMIN = "admin"
+
+
+SCHEDULER = (Role.SCHEDULER,)
+WORKER = (Role.WORKER,)
+ADMIN = (Role.ADMIN,)
+ENGINE = SCHEDULER + WORKER
+ANY_ROLE = ENGINE + ADMIN
+
+
+class Section(StrEnum):
+    """Headings of the reference page under which requests are described, in the order of the page."""
+
+    SESSION = "Session"
+    MEMORY = "Namespaces and memory"
+    SCHEDULER = "Scheduler"
+    WORKER = "Worker"
+    ADMINISTRATION = "Administration"
+    BLOCKS = "Blocks"
+
+
+class KeyState(IntEnum):
+    """What a lookup tells of a key, one byte each."""
+
+    ABSENT = 0
+    """The daemon does not have it."""
+    WRITING = 1
+    """It is being stored: a shard of it is missing."""
+    READY = 2
+    """It can be loaded."""
+    PENDING = 3
+    """A disk has it, and it comes up: ask again."""
+    SHARED = 4
+    """A store that nodes share is asked for it, or has it and it comes up: ask again."""
+
+
+ABSENT, WRITING, READY, PENDING, SHARED = KeyState
+COMING = frozenset((PENDING, SHARED))
+"""States of keys that come up from below the pool, or may: ask again."""
+
+
+class Wire(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of parts of messages: encoded as arrays, unknown trailing fields refused."""
+
+
+class Message(Wire, frozen=True, tag=lambda name: name.lower()):
+    """Base of messages: arrays that begin with the lower-case name."""
+
+
+AnswerT_co = TypeVar("AnswerT_co", bound=Message, covariant=True)
+
+
+class Request(Message, Generic[AnswerT_co], frozen=True):
+    """Base of requests. The parameter is what answers the request: a Reply, or Completions where it is a job."""
+
+    request_id: RequestId
+
+
+class Reply(Message, frozen=True):
+    """Base of replies."""
+
+    request_id: RequestId
+    epoch: Epoch
+
+
+class Exchange(NamedTuple):
+    """What ``exchange`` and the base class declare of a request."""
+
+    section: Section
+    roles: tuple[Role, ...]
+    """Who may send it."""
+    answer: type[Message]
+
+
+EXCHANGES: dict[type[Request[Message]], Exchange] = {}
+"""Every request of the protocol. The codec, the reference page and the daemon's table of handlers are made from it."""
+
+RequestT = TypeVar("RequestT", bound=Request[Message])
+
+
+def exchange(section: Section, roles: tuple[Role, ...]) -> Callable[[type[RequestT]], type[RequestT]]:
+    """Make the decorated class a request of the protocol, which ``roles`` may send."""
+
+    def declare(kind: type[RequestT]) -> type[RequestT]:
+        (base,) = kind.__orig_bases__  # type: ignore[attr-defined]
+        (answer,) = base.__args__
+        EXCHANGES[kind] = Exchange(section, roles, answer)
+        return kind
+
+    return declare
+
+
+def answer_type(kind: type[Request[AnswerT_co]]) -> type[AnswerT_co]:
+    """What answers requests of this kind."""
+    return cast("type[AnswerT_co]", EXCHANGES[kind].answer)
+
+
+def metas_of(hint: object) -> list[Meta]:
+    """What annotates a type."""
+    return [meta for meta in getattr(hint, "__metadata__", ()) if isinstance(meta, Meta)]
+
+
+def fields_of(struct: type[Struct]) -> list[tuple[structs.FieldInfo, object, str]]:
+    """The fields of ``struct`` in wire order: field, type with its Metas, description (empty where there is none)."""
+    hints = get_type_hints(struct, include_extras=True)
+    found = []
+    for item in structs.fields(struct):
+        hint = hints[item.name]
+        descriptions = [meta.description for meta in metas_of(hint) if meta.description]
+        found.append((item, hint, descriptions[-1] if descriptions else ""))
+    return found
+
+
+def struct_in(hint: object) -> type[Struct] | None:
+    """Return the Struct that a field of this type holds, by itself, optionally or in a list; else None."""
+    if isinstance(hint, type) and issubclass(hint, Struct):
+        return hint
+    return next((found for argument in get_args(hint) if (found := struct_in(argument)) is not None), None)
+
+
+# --- parts of several messages -------------------------------------------------------------------
+
+
+BENCH_LABEL = "bench "
+"""A namespace whose label begins so is a bench's: no sum has it, and it is forgotten once it is empty and closed."""
+
+
+class GroupSpec(Wire, frozen=True):
+    """One KV cache group of a namespace."""
+
+    kind: Annotated[str, doc("Attention kind as the engine names it, for display.", max_length=64)]
+    tokens_per_block: Annotated[int, doc("Tokens that one key covers; 0 if unknown.", ge=0, lt=2**31)]
+    window_tokens: Annotated[int, doc("Sliding window in tokens; 0 for none.", ge=0, lt=2**31)] = 0
+
+
+class GroupKeys(Wire, frozen=True):
+    """Keys of one group."""
+
+    group: GroupIndex
+    keys: Keys
+
+
+class Done(Reply, frozen=True):
+    """Answer to requests that return nothing but a count."""
+
+    count: Annotated[Count, doc("How many blocks, leases or other things the request concerned.")] = 0
+
+
+class Error(Reply, frozen=True):
+    """The request was refused and changed nothing. ``request_id`` is 0 where the frame had none."""
+
+    code: Annotated[ErrorCode, doc("Why the request was refused.")]
+    message: Annotated[str, doc("A sentence that says what to do.")]
+
+
+# --- memory: segments, tensors in them, groups over tensors ----------------------------------------
+
+
+SegmentId = Annotated[Count, doc("Chosen by the client, unique in its session.")]
+GpuUuid = Annotated[bytes, doc("UUID of the GPU (or MIG instance), never an ordinal.", min_length=16, max_length=16)]
+
+
+class MemfdHandle(Wire, frozen=True, tag="memfd"):
+    """Host memory: a memfd that came over the lifeline, sealed against shrinking."""
+
+    segment_id: Annotated[Count, doc("Id under which the descriptor was attached on the lifeline.")]
+    size_bytes: Annotated[int, doc("Bytes to map; the file must be at least as large.", ge=1, le=2**63 - 1)]
+
+
+class CudaIpcHandle(Wire, frozen=True, tag="cuda_ipc"):
+    """Ordinary GPU memory: the driver's IPC handle of the base allocation."""
+
+    handle: Annotated[bytes, doc("CUipcMemHandle of the base of the allocation.", min_length=64, max_length=64)]
+    size_bytes: Annotated[int, doc("Size of the allocation in bytes.", ge=1, le=2**63 - 1)]
+    gpu_uuid: GpuUuid
+
+
+class CudaVmmHandle(Wire, frozen=True, tag="cuda_vmm"):
+    """GPU memory of the virtual memory API: one descriptor per chunk, sent over the lifeline."""
+
+    segment_ids: Annotated[
+        list[SegmentId], doc("One attached descriptor per chunk, in address order.", min_length=1, max_length=65536)
+    ]
+    chunk_bytes: Annotated[list[ByteCount], doc("Size of each chunk in bytes.", min_length=1, max_length=65536)]
+    gpu_uuid: GpuUuid
+
+
+Handle = MemfdHandle | CudaIpcHandle | CudaVmmHandle
+
+
+class TensorLayout(Wire, frozen=True):
+    """One KV tensor: ``num_blocks`` pages at a constant stride inside a segment."""
+
+    segment: Annotated[int, doc("Index into the registration's segments.", ge=0, lt=65536)]
+    offset_bytes: Annotated[Count, doc("Offset of block 0 in the segment, in bytes.")]
+    stride_bytes: Annotated[int, doc("Distance between neighbouring blocks, in bytes.", ge=1, le=2**63 - 1)]
+    num_blocks: Annotated[int, doc("Number of engine blocks in the tensor.", ge=1, lt=2**31)]
+
+
+class LayerSpec(Wire, frozen=True):
+    """Describes a page of one layer for programs that open blocks. The daemon checks nothing by it."""
+
+    name: Annotated[str, doc("The engine's name of the layer; empty if unknown.", max_length=256)] = ""
+    dtype: Annotated[str, doc("torch's name of the dtype, such as ``bfloat16``; empty for bytes.", max_length=32)] = ""
+    shape: Annotated[
+        list[Annotated[int, doc(ge=1, lt=2**31)]],
+        doc("Shape of one page, in the order of memory; empty if unknown.", max_length=16),
+    ] = field(default_factory=list)
+    layout: Annotated[str, doc("Names of the dimensions, separated by blanks; empty if unknown.", max_length=256)] = ""
+
+
+class PageRef(Wire, frozen=True):
+    """One layer's part of a group's block: the first ``page_bytes`` of a page of a tensor."""
+
+    tensor: Annotated[int, doc("Index into the registration's tensors.", ge=0, lt=65536)]
+    page_bytes: Annotated[int, doc("Bytes of the page that belong to the layer.", ge=1, lt=2**31)]
+    layer: Annotated[LayerSpec | None, doc("What these bytes are; nil if unknown.")] = None
+
+
+MAX_REPORTED = 1_000_000
+"""In one message: sums of what anybody may claim must stay numbers."""
+MOST_PER_SECOND = 1e12
+"""Infinity is no speed."""
+Speed = Annotated[float, doc(ge=0, le=MOST_PER_SECOND)]
+
+
+# --- sessions, lookups and jobs ------------------------------------------------------------------
 
 
 class Limits(Wire, frozen=True):
@@ -165,9 +428,20 @@ class Results(Request[ResultsReply], frozen=True):
     acknowledged: Acknowledged
 
 
+class NamespaceOpened(Reply, frozen=True):
+    created: Annotated[bool, doc("False when the namespace was open already.")]
+
+
 @exchange(Section.MEMORY, ENGINE)
-class OpenNamespace(NamespaceRequest, frozen=True):
+class OpenNamespace(Request[NamespaceOpened], frozen=True):
     """Opens a namespace, or joins it when its geometry is the same."""
+
+    namespace: Fingerprint
+    label: Annotated[str, doc("Name for operators, such as the model's.", max_length=256)]
+    world_size: Annotated[int, doc("Shards that make a block.", ge=1, le=4096)]
+    key_bytes: Annotated[int, doc("Length of a block hash in bytes.", ge=8, le=64)]
+    groups: Annotated[list[GroupSpec], doc("KV cache groups, by index.", min_length=1, max_length=MAX_GROUPS)]
+    description: Annotated[str, doc("What the fingerprint was made of, as JSON, for display.", max_length=65536)]
 
 
 class Registered(Reply, frozen=True):
@@ -256,6 +530,22 @@ class Reset(Request[Done], frozen=True):
     """Drops every block of a namespace, as after a change of the model's weights."""
 
     namespace: Fingerprint
+
+
+@exchange(Section.SCHEDULER, SCHEDULER)
+class ReportEngine(Request[Done], frozen=True):
+    """Tells how fast an engine computes and loads, and what it left out since it last told that."""
+
+    namespace: Fingerprint
+    prefill_tokens_per_second: Annotated[Speed, doc("Prompt tokens that it computes a second; 0 if not known.")]
+    load_tokens_per_second: Annotated[Speed, doc("Tokens that loads bring it a second; 0 if not known.")]
+    skipped_loads: Annotated[int, doc("Loads that it left out, since computing is faster.", ge=0, le=MAX_REPORTED)] = 0
+    paused_stores: Annotated[
+        int, doc("Stores that it left out, since it had waited for stores too often.", ge=0, le=MAX_REPORTED)
+    ] = 0
+    late_lookups: Annotated[
+        int, doc("Lookups whose answers it did not wait for any longer.", ge=0, le=MAX_REPORTED)
+    ] = 0
 
 
 class Store(Wire, frozen=True):
@@ -412,46 +702,5 @@ class Cancel(Request[CancelReply], frozen=True):
     acknowledged: Acknowledged = 0
 
 
-@exchange(Section.ADMINISTRATION, ADMIN)
-class Clear(Request[Done], frozen=True):
-    """Drops every block of one namespace, or of all. Admin only."""
-
-    namespace: Annotated[Fingerprint | None, doc("The namespace; nil for all.")] = None
-
-
-@exchange(Section.ADMINISTRATION, ADMIN)
-class ResetFleet(Request[Done], frozen=True):
-    """Makes every block of a namespace void for all nodes that share a store with this one, as after a change of the
-    weights: each drops its own too, within seconds. ``count`` in the answer is how many stores were told. Admin only.
-    """
-
-    namespace: Fingerprint
-
-
-class ScrubReply(Reply, frozen=True):
-    """Answer to Scrub: the running scrub, or the last one. All counts are 0 where there was none."""
-
-    running: Annotated[bool, doc("Whether the scrub is still running.")]
-    slots: Annotated[Count, doc("Slots in use when the scrub began.")]
-    done_slots: Annotated[Count, doc("Slots that the scrub has dealt with.")]
-    checked_slots: Annotated[Count, doc("Slots that were compared with their checksums; the others had been freed.")]
-    checked_bytes: Annotated[ByteCount, doc("Bytes of the slots that were compared.")]
-    mismatches: Annotated[Count, doc("Slots whose bytes did not match their checksum.")]
-    seconds: Annotated[Seconds, doc("How long the scrub has been running, or took, in seconds.")]
-
-
-@exchange(Section.ADMINISTRATION, ADMIN)
-class Scrub(Request[ScrubReply], frozen=True):
-    """Compares every readable block with its checksum in the background, or asks for the progress. Admin only."""
-
-    start: Annotated[bool, doc("Start a scrub unless one is running; false only asks for the progress.")]
-
-
 AnyRequest: TypeAlias = Request[Message]
 AnyReply: TypeAlias = Reply
-
-REPLIES: tuple[type[Reply], ...] = (
-    *dict.fromkeys(known.answer for known in EXCHANGES.values() if issubclass(known.answer, Reply)),
-    Error,
-)
-"""Every reply of the protocol, those of ``blocks`` included."""

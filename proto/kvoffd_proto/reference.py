@@ -16,16 +16,18 @@ from string import Template
 import msgspec
 from msgspec import Meta, Struct
 
-from kvoffd_proto import blocks, events, handles, lifeline
+from kvoffd_proto import admin as a
+from kvoffd_proto import events, lifeline
 from kvoffd_proto import messages as m
+from kvoffd_proto import stats as s
 from kvoffd_proto.codec import encode
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.sockets import SYSTEM_DIRECTORY, SocketPaths
-from kvoffd_proto.wire import fields_of, metas_of
+from kvoffd_proto.messages import fields_of, metas_of
+from kvoffd_proto.paths import SYSTEM_DIRECTORY, SocketPaths
 
 TEMPLATE = Path(__file__).with_name("PROTOCOL.template.md")
 
-MODULES = (m, blocks, handles, lifeline, events)
+MODULES = (m, a, s, lifeline, events)
 REQUESTS = {exchange.answer: request for request, exchange in m.EXCHANGES.items()}
 """By what answers them: a reply that answers nothing else needs no sentence of its own."""
 
@@ -46,12 +48,12 @@ def reference() -> str:
         exchanges=_exchange_table(),
         role_doc=_docstring(m.Role),
         roles="\n".join(f"| `{role.value}` |" for role in m.Role),
-        level_doc=_docstring(m.HealthLevel),
-        levels="\n".join(f"| `{level.value}` |" for level in m.HealthLevel),
-        disk_doc=_docstring(m.DiskState),
-        disk_states="\n".join(f"| `{state.value}` |" for state in m.DiskState),
-        fault_doc=_docstring(m.DiskFault),
-        faults="\n".join(f"| `{fault.value}` | {_markdown(fault.meaning)} |" for fault in m.DiskFault),
+        level_doc=_docstring(a.HealthLevel),
+        levels="\n".join(f"| `{level.value}` |" for level in a.HealthLevel),
+        disk_doc=_docstring(s.DiskState),
+        disk_states="\n".join(f"| `{state.value}` |" for state in s.DiskState),
+        fault_doc=_docstring(s.DiskFault),
+        faults="\n".join(f"| `{fault.value}` | {_markdown(fault.meaning)} |" for fault in s.DiskFault),
         absent=m.ABSENT,
         writing=m.WRITING,
         ready=m.READY,

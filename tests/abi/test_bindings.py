@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd_proto import cuda_driver as cuda
+from kvoffd_proto import cuda
 from tests.kit.cuda_abi import Declarations, differences, header_version
 from tests.kit.cuda_calls import TEST_PROTOTYPES, load
 from tests.kit.cuda_files import ROOT, VERSIONS, include_directory

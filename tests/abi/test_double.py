@@ -15,7 +15,7 @@ import pytest
 
 from kvoffd.transfer.cuda.driver import CudaDriver, CudaError
 from kvoffd.transfer.cuda.staging import KERNEL, KERNEL_NAME
-from kvoffd_proto import cuda_driver as cuda
+from kvoffd_proto import cuda
 from tests.kit.cuda_abi import compiler
 from tests.kit.cuda_calls import copy_batch, load
 from tests.kit.cuda_files import VERSIONS, include_directory

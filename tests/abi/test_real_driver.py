@@ -16,7 +16,7 @@ from kvoffd_client import AdminClient
 from kvoffd_client.cuda_export import CudaError as ExportError
 from kvoffd_client.cuda_export import ExportDriver
 from kvoffd_client.testing import FakeEngine
-from kvoffd_proto import cuda_driver as cuda
+from kvoffd_proto import cuda
 from tests.kit.cuda_abi import compiler
 from tests.kit.cuda_calls import TEST_PROTOTYPES, load
 from tests.kit.cuda_files import include_directory, real_driver

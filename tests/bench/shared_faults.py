@@ -26,7 +26,7 @@ import numpy as np
 
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
-from kvoffd_proto.messages import SharedStats
+from kvoffd_proto.stats import SharedStats
 from tests.bench.intervals import Floats, interval
 from tests.kit import s3_server
 from tests.kit.daemon import DaemonProcess

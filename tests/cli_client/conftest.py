@@ -8,7 +8,7 @@ from io import StringIO
 import pytest
 from rich.console import Console, RenderableType
 
-from kvoffd_proto.messages import (
+from kvoffd_proto.stats import (
     DirectionStats,
     DiskFault,
     DiskStats,

@@ -10,7 +10,9 @@ from msgspec import structs
 from kvoffd_client.cli import main
 from kvoffd_client.cli.advise_command import advice_of
 from kvoffd_client.testing import FakeEngine
-from kvoffd_proto.messages import GroupSpec, HitCurve, NamespaceInfo, NamespaceStats, StatsReply
+from kvoffd_proto.admin import NamespaceInfo
+from kvoffd_proto.messages import GroupSpec
+from kvoffd_proto.stats import HitCurve, NamespaceStats, StatsReply
 from tests.kit.daemon import DaemonProcess
 
 GIB = 2**30

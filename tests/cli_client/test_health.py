@@ -13,7 +13,7 @@ import zmq
 from kvoffd_client.cli import main
 from kvoffd_client.cli.health import health_lines, health_status
 from kvoffd_client.health_request import ask_health
-from kvoffd_proto.messages import HealthLevel, HealthProblem, HealthReply
+from kvoffd_proto.admin import HealthLevel, HealthProblem, HealthReply
 from tests.kit.daemon import DaemonProcess
 
 

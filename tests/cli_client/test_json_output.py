@@ -19,8 +19,8 @@ from kvoffd_client.cli.monitor_commands import event_object
 from kvoffd_client.cli.reference import JSON, page
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, kv_topic
-from kvoffd_proto.messages import StatsReply
-from kvoffd_proto.wire import fields_of, struct_in
+from kvoffd_proto.messages import fields_of, struct_in
+from kvoffd_proto.stats import StatsReply
 from tests.kit.daemon import DaemonProcess
 
 PAGE = Path(__file__).parents[2] / "client" / "JSON.md"

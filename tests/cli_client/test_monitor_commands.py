@@ -18,7 +18,7 @@ from kvoffd_client.cli.monitor_commands import (
     topic_fingerprint,
 )
 from kvoffd_proto.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, kv_topic
-from kvoffd_proto.messages import StatsReply
+from kvoffd_proto.stats import StatsReply
 from tests.kit.clock import Clock
 
 FINGERPRINT = bytes(range(32))

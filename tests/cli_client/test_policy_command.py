@@ -11,7 +11,7 @@ import pytest
 from kvoffd.cache.policies.learned import SHORT_NAMES
 from kvoffd_client.cli import main, policy_command
 from kvoffd_client.testing import FakeEngine
-from kvoffd_proto.messages import PolicyClass, PolicyDescribed
+from kvoffd_proto.admin import PolicyClass, PolicyDescribed
 from tests.kit.daemon import DaemonProcess
 
 KEYS = [bytes([16 * n + n]) * 32 for n in range(1, 9)]

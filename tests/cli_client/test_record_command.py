@@ -28,7 +28,8 @@ from kvoffd_client import AdminClient
 from kvoffd_client.cli import main
 from kvoffd_client.cli.record_command import TraceWriter
 from kvoffd_client.testing import FakeEngine
-from kvoffd_proto.messages import GroupSpec, RecordedChain
+from kvoffd_proto.admin import RecordedChain
+from kvoffd_proto.messages import GroupSpec
 from kvoffd_proto.zstd import zstd_module
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until

@@ -19,18 +19,11 @@ from kvoffd_client.cli.disk_commands import disks_page
 from kvoffd_client.cli.monitor_commands import event_lines
 from kvoffd_client.cli.shared_commands import shared_page
 from kvoffd_client.cli.stats_page import StatsPage
-from kvoffd_proto.blocks import BlockInfo
+from kvoffd_proto.admin import BlockInfo, HealthLevel, NamespaceInfo, SessionInfo
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, kv_topic
-from kvoffd_proto.messages import (
-    GroupSpec,
-    HealthLevel,
-    KeyState,
-    NamespaceInfo,
-    Role,
-    SessionInfo,
-    StatsReply,
-)
+from kvoffd_proto.messages import GroupSpec, KeyState, Role
+from kvoffd_proto.stats import StatsReply
 
 Render = Callable[..., str]
 SCREENS = [(80, 24), (120, 40), (200, 50)]

@@ -10,7 +10,7 @@ import pytest
 from kvoffd_client.cli.disk_commands import disks_page
 from kvoffd_client.cli.shared_commands import SHARED_ERRORS, shared_page
 from kvoffd_client.cli.stats_page import TITLE_CELLS, StatsPage
-from kvoffd_proto.messages import StatsReply
+from kvoffd_proto.stats import StatsReply
 
 Render = Callable[..., str]
 

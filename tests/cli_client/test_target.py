@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvoffd_client.cli.target import CliError, resolve_namespace
-from kvoffd_proto.messages import NamespaceInfo
+from kvoffd_proto.admin import NamespaceInfo
 
 
 def info(fingerprint: str, label: str) -> NamespaceInfo:

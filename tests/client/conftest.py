@@ -16,7 +16,7 @@ from kvoffd_client import (
     session,
     worker_client,
 )
-from kvoffd_proto.handles import PageRef, TensorLayout
+from kvoffd_proto.messages import PageRef, TensorLayout
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.stub_cuda import StubCuda, fresh_stub
 

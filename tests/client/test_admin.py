@@ -15,10 +15,12 @@ import pytest
 from kvoffd_client import AdminClient, ClientOptions, DaemonUnavailable, RequestRefused, RequestTimeout
 from kvoffd_client.errors import why_unreachable
 from kvoffd_client.testing import FakeEngine
+from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
+from kvoffd_proto import stats as s
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import BlockStored
-from kvoffd_proto.sockets import SocketPaths
+from kvoffd_proto.paths import SocketPaths
 from tests.kit.daemon import DaemonProcess
 from tests.kit.fake_daemon import FakeDaemon
 
@@ -92,7 +94,7 @@ def test_a_hanging_daemon_is_a_timeout_or_unavailable_and_the_wait_is_bounded(fa
 
 
 def test_refusals_are_raised_with_their_code(fake: FakeDaemon) -> None:
-    fake.answers[m.Clear] = lambda request, _: m.Error(
+    fake.answers[a.Clear] = lambda request, _: m.Error(
         request.request_id, fake.epoch, ErrorCode.UNKNOWN_NAMESPACE, "No such namespace."
     )
     with AdminClient(fake.directory) as admin, pytest.raises(RequestRefused, match="No such") as caught:
@@ -101,7 +103,7 @@ def test_refusals_are_raised_with_their_code(fake: FakeDaemon) -> None:
 
 
 def test_an_answer_of_the_wrong_kind_is_an_error(fake: FakeDaemon) -> None:
-    fake.answers[m.Stats] = lambda request, _: m.Done(request.request_id, fake.epoch)
+    fake.answers[s.Stats] = lambda request, _: m.Done(request.request_id, fake.epoch)
     with AdminClient(fake.directory) as admin, pytest.raises(DaemonUnavailable, match="Done"):
         admin.stats()
 

@@ -16,9 +16,8 @@ from safetensors import safe_open
 
 from kvoffd_client import Block, BlockDamaged, BlockFile, BlockFileError, Geometry, checksum_of
 from kvoffd_client.block_file import BlockFileWriter
-from kvoffd_proto.blocks import PageSpec, ShardSpec, shard_bytes_of
-from kvoffd_proto.handles import LayerSpec
-from kvoffd_proto.messages import GroupSpec
+from kvoffd_proto.admin import PageSpec, ShardSpec, shard_bytes_of
+from kvoffd_proto.messages import GroupSpec, LayerSpec
 
 KEY_BYTES = 16
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -25,8 +25,7 @@ from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import AllBlocksCleared, kv_topic, session_topic
-from kvoffd_proto.handles import PageRef, TensorLayout
-from kvoffd_proto.messages import PROTOCOL_VERSION
+from kvoffd_proto.messages import PROTOCOL_VERSION, PageRef, TensorLayout
 from tests.kit import submitted
 
 SPEC = NamespaceSpec.named("paper")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvoffd_client import AdminClient
 from kvoffd_client.session import Closing
-from kvoffd_proto.messages import StatsReply
+from kvoffd_proto.stats import StatsReply
 from tests.kit.daemon import START_DEADLINE_S, DaemonProcess
 from tests.kit.engine import BLOCK_TOKENS, EngineProcess
 from tests.kit.redis_server import PROGRAM, RedisServer

@@ -6,18 +6,19 @@ from functools import cache
 
 from kvoffd.config import SETTINGS, Config
 from kvoffd.pool.namespace_log import NamespaceLog, NamespaceRecord
-from kvoffd_proto import blocks as b
+from kvoffd_proto import admin as a
 from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto import messages as m
+from kvoffd_proto import stats as s
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.handles import CudaIpcHandle, CudaVmmHandle, MemfdHandle, PageRef, TensorLayout
+from kvoffd_proto.messages import CudaIpcHandle, CudaVmmHandle, MemfdHandle, PageRef, TensorLayout
 
 TOKEN, SPACE, NAME = b"t" * 16, b"n" * 32, b"r" * 16
 PART = m.GroupTransfer(0, b"k" * 64, b"\0\0\0\0\1\0\0\0")
 KEYS = m.GroupKeys(0, b"k" * 64)
 RESULT = m.JobResult(1, False, 5, 0.5, ErrorCode.DEADLINE, [KEYS])
 BATCH = m.Completions(1, 1, 1, 0, [RESULT])
-SHARD = b.ShardSpec(1, [b.PageSpec(4096)])
+SHARD = a.ShardSpec(1, [a.PageSpec(4096)])
 FACTS = NamespaceRecord(SPACE, "label", 1, 32, (m.GroupSpec("full", 16),), "{}", ((4096,),))
 
 
@@ -51,14 +52,14 @@ def _requests() -> list[bytes]:
         m.Submit.of(11, NAME, 32, [m.Store(1, [PART])]),
         m.Submit.of(12, NAME, 32, [], [m.Load(1, 2**32 + 1, [PART])]),
         m.Cancel(13, [1, 2]),
-        m.Stats(14),
-        m.Health(15),
-        m.Sessions(16),
-        m.Namespaces(17),
-        m.Clear(18, SPACE),
-        m.Scrub(19, True),
-        b.DescribeNamespace(20, SPACE),
-        b.ListBlocks(22, SPACE, 0, 0, 10, "6b6"),
+        s.Stats(14),
+        a.Health(15),
+        a.Sessions(16),
+        a.Namespaces(17),
+        a.Clear(18, SPACE),
+        a.Scrub(19, True),
+        a.DescribeNamespace(20, SPACE),
+        a.ListBlocks(22, SPACE, 0, 0, 10, "6b6"),
     ]
     return [codec.encode(request) for request in requests]
 
@@ -73,10 +74,10 @@ def _replies() -> list[bytes]:
         m.Registered(1, 1, NAME, [4096]),
         m.LookupReply(1, 1, 2**32, [b"\2\0"], 1, 30_000),
         m.CancelReply(1, 1, [1], [2]),
-        m.HealthReply(1, 1, m.HealthLevel.DEGRADED, [m.HealthProblem("a_reason", "a sentence")]),
-        b.NamespaceDescribed(1, 1, "label", 1, 32, [m.GroupSpec("full", 16)], "{}", [[SHARD], None]),
-        b.BlocksListed(1, 1, [b.BlockInfo(b"k" * 32, m.KeyState.READY, 4096, 1, 0, bytes(8))], 0),
-        m.ScrubReply(1, 1, True, 5, 4, 3, 4096, 0, 0.5),
+        a.HealthReply(1, 1, a.HealthLevel.DEGRADED, [a.HealthProblem("a_reason", "a sentence")]),
+        a.NamespaceDescribed(1, 1, "label", 1, 32, [m.GroupSpec("full", 16)], "{}", [[SHARD], None]),
+        a.BlocksListed(1, 1, [a.BlockInfo(b"k" * 32, m.KeyState.READY, 4096, 1, 0, bytes(8))], 0),
+        a.ScrubReply(1, 1, True, 5, 4, 3, 4096, 0, 0.5),
     ]
     return [codec.encode(reply) for reply in replies]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from kvoffd.server.service import Service
 from kvoffd.server.sessions import Session
-from kvoffd_proto import blocks as b
+from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
-from kvoffd_proto.handles import CudaIpcHandle, Handle, MemfdHandle, PageRef, TensorLayout
-from kvoffd_proto.messages import PROTOCOL_VERSION
+from kvoffd_proto import stats as s
+from kvoffd_proto.messages import PROTOCOL_VERSION, CudaIpcHandle, Handle, MemfdHandle, PageRef, TensorLayout
 from tests.fuzz.choices import Choices
 
 PAGE, BLOCKS, KEY_BYTES = 8192, 4, 8
@@ -133,21 +133,21 @@ class Requests:
             case "open":
                 return self.open(self.fingerprint(session))
             case "sessions":
-                return m.Sessions(i)
+                return a.Sessions(i)
             case "namespaces":
-                return m.Namespaces(i)
+                return a.Namespaces(i)
             case "clear":
-                return m.Clear(i, choices.of((None, *NAMESPACES)))
+                return a.Clear(i, choices.of((None, *NAMESPACES)))
             case "describe":
-                return b.DescribeNamespace(i, self.fingerprint(session))
+                return a.DescribeNamespace(i, self.fingerprint(session))
             case "list":
                 position, limit = choices.of((0, 0, 1, 9)), choices.of((1, 2, 100))
-                return b.ListBlocks(i, self.fingerprint(session), choices.byte() % 3, position, limit)
+                return a.ListBlocks(i, self.fingerprint(session), choices.byte() % 3, position, limit)
             case "scrub":
-                return m.Scrub(i, bool(choices.byte() % 2))
+                return a.Scrub(i, bool(choices.byte() % 2))
             case "health":
-                return m.Health(i)
+                return a.Health(i)
             case "hello":
                 return m.Hello(i, choices.of((PROTOCOL_VERSION,) * 3 + (99,)), choices.of(list(m.Role)), "n", "")
             case _:
-                return m.Stats(i)
+                return s.Stats(i)

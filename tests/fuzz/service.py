@@ -22,11 +22,11 @@ from kvoffd.server.sessions import Peer, Session
 from kvoffd.system.mappings import MappedSegment, close_segments
 from kvoffd.transfer.engine import DirectionLoad, Transfer, TransferEngine
 from kvoffd.transfer.plan import Direction, Outcome
+from kvoffd_proto import admin as a
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
-from kvoffd_proto.messages import PROTOCOL_VERSION
+from kvoffd_proto.messages import PROTOCOL_VERSION, MemfdHandle, PageRef, TensorLayout
 from tests.fuzz.choices import Choices
 from tests.fuzz.requests import BLOCKS, KEY_BYTES, NAMES, NAMESPACES, PAGE, WORLD, Requests
 from tests.fuzz.trees import bend
@@ -294,7 +294,7 @@ class ServiceHarness:
             assert before == after, (message, reply, before, after)
             assert route not in self.ended or reply.code is ErrorCode.BAD_TOKEN
         else:
-            assert isinstance(message, m.Health) or route not in self.ended, message
+            assert isinstance(message, a.Health) or route not in self.ended, message
 
     def _jobs(self) -> int:
         """Jobs that were accepted and are not forgotten."""

@@ -1,4 +1,4 @@
-"""Calls of the CUDA driver that only tests make, declared as `kvoffd_proto.cuda_driver` declares the product's."""
+"""Calls of the CUDA driver that only tests make, declared as `kvoffd_proto.cuda` declares the product's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 
 from kvoffd.transfer.cuda.driver import BatchCopy, CudaDriver
-from kvoffd_proto import cuda_driver as cuda
+from kvoffd_proto import cuda
 
 TEST_PROTOTYPES: dict[str, tuple[str, ...]] = {
     "cuMemcpyHtoD_v2": ("CUdeviceptr", "const void *", "size_t"),

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from kvoffd_client import AdminClient
-from kvoffd_proto.sockets import SocketPaths
+from kvoffd_proto.paths import SocketPaths
 
 from .closing import Starting
 from .service_manager import LAUNCH_WITH_FDS, ServiceManager

@@ -27,9 +27,8 @@ from kvoffd_client import NamespaceSpec, Registration, WorkerClient
 from kvoffd_client.cuda_export import ExportDriver, export_segments
 from kvoffd_client.ordered_sender import Event, OrderedSender
 from kvoffd_client.transport import LifelineStream
-from kvoffd_proto import cuda_driver as cuda
-from kvoffd_proto.handles import PageRef, TensorLayout
-from kvoffd_proto.messages import GroupTransfer
+from kvoffd_proto import cuda
+from kvoffd_proto.messages import GroupTransfer, PageRef, TensorLayout
 from tests.kit.cuda_calls import load, pinned_properties
 
 CHUNK = 2 << 20

@@ -16,10 +16,11 @@ from typing import Self
 
 import zmq
 
+from kvoffd_proto import admin as a
 from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.messages import PROTOCOL_VERSION
-from kvoffd_proto.sockets import SocketPaths
+from kvoffd_proto.paths import SocketPaths
 from tests.kit.submitted import jobs_in
 
 from .closing import Starting
@@ -289,8 +290,8 @@ class FakeDaemon(Starting):
                 return None
             case m.Cancel():
                 return m.CancelReply(*head, [], [job for job in request.job_ids if job in peer.jobs])
-            case m.Health():
-                return m.HealthReply(*head, m.HealthLevel.OK, [])
+            case a.Health():
+                return a.HealthReply(*head, a.HealthLevel.OK, [])
             case _:
                 return m.Done(*head, 1)
 

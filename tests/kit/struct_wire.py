@@ -14,9 +14,9 @@ from kvoffd_client import SharedMemory
 from kvoffd_client.session import Closing
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
-from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
-from kvoffd_proto.messages import PROTOCOL_VERSION
-from kvoffd_proto.sockets import SocketPaths
+from kvoffd_proto import stats as s
+from kvoffd_proto.messages import PROTOCOL_VERSION, MemfdHandle, PageRef, TensorLayout
+from kvoffd_proto.paths import SocketPaths
 
 from .waiting import wait_until
 
@@ -193,7 +193,7 @@ class WireClient(Closing):
         self._context.destroy(linger=0)
 
 
-def stats(directory: Path) -> m.StatsReply:
+def stats(directory: Path) -> s.StatsReply:
     """The daemon's statistics, over a session of their own."""
     with WireClient(directory, m.Role.ADMIN) as admin:
-        return admin.ask(m.Stats)
+        return admin.ask(s.Stats)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.transfer.cuda.driver import CudaDriver
-from kvoffd_proto.cuda_driver import IpcMemHandle
+from kvoffd_proto.cuda import IpcMemHandle
 from tests.kit.cuda_abi import compiler
 from tests.kit.cuda_calls import load, pinned_properties
 from tests.kit.cuda_files import include_directory

@@ -30,10 +30,12 @@ import zmq
 
 from kvoffd_client import SharedMemory
 from kvoffd_client.session import Closing
+from kvoffd_proto import admin as a
 from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto import messages as m
-from kvoffd_proto.handles import CudaIpcHandle, MemfdHandle, PageRef, TensorLayout
-from kvoffd_proto.sockets import SocketPaths
+from kvoffd_proto import stats as s
+from kvoffd_proto.messages import CudaIpcHandle, MemfdHandle, PageRef, TensorLayout
+from kvoffd_proto.paths import SocketPaths
 
 from .waiting import wait_until
 
@@ -361,7 +363,7 @@ class WireClient(Closing):
 
     def is_answered(self, timeout_s: float) -> bool:
         """Whether a request is answered in time, as none is that a broken connection loses."""
-        request = self._send(m.Health)
+        request = self._send(a.Health)
         return bool(self._jobs.poll(timeout_s * 1000)) and self._receive().request_id == request.request_id
 
     def hello(self, role: str, *, version: int = VERSION, name: str = "test", software: str = "wire") -> Welcome:
@@ -378,11 +380,11 @@ class WireClient(Closing):
 
     def health(self) -> str:
         """``ok``, ``degraded`` or ``down``: a round trip through the loop that serves engines."""
-        return str(self._ask(m.Health).level)
+        return str(self._ask(a.Health).level)
 
     def stats(self) -> None:
         """Ask for the statistics and drop them: a request that every session may send. See ``books``."""
-        self._ask(m.Stats)
+        self._ask(s.Stats)
 
     def open_namespace(
         self,
@@ -607,7 +609,7 @@ class WireClient(Closing):
 
     def clear(self, namespace: bytes | None = None) -> int:
         """Drop every block; how many there were."""
-        return int(self._ask(m.Clear, namespace).count)
+        return int(self._ask(a.Clear, namespace).count)
 
     # --- underneath -------------------------------------------------------------------------------
 
@@ -660,11 +662,11 @@ class Eavesdropper(Closing):
 
     def ask(self) -> None:
         """Ask for the statistics."""
-        self._jobs.send(codec.encode(m.Stats(1)))
+        self._jobs.send(codec.encode(s.Stats(1)))
 
     def stats(self) -> None:
         """Ask for the statistics. Raises Refused."""
-        self._jobs.send(codec.encode(m.Stats(1)))
+        self._jobs.send(codec.encode(s.Stats(1)))
         assert self._jobs.poll(TIMEOUT_S * 1000), "the daemon did not reply"
         if isinstance(reply := codec.decode_reply(self._jobs.recv()), m.Error):
             raise _refused(reply)
@@ -1098,9 +1100,9 @@ class Books:
 def books(directory: Path) -> Books:
     """What the daemon says of itself now."""
     with WireClient(directory, "admin", name="books") as admin:
-        said = admin._ask(m.Stats)
-        listed = {one.namespace: one for one in admin._ask(m.Namespaces).namespaces}
-        clients = [_client(one) for one in admin._ask(m.Sessions).sessions if one.session_id != admin.session]
+        said = admin._ask(s.Stats)
+        listed = {one.namespace: one for one in admin._ask(a.Namespaces).namespaces}
+        clients = [_client(one) for one in admin._ask(a.Sessions).sessions if one.session_id != admin.session]
         pool = said.pool
         process = Path("/proc", str(said.pid))
         status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
@@ -1157,11 +1159,11 @@ def books(directory: Path) -> Books:
         )
 
 
-def _copies(said: m.DirectionStats) -> Copies:
+def _copies(said: s.DirectionStats) -> Copies:
     return Copies(said.jobs, said.failed_jobs, said.bytes, said.queued_jobs, said.running_jobs)
 
 
-def _client(said: m.SessionInfo) -> ClientBooks:
+def _client(said: a.SessionInfo) -> ClientBooks:
     return ClientBooks(
         said.session_id,
         None if said.role is None else str(said.role),
@@ -1179,7 +1181,7 @@ def _client(said: m.SessionInfo) -> ClientBooks:
     )
 
 
-def _namespace(said: m.NamespaceStats, listed: m.NamespaceInfo) -> NamespaceBooks:
+def _namespace(said: s.NamespaceStats, listed: a.NamespaceInfo) -> NamespaceBooks:
     return NamespaceBooks(
         label=said.label,
         description=listed.description,
@@ -1208,7 +1210,7 @@ def _namespace(said: m.NamespaceStats, listed: m.NamespaceInfo) -> NamespaceBook
     )
 
 
-def _tiers(said: m.TieringStats | None) -> Tiers:
+def _tiers(said: s.TieringStats | None) -> Tiers:
     if said is None:
         return Tiers()
     return Tiers(
@@ -1222,7 +1224,7 @@ def _tiers(said: m.TieringStats | None) -> Tiers:
     )
 
 
-def _disk(said: m.DiskStats) -> DiskBooks:
+def _disk(said: s.DiskStats) -> DiskBooks:
     return DiskBooks(
         said.directory,
         str(said.state),
@@ -1238,7 +1240,7 @@ def _disk(said: m.DiskStats) -> DiskBooks:
     )
 
 
-def _shared(said: m.SharedStats) -> SharedBooks:
+def _shared(said: s.SharedStats) -> SharedBooks:
     return SharedBooks(
         name=said.name,
         reachable=said.reachable,

@@ -13,10 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import kvoffd.observe
 from kvoffd.observe.metrics import METRICS, MetricSpec, metrics_reference, render_metrics
-from kvoffd_proto.messages import (
+from kvoffd_proto.admin import HealthLevel
+from kvoffd_proto.stats import (
     DirectionStats,
     DiskStats,
-    HealthLevel,
     Histogram,
     HitCurve,
     IntegrityStats,

@@ -17,11 +17,12 @@ from msgspec import Meta, Struct
 
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
+from kvoffd_proto import stats as s
 from kvoffd_proto.codec import CodecError, decode_completions, decode_reply, decode_request, encode, request_id_of
-from kvoffd_proto.wire import fields_of
+from kvoffd_proto.messages import fields_of
 
 REQUESTS = tuple(m.EXCHANGES)
-REPLIES = m.REPLIES
+REPLIES = codec.REPLIES
 
 
 def bound(metas: list[Meta], name: str, otherwise: int) -> int:
@@ -162,7 +163,7 @@ def test_a_frame_without_a_usable_request_id_counts_as_0(frame: bytes) -> None:
 
 
 def test_a_memoryview_is_decoded_as_its_bytes_are() -> None:
-    message = m.Stats(1)
+    message = s.Stats(1)
     assert decode_request(memoryview(codec.encode(message))) == message
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-MODULES = "blocks codec errors events handles lifeline messages sockets stats units wire"
+MODULES = "admin codec errors events lifeline messages paths stats units"
 PROGRAM = f"""
 import importlib, sys
 before = set(sys.modules)

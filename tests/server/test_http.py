@@ -16,7 +16,7 @@ import pytest
 
 from kvoffd.errors import KvoffdError
 from kvoffd.server.http import LOOP_S, HttpServer
-from kvoffd_proto.messages import HealthLevel, HealthProblem, HealthReply
+from kvoffd_proto.admin import HealthLevel, HealthProblem, HealthReply
 from tests.kit.ports import free_port
 
 SENTENCE = "The disk is full."

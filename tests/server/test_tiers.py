@@ -24,8 +24,9 @@ from kvoffd.server.service import Service
 from kvoffd.server.tiers import Tiers
 from kvoffd.tiers.disk.file import DiskError, OpeningStopped
 from kvoffd.tiers.tier import TierBlock, TierKey, TierListener, TierStats
-from kvoffd_proto.messages import Clear, GroupKeys, GroupSpec, Invalidate
-from kvoffd_proto.tier_stats import DiskState
+from kvoffd_proto.admin import Clear
+from kvoffd_proto.messages import GroupKeys, GroupSpec, Invalidate
+from kvoffd_proto.stats import DiskState
 from tests.kit.cache_harness import CacheHarness, keys_of
 from tests.kit.tiering_harness import FoldedTierEvents
 from tests.kit.waiting import wait_until

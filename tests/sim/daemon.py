@@ -20,8 +20,10 @@ from kvoffd.server.sessions import Peer
 from kvoffd.system.mappings import MappedSegment, close_segments
 from kvoffd.transfer.lane import OVERDUE_GRACE_S
 from kvoffd.transfer.plan import Direction, Outcome
+from kvoffd_proto import admin as a
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
+from kvoffd_proto import stats as s
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import PROTOCOL_VERSION
 from tests.kit.cache_harness import begin_store
@@ -54,7 +56,7 @@ TICK_S = 0.25
 HELLO_DEADLINE_S = 10.0
 CLOSE_S = 60.0
 """For a disk to be closed, of the test's own time: nothing is waited for."""
-UNTRACED = (m.StatsReply, m.HealthReply)
+UNTRACED = (s.StatsReply, a.HealthReply)
 """Replies with figures of the test's real process, which differ from run to run."""
 
 
@@ -304,7 +306,7 @@ class SimDaemon:
         """Begin background work. What a request removes is looked at when the last of it is done, before others are
         served."""
         disk, asked = self.disk, self._request
-        if disk is None or asked is None or not isinstance(asked[1], m.Invalidate | m.Reset | m.Clear):
+        if disk is None or asked is None or not isinstance(asked[1], m.Invalidate | m.Reset | a.Clear):
             return self._add_work(steps, then, at_once=at_once)
         sender, request = asked
 

@@ -23,6 +23,7 @@ from kvoffd.tiers.disk.file import DiskFile
 from kvoffd.tiers.disk.opening import open_disk_tier, rebuild_index
 from kvoffd.tiers.disk.queue import Batch, Kind
 from kvoffd.tiers.tier import CompositeTier, OnDone, TierBlock, TierKey, TierListener, TierResult
+from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
 from tests.kit.memory_disk import MemoryDisk, WorkersWithoutThreads
 from tests.sim.clock import Broken, Clock, Process
@@ -313,7 +314,7 @@ class SimDisks(Tiers):
                 for key in namespace.split(part.group, part.keys)
             }
             return self.tier.dropped(names.__contains__)
-        if isinstance(request, m.Reset | m.Clear):
+        if isinstance(request, m.Reset | a.Clear):
             return self.tier.dropped(lambda name: request.namespace in (None, name.fingerprint))
         return lambda: None
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvoffd_proto import admin as a
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
-from kvoffd_proto.handles import CudaIpcHandle, Handle, MemfdHandle, PageRef, TensorLayout
-from kvoffd_proto.messages import PROTOCOL_VERSION
+from kvoffd_proto.messages import PROTOCOL_VERSION, CudaIpcHandle, Handle, MemfdHandle, PageRef, TensorLayout
 from tests.sim.clock import Broken, Process
 from tests.sim.memory import Segment
 from tests.sim.rank import ids
@@ -207,7 +207,7 @@ class Hostile:
         """Guess the token of another session."""
         guessed = lifeline.routing_id(self._rng.randbytes(16))
         stranger = self._world.network.dealer(self.process, guessed, self._reply)
-        for request in (self._request(m.Reset, self._victim()), self._request(m.Clear, None)):
+        for request in (self._request(m.Reset, self._victim()), self._request(a.Clear, None)):
             stranger.send((codec.encode(request),))
 
     def _wrong_version(self) -> None:

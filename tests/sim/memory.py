@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from kvoffd_proto.handles import PageRef, TensorLayout
+from kvoffd_proto.messages import PageRef, TensorLayout
 from tests.sim.clock import Broken
 from tests.sim.content import Bytes, Content
 

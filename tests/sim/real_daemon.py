@@ -12,8 +12,7 @@ from kvoffd.config import Config, Limits
 from kvoffd.errors import KvoffdError
 from kvoffd.server.daemon import Daemon
 from kvoffd_client import ClientOptions, NamespaceSpec, Registration, SchedulerClient, SharedMemory, WorkerClient
-from kvoffd_proto.handles import PageRef, TensorLayout
-from kvoffd_proto.messages import GroupKeys, GroupTransfer
+from kvoffd_proto.messages import GroupKeys, GroupTransfer, PageRef, TensorLayout
 from tests.kit.open_files import open_files
 from tests.sim.rank import ids
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from kvoffd_client.admin_client import AdminSession, MakeRequest
 from kvoffd_client.session import ReplyOrError
+from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
+from kvoffd_proto import stats as s
 from tests.kit.open_files import open_files
 from tests.sim.audit import Readable
 from tests.sim.client import SimTransport
@@ -325,11 +327,11 @@ class World:
         size, choice = self.pool_bytes, self._limits_rng.choice
         quota_bytes = choice((None, None, size // 2, size // 3, size // 8, 4096))
         name = choice(self.contents).spec.fingerprint
-        self._have_operator_ask([lambda *ids: m.SetQuota(*ids, name, quota_bytes)])
+        self._have_operator_ask([lambda *ids: a.SetQuota(*ids, name, quota_bytes)])
 
     def _clear(self) -> None:
         which = self._rng.choice([None, self.contents[0].spec.fingerprint])
-        self._have_operator_ask([m.Stats, m.Health, m.Sessions, m.Namespaces, lambda *ids: m.Clear(*ids, which)])
+        self._have_operator_ask([s.Stats, a.Health, a.Sessions, a.Namespaces, lambda *ids: a.Clear(*ids, which)])
 
     def _have_operator_ask(self, requests: Sequence[MakeRequest]) -> None:
         transport = self._operator_transport

@@ -18,7 +18,7 @@ from kvoffd.transfer.host_engine import HostCopy, HostEngine
 from kvoffd.transfer.lane import MAX_AWAITING_CHECKSUMS
 from kvoffd.transfer.pace import Pace
 from kvoffd.transfer.plan import Direction, Outcome, Plan
-from kvoffd_proto.cuda_driver import BATCH_FORMS, argument_types
+from kvoffd_proto.cuda import BATCH_FORMS, argument_types
 from tests.kit.copy_buffers import address_of, random_bytes
 from tests.kit.stub_cuda import Ranges, fresh_stub
 from tests.kit.waiting import wait_until

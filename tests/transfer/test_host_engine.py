@@ -15,7 +15,7 @@ from kvoffd.transfer.engine import Transfer
 from kvoffd.transfer.host_engine import STEP_BYTES, HostCopy, HostEngine
 from kvoffd.transfer.pace import Pace
 from kvoffd.transfer.plan import Direction, Outcome, Plan, build_layouts
-from kvoffd_proto.handles import PageRef, TensorLayout
+from kvoffd_proto.messages import PageRef, TensorLayout
 from tests.kit.copy_buffers import address_of, plan_copy, random_bytes
 
 MIB = 1 << 20

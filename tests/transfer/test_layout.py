@@ -7,7 +7,7 @@ import pytest
 
 from kvoffd.errors import BadBlockIds, BadGeometry, KvoffdError, OutOfBounds
 from kvoffd.transfer.plan import GroupLayout, build_layouts, check_blocks
-from kvoffd_proto.handles import PageRef, TensorLayout
+from kvoffd_proto.messages import PageRef, TensorLayout
 
 SEGMENTS = [(1 << 20, 65536), (1 << 30, 4096)]
 

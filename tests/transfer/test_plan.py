@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvoffd.transfer.host_engine import HostCopy
 from kvoffd.transfer.plan import Direction, GroupLayout, Plan, build_layouts, check_blocks, concatenate
-from kvoffd_proto.handles import PageRef, TensorLayout
+from kvoffd_proto.messages import PageRef, TensorLayout
 from tests.kit.copy_buffers import address_of, copy_step, execute, plan_copy, random_bytes, reference_copy
 
 

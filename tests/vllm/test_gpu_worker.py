@@ -18,8 +18,7 @@ from kvoffd_client.vllm.connector_metadata import KeyedSpec
 from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, export_tensors, registration_of
 from kvoffd_client.vllm.worker import KvoffdWorker
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.handles import CudaIpcHandle, TensorLayout
-from kvoffd_proto.messages import JobResult
+from kvoffd_proto.messages import CudaIpcHandle, JobResult, TensorLayout
 from tests.kit.ordered_sender import wait_sent
 from tests.kit.stub_cuda import StubCuda, fresh_stub
 from tests.kit.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash

@@ -25,8 +25,7 @@ from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.connector_metadata import KeyedSpec, WorkerReport
 from kvoffd_client.vllm.worker import KvoffdWorker
 from kvoffd_client.worker_client import WorkerClient
-from kvoffd_proto.handles import PageRef, TensorLayout
-from kvoffd_proto.messages import GroupSpec
+from kvoffd_proto.messages import GroupSpec, PageRef, TensorLayout
 from tests.kit.daemon import DaemonProcess
 from tests.kit.models import make_tiny_llama
 from tests.kit.vllm_config import cache_config, full_attention, make_config

@@ -20,8 +20,7 @@ from kvoffd_client.vllm.spec import KvoffdSpec
 from kvoffd_client.vllm.worker import KvoffdWorker
 from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.handles import PageRef, TensorLayout
-from kvoffd_proto.messages import GroupKeys, JobResult, Load, Role, Unregister
+from kvoffd_proto.messages import GroupKeys, JobResult, Load, PageRef, Role, TensorLayout, Unregister
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash
 from tests.kit.waiting import wait_until

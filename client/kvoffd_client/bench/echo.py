@@ -20,7 +20,7 @@ import zmq
 
 from kvoffd_client.bench.results import BenchFailed
 from kvoffd_client.session import Closing
-from kvoffd_proto.sockets import SocketPaths
+from kvoffd_proto.paths import SocketPaths
 
 HEADER_BYTES = 5
 """Of a request: four bytes for the size of the answer, one for the socket it comes from."""

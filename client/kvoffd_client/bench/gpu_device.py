@@ -15,7 +15,7 @@ from kvoffd_client.bench.results import BenchFailed
 from kvoffd_client.bench.synthetic_engine import EngineMemory
 from kvoffd_client.cuda_export import CudaError, ExportDriver, export_segments
 from kvoffd_client.session import Closing
-from kvoffd_proto import cuda_driver as cuda
+from kvoffd_proto import cuda
 from kvoffd_proto.units import format_size
 
 _GRANULARITY = 2 << 20

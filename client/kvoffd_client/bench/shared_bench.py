@@ -16,7 +16,7 @@ from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.bench import SHARED_BLOCK_BYTES, SHARED_BLOCKS, SHARED_KEYS
 from kvoffd_client.bench.results import BenchFailed, CpuMeter, Progress, Report, Result
 from kvoffd_client.bench.synthetic_engine import WAIT_S, SyntheticEngine, random_keys
-from kvoffd_proto.messages import SharedStats
+from kvoffd_proto.stats import SharedStats
 
 ROUNDS = 5
 POLL_S = 0.005

@@ -35,7 +35,8 @@ from kvoffd_client.cli.target import (
     resolve_namespace,
 )
 from kvoffd_client.namespace import differences
-from kvoffd_proto.messages import NamespaceInfo, Role, ScrubReply, SessionInfo
+from kvoffd_proto.admin import NamespaceInfo, ScrubReply, SessionInfo
+from kvoffd_proto.messages import Role
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, printable
 
 FIRST_SCRUB_PAUSE_S = 0.02

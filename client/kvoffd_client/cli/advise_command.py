@@ -21,7 +21,9 @@ from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.pool_notes import FULL_INDEX, index_is_full
 from kvoffd_client.cli.target import Directory, Json, open_admin
 from kvoffd_client.namespace import differences, differing_fields, fields_of_description
-from kvoffd_proto.messages import BENCH_LABEL, HitCurve, NamespaceInfo, NamespaceStats, PoolStats, StatsReply
+from kvoffd_proto.admin import NamespaceInfo
+from kvoffd_proto.messages import BENCH_LABEL
+from kvoffd_proto.stats import HitCurve, NamespaceStats, PoolStats, StatsReply
 from kvoffd_proto.units import format_count, format_duration, format_size, plural, printable
 
 FEWEST_LOOKUPS = 100

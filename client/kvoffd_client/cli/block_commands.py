@@ -35,8 +35,7 @@ from kvoffd_client.cli.json_objects import (
 from kvoffd_client.cli.json_output import print_json, print_listing
 from kvoffd_client.cli.policy_command import key_sentence
 from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, local_directory, resolve_namespace
-from kvoffd_proto.blocks import BlockInfo
-from kvoffd_proto.messages import KeyWorth
+from kvoffd_proto.admin import BlockInfo, KeyWorth
 from kvoffd_proto.units import format_count, format_size, plural, printable
 
 if TYPE_CHECKING:

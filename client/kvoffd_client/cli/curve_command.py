@@ -24,7 +24,7 @@ from kvoffd_client.cli.console import (
 from kvoffd_client.cli.json_objects import CurveOf, CurvePoint, HitCurves
 from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, open_admin, resolve_namespace
-from kvoffd_proto.messages import HitCurve, StatsReply
+from kvoffd_proto.stats import HitCurve, StatsReply
 from kvoffd_proto.units import format_count, format_size
 
 POINT_CELLS = 35

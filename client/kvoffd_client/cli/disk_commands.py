@@ -12,7 +12,7 @@ from kvoffd_client.cli.console import percent
 from kvoffd_client.cli.json_objects import Disks
 from kvoffd_client.cli.json_output import print_listing
 from kvoffd_client.cli.target import Directory, Json, open_admin
-from kvoffd_proto.messages import DiskStats, TieringStats
+from kvoffd_proto.stats import DiskStats, TieringStats
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, printable
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvoffd_client.health_request import ask_health
-from kvoffd_proto.health import HealthLevel, HealthReply
-from kvoffd_proto.sockets import default_directory
+from kvoffd_proto.admin import HealthLevel, HealthReply
+from kvoffd_proto.paths import default_directory
 from kvoffd_proto.units import printable
 
 STATUS = {HealthLevel.OK: 0, HealthLevel.DEGRADED: 1, HealthLevel.DOWN: 2}

@@ -9,17 +9,9 @@ from typing import Annotated, Literal, get_args
 
 from msgspec import Struct, field
 
-from kvoffd_proto.blocks import BlockInfo
-from kvoffd_proto.messages import (
-    DiskStats,
-    Fingerprint,
-    KeyWorth,
-    NamespaceInfo,
-    SessionInfo,
-    SharedStats,
-    TieringStats,
-)
-from kvoffd_proto.wire import ByteCount, Count, Seconds, doc
+from kvoffd_proto.admin import BlockInfo, KeyWorth, NamespaceInfo, SessionInfo
+from kvoffd_proto.messages import ByteCount, Count, Fingerprint, Seconds, doc
+from kvoffd_proto.stats import DiskStats, SharedStats, TieringStats
 
 Key = Annotated[bytes, doc("The block's key: the engine's hash of its tokens.")]
 File = Annotated[str, doc("The file, as it was named.")]

@@ -13,7 +13,7 @@ from rich.console import RenderableType
 
 from kvoffd_client.cli.console import print_line, print_list
 from kvoffd_client.namespace import fields_of_description
-from kvoffd_proto.wire import fields_of, struct_in
+from kvoffd_proto.messages import fields_of, struct_in
 
 Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 """A value that JSON has a form for."""

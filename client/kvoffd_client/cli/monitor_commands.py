@@ -30,7 +30,7 @@ from kvoffd_proto.events import (
     EventBatch,
     KvEvent,
 )
-from kvoffd_proto.messages import StatsReply
+from kvoffd_proto.stats import StatsReply
 from kvoffd_proto.units import UnitError, format_duration, parse_duration, plural, printable
 
 WATCH_WAIT_S = 2.0

@@ -10,7 +10,7 @@ from rich.text import Text
 from kvoffd_client.cli.console import percent, plain_table, print_line, print_list, print_page
 from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.target import Directory, Json, open_admin
-from kvoffd_proto.messages import KeyWorth, PolicyClass, PolicyDescribed
+from kvoffd_proto.admin import KeyWorth, PolicyClass, PolicyDescribed
 from kvoffd_proto.units import format_count, format_size, plural, printable
 
 RARE = 0.01

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvoffd_client.cli.console import count_blocks, percent
-from kvoffd_proto.messages import PoolStats
+from kvoffd_proto.stats import PoolStats
 from kvoffd_proto.units import format_count, format_size
 
 FULL_INDEX = 0.98

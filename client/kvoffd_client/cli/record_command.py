@@ -27,7 +27,7 @@ from kvoffd_client.cli.json_objects import RecordDone
 from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.target import CliError, Directory, Json, local_directory
 from kvoffd_client.errors import KvoffdClientError
-from kvoffd_proto.messages import RecordedChain
+from kvoffd_proto.admin import RecordedChain
 from kvoffd_proto.units import format_count, format_duration, format_size, parse_duration, parse_size, plural
 from kvoffd_proto.zstd import MISSING, zstd_module
 

@@ -9,7 +9,8 @@ from msgspec import Struct
 
 from kvoffd_client.cli import json_objects as objects
 from kvoffd_client.cli.json_output import describe
-from kvoffd_proto.messages import HealthReply, NamespaceInfo, PolicyDescribed, ScrubReply, StatsReply
+from kvoffd_proto.admin import HealthReply, NamespaceInfo, PolicyDescribed, ScrubReply
+from kvoffd_proto.stats import StatsReply
 
 JSON: dict[str, type[Struct]] = {
     "export": objects.ExportDone,

@@ -22,7 +22,7 @@ from kvoffd_client.cli.target import (
     open_admin,
     resolve_namespace,
 )
-from kvoffd_proto.messages import SharedStats
+from kvoffd_proto.stats import SharedStats
 from kvoffd_proto.units import format_count, format_duration, format_size, plural, printable
 
 SHARED_ERRORS = {

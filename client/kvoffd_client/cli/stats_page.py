@@ -22,7 +22,7 @@ from kvoffd_client.cli.console import (
 )
 from kvoffd_client.cli.pool_notes import pool_notes
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import DirectionStats, DiskFault, NamespaceStats, PoolStats, RecentStats, StatsReply
+from kvoffd_proto.stats import DirectionStats, DiskFault, NamespaceStats, PoolStats, RecentStats, StatsReply
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, plural, printable
 
 TITLE_CELLS = 11

@@ -18,8 +18,8 @@ from kvoffd_client.admin_client import (
     matching_namespaces,
 )
 from kvoffd_client.cli.console import short_fingerprint
-from kvoffd_proto.messages import NamespaceInfo
-from kvoffd_proto.sockets import default_directory
+from kvoffd_proto.admin import NamespaceInfo
+from kvoffd_proto.paths import default_directory
 from kvoffd_proto.units import printable
 
 Directory = Annotated[

@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import iter_layer_specs
 
 from kvoffd_client.session import ClientOptions
-from kvoffd_proto.sockets import default_directory
+from kvoffd_proto.paths import default_directory
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.base import OffloadKey
 
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES
 from kvoffd_client.vllm.log import logger
-from kvoffd_proto.engine_report import MAX_REPORTED
+from kvoffd_proto.messages import MAX_REPORTED
 
 if TYPE_CHECKING:
     from vllm.config import SchedulerConfig

@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches
 from kvoffd_client.cuda_export import GpuSegment, export_segments
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_client.memory import Registration, SharedMemory
-from kvoffd_proto.handles import LayerSpec, PageRef, TensorLayout
+from kvoffd_proto.messages import LayerSpec, PageRef, TensorLayout
 
 # vLLM's logical order of a layer's cache, blocks first (v1/kv_cache_interface.py, create_kv_cache_views). With kernels
 # that want smaller blocks than the manager's, a page is several kernel blocks.

@@ -31,7 +31,7 @@ from kvoffd_client.vllm.manager import ChunkGroup, KvoffdManager, LookupSettings
 from kvoffd_client.vllm.metrics import DEFINITIONS
 from kvoffd_client.vllm.worker import KvoffdWorker
 from kvoffd_client.worker_client import WorkerClient
-from kvoffd_proto.handles import LayerSpec
+from kvoffd_proto.messages import LayerSpec
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig

@@ -21,7 +21,7 @@ from kvoffd_proto.errors import ErrorCode
 
 if TYPE_CHECKING:  # the names are also needed where the cache is not, by the command line
     from kvoffd.cache.namespace import Block, Namespace
-    from kvoffd_proto.messages import KeyWorth, PolicyClass
+    from kvoffd_proto.admin import KeyWorth, PolicyClass
 
 DEFAULT_POLICY = "learned"
 ENTRY_POINTS = "kvoffd.policies"

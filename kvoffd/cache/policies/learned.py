@@ -31,7 +31,7 @@ from kvoffd.cache.numbered import Numbered
 from kvoffd.cache.policies import DECLINED, Chain, Offer, PolicyState
 from kvoffd.system.native import native
 from kvoffd.system.newest import put_newest
-from kvoffd_proto.messages import KeyWorth, PolicyClass
+from kvoffd_proto.admin import KeyWorth, PolicyClass
 
 UNIT_TOKENS = 512
 """Tokens of a block whose group does not say."""

@@ -19,7 +19,7 @@ from kvoffd.tiers.disk.record_updates import RecordWriter
 from kvoffd.tiers.disk.regions import Entry
 from kvoffd.tiers.disk.workers import Executor, JobEnd, Workers, buffers_of
 from kvoffd.tiers.tier import DeviceTier, Digest, OnDone, Tier, TierBlock, TierKey, TierListener, TierResult, TierStats
-from kvoffd_proto.tier_stats import DiskFault
+from kvoffd_proto.stats import DiskFault
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from kvoffd.system.files import (
 )
 from kvoffd.tiers.disk.file_format import FILE_NAME, HEAD_PAGES, REGIONS_AT, BadHead, Head, read_head
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.tier_stats import DiskFault
+from kvoffd_proto.stats import DiskFault
 from kvoffd_proto.units import format_size
 
 logger = logging.getLogger(__name__)

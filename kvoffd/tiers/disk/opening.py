@@ -17,7 +17,7 @@ from kvoffd.tiers.disk.index import DiskIndex, index_bytes
 from kvoffd.tiers.disk.regions import DiskRegion, DiskRegions, Entry
 from kvoffd.tiers.disk.workers import Workers
 from kvoffd.tiers.tier import Digest, TierKey, TierListener
-from kvoffd_proto.tier_stats import DiskFault
+from kvoffd_proto.stats import DiskFault
 
 
 def open_disk_tier(

@@ -14,7 +14,7 @@ from kvoffd.tiers.disk.index import DiskIndex
 from kvoffd.tiers.disk.queue import DiskJob, Kind, Update
 from kvoffd.tiers.disk.regions import DiskRegion, DiskRegions
 from kvoffd.tiers.disk.workers import Workers
-from kvoffd_proto.tier_stats import DiskFault
+from kvoffd_proto.stats import DiskFault
 
 # Regions in one update; the next one writes what changes meanwhile.
 _MOST_REGIONS = 64

@@ -17,7 +17,7 @@ from kvoffd.system.threads import DaemonThreads
 from kvoffd.tiers.disk.file import DiskFile
 from kvoffd.tiers.disk.queue import Batch, DiskJob, DiskQueue, Kind
 from kvoffd.tiers.tier import Digest, TierBlock, TierResult
-from kvoffd_proto.tier_stats import DiskFault
+from kvoffd_proto.stats import DiskFault
 
 logger = logging.getLogger(__name__)
 

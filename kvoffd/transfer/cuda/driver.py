@@ -8,7 +8,7 @@ from functools import partialmethod
 from typing import NamedTuple
 
 from kvoffd.errors import KvoffdError
-from kvoffd_proto import cuda_driver as cuda
+from kvoffd_proto import cuda
 from kvoffd_proto.errors import ErrorCode
 
 _log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from kvoffd.errors import KvoffdError, OutOfBounds
 from kvoffd.transfer.cuda.driver import CudaDriver, CudaError
-from kvoffd_proto import cuda_driver as cuda
-from kvoffd_proto.descriptors import missing_descriptors
+from kvoffd_proto import cuda
+from kvoffd_proto.cuda import missing_descriptors
 from kvoffd_proto.errors import ErrorCode
 
 # Addresses of GPUs have 57 bits at most; what is larger is no allocation but an attempt to wrap around.

@@ -34,7 +34,7 @@ from kvoffd_client.memory import Registration
 from kvoffd_client.session import Closing
 from kvoffd_client.vllm.connector_metadata import KeyedSpec
 from kvoffd_client.vllm.worker import KvoffdWorker
-from kvoffd_proto.handles import PageRef, TensorLayout
+from kvoffd_proto.messages import PageRef, TensorLayout
 from tests.bench.overhead.steps import KVOFFD, NATIVE, Say
 
 PAGE_BYTES = 4096

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
-from kvoffd_proto.sockets import SocketPaths
+from kvoffd_proto.paths import SocketPaths
 from tests.bench.cpu_time import process_cpu_s
 from tests.kit.closing import Starting
 from tests.kit.ports import free_port

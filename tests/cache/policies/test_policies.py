@@ -21,7 +21,8 @@ from kvoffd.cache.policies import (
 from kvoffd.cache.policies.arc import Policy as ArcPolicy
 from kvoffd.cache.policies.gate import REMEMBERED_POOLS
 from kvoffd.errors import KvoffdError
-from kvoffd_proto.messages import ABSENT, BENCH_LABEL, READY, KeyWorth
+from kvoffd_proto.admin import KeyWorth
+from kvoffd_proto.messages import ABSENT, BENCH_LABEL, READY
 from tests.kit.cache_harness import CacheHarness, begin_store, keys_of
 from tests.kit.invariants import check_invariants
 

@@ -24,7 +24,7 @@ from kvoffd.transfer.cuda.gpu_copy import (
 )
 from kvoffd.transfer.pace import OTHERS_WAIT, STOP, Pace, Slice
 from kvoffd.transfer.plan import Direction, Plan
-from kvoffd_proto.cuda_driver import BATCH_FORMS, PROTOTYPES, argument_types
+from kvoffd_proto.cuda import BATCH_FORMS, PROTOTYPES, argument_types
 
 GPU = 7 << 44
 KIB = 1 << 10

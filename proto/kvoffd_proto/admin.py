@@ -1,0 +1,363 @@
+"""Messages of administrators: health, listings, single blocks, the policy, recordings, and what changes the cache."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import field
+
+from kvoffd_proto.messages import (
+    ADMIN,
+    ANY_ROLE,
+    MAX_GROUPS,
+    MAX_PAGES,
+    ByteCount,
+    Count,
+    Done,
+    Fingerprint,
+    GroupIndex,
+    GroupSpec,
+    KeyState,
+    LayerSpec,
+    Reply,
+    Request,
+    Role,
+    Seconds,
+    Section,
+    SessionId,
+    Wire,
+    doc,
+    exchange,
+)
+
+# --- health ----------------------------------------------------------------------------------------
+
+
+class HealthLevel(StrEnum):
+    """How well the daemon works."""
+
+    OK = "ok"
+    DEGRADED = "degraded"
+    DOWN = "down"
+
+
+class HealthProblem(Wire, frozen=True):
+    """Something that an operator should see to."""
+
+    reason: Annotated[str, doc("What kind it is, one word for scripts; `kvoffd_health_problems` counts by it.")]
+    sentence: Annotated[str, doc("What it is and what to do, a sentence or a few.")]
+
+
+class HealthReply(Reply, frozen=True):
+    level: Annotated[
+        HealthLevel,
+        doc(
+            "``ok``; ``degraded``: sessions and jobs are taken, and what ``causes`` names makes the cache worse; "
+            "``down``: no sessions and jobs are taken."
+        ),
+    ]
+    causes: Annotated[list[HealthProblem], doc("Why the level is not ``ok``, the worst first.")]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether there is nothing for an operator to see to."""
+        return self.level is HealthLevel.OK
+
+    @property
+    def ready(self) -> bool:
+        """Whether the daemon takes sessions and jobs."""
+        return self.level is not HealthLevel.DOWN
+
+    @property
+    def problems(self) -> list[str]:
+        """Why it is not healthy, in sentences."""
+        return [cause.sentence for cause in self.causes]
+
+
+@exchange(Section.ADMINISTRATION, ANY_ROLE)
+class Health(Request[HealthReply], frozen=True):
+    """Asks whether the daemon works. The answer is a round trip through the loop that serves engines."""
+
+
+# --- who is connected, and what is cached ----------------------------------------------------------
+
+
+class SessionInfo(Wire, frozen=True):
+    """One open session."""
+
+    session_id: SessionId
+    role: Annotated[Role | None, doc("Role; nil before Hello.")]
+    name: Annotated[str, doc("Name given in Hello.")]
+    software: Annotated[str, doc("Versions given in Hello.")]
+    pid: Annotated[int, doc("Peer's pid as the kernel tells the daemon; 0 from another pid namespace.", ge=0)]
+    uid: Annotated[int, doc("Peer's uid.", ge=0)]
+    age_seconds: Annotated[Seconds, doc("Seconds since the lifeline was opened.")]
+    idle_seconds: Annotated[Seconds, doc("Seconds since the last request.")]
+    leases: Annotated[Count, doc("Live leases.")]
+    jobs: Annotated[Count, doc("Unfinished jobs.")]
+    registrations: Annotated[Count, doc("Registrations.")]
+    registered_bytes: Annotated[ByteCount, doc("Bytes of memory that the daemon has mapped for the session.")]
+    unacknowledged: Annotated[Count, doc("Completions that the session has not acknowledged.")]
+    namespaces: Annotated[list[Fingerprint], doc("Namespaces that the session has opened.")] = field(
+        default_factory=list
+    )
+    pinned_bytes: Annotated[ByteCount, doc("Pool bytes of the blocks under the session's leases.")] = 0
+
+
+class SessionsReply(Reply, frozen=True):
+    sessions: Annotated[list[SessionInfo], doc("Open sessions, oldest first.")]
+
+
+@exchange(Section.ADMINISTRATION, ADMIN)
+class Sessions(Request[SessionsReply], frozen=True):
+    """Asks for the open sessions."""
+
+
+class NamespaceInfo(Wire, frozen=True):
+    """One open namespace."""
+
+    namespace: Fingerprint
+    label: Annotated[str, doc("Name of the namespace for operators.")]
+    world_size: Annotated[int, doc("Shards that make a block.", ge=1)]
+    key_bytes: Annotated[int, doc("Length of a block hash in bytes.", ge=1)]
+    groups: Annotated[list[GroupSpec], doc("KV cache groups.")]
+    shard_bytes: Annotated[
+        list[list[ByteCount]], doc("Per group and rank, bytes of a shard; 0 where no worker registered.")
+    ]
+    ready_blocks: Annotated[Count, doc("Blocks that can be read.")]
+    ready_bytes: Annotated[ByteCount, doc("Pool bytes of the blocks that can be read.")]
+    writing_blocks: Annotated[Count, doc("Blocks that lack a shard.")]
+    sessions: Annotated[Count, doc("Sessions that opened the namespace.")]
+    description: Annotated[
+        str, doc("What the fingerprint was made of, as JSON; empty beyond 1 MiB in one reply, see DescribeNamespace.")
+    ]
+    quota_bytes: Annotated[ByteCount | None, doc("The most that it may have of the pool; nil for all of it.")] = None
+
+
+class NamespacesReply(Reply, frozen=True):
+    namespaces: Annotated[list[NamespaceInfo], doc("Open namespaces, in the order in which they were opened.")]
+
+
+@exchange(Section.ADMINISTRATION, ADMIN)
+class Namespaces(Request[NamespacesReply], frozen=True):
+    """Asks for the open namespaces."""
+
+
+@exchange(Section.ADMINISTRATION, ADMIN)
+class SetQuota(Request[Done], frozen=True):
+    """Sets the most that a namespace may have of the pool, from now on and after restarts, open or not. Admin only.
+
+    A namespace that has its quota takes from itself. If the quota holds, but cannot be written for the next daemon, the
+    answer is an Error that names the file.
+    """
+
+    namespace: Fingerprint
+    quota_bytes: Annotated[ByteCount | None, doc("Pool bytes; nil takes the quota away.")]
+
+
+# --- single blocks ---------------------------------------------------------------------------------
+
+
+CHECKSUM_BYTES = 8
+
+
+class PageSpec(Wire, frozen=True):
+    """One layer's part of a shard: ``blocks_per_key`` pages, end to end."""
+
+    page_bytes: Annotated[int, doc("Bytes of an engine block that belong to the layer.", ge=1, lt=2**31)]
+    layer: Annotated[LayerSpec | None, doc("What these bytes are; nil where the engine did not say.")] = None
+
+
+class ShardSpec(Wire, frozen=True):
+    """One rank's shard of a group's block: its layers' pages, layer after layer."""
+
+    blocks_per_key: Annotated[int, doc("Engine blocks that one key covers.", ge=1, lt=65536)]
+    pages: Annotated[list[PageSpec], doc("Layers, in the order of the slot.", max_length=MAX_PAGES)]
+
+
+def shard_bytes_of(shard: ShardSpec) -> int:
+    """Bytes of such a shard."""
+    return shard.blocks_per_key * sum(page.page_bytes for page in shard.pages)
+
+
+RankSpec = Annotated[list[ShardSpec], doc(max_length=MAX_GROUPS)]
+
+
+class NamespaceDescribed(Reply, frozen=True):
+    label: Annotated[str, doc("Name of the namespace for operators.")]
+    world_size: Annotated[int, doc("Shards that make a block.", ge=1)]
+    key_bytes: Annotated[int, doc("Length of a block hash in bytes.", ge=1)]
+    groups: Annotated[list[GroupSpec], doc("KV cache groups.")]
+    description: Annotated[str, doc("What the fingerprint was made of, as JSON.")]
+    shards: Annotated[
+        list[RankSpec | None], doc("Shards by rank and group; nil for a rank without a registered worker.")
+    ]
+
+
+@exchange(Section.BLOCKS, ADMIN)
+class DescribeNamespace(Request[NamespaceDescribed], frozen=True):
+    """Asks what the blocks of a namespace are made of."""
+
+    namespace: Fingerprint
+
+
+class BlockInfo(Wire, frozen=True):
+    """One block."""
+
+    key: Annotated[bytes, doc("Hash of the block.")]
+    state: Annotated[KeyState, doc("As a lookup tells it: 1 while a shard is missing, 2 ready.")]
+    slot_bytes: Annotated[ByteCount, doc("Pool bytes of the block's slots.")]
+    pins: Annotated[Count, doc("Leases and loads that hold the block.")]
+    first_block: Annotated[Count, doc("Engine blocks at the start of each layer that hold nothing that was stored.")]
+    checksums: Annotated[
+        bytes,
+        doc(
+            "XXH3 of each rank's shard: 64 bits, seed 0, big-endian, 0 replaced by 1; all zeros for none. Where "
+            "``first_block`` is not 0 the bytes before it are in the sum too, whatever they are."
+        ),
+    ]
+
+
+class BlocksListed(Reply, frozen=True):
+    blocks: Annotated[list[BlockInfo], doc("Blocks of the page.")]
+    next_position: Annotated[Count, doc("Where the next page begins; 0 when there is none.")]
+
+
+@exchange(Section.BLOCKS, ADMIN)
+class ListBlocks(Request[BlocksListed], frozen=True):
+    """Lists the blocks of one group, a page at a time, in no order.
+
+    A block that is in the pool from the first page to the last is on exactly one of them. A page may be short or empty
+    though others follow.
+    """
+
+    namespace: Fingerprint
+    group: GroupIndex
+    position: Annotated[Count, doc("0 for the first page, else ``next_position`` of the page before.")] = 0
+    limit: Annotated[int, doc("Most blocks on the page.", ge=1, le=4096)] = 1024
+    prefix: Annotated[str, doc("List only keys that begin with these hex digits.", max_length=128)] = ""
+
+
+# --- what the policy knows -------------------------------------------------------------------------
+
+
+class PolicyClass(Wire, frozen=True):
+    """What a learning policy has learned of the keys of one class.
+
+    Ages are in pool lifetimes: the time in which as many bytes are accessed as the pool holds.
+    """
+
+    name: Annotated[str, doc("What tells its keys from others.")]
+    accessed_share: Annotated[float, doc("Its part of the keys that were asked for lately, 0 to 1.")]
+    return_chance: Annotated[float, doc("Chance that such a key is asked for again, 0 to 1.")]
+    return_age: Annotated[float, doc("Age by which half of those that come back have done so.")]
+    kept_bytes: Annotated[ByteCount, doc("Pool bytes of its blocks.")]
+    worth: Annotated[float, doc("Most hits to be expected for a block of it in a pool lifetime.")]
+    short_name: Annotated[str, doc("The name in a few words, for tables; empty from daemons that have none.")] = ""
+
+
+class KeyWorth(Wire, frozen=True):
+    """What a learning policy knows of one key."""
+
+    kind: Annotated[str, doc("Name of its class.")]
+    age: Annotated[float, doc("Since it was asked for, in pool lifetimes.")]
+    requests: Annotated[Count, doc("Requests that asked for it.")]
+    turn: Annotated[Count, doc("Number of the last one in its conversation; 0 for what only a store brought.")]
+    worth: Annotated[float, doc("Hits to be expected for it in a pool lifetime.")]
+    bytes_before: Annotated[ByteCount, doc("Pool bytes of the blocks that would go before it, about.")]
+
+
+class PolicyDescribed(Reply, frozen=True):
+    """Answer to DescribePolicy. Of policies that do not learn: the name, the keys without a block and their memory."""
+
+    policy: Annotated[str, doc("Name of the policy.")]
+    requests: Annotated[Count, doc("Requests that it was told of.")]
+    known_keys: Annotated[Count, doc("Keys that it knows, with and without a block.")]
+    ghost_keys: Annotated[Count, doc("Those without.")]
+    policy_bytes: Annotated[ByteCount, doc("Memory of what it knows.")]
+    hit_bytes: Annotated[ByteCount, doc("Bytes of the blocks that requests found, from the first to the one missing.")]
+    lru_hit_bytes: Annotated[ByteCount, doc("The same as it would have been with the policy lru.")]
+    as_lru: Annotated[bool, doc("Whether blocks go as with lru for a while, since that had more hits.")]
+    classes: Annotated[list[PolicyClass], doc("By their part of what was asked for, the largest first.")]
+    key: Annotated[KeyWorth | None, doc("What is known of the key that was asked for; nil if nothing.")] = None
+
+
+@exchange(Section.ADMINISTRATION, ADMIN)
+class DescribePolicy(Request[PolicyDescribed], frozen=True):
+    """Asks what the eviction policy has learned, and what it knows of one key. Admin only."""
+
+    namespace: Annotated[Fingerprint | None, doc("Namespace of the key; nil to ask for none.")] = None
+    group: GroupIndex = 0
+    key: Annotated[bytes, doc("The block's key, of the namespace's ``key_bytes``.", max_length=64)] = b""
+
+
+# --- recordings ------------------------------------------------------------------------------------
+
+
+class RecordedChain(Wire, frozen=True):
+    """What one request asked for of one group: its keys, told once however often the engine looked them up."""
+
+    milliseconds: Annotated[Count, doc("Since the recording began.")]
+    namespace: Annotated[Count, doc("Number of the namespace in this recording, in the order in which they came.")]
+    group: GroupIndex
+    tokens_per_block: Annotated[Count, doc("Tokens that a key covers; 0 if unknown.")]
+    block_bytes: Annotated[ByteCount, doc("Pool bytes of a block of all ranks; 0 before a worker registered.")]
+    key_bytes: Annotated[Count, doc("Bytes of a key.")]
+    keys: Annotated[bytes, doc("Its keys, end to end, the root of the prefix first.")]
+
+
+class Recorded(Reply, frozen=True):
+    recording: Annotated[Count, doc("Number of the recording, for the next Record.")]
+    chains: Annotated[list[RecordedChain], doc("In the order in which they were asked for, about a MiB at most.")]
+    dropped: Annotated[Count, doc("Chains that found no room behind these, since nobody had fetched what was there.")]
+
+
+@exchange(Section.ADMINISTRATION, ADMIN)
+class Record(Request[Recorded], frozen=True):
+    """Begins to record what engines ask for, or fetches what was recorded since the last time. Admin only.
+
+    There is one recording at a time. It ends with its session, and where nobody fetches it for 30 s. Benches are left
+    out.
+    """
+
+    recording: Annotated[Count, doc("Number of the recording; 0 to begin one.")] = 0
+    end: Annotated[bool, doc("End the recording with this answer; what it has no room for counts as dropped.")] = False
+
+
+# --- what changes the cache ------------------------------------------------------------------------
+
+
+@exchange(Section.ADMINISTRATION, ADMIN)
+class Clear(Request[Done], frozen=True):
+    """Drops every block of one namespace, or of all. Admin only."""
+
+    namespace: Annotated[Fingerprint | None, doc("The namespace; nil for all.")] = None
+
+
+@exchange(Section.ADMINISTRATION, ADMIN)
+class ResetFleet(Request[Done], frozen=True):
+    """Makes every block of a namespace void for all nodes that share a store with this one, as after a change of the
+    weights: each drops its own too, within seconds. ``count`` in the answer is how many stores were told. Admin only.
+    """
+
+    namespace: Fingerprint
+
+
+class ScrubReply(Reply, frozen=True):
+    """Answer to Scrub: the running scrub, or the last one. All counts are 0 where there was none."""
+
+    running: Annotated[bool, doc("Whether the scrub is still running.")]
+    slots: Annotated[Count, doc("Slots in use when the scrub began.")]
+    done_slots: Annotated[Count, doc("Slots that the scrub has dealt with.")]
+    checked_slots: Annotated[Count, doc("Slots that were compared with their checksums; the others had been freed.")]
+    checked_bytes: Annotated[ByteCount, doc("Bytes of the slots that were compared.")]
+    mismatches: Annotated[Count, doc("Slots whose bytes did not match their checksum.")]
+    seconds: Annotated[Seconds, doc("How long the scrub has been running, or took, in seconds.")]
+
+
+@exchange(Section.ADMINISTRATION, ADMIN)
+class Scrub(Request[ScrubReply], frozen=True):
+    """Compares every readable block with its checksum in the background, or asks for the progress. Admin only."""
+
+    start: Annotated[bool, doc("Start a scrub unless one is running; false only asks for the progress.")]
