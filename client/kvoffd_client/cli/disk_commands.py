@@ -17,7 +17,7 @@ from kvoffd_proto.units import format_count, format_duration, format_rate, forma
 
 
 def disk(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
-    """Show the disk tier's directories: use, age, what was written, errors.
+    """Show the disk tier's directories: use, age, errors.
 
     Exit status: 0 all serve, 1 one has failed or hangs, 2 an error.
     """
