@@ -68,15 +68,15 @@ class Consumer(Closing):
 
 
 class DynamoIndexer(Consumer):
-    """Dynamo's indexer as a service. Nodes are its workers, by number."""
+    """Dynamo's indexer as a service. Engines are its workers, by number."""
 
     def __init__(self, log: Path) -> None:
         port = free_port()
         command = [str(DYNAMO), "-m", "dynamo.indexer", "--port", str(port), "--threads", "1"]
         super().__init__(command, f"http://127.0.0.1:{port}", log)
 
-    def register(self, worker: int, port: int, replay_port: int) -> None:
-        """Have it subscribe to a node's events."""
+    def register(self, worker: int, port: int, replay_port: int, block_tokens: int = BLOCK_TOKENS) -> None:
+        """Have it subscribe to an engine's events."""
         request(
             f"{self.url}/register",
             {
@@ -84,14 +84,18 @@ class DynamoIndexer(Consumer):
                 "endpoint": f"tcp://127.0.0.1:{port}",
                 "replay_endpoint": f"tcp://127.0.0.1:{replay_port}",
                 "model_name": MODEL,
-                "block_size": BLOCK_TOKENS,
+                "block_size": block_tokens,
             },
         )
 
     def credits(self, prompt: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """By worker: the prompt's tokens that it has in host memory, and with its disks."""
+        """By worker: the prompt's tokens that it has down to host memory, and down to its disks."""
+        return {worker: (one["cpu"], one["disk"]) for worker, one in self.query(prompt).items()}
+
+    def query(self, prompt: Sequence[int]) -> dict[int, dict[str, int]]:
+        """By worker: the prompt's tokens that it has, by the lowest tier that is looked at."""
         found = request(f"{self.url}/query", {"token_ids": list(prompt), "model_name": MODEL})
-        return {int(worker): (one["cpu"], one["disk"]) for worker, one in found["instances"].items()}
+        return {int(worker): one for worker, one in found["instances"].items()}
 
     def blocks(self) -> set[tuple[int, str, int, int]]:
         """Its whole index: worker, tier, hash of the block and of its parent."""
@@ -146,11 +150,11 @@ class Worker(Closing):
 
 
 class VllmRouter(Consumer):
-    """vLLM's router with the policy ``kv_aware``: ``nodes`` are workers with the ports of their events and replays."""
+    """vLLM's router with the policy ``kv_aware``: ``engines`` are workers, with the ports of events and replays."""
 
-    def __init__(self, log: Path, nodes: Sequence[tuple[Worker, int, int]]) -> None:
+    def __init__(self, log: Path, engines: Sequence[tuple[Worker, int, int]], block_tokens: int = BLOCK_TOKENS) -> None:
         port, metrics_port = free_ports(2)
-        self._workers = [worker for worker, _, _ in nodes]
+        self._workers = [worker for worker, _, _ in engines]
         command = [
             str(VLLM_ROUTER),
             "--port",
@@ -160,9 +164,9 @@ class VllmRouter(Consumer):
             "--policy",
             "kv_aware",
         ]
-        command += ["--kv-event-block-size", str(BLOCK_TOKENS), "--kv-event-model", MODEL, "--log-level", "debug"]
+        command += ["--kv-event-block-size", str(block_tokens), "--kv-event-model", MODEL, "--log-level", "debug"]
         command += ["--worker-urls", *[worker.url for worker in self._workers]]
-        for worker, events, replays in nodes:
+        for worker, events, replays in engines:
             command += ["--kv-event-source", f"{worker.url}=tcp://127.0.0.1:{events}"]
             command += ["--kv-event-replay-source", f"{worker.url}=tcp://127.0.0.1:{replays}"]
         super().__init__(command, f"http://127.0.0.1:{port}", log)
