@@ -204,7 +204,6 @@ class Session(Closing):
         self._epoch = 0
         self._session_id = 0
         self._limits: m.Limits | None = None
-        self._capabilities: frozenset[str] = frozenset()
         self._credit_bytes = 0
         self._responsive = True
         """False while the daemon owes a reply for longer than ``unresponsive_after_s``."""
@@ -254,11 +253,6 @@ class Session(Closing):
     def credit_bytes(self) -> int:
         """Bytes of stores the daemon lets a session have outstanding, running ones included; 0 when not ready."""
         return self._credit_bytes if self.ready else 0
-
-    @property
-    def capabilities(self) -> frozenset[str]:
-        """What the daemon last said that it can do, and wants to be told; see ``Welcome``."""
-        return self._capabilities
 
     @property
     def problem(self) -> str | None:
@@ -376,8 +370,6 @@ class Session(Closing):
                 self.disconnect(str(refusal), now)
         elif entry is not None:
             entry[1](reply, now)
-        else:
-            self._on_unasked_reply(reply, now)
 
     def _expire(self, now: float) -> None:
         late = [request_id for request_id, (deadline, _) in self._pending.items() if deadline <= now]
@@ -442,7 +434,6 @@ class Session(Closing):
             self._fail_handshake("Hello", reply, now)
             return
         self._limits = reply.limits
-        self._capabilities = frozenset(reply.capabilities)
         self._credit_bytes = reply.credit_bytes
         if self._spec is None:
             self._become_ready(now)
@@ -576,8 +567,6 @@ class Session(Closing):
 
     def _copies_outlive_lifeline(self) -> bool:
         return False
-
-    def _on_unasked_reply(self, reply: m.AnyReply, now: float) -> None: ...
 
     def _on_unexpected_refusal(self, reply: m.Error, refusal: RequestRefused, now: float) -> None:
         self._warn(f"The kvoffd daemon refused a message: {refusal}")
