@@ -26,7 +26,7 @@ from kvoffd.server.engine_memory import open_gpus
 from kvoffd.server.events import EventLog
 from kvoffd.server.health import health_reply
 from kvoffd.server.http import HttpServer
-from kvoffd.server.lifelines import LifelineServer
+from kvoffd.server.lifeline import LifelineServer
 from kvoffd.server.persistence import CLOSE_S as STATE_CLOSE_S
 from kvoffd.server.persistence import STATE_FILE, PolicyFile, State, StateWriter
 from kvoffd.server.recovery import restore, take_pool
@@ -99,7 +99,6 @@ def _prepare() -> None:
     os.umask(0o007)
     raise_descriptor_limit()
     check_loop_calls()
-    signal.signal(signal.SIGURG, lambda *_: None)  # a signal that is not ignored interrupts: see Closer.interrupt
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -227,7 +226,7 @@ class Daemon:
             max_attached=half_of_descriptors(),
         )
         self._service.context.http_problem = self._http_problem
-        self._lifelines = LifelineServer(self._service.context, self._directory, self._sockets.wake)
+        self._lifelines = LifelineServer(self._service.context, self._directory, self._sockets, self._page_faulter)
 
     async def _startup(self) -> None:
         """Open the sockets, say that the daemon serves, and begin with what may take its time. Raises StartError."""

@@ -7,6 +7,7 @@ import fcntl
 import logging
 import mmap
 import os
+import stat
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -117,6 +118,26 @@ def map_shared(fd: int, size_bytes: int, offset: int = 0) -> MappedSegment:
     return MappedSegment(address, size_bytes)
 
 
+def check_descriptor(fd: int) -> None:
+    """Raise UnsafeSegment unless the descriptor is a memfd, or of the kinds that a GPU's driver exports."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        target = os.readlink(f"/proc/self/fd/{fd}")
+        # A device file of the driver's own (VMM handles), or dma-buf.
+        if target.startswith("/dev/nvidia"):
+            of_driver = stat.S_ISCHR(os.fstat(fd).st_mode)
+        else:
+            is_buffer = target.startswith(("/dmabuf:", "anon_inode:[dmabuf]"))
+            of_driver = is_buffer and "\nexp_name:" in Path(f"/proc/self/fdinfo/{fd}").read_text()
+        if of_driver:
+            return
+        kind = target.partition(":")[0] if target[:1] != "/" else "file or device"
+        raise UnsafeSegment(
+            f"The descriptor is a {kind} and neither a memfd nor what a GPU's driver exports; attach memory."
+        ) from None
+
+
 def _check_memfd(fd: int, size_bytes: int, whole: bool) -> None:
     if size_bytes < 1:
         raise UnsafeSegment(f"A memory segment of {size_bytes} bytes cannot be mapped; send at least one byte.")
@@ -131,14 +152,14 @@ def _check_memfd(fd: int, size_bytes: int, whole: bool) -> None:
             "The memfd is not sealed against shrinking, and a shrunk file would kill the daemon; add F_SEAL_SHRINK."
         )
     # The order matters: only behind the seal can the size no longer fall.
-    stat = os.fstat(fd)
-    if stat.st_size < size_bytes:
+    found = os.fstat(fd)
+    if found.st_size < size_bytes:
         raise UnsafeSegment(
-            f"The memfd has {stat.st_size} bytes but was declared with {size_bytes}; size it before it is sent."
+            f"The memfd has {found.st_size} bytes but was declared with {size_bytes}; size it before it is sent."
         )
-    if whole and (allocated := held_bytes(stat)) < stat.st_size:
+    if whole and (allocated := held_bytes(found)) < found.st_size:
         raise UnsafeSegment(
-            f"Of the memfd's {stat.st_size} bytes only {allocated} are allocated; write to every page before it is "
+            f"Of the memfd's {found.st_size} bytes only {allocated} are allocated; write to every page before it is "
             "sent, as with MADV_POPULATE_WRITE."
         )
     # A fault that finds no huge page left is a SIGBUS.
@@ -190,8 +211,8 @@ class FaultedSegment(MappedSegment):
         self._faulter = faulter
 
     def whole(self) -> bool:
-        stat = os.fstat(self._fd)
-        return held_bytes(stat) >= stat.st_size
+        found = os.fstat(self._fd)
+        return held_bytes(found) >= found.st_size
 
     def close(self) -> None:
         self._faulter.forget(self)
@@ -242,6 +263,10 @@ class PageFaulter:
         memory, which takes tenths of a second for each GiB.
         """
         self._closing.put(partial(close_segments, segments, on_closed))
+
+    def close_descriptor(self, fd: int) -> None:
+        """Close what a client sent, in that other thread too: it may be the last that holds a dead client's memory."""
+        self._closing.put(partial(os.close, fd))
 
     def close(self) -> None:
         """Stop both threads. What is being closed is not waited for."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvoffd.errors import UnsafeSegment
-from kvoffd.system.mappings import map_memfd
+from kvoffd.system.mappings import check_descriptor, map_memfd
 from kvoffd_proto.errors import ErrorCode
 
 SIZE = 1 << 20
@@ -128,3 +128,17 @@ def test_huge_pages_are_refused_since_they_can_run_out() -> None:
                 map_memfd(fd, SIZE)
     except OSError as error:
         pytest.skip(f"no huge pages here: {error}")
+
+
+@pytest.mark.parametrize("name", ["/dev/nvidiactl", "/dmabuf:", "anon_inode:[dmabuf]"])
+def test_a_file_that_only_has_the_name_of_a_drivers_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    with open(__file__, "rb") as file:
+        monkeypatch.setattr(os, "readlink", lambda _: name)
+        with pytest.raises(UnsafeSegment):
+            check_descriptor(file.fileno())
+
+
+def test_a_device_file_of_the_driver_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/null", "rb") as device:
+        monkeypatch.setattr(os, "readlink", lambda _: "/dev/nvidiactl")
+        check_descriptor(device.fileno())

@@ -90,6 +90,13 @@ def test_segments_are_closed_away_from_who_wants_it(faulter: PageFaulter, monkey
         assert not any(segment._address for segment in segments)
 
 
+def test_descriptors_are_closed_away_from_who_wants_it(faulter: PageFaulter) -> None:
+    fds = [os.open(os.devnull, os.O_RDONLY) for _ in range(16)]
+    for fd in (-1, *fds):  # one that cannot be closed keeps nothing else open
+        faulter.close_descriptor(fd)
+    wait_until(lambda: not any(os.path.exists(f"/proc/self/fd/{fd}") for fd in fds))
+
+
 def test_memory_that_is_refused_is_refused_as_ever(faulter: PageFaulter) -> None:
     fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, MIB)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvoffd.server.lifelines import _Connection
+from kvoffd.server.lifeline import Connection
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 @pytest.mark.parametrize("unread", [b"", b"\x01", b"x" * 5000])
 def test_a_closed_peer_is_dead_whatever_it_wrote_before(ends: tuple[socket.socket, socket.socket], unread: bytes):
     ours, theirs = ends
-    connection = _Connection(ours, None)  # type: ignore[arg-type]
+    connection = Connection(ours, None)  # type: ignore[arg-type]
     theirs.sendall(unread)
     assert connection.alive()
     theirs.close()
@@ -29,7 +29,7 @@ def test_a_closed_peer_is_dead_whatever_it_wrote_before(ends: tuple[socket.socke
 
 def test_a_peer_that_has_shut_its_side_down_is_dead(ends: tuple[socket.socket, socket.socket]):
     ours, theirs = ends
-    connection = _Connection(ours, None)  # type: ignore[arg-type]
+    connection = Connection(ours, None)  # type: ignore[arg-type]
     theirs.shutdown(socket.SHUT_WR)
     assert not connection.alive()
 
@@ -37,4 +37,4 @@ def test_a_peer_that_has_shut_its_side_down_is_dead(ends: tuple[socket.socket, s
 def test_a_closed_connection_is_dead(ends: tuple[socket.socket, socket.socket]):
     ours, _ = ends
     ours.close()
-    assert not _Connection(ours, None).alive()  # type: ignore[arg-type]
+    assert not Connection(ours, None).alive()  # type: ignore[arg-type]

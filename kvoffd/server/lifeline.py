@@ -1,0 +1,295 @@
+"""``lifeline.sock``: admits clients by their credentials, takes their descriptors, and ends a session with its stream.
+
+Whatever ends the stream ends the session: the client closes it, the kernel does so for a process that died, or the
+client breaks its protocol. ``MemoryReleased`` is the last frame: no copy touches the client's memory any more.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import logging
+import os
+import select
+import socket
+
+from kvoffd.errors import KvoffdError
+from kvoffd.observe.logging import RareWarnings
+from kvoffd.server.context import Context
+from kvoffd.server.sessions import Ending, Peer, Session, may_connect
+from kvoffd.server.sockets import Sockets
+from kvoffd.system.directory import DaemonDirectory
+from kvoffd.system.mappings import PageFaulter, check_descriptor, filesystem_magic
+from kvoffd_proto import lifeline
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.messages import PROTOCOL_VERSION
+from kvoffd_proto.sockets import peer_credentials, peer_pidfd
+
+logger = logging.getLogger(__name__)
+
+HELLO_DEADLINE_S = 10.0
+BACKLOG, ACCEPTED_AT_ONCE = 1024, 16
+RETRY_S = 0.25
+"""After accept() failed, as it does without descriptors: it would fail again at once."""
+MAX_UNNAMED = 16
+"""Descriptors that have come and whose frames have not."""
+_READ_BYTES = 1024
+"""Some forty frames: what one wake-up of the loop handles of a lifeline."""
+_ANCILLARY_BYTES = socket.CMSG_SPACE(253 * 4)
+"""Room for all descriptors of a message (SCM_MAX_FD): the kernel closes what finds none in the thread that reads."""
+_PIDFS_MAGIC = 0x50494446  # linux/magic.h
+
+
+class Connection:
+    """One accepted stream. Is its session's Lifeline.
+
+    Attributes:
+        leaving: its client said that it leaves.
+        session: set once the peer is admitted, before anything is read from it.
+    """
+
+    def __init__(self, stream: socket.socket, page_faulter: PageFaulter) -> None:
+        self.stream = stream
+        self.leaving = False
+        self.session: Session
+        self._page_faulter = page_faulter
+        self._buffer = lifeline.FrameBuffer()
+        self._unnamed: list[int | KvoffdError] = []
+        """What came and has no frame yet. What is no memory is closed at once, and this says why: held open, a client's
+        own end of the lifeline would hide that the client is gone."""
+
+    def alive(self) -> bool:
+        if self.stream.fileno() < 0:
+            return False
+        # Not by peeking: what a peer wrote before it died would hide that it died.
+        poller = select.poll()
+        poller.register(self.stream, select.POLLRDHUP)
+        return not poller.poll(0)
+
+    def close(self) -> None:
+        if self.stream.fileno() >= 0:
+            try:
+                self.stream.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # the peer is gone
+            self._page_faulter.close_descriptor(self.stream.detach())  # and with it what was sent and not read
+        for fd in self._unnamed:
+            if isinstance(fd, int):
+                self._page_faulter.close_descriptor(fd)
+        self._unnamed.clear()
+
+    def close_descriptor(self, fd: int) -> None:
+        self._page_faulter.close_descriptor(fd)
+
+    def release(self) -> None:
+        """Tell the peer that no copy touches its memory any more, and close."""
+        try:
+            self.send(lifeline.MemoryReleased())
+        except OSError:
+            pass  # the peer is gone
+        self.close()
+
+    def send(self, message: lifeline.FromDaemon) -> None:
+        """Send one small frame. Raises OSError where the peer does not read its lifeline: it is taken for dead."""
+        frame = lifeline.encode_frame(message)
+        if self.stream.send(frame, socket.MSG_NOSIGNAL) != len(frame):
+            raise OSError("the peer does not read its lifeline")
+
+    def receive(self) -> list[lifeline.FromClient]:
+        """The frames that have arrived. Raises EOFError at its end, LifelineError or OSError where it must end."""
+        try:
+            data, ancillary, flags, _ = self.stream.recvmsg(_READ_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return []
+        for level, kind, payload in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds = array.array("i")
+                fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+                self._unnamed += map(self._checked, fds)
+        if flags & socket.MSG_CTRUNC:
+            raise lifeline.LifelineError("More descriptors came with one message than are accepted.")
+        if not data:
+            raise EOFError
+        frames = [lifeline.decode_from_client(body) for body in self._buffer.feed(data)]
+        if len(self._unnamed) > MAX_UNNAMED + sum(isinstance(frame, lifeline.Attach) for frame in frames):
+            raise lifeline.LifelineError("Descriptors came without Attach frames.")
+        return frames
+
+    def take_descriptor(self) -> int:
+        """The descriptor of the next Attach. Raises KvoffdError where it is refused, LifelineError where none came."""
+        if not self._unnamed:
+            raise lifeline.LifelineError("An Attach frame came without its descriptor.")
+        fd = self._unnamed.pop(0)
+        if isinstance(fd, KvoffdError):
+            raise fd
+        return fd
+
+    def _checked(self, fd: int) -> int | KvoffdError:
+        """The descriptor; or why it is refused, and then it is closed."""
+        try:
+            check_descriptor(fd)
+        except KvoffdError as error:
+            self._page_faulter.close_descriptor(fd)
+            return error
+        return fd
+
+
+class LifelineServer:
+    """Listens on ``lifeline.sock`` and turns connections into sessions, and their ends into the sessions' ends."""
+
+    def __init__(
+        self, context: Context, directory: DaemonDirectory, sockets: Sockets, page_faulter: PageFaulter
+    ) -> None:
+        self._context = context
+        self._directory = directory
+        self._sockets = sockets
+        self._page_faulter = page_faulter
+        self._loop = asyncio.get_running_loop()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        self._connections: dict[int, Connection] = {}
+        """By descriptor, while they are watched."""
+        self._warnings = RareWarnings(logger)
+
+    def open(self) -> None:
+        """Listen. Raises OSError."""
+        path = self._directory.sockets.lifeline
+        self._listener.bind(str(path))
+        self._directory.open_to_group(path)
+        self._listener.listen(BACKLOG)
+        self._listen_on()
+
+    def close(self) -> None:
+        """End all sessions."""
+        self._loop.remove_reader(self._listener.fileno())
+        self._listener.close()
+        for connection in list(self._connections.values()):
+            self._end(connection, Ending.STOPPING)
+
+    def tick(self) -> None:
+        """End connections of processes that died, and those that never said Hello: they would hold a session for ever.
+
+        The loop tells once only of a process that died with something unread (EPOLLERR; libuv then stops to look), and
+        that may be before what it had sent was read.
+        """
+        poller = select.poll()
+        for fd in self._connections:
+            poller.register(fd, 0)
+        for fd, events in poller.poll(0):
+            if events & select.POLLERR:
+                self._end(self._connections[fd], Ending.GONE)
+        overdue = self._context.clock() - HELLO_DEADLINE_S
+        for connection in list(self._connections.values()):
+            session = connection.session
+            if session.role is None and session.opened_at < overdue:
+                logger.warning("Session %d sent no Hello within %.0f s and was ended.", session.id, HELLO_DEADLINE_S)
+                self._end(connection, Ending.NO_HELLO)
+
+    def _listen_on(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                stream, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._warnings.warn("Connections cannot be accepted: %s.", error.strerror)
+                self._loop.remove_reader(self._listener.fileno())
+                self._loop.call_later(RETRY_S, self._listen_on)
+                return
+            stream.setblocking(False)
+            connection = Connection(stream, self._page_faulter)
+            try:
+                self._admit(connection)
+            except Exception:
+                logger.exception("A connection failed inside the daemon.")
+                connection.close()
+
+    def _admit(self, connection: Connection) -> None:
+        """Open a session, or refuse the connection with a sentence."""
+        context = self._context
+        try:
+            peer = peer_of(connection.stream)
+            if not may_connect(peer, context.config):
+                raise KvoffdError(
+                    f"User {peer.uid} (group {peer.gid}) may not use this kvoffd; add the uid to allowed_uids "
+                    "or the gid to allowed_gids.",
+                    ErrorCode.FORBIDDEN,
+                )
+            session = connection.session = context.sessions.open(connection, peer)
+        except KvoffdError as error:
+            context.count_error(error.code)
+            self._warnings.warn("A connection was refused: %s", error.message)
+            try:
+                connection.send(lifeline.Refused(error.code, error.message))
+            except OSError:
+                pass  # it is gone already
+            connection.close()
+            return
+        self._connections[connection.stream.fileno()] = connection
+        self._loop.add_reader(connection.stream.fileno(), self._readable, connection)
+        try:
+            connection.send(lifeline.Greeting(PROTOCOL_VERSION, context.epoch, session.id, session.token))
+        except OSError:
+            self._end(connection, Ending.GONE)
+
+    def _readable(self, connection: Connection) -> None:
+        try:
+            for frame in connection.receive():
+                if isinstance(frame, lifeline.Leaving):
+                    connection.leaving = True
+                else:
+                    self._attach(connection, frame.segment_id)
+        except lifeline.LifelineError as error:
+            self._context.count_error(ErrorCode.MALFORMED)
+            logger.warning("A lifeline was closed: %s", error)
+            self._end(connection, Ending.MALFORMED)
+        except (EOFError, ConnectionError):
+            self._end(connection, Ending.CLOSED if connection.leaving else Ending.GONE)
+        except OSError:
+            self._end(connection, Ending.FAILED)
+        except Exception:
+            logger.exception("A lifeline failed inside the daemon.")
+            self._end(connection, Ending.FAILED)
+
+    def _attach(self, connection: Connection, segment_id: int) -> None:
+        """Keep a descriptor for a Register, or refuse it. Raises LifelineError where none came, OSError."""
+        answer: lifeline.Attached | lifeline.AttachRefused = lifeline.Attached(segment_id)
+        fd = -1
+        try:
+            fd = connection.take_descriptor()
+            self._context.sessions.attach(connection.session, segment_id, fd)
+        except KvoffdError as error:
+            if fd >= 0:
+                connection.close_descriptor(fd)
+            self._context.count_error(error.code)
+            answer = lifeline.AttachRefused(segment_id, error.code, error.message)
+        connection.send(answer)
+
+    def _end(self, connection: Connection, why: Ending) -> None:
+        """End the session; release the peer's memory and close the stream when its last copy has ended."""
+        fd = connection.stream.fileno()
+        if self._connections.pop(fd, None) is not None:
+            self._loop.remove_reader(fd)
+        self._context.sessions.end(connection.session, connection.release, why)
+        self._sockets.wake()
+
+
+def peer_of(stream: socket.socket) -> Peer:
+    """Who connected, as the kernel says. Raises OSError."""
+    pid, uid, gid = peer_credentials(stream)
+    return Peer(pid, uid, gid, process=_process_of(stream) or pid)
+
+
+def _process_of(stream: socket.socket) -> int:
+    """A number that no other process has, in whatever pid namespace; 0 where the kernel gives none."""
+    pidfd = peer_pidfd(stream)
+    if pidfd < 0:
+        return 0
+    try:
+        # Before Linux 6.9 all of them are one inode of another file system.
+        return os.fstat(pidfd).st_ino if filesystem_magic(pidfd) == _PIDFS_MAGIC else 0
+    finally:
+        os.close(pidfd)
