@@ -9,7 +9,6 @@ from __future__ import annotations
 import array
 import asyncio
 import logging
-import os
 import select
 import socket
 
@@ -19,11 +18,11 @@ from kvoffd.server.context import Context
 from kvoffd.server.sessions import Ending, Peer, Session, may_connect
 from kvoffd.server.sockets import Sockets
 from kvoffd.system.directory import DaemonDirectory
-from kvoffd.system.mappings import PageFaulter, check_descriptor, filesystem_magic
+from kvoffd.system.mappings import PageFaulter, check_descriptor
 from kvoffd_proto import lifeline
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import PROTOCOL_VERSION
-from kvoffd_proto.sockets import peer_credentials, peer_pidfd
+from kvoffd_proto.sockets import peer_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +36,6 @@ _READ_BYTES = 1024
 """Some forty frames: what one wake-up of the loop handles of a lifeline."""
 _ANCILLARY_BYTES = socket.CMSG_SPACE(253 * 4)
 """Room for all descriptors of a message (SCM_MAX_FD): the kernel closes what finds none in the thread that reads."""
-_PIDFS_MAGIC = 0x50494446  # linux/magic.h
 
 
 class Connection:
@@ -211,7 +209,7 @@ class LifelineServer:
         """Open a session, or refuse the connection with a sentence."""
         context = self._context
         try:
-            peer = peer_of(connection.stream)
+            peer = Peer(*peer_credentials(connection.stream))
             if not may_connect(peer, context.config):
                 raise KvoffdError(
                     f"User {peer.uid} (group {peer.gid}) may not use this kvoffd; add the uid to allowed_uids "
@@ -275,21 +273,3 @@ class LifelineServer:
             self._loop.remove_reader(fd)
         self._context.sessions.end(connection.session, connection.release, why)
         self._sockets.wake()
-
-
-def peer_of(stream: socket.socket) -> Peer:
-    """Who connected, as the kernel says. Raises OSError."""
-    pid, uid, gid = peer_credentials(stream)
-    return Peer(pid, uid, gid, process=_process_of(stream) or pid)
-
-
-def _process_of(stream: socket.socket) -> int:
-    """A number that no other process has, in whatever pid namespace; 0 where the kernel gives none."""
-    pidfd = peer_pidfd(stream)
-    if pidfd < 0:
-        return 0
-    try:
-        # Before Linux 6.9 all of them are one inode of another file system.
-        return os.fstat(pidfd).st_ino if filesystem_magic(pidfd) == _PIDFS_MAGIC else 0
-    finally:
-        os.close(pidfd)

@@ -43,8 +43,6 @@ class Peer:
     pid: int
     uid: int
     gid: int
-    process: int = 0
-    """A number of the process that no other has, also where pid is 0; 0 where the kernel tells none."""
 
     def __str__(self) -> str:
         return f"uid {self.uid}"
