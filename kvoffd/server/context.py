@@ -109,6 +109,8 @@ class Context:
     lookups: list[tuple[int, float | None]] = field(default_factory=list)
     """Lease and seconds of lookups that are to be counted once their replies are out."""
     errors: Counter[str] = field(default_factory=Counter)
+    sockets_problem: str = ""
+    """Why no engine can connect."""
     http_problem: str = ""
     """Why nothing is served over HTTP, although it should be."""
     requests: int = 0

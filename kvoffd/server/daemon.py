@@ -253,8 +253,9 @@ class Daemon:
                 self._tick()
                 if context.memory.stuck:
                     _give_up()
-                if lost_sockets := self._directory.lost_sockets():
-                    self._lost_sockets.warn("%s", lost_sockets)
+                context.sockets_problem = self._directory.lost_sockets()
+                if context.sockets_problem:
+                    self._lost_sockets.warn("%s", context.sockets_problem)
                 if (lost := context.memory.lost) is not None:
                     self._lose_gpu(lost)
                 if context.scrubber.has_work and (self._scrubbing is None or self._scrubbing.done()):

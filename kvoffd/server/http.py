@@ -126,7 +126,7 @@ class HttpServer:
     def _health(self, path: str) -> _Answer:
         health, unreachable = self._ask(self._source.health), self._source.unreachable()
         good = not unreachable and (health.ready or path == "/healthz")
-        lines = ["ok" if good else "not ok", *filter(None, [unreachable]), *health.problems]
+        lines = dict.fromkeys(["ok" if good else "not ok", *filter(None, [unreachable]), *health.problems])
         return _sentence(HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE, "\n".join(lines))
 
     def _stats(self, path: str) -> _Answer:

@@ -129,6 +129,16 @@ def test_removed_sockets_are_told_wherever_it_is_asked(command: Command) -> None
         assert "socket" in text, text
 
 
+def test_one_removed_socket_is_a_reason_in_health(command: Command) -> None:
+    """The daemon can still be asked, and nothing else is wrong."""
+    with DaemonProcess("16MiB") as daemon:
+        (daemon.directory / "events.sock").unlink()
+        wait_until(lambda: books(daemon.directory).problems == {"sockets_lost": 1})
+        status, text = command(daemon, "health")
+        assert status != 0
+        assert "events.sock" in text, text
+
+
 def test_engines_that_are_connected_need_no_sockets() -> None:
     """A cleaner of /tmp removed them: who is connected is served, and a restart mends the rest."""
     truth = Truth()
