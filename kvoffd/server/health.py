@@ -36,7 +36,7 @@ def health_of(context: Context) -> tuple[a.HealthLevel, list[a.HealthProblem]]:
     causes += _late(context)
     causes += _full(context)
     if context.sockets_problem:
-        causes.insert(0, m.HealthProblem("sockets_lost", context.sockets_problem))
+        causes.insert(0, a.HealthProblem("sockets_lost", context.sockets_problem))
     if context.http_problem:
         causes.append(a.HealthProblem("http_unavailable", context.http_problem))
     if context.sessions.stopping:

@@ -22,7 +22,7 @@ from kvoffd.system.mappings import PageFaulter, check_descriptor
 from kvoffd_proto import lifeline
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import PROTOCOL_VERSION
-from kvoffd_proto.sockets import peer_credentials
+from kvoffd_proto.paths import peer_credentials
 
 logger = logging.getLogger(__name__)
 

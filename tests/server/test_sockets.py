@@ -239,7 +239,7 @@ def test_who_connects_again_under_its_own_name_is_answered(directory: Path) -> N
 
 def test_a_frame_that_is_much_too_long_costs_the_connection_and_the_client_connects_again(directory: Path) -> None:
     def run(room: Room) -> None:
-        client, limit = room.client(), 2 * Config().max_frame_bytes
+        client, limit = room.client(), 2 * Config().limits.max_frame_bytes
         client.send(bytes(limit))
         assert len(client.recv()) == limit
         client.send(bytes(limit + 1))
