@@ -307,10 +307,12 @@ def test_blocks_whose_namespace_found_no_room_are_logged(lasting: DaemonProcess)
 
 
 def test_a_full_file_system_below_the_pool(tmp_path: Path, command: Command) -> None:
-    """Stores and loads go on. What cannot be written down is refused with the reason, and a restart has all blocks."""
+    """Below the daemon's directory too. Stores and loads go on. What cannot be written down is refused with the reason,
+    and a restart has all blocks."""
     with tmpfs(tmp_path / "memory", "24m") as place:
         truth = Truth()
-        with DaemonProcess("16MiB", pool_file=str(place / "pool")) as daemon:
+        (place / "run").mkdir(0o700)
+        with DaemonProcess("16MiB", place / "run", pool_file=str(place / "pool")) as daemon:
             with CheckedEngine(daemon, truth) as engine:
                 engine.put(range(64))
                 fill(place)
