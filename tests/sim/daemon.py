@@ -309,12 +309,13 @@ class SimDaemon:
         if disk is None or asked is None or not isinstance(asked[1], m.Invalidate | m.Reset | a.Clear):
             return self._add_work(steps, then, at_once=at_once)
         sender, request = asked
+        before = disk.tier.file.begun
 
         def watched(count: int) -> int:
             assert then is not None
             count = then(count)
             assert disk.waited_for is not None
-            self._removals[sender, request.request_id] = disk.dropped(request), disk.waited_for
+            self._removals[sender, request.request_id] = disk.dropped(request, before), disk.waited_for
             return count
 
         return self._add_work(steps, watched, at_once=at_once)

@@ -230,12 +230,15 @@ class SimTier(CompositeTier):
         figures = self.disk.stats()
         return any((figures.queued_reads, figures.queued_writes, figures.running_reads, figures.running_writes))
 
-    def dropped(self, gone: Callable[[TierKey], bool]) -> Callable[[], None]:
-        """These were dropped just now: none may be there. Returns what says that they stay away in every later life."""
-        if any(map(gone, self.blocks())):
+    def dropped(self, gone: Callable[[TierKey], bool], before: int) -> Callable[[], None]:
+        """These were dropped just now: none may be there. Returns what says that they stay away in every later life.
+
+        But for those of which a write was begun after the one of number ``before``: where all namespaces are cleared,
+        the first may store again before the last is cleared.
+        """
+        if any(gone(name) and self.file.written.get(name, 0) <= before for name in self.blocks()):
             raise Broken("what was dropped is still on disk")
         self._stale |= {read for read, (block_id, _) in self._reads.items() if gone(block_id)}
-        before = self.file.begun
 
         def for_good() -> None:
             written = self.file.written
@@ -304,8 +307,8 @@ class SimDisks(Tiers):
         """Whether anything is being read or written."""
         return self.tier.busy or any(tier.queued_reads + tier.queued_writes for tier in self.shared)
 
-    def dropped(self, request: m.AnyRequest) -> Callable[[], None]:
-        """Check what a request has dropped, before anybody else is served. Returns as ``SimTier.dropped``."""
+    def dropped(self, request: m.AnyRequest, before: int) -> Callable[[], None]:
+        """Check what a request has dropped, before anybody else is served: as ``SimTier.dropped``."""
         if isinstance(request, m.Invalidate):
             namespace = self._cache.namespace(request.namespace)
             names = {
@@ -313,9 +316,9 @@ class SimDisks(Tiers):
                 for part in request.groups
                 for key in namespace.split(part.group, part.keys)
             }
-            return self.tier.dropped(names.__contains__)
+            return self.tier.dropped(names.__contains__, before)
         if isinstance(request, m.Reset | a.Clear):
-            return self.tier.dropped(lambda name: request.namespace in (None, name.fingerprint))
+            return self.tier.dropped(lambda name: request.namespace in (None, name.fingerprint), before)
         return lambda: None
 
     def readable(self, fingerprint: bytes) -> Readable:
