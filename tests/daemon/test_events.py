@@ -16,8 +16,6 @@ from tests.kit.wire import (
     Eavesdropper,
     KvMessage,
     KvSubscriber,
-    Part,
-    Store,
     WireClient,
     books,
     key,
@@ -126,10 +124,9 @@ def test_an_event_has_the_parents_and_tokens_that_its_store_told(shared_daemon: 
         worker.open_namespace()
         cache = worker.register(memory)
         assert worker.store(cache, chain[1:2], [1]).ok
-        told = Part(chain, [0, 1, 2, 3], parents=[bytes(32), *chain[:3]], tokens=b"".join(tokens))
-        silent = Part(keys(9), [4])
-        outcome = worker.step(cache, [Store(1000, [told]), Store(1001, [silent])])
-        assert all(result.ok for result in outcome.results.values())
+        told = {"parents": [bytes(32), *chain[:3]], "tokens": b"".join(tokens)}
+        assert worker.store(cache, chain, [0, 1, 2, 3], **told).ok
+        assert worker.store(cache, keys(9), [4]).ok
         first, *others = [event for message in events.messages() for event in message.events if event.keys]
     assert (first.keys, first.parents, first.tokens) == (chain[1:2], [], b"")
     found = {key: (event.parents, event.tokens) for event in others for key in event.keys}

@@ -20,7 +20,7 @@ from kvoffd_proto.messages import TOKEN_ID_BYTES
 
 MAX_KNOWN = 131_072
 """Blocks of which the tokens are kept, some 40 MiB: a block on a disk is published with those that its store told."""
-MAX_BLOCKS_PER_STEP = 4096
+MAX_BLOCKS_PER_STEP = 1024
 """Blocks of the daemon's events that one step publishes; the rest waits, so that the scheduler is not held up."""
 
 
