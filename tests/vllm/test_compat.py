@@ -64,6 +64,7 @@ CHANGES: dict[str, Patch] = {
     "OffloadingConnector's constructor": replaced(OffloadingConnector, "__init__", other),
     "the scheduler half's manager": replaced(OffloadingConnectorScheduler, "__init__", other),
     "the worker half's worker and spec": replaced(OffloadingConnectorWorker, "__init__", other),
+    "the worker half's methods": replaced(OffloadingConnectorWorker, "start_kv_transfers", other),
     "TransferJob's fields": without_fields(common.TransferJob),
     "OffloadingConnectorMetadata's fields": without_fields(common.OffloadingConnectorMetadata),
     "OffloadingWorkerMetadata's fields": without_fields(common.OffloadingWorkerMetadata),

@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -346,13 +346,50 @@ def test_stores_begin_in_the_next_step_whether_vllm_waits_for_saves_or_not(
     connector, client = worker
     keyed = KeyedSpec.of([key(1)], {(0).to_bytes(4, "big"): 0})
     store = TransferJob("r", GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0]), keyed)
+    sent = []
     for jobs in ({3: store}, {}):
         metadata = ConnectorMetadata(load_jobs={}, store_jobs=jobs)
         connector.handle_preemptions(metadata)
         connector.bind_connector_metadata(metadata)
-        assert list(client.stores) == []
         connector.start_load_kv(None)
-    assert list(client.stores) == [3]
+        sent.append(list(client.stores))
+    assert sent == [[], [3]]
+
+
+def test_a_step_s_loads_and_the_last_one_s_stores_begin_in_one_message_before_the_model_runs(
+    worker: tuple[KvoffdConnector, FakeWorkerClient],
+) -> None:
+    connector, client = worker
+    positions, blocks = {(0).to_bytes(4, "big"): 0}, GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0])
+    store = TransferJob("r", blocks, KeyedSpec.of([key(1)], positions))
+    load = TransferJob("r", KeyedSpec.of([key(2)], positions, 7, request_id="r"), blocks)
+    first = ConnectorMetadata(load_jobs={}, store_jobs={3: store})
+    connector.handle_preemptions(first)
+    connector.bind_connector_metadata(first)
+    connector.start_load_kv(None)  # behind the first step's forward pass
+    connector.handle_preemptions(ConnectorMetadata(load_jobs={4: load}, store_jobs={}))
+    assert client.messages == [[3, 4]]
+
+
+@pytest.mark.parametrize(("events", "steps"), [(False, [True, False]), (True, [True, True])])
+def test_an_engine_makes_no_empty_steps_for_stores_that_run_unless_routers_wait_for_them(
+    config: Any, events: bool, steps: list[bool]
+) -> None:
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=events)
+    connector = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
+    scheduler: Any = connector.connector_scheduler
+    connector._manager.namespace.join(NamespaceSpec.named("model"))
+    scheduler._jobs[3] = None  # it runs until a worker reports its end
+    job = TransferJob("r", GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0]), KeyedSpec((block_hash(1),)))
+    found = []
+    for jobs in ({3: job}, {}):
+        with patch.object(scheduler, "_build_store_jobs", lambda _, jobs=jobs: jobs):
+            connector.build_connector_meta(empty_step(0))
+        found.append(connector.has_pending_push_work())
+    assert found == steps, "a step hands them to the workers"
+    scheduler._jobs.clear()
+    assert not connector.has_pending_push_work()
+    connector.shutdown()
 
 
 def test_credit_is_reported_when_it_changes_and_not_otherwise(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -100,6 +101,20 @@ def test_memory_of_another_device_is_refused_with_a_sentence() -> None:
         registration_of(caches, [], rank=0, blocks_per_chunk=1)
 
 
+def test_an_engine_on_cpu_whose_memory_cannot_be_shared_is_refused_at_its_start() -> None:
+    spec: Any = SimpleNamespace(
+        namespace=NAMESPACE,
+        memory=SharedKvMemory(),
+        layers=(),
+        config=SimpleNamespace(parallel=SimpleNamespace(rank=0)),
+        blocks_per_chunk=1,
+        replicated_layout=False,
+    )
+    spec._registration = partial(KvoffdSpec._registration, spec)
+    with pytest.raises(ValueError, match=r"kvoffd cannot serve this engine: .*get_mem_pool_context"):
+        KvoffdSpec.get_worker(spec, caches_in(torch.zeros(8192, dtype=torch.int8)))
+
+
 def test_a_worker_without_shareable_memory_fails_every_job_and_the_engine_goes_on() -> None:
     private = caches_in(torch.zeros(8192, dtype=torch.int8))
     spec = SimpleNamespace(
@@ -110,6 +125,7 @@ def test_a_worker_without_shareable_memory_fails_every_job_and_the_engine_goes_o
         blocks_per_chunk=1,
         replicated_layout=False,
     )
+    cast(Any, spec)._registration = partial(KvoffdSpec._registration, cast(KvoffdSpec, spec))
     client = KvoffdSpec.connect_worker(cast(KvoffdSpec, spec), private, NAMESPACE)
     assert client is None
     worker = make_worker(client)

@@ -122,6 +122,10 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "the worker half's worker and spec": lambda: (
         {"worker", "spec"} <= {*_offloading("OffloadingConnectorWorker").__init__.__code__.co_names}
     ),
+    "the worker half's methods": lambda: all(
+        _parameters(getattr(_offloading("OffloadingConnectorWorker"), name)) == ["self", "metadata"]
+        for name in ("prepare_store_kv", "start_kv_transfers")
+    ),
     "TransferJob's fields": lambda: {"req_id", "src_spec", "dst_spec"} <= _fields(_offloading("TransferJob")),
     "OffloadingConnectorMetadata's fields": lambda: (
         {"load_jobs", "store_jobs", "jobs_to_flush"} <= _fields(_offloading("OffloadingConnectorMetadata"))

@@ -115,6 +115,7 @@ class KvoffdConnector(OffloadingConnector):
         self._has_windows = len(self._dense_groups) < len(groups)
         self._pool: BlockPool | None = None
         self._reset_since_step = False
+        self._has_unsent_stores = False
 
     def _begin_worker(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         spec = self._spec
@@ -137,7 +138,7 @@ class KvoffdConnector(OffloadingConnector):
         weights = self._weights = LiveWeights.of_caller(experts_elsewhere=has_experts_elsewhere(config))
         self._digest = weights.digest() if weights is not None else None
         writes_early = cache.needs_kv_cache_zeroing or any(map(_has_states, cache.kv_cache_groups))
-        is_patched = patch_v2_runner_fence(weights and weights.runner, self.handle_preemptions)
+        is_patched = patch_v2_runner_fence(weights and weights.runner, super().handle_preemptions)
         if config.use_v2_model_runner and writes_early and not is_patched:
             raise ValueError(
                 "kvoffd cannot serve this engine: its model runner writes into blocks before stores of them have "
@@ -148,7 +149,12 @@ class KvoffdConnector(OffloadingConnector):
         super().register_kv_caches(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: ConnectorMetadata) -> None:
-        """As vLLM's, which calls it first in every step; names the weights and joins the namespace when told to."""
+        """As vLLM's, which calls it first in every step; names the weights and joins the namespace when told to.
+
+        Begins the step's loads too. vLLM begins them behind the model's forward pass, and they would wait for it: on a
+        GPU for the event that is recorded then. Nothing of this pass touches their blocks, and what did before has
+        been launched. All jobs go out in one message.
+        """
         worker, weights = self._worker, self._weights
         if self._weights_changed:
             # Stores that wait to be sent may hold blocks of these weights or of those, so they must fail.
@@ -161,15 +167,15 @@ class KvoffdConnector(OffloadingConnector):
             if namespace is not None and generation == self._generation and not self._weights_changed:
                 worker.join(namespace)
         super().handle_preemptions(kv_connector_metadata)
+        self.connector_worker.start_kv_transfers(kv_connector_metadata)
+        worker.flush()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """As vLLM's; all jobs go out in one message. Notes the step's stores, which the next step begins.
+        """Note the step's stores, which the next step begins.
 
         vLLM notes them in wait_for_save(), which its first model runner calls in the last pipeline stage alone with
-        speculative decoding.
+        speculative decoding. Loads have begun in handle_preemptions().
         """
-        super().start_load_kv(forward_context, **kwargs)
-        self._worker.flush()
         self.connector_worker.prepare_store_kv(self._get_connector_metadata())
 
     def wait_for_save(self) -> None:
@@ -284,10 +290,21 @@ class KvoffdConnector(OffloadingConnector):
         meta = super().build_connector_meta(self._without_what_vllm_misreads(scheduler_output))
         for request_id in scheduler_output.finished_req_ids:
             self._requests.pop(request_id, None)
+        self._has_unsent_stores = bool(meta.store_jobs)
         generation, joined = namespace.begin_step()
         if generation is None:
             return meta
         return ConnectorMetadata(**vars(meta), generation=generation, namespace=joined)
+
+    def has_pending_push_work(self) -> bool:
+        """As vLLM's, but not for stores that run where nobody waits for their events.
+
+        vLLM would make empty steps until they end, a millisecond apart, and a request that comes waits for the end of
+        one. What they ended with is taken in the next step.
+        """
+        if not super().has_pending_push_work():
+            return False
+        return self._manager.events is not None or self._has_unsent_stores or self._manager.is_busy
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the workers' reports: failures first, so that nothing that failed is used again."""

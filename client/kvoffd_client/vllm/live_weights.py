@@ -65,7 +65,7 @@ class LiveWeights:
     """The models of one worker. ``models`` returns those that are in memory: the model, and a draft model if any.
 
     Where ``experts_elsewhere`` is true the engines of other ranks compute with the experts that are here, and this one
-    with theirs: the experts here tell no engine from another as long as all is as it was loaded.
+    with theirs: the experts here tell no engine from another, and count for nothing.
 
     Attributes:
         changed: the weights may be others than those of the last digest.
@@ -79,9 +79,6 @@ class LiveWeights:
         self.runner = runner
         self.changed = False
         self._experts_elsewhere = experts_elsewhere
-        self._loaded: tuple[str, str] | None = None
-        """Digests as of ``_digests`` when the weights were read first."""
-        self._ever_changed = False
 
     @classmethod
     def of_caller(cls, *, experts_elsewhere: bool = False) -> LiveWeights | None:
@@ -127,38 +124,26 @@ class LiveWeights:
             return None
 
     def _digest(self) -> str:
-        self._ever_changed |= self.changed
         self.changed = False
-        shared, own_experts = found = self._digests()
-        if self._loaded is None:
-            self._loaded = found
-        # Experts that vLLM moved between ranks (EPLB) are others here and the same in all; nothing else has changed.
-        as_loaded = found == self._loaded or (shared == self._loaded[0] and not self._ever_changed)
-        return shared if as_loaded else shared + own_experts
-
-    def _digests(self) -> tuple[str, str]:
-        """Return the digests of what has to be equal in all ranks, and of experts of which other ranks have others."""
         began = time.monotonic()
-        totals = hashlib.sha256(), hashlib.sha256()
-        samples: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        total, samples = hashlib.sha256(), list[torch.Tensor]()
         for number, model in enumerate(self._models()):
-            experts = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, RoutedExperts))
+            modules = model.named_modules() if self._experts_elsewhere else ()
+            experts = tuple(f"{name}." for name, module in modules if isinstance(module, RoutedExperts))
             for name, tensor in (*_tensors(model), *_packed_columns(model)):
-                of_expert = self._experts_elsewhere and name.startswith(experts)
+                if name.startswith(experts):
+                    continue
                 # Where LoRA is on, vLLM puts each layer into another one, and plain prompts get what they got.
                 plain = name.replace(".base_layer.", ".")
-                totals[of_expert].update(f"{number} {plain} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+                total.update(f"{number} {plain} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
                 pieces = _sample(tensor)
-                samples[of_expert].extend(pieces)
+                samples += pieces
                 if logger.isEnabledFor(logging.DEBUG):
                     logger.debug("kvoffd: weights %d %s: %s", number, plain, _sample_digest(pieces))
-        for total, pieces in zip(totals, samples, strict=True):
-            for joined in _joined(pieces):
-                total.update(joined)
-        logger.info(
-            "kvoffd: named the weights by %d samples in %.3f s.", sum(map(len, samples)), time.monotonic() - began
-        )
-        return totals[0].hexdigest(), totals[1].hexdigest() if self._experts_elsewhere else ""
+        for joined in _joined(samples):
+            total.update(joined)
+        logger.info("kvoffd: named the weights by %d samples in %.3f s.", len(samples), time.monotonic() - began)
+        return total.hexdigest()
 
     def _noticing(self, method: Callable[..., Any], changes: Callable[..., bool] = lambda *_, **__: True) -> Any:
         @wraps(method)

@@ -540,6 +540,11 @@ class KvoffdManager(OffloadingManager):
         """Note that the output of the first of the steps that run has come."""
         self._settings.allowance.prefill.step_ended()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether steps are needed: for a load to be taken in, or for the namespace."""
+        return bool(self._loading) or self.has_pending_work()
+
     def load_is_worth_it(self, request_id: str, tokens: int) -> bool:
         """Whether to load so many tokens of a request, and not to compute them."""
         if self._harm.load_is_worth_it(tokens):

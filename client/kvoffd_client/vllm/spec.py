@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
+from kvoffd_client.memory import Registration
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.ordered_sender import OrderedSender
 from kvoffd_client.scheduler_client import SchedulerClient
@@ -114,6 +115,11 @@ class KvoffdSpec(OffloadingSpec):
         if self.namespace is None:
             raise RuntimeError('KvoffdSpec needs its own connector: use "kv_connector": "KvoffdConnector".')
         on_gpu = any(cache.tensor.device.type == "cuda" for cache in kv_caches.tensors)
+        if not on_gpu:
+            try:
+                self._registration(kv_caches)
+            except NotShareable as reason:
+                raise ValueError(f"kvoffd cannot serve this engine: {reason}") from reason
         return KvoffdWorker(
             lambda namespace: self.connect_worker(kv_caches, namespace),
             blocks_per_chunk=self.blocks_per_chunk,
@@ -126,9 +132,8 @@ class KvoffdSpec(OffloadingSpec):
     def connect_worker(self, kv_caches: CanonicalKVCaches, namespace: NamespaceSpec) -> WorkerClient | None:
         """Return a client with the memory registered, or None, with one warning, when it cannot be shared."""
         rank = self.config.parallel.rank
-        shard = 0 if self.replicated_layout else rank
         try:
-            registration = registration_of(kv_caches, self.memory.memories, shard, self.blocks_per_chunk, self.layers)
+            registration = self._registration(kv_caches)
         except NotShareable as reason:
             logger.warning("kvoffd: worker %d stores and loads nothing. %s", rank, reason)
             return None
@@ -139,6 +144,10 @@ class KvoffdSpec(OffloadingSpec):
             name=self._name(namespace, f"worker {rank}"),
             software=_software(),
         )
+
+    def _registration(self, kv_caches: CanonicalKVCaches) -> Registration:
+        shard = 0 if self.replicated_layout else self.config.parallel.rank
+        return registration_of(kv_caches, self.memory.memories, shard, self.blocks_per_chunk, self.layers)
 
     def _name(self, namespace: NamespaceSpec, role: str) -> str:
         # vLLM tells each replica of a dense model that it is the only one, but for its index and the engine's id.
