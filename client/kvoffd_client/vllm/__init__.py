@@ -19,8 +19,10 @@ def register() -> None:
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-        if CONNECTOR_NAME not in KVConnectorFactory._registry:
+        try:
             KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)
+        except ValueError:
+            pass  # it is registered already
     except Exception as error:
         _log.warning(
             "kvoffd could not make %s known to this vLLM, which will not find it by its name: %r", CONNECTOR_NAME, error
