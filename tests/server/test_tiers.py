@@ -223,7 +223,7 @@ def clear_by_operator(rig: TiersRig, namespace: bytes | None) -> Background:
         background=Background(),
     )
     context.removal = partial(Context.removal, cast(Context, context))
-    clear(context, SimpleNamespace(id=1, peer="somebody"), Clear(1, bytes(16), namespace))  # type: ignore[arg-type]
+    clear(context, SimpleNamespace(id=1, peer="somebody"), Clear(1, namespace))  # type: ignore[arg-type]
     return context.background
 
 
@@ -296,7 +296,7 @@ def test_an_engine_takes_from_a_directory_that_is_being_opened_what_it_invalidat
     context.removal = partial(Context.removal, cast(Context, context))
     session = SimpleNamespace(id=1, check_namespace=lambda name: None)
     groups = [GroupKeys(0, keys_of(1, 2))]
-    invalidate(context, session, Invalidate(1, b"", space.fingerprint, groups))  # type: ignore[arg-type]
+    invalidate(context, session, Invalidate(1, space.fingerprint, groups))  # type: ignore[arg-type]
     rig.opened()
     assert len(disk.removed) == 2
 
