@@ -24,11 +24,6 @@ class Part(NamedTuple):
     pieces: int
     nbytes: int
 
-    @property
-    def told(self) -> dict[int, tuple[bool, bool]]:
-        """By group, whether parents and tokens are told."""
-        return {one.group: (bool(one.parents), bool(one.tokens)) for one in self.groups}
-
 
 def _part(groups: list[GroupTransfer], pieces: int) -> Part:
     nbytes = sum([len(one.keys) + len(one.block_ids) + len(one.parents) + len(one.tokens) for one in groups])

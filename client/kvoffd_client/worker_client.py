@@ -233,7 +233,6 @@ class WorkerClient(Session):
         stores: list[m.Store] = []
         loads: list[m.Load] = []
         sent: set[int] = set()
-        told: dict[int, tuple[bool, bool]] = {}  # by group, whether its jobs tell parents and tokens: all do, or none
         for is_load in (True, False):
             queue = self._queues[is_load]
             while queue and len(sent) < limits.max_jobs_per_message:
@@ -250,12 +249,9 @@ class WorkerClient(Session):
                     nbytes > limits.max_frame_bytes
                     or keys > limits.max_keys_per_request
                     or pieces > limits.max_pieces_per_job
-                    or (not is_load and any(told.get(at, tells) != tells for at, tells in part.told.items()))
                 )
                 if not fits or len(self._parts) >= limits.max_jobs_in_flight or (sent and too_much):
                     break
-                if not is_load:
-                    told.update(part.told)
                 job.waiting.popleft()
                 part_id = self._part_id(job)
                 if job.lease_id is None:

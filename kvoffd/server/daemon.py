@@ -22,17 +22,17 @@ from kvoffd.errors import KvoffdError
 from kvoffd.memory_estimate import max_index_bytes
 from kvoffd.observe.logging import RareWarnings, log_what_python_prints
 from kvoffd.server.descriptors import check_loop_calls, half_of_descriptors, raise_descriptor_limit
-from kvoffd.server.engine_memory import open_gpus
 from kvoffd.server.events import EventLog
 from kvoffd.server.health import health_reply
 from kvoffd.server.http import HttpServer
 from kvoffd.server.lifeline import LifelineServer
+from kvoffd.server.memory import open_gpus
 from kvoffd.server.persistence import CLOSE_S as STATE_CLOSE_S
 from kvoffd.server.persistence import STATE_FILE, PolicyFile, State, StateWriter
 from kvoffd.server.recovery import restore, take_pool
-from kvoffd.server.report import stats_reply
 from kvoffd.server.service import Service
 from kvoffd.server.sockets import Sockets
+from kvoffd.server.stats import stats_reply
 from kvoffd.server.tiers import OpenStores, opener, shared_opener, shared_stores
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd.system.mappings import PageFaulter
@@ -169,14 +169,14 @@ class Daemon:
     def health(self) -> HealthReply:
         """For HTTP, as the two below."""
         if self._serving:
-            return health_reply(self._service.context, Health(0))
+            return health_reply(self._service, Health(0))
         state = "stopping" if self._stop.is_set() else "starting"
         return HealthReply(0, 0, HealthLevel.DOWN, [HealthProblem(state, f"The daemon is {state}.")])
 
     def stats(self) -> StatsReply | None:
         if not self._serving:
             return None
-        return stats_reply(self._service.context, Stats(0))
+        return stats_reply(self._service, Stats(0))
 
     def unreachable(self) -> str:
         return self._directory.lost_sockets() if self._serving else ""
@@ -225,8 +225,8 @@ class Daemon:
             state,
             max_attached=half_of_descriptors(),
         )
-        self._service.context.http_problem = self._http_problem
-        self._lifelines = LifelineServer(self._service.context, self._directory, self._sockets, self._page_faulter)
+        self._service.http_problem = self._http_problem
+        self._lifelines = LifelineServer(self._service, self._directory, self._sockets, self._page_faulter)
 
     async def _startup(self) -> None:
         """Open the sockets, say that the daemon serves, and begin with what may take its time. Raises StartError."""
@@ -239,26 +239,26 @@ class Daemon:
         self.served = self._serving = True
         self._notifier.ready(f"Serving {config.directory} with a pool of {format_size(config.pool_bytes)}.")
         logger.info("Serving %s.", config.directory)
-        self._service.context.tiers.start(shared_opener(config, self._shared_stores, self._pool, self._sockets.post))
+        self._service.tiers.start(shared_opener(config, self._shared_stores, self._pool, self._sockets.post))
         if self._pool.resident:
             loop = asyncio.get_running_loop()
             self._page_mapper = loop.run_in_executor(None, self._pool.map_pages, self._stop.is_set)
 
     async def _main_loop(self) -> None:
         """Tick until told to stop. systemd's watchdog is fed only after a turn of the message loop."""
-        context = self._service.context
-        context.loop_watch.start(asyncio.get_running_loop())
+        service = self._service
+        service.loop_watch.start(asyncio.get_running_loop())
         try:
             while not self._stop.is_set():
                 self._tick()
-                if context.memory.stuck:
+                if service.memory.stuck:
                     _give_up()
-                context.sockets_problem = self._directory.lost_sockets()
-                if context.sockets_problem:
-                    self._lost_sockets.warn("%s", context.sockets_problem)
-                if (lost := context.memory.lost) is not None:
+                service.sockets_problem = self._directory.lost_sockets()
+                if service.sockets_problem:
+                    self._lost_sockets.warn("%s", service.sockets_problem)
+                if (lost := service.memory.lost) is not None:
                     self._lose_gpu(lost)
-                if context.scrubber.has_work and (self._scrubbing is None or self._scrubbing.done()):
+                if service.scrubber.has_work and (self._scrubbing is None or self._scrubbing.done()):
                     self._scrubbing = asyncio.create_task(self._scrub())
                 if self._sockets.serve():
                     self._notifier.watchdog()
@@ -268,7 +268,7 @@ class Daemon:
                     pass
         finally:
             self._stop.set()
-            context.loop_watch.stop()
+            service.loop_watch.stop()
             if self._scrubbing is not None:
                 await self._scrubbing  # ends with its step; the pool must stay mapped that long
 
@@ -295,7 +295,7 @@ class Daemon:
 
     async def _scrub(self) -> None:
         """Read slots as long as there is a reason to, in a thread, and rest between two steps."""
-        scrubber = self._service.context.scrubber
+        scrubber = self._service.scrubber
         while not self._stop.is_set() and scrubber.has_work:
             started = time.monotonic()
             if checks := scrubber.next_step():
@@ -312,7 +312,7 @@ class Daemon:
         """Take no more work, let what runs finish within the deadline, fail the rest, publish it all."""
         self._service.sessions.stopping = True
         self._notifier.stopping("Stopping: running jobs may finish.")
-        jobs = self._service.context.jobs
+        jobs = self._service.jobs
         deadline = time.monotonic() + self._config.shutdown_deadline_s
         if jobs.unfinished:
             logger.info("Stopping: %d jobs may finish within %.1f s.", jobs.unfinished, deadline - time.monotonic())
@@ -326,7 +326,7 @@ class Daemon:
     async def _shutdown(self) -> None:
         """Close all sockets, end all threads but for what hangs, and send what that has left."""
         self._serving = False
-        if not self._service.context.tiers.close(DISKS_CLOSE_S):
+        if not self._service.tiers.close(DISKS_CLOSE_S):
             self.copy_stuck = True
         self._policy_file.close()
         if not self._state_writer.close(STATE_CLOSE_S):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from kvoffd.server.context import Context
+from typing import TYPE_CHECKING
+
 from kvoffd_proto import admin as a
 from kvoffd_proto.units import format_count, format_duration, format_size, plural
+
+if TYPE_CHECKING:
+    from kvoffd.server.service import Service
 
 PINNED_SHARE = 0.9
 """From this share of the usable pool on, pinned bytes leave too little for stores."""
@@ -14,16 +18,16 @@ LATE_SHARE, LEAST_LATE = 0.05, 20
 """So many late lookups in that time, and this share of all, are a problem."""
 
 
-def health_reply(context: Context, message: a.Health) -> a.HealthReply:
+def health_reply(service: Service, message: a.Health) -> a.HealthReply:
     """The daemon's health. That it answers at all says that its loop does. Needs no session."""
-    level, causes = health_of(context)
-    return a.HealthReply(message.request_id, context.epoch, level, causes)
+    level, causes = health_of(service)
+    return a.HealthReply(message.request_id, service.epoch, level, causes)
 
 
-def health_of(context: Context) -> tuple[a.HealthLevel, list[a.HealthProblem]]:
+def health_of(service: Service) -> tuple[a.HealthLevel, list[a.HealthProblem]]:
     """The level, and its causes, the worst first."""
-    causes = [a.HealthProblem("gpu", sentence) for sentence in context.memory.problems]
-    if lost := context.cache.integrity.mismatches:
+    causes = [a.HealthProblem("gpu", sentence) for sentence in service.memory.problems]
+    if lost := service.cache.integrity.mismatches:
         causes.append(
             a.HealthProblem(
                 "pool_corrupt",
@@ -31,22 +35,22 @@ def health_of(context: Context) -> tuple[a.HealthLevel, list[a.HealthProblem]]:
                 "and the slots not used before a restart; check the machine's memory (dmesg, edac-util).",
             )
         )
-    causes += [a.HealthProblem(reason, sentence) for reason, sentence in context.tiers.problems]
-    causes += _crowded(context)
-    causes += _late(context)
-    causes += _full(context)
-    if context.sockets_problem:
-        causes.insert(0, a.HealthProblem("sockets_lost", context.sockets_problem))
-    if context.http_problem:
-        causes.append(a.HealthProblem("http_unavailable", context.http_problem))
-    if context.sessions.stopping:
+    causes += [a.HealthProblem(reason, sentence) for reason, sentence in service.tiers.problems]
+    causes += _crowded(service)
+    causes += _late(service)
+    causes += _full(service)
+    if service.sockets_problem:
+        causes.insert(0, a.HealthProblem("sockets_lost", service.sockets_problem))
+    if service.http_problem:
+        causes.append(a.HealthProblem("http_unavailable", service.http_problem))
+    if service.sessions.stopping:
         return a.HealthLevel.DOWN, [a.HealthProblem("stopping", "The daemon is stopping."), *causes]
     return (a.HealthLevel.DEGRADED if causes else a.HealthLevel.OK), causes
 
 
-def _crowded(context: Context) -> list[a.HealthProblem]:
+def _crowded(service: Service) -> list[a.HealthProblem]:
     """What keeps stores from the pool."""
-    cache = context.cache
+    cache = service.cache
     causes: list[a.HealthProblem] = []
     usage = cache.pool_usage()
     usable_bytes = max(1, cache.slots.pool_bytes - usage.quarantined_bytes)
@@ -55,11 +59,11 @@ def _crowded(context: Context) -> list[a.HealthProblem]:
             a.HealthProblem(
                 "pool_pinned",
                 f"{format_size(usage.pinned_bytes)} of {format_size(usable_bytes)} of the pool are pinned"
-                f"{_most_pinned(context)}: stores find no room. `kvoffd-cli sessions` says who holds what; lower "
+                f"{_most_pinned(service)}: stores find no room. `kvoffd-cli sessions` says who holds what; lower "
                 "leased_share, or enlarge the pool.",
             )
         )
-    recent = context.recent.over(FLOW_WINDOW_S)
+    recent = service.recent.over(FLOW_WINDOW_S)
     if dropped := recent.dropped_keys:
         causes.append(
             a.HealthProblem(
@@ -71,9 +75,9 @@ def _crowded(context: Context) -> list[a.HealthProblem]:
     return causes
 
 
-def _late(context: Context) -> list[a.HealthProblem]:
+def _late(service: Service) -> list[a.HealthProblem]:
     """Lookups whose answers engines did not wait for."""
-    recent = context.recent.over(FLOW_WINDOW_S)
+    recent = service.recent.over(FLOW_WINDOW_S)
     late, lookups = recent.late_lookups, max(recent.lookups, recent.late_lookups)
     if late < LEAST_LATE or late <= LATE_SHARE * lookups:
         return []
@@ -88,10 +92,10 @@ def _late(context: Context) -> list[a.HealthProblem]:
     ]
 
 
-def _full(context: Context) -> list[a.HealthProblem]:
+def _full(service: Service) -> list[a.HealthProblem]:
     """Sessions that further engines lack."""
-    most = context.config.max_sessions
-    if context.sessions.of_engines < most:
+    most = service.config.max_sessions
+    if service.sessions.of_engines < most:
         return []
     return [
         a.HealthProblem(
@@ -102,8 +106,8 @@ def _full(context: Context) -> list[a.HealthProblem]:
     ]
 
 
-def _most_pinned(context: Context) -> str:
-    leases, sessions = context.cache.leases, {session.id: session for session in context.sessions}
+def _most_pinned(service: Service) -> str:
+    leases, sessions = service.cache.leases, {session.id: session for session in service.sessions}
     by_session = {session_id: leases.held(session_id).nbytes for session_id in sessions}
     most = max(by_session, key=by_session.__getitem__, default=None)
     if most is None:

@@ -155,9 +155,13 @@ class Blocks:
 def checked_blocks(registration: Registration, batch: Stores | Loads, *, storing: bool) -> list[Blocks]:
     """The blocks of some jobs, by group. Raises KvoffdError where one of the jobs is not in order."""
     jobs = len(batch.job_ids)
-    if len({part.group for part in batch.groups}) < len(batch.groups):
-        raise BadKeys("A group is named twice; put its keys into one part.")
     found = [_checked_part(registration, part, jobs, storing=storing) for part in batch.groups]
+    by_group: dict[int, Ints] = {}
+    for part in found:
+        named = by_group.get(part.group, np.zeros(jobs, np.int64)) + (part.key_counts > 0)
+        if (named > 1).any():
+            raise BadKeys(f"A job names group {part.group} twice; put its keys into one part.")
+        by_group[part.group] = named
     if jobs and not sum((part.key_counts for part in found), np.zeros(jobs, np.int64)).all():
         raise BadBlockIds("A job has no keys and no block ids; leave it out.")
     return found

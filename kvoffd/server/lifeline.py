@@ -11,10 +11,10 @@ import asyncio
 import logging
 import select
 import socket
+from typing import TYPE_CHECKING
 
 from kvoffd.errors import KvoffdError
 from kvoffd.observe.logging import RareWarnings
-from kvoffd.server.context import Context
 from kvoffd.server.sessions import Ending, Peer, Session, may_connect
 from kvoffd.server.sockets import Sockets
 from kvoffd.system.directory import DaemonDirectory
@@ -23,6 +23,9 @@ from kvoffd_proto import lifeline
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import PROTOCOL_VERSION
 from kvoffd_proto.paths import peer_credentials
+
+if TYPE_CHECKING:
+    from kvoffd.server.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -136,9 +139,9 @@ class LifelineServer:
     """Listens on ``lifeline.sock`` and turns connections into sessions, and their ends into the sessions' ends."""
 
     def __init__(
-        self, context: Context, directory: DaemonDirectory, sockets: Sockets, page_faulter: PageFaulter
+        self, service: Service, directory: DaemonDirectory, sockets: Sockets, page_faulter: PageFaulter
     ) -> None:
-        self._context = context
+        self._service = service
         self._directory = directory
         self._sockets = sockets
         self._page_faulter = page_faulter
@@ -175,7 +178,7 @@ class LifelineServer:
         for fd, events in poller.poll(0):
             if events & select.POLLERR:
                 self._end(self._connections[fd], Ending.GONE)
-        overdue = self._context.clock() - HELLO_DEADLINE_S
+        overdue = self._service.clock() - HELLO_DEADLINE_S
         for connection in list(self._connections.values()):
             session = connection.session
             if session.role is None and session.opened_at < overdue:
@@ -207,18 +210,18 @@ class LifelineServer:
 
     def _admit(self, connection: Connection) -> None:
         """Open a session, or refuse the connection with a sentence."""
-        context = self._context
+        service = self._service
         try:
             peer = Peer(*peer_credentials(connection.stream))
-            if not may_connect(peer, context.config):
+            if not may_connect(peer, service.config):
                 raise KvoffdError(
                     f"User {peer.uid} (group {peer.gid}) may not use this kvoffd; add the uid to allowed_uids "
                     "or the gid to allowed_gids.",
                     ErrorCode.FORBIDDEN,
                 )
-            session = connection.session = context.sessions.open(connection, peer)
+            session = connection.session = service.sessions.open(connection, peer)
         except KvoffdError as error:
-            context.count_error(error.code)
+            service.count_error(error.code)
             self._warnings.warn("A connection was refused: %s", error.message)
             try:
                 connection.send(lifeline.Refused(error.code, error.message))
@@ -229,7 +232,7 @@ class LifelineServer:
         self._connections[connection.stream.fileno()] = connection
         self._loop.add_reader(connection.stream.fileno(), self._readable, connection)
         try:
-            connection.send(lifeline.Greeting(PROTOCOL_VERSION, context.epoch, session.id, session.token))
+            connection.send(lifeline.Greeting(PROTOCOL_VERSION, service.epoch, session.id, session.token))
         except OSError:
             self._end(connection, Ending.GONE)
 
@@ -241,7 +244,7 @@ class LifelineServer:
                 else:
                     self._attach(connection, frame.segment_id)
         except lifeline.LifelineError as error:
-            self._context.count_error(ErrorCode.MALFORMED)
+            self._service.count_error(ErrorCode.MALFORMED)
             logger.warning("A lifeline was closed: %s", error)
             self._end(connection, Ending.MALFORMED)
         except (EOFError, ConnectionError):
@@ -258,11 +261,11 @@ class LifelineServer:
         fd = -1
         try:
             fd = connection.take_descriptor()
-            self._context.sessions.attach(connection.session, segment_id, fd)
+            self._service.sessions.attach(connection.session, segment_id, fd)
         except KvoffdError as error:
             if fd >= 0:
                 connection.close_descriptor(fd)
-            self._context.count_error(error.code)
+            self._service.count_error(error.code)
             answer = lifeline.AttachRefused(segment_id, error.code, error.message)
         connection.send(answer)
 
@@ -271,5 +274,5 @@ class LifelineServer:
         fd = connection.stream.fileno()
         if self._connections.pop(fd, None) is not None:
             self._loop.remove_reader(fd)
-        self._context.sessions.end(connection.session, connection.release, why)
+        self._service.sessions.end(connection.session, connection.release, why)
         self._sockets.wake()

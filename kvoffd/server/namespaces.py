@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from kvoffd.cache.namespace import Namespace, nbytes_of
 from kvoffd.errors import BadGeometry, KvoffdError
 from kvoffd.server.background import Work
-from kvoffd.server.context import Context
 from kvoffd.server.sessions import Session
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import OpenNamespace
 from kvoffd_proto.units import printable
+
+if TYPE_CHECKING:
+    from kvoffd.server.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +34,13 @@ class Opening:
     Raises KvoffdError where the session may not open it.
     """
 
-    def __init__(self, context: Context, session: Session, message: OpenNamespace) -> None:
-        self._context = context
+    def __init__(self, service: Service, session: Session, message: OpenNamespace) -> None:
+        self._service = service
         self._session = session
         self._message = message
         self._freed: Work | None = None
-        self.until = context.clock() + OPEN_WAIT_S
-        _check_places(context, session, message.namespace)
+        self.until = service.clock() + OPEN_WAIT_S
+        _check_places(service, session, message.namespace)
 
     def poll(self, late: bool) -> tuple[Namespace, bool] | None:
         """The namespace, open for the session, and whether it is new; None while it waits.
@@ -45,20 +48,20 @@ class Opening:
         An empty namespace that nobody has open gives its name to whoever comes with another geometry. Raises
         KvoffdError.
         """
-        context, session, message = self._context, self._session, self._message
+        service, session, message = self._service, self._session, self._message
         if self._freed is not None:
             if not self._freed.done and not late:
                 return None
-            _check_places(context, session, message.namespace)  # the session may have opened others in between
-        cache, fingerprint = context.cache, message.namespace
+            _check_places(service, session, message.namespace)  # the session may have opened others in between
+        cache, fingerprint = service.cache, message.namespace
         geometry = message.world_size, message.key_bytes, message.groups
         known = cache.find_namespace(fingerprint)
-        if known is not None and not known.is_same(*geometry) and _idle(known, _opened(context)):
+        if known is not None and not known.is_same(*geometry) and _idle(known, _opened(service)):
             logger.info("The empty namespace %r is forgotten for one of another geometry.", known.label)
-            _forget(context, known)
+            _forget(service, known)
             known = None
         if known is None:
-            self._freed = _make_space(context, message, late)
+            self._freed = _make_space(service, message, late)
             if self._freed is not None:
                 return None
         label, description = printable(message.label), printable(message.description)
@@ -66,28 +69,28 @@ class Opening:
         namespace, created = opened
         session.namespaces.add(fingerprint)
         if created:
-            namespace.generation = context.state.generation(fingerprint)
+            namespace.generation = service.state.generation(fingerprint)
             # A subscriber that knew an earlier life of the daemon must forget what it believed.
-            context.events.cleared(namespace)
-            if context.tiering is not None:
-                context.tiering.namespace_opened(namespace)
+            service.events.cleared(namespace)
+            if service.tiering is not None:
+                service.tiering.namespace_opened(namespace)
         return opened
 
 
-def forget_idle(context: Context, after_s: float = 0.0) -> None:
+def forget_idle(service: Service, after_s: float = 0.0) -> None:
     """Forget the empty namespaces that nobody has had open for so long, as far as that was seen; a bench's at once."""
-    opened, now = _opened(context), context.clock()
-    for namespace in context.cache.namespaces:
+    opened, now = _opened(service), service.clock()
+    for namespace in service.cache.namespaces:
         if not _idle(namespace, opened):
             namespace.idle_since = None
             continue
         if namespace.idle_since is None:
             namespace.idle_since = now
         if namespace.of_bench or now - namespace.idle_since >= after_s:
-            _forget(context, namespace)
+            _forget(service, namespace)
 
 
-def _check_places(context: Context, session: Session, fingerprint: bytes) -> None:
+def _check_places(service: Service, session: Session, fingerprint: bytes) -> None:
     """Raise KvoffdError where the session, or its user, may not open one more namespace."""
     if fingerprint in session.namespaces:
         return
@@ -95,8 +98,8 @@ def _check_places(context: Context, session: Session, fingerprint: bytes) -> Non
         raise KvoffdError(
             f"The session has {held} namespaces open, its limit; open another session.", ErrorCode.TOO_MANY
         )
-    uid, limit = session.peer.uid, context.config.limits.max_namespaces
-    users = {name for other in context.sessions if other.peer.uid == uid for name in other.namespaces}
+    uid, limit = session.peer.uid, service.config.limits.max_namespaces
+    users = {name for other in service.sessions if other.peer.uid == uid for name in other.namespaces}
     if fingerprint not in users and len(users) >= limit - limit // OTHERS_PART:
         raise KvoffdError(
             f"Sessions of user {uid} have {len(users)} namespaces open, the most for one user; raise max_namespaces.",
@@ -104,14 +107,14 @@ def _check_places(context: Context, session: Session, fingerprint: bytes) -> Non
         )
 
 
-def _make_space(context: Context, message: OpenNamespace, late: bool) -> Work | None:
+def _make_space(service: Service, message: OpenNamespace, late: bool) -> Work | None:
     """Begin to free a namespace that nobody has open, so that one more may be opened; None where none need go.
 
     Raises KvoffdError where none may go, or it is too late to wait for one.
     """
-    cache, limit = context.cache, context.config.limits.max_namespaces
+    cache, limit = service.cache, service.config.limits.max_namespaces
     nbytes = nbytes_of(message.label, message.description, message.world_size, len(message.groups))
-    most_bytes = context.config.limits.namespaces_bytes
+    most_bytes = service.config.limits.namespaces_bytes
     if nbytes > most_bytes // 8:
         raise BadGeometry(
             f"The namespace would take {nbytes} bytes of the daemon's memory beside its blocks, and {most_bytes // 8} "
@@ -121,7 +124,7 @@ def _make_space(context: Context, message: OpenNamespace, late: bool) -> Work | 
         return None
     # What has the least in it goes first: a block in each must not take all places for good. While one is written or
     # read there it would not go at once, and a refusal would have cleared it for nothing.
-    opened = _opened(context)
+    opened = _opened(service)
     unused = [
         one
         for one in cache.namespaces
@@ -138,26 +141,26 @@ def _make_space(context: Context, message: OpenNamespace, late: bool) -> Work | 
     namespace = min(unused, key=lambda one: one.ready_bytes)
 
     def cleared(count: int) -> int:
-        if _idle(namespace, _opened(context)):
+        if _idle(namespace, _opened(service)):
             logger.info("The namespace %r, which nobody has open, is forgotten for another one.", namespace.label)
-            _forget(context, namespace)
+            _forget(service, namespace)
         return count
 
-    return context.background.add(cache.clear(namespace, keep_tiers=True), cleared)
+    return service.work.add(cache.clear(namespace, keep_tiers=True), cleared)
 
 
-def _opened(context: Context) -> set[bytes]:
+def _opened(service: Service) -> set[bytes]:
     """The fingerprints that sessions have open."""
-    return {name for session in context.sessions for name in session.namespaces}
+    return {name for session in service.sessions for name in session.namespaces}
 
 
 def _idle(namespace: Namespace, opened: set[bytes]) -> bool:
     return not namespace.held_blocks and not namespace.clearing and namespace.fingerprint not in opened
 
 
-def _forget(context: Context, namespace: Namespace) -> None:
-    context.cache.forget_namespace(namespace)
-    context.recent.namespace_forgotten(namespace)
-    context.curve.namespace_forgotten(namespace)
-    if context.tiering is not None:
-        context.tiering.namespace_forgotten(namespace)
+def _forget(service: Service, namespace: Namespace) -> None:
+    service.cache.forget_namespace(namespace)
+    service.recent.namespace_forgotten(namespace)
+    service.curve.namespace_forgotten(namespace)
+    if service.tiering is not None:
+        service.tiering.namespace_forgotten(namespace)

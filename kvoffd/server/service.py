@@ -1,29 +1,33 @@
-"""The daemon without its sockets: frames in, frames out through an ``Outbox``. Runs in one thread.
+"""The daemon without its sockets: frames in, frames out. Runs in one thread.
 
-The requests are answered in ``engine_requests``, ``admin_requests`` and ``report``; time, threads, sockets and memory
-are handed in.
+The requests are answered in ``requests``, ``admin`` and ``stats``. Time, threads and memory are those of a ``Host``.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
 from weakref import WeakSet
 
 # These fill the table of handlers.
-import kvoffd.server.admin_requests
-import kvoffd.server.engine_requests
-import kvoffd.server.report  # noqa: F401
+import kvoffd.server.admin
+import kvoffd.server.requests
+import kvoffd.server.stats  # noqa: F401
 from kvoffd.cache.cache import BlockCache, Steps
 from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
-from kvoffd.errors import KvoffdError
-from kvoffd.server.context import HANDLERS, MAX_PENDING, Answer, Context, Outbox, Pending
-from kvoffd.server.engine_memory import MemoryMapper
-from kvoffd.server.events import EventLog
+from kvoffd.errors import KvoffdError, refusal_of
+from kvoffd.observe.loop_watch import LoopWatch
+from kvoffd.observe.meters import LOOKUP_BOUNDS_S, DurationHistogram, RateMeter
+from kvoffd.server.background import Background
+from kvoffd.server.events import EventLog, Frames
+from kvoffd.server.handlers import HANDLERS, Answer, Pending
 from kvoffd.server.health import health_reply
 from kvoffd.server.host import Host
 from kvoffd.server.jobs import Jobs
+from kvoffd.server.memory import MemoryMapper
 from kvoffd.server.namespaces import FORGET_AFTER_S, forget_idle
 from kvoffd.server.persistence import State
 from kvoffd.server.recent import Recent
@@ -31,6 +35,7 @@ from kvoffd.server.recorder import Recorder
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.sessions import Session, Sessions, credit_bytes
 from kvoffd.server.tiers import OpenDisk, Tiers
+from kvoffd.tiering.manager import TieringManager
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import TransferEngine
 from kvoffd_proto import admin as a
@@ -40,12 +45,21 @@ from kvoffd_proto.errors import ErrorCode
 
 logger = logging.getLogger(__name__)
 
+REMOVAL_WAIT_S = 0.5
+"""For disks to note what an invalidation, a reset or a clear removed; the answer waits for it."""
+MAX_PENDING = 64
+"""Requests of a session whose replies wait."""
+
 if HANDLERS.keys() != m.EXCHANGES.keys():
     raise AssertionError(f"requests without a handler: {m.EXCHANGES.keys() - HANDLERS.keys()}")
 
 
 class Service:
-    """Sessions, requests and jobs of one daemon. Its arguments are explained where the parts that take them are."""
+    """The parts of one daemon, what it is about to send, and what it counts.
+
+    Its sockets call ``handle`` for each request, send what ``outgoing`` gives, and call ``after_send`` then. Between
+    requests they call ``background`` as long as it has more to do.
+    """
 
     def __init__(
         self,
@@ -61,132 +75,261 @@ class Service:
         max_attached: int = 2**16,
     ) -> None:
         clock = host.now
-        credit = credit_bytes(config, cache)
-        jobs = Jobs(config, cache, pool_address, host, credit)
-        self.context = Context(
-            config,
-            clock,
-            clock(),
-            cache,
-            events,
-            MemoryMapper(engine, host, gpus),
-            Sessions(config, cache, jobs, host, max_attached),
-            jobs,
-            Scrubber(cache, clock),
-            Recent(cache, clock),
-            Recorder(cache, clock),
-            HitRatioCurve(cache.slots.pool_bytes, clock),
-            Tiers(config, cache, events, clock, open_disk, host.post, jobs.busy, state),
-            state,
-        )
-        self.sessions = self.context.sessions
-        state.is_there = lambda fingerprint: cache.find_namespace(fingerprint) is not None
-        cache.watchers.append(self.context.curve.requested)
-        if cache.inherited_blocks:
-            self.context.background.add(self._take_over())
+        self.config = config
+        self.clock = clock
+        self.started_at = clock()
+        self.cache = cache
+        self.events = events
+        self.state = state
+        self.memory = MemoryMapper(engine, host, gpus)
+        self.jobs = Jobs(config, cache, pool_address, host, credit_bytes(config, cache))
+        self.sessions = Sessions(config, cache, self.jobs, host, max_attached)
+        self.epoch = self.sessions.epoch
+        self.tiers = Tiers(config, cache, events, clock, open_disk, host.post, self.jobs.busy, state)
+        self.scrubber = Scrubber(cache, clock)
+        self.recent = Recent(cache, clock)
+        self.recorder = Recorder(cache, clock)
+        self.curve = HitRatioCurve(cache.slots.pool_bytes, clock)
+        self.work = Background()
+        self.pending: list[Pending] = []
+        """Requests whose replies wait, oldest first."""
+        self.replies: list[tuple[bytes, bytes]] = []
+        """Routes and frames that are to be sent."""
+        self.publications: list[Frames] = []
+        """What is to be published."""
+        self.lookups: list[tuple[int, float | None]] = []
+        """Lease and seconds of lookups that are to be counted once their replies are out."""
+        self.errors: Counter[str] = Counter()
+        self.requests = 0
+        self.replies_dropped: Counter[str] = Counter()
+        """By reason, ``gone`` or ``unread``."""
+        self.lookup_times = DurationHistogram(LOOKUP_BOUNDS_S)
+        self.lookup_rate = RateMeter()
+        self.loop_watch = LoopWatch()
+        self.http_problem = ""
+        """Why nothing is served over HTTP, although it should be."""
+        self.sockets_problem = ""
+        """Why no engine can connect."""
         self._half_stored_warned: WeakSet[Namespace] = WeakSet()
+        state.is_there = lambda fingerprint: cache.find_namespace(fingerprint) is not None
+        cache.watchers.append(self.curve.requested)
+        if cache.inherited_blocks:
+            self.work.add(self._take_over())
 
-    # --- called by the sockets of requests --------------------------------------------------------
+    @property
+    def tiering(self) -> TieringManager | None:
+        return self.tiers.tiering
 
-    def handle(self, sender: bytes, frame: bytes) -> None:
-        """Answer one request frame. Never raises. Its reply is in the outbox then, unless it must wait."""
-        context = self.context
-        request_id, answer = self._answer(sender, frame)
-        if isinstance(answer, Pending):
-            answer.request_id, answer.sender = request_id, sender
-            if not self._poll(answer):
-                context.pending.append(answer)
-        elif answer is not None:
-            context.reply(sender, answer)
+    # --- called by the sockets ---------------------------------------------------------------------
 
-    def _poll(self, pending: Pending) -> bool:
-        """Send the reply if it is there; False where it still waits."""
-        context = self.context
-        assert pending.session is not None
-        if pending.session.ended:
-            return True
+    def handle(self, route: bytes, frame: bytes) -> None:
+        """Answer one request frame. Never raises. Its reply is among ``replies`` then, unless it must wait."""
+        self.requests += 1
+        request_id = 0
         try:
-            reply = pending.poll(context.clock() >= pending.until)
+            if len(frame) > (most := self.config.limits.max_frame_bytes):
+                raise KvoffdError(
+                    f"The frame has {len(frame)} bytes; {most} are allowed. Send it in parts.", ErrorCode.TOO_LARGE
+                )
+            try:
+                request = codec.decode_request(frame)
+            except codec.CodecError as error:
+                request_id = codec.request_id_of(frame)
+                raise KvoffdError(f"The frame is not a request: {error}.", ErrorCode.MALFORMED) from error
+            request_id = request.request_id
+            answer = self._answer(route, request)
         except Exception as error:
-            reply = context.refusal(pending.request_id, error)
-        if reply is not None:
-            context.reply(pending.sender, reply)
-        return reply is not None
+            answer = self.refusal(request_id, error)
+        if isinstance(answer, Pending):
+            answer.request_id, answer.sender = request_id, route
+            if not self._poll(answer):
+                self.pending.append(answer)
+        elif answer is not None:
+            self.replies.append((route, codec.encode(answer)))
+
+    def outgoing(self) -> tuple[list[Frames], list[tuple[bytes, bytes]]]:
+        """Publications, and replies by route. Send them in this order: a reply may tell the client to look for a
+        completion."""
+        self.pending = [pending for pending in self.pending if not self._poll(pending)]
+        for session in self.jobs.with_results.values():
+            self.flush_completions(session)
+        self.jobs.with_results.clear()
+        publications, self.publications = self.publications, []
+        publications += self.events.take()
+        replies, self.replies = self.replies, []
+        return publications, replies
+
+    def after_send(self) -> None:
+        """Work that may wait until the replies are out: what lookups leave behind."""
+        for lease_id, seconds in self.lookups:
+            if seconds is not None:
+                self.lookup_times.observe(seconds)
+                self.lookup_rate.add(1)
+            self.cache.touch(lease_id)
+        if self.lookups:
+            self.cache.count_misses()
+        self.lookups.clear()
+        if (tiering := self.tiering) is not None:
+            tiering.pump()
 
     def background(self) -> bool:
         """Do about a millisecond of what takes long: pins of ended leases, removals, blocks to take over.
 
         Returns whether there is more.
         """
-        context = self.context
-        more = context.cache.unpin_some()
-        context.background.step()
-        return more or len(context.background) > 0
-
-    def _take_over(self) -> Steps:
-        """Make blocks ready that an earlier daemon left, while engines are served."""
-        context = self.context
-        while context.cache.adopt_some():
-            yield
-        seconds = context.clock() - context.started_at
-        logger.info("All of the earlier daemon's blocks are taken over %.3f s after the first ones.", seconds)
-        return 0
-
-    def flush(self) -> Outbox:
-        """Take what is to be sent now."""
-        context = self.context
-        context.pending = [pending for pending in context.pending if not self._poll(pending)]
-        for session in context.jobs.with_results.values():
-            context.flush_completions(session)
-        context.jobs.with_results.clear()
-        context.outbox.publications += context.events.take()
-        outbox, context.outbox = context.outbox, Outbox()
-        return outbox
-
-    def after_send(self) -> None:
-        """Work that may wait until the replies are out: what lookups leave behind."""
-        context = self.context
-        for lease_id, seconds in context.lookups:
-            if seconds is not None:
-                context.lookup_times.observe(seconds)
-                context.lookup_rate.add(1)
-            context.cache.touch(lease_id)
-        if context.lookups:
-            context.cache.count_misses()
-        context.lookups.clear()
-        if (tiering := context.tiering) is not None:
-            tiering.pump()
+        more = self.cache.unpin_some()
+        self.work.step()
+        return more or len(self.work) > 0
 
     def tick(self) -> None:
         """Periodic work: leases and copies that are overdue, blocks that stay half-stored."""
-        context = self.context
-        if context.cache.expire():
+        if self.cache.expire():
             self._warn_of_half_stored()
-        context.memory.expire()
-        context.recent.tick()
-        context.curve.tick()
-        forget_idle(context, FORGET_AFTER_S)
-        context.tiers.tick()
-        for fingerprint in context.tiering.take_voided() if context.tiering is not None else ():
-            context.background.add(self._void(fingerprint))
+        self.memory.expire()
+        self.recent.tick()
+        self.curve.tick()
+        forget_idle(self, FORGET_AFTER_S)
+        self.tiers.tick()
+        for fingerprint in self.tiering.take_voided() if self.tiering is not None else ():
+            self.work.add(self._void(fingerprint))
+
+    # --- replies -----------------------------------------------------------------------------------
+
+    def _answer(self, route: bytes, request: m.AnyRequest) -> Answer:
+        """What the request's handler returns. Raises KvoffdError where it may not be asked."""
+        session = self.sessions.by_route.get(route)
+        if session is None and self.sessions.has_departed(route):
+            # Its last message crossed the end of the lifeline: nothing is wrong.
+            return m.Error(request.request_id, self.epoch, ErrorCode.BAD_TOKEN, ErrorCode.BAD_TOKEN.sentence)
+        if session is None and isinstance(request, a.Health):
+            return health_reply(self, request)
+        if session is None:
+            raise KvoffdError.of(ErrorCode.BAD_TOKEN)
+        session.last_request_at = self.clock()
+        exchange, handler = HANDLERS[type(request)]
+        if session.role is None and not isinstance(request, m.Hello):
+            raise KvoffdError.of(ErrorCode.NO_HELLO)
+        if session.role is not None and session.role not in exchange.roles:
+            raise KvoffdError(
+                f"{type(request).__name__} is for the role {' or '.join(sorted(exchange.roles))}, not {session.role}.",
+                ErrorCode.WRONG_ROLE,
+            )
+        if sum(pending.session is session for pending in self.pending) >= MAX_PENDING:
+            raise KvoffdError(
+                f"{MAX_PENDING} requests of the session wait for their replies, its limit; wait for some.",
+                ErrorCode.TOO_MANY,
+            )
+        answer = handler(self, session, request)
+        if isinstance(answer, Pending):
+            answer.session = session
+        return answer
+
+    def _poll(self, pending: Pending) -> bool:
+        """Put the reply among ``replies`` if it is there; False where it still waits."""
+        assert pending.session is not None
+        if pending.session.ended:
+            return True
+        try:
+            reply = pending.poll(self.clock() >= pending.until)
+        except Exception as error:
+            reply = self.refusal(pending.request_id, error)
+        if reply is not None:
+            self.replies.append((pending.sender, codec.encode(reply)))
+        return reply is not None
+
+    def refusal(self, request_id: int, error: Exception) -> m.Error:
+        """The reply to a request that raised ``error``, which is counted."""
+        refusal = refusal_of(error)
+        self.count_error(refusal.code)
+        return m.Error(request_id, self.epoch, refusal.code, refusal.message)
+
+    def count_error(self, code: ErrorCode) -> None:
+        """Count what went wrong; an administrator who mistypes a name has the answer, and nothing is wrong."""
+        if code is not ErrorCode.BAD_ARGUMENT:
+            self.errors[code.name.lower()] += 1
+
+    # --- for handlers ------------------------------------------------------------------------------
+
+    def flush_completions(self, session: Session) -> None:
+        """Close the session's open batch of completions and put it out for publication."""
+        if frames := session.completions.flush(self.sessions.credit_of(session)):
+            self.publications.append(frames)
+
+    def check_key_count(self, namespace: Namespace, groups: Sequence[m.GroupKeys]) -> None:
+        """Raise KvoffdError where a request has more keys than it may."""
+        total = sum(len(part.keys) for part in groups) // namespace.key_bytes
+        _check_at_most(total, self.config.limits.max_keys_per_request)
+
+    def check_block_count(self, namespace: Namespace, keys: bytes) -> None:
+        """Raise KvoffdError where an operator names more blocks in one request than a job may have."""
+        _check_at_most(len(keys) // namespace.key_bytes, self.config.limits.max_keys_per_job)
+
+    def check_lease_count(self, session: Session) -> None:
+        limit = self.config.limits.max_leases
+        if self.cache.leases.count_of(session.id) >= limit:
+            raise KvoffdError(f"The session holds {limit} leases, its limit; release some.", ErrorCode.TOO_MANY)
+
+    def removal(
+        self, request_id: int, steps: Steps, then: Callable[[int], int] | None = None, *, at_once: bool = False
+    ) -> Pending:
+        """Remove blocks, in the background or ``at_once``.
+
+        The reply comes once they stay away after a kill too, or that takes long. ``then`` is called after the last step
+        with the number of blocks that were removed, whoever still waits; it returns that of the reply.
+        """
+        saved: Callable[[], bool] = lambda: False  # noqa: E731
+        until = 0.0
+
+        def removed(count: int) -> int:
+            nonlocal saved, until
+            count = then(count) if then is not None else count
+            saved, until = self.tiers.removals_saved(), self.clock() + REMOVAL_WAIT_S
+            return count
+
+        work = self.work.add(steps, removed, at_once=at_once)
+
+        def poll(late: bool) -> m.Done | None:
+            if not work.done:
+                return None
+            if work.error is not None:
+                raise work.error
+            if not saved():
+                if self.clock() < until:
+                    return None
+                logger.warning(
+                    "A disk takes long to note what was removed from it: the answer goes out, and a kill or a power "
+                    "cut before it is noted would bring that back."
+                )
+            return m.Done(request_id, self.epoch, work.count)
+
+        return Pending(poll)
+
+    # --- work of its own ---------------------------------------------------------------------------
+
+    def _take_over(self) -> Steps:
+        """Make blocks ready that an earlier daemon left, while engines are served."""
+        while self.cache.adopt_some():
+            yield
+        seconds = self.clock() - self.started_at
+        logger.info("All of the earlier daemon's blocks are taken over %.3f s after the first ones.", seconds)
+        return 0
 
     def _void(self, fingerprint: bytes) -> Steps:
         """Forget a namespace's blocks, since somebody reset it for all nodes."""
-        context = self.context
-        while (namespace := context.cache.find_namespace(fingerprint)) is not None and namespace.clearing:
+        while (namespace := self.cache.find_namespace(fingerprint)) is not None and namespace.clearing:
             yield  # it may be forgotten then, and another one have its name
-        context.state.raise_generation(fingerprint)
+        self.state.raise_generation(fingerprint)
         if namespace is not None:
-            yield from context.cache.reset(namespace)
-            context.cache.set_generation(namespace, context.state.generation(fingerprint))
-        elif context.tiering is not None:
-            context.tiering.tier.remove_namespace(fingerprint)
-        context.tiers.namespace_reset(fingerprint, everywhere=True)
+            yield from self.cache.reset(namespace)
+            self.cache.set_generation(namespace, self.state.generation(fingerprint))
+        elif self.tiering is not None:
+            self.tiering.tier.remove_namespace(fingerprint)
+        self.tiers.namespace_reset(fingerprint, everywhere=True)
         return 0
 
     def _warn_of_half_stored(self) -> None:
         """Say once for each namespace that blocks lack shards: its engine stores what nobody can ever read."""
-        for namespace in self.context.cache.namespaces:
+        for namespace in self.cache.namespaces:
             if namespace.counters.half_stored_blocks and namespace not in self._half_stored_warned:
                 self._half_stored_warned.add(namespace)
                 logger.warning(
@@ -197,53 +340,7 @@ class Service:
                     namespace.world_size,
                 )
 
-    def _too_long(self, frame_bytes: int) -> KvoffdError:
-        most = self.context.config.limits.max_frame_bytes
-        return KvoffdError(
-            f"The frame has {frame_bytes} bytes; {most} are allowed. Send it in parts.", ErrorCode.TOO_LARGE
-        )
 
-    def _answer(self, sender: bytes, frame: bytes) -> tuple[int, Answer]:
-        """The request's number and what its handler returned."""
-        context = self.context
-        context.requests += 1
-        request_id = 0
-        try:
-            if len(frame) > context.config.limits.max_frame_bytes:
-                raise self._too_long(len(frame))
-            try:
-                request = codec.decode_request(frame)
-            except codec.CodecError as error:
-                request_id = codec.request_id_of(frame)
-                raise KvoffdError(f"The frame is not a request: {error}.", ErrorCode.MALFORMED) from error
-            request_id = request.request_id
-            if self.sessions.has_departed(sender):
-                # Its last message crossed the end of the lifeline: nothing is wrong.
-                return request_id, m.Error(request_id, context.epoch, ErrorCode.BAD_TOKEN, ErrorCode.BAD_TOKEN.sentence)
-            return request_id, self._dispatch(request, self.sessions.by_route.get(sender))
-        except Exception as error:
-            return request_id, context.refusal(request_id, error)
-
-    def _dispatch(self, request: m.AnyRequest, session: Session | None) -> Answer:
-        if session is None and isinstance(request, a.Health):
-            return health_reply(self.context, request)
-        if session is None:
-            raise KvoffdError.of(ErrorCode.BAD_TOKEN)
-        session.last_request_at = self.context.clock()
-        exchange, handler = HANDLERS[type(request)]
-        if session.role is None and not isinstance(request, m.Hello):
-            raise KvoffdError.of(ErrorCode.NO_HELLO)
-        if session.role is not None and session.role not in exchange.roles:
-            raise KvoffdError(
-                f"{type(request).__name__} is for the role {' or '.join(sorted(exchange.roles))}, not {session.role}.",
-                ErrorCode.WRONG_ROLE,
-            )
-        if sum(pending.session is session for pending in self.context.pending) >= MAX_PENDING:
-            raise KvoffdError(
-                f"{MAX_PENDING} requests of the session wait for their replies, its limit; wait for some.",
-                ErrorCode.TOO_MANY,
-            )
-        answer = handler(self.context, session, request)
-        if isinstance(answer, Pending):
-            answer.session = session
-        return answer
+def _check_at_most(keys: int, most: int) -> None:
+    if keys > most:
+        raise KvoffdError(f"{keys} keys in one request; {most} are allowed. Send several.", ErrorCode.TOO_MANY)

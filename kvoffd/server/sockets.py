@@ -11,7 +11,7 @@ import asyncio
 import ctypes
 import logging
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
@@ -21,7 +21,7 @@ import zmq
 
 from kvoffd.config import Config
 from kvoffd.observe.logging import RareWarnings
-from kvoffd.server.context import Context, Outbox
+from kvoffd.server.events import Frames
 from kvoffd.server.sessions import Peer, may_connect
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd_proto.errors import ErrorCode
@@ -45,12 +45,13 @@ _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 class RequestService(Protocol):
     """What answers requests: the daemon's Service."""
 
-    context: Context
+    replies_dropped: Counter[str]
 
     def handle(self, route: bytes, frame: bytes) -> None: ...
-    def flush(self) -> Outbox: ...
+    def outgoing(self) -> tuple[list[Frames], list[tuple[bytes, bytes]]]: ...
     def after_send(self) -> None: ...
     def background(self) -> bool: ...
+    def count_error(self, code: ErrorCode) -> None: ...
 
 
 class Sockets:
@@ -200,24 +201,24 @@ class Sockets:
         service = self._service
         if service is None:
             return False
-        outbox = service.flush()
-        if outbox.publications:
+        publications, replies = service.outgoing()
+        if publications:
             self._events.get(_EVENTS)  # takes subscriptions that have arrived; sending does so once in a millisecond
-            for topic, number, payload in outbox.publications:
+            for topic, number, payload in publications:
                 self._events.send(topic, _SNDMORE)
                 self._events.send(number, _SNDMORE)
                 self._events.send(payload)  # never waits: PUB drops what a subscriber has no room for
-        for route, frame in outbox.replies:  # after the completions: a reply may tell the client to look for them
+        for route, frame in replies:  # after the completions: a reply may tell the client to look for them
             self._send(route, frame)
         service.after_send()
-        return bool(outbox.replies)
+        return bool(replies)
 
     def _send(self, route: bytes, *frames: bytes) -> bool:
         try:
             self._jobs.send(route, _NOBLOCK | _SNDMORE)
         except zmq.ZMQError as error:
             assert self._service is not None
-            self._service.context.replies_dropped["unread" if isinstance(error, zmq.Again) else "gone"] += 1
+            self._service.replies_dropped["unread" if isinstance(error, zmq.Again) else "gone"] += 1
             return False
         for frame in frames[:-1]:
             self._jobs.send(frame, _NOBLOCK | _SNDMORE)
@@ -233,7 +234,7 @@ class Sockets:
             peer = _peer_at(address)
             allowed = peer.pid == os.getpid() or may_connect(peer, self._config)
             if not allowed:
-                self._service.context.count_error(ErrorCode.FORBIDDEN)
+                self._service.count_error(ErrorCode.FORBIDDEN)
                 self._warnings.warn(
                     "A connection was refused: user %d (group %d) may not use this kvoffd.", peer.uid, peer.gid
                 )

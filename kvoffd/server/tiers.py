@@ -18,7 +18,7 @@ from kvoffd.config import Config, DiskSize
 from kvoffd.errors import KvoffdError, NoMoreThreads
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.table_format import digest
-from kvoffd.server.engine_memory import Post
+from kvoffd.server.memory import Post
 from kvoffd.server.persistence import State
 from kvoffd.system.threads import start
 from kvoffd.tiering import TieringSettings, WriteMode

@@ -565,7 +565,10 @@ class Load(Wire, frozen=True):
 
 
 class GroupBlocks(Wire, frozen=True):
-    """The blocks of one group in all stores, or in all loads, of a message: end to end, in the order of the jobs."""
+    """The blocks of one group in all stores, or in all loads, of a message: end to end, in the order of the jobs.
+
+    Where some stores tell parents and tokens and others do not, there is one of these for each of the two kinds.
+    """
 
     group: GroupIndex
     key_counts: Annotated[bytes, doc("Keys of each job, little-endian uint32; 0 for one that has none in the group.")]
@@ -596,7 +599,7 @@ class Stores(Wire, frozen=True):
     """Stores: each copies engine blocks into the pool."""
 
     job_ids: Annotated[list[JobId], doc("One for each store.", max_length=MAX_JOBS)]
-    groups: Annotated[list[GroupBlocks], doc("Blocks to copy; each group once.", max_length=MAX_GROUPS)]
+    groups: Annotated[list[GroupBlocks], doc("Blocks to copy; a job has each group once.", max_length=MAX_GROUPS)]
 
 
 class Loads(Wire, frozen=True):
@@ -611,7 +614,7 @@ class Loads(Wire, frozen=True):
         list[bool],
         doc("Whether other workers load the same shards; the scheduler ends the lease.", max_length=MAX_JOBS),
     ]
-    groups: Annotated[list[GroupBlocks], doc("Blocks to copy; each group once.", max_length=MAX_GROUPS)]
+    groups: Annotated[list[GroupBlocks], doc("Blocks to copy; a job has each group once.", max_length=MAX_GROUPS)]
 
 
 @exchange(Section.WORKER, WORKER)
@@ -637,7 +640,7 @@ class Submit(Request[Completions], frozen=True):
         loads: Sequence[Load] = (),
         acknowledged: int = 0,
     ) -> Submit:
-        """The message with these jobs. Parents and tokens of a group go with it where all its jobs tell them."""
+        """The message with these jobs. A group comes twice where some of its jobs tell tokens and others do not."""
         return cls(
             request_id,
             registration_id,
@@ -653,18 +656,16 @@ class Submit(Request[Completions], frozen=True):
 
 
 def _blocks_of(jobs: Sequence[Store | Load], key_bytes: int) -> list[GroupBlocks]:
-    by_group: dict[tuple[int, int], dict[int, GroupTransfer]] = {}
+    by_group: dict[tuple[int, bool, bool, int], dict[int, GroupTransfer]] = {}
     for number, job in enumerate(jobs):
-        for part in job.groups:
-            again = 0  # a group may come once in a job, and the daemon refuses another one
-            while number in by_group.setdefault((part.group, again), {}):
-                again += 1
-            by_group[part.group, again][number] = part
+        for at, part in enumerate(job.groups):
+            again = sum(other.group == part.group for other in job.groups[:at])  # which the daemon refuses
+            kind = part.group, bool(part.parents), bool(part.tokens), again
+            by_group.setdefault(kind, {})[number] = part
     found: list[GroupBlocks] = []
-    for (group, _), parts in by_group.items():
+    for (group, *_), parts in by_group.items():
         some = [parts.get(number) for number in range(len(jobs))]
         there = list(parts.values())
-        told_parents, told_tokens = all(part.parents for part in there), all(part.tokens for part in there)
         found.append(
             GroupBlocks(
                 group,
@@ -675,8 +676,8 @@ def _blocks_of(jobs: Sequence[Store | Load], key_bytes: int) -> list[GroupBlocks
                 else b"",
                 b"".join([part.keys for part in there]),
                 b"".join([part.block_ids for part in there]),
-                b"".join([part.parents for part in there]) if told_parents else b"",
-                b"".join([part.tokens for part in there]) if told_tokens else b"",
+                b"".join([part.parents for part in there]),
+                b"".join([part.tokens for part in there]),
             )
         )
     return found

@@ -54,7 +54,7 @@ class Requests:
 
     def leased(self, lease_id: int) -> list[m.GroupTransfer]:
         """The keys of a lease, as many as fit into the memory."""
-        lease = self._service.context.cache.leases.get(lease_id)
+        lease = self._service.cache.leases.get(lease_id)
         found = []
         for group, blocks in (lease.blocks if lease is not None else {}).items():
             keys = [block.key for block in blocks][:BLOCKS]
@@ -74,7 +74,7 @@ class Requests:
     def lease(self, session: Session) -> int:
         """A lease id: of a live lease, the session's next one, or any session's."""
         kind = self._choices.byte()
-        alive = [lease.lease_id for lease in self._service.context.cache.leases]
+        alive = [lease.lease_id for lease in self._service.cache.leases]
         if kind % 4 and alive and session.role is not m.Role.SCHEDULER:
             return self._choices.of(alive)
         owner = self._any_session() if kind % 8 == 0 else session

@@ -206,7 +206,7 @@ class ServiceHarness:
             self.handle(session.route, self.requests.open(space))
         if stages >= 3 and role is m.Role.WORKER and space in session.namespaces:
             self.service.sessions.attach(session, 0, os.dup(_null()))
-            groups = [[PageRef(0, PAGE)]] * len(self.service.context.cache.namespace(space).groups)
+            groups = [[PageRef(0, PAGE)]] * len(self.service.cache.namespace(space).groups)
             sound = (MemfdHandle(0, BLOCKS * PAGE), TensorLayout(0, 0, PAGE, BLOCKS))
             register = m.Register(1, space, NAMES[0], rank % WORLD[space], 1, [sound[0]], [sound[1]], groups)
             self.handle(session.route, register)
@@ -235,7 +235,7 @@ class ServiceHarness:
     def load(self) -> None:
         """A worker loads what somebody has a lease on."""
         workers = [session for session in self.service.sessions if session.registrations]
-        leases = list(self.service.context.cache.leases)
+        leases = list(self.service.cache.leases)
         if workers and leases:
             worker, lease_id = self.choices.of(workers), self.choices.of(leases).lease_id
             name = self.choices.of(list(worker.registrations))
@@ -246,7 +246,7 @@ class ServiceHarness:
     def take_done(self) -> None:
         while self.done:
             self.done.popleft()()
-        self.service.flush()
+        self.service.outgoing()
 
     def work_off(self) -> None:
         while self.service.background():
@@ -271,7 +271,7 @@ class ServiceHarness:
         before, jobs = self.state(), self._jobs()
         service.handle(route, frame)
         self.work_off()
-        replies = [codec.decode_reply(reply) for _, reply in service.flush().replies]
+        replies = [codec.decode_reply(reply) for _, reply in service.outgoing()[1]]
         after, accepted = self.state(), self._jobs() > jobs
         service.after_send()
         try:
@@ -297,11 +297,12 @@ class ServiceHarness:
             assert isinstance(message, a.Health) or route not in self.ended, message
 
     def _jobs(self) -> int:
-        """Jobs that were accepted and are not forgotten."""
-        return sum(len(session.jobs) + len(session.completions) for session in self.service.sessions)
+        """Jobs that were accepted, but for those whose session ended before they did."""
+        ended = sum(counters.jobs for counters in self.service.jobs.counters.values())
+        return ended + sum(len(session.jobs) for session in self.service.sessions)
 
     def state(self) -> tuple[object, ...]:
-        cache = self.service.context.cache
+        cache = self.service.cache
         sessions = tuple(  # without their completions: what a message acknowledges has arrived, whatever else it says
             (one.id, one.role, len(one.jobs), one.store_bytes, *map(len, _held(one))) for one in self.service.sessions
         )
@@ -310,7 +311,7 @@ class ServiceHarness:
 
     def finish(self) -> None:
         """End all sessions and transfers, and check that nothing is held."""
-        check_invariants(self.service.context.cache)
+        check_invariants(self.service.cache)
         for session in list(self.service.sessions):
             cast(FakeLifeline, session.lifeline).open = False
             self.service.sessions.end(session, lambda: None)
@@ -318,14 +319,14 @@ class ServiceHarness:
             self.end_transfer()
         self.now += 1000
         self.service.tick()
-        cache = self.service.context.cache
+        cache = self.service.cache
         check_invariants(cache)
         made(cache.clear_all())
         check_invariants(cache)
         usage = cache.pool_usage()
         assert usage.pinned_bytes == usage.leaving_bytes == usage.writing_bytes == 0, usage
         assert not len(cache.leases)
-        assert not self.service.context.jobs.unfinished
+        assert not self.service.jobs.unfinished
         assert usage.free_bytes == POOL_BYTES, usage
 
 

@@ -67,7 +67,7 @@ def test_the_runs_reach_what_they_are_about() -> None:
     for number in range(150):
         harness = ServiceHarness(Choices(random.Random(number).randbytes(400)))
         harness.run()
-        errors += harness.service.context.errors
+        errors += harness.service.errors
         ended += harness.engine.ended
     assert ended[Direction.STORE, Outcome.DONE] > 50, ended
     assert ended[Direction.LOAD, Outcome.DONE] > 2, ended
@@ -105,7 +105,7 @@ def keep_descriptors_of_refused_registrations(monkeypatch: pytest.MonkeyPatch) -
         for fd in descriptors.values():
             os.close(fd)
 
-    monkeypatch.setattr("kvoffd.server.engine_requests._give_back", close)
+    monkeypatch.setattr("kvoffd.server.requests._give_back", close)
 
 
 def forget_slots_of_failed_stores(monkeypatch: pytest.MonkeyPatch) -> None:

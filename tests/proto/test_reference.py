@@ -13,7 +13,7 @@ import pytest
 from msgspec import Struct
 
 import kvoffd.server.service  # noqa: F401 - it fills the table of handlers
-from kvoffd.server.context import HANDLERS
+from kvoffd.server.handlers import HANDLERS
 from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from msgspec import Struct
 
-from kvoffd.server import report
-from kvoffd.server.context import filled
+from kvoffd.server import stats as stats_module
+from kvoffd.server.handlers import filled
 from kvoffd_proto import messages as m
 from tests.kit.daemon import DaemonProcess
 from tests.kit.struct_wire import NAMESPACE, WireClient, stats
@@ -53,6 +53,6 @@ def test_memory_is_told_as_0_where_there_is_no_proc(monkeypatch: pytest.MonkeyPa
     def refuse(*_: object, **__: object) -> None:
         raise FileNotFoundError
 
-    assert report._resident_bytes() > 0
-    monkeypatch.setattr(report, "open", refuse, raising=False)
-    assert report._resident_bytes() == 0
+    assert stats_module._resident_bytes() > 0
+    monkeypatch.setattr(stats_module, "open", refuse, raising=False)
+    assert stats_module._resident_bytes() == 0

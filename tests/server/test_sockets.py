@@ -9,17 +9,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import uvloop
 import zmq
 
 from kvoffd.config import Config
-from kvoffd.server.context import Outbox
 from kvoffd.server.sockets import QUEUED_MESSAGES, RequestService, Sockets
 from kvoffd.system.directory import DaemonDirectory
+from kvoffd_proto.errors import ErrorCode
 
 WAIT_MS = 10_000
 
@@ -28,19 +27,25 @@ class Echo:
     """A service that sends each request back, and what else a test wants."""
 
     def __init__(self) -> None:
-        self.context: Any = SimpleNamespace(replies_dropped=Counter())
-        self.outbox = Outbox()
+        self.replies_dropped = Counter[str]()
+        self.errors = Counter[ErrorCode]()
+        self.replies: list[tuple[bytes, bytes]] = []
+        self.publications: list[tuple[bytes, bytes, bytes]] = []
         self.during: Callable[[bytes], None] = lambda frame: None
         self.steps = 0
         """Of background work that are left."""
 
     def handle(self, route: bytes, frame: bytes) -> None:
         self.during(frame)
-        self.outbox.replies.append((route, frame))
+        self.replies.append((route, frame))
 
-    def flush(self) -> Outbox:
-        outbox, self.outbox = self.outbox, Outbox()
-        return outbox
+    def outgoing(self) -> tuple[list[tuple[bytes, bytes, bytes]], list[tuple[bytes, bytes]]]:
+        replies, self.replies = self.replies, []
+        publications, self.publications = self.publications, []
+        return publications, replies
+
+    def count_error(self, code: ErrorCode) -> None:
+        self.errors[code] += 1
 
     def after_send(self) -> None:
         pass
@@ -162,12 +167,12 @@ def test_calls_of_other_threads_are_made_and_what_they_leave_is_sent(directory: 
             made.append(number)
             if number == 500:
                 raise RuntimeError("planted")
-            service.outbox.publications.append((b"topic", b"%d" % number, b"payload"))
+            service.publications.append((b"topic", b"%d" % number, b"payload"))
 
         deadline = time.monotonic() + 10
         while not subscriber.poll(10):  # until the subscription has arrived
             assert time.monotonic() < deadline
-            room.sockets.post(lambda: service.outbox.publications.append((b"topic", b"early", b"")))
+            room.sockets.post(lambda: service.publications.append((b"topic", b"early", b"")))
         for number in range(1000):
             room.sockets.post(lambda number=number: publish(number))  # type: ignore[misc]
         numbers = []
@@ -189,7 +194,7 @@ def test_replies_beyond_the_high_water_mark_are_counted_and_others_are_answered(
             if not number % 100:
                 other.send(b"other")
                 assert other.recv() == b"other"
-        unread = room.service.context.replies_dropped
+        unread = room.service.replies_dropped
         deadline = time.monotonic() + 10
         while not unread["unread"]:
             assert time.monotonic() < deadline
@@ -203,7 +208,7 @@ def test_replies_beyond_the_high_water_mark_are_counted_and_others_are_answered(
         assert reader.recv() == b"last"
 
     service = with_clients(directory, run)
-    assert not service.context.replies_dropped["gone"]
+    assert not service.replies_dropped["gone"]
 
 
 def test_replies_to_who_is_gone_are_counted(directory: Path) -> None:
@@ -222,7 +227,7 @@ def test_replies_to_who_is_gone_are_counted(directory: Path) -> None:
         other.send(b"other")
         assert other.recv() == b"other"
 
-    assert with_clients(directory, run, service).context.replies_dropped == {"gone": 1}
+    assert with_clients(directory, run, service).replies_dropped == {"gone": 1}
 
 
 def test_who_connects_again_under_its_own_name_is_answered(directory: Path) -> None:

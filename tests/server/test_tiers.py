@@ -14,12 +14,11 @@ import pytest
 
 from kvoffd.config import Config, DiskSize
 from kvoffd.server import tiers as tiers_module
-from kvoffd.server.admin_requests import clear
+from kvoffd.server.admin import clear
 from kvoffd.server.background import Background
-from kvoffd.server.context import Context
-from kvoffd.server.engine_requests import invalidate
 from kvoffd.server.persistence import State, StateWriter
 from kvoffd.server.recent import Recent
+from kvoffd.server.requests import invalidate
 from kvoffd.server.service import Service
 from kvoffd.server.tiers import Tiers
 from kvoffd.tiers.disk.file import DiskError, OpeningStopped
@@ -220,11 +219,11 @@ def clear_by_operator(rig: TiersRig, namespace: bytes | None) -> Background:
         epoch=1,
         sessions=[],
         clock=time.monotonic,
-        background=Background(),
+        work=Background(),
     )
-    context.removal = partial(Context.removal, cast(Context, context))
+    context.removal = partial(Service.removal, cast(Service, context))
     clear(context, SimpleNamespace(id=1, peer="somebody"), Clear(1, namespace))  # type: ignore[arg-type]
-    return context.background
+    return context.work
 
 
 @pytest.mark.parametrize(("namespace", "left"), [(b"one", {b"other"}), (None, set())])
@@ -269,8 +268,8 @@ def test_a_reset_on_all_nodes_reaches_who_has_the_name_of_a_namespace_that_was_f
     space = rig.rig.open()
     rig.rig.put(space, keys_of(1))
     clearing = cache.clear(space, keep_tiers=True)
-    context = SimpleNamespace(cache=cache, state=rig.saved, tiers=rig.tiers, tiering=None)
-    steps = Service._void(SimpleNamespace(context=context), space.fingerprint)  # type: ignore[arg-type]
+    service = SimpleNamespace(cache=cache, state=rig.saved, tiers=rig.tiers, tiering=None)
+    steps = Service._void(cast(Service, service), space.fingerprint)
     assert next(steps) is None
     assert list(clearing) == []
     cache.forget_namespace(space)
@@ -289,11 +288,11 @@ def test_an_engine_takes_from_a_directory_that_is_being_opened_what_it_invalidat
         state=rig.saved,
         tiers=rig.tiers,
         check_key_count=lambda namespace, groups: None,
-        background=Background(),
+        work=Background(),
         clock=time.monotonic,
         epoch=1,
     )
-    context.removal = partial(Context.removal, cast(Context, context))
+    context.removal = partial(Service.removal, cast(Service, context))
     session = SimpleNamespace(id=1, check_namespace=lambda name: None)
     groups = [GroupKeys(0, keys_of(1, 2))]
     invalidate(context, session, Invalidate(1, space.fingerprint, groups))  # type: ignore[arg-type]

@@ -97,10 +97,7 @@ class Audit:
     def check_jobs(self) -> None:
         """After a flush: the jobs without a completion are those that run."""
         running = {
-            (job.session.id, job_id)
-            for job in self._service.context.jobs._running
-            if not job.answered
-            for job_id in job.ids
+            (job.session.id, job_id) for job in self._service.jobs._running if not job.answered for job_id in job.ids
         }
         if running != self.unfinished:
             lost, unknown = self.unfinished - running, running - self.unfinished
@@ -108,7 +105,7 @@ class Audit:
 
     def check_events(self, disk: SimDisks | None) -> None:
         """After a flush: what the events fold to is the index, and what is on disk."""
-        for namespace in self._service.context.cache.namespaces:
+        for namespace in self._service.cache.namespaces:
             if self.folded(namespace.fingerprint) != readable_in(self._service, namespace.fingerprint):
                 raise Broken("folding the KV events does not give the index")
             if disk is not None and not disk.tier.has_news:
@@ -123,14 +120,14 @@ class Audit:
     def check_cache(self) -> None:
         """Check the cache's own invariants."""
         try:
-            check_invariants(self._service.context.cache)
+            check_invariants(self._service.cache)
         except (AssertionError, KeyError) as error:
             raise Broken(f"the cache's books: {error}") from error
 
 
 def readable_in(service: Service, fingerprint: bytes) -> Readable:
     """The blocks that are readable by the daemon's index."""
-    namespace = service.context.cache.namespace(fingerprint)
+    namespace = service.cache.namespace(fingerprint)
     return {
         (group, key)
         for group, index in enumerate(namespace.index)

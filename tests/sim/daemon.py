@@ -14,8 +14,8 @@ from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.table_format import keys_of
 from kvoffd.server.background import Work
-from kvoffd.server.engine_memory import STUCK_AFTER_S
 from kvoffd.server.jobs import LoadJob, StoreBatch
+from kvoffd.server.memory import STUCK_AFTER_S
 from kvoffd.server.sessions import Peer
 from kvoffd.system.mappings import MappedSegment, close_segments
 from kvoffd.transfer.lane import OVERDUE_GRACE_S
@@ -139,20 +139,20 @@ class SimDaemon:
         )
         self._more_at_once = self._rng.choice((0.0, 0.01, 0.2))
         """Seconds between two steps of the taking over."""
-        jobs = self.service.context.jobs
+        jobs = self.service.jobs
         self._job_finished = jobs.finished
         self._in_queue = False
         jobs.finished = self._finished  # type: ignore[method-assign]
         self.disk = self._make_disks(life)
-        QuotaOracle(self.service.context.cache)
+        QuotaOracle(self.service.cache)
         self.audit = Audit(self.service)
         self.lifelines: list[Lifeline] = []
         self._streams: list[Lifeline] = []
         self._dealers: dict[bytes, Dealer] = {}
         self._request: tuple[bytes, m.AnyRequest] | None = None
         """Who sent the request that is being handled, and what it is."""
-        self._add_work = self.service.context.background.add
-        self.service.context.background.add = self._watched_work  # type: ignore[method-assign]
+        self._add_work = self.service.work.add
+        self.service.work.add = self._watched_work  # type: ignore[method-assign]
         self._removals: dict[tuple[bytes, int], tuple[Callable[[], None], Callable[[], bool]]] = {}
         """By dealer and request: checks that removed blocks stay away for good, and whether the disk says so."""
         self._work_due = False
@@ -175,7 +175,7 @@ class SimDaemon:
         self._work_due = False
         if self.service.background():
             self._schedule_work()
-        if self.service.context.pending or self.service.context.events.has_news:
+        if self.service.pending or self.service.events.has_news:
             self._schedule_flush()
 
     def _make_disks(self, life: int) -> SimDisks | None:
@@ -186,7 +186,7 @@ class SimDaemon:
         rng = scenario.rng(f"disk {life}")
         tier = SimTier(device, self.pool, self.clock, self.process, faults, rng)
         config = with_tiers(self.config, rng)
-        disks = self.service.context.tiers = SimDisks(config, self.service.context, tier, self.post)
+        disks = self.service.tiers = SimDisks(config, self.service, tier, self.post)
         tier.on_turn = self._schedule_flush
         drained = faults.calm
         if objects is not None:
@@ -212,9 +212,7 @@ class SimDaemon:
         self._session_of_route[session.route] = session.id
         self.lifelines.append(stream)
         self._streams = [one for one in self._streams if one.server_open] + [stream]
-        stream.to_client.send(
-            lifeline.Greeting(PROTOCOL_VERSION, self.service.context.epoch, session.id, session.token)
-        )
+        stream.to_client.send(lifeline.Greeting(PROTOCOL_VERSION, self.service.epoch, session.id, session.token))
 
     def lifeline_frame(self, stream: Lifeline, frame: tuple[lifeline.Attach, Segment] | None) -> None:
         """A frame or the end of a lifeline was read."""
@@ -269,16 +267,16 @@ class SimDaemon:
             request = codec.decode_request(frame)
         except codec.CodecError:
             request = None
-        cache, before = service.context.cache, None
+        cache, before = service.cache, None
         if cache._LeasedBlocks__deferred_pins is None:  # type: ignore[attr-defined]  # else looking would enter pins
             before = self._holdings()
-        sent, waiting = len(service.context.outbox.replies), len(service.context.pending)
+        sent, waiting = len(service.replies), len(service.pending)
         if request is not None:
             self._request = dealer.name, request
         service.handle(dealer.name, frame)
         self._request = None
         self._schedule_work()
-        replies = [codec.decode_reply(reply) for _, reply in service.context.outbox.replies[sent:]]
+        replies = [codec.decode_reply(reply) for _, reply in service.replies[sent:]]
         self.clock.note(
             f"{dealer.name.hex()} {type(request).__name__} {crc32(frame)} {[type(reply).__name__ for reply in replies]}"
         )
@@ -296,7 +294,7 @@ class SimDaemon:
                 raise Broken("garbage was not refused")
         elif replies:
             raise Broken(f"{len(replies)} replies to one {type(request).__name__}")
-        elif not isinstance(request, m.Submit) and len(service.context.pending) == waiting:
+        elif not isinstance(request, m.Submit) and len(service.pending) == waiting:
             raise Broken(f"no reply to a {type(request).__name__}")
         if isinstance(request, m.Submit) and not any(isinstance(reply, m.Error) for reply in replies):
             for job_id in (*request.stores.job_ids, *request.loads.job_ids):
@@ -329,26 +327,26 @@ class SimDaemon:
 
     def _holdings(self) -> tuple[PoolUsage, int, int]:
         """What a refused request must leave as it is."""
-        context = self.service.context
-        return context.cache.pool_usage(), len(context.cache.leases), context.jobs.unfinished
+        service = self.service
+        return service.cache.pool_usage(), len(service.cache.leases), service.jobs.unfinished
 
     def flush(self) -> None:
         """Send all pending publications, and then all replies."""
         if self.torn is not None:
             return
-        outbox = self.service.flush()
-        for topic, sequence, payload in outbox.publications:
+        publications, replies = self.service.outgoing()
+        for topic, sequence, payload in publications:
             self.audit.publication(topic, sequence, payload)
             self.clock.note(f"publish {topic[:12]!r} {int.from_bytes(sequence, 'big')} {crc32(payload)}")
             self._world.network.publish((topic, sequence, payload))
-        for sender, frame in outbox.replies:
+        for sender, frame in replies:
             reply = codec.decode_reply(frame)
             crc = 0 if isinstance(reply, UNTRACED) else crc32(frame)
             self.clock.note(f"reply {sender.hex()} {type(reply).__name__} {crc}")
             self._removal_answered(sender, reply)
             self._dealers[sender].reply((frame,))
         self.service.after_send()
-        if self.service.context.events.has_news:  # what came up from disk took others' place
+        if self.service.events.has_news:  # what came up from disk took others' place
             self._schedule_flush()
         else:
             self.check()
@@ -415,7 +413,7 @@ class SimDaemon:
 
     def _tick(self) -> None:
         self.service.tick()
-        if self.service.context.memory.stuck:
+        if self.service.memory.stuck:
             self.clock.note("daemon ends itself: a copy hangs")
             self._world.faults.counts["gave_up"] += 1
             self.die()
@@ -430,7 +428,7 @@ class SimDaemon:
 
     def evict_all(self) -> None:
         """Evict every block that may be evicted: first by a store that takes all the room there is, then the rest."""
-        cache = self.service.context.cache
+        cache = self.service.cache
         if spaces := [space for space in cache.namespaces if space.shard_bytes(0) is not None]:
             space = self._rng.choice(spaces)
             count = self.pool.pool_bytes // space.slot_bytes(0, 0)
@@ -461,12 +459,12 @@ class SimDaemon:
         """Check that nothing is held once no session and no job is left."""
         self.flush()
         self.check_all()
-        usage = self.service.context.cache.pool_usage()
-        if usage.pinned_bytes or usage.leaving_bytes or len(self.service.context.cache.leases):
+        usage = self.service.cache.pool_usage()
+        if usage.pinned_bytes or usage.leaving_bytes or len(self.service.cache.leases):
             raise Broken(f"no session is left but something is held: {usage}")
-        if self.service.context.jobs.unfinished or not self.engine.idle:
+        if self.service.jobs.unfinished or not self.engine.idle:
             raise Broken("no session is left but jobs run")
-        if self.service.context.pending:
+        if self.service.pending:
             raise Broken("no session is left but requests wait for their replies")
         if self.space.mapped_segments():
             raise Broken("no session is left but engine memory is mapped")
@@ -480,17 +478,17 @@ class SimDaemon:
         deadline = self.clock.now + self.config.shutdown_deadline_s
 
         def wait_for_jobs() -> None:
-            if self.service.context.jobs.unfinished and self.clock.now < deadline:
+            if self.service.jobs.unfinished and self.clock.now < deadline:
                 self.process.after(0.01, wait_for_jobs)
                 return
-            if self.service.context.jobs.unfinished:
-                self.service.context.jobs.abandon_all()
+            if self.service.jobs.unfinished:
+                self.service.jobs.abandon_all()
             self.process.after(0.2, self._exit)
 
         wait_for_jobs()
 
     def _exit(self) -> None:
-        if self.torn is None and not self.service.context.tiers.close(CLOSE_S):
+        if self.torn is None and not self.service.tiers.close(CLOSE_S):
             raise Broken("the disk was not closed")
         self.flush()
         self.die()
@@ -522,7 +520,7 @@ class SimDaemon:
 
     def readable(self) -> dict[bytes, Readable]:
         """For each namespace with blocks that are readable, or will be once they are taken over, these blocks."""
-        cache = self.service.context.cache
+        cache = self.service.cache
         index = {
             namespace.fingerprint: readable_in(self.service, namespace.fingerprint) for namespace in cache.namespaces
         }

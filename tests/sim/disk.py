@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from kvoffd.cache.namespace import BlockState
 from kvoffd.config import Config, DiskSize
 from kvoffd.pool.table_format import digest
-from kvoffd.server.context import Context
-from kvoffd.server.engine_memory import Post
+from kvoffd.server.memory import Post
+from kvoffd.server.service import Service
 from kvoffd.server.tiers import Disk, Tiers, stored_generation
 from kvoffd.tiers.disk.disk_tier import DiskOptions, DiskTier
 from kvoffd.tiers.disk.file import DiskFile
@@ -106,9 +106,9 @@ class SimTier(CompositeTier):
         self.disk: DiskTier
         self.takes_writes = True
 
-    def open(self, listener: TierListener, context: Context) -> DiskTier:
+    def open(self, listener: TierListener, service: Service) -> DiskTier:
         """Find what the life before has left."""
-        self._context = context
+        self._service = service
         file, rng = self.file, self._rng
         file.fault = lambda name, number: None
         self.disk = open_disk_tier(
@@ -129,8 +129,8 @@ class SimTier(CompositeTier):
             calls=file,
             wall_clock=self._clock,
             make_workers=partial(SimWorkers, self),
-            known_generation=context.state.generation,
-            stored_generation=stored_generation(context.cache, context.state),
+            known_generation=service.state.generation,
+            stored_generation=stored_generation(service.cache, service.state),
         )
         file.fault = self._fault
         return self.disk
@@ -270,7 +270,7 @@ class SimTier(CompositeTier):
         if read not in self._stale:
             return
         self._stale.discard(read)
-        namespace = self._context.cache.find_namespace(name.fingerprint)
+        namespace = self._service.cache.find_namespace(name.fingerprint)
         block = namespace.index[name.group].get(name.key) if namespace is not None else None
         if block is not None and block.state is BlockState.READY and block.shards[0].offset == offset:
             raise Broken("a block that was dropped while it came up is served")
@@ -279,14 +279,14 @@ class SimTier(CompositeTier):
 class SimDisks(Tiers):
     """The daemon's disks, of which there is one that is open from the start, and one shared tier at most."""
 
-    def __init__(self, config: Config, context: Context, tier: SimTier, post: Post) -> None:
-        parts = context.cache, context.events, context.clock, no_disk, post, lambda: False, context.state
+    def __init__(self, config: Config, service: Service, tier: SimTier, post: Post) -> None:
+        parts = service.cache, service.events, service.clock, no_disk, post, lambda: False, service.state
         super().__init__(config, *parts)
         self.tier = self._tiers = tier
         self.waited_for: Callable[[], bool] | None = None
         """What the request that is served waits for, once all that it drops is dropped."""
         disk = self._disks["/"] = Disk(DiskSize("/", tier.file.region_bytes))
-        self._opened(disk, tier.open(self._have_tiering(), context))
+        self._opened(disk, tier.open(self._have_tiering(), service))
         tier.check_dropped(tier.blocks())
 
     def share(self, tier: Callable[[TierListener], SimShared]) -> None:

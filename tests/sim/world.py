@@ -191,14 +191,14 @@ class World:
         daemon = self.daemon
         if not daemon.process.alive or daemon.service.sessions.stopping:
             return "the daemon is down"
-        if daemon.service.context.jobs.unfinished:
-            return f"{daemon.service.context.jobs.unfinished} jobs run"
+        if daemon.service.jobs.unfinished:
+            return f"{daemon.service.jobs.unfinished} jobs run"
         for engine in self.engines:
             if engine.ended:
                 return f"{engine.name} is not replaced yet"
             if reason := engine.why_not_idle():
                 return reason
-        usage = daemon.service.context.cache.pool_usage()
+        usage = daemon.service.cache.pool_usage()
         if usage.pinned_bytes or usage.leaving_bytes or usage.writing_bytes:
             return f"something is held for nobody: {usage}"
         return None

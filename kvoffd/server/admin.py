@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from kvoffd.cache.namespace import Block, Namespace
 from kvoffd.errors import KvoffdError
-from kvoffd.server.context import Context, Pending, answers, filled
+from kvoffd.server.handlers import Pending, answers, filled
 from kvoffd.server.namespaces import forget_idle
 from kvoffd.server.sessions import Session
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.units import format_size
+
+if TYPE_CHECKING:
+    from kvoffd.server.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -26,14 +30,14 @@ STATE_WAIT_S = 1.5
 
 
 @answers(a.Clear)
-def clear(context: Context, session: Session, message: a.Clear) -> Pending:
+def clear(service: Service, session: Session, message: a.Clear) -> Pending:
     """Drop the blocks of one namespace, or of all. What is empty then and nobody has open is forgotten."""
-    cache, state, unopened = context.cache, context.state, 0
+    cache, state, unopened = service.cache, service.state, 0
     if message.namespace is None:
         steps = cache.clear_all()
         state.raise_all()
-        if context.tiering is not None:
-            unopened = context.tiering.forget_unopened()
+        if service.tiering is not None:
+            unopened = service.tiering.forget_unopened()
     else:
         steps = cache.reset(cache.namespace(message.namespace))
         state.raise_generation(message.namespace)
@@ -43,19 +47,19 @@ def clear(context: Context, session: Session, message: a.Clear) -> Pending:
         for namespace in cache.namespaces:
             if not namespace.clearing and message.namespace in (None, namespace.fingerprint):
                 cache.set_generation(namespace, state.generation(namespace.fingerprint))
-        if message.namespace is None and context.tiering is not None:  # those that were forgotten in between
-            count += context.tiering.forget_unopened()
-        forget_idle(context)
+        if message.namespace is None and service.tiering is not None:  # those that were forgotten in between
+            count += service.tiering.forget_unopened()
+        forget_idle(service)
         logger.info("Session %d (%s) cleared %d blocks.", session.id, session.peer, count)
         return count
 
-    return context.removal(message.request_id, steps, cleared)
+    return service.removal(message.request_id, steps, cleared)
 
 
 @answers(a.ResetFleet)
-def reset_fleet(context: Context, session: Session, message: a.ResetFleet) -> Pending:
+def reset_fleet(service: Service, session: Session, message: a.ResetFleet) -> Pending:
     """Make a namespace's blocks void for all nodes; the count is that of the stores that were told."""
-    stores = context.tiers.shared
+    stores = service.tiers.shared
     if not stores:
         why = "No tier is shared with other nodes; start the daemon with --shared URL."
         raise KvoffdError(why, ErrorCode.NOT_READY)
@@ -67,16 +71,16 @@ def reset_fleet(context: Context, session: Session, message: a.ResetFleet) -> Pe
         if problems := [one.problem or "It has not answered yet." for one in raises if one.problem or not one.ended]:
             raise KvoffdError(f"Not every shared store could be told: {' '.join(problems)}", ErrorCode.NOT_READY)
         logger.info("Session %d (%s) reset a namespace for all nodes.", session.id, session.peer)
-        return m.Done(message.request_id, context.epoch, len(raises))
+        return m.Done(message.request_id, service.epoch, len(raises))
 
-    return Pending(poll, context.clock() + FLEET_WAIT_S)
+    return Pending(poll, service.clock() + FLEET_WAIT_S)
 
 
 @answers(a.SetQuota)
-def set_quota(context: Context, session: Session, message: a.SetQuota) -> Pending:
+def set_quota(service: Service, session: Session, message: a.SetQuota) -> Pending:
     """Set a namespace's quota, and have it written for the next daemon before the answer, which says where that
     failed."""
-    quotas, state = context.cache.blocks.quotas, context.state
+    quotas, state = service.cache.blocks.quotas, service.state
     quotas.set(message.namespace, message.quota_bytes)
     state.save_quotas(dict(quotas))
     logger.info(
@@ -91,25 +95,25 @@ def set_quota(context: Context, session: Session, message: a.SetQuota) -> Pendin
         if problem := state.problem:
             why = f"The quota holds until the daemon ends, and the next one may not have it: {problem}."
             raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
-        return m.Done(message.request_id, context.epoch, 1)
+        return m.Done(message.request_id, service.epoch, 1)
 
-    return Pending(poll, context.clock() + STATE_WAIT_S)
+    return Pending(poll, service.clock() + STATE_WAIT_S)
 
 
 @answers(a.DescribePolicy)
-def describe_policy(context: Context, session: Session, message: a.DescribePolicy) -> a.PolicyDescribed:
-    policy, key = context.cache.policy, None
+def describe_policy(service: Service, session: Session, message: a.DescribePolicy) -> a.PolicyDescribed:
+    policy, key = service.cache.policy, None
     if message.namespace is not None:
-        namespace = context.cache.namespace(message.namespace)
+        namespace = service.cache.namespace(message.namespace)
         namespace.check_keys(message.group, message.key)
         key = policy.worth_of(namespace, message.group, message.key) if message.key else None
     state = policy.describe()
     return filled(
         a.PolicyDescribed,
         state,
-        context,
+        service,
         request_id=message.request_id,
-        policy=context.config.eviction_policy,
+        policy=service.config.eviction_policy,
         ghost_keys=policy.ghosts,
         policy_bytes=policy.nbytes,
         classes=list(state.classes),
@@ -118,26 +122,26 @@ def describe_policy(context: Context, session: Session, message: a.DescribePolic
 
 
 @answers(a.Record)
-def record(context: Context, session: Session, message: a.Record) -> a.Recorded:
-    found = context.recorder.fetch(session, message.recording, message.end)
-    return a.Recorded(message.request_id, context.epoch, *found)
+def record(service: Service, session: Session, message: a.Record) -> a.Recorded:
+    found = service.recorder.fetch(session, message.recording, message.end)
+    return a.Recorded(message.request_id, service.epoch, *found)
 
 
 @answers(a.Scrub)
-def scrub(context: Context, session: Session, message: a.Scrub) -> a.ScrubReply:
+def scrub(service: Service, session: Session, message: a.Scrub) -> a.ScrubReply:
     """Begin to compare every readable block with its checksum, or tell how far that is."""
     if message.start:
-        context.scrubber.start()
-    return context.scrubber.report(message.request_id, context.epoch)
+        service.scrubber.start()
+    return service.scrubber.report(message.request_id, service.epoch)
 
 
 @answers(a.DescribeNamespace)
-def describe_namespace(context: Context, session: Session, message: a.DescribeNamespace) -> a.NamespaceDescribed:
-    namespace = context.cache.namespace(message.namespace)
+def describe_namespace(service: Service, session: Session, message: a.DescribeNamespace) -> a.NamespaceDescribed:
+    namespace = service.cache.namespace(message.namespace)
     ranks = [namespace.shards(rank) for rank in range(namespace.world_size)]
     return filled(
         a.NamespaceDescribed,
-        context,
+        service,
         namespace,
         request_id=message.request_id,
         groups=list(namespace.groups),
@@ -146,8 +150,8 @@ def describe_namespace(context: Context, session: Session, message: a.DescribeNa
 
 
 @answers(a.ListBlocks)
-def list_blocks(context: Context, session: Session, message: a.ListBlocks) -> a.BlocksListed:
-    namespace, prefix = context.cache.namespace(message.namespace), message.prefix.lower()
+def list_blocks(service: Service, session: Session, message: a.ListBlocks) -> a.BlocksListed:
+    namespace, prefix = service.cache.namespace(message.namespace), message.prefix.lower()
     if message.group >= (groups := len(namespace.groups)):
         there = "only group 0" if groups == 1 else f"groups 0 to {groups - 1}"
         raise KvoffdError(
@@ -162,7 +166,7 @@ def list_blocks(context: Context, session: Session, message: a.ListBlocks) -> a.
     else:
         found, position = index.page(position, LISTED_PLACES, lambda block: block.key.hex().startswith(prefix), limit)
     infos = [_block_info(namespace, block) for block in found]
-    return a.BlocksListed(message.request_id, context.epoch, infos, position)
+    return a.BlocksListed(message.request_id, service.epoch, infos, position)
 
 
 def _block_info(namespace: Namespace, block: Block) -> a.BlockInfo:

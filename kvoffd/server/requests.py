@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import os
+from typing import TYPE_CHECKING
 
 from kvoffd import __version__
 from kvoffd.cache.namespace import Namespace
 from kvoffd.errors import BadGeometry, KvoffdError
 from kvoffd.observe.logging import RareWarnings
-from kvoffd.server.context import Context, Later, Pending, answers, filled
-from kvoffd.server.engine_memory import EngineMemory, segment_ids
+from kvoffd.server.handlers import Later, Pending, answers, filled
+from kvoffd.server.memory import EngineMemory, segment_ids
 from kvoffd.server.namespaces import Opening
 from kvoffd.server.sessions import Registration, Session
 from kvoffd.transfer.plan import build_layouts
@@ -21,12 +22,15 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import MAX_PAGES, Handle
 from kvoffd_proto.units import printable
 
+if TYPE_CHECKING:
+    from kvoffd.server.service import Service
+
 logger = logging.getLogger(__name__)
 _other_versions = RareWarnings(logger)
 
 
 @answers(m.Hello)
-def hello(context: Context, session: Session, message: m.Hello) -> m.Welcome:
+def hello(service: Service, session: Session, message: m.Hello) -> m.Welcome:
     """Open the session. Saying it twice with the same role is harmless."""
     if message.protocol_version != m.PROTOCOL_VERSION:
         _other_versions.warn(
@@ -41,52 +45,52 @@ def hello(context: Context, session: Session, message: m.Hello) -> m.Welcome:
             f"{m.PROTOCOL_VERSION}; install the same kvoffd release on both ends.",
             ErrorCode.BAD_VERSION,
         )
-    config = context.config
-    context.sessions.say_hello(session, message.role, printable(message.name), printable(message.software))
+    config = service.config
+    service.sessions.say_hello(session, message.role, printable(message.name), printable(message.software))
     return m.Welcome(
         message.request_id,
-        context.epoch,
+        service.epoch,
         session.id,
         __version__,
-        [*context.memory.kinds, "kv_events"],
+        [*service.memory.kinds, "kv_events"],
         filled(m.Limits, config.limits),
-        context.sessions.credit_of(session),
+        service.sessions.credit_of(session),
         round(config.limits.lease_ttl_s * 1000),
         round(config.limits.job_deadline_s * 1000),
     )
 
 
 @answers(m.Results)
-def results(context: Context, session: Session, message: m.Results) -> m.ResultsReply:
+def results(service: Service, session: Session, message: m.Results) -> m.ResultsReply:
     """Give out the completions that were not acknowledged, and the jobs that have none yet."""
     session.completions.acknowledge(message.acknowledged)
     # A job that ended but whose batch is still open must be in one of the two lists.
-    context.flush_completions(session)
-    return m.ResultsReply(message.request_id, context.epoch, session.completions.replay(), list(session.jobs))
+    service.flush_completions(session)
+    return m.ResultsReply(message.request_id, service.epoch, session.completions.replay(), list(session.jobs))
 
 
 @answers(m.OpenNamespace)
-def open_namespace(context: Context, session: Session, message: m.OpenNamespace) -> Pending:
-    context.sessions.check_not_stopping()
-    opening = Opening(context, session, message)
+def open_namespace(service: Service, session: Session, message: m.OpenNamespace) -> Pending:
+    service.sessions.check_not_stopping()
+    opening = Opening(service, session, message)
 
     def poll(late: bool) -> m.NamespaceOpened | None:
         opened = opening.poll(late)
-        return None if opened is None else m.NamespaceOpened(message.request_id, context.epoch, opened[1])
+        return None if opened is None else m.NamespaceOpened(message.request_id, service.epoch, opened[1])
 
     return Pending(poll, opening.until)
 
 
 @answers(m.Register)
-def register(context: Context, session: Session, message: m.Register) -> Pending:
+def register(service: Service, session: Session, message: m.Register) -> Pending:
     """Map a worker's memory; the reply follows once that is done.
 
     Takes the attached descriptors over when all of it is sound, none of them otherwise.
     """
-    context.sessions.check_not_stopping()
+    service.sessions.check_not_stopping()
     session.check_namespace(message.namespace)
-    namespace = context.cache.namespace(message.namespace)
-    _check_registration(context, session, message, namespace)
+    namespace = service.cache.namespace(message.namespace)
+    _check_registration(service, session, message, namespace)
     descriptors = _claim(session, message.segments)
     session.registering.add(message.registration_id)
     answer = Later()
@@ -94,7 +98,7 @@ def register(context: Context, session: Session, message: m.Register) -> Pending
     def mapped(result: EngineMemory | Exception) -> None:
         session.registering.discard(message.registration_id)
         try:
-            reply = _registered(context, session, message, namespace, result)
+            reply = _registered(service, session, message, namespace, result)
         except Exception as error:
             _give_back(session, descriptors)
             answer.bring(error)
@@ -104,29 +108,29 @@ def register(context: Context, session: Session, message: m.Register) -> Pending
         answer.bring(reply)
 
     try:
-        context.memory.map(message.registration_id, session.peer.uid, message.segments, descriptors, mapped)
+        service.memory.map(message.registration_id, session.peer.uid, message.segments, descriptors, mapped)
     except Exception as error:
         mapped(error)
     return Pending(answer.poll)
 
 
 @answers(m.Unregister)
-def unregister(context: Context, session: Session, message: m.Unregister) -> Pending:
+def unregister(service: Service, session: Session, message: m.Unregister) -> Pending:
     """Stop the registration's jobs and unmap its memory; the reply follows once that is done."""
     registration = session.registration(message.registration_id)
     del session.registrations[message.registration_id]
     answer = Later()
-    context.jobs.abandon([job for job in session.jobs.values() if job.registration is registration])
-    registration.close_when_idle(lambda: answer.bring(m.Done(message.request_id, context.epoch, 1)))
+    service.jobs.abandon([job for job in session.jobs.values() if job.registration is registration])
+    registration.close_when_idle(lambda: answer.bring(m.Done(message.request_id, service.epoch, 1)))
     return Pending(answer.poll)
 
 
-def _check_registration(context: Context, session: Session, message: m.Register, namespace: Namespace) -> None:
+def _check_registration(service: Service, session: Session, message: m.Register, namespace: Namespace) -> None:
     """Raise KvoffdError where the registration cannot be."""
     if message.registration_id in session.registrations or message.registration_id in session.registering:
         raise BadGeometry("A registration with this id exists; make a new id.")
     held = len(session.registrations) + len(session.registering)
-    if held >= context.config.limits.max_registrations:
+    if held >= service.config.limits.max_registrations:
         raise KvoffdError(f"The session holds {held} registrations, its limit.", ErrorCode.TOO_MANY)
     if message.rank >= namespace.world_size:
         raise BadGeometry(f"Rank {message.rank} is outside the namespace's world size {namespace.world_size}.")
@@ -137,7 +141,7 @@ def _check_registration(context: Context, session: Session, message: m.Register,
 
 
 def _registered(
-    context: Context,
+    service: Service,
     session: Session,
     message: m.Register,
     namespace: Namespace,
@@ -155,13 +159,13 @@ def _registered(
             ShardSpec(message.blocks_per_key, [PageSpec(page.page_bytes, page.layer) for page in pages])
             for pages in message.groups
         ]
-        context.cache.set_shard_bytes(namespace, message.rank, shard_bytes, shards)
+        service.cache.set_shard_bytes(namespace, message.rank, shard_bytes, shards)
     except BaseException:
         memory.close(lambda: None)
         raise
     registration = Registration(memory, namespace, message.rank, layouts)
     session.registrations[message.registration_id] = registration
-    return m.Registered(message.request_id, context.epoch, message.registration_id, shard_bytes)
+    return m.Registered(message.request_id, service.epoch, message.registration_id, shard_bytes)
 
 
 def _claim(session: Session, handles: list[Handle]) -> dict[int, int]:
@@ -183,82 +187,82 @@ def _give_back(session: Session, descriptors: dict[int, int]) -> None:
 
 
 @answers(m.Lookup)
-def lookup(context: Context, session: Session, message: m.Lookup) -> m.LookupReply:
+def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupReply:
     """Tell which keys are ready and pin those."""
-    started = context.clock()
+    started = service.clock()
     session.check_namespace(message.namespace)
-    namespace = context.cache.namespace(message.namespace)
-    context.check_key_count(namespace, message.groups)
-    context.check_lease_count(session)
+    namespace = service.cache.namespace(message.namespace)
+    service.check_key_count(namespace, message.groups)
+    service.check_lease_count(session)
     groups = [(part.group, part.keys) for part in message.groups]
-    answer = context.cache.lookup(
+    answer = service.cache.lookup(
         namespace, message.lease_id, session.id, groups, again=message.again, extend=message.extend
     )
-    ttl_ms = round(context.config.limits.lease_ttl_s * 1000) if answer.pinned else 0
-    context.lookups.append((message.lease_id, None if namespace.of_bench else context.clock() - started))
+    ttl_ms = round(service.config.limits.lease_ttl_s * 1000) if answer.pinned else 0
+    service.lookups.append((message.lease_id, None if namespace.of_bench else service.clock() - started))
     wait_ms = 0
-    if (tiering := context.tiering) is not None and any(not m.COMING.isdisjoint(states) for states in answer.states):
+    if (tiering := service.tiering) is not None and any(not m.COMING.isdisjoint(states) for states in answer.states):
         wait_ms = math.ceil(tiering.wait_s * 1000)
     return m.LookupReply(
-        message.request_id, context.epoch, message.lease_id, answer.states, answer.pinned, ttl_ms, wait_ms
+        message.request_id, service.epoch, message.lease_id, answer.states, answer.pinned, ttl_ms, wait_ms
     )
 
 
 @answers(m.Release)
-def release(context: Context, session: Session, message: m.Release) -> m.Done:
-    return m.Done(message.request_id, context.epoch, context.cache.release(session.id, message.lease_ids))
+def release(service: Service, session: Session, message: m.Release) -> m.Done:
+    return m.Done(message.request_id, service.epoch, service.cache.release(session.id, message.lease_ids))
 
 
 @answers(m.Invalidate)
-def invalidate(context: Context, session: Session, message: m.Invalidate) -> Pending:
+def invalidate(service: Service, session: Session, message: m.Invalidate) -> Pending:
     """Forget blocks now, but for those of an earlier daemon, which are looked for in the background."""
     session.check_namespace(message.namespace)
-    namespace = context.cache.namespace(message.namespace)
-    context.check_key_count(namespace, message.groups)
-    steps = context.cache.invalidate(namespace, [(part.group, part.keys) for part in message.groups])
-    context.tiers.invalidated(namespace, message.groups)
-    return context.removal(message.request_id, steps, at_once=not namespace.inherited_blocks)
+    namespace = service.cache.namespace(message.namespace)
+    service.check_key_count(namespace, message.groups)
+    steps = service.cache.invalidate(namespace, [(part.group, part.keys) for part in message.groups])
+    service.tiers.invalidated(namespace, message.groups)
+    return service.removal(message.request_id, steps, at_once=not namespace.inherited_blocks)
 
 
 @answers(m.ReportEngine)
-def report_engine(context: Context, session: Session, message: m.ReportEngine) -> m.Done:
+def report_engine(service: Service, session: Session, message: m.ReportEngine) -> m.Done:
     session.check_namespace(message.namespace)
-    counters = context.cache.namespace(message.namespace).counters
+    counters = service.cache.namespace(message.namespace).counters
     counters.prefill_tokens_per_second = message.prefill_tokens_per_second
     counters.load_tokens_per_second = message.load_tokens_per_second
     counters.skipped_loads += message.skipped_loads
     counters.paused_stores += message.paused_stores
     counters.late_lookups += message.late_lookups
-    return m.Done(message.request_id, context.epoch)
+    return m.Done(message.request_id, service.epoch)
 
 
 @answers(m.Reset)
-def reset(context: Context, session: Session, message: m.Reset) -> Pending:
+def reset(service: Service, session: Session, message: m.Reset) -> Pending:
     """Drop every block of a namespace that the session has opened."""
     session.check_namespace(message.namespace)
-    namespace = context.cache.namespace(message.namespace)
-    steps = context.cache.reset(namespace)
-    context.state.raise_generation(message.namespace)
+    namespace = service.cache.namespace(message.namespace)
+    steps = service.cache.reset(namespace)
+    service.state.raise_generation(message.namespace)
 
     def removed(count: int) -> int:
-        context.cache.set_generation(namespace, context.state.generation(message.namespace))
-        context.tiers.namespace_reset(message.namespace)
+        service.cache.set_generation(namespace, service.state.generation(message.namespace))
+        service.tiers.namespace_reset(message.namespace)
         return count
 
-    return context.removal(message.request_id, steps, removed)
+    return service.removal(message.request_id, steps, removed)
 
 
 @answers(m.Submit)
-def submit(context: Context, session: Session, message: m.Submit) -> None:
+def submit(service: Service, session: Session, message: m.Submit) -> None:
     """Accept stores and loads, all or none. Their results are the answer."""
     session.completions.acknowledge(message.acknowledged)
-    context.sessions.check_not_stopping()
-    context.jobs.submit(session, message)
+    service.sessions.check_not_stopping()
+    service.jobs.submit(session, message)
 
 
 @answers(m.Cancel)
-def cancel(context: Context, session: Session, message: m.Cancel) -> m.CancelReply:
+def cancel(service: Service, session: Session, message: m.Cancel) -> m.CancelReply:
     """Fail jobs that have not started. Unknown ids have ended and are in neither list."""
     session.completions.acknowledge(message.acknowledged)
-    cancelled, running = context.jobs.cancel(session, message.job_ids, message.unsent)
-    return m.CancelReply(message.request_id, context.epoch, cancelled, running)
+    cancelled, running = service.jobs.cancel(session, message.job_ids, message.unsent)
+    return m.CancelReply(message.request_id, service.epoch, cancelled, running)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -13,7 +14,7 @@ from kvoffd.cache.index_memory import index_memory
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import settings_in_force
 from kvoffd.memory_estimate import max_index_bytes
-from kvoffd.server.context import Context, answers, filled
+from kvoffd.server.handlers import answers, filled
 from kvoffd.server.health import health_of, health_reply
 from kvoffd.server.recent import named
 from kvoffd.server.sessions import Session
@@ -24,17 +25,20 @@ from kvoffd.transfer.plan import Direction
 from kvoffd_proto import admin as a
 from kvoffd_proto import stats as s
 
+if TYPE_CHECKING:
+    from kvoffd.server.service import Service
+
 DESCRIPTIONS_BYTES = 1 << 20
 """Of the namespaces in one listing: 64 KiB of each would make tens of MiB."""
 
 
 @answers(s.Stats)
-def stats(context: Context, session: Session, message: s.Stats) -> s.StatsReply:
-    return stats_reply(context, message)
+def stats(service: Service, session: Session, message: s.Stats) -> s.StatsReply:
+    return stats_reply(service, message)
 
 
-def stats_reply(context: Context, message: s.Stats) -> s.StatsReply:
-    cache = context.cache
+def stats_reply(service: Service, message: s.Stats) -> s.StatsReply:
+    cache = service.cache
     cache.count_misses()
     quotas = cache.blocks.quotas
     namespaces = [
@@ -45,63 +49,63 @@ def stats_reply(context: Context, message: s.Stats) -> s.StatsReply:
             namespace=namespace.fingerprint,
             quota_bytes=quotas.of(namespace.fingerprint),
             misses=named(namespace.counters.misses),
-            recent=context.recent.of_namespace(namespace),
-            curve=context.curve.of_namespace(namespace),
+            recent=service.recent.of_namespace(namespace),
+            curve=service.curve.of_namespace(namespace),
         )
         for namespace in cache.namespaces
     ]
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    level, causes = health_of(context)
+    level, causes = health_of(service)
     return filled(
         s.StatsReply,
-        context,
+        service,
         cache,
-        context.loop_watch,
-        context.jobs,
+        service.loop_watch,
+        service.jobs,
         request_id=message.request_id,
         daemon_version=__version__,
         pid=os.getpid(),
-        uptime_seconds=context.clock() - context.started_at,
-        policy=context.config.eviction_policy,
+        uptime_seconds=service.clock() - service.started_at,
+        policy=service.config.eviction_policy,
         ghost_keys=cache.policy.ghosts,
         policy_bytes=cache.policy.nbytes,
-        pool=_pool_stats(context),
-        store=_direction_stats(context, Direction.STORE),
-        load=_direction_stats(context, Direction.LOAD),
-        lookup_seconds=context.lookup_times.counted(),
+        pool=_pool_stats(service),
+        store=_direction_stats(service, Direction.STORE),
+        load=_direction_stats(service, Direction.LOAD),
+        lookup_seconds=service.lookup_times.counted(),
         leases=len(cache.leases),
         pinned_blocks=cache.blocks.pinned_blocks,
-        sessions=sum(1 for _ in context.sessions),
-        ended_sessions=dict(context.sessions.ended),
-        lookups_per_second=context.lookup_rate.per_second(),
-        errors=dict(context.errors),
-        replies_dropped=dict(context.replies_dropped),
-        events_published=context.events.published,
+        sessions=sum(1 for _ in service.sessions),
+        ended_sessions=dict(service.sessions.ended),
+        lookups_per_second=service.lookup_rate.per_second(),
+        errors=dict(service.errors),
+        replies_dropped=dict(service.replies_dropped),
+        events_published=service.events.published,
         cpu_seconds=usage.ru_utime + usage.ru_stime,
         resident_bytes=_resident_bytes(),
         namespaces=namespaces,
         integrity=filled(s.IntegrityStats, cache.integrity),
-        below=_tiering_stats(context),
-        disks=list(map(_disk_stats, context.tiers)),
-        shared=_shared_stats(context),
+        below=_tiering_stats(service),
+        disks=list(map(_disk_stats, service.tiers)),
+        shared=_shared_stats(service),
         health=level,
         health_problems=dict(Counter(cause.reason for cause in causes)),
-        recent=context.recent.in_all(),
-        curve=context.curve.in_all(),
-        curve_seen_bytes=context.curve.seen_bytes,
-        curve_bytes=context.curve.nbytes,
-        settings=[s.SettingInfo(*one) for one in settings_in_force(context.config)],
+        recent=service.recent.in_all(),
+        curve=service.curve.in_all(),
+        curve_seen_bytes=service.curve.seen_bytes,
+        curve_bytes=service.curve.nbytes,
+        settings=[s.SettingInfo(*one) for one in settings_in_force(service.config)],
     )
 
 
 @answers(a.Health)
-def health(context: Context, session: Session, message: a.Health) -> a.HealthReply:
-    return health_reply(context, message)
+def health(service: Service, session: Session, message: a.Health) -> a.HealthReply:
+    return health_reply(service, message)
 
 
 @answers(a.Sessions)
-def sessions(context: Context, session: Session, message: a.Sessions) -> a.SessionsReply:
-    now, leases = context.clock(), context.cache.leases
+def sessions(service: Service, session: Session, message: a.Sessions) -> a.SessionsReply:
+    now, leases = service.clock(), service.cache.leases
     infos = [
         filled(
             a.SessionInfo,
@@ -119,14 +123,14 @@ def sessions(context: Context, session: Session, message: a.Sessions) -> a.Sessi
             namespaces=sorted(one.namespaces),
             pinned_bytes=leases.held(one.id).nbytes,
         )
-        for one in context.sessions
+        for one in service.sessions
     ]
-    return a.SessionsReply(message.request_id, context.epoch, infos)
+    return a.SessionsReply(message.request_id, service.epoch, infos)
 
 
 @answers(a.Namespaces)
-def namespaces(context: Context, session: Session, message: a.Namespaces) -> a.NamespacesReply:
-    cache = context.cache
+def namespaces(service: Service, session: Session, message: a.Namespaces) -> a.NamespacesReply:
+    cache = service.cache
     quotas = cache.blocks.quotas
     infos = [
         filled(
@@ -135,7 +139,7 @@ def namespaces(context: Context, session: Session, message: a.Namespaces) -> a.N
             namespace=namespace.fingerprint,
             groups=list(namespace.groups),
             shard_bytes=_shard_bytes(namespace),
-            sessions=sum(namespace.fingerprint in session.namespaces for session in context.sessions),
+            sessions=sum(namespace.fingerprint in session.namespaces for session in service.sessions),
             quota_bytes=quotas.of(namespace.fingerprint),
         )
         for namespace in cache.namespaces
@@ -145,11 +149,11 @@ def namespaces(context: Context, session: Session, message: a.Namespaces) -> a.N
         room_bytes -= len(info.description)
         if room_bytes < 0:
             infos[number] = structs.replace(info, description="")
-    return a.NamespacesReply(message.request_id, context.epoch, infos)
+    return a.NamespacesReply(message.request_id, service.epoch, infos)
 
 
-def _pool_stats(context: Context) -> s.PoolStats:
-    cache, pinning = context.cache, context.memory.pinning
+def _pool_stats(service: Service) -> s.PoolStats:
+    cache, pinning = service.cache, service.memory.pinning
     usage = cache.pool_usage()
     held = sum(namespace.held_blocks for namespace in cache.namespaces)
     index_bytes = index_memory(cache.blocks, cache.policy)
@@ -166,12 +170,12 @@ def _pool_stats(context: Context) -> s.PoolStats:
         index_bytes=index_bytes,
         index_block_bytes=index_bytes / held if held else 0.0,
         index_counted_bytes=cache.blocks.index_bytes,
-        index_limit_bytes=max_index_bytes(context.config),
+        index_limit_bytes=max_index_bytes(service.config),
     )
 
 
-def _tiering_stats(context: Context) -> s.TieringStats | None:
-    tiering = context.tiering
+def _tiering_stats(service: Service) -> s.TieringStats | None:
+    tiering = service.tiering
     if tiering is None:
         return None
     promoter, demoter = tiering.promoter, tiering.demoter
@@ -188,8 +192,8 @@ def _tiering_stats(context: Context) -> s.TieringStats | None:
     )
 
 
-def _shared_stats(context: Context) -> list[s.SharedStats]:
-    if (tiering := context.tiering) is None:
+def _shared_stats(service: Service) -> list[s.SharedStats]:
+    if (tiering := service.tiering) is None:
         return []
     return [
         filled(
@@ -200,16 +204,16 @@ def _shared_stats(context: Context) -> list[s.SharedStats]:
             failed_promotions=dict(shared.promoter.failures),
             errors=dict(tier.counters.errors),
             servers=[s.SharedServer(*server) for server in tier.servers],
-            left_namespaces=sum(one.fingerprint in shared.unshared for one in context.cache.namespaces),
+            left_namespaces=sum(one.fingerprint in shared.unshared for one in service.cache.namespaces),
         )
         for shared in tiering.shared
         if isinstance(tier := shared.tier, SharedTier)
     ]
 
 
-def _direction_stats(context: Context, direction: Direction) -> s.DirectionStats:
-    counters = context.jobs.counters[direction]
-    load = context.memory.load_of(direction)
+def _direction_stats(service: Service, direction: Direction) -> s.DirectionStats:
+    counters = service.jobs.counters[direction]
+    load = service.memory.load_of(direction)
     return filled(
         s.DirectionStats,
         counters,
