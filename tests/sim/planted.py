@@ -518,7 +518,7 @@ PLANTED = (
         "restore",
         "if not pool.adopted:",
         "if pool.take_recovered():",
-        door="tests/daemon/test_restart.py::test_restart_brings_back_blocks_names_and_events",
+        door="tests/daemon/test_restart.py::test_restart_brings_back_blocks_and_names",
     ),
     Planted(
         "a restart forgets a reset",
