@@ -34,7 +34,6 @@ MAX_SUBSCRIPTION_BYTES = 4096
 BACKLOG = 1024
 DRAIN_S, DRAINED_AT_ONCE = 0.002, 64
 """How long, and how many messages, before the loop looks at lifelines and timers."""
-REPLAYED_AT_ONCE = 64
 NOBODY = 2**32 - 1
 """No user and no group has this id."""
 # pyzmq makes an enum's member of each of these where it is given one; plain numbers are faster.
@@ -209,21 +208,17 @@ class Sockets:
                 self._events.send(number, _SNDMORE)
                 self._events.send(payload)  # never waits: PUB drops what a subscriber has no room for
         for route, frame in replies:  # after the completions: a reply may tell the client to look for them
-            self._send(route, frame)
+            self._reply(route, frame)
         service.after_send()
         return bool(replies)
 
-    def _send(self, route: bytes, *frames: bytes) -> bool:
+    def _reply(self, route: bytes, frame: bytes) -> None:
         try:
             self._jobs.send(route, _NOBLOCK | _SNDMORE)
+            self._jobs.send(frame, _NOBLOCK)
         except zmq.ZMQError as error:
             assert self._service is not None
             self._service.replies_dropped["unread" if isinstance(error, zmq.Again) else "gone"] += 1
-            return False
-        for frame in frames[:-1]:
-            self._jobs.send(frame, _NOBLOCK | _SNDMORE)
-        self._jobs.send(frames[-1], _NOBLOCK)
-        return True
 
     # --- who may connect --------------------------------------------------------------------------
 
