@@ -514,7 +514,12 @@ class SimDaemon:
         if self.torn is not None:
             kept, expected = self.torn, None
         else:
-            kept, expected = keep(self._pool), self.readable()
+            # Of what a request was about to clear a part is there, and the next daemon may know that it is void.
+            cleared = any(
+                namespace.clearing or namespace.generation != self.service.state.generation(namespace.fingerprint)
+                for namespace in self.service.cache.namespaces
+            )
+            kept, expected = keep(self._pool), None if cleared else self.readable()
         self._pool.close()
         self._world.daemon_died(kept, expected)
 
