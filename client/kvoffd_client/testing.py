@@ -41,7 +41,7 @@ def running_daemon(pool_size: str = "64MiB", **settings: str) -> Iterator[Path]:
     """A daemon of its own, as ``kvoffd serve`` starts it; yields the directory of its sockets.
 
     Args:
-        settings: the daemon's, by name, such as ``lease_ttl="5s"``. HTTP is off unless ``http_address`` is given.
+        settings: the daemon's, by name, such as ``log_level="debug"``. HTTP is off unless ``http_address`` is given.
 
     Raises:
         DaemonUnavailable: it did not start; the sentence has the end of its log.

@@ -59,8 +59,8 @@ def _crowded(service: Service) -> list[a.HealthProblem]:
             a.HealthProblem(
                 "pool_pinned",
                 f"{format_size(usage.pinned_bytes)} of {format_size(usable_bytes)} of the pool are pinned"
-                f"{_most_pinned(service)}: stores find no room. `kvoffd-cli sessions` says who holds what; lower "
-                "leased_share, or enlarge the pool.",
+                f"{_most_pinned(service)}: stores find no room. `kvoffd-cli sessions` says who holds what. "
+                "Enlarge the pool, or end the sessions that hold blocks and do not load them.",
             )
         )
     recent = service.recent.over(FLOW_WINDOW_S)

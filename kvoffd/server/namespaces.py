@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 MAX_NAMESPACES_OF_SESSION = 16
 """An engine is in one at a time."""
-OTHERS_PART = 4
-"""One part in so many of the namespaces stays for other users than the one who has most of them open."""
 OPEN_WAIT_S = 1.0
 """For another namespace to be freed."""
 FORGET_AFTER_S = 60.0
@@ -40,7 +38,7 @@ class Opening:
         self._message = message
         self._freed: Work | None = None
         self.until = service.clock() + OPEN_WAIT_S
-        _check_places(service, session, message.namespace)
+        _check_places(session, message.namespace)
 
     def poll(self, late: bool) -> tuple[Namespace, bool] | None:
         """The namespace, open for the session, and whether it is new; None while it waits.
@@ -52,7 +50,7 @@ class Opening:
         if self._freed is not None:
             if not self._freed.done and not late:
                 return None
-            _check_places(service, session, message.namespace)  # the session may have opened others in between
+            _check_places(session, message.namespace)  # the session may have opened others in between
         cache, fingerprint = service.cache, message.namespace
         geometry = message.world_size, message.key_bytes, message.groups
         known = cache.find_namespace(fingerprint)
@@ -90,20 +88,13 @@ def forget_idle(service: Service, after_s: float = 0.0) -> None:
             _forget(service, namespace)
 
 
-def _check_places(service: Service, session: Session, fingerprint: bytes) -> None:
-    """Raise KvoffdError where the session, or its user, may not open one more namespace."""
+def _check_places(session: Session, fingerprint: bytes) -> None:
+    """Raise KvoffdError where the session may not open one more namespace."""
     if fingerprint in session.namespaces:
         return
     if (held := len(session.namespaces)) >= MAX_NAMESPACES_OF_SESSION:
         raise KvoffdError(
             f"The session has {held} namespaces open, its limit; open another session.", ErrorCode.TOO_MANY
-        )
-    uid, limit = session.peer.uid, service.config.limits.max_namespaces
-    users = {name for other in service.sessions if other.peer.uid == uid for name in other.namespaces}
-    if fingerprint not in users and len(users) >= limit - limit // OTHERS_PART:
-        raise KvoffdError(
-            f"Sessions of user {uid} have {len(users)} namespaces open, the most for one user; raise max_namespaces.",
-            ErrorCode.TOO_MANY,
         )
 
 
@@ -135,7 +126,7 @@ def _make_space(service: Service, message: OpenNamespace, late: bool) -> Work | 
     if not unused or late:
         raise KvoffdError(
             f"{len(cache.namespaces)} namespaces are open, with {cache.namespaces_bytes} bytes beside their "
-            "blocks, the limit; raise max_namespaces or namespaces_size.",
+            "blocks, the limit. End engines that are not needed; the namespaces that nobody has open make room.",
             ErrorCode.TOO_MANY,
         )
     namespace = min(unused, key=lambda one: one.ready_bytes)

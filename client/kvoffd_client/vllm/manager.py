@@ -392,7 +392,7 @@ class RequestState:
         if count > limit:
             logger.warning_once(  # type: ignore[attr-defined]
                 "kvoffd: a prompt has %d block hashes in its groups, and the daemon takes %d in one lookup; the rest "
-                "is computed. Raise the daemon's max_keys_per_request (and max_frame_size: 32 bytes each).",
+                "is computed. Have each hash cover more tokens (--block-size).",
                 count,
                 limit,
             )
