@@ -63,6 +63,8 @@ QUIET_S = 0.05
 """Engines that have copied nothing for so long do not copy."""
 MAX_UNACKNOWLEDGED_RESULTS = 16_384
 """Also because one ResultsReply has all of them."""
+MAX_UNACKNOWLEDGED_KEY_BYTES = 2 << 20
+"""Of the keys that these results name: 65,536 keys of 32 bytes. One result may name thousands."""
 
 ERROR_OF_OUTCOME = {
     Outcome.CANCELLED: ErrorCode.CANCELLED,
@@ -514,7 +516,8 @@ class Jobs:
                 f"{limits.max_jobs_in_flight} allowed.",
                 ErrorCode.TOO_MANY,
             )
-        if len(session.completions) >= MAX_UNACKNOWLEDGED_RESULTS:
+        held = session.completions
+        if len(held) >= MAX_UNACKNOWLEDGED_RESULTS or held.key_bytes >= MAX_UNACKNOWLEDGED_KEY_BYTES:
             raise KvoffdError("The session does not acknowledge its results; each Submit may.", ErrorCode.TOO_MANY)
         if message.stores.job_ids and session.store_bytes > self._max_store_bytes:
             raise KvoffdError(

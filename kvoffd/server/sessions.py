@@ -83,10 +83,13 @@ class CompletionLog:
         self._kept: deque[Completions] = deque()
         self._kept_results = 0
         self.sequence = 0
+        self.key_bytes = 0
+        """Of the keys that results which are not acknowledged name."""
 
     def add(self, results: Sequence[JobResult]) -> None:
         """Put ``results`` into the batch that the next flush publishes."""
         self._pending += results
+        self.key_bytes += _key_bytes(results)
 
     def flush(self, credit_bytes: int) -> tuple[bytes, bytes, bytes] | None:
         """Close the current batch; return it as the frames to publish, or None when it is empty."""
@@ -101,7 +104,9 @@ class CompletionLog:
 
     def acknowledge(self, sequence: int) -> None:
         while self._kept and self._kept[0].sequence <= sequence:
-            self._kept_results -= len(self._kept.popleft().results)
+            results = self._kept.popleft().results
+            self._kept_results -= len(results)
+            self.key_bytes -= _key_bytes(results)
 
     def replay(self) -> list[Completions]:
         """All batches that are not acknowledged, oldest first."""
@@ -110,6 +115,10 @@ class CompletionLog:
     def __len__(self) -> int:
         """Results that are not acknowledged."""
         return self._kept_results + len(self._pending)
+
+
+def _key_bytes(results: Sequence[JobResult]) -> int:
+    return sum([len(part.keys) for result in results for part in (*result.failed, *result.declined)])
 
 
 @dataclass(eq=False)
