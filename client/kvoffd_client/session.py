@@ -378,8 +378,11 @@ class Session(Closing):
             if entry is not None:  # a callback may have ended the session, and all its requests with it
                 entry[1](RequestTimeout("The kvoffd daemon did not answer in time; try again later."), now)
         self._next_expiry = min((deadline for deadline, _ in self._pending.values()), default=NEVER)
-        if late and self._phase is Phase.READY:  # whether it was that reply alone, or the daemon is silent
+        owed = self._owed_since < NEVER and not self._pending
+        if (late or owed) and self._phase is Phase.READY:  # whether it was that reply alone, or the daemon is silent
             self._request(self._hello(), lambda *_: None, now)
+            if not self._pending:  # its socket's queue is full; without another try nothing would ever come
+                self._next_expiry = now + self._options.request_timeout_s
 
     # --- connecting ------------------------------------------------------------------------------
 

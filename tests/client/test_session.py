@@ -291,6 +291,25 @@ def test_a_daemon_that_owes_a_reply_for_long_counts_as_away_until_it_answers(
     assert scheduler.problem is None
 
 
+def test_a_daemon_is_asked_again_whose_queue_was_full_when_the_last_reply_was_overdue(
+    scheduler: SchedulerClient, link: PaperLink
+) -> None:
+    connect(scheduler, link, 0.0)
+    look_up(scheduler, link, 0.0)
+    link.full = True
+    asked, now = link.count(m.Hello), 0.0
+    while now < OPTIONS.unresponsive_after_s + 0.1:
+        now += 0.1
+        scheduler.tick(now)
+    assert not scheduler.ready
+    link.full = False
+    assert scheduler.wake_at() <= now + OPTIONS.request_timeout_s
+    scheduler.tick(scheduler.wake_at())
+    assert link.count(m.Hello) == asked + 1
+    scheduler.on_reply(m.Done(link.last(m.Hello).request_id, EPOCH), now)
+    assert scheduler.ready
+
+
 @pytest.mark.parametrize("loads", [[], [m.Load(2, 1 << 32, TRANSFER)]], ids=["stores-only", "beside-a-load"])
 def test_stores_are_abandoned_where_a_daemon_owes_a_reply_for_long_unless_a_load_would_be_lost(
     worker: WorkerClient, link: PaperLink, loads: list[m.Load]
