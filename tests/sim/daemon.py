@@ -514,14 +514,16 @@ class SimDaemon:
         if self.torn is not None:
             kept, expected = self.torn, None
         else:
-            # Of what a request was about to clear a part is there, and the next daemon may know that it is void.
-            cleared = any(
-                namespace.clearing or namespace.generation != self.service.state.generation(namespace.fingerprint)
-                for namespace in self.service.cache.namespaces
-            )
-            kept, expected = keep(self._pool), None if cleared else self.readable()
+            kept, expected = keep(self._pool), self.readable()
+        # Of what a request was about to clear the next daemon may have a part: it may know that it is void.
+        state = self.service.state
+        cleared = {
+            namespace.fingerprint
+            for namespace in self.service.cache.namespaces
+            if namespace.clearing or namespace.generation != state.generation(namespace.fingerprint)
+        }
         self._pool.close()
-        self._world.daemon_died(kept, expected)
+        self._world.daemon_died(kept, expected, cleared)
 
     def readable(self) -> dict[bytes, Readable]:
         """For each namespace with blocks that are readable, or will be once they are taken over, these blocks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from kvoffd_client.admin_client import AdminSession, MakeRequest
@@ -111,8 +111,11 @@ class World:
 
     # --- lives and deaths ------------------------------------------------------------------------
 
-    def daemon_died(self, kept: KeptPool, expected: dict[bytes, Readable] | None) -> None:
-        """Somebody will start it again. Where the old pool is kept, all that could be read must be there again."""
+    def daemon_died(self, kept: KeptPool, expected: dict[bytes, Readable] | None, cleared: Set[bytes]) -> None:
+        """Somebody will start it again. Where the old pool is kept, all that could be read must be there again.
+
+        Of namespaces that were being cleared a part of it may be there, and no more.
+        """
         self._kept = kept
         if self._pools_to_lose:
             self._pools_to_lose -= 1
@@ -121,8 +124,12 @@ class World:
 
         def start() -> None:
             self.daemon = self._new_daemon()
-            if expected is not None and self.daemon.readable() != expected:
-                raise Broken("a new daemon with the old pool serves other blocks than the old one did")
+            if expected is not None:
+                found = self.daemon.readable()
+                for name in found.keys() | expected.keys():
+                    there, before = found.get(name, set()), expected.get(name, set())
+                    if there != before and not (name in cleared and there < before):
+                        raise Broken("a new daemon with the old pool serves other blocks than the old one did")
             for subscription in self.network.subscriptions:
                 subscription.connect()
 
