@@ -1,4 +1,8 @@
-"""Asks a daemon of this machine for its health: without a session, and with few modules to import."""
+"""Asks a daemon of this machine for its health: without a session, and with few modules to import.
+
+It asks over the socket that engines use, so an answer proves that the loop serves it. Of the 75 ms of CPU that a probe
+takes, ZeroMQ costs 16.
+"""
 
 from __future__ import annotations
 

@@ -110,5 +110,5 @@ def _facts() -> list[bytes]:
 
 
 def _config() -> list[bytes]:
-    shown = {setting.name: setting.kind.show(getattr(Config(), setting.field_name)) for setting in SETTINGS}
+    shown = {setting.name: setting.show(getattr(Config(), setting.field_name)) for setting in SETTINGS}
     return [f'{name} = "{text}"\n'.encode() for name, text in shown.items()] + [b"pool_size = 5\ndisk_deadline = 2.5\n"]
