@@ -123,7 +123,10 @@ def check_descriptor(fd: int) -> None:
     try:
         fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
-        target = os.readlink(f"/proc/self/fd/{fd}")
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:  # a path too long for the kernel to tell: of a file, since what drivers export has short ones
+            target = "/"
         # A device file of the driver's own (VMM handles), or dma-buf.
         if target.startswith("/dev/nvidia"):
             of_driver = stat.S_ISCHR(os.fstat(fd).st_mode)

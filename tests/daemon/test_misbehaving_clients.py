@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Self, TypeVar
 
 import pytest
@@ -31,6 +31,7 @@ from tests.kit.daemon import DaemonProcess
 from tests.kit.require import require
 from tests.kit.waiting import wait_until
 from tests.kit.wire import (
+    FRAME_GARBAGE,
     GARBAGE,
     LIFELINE_GARBAGE,
     PAGE_BYTES,
@@ -50,6 +51,7 @@ from tests.kit.wire import (
     numbered_routing_ids,
     refused,
     request_streams,
+    shake_hands,
     store_of,
 )
 
@@ -161,7 +163,18 @@ def other_descriptors() -> dict[str, Callable[[], int]]:
         with select.epoll() as made:
             return os.dup(made.fileno())
 
+    def deep() -> int:
+        """A directory whose path is longer than the kernel tells (PATH_MAX)."""
+        with TemporaryDirectory() as top:
+            fd = os.open(top, os.O_RDONLY)
+            for _ in range(20):
+                os.mkdir("d" * 250, dir_fd=fd)
+                fd, outer = os.open("d" * 250, os.O_RDONLY, dir_fd=fd), fd
+                os.close(outer)
+        return fd
+
     return {
+        "deep": deep,
         "pipe": lambda: os.pipe()[0],
         "socket": lambda: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).detach(),
         "directory": lambda: os.open("/", os.O_RDONLY),
@@ -324,6 +337,10 @@ def test_other_protocols_on_the_request_sockets(daemon: DaemonProcess) -> None:
                 stream.setblocking(False)
                 with contextlib.suppress(OSError):  # the daemon has closed it, or takes no more
                     stream.send(data)
+            for data in FRAME_GARBAGE.values():
+                stream = held.enter_context(shake_hands(path))
+                with contextlib.suppress(OSError):
+                    stream.sendall(data)
         with WireClient(daemon.directory) as client:
             assert client.health() == "ok"
 
@@ -359,7 +376,8 @@ def test_a_subscriber_that_reads_nothing(memory: SharedMemory) -> None:
         assert 0 < client.unread() < 2 * len(jobs)
 
 
-def test_a_client_that_acknowledges_nothing(client: WireClient) -> None:
+@pytest.mark.parametrize(("lacking", "at_once"), [(1, 256), (512, 16)], ids=["many results", "many keys"])
+def test_a_client_that_acknowledges_nothing(client: WireClient, lacking: int, at_once: int) -> None:
     """What it has not acknowledged is bounded: at some time its jobs are refused, until it acknowledges."""
     count, size = 512, 4096
     with SharedMemory(count * size, "misbehaving") as memory, WireClient(client.directory, "scheduler") as scheduler:
@@ -367,17 +385,19 @@ def test_a_client_that_acknowledges_nothing(client: WireClient) -> None:
         cache = client.register(memory, size)
         assert client.store(cache, keys(1), [0]).ok
         assert scheduler.lookup(1, keys(1)).pinned == 1
-        lacking = keys(*range(5000, 5000 + count))
-        for first in range(100, 100_000, 16):
-            jobs = range(first, first + 16)
-            client.submit(cache, [], [load_of(job, scheduler.lease(1), lacking, range(count)) for job in jobs])
+        wanted = keys(*range(5000, 5000 + lacking))
+        for first in range(100, 100_000, at_once):
+            jobs = range(first, first + at_once)
+            client.submit(cache, [], [load_of(job, scheduler.lease(1), wanted, range(lacking)) for job in jobs])
             try:
                 client.outcome(jobs)
             except Refused as refusal:
                 code = refusal.code
                 break
         assert code == "too_many"
-        assert client.acknowledge(client.unacknowledged().batches[-1].number) > 0
+        unacknowledged = client.unacknowledged()
+        assert sum(32 * len(result.failed) for result in unacknowledged.results) < 8 << 20, "one reply has all of it"
+        assert client.acknowledge(unacknowledged.batches[-1].number) > 0
         assert client.store(cache, keys(2), [0]).ok
 
 
