@@ -6,7 +6,14 @@ import pytest
 
 from kvoffd_client import Lookup
 from kvoffd_client.vllm.do_no_harm import PrefillRate
-from kvoffd_client.vllm.lookup_allowance import LEAST_SHARE, MAX_GIVEN_UP, STEP, UNKNOWN_RATE_S, LookupAllowance
+from kvoffd_client.vllm.lookup_allowance import (
+    ASSUMED_RATE,
+    LEAST_SHARE,
+    LEAST_UNKNOWN_S,
+    MAX_GIVEN_UP,
+    STEP,
+    LookupAllowance,
+)
 from tests.kit.clock import Clock
 
 DEADLINE_S = 0.2
@@ -46,10 +53,12 @@ def test_the_deadline_is_the_most() -> None:
     assert Harness().allowance.seconds_for(100_000) == DEADLINE_S
 
 
-def test_it_is_20_ms_while_the_rate_is_not_known() -> None:
+def test_a_rate_is_assumed_while_it_is_not_known_and_20_ms_are_the_least() -> None:
+    """A restarted engine's first prompts are those that the daemon has."""
     harness = Harness(rate=0.0)
-    assert UNKNOWN_RATE_S == 0.02
-    assert [harness.allowance.seconds_for(tokens) for tokens in (0, TOKENS, 100_000)] == [0.02] * 3
+    assert (ASSUMED_RATE, LEAST_UNKNOWN_S) == (10_000, 0.02)
+    waits = [harness.allowance.seconds_for(tokens) for tokens in (0, TOKENS, LONG, 100_000)]
+    assert waits == pytest.approx([0.02, 0.02, 0.15, DEADLINE_S])
     assert LookupAllowance(harness.prefill, 0.005, harness.clock).seconds_for(TOKENS) == 0.005, "the deadline is less"
 
 

@@ -22,7 +22,7 @@ from tests.kit.models import make_tiny_llama
 from tests.kit.waiting import wait_until
 
 DEADLINE_S = 15.0
-"""What the scheduler must not wait for: many times the 20 ms that it waits while the engine's rate is not known."""
+"""What the scheduler must not wait for: many times the 20 ms of a short prompt while the rate is not known."""
 PROMPT_TOKENS = 64
 
 

@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult
 
 from kvoffd_client.vllm.do_no_harm import PrefillRate
-from kvoffd_client.vllm.lookup_allowance import UNKNOWN_RATE_S, LookupAllowance
+from kvoffd_client.vllm.lookup_allowance import LEAST_UNKNOWN_S, LookupAllowance
 from kvoffd_client.vllm.manager import ChunkGroup, LookupSettings, RequestState
 from tests.kit.clock import Clock
 from tests.kit.vllm_fakes import FakeSchedulerClient, block_hash, key
@@ -85,7 +85,7 @@ def test_what_was_given_up_stays_so_until_the_answer_comes() -> None:
     """An allowance that grew between two steps must not put a request off again."""
     harness = Harness()
     harness.lookups.refresh()
-    harness.clock.now += UNKNOWN_RATE_S + 0.001
+    harness.clock.now += LEAST_UNKNOWN_S + 0.001
     harness.lookups.refresh()
     assert harness.statuses(1) == [MISS]
     harness.prefill.tokens_per_second = 1.0
@@ -260,7 +260,7 @@ def test_while_blocks_come_from_disk_the_next_answer_has_the_whole_deadline() ->
     assert harness.statuses(1, 2, 3) == [HIT, PENDING, MISS]
     harness.clock.now += 0.06
     assert harness.lookups.refresh()
-    harness.clock.now += 4 * UNKNOWN_RATE_S
+    harness.clock.now += 4 * LEAST_UNKNOWN_S
     harness.lookups.refresh()
     assert harness.statuses(1, 2, 3) == [HIT, PENDING, RETRY]
     harness.clock.now += 0.021

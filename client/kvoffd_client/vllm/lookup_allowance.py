@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from kvoffd_client.scheduler_client import Lookup
 from kvoffd_client.vllm.do_no_harm import PrefillRate
 
-UNKNOWN_RATE_S = 0.02
-"""The allowance while the engine's prefill rate is not known."""
+ASSUMED_RATE = 10_000.0
+"""Tokens a second that an engine is taken to compute while its prefill rate is not known, as for its first prompts. A
+guess, for a large GPU; a slower engine waits less than it might."""
+LEAST_UNKNOWN_S = 0.02
+"""The least allowance while the rate is not known."""
 LEAST_SHARE = 1 / 16
 """Late answers reduce the allowance to this share at least: a daemon that hangs costs so much of the computing."""
 STEP = 1 / 8
@@ -58,8 +61,10 @@ class LookupAllowance:
         """The allowance for so many tokens that must be computed otherwise, without late answers."""
         if not self.active:
             return self._deadline_s
-        rate = self.prefill.tokens_per_second
-        computed_s = max(self.prefill.step_s, tokens / rate) if rate and tokens else UNKNOWN_RATE_S
+        if (rate := self.prefill.tokens_per_second) and tokens:
+            computed_s = max(self.prefill.step_s, tokens / rate)
+        else:
+            computed_s = max(LEAST_UNKNOWN_S, tokens / ASSUMED_RATE)
         return min(self._deadline_s, computed_s)
 
     def seconds_for(self, tokens: int) -> float:
