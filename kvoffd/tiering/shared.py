@@ -23,6 +23,9 @@ YES, NO, ASKED, UNKNOWN = Answer.YES, Answer.NO, Answer.ASKED, Answer.UNKNOWN
 MOST_KEYS = 8192
 """Keys that one lookup asks for, of each of its groups as many: the first that are missing, or the last of a window.
 The next lookup of the same request goes on behind what is up by then. Each takes some microseconds of the loop."""
+ANSWER_S = 0.02
+"""An answer is expected after so long at most: engines that wait for it compare that with what computing takes. The
+deadline for asking is for the worst case, and may be longer than any engine waits."""
 READ_AGAIN_S = 60.0
 """So long after the last read one is tried although it would be slower: speeds change."""
 MOST_UNSHARED = 32_768
@@ -62,8 +65,8 @@ class SharedTiering:
 
     @property
     def wait_s(self) -> float:
-        """How long it will take until what is pending is up, or known to be absent."""
-        return max(self.promoter.wait_s, self._asked_until - self._clock())
+        """How long it will probably take until what is pending is up, or known to be absent."""
+        return max(self.promoter.wait_s, min(ANSWER_S, self._asked_until - self._clock()))
 
     def find(
         self,
