@@ -142,6 +142,20 @@ def test_beyond_the_credit_a_store_is_put_off_and_counted() -> None:
     assert harness.manager.prepare_store(KEYS[2:], context).keys_to_store == KEYS[2:]
 
 
+def test_a_request_that_has_ended_may_pass_the_credit_to_twice_of_it() -> None:
+    """vLLM does not offer the end of its prompt again; beyond that the daemon refuses stores."""
+    for credit, stored in ((1000, KEYS[2:]), (500, None)):
+        harness = ManagerHarness()
+        context = harness.request(ready=set())
+        harness.manager.workers_report(credit, 0.0)
+        assert harness.manager.prepare_store(KEYS[:1], context).keys_to_store == KEYS[:1]
+        assert harness.manager.prepare_store(KEYS[2:], context) is None
+        request: Any = harness.manager._requests["r"].request
+        request.is_finished, request.num_computed_tokens = (lambda: True), request.num_tokens
+        output = harness.manager.prepare_store(KEYS[2:], context)
+        assert (output and output.keys_to_store) == stored
+
+
 def test_an_offer_larger_than_the_whole_credit_is_made_when_nothing_is_outstanding() -> None:
     harness = ManagerHarness()
     context = harness.request(ready=set())

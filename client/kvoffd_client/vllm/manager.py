@@ -93,10 +93,15 @@ class StoreWindow:
     def __contains__(self, key: OffloadKey) -> bool:
         return key in self._in_flight
 
-    @property
-    def open(self) -> bool:
-        """Whether another store may be offered now."""
-        return self.outstanding_bytes == 0 or self.outstanding_bytes < self.credit_bytes
+    def admits(self, keys: Collection[OffloadKey], *, last: bool) -> bool:
+        """Whether a store of these keys may be offered now.
+
+        ``last``: their request has ended, and vLLM offers them no more. They may pass the credit as far as the daemon
+        takes stores: to twice the credit.
+        """
+        if self.outstanding_bytes == 0 or self.outstanding_bytes < self.credit_bytes:
+            return True
+        return last and self.outstanding_bytes + self._bytes_of(keys) <= 2 * self.credit_bytes
 
     def begin(self, keys: Collection[OffloadKey]) -> None:
         """Count keys, none of them in flight, that are offered now."""
@@ -330,6 +335,11 @@ class RequestState:
     def is_stored(self, key: OffloadKey) -> bool:
         """Return whether the last answer said that the block is in the pool."""
         return self.last is not None and self.last.answered and self.last.state(key) == READY
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether vLLM's request has ended, with what result ever."""
+        return self.request is not None and self.request.is_finished()
 
     @property
     def unanswered(self) -> bool:
@@ -674,7 +684,7 @@ class KvoffdManager(OffloadingManager):
             if self.namespace.current is None and self.namespace.pending():
                 return None
             if self._may_use_daemon and self.namespace.may_store and self.namespace.client.ready:
-                if state.is_answer_near and not (state.request is not None and state.request.is_finished()):
+                if state.is_answer_near and not state.has_ended:
                     return None
                 wanted = self._storable(state, keys, req_context)
         if wanted and self._harm.leave_store_out():
@@ -683,7 +693,7 @@ class KvoffdManager(OffloadingManager):
         if wanted:
             if not self._credit_reported:
                 self._store_window.credit_bytes = self.namespace.client.credit_bytes
-            if not self._store_window.open:
+            if not self._store_window.admits(wanted, last=state is not None and state.has_ended):
                 self._counters.count(metrics.DEFERRED_STORES)
                 return None
             self._store_window.begin(wanted)
