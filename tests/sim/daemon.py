@@ -313,7 +313,8 @@ class SimDaemon:
             assert then is not None
             count = then(count)
             assert disk.waited_for is not None
-            self._removals[sender, request.request_id] = disk.dropped(request, before), disk.waited_for
+            last = before if isinstance(request, a.Clear) and request.namespace is None else disk.tier.file.begun
+            self._removals[sender, request.request_id] = disk.dropped(request, last), disk.waited_for
             return count
 
         return self._add_work(steps, watched, at_once=at_once)
