@@ -17,6 +17,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from tests.demo.scenario import INTERRUPTS, Outcome, Scenario, loadable_tokens
 from tests.demo.screen import Screen
@@ -42,25 +43,40 @@ def play(screen: Screen, children: ExitStack) -> Outcome:
     outcome = scenario.run()
     (HOME / "result.json").write_text(json.dumps(outcome.as_json(), indent=2) + "\n")
     screen.show(outcome)
-    # Without kvoffd's variables, which are meant for the user's own daemon.
-    environ = {name: text for name, text in os.environ.items() if not name.startswith("KVOFFD_")}
-    # Engines that did not share differ in their namespaces' descriptions.
-    for words in (["stats"], ["namespaces", "--json"]) if judge(outcome) else (["stats"],):
-        print(f"$ kvoffd-cli {' '.join(words)}", flush=True)
-        command = [Path(sys.executable).with_name("kvoffd-cli"), *words, "--directory", str(sockets)]
-        subprocess.run(command, check=True, env=environ, timeout=CLI_TIMEOUT_S)
+    print("$ kvoffd-cli stats", flush=True)
+    ask(sockets, "stats")
+    for name, directory in scenario.daemons.items():
+        # Engines that did not share differ in their namespaces' descriptions.
+        for command in ("stats", "namespaces"):
+            with (logs / f"{name}-{command}.json").open("w") as file:
+                ask(directory, command, "--json", output=file)
     scenario.stop_engines()
     return outcome
+
+
+def ask(directory: Path, *words: str, output: IO[str] | None = None) -> None:
+    """Have kvoffd-cli ask the daemon in ``directory``, and print the answer or write it to ``output``."""
+    # Without kvoffd's variables, which are meant for the user's own daemon.
+    environ = {name: text for name, text in os.environ.items() if not name.startswith("KVOFFD_")}
+    command = [Path(sys.executable).with_name("kvoffd-cli"), *words, "--directory", str(directory)]
+    subprocess.run(command, check=True, env=environ, timeout=CLI_TIMEOUT_S, stdout=output)
 
 
 def judge(outcome: Outcome) -> str | None:
     """A sentence when kvoffd did not do what the demo is to show."""
     if not outcome.tokens_equal:
         return "The tokens differ from those of the cold run; please report it, with the directory .demo/logs."
-    if outcome.loaded_tokens < loadable_tokens():
+    missed = [
+        f"{one.title}: {one.loaded_tokens:,} of {loadable_tokens():,}"
+        + (f" ({one.late_lookups} of its lookups had no answer in time)" if one.late_lookups else "")
+        for one in outcome.passes[1:]
+        if one.loaded_tokens < loadable_tokens()
+    ]
+    if missed:
         return (
-            f"Only {outcome.loaded_tokens:,} of {loadable_tokens():,} tokens came from kvoffd; "
-            "the logs in .demo/logs say why."
+            "Not all tokens came from kvoffd. " + "; ".join(missed) + ".\nOn a machine that is busy with other things "
+            "engines may rightly compute instead: try again when it is quiet. Otherwise please report it, with the "
+            "directory .demo/logs."
         )
     return None
 

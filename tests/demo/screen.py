@@ -52,7 +52,13 @@ class Screen:
                 "Another node was not tried: there is no valkey-server or redis-server (`make servers` installs one).\n"
             )
         self.console.print(
+            "Every run after the cold one has to get the prompts from kvoffd.\n"
+            "  cache cleared: the same engine, after its own prefix cache was cleared\n"
+            "  second engine: one that has not computed them\n"
+            "  engine restarted: a new process\n"
+            "  another node: an engine of a second kvoffd, whose pool was empty, through a shared store\n"
             "TTFT: time to first token as vLLM measures it, from a request's arrival to its first token; the mean.\n"
-            f"Tokens loaded: from kvoffd, of {loadable_tokens():,} in whole blocks; the engine computes the rest.\n",
+            f"Tokens loaded: from kvoffd, of {loadable_tokens():,} in whole blocks; the engine computes the rest.\n"
+            "Same tokens: whether the answers are those of the cold run.\n",
             soft_wrap=True,
         )

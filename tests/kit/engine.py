@@ -30,6 +30,7 @@ ANSWER_DEADLINE_S = 200.0
 STOP_DEADLINE_S = 60.0
 BLOCK_TOKENS = 32
 PATIENT = ClientOptions(request_timeout_s=30.0)
+PATIENCE = {"lookup_deadline_ms": 10_000, "do_no_harm": False}
 # One process imports torch and vLLM, which is most of the CPU time of a start, and engines are forked from it.
 _FORKED = multiprocessing.get_context("forkserver")
 _FORKED.set_forkserver_preload([f"{__package__}.engine_imports"])
@@ -64,6 +65,10 @@ class EngineProcess(Starting):
     in seconds; without, it is a new process and vLLM starts them as it does for users, by spawning them on CPU. A
     forked worker computes with as many threads as there are CPUs, a spawned one with as many as vLLM says.
 
+    The connector waits long for the daemon and loads what is there. On a machine busy with other tests an answer may
+    be late, which is a miss and would fail a test. So would a load that is left out, since the daemon was slow, or was
+    stopped, in those before it. Without ``patient`` the connector has its defaults.
+
     Of some hundred forked engines two were once in a namespace of their own; in which field was not noted. What can do
     it is the first call of a math function by several threads, which the connector prevents since
     (kvoffd_client/vllm/math_kernels.py); ``python -m tests.tools.equal_engines`` looks for more.
@@ -80,6 +85,7 @@ class EngineProcess(Starting):
         transfer: dict[str, Any] | None = None,
         events: dict[str, Any] | None = None,
         fork: bool = True,
+        patient: bool = True,
         environ: dict[str, str] | None = None,
         **settings: Any,
     ) -> None:
@@ -104,12 +110,9 @@ class EngineProcess(Starting):
             self._settings["kv_transfer_config"] = {
                 "kv_connector": "KvoffdConnector",
                 "kv_role": "kv_both",
-                # A machine busy with other tests may answer late; a late answer is a miss and would fail a test. So
-                # would a load that is left out, since the daemon was slow, or was stopped, in those before it.
                 "kv_connector_extra_config": {
                     "directory": str(directory),
-                    "lookup_deadline_ms": 10_000,
-                    "do_no_harm": False,
+                    **(PATIENCE if patient else {}),
                     **(extra_config or {}),
                 },
                 **(transfer or {}),
