@@ -7,6 +7,7 @@ they are there, the constants of ``namespace`` say: more than they take.
 from __future__ import annotations
 
 import sys
+from functools import cache
 
 from kvoffd.cache.blocks import Blocks
 from kvoffd.cache.namespace import Block, Namespace
@@ -20,11 +21,14 @@ def index_memory(blocks: Blocks, policy: EvictionPolicy) -> int:
     """Bytes. Of what the policy counts as its own the part for keys with blocks is in it."""
     nbytes = PLACES_BYTES * len(blocks.holders) + blocks.quotas.nbytes
     for namespace in blocks.namespaces.values():
-        nbytes += namespace.held_blocks * _nbytes_of_block(namespace) + sum(index.nbytes for index in namespace.index)
+        nbytes += namespace.held_blocks * _nbytes_of_block(namespace.key_bytes, namespace.world_size) + sum(
+            index.nbytes for index in namespace.index
+        )
     return nbytes + policy.nbytes * len(policy) // max(1, len(policy) + policy.ghosts)
 
 
-def _nbytes_of_block(namespace: Namespace) -> int:
+@cache
+def _nbytes_of_block(key_bytes: int, world_size: int) -> int:
     """Of a block's own objects, to each of which Python gives a multiple of 16 bytes."""
-    block = Block(namespace, 0, bytes(namespace.key_bytes))
+    block = Block(Namespace(b"", "", world_size, key_bytes, [], ""), 0, bytes(key_bytes))
     return sum(-(-sys.getsizeof(one) // 16) * 16 for one in (block, block.key, block.words, 1 << 20))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvoffd_proto import admin as a
+from kvoffd_proto.stats import RecentStats
 from kvoffd_proto.units import format_count, format_duration, format_size, plural
 
 if TYPE_CHECKING:
@@ -36,8 +37,9 @@ def health_of(service: Service) -> tuple[a.HealthLevel, list[a.HealthProblem]]:
             )
         )
     causes += [a.HealthProblem(reason, sentence) for reason, sentence in service.tiers.problems]
-    causes += _crowded(service)
-    causes += _late(service)
+    recent = service.recent.over(FLOW_WINDOW_S)
+    causes += _crowded(service, recent)
+    causes += _late(recent)
     causes += _full(service)
     if service.sockets_problem:
         causes.insert(0, a.HealthProblem("sockets_lost", service.sockets_problem))
@@ -48,7 +50,7 @@ def health_of(service: Service) -> tuple[a.HealthLevel, list[a.HealthProblem]]:
     return (a.HealthLevel.DEGRADED if causes else a.HealthLevel.OK), causes
 
 
-def _crowded(service: Service) -> list[a.HealthProblem]:
+def _crowded(service: Service, recent: RecentStats) -> list[a.HealthProblem]:
     """What keeps stores from the pool."""
     cache = service.cache
     causes: list[a.HealthProblem] = []
@@ -63,7 +65,6 @@ def _crowded(service: Service) -> list[a.HealthProblem]:
                 "Enlarge the pool, or end the sessions that hold blocks and do not load them.",
             )
         )
-    recent = service.recent.over(FLOW_WINDOW_S)
     if dropped := recent.dropped_keys:
         causes.append(
             a.HealthProblem(
@@ -75,9 +76,8 @@ def _crowded(service: Service) -> list[a.HealthProblem]:
     return causes
 
 
-def _late(service: Service) -> list[a.HealthProblem]:
+def _late(recent: RecentStats) -> list[a.HealthProblem]:
     """Lookups whose answers engines did not wait for."""
-    recent = service.recent.over(FLOW_WINDOW_S)
     late, lookups = recent.late_lookups, max(recent.lookups, recent.late_lookups)
     if late < LEAST_LATE or late <= LATE_SHARE * lookups:
         return []

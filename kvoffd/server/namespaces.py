@@ -54,7 +54,7 @@ class Opening:
         cache, fingerprint = service.cache, message.namespace
         geometry = message.world_size, message.key_bytes, message.groups
         known = cache.find_namespace(fingerprint)
-        if known is not None and not known.is_same(*geometry) and _idle(known, _opened(service)):
+        if known is not None and not known.is_same(*geometry) and _idle(known, opened_namespaces(service)):
             logger.info("The empty namespace %r is forgotten for one of another geometry.", known.label)
             _forget(service, known)
             known = None
@@ -77,7 +77,7 @@ class Opening:
 
 def forget_idle(service: Service, after_s: float = 0.0) -> None:
     """Forget the empty namespaces that nobody has had open for so long, as far as that was seen; a bench's at once."""
-    opened, now = _opened(service), service.clock()
+    opened, now = opened_namespaces(service), service.clock()
     for namespace in service.cache.namespaces:
         if not _idle(namespace, opened):
             namespace.idle_since = None
@@ -115,7 +115,7 @@ def _make_space(service: Service, message: OpenNamespace, late: bool) -> Work | 
         return None
     # What has the least in it goes first: a block in each must not take all places for good. While one is written or
     # read there it would not go at once, and a refusal would have cleared it for nothing.
-    opened = _opened(service)
+    opened = opened_namespaces(service)
     unused = [
         one
         for one in cache.namespaces
@@ -132,7 +132,7 @@ def _make_space(service: Service, message: OpenNamespace, late: bool) -> Work | 
     namespace = min(unused, key=lambda one: one.ready_bytes)
 
     def cleared(count: int) -> int:
-        if _idle(namespace, _opened(service)):
+        if _idle(namespace, opened_namespaces(service)):
             logger.info("The namespace %r, which nobody has open, is forgotten for another one.", namespace.label)
             _forget(service, namespace)
         return count
@@ -140,7 +140,7 @@ def _make_space(service: Service, message: OpenNamespace, late: bool) -> Work | 
     return service.work.add(cache.clear(namespace, keep_tiers=True), cleared)
 
 
-def _opened(service: Service) -> set[bytes]:
+def opened_namespaces(service: Service) -> set[bytes]:
     """The fingerprints that sessions have open."""
     return {name for session in service.sessions for name in session.namespaces}
 

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from weakref import WeakKeyDictionary
 
 from kvoffd.cache.cache import BlockCache
@@ -14,8 +15,10 @@ from kvoffd.observe.meters import WINDOWS_S, CounterWindows
 from kvoffd_proto.stats import RecentStats
 
 SAMPLE_EVERY_S = 0.5
-COUNTED = frozenset(RecentStats.__struct_fields__).intersection(Counters.__slots__) - {"misses"}
+COUNTED = tuple(sorted({*RecentStats.__struct_fields__}.intersection(Counters.__slots__) - {"misses"}))
+_counted = attrgetter(*COUNTED)
 _MISSES = "misses "
+_MISSES_OF = {reason: f"{_MISSES}{reason.name.lower()}" for reason in MissReason}
 
 
 @dataclass(eq=False)
@@ -74,15 +77,19 @@ class Recent:
         """What all have counted, benches apart; ``counts`` where each was asked already."""
         total = self._gone.copy()
         for namespace in self._cache.namespaces:
-            if not namespace.of_bench:
-                total.update(_counts(namespace) if counts is None else counts[namespace])
+            if namespace.of_bench:
+                continue
+            for name, count in (_counts(namespace) if counts is None else counts[namespace]).items():
+                if count:  # there may be a thousand namespaces, most of them idle
+                    total[name] += count
         return {**dict.fromkeys(COUNTED, 0), **total, "cpu_seconds": self._cpu_clock()}
 
 
 def _counts(namespace: Namespace) -> dict[str, int]:
-    counters = namespace.counters
-    misses = {f"{_MISSES}{name}": count for name, count in named(counters.misses).items()}
-    return {**{name: getattr(counters, name) for name in COUNTED}, **misses}
+    counts = dict(zip(COUNTED, _counted(namespace.counters), strict=True))
+    for reason, count in namespace.counters.misses.items():
+        counts[_MISSES_OF[reason]] = count
+    return counts
 
 
 def named(misses: Counter[MissReason]) -> dict[str, int]:

@@ -16,6 +16,7 @@ from kvoffd.config import settings_in_force
 from kvoffd.memory_estimate import max_index_bytes
 from kvoffd.server.handlers import answers, filled
 from kvoffd.server.health import health_of, health_reply
+from kvoffd.server.namespaces import opened_namespaces
 from kvoffd.server.recent import named
 from kvoffd.server.sessions import Session
 from kvoffd.server.tiers import Disk
@@ -28,6 +29,8 @@ from kvoffd_proto import stats as s
 if TYPE_CHECKING:
     from kvoffd.server.service import Service
 
+MAX_NAMESPACES = 100
+"""In one reply of Stats: they take the loop some 5 ms."""
 DESCRIPTIONS_BYTES = 1 << 20
 """Of the namespaces in one listing: 64 KiB of each would make tens of MiB."""
 
@@ -52,7 +55,7 @@ def stats_reply(service: Service, message: s.Stats) -> s.StatsReply:
             recent=service.recent.of_namespace(namespace),
             curve=service.curve.of_namespace(namespace),
         )
-        for namespace in cache.namespaces
+        for namespace in _shown(service)
     ]
     usage = resource.getrusage(resource.RUSAGE_SELF)
     level, causes = health_of(service)
@@ -84,6 +87,7 @@ def stats_reply(service: Service, message: s.Stats) -> s.StatsReply:
         cpu_seconds=usage.ru_utime + usage.ru_stime,
         resident_bytes=_resident_bytes(),
         namespaces=namespaces,
+        omitted_namespaces=len(cache.namespaces) - len(namespaces),
         integrity=filled(s.IntegrityStats, cache.integrity),
         below=_tiering_stats(service),
         disks=list(map(_disk_stats, service.tiers)),
@@ -96,6 +100,16 @@ def stats_reply(service: Service, message: s.Stats) -> s.StatsReply:
         curve_bytes=service.curve.nbytes,
         settings=[s.SettingInfo(*one) for one in settings_in_force(service.config)],
     )
+
+
+def _shown(service: Service) -> list[Namespace]:
+    """The namespaces that statistics have: where there are too many, those in use, then those with the most blocks."""
+    known = service.cache.namespaces
+    if len(known) <= MAX_NAMESPACES:
+        return known
+    opened = opened_namespaces(service)
+    known.sort(key=lambda one: (one.fingerprint in opened, one.ready_bytes), reverse=True)
+    return known[:MAX_NAMESPACES]
 
 
 @answers(a.Health)

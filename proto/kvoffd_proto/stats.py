@@ -621,7 +621,12 @@ class StatsReply(Reply, frozen=True):
     events_published: Annotated[Count, counter("KV event messages published.")]
     cpu_seconds: Annotated[Seconds, counter("CPU time of the daemon, in seconds.")]
     resident_bytes: Annotated[ByteCount, gauge("Resident memory without the pool and its table.")]
-    namespaces: Annotated[list[NamespaceStats], metrics_of_part("Open namespaces.", "namespace_")]
+    namespaces: Annotated[
+        list[NamespaceStats],
+        metrics_of_part(
+            "Open namespaces, 100 at most: those of sessions, then those with the most bytes.", "namespace_"
+        ),
+    ]
     integrity: Annotated[IntegrityStats, doc("Comparisons of slots with their checksums.")]
     below: Annotated[TieringStats | None, doc("Traffic with the disks; nil while there is no tier.")] = None
     shared: Annotated[list[SharedStats], metrics_of_part("The tier that nodes share.", "shared_")] = field(
@@ -707,6 +712,7 @@ class StatsReply(Reply, frozen=True):
             "curve_seen_bytes",
         ),
     ] = 0
+    omitted_namespaces: Annotated[Count, gauge("Namespaces that are left out, since 100 others have more.")] = 0
     curve_bytes: Annotated[ByteCount, gauge("Memory of the sample from which the curve is made.")] = 0
     settings: Annotated[list[SettingInfo], doc("The settings that the daemon runs with.")] = field(default_factory=list)
 

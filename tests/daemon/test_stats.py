@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd_client import SharedMemory
+from kvoffd_client import AdminClient, SharedMemory
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
 from tests.kit.daemon import DaemonProcess
@@ -150,3 +150,23 @@ def test_a_quota_that_is_none_changes_nothing(shared_daemon: DaemonProcess, caps
         assert set_quota(shared_daemon, "nobody", "1MiB") == 2
         assert "No open namespace" in capsys.readouterr().err
         assert all(space.quota_bytes is None for space in books(shared_daemon.directory).namespaces.values())
+
+
+def test_a_reply_has_a_hundred_namespaces_at_most_those_in_use_first() -> None:
+    """Each costs the loop some time. What is left out is counted, and is in the sums."""
+    names = [number.to_bytes(32, "big") for number in range(1, 113)]
+    with DaemonProcess() as daemon, WireClient(daemon.directory) as last:
+        for first in range(0, len(names), 16):
+            with WireClient(daemon.directory) as client:
+                for name in names[first : first + 16]:
+                    client.open_namespace(name)
+                if first == 0:
+                    with SharedMemory(PAGE_BYTES, "test") as memory:
+                        assert client.store(client.register(memory, namespace=names[0]), keys(1), [0]).ok
+        last.open_namespace(names[-1])
+        with AdminClient(daemon.directory) as admin:
+            found = admin.stats()
+            assert len(admin.namespaces().namespaces) == len(names)
+        assert [one.namespace for one in found.namespaces[:2]] == [names[-1], names[0]]
+        assert (len(found.namespaces), found.omitted_namespaces) == (100, 12)
+        assert found.recent[-1].stored_bytes == PAGE_BYTES

@@ -89,7 +89,7 @@ class StatsPage:
         most, airy = MAX_NAMESPACES, not console.is_terminal or console.height >= AIRY_LINES
         if self.lines is not None:
             most, airy = self._fit(sections, self.lines, height)
-        sections["namespaces"] = tuple(_namespaces(now.namespaces, most, options.max_width))
+        sections["namespaces"] = tuple(_namespaces(now, most, options.max_width))
         for index, (name, parts) in enumerate((name, parts) for name, parts in sections.items() if parts):
             if index and airy and name not in CLOSE:
                 yield Text()
@@ -360,8 +360,9 @@ def _per_second(value: float) -> str:
     return f"{format_count(round(value))}/s" if value >= 9.95 else f"{max(value, 0.1):.1f}/s"
 
 
-def _namespaces(namespaces: list[NamespaceStats], most: int, width: int) -> Iterator[Table | Text]:
+def _namespaces(now: StatsReply, most: int, width: int) -> Iterator[Table | Text]:
     """One line each. Hits are keys that pool or disk had; prefix, those in the pool in the run at a request's start."""
+    namespaces = now.namespaces
     if not namespaces:
         yield Text.assemble(("Namespaces ", "bold"), "none open; an engine opens its own when it connects")
         return
@@ -384,8 +385,9 @@ def _namespaces(namespaces: list[NamespaceStats], most: int, width: int) -> Iter
         table.add_row(*_namespace_row(namespace, wide), *([quota] if "at most" in more else []), *rates)
     if most:
         yield table
-    if len(namespaces) > most:
-        others = f"{len(namespaces) - most} {'smaller' if most else f'namespace{plural(len(namespaces))}'}"
+    found = len(namespaces) + now.omitted_namespaces
+    if found > most:
+        others = f"{found - most} {'smaller' if most else f'namespace{plural(found)}'}"
         yield Text(f"and {others}; `kvoffd-cli namespaces` lists all", style="dim")
 
 
