@@ -41,6 +41,15 @@ def raise_descriptor_limit() -> None:
         )
 
 
+def open_descriptors() -> int:
+    """Of this process; 0 where there is no /proc."""
+    try:
+        # Since Linux 6.2 the directory's size is their number; to list it takes 12 us for each.
+        return os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))
+    except OSError:
+        return 0
+
+
 def check_loop_calls() -> None:
     """Raise KvoffdError where there can be no event loop: libuv ends the process, or leaves half of one behind."""
     calls: dict[str, Callable[[], object]] = {

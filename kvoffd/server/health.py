@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvoffd.server.descriptors import open_descriptors
 from kvoffd_proto import admin as a
+from kvoffd_proto.cuda import descriptor_limits
 from kvoffd_proto.stats import RecentStats
 from kvoffd_proto.units import format_count, format_duration, format_size, plural
 
@@ -17,6 +19,8 @@ FLOW_WINDOW_S = 100.0
 """What flows, such as stores without room, is judged by what happened in so many seconds."""
 LATE_SHARE, LEAST_LATE = 0.05, 20
 """So many late lookups in that time, and this share of all, are a problem."""
+DESCRIPTORS_SHARE = 0.8
+"""Of the files that the process may open. What sessions attach is bounded by half of them."""
 
 
 def health_reply(service: Service, message: a.Health) -> a.HealthReply:
@@ -41,6 +45,7 @@ def health_of(service: Service) -> tuple[a.HealthLevel, list[a.HealthProblem]]:
     causes += _crowded(service, recent)
     causes += _late(recent)
     causes += _full(service)
+    causes += _descriptors()
     if service.sockets_problem:
         causes.insert(0, a.HealthProblem("sockets_lost", service.sockets_problem))
     if service.http_problem:
@@ -102,6 +107,22 @@ def _full(service: Service) -> list[a.HealthProblem]:
             "sessions_taken",
             f"All {most} sessions are taken: further engines are refused, and run without the cache. `kvoffd-cli "
             "sessions` says who has them; close some, or raise max_sessions.",
+        )
+    ]
+
+
+def _descriptors() -> list[a.HealthProblem]:
+    """Few descriptors left: libzmq ends the process where it has none for a connection."""
+    open_files, most = open_descriptors(), descriptor_limits()[0]
+    if open_files <= DESCRIPTORS_SHARE * most:
+        return []
+    return [
+        a.HealthProblem(
+            "descriptors",
+            f"{format_count(open_files)} of the {format_count(most)} files that the daemon may open are open. With the "
+            "last one it ends, and starts again. Something keeps connections open or registers memory in many pieces: "
+            "`ss -xp` and `kvoffd-cli sessions` say who. End it, or raise the limit (LimitNOFILE= in the systemd "
+            "unit, ulimit -n).",
         )
     ]
 

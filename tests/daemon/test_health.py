@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
 from kvoffd_client import AdminClient, ErrorCode
 from kvoffd_client.testing import FakeEngine
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
-from tests.kit.wire import books, keys
+from tests.kit.wire import books, keys, request_streams
 
 BLOCKS = 192
 """Of 64 KiB: as many as a pool of 12 MiB holds."""
@@ -58,3 +59,23 @@ def test_health_a_pool_that_one_lease_pins_is_degraded() -> None:
         assert books(daemon.directory).problems == {"pool_pinned": 1, "stores_without_room": 1}
         engine.release()
         wait_until(lambda: reasons() == ["stores_without_room"])
+
+
+def test_health_nearly_all_descriptors_in_use_is_degraded() -> None:
+    """With the last one the daemon would end, so it says so before."""
+    few = 1024
+    with (
+        DaemonProcess("12MiB", before=["prlimit", f"--nofile={few}:{few}"]) as daemon,
+        AdminClient(daemon.directory) as admin,
+    ):
+        assert admin.health().level == "ok"
+        with contextlib.ExitStack() as held:
+            for _ in range(round(0.85 * few)):
+                stream = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                stream.connect(str(request_streams(daemon.directory)[1]))
+            wait_until(lambda: admin.health().level == "degraded")
+            (cause,) = admin.health().causes
+            assert cause.reason == "descriptors"
+            assert "of the 1,024 files" in cause.sentence
+            assert admin.health().ready
+        wait_until(lambda: admin.health().level == "ok")
