@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -16,10 +16,13 @@ import pytest
 from kvoffd_client import AdminClient
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
-from kvoffd_client.vllm.fingerprint import namespace_of
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
-from tests.vllm.test_fingerprint import FACTS, GROUP
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of vLLM and torch, at their import
+    from kvoffd_client.vllm.fingerprint import namespace_of
+    from tests.vllm.test_fingerprint import FACTS, GROUP
 
 LAYERS, PAGE_BYTES, TOKENS = 2, 4096, 64
 BLOCK_BYTES = LAYERS * PAGE_BYTES
@@ -32,8 +35,8 @@ class Engine(FakeEngine):
 
     def __init__(self, daemon: DaemonProcess, model: str = "llama", tokens: int = TOKENS, **facts: object) -> None:
         alone = {"world_size": 1, "tensor_parallel": 1, "blocks_per_chunk": 1, "tokens_per_hash": tokens}
-        group = replace(GROUP, tokens_per_block=tokens)
-        factors = replace(FACTS, **{**alone, "model": model, "groups": (group,), **facts})  # type: ignore[arg-type]
+        group = {**GROUP, "tokens_per_block": tokens}
+        factors = {**FACTS, **alone, "model": model, "groups": [group], **facts}
         super().__init__(daemon.directory, namespace_of(factors, model), 1, LAYERS, 128, PAGE_BYTES)
         self.asked = self.loaded = self.stored = 0
 
