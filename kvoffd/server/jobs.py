@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from typing import ClassVar
 
@@ -111,12 +112,13 @@ class Blocks:
     parents: bytes = b""
     token_ids: bytes = b""
 
-    @property
+    # Once for all jobs: every job looks into them.
+    @cached_property
     def first_keys(self) -> Ints:
         """[jobs] where in ``keys`` those of each job begin."""
         return np.cumsum(self.key_counts) - self.key_counts
 
-    @property
+    @cached_property
     def first_ids(self) -> Ints:
         """[jobs] where in ``block_ids`` those of each job begin."""
         return np.cumsum(self.block_counts) - self.block_counts
@@ -194,7 +196,7 @@ def _checked_part(registration: Registration, part: GroupBlocks, jobs: int, *, s
     if (outside := blocks_outside(layout, block_ids)).size:
         raise outside_error(layout, int(block_ids[outside[0]]))
     if len(set(keys)) < len(keys) or not storing:
-        for job in range(jobs):
+        for job in np.flatnonzero(key_counts).tolist():
             names, ids = blocks.of_job(job)
             if len(set(names)) < len(names):
                 raise BadKeys(f"A key of group {part.group} occurs twice in one job; send each key once.")
