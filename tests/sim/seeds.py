@@ -17,7 +17,7 @@ from tests.sim.shared import CHANCES as SHARED_CHANCES
 from tests.sim.world import run
 
 RECORD = Path(__file__).with_name("seeds.json")
-SEARCHED = 300
+SEARCHED = 800
 COVERING, ALL = 60, 200
 """How many seeds cover the faults, and how many there are in all."""
 EVENTS = (*KINDS, *(f"shared_{fault}" for fault in SHARED_CHANCES), "load_failed", "store_failed", "fence_gave_up")
