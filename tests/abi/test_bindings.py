@@ -67,7 +67,7 @@ def test_no_other_calls_of_cuda_are_made() -> None:
         for name in names_of(ast.parse(path.read_text()))
         if re.fullmatch(r"(cu|cuda|nvml)[A-Z][A-Za-z]+\w*|libcudart.*|libnvidia-ml.*", name) and name not in known
     }
-    assert strangers == set(), "declare them in cuda_driver.PROTOTYPES, where the headers judge them"
+    assert strangers == set(), "declare them in kvoffd_proto.cuda.PROTOTYPES, where the headers judge them"
 
 
 def names_of(tree: ast.Module) -> Iterator[str]:

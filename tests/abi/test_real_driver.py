@@ -61,7 +61,7 @@ def test_it_names_errors_as_we_do(library: str) -> None:
 STATUSES = f"""
 import ctypes, json, sys
 from tests.kit.cuda_calls import TEST_PROTOTYPES, load
-from kvoffd_proto import cuda_driver as cuda
+from kvoffd_proto import cuda
 
 library, room = load(sys.argv[1]), (ctypes.c_uint64 * 64)()
 

@@ -72,7 +72,7 @@ class Lifeline:
         self.to_client: Line[lifeline.FromDaemon | None] = Line(network.clock, network.delays, client, on_frame)
         network.clock.after(network.delays.next(), lambda: self.daemon.process.run(lambda: self.daemon.accept(self)))
 
-    # --- the daemon's end: what ``kvoffd.server.session.Lifeline`` asks for -------------------------
+    # --- the daemon's end: what ``kvoffd.server.sessions.Lifeline`` asks for -------------------------
 
     def alive(self) -> bool:
         """Whether the peer holds its end or has left something to read, as MSG_PEEK tells it."""
