@@ -42,7 +42,7 @@ class CudaDriver(cuda.CudaLibrary):
 
     Attributes:
         gathers: whether small pieces are to be staged, see ``Staging``.
-        lost: why this process must end, as a call has found first; else None. See ``kvoffd_proto.cuda.RELAUNCH_ERRORS``.
+        lost: why this process must end, as a call has found first; else None. See ``cuda.RELAUNCH_ERRORS``.
     """
 
     call_failed = CudaError
@@ -218,7 +218,7 @@ class CopyCalls(ctypes.Structure):
 
 
 class BatchCopy(NamedTuple):
-    """``cuMemcpyBatchAsync`` of a driver: its address, and which of its forms that is; see ``kvoffd_proto.cuda.BATCH_FORMS``.
+    """``cuMemcpyBatchAsync`` of a driver: its address, and which of its forms that is; see ``cuda.BATCH_FORMS``.
 
     The copies of one batch run in any order, the batch itself in the stream's.
     """
