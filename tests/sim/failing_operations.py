@@ -50,7 +50,7 @@ OPERATIONS = {
     "alloc finds no room": Operation(WatchedPool, "take", list),
     "copy": Operation(SimTransferEngine, "_move"),
     "submit": Operation(SimTransferEngine, "submit"),
-    "mmap": Operation(SimDaemon, "_map_segment"),
+    "mmap": Operation(SimDaemon, "map_memfd"),
     "send a reply": Operation(Dealer, "reply", bool),
     "send a publication": Operation(Subscription, "offer", bool),
     "send a request": Operation(Dealer, "send", bool),
