@@ -110,10 +110,13 @@ class Neighbour:
 @pytest.fixture
 def daemon(shared_daemon: DaemonProcess) -> Iterator[DaemonProcess]:
     """The module's daemon, with a neighbour on it, and unharmed in the end."""
-    directory, before = shared_daemon.directory, books(shared_daemon.directory)
+    directory = shared_daemon.directory
+    # What the test before has left is released when its processes are gone.
+    wait_until(lambda: not books(directory).held, explain=lambda: books(directory).held)
+    before = books(directory)
     with Neighbour(directory):
         yield shared_daemon
-    wait_until(lambda: books(directory).held == before.held, explain=lambda: books(directory).held)
+    wait_until(lambda: not books(directory).held, explain=lambda: books(directory).held)
     wait_until(lambda: books(directory).descriptors <= before.descriptors + 4, explain=lambda: books(directory))
     after = books(directory)
     assert after.daemon_id == before.daemon_id
