@@ -42,7 +42,8 @@ class LoopWatch:
         self._blocked = DurationHistogram(BOUNDS_S)
         self.loop_blocked_maximum_seconds = 0.0
         self._due_at = self._wake_at = 0.0
-        self._seen = 0.0, "", 0.0  # the beat that was late, what ran then, and how late the thread was itself at most
+        self._seen = 0.0, ""  # the beat that was late, and what ran then
+        self._late = 0.0, 0.0  # when the thread was late itself, and by how much
         self._logged_at = -LOG_EVERY_S
         self._unlogged = 0
         self._ended = threading.Event()
@@ -91,9 +92,12 @@ class LoopWatch:
         if now - self._logged_at < LOG_EVERY_S:
             self._unlogged += 1
             return
-        due_at, what, thread_late_s = self._seen
+        due_at, what = self._seen
         if due_at != self._due_at:
-            what, thread_late_s = "what was not seen", 0.0
+            what = "what was not seen"
+        late_at, thread_late_s = self._late
+        if late_at < self._due_at:
+            thread_late_s = 0.0
         idle = time.process_time() - self._process_s < late_s / 2
         if idle and max(thread_late_s, now - self._wake_at) > (late_s - SAMPLED_S) / 2:
             what = STOP
@@ -115,17 +119,19 @@ class LoopWatch:
 
     def _watch(self, watched: int) -> None:
         """Look at the loop's stack while a beat is late. In a thread."""
+        now = time.monotonic()
         while True:
-            now = time.monotonic()
+            woke_at, now = now, time.monotonic()
+            if now - woke_at >= SAMPLED_S:  # a stop may come here too
+                self._late = now, now - woke_at
             self._wake_at = max(now + SAMPLED_S / 4, self._due_at + SAMPLED_S)
             if self._ended.wait(self._wake_at - now):
                 return
             now, due_at = time.monotonic(), self._due_at
-            if now - due_at >= SAMPLED_S:
-                seen_for, what, thread_late_s = self._seen
-                if seen_for != due_at:
-                    what, thread_late_s = describe(sys._current_frames().get(watched)), 0.0
-                self._seen = due_at, what, max(thread_late_s, min(now - self._wake_at, now - due_at))
+            if now - self._wake_at >= SAMPLED_S:
+                self._late = now, now - self._wake_at
+            if now - due_at >= SAMPLED_S and self._seen[0] != due_at:
+                self._seen = due_at, describe(sys._current_frames().get(watched))
 
 
 def describe(frame: FrameType | None) -> str:
