@@ -257,12 +257,9 @@ class Service:
 
     def check_key_count(self, namespace: Namespace, groups: Sequence[m.GroupKeys]) -> None:
         """Raise KvoffdError where a request has more keys than it may."""
-        total = sum(len(part.keys) for part in groups) // namespace.key_bytes
-        _check_at_most(total, self.config.limits.max_keys_per_request)
-
-    def check_block_count(self, namespace: Namespace, keys: bytes) -> None:
-        """Raise KvoffdError where an operator names more blocks in one request than a job may have."""
-        _check_at_most(len(keys) // namespace.key_bytes, self.config.limits.max_keys_per_job)
+        keys = sum(len(part.keys) for part in groups) // namespace.key_bytes
+        if keys > (most := self.config.limits.max_keys_per_request):
+            raise KvoffdError(f"{keys} keys in one request; {most} are allowed. Send several.", ErrorCode.TOO_MANY)
 
     def check_lease_count(self, session: Session) -> None:
         limit = self.config.limits.max_leases
@@ -339,8 +336,3 @@ class Service:
                     namespace.label,
                     namespace.world_size,
                 )
-
-
-def _check_at_most(keys: int, most: int) -> None:
-    if keys > most:
-        raise KvoffdError(f"{keys} keys in one request; {most} are allowed. Send several.", ErrorCode.TOO_MANY)
