@@ -1,0 +1,164 @@
+"""Why two namespaces of one model do not share blocks: the fields that differ, in words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvoffd_client.namespace import differences
+from kvoffd_proto.units import printable
+
+MOST_CHARACTERS = 40
+"""Of a value in a sentence."""
+FEWEST_DIGEST_DIGITS = 32
+
+
+class _Field(NamedTuple):
+    words: str
+    cause: str = ""
+    """The option or variable that sets it."""
+    follows: tuple[str, ...] = ()
+    """It differs where one of these does, and needs no words of its own then."""
+
+
+_MODEL = ("model", "revision", "weights", "dummy_weights")
+_DTYPES = ("weights_dtype", "quantization")
+_SIZES = ("kv_cache_dtype", "tokens_per_hash", "tokens_per_block", "model_config")
+_RANKS = (
+    "tensor_parallel",
+    "pipeline_parallel",
+    "prefill_context_parallel",
+    "decode_context_parallel",
+)
+
+FIELDS = {
+    "vllm_release": _Field("vLLM"),
+    "model": _Field("model", "--model"),
+    "revision": _Field("model revision", "--revision"),
+    "weights": _Field("files of the model"),
+    "weights_dtype": _Field("dtype", "--dtype"),
+    "quantization": _Field("quantization", "--quantization"),
+    "dummy_weights": _Field("random weights", "--load-format dummy"),
+    "model_config": _Field("configuration of the model", "config.json, --hf-overrides, --max-model-len", _MODEL),
+    "kv_cache_dtype": _Field("dtype of the KV cache", "--kv-cache-dtype"),
+    "tokens_per_hash": _Field("tokens per block", "--block-size"),
+    "blocks_per_chunk": _Field("engine blocks per block", "blocks_per_chunk"),
+    "hash_algorithm": _Field("hash of the blocks", "--prefix-caching-hash-algo"),
+    "hash_probe": _Field("PYTHONHASHSEED", "", ("hash_algorithm", "private")),
+    "private": _Field("random hash seed", "set PYTHONHASHSEED, or --prefix-caching-hash-algo sha256_cbor"),
+    "hash_lookahead_tokens": _Field("tokens that a hash looks ahead", "--speculative-config"),
+    "tensor_parallel": _Field("tensor parallel size", "--tensor-parallel-size"),
+    "pipeline_parallel": _Field("pipeline parallel size", "--pipeline-parallel-size"),
+    "prefill_context_parallel": _Field("prefill context parallel size", "--prefill-context-parallel-size"),
+    "decode_context_parallel": _Field("decode context parallel size", "--decode-context-parallel-size"),
+    "context_parallel_interleave": _Field("context parallel interleave", "--cp-kv-cache-interleave-size"),
+    "world_size": _Field("shards of a block", "", _RANKS),
+    "kv_layout": _Field("layout of the KV cache", "VLLM_KV_CACHE_LAYOUT", ("attention_backend",)),
+    "device_type": _Field("kind of device"),
+    "device_name": _Field("GPU", "", ("device_type",)),
+    "attention_backend": _Field("attention backend", "--attention-backend", ("device_type",)),
+    "computation": _Field("settings of the computation", "--attention-config, --additional-config, VLLM_ variables"),
+    "model_runner": _Field("model runner", "VLLM_USE_V2_MODEL_RUNNER"),
+    "multimodal": _Field("settings for images and video", "--mm-processor-kwargs, --media-io-kwargs", _MODEL),
+    "speculative": _Field("draft model", "--speculative-config"),
+    "salt": _Field("salt", "salt in kv_connector_extra_config"),
+    "live_weights": _Field("weights in memory", "", (*_MODEL, *_DTYPES, *_RANKS, "model_config")),
+    "format": _Field("format of the namespace", "release of kvoffd in the engine"),
+    # Of a group, below.
+    "kind": _Field("kind of attention"),
+    "window_tokens": _Field("sliding window"),
+    "tokens_per_block": _Field("tokens per block", "--block-size", ("tokens_per_hash", "blocks_per_chunk")),
+    "layers": _Field("layers", "", (*_MODEL, "model_config", "pipeline_parallel")),
+    "page_bytes": _Field("bytes of a layer's block", "", (*_MODEL, *_DTYPES, *_RANKS, *_SIZES)),
+    "layout": _Field(
+        "layout of a layer's block",
+        "",
+        (*_MODEL, *_DTYPES, *_RANKS, *_SIZES, "page_bytes", "attention_backend", "device_type"),
+    ),
+}
+"""Fields of the fingerprint (vllm/fingerprint.py), the usual causes first."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One field on which two namespaces disagree. ``one`` and ``other`` are empty where only that can be said."""
+
+    field: str
+    words: str
+    one: str
+    other: str
+    cause: str
+
+    def __str__(self) -> str:
+        """``tokens per block 64 and 128 (--block-size)``."""
+        return self._sentence("and")
+
+    def since(self) -> str:
+        """``tokens per block 64, was 128 (--block-size)``, where ``other`` is the older."""
+        return self._sentence(", was")
+
+    def _sentence(self, between: str) -> str:
+        joint = between if between.startswith(",") else f" {between}"
+        values = f" {self.one}{joint} {self.other}" if self.one or self.other else " differs"
+        return f"{self.words}{values}" + (f" ({self.cause})" if self.cause else "")
+
+
+def explain(one: str, other: str) -> list[Difference]:
+    """Why two descriptions of namespaces differ, the cause before what follows from it, which is left out.
+
+    Empty where they are equal, or say nothing. Never empty where a field differs.
+    """
+    found: dict[str, tuple[object, object]] = {}
+    for name, here, there in differences(one, other):
+        if name == "groups":
+            found |= dict(_of_groups(here, there))
+        else:
+            found[name] = here, there
+    kv, weights = found.get("kv_cache_dtype"), found.get("weights_dtype")
+    if kv and weights and [f"torch.{value}" for value in kv] == list(weights):
+        del found["kv_cache_dtype"]  # --kv-cache-dtype auto
+    causes = [name for name in found if not set(FIELDS.get(name, _Field(name)).follows) & found.keys()] or list(found)
+    order = list(FIELDS)
+    causes.sort(key=lambda name: order.index(name) if name in FIELDS else len(order))
+    return [_difference(name, *found[name]) for name in causes]
+
+
+def _of_groups(one: object, other: object) -> Iterator[tuple[str, tuple[object, object]]]:
+    """The fields of KV cache groups that differ: the first pair of values for each."""
+    if not (isinstance(one, list) and isinstance(other, list)) or len(one) != len(other):
+        sizes = [len(groups) if isinstance(groups, list) else groups for groups in (one, other)]
+        yield "KV cache groups", (sizes[0], sizes[1])
+        return
+    seen = set()
+    for here, there in zip(one, other, strict=True):
+        if not (isinstance(here, Mapping) and isinstance(there, Mapping)):
+            here, there = {"KV cache groups": here}, {"KV cache groups": there}
+        for name in dict.fromkeys([*here, *there]):
+            if name not in seen and here.get(name) != there.get(name):
+                seen.add(name)
+                yield str(name), (here.get(name), there.get(name))
+
+
+def _difference(name: str, one: object, other: object) -> Difference:
+    field = FIELDS.get(name) or _Field(name.replace("_", " "))
+    if name == "private":
+        return Difference(name, "random hash seed", "", "", field.cause)
+    values = [_shown(value) for value in (one, other)]
+    if any(_is_digest(value) for value in (one, other)):
+        values = ["", ""]
+    return Difference(name, printable(field.words), values[0], values[1], field.cause)
+
+
+def _is_digest(value: object) -> bool:
+    """Whether it is a hash, which tells nobody anything."""
+    return isinstance(value, str) and len(value) >= FEWEST_DIGEST_DIGITS and not value.strip("0123456789abcdef")
+
+
+def _shown(value: object) -> str:
+    if value in (None, ""):
+        return "none"
+    text = value.removeprefix("torch.") if isinstance(value, str) else json.dumps(value)
+    text = printable(text)
+    return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 3]}..."

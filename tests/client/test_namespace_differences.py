@@ -1,0 +1,69 @@
+"""Each field of the fingerprint has words, and what follows from another field is left out."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+
+from kvoffd_client.namespace_differences import FIELDS, explain
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of vLLM and torch, at their import
+    from tests.vllm.test_fingerprint import FACTS, GROUP, other
+
+DIGESTS = ("model_config", "weights", "hash_probe", "live_weights", "computation", "multimodal", "speculative")
+WHOLE = {**FACTS, "format": 2, **{name: f"{number:064x}" for number, name in enumerate(DIGESTS)}}
+
+
+def words(was: dict[str, object], **changes: object) -> list[str]:
+    return [each.since() for each in explain(json.dumps({**was, **changes}), json.dumps(was))]
+
+
+@pytest.mark.parametrize("name", sorted((WHOLE.keys() | GROUP.keys()) - {"groups", "group_id"}))
+def test_a_field_that_differs_alone_is_named_with_words(name: str) -> None:
+    if name in GROUP:
+        (found,) = words(WHOLE, groups=[{**GROUP, name: other(GROUP[name])}])
+    elif name in DIGESTS:
+        (found,) = words(WHOLE, **{name: "ab" * 32})
+        assert found.startswith(f"{FIELDS[name].words} differs")
+    else:
+        (found,) = words(WHOLE, **{name: other(WHOLE[name])})
+    assert found.startswith(FIELDS[name].words)
+
+
+def test_the_words_of_a_rollout() -> None:
+    group = {**GROUP, "tokens_per_block": 64, "page_bytes": 32768, "layout": "bb"}
+    assert words(WHOLE, tokens_per_hash=64, groups=[group]) == ["tokens per block 64, was 32 (--block-size)"]
+    assert words(WHOLE, hash_probe="07" * 32) == ["PYTHONHASHSEED differs"]
+    assert words(WHOLE, hash_probe="07" * 32, hash_algorithm="sha256_cbor") == [
+        "hash of the blocks sha256_cbor, was sha256 (--prefix-caching-hash-algo)"
+    ]
+    half = {"weights_dtype": "torch.float16", "kv_cache_dtype": "float16", "live_weights": "08" * 32}
+    assert words(WHOLE, **half, groups=[{**GROUP, "layout": "cc"}]) == ["dtype float16, was bfloat16 (--dtype)"]
+    assert words(WHOLE, **{**half, "kv_cache_dtype": "fp8"}) == [
+        "dtype float16, was bfloat16 (--dtype)",
+        "dtype of the KV cache fp8, was bfloat16 (--kv-cache-dtype)",
+    ]
+    assert words(WHOLE, live_weights="09" * 32) == ["weights in memory differs"]
+    assert words(WHOLE, private="cpu-1") == [
+        "random hash seed differs (set PYTHONHASHSEED, or --prefix-caching-hash-algo sha256_cbor)"
+    ]
+    two = words(WHOLE, tensor_parallel=4, world_size=4, groups=[{**GROUP, "page_bytes": 4096, "layout": "dd"}])
+    assert two == ["tensor parallel size 4, was 2 (--tensor-parallel-size)"]
+
+
+def test_of_the_same_and_of_what_is_no_description_nothing_is_said() -> None:
+    assert words(WHOLE) == []
+    assert explain("", "no JSON") == []
+    assert explain("[1]", "{}") == []
+
+
+def test_what_nobody_foresaw_is_shown_as_it_is() -> None:
+    (found,) = explain('{"new_field": "a\\u001b[2J"}', '{"new_field": null}')
+    assert str(found) == "new field a?[2J and none"
+    (many,) = explain('{"groups": [1, 2]}', '{"groups": [{}]}')
+    assert str(many) == "KV cache groups 2 and 1"
+    assert len(str(explain(json.dumps({"salt": "x" * 500}), '{"salt": ""}')[0])) < 110
+    assert explain('{"groups": [1]}', '{"groups": [{"kind": 3}]}')
