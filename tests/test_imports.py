@@ -152,10 +152,8 @@ def test_what_a_room_never_imports(name: str, under: str, never: set[str]) -> No
 
 
 def test_only_the_connector_imports_vllm() -> None:
-    """And the benches that start engines of their own, to measure their time to the first token."""
-    benches = tuple(f"kvoffd_client.bench.{name}" for name in ("engine_bench", "idle_connector", "pool_bench"))
     for module, names in imported("kvoffd_client").items():
-        if not module.startswith(("kvoffd_client.vllm", *benches)):
+        if not module.startswith("kvoffd_client.vllm"):
             assert "vllm" not in {other.partition(".")[0] for other in names}, module
 
 

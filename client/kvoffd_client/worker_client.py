@@ -47,6 +47,7 @@ class WorkerClient(Session):
 
     Args:
         registration: the worker's KV memory; must outlive this client. The other arguments are as SchedulerClient's.
+        admit_all: store what the eviction policy would not keep, too.
 
     Raises:
         ValueError: the registration does not fit the namespace.
@@ -63,6 +64,7 @@ class WorkerClient(Session):
         options: ClientOptions = DEFAULT_OPTIONS,
         transport: Transport | None = None,
         rng: random.Random | None = None,
+        admit_all: bool = False,
     ) -> None:
         if not 0 <= registration.rank < namespace.world_size:
             raise ValueError(f"Rank {registration.rank} is outside the namespace's world of {namespace.world_size}.")
@@ -75,6 +77,7 @@ class WorkerClient(Session):
         super().__init__(directory, m.Role.WORKER, name, software, namespace, options, transport, rng)
         self._namespace = namespace
         self._registration = registration
+        self._admit_all = admit_all
         self._registration_id = b""
         self._registration_wanted = True
         """False once the registration was given up for good."""
@@ -268,7 +271,7 @@ class WorkerClient(Session):
             return False
         self._by_request[request_id] = sent
         ids = self._next_request_id(), self._registration_id, self._part_sizes.key_bytes
-        message = m.Submit.of(*ids, stores, loads, self._sequence)
+        message = m.Submit.of(*ids, stores, loads, self._sequence, self._admit_all)
         if (refused := self._send(message)) is not None:
             code = refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY
             self._fail_parts(sent, code, now)

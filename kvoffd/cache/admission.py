@@ -49,7 +49,7 @@ class Admitter:
         """
         found = Admission()
         with OnError(lambda: self.blocks.return_slots(found.offsets)):
-            self._admit(keys, lacking, fresh if starts is not None else (), starts or (), found)
+            self._admit(keys, lacking, fresh, starts, found)
         found.admitted.sort()
         found.offsets.sort()
         return found
@@ -59,19 +59,21 @@ class Admitter:
         keys: Sequence[bytes],
         lacking: Sequence[int],
         fresh: Sequence[int],
-        starts: Sequence[int],
+        starts: Sequence[int] | None,
         found: Admission,
     ) -> None:
         if len(fresh) < len(lacking):
             others = set(fresh)
             self._take([number for number in lacking if number not in others], inf, found, 0)
-        if not fresh:
+        block_bytes = self.namespace.block_bytes(self.group)
+        if not fresh or starts is None:
+            self._take(fresh, inf, found, block_bytes)
             return
         begins = sorted({bisect_left(fresh, start) for start in starts})
         at = 0
         offered = keys if len(fresh) == len(keys) else [keys[number] for number in fresh]
         for count, worth in self.policy.offers(self.namespace, self.group, offered, begins):
-            self._take(fresh[at : at + count], self._limit(worth), found, self.namespace.block_bytes(self.group))
+            self._take(fresh[at : at + count], self._limit(worth), found, block_bytes)
             at += count
         assert at == len(fresh)
         if found.declined:
@@ -80,11 +82,9 @@ class Admitter:
     def _limit(self, worth: float) -> float:
         """What blocks may be worth that give way to keys of some worth.
 
-        A bench measures what it has stored. What the pool keeps for a moment only is on its way to the tiers below.
+        What the pool keeps for a moment only is on its way to the tiers below.
         """
-        if self.namespace.of_bench or (self.blocks.tiering is not None and worth != DECLINED):
-            return inf
-        return worth
+        return inf if self.blocks.tiering is not None and worth != DECLINED else worth
 
     def _take(self, numbers: Sequence[int], worth: float, found: Admission, block_bytes: int) -> None:
         if worth == DECLINED:

@@ -196,7 +196,8 @@ class BlockCache(LeasedBlocks):
         ``keys`` may be of several jobs: one that comes again is written once. ``first_blocks`` has, by the number of a
         key, from which engine block on it is written, where that is not the first. ``same_job`` are the tickets of the
         jobs' other groups: what they found present is not evicted for this one. Slots on NUMA node ``node`` are taken
-        where there are any. ``starts``: numbers of the keys at which the jobs begin; None where the policy has no say.
+        where there are any. ``starts``: numbers of the keys at which the jobs begin; None where the policy has no say,
+        as for benches.
         Raises BadGeometry.
         """
         slot_bytes = namespace.slot_bytes(rank, group)
@@ -213,7 +214,7 @@ class BlockCache(LeasedBlocks):
             allowance = blocks.allowance(namespace)
             admitter = Admitter(blocks, self.policy, namespace, group, slot_bytes, node, protected, allowance)
             unknown = lacking if fresh else [number for number in lacking if known[number] is None]
-            found = admitter.admit(keys, lacking, unknown, starts)
+            found = admitter.admit(keys, lacking, unknown, None if namespace.of_bench else starts)
         offsets = found.offsets
         ticket.copy = found.admitted
         count_refused(blocks, namespace, group, keys, found)

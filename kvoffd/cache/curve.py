@@ -62,7 +62,7 @@ class HitRatioCurve:
     def requested(self, chains: Sequence[Chain]) -> None:
         """Note a request. Benches, and groups whose blocks have no size yet, are left out."""
         for namespace, group, keys, ready in chains:
-            if namespace.of_bench or not keys or not (block_bytes := namespace.block_bytes(group)):
+            if not keys or not (block_bytes := namespace.block_bytes(group)):
                 continue
             if (found := self._counts.get(namespace)) is None:
                 counts = np.zeros(_ROW)

@@ -256,6 +256,8 @@ class StoreBatch(Job):
 
     direction = Direction.STORE
     groups: Sequence[Blocks]
+    admit_all: bool
+    """Whatever the policy says."""
     tickets: list[StoreTicket] = field(default_factory=list, init=False)
     copied_bytes: Ints = field(init=False)
     """[stores]"""
@@ -281,7 +283,8 @@ class StoreBatch(Job):
         starts, firsts = part.first_keys[jobs].tolist(), part.first_blocks[jobs].tolist()
         first_blocks = {key: first for key, first in zip(starts, firsts, strict=True) if first}
         whose = registration.namespace, registration.rank, part.group
-        ticket = cache.begin_stores(*whose, part.keys, first_blocks, self.tickets, registration.memory.node, starts)
+        chains = None if self.admit_all else starts
+        ticket = cache.begin_stores(*whose, part.keys, first_blocks, self.tickets, registration.memory.node, chains)
         self.tickets.append(ticket)
         slots = np.array(ticket.offsets, dtype=np.uint64) + np.uint64(pool_address)
         positions = part.positions(layout.blocks_per_key)
@@ -483,7 +486,9 @@ class Jobs:
                 begun.append(load)
                 plans.append(load.begin(self._cache, loads, number, self._pool_address, verify=self._verifies()))
             if message.stores.job_ids:
-                batch = StoreBatch(message.stores.job_ids, session, registration, accepted_at, stores)
+                batch = StoreBatch(
+                    message.stores.job_ids, session, registration, accepted_at, stores, message.stores.admit_all
+                )
                 batch.pieces = int(store_pieces.sum())
                 begun.append(batch)
                 plans.append(batch.begin(self._cache, self._pool_address))

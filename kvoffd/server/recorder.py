@@ -98,7 +98,7 @@ class Recorder:
         if not self._number:
             return
         for namespace, group, keys, _ in chains:
-            if namespace.of_bench or not keys:
+            if not keys:
                 continue
             nbytes = CHAIN_BYTES + len(keys)
             known = self._namespaces

@@ -600,6 +600,7 @@ class Stores(Wire, frozen=True):
 
     job_ids: Annotated[list[JobId], doc("One for each store.", max_length=MAX_JOBS)]
     groups: Annotated[list[GroupBlocks], doc("Blocks to copy; a job has each group once.", max_length=MAX_GROUPS)]
+    admit_all: Annotated[bool, doc("Store them whatever the policy says, as an import does.")] = False
 
 
 class Loads(Wire, frozen=True):
@@ -639,12 +640,13 @@ class Submit(Request[Completions], frozen=True):
         stores: Sequence[Store],
         loads: Sequence[Load] = (),
         acknowledged: int = 0,
+        admit_all: bool = False,
     ) -> Submit:
         """The message with these jobs. A group comes twice where some of its jobs tell tokens and others do not."""
         return cls(
             request_id,
             registration_id,
-            Stores([store.job_id for store in stores], _blocks_of(stores, key_bytes)),
+            Stores([store.job_id for store in stores], _blocks_of(stores, key_bytes), admit_all),
             Loads(
                 [load.job_id for load in loads],
                 [load.lease_id for load in loads],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvoffd.transfer.cuda.staging import KERNEL
-from kvoffd_client.bench.gpu_device import SWEEP
+from tests.bench.daemon.gpu_device import SWEEP
 from tests.kit.cuda_files import assembler
 
 # The oldest driver assembles what it is given for the GPUs of its time.

@@ -30,8 +30,8 @@ from kvoffd.tiers.disk.disk_tier import DiskOptions
 from kvoffd.tiers.disk.file_format import FILE_NAME
 from kvoffd.tiers.disk.opening import open_disk_tier
 from kvoffd.tiers.tier import Tier, TierBlock, TierKey, TierResult, TierShard
-from kvoffd_client.bench.results import machine
 from kvoffd_proto.units import format_size, parse_size
+from tests.bench.daemon.results import machine
 
 GIB = 1 << 30
 MIB = 1 << 20

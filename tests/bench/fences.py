@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvoffd_client.bench.load_generators import LoadGenerators
+from tests.bench.daemon.load_generators import LoadGenerators
 from tests.bench.report_file import add_report_options, markdown_table, publish_report, run_facts
 from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import BLOCK_TOKENS, EngineProcess, completions, prompt, wait_books, wait_connected

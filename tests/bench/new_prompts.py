@@ -2,9 +2,9 @@
 
 New ones, and one that the engine has in its own cache.
 
-    .venv/bin/python tests/bench/new_prompts.py [--rounds 10] [--prompts 15]
+    .venv/bin/python -m tests.bench.new_prompts [--rounds 10] [--prompts 15]
 
-It imports nothing of the tests, so that it runs with another release too. It starts a daemon of its own. Busy means a
+It starts a daemon of its own. Busy means a
 busy loop of Python for each core, at normal priority.
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvoffd_client import AdminClient, KvoffdClientError
-from kvoffd_client.bench.engine_bench import (
+from tests.bench.daemon.engine_bench import (
     IDLE,
     KVOFFD,
     REST_S,
@@ -33,7 +33,7 @@ from kvoffd_client.bench.engine_bench import (
     _connector,
     _start,
 )
-from kvoffd_client.bench.pool_bench import FIRST_TOKEN, LAST_TOKEN
+from tests.bench.daemon.pool_bench import FIRST_TOKEN, LAST_TOKEN
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kvoffd_client.bench import ENGINE_KEYS, PAGE_BYTES
-from kvoffd_client.bench.load_generators import LoadGenerators
-from kvoffd_client.bench.synthetic_engine import SyntheticEngine, random_keys
 from tests.bench.cpu_time import process_cpu_s
+from tests.bench.daemon import ENGINE_KEYS, PAGE_BYTES
+from tests.bench.daemon.load_generators import LoadGenerators
+from tests.bench.daemon.synthetic_engine import SyntheticEngine, random_keys
 from tests.bench.intervals import ratio_text
 from tests.kit.daemon import DaemonProcess
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from msgspec.structs import asdict
 
-from kvoffd_client.bench.results import machine
+from tests.bench.daemon.results import machine
 
 ROOT = Path(__file__).parents[2]
 

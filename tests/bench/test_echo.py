@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd_client.bench.echo import HEADER_BYTES, Echo, ReplySocket, echo_request
+from tests.bench.daemon.echo import HEADER_BYTES, Echo, ReplySocket, echo_request
 
 
 @pytest.mark.parametrize("size", [HEADER_BYTES, 100, 70_000])
@@ -24,7 +24,7 @@ def test_answers_come_back_on_their_way(way: ReplySocket) -> None:
 
 
 def test_the_process_ends_when_its_parent_goes(tmp_path: Path) -> None:
-    command = (sys.executable, "-m", "kvoffd_client.bench.echo", str(tmp_path))
+    command = (sys.executable, "-m", "tests.bench.daemon.echo", str(tmp_path))
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"ready\n"
         process.stdin.close()

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from kvoffd_client import AdminClient
-from kvoffd_client.bench.engine_bench import NewPrompts, bench_engine
-from kvoffd_client.bench.pool_bench import bench_pool
-from kvoffd_client.bench.results import BenchFailed, Progress, Report
+from tests.bench.daemon.engine_bench import NewPrompts, bench_engine
+from tests.bench.daemon.pool_bench import bench_pool
+from tests.bench.daemon.results import BenchFailed, Progress, Report
+from tests.bench.report_file import ROOT
 from tests.kit.daemon import DaemonProcess
 from tests.kit.models import make_demo_llama
 from tests.kit.waiting import wait_until
@@ -44,12 +45,11 @@ def test_a_real_engine_is_faster_with_its_blocks_in_the_pool(tmp_path: Path) -> 
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     model = make_demo_llama(tmp_path / "model")
-    program = "import sys; from kvoffd_client.cli import main; sys.exit(main())"
     with DaemonProcess("512MiB") as daemon:
-        command = [sys.executable, "-c", program, "bench", "pool", "--json", "--model", str(model)]
+        command = [sys.executable, "-m", "tests.bench.daemon", "pool", "--json", "--model", str(model)]
         command += ["--directory", str(daemon.directory)]
         # In a process of its own: what vLLM warns of is not this test's business.
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=500)
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=ROOT)
         with AdminClient(daemon.directory) as admin:
             wait_until(lambda: not admin.namespaces().namespaces, 10.0)
             stats = admin.stats()

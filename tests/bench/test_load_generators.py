@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvoffd_client import AdminClient
-from kvoffd_client.bench.echo import Echo
-from kvoffd_client.bench.load_generators import LoadGenerators
-from kvoffd_client.bench.results import BenchFailed
+from tests.bench.daemon.echo import Echo
+from tests.bench.daemon.load_generators import LoadGenerators
+from tests.bench.daemon.results import BenchFailed
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
 
@@ -52,7 +52,7 @@ def test_a_process_that_cannot_begin_is_told(tmp_path: Path, capfd: pytest.Captu
 
 def test_a_process_ends_with_its_parent() -> None:
     with Echo() as echo:
-        command = (sys.executable, "-m", "kvoffd_client.bench.load_generators", "echoes", str(echo.directory), "1")
+        command = (sys.executable, "-m", "tests.bench.daemon.load_generators", "echoes", str(echo.directory), "1")
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdout.readline() == b"ready\n"
             process.stdin.write(b"\n")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from kvoffd_client.bench.results import (
+from tests.bench.daemon.__main__ import core_lines
+from tests.bench.daemon.results import (
     BenchFailed,
+    BenchGpu,
     Cost,
     Curve,
     Report,
@@ -18,9 +21,6 @@ from kvoffd_client.bench.results import (
     median_percentile,
     percentile,
 )
-from kvoffd_client.cli import bench_commands
-from kvoffd_client.cli.json_objects import BenchGpu
-from kvoffd_client.cli.json_output import to_plain
 
 REPORT = Report(
     "copy",
@@ -44,7 +44,7 @@ def test_one_disturbed_round_does_not_count() -> None:
 
 
 def test_the_object_has_the_promised_shape() -> None:
-    found = to_plain(Report("lookup", "floor", [Result("a", 3.0, "µs", 2.0)]).to_object())
+    found = msgspec.to_builtins(Report("lookup", "floor", [Result("a", 3.0, "µs", 2.0)]).to_object())
     assert set(found) == {"bench", "machine", "results", "gpu"}
     assert found["gpu"] is None
     no_cost = {"cpu_seconds": None, "cpu_per": None, "checksum_cpu_seconds": None}
@@ -55,7 +55,7 @@ def test_the_object_has_the_promised_shape() -> None:
 def test_cores_are_told_for_each_gpu() -> None:
     gpu = BenchGpu("Stub", "GPU-1", "13.0", 0, None)
     report = Report("copy", "floor", [Result("store", 40.0, "GB/s", 55.0, Cost(0.04, "GB", 0.03))], gpu=gpu)
-    (line,) = bench_commands._core_lines(report.results)
+    (line,) = core_lines(report.results)
     assert line == "cores for each GPU at 55 GB/s: 2.20, checksums 1.65 of them: store"
 
 

@@ -116,14 +116,13 @@ def test_memory_is_bounded_and_what_is_seen_ends_at_ten_pools() -> None:
     assert watched.in_all().lru_ratios["10"] == 0
 
 
-def test_namespaces_share_the_pool_and_benches_count_nowhere() -> None:
+def test_namespaces_share_the_pool() -> None:
     watched = HitRatioCurve(100 * MIB, lambda: 0.0)
     one, other = namespace_of(name=1), namespace_of(name=2)
     keys = chain_of(*range(40))
     for _ in range(5):
         for namespace in (one, other):
             watched.requested([Chain(namespace, 0, keys, ())])
-        watched.requested([Chain(namespace_of(label="bench x", name=3), 0, keys, ())])
         watched.requested([Chain(namespace_of(block_bytes=0, name=4), 0, keys, ())])
     for namespace in (one, other):
         state = watched.of_namespace(namespace)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
@@ -17,17 +13,7 @@ from tests.kit.daemon import DaemonProcess
 KEYS = [bytes([number]) * 32 for number in range(1, 9)]
 
 
-def test_it_tells_what_requests_found_and_had_found(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    legends = []
-    save = Figure.savefig
-
-    def note_and_save(figure: Figure, *arguments: Any, **options: Any) -> None:
-        legends.append(figure.axes[0].get_legend_handles_labels()[1])
-        save(figure, *arguments, **options)
-
-    monkeypatch.setattr(Figure, "savefig", note_and_save)
+def test_it_tells_what_requests_found_and_had_found(capsys: pytest.CaptureFixture[str]) -> None:
     with (
         DaemonProcess("32MiB") as daemon,
         FakeEngine(daemon.directory, "tiny", blocks=32, page_bytes=4096) as engine,
@@ -38,9 +24,6 @@ def test_it_tells_what_requests_found_and_had_found(
             return capsys.readouterr().out
 
         assert cli("curve").startswith("No request has asked")
-        drawn = tmp_path / "curve.png"
-        assert main(["curve", "--png", str(drawn), "--directory", str(daemon.directory)]) == 2
-        assert "nothing to draw" in capsys.readouterr().err
         assert engine.store(KEYS[:4], range(4)).ok
         for _ in range(4):
             assert engine.lookup(KEYS[:8]) == 4
@@ -60,22 +43,3 @@ def test_it_tells_what_requests_found_and_had_found(
         assert "Tokens     50.0 % found; lru: half the pool 75.0 %, this 75.0 %" in cli("stats")
         assert main(["curve", "--namespace", "", "--directory", str(daemon.directory)]) == 2
         assert "has the label ''" in capsys.readouterr().err
-        cli("curve", "--png", str(drawn))
-        assert drawn.read_bytes().startswith(b"\x89PNG")
-        with FakeEngine(daemon.directory, "other", blocks=32, page_bytes=4096) as other:
-            assert other.lookup(KEYS[:2]) == 0
-        cli("curve", "--png", str(drawn))
-        assert legends == [
-            ["all, lru", "learned, measured"],
-            ["all, lru", "learned, measured", "tiny, lru", "other, lru"],
-        ]
-
-
-def test_a_plot_that_cannot_be_made_is_refused_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main(["curve", "--png", str(tmp_path / "curve.jpg"), "--directory", str(tmp_path)]) == 2
-    assert "ends in .png" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["curve", "--png", str(tmp_path / "curve.png"), "--directory", str(tmp_path)]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().err

@@ -10,10 +10,9 @@ from typing import Annotated, Any, get_args, get_origin
 import msgspec
 import pytest
 
-from kvoffd_client.bench.results import Cost, Report, Result
 from kvoffd_client.cli import main
 from kvoffd_client.cli.app import command_tree
-from kvoffd_client.cli.json_objects import BenchGpu, Disks, SharedTiers
+from kvoffd_client.cli.json_objects import Disks, SharedTiers
 from kvoffd_client.cli.json_output import describe, to_json, to_plain
 from kvoffd_client.cli.monitor_commands import event_object
 from kvoffd_client.cli.reference import JSON, page
@@ -91,12 +90,7 @@ def test_blocks_and_files_have_the_keys_that_their_help_names(cli: Cli, tmp_path
     assert cli("clear", *of, "--yes")["cleared_blocks"] == 2
 
 
-def test_benches_events_and_disks_have_the_keys_that_their_help_names(busy: StatsReply) -> None:
-    gpu = BenchGpu("H200", "GPU-1", "575, CUDA 12.9", 0, None)
-    results = [Result("a", 3.0, "s", 2.0, Cost(1.0, "job", 0.5)), Result("b", 1.0, "s", 1.0)]
-    report = Report("lookup", "an echo", results)
-    for one in (report, Report("copy", "memcpy", results, gpu=gpu)):
-        same_keys(to_plain(one.to_object()), JSON["bench copy"])
+def test_events_and_disks_have_the_keys_that_their_help_names(busy: StatsReply) -> None:
     stored = BlockStored([KEY], 16, "CPU", 1)
     batch = EventBatch(0.5, [stored, BlockRemoved([KEY], "CPU", 0), AllBlocksCleared()])
     same_keys(to_plain(event_object(kv_topic(KEY), 7, batch, {})), JSON["events"])

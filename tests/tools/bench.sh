@@ -1,5 +1,5 @@
 #!/bin/sh
-# bench.sh BIN [ARGUMENT...]: run every bench of kvoffd-cli, with these arguments, against a daemon of its own.
+# bench.sh BIN [ARGUMENT...]: measure lookups, copies and jobs, with these arguments, against a daemon of its own.
 # BIN is the directory of the commands. Started by `make bench`.
 set -eu
 bin=$1
@@ -18,6 +18,4 @@ until "$bin/kvoffd-cli" health --directory "$directory" >/dev/null 2>&1; do
     [ $tries -lt 60 ] || { echo "bench: the daemon was not ready after 60 tries" >&2; exit 1; }
     sleep 0.2
 done
-for bench in lookup copy jobs; do
-    "$bin/kvoffd-cli" bench "$bench" --directory "$directory" "$@"
-done
+"$bin/python" -m tests.bench.daemon lookup copy jobs --directory "$directory" "$@"

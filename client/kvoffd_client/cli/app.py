@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from kvoffd_client.cli import admin_commands, block_commands, monitor_commands, shared_commands
 from kvoffd_client.cli.advise_command import advise
-from kvoffd_client.cli.bench_commands import bench_app
+from kvoffd_client.cli.bench import bench_app
 from kvoffd_client.cli.block_commands import block_app
 from kvoffd_client.cli.curve_command import curve
 from kvoffd_client.cli.disk_commands import disk

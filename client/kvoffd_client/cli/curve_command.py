@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,7 +22,7 @@ from kvoffd_client.cli.console import (
 )
 from kvoffd_client.cli.json_objects import CurveOf, CurvePoint, HitCurves
 from kvoffd_client.cli.json_output import print_json
-from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, open_admin, resolve_namespace
+from kvoffd_client.cli.target import NAMESPACE_OPTION, Directory, Json, open_admin, resolve_namespace
 from kvoffd_proto.stats import HitCurve, StatsReply
 from kvoffd_proto.units import format_count, format_size
 
@@ -36,7 +35,6 @@ MARKED = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 def curve(
     context: typer.Context,
     namespace: Annotated[str | None, NAMESPACE_OPTION] = None,
-    png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw it into a PNG file too.")] = None,
     directory: Directory = None,
     json: Json = False,
 ) -> None:
@@ -48,19 +46,11 @@ def curve(
     there, for each namespace in a pool of all namespaces. What is a day old weighs half. A block whose engine does
     not say how many tokens it has counts as one token.
     """
-    if png is not None:
-        from kvoffd_client.bench.results import check_plot
-
-        check_plot(png)
     with open_admin(context, directory) as admin:
         found = curves_of(admin.stats())
         known = None if namespace is None else resolve_namespace(admin.namespaces().namespaces, namespace)
     if known is not None:
         found = structs.replace(found, curves=[one for one in found.curves if one.namespace == known.namespace])
-    if png is not None:
-        if not found.curves:
-            raise CliError(f"No request has asked for anything so far: there is nothing to draw into {png}.")
-        _draw(found, png)
     if json:
         print_json(found)
         return
@@ -120,25 +110,3 @@ def _page(found: HitCurves, one: CurveOf, console: Console) -> Iterator[Text]:
     if found.seen_bytes < 0.99 * found.curves[0].points[-1].pool_bytes:
         seen = format_size(found.seen_bytes)
         yield Text(f"Only {seen} of different blocks were asked for; beyond, nothing is gained.", "dim")
-
-
-def _draw(found: HitCurves, path: Path) -> None:
-    from kvoffd_client.bench.results import plot_into
-
-    # The curve of one namespace that is alone would lie on that of all.
-    alone = len(found.curves) == 2 and not _forgotten_tokens(found)
-    curves = found.curves[:1] if alone else found.curves
-    with plot_into(path) as axes:
-        for one in curves:
-            sizes = [point.pool_bytes for point in one.points]
-            name = "all, lru" if one.namespace is None else f"{one.label}, lru"
-            (line,) = axes.plot(sizes, [point.lru_hit_percent for point in one.points], marker=".", label=name)
-            label = f"{found.policy}, measured" if one is curves[0] else None
-            star = {"marker": "*", "markersize": 12, "color": line.get_color(), "ls": ""}
-            axes.plot([found.pool_bytes], [one.hit_percent], label=label, **star)
-        axes.set(xscale="log", xlabel="pool", ylabel="tokens found, %", ylim=(0, None))
-        marked = [point.pool_bytes for point in found.curves[0].points if point.pool in MARKED]
-        axes.set_xticks(marked, [format_size(size) for size in marked])
-        axes.set_xticks([], minor=True)
-        axes.grid(visible=True, alpha=0.3)
-        axes.legend()

@@ -165,45 +165,19 @@ class FileContent(Struct, frozen=True):
     blocks: Annotated[list[FileBlock], doc("The blocks, in the order of the file.")]
 
 
-class Machine(Struct, frozen=True):
-    """What a bench ran on."""
-
-    cpu: Annotated[str, doc("Model of the CPU.")]
-    cpus: Annotated[Count, doc("CPUs that the bench may use.")]
-    memory_bytes: Annotated[ByteCount, doc("Memory of the machine.")]
-    kernel: Annotated[str, doc("Release of Linux.")]
-    python: Annotated[str, doc("Release of Python.")]
-    libzmq: Annotated[str, doc("Release of libzmq.")]
-    pyzmq: Annotated[str, doc("Release of pyzmq.")]
-    kvoffd: Annotated[str, doc("Release of kvoffd.")]
-
-
 class BenchResult(Struct, frozen=True):
     case: Annotated[str, doc("What was measured.")]
     value: Annotated[float, doc("The measured value.")]
     unit: Annotated[str, doc("Unit of value and floor.")]
     floor: Annotated[float, doc("What the machine can do at best, measured in the same run.")]
     ratio: Annotated[float, doc("value / floor.")]
-    cpu_seconds: Annotated[float | None, doc("CPU time of the daemon for each of cpu_per; null if not measured.")] = (
-        None
-    )
-    cpu_per: Annotated[str | None, doc("What cpu_seconds are for: a lookup, a job, a GB.")] = None
-    checksum_cpu_seconds: Annotated[float | None, doc("The part of cpu_seconds that went into checksums.")] = None
-
-
-class BenchGpu(Struct, frozen=True):
-    name: Annotated[str, doc("Name of the GPU.")]
-    uuid: Annotated[str, doc("UUID of the GPU, or of the MIG instance.")]
-    driver: Annotated[str, doc("Release of the driver and the CUDA version it knows.")]
-    unlockable_bytes: Annotated[ByteCount, doc("Bytes of the pool that the driver would not pin.")]
-    daemon_bytes: Annotated[ByteCount | None, doc("The daemon's memory on the GPU; null if it had one in use before.")]
+    daemon_cpu_seconds: Annotated[float, doc("CPU time of the daemon for each lookup or GB.")]
 
 
 class BenchReport(Struct, frozen=True):
     bench: Annotated[str, doc("Name of the bench.")]
-    machine: Annotated[Machine, doc("What it ran on.")]
+    floor: Annotated[str, doc("What the floor is.")]
     results: Annotated[list[BenchResult], doc("The cases, in the order in which they were measured.")]
-    gpu: Annotated[BenchGpu | None, doc("The GPU that was measured; null for host memory.")] = None
 
 
 Topic = Literal[

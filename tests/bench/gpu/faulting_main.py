@@ -29,8 +29,8 @@ if __name__ == "__main__":
     # Not before: threads that these start would take the signal.
     from kvoffd.cli import main
     from kvoffd.config import Limits
-    from kvoffd_client.bench.gpu_device import SWEEP, BenchDriver
     from kvoffd_client.cuda_export import CudaError
+    from tests.bench.daemon.gpu_device import SWEEP, BenchDriver
 
     threading.Thread(target=write_nowhere, args=(sys.argv[1],), daemon=True).start()
     sys.exit(main(sys.argv[2:], Limits(pin_linger_s=0)))

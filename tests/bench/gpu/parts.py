@@ -25,10 +25,10 @@ from kvoffd.server.daemon import EXIT_GPU_LOST
 from kvoffd.transfer.cuda.device import list_devices
 from kvoffd.transfer.cuda.driver import CudaDriver
 from kvoffd_client import AdminClient, NamespaceSpec, SchedulerClient
-from kvoffd_client.bench.copy_bench import bench_copy_gpu
-from kvoffd_client.bench.gpu_device import BenchDriver
-from kvoffd_client.bench.results import BenchFailed, Report, check_plot, draw_plot, machine
 from kvoffd_proto.messages import GroupKeys
+from tests.bench.daemon.copy_bench import bench_copy_gpu
+from tests.bench.daemon.gpu_device import BenchDriver
+from tests.bench.daemon.results import BenchFailed, Report, check_plot, draw_plot, machine
 from tests.kit.daemon import DaemonProcess
 from tests.kit.exporter import Exporter
 from tests.kit.waiting import wait_until

@@ -12,9 +12,9 @@ from statistics import median
 import numpy as np
 from vllm.v1.request import Request
 
-from kvoffd_client.bench.synthetic_engine import SyntheticEngine
 from kvoffd_client.session import Closing
 from kvoffd_client.vllm.connector_metadata import WorkerReport
+from tests.bench.daemon.synthetic_engine import SyntheticEngine
 from tests.bench.overhead.scheduler_harness import BLOCK_TOKENS, RequestRun, SchedulerHarness
 
 PAGE_BYTES = 8192
@@ -95,7 +95,7 @@ class StepsBench(Closing):
         # Room for everything, so that neither side evicts within a step. (The daemon evicts in its own process.)
         room = (rounds + 2) * blocks * PAGE_BYTES
         self._harnesses = {
-            IDLE: SchedulerHarness(model, "IdleConnector", blocks, module="kvoffd_client.bench.idle_connector"),
+            IDLE: SchedulerHarness(model, "IdleConnector", blocks, module="tests.bench.daemon.idle_connector"),
             NATIVE: SchedulerHarness(model, "OffloadingConnector", blocks, extra_config={"cpu_bytes_to_use": room}),
             KVOFFD: SchedulerHarness(
                 model,

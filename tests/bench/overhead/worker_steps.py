@@ -29,12 +29,12 @@ from vllm.v1.kv_offload.cpu import gpu_worker
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from kvoffd_client import NamespaceSpec, WorkerClient
-from kvoffd_client.bench.synthetic_engine import KEY_BYTES, host_memory
 from kvoffd_client.memory import Registration
 from kvoffd_client.session import Closing
 from kvoffd_client.vllm.connector_metadata import KeyedSpec
 from kvoffd_client.vllm.worker import KvoffdWorker
 from kvoffd_proto.messages import PageRef, TensorLayout
+from tests.bench.daemon.synthetic_engine import KEY_BYTES, host_memory
 from tests.bench.overhead.steps import KVOFFD, NATIVE, Say
 
 PAGE_BYTES = 4096

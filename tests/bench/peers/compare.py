@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
-from kvoffd_client.bench.echo import Echo, echo_request
-from kvoffd_client.bench.host_device import Memcpy
 from tests.bench.cpu_time import OthersShare
+from tests.bench.daemon.echo import Echo, echo_request
+from tests.bench.daemon.host_device import Memcpy
 from tests.bench.peers.client import Client
 from tests.bench.peers.player import BLOCK_TOKENS, Copy, Geometry, Prompt
 from tests.bench.peers.servers import (

@@ -11,8 +11,8 @@ import numpy as np
 import zmq
 
 from kvoffd_client import Lookup
-from kvoffd_client.bench.synthetic_engine import WAIT_S, SyntheticEngine, host_memory, random_keys
 from kvoffd_proto.messages import GroupKeys
+from tests.bench.daemon.synthetic_engine import WAIT_S, SyntheticEngine, host_memory, random_keys
 from tests.bench.peers.player import Copy, Geometry, Player, Prompt, play
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffd.cache.policies import DEFAULT_POLICY, POLICY_NAMES
-from kvoffd_client.bench.results import check_plot, machine
+from tests.bench.daemon.results import check_plot, machine
 from tests.bench.report_file import ROOT, add_report_options, publish_report, run_facts
 from tests.bench.scale.page import draw, page
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvoffd_client.bench.results import percentile
+from tests.bench.daemon.results import percentile
 from tests.bench.report_file import markdown_table, number
 
 Result = dict[str, Any]

@@ -1,4 +1,4 @@
-"""``kvoffd-cli bench engine``: what an engine's new prompts feel of kvoffd, beside a connector that does nothing."""
+"""The bench engine: what an engine's new prompts feel of kvoffd, beside a connector that does nothing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kvoffd_client.bench import BLOCK_TOKENS, NEW_PROMPT_TOKENS
-from kvoffd_client.bench.pool_bench import ENVIRONMENT as POOL_ENVIRONMENT
-from kvoffd_client.bench.pool_bench import FIRST_TOKEN, LAST_TOKEN, own_namespace, silent_stdout, start_vllm
-from kvoffd_client.bench.results import BenchFailed, Progress, Report, Result, percentile
+from tests.bench.daemon import BLOCK_TOKENS, NEW_PROMPT_TOKENS
+from tests.bench.daemon.pool_bench import ENVIRONMENT as POOL_ENVIRONMENT
+from tests.bench.daemon.pool_bench import FIRST_TOKEN, LAST_TOKEN, own_namespace, silent_stdout, start_vllm
+from tests.bench.daemon.results import BenchFailed, Progress, Report, Result, percentile
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -196,7 +196,7 @@ def _start(connector: dict[str, Any], label: str, model: str | None, asked: NewP
 
 def _connector(name: str, directory: Path, salt: str) -> dict[str, Any]:
     if name == IDLE:
-        module = "kvoffd_client.bench.idle_connector"
+        module = "tests.bench.daemon.idle_connector"
         return {"kv_connector": "IdleConnector", "kv_connector_module_path": module}
     options = {"directory": str(directory), "salt": salt}
     return {"kv_connector": "KvoffdConnector", "kv_connector_extra_config": options}

@@ -1,4 +1,4 @@
-"""``kvoffd-cli bench copy``: how fast blocks go to the pool and come back, from host memory or a GPU's."""
+"""The bench copy: how fast blocks go to the pool and come back, from host memory or a GPU's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from statistics import mean, median
 import numpy as np
 
 from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.bench import (
+from kvoffd_proto.units import format_size
+from tests.bench.daemon import (
     GPU_JOB_BYTES,
     GPU_PIECES,
     HOST_JOB_BYTES,
@@ -22,13 +23,11 @@ from kvoffd_client.bench import (
     POOL_JOBS,
     STREAM_JOBS,
 )
-from kvoffd_client.bench.gpu_device import GpuDevice
-from kvoffd_client.bench.host_device import BOTH, DIRECTIONS, LOAD, STORE, Device, HostDevice, Memcpy
-from kvoffd_client.bench.load_generators import LoadGenerators
-from kvoffd_client.bench.results import BenchFailed, Cost, CpuMeter, Curve, Progress, Report, Result
-from kvoffd_client.bench.synthetic_engine import BlockIds, SyntheticEngine, random_keys
-from kvoffd_client.cli.json_objects import BenchGpu
-from kvoffd_proto.units import format_size
+from tests.bench.daemon.gpu_device import GpuDevice
+from tests.bench.daemon.host_device import BOTH, DIRECTIONS, LOAD, STORE, Device, HostDevice, Memcpy
+from tests.bench.daemon.load_generators import LoadGenerators
+from tests.bench.daemon.results import BenchFailed, BenchGpu, Cost, CpuMeter, Curve, Progress, Report, Result
+from tests.bench.daemon.synthetic_engine import BlockIds, SyntheticEngine, random_keys
 
 ROUNDS = 7
 LAYERS = 16

@@ -1,8 +1,8 @@
 """What the daemon itself needs for copies of many GPUs: lanes over a driver that copies nothing and counts.
 
-``kvoffd-cli bench copy --lanes`` runs this module as a program. One lane for each GPU, all of them in one process, as
-in the daemon: transfers are queued, cut, launched, waited for, accounted and settled, but no byte moves and no checksum
-is taken. What it finds is therefore a ceiling.
+``python -m tests.bench.lane_ceiling --lanes 8 --transfers 1000 --piece-bytes 65536``. One lane for each GPU, all of
+them in one process, as in the daemon: transfers are queued, cut, launched, waited for, accounted and settled, but no
+byte moves and no checksum is taken. What it finds is therefore a ceiling.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from kvoffd_client.bench.synthetic_engine import EngineMemory, host_memory
 from kvoffd_client.memory import SharedMemory
 from kvoffd_client.session import Closing
+from tests.bench.daemon.synthetic_engine import EngineMemory, host_memory
 
 STORE, LOAD, BOTH = "store", "load", "store and load at once"
 DIRECTIONS = (STORE, LOAD, BOTH)

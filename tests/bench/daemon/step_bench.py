@@ -1,4 +1,4 @@
-"""The part of ``kvoffd-cli bench jobs`` about steps: what a worker sends in one message while its engine decodes."""
+"""The part of the bench jobs about steps: what a worker sends in one message while its engine decodes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ import time
 from functools import partial
 from pathlib import Path
 
-from kvoffd_client.bench import BLOCK_STEPS, ENGINE_KEYS, JOBS_STEP_S
-from kvoffd_client.bench.echo import Echo, ReplySocket, echo_request
-from kvoffd_client.bench.load_generators import LoadGenerators
-from kvoffd_client.bench.results import Cost, CpuMeter, Progress, Result, measure_latency
-from kvoffd_client.bench.synthetic_engine import KEY_BYTES, SyntheticEngine, random_keys
 from kvoffd_proto.codec import encode
 from kvoffd_proto.messages import (
     Completions,
@@ -24,6 +19,11 @@ from kvoffd_proto.messages import (
     Submit,
 )
 from kvoffd_proto.units import plural
+from tests.bench.daemon import BLOCK_STEPS, ENGINE_KEYS, JOBS_STEP_S
+from tests.bench.daemon.echo import Echo, ReplySocket, echo_request
+from tests.bench.daemon.load_generators import LoadGenerators
+from tests.bench.daemon.results import Cost, CpuMeter, Progress, Result, measure_latency
+from tests.bench.daemon.synthetic_engine import KEY_BYTES, SyntheticEngine, random_keys
 
 STEP_JOBS = 256
 """One-block stores of the large step."""

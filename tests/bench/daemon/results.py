@@ -14,9 +14,9 @@ from statistics import median
 from typing import Any
 
 import zmq
+from msgspec import Struct
 
 from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.cli.json_objects import BenchGpu, BenchReport, BenchResult, Machine
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_client.session import Closing
 from kvoffd_proto.units import format_size
@@ -27,6 +27,45 @@ GPU_GB_PER_SECOND = 55.0
 """What a GPU copies in one direction over PCIe 5."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 """People who cannot see all colours tell these apart too."""
+
+
+class Machine(Struct, frozen=True):
+    """What a bench ran on."""
+
+    cpu: str
+    cpus: int
+    memory_bytes: int
+    kernel: str
+    python: str
+    libzmq: str
+    pyzmq: str
+    kvoffd: str
+
+
+class BenchResult(Struct, frozen=True):
+    case: str
+    value: float
+    unit: str
+    floor: float
+    ratio: float
+    cpu_seconds: float | None = None
+    cpu_per: str | None = None
+    checksum_cpu_seconds: float | None = None
+
+
+class BenchGpu(Struct, frozen=True):
+    name: str
+    uuid: str
+    driver: str
+    unlockable_bytes: int
+    daemon_bytes: int | None
+
+
+class BenchReport(Struct, frozen=True):
+    bench: str
+    machine: Machine
+    results: list[BenchResult]
+    gpu: BenchGpu | None = None
 
 
 @dataclass(frozen=True)

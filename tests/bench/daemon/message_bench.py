@@ -1,4 +1,4 @@
-"""``kvoffd-cli bench lookup`` and ``bench jobs``: how long messages take and how many there can be, beside an echo."""
+"""The benches lookup and jobs: how long messages take and how many there can be, beside an echo."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from statistics import median
 
 import numpy as np
 
-from kvoffd_client.bench import (
+from tests.bench.daemon import (
     COPIED_BLOCK_BYTES,
     DECODE_RANKS,
     DECODE_SEQUENCES,
@@ -24,12 +24,12 @@ from kvoffd_client.bench import (
     MIB,
     PAGE_BYTES,
 )
-from kvoffd_client.bench.echo import Echo, ReplySocket
-from kvoffd_client.bench.host_device import Memcpy
-from kvoffd_client.bench.load_generators import LoadGenerators
-from kvoffd_client.bench.results import Cost, CpuMeter, Progress, Report, Result, measure_latency
-from kvoffd_client.bench.step_bench import STEP_JOBS, bench_decode, bench_fences, bench_steps, jobs_echo, lookup_echo
-from kvoffd_client.bench.synthetic_engine import KEY_BYTES, SyntheticEngine, random_keys
+from tests.bench.daemon.echo import Echo, ReplySocket
+from tests.bench.daemon.host_device import Memcpy
+from tests.bench.daemon.load_generators import LoadGenerators
+from tests.bench.daemon.results import Cost, CpuMeter, Progress, Report, Result, measure_latency
+from tests.bench.daemon.step_bench import STEP_JOBS, bench_decode, bench_fences, bench_steps, jobs_echo, lookup_echo
+from tests.bench.daemon.synthetic_engine import KEY_BYTES, SyntheticEngine, random_keys
 
 LOOKUP_FLOOR = "a raw ZeroMQ echo of as many bytes each way, DEALER to ROUTER and back, in a process of its own"
 JOBS_FLOOR = (

@@ -1,7 +1,6 @@
 """Measures a running daemon: every result beside a floor, what the machine can do at best, measured in the same run.
 
-Here are the sizes with which the benches measure unless they are told otherwise; the help of ``kvoffd-cli bench``
-names them.
+Here are the sizes with which the benches measure unless they are told otherwise.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ POOL_JOBS = STREAM_JOBS + STREAM_JOBS // 2
 """Jobs whose bytes the pool must hold: a stream that is loaded, and half of one that is stored meanwhile."""
 
 PAGE_BYTES = 4 * KIB
-"""Of the blocks of ``bench lookup`` and ``bench jobs``."""
+"""Of the blocks of the benches lookup and jobs."""
 LOADED_KEYS = 1000
 """Keys of a lookup while engines store and load."""
 ENGINE_KEYS = 8
@@ -35,26 +34,10 @@ COPIED_BLOCK_BYTES = MIB
 KEPT_TURNS = 2
 """Stores after which such an engine drops what it stored."""
 IN_FLIGHT_JOBS = 1000
-"""Small stores after which ``bench jobs`` drops what it stored."""
+"""Small stores after which the bench jobs drops what it stored."""
 NEW_PROMPT_TOKENS = (64, 1024)
 BLOCK_TOKENS = 32
 """Tokens of a block of the engines that the bench starts."""
-FLOOD_KEYS = 64
-"""Blocks of 1 MiB in each load of an engine that floods the daemon."""
-FLOOD_JOBS = 4
-"""Such loads at a time."""
-FLOOD_CONNECTIONS = 32
-"""Connections over which it asks, each with FLOOD_REQUESTS requests under way."""
-FLOOD_REQUESTS = 2
-FLOOD_LOOKUP_KEYS = 4096
-"""Keys of each of these lookups: the daemon has more to do with one than its sender."""
-
-SHARED_BLOCK_BYTES = MIB
-SHARED_BLOCKS = 128
-"""Of a round of ``bench shared``."""
-SHARED_KEYS = 1000
-"""That it asks for."""
-
 DECODE_SEQUENCES, DECODE_RANKS = 256, 8
 JOBS_STEP_S = 0.03
 """How long a step of the engine takes whose decoding is played."""
@@ -66,8 +49,6 @@ POOL_BYTES = {
     "lookup": (max(LOOKUP_KEY_COUNTS) + LOADED_KEYS) * PAGE_BYTES + _LOAD_BYTES,
     "copy": POOL_JOBS * HOST_JOB_BYTES,
     "copy --memory cuda": POOL_JOBS * GPU_JOB_BYTES,
-    "fairness": 2 * FLOOD_KEYS * COPIED_BLOCK_BYTES,
-    "shared": 2 * SHARED_BLOCKS * SHARED_BLOCK_BYTES,
     "jobs": 2 * IN_FLIGHT_JOBS * PAGE_BYTES + _LOAD_BYTES,
 }
 """Most bytes of the pool that a bench has at a time."""

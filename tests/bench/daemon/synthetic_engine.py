@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd_client.bench.results import BenchFailed
 from kvoffd_client.errors import DaemonUnavailable
 from kvoffd_client.memory import Memory, Registration, SharedMemory
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.scheduler_client import Lookup, SchedulerClient
 from kvoffd_client.session import ClientOptions, Closing
 from kvoffd_client.worker_client import WorkerClient
-from kvoffd_proto.messages import BENCH_LABEL, GroupKeys, GroupTransfer, JobResult, Store
+from kvoffd_proto.messages import GroupKeys, GroupTransfer, JobResult, Store
+from tests.bench.daemon.results import BenchFailed
 
 KEY_BYTES = 32
 CONNECT_TIMEOUT_S = 10.0
@@ -64,7 +64,8 @@ def host_memory(size_bytes: int) -> EngineMemory:
 class SyntheticEngine(Closing):
     """A worker with ``layers`` x ``blocks`` pages of ``page_bytes``, and a scheduler.
 
-    The namespace is this process's own. The daemon counts it apart, and forgets it when it is empty and closed.
+    The namespace is this process's own. The daemon treats it as any engine's, so that what the policy costs is in the
+    times; the daemon should be one that serves nobody else.
 
     Args:
         memory: memory for these pages, which the engine closes; host memory when None.
@@ -90,7 +91,7 @@ class SyntheticEngine(Closing):
         # The ranks of one engine are processes of one parent.
         process = os.getpid() if world_size == 1 else os.getppid()
         namespace = NamespaceSpec.named(
-            f"{BENCH_LABEL}{label}", world_size, layers=layers, page_bytes=page_bytes, process=process
+            f"measured {label}", world_size, layers=layers, page_bytes=page_bytes, process=process
         )
         self.namespace = namespace
         self._memory = memory if memory is not None else host_memory(layers * blocks * page_bytes)

@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from uuid import UUID
 
-from kvoffd_client.bench.host_device import BOTH, LOAD, STORE, Device
-from kvoffd_client.bench.results import BenchFailed
-from kvoffd_client.bench.synthetic_engine import EngineMemory
 from kvoffd_client.cuda_export import CudaError, ExportDriver, export_segments
 from kvoffd_client.session import Closing
 from kvoffd_proto import cuda
 from kvoffd_proto.units import format_size
+from tests.bench.daemon.host_device import BOTH, LOAD, STORE, Device
+from tests.bench.daemon.results import BenchFailed
+from tests.bench.daemon.synthetic_engine import EngineMemory
 
 _GRANULARITY = 2 << 20
 """Smaller allocations share one of this size, which would be exported whole."""

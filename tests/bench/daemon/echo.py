@@ -3,7 +3,7 @@
 The echo process does nothing but that: no decoding, no index, no copy. Requests go from
 a DEALER to its ROUTER; the answer comes back the same way or, as completions do, from its PUB to a SUB.
 
-Run as ``python -m kvoffd_client.bench.echo DIRECTORY``; it ends when its standard input does.
+Run as ``python -m tests.bench.daemon.echo DIRECTORY``; it ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from pathlib import Path
 
 import zmq
 
-from kvoffd_client.bench.results import BenchFailed
 from kvoffd_client.session import Closing
 from kvoffd_proto.paths import SocketPaths
+from tests.bench.daemon.results import BenchFailed
 
+ROOT = Path(__file__).parents[3]
 HEADER_BYTES = 5
 """Of a request: four bytes for the size of the answer, one for the socket it comes from."""
 TOPIC = b"session@0123456789012345678/1/"
@@ -85,7 +86,7 @@ class ChildProcess(Closing):
 
     def __init__(self, module: str, *arguments: str) -> None:
         command = (sys.executable, "-m", module, *arguments)
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
@@ -122,7 +123,7 @@ class Echo(Closing):
     def __init__(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="kvoffd-echo-")
         self.directory = Path(self._directory.name)
-        self._process = ChildProcess("kvoffd_client.bench.echo", self._directory.name)
+        self._process = ChildProcess("tests.bench.daemon.echo", self._directory.name)
         self._context = zmq.Context()
         try:
             self._process.read_line("The echo process that measures the floor did not start; its error is above.")

@@ -1,4 +1,4 @@
-"""``kvoffd-cli bench pool``: a real vLLM's time to the first token, with and without blocks in the pool."""
+"""The bench pool: a real vLLM's time to the first token, with and without blocks in the pool."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.bench.results import BenchFailed, Progress, Report, Result
-from kvoffd_proto.messages import BENCH_LABEL
+from tests.bench.daemon.results import BenchFailed, Progress, Report, Result
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -86,8 +85,8 @@ def start_vllm(environment: Mapping[str, str], name: str | None, **settings: Any
 
 @contextmanager
 def own_namespace(directory: Path, bench: str) -> Iterator[str]:
-    """Yield a label and salt for a bench's engines: the daemon counts them apart. Drop their blocks at the end."""
-    label = f"{BENCH_LABEL}{bench} {secrets.token_hex(4)}"
+    """Yield a label and salt for a bench's engines. Drop their blocks at the end."""
+    label = f"measured {bench} {secrets.token_hex(4)}"
     try:
         yield label
     finally:

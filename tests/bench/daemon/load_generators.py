@@ -1,6 +1,6 @@
 """Processes that put load on the daemon, the echo or a GPU: many clients at once, as engines are.
 
-Run as ``python -m kvoffd_client.bench.load_generators ROLE DIRECTORY SIZE [NUMBER COUNT]``, process NUMBER of COUNT:
+Run as ``python -m tests.bench.daemon.load_generators ROLE DIRECTORY SIZE [NUMBER COUNT]``, process NUMBER of COUNT:
 sets up and prints ``ready``; works from the first line on standard input to the second, or to its end; prints how often
 it did its work and in how many seconds. Every two lines more start and stop it again.
 """
@@ -14,31 +14,23 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import zmq
 
-from kvoffd_client.bench import (
+from kvoffd_client.errors import KvoffdClientError
+from kvoffd_client.session import Closing
+from tests.bench.daemon import (
     COPIED_BLOCK_BYTES,
-    FLOOD_JOBS,
-    FLOOD_KEYS,
-    FLOOD_LOOKUP_KEYS,
-    FLOOD_REQUESTS,
     JOBS_STEP_S,
     KEPT_TURNS,
 )
-from kvoffd_client.bench.echo import ChildProcess, connect_dealer, echo_request
-from kvoffd_client.bench.gpu_device import compute_load
-from kvoffd_client.bench.results import BenchFailed
-from kvoffd_client.bench.synthetic_engine import KEY_BYTES, BlocksGone, SyntheticEngine, random_keys
-from kvoffd_client.errors import KvoffdClientError
-from kvoffd_client.scheduler_client import SchedulerClient
-from kvoffd_client.session import Closing
-from kvoffd_proto.messages import GroupKeys
-from kvoffd_proto.units import format_size
+from tests.bench.daemon.echo import ChildProcess, connect_dealer, echo_request
+from tests.bench.daemon.gpu_device import compute_load
+from tests.bench.daemon.synthetic_engine import KEY_BYTES, BlocksGone, SyntheticEngine, random_keys
 
 COPY_LAYERS = 16
 COPY_PAGE_BYTES = COPIED_BLOCK_BYTES // COPY_LAYERS
@@ -68,38 +60,6 @@ def _copies(directory: Path, keys: int, *place: int) -> Iterator[None]:
                 engine.load(names, ids)
             if turn % KEPT_TURNS == 0:
                 engine.drop_blocks()
-
-
-def _floods(directory: Path, connections: int, *place: int) -> Iterator[None]:
-    """Loads as much and asks as often as one process can: large loads, and lookups over many connections."""
-    ids = [np.arange(FLOOD_KEYS, dtype=np.int32) + job * FLOOD_KEYS for job in range(FLOOD_JOBS)]
-    with (
-        SyntheticEngine(directory, "crowd of floods", COPY_LAYERS, FLOOD_JOBS * FLOOD_KEYS, COPY_PAGE_BYTES) as engine,
-        ExitStack() as opened,
-    ):
-        names = random_keys(FLOOD_KEYS)
-        engine.store(names, ids[0])
-        groups = [GroupKeys(group=0, keys=random_keys(FLOOD_LOOKUP_KEYS))]
-        clients = [opened.enter_context(SchedulerClient(directory, engine.namespace)) for _ in range(connections)]
-        if not all(client.wait_ready(10.0) for client in clients):
-            raise BenchFailed(f"The daemon did not take {connections} connections.")
-        asked = [(client, client.lookup(groups)) for client in clients for _ in range(FLOOD_REQUESTS)]
-        free = list(range(FLOOD_JOBS))
-        running: dict[int, int] = {}
-        while True:
-            yield
-            for job in free:
-                found, _ = engine.lookup(names)
-                if found.leading_ready() < FLOOD_KEYS:
-                    raise BenchFailed(
-                        f"The pool does not hold {format_size(FLOOD_KEYS * engine.block_bytes)} at a time."
-                    )
-                lease_id = found.lease_id
-                running[engine.begin_load(lease_id, names, ids[job])] = job
-            asked = [(client, client.lookup(groups) if lookup.done else lookup) for client, lookup in asked]
-            ended = engine.worker.wait_results(0.001)
-            engine.check("load", ended, FLOOD_KEYS * len(ended))
-            free = [running.pop(result.job_id) for result in ended]
 
 
 def _echoes(directory: Path, keys: int, *place: int) -> Iterator[None]:
@@ -140,7 +100,6 @@ ROLES = {
     "lookups": _lookups,
     "copies": _copies,
     "echoes": _echoes,
-    "floods": _floods,
     "steps": _steps,
     "computes": _computes,
 }
@@ -163,9 +122,7 @@ class LoadGenerators(Closing):
 
     def __init__(self, role: str, directory: Path, size: int, count: int) -> None:
         self._processes = [
-            ChildProcess(
-                "kvoffd_client.bench.load_generators", role, str(directory), str(size), str(number), str(count)
-            )
+            ChildProcess("tests.bench.daemon.load_generators", role, str(directory), str(size), str(number), str(count))
             for number in range(count)
         ]
         try:

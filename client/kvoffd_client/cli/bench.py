@@ -1,0 +1,304 @@
+"""``kvoffd-cli bench``: how long lookups and copies take here, each beside a floor that is measured in the same run."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import median, quantiles
+from typing import TYPE_CHECKING
+
+import typer
+
+from kvoffd_client.admin_client import AdminClient
+from kvoffd_client.cli.console import Column, Listing, print_line, print_list
+from kvoffd_client.cli.json_objects import BenchReport, BenchResult
+from kvoffd_client.cli.json_output import print_json
+from kvoffd_client.cli.target import CliError, Directory, Json, local_directory
+from kvoffd_proto.messages import BENCH_LABEL, GroupKeys
+from kvoffd_proto.units import format_count, format_duration, format_size
+
+if TYPE_CHECKING:
+    # The engine's side of the client would make every other command start more slowly.
+    from kvoffd_client.testing import EngineResult, FakeEngine
+
+KIB, MIB = 1 << 10, 1 << 20
+KEY_BYTES = 32
+ROUNDS = 7
+"""Of each case and its floor, by turns; the first one warms up."""
+SAMPLES = 50
+"""Lookups of a round."""
+LOOKUP_KEYS = (64, 1_000, 8_000)
+LOOKUP_PAGE_BYTES = 4 * KIB
+PIECES = (16 * KIB, 64 * KIB, 256 * KIB, MIB)
+MAX_LAYERS, MAX_BLOCK_BYTES = 16, 4 * MIB
+COPIED_BYTES = 128 * MIB
+"""Of each direction in a round; less where the pool is small."""
+COPY_JOBS = 4
+POOL_PART = 2
+"""A bench takes so small a part of the pool."""
+WAIT_S = 30.0
+EVICTED = "Blocks of the bench were evicted beside engines' traffic; run it while they rest."
+LOOKUP_FLOOR = "a ZeroMQ echo of as many bytes, DEALER to ROUTER and back, in a process of its own"
+COPY_FLOOR = "memcpy of as many bytes by one thread"
+
+ECHO = """
+import sys, zmq
+router = zmq.Context().socket(zmq.ROUTER)
+router.bind(sys.argv[1])
+while True:
+    sender, frame = router.recv_multipart()
+    router.send_multipart((sender, bytes(int.from_bytes(frame[:4], "little"))))
+"""
+
+bench_app = typer.Typer(
+    help="""Measure lookups and copies of a running daemon, each beside a floor of the same run.
+
+    Best on a daemon that serves nobody: engines wait meanwhile, and a full pool evicts blocks for those of the bench,
+    which are dropped at the end. The policy learns nothing of them, and they are in no sum.
+    """,
+    rich_markup_mode=None,
+)
+
+
+@bench_app.command()
+def lookup(context: typer.Context, directory: Directory = None, json: Json = False) -> None:
+    """Measure lookups of 64, 1,000 and 8,000 keys that are all found, or all missing."""
+    most_bytes = max(LOOKUP_KEYS) * LOOKUP_PAGE_BYTES
+    where = local_directory(context, directory)
+    with _bench(where, most_bytes) as admin:
+        _print(BenchReport("lookup", LOOKUP_FLOOR, list(_lookups(where, admin))), as_json=json)
+
+
+@bench_app.command()
+def copy(context: typer.Context, directory: Directory = None, json: Json = False) -> None:
+    """Measure stores and loads in pieces of 16 KiB to 1 MiB: a piece is one layer's part of a block."""
+    where = local_directory(context, directory)
+    with _bench(where, COPY_JOBS * MAX_BLOCK_BYTES) as admin:
+        _print(BenchReport("copy", COPY_FLOOR, list(_copies(where, admin))), as_json=json)
+
+
+@contextmanager
+def _bench(directory: Path, least_bytes: int) -> Iterator[AdminClient]:
+    """Drop what a bench that was killed has left, and say what this one evicts. Raises CliError."""
+    with AdminClient(directory) as admin:
+        for one in admin.namespaces().namespaces:
+            if one.label.startswith(BENCH_LABEL) and not one.sessions:
+                admin.clear(one.namespace)
+        pool = admin.stats().pool
+        if pool.usable_bytes < POOL_PART * least_bytes:
+            needed = format_size(POOL_PART * least_bytes)
+            raise CliError(f"The pool has {format_size(pool.usable_bytes)}; this bench needs a pool of {needed}.")
+        if pool.free_bytes < max(least_bytes, _copied_bytes(pool.usable_bytes)):
+            print("kvoffd-cli: The pool is full: blocks are evicted for those of the bench.", file=sys.stderr)
+        yield admin
+
+
+def _copied_bytes(usable_bytes: int) -> int:
+    return min(COPIED_BYTES, usable_bytes // POOL_PART)
+
+
+@contextmanager
+def _engine(directory: Path, bench: str, layers: int, blocks: int, page_bytes: int) -> Iterator[FakeEngine]:
+    """An engine in a namespace of this process's own, which is cleared at the end."""
+    from kvoffd_client.namespace import NamespaceSpec
+    from kvoffd_client.session import ClientOptions
+    from kvoffd_client.testing import FakeEngine
+
+    label = f"{BENCH_LABEL}{bench}"
+    namespace = NamespaceSpec.named(label, layers=layers, page_bytes=page_bytes, process=os.getpid())
+    shape = 1, layers, blocks, page_bytes
+    with FakeEngine(directory, namespace, *shape, options=ClientOptions(request_timeout_s=WAIT_S)) as engine:
+        try:
+            yield engine
+        finally:
+            engine.scheduler.reset(WAIT_S)
+
+
+def _lookups(directory: Path, admin: AdminClient) -> Iterator[BenchResult]:
+    stored, step = [os.urandom(KEY_BYTES) for _ in range(max(LOOKUP_KEYS))], 1_000
+    with _engine(directory, "lookup", 1, step, LOOKUP_PAGE_BYTES) as engine, _echo() as echo:
+        for at in range(0, len(stored), step):
+            if not engine.store(stored[at : at + step], range(step), WAIT_S).ok:
+                raise CliError("The daemon did not store the bench's blocks; see its log.")
+        for count in LOOKUP_KEYS:
+            found, missing = stored[:count], [os.urandom(KEY_BYTES) for _ in range(count)]
+            for keys, what in ((found, "found"), (missing, "missing")):
+                _say(f"{format_count(count)} keys, all {what}")
+                joined = b"".join(keys)
+                look_up = partial(_look_up, engine, joined, count * (what == "found"))
+                echoed = partial(echo, 130 + len(joined), 60 + count)
+                rounds, cpu_s = _in_turns(admin, look_up, echoed, SAMPLES)
+                measured, floors = ([value for one in rounds for value in one[at]] for at in (0, 1))
+                for name, part in (("p50", 49), ("p99", 98)):
+                    value, floor = (1e6 * quantiles(values, n=100)[part] for values in (measured, floors))
+                    case = f"{format_count(count)} keys, all {what}, {name}"
+                    yield BenchResult(case, value, "µs", floor, value / floor, cpu_s / len(measured))
+
+
+def _look_up(engine: FakeEngine, keys: bytes, expected: int) -> float:
+    begin = time.perf_counter()
+    answer = engine.scheduler.lookup([GroupKeys(0, keys)])
+    answered = answer.wait(WAIT_S)
+    seconds = time.perf_counter() - begin
+    engine.scheduler.release(answer.lease_id)
+    if not answered or answer.failed or answer.leading_ready() != expected:
+        raise CliError(EVICTED)
+    return seconds
+
+
+@contextmanager
+def _echo() -> Iterator[Callable[[int, int], float]]:
+    """A process that answers; yields what sends so many bytes, waits for an answer of so many, and returns the time."""
+    import zmq
+
+    with tempfile.TemporaryDirectory(prefix="kvoffd-echo-", dir="/tmp") as made, zmq.Context() as sockets:
+        address = f"ipc://{made}/echo"
+        process = subprocess.Popen([sys.executable, "-c", ECHO, address], stdin=subprocess.DEVNULL)
+        dealer = sockets.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.RCVTIMEO, round(1000 * WAIT_S))
+        dealer.connect(address)
+
+        def echo(asked_bytes: int, answer_bytes: int) -> float:
+            request = answer_bytes.to_bytes(4, "little").ljust(asked_bytes, b"\xa5")
+            begin = time.perf_counter()
+            dealer.send(request)
+            dealer.recv()
+            return time.perf_counter() - begin
+
+        try:
+            echo(64, 64)
+            yield echo
+        finally:
+            dealer.close()
+            process.kill()
+            process.wait()
+
+
+def _copies(directory: Path, admin: AdminClient) -> Iterator[BenchResult]:
+    usable_bytes = admin.stats().pool.usable_bytes
+    for piece_bytes in PIECES:
+        layers = min(MAX_LAYERS, MAX_BLOCK_BYTES // piece_bytes)
+        keys_per_job = _copied_bytes(usable_bytes) // COPY_JOBS // (layers * piece_bytes)
+        count = COPY_JOBS * keys_per_job
+        nbytes = count * layers * piece_bytes
+        _say(f"pieces of {format_size(piece_bytes)}")
+        with _engine(directory, "copy", layers, count, piece_bytes) as engine, _memcpy(nbytes) as memcpy:
+            copies = _CopyJobs(engine, keys_per_job)
+            for what, operation in (("stores", copies.store), ("loads", copies.load)):
+                rounds, cpu_s = _in_turns(admin, operation, memcpy, 1)
+                value, floor = (nbytes / 1e9 / median(value for one in rounds for value in one[at]) for at in (0, 1))
+                case = f"{what}, pieces of {format_size(piece_bytes)}"
+                yield BenchResult(case, value, "GB/s", floor, value / floor, cpu_s / len(rounds) / (nbytes / 1e9))
+
+
+class _CopyJobs:
+    """Copies all blocks of an engine, in jobs of so many, whose blocks lie where no two pieces can be copied as one."""
+
+    def __init__(self, engine: FakeEngine, keys_per_job: int) -> None:
+        self._engine = engine
+        blocks = list(range(engine.blocks))
+        engine.fill(blocks, seed=1)
+        random.Random(1).shuffle(blocks)
+        self._jobs = [blocks[at : at + keys_per_job] for at in range(0, len(blocks), keys_per_job)]
+        self._keys: list[list[bytes]] = []
+
+    def store(self) -> float:
+        """Store new keys in place of the last ones; returns the seconds."""
+        self._engine.scheduler.reset(WAIT_S)
+        self._keys = [[os.urandom(KEY_BYTES) for _ in job] for job in self._jobs]
+        return sum(map(self._timed(self._engine.store), self._keys, self._jobs))
+
+    def load(self) -> float:
+        """Load the keys that were stored last; returns the seconds, without those of the lookups."""
+        seconds = 0.0
+        for keys, job in zip(self._keys, self._jobs, strict=True):
+            self._engine.lookup(keys, WAIT_S)
+            seconds += self._timed(self._engine.load)(keys, job)
+        return seconds
+
+    def _timed(self, copy: Callable[[list[bytes], list[int], float], EngineResult]) -> Callable[..., float]:
+        def copied(keys: list[bytes], job: list[int]) -> float:
+            begin = time.perf_counter()
+            result = copy(keys, job, WAIT_S)
+            seconds = time.perf_counter() - begin
+            if result.bytes != len(keys) * self._engine.layers * self._engine.page_bytes:
+                raise CliError(EVICTED)
+            return seconds
+
+        return copied
+
+
+@contextmanager
+def _memcpy(nbytes: int) -> Iterator[Callable[[], float]]:
+    """Yields what copies so many bytes between two memfds, and returns the seconds."""
+    from kvoffd_client.memory import SharedMemory
+
+    memmove = ctypes.CDLL(None).memmove
+    memmove.argtypes, memmove.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_void_p
+    with SharedMemory(nbytes, "kvoffd-bench-source") as source, SharedMemory(nbytes, "kvoffd-bench-target") as target:
+        source.view.fill(1)
+        target.view.fill(2)
+
+        def memcpy() -> float:
+            begin = time.perf_counter()
+            memmove(target.view.ctypes.data, source.view.ctypes.data, nbytes)
+            return time.perf_counter() - begin
+
+        yield memcpy
+
+
+Seconds = list[float]
+
+
+def _in_turns(
+    admin: AdminClient, operation: Callable[[], float], floor: Callable[[], float], samples: int
+) -> tuple[list[tuple[Seconds, Seconds]], float]:
+    """Measure ROUNDS of an operation and its floor; returns them without the first, and the daemon's CPU seconds."""
+    rounds: list[tuple[Seconds, Seconds]] = []
+    cpu_s = 0.0
+    for number in range(ROUNDS + 1):
+        before = admin.stats().cpu_seconds
+        pairs = [(operation(), floor()) for _ in range(samples)]
+        if number:
+            cpu_s += admin.stats().cpu_seconds - before
+            rounds.append(([one for one, _ in pairs], [one for _, one in pairs]))
+    return rounds, cpu_s
+
+
+def _say(what: str) -> None:
+    if sys.stderr.isatty():
+        print(f"measuring: {what}", file=sys.stderr, flush=True)
+
+
+def _print(report: BenchReport, *, as_json: bool) -> None:
+    if as_json:
+        print_json(report)
+    else:
+        print_list(report_table(report))
+        print_line(f"\nfloor: {report.floor}")
+
+
+def report_table(report: BenchReport) -> Listing:
+    results, per = report.results, {"lookup": "lookup", "copy": "GB"}[report.bench]
+
+    def shown(value: float, unit: str) -> str:
+        return f"{value:,.{2 if value < 10 else 0}f} {unit}"
+
+    columns = [
+        Column(report.bench, [one.case for one in results]),
+        Column("value", [shown(one.value, one.unit) for one in results], right=True),
+        Column("floor", [shown(one.floor, one.unit) for one in results], 1, right=True),
+        Column("value/floor", [f"{one.ratio:.2f}" for one in results], 2, right=True),
+        Column("daemon CPU", [f"{format_duration(one.daemon_cpu_seconds)}/{per}" for one in results], 3, right=True),
+    ]
+    return Listing(columns)
