@@ -63,7 +63,7 @@ def test_a_bench_reports_every_case_with_its_floor_and_leaves_nothing_in_the_dae
     with AdminClient(daemon.directory) as admin:
         stats = admin.stats()
     assert stats.pool.free_bytes == stats.pool.pool_bytes
-    assert stats.errors == {}
+    assert set(stats.errors) <= {"not_ready"}, "a reset while another one runs"
 
 
 def test_hits_are_hits_and_misses_are_misses(daemon: DaemonProcess) -> None:
