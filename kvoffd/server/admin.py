@@ -90,9 +90,9 @@ def set_quota(service: Service, session: Session, message: a.SetQuota) -> Pendin
     )
 
     def poll(late: bool) -> m.Done | None:
-        if not late and not state.is_saved:
+        if not late and not state.file.is_saved:
             return None
-        if problem := state.problem:
+        if problem := state.file.problem:
             why = f"The quota holds until the daemon ends, and the next one may not have it: {problem}."
             raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
         return m.Done(message.request_id, service.epoch, 1)

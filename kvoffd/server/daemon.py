@@ -28,7 +28,7 @@ from kvoffd.server.http import HttpServer
 from kvoffd.server.lifeline import LifelineServer
 from kvoffd.server.memory import open_gpus
 from kvoffd.server.persistence import CLOSE_S as STATE_CLOSE_S
-from kvoffd.server.persistence import STATE_FILE, PolicyFile, State, StateWriter
+from kvoffd.server.persistence import PolicyFile, State, state_file
 from kvoffd.server.recovery import restore, take_pool
 from kvoffd.server.service import Service
 from kvoffd.server.sockets import Sockets
@@ -205,9 +205,9 @@ class Daemon:
             max_namespaces_bytes=config.limits.namespaces_bytes,
             max_index_bytes=max_index_bytes(config),
         )
-        self._state_writer = StateWriter()
-        state = State.of(config.directory, self._state_writer)
-        self._policy_file = PolicyFile(cache.policy, config, StateWriter("kvoffd-policy"))
+        state = State(state_file(config))
+        state.restore()
+        self._policy_file = PolicyFile(cache.policy, config)
         restore(cache, pool, self._policy_file, state)
         self._sockets = Sockets(config, self._directory)
         self._host_engine = HostEngine(threads_per_direction=config.copy_threads)
@@ -274,7 +274,7 @@ class Daemon:
 
     def _tick(self) -> None:
         """What is due a few times a second. A failure in it is ours, and no reason to stop serving."""
-        ticks = self._service.tick, self._lifelines.tick, self._policy_file.tick, self._state_writer.tick
+        ticks = self._service.tick, self._lifelines.tick, self._policy_file.tick, self._service.state.file.tick
         for tick in ticks:
             try:
                 tick()
@@ -329,8 +329,7 @@ class Daemon:
         if not self._service.tiers.close(DISKS_CLOSE_S):
             self.copy_stuck = True
         self._policy_file.close()
-        if not self._state_writer.close(STATE_CLOSE_S):
-            logger.warning("%s takes long to write; the next daemon may not know of the last resets.", STATE_FILE)
+        self._service.state.file.close(STATE_CLOSE_S)
         if not self._host_engine.close(ENGINE_CLOSE_S) or not self._gpus.stop(ENGINE_CLOSE_S):
             self.copy_stuck = True
             logger.warning("A copy does not end; its memory stays mapped until the process is gone.")

@@ -15,14 +15,13 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
-from queue import Empty, Queue
 
 import msgspec
 
-from kvoffd.cache.policies import EvictionPolicy
+from kvoffd.cache.policies import EvictionPolicy, keeps_record
 from kvoffd.config import Config
+from kvoffd.system.files import open_directory
 from kvoffd.system.mappings import is_hugetlbfs
 from kvoffd.system.newest import put_newest
 from kvoffd.system.threads import start
@@ -38,14 +37,10 @@ of namespaces that there are."""
 RETRY_S = 5.0
 """After which a write that failed is tried again: a file system may have been full for a moment."""
 CLOSE_S = 2.0
-"""For what is written when the daemon ends."""
+"""For ``kvoffd.state`` to be written when the daemon ends."""
 POLICY_EVERY_S = 300.0
-POLICY_CLOSE_S = 8.0
-POLICY_STEP_S = 0.002
-"""For what is made of the policy's record at a time; others are served in between."""
-PIECES_AHEAD = 16
-"""Pieces of it that are made and not written yet."""
-PIECE_WAIT_S = 60.0
+POLICY_CLOSE_S = 10.0
+POLICY_REST_S = 0.001
 POLICY_PART, POLICY_BYTES = 25, 16 << 20
 """A larger file than a part in so many of the pool, and so much more, is not a policy's."""
 
@@ -54,16 +49,24 @@ class Invalid(ValueError):
     """A file is of no use. The message says why, and begins with ``it``."""
 
 
-class Abandoned(Exception):
-    """What was to be written is not wanted any more."""
-
-
 class StateFile:
-    """Reads a file of this user's, and writes it anew: whole and on the device, or not at all."""
+    """A file of this user's, read at the start and written anew in a thread, since a file system may be slow or hang.
+
+    It has the old content or the new one, whole and on the device. The latest content wins; what could not be written
+    is tried again.
+    """
 
     def __init__(self, path: str, max_bytes: int) -> None:
+        """Raises NoMoreThreads."""
         self.path = path
         self._max_bytes = max_bytes
+        self._changed = threading.Condition()
+        self._next: bytes | Iterator[bytes] | None = None
+        self._failed: bytes | None = None
+        self._writing = self._ends = False
+        self._problem = ""
+        self._retry_at = 0.0
+        start(threading.Thread(target=self._run, name=f"kvoffd-{path.rpartition('.')[2]}"[:15], daemon=True))
 
     def read(self) -> bytes:
         """All of it. Raises OSError, Invalid."""
@@ -75,8 +78,71 @@ class StateFile:
                 raise Invalid(f"it has {found.st_size} bytes, more than {self._max_bytes}")
             return file.read(self._max_bytes)
 
-    def write(self, chunks: Iterable[bytes]) -> None:
-        """Raises OSError, also that of ``chunks``: then the file is as it was."""
+    def save(self, content: bytes | Iterator[bytes]) -> None:
+        """Write it soon, in place of what is still to be written. An iterator is read in the thread."""
+        with self._changed:
+            self._next, self._failed = content, None
+            self._changed.notify_all()
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether what was saved last is written, or could not be."""
+        with self._changed:
+            return self._next is None and not self._writing
+
+    @property
+    def problem(self) -> str:
+        """Why the file may not have what was saved last, a clause; empty where it has that."""
+        return self._problem if self.is_saved else f"{self.path} takes long to write"
+
+    def tick(self) -> None:
+        """Try again what failed a while ago."""
+        if time.monotonic() >= self._retry_at:
+            self._try_again()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all is written, or has failed once more; False where that takes longer."""
+        self._try_again()
+        with self._changed:
+            return self._changed.wait_for(lambda: self._next is None and not self._writing, timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """As ``flush``; then the thread ends."""
+        if not self.flush(timeout_s):
+            logger.warning("%s takes long to write; the next daemon goes on with what it had.", self.path)
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+
+    def _try_again(self) -> None:
+        with self._changed:
+            if self._failed is not None:
+                self.save(self._failed)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._next is not None or self._ends)
+                content, self._next = self._next, None
+                if content is None:
+                    return
+                self._writing = True
+            problem = ""
+            try:
+                self._write([content] if isinstance(content, bytes) else content)
+            except Exception as error:
+                problem = f"{self.path} cannot be written: {error}"
+            with self._changed:
+                if problem and not self._problem:
+                    logger.warning("%s.", problem)
+                self._problem, self._writing = problem, False
+                self._retry_at = time.monotonic() + RETRY_S
+                if problem and isinstance(content, bytes) and self._next is None:
+                    self._failed = content
+                self._changed.notify_all()
+
+    def _write(self, chunks: Iterable[bytes]) -> None:
+        """Raises OSError, and what ``chunks`` does: then the file is as it was."""
         beside = f"{self.path}.new"
         Path(beside).unlink(missing_ok=True)
         try:
@@ -90,7 +156,7 @@ class StateFile:
             with suppress(OSError):  # what there is of it would take the space that is lacking, as of a small tmpfs
                 os.unlink(beside)
             raise
-        directory = os.open(os.path.dirname(self.path) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        directory = open_directory(Path(self.path).parent)
         try:
             os.fsync(directory)
         finally:
@@ -100,98 +166,6 @@ class StateFile:
 def _open_own(path: str, flags: int) -> int:
     """Follows no link, and does not block: somebody may have put a FIFO there."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
-class StateWriter:
-    """Writes files in a thread of its own, since a file system may be slow or hang. Of each file the latest content
-    wins; what could not be written is tried again."""
-
-    def __init__(self, name: str = "kvoffd-state") -> None:
-        """Raises NoMoreThreads."""
-        self._changed = threading.Condition()
-        self._waiting: dict[StateFile, bytes | Iterator[bytes] | None] = {}
-        """What is to be written; None ends the thread."""
-        self._writing: StateFile | None = None
-        self._failed: dict[StateFile, bytes] = {}
-        self._problems: dict[StateFile, str] = {}
-        self._retry_at = 0.0
-        start(threading.Thread(target=self._run, name=name, daemon=True))
-
-    def save(self, file: StateFile, content: bytes | Iterator[bytes]) -> None:
-        """Write it soon, in place of what is still to be written of the file."""
-        with self._changed:
-            self._failed.pop(file, None)
-            self._waiting[file] = content
-            self._changed.notify_all()
-
-    def is_writing(self, file: StateFile) -> bool:
-        """Whether what was saved last is neither written nor has failed."""
-        with self._changed:
-            return file in self._waiting or self._writing is file
-
-    def problem(self, file: StateFile) -> str:
-        """Why the file may not have what was saved last, a clause; empty where it has that."""
-        with self._changed:
-            if file in self._waiting or self._writing is file:
-                return f"{file.path} takes long to write"
-            return self._problems.get(file, "")
-
-    def tick(self) -> None:
-        """Try again what failed a while ago."""
-        with self._changed:
-            if self._failed and time.monotonic() >= self._retry_at:
-                self._try_again()
-
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until all is written, or has failed once more; False where that takes longer."""
-        with self._changed:
-            self._try_again()
-            return self._changed.wait_for(lambda: not self._waiting and self._writing is None, timeout_s)
-
-    def close(self, timeout_s: float) -> bool:
-        """As ``flush``; then the thread ends."""
-        done = self.flush(timeout_s)
-        with self._changed:
-            self._waiting[StateFile("", 0)] = None
-            self._changed.notify_all()
-        return done
-
-    def _try_again(self) -> None:
-        self._waiting = {**self._failed, **self._waiting}
-        self._failed.clear()
-        self._changed.notify_all()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting)
-                file = next(iter(self._waiting))
-                content = self._waiting.pop(file)
-                if content is None:
-                    return
-                self._writing = file
-            problem = ""
-            try:
-                file.write([content] if isinstance(content, bytes) else content)
-            except Abandoned:
-                pass
-            except Exception as error:
-                problem = f"{file.path} cannot be written: {error}"
-            with self._changed:
-                self._note(file, content, problem)
-                self._writing = None
-                self._changed.notify_all()
-
-    def _note(self, file: StateFile, content: bytes | Iterator[bytes], problem: str) -> None:
-        if not problem:
-            self._problems.pop(file, None)
-            return
-        if file not in self._problems:
-            logger.warning("%s.", problem)
-        self._problems[file] = problem
-        self._retry_at = time.monotonic() + RETRY_S
-        if isinstance(content, bytes) and file not in self._waiting:
-            self._failed[file] = content
 
 
 class _Content(msgspec.Struct, forbid_unknown_fields=True):
@@ -212,15 +186,14 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True):
 class State:
     """What is known of namespaces, saved whenever it changes. For the daemon's thread, but for ``generation``.
 
-    It lies in the daemon's directory and not beside the pool's file: a reset holds for whatever pool comes next.
+    It does not lie beside the pool's file: a reset holds for whatever pool comes next.
 
     Attributes:
         is_there: whether there is a namespace; whoever resets very many makes that of no other be forgotten.
     """
 
-    def __init__(self, file: StateFile, writer: StateWriter) -> None:
-        self._file = file
-        self._writer = writer
+    def __init__(self, file: StateFile) -> None:
+        self.file = file
         self.is_there: Callable[[bytes], bool] = lambda fingerprint: False
         self._last = self._floor = 0
         self._generations: dict[bytes, int] = {}
@@ -229,17 +202,10 @@ class State:
         self.quotas: Mapping[bytes, int] = {}
         """Bytes by fingerprint, as they were saved last."""
 
-    @classmethod
-    def of(cls, directory: Path, writer: StateWriter) -> State:
-        """What an earlier daemon of this directory left. A file of no use is as none, and the log says so."""
-        state = cls(StateFile(str(directory / STATE_FILE), MAX_STATE_BYTES), writer)
-        state.restore()
-        return state
-
     def restore(self) -> None:
-        """Take over what the file has."""
+        """Take over what the file has. One of no use is as none, and the log says so."""
         try:
-            checksum, _, body = self._file.read().partition(b"\n")
+            checksum, _, body = self.file.read().partition(b"\n")
             if checksum != b"%08x" % zlib.crc32(body):
                 raise Invalid("its checksum is wrong")
             found = msgspec.json.decode(body, type=_Content)
@@ -250,7 +216,7 @@ class State:
             return
         except (OSError, ValueError, RecursionError) as error:
             what = "%s is of no use: %s. No quota and no reset of before is known."
-            logger.warning(what, self._file.path, error)
+            logger.warning(what, self.file.path, error)
             if not isinstance(error, OSError):
                 self._save()  # so that the next daemon finds nothing wrong
             return
@@ -313,16 +279,6 @@ class State:
         self.quotas = dict(quotas)
         self._save()
 
-    @property
-    def is_saved(self) -> bool:
-        """Whether the file has all of it, or could not be written."""
-        return not self._writer.is_writing(self._file)
-
-    @property
-    def problem(self) -> str:
-        """Why the next daemon may not know all of it, a clause; empty where it will."""
-        return self._writer.problem(self._file)
-
     def _save(self) -> None:
         content = _Content(
             self._last,
@@ -333,7 +289,14 @@ class State:
             _in_hex(self.quotas),
         )
         body = msgspec.json.encode(content)
-        self._writer.save(self._file, b"%08x\n" % zlib.crc32(body) + body)
+        self.file.save(b"%08x\n" % zlib.crc32(body) + body)
+
+
+def state_file(config: Config) -> StateFile:
+    """``kvoffd.state``, in the directory that systemd keeps for the service over reboots (StateDirectory=), if there is
+    one, else in the daemon's. Raises NoMoreThreads."""
+    directory = os.environ.get("STATE_DIRECTORY", "").partition(":")[0] or config.directory
+    return StateFile(f"{directory}/{STATE_FILE}", MAX_STATE_BYTES)
 
 
 def _named(known: Mapping[str, int]) -> dict[bytes, int]:
@@ -347,27 +310,22 @@ def _in_hex(known: Mapping[bytes, int]) -> dict[str, int]:
 class PolicyFile:
     """What a policy learned, in ``<pool_file>.policy``, or ``kvoffd.policy`` in the daemon's directory.
 
-    It is written now and then, and when the daemon ends. The policy makes its record in the daemon's thread, in pieces;
-    a thread writes them.
+    It is written now and then, and when the daemon ends: one that is killed leaves what it knew a while ago.
     """
 
-    def __init__(self, policy: EvictionPolicy, config: Config, writer: StateWriter) -> None:
+    def __init__(self, policy: EvictionPolicy, config: Config) -> None:
         self._policy = policy
-        self._name = config.eviction_policy.encode()
+        self._name = config.eviction_policy
         self._file = StateFile(_beside_pool(config), config.pool_bytes // POLICY_PART + POLICY_BYTES)
-        self._writer = writer
         self._due = time.monotonic() + POLICY_EVERY_S
-        self._record: Iterator[bytes] | None = None
-        """What is still to be made of the record that is being written."""
-        self._pieces: Queue[bytes | Exception | None] = Queue(PIECES_AHEAD)
-        """For the writer; None ends the record, an exception makes it void."""
+        self._closing = False
 
     def restore(self) -> None:
         """Have the policy, which is new, go on with what an earlier daemon left, if it left anything."""
         try:
             name, _, record = self._file.read().partition(b"\n")
-            if name != self._name:
-                raise Invalid(f"it is not of the policy {self._name.decode()}" if name else "it is empty")
+            if name != self._name.encode():
+                raise Invalid(f"it is not of the policy {self._name}" if name else "it is empty")
             self._policy.go_on(record)
         except FileNotFoundError:
             return
@@ -377,63 +335,27 @@ class PolicyFile:
             logger.warning("What a policy knew, in %s, is of no use: %s. The policy begins without it.", path, why)
 
     def tick(self) -> None:
-        """Write the file where that is due: a daemon that is killed leaves what it knew then."""
-        if not self._writer.is_writing(self._file):
-            self._record = None  # where it could not be written, too
-            if time.monotonic() < self._due:
-                return
+        if time.monotonic() >= self._due and self._file.is_saved:
             self._due = time.monotonic() + POLICY_EVERY_S
-            record, self._pieces = self._policy.record(), Queue(PIECES_AHEAD)
-            if (first := next(record, None)) is None:
-                return  # there is nothing to know
-            self._record = record
-            self._writer.save(self._file, chain((self._name, b"\n", first), _taken(self._pieces)))
-        until = time.monotonic() + POLICY_STEP_S
-        while self._record is not None and not self._pieces.full():
-            piece = self._next_piece(self._record)
-            self._pieces.put_nowait(piece)
-            if not isinstance(piece, bytes):
-                self._record = None
-            elif time.monotonic() >= until:
-                return
-
-    def _next_piece(self, record: Iterator[bytes]) -> bytes | Exception | None:
-        try:
-            return next(record, None)
-        except Exception as error:
-            logger.exception("The policy %s cannot say what it knows.", self._name.decode())
-            return OSError(f"the policy failed with {error!r}")
+            self._save()
 
     def close(self) -> None:
         """Leave what the policy knows now to the next daemon. Where that fails, it goes on with what was before."""
-        if self._record is not None:
-            with suppress(Empty):
-                while True:
-                    self._pieces.get_nowait()
-            self._pieces.put_nowait(Abandoned())
-        if self._writer.flush(CLOSE_S):
-            record = self._policy.record()
-            pieces = _until_none(lambda: self._next_piece(record))
-            if (first := next(pieces, None)) is not None:
-                self._writer.save(self._file, chain((self._name, b"\n", first), pieces))
-        if not self._writer.close(POLICY_CLOSE_S):
-            logger.warning("%s takes long to write; the next daemon goes on with what it had.", self._file.path)
+        self._closing = True
+        self._save()
+        self._file.close(POLICY_CLOSE_S)
 
+    def _save(self) -> None:
+        if keeps_record(self._name):
+            self._file.save(self._record())
 
-def _until_none(next_piece: Callable[[], bytes | Exception | None]) -> Iterator[bytes]:
-    """The pieces up to the None. Raises an exception that comes in place of one."""
-    while (piece := next_piece()) is not None:
-        if isinstance(piece, Exception):
-            raise piece
-        yield piece
-
-
-def _taken(pieces: Queue[bytes | Exception | None]) -> Iterator[bytes]:
-    """The pieces as they come. Raises OSError where the next one does not come."""
-    try:
-        yield from _until_none(lambda: pieces.get(timeout=PIECE_WAIT_S))
-    except Empty:
-        raise OSError("the daemon gave no more of it") from None
+    def _record(self) -> Iterator[bytes]:
+        """In the file's thread. It rests between pieces, since others wait for the GIL while one is made."""
+        yield f"{self._name}\n".encode()
+        for piece in self._policy.record():
+            yield piece
+            if not self._closing:
+                time.sleep(POLICY_REST_S)
 
 
 def _beside_pool(config: Config) -> str:

@@ -155,7 +155,7 @@ class Tiers:
         opening = [one for one in opening if one.invalidated or one.invalidated_namespaces]
         return lambda: (
             saved()
-            and self._state.is_saved
+            and self._state.file.is_saved
             and all(
                 one.state is not DiskState.OPENING and (one.tier is None or one.tier.removals_kept()())
                 for one in opening

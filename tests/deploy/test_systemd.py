@@ -94,7 +94,7 @@ def test_the_unit_is_what_the_daemon_needs() -> None:
     settings = dict(re.findall(r"^([A-Za-z]+)=(.*)$", UNIT, re.MULTILINE))
     assert settings["Type"] == "notify"
     assert settings["NotifyAccess"] == "main"
-    assert settings["RuntimeDirectory"] == "kvoffd"
+    assert settings["RuntimeDirectory"] == settings["StateDirectory"] == "kvoffd"
     assert settings["LimitMEMLOCK"] == "infinity"
     # systemd lets the pool go when it gives up on a service; make delivery shows that it does not.
     assert settings["StartLimitIntervalSec"] == "0"

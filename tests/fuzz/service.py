@@ -16,7 +16,7 @@ from typing import cast
 from kvoffd.config import Config, Limits
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
-from kvoffd.server.persistence import State, StateFile, StateWriter
+from kvoffd.server.persistence import State, StateFile
 from kvoffd.server.service import Service
 from kvoffd.server.sessions import Peer, Session
 from kvoffd.system.mappings import MappedSegment, close_segments
@@ -32,7 +32,7 @@ from tests.fuzz.requests import BLOCKS, KEY_BYTES, NAMES, NAMESPACES, PAGE, WORL
 from tests.fuzz.trees import bend
 from tests.kit.cache_harness import made
 from tests.kit.invariants import check_invariants
-from tests.sim.parts import SimStateFile, make_pool, make_service
+from tests.sim.parts import make_pool, make_service
 
 STEPS = 100
 POOL_BYTES = 1 << 20
@@ -112,20 +112,16 @@ class FuzzHost:
         return Segment(1 << 40, size_bytes)
 
 
-class ForgetfulWriter(StateWriter):
-    """Writes nothing, at once."""
+class ForgetfulFile(StateFile):
+    """Has nothing written, at once."""
+
+    is_saved, problem = True, ""  # type: ignore[assignment]
 
     def __init__(self) -> None:
         pass
 
-    def save(self, file: StateFile, content: bytes | Iterator[bytes]) -> None:
+    def save(self, content: bytes | Iterator[bytes]) -> None:
         pass
-
-    def is_writing(self, file: StateFile) -> bool:
-        return False
-
-    def problem(self, file: StateFile) -> str:
-        return ""
 
 
 class ServiceHarness:
@@ -151,7 +147,7 @@ class ServiceHarness:
             self.engine,
             self.pool.address,
             FuzzHost(self, rng.randbytes),
-            State(SimStateFile(), ForgetfulWriter()),
+            State(ForgetfulFile()),
         )
         self.ended: list[bytes] = [lifeline.routing_id(bytes(m.TOKEN_BYTES))]
         """Routes of ended sessions, and one that was never given."""

@@ -6,7 +6,7 @@ import os
 import subprocess
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,44 +15,59 @@ from kvoffd.cache.policies import make_policy
 from kvoffd.cache.policies.lru import Policy as LruPolicy
 from kvoffd.config import Config
 from kvoffd.server import persistence
-from kvoffd.server.persistence import STATE_FILE, PolicyFile, State, StateFile, StateWriter
+from kvoffd.server.persistence import STATE_FILE, PolicyFile, State, StateFile, state_file
 from tests.kit.waiting import wait_until
 
 ONE, OTHER = b"1" * 32, b"2" * 32
+Open = Callable[[str], StateFile]
 
 
 @pytest.fixture
-def writer() -> Iterator[StateWriter]:
-    made = StateWriter()
-    yield made
-    made.close(10.0)
+def open_file(tmp_path: Path) -> Iterator[Open]:
+    made: list[StateFile] = []
+
+    def opened(name: str) -> StateFile:
+        made.append(StateFile(str(tmp_path / name), 100_000))
+        return made[-1]
+
+    yield opened
+    for file in made:
+        file.close(10.0)
+
+
+@pytest.fixture
+def next_state(open_file: Open) -> Callable[[], State]:
+    """What the next daemon knows."""
+
+    def restored() -> State:
+        state = State(open_file(STATE_FILE))
+        state.restore()
+        return state
+
+    return restored
 
 
 # --- generations and quotas ------------------------------------------------------------------------
 
 
-def test_state_is_known_to_the_next_daemon(tmp_path: Path, writer: StateWriter) -> None:
-    state = State.of(tmp_path, writer)
+def test_state_is_known_to_the_next_daemon(tmp_path: Path, next_state: Callable[[], State]) -> None:
+    state = next_state()
     assert (state.generation(ONE), state.unshared, state.fleet_generations("a"), state.quotas) == (0, [], {}, {})
     state.raise_generation(ONE)
     state.unshare(ONE)
     state.unshare(OTHER)
     state.followed(OTHER, {"a": 9, "b": 0})
     state.save_quotas({OTHER: 1 << 30})
-    assert writer.flush(10.0)
-    again = State.of(tmp_path, writer)
-    assert (again.generation(ONE), again.generation(OTHER)) == (1, 0)
-    assert (again.unshared, again.fleet_generations("a"), again.fleet_generations("b")) == (
-        [ONE],
-        {OTHER: 9},
-        {OTHER: 0},
-    )
+    assert state.file.flush(10.0)
+    again = next_state()
+    assert (again.generation(ONE), again.generation(OTHER), again.unshared) == (1, 0, [ONE])
+    assert (again.fleet_generations("a"), again.fleet_generations("b")) == ({OTHER: 9}, {OTHER: 0})
     assert again.quotas == {OTHER: 1 << 30}
     assert (tmp_path / STATE_FILE).stat().st_mode & 0o777 == 0o600
 
 
-def test_generations_only_rise_and_all_are_raised_at_once(tmp_path: Path, writer: StateWriter) -> None:
-    state = State.of(tmp_path, writer)
+def test_generations_only_rise_and_all_are_raised_at_once(next_state: Callable[[], State]) -> None:
+    state = next_state()
     numbers = [state.generation(ONE)]
     for change in (
         lambda: state.raise_generation(ONE),
@@ -69,21 +84,28 @@ def test_generations_only_rise_and_all_are_raised_at_once(tmp_path: Path, writer
 
 
 def test_so_many_names_are_known_and_those_of_namespaces_that_there_are_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: StateWriter
+    monkeypatch: pytest.MonkeyPatch, next_state: Callable[[], State]
 ) -> None:
     monkeypatch.setattr(persistence, "MAX_NAMES", 10)
-    state = State.of(tmp_path, writer)
+    state = next_state()
     state.is_there = {ONE}.__contains__
     for name in (OTHER, ONE, *(bytes([number]) for number in range(20))):
         state.raise_generation(name)
         state.unshare(name)
-    assert writer.flush(10.0)
-    again = State.of(tmp_path, writer)
+    assert state.file.flush(10.0)
+    again = next_state()
     assert again.unshared == [ONE, *(bytes([number]) for number in range(11, 20))]
     assert (again.generation(ONE), again.generation(OTHER), again.generation(b"\x13")) == (2, 0, 22)
 
 
-NESTED = '{"x": ' + "[" * 100_000 + "]" * 100_000 + "}"
+def test_state_lies_where_systemd_keeps_it_over_a_reboot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(directory=tmp_path / "run")
+    assert state_file(config).path == str(tmp_path / "run" / STATE_FILE)
+    monkeypatch.setenv("STATE_DIRECTORY", f"{tmp_path}/lib:/another")
+    assert state_file(config).path == str(tmp_path / "lib" / STATE_FILE)
+
+
+NESTED = '{"x": ' + "[" * 40_000 + "]" * 40_000 + "}"
 
 
 @pytest.mark.parametrize(
@@ -94,95 +116,101 @@ NESTED = '{"x": ' + "[" * 100_000 + "]" * 100_000 + "}"
     ],
 )
 def test_state_of_no_use_is_as_none(
-    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture, writer: StateWriter
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture, next_state: Callable[[], State]
 ) -> None:
     (tmp_path / STATE_FILE).write_bytes(b"%08x\n" % zlib.crc32(text.encode()) + text.encode())
-    state = State.of(tmp_path, writer)
+    state = next_state()
     assert (state.generation(ONE), state.unshared, state.quotas) == (0, [], {})
     assert "is of no use" in caplog.text
-    assert writer.flush(10.0)
+    assert state.file.flush(10.0)
     caplog.clear()
-    State.of(tmp_path, writer)
+    next_state()
     assert not caplog.messages, "it was written anew"
 
 
-def test_damage_of_any_byte_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture, writer: StateWriter) -> None:
-    state, file = State.of(tmp_path, writer), tmp_path / STATE_FILE
+def test_damage_of_any_byte_is_seen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, next_state: Callable[[], State]
+) -> None:
+    state, path = next_state(), tmp_path / STATE_FILE
     state.raise_generation(ONE)
     state.followed(OTHER, {"a": 17})
-    assert writer.flush(10.0)
-    whole = file.read_bytes()
+    assert state.file.flush(10.0)
+    whole = path.read_bytes()
     for at in range(len(whole)):
         for damaged in (whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :], whole[:at]):
-            assert writer.flush(10.0)
             caplog.clear()
-            file.write_bytes(damaged)
-            assert State.of(tmp_path, writer).generation(ONE) == 0
+            path.write_bytes(damaged)
+            state.restore()
             assert "is of no use" in caplog.text
+            assert state.file.flush(10.0)
 
 
 # --- how files are read and written ----------------------------------------------------------------
 
 
-def test_what_is_no_file_of_this_user_is_refused(tmp_path: Path) -> None:
-    before, path = os.listdir("/proc/self/fd"), tmp_path / "file"
+def test_what_is_no_file_of_this_user_is_refused(tmp_path: Path, open_file: Open) -> None:
+    before, path, file = os.listdir("/proc/self/fd"), tmp_path / "file", open_file("file")
+    path.mkdir()
     with pytest.raises(IsADirectoryError):
-        StateFile(str(tmp_path), 100).read()
+        file.read()
+    path.rmdir()
     os.mkfifo(path)
     with pytest.raises(persistence.Invalid, match="not a file of this user's"):
-        StateFile(str(path), 100).read()
+        file.read()
     path.unlink()
     path.symlink_to(tmp_path / "other")
     with pytest.raises(OSError, match="symbolic links"):
-        StateFile(str(path), 100).read()
+        file.read()
     path.unlink()
-    path.write_bytes(bytes(101))
-    with pytest.raises(persistence.Invalid, match="it has 101 bytes, more than 100"):
-        StateFile(str(path), 100).read()
+    path.write_bytes(bytes(100_001))
+    with pytest.raises(persistence.Invalid, match="it has 100001 bytes, more than 100000"):
+        file.read()
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_a_file_is_on_the_device_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_on_the_device_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_file: Open
+) -> None:
     """A power cut leaves the old one or the new one."""
     calls: list[str] = []
     real_sync, real_replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: calls.append(os.readlink(f"/proc/self/fd/{fd}")) or real_sync(fd))
     monkeypatch.setattr(os, "replace", lambda old, new: calls.append("replace") or real_replace(old, new))
-    StateFile(str(tmp_path / "file"), 100).write([b"all ", b"of it"])
+    file = open_file("file")
+    file.save(iter([b"all ", b"of it"]))
+    assert file.flush(10.0)
     assert calls == [str(tmp_path / "file.new"), "replace", str(tmp_path)]
-    assert (tmp_path / "file").read_bytes() == b"all of it"
+    assert file.read() == b"all of it"
 
 
 def test_what_cannot_be_written_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, writer: StateWriter
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, open_file: Open
 ) -> None:
     monkeypatch.setattr(persistence, "RETRY_S", 0.0)
-    file = StateFile(str(tmp_path / "later" / "file"), 100)
-    writer.save(file, b"first")
-    wait_until(lambda: not writer.is_writing(file))
-    assert "No such file" in writer.problem(file)
-    writer.tick()
-    writer.save(file, b"second")
-    assert writer.flush(10.0)
+    file = open_file("later/file")
+    file.save(b"first")
+    wait_until(lambda: file.is_saved)
+    assert "No such file" in file.problem
+    file.tick()
+    file.save(b"second")
+    assert file.flush(10.0)
     (tmp_path / "later").mkdir()
-    wait_until(lambda: writer.tick() or not writer.problem(file))
+    wait_until(lambda: file.tick() or not file.problem)
     assert file.read() == b"second"
     assert caplog.text.count("cannot be written") == 1, "it is said once"
 
 
-def test_a_file_system_that_hangs_keeps_nobody_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: StateWriter
-) -> None:
+def test_a_file_system_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch, open_file: Open) -> None:
     hangs, replace = threading.Event(), os.replace
     monkeypatch.setattr(os, "replace", lambda *names: hangs.wait(30.0) and replace(*names))
-    file = StateFile(str(tmp_path / "file"), 100)
+    file = open_file("file")
     for content in (b"first", b"second", b"third"):
-        writer.save(file, content)
-    assert not writer.flush(0.01)
-    assert "takes long" in writer.problem(file)
+        file.save(content)
+    assert not file.flush(0.01)
+    assert "takes long" in file.problem
     hangs.set()
-    assert writer.flush(30.0)
-    assert (file.read(), writer.problem(file)) == (b"third", "")
+    assert file.flush(30.0)
+    assert (file.read(), file.problem) == (b"third", "")
 
 
 # --- what a policy learned -------------------------------------------------------------------------
@@ -191,11 +219,10 @@ def test_a_file_system_that_hangs_keeps_nobody_waiting(
 class Remembering(LruPolicy):
     """A policy that has something to leave, of which a piece may be empty."""
 
-    pieces: tuple[bytes, ...] = (b"", b"what ", *[b"it "] * 99, b"", b"knew")
     error: Exception | None = None
 
     def record(self) -> Iterator[bytes]:
-        yield from self.pieces
+        yield from (b"", b"what ", *[b"it "] * 99, b"", b"knew")
         if self.error is not None:
             raise self.error
 
@@ -211,11 +238,12 @@ KNEW = b"lru\nwhat " + 99 * b"it " + b"knew"
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     seconds = [1000.0]
     monkeypatch.setattr(persistence.time, "monotonic", lambda: seconds[0])
+    monkeypatch.setattr(persistence, "keeps_record", lambda name: True)
     return seconds
 
 
 def policy_file(pool_file: Path, policy: LruPolicy) -> PolicyFile:
-    return PolicyFile(policy, Config(pool_file=str(pool_file), eviction_policy="lru"), StateWriter())
+    return PolicyFile(policy, Config(pool_file=str(pool_file), eviction_policy="lru"))
 
 
 def test_a_policy_is_written_now_and_then_and_at_the_end(pool_file: Path, now: list[float]) -> None:
@@ -223,8 +251,7 @@ def test_a_policy_is_written_now_and_then_and_at_the_end(pool_file: Path, now: l
     saved.tick()
     now[0] += persistence.POLICY_EVERY_S
     saved.tick()
-    assert not file.exists(), "not all of it is made at once"
-    wait_until(lambda: saved.tick() or file.exists(), 10)
+    wait_until(file.exists, 10)
     assert file.read_bytes() == KNEW
     file.unlink()
     saved.tick()
@@ -236,11 +263,8 @@ def test_a_policy_is_written_now_and_then_and_at_the_end(pool_file: Path, now: l
     assert not Path(f"{file}.new").exists()
 
 
-def test_a_policy_that_knows_nothing_leaves_no_file(pool_file: Path, now: list[float]) -> None:
-    saved = policy_file(pool_file, LruPolicy(1 << 24))
-    now[0] += persistence.POLICY_EVERY_S
-    saved.tick()
-    saved.close()
+def test_a_policy_that_knows_nothing_leaves_no_file(pool_file: Path) -> None:
+    policy_file(pool_file, LruPolicy(1 << 24)).close()
     assert not Path(f"{pool_file}.policy").exists()
 
 
@@ -253,9 +277,8 @@ def test_a_policy_that_fails_ends_no_daemon_and_leaves_what_was_there(
     saved = policy_file(pool_file, policy)
     saved.restore()
     assert "is of no use: the policy failed with KeyError('what it knew'). The policy begins without it" in caplog.text
-    now[0] += persistence.POLICY_EVERY_S
-    wait_until(lambda: saved.tick() or "cannot be written: the policy failed" in caplog.text, 10)
     saved.close()
+    assert "cannot be written: 'what it knew'" in caplog.text
     assert file.read_bytes() == b"lru\nbefore"
     assert not Path(f"{file}.new").exists(), "on a small tmpfs it would take the space that is lacking"
 
@@ -265,16 +288,18 @@ def test_a_policy_that_fails_ends_no_daemon_and_leaves_what_was_there(
     [(b"", "it is empty"), (b"gate\n", "it is not of the policy learned"), (b"learned\nit", "cut off")],
 )
 def test_a_policy_that_finds_nothing_of_use_learns_anew(
-    pool_file: Path, content: bytes, sentence: str, caplog: pytest.LogCaptureFixture, writer: StateWriter
+    pool_file: Path, content: bytes, sentence: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     Path(f"{pool_file}.policy").write_bytes(content)
     config = Config(pool_file=str(pool_file), pool_bytes=16 << 20, eviction_policy="learned")
-    PolicyFile(make_policy("learned", 16 << 20), config, writer).restore()
+    PolicyFile(make_policy("learned", 16 << 20), config).restore()
     assert sentence in caplog.text
     assert "The policy begins without it." in caplog.text
 
 
-def test_beside_a_pool_of_huge_pages_nothing_can_be_written_so_it_is_kept_in_the_directory(tmp_path: Path) -> None:
+def test_beside_a_pool_of_huge_pages_nothing_can_be_written_so_it_is_kept_in_the_directory(
+    tmp_path: Path, now: list[float]
+) -> None:
     where = tmp_path / "huge"
     where.mkdir()
     mounted = subprocess.run(["mount", "-t", "hugetlbfs", "none", where], capture_output=True, text=True, check=False)
@@ -282,7 +307,7 @@ def test_beside_a_pool_of_huge_pages_nothing_can_be_written_so_it_is_kept_in_the
         pytest.skip(f"no hugetlbfs can be mounted: {mounted.stderr}")
     try:
         config = Config(pool_file=str(where / "pool"), directory=tmp_path, eviction_policy="lru")
-        PolicyFile(Remembering(1 << 24), config, StateWriter()).close()
+        PolicyFile(Remembering(1 << 24), config).close()
         assert (tmp_path / "kvoffd.policy").read_bytes() == KNEW
         assert not list(where.iterdir())
     finally:

@@ -16,7 +16,7 @@ from kvoffd.config import Config, DiskSize
 from kvoffd.server import tiers as tiers_module
 from kvoffd.server.admin import clear
 from kvoffd.server.background import Background
-from kvoffd.server.persistence import State, StateWriter
+from kvoffd.server.persistence import State, StateFile
 from kvoffd.server.recent import Recent
 from kvoffd.server.requests import invalidate
 from kvoffd.server.service import Service
@@ -93,8 +93,8 @@ class TiersRig:
         self.calls: list[Callable[[], None]] = []
         self.go = threading.Event()
         self.result: FakeDisk | Exception = FakeDisk()
-        self.writer = StateWriter()
-        self.saved = State.of(directory, self.writer)
+        self.saved = State(StateFile(str(directory / "kvoffd.state"), 1 << 20))
+        self.saved.restore()
         self.tiers = Tiers(
             Config(),
             self.rig.cache,
@@ -136,7 +136,7 @@ def rig(tmp_path: Path) -> Iterator[TiersRig]:
     made = TiersRig(tmp_path)
     yield made
     made.tiers._stopping = True
-    made.writer.close(10.0)
+    made.saved.file.close(10.0)
 
 
 def test_nothing_knows_of_tiers_before_the_first_directory(rig: TiersRig) -> None:
@@ -340,13 +340,13 @@ def test_a_reset_reaches_a_directory_that_is_being_opened_and_one_that_was_away(
     rig.saved.raise_generation(b"one")
     rig.opened()
     assert disk.names == {b"other"}
-    assert rig.writer.flush(10.0)
+    assert rig.saved.file.flush(10.0)
     again, disk.names = TiersRig(tmp_path), {b"one", b"other"}
     again.result = disk
     again.attach()
     again.opened()
     assert disk.names == {b"other"}
-    again.writer.close(10.0)
+    again.saved.file.close(10.0)
 
 
 @pytest.mark.parametrize("recovered", [False, True])

@@ -134,7 +134,7 @@ class SimDaemon:
             self.engine,
             pool_mapping.address,
             self,
-            make_state(world.state_file, self.process, world.scenario.rng(f"state {life}")),
+            make_state(world.written_state, self.process, world.scenario.rng(f"state {life}")),
             self._rng.choice((1, 2, 8, 1000)),
         )
         self._more_at_once = self._rng.choice((0.0, 0.01, 0.2))

@@ -18,7 +18,7 @@ from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
 from kvoffd.server.events import EventLog
 from kvoffd.server.host import Host
-from kvoffd.server.persistence import PolicyFile, State, StateFile, StateWriter
+from kvoffd.server.persistence import PolicyFile, State, StateFile
 from kvoffd.server.recovery import restore
 from kvoffd.server.service import Service
 from kvoffd.system.limits import MemoryLimit
@@ -151,47 +151,43 @@ class NoPolicyFile(PolicyFile):
 
 
 class SimStateFile(StateFile):
-    """``kvoffd.state``, which outlives daemons."""
+    """``kvoffd.state``: written a moment later, unless the daemon is dead by then."""
 
-    def __init__(self) -> None:
-        super().__init__("kvoffd.state", 1 << 20)
-        self.content: bytes | None = None
-
-    def read(self) -> bytes:
-        if self.content is None:
-            raise FileNotFoundError
-        return self.content
-
-
-class SimStateWriter(StateWriter):
-    """Writes a moment later, unless the daemon is dead by then."""
-
-    def __init__(self, process: Process, rng: random.Random) -> None:
+    def __init__(self, written: list[bytes], process: Process, rng: random.Random) -> None:
+        self.path = "kvoffd.state"
+        self._written = written
+        """What outlives daemons, last."""
         self._process = process
         self._rng = rng
         self._last: bytes | None = None
         self._longest_s = rng.choice((0.0, 0.01, 0.6))
 
-    def save(self, file: StateFile, content: bytes | Iterator[bytes]) -> None:
-        assert isinstance(file, SimStateFile)
+    def read(self) -> bytes:
+        if not self._written:
+            raise FileNotFoundError
+        return self._written[-1]
+
+    def save(self, content: bytes | Iterator[bytes]) -> None:
         assert isinstance(content, bytes)
         self._last = content
-        self._process.after(self._rng.uniform(0.0, self._longest_s), partial(self._write, file, content))
+        self._process.after(self._rng.uniform(0.0, self._longest_s), partial(self._put, content))
 
-    def _write(self, file: SimStateFile, content: bytes) -> None:
+    def _put(self, content: bytes) -> None:
         if content is self._last:
-            file.content, self._last = content, None
+            self._written[:], self._last = [content], None
 
-    def is_writing(self, file: StateFile) -> bool:
-        return self._last is not None
+    @property
+    def is_saved(self) -> bool:
+        return self._last is None
 
-    def problem(self, file: StateFile) -> str:
-        return "it takes long" if self._last is not None else ""
+    @property
+    def problem(self) -> str:
+        return "" if self.is_saved else "it takes long"
 
 
-def make_state(file: SimStateFile, process: Process, rng: random.Random) -> State:
+def make_state(written: list[bytes], process: Process, rng: random.Random) -> State:
     """What earlier lives of the daemon have left."""
-    state = State(file, SimStateWriter(process, rng))
+    state = State(SimStateFile(written, process, rng))
     state.restore()
     return state
 

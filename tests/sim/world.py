@@ -23,7 +23,7 @@ from tests.sim.disk import Device
 from tests.sim.engine import Engine
 from tests.sim.hostile import Hostile
 from tests.sim.network import Network
-from tests.sim.parts import KeptPool, SimStateFile, make_admin
+from tests.sim.parts import KeptPool, make_admin
 from tests.sim.scenario import Faults, Scenario
 from tests.sim.shared import SharedObjects
 
@@ -72,7 +72,7 @@ class World:
         self.pool_bytes = rng.choice([size for size in POOL_SIZES if size >= min(largest, POOL_SIZES[-1])])
         largest_block = max(content.block_bytes(group) for content in self.contents for group in content.groups)
         has_disk = scenario.rng("has a disk").random() < 0.6
-        self.state_file = SimStateFile()
+        self.written_state: list[bytes] = []
         self.device = Device(largest_block, self.pool_bytes) if has_disk else None
         own_rng = scenario.rng("a shared store")
         self.shared = (

@@ -103,7 +103,8 @@ class EvictionPolicy(Protocol):
     def record(self) -> Iterator[bytes]:
         """What the next daemon's policy of this name may go on with, in pieces; none where there is nothing to know.
 
-        Each piece takes a moment, and anything else may be done between two; a new record ends the one before.
+        Each piece takes a moment, under the GIL all the time, since another thread asks for it; anything else may be
+        done between two. A new record ends the one before.
         """
 
     def go_on(self, record: bytes) -> None:
