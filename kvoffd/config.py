@@ -13,6 +13,7 @@ import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,22 +21,16 @@ from kvoffd.cache.policies import DEFAULT_POLICY, POLICY_NAMES
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.shared.store import PASSWORD_VARIABLE, check_url
 from kvoffd_proto.paths import SocketPaths, default_directory, is_utf8
-from kvoffd_proto.units import UnitError, exact_duration, exact_size, is_host, parse_duration, parse_size, quoted
+from kvoffd_proto.units import exact_duration, exact_size, is_host, parse_duration, parse_size, quoted
 
 VARIABLE_PREFIX = "KVOFFD_"
 CONFIG_VARIABLE = "KVOFFD_CONFIG"
 # Kubernetes gives every pod variables of these names for a Service named kvoffd: they are not ours.
 _SERVICE_LINK = re.compile(r"KVOFFD(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_[0-9]+_.+)?)")
 
-LOG_LEVELS = ("debug", "info", "warning", "error")
-LOG_FORMATS = ("text", "json")
-WRITE_MODES = tuple(mode.value for mode in WriteMode)
 MIN_DISK_BYTES = 16 * 1024**2
 ALL_INTERFACES = "*"
 """Host of an address at which a server listens on every interface."""
-
-Parse: TypeAlias = Callable[[object], Any]
-"""Reads a text or a TOML value. Raises ValueError with half a sentence, which says what is allowed."""
 
 
 class ConfigError(Exception):
@@ -59,34 +54,41 @@ class Address(NamedTuple):
     port: int
 
 
+class Kind(NamedTuple):
+    """What values a setting may have."""
+
+    parse: Callable[[Any], Any]
+    """Reads a text or a TOML value. Raises ValueError with half a sentence, which says what is allowed."""
+    metavar: str
+    show: Callable[[Any], str] = str
+    """The text from which ``parse`` makes a value."""
+    repeated: bool = False
+    """Whether the flag may be given more than once."""
+
+    def setting(self, default: Any, description: str) -> Any:
+        """A field of ``Config``: a sentence says what it does, one when to change it."""
+        metadata = {"kind": self, "description": description}
+        given = {"default_factory" if callable(default) else "default": default}
+        return field(**given, metadata=metadata)
+
+
 # --- how values are read --------------------------------------------------------------------------
 
 
-def size(minimum: int) -> Parse:
-    """Of a number of bytes, such as ``20GiB``. 0 is always allowed where ``minimum`` is 0."""
+def _at_least(kind: Kind, little: str, minimum: float) -> Kind:
+    def parse(value: object) -> Any:
+        if (found := kind.parse(value)) < minimum:
+            raise ValueError(f"{quoted(value)} is too {little}; at least {kind.show(minimum)} is needed")
+        return found
 
-    def parse(value: object) -> int:
-        size_bytes = parse_size(value)  # type: ignore[arg-type]  # refuses what is neither text nor a whole number
-        if size_bytes < minimum:
-            raise ValueError(f"{quoted(value)} is too small; at least {exact_size(minimum)} is needed")
-        return size_bytes
-
-    return parse
+    return kind._replace(parse=parse)
 
 
-def duration(minimum: float) -> Parse:
-    """Of a number of seconds, such as ``500ms``."""
-
-    def parse(value: object) -> float:
-        seconds = parse_duration(value)  # type: ignore[arg-type]
-        if seconds < minimum:
-            raise ValueError(f"{quoted(value)} is too short; at least {exact_duration(minimum)} is needed")
-        return seconds
-
-    return parse
+size = partial(_at_least, Kind(parse_size, "SIZE", exact_size), "small")
+duration = partial(_at_least, Kind(parse_duration, "DURATION", exact_duration), "short")
 
 
-def number(minimum: int, maximum: int) -> Parse:
+def number(minimum: int, maximum: int) -> Kind:
     def parse(value: object) -> int:
         if isinstance(value, str) and re.fullmatch(r"\s*[+-]?[0-9]{1,20}\s*", value):
             value = int(value)
@@ -96,10 +98,10 @@ def number(minimum: int, maximum: int) -> Parse:
             raise ValueError(f"{quoted(str(value))} is out of range; {minimum} to {maximum} are allowed")
         return value
 
-    return parse
+    return Kind(parse, "N")
 
 
-def share(value: object) -> float:
+def _share(value: object) -> float:
     try:
         part = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else -1.0
     except ValueError:
@@ -109,16 +111,16 @@ def share(value: object) -> float:
     return part
 
 
-def choice(*choices: str) -> Parse:
+def choice(*choices: str) -> Kind:
     def parse(value: object) -> str:
         if not isinstance(value, str) or value.strip().lower() not in choices:
             raise ValueError(f"{quoted(value)} is unknown; choose {' or '.join(choices)}")
         return value.strip().lower()
 
-    return parse
+    return Kind(parse, "|".join(choices))
 
 
-def ids(value: object) -> tuple[int, ...]:
+def _ids(value: object) -> tuple[int, ...]:
     parts = value.replace(",", " ").split() if isinstance(value, str) else value
     if not isinstance(parts, list):
         raise ValueError(f"{quoted(value)} is not a list of numeric ids; write them with commas, such as 0,1000")
@@ -131,6 +133,12 @@ def ids(value: object) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
+def _text(value: object, what: str) -> str:
+    if not isinstance(value, str) or "\0" in value:
+        raise ValueError(f"{quoted(value)} is not {what}")
+    return value.strip()
+
+
 def _absolute(name: str, value: object) -> Path:
     """The path that a part of a value names. Raises ValueError."""
     try:
@@ -139,7 +147,7 @@ def _absolute(name: str, value: object) -> Path:
         raise ValueError(f"{quoted(value)} cannot be used; {error}") from error
 
 
-def disks(value: object) -> tuple[DiskSize, ...]:
+def _disks(value: object) -> tuple[DiskSize, ...]:
     parts = [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
     if not isinstance(parts, list):
         raise ValueError(f"{quoted(value)} is not a list of directories and sizes, such as /mnt/nvme0/kvoffd=500GiB")
@@ -153,53 +161,44 @@ def disks(value: object) -> tuple[DiskSize, ...]:
     return found
 
 
-def _disk(text: object) -> DiskSize:
-    name, equals, size_text = text.strip().rpartition("=") if isinstance(text, str) else ("", "", "")
-    if not equals or not name or "\0" in name:
-        raise ValueError(f"{quoted(text)} is not a directory and a size; write them as in /mnt/nvme0/kvoffd=500GiB")
-    path = _absolute(name, text)
+def _disk(value: object) -> DiskSize:
+    what = "a directory and a size; write them as in /mnt/nvme0/kvoffd=500GiB"
+    name, _, size_text = _text(value, what).rpartition("=")
+    if not name:
+        raise ValueError(f"{quoted(value)} is not {what}")
+    path = _absolute(name, value)
     try:
-        size_bytes = parse_size(size_text)
-    except UnitError as error:
-        raise ValueError(f"{quoted(text)} cannot be used; {error}") from error
-    if size_bytes < MIN_DISK_BYTES:
-        raise ValueError(f"{quoted(text)} is too small; at least {exact_size(MIN_DISK_BYTES)} is needed")
-    return DiskSize(str(path), size_bytes)
+        return DiskSize(str(path), size(MIN_DISK_BYTES).parse(size_text))
+    except ValueError as error:
+        raise ValueError(f"{quoted(value)} cannot be used; {error}") from error
 
 
-def directory(value: object) -> Path:
-    if not isinstance(value, str) or not value.strip() or "\0" in value:
-        raise ValueError(f"{quoted(value)} is not a path; name a directory, such as /run/kvoffd")
-    path = _absolute(value, value)
+def _directory(value: object) -> Path:
+    what = "a path; name a directory, such as /run/kvoffd"
+    if not _text(value, what):
+        raise ValueError(f"{quoted(value)} is not {what}")
+    path = _absolute(str(value), value)
     if problem := SocketPaths(path).problem():
         raise ValueError(f"{quoted(value)} cannot be used; {problem[0].lower()}{problem[1:].rstrip('.')}")
     return path
 
 
-def pool_file(value: object) -> str:
-    if not isinstance(value, str) or "\0" in value:
-        raise ValueError(f"{quoted(value)} is not a path; name a file, such as /dev/shm/kvoffd.pool, or nothing")
-    if not value.strip():
+def _pool_file(value: object) -> str:
+    text = _text(value, "a path; name a file, such as /dev/shm/kvoffd.pool, or nothing")
+    if not text:
         return ""
-    path = _absolute(value.strip(), value)
-    if not path.name or value.endswith("/"):
+    path = _absolute(text, value)
+    if not path.name or text.endswith("/"):
         raise ValueError(f"{quoted(value)} names a directory; name a file in it, such as {path}/kvoffd.pool")
     return str(path)
 
 
-def path(example: str) -> Parse:
-    def parse(value: object) -> str:
-        if not isinstance(value, str) or "\0" in value:
-            raise ValueError(f"{quoted(value)} is not a path; name a file, such as {example}")
-        return value.strip()
-
-    return parse
+def file(example: str) -> Kind:
+    return Kind(lambda value: _text(value, f"a path; name a file, such as {example}"), "PATH")
 
 
-def address(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{quoted(value)} is not an address; write host:port, such as 127.0.0.1:9464")
-    if text := value.strip():
+def _address(value: object) -> str:
+    if text := _text(value, "an address; write host:port, such as 127.0.0.1:9464"):
         parse_address(text)
     return text
 
@@ -218,7 +217,7 @@ def parse_address(text: str) -> Address:
     return Address(host, int(port))
 
 
-def urls(value: object) -> tuple[str, ...]:
+def _urls(value: object) -> tuple[str, ...]:
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
         raise ValueError("it is not a list of URLs, such as redis://valkey.example:6379")
@@ -230,15 +229,15 @@ def urls(value: object) -> tuple[str, ...]:
     return found
 
 
+def _commas(values: tuple[object, ...]) -> str:
+    return ",".join(map(str, values))
+
+
+DIRECTORY = Kind(_directory, "PATH")
+IDS = Kind(_ids, "IDS", _commas)
+WRITE_MODE = choice(*(mode.value for mode in WriteMode))
+
 # --- the settings ---------------------------------------------------------------------------------
-
-
-def setting(default: Any, parse: Parse, metavar: str, description: str, *, repeated: bool = False) -> Any:
-    """A field of ``Config``. ``repeated``: the flag may be given more than once."""
-    metadata = {"parse": parse, "metavar": metavar, "description": description, "repeated": repeated}
-    if callable(default):
-        return field(default_factory=default, metadata=metadata)
-    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -258,13 +257,10 @@ class Limits:
     max_pieces_in_flight: int = 262_144
     """Of a session; a key counts as eight pieces at least."""
     max_jobs_in_flight: int = 4096
-    """Of a session."""
-    max_leases: int = 16_384
-    """Of a session."""
-    max_leased_keys: int = 1_048_576
-    """Under all leases of a session."""
     max_registrations: int = 8
-    """Of a session."""
+    max_leases: int = 16_384
+    max_leased_keys: int = 1_048_576
+    """Of a session, as the numbers of its jobs, registrations and leases."""
     max_segments: int = 16_384
     """Of a session: a GPU's KV cache may lie in thousands of chunks."""
     max_namespaces: int = 1024
@@ -292,186 +288,130 @@ class Limits:
 class Config:
     """What the daemon runs with. Units end the names."""
 
-    directory: Path = setting(
+    directory: Path = DIRECTORY.setting(  # noqa: RUF009 - it is a field
         default_directory,
-        directory,
-        "PATH",
         "Directory of the daemon's three sockets, made with mode 0750 where it is missing. Change it for a second "
         "daemon on one machine, or to a volume that pods share.",
     )
-    pool_bytes: int = setting(
+    pool_bytes: int = size(1024**2).setting(
         4 * 1024**3,
-        size(1024**2),
-        "SIZE",
         "Memory for blocks, taken at the start and kept. Set it to what the machine can spare: more memory, more hits.",
     )
-    pool_file: str = setting(
+    pool_file: str = Kind(_pool_file, "PATH").setting(
         "",
-        pool_file,
-        "PATH",
         "File on tmpfs or hugetlbfs that keeps the pool for the next daemon. Set it where systemd does not keep the "
         "memory over a restart, as in containers.",
     )
-    numa: str = setting(
+    numa: str = choice("auto", "off").setting(
         "auto",
-        choice("auto", "off"),
-        "auto|off",
         "Whether the pool is spread over the NUMA nodes of the GPUs, each GPU's blocks on its own node. Switch it off"
         " where something else places memory.",
     )
-    eviction_policy: str = setting(
+    eviction_policy: str = choice(*POLICY_NAMES).setting(
         DEFAULT_POLICY,
-        choice(*POLICY_NAMES),
-        "|".join(POLICY_NAMES),
         "Which blocks are stored, and which are evicted first when the pool is full. Compare policies on a recording "
         "of your own traffic with `kvoffd simulate` before you change it.",
     )
-    index_bytes: int = setting(
+    index_bytes: int = size(0).setting(
         0,
-        size(0),
-        "SIZE",
         "Memory for the index of blocks, 600 bytes each; 0 takes a 64th of the pool, at least 128MiB. Raise it where "
         "blocks are so small that the index is full before the pool is.",
     )
-    disk: tuple[DiskSize, ...] = setting(
+    disk: tuple[DiskSize, ...] = Kind(_disks, "DIRECTORY=SIZE", _commas, repeated=True).setting(
         (),
-        disks,
-        "DIRECTORY=SIZE",
         "Directory of a local SSD for blocks that leave the pool, and the most bytes to take there. Give it again for"
         " each SSD.",
-        repeated=True,
     )
-    disk_write: str = setting(
+    disk_write: str = WRITE_MODE.setting(
         TieringSettings.mode.value,
-        choice(*WRITE_MODES),
-        "|".join(WRITE_MODES),
         "Which blocks are written to disk: every block; those used twice, and while the disk is idle those that are "
         "next to be evicted; all that are next to be evicted; or none. Write less where an SSD wears out too fast.",
     )
-    disk_write_bytes_per_day: int = setting(
+    disk_write_bytes_per_day: int = size(0).setting(
         0,
-        size(0),
-        "SIZE",
         "Bytes that may be written to all disks in a day, 0 for no bound. Set it to what your SSDs are rated for.",
     )
-    disk_deadline_s: float = setting(
+    disk_deadline_s: float = duration(0.1).setting(
         TieringSettings.deadline_s,
-        duration(0.1),
-        "DURATION",
         "Time for a block to come from disk; later it is a miss. Raise it for slow disks, lower it where prompts must"
         " not wait.",
     )
-    shared: tuple[str, ...] = setting(
+    shared: tuple[str, ...] = Kind(_urls, "URL", _commas, repeated=True).setting(
         (),
-        urls,
-        "URL",
         "Store that nodes share: redis://host:port, rediss:// for TLS, redis+cluster:// and any server of a cluster, "
         "s3://bucket/prefix?endpoint=url&region=name. Give it again for each store.",
-        repeated=True,
     )
-    shared_password_file: str = setting(
+    shared_password_file: str = file("/etc/kvoffd/shared.password").setting(
         "",
-        path("/etc/kvoffd/shared.password"),
-        "PATH",
         "File with a password, or user:password, in its n-th line for the n-th shared store. Set it where a store "
         "wants one.",
     )
-    shared_write: str = setting(
+    shared_write: str = WRITE_MODE.setting(
         TieringSettings.mode.value,
-        choice(*WRITE_MODES),
-        "|".join(WRITE_MODES),
         "Which blocks are written to each shared store, as of disk_write. Choose never on nodes that only read.",
     )
-    shared_ask_deadline_s: float = setting(
+    shared_ask_deadline_s: float = duration(0.0).setting(
         0.0,
-        duration(0.0),
-        "DURATION",
         "Time for a shared store to say whether it has a block; later it is a miss. 0 is 20 ms, of S3 100 ms. Raise it "
         "for a store that is far away.",
     )
-    shared_deadline_s: float = setting(
+    shared_deadline_s: float = duration(0.1).setting(
         2.0,
-        duration(0.1),
-        "DURATION",
         "Time for a block to come from a shared store; later it is a miss. Raise it for a store behind a slow network.",
     )
-    copy_threads: int = setting(
+    copy_threads: int = number(1, 64).setting(
         1,
-        number(1, 64),
-        "N",
         "Threads that copy between engines' host memory and the pool, for each direction. Raise it for engines on CPU"
         " with cores to spare; GPUs have threads of their own.",
     )
-    verify_share: float = setting(
+    verify_share: float = Kind(_share, "SHARE", "{:.12g}".format).setting(
         1 / 64,
-        share,
-        "SHARE",
         "Share of the loads that compare blocks with their checksums. Set 1 where memory is not to be trusted; blocks"
         " of an earlier daemon are compared in any case.",
     )
-    allowed_uids: tuple[int, ...] = setting(
+    allowed_uids: tuple[int, ...] = IDS.setting(
         (),
-        ids,
-        "IDS",
         "Users that may connect, beside root and the daemon's own user. Name the users that engines run as.",
     )
-    allowed_gids: tuple[int, ...] = setting(
+    allowed_gids: tuple[int, ...] = IDS.setting(
         (),
-        ids,
-        "IDS",
         "Groups whose users may connect; where nothing is given, the daemon's own group. Only a process's primary "
         "group counts.",
     )
-    admin_uids: tuple[int, ...] = setting(
+    admin_uids: tuple[int, ...] = IDS.setting(
         (),
-        ids,
-        "IDS",
         "Users that may administer; where nothing is given, all that may connect. Set it where engines of several "
         "users share the daemon.",
     )
-    max_sessions: int = setting(
+    max_sessions: int = number(1, 65_536).setting(
         256,
-        number(1, 65_536),
-        "N",
         "Most open sessions: an engine has one for its scheduler and one for each worker. Raise it for more engines.",
     )
-    shutdown_deadline_s: float = setting(
+    shutdown_deadline_s: float = duration(0.0).setting(
         10.0,
-        duration(0.0),
-        "DURATION",
         "How long running jobs may finish after SIGTERM. Keep it below TimeoutStopSec and "
         "terminationGracePeriodSeconds.",
     )
-    http_address: str = setting(
+    http_address: str = Kind(_address, "HOST:PORT").setting(
         "127.0.0.1:9464",
-        address,
-        "HOST:PORT",
         "Address of /metrics, /healthz, /readyz, /stats.json and the page; nothing switches it off. Change it so that"
         " your monitoring reaches it; there is no password.",
     )
-    log_level: str = setting(
+    log_level: str = choice("debug", "info", "warning", "error").setting(
         "info",
-        choice(*LOG_LEVELS),
-        "|".join(LOG_LEVELS),
         "Lowest severity that is logged. Choose debug to see single sessions and requests.",
     )
-    log_format: str = setting(
+    log_format: str = choice("text", "json").setting(
         "text",
-        choice(*LOG_FORMATS),
-        "|".join(LOG_FORMATS),
         "One line of text, or one JSON object, per log record. Choose json for a log collector.",
     )
-    cuda_library: str = setting(
+    cuda_library: str = file("/usr/lib/libcuda.so.1").setting(
         "",
-        path("/usr/lib/libcuda.so.1"),
-        "PATH",
         "Path of the CUDA driver's library; nothing for the system's. Set it where the system does not find the "
         "library.",
     )
-    pin_pool: str = setting(
+    pin_pool: str = choice("start", "use").setting(
         "start",
-        choice("start", "use"),
-        "start|use",
         "When the pool is pinned for GPUs: at the start where a GPU is visible, or with the first engine on one. "
         "Choose use where the daemon must take nothing of an idle GPU.",
     )
@@ -479,95 +419,40 @@ class Config:
     """Not a setting: what tests replace."""
 
 
-_CONSTANT = "its value is a constant that nobody had to change; remove it."
-_ROUTERS = "point routers at the engines' own KV event streams, which show the host tiers too."
-_REPLAYS = "events are not replayed; remove it."
-_TCP = "there is no administration over TCP; look over HTTP (http_address), change on the machine itself."
-_ORDINARY = "who may connect may read and write blocks as an engine does; remove it."
-REMOVED = {
-    **dict.fromkeys(
-        [
-            "touch_threads",
-            "credit_size",
-            "lease_ttl",
-            "half_stored_timeout",
-            "job_deadline",
-            "heartbeat_interval",
-            "max_frame_size",
-            "max_namespaces",
-            "max_jobs_in_flight",
-            "namespaces_size",
-            "sessions_size",
-            "max_jobs_per_message",
-            "max_keys_per_job",
-            "max_pieces_per_job",
-            "max_pieces_in_flight",
-            "max_keys_per_request",
-            "max_leases",
-            "leased_share",
-            "max_leased_keys",
-            "max_registrations",
-            "max_segments",
-            "cuda_batches",
-            "cuda_gather",
-            "pin_linger",
-            "disk_write_rate",
-            "shared_write_rate",
-            "event_buffer_steps",
-        ],
-        _CONSTANT,
-    ),
-    **dict.fromkeys(
-        ["event_address", "event_connect", "event_replay_address", "event_node", "event_heartbeat", "event_index_size"],
-        _ROUTERS,
-    ),
-    "event_buffer_steps": _REPLAYS,
-    **dict.fromkeys(["admin_address", "admin_key_file", "admin_clients_file"], _TCP),
-    **dict.fromkeys(["block_access", "block_uids"], _ORDINARY),
+_REMOVED = {
+    "its value is a constant that nobody had to change; remove it.": """
+        touch_threads credit_size lease_ttl half_stored_timeout job_deadline heartbeat_interval max_frame_size
+        max_namespaces max_jobs_in_flight namespaces_size sessions_size max_jobs_per_message max_keys_per_job
+        max_pieces_per_job max_pieces_in_flight max_keys_per_request max_leases leased_share max_leased_keys
+        max_registrations max_segments cuda_batches cuda_gather pin_linger disk_write_rate shared_write_rate""",
+    "point routers at the engines' own KV event streams, which show the host tiers too.": """
+        event_address event_connect event_replay_address event_node event_heartbeat event_index_size""",
+    "events are not replayed; remove it.": "event_buffer_steps",
+    "there is no administration over TCP; look over HTTP (http_address), change on the machine itself.": """
+        admin_address admin_key_file admin_clients_file""",
+    "who may connect may read and write blocks as an engine does; remove it.": "block_access block_uids",
 }
+REMOVED = {name: advice for advice, names in _REMOVED.items() for name in names.split()}
 """Settings of 0.1 that are gone, and what to do. A configuration that has one is refused with that sentence."""
 
-_ENDINGS = {"_bytes_per_day": "_per_day", "_bytes": "_size", "_s": ""}
+_ENDINGS = {"_bytes_per_day": "_per_day", "_bytes": "_size", "_s": "", "": ""}
 """What a setting's name has in place of the unit that ends its field's name."""
 
 
-@dataclass(frozen=True)
 class Setting:
-    """One field of ``Config`` as users see it."""
+    """One field of ``Config`` as users see it: ``name`` is the key in the file."""
 
-    field_name: str
-    parse: Parse
-    metavar: str
-    description: str
-    repeated: bool
-
-    @property
-    def name(self) -> str:
-        for unit, ending in _ENDINGS.items():
-            if self.field_name.endswith(unit):
-                return self.field_name.removesuffix(unit) + ending
-        return self.field_name
-
-    @property
-    def flag(self) -> str:
-        return f"--{self.name.replace('_', '-')}"
-
-    @property
-    def variable(self) -> str:
-        return f"{VARIABLE_PREFIX}{self.name.upper()}"
-
-    def show(self, value: object) -> str:
-        """The text from which ``parse`` makes the value."""
-        if isinstance(value, tuple):
-            return ",".join(map(str, value))
-        if self.metavar == "SIZE":
-            return exact_size(value)  # type: ignore[arg-type]
-        if self.metavar == "DURATION":
-            return exact_duration(value)  # type: ignore[arg-type]
-        return f"{value:.12g}" if isinstance(value, float) else str(value)
+    def __init__(self, field_name: str, kind: Kind, description: str) -> None:
+        self.field_name, self.description = field_name, description
+        self.parse, self.metavar, self.show, self.repeated = kind
+        ending = next(filter(field_name.endswith, _ENDINGS), "")
+        self.name = field_name.removesuffix(ending) + _ENDINGS[ending]
+        self.flag = f"--{self.name.replace('_', '-')}"
+        self.variable = f"{VARIABLE_PREFIX}{self.name.upper()}"
 
 
 SETTINGS = tuple(Setting(one.name, **one.metadata) for one in dataclasses.fields(Config) if one.metadata)
+_DEFAULTS = Config()
 
 
 def settings_in_force(config: Config) -> list[tuple[str, str, bool]]:
@@ -576,13 +461,10 @@ def settings_in_force(config: Config) -> list[tuple[str, str, bool]]:
     return [(one.name, one.show(value), value == default) for one, value, default in found]
 
 
-_DEFAULTS = Config()
-
 # --- loading --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class LoadedConfig:
+class LoadedConfig(NamedTuple):
     """A configuration and, per field, where its value came from (``default``, ``flag --pool-size``, ...)."""
 
     config: Config
@@ -608,7 +490,8 @@ def load_config(
         ConfigError: a file that cannot be read, an unknown setting, an impossible value.
     """
     path = config_path if config_path is not None else environ.get(CONFIG_VARIABLE) or None
-    layers = [_from_file(Path(path)) if path is not None else {}, _from_environ(environ), _from_flags(flags)]
+    by_flag = {one.name: (flags[one.name], f"flag {one.flag}") for one in SETTINGS if flags.get(one.name) is not None}
+    layers = [_from_file(Path(path)) if path is not None else {}, _from_environ(environ), by_flag]
     values: dict[str, Any] = {}
     sources = {one.field_name: "default" for one in SETTINGS}
     for layer in layers:
@@ -670,13 +553,6 @@ def _from_environ(environ: Mapping[str, str]) -> _Layer:
             _check_known(variable, by_variable, where)
             layer[by_variable[variable]] = (environ[variable], f"variable {variable}")
     return layer
-
-
-def _from_flags(flags: Mapping[str, str | list[str] | None]) -> _Layer:
-    flag_of = {one.name: one.flag for one in SETTINGS}
-    for name, text in flags.items():
-        _check_known(name, flag_of, f"The flag {quoted(name)} (value {quoted(text)})")
-    return {name: (text, f"flag {flag_of[name]}") for name, text in flags.items() if text is not None}
 
 
 def _check_known(key: str, names: Collection[str], where: str) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 
-from kvoffd.config import REMOVED, SETTINGS, Address, Config, ConfigError, Limits, Setting, load_config, parse_address
+from kvoffd.config import REMOVED, SETTINGS, Address, ConfigError, Limits, Setting, load_config, parse_address
 
 
 def refusal(
@@ -20,31 +19,6 @@ def refusal(
     assert "\n" not in sentence.rstrip("\n")
     assert sentence.endswith((".", "?"))
     return sentence
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return tmp_path / "kvoffd.toml"
-
-
-def test_nothing_given_means_the_defaults() -> None:
-    loaded = load_config({}, {})
-    assert loaded.config == Config()
-    assert set(loaded.sources.values()) == {"default"}
-    assert set(loaded.sources) | {"limits"} == {field.name for field in dataclasses.fields(Config)}
-
-
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
-def test_every_setting_reads_back_what_it_shows_from_every_source(setting: Setting, file: Path) -> None:
-    shown = setting.show(getattr(Config(), setting.field_name))
-    file.write_text(f'{setting.name} = "{shown}"\n')
-    for loaded in (
-        load_config({setting.name: shown}, {}),
-        load_config({}, {setting.variable: shown}),
-        load_config({}, {}, file),
-    ):
-        assert loaded.config == Config()
-        assert loaded.sources[setting.field_name] != "default"
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
@@ -87,18 +61,10 @@ def test_every_setting_is_described_in_a_sentence(setting: Setting) -> None:
         ("directory", "/" + "d" * 120),
     ],
 )
-def test_an_impossible_value_is_refused_by_name_value_and_source(name: str, value: str, file: Path) -> None:
-    flag = f"--{name.replace('_', '-')}"
-    variable = f"KVOFFD_{name.upper()}"
-    file.write_text(f'{name} = "{value}"\n')
-    for sentence, source in (
-        (refusal(flags={name: value}), flag),
-        (refusal(environ={variable: value}), variable),
-        (refusal(path=file), str(file)),
-    ):
-        assert name in sentence
-        assert repr(value)[:20] in sentence
-        assert source in sentence
+def test_an_impossible_value_is_refused_by_name_value_and_source(name: str, value: str) -> None:
+    sentence = refusal(flags={name: value})
+    for part in (name, repr(value)[:20], f"flag --{name.replace('_', '-')}"):
+        assert part in sentence
 
 
 @pytest.mark.parametrize(
@@ -124,7 +90,8 @@ def test_an_impossible_value_is_refused_by_name_value_and_source(name: str, valu
         ("http_address = false", "False"),
     ],
 )
-def test_a_value_of_the_wrong_type_in_the_file_is_refused(line: str, value: str, file: Path) -> None:
+def test_a_value_of_the_wrong_type_in_the_file_is_refused(line: str, value: str, tmp_path: Path) -> None:
+    file = tmp_path / "kvoffd.toml"
     file.write_text(line + "\n")
     sentence = refusal(path=file)
     assert line.split()[0] in sentence
@@ -132,31 +99,10 @@ def test_a_value_of_the_wrong_type_in_the_file_is_refused(line: str, value: str,
     assert str(file) in sentence
 
 
-def test_the_file_takes_numbers_and_lists_as_toml_writes_them(file: Path) -> None:
-    file.write_text("pool_size = 1073741824\ndisk_deadline = 12.5\nallowed_uids = [1000, 0, 1000]\nmax_sessions = 7\n")
-    config = load_config({}, {}, file).config
-    assert (config.pool_bytes, config.disk_deadline_s, config.allowed_uids, config.max_sessions) == (
-        2**30,
-        12.5,
-        (0, 1000),
-        7,
-    )
-
-
-def test_an_unknown_flag_is_refused() -> None:
-    assert "'pool'" in refusal(flags={"pool": "1GiB"})
-
-
-def test_a_relative_directory_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_becomes_absolute_and_nothing_is_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/tmp")
     assert load_config({"directory": "sockets"}, {}).config.directory == Path("/tmp/sockets")
-
-
-def test_a_relative_pool_file_becomes_absolute_and_nothing_is_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert load_config({"pool_file": "here"}, {}).config.pool_file == str(tmp_path / "here")
+    assert load_config({"pool_file": "here"}, {}).config.pool_file == "/tmp/here"
     assert load_config({"pool_file": ""}, {"KVOFFD_POOL_FILE": "/dev/shm/x"}).config.pool_file == ""
 
 
@@ -178,5 +124,5 @@ def test_a_setting_of_the_release_before_is_refused_with_what_to_do(name: str) -
 
 
 def test_limits_are_constants_that_tests_may_replace() -> None:
-    assert "known are" in refusal(flags={"limits": "1"})
+    assert "is unknown" in refusal(environ={"KVOFFD_LIMITS": "1"})
     assert load_config({}, {}, limits=Limits(max_leases=7)).config.limits.max_leases == 7
