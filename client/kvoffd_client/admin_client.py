@@ -1,137 +1,113 @@
-"""An administrator's client over the daemon's sockets."""
+"""An administrator's client: asks one daemon, and waits for each answer. It has no thread and no heartbeat.
+
+``kvoffd-cli health`` imports this module every few seconds, beside engines: what is heavy is imported where it is used.
+"""
 
 from __future__ import annotations
 
 import os
-import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from math import inf
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Self, TypeVar, cast
 
 import msgspec
 import zmq
 
-from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestTimeout
-from kvoffd_client.health_request import ask_health
-from kvoffd_client.session import DEFAULT_OPTIONS, ClientOptions, Closing, Phase, ReplyOrError, Session, Transport
+from kvoffd_client.errors import DaemonUnavailable, RequestRefused, RequestTimeout, why_unreachable
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
-from kvoffd_proto import stats as s
-from kvoffd_proto.events import KV_TOPIC_PREFIX, EventBatch, decode_event_batch
-from kvoffd_proto.messages import Request, answer_type
-from kvoffd_proto.paths import SocketPaths
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.lifeline import (
+    FrameBuffer,
+    Greeting,
+    Leaving,
+    LifelineError,
+    Refused,
+    decode_from_daemon,
+    encode_frame,
+    routing_id,
+)
+from kvoffd_proto.paths import SocketPaths, peer_credentials
 
-OPERATOR_WAIT_S = 10.0
-"""The machine may be busy, and an operator would rather wait than ask again."""
-OPERATOR_OPTIONS = ClientOptions(request_timeout_s=OPERATOR_WAIT_S, handshake_timeout_s=OPERATOR_WAIT_S)
+if TYPE_CHECKING:
+    from kvoffd_proto.events import EventBatch
+    from kvoffd_proto.stats import StatsReply
+
+TIMEOUT_S = 2.0
+SILENCE_S = 0.5
+"""After so long without an answer it is looked whether the daemon's process is stopped."""
+HEALTH_S = 1.0
+MAX_REPLY_BYTES, MAX_HEALTH_BYTES = 1 << 28, 1 << 20
 EVENTS_QUEUE = 10_000
 """Messages that wait for events() to be asked for the next; beyond it they are dropped."""
 EVENTS_POLL_MS = 200
-"""How soon events() notices close()."""
-
 MIN_PREFIX_DIGITS = 4
 """Fewer hex digits of a fingerprint could name a namespace by a slip of the hand."""
 
 Fields = ParamSpec("Fields")
 ReplyT = TypeVar("ReplyT", bound=m.AnyReply)
-T = TypeVar("T")
-MakeRequest = Callable[[int], m.AnyRequest]
-"""Makes a request of its id."""
 
 
 def matching_namespaces(namespaces: Iterable[a.NamespaceInfo], name: str) -> list[a.NamespaceInfo]:
     """Return the namespaces whose label is ``name``, or whose fingerprint begins with it."""
     digits = name.lower() if len(name) >= MIN_PREFIX_DIGITS else None
     return [
-        namespace
-        for namespace in namespaces
-        if namespace.label == name or (digits is not None and namespace.namespace.hex().startswith(digits))
+        one
+        for one in namespaces
+        if one.label == name or (digits is not None and one.namespace.hex().startswith(digits))
     ]
 
 
-class AdminSession(Session):
-    """The administrator's session: requests whose outcome is waited for.
-
-    Attributes:
-        attempts_failed: attempts to connect, and connections, that ended.
-    """
-
-    def __init__(
-        self,
-        directory: str,
-        options: ClientOptions,
-        transport: Transport | None = None,
-        rng: random.Random | None = None,
-    ) -> None:
-        super().__init__(directory, m.Role.ADMIN, "admin", "", None, options, transport, rng)
-        self.attempts_failed = 0
-        self._transport.start(self)
-
-    def connect_now(self, deadline: float) -> bool:
-        """Connect without a pause, and wait; False at the deadline, or when an attempt has failed."""
-        with self._transport.locked() as now:
-            before = self.attempts_failed
-            if self._phase is Phase.IDLE:
-                self._retry_at = now
-        self._transport.wait(lambda: self.ready or self.attempts_failed > before, deadline - time.monotonic())
-        return self.ready
-
-    def ask(self, make: MakeRequest, timeout_s: float) -> ReplyOrError:
-        """Send a request and wait for its reply, or for the reason why there is none."""
-        outcome = self._outcome_of(partial(self.begin, make), timeout_s)
-        return outcome[0] if outcome else RequestTimeout()
-
-    def begin(self, make: MakeRequest, outcome: list[ReplyOrError], now: float, timeout_s: float) -> None:
-        """Send a request; its reply, or why there is none, is appended to ``outcome``. With the lock held."""
-        if not self.ready:
-            outcome.append(DaemonUnavailable(self._problem or "The client is not connected."))
-            return
-
-        def on_reply(reply: ReplyOrError, _: float) -> None:
-            outcome.append(reply)
-            self._transport.notify()
-
-        self._request(make(self._next_request_id()), on_reply, now, timeout_s)
-
-    def _role_disconnected(self, now: float) -> None:
-        self.attempts_failed += 1
+def ask_health(directory: Path, timeout_s: float = HEALTH_S) -> a.HealthReply | None:
+    """The health of a daemon, without a session, over the socket that engines use; None where none answers in time."""
+    path = str(SocketPaths(directory).jobs)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
+            stream.settimeout(timeout_s)
+            stream.connect(path)  # ZeroMQ would wait where nobody listens
+        with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+            asking.setsockopt(zmq.LINGER, 0)
+            asking.setsockopt(zmq.MAXMSGSIZE, MAX_HEALTH_BYTES)
+            asking.connect(f"ipc://{path}")
+            asking.send(msgspec.msgpack.encode(a.Health(1)))
+            if not asking.poll(round(timeout_s * 1000)):
+                return None
+            return msgspec.msgpack.decode(asking.recv(zmq.NOBLOCK), type=a.HealthReply)
+    except (OSError, msgspec.MsgspecError, zmq.ZMQError):
+        return None
 
 
-class AdminClient(Closing):
-    """An administrator's client. Connects at the first call. Thread-safe.
+class AdminClient:
+    """An administrator's client. Connects at the first call, and anew after a call that failed.
 
-    Each call waits for its answer. All calls raise:
+    Each call waits for its answer; any thread may call, one at a time. All calls raise:
         DaemonUnavailable: nothing listens there, or it refuses this user; the sentence names the place.
         RequestRefused: the daemon answered with an error.
         RequestTimeout: no answer in time.
 
     Attributes:
-        timeout_s: bounds every call; may be changed between two calls.
-        deadline: of ``time.monotonic``: bounds all calls together, the connecting in them included.
-
-    Args:
         directory: where the daemon's sockets are.
-        options: ``request_timeout_s`` bounds every call, the connecting in it included.
+        timeout_s: bounds every call, the connecting in it included; may be changed between two calls.
+        on_silence: called when an answer takes long.
+        session_id: of its own session.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], options: ClientOptions = DEFAULT_OPTIONS) -> None:
-        self._directory = os.fspath(directory)
-        self._options = options
-        self.timeout_s = options.request_timeout_s
-        self.deadline = inf
-        self._admin: AdminSession | None = None
+    def __init__(self, directory: str | os.PathLike[str], timeout_s: float = TIMEOUT_S) -> None:
+        self.directory = os.fspath(directory)
+        self.timeout_s = timeout_s
+        self.on_silence: Callable[[], None] = lambda: None
+        self.session_id = self._pid = 0
+        self._lifeline: socket.socket | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._jobs: zmq.Socket[bytes] | None = None
         self._closed = False
         self._one_call = threading.Lock()
 
     def ask(
-        self,
-        kind: Callable[Concatenate[int, Fields], Request[ReplyT]],
-        *fields: Fields.args,
-        **named: Fields.kwargs,
+        self, kind: Callable[Concatenate[int, Fields], m.Request[ReplyT]], *fields: Fields.args, **named: Fields.kwargs
     ) -> ReplyT:
         """Send a request; returns its reply, of the type that is declared at the request.
 
@@ -141,20 +117,36 @@ class AdminClient(Closing):
             kind: the request's class, of ``kvoffd_proto.messages``.
             fields: its fields after the id.
         """
-        reply = self._round_trip(lambda request_id: kind(request_id, *fields, **named))
-        if not isinstance(reply, answer_type(cast("type[Request[ReplyT]]", kind))):
-            raise DaemonUnavailable(f"The daemon in {self._directory} answered with a {type(reply).__name__}.")
-        return reply
+        with self._one_call:
+            if self._closed:
+                raise DaemonUnavailable("The client is closed; make a new one.")
+            deadline = time.monotonic() + self.timeout_s
+            try:
+                if self._lifeline is not None and self._lifeline_is_readable():
+                    self._disconnect()  # the daemon is gone, or has ended the session
+                if self._lifeline is None:
+                    self._connect(deadline)
+                return self._round_trip(kind(1, *fields, **named), deadline)
+            except RequestRefused as refusal:
+                if not self.session_id or refusal.code in (ErrorCode.BAD_TOKEN, ErrorCode.NO_HELLO):
+                    self._disconnect()
+                raise
+            except BaseException:
+                self._disconnect()  # a reply that comes later is not for the next request
+                raise
 
-    def stats(self) -> s.StatsReply:
-        return self.ask(s.Stats)
+    def stats(self) -> StatsReply:
+        """All counters."""
+        from kvoffd_proto.stats import Stats
+
+        return self.ask(Stats)
 
     def health(self) -> a.HealthReply:
         """Whether the daemon works: a round trip through the loop that serves engines.
 
         Needs no session, so it is answered when all are taken. Where nothing answers, the attempt to open one says why.
         """
-        return ask_health(Path(self._directory), self._call_deadline()) or self.ask(a.Health)
+        return ask_health(Path(self.directory), min(HEALTH_S, self.timeout_s)) or self.ask(a.Health)
 
     def sessions(self) -> a.SessionsReply:
         """Open sessions, oldest first."""
@@ -185,11 +177,7 @@ class AdminClient(Closing):
         return self.ask(a.Record, recording, end)
 
     def scrub(self, start: bool = True) -> a.ScrubReply:
-        """Have every readable block compared with its checksum, in the daemon's background; returns how far that is.
-
-        Args:
-            start: begin, unless it is being done already. False only asks.
-        """
+        """Have all readable blocks compared with their checksums in the background; False only asks how far that is."""
         return self.ask(a.Scrub, start)
 
     def events(self, idle_timeout_s: float | None = None) -> Iterator[tuple[bytes, int, EventBatch]]:
@@ -200,9 +188,11 @@ class AdminClient(Closing):
         Raises:
             DaemonUnavailable: there is no events socket in the directory.
         """
-        path = SocketPaths(Path(self._directory)).events
+        from kvoffd_proto.events import KV_TOPIC_PREFIX, decode_event_batch
+
+        path = SocketPaths(Path(self.directory)).events
         if not path.exists():
-            raise DaemonUnavailable(f"There is no kvoffd daemon in {self._directory}; start one there.")
+            raise DaemonUnavailable(f"There is no kvoffd daemon in {self.directory}; start one there.")
         with zmq.Context() as context, context.socket(zmq.SUB) as subscription:
             subscription.setsockopt(zmq.LINGER, 0)
             subscription.setsockopt(zmq.RCVHWM, EVENTS_QUEUE)
@@ -211,10 +201,9 @@ class AdminClient(Closing):
             last_event_at = time.monotonic()
             while not self._closed:
                 if subscription.poll(EVENTS_POLL_MS):
-                    frames = subscription.recv_multipart(zmq.NOBLOCK)
                     last_event_at = time.monotonic()
                     try:
-                        topic, sequence, payload = frames
+                        topic, sequence, payload = subscription.recv_multipart(zmq.NOBLOCK)
                         batch = decode_event_batch(payload)
                     except (ValueError, msgspec.MsgspecError):
                         continue  # not an event of this protocol
@@ -223,33 +212,128 @@ class AdminClient(Closing):
                     return
 
     def close(self) -> None:
+        """End the session. Repeatable."""
         self._closed = True
-        if self._admin is not None:
-            self._admin.close()
-
-    def _call_deadline(self) -> float:
-        return min(self.deadline, time.monotonic() + self.timeout_s)
-
-    def _round_trip(self, make: MakeRequest) -> m.AnyReply:
-        """Send a request and wait for its reply, which is never Error."""
         with self._one_call:
-            if self._closed:
-                raise DaemonUnavailable("The client is closed; make a new one.")
-            deadline = self._call_deadline()
-            session = self._connected(deadline)
-            found = session.ask(make, max(0.001, deadline - time.monotonic()))
-        if isinstance(found, RequestTimeout):
-            raise RequestTimeout(f"The kvoffd daemon in {self._directory} did not answer in time; try again later.")
-        if isinstance(found, KvoffdClientError):
-            raise found
-        return found
+            self._disconnect()
 
-    def _connected(self, deadline: float) -> AdminSession:
-        """The session, ready. Where nothing listens the first failed attempt raises, before the deadline."""
-        if self._admin is None:
-            self._admin = AdminSession(self._directory, self._options)
-        session = self._admin
-        if session.connect_now(deadline):
-            return session
-        problem = session.problem or f"The kvoffd daemon in {self._directory} did not answer in time."
-        raise DaemonUnavailable(problem) from session.refusal
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- one session -------------------------------------------------------------------------------
+
+    def _connect(self, deadline: float) -> None:
+        paths = SocketPaths(Path(self.directory))
+        if problem := paths.problem():
+            raise DaemonUnavailable(problem)
+        self._lifeline = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        try:
+            self._lifeline.connect(str(paths.lifeline))
+            self._pid, _, _ = peer_credentials(self._lifeline)
+        except OSError as error:
+            raise DaemonUnavailable(why_unreachable(error, self.directory)) from error
+        greeting = self._greeting(self._lifeline, deadline)
+        self._context = zmq.Context()
+        self._jobs = self._context.socket(zmq.DEALER)
+        self._jobs.setsockopt(zmq.ROUTING_ID, routing_id(greeting.token))
+        self._jobs.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
+        self._jobs.connect(f"ipc://{paths.jobs}")
+        self._round_trip(m.Hello(1, m.PROTOCOL_VERSION, m.Role.ADMIN, "admin", ""), deadline)
+        self.session_id = greeting.session_id
+
+    def _greeting(self, lifeline: socket.socket, deadline: float) -> Greeting:
+        buffer, bodies = FrameBuffer(), list[bytes]()
+        while not bodies:
+            self._wait(deadline, for_reply=False)
+            try:
+                if not (data := lifeline.recv(4096)):
+                    raise DaemonUnavailable(f"The kvoffd daemon in {self.directory} went away.")
+                bodies = buffer.feed(data)
+                message = decode_from_daemon(bodies[0]) if bodies else None
+            except (OSError, LifelineError) as error:
+                raise DaemonUnavailable(f"What answers in {self.directory} is no kvoffd daemon: {error}") from error
+        if isinstance(message, Refused):
+            why = f"The kvoffd daemon in {self.directory} refuses: {message.message}"
+            raise DaemonUnavailable(why) from RequestRefused(message.code, message.message)
+        if not isinstance(message, Greeting) or message.protocol_version != m.PROTOCOL_VERSION:
+            spoken = message.protocol_version if isinstance(message, Greeting) else "none"
+            raise DaemonUnavailable(
+                f"The daemon in {self.directory} speaks protocol {spoken} and this client {m.PROTOCOL_VERSION}; "
+                "install the same kvoffd release on both."
+            )
+        return message
+
+    def _round_trip(self, request: m.Request[ReplyT], deadline: float) -> ReplyT:
+        assert self._jobs is not None
+        self._jobs.send(msgspec.msgpack.encode(request))
+        self._wait(deadline)
+        kind = m.answer_type(type(request))
+        try:  # not kvoffd_proto.codec, whose decoders of all messages take longer to make than a probe has
+            reply = msgspec.msgpack.decode(self._jobs.recv_multipart(zmq.NOBLOCK)[0], type=kind | m.Error)
+        except msgspec.MsgspecError as error:
+            asked = type(request).__name__
+            why = f"The daemon in {self.directory} did not answer {asked} with {kind.__name__}: {error}."
+            raise DaemonUnavailable(why) from error
+        if isinstance(reply, m.Error):
+            raise RequestRefused(reply.code, reply.message)
+        return cast(ReplyT, reply)
+
+    def _wait(self, deadline: float, *, for_reply: bool = True) -> None:
+        """Wait for a reply, before which the lifeline must not end; or else for something on the lifeline."""
+        poller, silent = zmq.Poller(), False
+        poller.register(self._lifeline, zmq.POLLIN)
+        if for_reply:
+            poller.register(self._jobs, zmq.POLLIN)
+        while True:
+            left_s = deadline - time.monotonic()
+            came = [one for one, _ in poller.poll(max(0, round(1000 * (left_s if silent else min(left_s, SILENCE_S)))))]
+            if self._jobs in came or (came and not for_reply):
+                return
+            if came:
+                raise DaemonUnavailable(f"The kvoffd daemon in {self.directory} went away.")
+            if _is_stopped(self._pid):
+                raise DaemonUnavailable(
+                    f"The kvoffd daemon in {self.directory} does not answer, since its process is stopped; let it "
+                    f"go on with `kill -CONT {self._pid}`."
+                )
+            if silent or left_s <= SILENCE_S:
+                break
+            silent = True
+            self.on_silence()
+        if for_reply:
+            raise RequestTimeout(f"The kvoffd daemon in {self.directory} did not answer in time; try again later.")
+        raise DaemonUnavailable(
+            f"The kvoffd daemon in {self.directory} accepts connections but does not answer; see its log, and what its "
+            "process does (ps, systemctl status)."
+        )
+
+    def _lifeline_is_readable(self) -> bool:
+        """Nothing comes there after the greeting but the end, and what is sent before it."""
+        poller = zmq.Poller()
+        poller.register(self._lifeline, zmq.POLLIN)
+        return bool(poller.poll(0))
+
+    def _disconnect(self) -> None:
+        if self._lifeline is not None:
+            try:
+                self._lifeline.send(encode_frame(Leaving()), socket.MSG_NOSIGNAL)
+            except OSError:
+                pass  # the daemon is gone, or was never there
+            self._lifeline.close()
+        if self._jobs is not None:
+            self._jobs.close(linger=0)
+        if self._context is not None:
+            self._context.term()
+        self._lifeline = self._jobs = self._context = None
+        self.session_id = 0
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal or a debugger; False where it is not to be seen from here."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False

@@ -448,7 +448,8 @@ class BlockClient(AdminClient):
     """
 
     def __init__(self, directory: str | os.PathLike[str], options: ClientOptions = OPTIONS) -> None:
-        super().__init__(directory, options)
+        super().__init__(directory, options.request_timeout_s)
+        self._options = options
         self._buffer: _Buffer | None = None
         self._one_copy = threading.Lock()
 
@@ -557,7 +558,7 @@ class BlockClient(AdminClient):
                 self._close_buffer()
             if self._buffer is None:
                 size_bytes = min(BUFFER_BYTES, self.stats().pool.pool_bytes // BUFFERS_PER_POOL)
-                self._buffer = _Buffer(self, self._directory, geometry, size_bytes, self._options)
+                self._buffer = _Buffer(self, self.directory, geometry, size_bytes, self._options)
             try:
                 yield self._buffer
             except BaseException:

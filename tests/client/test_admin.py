@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd_client import AdminClient, ClientOptions, DaemonUnavailable, RequestRefused, RequestTimeout
+from kvoffd_client import AdminClient, DaemonUnavailable, RequestRefused, RequestTimeout
 from kvoffd_client.errors import why_unreachable
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import admin as a
@@ -43,7 +43,7 @@ def test_it_asks_a_real_daemon_everything(daemon: DaemonProcess) -> None:
 
 
 def test_nobody_there_is_told_at_once(tmp_path: Path) -> None:
-    with AdminClient(tmp_path, ClientOptions(request_timeout_s=30)) as admin:
+    with AdminClient(tmp_path, 30) as admin:
         for _ in range(2):
             began = time.monotonic()
             with pytest.raises(DaemonUnavailable, match=str(tmp_path)):
@@ -55,7 +55,7 @@ def test_nobody_there_is_told_at_once(tmp_path: Path) -> None:
 
 def test_why_nobody_is_reached_is_told_apart(tmp_path: Path) -> None:
     def told(timeout_s: float = 30.0) -> str:
-        with AdminClient(tmp_path, ClientOptions(request_timeout_s=timeout_s)) as admin:
+        with AdminClient(tmp_path, timeout_s) as admin:
             with pytest.raises(DaemonUnavailable) as refusal:
                 admin.stats()
         return str(refusal.value)
@@ -84,7 +84,7 @@ def test_a_session_for_one_request_is_no_error_for_the_daemon(daemon: DaemonProc
 
 
 def test_a_hanging_daemon_is_a_timeout_or_unavailable_and_the_wait_is_bounded(fake: FakeDaemon) -> None:
-    with AdminClient(fake.directory, ClientOptions(request_timeout_s=0.3)) as admin:
+    with AdminClient(fake.directory, 0.3) as admin:
         assert admin.health().healthy
         fake.freeze()
         began = time.monotonic()
@@ -104,7 +104,7 @@ def test_refusals_are_raised_with_their_code(fake: FakeDaemon) -> None:
 
 def test_an_answer_of_the_wrong_kind_is_an_error(fake: FakeDaemon) -> None:
     fake.answers[s.Stats] = lambda request, _: m.Done(request.request_id, fake.epoch)
-    with AdminClient(fake.directory) as admin, pytest.raises(DaemonUnavailable, match="Done"):
+    with AdminClient(fake.directory) as admin, pytest.raises(DaemonUnavailable, match="did not answer Stats"):
         admin.stats()
 
 

@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self
 
-from kvoffd_client import AdminClient, ClientOptions, KvoffdClientError
+from kvoffd_client import AdminClient, KvoffdClientError
 
 from .closing import Starting
 from .engine_main import run
@@ -29,7 +29,7 @@ ANSWER_DEADLINE_S = 200.0
 """A machine with a load of 30 gave an engine four tokens a second."""
 STOP_DEADLINE_S = 60.0
 BLOCK_TOKENS = 32
-PATIENT = ClientOptions(request_timeout_s=30.0)
+PATIENT_S = 30.0
 PATIENCE = {"lookup_deadline_ms": 10_000, "do_no_harm": False}
 # One process imports torch and vLLM, which is most of the CPU time of a start, and engines are forked from it.
 _FORKED = multiprocessing.get_context("forkserver")
@@ -271,7 +271,7 @@ def wait_connected(
     def connected() -> bool:
         wanted = pids and pids()
         try:
-            with AdminClient(directory, PATIENT) as admin:
+            with AdminClient(directory, PATIENT_S) as admin:
                 listed = admin.sessions().sessions
         except KvoffdClientError:
             return False

@@ -28,7 +28,8 @@ from kvoffd.tiers.tier import TierListener
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import TransferEngine
 from kvoffd_client import Registration, SchedulerClient, WorkerClient
-from kvoffd_client.admin_client import AdminSession
+from kvoffd_client.session import Session
+from kvoffd_proto.messages import AnyRequest, Role
 from tests.kit.slot_table import SlotRecord, scan_table
 from tests.sim.client import OPTIONS, SimTransport
 from tests.sim.clock import Broken, Process
@@ -216,6 +217,14 @@ def make_worker(transport: SimTransport, memory: WorkerMemory, name: str, rng: r
     return WorkerClient(DIRECTORY, content.spec, registration, name=name, options=OPTIONS, transport=transport, rng=rng)
 
 
-def make_admin(transport: SimTransport, rng: random.Random) -> AdminSession:
-    """An operator's session."""
-    return AdminSession(DIRECTORY, OPTIONS, transport, rng)
+class Operator(Session):
+    """An administrator's session: what it asks for is answered, or is not."""
+
+    def __init__(self, transport: SimTransport, rng: random.Random) -> None:
+        super().__init__(DIRECTORY, Role.ADMIN, "admin", "", None, OPTIONS, transport, rng)
+        transport.start(self)
+
+    def ask(self, make: Callable[[int], AnyRequest], now: float) -> None:
+        """Send a request, if there is a session. With the lock held."""
+        if self.ready:
+            self._request(make(self._next_request_id()), lambda reply, now: None, now, 0.5)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
-from kvoffd_client.admin_client import AdminSession, MakeRequest
-from kvoffd_client.session import ReplyOrError
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
 from kvoffd_proto import stats as s
@@ -23,7 +21,7 @@ from tests.sim.disk import Device
 from tests.sim.engine import Engine
 from tests.sim.hostile import Hostile
 from tests.sim.network import Network
-from tests.sim.parts import KeptPool, make_admin
+from tests.sim.parts import KeptPool, Operator
 from tests.sim.scenario import Faults, Scenario
 from tests.sim.shared import SharedObjects
 
@@ -91,7 +89,7 @@ class World:
         self._engines_made = 0
         self.engines: list[Engine] = []
         self._hostiles: list[Hostile] = []
-        self._operator: AdminSession | None = None
+        self._operator: Operator | None = None
         process = Process(self.clock, "operator")
         self._operator_transport = SimTransport(self.clock, self.network, process, (), lambda: None)
         self._limits_rng = scenario.rng("limits")
@@ -340,15 +338,15 @@ class World:
         which = self._rng.choice([None, self.contents[0].spec.fingerprint])
         self._have_operator_ask([s.Stats, a.Health, a.Sessions, a.Namespaces, lambda *ids: a.Clear(*ids, which)])
 
-    def _have_operator_ask(self, requests: Sequence[MakeRequest]) -> None:
+    def _have_operator_ask(self, requests: Sequence[Callable[[int], m.AnyRequest]]) -> None:
         transport = self._operator_transport
         if self._operator is None:
-            self._operator = make_admin(transport, self.scenario.rng("operator"))
-        operator, outcome = self._operator, list[ReplyOrError]()
+            self._operator = Operator(transport, self.scenario.rng("operator"))
+        operator = self._operator
 
         def ask(now: float) -> None:
             for make in requests:
-                operator.begin(make, outcome, now, 0.5)
+                operator.ask(make, now)
 
         transport._process.after(0.05, lambda: transport.act(ask))
 

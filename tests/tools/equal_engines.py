@@ -33,7 +33,7 @@ os.environ["VLLM_LOGGING_LEVEL"] = "DEBUG"
 
 from kvoffd_client import AdminClient
 from tests.kit.daemon import DaemonProcess
-from tests.kit.engine import PATIENT, EngineProcess, wait_connected
+from tests.kit.engine import PATIENT_S, EngineProcess, wait_connected
 from tests.kit.models import make_demo_llama, make_tiny_gemma3, make_tiny_llama
 
 MODELS: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
@@ -119,7 +119,7 @@ def start(model: Path, directory: Path, fork: bool, settings: dict[str, Any]) ->
 
 def described(directory: Path, fingerprint: str) -> dict[str, str]:
     """The fields of the namespace that begins with these digits."""
-    with AdminClient(directory, PATIENT) as admin:
+    with AdminClient(directory, PATIENT_S) as admin:
         [one] = [item for item in admin.namespaces().namespaces if item.namespace.hex().startswith(fingerprint)]
     return {name: json.dumps(value) for name, value in json.loads(one.description).items()}
 

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from math import inf
 from typing import Annotated, TypeVar
 
 import typer
@@ -259,7 +258,6 @@ def clear(
         if not yes and not _confirm_clear(found if chosen is None else [chosen], name):
             print_line("Nothing was cleared.")
             return 1
-        admin.deadline = inf  # the answer may have taken long
         dropped = admin.clear(None if chosen is None else chosen.namespace)
     if json:
         print_json(Cleared(chosen.namespace if chosen else None, dropped))
@@ -285,7 +283,6 @@ def scrub(context: typer.Context, directory: Directory = None, json: Json = Fals
     on_terminal = sys.stderr.isatty()
     with open_admin(context, directory) as admin:
         reply = admin.scrub()
-        admin.deadline = inf
         pause_s = FIRST_SCRUB_PAUSE_S
         while reply.running:
             if on_terminal:

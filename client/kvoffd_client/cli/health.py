@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvoffd_client.health_request import ask_health
+from kvoffd_client.admin_client import ask_health
 from kvoffd_proto.admin import HealthLevel, HealthReply
 from kvoffd_proto.paths import default_directory
 from kvoffd_proto.units import printable

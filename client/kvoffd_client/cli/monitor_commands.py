@@ -6,21 +6,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from math import inf
 from typing import Annotated
 
 import typer
 from rich.live import Live
 
-from kvoffd_client.admin_client import OPERATOR_WAIT_S, AdminClient
+from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.cli.console import PIPE_LIST_CELLS, make_console, print_line, print_page, short_fingerprint
 from kvoffd_client.cli.health import health_lines, health_status
 from kvoffd_client.cli.json_objects import Event, Events
 from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.stats_page import StatsPage
-from kvoffd_client.cli.target import CliError, Directory, Json, local_directory, open_admin
+from kvoffd_client.cli.target import OPERATOR_WAIT_S, CliError, Directory, Json, local_directory, open_admin
 from kvoffd_client.errors import DaemonUnavailable, RequestTimeout
-from kvoffd_client.health_request import HEALTH_TIMEOUT_S
 from kvoffd_proto.events import (
     KV_TOPIC_PREFIX,
     MEDIUM_STORAGE,
@@ -63,7 +61,6 @@ def stats(
     interval_s = _interval_s(interval)
     with open_admin(context, directory) as admin:
         if watch:
-            admin.deadline = inf
 
             def read_stats(timeout_s: float) -> StatsReply:
                 admin.timeout_s = timeout_s
@@ -165,7 +162,6 @@ def health(
     if live and ready:
         raise CliError("--live and --ready ask for two things; give one of them.")
     with open_admin(context, directory) as admin:
-        admin.deadline -= HEALTH_TIMEOUT_S  # which the short way to it has waited
         reply = admin.health()
     if json:
         print_json(reply)

@@ -21,11 +21,11 @@ from typing import Annotated, Any, BinaryIO
 
 import typer
 
-from kvoffd_client.admin_client import OPERATOR_OPTIONS, AdminClient
+from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.cli.console import count_blocks, print_line
 from kvoffd_client.cli.json_objects import RecordDone
 from kvoffd_client.cli.json_output import print_json
-from kvoffd_client.cli.target import CliError, Directory, Json, local_directory
+from kvoffd_client.cli.target import OPERATOR_WAIT_S, CliError, Directory, Json, local_directory
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.admin import RecordedChain
 from kvoffd_proto.units import format_count, format_duration, format_size, parse_duration, parse_size, plural
@@ -70,7 +70,7 @@ def record(
         raise CliError(f"--max-size {max_size} is too little; give {format_size(LEAST_BYTES)} or more.")
     if (zstd := zstd_module()) is None:
         raise CliError(MISSING)
-    with AdminClient(local_directory(context, directory), OPERATOR_OPTIONS) as admin:
+    with AdminClient(local_directory(context, directory), OPERATOR_WAIT_S) as admin:
         number = admin.record().recording
         try:
             opened = file.open("xb")

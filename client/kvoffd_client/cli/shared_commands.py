@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 from typing import Annotated
 
 import typer
@@ -83,7 +82,6 @@ def reset(
         if not yes and not confirmed(f"Drop all blocks of namespace {name} on all nodes? [y/N] ", "reset"):
             print_line("Nothing was reset.")
             return 1
-        admin.deadline = inf  # the answer may have taken long
         stores = admin.reset_fleet(chosen.namespace)
     if json:
         print_json(FleetReset(chosen.namespace, stores))

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvoffd_client.admin_client import (
-    MIN_PREFIX_DIGITS,
-    OPERATOR_OPTIONS,
-    OPERATOR_WAIT_S,
-    AdminClient,
-    matching_namespaces,
-)
+from kvoffd_client.admin_client import MIN_PREFIX_DIGITS, AdminClient, matching_namespaces
 from kvoffd_client.cli.console import short_fingerprint
 from kvoffd_proto.admin import NamespaceInfo
 from kvoffd_proto.paths import default_directory
 from kvoffd_proto.units import printable
 
+OPERATOR_WAIT_S = 10.0
+"""The machine may be busy, and an operator would rather wait than ask again."""
 Directory = Annotated[
     Path | None,
     typer.Option(
@@ -57,12 +52,10 @@ def local_directory(context: typer.Context, directory: Path | None) -> Path:
 
 
 def open_admin(context: typer.Context, directory: Path | None) -> AdminClient:
-    """Return a client of the daemon that the command line names.
-
-    It has one deadline for all calls. Who waits for more than the daemon's answers takes it away.
-    """
-    admin = AdminClient(local_directory(context, directory), OPERATOR_OPTIONS)
-    admin.deadline = time.monotonic() + OPERATOR_WAIT_S
+    """Return a client of the daemon that the command line names. On a terminal it says when it waits."""
+    admin = AdminClient(local_directory(context, directory), OPERATOR_WAIT_S)
+    if sys.stderr.isatty():
+        admin.on_silence = lambda: print(f"Waiting for the kvoffd daemon in {admin.directory} ...", file=sys.stderr)
     return admin
 
 
