@@ -20,18 +20,15 @@ version=$(PYTHONPATH=$root$library /usr/bin/python3 -B -c 'import kvoffd; print(
 python=$(/usr/bin/python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 next=$(/usr/bin/python3 -c 'import sys; print("%d.%d" % (sys.version_info[0], sys.version_info[1] + 1))')
 
-install -d "$root/usr/bin" "$root/usr/share/man/man1" "$root/usr/share/bash-completion/completions" \
+install -d "$root/usr/bin" "$root/usr/share/bash-completion/completions" \
     "$root/usr/share/doc/kvoffd" "$root/DEBIAN"
 for program in kvoffd:kvoffd.cli kvoffd-cli:kvoffd_client.cli; do
     printf '#!/usr/bin/python3\nimport sys\n\nsys.path.insert(0, "%s")\n\nfrom %s import main\n\nsys.exit(main())\n' \
         "$library" "${program#*:}" >"$root/usr/bin/${program%:*}"
     chmod 755 "$root/usr/bin/${program%:*}"
 done
-PYTHONPATH=$root$library /usr/bin/python3 -B "$here/pages.py" "$work/pages"
-for page in "$work"/pages/man/*; do
-    gzip -9n <"$page" >"$root/usr/share/man/man1/$(basename "$page").gz"
-done
-cp "$work"/pages/completions/* "$root/usr/share/bash-completion/completions/"
+PYTHONPATH=$root$library _KVOFFD_CLI_COMPLETE=source_bash /usr/bin/python3 -B -c 'from kvoffd_client.cli import main; main([])' \
+    >"$root/usr/share/bash-completion/completions/kvoffd-cli"
 install -Dm644 "$deploy/kvoffd.toml" "$root/etc/kvoffd/kvoffd.toml"
 install -Dm644 "$deploy/systemd/kvoffd.sysusers.conf" "$root/usr/lib/sysusers.d/kvoffd.conf"
 install -Dm644 "$deploy/systemd/gpu.conf" "$root/usr/share/doc/kvoffd/examples/gpu.conf"

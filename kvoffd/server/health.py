@@ -66,7 +66,7 @@ def _crowded(service: Service, recent: RecentStats) -> list[a.HealthProblem]:
             a.HealthProblem(
                 "pool_pinned",
                 f"{format_size(usage.pinned_bytes)} of {format_size(usable_bytes)} of the pool are pinned"
-                f"{_most_pinned(service)}: stores find no room. `kvoffd-cli sessions` says who holds what. "
+                f"{_most_pinned(service)}: stores find no room. `kvoffd-cli clients` says who holds what. "
                 "Enlarge the pool, or end the sessions that hold blocks and do not load them.",
             )
         )
@@ -106,7 +106,7 @@ def _full(service: Service) -> list[a.HealthProblem]:
         a.HealthProblem(
             "sessions_taken",
             f"All {most} sessions are taken: further engines are refused, and run without the cache. `kvoffd-cli "
-            "sessions` says who has them; close some, or raise max_sessions.",
+            "clients` says who has them; close some, or raise max_sessions.",
         )
     ]
 
@@ -121,7 +121,7 @@ def _descriptors() -> list[a.HealthProblem]:
             "descriptors",
             f"{format_count(open_files)} of the {format_count(most)} files that the daemon may open are open. With the "
             "last one it ends, and starts again. Something keeps connections open or registers memory in many pieces: "
-            "`ss -xp` and `kvoffd-cli sessions` say who. End it, or raise the limit (LimitNOFILE= in the systemd "
+            "`ss -xp` and `kvoffd-cli clients` say who. End it, or raise the limit (LimitNOFILE= in the systemd "
             "unit, ulimit -n).",
         )
     ]

@@ -49,7 +49,7 @@ def test_an_unknown_command_is_one_sentence() -> None:
 
 
 def test_a_daemon_that_stands_still_is_one_sentence(daemon: DaemonProcess) -> None:
-    """Sockets are there and nobody answers: a command waits 10 s. Probes are no exception."""
+    """Its process is stopped: the command says so at once, and how to let it go on. Probes are no exception."""
     os.kill(daemon.pid, signal.SIGSTOP)
     where = ("--directory", str(daemon.directory))
     started = time.monotonic()
@@ -60,7 +60,8 @@ def test_a_daemon_that_stands_still_is_one_sentence(daemon: DaemonProcess) -> No
             out, err = process.communicate(timeout=2 * DEADLINE_S)
             assert_one_sentence(subprocess.CompletedProcess(process.args, process.returncode, out, err))
             assert "does not answer" in err
-    assert time.monotonic() - started < 50.0
+            assert f"kill -CONT {daemon.pid}" in err
+    assert time.monotonic() - started < 8.0, "five processes on a busy machine; each takes a second or two alone"
     os.kill(daemon.pid, signal.SIGCONT)
     wait_until(lambda: run_cli("health", *where).returncode == 0)
 

@@ -167,10 +167,10 @@ def test_which_namespace_starves(served: StatsReply) -> None:
     text = told(both)["starving"]
     assert text.startswith("qwen (02020202) starves: it asks for 50.0 % of all tokens and has 9.1 % of the pool's")
     assert "finds 5.0 % of its tokens, and would find 36.0 %" in text
-    assert text.endswith("kvoffd-cli namespace set 01010101 --max SIZE leaves it more of the pool.")
+    assert text.endswith("kvoffd-cli namespaces quota 01010101 --max SIZE leaves it more of the pool.")
     capped = structs.replace(both, namespaces=[counted(1), structs.replace(poor, quota_bytes=GIB)])
     assert told(capped)["starving"].endswith(
-        "namespace set 02020202 --max SIZE lets it have more than its quota, 1.00 GiB."
+        "namespaces quota 02020202 --max SIZE lets it have more than its quota, 1.00 GiB."
     )
     content = structs.replace(both, namespaces=[counted(1), structs.replace(poor, curve=curve(found=0.3))])
     assert "starving" not in told(content)

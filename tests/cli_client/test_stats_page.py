@@ -229,5 +229,5 @@ def test_a_shared_tier_shows_what_it_does_and_what_its_errors_mean(busy: StatsRe
     assert f"full 1: {SHARED_ERRORS['full']}" in text
     assert "server valkey-0:6379: answers\n" in text
     assert "server valkey-1:6379: cannot be used: valkey-1:6379 cannot be reached: no.\n" in text
-    assert "since an engine reset them: 2; `kvoffd-cli reset --fleet --namespace NAME`" in text
+    assert "since an engine reset them: 2; `kvoffd-cli clear --namespace NAME --all-nodes`" in text
     assert "--shared URL" in render(shared_page([]))

@@ -16,8 +16,8 @@ MIB = 1 << 20
 
 
 def set_quota(daemon: DaemonProcess, *words: str, status: int = 0) -> str:
-    """``kvoffd-cli namespace set``; what it prints."""
-    done = run_cli("namespace", "set", *words, "--directory", str(daemon.directory))
+    """``kvoffd-cli namespaces quota``; what it prints."""
+    done = run_cli("namespaces", "quota", *words, "--directory", str(daemon.directory))
     assert done.returncode == status, done.stderr
     return done.stderr if status else done.stdout
 

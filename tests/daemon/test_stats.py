@@ -111,7 +111,7 @@ BLOCK_BYTES = 4 * PAGE_BYTES
 
 
 def set_quota(daemon: DaemonProcess, label: str, most: str) -> int:
-    return main(["namespace", "set", label, "--max", most, "--directory", str(daemon.directory)])
+    return main(["namespaces", "quota", label, "--max", most, "--directory", str(daemon.directory)])
 
 
 def store_blocks(daemon: DaemonProcess, label: str, count: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,7 +57,6 @@ def test_the_package_is_installed_used_and_purged(chroot: Path) -> None:
         "/usr/lib/sysusers.d/kvoffd.conf",
         "/usr/lib/systemd/system/kvoffd.service",
         "/usr/share/bash-completion/completions/kvoffd-cli",
-        "/usr/share/man/man1/kvoffd.1.gz",
     ):
         assert name in added
     run("chroot", chroot, "systemd-analyze", "verify", "--man=no", "/usr/lib/systemd/system/kvoffd.service")
@@ -104,28 +102,3 @@ def test_the_package_is_installed_used_and_purged(chroot: Path) -> None:
     run("chroot", chroot, "dpkg", "--purge", "kvoffd")
     assert files(chroot) == before
     assert not list((chroot / "usr" / "lib").glob("kvoffd*"))
-
-
-def test_pages_and_completions_are_readable(tmp_path: Path) -> None:
-    need("man", "bash")
-    run(sys.executable, ROOT / "deploy" / "debian" / "pages.py", tmp_path / "pages")
-    for page in (tmp_path / "pages" / "man").iterdir():
-        shown = subprocess.run(
-            ["man", "--warnings", "--local-file", str(page)],
-            env={"PATH": "/usr/bin:/bin", "MANWIDTH": "100", "LC_ALL": "C.UTF-8"},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert (shown.returncode, shown.stderr) == (0, "")
-        assert "--directory" in shown.stdout
-    for program, words, offered in (
-        ("kvoffd-cli", "kvoffd-cli block l", "ls"),
-        ("kvoffd-cli", "kvoffd-cli stats --js", "--json"),
-        ("kvoffd-cli", "kvoffd-cli --dir", "--directory"),
-        ("kvoffd", "kvoffd serve --pool-s", "--pool-size"),
-    ):
-        function = "_" + program.replace("-", "_")
-        script = f"COMP_WORDS=({words}); COMP_CWORD={len(words.split()) - 1}; {function}; echo ${{COMPREPLY[@]}}"
-        file = tmp_path / "pages" / "completions" / program
-        assert run("bash", "-c", f"source {file}; {script}") == f"{offered}\n"

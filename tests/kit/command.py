@@ -23,7 +23,7 @@ BIN = Path(sys.executable).parent
 CLI, DAEMON = str(BIN / "kvoffd-cli"), str(BIN / "kvoffd")
 DEADLINE_S = 60.0
 
-CLIENTS = ("sessions",)
+CLIENTS = ("clients", "--all")
 LIST_BLOCKS, SHOW_BLOCK = ("block", "ls"), ("block", "show")
 EXPORT, IMPORT = ("export",), ("import",)
 WATCH = ("stats", "--watch", "--interval", "100ms")

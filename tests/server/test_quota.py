@@ -1,4 +1,4 @@
-"""``kvoffd-cli namespace set`` with a real daemon: what is set holds, is shown, and outlives the daemon."""
+"""``kvoffd-cli namespaces quota`` with a real daemon: what is set holds, is shown, and outlives the daemon."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def test_a_quota_holds_is_shown_and_outlives_the_daemon(pool_file: Path, capsys:
         store("polite", 0, 200)
         store("flood", 0, 10)
         assert "at most" not in cli("namespaces")
-        assert "'lots' is not a size" in cli("namespace", "set", "flood", "--max", "lots", status=2)
-        assert "No open namespace" in cli("namespace", "set", "other", "--max", "1MiB", status=2)
+        assert "'lots' is not a size" in cli("namespaces", "quota", "flood", "--max", "lots", status=2)
+        assert "No open namespace" in cli("namespaces", "quota", "other", "--max", "1MiB", status=2)
         assert listed("flood")["quota_bytes"] is None
-        assert "at most 2.00 MiB." in cli("namespace", "set", "flood", "--max", "2MiB")
+        assert "at most 2.00 MiB." in cli("namespaces", "quota", "flood", "--max", "2MiB")
         assert "set the quota of the namespace" in daemon.log
         store("flood", 10, 300)
         assert (listed("flood")["ready_bytes"], listed("polite")["ready_bytes"]) == (2 << 20, 200 * 4 * PAGE)
@@ -52,7 +52,7 @@ def test_a_quota_holds_is_shown_and_outlives_the_daemon(pool_file: Path, capsys:
         assert "quotas of namespaces" not in daemon.log.rpartition("takes a pool")[2]
         (found,) = [one for one in json.loads(cli("stats", "--json"))["namespaces"] if one["label"] == "flood"]
         assert found["quota_bytes"] == 2 << 20
-        assert "no quota." in cli("namespace", "set", "flood", "--max", "none")
+        assert "no quota." in cli("namespaces", "quota", "flood", "--max", "none")
         daemon.stop()
         daemon.start()
         assert listed("flood")["quota_bytes"] is None

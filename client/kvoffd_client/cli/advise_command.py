@@ -296,7 +296,7 @@ def _starving(stats: StatsReply, curve: HitCurve) -> Iterator[Advice]:
                 limited, quota = one, f"lets it have more than its quota, {format_size(one.quota_bytes)}."
             else:
                 limited, quota = max(stats.namespaces, key=lambda each: each.ready_bytes), "leaves it more of the pool."
-            text += f"kvoffd-cli namespace set {short_fingerprint(limited.namespace)} --max SIZE {quota}"
+            text += f"kvoffd-cli namespaces quota {short_fingerprint(limited.namespace)} --max SIZE {quota}"
             yield Advice(
                 "starving", text, one.namespace, {"hit_percent": own, "could_percent": could, "share_of_pool": has}
             )

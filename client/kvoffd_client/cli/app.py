@@ -11,16 +11,15 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from kvoffd_client.cli import admin_commands, block_commands, monitor_commands, shared_commands
+from kvoffd_client.cli import actions, block_commands, monitor_commands, show
 from kvoffd_client.cli.advise_command import advise
 from kvoffd_client.cli.bench import bench_app
 from kvoffd_client.cli.block_commands import block_app
 from kvoffd_client.cli.curve_command import curve
 from kvoffd_client.cli.disk_commands import disk
-from kvoffd_client.cli.namespace_command import namespace_app
 from kvoffd_client.cli.policy_command import policy
 from kvoffd_client.cli.record_command import record
-from kvoffd_client.cli.reference import JSON, epilog_of
+from kvoffd_client.cli.shared_commands import shared
 from kvoffd_client.cli.simulate_command import simulate
 from kvoffd_client.cli.target import CliError, Directory
 from kvoffd_client.errors import KvoffdClientError
@@ -37,16 +36,28 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+def _examples(*lines: str) -> str:
+    """The end of a command's help."""
+    return "\b\nExamples:\n" + "\n".join(f"  kvoffd-cli {line}" for line in lines)
+
+
 # In the order in which --help lists them.
-app.command()(monitor_commands.stats)
-app.command()(monitor_commands.health)
-app.command()(admin_commands.sessions)
-app.add_typer(admin_commands.namespaces_app, name="namespaces")
-app.add_typer(namespace_app, name="namespace")
-app.command()(admin_commands.clear)
-app.command()(shared_commands.reset)
-app.command()(admin_commands.scrub)
-app.command()(monitor_commands.events)
+app.command(epilog=_examples("stats", "stats --watch", "stats --json | jq .pool"))(monitor_commands.stats)
+app.command(epilog=_examples("health", "health --ready", "health --json"))(show.health)
+app.command(epilog=_examples("clients", "clients --all", "clients --json"))(show.clients)
+app.add_typer(
+    show.namespaces_app,
+    name="namespaces",
+    epilog=_examples("namespaces", "namespaces diff 106ed1a3 9c1d02aa", "namespaces quota llama-70b --max 100GiB"),
+)
+app.command(epilog=_examples("clear --namespace llama-70b", "clear --all --yes", "clear --namespace m --all-nodes"))(
+    actions.clear
+)
+app.command(epilog=_examples("scrub", "scrub --json"))(actions.scrub)
+app.command(epilog=_examples("events", "events --json"))(actions.events)
+# Until doctor, top, blocks and trace are there.
 app.command()(policy)
 app.command()(advise)
 app.command()(curve)
@@ -54,7 +65,7 @@ app.command()(record)
 app.command()(simulate)
 app.add_typer(bench_app, name="bench")
 app.command()(disk)
-app.command()(shared_commands.shared)
+app.command()(shared)
 app.add_typer(block_app, name="block")
 app.command()(block_commands.export)
 app.command(name="import")(block_commands.import_)
@@ -66,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0 is success, 2 an error with one sentence on stderr, 130 Ctrl-C; each command's help names the others.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    command = command_tree(keys="--help" in given, brief="-h" in given)
+    command = typer.main.get_command(app)
+    assert isinstance(command, TyperGroup)
     try:
         # Not Command.main(), which has its own way with Ctrl-C and with a reader that closes its pipe.
         if COMPLETION in os.environ:
@@ -96,23 +108,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if option in given and name is not None and given.index(option) < given.index(name):
             return _refuse(f"{option} is no option of all commands; write it behind one: kvoffd-cli {name} {option}.")
         return _refuse(f"{str(words()).rstrip('.')}; --help shows what can be given.")
-
-
-def command_tree(*, keys: bool = True, brief: bool = False) -> TyperGroup:
-    """All commands. With ``keys`` their help ends with those of their JSON; ``brief``, with where they are."""
-    root = typer.main.get_command(app)
-    assert isinstance(root, TyperGroup)
-    if keys or brief:
-        _add_keys(root, "", keys)
-    return root
-
-
-def _add_keys(group: TyperGroup, words: str, keys: bool) -> None:
-    for name, command in group.commands.items():
-        if f"{words}{name}" in JSON:
-            command.epilog = epilog_of(f"{words}{name}") if keys else "--help names the keys of --json too."
-        if isinstance(command, TyperGroup):
-            _add_keys(command, f"{words}{name} ", keys)
 
 
 def _refuse(sentence: str) -> int:

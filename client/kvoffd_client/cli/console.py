@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,8 +19,8 @@ TEXT_CELLS = 80
 PIPE_CELLS = 120
 PIPE_LIST_CELLS = 1000
 """A list in a pipe is as wide as it needs to be: who filters it wants whole names."""
-SHORT_FINGERPRINT_DIGITS = 8
-"""Hex digits shown of a fingerprint: enough to tell namespaces apart, and ``clear --namespace`` takes them."""
+SHORT_FINGERPRINT_DIGITS = 12
+"""Hex digits shown of a fingerprint, here, in logs and in metrics; ``clear --namespace`` takes them."""
 MIN_NUMBER_CELLS = 7
 """Number columns do not get narrower, so that columns stay where they are when a page is drawn again."""
 GAP = (0, 2, 0, 0)
@@ -54,6 +54,21 @@ def print_list(page: RenderableType) -> None:
 def print_line(text: str) -> None:
     """Print ``text`` and flush: the reader of a pipe waits for it."""
     print(text, flush=True)
+
+
+def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print rows; a title that begins with ``>`` is one of numbers, aligned right.
+
+    Nothing is left out: on a narrow screen names go on in a second line.
+    """
+    table = plain_table()
+    for title in titles:
+        number = title.startswith(">")
+        justify: JustifyMethod = "right" if number else "left"
+        table.add_column(title.removeprefix(">"), justify=justify, no_wrap=number, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    print_list(table)
 
 
 def fitting(text: str, style: str = "") -> Text:

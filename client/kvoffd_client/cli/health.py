@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvoffd_client.admin_client import ask_health
+from kvoffd_client.admin_client import AdminClient
+from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.admin import HealthLevel, HealthReply
 from kvoffd_proto.paths import default_directory
 from kvoffd_proto.units import printable
@@ -18,22 +19,32 @@ WORDS = {
     HealthLevel.DEGRADED: "degraded: the daemon takes sessions and jobs, and needs attention",
     HealthLevel.DOWN: "down: the daemon takes no sessions and jobs",
 }
+ANSWER_S = 9.0
+"""Beside the second in which the daemon is asked without a session."""
 
 
-def health_lines(reply: HealthReply) -> Iterator[str]:
-    yield WORDS[reply.level]
-    yield from (f"- {printable(cause.reason)}: {printable(cause.sentence)}" for cause in reply.causes)
+def show_health(
+    directory: Path, *, live: bool, ready: bool, show: Callable[[HealthReply], object] | None = None
+) -> int:
+    """Print a daemon's health, or ``show`` it, and return the exit status. Raises KvoffdClientError.
 
-
-def health_status(reply: HealthReply, *, live: bool, ready: bool) -> int:
-    """The exit status: with ``live`` 0 in any case, since the daemon answers; with ``ready`` 0 while it serves."""
+    ``live``: 0 in any case, since the daemon answers; ``ready``: 0 while it serves.
+    """
+    with AdminClient(directory, ANSWER_S) as admin:
+        reply = admin.health()
+    if show is not None:
+        show(reply)
+    else:
+        lines = [f"- {printable(cause.reason)}: {printable(cause.sentence)}" for cause in reply.causes]
+        sys.stdout.write("\n".join([WORDS[reply.level], *lines, ""]))
+        sys.stdout.flush()
     return 0 if live or (ready and reply.ready) else STATUS[reply.level]
 
 
 def quick_health(arguments: Sequence[str]) -> int | None:
     """Do ``health`` and return its exit status; None, with nothing done, for what needs the whole command line.
 
-    That is another command, an option but --live, --ready and --directory, or a daemon that does not answer at once.
+    That is another command, and an option but --live, --ready and --directory.
     """
     command, *options = arguments or [""]
     directory, flags = None, set()
@@ -47,9 +58,9 @@ def quick_health(arguments: Sequence[str]) -> int | None:
             return None
     if command != "health" or len(flags) > 1:
         return None
-    reply = ask_health(default_directory() if directory is None else Path(directory))
-    if reply is None:
-        return None
-    sys.stdout.write("".join(f"{line}\n" for line in health_lines(reply)))
-    sys.stdout.flush()
-    return health_status(reply, live="--live" in flags, ready="--ready" in flags)
+    where = default_directory() if directory is None else Path(directory)
+    try:
+        return show_health(where, live="--live" in flags, ready="--ready" in flags)
+    except KvoffdClientError as error:
+        print(f"kvoffd-cli: {error}", file=sys.stderr)
+        return 2

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
 
 import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from kvoffd_client.cli.console import namespace_name, print_line
-from kvoffd_client.cli.json_objects import FleetReset, SharedTiers
-from kvoffd_client.cli.json_output import print_json, print_listing
+from kvoffd_client.cli.json_objects import SharedTiers
+from kvoffd_client.cli.json_output import print_listing
 from kvoffd_client.cli.target import (
-    NAMESPACE_OPTION,
-    CliError,
     Directory,
     Json,
-    confirmed,
     open_admin,
-    resolve_namespace,
 )
 from kvoffd_proto.stats import SharedStats
 from kvoffd_proto.units import format_count, format_duration, format_size, plural, printable
@@ -57,37 +51,6 @@ def shared(context: typer.Context, directory: Directory = None, json: Json = Fal
         reply = admin.stats()
     print_listing(SharedTiers(reply.shared), shared_page(reply.shared), as_json=json)
     return int(not all(one.reachable for one in reply.shared))
-
-
-def reset(
-    context: typer.Context,
-    namespace: Annotated[str, NAMESPACE_OPTION],
-    fleet: Annotated[bool, typer.Option("--fleet", help="On all nodes; `clear` is for one.")] = False,
-    directory: Directory = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
-    json: Json = False,
-) -> int:
-    """Void a namespace's blocks on all nodes that share a store.
-
-    For weights that changed under the same name. Each node drops its blocks within seconds of hearing of it: at once
-    where it is asked for them, else every 5 s (S3: 15 s).
-
-    Exit status: 0 done, 1 the answer was no, 2 an error, as where there is no terminal to ask on.
-    """
-    if not fleet:
-        raise CliError("Add --fleet to reset a namespace on all nodes; `kvoffd-cli clear` clears it on this one.")
-    with open_admin(context, directory) as admin:
-        chosen = resolve_namespace(admin.namespaces().namespaces, namespace)
-        name = namespace_name(chosen.label, chosen.namespace)
-        if not yes and not confirmed(f"Drop all blocks of namespace {name} on all nodes? [y/N] ", "reset"):
-            print_line("Nothing was reset.")
-            return 1
-        stores = admin.reset_fleet(chosen.namespace)
-    if json:
-        print_json(FleetReset(chosen.namespace, stores))
-    else:
-        print_line(f"The blocks of namespace {name} are void on all nodes.")
-    return 0
 
 
 def shared_page(found: Sequence[SharedStats]) -> RenderableType:
@@ -129,7 +92,7 @@ def _servers(one: SharedStats) -> list[Text]:
     if one.left_namespaces:
         text = (
             f"    namespaces that are not shared since an engine reset them: {format_count(one.left_namespaces)}; "
-            "`kvoffd-cli reset --fleet --namespace NAME` has one shared again, on all nodes"
+            "`kvoffd-cli clear --namespace NAME --all-nodes` has one shared again, on all nodes"
         )
         found.append(Text(text, style="yellow"))
     return found

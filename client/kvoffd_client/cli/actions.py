@@ -1,0 +1,209 @@
+"""``kvoffd-cli clear``, ``scrub`` and ``events``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Annotated
+
+import typer
+
+from kvoffd_client.cli.console import (
+    PIPE_LIST_CELLS,
+    count_blocks,
+    make_console,
+    namespace_name,
+    percent,
+    print_line,
+    short_fingerprint,
+    were,
+)
+from kvoffd_client.cli.json_output import print_json
+from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, confirmed, open_admin
+from kvoffd_client.cli.target import resolve_namespace as find
+from kvoffd_proto.admin import ScrubReply
+from kvoffd_proto.events import KV_TOPIC_PREFIX, MEDIUM_STORAGE, AllBlocksCleared, BlockStored, EventBatch, KvEvent
+from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, plural, printable
+
+FIRST_SCRUB_PAUSE_S, SCRUB_PAUSE_S = 0.02, 0.5
+"""Between two questions for a scrub's progress: at first short, since a small pool is done at once."""
+HASH_DIGITS = 12
+LABEL_CELLS, SPAN_CELLS = 20, 120
+"""Most of a label in an event's line; from so many columns on the line has two hashes."""
+
+
+def clear(
+    context: typer.Context,
+    namespace: Annotated[str | None, NAMESPACE_OPTION] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Clear every namespace.")] = False,
+    all_nodes: Annotated[
+        bool, typer.Option("--all-nodes", help="Also in the shared stores and on all nodes that use them.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+    directory: Directory = None,
+    json: Json = False,
+) -> int:
+    """Drop the blocks of one namespace or of all.
+
+    Blocks in use are freed when their last user is done. With --all-nodes the other nodes drop theirs within seconds,
+    as is wanted where the weights changed under the same name.
+
+    Exit status: 0 done, 1 the answer was no, 2 an error.
+    """
+    if (namespace is None) != everything:
+        raise CliError("Choose what to clear: either --namespace with a label or fingerprint, or --all.")
+    with open_admin(context, directory) as admin:
+        found = admin.namespaces().namespaces
+        chosen = found if namespace is None else [find(found, namespace)]
+        name = "all namespaces"
+        if namespace is not None:
+            name = f"namespace {namespace_name(chosen[0].label, chosen[0].namespace)}"
+        if all_nodes:
+            name += " on all nodes"
+        blocks, nbytes = sum(one.ready_blocks for one in chosen), sum(one.ready_bytes for one in chosen)
+        question = f"Drop {count_blocks(blocks)} ({format_size(nbytes)}) from {name}? [y/N] "
+        if not yes and not confirmed(question, "cleared"):
+            print_line("Nothing was cleared.")
+            return 1
+        stores = [admin.reset_fleet(one.namespace) for one in chosen] if all_nodes else []
+        dropped = admin.clear(None if namespace is None else chosen[0].namespace)
+    if json:
+        fingerprint = None if namespace is None else chosen[0].namespace
+        print_json({"namespace": fingerprint, "cleared_blocks": dropped, "stores": max(stores, default=0)})
+    else:
+        print_line(f"{count_blocks(dropped)} {were(dropped)} dropped from {name}.")
+    return 0
+
+
+def scrub(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
+    """Compare every block in the pool with its checksum.
+
+    The daemon reads in the background, with pauses, while it serves. A block that does not match is dropped, and its
+    slot is not used any more until a restart. Ctrl-C ends the waiting, not the scrub.
+
+    Exit status: 0 all blocks match, 1 some do not, 2 an error.
+    """
+    on_terminal = sys.stderr.isatty()
+    with open_admin(context, directory) as admin:
+        reply, pause_s = admin.scrub(), FIRST_SCRUB_PAUSE_S
+        while reply.running:
+            if on_terminal:
+                done = f"{percent(reply.done_slots, reply.slots)} of {format_count(reply.slots)} slots"
+                wrong = f", {format_count(reply.mismatches)} wrong" if reply.mismatches else ""
+                print(f"\rscrubbing: {done}{wrong}\x1b[K", end="", file=sys.stderr, flush=True)
+            time.sleep(pause_s)
+            pause_s = min(SCRUB_PAUSE_S, 2 * pause_s)
+            reply = admin.scrub(start=False)
+    if on_terminal:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    if json:
+        print_json(reply)
+    else:
+        print_line(_scrub_result(reply))
+    return int(reply.mismatches > 0)
+
+
+def _scrub_result(reply: ScrubReply) -> str:
+    speed = f", {format_rate(reply.checked_bytes / reply.seconds)}" if reply.seconds > 0 else ""
+    read = (
+        f"{format_count(reply.checked_slots)} slots ({format_size(reply.checked_bytes)}) were compared with their "
+        f"checksums in {format_duration(reply.seconds)}{speed}"
+    )
+    if not reply.mismatches:
+        return f"{read}; all match."
+    some = "1 does" if reply.mismatches == 1 else f"{format_count(reply.mismatches)} do"
+    return (
+        f"{read}; {some} not match: the blocks are dropped and the slots not used before a restart. "
+        "The daemon's log names them; check the machine's memory (dmesg, edac-util)."
+    )
+
+
+# --- KV events -------------------------------------------------------------------------------------
+
+
+def events(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
+    """Print KV cache events as they happen, until Ctrl-C.
+
+    Blocks are stored in the pool and removed from it, written to a disk and dropped from it. With --json, one object
+    per line. Messages that did not arrive are reported on stderr.
+    """
+    labels: dict[bytes, str] = {}
+    last: dict[bytes, int] = {}
+    cells = make_console(pipe_cells=PIPE_LIST_CELLS).width
+    with open_admin(context, directory) as admin:
+        admin.health()  # An absent daemon is an error here, not something to wait for.
+        if sys.stderr.isatty():
+            print("Waiting for events; Ctrl-C ends.", file=sys.stderr)
+        for topic, sequence, batch in admin.events():
+            if gap := describe_gap(sequence, last.get(topic)):
+                print(f"kvoffd-cli: {gap}", file=sys.stderr, flush=True)
+            last[topic] = sequence
+            fingerprint = topic_fingerprint(topic)
+            if fingerprint not in labels:
+                labels |= {item.namespace: item.label for item in admin.namespaces().namespaces}
+            if json:
+                print_json(event_object(fingerprint, sequence, batch, labels))
+            else:
+                for line in event_lines(fingerprint, sequence, batch, labels, cells):
+                    print_line(line)
+    return 0
+
+
+def topic_fingerprint(topic: bytes) -> bytes:
+    """Return the namespace's fingerprint in a topic of KV events; empty where there is none."""
+    try:
+        return bytes.fromhex(topic.removeprefix(KV_TOPIC_PREFIX).decode("ascii"))
+    except ValueError:
+        return b""
+
+
+def describe_gap(sequence: int, last: int | None) -> str:
+    """Return a sentence where messages between ``last`` and ``sequence`` did not arrive, else an empty string."""
+    if last is None or sequence == last + 1:
+        return ""
+    if sequence <= last:
+        return "The daemon was restarted, or the namespace opened anew: its events count from the start again."
+    missing = sequence - last - 1
+    return f"{missing} event message{plural(missing)} before number {sequence} did not arrive here."
+
+
+def event_lines(
+    fingerprint: bytes, sequence: int, batch: EventBatch, labels: Mapping[bytes, str], cells: int = 1000
+) -> Iterator[str]:
+    """Yield one line for each event: time, sequence number, namespace, what happened."""
+    label = printable(labels.get(fingerprint, ""))
+    most = max(0, min(LABEL_CELLS, cells - 80)) if cells < SPAN_CELLS else max(map(len, labels.values()), default=0)
+    label = label if len(label) <= most else label[: most - 1] + "…" if most else ""
+    clock = f"{time.strftime('%H:%M:%S', time.localtime(batch.ts))}.{int(batch.ts % 1 * 1000):03}"
+    for event in batch.events:
+        name = f"{short_fingerprint(fingerprint)} {label:<{most}}".rstrip()
+        yield f"{clock} {sequence:>8} {name} {_event_text(event, span=cells >= SPAN_CELLS)}"
+
+
+def _event_text(event: KvEvent, *, span: bool) -> str:
+    if isinstance(event, AllBlocksCleared):
+        return "cleared  all blocks"
+    here, below = ("stored ", "written") if isinstance(event, BlockStored) else ("removed", "dropped")
+    word = below if event.medium == MEDIUM_STORAGE else here
+    hashes = event.block_hashes
+    first, last = (block_hash.hex()[:HASH_DIGITS] for block_hash in (hashes[0], hashes[-1])) if hashes else ("", "")
+    shown = f"{first} to {last}" if span and first != last else first
+    return f"{word} group {event.group_idx} {len(hashes):>5} block{plural(len(hashes)) or ' '} {shown}".rstrip()
+
+
+def event_object(
+    fingerprint: bytes, sequence: int, batch: EventBatch, labels: Mapping[bytes, str]
+) -> dict[str, object]:
+    """One message for programs."""
+    found = []
+    for event in batch.events:
+        one: dict[str, object] = {"type": "cleared"}
+        if not isinstance(event, AllBlocksCleared):
+            one = {"type": "removed", "group": event.group_idx, "medium": event.medium}
+            one["block_hashes"] = event.block_hashes
+        if isinstance(event, BlockStored):
+            one |= {"type": "stored", "tokens_per_block": event.block_size}
+        found.append(one)
+    where = {"namespace": fingerprint, "label": labels.get(fingerprint)}
+    return {"sequence": sequence, "time": batch.ts, **where, "events": found}

@@ -1,0 +1,278 @@
+"""``kvoffd-cli health``, ``clients`` and ``namespaces``: what there is, and how it does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Annotated
+
+import typer
+
+from kvoffd_client.cli.console import namespace_name, print_line, print_table, short_fingerprint
+from kvoffd_client.cli.health import show_health
+from kvoffd_client.cli.json_output import print_json
+from kvoffd_client.cli.target import (
+    NAMESPACE_HELP,
+    CliError,
+    Directory,
+    Json,
+    local_directory,
+    open_admin,
+    resolve_namespace,
+)
+from kvoffd_client.namespace import differences
+from kvoffd_proto.admin import NamespaceInfo, SessionInfo
+from kvoffd_proto.messages import Role
+from kvoffd_proto.units import format_count, format_duration, format_size, parse_size, printable
+
+NO_QUOTA = "none"
+
+
+def health(
+    context: typer.Context,
+    live: Annotated[bool, typer.Option("--live", help="Exit status 0 when the daemon answers at all.")] = False,
+    ready: Annotated[bool, typer.Option("--ready", help="Exit status 0 when it takes sessions and jobs.")] = False,
+    directory: Directory = None,
+    json: Json = False,
+) -> int:
+    """Ask whether the daemon works: ok, degraded or down, and why.
+
+    --live and --ready are for probes: a restart does not mend a daemon that is degraded.
+
+    Exit status: 0 ok, 1 degraded, 2 down or not reachable.
+    """
+    if live and ready:
+        raise CliError("--live and --ready ask for two things; give one of them.")
+    return show_health(local_directory(context, directory), live=live, ready=ready, show=print_json if json else None)
+
+
+# --- who is connected ------------------------------------------------------------------------------
+
+
+@dataclass
+class Engine:
+    """The sessions of one engine: those of one namespace whose names differ in the role alone."""
+
+    name: str
+    namespaces: list[bytes]
+    schedulers: int = 0
+    workers: int = 0
+    pids: list[int] = field(default_factory=list)
+    leases: int = 0
+    pinned_bytes: int = 0
+    jobs: int = 0
+    registered_bytes: int = 0
+
+
+def clients(
+    context: typer.Context,
+    every: Annotated[bool, typer.Option("--all", help="One row for each session.")] = False,
+    directory: Directory = None,
+    json: Json = False,
+) -> int:
+    """List the engines that are connected, oldest first.
+
+    pinned: pool memory that the engine's leases keep from being evicted. registered: the engine's own memory, to and
+    from which the daemon copies.
+    """
+    with open_admin(context, directory) as admin:
+        found = [one for one in admin.sessions().sessions if one.session_id != admin.session_id]
+        labels = {} if json else {one.namespace: one.label for one in admin.namespaces().namespaces}
+    if json:
+        print_json({"sessions": found} if every else {"engines": [asdict(one) for one in engines_of(found)]})
+    elif every:
+        _show_sessions(found, labels)
+    else:
+        _show_engines(engines_of(found), labels)
+    return 0
+
+
+def engines_of(found: Sequence[SessionInfo]) -> list[Engine]:
+    """The engines among the sessions, oldest first."""
+    rows: dict[tuple[str, tuple[bytes, ...]], Engine] = {}
+    for one in found:
+        if one.role not in (Role.SCHEDULER, Role.WORKER):
+            continue
+        name = re.sub(rf" {one.role}( \d+)?$", "", one.name)
+        row = rows.setdefault((name, tuple(one.namespaces)), Engine(name, one.namespaces))
+        row.schedulers += one.role == Role.SCHEDULER
+        row.workers += one.role == Role.WORKER
+        if one.pid and one.pid not in row.pids:
+            row.pids.append(one.pid)
+        row.leases += one.leases
+        row.pinned_bytes += one.pinned_bytes
+        row.jobs += one.jobs
+        row.registered_bytes += one.registered_bytes
+    return list(rows.values())
+
+
+def _show_engines(rows: Sequence[Engine], labels: Mapping[bytes, str]) -> None:
+    if not rows:
+        print_line("No engine is connected.")
+        return
+    print_table(
+        ("engine", "namespace", ">workers", "pids", ">pinned", ">jobs", ">registered"),
+        [
+            (
+                printable(row.name) or "-",
+                _names(row.namespaces, labels),
+                format_count(row.workers),
+                ", ".join(map(str, row.pids)) or "-",
+                format_size(row.pinned_bytes),
+                format_count(row.jobs),
+                format_size(row.registered_bytes),
+            )
+            for row in rows
+        ],
+    )
+    if without := sum(not row.workers for row in rows):
+        print_line(f"{format_count(without)} without workers: the engine starts, or its workers cannot connect.")
+
+
+def _show_sessions(found: Sequence[SessionInfo], labels: Mapping[bytes, str]) -> None:
+    if not found:
+        print_line("No session is open.")
+        return
+    print_table(
+        (">id", "role", "name", "namespace", ">pid", ">idle", ">pinned", ">registered"),
+        [
+            (
+                str(one.session_id),
+                one.role or "new",
+                " ".join(map(printable, filter(None, (one.name, one.software)))) or "-",
+                _names(one.namespaces, labels),
+                str(one.pid or "-"),
+                format_duration(one.idle_seconds),
+                format_size(one.pinned_bytes),
+                format_size(one.registered_bytes),
+            )
+            for one in found
+        ],
+    )
+
+
+def _names(namespaces: Sequence[bytes], labels: Mapping[bytes, str]) -> str:
+    return ", ".join(namespace_name(labels.get(one, ""), one) for one in namespaces) or "-"
+
+
+# --- namespaces ------------------------------------------------------------------------------------
+
+namespaces_app = typer.Typer(rich_markup_mode=None)
+
+
+@namespaces_app.callback(invoke_without_command=True)
+def namespaces(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
+    """List, compare and limit namespaces.
+
+    Engines share blocks within a namespace: same model, same settings that matter.
+    """
+    if context.invoked_subcommand is not None:
+        return 0
+    with open_admin(context, directory) as admin:
+        found = admin.namespaces().namespaces
+    if json:
+        print_json({"namespaces": found})
+    elif found:
+        _show_namespaces(found)
+    else:
+        print_line("There is no namespace; an engine opens its own when it connects.")
+    return 0
+
+
+def _show_namespaces(found: Sequence[NamespaceInfo]) -> None:
+    limited = any(one.quota_bytes is not None for one in found)
+    print_table(
+        ("namespace", "id", ">clients", ">blocks", ">size", *([">at most"] if limited else []), ">tokens", ">ranks"),
+        [
+            (
+                printable(one.label) or "(no label)",
+                short_fingerprint(one.namespace),
+                format_count(one.sessions),
+                format_count(one.ready_blocks),
+                format_size(one.ready_bytes),
+                *([_quota(one.quota_bytes)] if limited else []),
+                _tokens(one),
+                format_count(one.world_size),
+            )
+            for one in found
+        ],
+    )
+    print_line("tokens: in a block. ranks: parts of a block, one for each worker of an engine.")
+
+
+def _quota(quota_bytes: int | None) -> str:
+    return "-" if quota_bytes is None else format_size(quota_bytes)
+
+
+def _tokens(info: NamespaceInfo) -> str:
+    known = sorted({group.tokens_per_block for group in info.groups if group.tokens_per_block})
+    return " to ".join(dict.fromkeys(map(format_count, (known[0], known[-1])))) if known else "-"
+
+
+@namespaces_app.command()
+def diff(
+    context: typer.Context,
+    one: Annotated[str, typer.Argument(metavar="A", help=NAMESPACE_HELP)],
+    other: Annotated[str, typer.Argument(metavar="B", help="Another one's.")],
+    directory: Directory = None,
+    json: Json = False,
+) -> int:
+    """Say why two namespaces do not share blocks.
+
+    One line for each difference that causes it, with the option that sets it.
+
+    Exit status: 0 they are one namespace, 1 they differ, 2 an error.
+    """
+    with open_admin(context, directory) as admin:
+        found = admin.namespaces().namespaces
+    first, second = (resolve_namespace(found, wanted) for wanted in (one, other))
+    fields = differences(first.description, second.description)
+    names = [namespace_name(info.label, info.namespace) for info in (first, second)]
+    if json:
+        print_json({"differences": [{"field": name, "a": here, "b": there} for name, here, there in fields]})
+    elif first.namespace == second.namespace:
+        print_line(f"{names[0]} is one namespace.")
+    elif not fields:
+        print_line(f"{names[0]} and {names[1]} differ, and their descriptions do not say in what.")
+    else:
+        print_line(f"{names[0]} and {names[1]} share no blocks:")
+        for name, here, there in fields:
+            print_line(printable(f"  {name} {here}, {there}"))
+    return int(first.namespace != second.namespace)
+
+
+@namespaces_app.command()
+def quota(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", help=NAMESPACE_HELP)],
+    most: Annotated[str, typer.Option("--max", metavar="SIZE", help="Such as 20GiB, or none.")],
+    directory: Directory = None,
+    json: Json = False,
+) -> int:
+    """Limit how much of the pool a namespace may have.
+
+    A namespace that has its quota evicts its own blocks. The quota outlives the daemon.
+
+    Exit status: 0 done, 2 an error.
+    """
+    try:
+        quota_bytes = None if most == NO_QUOTA else parse_size(most)
+    except ValueError as error:
+        raise CliError(f"--max {most!r} is not a size, such as 20GiB, nor {NO_QUOTA!r}.") from error
+    with open_admin(context, directory) as admin:
+        chosen = resolve_namespace(admin.namespaces().namespaces, name)
+        admin.set_quota(chosen.namespace, quota_bytes)
+        now = next((one for one in admin.namespaces().namespaces if one.namespace == chosen.namespace), chosen)
+        pool_bytes = admin.stats().pool.pool_bytes
+    if json:
+        print_json(now)
+        return 0
+    words = "no quota" if now.quota_bytes is None else f"at most {format_size(now.quota_bytes)}"
+    hint = ""
+    if now.quota_bytes is not None and now.quota_bytes >= pool_bytes:
+        hint = f" That limits nothing: the whole pool has {format_size(pool_bytes)}."
+    elif now.quota_bytes is not None and now.ready_bytes > now.quota_bytes:
+        hint = f" It has {format_size(now.ready_bytes)} now; its next stores evict that down to the quota."
+    print_line(f"Namespace {namespace_name(now.label, now.namespace)}: {words}.{hint}")
+    return 0

@@ -1,0 +1,72 @@
+"""``kvoffd-cli clients``, ``namespaces`` and ``events``: nothing is lost on 80 columns, and their help is short."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from kvoffd_client.cli import main
+from kvoffd_client.testing import FakeEngine
+from tests.kit.command import Cli, Terminal, run_cli
+from tests.kit.daemon import DaemonProcess
+from tests.kit.wire import keys
+
+LONG = "meta-llama/Llama-3.1-405B-Instruct with eight ranks and fp8 weights"
+
+
+def test_nothing_is_lost_on_80_columns(shared_daemon: DaemonProcess) -> None:
+    where = ("--directory", str(shared_daemon.directory))
+    with FakeEngine(shared_daemon.directory, LONG) as first, FakeEngine(shared_daemon.directory, "tiny") as second:
+        assert first.store(keys(1), [0]).ok
+        found = [one.namespace.fingerprint.hex()[:12] for one in (first, second)]
+        for command in (("clients",), ("clients", "--all"), ("namespaces",)):
+            wide = run_cli(*command, *where).stdout
+            with Terminal(*command, *where, NO_COLOR="1") as terminal:
+                assert terminal.end() == 0
+            seen = re.sub(r"\x1b\[[0-9;]*m", "", terminal.seen)
+            assert max(map(len, seen.splitlines())) <= 80, command
+            assert "…" not in seen
+            if "--all" in command:  # each time it is idle for another time
+                assert all(title in seen.split() for title in wide.splitlines()[0].split())
+            else:
+                assert sorted("".join(seen.split())) == sorted("".join(wide.split())), "the same, on more lines"
+            assert all(fingerprint in wide for fingerprint in found)
+
+
+def test_engines_have_a_row_each_and_the_command_none(shared_daemon: DaemonProcess, cli: Cli) -> None:
+    with FakeEngine(shared_daemon.directory, "one") as engine, FakeEngine(shared_daemon.directory, "two"):
+        rows = json.loads(cli("clients", "--json").out)["engines"]
+        assert [(row["schedulers"], row["workers"]) for row in rows] == [(1, 1), (1, 1)]
+        assert engine.namespace.fingerprint.hex() in rows[0]["namespaces"]
+        assert {one["role"] for one in json.loads(cli("clients", "--all", "--json").out)["sessions"]} == {
+            "scheduler",
+            "worker",
+        }
+        assert "admin" not in cli("clients", "--all").out
+    assert cli("clients").out == "No engine is connected.\n"
+
+
+def test_a_quota_that_limits_nothing_says_so(engine: FakeEngine, cli: Cli) -> None:
+    assert "the whole pool has 64.0 MiB" in cli("namespaces", "quota", "tiny", "--max", "2TiB").out
+    out = cli("namespaces", "quota", "tiny", "--max", "64KiB").out
+    assert "at most 64.0 KiB." in out
+    assert "It has 512 KiB now" in out
+    assert cli("namespaces", "quota", "tiny", "--max", "none").out.endswith(": no quota.\n")
+
+
+@pytest.mark.parametrize(
+    "command", ["", "stats", "health", "clients", "namespaces", "namespaces diff", "namespaces quota", "clear", "scrub"]
+)
+def test_help_fits_a_screen(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command.split(), "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+
+
+def test_events_say_that_they_wait(shared_daemon: DaemonProcess) -> None:
+    with Terminal("events", "--directory", str(shared_daemon.directory)) as terminal:
+        terminal.read_until(lambda seen: "Waiting for events" in seen)
+        assert terminal.interrupt() == 130
