@@ -60,7 +60,7 @@ while True:
 """
 
 bench_app = typer.Typer(
-    help="""Measure lookups and copies of a running daemon, each beside a floor of the same run.
+    help="""Measure lookups and copies, each beside a floor of its run.
 
     Best on a daemon that serves nobody: engines wait meanwhile, and a full pool evicts blocks for those of the bench,
     which are dropped at the end. The policy learns nothing of them, and they are in no sum.

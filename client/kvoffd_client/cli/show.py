@@ -22,6 +22,7 @@ from kvoffd_client.cli.target import (
     resolve_namespace,
 )
 from kvoffd_client.namespace import differences
+from kvoffd_client.namespace_differences import explain
 from kvoffd_proto.admin import NamespaceInfo, SessionInfo
 from kvoffd_proto.messages import Role
 from kvoffd_proto.units import format_count, format_duration, format_size, parse_size, printable
@@ -227,18 +228,20 @@ def diff(
     with open_admin(context, directory) as admin:
         found = admin.namespaces().namespaces
     first, second = (resolve_namespace(found, wanted) for wanted in (one, other))
-    fields = differences(first.description, second.description)
+    causes = explain(first.description, second.description)
     names = [namespace_name(info.label, info.namespace) for info in (first, second)]
     if json:
-        print_json({"differences": [{"field": name, "a": here, "b": there} for name, here, there in fields]})
+        fields = differences(first.description, second.description)
+        found_in = [{"field": name, "a": here, "b": there} for name, here, there in fields]
+        print_json({"causes": list(map(str, causes)), "differences": found_in})
     elif first.namespace == second.namespace:
         print_line(f"{names[0]} is one namespace.")
-    elif not fields:
+    elif not causes:
         print_line(f"{names[0]} and {names[1]} differ, and their descriptions do not say in what.")
     else:
         print_line(f"{names[0]} and {names[1]} share no blocks:")
-        for name, here, there in fields:
-            print_line(printable(f"  {name} {here}, {there}"))
+        for cause in causes:
+            print_line(f"  {cause}")
     return int(first.namespace != second.namespace)
 
 
