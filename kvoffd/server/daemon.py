@@ -148,7 +148,7 @@ class Daemon:
         finally:
             if self._http is not None:
                 self._http.close()
-            self._directory.release(keep_lock=self.copy_stuck)
+            self._directory.release(served=self.served, keep_lock=self.copy_stuck)
         logger.info("Stopped.")
 
     def _start_http(self) -> None:
@@ -205,10 +205,10 @@ class Daemon:
             max_namespaces_bytes=config.limits.namespaces_bytes,
             max_index_bytes=max_index_bytes(config),
         )
-        state = State(state_file(config))
-        state.restore()
+        self._state = State(state_file(config))
+        self._state.restore()
         self._policy_file = PolicyFile(cache.policy, config)
-        restore(cache, pool, self._policy_file, state)
+        restore(cache, pool, self._policy_file, self._state)
         self._sockets = Sockets(config, self._directory)
         self._host_engine = HostEngine(threads_per_direction=config.copy_threads)
         self._gpus = open_gpus(config, pool)
@@ -221,8 +221,8 @@ class Daemon:
             self._gpus,
             pool.address,
             _ProcessHost(self._sockets, self._page_faulter),
-            opener(pool, self._sockets.post, cache, state),
-            state,
+            opener(pool, self._sockets.post, cache, self._state),
+            self._state,
             max_attached=half_of_descriptors(),
         )
         self._service.http_problem = self._http_problem
@@ -274,7 +274,7 @@ class Daemon:
 
     def _tick(self) -> None:
         """What is due a few times a second. A failure in it is ours, and no reason to stop serving."""
-        ticks = self._service.tick, self._lifelines.tick, self._policy_file.tick, self._service.state.file.tick
+        ticks = self._service.tick, self._lifelines.tick, self._policy_file.tick, self._state.file.tick
         for tick in ticks:
             try:
                 tick()
@@ -329,7 +329,7 @@ class Daemon:
         if not self._service.tiers.close(DISKS_CLOSE_S):
             self.copy_stuck = True
         self._policy_file.close()
-        self._service.state.file.close(STATE_CLOSE_S)
+        self._state.file.close(STATE_CLOSE_S)
         if not self._host_engine.close(ENGINE_CLOSE_S) or not self._gpus.stop(ENGINE_CLOSE_S):
             self.copy_stuck = True
             logger.warning("A copy does not end; its memory stays mapped until the process is gone.")

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import select
 import socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvoffd.errors import KvoffdError
@@ -49,11 +50,11 @@ class Connection:
         session: set once the peer is admitted, before anything is read from it.
     """
 
-    def __init__(self, stream: socket.socket, page_faulter: PageFaulter) -> None:
+    def __init__(self, stream: socket.socket, close_descriptor: Callable[[int], None]) -> None:
         self.stream = stream
         self.leaving = False
         self.session: Session
-        self._page_faulter = page_faulter
+        self.close_descriptor = close_descriptor
         self._buffer = lifeline.FrameBuffer()
         self._unnamed: list[int | KvoffdError] = []
         """What came and has no frame yet. What is no memory is closed at once, and this says why: held open, a client's
@@ -73,14 +74,11 @@ class Connection:
                 self.stream.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass  # the peer is gone
-            self._page_faulter.close_descriptor(self.stream.detach())  # and with it what was sent and not read
+            self.close_descriptor(self.stream.detach())  # and with it what was sent and not read
         for fd in self._unnamed:
             if isinstance(fd, int):
-                self._page_faulter.close_descriptor(fd)
+                self.close_descriptor(fd)
         self._unnamed.clear()
-
-    def close_descriptor(self, fd: int) -> None:
-        self._page_faulter.close_descriptor(fd)
 
     def release(self) -> None:
         """Tell the peer that no copy touches its memory any more, and close."""
@@ -130,7 +128,7 @@ class Connection:
         try:
             check_descriptor(fd)
         except KvoffdError as error:
-            self._page_faulter.close_descriptor(fd)
+            self.close_descriptor(fd)
             return error
         return fd
 
@@ -149,7 +147,7 @@ class LifelineServer:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         self._connections: dict[int, Connection] = {}
         """By descriptor, while they are watched."""
-        self._warnings = RareWarnings(logger)
+        self._refused, self._ended = RareWarnings(logger), RareWarnings(logger)
 
     def open(self) -> None:
         """Listen. Raises OSError."""
@@ -182,7 +180,7 @@ class LifelineServer:
         for connection in list(self._connections.values()):
             session = connection.session
             if session.role is None and session.opened_at < overdue:
-                logger.warning("Session %d sent no Hello within %.0f s and was ended.", session.id, HELLO_DEADLINE_S)
+                self._ended.warn("Session %d sent no Hello within %.0f s and was ended.", session.id, HELLO_DEADLINE_S)
                 self._end(connection, Ending.NO_HELLO)
 
     def _listen_on(self) -> None:
@@ -196,12 +194,12 @@ class LifelineServer:
             except BlockingIOError:
                 return
             except OSError as error:
-                self._warnings.warn("Connections cannot be accepted: %s.", error.strerror)
+                self._refused.warn("Connections cannot be accepted: %s.", error.strerror)
                 self._loop.remove_reader(self._listener.fileno())
                 self._loop.call_later(RETRY_S, self._listen_on)
                 return
             stream.setblocking(False)
-            connection = Connection(stream, self._page_faulter)
+            connection = Connection(stream, self._page_faulter.close_descriptor)
             try:
                 self._admit(connection)
             except Exception:
@@ -222,7 +220,7 @@ class LifelineServer:
             session = connection.session = service.sessions.open(connection, peer)
         except KvoffdError as error:
             service.count_error(error.code)
-            self._warnings.warn("A connection was refused: %s", error.message)
+            self._refused.warn("A connection was refused: %s", error.message)
             try:
                 connection.send(lifeline.Refused(error.code, error.message))
             except OSError:
@@ -245,7 +243,7 @@ class LifelineServer:
                     self._attach(connection, frame.segment_id)
         except lifeline.LifelineError as error:
             self._service.count_error(ErrorCode.MALFORMED)
-            logger.warning("A lifeline was closed: %s", error)
+            self._ended.warn("A lifeline was closed: %s", error)
             self._end(connection, Ending.MALFORMED)
         except (EOFError, ConnectionError):
             self._end(connection, Ending.CLOSED if connection.leaving else Ending.GONE)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import stat
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from kvoffd.errors import KvoffdError
-from kvoffd.system.files import OnError, is_regular, try_lock
+from kvoffd.system.files import FileCalls, FileInUse, OnError, claim_file, is_regular, open_directory, text_of
 from kvoffd_proto.paths import SocketPaths
 
 logger = logging.getLogger(__name__)
 
+LOCK_FILE = "kvoffd.lock"
 DIRECTORY_MODE = 0o750
 SOCKET_MODE = 0o660
 
@@ -40,11 +42,13 @@ class DaemonDirectory:
     def __init__(self, directory: Path) -> None:
         self.sockets = SocketPaths(directory)
         self._lock_fd = -1
+        self._made: list[Path] = []
+        """Directories that were missing, the innermost first."""
         self._bound: dict[Path, int] = {}
         """The inodes of the sockets that were bound: others may have been put in their place since."""
 
     def acquire(self) -> None:
-        """Make and lock the directory; remove sockets that a dead daemon left.
+        """Make and lock the directory; remove sockets that a dead daemon left. Where that fails, all is as before.
 
         Raises:
             DirectoryError: it cannot be made or written, its path is too long, or another daemon has it.
@@ -52,49 +56,39 @@ class DaemonDirectory:
         directory = self.sockets.directory
         if problem := self.sockets.problem():
             raise DirectoryError(problem)
-        try:
-            if not directory.is_dir():
-                directory.mkdir(mode=DIRECTORY_MODE, parents=True)
-                directory.chmod(DIRECTORY_MODE)  # the umask may have taken bits away
-            _check_owner(directory)
-            # Whoever may write in the directory could have put a link there, to a file that is emptied below.
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-            lock_fd = os.open(directory / "kvoffd.lock", flags, 0o600)
-        except OSError as error:
-            raise DirectoryError(
-                f"The directory {directory} cannot be used ({error.strerror}); "
-                "choose another with --directory, or make it writable for this user."
-            ) from error
-        with OnError(partial(os.close, lock_fd)):
-            lock = os.fstat(lock_fd)
-            if not is_regular(lock) or lock.st_uid not in (0, os.geteuid()):
-                raise DirectoryError(
-                    f"{directory}/kvoffd.lock is not the daemon's own: it is no regular file, has other names "
-                    f"too, or belongs to uid {lock.st_uid}. Somebody else made it; remove it."
-                )
+        self._made = [one for one in (directory, *directory.parents) if not one.exists()]
+        with OnError(partial(self.release, served=False)):
             try:
-                locked = try_lock(lock_fd)
+                if self._made:
+                    directory.mkdir(mode=DIRECTORY_MODE, parents=True)
+                    directory.chmod(DIRECTORY_MODE)  # the umask may have taken bits away
+                _check_owner(directory)
+                directory_fd = open_directory(directory)
             except OSError as error:
-                raise DirectoryError(
-                    f"The directory {directory} cannot be locked against a second daemon ({error.strerror}), as on "
-                    "some network file systems; choose another with --directory."
-                ) from error
-            if not locked:
-                holder = os.pread(lock_fd, 32, 0).decode(errors="replace").strip() or "unknown"
+                raise _unusable(directory, error) from error
+            try:
+                self._lock_fd = claim_file(FileCalls(), LOCK_FILE, directory_fd, create=True, check=self._check_lock)
+                os.ftruncate(self._lock_fd, 0)
+                os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+            except FileInUse as error:
+                holder = text_of(directory / LOCK_FILE)[:32] or "unknown"
                 raise DirectoryError(
                     f"Another kvoffd (pid {holder}) serves {directory}; stop it first or choose another --directory."
-                )
-            try:
-                os.ftruncate(lock_fd, 0)
-                os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
-            except OSError as error:
-                raise DirectoryError(
-                    f"The lock file in {directory} cannot be written ({error.strerror}); make room there, or choose "
-                    "another directory with --directory."
                 ) from error
-            if stale := sum(self._unlink(path) for path in self._sockets):
+            except OSError as error:
+                raise _unusable(directory, error) from error
+            finally:
+                os.close(directory_fd)
+            if stale := sum(map(_unlink, (self.sockets.jobs, self.sockets.events, self.sockets.lifeline))):
                 logger.info("Removed %d sockets that an earlier daemon left in %s.", stale, directory)
-        self._lock_fd = lock_fd
+
+    def _check_lock(self, fd: int, found: os.stat_result) -> None:
+        """Whoever may write in the directory could have put a link there, to a file that would be emptied."""
+        if not is_regular(found) or found.st_uid not in (0, os.geteuid()):
+            raise DirectoryError(
+                f"{self.sockets.directory}/{LOCK_FILE} is not the daemon's own: it is no regular file, has other names "
+                f"too, or belongs to uid {found.st_uid}. Somebody else made it; remove it."
+            )
 
     def open_to_group(self, path: Path) -> None:
         """Give a socket that was just bound its mode, and know it again."""
@@ -111,38 +105,47 @@ class DaemonDirectory:
             "removed or replaced. Leave the daemon's sockets alone, and restart it."
         )
 
-    def release(self, keep_lock: bool = False) -> None:
-        """Remove the sockets that were bound here and give the directory up. The lock file stays: removing it would be
-        a race.
+    def release(self, *, served: bool = True, keep_lock: bool = False) -> None:
+        """Remove the sockets that were bound here and give the directory up. Repeatable.
 
-        ``keep_lock`` leaves it locked until the last thread of the process is gone: for when one still hangs in a call
-        that may write into the pool, which a successor would have taken over by then.
+        Args:
+            served: engines may know the directory; else it goes too, if it was made here.
+            keep_lock: leaves it locked until the last thread of the process is gone: for when one still hangs in a call
+                that may write into the pool, which a successor would have taken over by then.
         """
-        if self._lock_fd < 0:
-            return
         try:
             for path, inode in self._bound.items():
                 if _inode(path) == inode:
-                    self._unlink(path)
+                    _unlink(path)
         finally:
             self._bound.clear()
-            if not keep_lock:
+            if not served and self._made:
+                if self._lock_fd >= 0:
+                    (self.sockets.directory / LOCK_FILE).unlink(missing_ok=True)
+                for directory in self._made:
+                    with suppress(OSError):
+                        directory.rmdir()
+            if self._lock_fd >= 0 and not keep_lock:
                 os.close(self._lock_fd)
                 self._lock_fd = -1
 
-    @property
-    def _sockets(self) -> tuple[Path, ...]:
-        return self.sockets.jobs, self.sockets.events, self.sockets.lifeline
 
-    def _unlink(self, path: Path) -> bool:
-        """Remove a socket; False where there is none. Raises DirectoryError."""
-        try:
-            path.unlink()
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            raise DirectoryError(f"{path} cannot be removed ({error.strerror}); remove it by hand.") from error
-        return True
+def _unusable(directory: Path, error: OSError) -> DirectoryError:
+    return DirectoryError(
+        f"The directory {directory} cannot be used or locked against a second daemon ({error.strerror}); make it "
+        "writable for this user, or choose another with --directory."
+    )
+
+
+def _unlink(path: Path) -> bool:
+    """Remove a socket; False where there is none. Raises DirectoryError."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise DirectoryError(f"{path} cannot be removed ({error.strerror}); remove it by hand.") from error
+    return True
 
 
 def _inode(path: Path) -> int:

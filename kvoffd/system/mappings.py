@@ -29,11 +29,10 @@ HUGETLBFS_MAGIC = 0x958458F6
 MADV_DONTDUMP = 16
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 
-# Between two steps a segment may be unmapped, so a step is what the event loop waits for at most: about 1 ms.
 STEP_BYTES = 4 << 20
+"""What is faulted in at a time, in about 1 ms: other segments wait for it."""
 UNMAP_BYTES = 256 << 20
 """What is unmapped in one call, of some milliseconds: other threads that map memory wait for it."""
-CLOSE_S = 5.0
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -64,6 +63,10 @@ class MappedSegment:
         if self._address == 0:
             raise ValueError("The segment is unmapped; nothing may use its addresses any more.")
         return self._address
+
+    @property
+    def closed(self) -> bool:
+        return self._address == 0
 
     def whole(self) -> bool:
         """Whether every page is allocated, as far as that is known."""
@@ -202,23 +205,21 @@ def is_hugetlbfs(directory: Path) -> bool:
         os.close(fd)
 
 
-class FaultedSegment(MappedSegment):
-    """Memory of a client, whose pages a PageFaulter faults in. Closing it waits for the step that is running."""
+class ClientSegment(MappedSegment):
+    """Memory of a client, with a descriptor that tells what of it is allocated."""
 
-    __slots__ = ("_faulter", "_fd")
+    __slots__ = ("_fd",)
     descriptors = 1
 
-    def __init__(self, segment: MappedSegment, fd: int, faulter: PageFaulter) -> None:
+    def __init__(self, segment: MappedSegment, fd: int) -> None:
         super().__init__(segment.address, segment.size_bytes)
-        self._fd = os.dup(fd)
-        self._faulter = faulter
+        self._fd = fd
 
     def whole(self) -> bool:
         found = os.fstat(self._fd)
         return held_bytes(found) >= found.st_size
 
     def close(self) -> None:
-        self._faulter.forget(self)
         super().close()
         if self._fd >= 0:
             os.close(self._fd)
@@ -226,85 +227,56 @@ class FaultedSegment(MappedSegment):
 
 
 class PageFaulter:
-    """One thread that faults in mapped segments, a step of each in turn, while copies run; and one that closes them.
+    """A thread that faults in clients' memory, a step of each segment in turn, while copies run, and closes it.
 
     A copy into pages that the daemon has not faulted in runs at a tenth of its speed. Only pages that exist are faulted
     in: a page that the engine never touched would be allocated here and charged to the daemon.
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._waiting: dict[FaultedSegment, int] = {}  # bytes faulted in so far, by segment
-        self._in_step: FaultedSegment | None = None  # the segment that the thread works at: it must stay mapped
-        self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="kvoffd-fault", daemon=True)
-        self._thread.start()
-        self._closing: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threading.Thread(target=self._close, name="kvoffd-unmap", daemon=True).start()
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="kvoffd-fault", daemon=True).start()
 
     def map_memfd(self, fd: int, size_bytes: int) -> MappedSegment:
-        """As the function ``map_memfd``, for the whole memory of a client; the thread then faults the pages in."""
+        """As the function ``map_memfd``, for the whole memory of a client; the thread then faults the pages in. Only
+        ``close_segments`` may close it.
+        """
         mapped = map_memfd(fd, size_bytes, whole=True)
         try:
-            segment = FaultedSegment(mapped, fd, self)
+            segment = ClientSegment(mapped, os.dup(fd))
         except OSError as error:
             mapped.close()
             raise UnsafeSegment(f"The memory segment's descriptor cannot be kept ({error.strerror}).") from error
-        with self._changed:
-            self._waiting[segment] = 0
-            self._changed.notify_all()
+        self._calls.put(partial(self._fault, segment, 0))
         return segment
 
-    def forget(self, segment: FaultedSegment) -> None:
-        """Stop working at a segment. Waits for the step that is running: when this returns, it may be unmapped."""
-        with self._changed:
-            self._waiting.pop(segment, None)
-            self._changed.wait_for(lambda: self._in_step is not segment)
-
     def close_segments(self, segments: Sequence[MappedSegment], on_closed: Callable[[], None]) -> None:
-        """As the function ``close_segments``, in another thread: where their client is gone, closing them frees its
-        memory, which takes tenths of a second for each GiB.
+        """As the function ``close_segments``, in the thread: where their client is gone, closing them frees its memory,
+        which takes tenths of a second for each GiB.
         """
-        self._closing.put(partial(close_segments, segments, on_closed))
+        self._calls.put(partial(close_segments, segments, on_closed))
 
     def close_descriptor(self, fd: int) -> None:
-        """Close what a client sent, in that other thread too: it may be the last that holds a dead client's memory."""
-        self._closing.put(partial(os.close, fd))
+        """Close what a client sent, in the thread too: it may be the last that holds a dead client's memory."""
+        self._calls.put(partial(os.close, fd))
 
     def close(self) -> None:
-        """Stop both threads. What is being closed is not waited for."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-        self._closing.put(None)
-        self._thread.join(CLOSE_S)
+        """End the thread. What is left is not waited for."""
+        self._calls.put(None)
 
-    def _close(self) -> None:
-        while (close := self._closing.get()) is not None:
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
             try:
-                close()
+                call()
             except Exception:
                 _log.exception("Memory of an engine was not unmapped.")
 
-    def _run(self) -> None:
-        while (step := self._next()) is not None:
-            segment, done = step
-            length = min(STEP_BYTES, segment.size_bytes - done)
-            supported = _fault_in(segment.address + done, length)
-            with self._changed:
-                self._in_step = None
-                self._changed.notify_all()
-                # It goes to the end of the queue, so that no other segment waits behind one of terabytes.
-                if self._waiting.pop(segment, None) is not None and supported and done + length < segment.size_bytes:
-                    self._waiting[segment] = done + length
-
-    def _next(self) -> tuple[FaultedSegment, int] | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._stopped)
-            if self._stopped:
-                return None
-            self._in_step, done = next(iter(self._waiting.items()))
-            return self._in_step, done
+    def _fault(self, segment: ClientSegment, done: int) -> None:
+        if segment.closed:
+            return
+        length = min(STEP_BYTES, segment.size_bytes - done)
+        if _fault_in(segment.address + done, length) and (done := done + length) < segment.size_bytes:
+            self._calls.put(partial(self._fault, segment, done))  # behind all others, lest they wait for terabytes
 
 
 def _fault_in(address: int, length: int) -> bool:

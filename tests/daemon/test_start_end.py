@@ -59,7 +59,8 @@ def test_start_is_refused_beside_another_daemon(shared_daemon: DaemonProcess) ->
 
 
 def test_start_with_more_memory_than_there_is_says_both(tmp_path: Path) -> None:
-    sentence = refused("--directory", str(tmp_path), "--pool-size", "500TiB")
+    sentence = refused("--directory", f"{tmp_path}/made/here", "--pool-size", "500TiB")
+    assert not list(tmp_path.iterdir()), "it leaves nothing behind"
     (wanted, unit), (given, _) = re.findall(r"([0-9.]+) ([GT])iB", sentence)
     assert (float(wanted) >= 500, unit) == (True, "T"), sentence
     assert float(given) > 0

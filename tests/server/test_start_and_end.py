@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -61,7 +62,7 @@ def test_regular_work_that_fails_does_not_end_the_daemon(caplog: pytest.LogCaptu
             ticked.append("sound")
 
     daemon._service, daemon._lifelines = Failing(), Sound()  # type: ignore[assignment]
-    daemon._policy_file = daemon._state_writer = Sound()  # type: ignore[assignment]
+    daemon._policy_file, daemon._state = Sound(), SimpleNamespace(file=Sound())  # type: ignore[assignment]
     for _ in range(3):
         daemon._tick()
     assert ticked == ["service", *["sound"] * 3] * 3
@@ -75,7 +76,7 @@ def test_the_watchdog_is_fed_after_a_turn_of_the_message_loop_that_worked(works:
         daemon._service = service = MagicMock()  # type: ignore[assignment]
         service.memory.stuck, service.memory.lost = False, None
         service.scrubber.has_work = False
-        daemon._lifelines = daemon._policy_file = daemon._state_writer = MagicMock()  # type: ignore[assignment]
+        daemon._lifelines = daemon._policy_file = daemon._state = MagicMock()  # type: ignore[assignment]
         daemon._directory = MagicMock(**{"lost_sockets.return_value": ""})
         daemon._sockets, daemon._notifier = MagicMock(), MagicMock()  # type: ignore[assignment]
         daemon._sockets.serve.side_effect = lambda: daemon._stop.set() or works  # type: ignore[attr-defined]

@@ -31,7 +31,7 @@ def test_a_lock_file_that_cannot_be_written_is_refused_and_let_go(
 
 def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", fail)
-    with pytest.raises(DirectoryError, match="cannot be locked"):
+    with pytest.raises(DirectoryError, match="locked against a second daemon"):
         DaemonDirectory(tmp_path).acquire()
 
 
@@ -111,3 +111,14 @@ def test_sockets_that_are_not_this_daemons_any_more_are_named_and_left(tmp_path:
     directory.release()
     assert directory.sockets.jobs.exists()
     assert not directory.sockets.lifeline.exists()
+
+
+def test_what_was_made_for_a_start_that_is_refused_goes(tmp_path: Path) -> None:
+    refused = DaemonDirectory(tmp_path / "run" / "kvoffd")
+    refused.acquire()
+    refused.release(served=False)
+    assert not list(tmp_path.iterdir())
+    there = DaemonDirectory(tmp_path)
+    there.acquire()
+    there.release(served=False)
+    assert tmp_path.is_dir()

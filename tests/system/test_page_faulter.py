@@ -51,9 +51,7 @@ def test_all_that_the_engine_touched_gets_mapped_without_a_copy(faulter: PageFau
     size = 3 * STEP_BYTES + 5 * 4096
     with engine_memory(size, written=size) as fd:
         segment = faulter.map_memfd(fd, size)
-        wait_until(lambda: not faulter._waiting)
-        assert mapped_bytes(segment) == size
-        segment.close()
+        wait_until(lambda: mapped_bytes(segment) == size)
 
 
 def test_what_the_engine_never_touched_is_refused_and_not_made(faulter: PageFaulter) -> None:
@@ -69,13 +67,12 @@ def test_a_segment_may_be_closed_while_it_is_worked_at(faulter: PageFaulter) -> 
     size = 16 * STEP_BYTES
     with engine_memory(size, written=size) as fd:
         for number in range(20):
-            segments = [faulter.map_memfd(fd, size) for _ in range(2)]
+            segments, closed = [faulter.map_memfd(fd, size) for _ in range(2)], threading.Event()
             if number % 2:
                 wait_until(lambda segments=segments: mapped_bytes(segments[0]) > 0)  # type: ignore[misc]
-            for segment in segments:
-                segment.close()
-                assert not segment._address
-            assert not faulter._waiting
+            faulter.close_segments(segments, closed.set)
+            assert closed.wait(10.0)
+            assert all(segment.closed for segment in segments)
 
 
 def test_segments_are_closed_away_from_who_wants_it(faulter: PageFaulter, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +84,7 @@ def test_segments_are_closed_away_from_who_wants_it(faulter: PageFaulter, monkey
         assert not closed.is_set()
         go_on.set()
         assert closed.wait(10.0)
-        assert not any(segment._address for segment in segments)
+        assert all(segment.closed for segment in segments)
 
 
 def test_descriptors_are_closed_away_from_who_wants_it(faulter: PageFaulter) -> None:
@@ -102,17 +99,4 @@ def test_memory_that_is_refused_is_refused_as_ever(faulter: PageFaulter) -> None
     os.ftruncate(fd, MIB)
     with pytest.raises(UnsafeSegment, match="F_SEAL_SHRINK"):
         faulter.map_memfd(fd, MIB)
-    assert not faulter._waiting
     os.close(fd)
-
-
-def test_the_end_does_not_wait_for_what_is_left() -> None:
-    size = 16 * STEP_BYTES
-    with engine_memory(size, written=size) as fd:
-        faulter = PageFaulter()
-        segments = [faulter.map_memfd(fd, size) for _ in range(50)]
-        faulter.close()
-        assert faulter._waiting
-        for segment in segments:
-            segment.close()
-        assert not faulter._waiting
