@@ -220,7 +220,7 @@ def invalidate(service: Service, session: Session, message: m.Invalidate) -> Pen
     namespace = service.cache.namespace(message.namespace)
     service.check_key_count(namespace, message.groups)
     steps = service.cache.invalidate(namespace, [(part.group, part.keys) for part in message.groups])
-    service.tiers.invalidated(namespace, message.groups)
+    service.tiers.invalidated(message.namespace)
     return service.removal(message.request_id, steps, at_once=not namespace.inherited_blocks)
 
 

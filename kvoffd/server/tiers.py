@@ -9,11 +9,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.hooks import CacheListener
-from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config, DiskSize
 from kvoffd.errors import KvoffdError, NoMoreThreads
 from kvoffd.pool.pool import Pool
@@ -23,13 +23,12 @@ from kvoffd.server.persistence import State
 from kvoffd.system.threads import start
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.manager import TieringManager
-from kvoffd.tiers.disk.disk_tier import DiskTier, NamespaceGeneration
+from kvoffd.tiers.disk.disk_tier import DiskTier
 from kvoffd.tiers.disk.file import OpeningStopped
 from kvoffd.tiers.disk.opening import open_disk_tier
 from kvoffd.tiers.shared.shared_tier import SharedTier
 from kvoffd.tiers.shared.store import Credentials, Store, open_store
-from kvoffd.tiers.tier import CompositeTier, TierKey, TierListener
-from kvoffd_proto.messages import GroupKeys
+from kvoffd.tiers.tier import CompositeTier, TierListener
 from kvoffd_proto.stats import DiskFault, DiskState
 from kvoffd_proto.units import format_count, format_duration, format_size
 
@@ -42,8 +41,6 @@ TRICKLE_BYTES = 4 * 2**20 * (os.cpu_count() or 1)
 """What is written in a tick while engines copy: the more cores there are, the less of it do copies feel."""
 HARMLESS_ERRORS = {DiskFault.NOT_DIRECT, DiskFault.STARTED_ANEW, DiskFault.TOO_LARGE, DiskFault.TRUNCATED}
 """Kinds of what a disk tier reports that are no fault of the drive now."""
-MOST_INVALIDATED = 65_536
-"""Blocks that a directory is told of when it is open, of those that were invalidated before."""
 OpenDisk = Callable[[DiskSize, TierListener, Callable[[], bool]], DiskTier]
 """Opens a directory, told when to stop; for any thread. Raises KvoffdError."""
 OpenShared = Callable[[TierListener, State], list[SharedTier]]
@@ -58,38 +55,41 @@ class Disk:
     problem: str = ""
     tier: DiskTier | None = None
     opener: threading.Thread | None = None
-    invalidated: set[TierKey] = field(default_factory=set)
-    """Blocks that were invalidated while it was being opened, up to ``MOST_INVALIDATED``."""
-    invalidated_namespaces: set[bytes] = field(default_factory=set)
-    """Namespaces with more of them."""
+    invalidated: set[bytes] = field(default_factory=set)
+    """Namespaces of which blocks were invalidated while it was being opened: none of theirs come back with it."""
 
 
-@dataclass(eq=False)
 class Tiers:
     """All of them. For the service's thread, but for what ``_open_disk`` does.
 
-    What is invalidated reaches directories that serve through the cache; here it is told for the others.
+    Attributes:
+        shared: the tiers that nodes share, where any are configured.
+        tiering: None until the first directory or the shared tier is there: until then nothing knows of tiers.
     """
 
-    _config: Config
-    _cache: BlockCache
-    _events: CacheListener
-    _clock: Callable[[], float]
-    _open_disk: OpenDisk
-    _post: Post
-    _engines_busy: Callable[[], bool]
-    _state: State
-    _disks: dict[str, Disk] = field(default_factory=dict, init=False)
-    _tiers: CompositeTier = field(default_factory=CompositeTier, init=False)
-    _stopping: bool = field(default=False, init=False)
-    shared: list[SharedTier] = field(default_factory=list, init=False)
-    """The tiers that nodes share, where any are configured."""
-    tiering: TieringManager | None = field(default=None, init=False)
-    """None until the first directory or the shared tier is there: until then nothing knows of tiers."""
+    def __init__(
+        self,
+        config: Config,
+        cache: BlockCache,
+        events: CacheListener,
+        clock: Callable[[], float],
+        open_disk: OpenDisk,
+        post: Post,
+        engines_busy: Callable[[], bool],
+        state: State,
+    ) -> None:
+        self._config, self._cache, self._events, self._clock = config, cache, events, clock
+        self._open_disk, self._post, self._engines_busy, self._state = open_disk, post, engines_busy, state
+        self._disks: list[Disk] = []
+        self._tiers = CompositeTier()
+        self._stopping = False
+        self.shared: list[SharedTier] = []
+        self.tiering: TieringManager | None = None
 
     def open(self, size: DiskSize) -> None:
         """Begin to open a directory."""
-        disk = self._disks[size.directory] = Disk(size)
+        disk = Disk(size)
+        self._disks.append(disk)
         # Not one of the executor's threads: those are waited for when the process ends, and a disk may hang.
         name, arguments = f"kvoffd-open-{Path(size.directory).name}", (disk, self._have_tiering())
         opener = threading.Thread(target=self._open, args=arguments, name=name, daemon=True)
@@ -108,13 +108,9 @@ class Tiers:
             self._share(open_shared)
 
     def _share(self, open_shared: OpenShared) -> None:
-        config = self._config
-        settings = TieringSettings(
-            WriteMode(config.shared_write),
-            deadline_s=config.shared_deadline_s,
-            trickle_bytes=TRICKLE_BYTES,
-        )
-        tiering = self._have_tiering()
+        config, tiering = self._config, self._have_tiering()
+        mode = WriteMode(config.shared_write)
+        settings = TieringSettings(mode, deadline_s=config.shared_deadline_s, trickle_bytes=TRICKLE_BYTES)
         self.shared = open_shared(tiering, self._state)
         for tier in self.shared:
             tiering.share(tier, settings, self._state.unshared)
@@ -128,22 +124,11 @@ class Tiers:
         else:
             self._state.unshare(fingerprint)
 
-    def invalidated(self, namespace: Namespace, groups: Sequence[GroupKeys]) -> None:
-        """Blocks were invalidated: also where a directory is being opened; of very many, the whole namespace there."""
-        opening = [disk for disk in self._disks.values() if disk.state is DiskState.OPENING]
-        if not opening:
-            return
-        count = sum(len(part.keys) for part in groups) // namespace.key_bytes
-        ids = {
-            TierKey(namespace.fingerprint, part.group, key)
-            for part in (groups if count <= MOST_INVALIDATED else ())
-            for key in namespace.split(part.group, part.keys)
-        }
-        for disk in opening:
-            if len(disk.invalidated) + count > MOST_INVALIDATED:
-                disk.invalidated_namespaces.add(namespace.fingerprint)
-            else:
-                disk.invalidated |= ids
+    def invalidated(self, fingerprint: bytes) -> None:
+        """Blocks were invalidated. It reaches directories that serve through the cache; here those that do not yet."""
+        for disk in self._disks:
+            if disk.state is DiskState.OPENING:
+                disk.invalidated.add(fingerprint)
 
     def removals_saved(self) -> Callable[[], bool]:
         """Returns what says whether all that was removed up to now stays away after a kill or a power cut too.
@@ -151,14 +136,13 @@ class Tiers:
         What is removed from a directory that is being opened is so when it is open.
         """
         saved = self._tiers.removals_kept()
-        opening = [one for one in self._disks.values() if one.state is DiskState.OPENING]
-        opening = [one for one in opening if one.invalidated or one.invalidated_namespaces]
+        opening = [disk for disk in self._disks if disk.state is DiskState.OPENING and disk.invalidated]
         return lambda: (
             saved()
             and self._state.file.is_saved
-            and all(
-                one.state is not DiskState.OPENING and (one.tier is None or one.tier.removals_kept()())
-                for one in opening
+            and not any(
+                disk.state is DiskState.OPENING or (disk.tier is not None and not disk.tier.removals_kept()())
+                for disk in opening
             )
         )
 
@@ -167,47 +151,37 @@ class Tiers:
             self.tiering.tick()
 
     @property
-    def problems(self) -> list[tuple[str, str]]:
-        """What is wrong with directories: a word for the kind, and a sentence."""
-        again = "Restart the daemon to try it again."
-        found = [("disk_failed", f"{disk.problem} {again}") for disk in self if disk.problem]
-        for disk in self:
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """What is wrong: a word for the kind, and a sentence."""
+        for disk in self._disks:
+            name = disk.size.directory
+            if disk.problem:
+                yield "disk_failed", f"{disk.problem} Restart the daemon to try it again."
             if disk.tier is None:
                 continue
-            name = disk.size.directory
             if disk.tier.hangs:
-                found.append(("disk_hangs", f"A call to the disk at {name} does not return; see dmesg."))
+                yield "disk_hangs", f"A call to the disk at {name} does not return; see dmesg."
             errors = {kind: n for kind, n in sorted(disk.tier.stats().errors.items()) if kind not in HARMLESS_ERRORS}
             if errors:
                 counts = ", ".join(f"{format_count(count)} {kind}" for kind, count in errors.items())
-                found.append(
-                    (
-                        "disk_errors",
-                        f"The disk at {name} has had errors since it was opened ({counts}); blocks that could not be "
-                        "read were recomputed. See dmesg and the drive's own report; if it fails, restart the daemon "
-                        "without the directory.",
-                    )
+                yield (
+                    "disk_errors",
+                    f"The disk at {name} has had errors since it was opened ({counts}); blocks that could not be read "
+                    "were recomputed. See dmesg and the drive's own report; if it fails, restart the daemon without "
+                    "the directory.",
                 )
-        found += [
-            ("shared_unreachable", f"No blocks are shared over {tier.name}: {tier.problem}")
-            for tier in self.shared
-            if not tier.reachable and tier.problem
-        ]
-        found += [
-            ("shared_refuses", f"Blocks are read from {tier.name}, and none are written: {tier.refusal}")
-            for tier in self.shared
-            if tier.reachable and tier.refusal
-        ]
-        found += [
-            ("shared_server", f"{server.name}, a server of {tier.name}, cannot be used: {server.problem}")
-            for tier in self.shared
-            for server in tier.servers
-            if not server.answers and len(tier.servers) > 1
-        ]
-        return found
+        for tier in self.shared:
+            if not tier.reachable and tier.problem:
+                yield "shared_unreachable", f"No blocks are shared over {tier.name}: {tier.problem}"
+            if tier.reachable and tier.refusal:
+                yield "shared_refuses", f"Blocks are read from {tier.name}, and none are written: {tier.refusal}"
+            for server in tier.servers if len(tier.servers) > 1 else ():
+                if not server.answers:
+                    what = f"{server.name}, a server of {tier.name}, cannot be used: {server.problem}"
+                    yield "shared_server", what
 
     def __iter__(self) -> Iterator[Disk]:
-        return iter(self._disks.values())
+        return iter(self._disks)
 
     def close(self, deadline_s: float) -> bool:
         """Close all within the deadline. False where something hangs still, in pool memory. For the daemon's end."""
@@ -215,15 +189,13 @@ class Tiers:
         self._stopping = True
         if self.tiering is not None:
             self.tiering.stop()
-        for disk in self._disks.values():
+        for disk in self._disks:
             if disk.opener is not None:
                 disk.opener.join(min(STOP_OPENING_S, max(0.0, until - time.monotonic())))
         closed = True
-        for disk in self._disks.values():
-            if disk.tier is None:
-                continue
-            patience_s = 0.0 if disk.tier.hangs else max(0.0, until - time.monotonic())
-            if not disk.tier.close(patience_s):
+        for disk in self._disks:
+            left_s = max(0.0, until - time.monotonic())
+            if disk.tier is not None and not disk.tier.close(0.0 if disk.tier.hangs else left_s):
                 logger.warning("The disk at %s does not answer; it is left open.", disk.size.directory)
                 closed = False
         for tier in self.shared:
@@ -233,17 +205,17 @@ class Tiers:
         return closed
 
     def _have_tiering(self) -> TieringManager:
-        if self.tiering is not None:
-            return self.tiering
-        config = self._config
-        settings = TieringSettings(
-            WriteMode(config.disk_write),
-            config.disk_write_bytes_per_day,
-            deadline_s=config.disk_deadline_s,
-            trickle_bytes=TRICKLE_BYTES,
-        )
-        self.tiering = TieringManager(self._cache, self._tiers, self._events, self._clock, settings, self._engines_busy)
-        self._cache.attach(self.tiering)
+        if self.tiering is None:
+            config = self._config
+            settings = TieringSettings(
+                WriteMode(config.disk_write),
+                config.disk_write_bytes_per_day,
+                deadline_s=config.disk_deadline_s,
+                trickle_bytes=TRICKLE_BYTES,
+            )
+            parts = self._cache, self._tiers, self._events, self._clock, settings, self._engines_busy
+            self.tiering = TieringManager(*parts)
+            self._cache.attach(self.tiering)
         return self.tiering
 
     def _open(self, disk: Disk, tiering: TieringManager) -> None:
@@ -252,12 +224,12 @@ class Tiers:
             tier = self._open_disk(disk.size, tiering, lambda: self._stopping)
         except OpeningStopped:
             return
+        except KvoffdError as error:
+            problem = error.message
+            self._post(lambda: self._failed(disk, problem))
         except Exception as error:
-            problem = (
-                error.message if isinstance(error, KvoffdError) else f"Opening it failed inside the daemon: {error!r}."
-            )
-            if not isinstance(error, KvoffdError):
-                logger.exception("The disk at %s could not be opened.", disk.size.directory)
+            logger.exception("The disk at %s could not be opened.", disk.size.directory)
+            problem = f"Opening it failed inside the daemon: {error!r}."
             self._post(lambda: self._failed(disk, problem))
         else:
             self._post(lambda: self._opened(disk, tier))
@@ -267,8 +239,7 @@ class Tiers:
         logger.error("The disk at %s is not used. %s", disk.size.directory, problem)
 
     def _opened(self, disk: Disk, tier: DiskTier) -> None:
-        disk.tier = tier
-        disk.state = DiskState.SERVING
+        disk.tier, disk.state = tier, DiskState.SERVING
         if self._stopping:
             tier.close(0.0)
             return
@@ -281,17 +252,13 @@ class Tiers:
             "" if tier.direct else ", through the page cache, since it refuses O_DIRECT",
         )
         for fingerprint, generation in tier.found_generations.items():
-            if generation < self._state.generation(fingerprint):  # it was raised since the file was read
+            # It may have been raised since the file was read.
+            if generation < self._state.generation(fingerprint) or fingerprint in disk.invalidated:
                 tier.remove_namespace(fingerprint)
             elif generation > self._state.generation(fingerprint):
                 self._raised_elsewhere(fingerprint, generation)
-        for fingerprint in disk.invalidated_namespaces:
-            tier.remove_namespace(fingerprint)
-        if disk.invalidated:  # to be told of none is work for the device too
-            tier.remove(disk.invalidated)
         self._tiers.attach(tier)
-        assert self.tiering is not None
-        self.tiering.directory_attached()
+        self._have_tiering().directory_attached()
 
     def _raised_elsewhere(self, fingerprint: bytes, generation: int) -> None:
         """A disk has blocks of a higher generation than is known: what was known was lost, as when the machine started.
@@ -309,14 +276,10 @@ class Tiers:
             self._cache.set_generation(namespace, generation)
 
 
-def stored_generation(cache: BlockCache, state: State) -> NamespaceGeneration:
-    """Returns what says of which generation the pool's blocks of a namespace are."""
-
-    def found(fingerprint: bytes) -> int:
-        namespace = cache.find_namespace(fingerprint)
-        return state.generation(fingerprint) if namespace is None else namespace.generation
-
-    return found
+def stored_generation(cache: BlockCache, state: State, fingerprint: bytes) -> int:
+    """Of the pool's blocks of a namespace."""
+    namespace = cache.find_namespace(fingerprint)
+    return state.generation(fingerprint) if namespace is None else namespace.generation
 
 
 def opener(pool: Pool, post: Post, cache: BlockCache, state: State) -> OpenDisk:
@@ -329,7 +292,7 @@ def opener(pool: Pool, post: Post, cache: BlockCache, state: State) -> OpenDisk:
         post=post,
         listener=listener,
         known_generation=state.generation,
-        stored_generation=stored_generation(cache, state),
+        stored_generation=partial(stored_generation, cache, state),
         should_stop=should_stop,
     )
 
@@ -342,21 +305,17 @@ def shared_stores(config: Config) -> OpenStores:
 
 def shared_opener(config: Config, stores: OpenStores, pool: Pool, post: Post) -> OpenShared:
     """Opens the shared tiers of a configuration; raises KvoffdError where a store of others does not begin."""
-
-    def opened(listener: TierListener, state: State) -> list[SharedTier]:
-        return [
-            SharedTier(
-                url,
-                open_one,
-                pool=pool.buffer,
-                digest=digest,
-                clock=time.monotonic,
-                post=post,
-                listener=listener,
-                ask_deadline_s=config.shared_ask_deadline_s,
-                generations=state.fleet_generations(url),
-            )
-            for url, open_one in zip(config.shared, stores, strict=True)
-        ]
-
-    return opened
+    return lambda listener, state: [
+        SharedTier(
+            url,
+            open_one,
+            pool=pool.buffer,
+            digest=digest,
+            clock=time.monotonic,
+            post=post,
+            listener=listener,
+            ask_deadline_s=config.shared_ask_deadline_s,
+            generations=state.fleet_generations(url),
+        )
+        for url, open_one in zip(config.shared, stores, strict=True)
+    ]

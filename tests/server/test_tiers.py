@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,6 @@ from typing import cast
 import pytest
 
 from kvoffd.config import Config, DiskSize
-from kvoffd.server import tiers as tiers_module
 from kvoffd.server.admin import clear
 from kvoffd.server.background import Background
 from kvoffd.server.persistence import State, StateFile
@@ -22,7 +21,7 @@ from kvoffd.server.requests import invalidate
 from kvoffd.server.service import Service
 from kvoffd.server.tiers import Tiers
 from kvoffd.tiers.disk.file import DiskError, OpeningStopped
-from kvoffd.tiers.tier import TierBlock, TierKey, TierListener, TierStats
+from kvoffd.tiers.tier import TierBlock, TierListener, TierStats
 from kvoffd_proto.admin import Clear
 from kvoffd_proto.messages import GroupKeys, GroupSpec, Invalidate
 from kvoffd_proto.stats import DiskState
@@ -46,7 +45,6 @@ class FakeDisk:
         self.closes: list[float] = []
         self.names = {b"one", b"other"}
         """Namespaces that it has blocks of."""
-        self.removed: set[TierKey] = set()
         self.kept = True
         """Whether that holds after a kill."""
 
@@ -74,12 +72,8 @@ class FakeDisk:
 
     def remove_namespace(self, fingerprint: bytes) -> int:
         self.names.discard(fingerprint)
-        return 0
-
-    def remove(self, block_ids: Iterable[TierKey]) -> int:
-        self.removed = set(block_ids)
         self.kept = False
-        return len(self.removed)
+        return 0
 
     def removals_kept(self) -> Callable[[], bool]:
         return lambda: self.kept
@@ -124,7 +118,7 @@ class TiersRig:
         self.calls.pop()()
 
     def state(self) -> list[DiskState]:
-        return [disk.state for disk in self.tiers._disks.values()]
+        return [disk.state for disk in self.tiers]
 
 
 def no_more_threads(thread: threading.Thread) -> None:
@@ -152,7 +146,7 @@ def test_a_directory_that_fails_says_why(rig: TiersRig) -> None:
     rig.result = DiskError("It is full of water.")
     rig.attach()
     rig.opened()
-    assert rig.tiers.problems == [("disk_failed", "It is full of water. Restart the daemon to try it again.")]
+    assert list(rig.tiers.problems) == [("disk_failed", "It is full of water. Restart the daemon to try it again.")]
     assert rig.state() == [DiskState.FAILED]
 
 
@@ -161,7 +155,7 @@ def test_what_goes_wrong_inside_an_opening_is_a_problem_and_no_end(rig: TiersRig
     rig.attach()
     rig.opened()
     assert rig.state() == [DiskState.FAILED]
-    assert "surprise" in rig.tiers.problems[0][1]
+    assert "surprise" in next(rig.tiers.problems)[1]
 
 
 def test_without_a_thread_to_open_it_a_directory_says_so(rig: TiersRig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +163,7 @@ def test_without_a_thread_to_open_it_a_directory_says_so(rig: TiersRig, monkeypa
         patch.setattr(threading.Thread, "start", no_more_threads)
         rig.attach()
     assert rig.state() == [DiskState.FAILED]
-    assert "no more threads" in rig.tiers.problems[0][1]
+    assert "no more threads" in next(rig.tiers.problems)[1]
     assert rig.tiers.close(0.0)
 
 
@@ -177,7 +171,7 @@ def test_a_disk_that_hangs_does_not_delay_the_daemons_end(rig: TiersRig) -> None
     disk = rig.result = FakeDisk(hangs=True)
     rig.attach()
     rig.opened()
-    assert "does not return" in rig.tiers.problems[0][1]
+    assert "does not return" in next(rig.tiers.problems)[1]
     assert not rig.tiers.close(60.0), "its threads may still be in the pool"
     assert disk.closes == [0.0]
 
@@ -283,6 +277,7 @@ def test_an_engine_takes_from_a_directory_that_is_being_opened_what_it_invalidat
     disk = rig.result = FakeDisk()
     rig.attach()
     space, cache = rig.rig.open("one"), rig.rig.cache
+    disk.names = {space.fingerprint, b"other"}
     context = SimpleNamespace(
         cache=cache,
         state=rig.saved,
@@ -297,41 +292,23 @@ def test_an_engine_takes_from_a_directory_that_is_being_opened_what_it_invalidat
     groups = [GroupKeys(0, keys_of(1, 2))]
     invalidate(context, session, Invalidate(1, space.fingerprint, groups))  # type: ignore[arg-type]
     rig.opened()
-    assert len(disk.removed) == 2
+    assert disk.names == {b"other"}
 
 
-def test_what_is_invalidated_does_not_come_with_a_directory_that_is_being_opened(
-    rig: TiersRig, monkeypatch: pytest.MonkeyPatch
+def test_a_namespace_of_which_blocks_are_invalidated_does_not_come_with_a_directory_that_is_being_opened(
+    rig: TiersRig,
 ) -> None:
-    monkeypatch.setattr(tiers_module, "MOST_INVALIDATED", 4)
-    space, disk = rig.rig.open("one"), FakeDisk()
-    disk.names = {space.fingerprint}
-    rig.result = disk
+    disk = rig.result = FakeDisk()
     rig.attach()
-    rig.tiers.invalidated(space, [GroupKeys(0, keys_of(1, 2)), GroupKeys(0, keys_of(2, 3))])
+    rig.tiers.invalidated(b"one")
     kept = rig.tiers.removals_saved()
     assert not kept()
     rig.opened()
-    assert disk.removed == {TierKey(space.fingerprint, 0, keys_of(number)) for number in (1, 2, 3)}
-    assert disk.names == {space.fingerprint}
+    assert disk.names == {b"other"}
     assert not kept()
     disk.kept = True
     assert kept()
     assert rig.tiers.removals_saved()()
-
-
-def test_where_very_much_is_invalidated_nothing_of_the_namespace_comes(
-    rig: TiersRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tiers_module, "MOST_INVALIDATED", 4)
-    space, disk = rig.rig.open("one"), FakeDisk()
-    disk.names = {space.fingerprint, b"other"}
-    rig.result = disk
-    rig.attach()
-    rig.tiers.invalidated(space, [GroupKeys(0, keys_of(1, 2, 3))])
-    rig.tiers.invalidated(space, [GroupKeys(0, keys_of(4, 5))])
-    rig.opened()
-    assert disk.names == {b"other"}
 
 
 def test_a_reset_reaches_a_directory_that_is_being_opened_and_one_that_was_away(rig: TiersRig, tmp_path: Path) -> None:

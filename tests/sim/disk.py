@@ -130,7 +130,7 @@ class SimTier(CompositeTier):
             wall_clock=self._clock,
             make_workers=partial(SimWorkers, self),
             known_generation=service.state.generation,
-            stored_generation=stored_generation(service.cache, service.state),
+            stored_generation=partial(stored_generation, service.cache, service.state),
         )
         file.fault = self._fault
         return self.disk
@@ -285,7 +285,7 @@ class SimDisks(Tiers):
         self.tier = self._tiers = tier
         self.waited_for: Callable[[], bool] | None = None
         """What the request that is served waits for, once all that it drops is dropped."""
-        disk = self._disks["/"] = Disk(DiskSize("/", tier.file.region_bytes))
+        self._disks.append(disk := Disk(DiskSize("/", tier.file.region_bytes)))
         self._opened(disk, tier.open(self._have_tiering(), service))
         tier.check_dropped(tier.blocks())
 
