@@ -256,7 +256,7 @@ class Daemon:
                 service.sockets_problem = self._directory.lost_sockets()
                 if service.sockets_problem:
                     self._lost_sockets.warn("%s", service.sockets_problem)
-                if (lost := service.memory.lost) is not None:
+                if (lost := service.memory.gpus.lost) is not None:
                     self._lose_gpu(lost)
                 if service.scrubber.has_work and (self._scrubbing is None or self._scrubbing.done()):
                     self._scrubbing = asyncio.create_task(self._scrub())

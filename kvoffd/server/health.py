@@ -31,7 +31,7 @@ def health_reply(service: Service, message: a.Health) -> a.HealthReply:
 
 def health_of(service: Service) -> tuple[a.HealthLevel, list[a.HealthProblem]]:
     """The level, and its causes, the worst first."""
-    causes = [a.HealthProblem("gpu", sentence) for sentence in service.memory.problems]
+    causes = [a.HealthProblem("gpu", sentence) for sentence in service.memory.gpus.problems]
     if lost := service.cache.integrity.mismatches:
         causes.append(
             a.HealthProblem(

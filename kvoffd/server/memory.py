@@ -11,10 +11,10 @@ from kvoffd.config import Config
 from kvoffd.errors import BadGeometry, KvoffdError
 from kvoffd.pool.pool import Pool
 from kvoffd.server.host import Host
+from kvoffd.system.files import OnError
 from kvoffd.system.mappings import MappedSegment
 from kvoffd.transfer.cuda.gpus import GpuMemory, Gpus
 from kvoffd.transfer.cuda.handles import IpcExport, VmmExport
-from kvoffd.transfer.cuda.pinning import PinProgress
 from kvoffd.transfer.engine import DirectionLoad, TransferEngine
 from kvoffd.transfer.plan import Direction
 from kvoffd_proto.errors import ErrorCode
@@ -48,19 +48,19 @@ class EngineMemory:
 OnMapped: TypeAlias = Callable[[EngineMemory | KvoffdError], None]
 
 
-@dataclass(frozen=True)
 class MemoryMapper:
     """Maps what clients register, and knows the engine that copies each kind of memory."""
 
-    _engine: TransferEngine
-    """Copies between memfds and the pool."""
-    _process: Host
-    _gpus: Gpus
+    def __init__(self, engine: TransferEngine, host: Host, gpus: Gpus) -> None:
+        self._engine = engine
+        """Copies between memfds and the pool."""
+        self._host = host
+        self.gpus = gpus
 
     @property
     def kinds(self) -> list[str]:
         """Kinds of handles that can be mapped, as Welcome names them."""
-        return ["memfd", "cuda_ipc", "cuda_vmm"] if self._gpus.available else ["memfd"]
+        return ["memfd", "cuda_ipc", "cuda_vmm"] if self.gpus.available else ["memfd"]
 
     @property
     def stuck(self) -> bool:
@@ -69,15 +69,6 @@ class MemoryMapper:
         Not said at once: a process that was stopped for long finds its copies overdue too when it goes on.
         """
         return any(self._engine.hangs_s(direction) >= STUCK_AFTER_S for direction in Direction)
-
-    @property
-    def lost(self) -> str | None:
-        """Why GPUs can be used again only when this process has ended; else None."""
-        return self._gpus.lost
-
-    @property
-    def problems(self) -> list[str]:
-        return self._gpus.problems
 
     def map(
         self, owner: bytes, uid: int, handles: Sequence[Handle], fds: Mapping[int, int], on_mapped: OnMapped
@@ -88,37 +79,39 @@ class MemoryMapper:
         caller's, and open until ``on_mapped``. Raises KvoffdError, and then calls nothing, when the handles cannot be
         one registration.
         """
-        if all(isinstance(handle, MemfdHandle) for handle in handles):
-            on_mapped(self._map_host(handles, fds))
-        else:
-            uuid, exports = _exports(handles, fds, uid)
-            post = self._process.post
-            self._gpus.map(uuid, owner, exports, lambda result: post(lambda: on_mapped(self._on_gpu(result))))
+        host = [handle for handle in handles if isinstance(handle, MemfdHandle)]
+        if len(host) == len(handles):
+            on_mapped(self._map_host(host, fds))
+            return
+        gpu = [handle for handle in handles if not isinstance(handle, MemfdHandle)]
+        if host or len({handle.gpu_uuid for handle in gpu}) > 1:
+            why = "A registration names several GPUs, or memory of the host too; register each on its own."
+            raise KvoffdError(why, ErrorCode.UNSUPPORTED)
+        exports = [
+            IpcExport(handle.handle, handle.size_bytes, uid)
+            if isinstance(handle, CudaIpcHandle)
+            else VmmExport([fds[segment_id] for segment_id in handle.segment_ids], handle.chunk_bytes)
+            for handle in gpu
+        ]
+        post = self._host.post
+        self.gpus.map(gpu[0].gpu_uuid, owner, exports, lambda result: post(lambda: on_mapped(self._on_gpu(result))))
 
     def expire(self) -> None:
         self._engine.expire()
-        self._gpus.expire()
+        self.gpus.expire()
 
     def load_of(self, direction: Direction) -> DirectionLoad:
-        return self._engine.load_of(direction).plus(self._gpus.load_of(direction))
+        return self._engine.load_of(direction).plus(self.gpus.load_of(direction))
 
-    @property
-    def pinning(self) -> PinProgress:
-        return self._gpus.pinning
-
-    def _map_host(self, handles: Sequence[Handle], fds: Mapping[int, int]) -> EngineMemory:
+    def _map_host(self, handles: Sequence[MemfdHandle], fds: Mapping[int, int]) -> EngineMemory:
         mapped: list[MappedSegment] = []
 
         def close(on_closed: Callable[[], None]) -> None:
-            self._process.unmap(mapped, lambda: self._process.post(on_closed))
+            self._host.unmap(mapped, lambda: self._host.post(on_closed))
 
-        try:
+        with OnError(lambda: close(lambda: None)):
             for handle in handles:
-                assert isinstance(handle, MemfdHandle)
-                mapped.append(self._process.map_memfd(fds[handle.segment_id], handle.size_bytes))
-        except BaseException:
-            close(lambda: None)
-            raise
+                mapped.append(self._host.map_memfd(fds[handle.segment_id], handle.size_bytes))  # noqa: PERF401
         spans = [(segment.address, segment.size_bytes) for segment in mapped]
         return EngineMemory(self._engine, spans, None, close, mapped, sum(one.descriptors for one in mapped))
 
@@ -127,7 +120,7 @@ class MemoryMapper:
         if isinstance(memory, KvoffdError):
             return memory
         spans = [(segment.address, segment.size_bytes) for segment in memory.segments]
-        post = self._process.post
+        post = self._host.post
         return EngineMemory(memory.engine, spans, memory.node, lambda closed: memory.close(lambda: post(closed)))
 
 
@@ -159,21 +152,3 @@ def segment_ids(handles: Sequence[Handle]) -> list[int]:
     if len(set(ids)) < len(ids):
         raise BadGeometry("A segment is named twice; name it once and let tensors share it.")
     return ids
-
-
-def _exports(handles: Sequence[Handle], fds: Mapping[int, int], uid: int) -> tuple[bytes, list[IpcExport | VmmExport]]:
-    exports: list[IpcExport | VmmExport] = []
-    uuids: set[bytes] = set()
-    for handle in handles:
-        if isinstance(handle, MemfdHandle):
-            raise KvoffdError(
-                "A registration names memory of the host and of a GPU; register each on its own.", ErrorCode.UNSUPPORTED
-            )
-        uuids.add(handle.gpu_uuid)
-        if isinstance(handle, CudaIpcHandle):
-            exports.append(IpcExport(handle.handle, handle.size_bytes, uid))
-        else:
-            exports.append(VmmExport([fds[segment_id] for segment_id in handle.segment_ids], handle.chunk_bytes))
-    if len(uuids) > 1:
-        raise KvoffdError("A registration names several GPUs; register each on its own.", ErrorCode.UNSUPPORTED)
-    return uuids.pop(), exports

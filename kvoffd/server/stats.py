@@ -167,7 +167,7 @@ def namespaces(service: Service, session: Session, message: a.Namespaces) -> a.N
 
 
 def _pool_stats(service: Service) -> s.PoolStats:
-    cache, pinning = service.cache, service.memory.pinning
+    cache, pinning = service.cache, service.memory.gpus.pinning
     usage = cache.pool_usage()
     held = sum(namespace.held_blocks for namespace in cache.namespaces)
     index_bytes = index_memory(cache.blocks, cache.policy)

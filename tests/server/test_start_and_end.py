@@ -74,7 +74,7 @@ def test_the_watchdog_is_fed_after_a_turn_of_the_message_loop_that_worked(works:
     async def run() -> MagicMock:
         daemon = Daemon(Config())
         daemon._service = service = MagicMock()  # type: ignore[assignment]
-        service.memory.stuck, service.memory.lost = False, None
+        service.memory.stuck, service.memory.gpus.lost = False, None
         service.scrubber.has_work = False
         daemon._lifelines = daemon._policy_file = daemon._state = MagicMock()  # type: ignore[assignment]
         daemon._directory = MagicMock(**{"lost_sockets.return_value": ""})
