@@ -123,7 +123,9 @@ class LeasedBlocks:
         """
         found = [namespace.states_of(group, keys) for group, keys in groups]
         blocks, leases = self.blocks, self.__leases
-        lease = _live_lease(leases, lease_id, owner, namespace)
+        lease = leases.get(lease_id)
+        if lease is not None and (lease.owner != owner or lease.namespace is not namespace):
+            raise UnknownLease(f"The lease {lease_id} belongs to another session or namespace; choose a new lease id.")
         if lease is not None and not extend:
             states = [
                 _states_under(leases.by_key(lease, group), namespace.split(group, keys), one)
@@ -131,8 +133,8 @@ class LeasedBlocks:
             ]
             return LookupAnswer(states, lease.keys)
         states, being_asked = found, 0
-        ready = sum(one.count(READY) for one in found)
-        if blocks.tiering is not None and ready < sum(map(len, found)) and not namespace.clearing:
+        asked, ready = sum(map(len, found)), sum([one.count(_READY_BYTE) for one in found])
+        if blocks.tiering is not None and ready < asked and not namespace.clearing:
             if blocks.tiering.may_have(namespace):
                 split = [(group, namespace.split(group, keys)) for group, keys in groups]
                 states, being_asked = blocks.tiering.find(namespace, owner, split, found, again)
@@ -142,9 +144,7 @@ class LeasedBlocks:
                 namespace.counters.keys_pending += sum(one.count(PENDING) for one in states) + shared
         if ready:
             nbytes = _block_bytes(namespace, groups, states)
-            if (
-                part := self._leasable(owner, ready, nbytes, lambda: self._loose_bytes(namespace, groups, states))
-            ) < 1.0:
+            if (part := self._leasable(owner, ready, nbytes, namespace, groups, states)) < 1.0:
                 self.shortened_lookups += 1
                 states = [_shortened(one, part) for one in states]
                 ready, nbytes = sum(one.count(READY) for one in states), _block_bytes(namespace, groups, states)
@@ -161,32 +161,36 @@ class LeasedBlocks:
         self.__deferred_requests[lease_id] = namespace, groups
         counters = namespace.counters
         counters.lookups += 1
-        asked = sum(map(len, states))
         counters.keys_asked += asked
         counters.keys_ready += ready
-        counters.prefix_keys_ready += sum(len(one) - len(one.lstrip(_READY_BYTE)) for one in states)
+        counters.prefix_keys_ready += sum([len(one) - len(one.lstrip(_READY_BYTE)) for one in states])
         if ready < asked:
             self.__blocks.misses.asked(namespace, groups, found, states)
         return LookupAnswer(states, ready)
 
-    def _leasable(self, owner: int, keys: int, nbytes: int, loose_bytes: Callable[[], int]) -> float:
+    def _leasable(
+        self,
+        owner: int,
+        keys: int,
+        nbytes: int,
+        namespace: Namespace,
+        groups: Sequence[tuple[int, bytes]],
+        states: Sequence[bytes],
+    ) -> float:
         """The part of so many more ready keys, with blocks of so many bytes, that a session may lease: 1.0 for all.
 
-        ``loose_bytes`` says how many of the bytes nothing pins yet: only these are taken from others.
+        Only bytes of blocks that nothing pins yet are taken from others.
         """
         bounds = self._bounds
         part = (bounds.max_keys - self.__leases.held(owner).keys) / keys
-        if self.__blocks.pinned_bytes + nbytes > bounds.max_bytes // 2 and (loose := loose_bytes()):
-            part = min(part, self._share_left(owner, loose) / loose)
+        if self.__blocks.pinned_bytes + nbytes > bounds.max_bytes // 2:
+            loose = 0
+            for (group, names), one in zip(groups, states, strict=True):
+                blocks = zip(namespace.index[group].find(names), one, strict=True)
+                loose += sum(b.slot_bytes for b, state in blocks if state == READY and b is not None and not b.pins)
+            if loose:
+                part = min(part, self._share_left(owner, loose) / loose)
         return max(0.0, part)
-
-    def _loose_bytes(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]], states: Sequence[bytes]) -> int:
-        """Pool bytes of the ready blocks that nothing pins."""
-        nbytes = 0
-        for (group, keys), one in zip(groups, states, strict=True):
-            blocks = zip(namespace.index[group].find(keys), one, strict=True)
-            nbytes += sum(b.slot_bytes for b, state in blocks if state == READY and b is not None and not b.pins)
-        return nbytes
 
     def _share_left(self, owner: int, wanted: int) -> int:
         """Bytes that the session may lease beside what it has, below 0 where it has too much."""
@@ -270,7 +274,9 @@ class LeasedBlocks:
 
 
 def _block_bytes(namespace: Namespace, groups: Sequence[tuple[int, bytes]], states: Sequence[bytes]) -> int:
-    return sum(one.count(READY) * namespace.block_bytes(group) for (group, _), one in zip(groups, states, strict=True))
+    return sum(
+        [one.count(_READY_BYTE) * namespace.block_bytes(group) for (group, _), one in zip(groups, states, strict=True)]
+    )
 
 
 def _shortened(states: bytes, part: float) -> bytes:
@@ -281,14 +287,6 @@ def _shortened(states: bytes, part: float) -> bytes:
         return states
     end = int(ready[keep])
     return states[:end] + states[end:].replace(_READY_BYTE, _ABSENT_BYTE)
-
-
-def _live_lease(leases: LeaseTable, lease_id: int, owner: int, namespace: Namespace) -> Lease | None:
-    """The lease that lives under this id, None where there is none yet. Raises UnknownLease if it is another's."""
-    lease = leases.get(lease_id)
-    if lease is not None and (lease.owner != owner or lease.namespace is not namespace):
-        raise UnknownLease(f"The lease {lease_id} belongs to another session or namespace; choose a new lease id.")
-    return lease
 
 
 def _states_under(held: Mapping[bytes, Block], keys: Sequence[bytes], states: bytes) -> bytes:

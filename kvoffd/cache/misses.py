@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +14,8 @@ ENTRIES = 2**19
 """Keys of which it is known why they left, all namespaces together: 4 MiB. A key replaces one at random."""
 KEYS_AT_ONCE = 2**16
 """Keys that may wait to be counted."""
+_READY, _WRITING = bytes([BlockState.READY]), bytes([BlockState.WRITING])
+_NONE = array("Q", bytes(8 * 16))
 _Groups = Sequence[tuple[int, bytes]]
 
 
@@ -26,6 +28,8 @@ class Misses:
         self._table = self._entries.ctypes.data, ENTRIES
         self._asked: list[tuple[Namespace, _Groups, Sequence[bytes], Sequence[bytes]]] = []
         self._keys_asked = 0
+        self._counts = _NONE[:]
+        """By reason, of what is being counted."""
 
     def note(self, namespace: Namespace, group: int, keys: Sequence[bytes], reason: MissReason) -> None:
         """These keys are not there from now on, for this reason."""
@@ -41,20 +45,19 @@ class Misses:
 
     def count(self) -> None:
         """Count what was asked since the last call."""
-        counts = (ctypes.c_uint64 * 16)()
+        counts, at = self._counts, self._counts.buffer_info()[0]
         for namespace, groups, pool, answered in self._asked:
             misses = namespace.counters.misses
             for (group, keys), before, after in zip(groups, pool, answered, strict=True):
-                if limited := before.count(BlockState.READY) - after.count(BlockState.READY):
+                if before is not after and (limited := before.count(_READY) - after.count(_READY)):
                     misses[MissReason.LEASE_LIMIT] += limited
                     after = np.maximum(np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8)).tobytes()
-                if writing := after.count(BlockState.WRITING):
+                if writing := after.count(_WRITING):
                     misses[MissReason.HALF_STORED] += writing
-                index = namespace.index[group].at
-                self._native.count_reasons(index, *self._table, keys, len(after), after, counts)
-            for reason, number in enumerate(counts):
+                self._native.count_reasons(namespace.index[group].at, *self._table, keys, len(after), after, at)
+            for reason, number in zip(MissReason, counts, strict=False):
                 if number:
-                    misses[MissReason(reason)] += number
-                    counts[reason] = 0
+                    misses[reason] += number
+            counts[:] = _NONE
         self._asked.clear()
         self._keys_asked = 0

@@ -65,7 +65,7 @@ class Opening:
         label, description = printable(message.label), printable(message.description)
         opened = cache.open_namespace(fingerprint, label, *geometry, description)
         namespace, created = opened
-        session.namespaces.add(fingerprint)
+        session.namespaces[fingerprint] = namespace
         if created:
             namespace.generation = service.state.generation(fingerprint)
             # A subscriber that knew an earlier life of the daemon must forget what it believed.

@@ -88,8 +88,7 @@ def register(service: Service, session: Session, message: m.Register) -> Pending
     Takes the attached descriptors over when all of it is sound, none of them otherwise.
     """
     service.sessions.check_not_stopping()
-    session.check_namespace(message.namespace)
-    namespace = service.cache.namespace(message.namespace)
+    namespace = session.namespace(message.namespace)
     _check_registration(service, session, message, namespace)
     descriptors = _claim(session, message.segments)
     session.registering.add(message.registration_id)
@@ -189,23 +188,21 @@ def _give_back(session: Session, descriptors: dict[int, int]) -> None:
 @answers(m.Lookup)
 def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupReply:
     """Tell which keys are ready and pin those."""
-    started = service.clock()
-    session.check_namespace(message.namespace)
-    namespace = service.cache.namespace(message.namespace)
+    started, limits = service.clock(), service.config.limits
+    namespace = session.namespace(message.namespace)
     service.check_key_count(namespace, message.groups)
-    service.check_lease_count(session)
+    if service.cache.leases.count_of(session.id) >= limits.max_leases:
+        raise KvoffdError(f"The session holds {limits.max_leases} leases, its limit; release some.", ErrorCode.TOO_MANY)
     groups = [(part.group, part.keys) for part in message.groups]
-    answer = service.cache.lookup(
+    states, pinned = service.cache.lookup(
         namespace, message.lease_id, session.id, groups, again=message.again, extend=message.extend
     )
-    ttl_ms = round(service.config.limits.lease_ttl_s * 1000) if answer.pinned else 0
-    service.lookups.append((message.lease_id, None if namespace.of_bench else service.clock() - started))
     wait_ms = 0
-    if (tiering := service.tiering) is not None and any(not m.COMING.isdisjoint(states) for states in answer.states):
+    if (tiering := service.tiers.tiering) is not None and any(not m.COMING.isdisjoint(one) for one in states):
         wait_ms = math.ceil(tiering.wait_s * 1000)
-    return m.LookupReply(
-        message.request_id, service.epoch, message.lease_id, answer.states, answer.pinned, ttl_ms, wait_ms
-    )
+    ttl_ms = round(limits.lease_ttl_s * 1000) if pinned else 0
+    service.lookups.append((message.lease_id, None if namespace.of_bench else service.clock() - started))
+    return m.LookupReply(message.request_id, service.epoch, message.lease_id, states, pinned, ttl_ms, wait_ms)
 
 
 @answers(m.Release)
@@ -216,8 +213,7 @@ def release(service: Service, session: Session, message: m.Release) -> m.Done:
 @answers(m.Invalidate)
 def invalidate(service: Service, session: Session, message: m.Invalidate) -> Pending:
     """Forget blocks now, but for those of an earlier daemon, which are looked for in the background."""
-    session.check_namespace(message.namespace)
-    namespace = service.cache.namespace(message.namespace)
+    namespace = session.namespace(message.namespace)
     service.check_key_count(namespace, message.groups)
     steps = service.cache.invalidate(namespace, [(part.group, part.keys) for part in message.groups])
     service.tiers.invalidated(message.namespace)
@@ -226,8 +222,7 @@ def invalidate(service: Service, session: Session, message: m.Invalidate) -> Pen
 
 @answers(m.ReportEngine)
 def report_engine(service: Service, session: Session, message: m.ReportEngine) -> m.Done:
-    session.check_namespace(message.namespace)
-    counters = service.cache.namespace(message.namespace).counters
+    counters = session.namespace(message.namespace).counters
     counters.prefill_tokens_per_second = message.prefill_tokens_per_second
     counters.load_tokens_per_second = message.load_tokens_per_second
     counters.skipped_loads += message.skipped_loads
@@ -239,8 +234,7 @@ def report_engine(service: Service, session: Session, message: m.ReportEngine) -
 @answers(m.Reset)
 def reset(service: Service, session: Session, message: m.Reset) -> Pending:
     """Drop every block of a namespace that the session has opened."""
-    session.check_namespace(message.namespace)
-    namespace = service.cache.namespace(message.namespace)
+    namespace = session.namespace(message.namespace)
     steps = service.cache.reset(namespace)
     service.state.raise_generation(message.namespace)
 

@@ -125,23 +125,36 @@ class Service:
     def handle(self, route: bytes, frame: bytes) -> None:
         """Answer one request frame. Never raises. Its reply is among ``replies`` then, unless it must wait."""
         self.requests += 1
-        request_id = 0
+        request_id, session = 0, None
+        answer: Answer
         try:
             if len(frame) > (most := self.config.limits.max_frame_bytes):
                 raise KvoffdError(
                     f"The frame has {len(frame)} bytes; {most} are allowed. Send it in parts.", ErrorCode.TOO_LARGE
                 )
-            try:
-                request = codec.decode_request(frame)
-            except codec.CodecError as error:
-                request_id = codec.request_id_of(frame)
-                raise KvoffdError(f"The frame is not a request: {error}.", ErrorCode.MALFORMED) from error
+            request = codec.decode_request(frame)
             request_id = request.request_id
-            answer = self._answer(route, request)
+            session = self.sessions.by_route.get(route)
+            exchange, handler = HANDLERS[type(request)]
+            if session is None:
+                answer = self._answer_stranger(route, request)
+            else:
+                session.last_request_at = self.clock()
+                if session.role not in exchange.roles and (session.role or not isinstance(request, m.Hello)):
+                    raise _wrong_role(session, request)
+                if self.pending and sum(one.session is session for one in self.pending) >= MAX_PENDING:
+                    raise KvoffdError(
+                        f"{MAX_PENDING} requests of the session wait for their replies, its limit; wait for some.",
+                        ErrorCode.TOO_MANY,
+                    )
+                answer = handler(self, session, request)
+        except codec.CodecError as error:
+            refusal = KvoffdError(f"The frame is not a request: {error}.", ErrorCode.MALFORMED)
+            answer = self.refusal(codec.request_id_of(frame), refusal)
         except Exception as error:
             answer = self.refusal(request_id, error)
         if isinstance(answer, Pending):
-            answer.request_id, answer.sender = request_id, route
+            answer.request_id, answer.sender, answer.session = request_id, route, session
             if not self._poll(answer):
                 self.pending.append(answer)
         elif answer is not None:
@@ -150,10 +163,12 @@ class Service:
     def outgoing(self) -> tuple[list[Frames], list[tuple[bytes, bytes]]]:
         """Publications, and replies by route. Send them in this order: a reply may tell the client to look for a
         completion."""
-        self.pending = [pending for pending in self.pending if not self._poll(pending)]
-        for session in self.jobs.with_results.values():
-            self.flush_completions(session)
-        self.jobs.with_results.clear()
+        if self.pending:
+            self.pending = [pending for pending in self.pending if not self._poll(pending)]
+        if self.jobs.with_results:
+            for session in self.jobs.with_results.values():
+                self.flush_completions(session)
+            self.jobs.with_results.clear()
         publications, self.publications = self.publications, []
         publications += self.events.take()
         replies, self.replies = self.replies, []
@@ -161,15 +176,15 @@ class Service:
 
     def after_send(self) -> None:
         """Work that may wait until the replies are out: what lookups leave behind."""
-        for lease_id, seconds in self.lookups:
-            if seconds is not None:
-                self.lookup_times.observe(seconds)
-                self.lookup_rate.add(1)
-            self.cache.touch(lease_id)
         if self.lookups:
+            for lease_id, seconds in self.lookups:
+                if seconds is not None:
+                    self.lookup_times.observe(seconds)
+                    self.lookup_rate.add(1)
+                self.cache.touch(lease_id)
             self.cache.count_misses()
-        self.lookups.clear()
-        if (tiering := self.tiering) is not None:
+            self.lookups.clear()
+        if (tiering := self.tiers.tiering) is not None:
             tiering.pump()
 
     def background(self) -> bool:
@@ -195,34 +210,13 @@ class Service:
 
     # --- replies -----------------------------------------------------------------------------------
 
-    def _answer(self, route: bytes, request: m.AnyRequest) -> Answer:
-        """What the request's handler returns. Raises KvoffdError where it may not be asked."""
-        session = self.sessions.by_route.get(route)
-        if session is None and self.sessions.has_departed(route):
-            # Its last message crossed the end of the lifeline: nothing is wrong.
+    def _answer_stranger(self, route: bytes, request: m.AnyRequest) -> m.AnyReply:
+        """The reply to one without a session. Raises KvoffdError."""
+        if self.sessions.has_departed(route):  # its last message crossed the end of the lifeline: nothing is wrong
             return m.Error(request.request_id, self.epoch, ErrorCode.BAD_TOKEN, ErrorCode.BAD_TOKEN.sentence)
-        if session is None and isinstance(request, a.Health):
+        if isinstance(request, a.Health):
             return health_reply(self, request)
-        if session is None:
-            raise KvoffdError.of(ErrorCode.BAD_TOKEN)
-        session.last_request_at = self.clock()
-        exchange, handler = HANDLERS[type(request)]
-        if session.role is None and not isinstance(request, m.Hello):
-            raise KvoffdError.of(ErrorCode.NO_HELLO)
-        if session.role is not None and session.role not in exchange.roles:
-            raise KvoffdError(
-                f"{type(request).__name__} is for the role {' or '.join(sorted(exchange.roles))}, not {session.role}.",
-                ErrorCode.WRONG_ROLE,
-            )
-        if sum(pending.session is session for pending in self.pending) >= MAX_PENDING:
-            raise KvoffdError(
-                f"{MAX_PENDING} requests of the session wait for their replies, its limit; wait for some.",
-                ErrorCode.TOO_MANY,
-            )
-        answer = handler(self, session, request)
-        if isinstance(answer, Pending):
-            answer.session = session
-        return answer
+        raise KvoffdError.of(ErrorCode.BAD_TOKEN)
 
     def _poll(self, pending: Pending) -> bool:
         """Put the reply among ``replies`` if it is there; False where it still waits."""
@@ -257,14 +251,9 @@ class Service:
 
     def check_key_count(self, namespace: Namespace, groups: Sequence[m.GroupKeys]) -> None:
         """Raise KvoffdError where a request has more keys than it may."""
-        keys = sum(len(part.keys) for part in groups) // namespace.key_bytes
+        keys = sum([len(part.keys) for part in groups]) // namespace.key_bytes
         if keys > (most := self.config.limits.max_keys_per_request):
             raise KvoffdError(f"{keys} keys in one request; {most} are allowed. Send several.", ErrorCode.TOO_MANY)
-
-    def check_lease_count(self, session: Session) -> None:
-        limit = self.config.limits.max_leases
-        if self.cache.leases.count_of(session.id) >= limit:
-            raise KvoffdError(f"The session holds {limit} leases, its limit; release some.", ErrorCode.TOO_MANY)
 
     def removal(
         self, request_id: int, steps: Steps, then: Callable[[int], int] | None = None, *, at_once: bool = False
@@ -336,3 +325,13 @@ class Service:
                     namespace.label,
                     namespace.world_size,
                 )
+
+
+def _wrong_role(session: Session, request: m.AnyRequest) -> KvoffdError:
+    if session.role is None:
+        return KvoffdError.of(ErrorCode.NO_HELLO)
+    return KvoffdError(
+        f"{type(request).__name__} is for the role {' or '.join(sorted(m.EXCHANGES[type(request)].roles))}, not "
+        f"{session.role}.",
+        ErrorCode.WRONG_ROLE,
+    )

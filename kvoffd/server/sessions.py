@@ -188,7 +188,8 @@ class Session:
     software: str = ""
     last_request_at: float = field(init=False)
     ended: bool = False
-    namespaces: set[bytes] = field(default_factory=set)
+    namespaces: dict[bytes, Namespace] = field(default_factory=dict)
+    """Those that it has open, by fingerprint."""
     segments: dict[int, int] = field(default_factory=dict)
     """Attached descriptors that no registration has taken over yet: segment id -> fd."""
     registrations: dict[bytes, Registration] = field(default_factory=dict)
@@ -212,10 +213,11 @@ class Session:
         """The routing id of its client's requests."""
         return routing_id(self.token)
 
-    def check_namespace(self, fingerprint: bytes) -> None:
-        """Raise UnknownNamespace unless the session has opened the namespace."""
-        if fingerprint not in self.namespaces:
+    def namespace(self, fingerprint: bytes) -> Namespace:
+        """A namespace that the session has opened. Raises UnknownNamespace."""
+        if (namespace := self.namespaces.get(fingerprint)) is None:
             raise UnknownNamespace(ErrorCode.UNKNOWN_NAMESPACE.sentence)
+        return namespace
 
     def registration(self, registration_id: bytes) -> Registration:
         """A registration of the session. Raises KvoffdError."""

@@ -11,6 +11,7 @@ import asyncio
 import ctypes
 import logging
 import os
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from math import inf
@@ -149,11 +150,27 @@ class Sockets:
         self._due = self._post_woke = False
         if self._closed:  # the pool may be unmapped
             return True
+        until, more, jobs = time.monotonic() + DRAIN_S, False, self._jobs
         try:
-            until = self._loop.time() + DRAIN_S
-            more = self._make_calls(until)
-            if self._service is not None:
-                more = self._answer(self._service, until) or more
+            if self._posted:
+                more = self._make_calls(until)
+            if (service := self._service) is not None:
+                for _ in range(DRAINED_AT_ONCE):
+                    if not cast(int, jobs.get(_EVENTS)) & _POLLIN:
+                        break
+                    route, frames = jobs.recv(_NOBLOCK), [jobs.recv(_NOBLOCK, copy=False)]
+                    while frames[-1].more:
+                        frames.append(jobs.recv(_NOBLOCK, copy=False))
+                    # Several frames are no request: the decoder refuses that, and the sender hears why.
+                    service.handle(route, frames[0].bytes if len(frames) == 1 else b"")
+                    self.flush()  # a reply does not wait for other requests; its lookup's pins are entered before them
+                    if time.monotonic() > until:
+                        more = True
+                        break
+                else:
+                    more = True
+                more = service.background() or more
+                more = self.flush() or more  # what was sent may have consumed the edge
         except Exception:  # the loop that serves engines must outlive it; the tick goes on
             logger.exception("An iteration of the message loop failed.")
             return False
@@ -169,36 +186,13 @@ class Sockets:
                 call()
             except Exception:
                 logger.exception("The end of a copy, or of a mapping, failed inside the daemon.")
-            if self._loop.time() > until:
+            if time.monotonic() > until:
                 break
         return bool(self._posted)
 
-    def _answer(self, service: RequestService, until: float) -> bool:
-        """Answer the requests that have arrived; True when there may be more to do at once."""
-        more = True
-        for _ in range(DRAINED_AT_ONCE):
-            if not _has_message(self._jobs):
-                more = False
-                break
-            self._receive(service)
-            self.flush()  # a reply does not wait for other requests; its lookup's pins are entered before them
-            if self._loop.time() > until:
-                break
-        more = service.background() or more
-        return self.flush() or more  # what was sent may have consumed the edge
-
-    def _receive(self, service: RequestService) -> None:
-        route = self._jobs.recv(_NOBLOCK)
-        frames = [self._jobs.recv(_NOBLOCK, copy=False)]
-        while frames[-1].more:
-            frames.append(self._jobs.recv(_NOBLOCK, copy=False))
-        # Several frames are no request: the decoder refuses that, and the sender hears why.
-        service.handle(route, frames[0].bytes if len(frames) == 1 else b"")
-
     def flush(self) -> bool:
         """Send replies and publications; True when there were replies."""
-        service = self._service
-        if service is None:
+        if (service := self._service) is None:
             return False
         publications, replies = service.outgoing()
         if publications:
@@ -208,23 +202,19 @@ class Sockets:
                 self._events.send(number, _SNDMORE)
                 self._events.send(payload)  # never waits: PUB drops what a subscriber has no room for
         for route, frame in replies:  # after the completions: a reply may tell the client to look for them
-            self._reply(route, frame)
+            try:
+                self._jobs.send(route, _NOBLOCK | _SNDMORE)
+                self._jobs.send(frame, _NOBLOCK)
+            except zmq.ZMQError as error:
+                service.replies_dropped["unread" if isinstance(error, zmq.Again) else "gone"] += 1
         service.after_send()
         return bool(replies)
-
-    def _reply(self, route: bytes, frame: bytes) -> None:
-        try:
-            self._jobs.send(route, _NOBLOCK | _SNDMORE)
-            self._jobs.send(frame, _NOBLOCK)
-        except zmq.ZMQError as error:
-            assert self._service is not None
-            self._service.replies_dropped["unread" if isinstance(error, zmq.Again) else "gone"] += 1
 
     # --- who may connect --------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Answer libzmq, which asks for each connection (ZeroMQ RFC 27) and tells the peer's credentials."""
-        while self._service is not None and _has_message(self._admission):
+        while self._service is not None and cast(int, self._admission.get(_EVENTS)) & _POLLIN:
             _, request_id, _, address, *_ = self._admission.recv_multipart(_NOBLOCK)
             peer = _peer_at(address)
             allowed = peer.pid == os.getpid() or may_connect(peer, self._config)
@@ -235,10 +225,6 @@ class Sockets:
                 )
             status = b"200" if allowed else b"400"
             self._admission.send_multipart([b"1.0", request_id, status, b"", b"", b""], _NOBLOCK)
-
-
-def _has_message(socket: zmq.Socket[bytes]) -> bool:
-    return bool(cast(int, socket.get(_EVENTS)) & _POLLIN)
 
 
 def _peer_at(address: bytes) -> Peer:

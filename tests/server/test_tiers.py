@@ -288,7 +288,7 @@ def test_an_engine_takes_from_a_directory_that_is_being_opened_what_it_invalidat
         epoch=1,
     )
     context.removal = partial(Service.removal, cast(Service, context))
-    session = SimpleNamespace(id=1, check_namespace=lambda name: None)
+    session = SimpleNamespace(id=1, namespace=lambda name: space)
     groups = [GroupKeys(0, keys_of(1, 2))]
     invalidate(context, session, Invalidate(1, space.fingerprint, groups))  # type: ignore[arg-type]
     rig.opened()

@@ -251,7 +251,7 @@ PLANTED = (
         "any route will do",
         12,
         "kvoffd.server.service",
-        "Service._answer",
+        "Service.handle",
         "self.sessions.by_route.get(route)",
         "self.sessions.by_route.get(route) or next(iter(self.sessions), None)",
         door="tests/daemon/test_bad_requests.py::test_requests_of_the_wrong_session",
