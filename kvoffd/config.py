@@ -251,12 +251,10 @@ class Limits:
     max_frame_bytes: int = 2 * 1024**2
     max_keys_per_request: int = 8192
     max_jobs_per_message: int = 1024
-    max_keys_per_job: int = 4096
-    max_pieces_per_job: int = 16_384
-    """Of all stores, or of all loads, of a message: block ids times the layers of their group."""
-    max_pieces_in_flight: int = 262_144
-    """Of a session; a key counts as eight pieces at least."""
     max_jobs_in_flight: int = 4096
+    max_pieces_in_flight: int = 65_536
+    """Of a session: block ids of its unfinished jobs, times the layers of their group. Or twice the pieces of its
+    memory, if that is more, so that only who copies a block several times at once meets it."""
     max_registrations: int = 8
     max_leases: int = 16_384
     max_leased_keys: int = 1_048_576

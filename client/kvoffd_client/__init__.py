@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
     from kvoffd_client.errors import KvoffdClientError as KvoffdClientError
     from kvoffd_client.errors import RequestRefused as RequestRefused
     from kvoffd_client.errors import RequestTimeout as RequestTimeout
+    from kvoffd_client.jobs import GroupTransfer as GroupTransfer
+    from kvoffd_client.jobs import Job as Job
     from kvoffd_client.memory import Registration as Registration
     from kvoffd_client.memory import SharedMemory as SharedMemory
     from kvoffd_client.namespace import Geometry as Geometry
@@ -45,7 +47,6 @@ if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
     from kvoffd_proto.errors import ErrorCode as ErrorCode
     from kvoffd_proto.messages import GroupKeys as GroupKeys
     from kvoffd_proto.messages import GroupSpec as GroupSpec
-    from kvoffd_proto.messages import GroupTransfer as GroupTransfer
     from kvoffd_proto.messages import JobResult as JobResult
     from kvoffd_proto.messages import KeyState as KeyState
     from kvoffd_proto.messages import PageRef as PageRef
@@ -76,13 +77,13 @@ _HOMES = {
     ),
     "kvoffd_client.namespace": ("Geometry", "NamespaceSpec"),
     "kvoffd_client.scheduler_client": ("Lookup", "SchedulerClient"),
+    "kvoffd_client.jobs": ("GroupTransfer", "Job"),
     "kvoffd_client.memory": ("Registration", "SharedMemory"),
     "kvoffd_client.worker_client": ("WorkerClient",),
     "kvoffd_proto.errors": ("ErrorCode",),
     "kvoffd_proto.messages": (
         "GroupKeys",
         "GroupSpec",
-        "GroupTransfer",
         "JobResult",
         "KeyState",
         "PageRef",

@@ -18,6 +18,7 @@ import xxhash
 
 from kvoffd_client.admin_client import AdminClient, matching_namespaces
 from kvoffd_client.errors import BlockDamaged, BlockUnavailable, DaemonUnavailable, RequestRefused, RequestTimeout
+from kvoffd_client.jobs import GroupTransfer, Job
 from kvoffd_client.memory import Registration, SharedMemory
 from kvoffd_client.namespace import Geometry
 from kvoffd_client.scheduler_client import SchedulerClient
@@ -25,7 +26,7 @@ from kvoffd_client.session import ClientOptions, Closing
 from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.admin import CHECKSUM_BYTES, BlockInfo, DescribeNamespace, ListBlocks, PageSpec, ShardSpec
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import READY, GroupKeys, GroupTransfer, JobResult, Load, PageRef, Store, TensorLayout
+from kvoffd_proto.messages import READY, GroupKeys, JobResult, PageRef, TensorLayout
 
 if TYPE_CHECKING:
     import torch
@@ -334,15 +335,15 @@ class _Buffer(Closing):
             found.append(GroupTransfer.of([keys[at] for at in places], ids[hole:], group, hole))
         return found
 
-    def _run(self, stores: Sequence[Store], loads: Sequence[Load]) -> list[list[JobResult]]:
+    def _run(self, jobs: Sequence[Job]) -> list[list[JobResult]]:
         """Have all ranks do some jobs; returns, by job, the results by rank.
 
         Raises DaemonUnavailable, RequestTimeout; RequestRefused for what is wrong with more than some of the blocks.
         """
         deadline = time.monotonic() + self._timeout_s
-        wanted = [store.job_id for store in stores] + [load.job_id for load in loads]
+        wanted = [job.job_id for job in jobs]
         for worker in self._workers:
-            worker.submit(stores, loads)
+            worker.submit(jobs)
         by_rank: list[dict[int, JobResult]] = []
         for worker in self._workers:
             found: dict[int, JobResult] = {}
@@ -390,9 +391,9 @@ class _Buffer(Closing):
             for pages in chain.from_iterable(self._layers(rank, group, place) for rank in ranks):
                 pages[: info.first_block] = 0
         transfers = self._transfers(group, [info.key for info in found], [info.first_block for info in found])
-        loads = [Load(next(self._job_ids), lease_id, [transfer], keep_lease=True) for transfer in transfers]
+        loads = [Job(next(self._job_ids), [transfer], lease_id, keep_lease=True) for transfer in transfers]
         not_loaded: set[bytes] = set()
-        for transfer, results in zip(transfers, self._run([], loads), strict=True):
+        for transfer, results in zip(transfers, self._run(loads), strict=True):
             for result in results:
                 if not result.ok:
                     not_loaded.update(self._keys_of([transfer]))
@@ -416,9 +417,9 @@ class _Buffer(Closing):
                     pages[...] = shard.data[at : at + pages.size].reshape(pages.shape)
                     at += pages.size
         transfers = self._transfers(group, [block.key for block in blocks], [block.first_block for block in blocks])
-        stores = [Store(next(self._job_ids), [transfer]) for transfer in transfers]
+        stores = [Job(next(self._job_ids), [transfer]) for transfer in transfers]
         written, no_room, declined = BlocksWritten(), set[bytes](), set[bytes]()
-        for transfer, results in zip(transfers, self._run(stores, []), strict=True):
+        for transfer, results in zip(transfers, self._run(stores), strict=True):
             per_key = self._per_key - transfer.first_block
             sizes = [sum(page.page_bytes for page in shards[group].pages) for shards in self.geometry.shards]
             written.stored += min(result.bytes // (per_key * size) for result, size in zip(results, sizes, strict=True))

@@ -20,13 +20,14 @@ import numpy.typing as npt
 
 from kvoffd_client.admin_client import ask_health
 from kvoffd_client.errors import DaemonUnavailable
+from kvoffd_client.jobs import GroupTransfer
 from kvoffd_client.memory import Registration, SharedMemory
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.scheduler_client import Lookup, SchedulerClient
 from kvoffd_client.session import DEFAULT_OPTIONS, ClientOptions, Closing
 from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import GroupKeys, GroupTransfer, JobResult
+from kvoffd_proto.messages import GroupKeys, JobResult
 
 KEY_BYTES = 32
 START_DEADLINE_S, STOP_DEADLINE_S = 30.0, 15.0

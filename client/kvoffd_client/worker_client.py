@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
-from kvoffd_client.job_parts import FIRST_PART_ID, Job, Part, PartSizes
+from kvoffd_client.jobs import GroupTransfer, Job, submit_of
 from kvoffd_client.memory import Registration
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.session import (
@@ -37,6 +38,26 @@ LOAD_WAIT_S = 10.0
 """How often a fence says that it still waits for loads."""
 JOB_PATIENCE_S = 1.0
 """A job older than this makes the client ask for its result, and again at this interval."""
+FIRST_PART_ID = 2**62
+"""Job ids from here on are those of parts of large jobs; others keep their own."""
+
+
+class Sent(NamedTuple):
+    """A job on the wire, or a part of one, that has no result."""
+
+    job: Job
+    of_job: int
+    request_id: int
+
+
+@dataclass(slots=True)
+class Unfinished:
+    """A job that has no result. ``outcome`` is of its parts that have ended, ``parts`` the number of the others."""
+
+    job: Job
+    sent_at: float
+    parts: int
+    outcome: m.JobResult | None = None
 
 
 class WorkerClient(Session):
@@ -84,17 +105,13 @@ class WorkerClient(Session):
         self._handles: list[Handle] = []
         self._fds: list[int] = []
         self._attached_count = 0
-        self._jobs: dict[int, Job] = {}
-        """Unfinished jobs by id, oldest first."""
+        self._jobs: dict[int, Unfinished] = {}
+        """By id, oldest first."""
+        self._sent: dict[int, Sent] = {}
+        """By id on the wire."""
+        self._next_part_id = FIRST_PART_ID
         self._results: list[m.JobResult] = []
         """Results that were not taken yet."""
-        pages = tuple(map(len, registration.groups))
-        self._part_sizes = PartSizes(namespace.key_bytes, registration.blocks_per_key, pages)
-        self._queues: tuple[deque[Job], deque[Job]] = deque(), deque()  # of stores and of loads
-        self._parts: dict[int, tuple[Job, Part, int]] = {}  # sent, by their ids; with the request's id
-        self._pieces = [0, 0]  # in flight, of stores and of loads
-        self._last_part = 0
-        self._by_request: dict[int, set[int]] = {}  # ids of its parts that have no result, by the request's id
         self._sequence = 0
         """All completions up to this number have arrived."""
         self._ahead: set[int] = set()
@@ -113,42 +130,41 @@ class WorkerClient(Session):
         """Jobs without a result (those waiting in take_results() have one)."""
         return len(self._jobs)
 
-    def store(self, job_id: int, groups: Sequence[m.GroupTransfer]) -> None:
-        """Copy engine blocks into the pool. When not ready, a failed result (SESSION_ENDED) is queued at once.
+    def store(self, job_id: int, groups: Sequence[GroupTransfer]) -> None:
+        """Copy engine blocks into the pool; see ``submit``."""
+        self.submit([Job(job_id, groups)])
 
-        Raises:
-            ValueError: a job of this id is unfinished, or lengths in ``groups`` do not fit.
-            TypeError: keys or block ids in ``groups`` are no bytes.
-        """
-        self.submit([m.Store(job_id, list(groups))])
-
-    def load(self, job_id: int, lease_id: int, groups: Sequence[m.GroupTransfer], keep_lease: bool = False) -> None:
-        """Copy blocks that a scheduler's lookup leased into engine blocks. Otherwise as ``store``.
+    def load(self, job_id: int, lease_id: int, groups: Sequence[GroupTransfer], keep_lease: bool = False) -> None:
+        """Copy blocks that a scheduler's lookup leased into engine blocks; see ``submit``.
 
         The lease ends with a good load of every rank of the namespace. With ``keep_lease``, for workers that load the
         shards of one rank, the scheduler releases it.
         """
-        self.submit([], [m.Load(job_id, lease_id, list(groups), keep_lease)])
+        self.submit([Job(job_id, groups, lease_id, keep_lease)])
 
-    def submit(self, stores: Sequence[m.Store], loads: Sequence[m.Load] = ()) -> None:
-        """Start the stores and loads of one step: they go out in one message. See ``store`` and ``load``.
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Start the stores and loads of one step. When not ready, failed results (SESSION_ENDED) are queued at once.
 
-        What is too large for one job goes out as several, and what the daemon has no room for now when there is some.
+        They go out in one message where it has room for all. What is too large for a message goes out in parts.
+
+        Raises:
+            ValueError: a job of the same id is unfinished, or lengths in ``groups`` do not fit.
+            TypeError: keys or block ids are no bytes.
         """
-        for some in (stores, loads):
-            for job in some:
-                self._check(job.groups)
+        ids = {job.job_id for job in jobs}
+        for job in jobs:
+            self._check(job.groups)
+        if max(ids, default=0) >= FIRST_PART_ID:
+            raise ValueError(f"Job ids are below {FIRST_PART_ID}; {max(ids)} is not.")
         with self._transport.locked() as now:
-            wanted = {job.job_id for some in (stores, loads) for job in some}
-            if len(wanted) < len(stores) + len(loads) or not wanted.isdisjoint(self._jobs):
+            if len(ids) < len(jobs) or not ids.isdisjoint(self._jobs):
                 raise ValueError("A job of the same id is unfinished; use another id.")
-            if max(wanted, default=0) >= FIRST_PART_ID:
-                raise ValueError(f"Job ids are below {FIRST_PART_ID}; {max(wanted)} is not.")
-            for load in loads:
-                self._enqueue(load.job_id, load.lease_id, load.keep_lease, load.groups, now)
-            for store in stores:
-                self._enqueue(store.job_id, None, False, store.groups, now)
-            self._send_jobs(now)
+            if not self.ready or self._limits is None:
+                self._refuse(jobs, ErrorCode.SESSION_ENDED)
+            else:
+                room = max(0, self._limits.max_jobs_in_flight - len(self._sent))
+                self._refuse(jobs[room:], ErrorCode.TOO_MANY)
+                self._send_jobs(jobs[:room], self._limits, now)
 
     def take_results(self) -> list[m.JobResult]:
         """Results since the last call, those included that have arrived and were not read yet."""
@@ -199,8 +215,10 @@ class WorkerClient(Session):
         super().close()
         self._registration.close_exports()
 
-    def _check(self, groups: Sequence[m.GroupTransfer]) -> None:
+    def _check(self, groups: Sequence[GroupTransfer]) -> None:
         group_count = len(self._namespace.groups)
+        if len({item.group for item in groups}) < len(groups):
+            raise ValueError("A job names a group twice; put its keys into one GroupTransfer.")
         for item in groups:
             if not isinstance(item.keys, bytes) or not isinstance(item.block_ids, bytes):
                 raise TypeError("A GroupTransfer has bytes; GroupTransfer.of(keys, block_ids) makes it from lists.")
@@ -212,126 +230,81 @@ class WorkerClient(Session):
 
     # --- jobs, with the lock held ----------------------------------------------------------------
 
-    def _enqueue(
-        self, job_id: int, lease_id: int | None, keep_lease: bool, groups: list[m.GroupTransfer], now: float
-    ) -> None:
-        full = self._limits is not None and len(self._jobs) >= self._limits.max_jobs_in_flight
-        parts = self._part_sizes.cut(groups, self._limits)
-        job = self._jobs[job_id] = Job(job_id, lease_id, keep_lease, groups, now, parts)
-        if not self.ready:
-            self._fail(job, ErrorCode.SESSION_ENDED, now)
-        elif full:
-            self._fail(job, ErrorCode.TOO_MANY, now)
-        else:
-            self._queues[job.is_load].append(job)
+    def _send_jobs(self, jobs: Sequence[Job], limits: m.Limits, now: float) -> None:
+        key_bytes, per_key = self._namespace.key_bytes, self._registration.blocks_per_key
+        batch: list[tuple[Job, int]] = []
+        keys = nbytes = 0
+        for job in jobs:
+            parts = job.parts(key_bytes, per_key, limits, self._next_part_id)
+            if len(parts) > 1:
+                self._next_part_id += len(parts)
+            self._jobs[job.job_id] = Unfinished(job, now, len(parts))
+            for part in parts:
+                keys, nbytes = keys + part.key_bytes // key_bytes, nbytes + part.frame_bytes
+                full = len(batch) == limits.max_jobs_per_message or nbytes > limits.max_frame_bytes
+                if batch and (full or keys > limits.max_keys_per_request):
+                    self._send_submit(batch, now)
+                    batch, keys, nbytes = [], part.key_bytes // key_bytes, part.frame_bytes
+                batch.append((part, job.job_id))
+        if batch:
+            self._send_submit(batch, now)
 
-    def _send_jobs(self, now: float) -> None:
-        """Send what the daemon has room for. Loads and stores have half of it each, and do not wait for each other."""
-        while self._limits is not None and self._send_submit(self._limits, now):
-            pass
-
-    def _send_submit(self, limits: m.Limits, now: float) -> bool:
-        """Send one message with as many jobs as it may hold; False when there is nothing to send."""
-        request_id, nbytes, keys, pieces = self._last_request_id + 1, 0, 0, 0
-        stores: list[m.Store] = []
-        loads: list[m.Load] = []
-        sent: set[int] = set()
-        for is_load in (True, False):
-            queue = self._queues[is_load]
-            while queue and len(sent) < limits.max_jobs_per_message:
-                job = queue[0]
-                if not job.waiting or self._jobs.get(job.job_id) is not job:
-                    queue.popleft()
-                    continue
-                part = job.waiting[0]
-                fits = self._pieces[is_load] + part.pieces <= limits.max_pieces_in_flight // 2 or not any(self._pieces)
-                nbytes += part.nbytes
-                keys += self._part_sizes.keys_in(part)
-                pieces += part.pieces
-                too_much = (
-                    nbytes > limits.max_frame_bytes
-                    or keys > limits.max_keys_per_request
-                    or pieces > limits.max_pieces_per_job
-                )
-                if not fits or len(self._parts) >= limits.max_jobs_in_flight or (sent and too_much):
-                    break
-                job.waiting.popleft()
-                part_id = self._part_id(job)
-                if job.lease_id is None:
-                    stores.append(m.Store(part_id, part.groups))
-                else:
-                    # The lease ends with the last part: the daemon has accepted the others, which hold their blocks.
-                    keep = job.keep_lease or bool(job.waiting)
-                    loads.append(m.Load(part_id, job.lease_id, part.groups, keep))
-                job.sent += 1
-                sent.add(part_id)
-                self._parts[part_id] = job, part, request_id
-                self._pieces[is_load] += part.pieces
-        if not sent:
-            return False
-        self._by_request[request_id] = sent
-        ids = self._next_request_id(), self._registration_id, self._part_sizes.key_bytes
-        message = m.Submit.of(*ids, stores, loads, self._sequence, self._admit_all)
+    def _send_submit(self, batch: Sequence[tuple[Job, int]], now: float) -> None:
+        """Send jobs, each with the id of the job that it is or is a part of."""
+        request_id, jobs = self._next_request_id(), [job for job, _ in batch]
+        self._sent.update((job.job_id, Sent(job, of_job, request_id)) for job, of_job in batch)
+        ids = request_id, self._registration_id, self._namespace.key_bytes
+        message = submit_of(*ids, jobs, self._sequence, self._admit_all)
         if (refused := self._send(message)) is not None:
             code = refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY
-            self._fail_parts(sent, code, now)
-        else:
-            self._role_wake_at = min(self._role_wake_at, now + JOB_PATIENCE_S)
-        return True
+            self._fail_sent([job.job_id for job in jobs], code, now)
+        self._role_wake_at = min(self._role_wake_at, now + JOB_PATIENCE_S)
 
-    def _part_id(self, job: Job) -> int:
-        if not (job.waiting or job.sent or job.outcome is not None):
-            return job.job_id
-        self._last_part += 1
-        return FIRST_PART_ID + self._last_part
+    def _refuse(self, jobs: Iterable[Job], code: ErrorCode) -> None:
+        self._results += [m.JobResult(job.job_id, False, 0, 0.0, code, job.keys) for job in jobs]
+        self._transport.notify()
 
-    def _fail_parts(self, part_ids: Iterable[int], code: ErrorCode, now: float) -> None:
-        for part_id in list(part_ids):
-            job, part, _ = self._parts[part_id]
-            failed = [m.GroupKeys(transfer.group, transfer.keys) for transfer in part.groups]
-            self._part_done(m.JobResult(part_id, False, 0, max(0.0, now - job.sent_at), code, failed))
+    def _fail_sent(self, ids: Iterable[int], code: ErrorCode, now: float) -> None:
+        """Fail jobs, or parts of jobs, by their ids on the wire."""
+        for sent in [self._sent[job_id] for job_id in ids]:
+            seconds = max(0.0, now - self._jobs[sent.of_job].sent_at)
+            self._on_result(m.JobResult(sent.job.job_id, False, 0, seconds, code, sent.job.keys))
 
-    def _part_done(self, result: m.JobResult) -> None:
-        found = self._parts.pop(result.job_id, None)
-        if found is None:
+    def _on_result(self, result: m.JobResult) -> None:
+        if (sent := self._sent.pop(result.job_id, None)) is None:
             return
-        job, part, request_id = found
-        (of_message := self._by_request[request_id]).remove(result.job_id)
-        if not of_message:
-            del self._by_request[request_id]
-        self._pieces[job.is_load] -= part.pieces
-        job.add(result)
-        self._finish_if_done(job)
-
-    def _finish_if_done(self, job: Job) -> None:
-        if job.outcome is not None and not job.sent and not job.waiting:
-            self._finish(job.outcome)
-
-    def _fail(self, job: Job, code: ErrorCode, now: float) -> None:
-        """End a job, whatever became of its parts."""
-        failed = [m.GroupKeys(transfer.group, transfer.keys) for transfer in job.groups]
-        self._finish(m.JobResult(job.job_id, False, 0, max(0.0, now - job.sent_at), code, failed))
-
-    def _finish(self, result: m.JobResult) -> None:
-        if self._jobs.pop(result.job_id, None) is not None:
+        unfinished = self._jobs[sent.of_job]
+        unfinished.parts -= 1
+        known = unfinished.outcome
+        if known is not None or sent.of_job != result.job_id:
+            known = known or m.JobResult(sent.of_job, True, 0, 0.0)
+            result = m.JobResult(
+                sent.of_job,
+                known.ok and result.ok,
+                known.bytes + result.bytes,
+                max(known.seconds, result.seconds),
+                known.error or result.error,
+                [*known.failed, *result.failed],
+                [*known.declined, *result.declined],
+            )
+        if unfinished.parts:
+            unfinished.outcome = result
+        else:
+            del self._jobs[sent.of_job]
             self._results.append(result)
             self._transport.notify()
 
     def _cancel(self, job_ids: Iterable[int], unsent: int = 0) -> None:
-        """Have the daemon fail those of the jobs that have not started. What was not sent is not sent any more."""
-        wanted = {job_id: self._jobs[job_id] for job_id in job_ids if job_id in self._jobs}
-        for job in wanted.values():
-            unsent += not job.is_load and not job.sent and job.outcome is None
-            job.withdraw()
-            self._finish_if_done(job)
-        known = [part_id for part_id, (job, _, _) in self._parts.items() if wanted.get(job.job_id) is job]
+        """Have the daemon fail those of the jobs that have not started."""
+        wanted = set(job_ids)
+        known = [job_id for job_id, sent in self._sent.items() if sent.of_job in wanted]
         if (known or unsent) and self._phase is Phase.READY:
             self._send(m.Cancel(self._next_request_id(), known, min(unsent, m.MAX_REPORTED), self._sequence))
 
     def _has_any(self, job_ids: Iterable[int], *, loads: bool = True) -> bool:
         """Whether one of the jobs has no result; without ``loads``, whether one of the stores among them has none."""
         jobs = self._jobs
-        return any(job_id in jobs and (loads or not jobs[job_id].is_load) for job_id in job_ids)
+        return any(job_id in jobs and (loads or not jobs[job_id].job.lease_id is not None) for job_id in job_ids)
 
     def _abandon_stores(self, job_ids: Iterable[int], now: float) -> None:
         """Where one of these stores runs, close the lifeline: the daemon commits none, and all fail here and now."""
@@ -439,11 +412,15 @@ class WorkerClient(Session):
             self._ahead.remove(self._sequence)
         self._credit_bytes = batch.credit_bytes
         for result in batch.results:
-            if self._part_sizes.fit(result.failed) and self._part_sizes.fit(result.declined):
-                self._part_done(result)
-            elif result.job_id in self._parts:
-                self._fail_parts([result.job_id], ErrorCode.INTERNAL, now)
-        self._send_jobs(now)
+            if self._fit(result.failed) and self._fit(result.declined):
+                self._on_result(result)
+            elif result.job_id in self._sent:
+                self._fail_sent([result.job_id], ErrorCode.INTERNAL, now)
+
+    def _fit(self, named: Iterable[m.GroupKeys]) -> bool:
+        """Whether these can be keys of the namespace."""
+        groups, size = len(self._namespace.groups), self._namespace.key_bytes
+        return all(one.group < groups and len(one.keys) % size == 0 for one in named)
 
     def _ask_for_results(self, now: float) -> None:
         if self._asking or self._phase is not Phase.READY:
@@ -465,17 +442,15 @@ class WorkerClient(Session):
 
     def _fail_unknown(self, asked: int, unfinished: set[int], now: float) -> None:
         """Fail jobs that the daemon never received, or lost: it has seen every message before request ``asked``."""
-        for part_id, (_, _, request_id) in list(self._parts.items()):
-            if request_id < asked and part_id not in unfinished:
-                self._fail_parts([part_id], ErrorCode.INTERNAL, now)
-        self._send_jobs(now)
+        ended = [job_id for job_id, sent in self._sent.items() if sent.request_id < asked and job_id not in unfinished]
+        self._fail_sent(ended, ErrorCode.INTERNAL, now)
 
     def _on_unexpected_refusal(self, reply: m.Error, refusal: RequestRefused, now: float) -> None:
-        if (sent := self._by_request.get(reply.request_id)) is None:
+        refused = [job_id for job_id, sent in self._sent.items() if sent.request_id == reply.request_id]
+        if refused:
+            self._fail_sent(refused, reply.code, now)
+        else:
             super()._on_unexpected_refusal(reply, refusal, now)
-            return
-        self._fail_parts(sent, reply.code, now)
-        self._send_jobs(now)
 
     # --- what Session asks of a role --------------------------------------------------------------
 
@@ -490,20 +465,14 @@ class WorkerClient(Session):
 
     def _role_disconnected(self, now: float) -> None:
         self._role_wake_at = NEVER
-        self._parts.clear()
-        self._by_request.clear()
-        self._pieces = [0, 0]
-        for queue in self._queues:
-            queue.clear()
-        for job in list(self._jobs.values()):
-            # A copy of a load may still land until the daemon has released the memory, or is gone.
-            if self._phase is not Phase.DRAINING or not job.is_load:
-                self._fail(job, ErrorCode.SESSION_ENDED, now)
+        # A copy of a load may still land until the daemon has released the memory, or is gone.
+        loads_land = self._phase is Phase.DRAINING
+        ended = [job_id for job_id, sent in self._sent.items() if not loads_land or sent.job.lease_id is None]
+        self._fail_sent(ended, ErrorCode.SESSION_ENDED, now)
 
     def _role_released(self, now: float) -> None:
         """Fail the loads of the ended session: no copy lands any more."""
-        for job in list(self._jobs.values()):
-            self._fail(job, ErrorCode.SESSION_ENDED, now)
+        self._fail_sent(list(self._sent), ErrorCode.SESSION_ENDED, now)
 
     def _copies_outlive_lifeline(self) -> bool:
         # Copies in host memory are made by the daemon's threads, which end before the kernel closes its descriptors.
@@ -514,7 +483,7 @@ class WorkerClient(Session):
         return bool(self._jobs)
 
     def _role_tick(self, now: float) -> None:
-        stores_only = bool(self._jobs) and not any(job.is_load for job in self._jobs.values())
+        stores_only = bool(self._sent) and all(sent.job.lease_id is None for sent in self._sent.values())
         if stores_only and not self._responsive and self._phase is Phase.READY:
             self._abandon_stores(self._jobs, now)  # an engine that pauses waits until nothing is stored
         if now < self._role_wake_at:

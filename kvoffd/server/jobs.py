@@ -46,7 +46,6 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import (
     BLOCK_ID_BYTES,
     COUNT_BYTES,
-    PIECES_PER_KEY,
     TOKEN_ID_BYTES,
     GroupBlocks,
     GroupKeys,
@@ -239,7 +238,7 @@ class Job:
     """Before slots are taken: to evict for it is part of what it costs its engine."""
     nbytes: int = field(default=0, init=False)
     pieces: int = field(default=0, init=False)
-    """What it counts as in ``max_pieces_in_flight``."""
+    """Of its plan, in ``max_pieces_in_flight``."""
     checksums: SlotChecksums | None = field(default=None, init=False)
     transfer: Transfer | None = field(default=None, init=False)
     answered: bool = field(default=False, init=False)
@@ -473,23 +472,19 @@ class Jobs:
         self._check_counts(session, message)
         loads = checked_blocks(registration, message.loads, storing=False)
         stores = checked_blocks(registration, message.stores, storing=True)
-        load_pieces = self._pieces(registration, loads, len(message.loads.job_ids))
-        store_pieces = self._pieces(registration, stores, len(message.stores.job_ids))
-        self._check_pieces(session, int(load_pieces.sum() + store_pieces.sum()))
+        self._check_pieces(session, registration, loads + stores)
         begun: list[StoreBatch | LoadJob] = []
         plans: list[Plan] = []
         try:
             numbers = zip(message.loads.job_ids, message.loads.lease_ids, message.loads.keep_lease, strict=True)
             for number, (job_id, lease_id, keep_lease) in enumerate(numbers):
                 load = LoadJob((job_id,), session, registration, accepted_at, lease_id, keep_lease)
-                load.pieces = int(load_pieces[number])
                 begun.append(load)
                 plans.append(load.begin(self._cache, loads, number, self._pool_address, verify=self._verifies()))
             if message.stores.job_ids:
                 batch = StoreBatch(
                     message.stores.job_ids, session, registration, accepted_at, stores, message.stores.admit_all
                 )
-                batch.pieces = int(store_pieces.sum())
                 begun.append(batch)
                 plans.append(batch.begin(self._cache, self._pool_address))
         except BaseException:
@@ -531,24 +526,13 @@ class Jobs:
                 "The session's outstanding stores are far beyond its credit; wait for results.", ErrorCode.TOO_MANY
             )
 
-    def _pieces(self, registration: Registration, groups: Sequence[Blocks], jobs: int) -> Ints:
-        """[jobs] the pieces that each job counts as. Raises KvoffdError where one has too many keys."""
-        keys, pieces = np.zeros(jobs, np.int64), np.zeros(jobs, np.int64)
-        for part in groups:
-            keys += part.key_counts
-            pieces += part.block_counts * registration.layouts[part.group].page_bytes.size
-        if jobs and int(keys.max()) > (most := self._config.limits.max_keys_per_job):
-            raise KvoffdError(f"A job has {keys.max()} keys; {most} are allowed. Send several.", ErrorCode.TOO_MANY)
-        if int(pieces.sum()) > (most := self._config.limits.max_pieces_per_job):
-            raise KvoffdError(
-                f"The stores or loads of the message have {pieces.sum()} pieces; {most} are allowed. Send several.",
-                ErrorCode.TOO_MANY,
-            )
-        return np.maximum(pieces, keys * PIECES_PER_KEY)
-
-    def _check_pieces(self, session: Session, pieces: int) -> None:
-        most = self._config.limits.max_pieces_in_flight
-        if session.pieces and session.pieces + pieces > most:
+    def _check_pieces(self, session: Session, registration: Registration, groups: Sequence[Blocks]) -> None:
+        """Raise KvoffdError where the plans of the session's unfinished jobs would take too much memory."""
+        layouts = registration.layouts
+        pieces = sum(part.block_ids.size * layouts[part.group].page_bytes.size for part in groups)
+        whole = sum(layout.block_limit * layout.page_bytes.size for layout in layouts)
+        most = max(self._config.limits.max_pieces_in_flight, 2 * whole)
+        if session.pieces + pieces > most:
             raise KvoffdError(
                 f"The session's unfinished jobs have {session.pieces} pieces; with {pieces} more they would be more "
                 f"than the {most} allowed. Wait for results.",
@@ -567,7 +551,7 @@ class Jobs:
     def _start(self, job: StoreBatch | LoadJob, plan: Plan) -> None:
         """Run a job. It ends, maybe at once, whatever becomes of its copy."""
         session = job.session
-        job.nbytes = plan.nbytes
+        job.nbytes, job.pieces = plan.nbytes, plan.pieces
         if isinstance(job, StoreBatch):
             session.store_bytes += job.nbytes
         session.jobs.update(dict.fromkeys(job.ids, job))

@@ -19,6 +19,8 @@ from kvoffd_proto.messages import PageRef, TensorLayout
 
 _MAX_SHARD_BYTES = 2**62
 _ID_LIMIT = 2**31
+PIECES_AT_ONCE = 32_768
+"""Of a plan: arrays that do not fit the processor's caches cost several times as much for each piece."""
 
 UInt64Array = npt.NDArray[np.uint64]
 
@@ -207,8 +209,18 @@ def plan_blocks(
     Neighbours that touch on both sides become one piece. Pieces are ordered as the slots have them, key, layer,
     sub-block, so that every slot is filled from its first byte on.
     """
-    per_key = layout.blocks_per_key
-    layers = layout.page_bytes.size
+    per_key, layers, keys = layout.blocks_per_key, layout.page_bytes.size, slot_address.size
+    at_once = max(1, PIECES_AT_ONCE // (layers * per_key))
+    if keys > at_once:
+        firsts = range(0, keys, at_once)
+        bounds = [*np.searchsorted(position, np.array(firsts) * per_key).tolist(), block_ids.size]
+        plans = []
+        for first, begin, end in zip(firsts, bounds, bounds[1:], strict=False):
+            some = slice(first, first + at_once)
+            wanted = None if chosen is None else chosen[some]
+            ids, places = block_ids[begin:end], position[begin:end] - first * per_key
+            plans.append(plan_blocks(layout, direction, ids, places, slot_address[some], wanted))
+        return concatenate(plans)
     ids = block_ids.astype(np.uint64)
     key = position if per_key == 1 else position // per_key
     if chosen is not None:

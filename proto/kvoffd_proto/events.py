@@ -42,9 +42,9 @@ class BlockStored(Struct, frozen=True, array_like=True, tag="stored"):
     group_idx: Annotated[int, doc("KV cache group of the blocks.", ge=0)]
     parents: Annotated[
         list[bytes],
-        doc("As ``GroupTransfer.parents``, one for each block; empty where the store told none."),
+        doc("As ``GroupBlocks.parents``, one for each block; empty where the store told none."),
     ] = []
-    token_ids: Annotated[bytes, doc("As ``GroupTransfer.tokens``; empty where ``parents`` is.")] = b""
+    token_ids: Annotated[bytes, doc("As ``GroupBlocks.tokens``; empty where ``parents`` is.")] = b""
 
 
 class BlockRemoved(Struct, frozen=True, array_like=True, tag="removed"):

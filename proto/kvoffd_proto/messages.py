@@ -7,8 +7,7 @@ are accepted: their answers are completions. ``PROTOCOL.md`` is generated from t
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import IntEnum, StrEnum
 from typing import Annotated, Generic, NamedTuple, TypeAlias, TypeVar, cast, get_args, get_type_hints
 
@@ -16,7 +15,7 @@ from msgspec import Meta, Struct, field, structs
 
 from kvoffd_proto.errors import ErrorCode
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Raised whenever a message, a field or its meaning changes. Both ends must speak the same one; none is negotiated."""
 
 FINGERPRINT_BYTES = 32
@@ -299,59 +298,11 @@ class Limits(Wire, frozen=True):
     max_frame_bytes: Annotated[int, doc("Largest request frame in bytes.", ge=1)]
     max_keys_per_request: Annotated[int, doc("Keys in one request, those of all jobs of a Submit together.", ge=1)]
     max_jobs_per_message: Annotated[int, doc("Stores and loads in one Submit.", ge=1)]
-    max_keys_per_job: Annotated[int, doc("Keys in one Store or Load.", ge=1)]
-    max_pieces_per_job: Annotated[
-        int, doc("Pieces of all stores, or of all loads, of a Submit: block ids times pages of their group.", ge=1)
-    ]
-    max_pieces_in_flight: Annotated[
-        int, doc("Pieces of all unfinished jobs; a job counts as eight for each of its keys at least.", ge=1)
-    ]
     max_jobs_in_flight: Annotated[int, doc("Unfinished jobs of the session.", ge=1)]
     max_leases: Annotated[int, doc("Live leases of the session.", ge=1)]
     max_leased_keys: Annotated[int, doc("Keys under all leases of the session; lookups tell no more ready.", ge=1)]
     max_registrations: Annotated[int, doc("Registrations of the session.", ge=1)]
     max_segments: Annotated[int, doc("Attached memory segments of the session.", ge=1)]
-
-
-PIECES_PER_KEY = 8
-"""What a job's key counts as at least: about what its slot, block and checksum cost beside the addresses of pieces."""
-
-
-class GroupTransfer(Wire, frozen=True):
-    """The part of a job that concerns one group.
-
-    Key ``i`` covers the engine blocks ``[i * blocks_per_key, (i + 1) * blocks_per_key)`` counted from the start of
-    key 0; ``block_ids`` begin ``first_block`` blocks into key 0. A store ends with its last key; a load may end inside
-    it.
-    """
-
-    group: GroupIndex
-    keys: Keys
-    block_ids: Annotated[bytes, doc("Engine block ids, little-endian int32, end to end.")]
-    first_block: Annotated[int, doc("Engine blocks of key 0 that are left out at its start.", ge=0, lt=65536)] = 0
-    parents: Annotated[
-        bytes,
-        doc(
-            "Of a store, for its KV events: for each key the block hash before it in its prompt, end to end; zeros "
-            "for the first of a prompt. Empty where they are not told."
-        ),
-    ] = b""
-    tokens: Annotated[
-        bytes,
-        doc(
-            "With ``parents``: the token ids of the keys' blocks, little-endian uint32, end to end. Empty where they "
-            "are not told, as for prompts whose hashes do not follow from their tokens alone."
-        ),
-    ] = b""
-
-    @classmethod
-    def of(cls, keys: Sequence[bytes], block_ids: Sequence[int], group: int = 0, first_block: int = 0) -> GroupTransfer:
-        """The transfer of a list of keys and the engine blocks that they cover. Raises ValueError for odd block ids."""
-        try:
-            ids = struct.pack(f"<{len(block_ids)}i", *block_ids)
-        except struct.error as error:
-            raise ValueError(f"Block ids are whole numbers below 2^31: {error}.") from error
-        return cls(group, b"".join(keys), ids, first_block)
 
 
 class JobResult(Wire, frozen=True):
@@ -548,24 +499,11 @@ class ReportEngine(Request[Done], frozen=True):
     ] = 0
 
 
-class Store(Wire, frozen=True):
-    """A store as clients make it: copies engine blocks into the pool. ``Submit.of`` makes a message of several."""
-
-    job_id: JobId
-    groups: list[GroupTransfer]
-
-
-class Load(Wire, frozen=True):
-    """A load as clients make it: copies leased blocks into engine blocks."""
-
-    job_id: JobId
-    lease_id: LeaseId
-    groups: list[GroupTransfer]
-    keep_lease: bool = False
-
-
 class GroupBlocks(Wire, frozen=True):
     """The blocks of one group in all stores, or in all loads, of a message: end to end, in the order of the jobs.
+
+    Key ``i`` of a job covers the engine blocks ``[i * blocks_per_key, (i + 1) * blocks_per_key)`` counted from the
+    start of its key 0. A store ends with its last key; a load may end inside it.
 
     Where some stores tell parents and tokens and others do not, there is one of these for each of the two kinds.
     """
@@ -630,63 +568,6 @@ class Submit(Request[Completions], frozen=True):
     stores: Annotated[Stores, doc("Stores.")]
     loads: Annotated[Loads, doc("Loads.")]
     acknowledged: Acknowledged = 0
-
-    @classmethod
-    def of(
-        cls,
-        request_id: int,
-        registration_id: bytes,
-        key_bytes: int,
-        stores: Sequence[Store],
-        loads: Sequence[Load] = (),
-        acknowledged: int = 0,
-        admit_all: bool = False,
-    ) -> Submit:
-        """The message with these jobs. A group comes twice where some of its jobs tell tokens and others do not."""
-        return cls(
-            request_id,
-            registration_id,
-            Stores([store.job_id for store in stores], _blocks_of(stores, key_bytes), admit_all),
-            Loads(
-                [load.job_id for load in loads],
-                [load.lease_id for load in loads],
-                [load.keep_lease for load in loads],
-                _blocks_of(loads, key_bytes),
-            ),
-            acknowledged,
-        )
-
-
-def _blocks_of(jobs: Sequence[Store | Load], key_bytes: int) -> list[GroupBlocks]:
-    by_group: dict[tuple[int, bool, bool, int], dict[int, GroupTransfer]] = {}
-    for number, job in enumerate(jobs):
-        for at, part in enumerate(job.groups):
-            again = sum(other.group == part.group for other in job.groups[:at])  # which the daemon refuses
-            kind = part.group, bool(part.parents), bool(part.tokens), again
-            by_group.setdefault(kind, {})[number] = part
-    found: list[GroupBlocks] = []
-    for (group, *_), parts in by_group.items():
-        some = [parts.get(number) for number in range(len(jobs))]
-        there = list(parts.values())
-        found.append(
-            GroupBlocks(
-                group,
-                _counts([len(part.keys) // key_bytes if part else 0 for part in some]),
-                _counts([len(part.block_ids) // BLOCK_ID_BYTES if part else 0 for part in some]),
-                _counts([part.first_block if part else 0 for part in some])
-                if any(part.first_block for part in there)
-                else b"",
-                b"".join([part.keys for part in there]),
-                b"".join([part.block_ids for part in there]),
-                b"".join([part.parents for part in there]),
-                b"".join([part.tokens for part in there]),
-            )
-        )
-    return found
-
-
-def _counts(numbers: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(numbers)}I", *numbers)
 
 
 class CancelReply(Reply, frozen=True):

@@ -109,13 +109,16 @@ def _exchange_table() -> str:
 
 def _examples() -> str:
     token = bytes(range(m.TOKEN_BYTES))
-    group = m.GroupTransfer(0, b"k" * 8, (7).to_bytes(m.BLOCK_ID_BYTES, "little"))
+    one, seven = ((number).to_bytes(m.BLOCK_ID_BYTES, "little") for number in (1, 7))
+    stores = m.Stores([5], [m.GroupBlocks(0, one, one, b"", b"k" * 8, seven)])
     examples: dict[str, bytes] = {
         "A Greeting on the lifeline, length first": lifeline.encode_frame(
             lifeline.Greeting(m.PROTOCOL_VERSION, 2**40, 3, token)
         ),
         "Hello": encode(m.Hello(1, m.PROTOCOL_VERSION, m.Role.WORKER, "me", "my 1.0")),
-        "Store of one key of 8 bytes, from engine block 7": encode(m.Submit.of(2, b"r" * 16, 8, [m.Store(5, [group])])),
+        "Store of one key of 8 bytes, from engine block 7": encode(
+            m.Submit(2, b"r" * 16, stores, m.Loads([], [], [], []))
+        ),
         "Its completion": encode(m.Completions(2**40, 3, 1, 2**30, [m.JobResult(5, True, 4096, 0.5)])),
         "Done": encode(m.Done(2, 2**40, 1)),
     }

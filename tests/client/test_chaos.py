@@ -7,11 +7,12 @@ import time
 from collections import Counter
 
 from kvoffd_client import SchedulerClient, WorkerClient
+from kvoffd_client.jobs import GroupTransfer
 from kvoffd_proto import messages as m
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.waiting import wait_until
 
-TRANSFER = [m.GroupTransfer(0, bytes(32), bytes(4))]
+TRANSFER = [GroupTransfer(0, bytes(32), bytes(4))]
 KEYS = [m.GroupKeys(0, bytes(64))]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvoffd_client import ClientOptions, ForkedProcess, NamespaceSpec, Registration, SchedulerClient, WorkerClient
+from kvoffd_client.jobs import GroupTransfer
 from kvoffd_client.transport import MAX_DESCRIPTORS
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import encode
@@ -26,7 +27,7 @@ from tests.kit.waiting import wait_until
 SPEC = NamespaceSpec.named("client-tests")
 QUICK = ClientOptions(request_timeout_s=0.3, unresponsive_after_s=0.5, backoff_max_s=0.1)
 KEYS = [m.GroupKeys(0, bytes(64))]
-TRANSFER = [m.GroupTransfer(0, bytes(32), bytes(4))]
+TRANSFER = [GroupTransfer(0, bytes(32), bytes(4))]
 
 
 def test_without_a_daemon_everything_is_a_miss_and_it_connects_when_one_comes(registration: Registration) -> None:
@@ -73,7 +74,7 @@ def test_eof_fails_requests_and_jobs_at_once(
     future = scheduler.lookup(KEYS)
     worker.store(1, TRANSFER)
     worker.load(2, 2**32, TRANSFER)
-    wait_until(lambda: fake.seen(m.Load))
+    wait_until(lambda: fake.seen_jobs(loads=True))
     fake.stop()
     assert future.wait(1)
     assert future.failed

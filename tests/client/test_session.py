@@ -19,6 +19,7 @@ from kvoffd_client import (
     SharedMemory,
     WorkerClient,
 )
+from kvoffd_client.jobs import GroupTransfer, Job, submit_of
 from kvoffd_client.session import BACKOFF_ABSENT_S, BACKOFF_MIN_S, MAX_PENDING_REQUESTS, Phase, Session
 from kvoffd_client.worker_client import JOB_PATIENCE_S
 from kvoffd_proto import codec, lifeline
@@ -30,10 +31,10 @@ from tests.kit import submitted
 
 SPEC = NamespaceSpec.named("paper")
 OPTIONS = ClientOptions()
-LIMITS = m.Limits(100_000, 5000, 1000, 1000, 1000, 100_000, 10, 100, 10_000, 4, 64)
+LIMITS = m.Limits(100_000, 5000, 1000, 10, 100, 10_000, 4, 64)
 EPOCH, SESSION_ID = 77, 5
 KEYS = [m.GroupKeys(0, b"k" * 64)]
-TRANSFER = [m.GroupTransfer(0, b"k" * 64, bytes(8))]
+TRANSFER = [GroupTransfer(0, b"k" * 64, bytes(8))]
 
 
 class PaperLink:
@@ -145,9 +146,9 @@ def look_up(scheduler: SchedulerClient, link: PaperLink, now: float, groups: lis
     return scheduler.lookup(groups)
 
 
-def submit(worker: WorkerClient, link: PaperLink, now: float, stores: list[m.Store], loads: list[m.Load]) -> None:
+def submit(worker: WorkerClient, link: PaperLink, now: float, *jobs: Job) -> None:
     link.now = now
-    worker.submit(stores, loads)
+    worker.submit(jobs)
 
 
 def completions(sequence: int, *job_ids: int, ok: bool = True) -> m.Completions:
@@ -310,12 +311,12 @@ def test_a_daemon_is_asked_again_whose_queue_was_full_when_the_last_reply_was_ov
     assert scheduler.ready
 
 
-@pytest.mark.parametrize("loads", [[], [m.Load(2, 1 << 32, TRANSFER)]], ids=["stores-only", "beside-a-load"])
+@pytest.mark.parametrize("loads", [[], [Job(2, TRANSFER, 1 << 32)]], ids=["stores-only", "beside-a-load"])
 def test_stores_are_abandoned_where_a_daemon_owes_a_reply_for_long_unless_a_load_would_be_lost(
-    worker: WorkerClient, link: PaperLink, loads: list[m.Load]
+    worker: WorkerClient, link: PaperLink, loads: list[Job]
 ) -> None:
     connect(worker, link, 0.0)
-    submit(worker, link, 0.0, [m.Store(1, TRANSFER)], loads)
+    submit(worker, link, 0.0, Job(1, TRANSFER), *loads)
     now = 0.0
     while now < JOB_PATIENCE_S + OPTIONS.unresponsive_after_s + 0.1:
         now += 0.1
@@ -451,9 +452,9 @@ def test_events_are_subscribed_to_and_begin_anew_with_each_connection(
 
 def test_a_job_gets_exactly_one_result_whatever_is_published_twice(worker: WorkerClient, link: PaperLink) -> None:
     connect(worker, link, 0.0)
-    submit(worker, link, 0.0, [m.Store(1, TRANSFER)], [])
+    submit(worker, link, 0.0, Job(1, TRANSFER))
     publish(worker, completions(1, 1), 0.1)
-    submit(worker, link, 0.2, [m.Store(1, TRANSFER)], [])  # the id is free again
+    submit(worker, link, 0.2, Job(1, TRANSFER))  # the id is free again
     publish(worker, completions(1, 1), 0.3)
     assert [result.job_id for result in worker._results] == [1]
     assert list(worker._jobs) == [1]
@@ -463,14 +464,14 @@ def test_a_job_gets_exactly_one_result_whatever_is_published_twice(worker: Worke
 def test_a_gap_is_replayed_and_each_batch_counts_once(worker: WorkerClient, link: PaperLink) -> None:
     connect(worker, link, 0.0)
     for job_id in (1, 2, 3):
-        submit(worker, link, 0.0, [m.Store(job_id, TRANSFER)], [])
+        submit(worker, link, 0.0, Job(job_id, TRANSFER))
     publish(worker, completions(2, 2), 0.1)
     replay = link.last(m.Results)
     assert replay.acknowledged == 0
     worker.on_reply(m.ResultsReply(replay.request_id, EPOCH, [completions(1, 1), completions(2, 2)], [3]), 0.2)
     assert sorted(result.job_id for result in worker._results) == [1, 2]
     assert list(worker._jobs) == [3]
-    submit(worker, link, 0.3, [m.Store(4, TRANSFER)], [])
+    submit(worker, link, 0.3, Job(4, TRANSFER))
     assert link.last(m.Submit).acknowledged == 2
     worker._cancel([4])
     assert link.last(m.Cancel).acknowledged == 2
@@ -478,7 +479,7 @@ def test_a_gap_is_replayed_and_each_batch_counts_once(worker: WorkerClient, link
 
 def test_an_old_job_is_asked_after_again_and_again(worker: WorkerClient, link: PaperLink) -> None:
     connect(worker, link, 0.0)
-    submit(worker, link, 0.0, [m.Store(1, TRANSFER)], [])
+    submit(worker, link, 0.0, Job(1, TRANSFER))
     for round_ in range(1, 4):
         worker.tick(JOB_PATIENCE_S * round_)
         assert link.count(m.Results) == round_
@@ -491,9 +492,9 @@ def test_a_job_that_the_daemon_does_not_know_fails_but_not_one_sent_after_the_qu
     worker: WorkerClient, link: PaperLink
 ) -> None:
     connect(worker, link, 0.0)
-    submit(worker, link, 0.0, [m.Store(1, TRANSFER)], [])
+    submit(worker, link, 0.0, Job(1, TRANSFER))
     worker.tick(JOB_PATIENCE_S)
-    submit(worker, link, 1.0, [m.Store(2, TRANSFER)], [])
+    submit(worker, link, 1.0, Job(2, TRANSFER))
     worker.on_reply(m.ResultsReply(link.last(m.Results).request_id, EPOCH, [], []), 1.1)
     assert [(result.job_id, result.ok, result.error) for result in worker._results] == [(1, False, ErrorCode.INTERNAL)]
     assert list(worker._jobs) == [2]
@@ -501,7 +502,7 @@ def test_a_job_that_the_daemon_does_not_know_fails_but_not_one_sent_after_the_qu
 
 def test_a_refused_job_fails_with_the_daemons_code_and_all_its_keys(worker: WorkerClient, link: PaperLink) -> None:
     connect(worker, link, 0.0)
-    submit(worker, link, 0.0, [], [m.Load(9, 2**32, TRANSFER)])
+    submit(worker, link, 0.0, Job(9, TRANSFER, 2**32))
     worker.on_reply(m.Error(link.last(m.Submit).request_id, EPOCH, ErrorCode.UNKNOWN_LEASE, "Look up again."), 0.1)
     assert [(result.job_id, result.error, result.failed) for result in worker._results] == [
         (9, ErrorCode.UNKNOWN_LEASE, KEYS)
@@ -509,8 +510,8 @@ def test_a_refused_job_fails_with_the_daemons_code_and_all_its_keys(worker: Work
 
 
 def test_when_not_ready_a_job_fails_at_once(worker: WorkerClient, link: PaperLink) -> None:
-    submit(worker, link, 0.0, [m.Store(1, TRANSFER)], [])
-    submit(worker, link, 0.0, [], [m.Load(2, 2**32, TRANSFER)])
+    submit(worker, link, 0.0, Job(1, TRANSFER))
+    submit(worker, link, 0.0, Job(2, TRANSFER, 2**32))
     assert [(result.ok, result.error, result.failed) for result in worker._results] == [
         (False, ErrorCode.SESSION_ENDED, KEYS)
     ] * 2
@@ -519,14 +520,14 @@ def test_when_not_ready_a_job_fails_at_once(worker: WorkerClient, link: PaperLin
 def test_jobs_in_flight_are_bounded_by_the_daemons_limit(worker: WorkerClient, link: PaperLink) -> None:
     connect(worker, link, 0.0)
     for job_id in range(LIMITS.max_jobs_in_flight + 1):
-        submit(worker, link, 0.0, [m.Store(job_id, TRANSFER)], [])
+        submit(worker, link, 0.0, Job(job_id, TRANSFER))
     assert [result.error for result in worker._results] == [ErrorCode.TOO_MANY]
 
 
 def test_eof_fails_all_jobs(worker: WorkerClient, link: PaperLink) -> None:
     connect(worker, link, 0.0)
-    submit(worker, link, 0.0, [m.Store(1, TRANSFER)], [])
-    submit(worker, link, 0.0, [], [m.Load(2, 2**32, TRANSFER)])
+    submit(worker, link, 0.0, Job(1, TRANSFER))
+    submit(worker, link, 0.0, Job(2, TRANSFER, 2**32))
     worker.on_lifeline_end(0.1)
     assert [result.error for result in worker._results] == [ErrorCode.SESSION_ENDED] * 2
     assert not worker._jobs
@@ -535,8 +536,8 @@ def test_eof_fails_all_jobs(worker: WorkerClient, link: PaperLink) -> None:
 
 def test_a_load_outlives_its_connection_until_the_daemon_lets_go(worker: WorkerClient, link: PaperLink) -> None:
     connect(worker, link, 0.0)
-    submit(worker, link, 0.0, [m.Store(1, TRANSFER)], [])
-    submit(worker, link, 0.0, [], [m.Load(2, 2**32, TRANSFER)])
+    submit(worker, link, 0.0, Job(1, TRANSFER))
+    submit(worker, link, 0.0, Job(2, TRANSFER, 2**32))
     worker._abandon_stores(worker._jobs, 0.1)
     assert [result.job_id for result in worker._results] == [1]
     assert link.drains == 1
@@ -555,8 +556,8 @@ def test_loads_into_gpu_memory_outlive_the_lifeline_until_the_daemon_is_gone(
     worker: WorkerClient, link: PaperLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connect(worker, link, 0.0)
-    submit(worker, link, 0.0, [m.Store(1, TRANSFER)], [])
-    submit(worker, link, 0.0, [], [m.Load(2, 2**32, TRANSFER)])
+    submit(worker, link, 0.0, Job(1, TRANSFER))
+    submit(worker, link, 0.0, Job(2, TRANSFER, 2**32))
     monkeypatch.setattr(type(worker._registration), "on_gpu", True)
     worker.on_lifeline_end(0.1, released=False)
     assert [result.job_id for result in worker._results] == [1], "a store only reads"
@@ -566,7 +567,7 @@ def test_loads_into_gpu_memory_outlive_the_lifeline_until_the_daemon_is_gone(
     worker.on_released(4.0)
     assert [result.error for result in worker._results] == [ErrorCode.SESSION_ENDED] * 2
     connect(worker, link, 4.0)
-    submit(worker, link, 4.0, [], [m.Load(3, 2**32, TRANSFER)])
+    submit(worker, link, 4.0, Job(3, TRANSFER, 2**32))
     worker.on_lifeline_end(4.1, released=True)
     assert not worker._jobs
 
@@ -575,7 +576,7 @@ def test_unregister_does_not_confirm_while_an_abandoned_store_may_still_run(
     worker: WorkerClient, link: PaperLink
 ) -> None:
     connect(worker, link, 0.0)
-    submit(worker, link, 0.0, [m.Store(1, TRANSFER)], [])
+    submit(worker, link, 0.0, Job(1, TRANSFER))
     worker._abandon_stores(worker._jobs, 0.1)
     outcome = list[bool]()
     worker._unregister(outcome, 0.2, 1.0)
@@ -587,8 +588,8 @@ def test_unregister_does_not_confirm_while_an_abandoned_store_may_still_run(
 
 def test_close_leaves_no_job_without_a_result(worker: WorkerClient, link: PaperLink) -> None:
     connect(worker, link, 0.0)
-    submit(worker, link, 0.0, [m.Store(1, TRANSFER)], [])
-    submit(worker, link, 0.0, [], [m.Load(2, 2**32, TRANSFER)])
+    submit(worker, link, 0.0, Job(1, TRANSFER))
+    submit(worker, link, 0.0, Job(2, TRANSFER, 2**32))
     worker.close()
     assert len(worker._results) == 2
     assert worker.wake_at() == float("inf")
@@ -609,7 +610,7 @@ def test_refusals_are_errors_with_a_code() -> None:
 # --- jobs in parts -----------------------------------------------------------------------------------
 
 
-SMALL = msgspec.structs.replace(LIMITS, max_keys_per_job=2, max_pieces_in_flight=64)
+SMALL = msgspec.structs.replace(LIMITS, max_keys_per_request=4)
 
 
 def connect_small(worker: WorkerClient, link: PaperLink) -> None:
@@ -617,11 +618,11 @@ def connect_small(worker: WorkerClient, link: PaperLink) -> None:
     worker._limits = SMALL
 
 
-def stores_in(link: PaperLink) -> list[m.Store]:
+def stores_in(link: PaperLink) -> list[Job]:
     return [store for message in link.sent if isinstance(message, m.Submit) for store in submitted.stores_in(message)]
 
 
-def loads_in(link: PaperLink) -> list[m.Load]:
+def loads_in(link: PaperLink) -> list[Job]:
     return [load for message in link.sent if isinstance(message, m.Submit) for load in submitted.loads_in(message)]
 
 
@@ -630,65 +631,86 @@ def complete(worker: WorkerClient, sequence: int, *results: m.JobResult) -> None
     worker.on_publication(session_topic(EPOCH, SESSION_ID), sequence.to_bytes(8, "big"), codec.encode(batch), 1.0)
 
 
-MANY = [m.GroupTransfer(0, bytes(32 * 10), bytes(4 * 10))]
-"""Ten keys of one block: five parts of 16 pieces, of which stores and loads may each have two in flight."""
+MANY = [GroupTransfer(0, bytes(32 * 10), bytes(4 * 10))]
+"""Ten keys of one block: three parts."""
 
 
 def test_a_large_job_goes_out_in_parts_and_has_one_result(worker: WorkerClient, link: PaperLink) -> None:
     connect_small(worker, link)
-    submit(worker, link, 0.0, [m.Store(1, MANY)], [])
-    for sequence in range(1, 6):
-        parts = stores_in(link)
-        assert len(parts) == min(5, sequence + 1), "a part goes out for each that ends"
+    submit(worker, link, 0.0, Job(1, MANY))
+    for sequence, part in enumerate(stores_in(link), 1):
         assert not worker._results
         failed = [m.GroupKeys(0, b"k" * 32)] if sequence == 2 else []
         error = ErrorCode.NO_ROOM if failed else None
-        complete(worker, sequence, m.JobResult(parts[sequence - 1].job_id, not failed, 10, 0.5, error, failed))
-    assert worker._results == [m.JobResult(1, False, 50, 2.5, ErrorCode.NO_ROOM, [m.GroupKeys(0, b"k" * 32)])]
+        complete(worker, sequence, m.JobResult(part.job_id, not failed, 10, 0.5, error, failed))
+    assert worker._results == [m.JobResult(1, False, 30, 0.5, ErrorCode.NO_ROOM, [m.GroupKeys(0, b"k" * 32)])]
     assert not worker._jobs
 
 
 def test_a_load_in_parts_ends_its_lease_with_the_last_part(worker: WorkerClient, link: PaperLink) -> None:
     connect_small(worker, link)
-    submit(worker, link, 0.0, [], [m.Load(1, 2**32, MANY)])
-    for sequence in range(1, 6):
-        complete(worker, sequence, m.JobResult(loads_in(link)[sequence - 1].job_id, True, 10, 0.5))
-    assert [load.keep_lease for load in loads_in(link)] == [True] * 4 + [False]
-    assert [(result.ok, result.bytes) for result in worker._results] == [(True, 50)]
+    submit(worker, link, 0.0, Job(1, MANY, 2**32))
+    parts = loads_in(link)
+    assert [load.keep_lease for load in parts] == [True, True, False]
+    for sequence, part in enumerate(parts, 1):
+        complete(worker, sequence, m.JobResult(part.job_id, True, 10, 0.5))
+    assert [(result.ok, result.bytes) for result in worker._results] == [(True, 30)]
 
 
 def test_a_load_that_failed_in_part_is_over_when_nothing_of_it_can_land_any_more(
     worker: WorkerClient, link: PaperLink
 ) -> None:
     connect_small(worker, link)
-    submit(worker, link, 0.0, [], [m.Load(1, 2**32, MANY)])
-    first, second = loads_in(link)
+    submit(worker, link, 0.0, Job(1, MANY, 2**32))
+    first, second, third = loads_in(link)
     complete(worker, 1, m.JobResult(first.job_id, False, 0, 0.1, ErrorCode.UNKNOWN_LEASE))
-    assert not worker._results
     complete(worker, 2, m.JobResult(second.job_id, True, 10, 0.5))
+    assert not worker._results
+    complete(worker, 3, m.JobResult(third.job_id, True, 10, 0.5))
     assert [(result.ok, result.error) for result in worker._results] == [(False, ErrorCode.UNKNOWN_LEASE)]
-    assert len(loads_in(link)) == 2
 
 
-def test_what_was_cancelled_is_not_sent_any_more(worker: WorkerClient, link: PaperLink) -> None:
+def test_jobs_that_one_message_has_no_room_for_go_out_in_several(worker: WorkerClient, link: PaperLink) -> None:
     connect_small(worker, link)
-    submit(worker, link, 0.0, [m.Store(1, MANY)], [])
-    submit(worker, link, 0.0, [m.Store(2, TRANSFER)], [])
-    worker._cancel([1, 2])
-    assert [(result.job_id, result.error) for result in worker._results] == [(2, ErrorCode.CANCELLED)]
-    cancel, parts = link.last(m.Cancel), stores_in(link)
-    assert cancel.job_ids == [part.job_id for part in parts]
-    for sequence, part in enumerate(parts, 1):
-        complete(worker, sequence, m.JobResult(part.job_id, False, 0, 0.5, ErrorCode.CANCELLED))
-    assert [result.job_id for result in worker._results] == [2, 1]
-    assert len(stores_in(link)) == 2
+    submit(worker, link, 0.0, *(Job(number, TRANSFER) for number in range(5)))
+    messages = [submitted.stores_in(message) for message in link.sent if isinstance(message, m.Submit)]
+    assert [[job.job_id for job in jobs] for jobs in messages] == [[0, 1], [2, 3], [4]]
 
 
-def test_stores_that_wait_for_room_keep_no_load_waiting(worker: WorkerClient, link: PaperLink) -> None:
-    connect_small(worker, link)
-    submit(worker, link, 0.0, [m.Store(1, MANY)], [])
-    submit(worker, link, 0.0, [], [m.Load(2, 2**32, MANY)])
-    assert len(stores_in(link)) == len(loads_in(link)) == 2
+@pytest.mark.parametrize("seed", range(50))
+def test_the_parts_of_a_job_are_the_job(seed: int) -> None:
+    """Nothing is lost, nothing is there twice, and no part is larger than the daemon takes."""
+    rng = random.Random(seed)
+    limits = msgspec.structs.replace(LIMITS, max_keys_per_request=10, max_frame_bytes=rng.choice((1000, 100_000)))
+    groups = []
+    for group in (0, 1):
+        count, first = rng.randrange(1, 60), rng.randrange(4)
+        end = rng.randrange(4 * count - 3, 4 * count + 1)
+        if end > first:
+            told = (rng.randbytes(32 * count), rng.randbytes(64 * count)) if rng.random() < 0.7 else ()
+            keys, ids = rng.randbytes(32 * count), rng.randbytes(4 * (end - first))
+            groups.append(GroupTransfer(group, keys, ids, first, *told))
+    parts = Job(1, groups, 2**32).parts(32, 4, limits, 100)
+    assert [part.job_id for part in parts] == ([1] if len(parts) == 1 else list(range(100, 100 + len(parts))))
+    for one in groups:
+        cut = [some for part in parts for some in part.groups if some.group == one.group]
+        assert [block for some in cut for block in covered(some)] == covered(one)
+        for field in ("keys", "parents", "tokens"):
+            assert b"".join(getattr(some, field) for some in cut) == getattr(one, field)
+    for part in parts:
+        assert part.key_bytes // 32 <= 10
+        assert len(codec.encode(submit_of(1, b"r" * 16, 32, [part]))) <= max(limits.max_frame_bytes, 32 * 8)
+
+
+def covered(part: GroupTransfer) -> list[tuple[bytes, int, bytes]]:
+    """Key, place in the key and block id of every block."""
+    found = []
+    for number in range(len(part.block_ids) // m.BLOCK_ID_BYTES):
+        at = part.first_block + number
+        key = part.keys[at // 4 * 32 : (at // 4 + 1) * 32]
+        assert len(key) == 32
+        found.append((key, at % 4, part.block_ids[number * 4 : number * 4 + 4]))
+    return found
 
 
 def test_a_lookup_of_very_many_keys_is_asked_in_parts_under_one_lease(

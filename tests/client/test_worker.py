@@ -8,12 +8,13 @@ import time
 import pytest
 
 from kvoffd_client import NamespaceSpec, Registration, WorkerClient
+from kvoffd_client.jobs import GroupTransfer
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.waiting import wait_until
 
-TRANSFER = [m.GroupTransfer(0, bytes(32), bytes(4))]
+TRANSFER = [GroupTransfer(0, bytes(32), bytes(4))]
 
 
 def take(worker: WorkerClient, count: int) -> dict[int, m.JobResult]:
@@ -66,7 +67,7 @@ def test_a_result_with_keys_that_nobody_has_is_a_failure_of_the_jobs_own(
     """vLLM's scheduler would name them to the daemon again, and end with the ValueError that they are."""
     fake.hold_jobs = True
     worker.load(1, 2**32, TRANSFER)
-    wait_until(lambda: fake.seen(m.Load))
+    wait_until(lambda: fake.seen_jobs(loads=True))
     fake.publish(m.Role.WORKER, [m.JobResult(1, field != "failed", 0, 0.0, **{field: [named]})])
     result = take(worker, 1)[1]
     assert not result.ok
@@ -76,14 +77,12 @@ def test_a_result_with_keys_that_nobody_has_is_a_failure_of_the_jobs_own(
 @pytest.mark.parametrize(
     "transfer",
     [
-        m.GroupTransfer(0, bytes(31), bytes(4)),
-        m.GroupTransfer(0, bytes(32), bytes(3)),
-        m.GroupTransfer(1, bytes(32), bytes(4)),
+        GroupTransfer(0, bytes(31), bytes(4)),
+        GroupTransfer(0, bytes(32), bytes(3)),
+        GroupTransfer(1, bytes(32), bytes(4)),
     ],
 )
-def test_lengths_that_cannot_be_right_are_an_error_of_the_caller(
-    worker: WorkerClient, transfer: m.GroupTransfer
-) -> None:
+def test_lengths_that_cannot_be_right_are_an_error_of_the_caller(worker: WorkerClient, transfer: GroupTransfer) -> None:
     with pytest.raises(ValueError, match=r"whole number|none of them"):
         worker.store(1, [transfer])
     assert worker.unfinished == 0
@@ -127,7 +126,7 @@ def test_a_fence_gives_up_running_stores_at_its_deadline_by_closing_the_lifeline
 ) -> None:
     fake.hold_jobs = True
     worker.store(1, TRANSFER)
-    wait_until(lambda: fake.seen(m.Store))
+    wait_until(lambda: fake.seen_jobs(loads=False))
     began = time.monotonic()
     worker.fence([1], 0.1)
     assert 0.1 <= time.monotonic() - began < 10
@@ -148,7 +147,7 @@ def fence_in_thread(worker: WorkerClient, job_ids: list[int]) -> threading.Threa
 def test_a_fence_waits_for_loads_beyond_its_deadline(fake: FakeDaemon, worker: WorkerClient) -> None:
     fake.hold_jobs = True
     worker.load(1, 2**32, TRANSFER)
-    wait_until(lambda: fake.seen(m.Load))
+    wait_until(lambda: fake.seen_jobs(loads=True))
     thread = fence_in_thread(worker, [1])
     thread.join(0.4)
     assert thread.is_alive()
@@ -166,7 +165,7 @@ def test_a_fence_over_a_load_and_a_store_ends_the_store_and_waits_until_the_daem
     fake.close_on_eof = False
     worker.store(1, TRANSFER)
     worker.load(2, 2**32, TRANSFER)
-    wait_until(lambda: fake.seen(m.Load))
+    wait_until(lambda: fake.seen_jobs(loads=True))
     old = fake.peer(m.Role.WORKER)
     thread = fence_in_thread(worker, [1, 2])
     wait_until(lambda: worker._results)
@@ -184,7 +183,7 @@ def test_a_fence_over_a_load_and_a_store_ends_the_store_and_waits_until_the_daem
 def test_the_daemons_death_ends_a_fence(fake: FakeDaemon, worker: WorkerClient) -> None:
     fake.hold_jobs = True
     worker.load(1, 2**32, TRANSFER)
-    wait_until(lambda: fake.seen(m.Load))
+    wait_until(lambda: fake.seen_jobs(loads=True))
     thread = fence_in_thread(worker, [1])
     fake.stop()
     thread.join(5)

@@ -6,6 +6,7 @@ from functools import cache
 
 from kvoffd.config import SETTINGS, Config
 from kvoffd.pool.namespace_log import NamespaceLog, NamespaceRecord
+from kvoffd_client.jobs import GroupTransfer, Job, submit_of
 from kvoffd_proto import admin as a
 from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto import messages as m
@@ -14,7 +15,7 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import CudaIpcHandle, CudaVmmHandle, MemfdHandle, PageRef, TensorLayout
 
 TOKEN, SPACE, NAME = b"t" * 16, b"n" * 32, b"r" * 16
-PART = m.GroupTransfer(0, b"k" * 64, b"\0\0\0\0\1\0\0\0")
+PART = GroupTransfer(0, b"k" * 64, b"\0\0\0\0\1\0\0\0")
 KEYS = m.GroupKeys(0, b"k" * 64)
 RESULT = m.JobResult(1, False, 5, 0.5, ErrorCode.DEADLINE, [KEYS])
 BATCH = m.Completions(1, 1, 1, 0, [RESULT])
@@ -49,8 +50,8 @@ def _requests() -> list[bytes]:
         m.Release(8, [2**32 + 1]),
         m.Invalidate(9, SPACE, [KEYS]),
         m.Reset(10, SPACE),
-        m.Submit.of(11, NAME, 32, [m.Store(1, [PART])]),
-        m.Submit.of(12, NAME, 32, [], [m.Load(1, 2**32 + 1, [PART])]),
+        submit_of(11, NAME, 32, [Job(1, [PART])]),
+        submit_of(12, NAME, 32, [Job(1, [PART], 2**32 + 1)]),
         m.Cancel(13, [1, 2]),
         s.Stats(14),
         a.Health(15),
@@ -66,7 +67,7 @@ def _requests() -> list[bytes]:
 
 def _replies() -> list[bytes]:
     replies: list[m.AnyReply] = [
-        m.Welcome(1, 1, 1, "0.1", ["memfd"], m.Limits(*[1] * 11), 0, 1, 1),
+        m.Welcome(1, 1, 1, "0.1", ["memfd"], m.Limits(*[1] * 8), 0, 1, 1),
         m.ResultsReply(1, 1, [BATCH], [1]),
         m.Done(1, 1, 5),
         m.Error(1, 1, ErrorCode.TOO_MANY, "a sentence"),

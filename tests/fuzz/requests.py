@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvoffd.server.service import Service
 from kvoffd.server.sessions import Session
+from kvoffd_client.jobs import GroupTransfer, Job, submit_of
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
 from kvoffd_proto import stats as s
@@ -45,24 +46,24 @@ class Requests:
         blob = b"".join((start + number).to_bytes(KEY_BYTES, "big") for number in range(count))
         return blob + self._choices.of((b"",) * 15 + (b"x",))
 
-    def part(self) -> m.GroupTransfer:
+    def part(self) -> GroupTransfer:
         blob = self.keys()
         count = len(blob) // KEY_BYTES + self._choices.of(RARELY_ONE)
         bad = self._choices.of((0,) * 15 + (-1,))
         blocks = b"".join(((number + bad) % 2**32).to_bytes(4, "little") for number in range(count))
-        return m.GroupTransfer(self._choices.of(MOSTLY_RIGHT_GROUPS), blob, blocks, self._choices.of(RARELY_ONE))
+        return GroupTransfer(self._choices.of(MOSTLY_RIGHT_GROUPS), blob, blocks, self._choices.of(RARELY_ONE))
 
-    def leased(self, lease_id: int) -> list[m.GroupTransfer]:
+    def leased(self, lease_id: int) -> list[GroupTransfer]:
         """The keys of a lease, as many as fit into the memory."""
         lease = self._service.cache.leases.get(lease_id)
         found = []
         for group, blocks in (lease.blocks if lease is not None else {}).items():
             keys = [block.key for block in blocks][:BLOCKS]
             ids = b"".join(number.to_bytes(4, "little") for number in range(len(keys)))
-            found.append(m.GroupTransfer(group, b"".join(keys), ids))
+            found.append(GroupTransfer(group, b"".join(keys), ids))
         return found
 
-    def parts(self) -> list[m.GroupTransfer]:
+    def parts(self) -> list[GroupTransfer]:
         return [self.part() for _ in range(self._choices.of((1,) * 7 + (2,)))]
 
     def groups(self) -> list[m.GroupKeys]:
@@ -107,13 +108,13 @@ class Requests:
         every = sorted({kind for some in kinds.values() for kind in some} | {"open", "unregister", "stats"})
         match choices.of((*kinds[session.role] * 6, *every)):
             case "store":
-                stores = [m.Store(choices.byte() % 8, self.parts()) for _ in range(1 + choices.byte() % 3)]
-                return m.Submit.of(i, name, KEY_BYTES, stores)
+                stores = [Job(choices.byte() % 8, self.parts()) for _ in range(1 + choices.byte() % 3)]
+                return submit_of(i, name, KEY_BYTES, stores)
             case "load":
                 lease_id = self.lease(session)
                 parts = self.leased(lease_id) if choices.byte() % 2 else []
-                load = m.Load(choices.byte() % 8, lease_id, parts or self.parts())
-                return m.Submit.of(i, name, KEY_BYTES, [], [load])
+                load = Job(choices.byte() % 8, parts or self.parts(), lease_id)
+                return submit_of(i, name, KEY_BYTES, [load])
             case "register":
                 return self.register(session, i)
             case "unregister":

@@ -22,6 +22,7 @@ from kvoffd.server.sessions import Peer, Session
 from kvoffd.system.mappings import MappedSegment, close_segments
 from kvoffd.transfer.engine import DirectionLoad, Transfer, TransferEngine
 from kvoffd.transfer.plan import Direction, Outcome
+from kvoffd_client.jobs import Job, submit_of
 from kvoffd_proto import admin as a
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
@@ -236,8 +237,8 @@ class ServiceHarness:
             worker, lease_id = self.choices.of(workers), self.choices.of(leases).lease_id
             name = self.choices.of(list(worker.registrations))
             if parts := self.requests.leased(lease_id):
-                load = m.Load(8 + self.choices.byte() % 8, lease_id, parts)
-                self.handle(worker.route, m.Submit.of(1, name, KEY_BYTES, [], [load]))
+                load = Job(8 + self.choices.byte() % 8, parts, lease_id)
+                self.handle(worker.route, submit_of(1, name, KEY_BYTES, [load]))
 
     def take_done(self) -> None:
         while self.done:

@@ -25,10 +25,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from kvoffd_client import NamespaceSpec, Registration, WorkerClient
 from kvoffd_client.cuda_export import ExportDriver, export_segments
+from kvoffd_client.jobs import GroupTransfer
 from kvoffd_client.ordered_sender import Event, OrderedSender
 from kvoffd_client.transport import LifelineStream
 from kvoffd_proto import cuda
-from kvoffd_proto.messages import GroupTransfer, PageRef, TensorLayout
+from kvoffd_proto.messages import PageRef, TensorLayout
 from tests.kit.cuda_calls import load, pinned_properties
 
 CHUNK = 2 << 20

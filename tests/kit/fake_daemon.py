@@ -16,6 +16,7 @@ from typing import Self
 
 import zmq
 
+from kvoffd_client.jobs import Job
 from kvoffd_proto import admin as a
 from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto import messages as m
@@ -26,7 +27,7 @@ from tests.kit.submitted import jobs_in
 from .closing import Starting
 from .waiting import DEADLINE_S
 
-LIMITS = m.Limits(1 << 20, 65536, 1024, 4096, 65536, 262144, 1000, 1000, 1 << 20, 4, 64)
+LIMITS = m.Limits(1 << 20, 65536, 1024, 1000, 1000, 1 << 20, 4, 64)
 Answer = m.AnyReply | bytes | None
 """A reply, raw bytes to send instead of one, or silence."""
 
@@ -43,7 +44,7 @@ class Peer:
         self.role: m.Role | None = None
         self.sequence = 0
         self.batches: list[m.Completions] = []
-        self.jobs: dict[int, m.Store | m.Load] = {}
+        self.jobs: dict[int, Job] = {}
 
     def acknowledge(self, sequence: int) -> None:
         self.batches = [batch for batch in self.batches if batch.sequence > sequence]
@@ -172,10 +173,14 @@ class FakeDaemon(Starting):
 
         self.do(step)
 
-    def seen(self, kind: type) -> list[m.AnyRequest | m.Store | m.Load]:
-        """The requests of a kind, or the stores or loads in them."""
+    def seen(self, kind: type) -> list[m.AnyRequest]:
+        """The requests of a kind."""
+        return [one for one in self.requests if type(one) is kind]
+
+    def seen_jobs(self, *, loads: bool) -> list[Job]:
+        """The loads, or the stores, that came."""
         jobs = [job for one in self.requests if isinstance(one, m.Submit) for job in jobs_in(one)]
-        return [one for one in (*self.requests, *jobs) if type(one) is kind]
+        return [job for job in jobs if (job.lease_id is not None) == loads]
 
     # --- the thread ------------------------------------------------------------------------------
 

@@ -55,13 +55,13 @@ class HostileDaemon(FakeDaemon):
     @property
     def loads(self) -> int:
         """Loads that were asked for."""
-        return len(self.seen(m.Load))
+        return len(self.seen_jobs(loads=True))
 
     def fail_loads(self, request: m.AnyRequest, peer: Peer) -> Answer:
         assert isinstance(request, m.Submit)
         for job in jobs_in(request):
             peer.jobs[job.job_id] = job
-            self._finish(peer, job.job_id, isinstance(job, m.Store))
+            self._finish(peer, job.job_id, job.lease_id is None)
         return None
 
 
@@ -233,5 +233,5 @@ def endless_loads(daemon: HostileDaemon) -> None:
     """Jobs never end, and the daemon says that they run."""
     daemon.answers[m.Submit] = lambda *_: None
     daemon.answers[m.Results] = lambda request, peer: m.ResultsReply(
-        request.request_id, daemon.epoch, [], [job.job_id for job in daemon.seen(m.Load) if isinstance(job, m.Load)]
+        request.request_id, daemon.epoch, [], [job.job_id for job in daemon.seen_jobs(loads=True)]
     )

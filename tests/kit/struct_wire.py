@@ -11,6 +11,7 @@ from typing import Any
 import zmq
 
 from kvoffd_client import SharedMemory
+from kvoffd_client.jobs import GroupTransfer, Job
 from kvoffd_client.session import Closing
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
@@ -42,8 +43,8 @@ def ids(*numbers: int) -> bytes:
     return b"".join(number.to_bytes(4, "little", signed=True) for number in numbers)
 
 
-def store_of(job: int, blob: bytes, block_ids: bytes, first_block: int = 0, group: int = 0) -> m.Store:
-    return m.Store(job, [m.GroupTransfer(group, blob, block_ids, first_block)])
+def store_of(job: int, blob: bytes, block_ids: bytes, first_block: int = 0, group: int = 0) -> Job:
+    return Job(job, [GroupTransfer(group, blob, block_ids, first_block)])
 
 
 def refusal_of(reply: m.AnyReply) -> m.Error:

@@ -6,8 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvoffd_client import Lookup
+from kvoffd_client.jobs import GroupTransfer, Job
 from kvoffd_proto.events import KvEvent
-from kvoffd_proto.messages import PENDING, READY, SHARED, GroupKeys, GroupTransfer, JobResult, Load, Store
+from kvoffd_proto.messages import PENDING, READY, SHARED, GroupKeys, JobResult
 from tests.kit.clock import Clock
 
 KEY_BYTES = 32
@@ -104,10 +105,10 @@ class FakeWorkerClient:
         self.unregistered += 1
         return True
 
-    def submit(self, stores: Sequence[Store], loads: Sequence[Load]) -> None:
-        self.messages.append([job.job_id for job in (*stores, *loads)])
-        self.stores.update((job.job_id, job.groups) for job in stores)
-        self.loads.update((job.job_id, (job.lease_id, job.groups)) for job in loads)
+    def submit(self, jobs: Sequence[Job]) -> None:
+        self.messages.append([job.job_id for job in jobs])
+        self.stores.update((job.job_id, list(job.groups)) for job in jobs if job.lease_id is None)
+        self.loads.update((job.job_id, (job.lease_id, list(job.groups))) for job in jobs if job.lease_id is not None)
 
     def take_results(self) -> list[JobResult]:
         taken, self.results = self.results, []

@@ -21,14 +21,16 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec
 
 import msgspec
 import zmq
+from msgspec import structs
 
 from kvoffd_client import SharedMemory
+from kvoffd_client.jobs import GroupTransfer, Job, submit_of
 from kvoffd_client.session import Closing
 from kvoffd_proto import admin as a
 from kvoffd_proto import codec, events, lifeline
@@ -614,12 +616,16 @@ class WireClient(Closing):
     # --- underneath -------------------------------------------------------------------------------
 
     def _submission(self, registration: bytes, stores: Sequence[Store], loads: Sequence[Load]) -> m.Submit:
-        return m.Submit.of(
-            self.next_number(),
-            registration,
-            32,
-            [m.Store(job, list(map(_transfer, parts))) for job, parts in stores],
-            [m.Load(job, lease, list(map(_transfer, parts)), keep) for job, lease, parts, keep in loads],
+        jobs = [Job(job, list(map(_transfer, parts)), lease, keep) for job, lease, parts, keep in loads]
+        jobs += [Job(job, list(map(_transfer, parts))) for job, parts in stores]
+        # The first groups of all jobs, then the second ones: a job may name a group twice here.
+        most = max((len(job.groups) for job in jobs), default=0)
+        rounds = [[replace(job, groups=job.groups[at : at + 1]) for job in jobs] for at in range(most)]
+        made = [submit_of(self.next_number(), registration, 32, some) for some in (rounds or [jobs])]
+        return structs.replace(
+            made[0],
+            stores=structs.replace(made[0].stores, groups=[part for one in made for part in one.stores.groups]),
+            loads=structs.replace(made[0].loads, groups=[part for one in made for part in one.loads.groups]),
         )
 
     def _send(self, kind: type[m.AnyRequest], *fields: Any, **named: Any) -> m.AnyRequest:
@@ -712,10 +718,10 @@ def _refused(error: m.Error) -> Refused:
     return Refused(_word(error.code), error.message, error.request_id)
 
 
-def _transfer(part: Part) -> m.GroupTransfer:
+def _transfer(part: Part) -> GroupTransfer:
     blocks = part.blocks if isinstance(part.blocks, bytes) else struct.pack(f"<{len(part.blocks)}i", *part.blocks)
     parents = b"".join(part.parents)
-    return m.GroupTransfer(part.group, b"".join(part.keys), blocks, part.first_block, parents, part.tokens)
+    return GroupTransfer(part.group, b"".join(part.keys), blocks, part.first_block, parents, part.tokens)
 
 
 def _keys_in(groups: Iterable[m.GroupKeys]) -> list[bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvoffd_client.jobs import GroupTransfer, Job, submit_of
 from kvoffd_proto import admin as a
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
@@ -145,31 +146,31 @@ class Hostile:
         per_key = self._rng.choice((1, 1, 65535))
         self._send(m.Register, where, name, rank, per_key, handles, [tensor], [[page]])
 
-    def _parts(self) -> list[m.GroupTransfer]:
+    def _parts(self) -> list[GroupTransfer]:
         count = self._rng.randint(0, 3)
         keys = b"".join(self._rng.choice((b"a", b"b", b"c", b"d")) * KEY_BYTES for _ in range(count))
         blocks = [self._rng.choice((0, 1, 2, 3, 4, -1, 2**31 - 1)) for _ in range(self._rng.choice((count, 1, 70)))]
         if self._rng.random() < 0.5:
             keys, blocks = b"".join(bytes([65 + at]) * KEY_BYTES for at in range(3)), [0, 1, 2]
             if self._rng.random() < 0.5:  # all in order but for one block
-                wrong = m.GroupTransfer(0, keys, ids([0, self._rng.choice((BLOCKS, -1)), 2]), 0)
+                wrong = GroupTransfer(0, keys, ids([0, self._rng.choice((BLOCKS, -1)), 2]), 0)
                 return [wrong]
         raw = ids(blocks) + self._rng.choice((b"", b"", b"", b"\0"))
         group = self._rng.choice((0, 0, 0, 1, 65535))
-        part = m.GroupTransfer(group, keys, raw, self._rng.choice((0, 0, 1, 65535)))
+        part = GroupTransfer(group, keys, raw, self._rng.choice((0, 0, 1, 65535)))
         return self._rng.choice(([part], [part], [part, part]))
 
     def _store(self) -> None:
         self._job_id = self._rng.choice((self._job_id, self._job_id + 1))
         name = self._rng.choice((self._registration, self._registration, bytes(16)))
-        self._submit(name, [m.Store(self._job_id, self._parts())], [])
+        self._submit(name, Job(self._job_id, self._parts()))
 
     def _load(self) -> None:
         self._job_id += 1
-        self._submit(self._registration, [], [m.Load(self._job_id, self._some_lease(), self._parts())])
+        self._submit(self._registration, Job(self._job_id, self._parts(), self._some_lease()))
 
-    def _submit(self, registration: bytes, stores: list[m.Store], loads: list[m.Load]) -> None:
-        made = m.Submit.of(0, registration, KEY_BYTES, stores, loads)
+    def _submit(self, registration: bytes, job: Job) -> None:
+        made = submit_of(0, registration, KEY_BYTES, [job])
         self._send(m.Submit, registration, made.stores, made.loads)
 
     def _some_lease(self) -> int:

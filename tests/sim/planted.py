@@ -314,8 +314,8 @@ PLANTED = (
         6,
         "kvoffd_client.worker_client",
         "WorkerClient._role_disconnected",
-        "if self._phase is not Phase.DRAINING or not job.is_load:",
-        "if True:",
+        "loads_land = self._phase is Phase.DRAINING",
+        "loads_land = False",
     ),
     Planted(
         "a stale jobs socket after a restart",

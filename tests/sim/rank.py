@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvoffd_client import WorkerClient
+from kvoffd_client.jobs import GroupTransfer, Job
 from kvoffd_client.session import Phase
-from kvoffd_proto.messages import GroupTransfer, JobResult, Load, Store
+from kvoffd_proto.messages import JobResult
 from tests.sim.client import SimTransport
 from tests.sim.clock import Broken, Process
 from tests.sim.memory import WorkerMemory
@@ -39,7 +40,7 @@ class Rank:
         self._issued = 0
         self._on_change = on_change
         self._rng = rng
-        self._unsent: list[Store] = []
+        self._unsent: list[Job] = []
         self.transport = SimTransport(world.clock, world.network, self.process, memory.segments, self._take_results)
         self.client: WorkerClient = make_worker(self.transport, memory, name, rng)
 
@@ -49,7 +50,7 @@ class Rank:
         job_id = self._issued
         self._sent_at[job_id] = self._clock.now
         self._clock.note(f"{self.process.name} stores, job {job_id}")
-        self._unsent.append(Store(job_id, list(groups)))
+        self._unsent.append(Job(job_id, list(groups)))
         if self._rng.random() < 0.5:  # as in a step of an engine, several go out together
             self.process.after(0.0005, self._send)
         else:
@@ -59,10 +60,10 @@ class Rank:
     def _send(self) -> None:
         stores, self._unsent = self._unsent, []
         if stores:
-            self._submit(stores, [])
+            self._submit(stores)
 
-    def _submit(self, stores: Sequence[Store], loads: Sequence[Load]) -> None:
-        self.process.run(lambda: self.transport.act(lambda _: self.client.submit(stores, loads)))
+    def _submit(self, jobs: Sequence[Job]) -> None:
+        self.process.run(lambda: self.transport.act(lambda _: self.client.submit(jobs)))
 
     def load(self, lease_id: int, groups: Sequence[GroupTransfer], places: list[Place]) -> int:
         """Send a load into ``places``, which are the daemon's until its result; its number."""
@@ -73,7 +74,7 @@ class Rank:
         self._clock.note(f"{self.process.name} loads, job {job_id}")
         for group, _, _, block in places:
             self.memory.allow(group, block, True)
-        self._submit([], [Load(job_id, lease_id, list(groups))])
+        self._submit([Job(job_id, list(groups), lease_id)])
         return job_id
 
     def fence(self, job_ids: Sequence[int], timeout_s: float) -> None:

@@ -12,7 +12,8 @@ from kvoffd.config import Config, Limits
 from kvoffd.errors import KvoffdError
 from kvoffd.server.daemon import Daemon
 from kvoffd_client import ClientOptions, NamespaceSpec, Registration, SchedulerClient, SharedMemory, WorkerClient
-from kvoffd_proto.messages import GroupKeys, GroupTransfer, PageRef, TensorLayout
+from kvoffd_client.jobs import GroupTransfer
+from kvoffd_proto.messages import GroupKeys, PageRef, TensorLayout
 from tests.kit.open_files import open_files
 from tests.sim.rank import ids
 

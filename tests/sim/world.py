@@ -291,7 +291,7 @@ class World:
     def _worker_disconnect(self) -> None:
         """Have a worker that loads end its session, as where it cannot read what the daemon sent: the copy may run."""
         ranks = [rank for engine in self.engines for rank in engine.ranks if rank.process.alive]
-        loading = [rank for rank in ranks if any(job.is_load for job in rank.client._jobs.values())]
+        loading = [rank for rank in ranks if any(one.job.lease_id is not None for one in rank.client._jobs.values())]
         if loading:
             rank = self._cuts_rng.choice(loading)
             rank.process.run(lambda: rank.transport.act(lambda now: rank.client.disconnect("told to", now)))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvoffd.transfer import plan as plan_module
 from kvoffd.transfer.host_engine import HostCopy
 from kvoffd.transfer.plan import Direction, GroupLayout, Plan, build_layouts, check_blocks, concatenate
 from kvoffd_proto.messages import PageRef, TensorLayout
@@ -66,7 +68,16 @@ def jobs(draw: st.DrawFn) -> Job:
     return Job(tensors, page_refs, blocks_per_key, ids, first_block, slots, chosen, end, keys * slot)
 
 
-@settings(max_examples=400, deadline=None)
+@pytest.fixture(params=[plan_module.PIECES_AT_ONCE, 8])
+def pieces_at_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Large plans are made piece by piece."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_module, "PIECES_AT_ONCE", request.param)
+        yield
+
+
+@pytest.mark.usefixtures("pieces_at_once")
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(job=jobs(), direction=st.sampled_from(Direction), limit_bytes=st.sampled_from([16, 100, 1 << 20]))
 def test_a_plan_copies_what_the_reference_does(job: Job, direction: Direction, limit_bytes: int) -> None:
     def run(how: str) -> tuple[bytes, bytes, int]:
@@ -97,7 +108,8 @@ def test_a_plan_copies_what_the_reference_does(job: Job, direction: Direction, l
     assert run("steps") == expected
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.usefixtures("pieces_at_once")
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(job=jobs())
 def test_a_store_says_when_each_slot_is_whole(job: Job) -> None:
     ids, slots = np.array(job.block_ids, dtype=np.int32), np.array(job.slots, dtype=np.uint64)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
+from kvoffd_client.jobs import GroupTransfer
 from kvoffd_client.vllm.connector_metadata import (
     FailedJob,
     KeyedSpec,
@@ -17,7 +18,6 @@ from kvoffd_client.vllm.connector_metadata import (
     group_transfers,
 )
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import GroupTransfer
 from tests.kit.vllm_fakes import KEY_BYTES, block_hash, key
 
 POSITIONS = {(0).to_bytes(4, "big"): 0, (5).to_bytes(4, "big"): 1}

@@ -21,7 +21,7 @@ from kvoffd_client.vllm.spec import KvoffdSpec
 from kvoffd_client.vllm.worker import KvoffdWorker
 from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import GroupKeys, JobResult, Load, PageRef, Role, TensorLayout, Unregister
+from kvoffd_proto.messages import GroupKeys, JobResult, PageRef, Role, TensorLayout, Unregister
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash
 from tests.kit.waiting import wait_until
@@ -278,7 +278,7 @@ def test_a_load_of_a_namespace_that_is_left_fails_when_the_daemon_has_let_go_of_
         wait_until(lambda: worker.registered is not None)
         worker.submit_load(1, KeyedSpec(KEYED.groups, lease_id=2**32), BLOCKS)
         worker.flush()
-        wait_until(lambda: fake.seen(Load))
+        wait_until(lambda: fake.seen_jobs(loads=True))
         peer = fake.peer(Role.WORKER)
         worker.leave()
         assert worker.get_finished() == [], "a copy may still land in its blocks"

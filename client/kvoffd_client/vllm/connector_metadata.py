@@ -13,10 +13,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey
 
+from kvoffd_client.jobs import GroupTransfer
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.vllm.engine_namespace import MemoryReport
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import GroupTransfer
 
 NO_LEASE = 0
 GROUP_ID_BYTES = 4
@@ -31,8 +31,8 @@ class KeyedSpec(LoadStoreSpec):
         groups: per group on the wire its block hashes, concatenated.
         lease_id: the lease a load reads under; NO_LEASE for stores.
         request_id: the request that a load is for; None for stores.
-        parents: per group what ``GroupTransfer.parents`` says; empty where a store tells none.
-        tokens: as ``parents``, for ``GroupTransfer.tokens``.
+        parents: per group what ``GroupBlocks.parents`` says; empty where a store tells none.
+        tokens: as ``parents``, for ``GroupBlocks.tokens``.
     """
 
     groups: tuple[bytes, ...]

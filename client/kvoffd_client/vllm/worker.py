@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult
 
+from kvoffd_client.jobs import GroupTransfer, Job
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.ordered_sender import OrderedSender
 from kvoffd_client.vllm.connector_metadata import (
@@ -22,7 +23,7 @@ from kvoffd_client.vllm.connector_metadata import (
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.worker_client import FENCE_PATIENCE_S, WorkerClient
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import GroupTransfer, JobResult, Load, Store
+from kvoffd_proto.messages import JobResult
 
 UNREGISTER_TIMEOUT_S = 10.0
 
@@ -64,7 +65,7 @@ class KvoffdWorker(OffloadingWorker):
         self._keep_leases = keep_leases
         self._sender = sender
         self._asleep = False
-        self._unsent: dict[int, Store | Load] = {}
+        self._unsent: dict[int, Job] = {}
         """Jobs of this step, by id."""
         self._specs: dict[int, KeyedSpec] = {}
         """Of jobs that have not ended, by id."""
@@ -96,7 +97,7 @@ class KvoffdWorker(OffloadingWorker):
         """Have ``flush`` start a store. Always True: what cannot be stored is reported as failed."""
         self._specs[job_id] = dst_spec
         if (groups := self._groups(job_id, src_spec, dst_spec, is_store=True)) is not None:
-            self._unsent[job_id] = Store(job_id, groups)
+            self._unsent[job_id] = Job(job_id, groups)
         return True
 
     def submit_load(
@@ -107,7 +108,7 @@ class KvoffdWorker(OffloadingWorker):
         if src_spec.lease_id == NO_LEASE:
             self._failed.append((job_id, ErrorCode.UNKNOWN_LEASE))
         elif (groups := self._groups(job_id, dst_spec, src_spec, is_store=False)) is not None:
-            self._unsent[job_id] = Load(job_id, src_spec.lease_id, groups, self._keep_leases)
+            self._unsent[job_id] = Job(job_id, groups, src_spec.lease_id, self._keep_leases)
         return True
 
     def flush(self) -> None:
@@ -119,13 +120,10 @@ class KvoffdWorker(OffloadingWorker):
         assert client is not None, "leave() leaves no job unsent"
 
         def send(job_ids: Collection[int]) -> None:
-            chosen = [jobs[job_id] for job_id in job_ids]
-            client.submit(
-                [job for job in chosen if isinstance(job, Store)], [job for job in chosen if isinstance(job, Load)]
-            )
+            client.submit([jobs[job_id] for job_id in job_ids])
 
         def fail(job_id: int, error: ErrorCode) -> None:
-            self._withdrawn_stores += error is ErrorCode.CANCELLED and isinstance(jobs[job_id], Store)
+            self._withdrawn_stores += error is ErrorCode.CANCELLED and jobs[job_id].lease_id is None
             self._failed.append((job_id, error))
 
         if self._sender is None:

@@ -6,17 +6,14 @@ import time
 from functools import partial
 from pathlib import Path
 
+from kvoffd_client.jobs import GroupTransfer, Job, submit_of
 from kvoffd_proto.codec import encode
 from kvoffd_proto.messages import (
     Completions,
     GroupKeys,
-    GroupTransfer,
     JobResult,
-    Load,
     Lookup,
     LookupReply,
-    Store,
-    Submit,
 )
 from kvoffd_proto.units import plural
 from tests.bench.daemon import BLOCK_STEPS, ENGINE_KEYS, JOBS_STEP_S
@@ -150,8 +147,8 @@ def _fences(
 def jobs_echo(stores: int, loads: int = 0) -> bytes:
     """Return an echo request of as many bytes as the frame of jobs of one key, for as many as their completions'."""
     transfer = GroupTransfer(group=0, keys=bytes(KEY_BYTES), block_ids=bytes(4))
-    store, load = Store(1000, [transfer]), Load(1000, _LARGE, [transfer])
-    job = Submit.of(_LARGE, bytes(16), KEY_BYTES, [store] * stores, [load] * loads)
+    store, load = Job(1000, [transfer]), Job(1000, [transfer], _LARGE)
+    job = submit_of(_LARGE, bytes(16), KEY_BYTES, [store] * stores + [load] * loads)
     results = [JobResult(job_id=1000, ok=True, bytes=4096, seconds=1e-4)] * (stores + loads)
     completions = Completions(epoch=_LARGE, session_id=1, sequence=1000, credit_bytes=2**30, results=results)
     return echo_request(len(encode(job)), len(encode(completions)), ReplySocket.PUB)

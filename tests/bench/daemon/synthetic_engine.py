@@ -13,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd_client.errors import DaemonUnavailable
+from kvoffd_client.jobs import GroupTransfer, Job
 from kvoffd_client.memory import Memory, Registration, SharedMemory
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.scheduler_client import Lookup, SchedulerClient
 from kvoffd_client.session import ClientOptions, Closing
 from kvoffd_client.worker_client import WorkerClient
-from kvoffd_proto.messages import GroupKeys, GroupTransfer, JobResult, Store
+from kvoffd_proto.messages import GroupKeys, JobResult
 from tests.bench.daemon.results import BenchFailed
 
 KEY_BYTES = 32
@@ -186,9 +187,9 @@ class SyntheticEngine(Closing):
         self.check("step", [result for result in results if result.ok], sum(result.ok for result in results))
         return seconds, sum(result.ok for result in results)
 
-    def _step(self, keys: bytes) -> list[Store]:
+    def _step(self, keys: bytes) -> list[Job]:
         return [
-            Store(
+            Job(
                 next(self._job_ids),
                 [GroupTransfer(0, keys[at * KEY_BYTES : (at + 1) * KEY_BYTES], at.to_bytes(4, "little"))],
             )

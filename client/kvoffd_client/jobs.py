@@ -1,0 +1,167 @@
+"""Stores and loads as a worker's client is given them, and the messages in which they go out."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvoffd_proto import messages as m
+
+
+class GroupTransfer(NamedTuple):
+    """The part of a job that concerns one group. All bytes are as in ``GroupBlocks``, of one job.
+
+    Key ``i`` covers the engine blocks ``[i * blocks_per_key, (i + 1) * blocks_per_key)`` counted from the start of
+    key 0; ``block_ids`` begin ``first_block`` blocks into key 0. A store ends with its last key; a load may end inside
+    it.
+    """
+
+    group: int
+    keys: bytes
+    block_ids: bytes
+    first_block: int = 0
+    parents: bytes = b""
+    tokens: bytes = b""
+
+    @classmethod
+    def of(cls, keys: Sequence[bytes], block_ids: Sequence[int], group: int = 0, first_block: int = 0) -> GroupTransfer:
+        """The transfer of a list of keys and the engine blocks that they cover. Raises ValueError for odd block ids."""
+        try:
+            ids = struct.pack(f"<{len(block_ids)}i", *block_ids)
+        except struct.error as error:
+            raise ValueError(f"Block ids are whole numbers below 2^31: {error}.") from error
+        return cls(group, b"".join(keys), ids, first_block)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A store, which copies engine blocks into the pool, or the load of blocks under a lease.
+
+    Attributes:
+        job_id: unique among the client's unfinished jobs.
+        groups: each group once.
+        lease_id: the lease of a load, from a scheduler's lookup; None makes it a store.
+        keep_lease: whether the lease stays after a good load, since other workers load the same shards.
+    """
+
+    job_id: int
+    groups: Sequence[GroupTransfer]
+    lease_id: int | None = None
+    keep_lease: bool = False
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of all its keys."""
+        return sum([len(one.keys) for one in self.groups])
+
+    @property
+    def frame_bytes(self) -> int:
+        """About what it takes in a frame."""
+        of_groups = [len(one.keys) + len(one.block_ids) + len(one.parents) + len(one.tokens) for one in self.groups]
+        return 32 + 32 * len(of_groups) + sum(of_groups)
+
+    @property
+    def keys(self) -> list[m.GroupKeys]:
+        return [m.GroupKeys(one.group, one.keys) for one in self.groups]
+
+    def parts(self, key_bytes: int, blocks_per_key: int, limits: m.Limits, first_id: int) -> list[Job]:
+        """What a Submit has no room for as several jobs of consecutive ids; else the job alone, as it is.
+
+        The lease ends with the last of them: the daemon has accepted the others by then, which hold their blocks.
+        """
+        keys, most = self.key_bytes // key_bytes, limits.max_keys_per_request
+        if (frames := self.frame_bytes / (limits.max_frame_bytes / 2)) > 1:
+            most = min(most, max(1, int(keys / frames)))
+        if keys <= most:
+            return [self]
+        cut: list[list[GroupTransfer]] = [[]]
+        room = most
+        for one in self.groups:
+            count, begin = len(one.keys) // key_bytes, 0
+            while begin < count:
+                end = min(count, begin + room)
+                cut[-1].append(_slice(one, begin, end, key_bytes, blocks_per_key))
+                room, begin = room - (end - begin), end
+                if not room:
+                    cut.append([])
+                    room = most
+        parts = list(filter(None, cut))
+        return [
+            Job(first_id + number, part, self.lease_id, self.keep_lease or part is not parts[-1])
+            for number, part in enumerate(parts)
+        ]
+
+
+def _slice(one: GroupTransfer, begin: int, end: int, key_bytes: int, blocks_per_key: int) -> GroupTransfer:
+    """Keys ``begin`` to ``end`` of a group, with their blocks; with the last key, all blocks that are left."""
+    count = len(one.keys) // key_bytes
+    start, stop = (max(0, key * blocks_per_key - one.first_block) * m.BLOCK_ID_BYTES for key in (begin, end))
+    keys, tokens = slice(begin * key_bytes, end * key_bytes), len(one.tokens) // count
+    return GroupTransfer(
+        one.group,
+        one.keys[keys],
+        one.block_ids[start : None if end == count else stop],
+        0 if begin else one.first_block,
+        one.parents[keys],
+        one.tokens[begin * tokens : end * tokens],
+    )
+
+
+def submit_of(
+    request_id: int,
+    registration_id: bytes,
+    key_bytes: int,
+    jobs: Sequence[Job],
+    acknowledged: int = 0,
+    admit_all: bool = False,
+) -> m.Submit:
+    """The message with these jobs."""
+    stores = [job for job in jobs if job.lease_id is None]
+    loads = [job for job in jobs if job.lease_id is not None]
+    return m.Submit(
+        request_id,
+        registration_id,
+        m.Stores([store.job_id for store in stores], _blocks_of(stores, key_bytes), admit_all),
+        m.Loads(
+            [load.job_id for load in loads],
+            [load.lease_id or 0 for load in loads],
+            [load.keep_lease for load in loads],
+            _blocks_of(loads, key_bytes),
+        ),
+        acknowledged,
+    )
+
+
+def _blocks_of(jobs: Sequence[Job], key_bytes: int) -> list[m.GroupBlocks]:
+    """By group, the blocks of all jobs. A group comes twice where some of its jobs tell tokens and others do not."""
+    by_group: dict[tuple[int, bool, bool], list[tuple[int, GroupTransfer]]] = {}
+    for number, job in enumerate(jobs):
+        for one in job.groups:
+            by_group.setdefault((one.group, bool(one.parents), bool(one.tokens)), []).append((number, one))
+    found: list[m.GroupBlocks] = []
+    for (group, *_), parts in by_group.items():
+        keys, blocks, firsts = ([0] * len(jobs) for _ in range(3))
+        for number, one in parts:
+            keys[number] = len(one.keys) // key_bytes
+            blocks[number] = len(one.block_ids) // m.BLOCK_ID_BYTES
+            firsts[number] = one.first_block
+        found.append(
+            m.GroupBlocks(
+                group,
+                counts(keys),
+                counts(blocks),
+                counts(firsts) if any(firsts) else b"",
+                b"".join([one.keys for _, one in parts]),
+                b"".join([one.block_ids for _, one in parts]),
+                b"".join([one.parents for _, one in parts]),
+                b"".join([one.tokens for _, one in parts]),
+            )
+        )
+    return found
+
+
+def counts(numbers: Sequence[int]) -> bytes:
+    """Numbers as GroupBlocks has them."""
+    return struct.pack(f"<{len(numbers)}I", *numbers)
