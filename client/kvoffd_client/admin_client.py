@@ -34,7 +34,7 @@ from kvoffd_proto.paths import SocketPaths, peer_credentials
 
 if TYPE_CHECKING:
     from kvoffd_proto.events import EventBatch
-    from kvoffd_proto.stats import StatsReply
+    from kvoffd_proto.stats import DaemonStats
 
 TIMEOUT_S = 2.0
 SILENCE_S = 0.5
@@ -135,11 +135,11 @@ class AdminClient:
                 self._disconnect()  # a reply that comes later is not for the next request
                 raise
 
-    def stats(self) -> StatsReply:
+    def stats(self) -> DaemonStats:
         """All counters."""
         from kvoffd_proto.stats import Stats
 
-        return self.ask(Stats)
+        return self.ask(Stats).stats
 
     def health(self) -> a.HealthReply:
         """Whether the daemon works: a round trip through the loop that serves engines.

@@ -558,7 +558,7 @@ class BlockClient(AdminClient):
             if self._buffer is not None and self._buffer.geometry != geometry:
                 self._close_buffer()
             if self._buffer is None:
-                size_bytes = min(BUFFER_BYTES, self.stats().pool.pool_bytes // BUFFERS_PER_POOL)
+                size_bytes = min(BUFFER_BYTES, self.stats().pool.size_bytes // BUFFERS_PER_POOL)
                 self._buffer = _Buffer(self, self.directory, geometry, size_bytes, self._options)
             try:
                 yield self._buffer

@@ -104,7 +104,7 @@ class Admitter:
 def count_refused(blocks: Blocks, namespace: Namespace, group: int, keys: Sequence[bytes], found: Admission) -> None:
     namespace.counters.dropped_keys += len(found.dropped)
     namespace.counters.declined_keys += len(found.declined)
-    for numbers, reason in ((found.dropped, MissReason.NO_ROOM), (found.declined, MissReason.DECLINED)):
+    for numbers, reason in ((found.dropped, MissReason.NO_SPACE), (found.declined, MissReason.REJECTED)):
         if numbers:
             blocks.misses.note(namespace, group, [keys[number] for number in numbers], reason)
 

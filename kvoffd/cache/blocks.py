@@ -287,7 +287,7 @@ class Blocks(Room):
             return  # as for nearly every store into a full pool
         for block in blocks:
             block.namespace.counters.half_stored_blocks += 1
-        self.drop(blocks, MissReason.HALF_STORED)
+        self.drop(blocks, MissReason.PARTIAL)
 
     def mark_verified(self, block: Block, rank: int) -> None:
         """The shard's bytes are those that were stored, or are not asked for any more."""

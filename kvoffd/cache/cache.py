@@ -241,7 +241,7 @@ class BlockCache(LeasedBlocks):
             self.blocks.reopen_shard(block, ticket.rank)
         if self.blocks.tiering is not None:  # what a tier has of them is as little
             names = [block.key for _, block in narrow]
-            self.blocks.tiering.forget(ticket.namespace, ticket.group, names, MissReason.HALF_STORED)
+            self.blocks.tiering.forget(ticket.namespace, ticket.group, names, MissReason.PARTIAL)
         ticket.copy = sorted(slot_for)
         return [slot_for[number] for number in ticket.copy]
 
@@ -280,7 +280,7 @@ class BlockCache(LeasedBlocks):
         if len(blocks) < len(found) or not readable:
             self._refuse_unreadable(found, rank, group, first_block)
         self.blocks.pin(blocks)
-        ticket = LoadTicket(rank, lease_id, blocks, offsets, first_block)
+        ticket = LoadTicket(rank, lease_id, blocks, offsets, first_block, lease)
         self.loads.add(ticket)
         return ticket
 
@@ -305,6 +305,24 @@ class BlockCache(LeasedBlocks):
             lease.loaded_ranks.add(tickets[0].rank)
             if len(lease.loaded_ranks) == lease.namespace.world_size:
                 self._end([lease])
+
+    def count_load(self, tickets: Sequence[LoadTicket]) -> None:
+        """Count the keys and tokens that a load brought; what several ranks load counts once.
+
+        Tokens of a lease are those of the group with the most: with a sliding window less is loaded for as many.
+        """
+        for ticket in tickets:
+            if (lease := ticket.lease) is None or not ticket.blocks:
+                continue
+            first = ticket.blocks[0]
+            if (part := (first.group, first.key)) in lease.loaded:
+                continue
+            lease.loaded.add(part)
+            before = max(lease.loaded_tokens.values(), default=0)
+            lease.loaded_tokens[first.group] += ticket.tokens
+            counters = lease.namespace.counters
+            counters.loaded_keys += len(ticket.blocks)
+            counters.loaded(max(0, lease.loaded_tokens[first.group] - before))
 
     def invalidate(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> Steps:
         """Forget keys, in the tiers below too. What a lease, load or store holds leaves the index now, its slots later.
@@ -347,7 +365,7 @@ class BlockCache(LeasedBlocks):
                 tiering.forget(namespace, group, keys, MissReason.INVALIDATED)
         return dropped
 
-    def drop_incomplete(self, blocks: Iterable[Block], reason: MissReason = MissReason.HALF_STORED) -> None:
+    def drop_incomplete(self, blocks: Iterable[Block], reason: MissReason = MissReason.PARTIAL) -> None:
         """Drop those of the blocks that lack a shard: nobody will complete them. What a tier has of them stays."""
         self.blocks.drop([block for block in dict.fromkeys(blocks) if block.state is WRITING], reason)
 

@@ -81,7 +81,7 @@ class TieringHooks(Protocol):
     def forget(self, namespace: Namespace, group: int, keys: Iterable[bytes], why: MissReason) -> None:
         """Remove these keys from the tiers for good, and stop bringing them up.
 
-        A store that nodes share loses only what is HALF_STORED; what is INVALIDATED is not taken from it for a while.
+        A store that nodes share loses only what is PARTIAL; what is INVALIDATED is not taken from it for a while.
         """
 
     def forget_all(self, namespace: Namespace) -> int:

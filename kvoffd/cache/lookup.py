@@ -140,8 +140,8 @@ class LeasedBlocks:
                 states, being_asked = blocks.tiering.find(namespace, owner, split, found, again)
             if not again:
                 shared = sum(one.count(SHARED) for one in states) - being_asked
-                namespace.counters.keys_shared += shared
-                namespace.counters.keys_pending += sum(one.count(PENDING) for one in states) + shared
+                namespace.counters.found_shared += shared
+                namespace.counters.found_disk += sum(one.count(PENDING) for one in states)
         if ready:
             nbytes = _block_bytes(namespace, groups, states)
             if (part := self._leasable(owner, ready, nbytes, namespace, groups, states)) < 1.0:
@@ -163,6 +163,9 @@ class LeasedBlocks:
         counters.lookups += 1
         counters.keys_asked += asked
         counters.keys_ready += ready
+        counters.asked_tokens += max(
+            [len(one) * namespace.groups[part[0]].tokens_per_block for part, one in zip(groups, states, strict=True)]
+        )
         counters.prefix_keys_ready += sum([len(one) - len(one.lstrip(_READY_BYTE)) for one in states])
         if ready < asked:
             self.__blocks.misses.asked(namespace, groups, found, states)

@@ -53,7 +53,7 @@ class Misses:
                     misses[MissReason.LEASE_LIMIT] += limited
                     after = np.maximum(np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8)).tobytes()
                 if writing := after.count(_WRITING):
-                    misses[MissReason.HALF_STORED] += writing
+                    misses[MissReason.PARTIAL] += writing
                 self._native.count_reasons(namespace.index[group].at, *self._table, keys, len(after), after, at)
             for reason, number in zip(MissReason, counts, strict=False):
                 if number:

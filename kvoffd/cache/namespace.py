@@ -33,28 +33,35 @@ PAGE_SPEC_BYTES = 512
 
 
 class MissReason(IntEnum):
-    """Why a key that was asked for is not there. All but LEASE_LIMIT are noted when it leaves or does not come."""
+    """Why a key that was asked for was not brought.
 
-    NEVER_STORED = 0
+    LEASE_LIMIT, LATE and SKIPPED are of one request; the others are noted when a key leaves, or does not come.
+    """
+
+    UNKNOWN = 0
     """Nothing is known of the key: it was not stored, or left so long ago that this is forgotten."""
     EVICTED = 1
     """Other blocks needed the room."""
-    NO_ROOM = 2
+    NO_SPACE = 2
     """Its store, or its way up from a disk, found no room in the pool."""
-    HALF_STORED = 3
+    PARTIAL = 3
     """A shard of it is still to be stored, or was not stored in time."""
     INVALIDATED = 4
     """An engine or an operator had it forgotten."""
     CORRUPT = 5
     """Its bytes were not those that were stored."""
-    DISK_LATE = 6
-    """A disk has it, and did not bring it up in time."""
-    DISK_FAILED = 7
-    """A disk had it, and failed or was closed."""
+    TIER_LATE = 6
+    """A disk or a shared store has it, and did not bring it up in time."""
+    TIER_FAILED = 7
+    """A disk or a shared store had it, and failed or was closed."""
     LEASE_LIMIT = 8
     """It is in the pool, but the session may lease no more."""
-    DECLINED = 9
+    REJECTED = 9
     """The policy did not find it worth storing."""
+    LATE = 10
+    """It was found, but the engine did not wait for the answer."""
+    SKIPPED = 11
+    """It was found, but computing was faster than loading."""
 
 
 class BlockState(IntEnum):
@@ -174,8 +181,14 @@ class Counters:
     keys_asked: int = 0
     keys_ready: int = 0
     prefix_keys_ready: int = 0
-    keys_pending: int = 0
-    keys_shared: int = 0
+    found_disk: int = 0
+    found_shared: int = 0
+    asked_tokens: int = 0
+    loaded_keys: int = 0
+    loaded_tokens: int = 0
+    saved_seconds: float = 0.0
+    valued_tokens: int = 0
+    """Of the loaded ones, those that ``saved_seconds`` has: the others wait for their engine to report its speed."""
     stored_blocks: int = 0
     stored_bytes: int = 0
     loaded_bytes: int = 0
@@ -191,6 +204,13 @@ class Counters:
     """Of the engine that told its own last."""
     load_tokens_per_second: float = 0.0
     misses: Counter[MissReason] = field(default_factory=Counter)
+
+    def loaded(self, tokens: int) -> None:
+        """Count tokens that an engine loaded and did not compute, with the time that computing takes it."""
+        self.loaded_tokens += tokens
+        if self.prefill_tokens_per_second:
+            self.saved_seconds += (self.loaded_tokens - self.valued_tokens) / self.prefill_tokens_per_second
+            self.valued_tokens = self.loaded_tokens
 
 
 class Namespace:

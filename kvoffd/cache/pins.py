@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
@@ -29,6 +30,10 @@ class Lease:
     """Pool bytes of these keys' blocks."""
     loaded_ranks: set[int] = field(default_factory=set)
     """Ranks that have loaded under the lease."""
+    loaded: set[tuple[int, bytes]] = field(default_factory=set)
+    """Group and first key of each load that was counted: other ranks load the same."""
+    loaded_tokens: Counter[int] = field(default_factory=Counter)
+    """By group, tokens that were loaded."""
 
     by_key: dict[int, dict[bytes, Block]] = field(default_factory=dict, init=False)
     """What ``LeaseTable.by_key`` has made, by group."""
@@ -175,3 +180,7 @@ class LoadTicket:
     """Pool offset in bytes of the slot of each key."""
     first_block: int = 0
     """Engine block of the first key from which on it is read."""
+    lease: Lease | None = None
+    """It may have ended since."""
+    tokens: int = 0
+    """That it brings, of its group."""

@@ -12,8 +12,8 @@ from kvoffd_proto.stats import Histogram
 
 _BINS = 20
 LOOKUP_BOUNDS_S = (25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 1.0)
-WINDOWS_S = (10.0, 100.0, 1000.0)
-"""What rates and ratios are shown over, beside the daemon's life."""
+MINUTE_S, HOUR_S = WINDOWS_S = 60.0, 3600.0
+"""What traffic is shown over, beside the daemon's life."""
 
 
 class RateMeter:
@@ -67,7 +67,7 @@ class CounterWindows:
         self._kept = {window_s: deque([(clock(), values)]) for window_s in WINDOWS_S}
 
     def sample(self, values: Mapping[str, float]) -> None:
-        """Take note of the counters. To be called about twice a second, or more often."""
+        """Take note of the counters. To be called about once a second, or more often."""
         now = self._clock()
         for window_s, kept in self._kept.items():
             at, before = kept[-1]

@@ -1,17 +1,15 @@
-"""The Prometheus page and its reference page METRICS.md, made from the metrics that the fields of a ``StatsReply`` are.
+"""The page for Prometheus, made from the fields of ``DaemonStats``: see ``Metric`` in ``kvoffd_proto.stats``.
 
-``python -m kvoffd.observe.metrics`` prints the reference page. A metric is defined by its field: see ``Metric`` in
-``kvoffd_proto.stats``; nothing has to be added here for another one.
+``python -m kvoffd.observe.metrics`` prints the reference page METRICS.md.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 from msgspec import Struct
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -20,154 +18,101 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from kvoffd_proto.messages import fields_of, struct_in
-from kvoffd_proto.stats import Histogram, Metric, MetricInfo, MetricLabel, MetricPart, StatsReply, metric_annotation
+from kvoffd_proto.stats import DaemonStats, Metric, metric_of
 
 Labels = tuple[str, ...]
-AnnotationT = TypeVar("AnnotationT", MetricLabel, MetricInfo)
 
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """One metric: what it is called, what it means, and its samples (label values and number) of one reply, if any."""
+    """One metric: what it is called, what it means, and its samples (label values and value)."""
 
     name: str
-    kind: Literal["counter", "gauge", "histogram"]
+    kind: str
     description: str
     labels: Labels
-    samples: list[tuple[Labels, float | Histogram]] = field(default_factory=list)
-
-
-def _metrics_of(
-    struct: type[Struct], held: list[tuple[Labels, Struct]], prefix: str, labels: Labels
-) -> Iterator[MetricSpec]:
-    """The metrics of one Struct of the reply and of those inside it, in the order of the wire.
-
-    ``held`` has all Structs of this type that the reply holds here, each with the values of ``labels``; none of them
-    for the reference page.
-    """
-    for name, annotation, inner, description in _fields(struct):
-        if isinstance(annotation, Metric):
-            ending = "_total" if annotation.kind == "counter" else ""
-            label = annotation.label[:1] or ((annotation.key_label,) if annotation.key_label else ())
-            yield MetricSpec(
-                f"{prefix}{annotation.name or name}{ending}",
-                annotation.kind,
-                annotation.help or re.sub(r"\bnil\b", "absent", description),
-                (*labels, *label),
-                [sample for values, owner in held for sample in _samples(getattr(owner, name), annotation, values)],
-            )
-        elif inner is not None:
-            part = annotation if isinstance(annotation, MetricPart) else MetricPart()
-            found = [
-                ((*values, *part.label[1:], *own), item)
-                for values, owner in held
-                for own, item in _with_labels(inner, _structs_in(getattr(owner, name)))
-            ]
-            own_labels = (label.name for label in _annotated(inner, MetricLabel).values())
-            inner_labels = (*labels, *part.label[:1], *own_labels)
-            if infos := _info_fields(inner):
-                samples: list[tuple[Labels, float | Histogram]] = [
-                    ((*values, *(_label_value(getattr(item, field)) for field in infos)), 1.0) for values, item in found
-                ]
-                text = "Always 1; the labels say in full what the others' labels name shortly."
-                name = f"{prefix}{part.prefix}info"
-                yield MetricSpec(name, "gauge", text, (*inner_labels, *infos.values()), samples)
-            yield from _metrics_of(inner, found, prefix + part.prefix, inner_labels)
-
-
-def _with_labels(struct: type[Struct], items: list[Struct]) -> Iterator[tuple[Labels, Struct]]:
-    """``items``, which are of that type, each with the values of its labels."""
-    columns = [
-        _label_values([getattr(item, field) for item in items], label.short)
-        for field, label in _annotated(struct, MetricLabel).items()
-    ]
-    yield from zip(zip(*columns, strict=True) if columns else [()] * len(items), items, strict=True)
-
-
-def _label_values(values: list[object], short: int) -> list[str]:
-    """The label of each value: its first ``short`` bytes, all of it where two begin with the same or ``short`` is 0."""
-    begins = Counter(value[:short] for value in values if isinstance(value, bytes))
-    return [
-        _label_value(value[:short] if short and isinstance(value, bytes) and begins[value[:short]] == 1 else value)
-        for value in values
-    ]
-
-
-def _info_fields(struct: type[Struct]) -> dict[str, str]:
-    """The fields of the metric ``info`` with their labels; none where the Struct has no such metric."""
-    more = {field: info.name for field, info in _annotated(struct, MetricInfo).items()}
-    full = {field: label.info_name for field, label in _annotated(struct, MetricLabel).items() if label.info_name}
-    return {**full, **more} if more else {}
-
-
-def _annotated(struct: type[Struct], kind: type[AnnotationT]) -> dict[str, AnnotationT]:
-    return {field: annotation for field, annotation, *_ in _fields(struct) if isinstance(annotation, kind)}
+    samples: list[tuple[Labels, Any]] = field(default_factory=list)
 
 
 @cache
-def _fields(
-    struct: type[Struct],
-) -> list[tuple[str, Metric | MetricPart | MetricLabel | MetricInfo | None, type[Struct] | None, str]]:
-    """Name, annotation, Struct inside and description of the fields."""
+def _fields(struct: type[Struct]) -> list[tuple[str, Metric, type[Struct] | None, str]]:
+    """Name, metric, Struct inside and description of the fields that /metrics has."""
     return [
-        (field.name, metric_annotation(hint), struct_in(hint), description)
-        for field, hint, description in fields_of(struct)
+        (item.name, metric, struct_in(hint), description)
+        for item, hint, description in fields_of(struct)
+        if (metric := metric_of(hint)) is not None
     ]
 
 
-def _structs_in(value: Struct | list[Struct] | None) -> list[Struct]:
+def _metrics(struct: type[Struct], held: list[tuple[Labels, Any]], prefix: str, labels: Labels) -> Iterator[MetricSpec]:
+    """The metrics of one Struct and of the parts in it; ``held``: all such Structs with the values of ``labels``."""
+    own = [name for name, metric, *_ in _fields(struct) if metric.kind == "label"]
+    labels = (*labels, *(metric.label for _, metric, *_ in _fields(struct) if metric.kind == "label"))
+    held = [((*values, *(getattr(one, name) for name in own)), one) for values, one in held]
+    for name, metric, inner, description in _fields(struct):
+        if metric.kind == "part":
+            assert inner is not None
+            parts = [((*values, *metric.fixed[1:]), each) for values, one in held for each in _all(getattr(one, name))]
+            yield from _metrics(inner, parts, prefix + metric.prefix, (*labels, *metric.fixed[:1]))
+        elif metric.kind != "label":
+            ending = "_total" if metric.kind == "counter" else ""
+            samples = [sample for values, one in held for sample in _samples(getattr(one, name), values)]
+            label = (metric.label,) if metric.label else ()
+            yield MetricSpec(f"{prefix}{name}{ending}", metric.kind, description, (*labels, *label), samples)
+
+
+def _all(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _label_value(value: object) -> str:
-    return value.hex() if isinstance(value, bytes) else str(value)
+def _samples(value: Any, labels: Labels) -> Iterator[tuple[Labels, Any]]:
+    if isinstance(value, list):  # counted by their first field
+        value = Counter(getattr(one, one.__struct_fields__[0]) for one in value)
+    if isinstance(value, dict):
+        yield from (((*labels, key), number) for key, number in sorted(value.items()))
+    elif value is not None:
+        yield labels, value
 
 
-def _samples(value: Any, metric: Metric, labels: Labels) -> Iterator[tuple[Labels, float | Histogram]]:
-    if metric.key_label:
-        yield from (((*labels, key), count) for key, count in sorted(value.items()))
-    elif metric.true_for:
-        yield (*labels, *metric.label[1:]), value in metric.true_for
-    elif (number := metric.nil if value is None else value) is not None:
-        yield (*labels, *metric.label[1:]), number
-
-
-def _all_metrics(stats: StatsReply | None) -> tuple[MetricSpec, ...]:
-    """All metrics with their samples of ``stats``; fields that have the same name are one metric."""
-    build = MetricSpec("kvoffd_build_info", "gauge", "Always 1; the labels say what runs.", ("version", "policy"))
+def all_metrics(stats: DaemonStats | None) -> list[MetricSpec]:
+    """All metrics with their samples of ``stats``; parts that differ in a fixed label are one metric."""
+    build = MetricSpec(
+        "kvoffd_build_info", "gauge", "Release and eviction policy of the daemon; always 1.", ("version", "policy")
+    )
     if stats is not None:
-        build.samples.append(((stats.daemon_version, stats.policy), 1.0))
+        build.samples.append(((stats.version, stats.policy), 1))
     found = {build.name: build}
-    for spec in _metrics_of(StatsReply, [] if stats is None else [((), stats)], "kvoffd_", ()):
+    for spec in _metrics(DaemonStats, [] if stats is None else [((), stats)], "kvoffd_", ()):
         if found.setdefault(spec.name, spec) is not spec:
             found[spec.name].samples.extend(spec.samples)
-    return tuple(found.values())
+    return list(found.values())
 
 
-METRICS = _all_metrics(None)
 _PROCESS = ProcessCollector(registry=None)
 """What every exporter tells of its process, ``process_start_time_seconds`` for one."""
 
 
 class _StatsCollector(Collector):
-    def __init__(self, stats: StatsReply) -> None:
+    def __init__(self, stats: DaemonStats) -> None:
         self._stats = stats
 
     def collect(self) -> Iterable[Family]:
-        for spec in _all_metrics(self._stats):
+        for spec in all_metrics(self._stats):
+            if spec.kind == "histogram":
+                histogram = HistogramMetricFamily(spec.name, spec.description, labels=spec.labels)
+                for values, one in (sample for sample in spec.samples if sample[1].buckets):
+                    histogram.add_metric(values, list(one.buckets.items()), one.sum_seconds)
+                yield histogram
+                continue
             # The library adds the ending to a counter's name itself.
-            name, text, labels = spec.name.removesuffix("_total"), spec.description, spec.labels
-            family = (CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily)(name, text, labels=labels)
-            distribution = HistogramMetricFamily(name, text, labels=labels)
-            for values, value in spec.samples:
-                if isinstance(value, Histogram):
-                    distribution.add_metric(values, list(value.buckets.items()), value.sum_seconds)
-                else:
-                    family.add_metric(values, value)
-            yield distribution if spec.kind == "histogram" else family
+            kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+            family = kind(spec.name.removesuffix("_total"), spec.description, labels=spec.labels)
+            for values, number in spec.samples:
+                family.add_metric(values, number)
+            yield family
 
 
-def render_metrics(stats: StatsReply) -> bytes:
+def render_metrics(stats: DaemonStats) -> bytes:
     """The page that Prometheus scrapes, in its text format 0.0.4."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_StatsCollector(stats))
@@ -179,16 +124,14 @@ def metrics_reference() -> str:
     lines = [
         "# Metrics",
         "",
-        "Served as Prometheus text on `/metrics` of the daemon's HTTP address. This page is generated by",
-        "`python -m kvoffd.observe.metrics > kvoffd/observe/METRICS.md`; do not edit it. Counters count from the",
-        "daemon's start. Beside them are those that exporters have in common: `process_start_time_seconds`,",
-        "`process_cpu_seconds_total`, `process_resident_memory_bytes` (with the pool), `process_open_fds` and others.",
-        "`kvoffd-cli stats --json` has the same numbers; [JSON.md](../../client/JSON.md) lists the reasons of misses.",
+        "Prometheus text on `/metrics`. This page: `python -m kvoffd.observe.metrics > kvoffd/observe/METRICS.md`.",
+        "Counters count from the daemon's start. Beside these are `process_start_time_seconds`,",
+        "`process_cpu_seconds_total`, `process_resident_memory_bytes` (with the pool) and others that exporters share.",
         "",
         "| metric | type | labels | meaning |",
         "|---|---|---|---|",
     ]
-    for spec in METRICS:
+    for spec in all_metrics(None):
         labels = ", ".join(f"`{label}`" for label in spec.labels)
         lines.append(f"| `{spec.name}` | {spec.kind} | {labels} | {spec.description} |")
     return "\n".join(lines) + "\n"

@@ -32,7 +32,7 @@ from kvoffd.server.persistence import PolicyFile, State, state_file
 from kvoffd.server.recovery import restore, take_pool
 from kvoffd.server.service import Service
 from kvoffd.server.sockets import Sockets
-from kvoffd.server.stats import stats_reply
+from kvoffd.server.stats import daemon_stats
 from kvoffd.server.tiers import OpenStores, opener, shared_opener, shared_stores
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd.system.mappings import PageFaulter
@@ -40,7 +40,7 @@ from kvoffd.system.native import native
 from kvoffd.system.systemd import Notifier, take_stored_fds
 from kvoffd.transfer.host_engine import HostEngine
 from kvoffd_proto.admin import Health, HealthLevel, HealthProblem, HealthReply
-from kvoffd_proto.stats import Stats, StatsReply
+from kvoffd_proto.stats import DaemonStats
 from kvoffd_proto.units import format_size
 
 logger = logging.getLogger(__name__)
@@ -173,10 +173,10 @@ class Daemon:
         state = "stopping" if self._stop.is_set() else "starting"
         return HealthReply(0, 0, HealthLevel.DOWN, [HealthProblem(state, f"The daemon is {state}.")])
 
-    def stats(self) -> StatsReply | None:
+    def stats(self) -> DaemonStats | None:
         if not self._serving:
             return None
-        return stats_reply(self._service, Stats(0))
+        return daemon_stats(self._service)
 
     def unreachable(self) -> str:
         return self._directory.lost_sockets() if self._serving else ""
@@ -329,6 +329,7 @@ class Daemon:
         if not self._service.tiers.close(DISKS_CLOSE_S):
             self.copy_stuck = True
         self._policy_file.close()
+        self._service.save_totals()
         self._state.file.close(STATE_CLOSE_S)
         if not self._host_engine.close(ENGINE_CLOSE_S) or not self._gpus.stop(ENGINE_CLOSE_S):
             self.copy_stuck = True

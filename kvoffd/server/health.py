@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvoffd.server.descriptors import open_descriptors
 from kvoffd_proto import admin as a
 from kvoffd_proto.cuda import descriptor_limits
-from kvoffd_proto.stats import RecentStats
+from kvoffd_proto.stats import Window
 from kvoffd_proto.units import format_count, format_duration, format_size, plural
 
 if TYPE_CHECKING:
@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 
 PINNED_SHARE = 0.9
 """From this share of the usable pool on, pinned bytes leave too little for stores."""
-FLOW_WINDOW_S = 100.0
-"""What flows, such as stores without room, is judged by what happened in so many seconds."""
 LATE_SHARE, LEAST_LATE = 0.05, 20
-"""So many late lookups in that time, and this share of all, are a problem."""
+"""So many late lookups in the last minute, and this share of all, are a problem."""
 DESCRIPTORS_SHARE = 0.8
 """Of the files that the process may open. What sessions attach is bounded by half of them."""
 
@@ -41,7 +39,7 @@ def health_of(service: Service) -> tuple[a.HealthLevel, list[a.HealthProblem]]:
             )
         )
     causes += [a.HealthProblem(reason, sentence) for reason, sentence in service.tiers.problems]
-    recent = service.recent.over(FLOW_WINDOW_S)
+    recent = service.traffic.last_minute()
     causes += _crowded(service, recent)
     causes += _late(recent)
     causes += _full(service)
@@ -55,7 +53,7 @@ def health_of(service: Service) -> tuple[a.HealthLevel, list[a.HealthProblem]]:
     return (a.HealthLevel.DEGRADED if causes else a.HealthLevel.OK), causes
 
 
-def _crowded(service: Service, recent: RecentStats) -> list[a.HealthProblem]:
+def _crowded(service: Service, recent: Window) -> list[a.HealthProblem]:
     """What keeps stores from the pool."""
     cache = service.cache
     causes: list[a.HealthProblem] = []
@@ -70,7 +68,7 @@ def _crowded(service: Service, recent: RecentStats) -> list[a.HealthProblem]:
                 "Enlarge the pool, or end the sessions that hold blocks and do not load them.",
             )
         )
-    if dropped := recent.dropped_keys:
+    if dropped := recent.no_space_keys:
         causes.append(
             a.HealthProblem(
                 "stores_without_room",
@@ -81,7 +79,7 @@ def _crowded(service: Service, recent: RecentStats) -> list[a.HealthProblem]:
     return causes
 
 
-def _late(recent: RecentStats) -> list[a.HealthProblem]:
+def _late(recent: Window) -> list[a.HealthProblem]:
     """Lookups whose answers engines did not wait for."""
     late, lookups = recent.late_lookups, max(recent.lookups, recent.late_lookups)
     if late < LEAST_LATE or late <= LATE_SHARE * lookups:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import logging
 import socket
 import threading
@@ -23,10 +22,12 @@ from pathlib import Path
 from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import msgspec
+
 from kvoffd.config import ALL_INTERFACES, parse_address
 from kvoffd.errors import KvoffdError
 from kvoffd_proto.admin import HealthReply
-from kvoffd_proto.stats import StatsReply
+from kvoffd_proto.stats import DaemonStats
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class Source(Protocol):
     def health(self) -> HealthReply:
         """Called in the loop's thread."""
 
-    def stats(self) -> StatsReply | None:
+    def stats(self) -> DaemonStats | None:
         """None while the daemon starts or stops. Called in the loop's thread."""
 
     def unreachable(self) -> str:
@@ -134,7 +135,7 @@ class HttpServer:
         if stats is None:
             return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, "The daemon is starting or stopping.")
         if path == "/stats.json":
-            return _Answer(HTTPStatus.OK, json.dumps(stats, default=_plain).encode(), "application/json")
+            return _Answer(HTTPStatus.OK, msgspec.json.encode(stats), "application/json")
         from kvoffd.observe.metrics import render_metrics  # imports for too long to be waited for at a start
 
         return _Answer(HTTPStatus.OK, render_metrics(stats), "text/plain; version=0.0.4; charset=utf-8")
@@ -155,13 +156,6 @@ class HttpServer:
             return reply.result(LOOP_S)
         finally:
             reply.cancel()
-
-
-def _plain(value: Any) -> object:
-    """What JSON has no form for, as ``kvoffd-cli stats --json`` prints it: fingerprints in hex, and structs."""
-    if isinstance(value, bytes):
-        return value.hex()
-    return {name: getattr(value, name) for name in value.__struct_fields__ if name != "request_id"}
 
 
 def _listeners(host: str, port: int) -> list[socket.socket]:

@@ -386,6 +386,8 @@ class LoadJob(Job):
             self.error = refusal.code
             return concatenate([])
         self.tickets.append(ticket)
+        blocks_per_key = registration.layouts[part.group].blocks_per_key
+        ticket.tokens = block_ids.size * registration.namespace.groups[part.group].tokens_per_block // blocks_per_key
         slots = np.array(ticket.offsets, dtype=np.uint64) + np.uint64(pool_address)
         positions = np.arange(first_block, first_block + block_ids.size, dtype=np.int64)
         return plan_blocks(registration.layouts[part.group], self.direction, block_ids, positions, slots)
@@ -400,6 +402,8 @@ class LoadJob(Job):
             error = ErrorCode.CHECKSUM
         copied_bytes = self.nbytes if error is None else 0
         error = error or self.error
+        if error is None:
+            cache.count_load(self.tickets)
         cache.end_load(self.tickets, ok=error is None and not self.keep_lease)
         if error is None:
             self.registration.namespace.counters.loaded_bytes += copied_bytes

@@ -151,7 +151,7 @@ def _idle(namespace: Namespace, opened: set[bytes]) -> bool:
 
 def _forget(service: Service, namespace: Namespace) -> None:
     service.cache.forget_namespace(namespace)
-    service.recent.namespace_forgotten(namespace)
+    service.traffic.namespace_forgotten(namespace)
     service.curve.namespace_forgotten(namespace)
     if service.tiering is not None:
         service.tiering.namespace_forgotten(namespace)

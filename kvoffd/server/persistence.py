@@ -26,6 +26,7 @@ from kvoffd.system.mappings import is_hugetlbfs
 from kvoffd.system.newest import put_newest
 from kvoffd.system.threads import start
 from kvoffd_proto.messages import Count
+from kvoffd_proto.stats import Lifetime
 
 logger = logging.getLogger(__name__)
 
@@ -181,6 +182,7 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True):
     unshared: list[str] = []
     """Namespaces that an engine has reset: no shared store is asked for them until the fleet is reset."""
     quotas: dict[str, Count] = {}
+    lifetime: Lifetime = Lifetime()
 
 
 class State:
@@ -199,6 +201,7 @@ class State:
         self._generations: dict[bytes, int] = {}
         self._fleet: dict[str, dict[bytes, int]] = {}
         self._unshared: dict[bytes, None] = {}
+        self.lifetime = Lifetime()
         self.quotas: Mapping[bytes, int] = {}
         """Bytes by fingerprint, as they were saved last."""
 
@@ -222,6 +225,7 @@ class State:
             return
         self._last, self._floor, self._generations = found.last, found.floor, generations
         self._fleet, self._unshared, self.quotas = fleet, unshared, quotas
+        self.lifetime = found.lifetime
 
     # --- generations -----------------------------------------------------------------------------
 
@@ -279,6 +283,12 @@ class State:
         self.quotas = dict(quotas)
         self._save()
 
+    def save_lifetime(self, lifetime: Lifetime) -> None:
+        """Totals that the next daemon goes on from."""
+        if lifetime != msgspec.structs.replace(self.lifetime, since=lifetime.since):
+            self.lifetime = lifetime
+            self._save()
+
     def _save(self) -> None:
         content = _Content(
             self._last,
@@ -287,6 +297,7 @@ class State:
             {url: _in_hex(known) for url, known in self._fleet.items()},
             [name.hex() for name in self._unshared],
             _in_hex(self.quotas),
+            self.lifetime,
         )
         body = msgspec.json.encode(content)
         self.file.save(b"%08x\n" % zlib.crc32(body) + body)

@@ -30,11 +30,11 @@ from kvoffd.server.jobs import Jobs
 from kvoffd.server.memory import MemoryMapper
 from kvoffd.server.namespaces import FORGET_AFTER_S, forget_idle
 from kvoffd.server.persistence import State
-from kvoffd.server.recent import Recent
 from kvoffd.server.recorder import Recorder
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.sessions import Session, Sessions, credit_bytes
 from kvoffd.server.tiers import OpenDisk, Tiers
+from kvoffd.server.traffic import TrafficCounts
 from kvoffd.tiering.manager import TieringManager
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import TransferEngine
@@ -42,11 +42,14 @@ from kvoffd_proto import admin as a
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.stats import Lifetime
 
 logger = logging.getLogger(__name__)
 
 REMOVAL_WAIT_S = 0.5
 """For disks to note what an invalidation, a reset or a clear removed; the answer waits for it."""
+TOTALS_EVERY_S = 300.0
+"""How often the totals that outlive the daemon are saved."""
 MAX_PENDING = 64
 """Requests of a session whose replies wait."""
 
@@ -87,7 +90,7 @@ class Service:
         self.epoch = self.sessions.epoch
         self.tiers = Tiers(config, cache, events, clock, open_disk, host.post, self.jobs.busy, state)
         self.scrubber = Scrubber(cache, clock)
-        self.recent = Recent(cache, clock)
+        self.traffic = TrafficCounts(cache, clock, state.lifetime)
         self.recorder = Recorder(cache, clock)
         self.curve = HitRatioCurve(cache.slots.pool_bytes, clock)
         self.work = Background()
@@ -110,6 +113,7 @@ class Service:
         """Why nothing is served over HTTP, although it should be."""
         self.sockets_problem = ""
         """Why no engine can connect."""
+        self._totals_due = self.started_at + TOTALS_EVERY_S
         self._half_stored_warned: WeakSet[Namespace] = WeakSet()
         state.is_there = lambda fingerprint: cache.find_namespace(fingerprint) is not None
         cache.watchers.append(self.curve.requested)
@@ -201,12 +205,22 @@ class Service:
         if self.cache.expire():
             self._warn_of_half_stored()
         self.memory.expire()
-        self.recent.tick()
+        self.traffic.tick()
+        if self.clock() >= self._totals_due:
+            self.save_totals()
         self.curve.tick()
         forget_idle(self, FORGET_AFTER_S)
         self.tiers.tick()
         for fingerprint in self.tiering.take_voided() if self.tiering is not None else ():
             self.work.add(self._void(fingerprint))
+
+    def lifetime(self) -> Lifetime:
+        """Totals of this daemon and those before it."""
+        return self.traffic.lifetime(self.tiering.demoter.written_bytes if self.tiering is not None else 0)
+
+    def save_totals(self) -> None:
+        self._totals_due = self.clock() + TOTALS_EVERY_S
+        self.state.save_lifetime(self.lifetime())
 
     # --- replies -----------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -16,10 +15,9 @@ from kvoffd.config import settings_in_force
 from kvoffd.memory_estimate import max_index_bytes
 from kvoffd.server.handlers import answers, filled
 from kvoffd.server.health import health_of, health_reply
-from kvoffd.server.namespaces import opened_namespaces
-from kvoffd.server.recent import named
 from kvoffd.server.sessions import Session
 from kvoffd.server.tiers import Disk
+from kvoffd.server.traffic import counts_of, figures
 from kvoffd.tiers.shared.shared_tier import SharedTier
 from kvoffd.tiers.tier import TierStats
 from kvoffd.transfer.plan import Direction
@@ -29,87 +27,85 @@ from kvoffd_proto import stats as s
 if TYPE_CHECKING:
     from kvoffd.server.service import Service
 
-MAX_NAMESPACES = 100
-"""In one reply of Stats: they take the loop some 5 ms."""
 DESCRIPTIONS_BYTES = 1 << 20
 """Of the namespaces in one listing: 64 KiB of each would make tens of MiB."""
 
 
 @answers(s.Stats)
 def stats(service: Service, session: Session, message: s.Stats) -> s.StatsReply:
-    return stats_reply(service, message)
+    return s.StatsReply(message.request_id, service.epoch, daemon_stats(service))
 
 
-def stats_reply(service: Service, message: s.Stats) -> s.StatsReply:
-    cache = service.cache
+def daemon_stats(service: Service) -> s.DaemonStats:
+    cache, traffic, curve, jobs = service.cache, service.traffic, service.curve, service.jobs
     cache.count_misses()
-    quotas = cache.blocks.quotas
-    namespaces = [
-        filled(
-            s.NamespaceStats,
-            namespace,
-            namespace.counters,
-            namespace=namespace.fingerprint,
-            quota_bytes=quotas.of(namespace.fingerprint),
-            misses=named(namespace.counters.misses),
-            recent=service.recent.of_namespace(namespace),
-            curve=service.curve.of_namespace(namespace),
-        )
-        for namespace in _shown(service)
-    ]
     usage = resource.getrusage(resource.RUSAGE_SELF)
     level, causes = health_of(service)
-    return filled(
-        s.StatsReply,
-        service,
-        cache,
-        service.loop_watch,
-        service.jobs,
-        request_id=message.request_id,
-        daemon_version=__version__,
+    largest, others = traffic.shown()
+    return s.DaemonStats(
+        version=__version__,
+        policy=service.config.eviction_policy,
         pid=os.getpid(),
         uptime_seconds=service.clock() - service.started_at,
-        policy=service.config.eviction_policy,
-        ghost_keys=cache.policy.ghosts,
-        policy_bytes=cache.policy.nbytes,
-        pool=_pool_stats(service),
-        store=_direction_stats(service, Direction.STORE),
-        load=_direction_stats(service, Direction.LOAD),
-        lookup_seconds=service.lookup_times.counted(),
+        ready=level is not a.HealthLevel.DOWN,
+        health=level,
+        health_problems=[s.Problem(cause.reason, cause.sentence) for cause in causes],
+        sessions=service.sessions.of_engines,
+        ended_sessions=dict(service.sessions.ended),
         leases=len(cache.leases),
         pinned_blocks=cache.blocks.pinned_blocks,
-        sessions=sum(1 for _ in service.sessions),
-        ended_sessions=dict(service.sessions.ended),
-        lookups_per_second=service.lookup_rate.per_second(),
+        requests=service.requests,
         errors=dict(service.errors),
         replies_dropped=dict(service.replies_dropped),
-        events_published=service.events.published,
+        kv_events=service.events.published,
         cpu_seconds=usage.ru_utime + usage.ru_stime,
         resident_bytes=_resident_bytes(),
-        namespaces=namespaces,
-        omitted_namespaces=len(cache.namespaces) - len(namespaces),
+        lookup_seconds=service.lookup_times.counted(),
+        loop_blocked_seconds=service.loop_watch.loop_blocked,
+        loop_blocked_max_seconds=service.loop_watch.loop_blocked_maximum_seconds,
+        shortened_lookups=cache.shortened_lookups,
+        cancelled_stores=jobs.cancelled_stores,
+        unsent_stores=jobs.unsent_stores,
+        pool=_pool_stats(service),
+        store=_copy_stats(service, Direction.STORE),
+        load=_copy_stats(service, Direction.LOAD),
+        since_start=traffic.since_start(),
+        last_hour=traffic.last_hour(),
+        last_minute=traffic.last_minute(),
+        lifetime=service.lifetime(),
+        namespaces=[*(_namespace_stats(service, one) for one in largest), *others],
+        other_namespaces=len(cache.namespaces) - len(largest),
         integrity=filled(s.IntegrityStats, cache.integrity),
-        below=_tiering_stats(service),
+        tiers=_tiering_stats(service),
         disks=list(map(_disk_stats, service.tiers)),
         shared=_shared_stats(service),
-        health=level,
-        health_problems=dict(Counter(cause.reason for cause in causes)),
-        recent=service.recent.in_all(),
-        curve=service.curve.in_all(),
-        curve_seen_bytes=service.curve.seen_bytes,
-        curve_bytes=service.curve.nbytes,
+        curve=curve.in_all(),
+        curve_seen_bytes=curve.seen_bytes,
+        curve_bytes=curve.nbytes,
+        ghost_entries=cache.policy.ghosts,
+        policy_bytes=cache.policy.nbytes,
         settings=[s.SettingInfo(*one) for one in settings_in_force(service.config)],
     )
 
 
-def _shown(service: Service) -> list[Namespace]:
-    """The namespaces that statistics have: where there are too many, those in use, then those with the most blocks."""
-    known = service.cache.namespaces
-    if len(known) <= MAX_NAMESPACES:
-        return known
-    opened = opened_namespaces(service)
-    known.sort(key=lambda one: (one.fingerprint in opened, one.ready_bytes), reverse=True)
-    return known[:MAX_NAMESPACES]
+def _namespace_stats(service: Service, namespace: Namespace) -> s.NamespaceStats:
+    counters = namespace.counters
+    return s.NamespaceStats(
+        id=s.namespace_id(namespace.fingerprint),
+        model=namespace.label,
+        fingerprint=namespace.fingerprint.hex(),
+        of_bench=namespace.of_bench,
+        ready_blocks=namespace.ready_blocks,
+        ready_bytes=namespace.ready_bytes,
+        filling_blocks=namespace.writing_blocks,
+        invalidated_blocks=counters.invalidated_blocks,
+        partial_blocks=counters.half_stored_blocks,
+        quota_bytes=service.cache.blocks.quotas.of(namespace.fingerprint),
+        prefill_tokens_per_second=counters.prefill_tokens_per_second,
+        load_tokens_per_second=counters.load_tokens_per_second,
+        curve=service.curve.of_namespace(namespace),
+        **figures(counts_of(namespace)),
+    )
 
 
 @answers(a.Health)
@@ -169,40 +165,78 @@ def namespaces(service: Service, session: Session, message: a.Namespaces) -> a.N
 def _pool_stats(service: Service) -> s.PoolStats:
     cache, pinning = service.cache, service.memory.gpus.pinning
     usage = cache.pool_usage()
-    held = sum(namespace.held_blocks for namespace in cache.namespaces)
-    index_bytes = index_memory(cache.blocks, cache.policy)
-    return filled(
-        s.PoolStats,
-        usage,
-        cache.slots,
+    return s.PoolStats(
+        size_bytes=cache.slots.pool_bytes,
+        bytes={
+            "free": usage.free_bytes,
+            "filling": usage.writing_bytes,
+            "ready": usage.ready_bytes,
+            "evicting": usage.leaving_bytes,
+            "recovering": usage.inherited_bytes,
+            "quarantined": usage.quarantined_bytes,
+        },
         usable_bytes=max(0, cache.slots.touched_bytes - usage.quarantined_bytes),
-        left_blocks=cache.inherited_blocks,
-        left_bytes=usage.inherited_bytes,
-        page_locked_bytes=pinning.pinned_bytes,
-        unlockable_bytes=pinning.refused_bytes,
-        page_locking_gpu_bytes=pinning.gpu_bytes,
-        index_bytes=index_bytes,
-        index_block_bytes=index_bytes / held if held else 0.0,
+        pinned_bytes=usage.pinned_bytes,
+        pinned_for_gpu_bytes=pinning.pinned_bytes,
+        unpinnable_bytes=pinning.refused_bytes,
+        pinning_gpu_bytes=pinning.gpu_bytes,
+        index_bytes=index_memory(cache.blocks, cache.policy),
         index_counted_bytes=cache.blocks.index_bytes,
         index_limit_bytes=max_index_bytes(service.config),
+        table_bytes=cache.slots.table_bytes,
+        recovering_blocks=cache.inherited_blocks,
+        numa_remote_slots=cache.slots.spilled_slots,
+    )
+
+
+def _copy_stats(service: Service, direction: Direction) -> s.CopyStats:
+    load, counters = service.memory.load_of(direction), service.jobs.counters[direction]
+    return filled(
+        s.CopyStats,
+        load,
+        jobs=counters.jobs,
+        failed_jobs=counters.failed_jobs,
+        bytes=counters.bytes,
+        queued_jobs=load.queued,
+        running_jobs=load.running,
     )
 
 
 def _tiering_stats(service: Service) -> s.TieringStats | None:
-    tiering = service.tiering
-    if tiering is None:
+    if (tiering := service.tiering) is None:
         return None
     promoter, demoter = tiering.promoter, tiering.demoter
-    return filled(
-        s.TieringStats,
-        promoter,
-        demoter,
-        pending_blocks=promoter.waiting_blocks,
-        failed_promotions=dict(promoter.failures),
-        read_bytes_per_second=promoter.bytes_per_second,
-        waiting_writes=demoter.waiting_blocks,
+    return s.TieringStats(
+        promoted_blocks=promoter.promoted_blocks,
+        promoted_bytes=promoter.promoted_bytes,
+        promotions_waiting=promoter.waiting_blocks,
+        promotions_failed=dict(promoter.failures),
+        demoted_blocks=demoter.written_blocks,
+        demoted_bytes=demoter.written_bytes,
+        demotions_waiting=demoter.waiting_blocks,
+        writes_throttled=demoter.over_budget,
+        writes_avoided=demoter.spared_blocks,
+        write_budget_left_bytes=demoter.budget.left_bytes,
         write_mode=demoter.mode.value,
-        budget_left_bytes=demoter.budget.left_bytes,
+        promotion_bytes_per_second=promoter.bytes_per_second,
+    )
+
+
+def _disk_stats(disk: Disk) -> s.DiskStats:
+    tier = disk.tier
+    found = tier.stats() if tier is not None else TierStats(disk.size.size_bytes)
+    state = s.DiskState.HANGING if tier is not None and tier.hangs else disk.state
+    return filled(
+        s.DiskStats,
+        found,
+        directory=disk.size.directory,
+        up=state is s.DiskState.SERVING,
+        state=state.value,
+        problem=disk.problem,
+        direct=tier is not None and tier.direct,
+        oldest_seconds=0.0 if tier is None else tier.oldest_seconds,
+        lifetime_written_bytes=0 if tier is None else tier.lifetime_written_bytes,
+        errors={str(kind): count for kind, count in found.errors.items()},
     )
 
 
@@ -212,30 +246,21 @@ def _shared_stats(service: Service) -> list[s.SharedStats]:
     return [
         filled(
             s.SharedStats,
-            tier,
             tier.counters,
-            opened=tier.breaker.opened,
-            failed_promotions=dict(shared.promoter.failures),
+            url=tier.name,
+            up=tier.reachable,
+            breaker_trips=tier.breaker.opened,
+            queued_reads=tier.queued_reads,
+            queued_writes=tier.queued_writes,
+            already_stored=tier.counters.present_blocks,
+            promotions_failed=dict(shared.promoter.failures),
             errors=dict(tier.counters.errors),
             servers=[s.SharedServer(*server) for server in tier.servers],
-            left_namespaces=sum(one.fingerprint in shared.unshared for one in service.cache.namespaces),
+            unshared_namespaces=sum(one.fingerprint in shared.unshared for one in service.cache.namespaces),
         )
         for shared in tiering.shared
         if isinstance(tier := shared.tier, SharedTier)
     ]
-
-
-def _direction_stats(service: Service, direction: Direction) -> s.DirectionStats:
-    counters = service.jobs.counters[direction]
-    load = service.memory.load_of(direction)
-    return filled(
-        s.DirectionStats,
-        counters,
-        load,
-        queued_jobs=load.queued,
-        running_jobs=load.running,
-        bytes_per_second=counters.rate.per_second(),
-    )
 
 
 def _shard_bytes(namespace: Namespace) -> list[list[int]]:
@@ -243,23 +268,6 @@ def _shard_bytes(namespace: Namespace) -> list[list[int]]:
         [sizes[group] if (sizes := namespace.shard_bytes(rank)) else 0 for rank in range(namespace.world_size)]
         for group in range(len(namespace.groups))
     ]
-
-
-def _disk_stats(disk: Disk) -> s.DiskStats:
-    tier = disk.tier
-    figures = tier.stats() if tier is not None else TierStats(disk.size.size_bytes)
-    unopened = {} if tier is not None else {"direct": False, "oldest_seconds": 0.0, "lifetime_written_bytes": 0}
-    return filled(
-        s.DiskStats,
-        disk,
-        disk.size,
-        figures,
-        tier,
-        directory=disk.size.directory,
-        state=s.DiskState.HANGING if tier is not None and tier.hangs else disk.state,
-        errors={s.DiskFault(kind): count for kind, count in figures.errors.items()},
-        **unopened,
-    )
 
 
 def _resident_bytes() -> int:

@@ -18,9 +18,9 @@ from kvoffd.tiers.tier import Tier, TierBlock, TierResult
 from kvoffd_proto.messages import ABSENT, COMING, READY, GroupSpec
 
 MISSES = {
-    "no_room": MissReason.NO_ROOM,
-    "overdue": MissReason.DISK_LATE,
-    TierResult.DEADLINE.value: MissReason.DISK_LATE,
+    "no_room": MissReason.NO_SPACE,
+    "overdue": MissReason.TIER_LATE,
+    TierResult.DEADLINE.value: MissReason.TIER_LATE,
     TierResult.CORRUPT.value: MissReason.CORRUPT,
     TierResult.GONE.value: MissReason.EVICTED,
 }
@@ -342,7 +342,7 @@ class Promoter:
 
     def _failed(self, request: PromotionRequest, reason: str) -> None:
         self.failures[reason] += 1
-        source, miss = request.source.id, MISSES.get(reason, MissReason.DISK_FAILED)
+        source, miss = request.source.id, MISSES.get(reason, MissReason.TIER_FAILED)
         request.namespace.counters.misses[miss] += 1
         self._cache.blocks.misses.note(request.namespace, source.group, [source.key], miss)
 

@@ -170,8 +170,7 @@ class SharedTiering:
         if namespace is None or group >= len(namespace.groups) or (keys and len(keys[0]) != namespace.key_bytes):
             return  # it was forgotten meanwhile, maybe for one of another geometry
         hits = sum(map(and_, counted, found))
-        namespace.counters.keys_pending += hits
-        namespace.counters.keys_shared += hits
+        namespace.counters.found_shared += hits
         absent = [key for key, one, there in zip(keys, counted, found, strict=True) if one and not there]
         states = [bytes(len(absent))]
         self._cache.blocks.misses.asked(namespace, [(group, b"".join(absent))], states, states)
@@ -209,7 +208,7 @@ class SharedTiering:
         for key in keys:
             self.promoter.forget(namespace, group, key)
         ids = [TierKey(namespace.fingerprint, group, key) for key in keys]
-        if why is MissReason.HALF_STORED:
+        if why is MissReason.PARTIAL:
             self.tier.remove(ids)
         elif why is MissReason.INVALIDATED:
             self.tier.forget(ids)

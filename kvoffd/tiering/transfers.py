@@ -96,7 +96,7 @@ class TierTransfers:
 
     def give_up_promotion(self, promotion: Promotion) -> None:
         """Free the key of a promotion that takes too long for others. Its slots stay taken until it is ended."""
-        self._cache.drop_incomplete([promotion.block], MissReason.DISK_LATE)
+        self._cache.drop_incomplete([promotion.block], MissReason.TIER_LATE)
 
     def begin_demotion(self, block: Block) -> Demotion | None:
         """Pin a block for a tier to copy; None where it is not ready, or lacks a checksum to keep with it."""

@@ -1,29 +1,42 @@
-"""What the daemon counts, and how it is shown: each number is a field of a StatsReply or of one of its parts.
+"""What the daemon counts, in one encoding: maps, so that ``msgspec.json.encode`` of a DaemonStats is what
+``kvoffd-cli stats --json`` prints, what ``/stats.json`` serves and what the page at ``/`` reads.
 
-A number is defined once, by its field: ``read_blocks: Annotated[Count, counter("Blocks read.")]``. The protocol's page,
-``kvoffd-cli stats --json``, /metrics and METRICS.md are made from that.
+A number is defined once, by its field. A field with ``counter``, ``gauge`` or ``histogram`` is on /metrics too, under
+``kvoffd_``, the prefix of its part and its own name, and ``_total`` for a counter. Readers ignore fields that they do
+not know, and take the default for one that is missing: a command and a daemon of different releases understand each
+other.
+
+The names, in short. ``Traffic`` is counted for each namespace, and in sum over the last minute, the last hour and since
+the start (``last_minute``, ``last_hour``, ``since_start``):
+
+    asked_keys = loaded_keys + not_needed_keys + sum(misses.values()), always
+    loaded_keys, loaded_tokens, saved_seconds    what was brought, and the seconds of prefill that this saved
+    not_needed_keys                              found, and not loaded: the engine had them itself
+    misses{reason}                               MISS_REASONS has the reasons with their meaning
+    found_keys{pool, disk, shared}               where keys were found: loaded, not needed, ``late`` or ``skipped``
+    asked_tokens                                 tokens of the prompts that were looked up
+
+``lifetime`` has totals that outlive the daemon. A namespace's ``id`` is the first 12 hex digits of its fingerprint,
+wherever one is shown; ``model`` is its label.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
-from msgspec import Meta, field
+from msgspec import Meta, Struct, field
 
 from kvoffd_proto.admin import HealthLevel
 from kvoffd_proto.messages import (
     ANY_ROLE,
     ByteCount,
     Count,
-    Fingerprint,
     PerSecond,
     Reply,
     Request,
     Seconds,
     Section,
-    Wire,
     doc,
     exchange,
     metas_of,
@@ -31,114 +44,296 @@ from kvoffd_proto.messages import (
 
 # --- fields and their annotations ----------------------------------------------------------------
 
-_METRIC = "metric"
-"""Key of ``Meta.extra`` under which a field has its Metric, MetricPart, MetricLabel or MetricInfo."""
 
-
-FixedLabel: TypeAlias = tuple[str, str] | tuple[()]
-"""Name and value of a label, or none."""
-
-
-@dataclass(frozen=True)
-class Metric:
+class Metric(NamedTuple):
     """What /metrics shows of a field.
 
-    Its name is ``kvoffd_``, the prefix of the part that the Struct is, the name, and ``_total`` for a counter. Fields
-    with the same name are one metric, told apart by ``label``; the help is that of the first.
-
     Attributes:
-        kind: what Prometheus takes it for.
-        name: the field's own where empty.
-        help: the field's description where empty.
-        label: a label that is the same for all.
-        key_label: for a map of numbers, the name of the label that holds the key.
-        nil: the value while the field is nil; there is no sample where this is None.
-        true_for: for a string, the values for which the metric is 1; for others it is 0.
+        kind: ``counter``, ``gauge`` or ``histogram``; ``label`` for a field whose value tells the Structs of a list
+            apart; ``part`` for a Struct, or a list of Structs, that holds metrics.
+        label: for a map, and for a list of Structs that are counted by their first field: the label that holds the key;
+            for a ``label`` its name.
+        prefix: of a part.
+        fixed: of a part, name and value of a label that all of it has.
     """
 
-    kind: Literal["counter", "gauge", "histogram"]
-    name: str = ""
-    help: str = ""
-    label: FixedLabel = ()
-    key_label: str = ""
-    nil: float | None = None
-    true_for: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class MetricPart:
-    """What the metrics of a Struct, or of a list of Structs, inside a StatsReply have in common."""
-
+    kind: str
+    label: str = ""
     prefix: str = ""
-    label: FixedLabel = ()
+    fixed: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class MetricLabel:
-    """The field's value tells the Structs of a list apart: it is a label of that name.
-
-    Attributes:
-        short: bytes of the value that the label has, in hexadecimal, unless two Structs begin with the same; 0 for all.
-        info_name: the label of the whole value in the Structs' metric ``info``; there is none where this is empty.
-    """
-
-    name: str
-    short: int = 0
-    info_name: str = ""
+_METRIC = "metric"
+"""Key of ``Meta.extra`` under which a field has its Metric."""
 
 
-@dataclass(frozen=True)
-class MetricInfo:
-    """The field's value is a label of that name in the metric ``info`` of the Structs of a list, and of no other."""
-
-    name: str
+def _described(description: str, metric: Metric) -> Meta:
+    return Meta(description=description, extra={_METRIC: metric})
 
 
-def counter(description: str, name: str = "", help: str = "", key_label: str = "") -> Meta:
-    """Describe a field that is a counter on /metrics: see Metric."""
-    return Meta(description=description, extra={_METRIC: Metric("counter", name, help, key_label=key_label)})
+def counter(description: str, label: str = "") -> Meta:
+    """Describe a field that is a counter on /metrics. For a map, ``label`` is the name of the label with its key."""
+    return _described(description, Metric("counter", label))
 
 
-def gauge(
-    description: str,
-    name: str = "",
-    help: str = "",
-    label: FixedLabel = (),
-    *,
-    key_label: str = "",
-    nil: float | None = None,
-    true_for: tuple[str, ...] = (),
-) -> Meta:
-    """Describe a field that is a gauge on /metrics: see Metric."""
-    return Meta(description=description, extra={_METRIC: Metric("gauge", name, help, label, key_label, nil, true_for)})
+def gauge(description: str, label: str = "") -> Meta:
+    """Describe a field that is a gauge on /metrics. There is no sample while it is None."""
+    return _described(description, Metric("gauge", label))
 
 
-def histogram(description: str, name: str = "") -> Meta:
-    """Describe a field of type ``Histogram``: see Metric."""
-    return Meta(description=description, extra={_METRIC: Metric("histogram", name)})
+def histogram(description: str) -> Meta:
+    """Describe a field of type ``Histogram``."""
+    return _described(description, Metric("histogram"))
 
 
-def metrics_of_part(description: str, prefix: str = "", label: FixedLabel = ()) -> Meta:
-    """Describe a field whose Structs hold metrics: see MetricPart."""
-    return Meta(description=description, extra={_METRIC: MetricPart(prefix, label)})
+def label(description: str, name: str) -> Meta:
+    """Describe a field that tells the Structs of a list apart: a label of that name."""
+    return _described(description, Metric("label", name))
 
 
-def metric_label(description: str, name: str, short: int = 0, info_name: str = "") -> Meta:
-    """Describe a field that tells the Structs of a list apart: see MetricLabel."""
-    return Meta(description=description, extra={_METRIC: MetricLabel(name, short, info_name)})
+def part(description: str, prefix: str, fixed: tuple[str, ...] = ()) -> Meta:
+    """Describe a field whose Structs hold metrics. Without it no field of a Struct is on /metrics."""
+    return _described(description, Metric("part", "", prefix, fixed))
 
 
-def metric_info(description: str, name: str) -> Meta:
-    """Describe a field that says more of the Structs of a list: see MetricInfo."""
-    return Meta(description=description, extra={_METRIC: MetricInfo(name)})
-
-
-def metric_annotation(hint: object) -> Metric | MetricPart | MetricLabel | MetricInfo | None:
+def metric_of(hint: object) -> Metric | None:
     """What a field is on /metrics, if anything."""
     return next((meta.extra[_METRIC] for meta in metas_of(hint) if meta.extra and _METRIC in meta.extra), None)
 
 
-# --- tiers below the pool --------------------------------------------------------------------------
+class Part(Struct, frozen=True):
+    """Base of statistics: maps, whose readers ignore what they do not know."""
+
+
+ID_DIGITS = 12
+
+
+def namespace_id(fingerprint: bytes | str) -> str:
+    """A namespace's name for people, wherever one is shown: the first 12 hex digits of its fingerprint."""
+    return (fingerprint.hex() if isinstance(fingerprint, bytes) else fingerprint)[:ID_DIGITS]
+
+
+Labelled: TypeAlias = dict[str, Count]
+
+
+# --- traffic ---------------------------------------------------------------------------------------
+
+MISS_REASONS = {
+    "unknown": "never stored, or gone so long ago that it is forgotten",
+    "evicted": "evicted to make space for others",
+    "rejected": "not stored: the eviction policy expected no reuse",
+    "no_space": "not stored or not promoted: the pool had no space",
+    "partial": "not all ranks have stored their part",
+    "invalidated": "dropped by a reset, a clear or an engine",
+    "corrupt": "did not match its checksum",
+    "tier_late": "on a disk or in a shared store, and not read in time",
+    "tier_failed": "on a disk or in a shared store that failed",
+    "lease_limit": "in the pool, but the session may lease no more",
+    "late": "found, but the engine did not wait for the answer",
+    "skipped": "found, but computing was faster than loading",
+}
+"""Why a key that was asked for was not brought, and what it means."""
+
+
+class Traffic(Part, frozen=True):
+    """What engines asked for, got and stored. asked_keys = loaded_keys + not_needed_keys + all misses."""
+
+    lookups: Annotated[Count, counter("Lookups of prompts in a namespace.")] = 0
+    asked_keys: Annotated[Count, counter("Keys (block hashes) that lookups asked for and whose outcome is known.")] = 0
+    loaded_keys: Annotated[Count, counter("Keys that lookups asked for and engines loaded.")] = 0
+    not_needed_keys: Annotated[
+        Count, doc("Keys that were found and not loaded: the engine had them in its own cache, or dropped the request.")
+    ] = 0
+    misses: Annotated[Labelled, counter("Keys that lookups asked for and did not get, by reason.", "reason")] = field(
+        default_factory=dict
+    )
+    found_keys: Annotated[
+        Labelled,
+        counter(
+            "Keys that lookups found, by source: pool, disk or shared. Engines ask for what they hold too.", "source"
+        ),
+    ] = field(default_factory=dict)
+    asked_tokens: Annotated[Count, counter("Tokens of the prompts that lookups asked for, in whole blocks.")] = 0
+    loaded_tokens: Annotated[Count, counter("Tokens that engines loaded and did not have to compute.")] = 0
+    saved_seconds: Annotated[
+        Seconds,
+        counter("Seconds of prefill that loaded tokens would have taken, by the speed that their engine reported."),
+    ] = 0.0
+    loaded_bytes: Annotated[ByteCount, counter("Bytes copied from the pool to engines.")] = 0
+    stored_bytes: Annotated[ByteCount, counter("Bytes copied from engines to the pool.")] = 0
+    stored_blocks: Annotated[Count, doc("Blocks that were stored whole and became readable.")] = 0
+    evicted_blocks: Annotated[Count, counter("Blocks evicted from the pool to make space for others.")] = 0
+    no_space_keys: Annotated[Count, counter("Keys that were not stored, since the pool had no space.")] = 0
+    rejected_keys: Annotated[Count, doc("Keys that were not stored, since the eviction policy rejected them.")] = 0
+    late_lookups: Annotated[Count, counter("Lookups whose answer engines did not wait for: they computed.")] = 0
+    skipped_loads: Annotated[Count, doc("Loads that engines skipped, since computing was faster.")] = 0
+    paused_stores: Annotated[Count, doc("Stores that engines skipped, since they had waited too long for stores.")] = 0
+
+
+class Window(Traffic, frozen=True):
+    """Traffic of all namespaces over a stretch of time that ends now. Benches are in no sum."""
+
+    seconds: Annotated[Seconds, doc("Length of the stretch: shorter than its name says soon after the start.")] = 0.0
+
+
+Ratio = Annotated[float, doc(ge=0, le=1)]
+
+
+class HitCurve(Part, frozen=True):
+    """What requests for tokens found, and would have found in pools of other sizes. What is a day old weighs half."""
+
+    asked_tokens: Annotated[Count, doc("Tokens that requests asked for, as far as they still count.")] = 0
+    found_tokens: Annotated[
+        Count, doc("Tokens of those that were in the pool, up to the first block that was not.")
+    ] = 0
+    lru_hit_ratio: Annotated[
+        dict[str, Ratio],
+        gauge(
+            "Share of tokens that requests would have found in a pool of another size with the policy lru, by size "
+            "relative to the pool; estimated from a sample.",
+            "pool",
+        ),
+    ] = field(default_factory=dict)
+
+
+OTHERS = "other"
+"""``id`` of the row in which the namespaces beyond the 100 largest are summed."""
+
+
+class NamespaceStats(Traffic, frozen=True):
+    """One namespace, since the daemon's start."""
+
+    id: Annotated[
+        str, label("First 12 hex digits of the fingerprint; ``other`` for those beyond 100.", "kv_namespace")
+    ] = ""
+    model: Annotated[str, label("Name of the namespace: its model, as the engine calls it.", "model")] = ""
+    fingerprint: Annotated[str, doc("The namespace's fingerprint, 64 hex digits; empty for ``other``.")] = ""
+    of_bench: Annotated[bool, doc("Whether a bench made it: it is in no sum.")] = False
+    ready_blocks: Annotated[Count, gauge("Blocks of the namespace that can be read.")] = 0
+    ready_bytes: Annotated[ByteCount, gauge("Pool bytes of the namespace's readable blocks.")] = 0
+    filling_blocks: Annotated[Count, doc("Blocks of the namespace that lack a part of some rank.")] = 0
+    pending_keys: Annotated[Count, doc("Keys that lookups asked for and that a tier is still reading.")] = 0
+    invalidated_blocks: Annotated[
+        Count, doc("Blocks dropped by a reset, a clear, an engine, a timeout or a wrong checksum.")
+    ] = 0
+    partial_blocks: Annotated[Count, doc("Blocks dropped because a rank did not store its part within 60 seconds.")] = 0
+    quota_bytes: Annotated[ByteCount | None, gauge("Pool bytes that the namespace may have at most.")] = None
+    prefill_tokens_per_second: Annotated[
+        PerSecond, doc("Prompt tokens that an engine computes a second, as it reported last; 0 if not known.")
+    ] = 0.0
+    load_tokens_per_second: Annotated[
+        PerSecond, doc("Tokens that loads bring an engine a second, as it reported last; 0 if not known.")
+    ] = 0.0
+    curve: Annotated[HitCurve | None, doc("What pools of other sizes would have found.")] = None
+
+
+class Lifetime(Part, frozen=True):
+    """Totals that outlive the daemon; saved every few minutes and at the end."""
+
+    since: Annotated[Seconds, doc("When counting began, in seconds since 1970; 0 where nothing was counted.")] = 0.0
+    loaded_tokens: Annotated[Count, counter("Tokens that engines loaded, earlier runs of the daemon included.")] = 0
+    saved_seconds: Annotated[
+        Seconds, counter("Seconds of prefill that loads saved, earlier runs of the daemon included.")
+    ] = 0.0
+    disk_written_bytes: Annotated[
+        ByteCount, counter("Bytes written to the disk tier, earlier runs of the daemon included.")
+    ] = 0
+
+
+# --- the pool and copies -----------------------------------------------------------------------------
+
+
+class PoolStats(Part, frozen=True):
+    """State of the pool."""
+
+    size_bytes: Annotated[ByteCount, gauge("Size of the pool in bytes.")] = 0
+    bytes: Annotated[
+        Labelled,
+        gauge(
+            "Bytes of the pool by state, which add up to its size: free, filling (a store is writing), ready, evicting "
+            "(dropped, but a lease or a copy still reads), recovering (of the last run), quarantined (bad checksum).",
+            "state",
+        ),
+    ] = field(default_factory=dict)
+    usable_bytes: Annotated[ByteCount, doc("Bytes of the pool whose memory is touched and ready for use.")] = 0
+    pinned_bytes: Annotated[ByteCount, gauge("Bytes of the pool under a lease or a copy: they cannot be evicted.")] = 0
+    pinned_for_gpu_bytes: Annotated[
+        ByteCount, gauge("Bytes of the pool that are page-locked for GPUs, which then copy at full speed.")
+    ] = 0
+    unpinnable_bytes: Annotated[
+        ByteCount, gauge("Bytes of the pool that the CUDA driver refused to page-lock: GPUs copy them slowly.")
+    ] = 0
+    pinning_gpu_bytes: Annotated[ByteCount, doc("Memory of the first GPU that page-locking the pool took.")] = 0
+    index_bytes: Annotated[ByteCount, doc("Memory of the pool's index, in bytes.")] = 0
+    index_counted_bytes: Annotated[
+        ByteCount, gauge("Bytes that blocks count towards the limit of the pool's index.")
+    ] = 0
+    index_limit_bytes: Annotated[
+        ByteCount, gauge("Limit of the pool's index (index_size): beyond it blocks are evicted.")
+    ] = 0
+    table_bytes: Annotated[ByteCount, doc("Size of the slot table.")] = 0
+    recovering_blocks: Annotated[Count, doc("Blocks of the last run that are still to be recovered.")] = 0
+    numa_remote_slots: Annotated[Count, doc("Slots so far that are on another NUMA node than their GPU.")] = 0
+
+    def of(self, state: str) -> int:
+        """Bytes in a state."""
+        return self.bytes.get(state, 0)
+
+
+class CopyStats(Part, frozen=True):
+    """One direction of copying."""
+
+    jobs: Annotated[Count, counter("Copy jobs that ended.")] = 0
+    failed_jobs: Annotated[Count, counter("Copy jobs that failed or were cancelled.")] = 0
+    bytes: Annotated[ByteCount, counter("Bytes that copy jobs moved, those of benches included.")] = 0
+    busy_seconds: Annotated[Seconds, counter("Seconds that copy threads spent copying.")] = 0.0
+    queued_jobs: Annotated[Count, gauge("Copy jobs that wait.")] = 0
+    running_jobs: Annotated[Count, doc("Copy jobs that run.")] = 0
+    checksum_seconds: Annotated[Seconds, doc("CPU seconds spent on the checksums of copy jobs.")] = 0.0
+    refused_batches: Annotated[
+        Count, doc("Batches of copies that a CUDA driver refused: they were copied piece by piece.")
+    ] = 0
+
+
+class IntegrityStats(Part, frozen=True):
+    """Comparisons of slots with their checksums."""
+
+    checked_slots: Annotated[Count, doc("Slots whose bytes were compared with their checksum.")] = 0
+    checked_bytes: Annotated[ByteCount, doc("Bytes that were compared with their checksum.")] = 0
+    mismatches: Annotated[Count, counter("Slots of the pool that did not match their checksum.")] = 0
+    quarantined_slots: Annotated[Count, doc("Slots that did not match: not used until a restart.")] = 0
+    unverified_slots: Annotated[Count, doc("Slots whose checksum is still to be compared or taken.")] = 0
+
+
+class Histogram(Part, frozen=True):
+    """Distribution of a duration since the daemon's start."""
+
+    buckets: Annotated[Labelled, doc("Durations up to each bound, in seconds, which is the key; ``+Inf`` has all.")] = (
+        field(default_factory=dict)
+    )
+    sum_seconds: Annotated[Seconds, doc("Sum of all durations.")] = 0.0
+
+    @property
+    def count(self) -> int:
+        """How many durations there were."""
+        return self.buckets.get("+Inf", 0)
+
+    def quantile(self, share: float) -> float:
+        """Seconds that ``share`` of the durations took at most, interpolated as Prometheus does; 0 where none was.
+
+        The largest bound where it lies above that.
+        """
+        wanted, below, below_s = share * self.count, 0, 0.0
+        for bound, total in self.buckets.items():
+            if bound == "+Inf":
+                break
+            if total >= wanted and total > below:
+                return below_s + (float(bound) - below_s) * (wanted - below) / (total - below)
+            below, below_s = total, float(bound)
+        return below_s if self.count else 0.0
+
+
+# --- tiers below the pool ----------------------------------------------------------------------------
 
 
 class DiskState(StrEnum):
@@ -182,418 +377,113 @@ class DiskFault(StrEnum):
     BUG = "bug", "bugs; please report the traceback in the daemon's log"
 
 
-class DiskStats(Wire, frozen=True):
+class TieringStats(Part, frozen=True):
+    """Blocks moved between the pool and the disks."""
+
+    promoted_blocks: Annotated[Count, counter("Blocks promoted from disk to the pool.")] = 0
+    promoted_bytes: Annotated[ByteCount, doc("Bytes promoted from disk to the pool.")] = 0
+    promotions_waiting: Annotated[Count, doc("Blocks that are being promoted, or wait for it.")] = 0
+    promotions_failed: Annotated[Labelled, counter("Blocks that a disk had and that were not promoted.", "reason")] = (
+        field(default_factory=dict)
+    )
+    demoted_blocks: Annotated[Count, counter("Blocks written from the pool to disk.")] = 0
+    demoted_bytes: Annotated[ByteCount, doc("Bytes written from the pool to disk.")] = 0
+    demotions_waiting: Annotated[Count, doc("Blocks that wait to be written to disk.")] = 0
+    writes_throttled: Annotated[Count, counter("Times that a disk write waited for the daily write budget.")] = 0
+    writes_avoided: Annotated[Count, doc("Blocks not written to a full disk: the policy expected no reuse.")] = 0
+    write_budget_left_bytes: Annotated[
+        ByteCount | None, gauge("Bytes that disk_write_per_day allows to be written now.")
+    ] = None
+    write_mode: Annotated[str, doc("Which blocks are written: the setting ``disk_write``.")] = ""
+    promotion_bytes_per_second: Annotated[PerSecond, doc("Speed of the latest promotions.")] = 0.0
+
+
+class DiskStats(Part, frozen=True):
     """One directory of the disk tier. Counters count since the directory was opened."""
 
-    directory: Annotated[str, metric_label("Directory that holds the file.", "disk")]
-    state: Annotated[
-        DiskState,
-        gauge(
-            "Where it is in its life; ``hanging`` while a call to its disk does not return.",
-            "serving",
-            "1 while the directory is read and written; else 0.",
-            true_for=(DiskState.SERVING,),
-        ),
-    ]
-    problem: Annotated[str, doc("Why the directory failed, a sentence; empty otherwise.")]
-    size_bytes: Annotated[ByteCount, gauge("Most bytes that the directory may take of its device.")]
-    physical_bytes: Annotated[ByteCount, gauge("Bytes that the file takes of its device.")]
-    used_bytes: Annotated[ByteCount, gauge("Bytes of the slots that hold blocks.")]
-    blocks: Annotated[Count, gauge("Blocks that can be promoted to the pool.")]
-    oldest_seconds: Annotated[Seconds, gauge("Age of the oldest block, in seconds, to the hour.")]
-    read_blocks: Annotated[Count, counter("Blocks read.")]
-    read_bytes: Annotated[ByteCount, counter("Bytes of the blocks read.")]
-    written_blocks: Annotated[Count, counter("Blocks written.")]
-    written_bytes: Annotated[ByteCount, counter("Bytes of the blocks written.")]
+    directory: Annotated[str, label("Directory that holds the file.", "disk")]
+    up: Annotated[bool, gauge("1 while the disk is read and written, else 0.")] = False
+    state: Annotated[str, doc("``opening``, ``serving``, ``hanging`` (a call does not return) or ``failed``.")] = ""
+    problem: Annotated[str, doc("Why the directory failed, a sentence; empty otherwise.")] = ""
+    size_bytes: Annotated[ByteCount, gauge("Bytes that kvoffd may take of the disk at most.")] = 0
+    used_bytes: Annotated[ByteCount, gauge("Bytes of the disk's blocks.")] = 0
+    physical_bytes: Annotated[ByteCount, doc("Bytes that the file takes of its device.")] = 0
+    blocks: Annotated[Count, doc("Blocks on the disk that can be promoted.")] = 0
+    oldest_seconds: Annotated[Seconds, doc("Age of the oldest block, to the hour.")] = 0.0
+    read_blocks: Annotated[Count, doc("Blocks read.")] = 0
+    read_bytes: Annotated[ByteCount, counter("Bytes read from the disk.")] = 0
+    written_blocks: Annotated[Count, doc("Blocks written.")] = 0
+    written_bytes: Annotated[ByteCount, counter("Bytes written to the disk.")] = 0
     lifetime_written_bytes: Annotated[
-        ByteCount, gauge("Bytes written since the file was made, by all daemons: the drive's wear.")
-    ]
-    evicted_blocks: Annotated[Count, counter("Blocks evicted to make room for others.")]
-    refused_writes: Annotated[Count, counter("Writes refused for want of room, or because too many were under way.")]
-    queued_reads: Annotated[Count, gauge("Reads that wait now.")]
-    queued_writes: Annotated[Count, gauge("Writes that wait now.")]
-    running_reads: Annotated[Count, gauge("Reads that run now.")]
-    running_writes: Annotated[Count, gauge("Writes that run now.")]
-    busy_seconds: Annotated[Seconds, counter("Time that threads spent reading and writing, in seconds.")]
-    direct: Annotated[bool, doc("Whether the file bypasses the page cache (O_DIRECT).")]
-    errors: Annotated[
-        dict[DiskFault, Count], counter("Errors of the disk by kind; the log has the sentences.", key_label="kind")
-    ]
-
-
-class TieringStats(Wire, frozen=True):
-    """Blocks moved between the pool and the disks since the daemon's start."""
-
-    promoted_blocks: Annotated[Count, counter("Blocks promoted from disk to the pool.")]
-    promoted_bytes: Annotated[ByteCount, counter("Bytes of the blocks promoted.")]
-    pending_blocks: Annotated[Count, gauge("Blocks that are being promoted, or wait for it.")]
-    failed_promotions: Annotated[
-        dict[str, Count],
-        counter(
-            "Blocks that were asked for and not promoted, by reason; overdue means not in time.",
-            "promotions_failed",
-            key_label="reason",
-        ),
-    ]
-    read_bytes_per_second: Annotated[
-        PerSecond, gauge("Speed of the latest promotions, in bytes per second.", "promoted_bytes_per_second")
-    ]
-    written_blocks: Annotated[Count, counter("Blocks written to disk.", "demoted_blocks")]
-    written_bytes: Annotated[ByteCount, counter("Bytes of the blocks written to disk.", "demoted_bytes")]
-    waiting_writes: Annotated[Count, gauge("Blocks that wait to be written to disk.", "demotions_waiting")]
-    over_budget: Annotated[
-        Count,
-        counter(
-            "Times that a write had to wait or was skipped because of the write budget.", "disk_writes_over_budget"
-        ),
-    ]
-    write_mode: Annotated[str, doc("Which blocks are written: the setting ``disk_write``.")]
-    budget_left_bytes: Annotated[
-        ByteCount | None,
-        gauge(
-            "Bytes that ``disk_write_per_day`` allows to be written now; nil without a bound.",
-            "disk_write_budget_left_bytes",
-            "Bytes that disk_write_per_day allows to be written now; -1 without a bound.",
-            nil=-1,
-        ),
-    ]
-    spared_blocks: Annotated[
-        Count,
-        counter(
-            "Blocks that were not written to a full disk, since the policy expects that they do not come back before "
-            "they would be evicted there.",
-            "disk_writes_spared",
-        ),
+        ByteCount, gauge("Bytes written to the disk since the file was made, by all daemons.")
     ] = 0
+    evicted_blocks: Annotated[Count, doc("Blocks evicted to make space for others.")] = 0
+    refused_writes: Annotated[Count, doc("Writes to the disk that were refused: too many were under way.")] = 0
+    queued_reads: Annotated[Count, doc("Reads that wait.")] = 0
+    queued_writes: Annotated[Count, doc("Writes that wait.")] = 0
+    running_reads: Annotated[Count, doc("Reads that run.")] = 0
+    running_writes: Annotated[Count, doc("Writes that run.")] = 0
+    busy_seconds: Annotated[Seconds, counter("Seconds that threads spent reading and writing the disk.")] = 0.0
+    direct: Annotated[bool, doc("Whether the file bypasses the page cache (O_DIRECT).")] = False
+    errors: Annotated[Labelled, counter("Errors of the disk by kind; the log has the sentences.", "kind")] = field(
+        default_factory=dict
+    )
 
 
-class SharedServer(Wire, frozen=True):
+class SharedServer(Part, frozen=True):
     """One server of a store, as this node found it last."""
 
-    name: Annotated[str, metric_label("Host and port.", "server")]
-    answers: Annotated[bool, gauge("Whether it can be used: it answers, and takes the password.")]
-    problem: Annotated[str, doc("What failed last there, a sentence; empty where nothing did.")]
+    name: Annotated[str, label("Host and port.", "server")]
+    up: Annotated[bool, gauge("1 while the server answers and takes the password, else 0.")] = False
+    problem: Annotated[str, doc("What failed last there, a sentence; empty where nothing did.")] = ""
 
 
-class SharedStats(Wire, frozen=True):
-    """The tier that nodes share, as this node sees it. Counters count since the daemon's start."""
+class SharedStats(Part, frozen=True):
+    """A store that nodes share, as this node sees it."""
 
-    name: Annotated[str, metric_label("URL of the store.", "store")]
-    reachable: Annotated[bool, gauge("Whether it is asked; not while it fails, but for a probe every few seconds.")]
-    opened: Annotated[Count, counter("Times that it was given up after failures.", "breaker_opened")]
-    ask_seconds: Annotated[Seconds, gauge("Time that asking takes, averaged over the latest times.")]
-    asked_keys: Annotated[Count, counter("Keys asked for, which pool and disks did not have.")]
-    found_keys: Annotated[Count, counter("Keys that were there.")]
-    unanswered_keys: Annotated[Count, counter("Keys without an answer in time.")]
-    read_blocks: Annotated[Count, counter("Blocks read into the pool.")]
-    read_bytes: Annotated[ByteCount, counter("Bytes of the blocks read.")]
-    queued_reads: Annotated[Count, gauge("Reads that wait or run.")]
-    written_blocks: Annotated[Count, counter("Blocks written.")]
-    written_bytes: Annotated[ByteCount, counter("Bytes of the blocks written.")]
-    present_blocks: Annotated[Count, counter("Blocks that were to be written and were there already.")]
-    dropped_writes: Annotated[Count, counter("Blocks that were not written: it was full, slow or not reachable.")]
-    queued_writes: Annotated[Count, gauge("Writes that wait or run.")]
-    mismatches: Annotated[Count, counter("Objects that were not the block that they should be; they are removed.")]
-    failed_promotions: Annotated[
-        dict[str, Count],
-        counter("Blocks that were there and did not come, by reason.", "promotions_failed", key_label="reason"),
-    ]
-    errors: Annotated[dict[str, Count], counter("Errors by kind; the log has the sentences.", key_label="kind")]
-    servers: Annotated[
-        list[SharedServer], metrics_of_part("The servers of the store; empty where it cannot tell, as S3.", "server_")
-    ] = field(default_factory=list)
-    left_namespaces: Annotated[
-        Count, gauge("Namespaces that are not shared since an engine reset them; see `kvoffd-cli reset --fleet`.")
+    url: Annotated[str, label("URL of the store, without its password.", "store")]
+    up: Annotated[bool, gauge("1 while the shared store is asked; 0 while it fails and is only probed.")] = False
+    breaker_trips: Annotated[Count, doc("Times that the shared store was given up after failures.")] = 0
+    ask_seconds: Annotated[Seconds, gauge("Seconds that asking the shared store takes, a moving average.")] = 0.0
+    asked_keys: Annotated[Count, counter("Keys that the shared store was asked for.")] = 0
+    found_keys: Annotated[Count, counter("Keys that the shared store had.")] = 0
+    unanswered_keys: Annotated[Count, counter("Keys for which the shared store did not answer in time.")] = 0
+    read_blocks: Annotated[Count, doc("Blocks read into the pool.")] = 0
+    read_bytes: Annotated[ByteCount, counter("Bytes read from the shared store.")] = 0
+    queued_reads: Annotated[Count, doc("Reads that wait or run.")] = 0
+    written_blocks: Annotated[Count, doc("Blocks written.")] = 0
+    written_bytes: Annotated[ByteCount, counter("Bytes written to the shared store.")] = 0
+    already_stored: Annotated[Count, doc("Blocks that were to be written and were there already.")] = 0
+    dropped_writes: Annotated[
+        Count, counter("Blocks not written to the shared store: it was full, slow or not reachable.")
     ] = 0
-
-
-# --- parts of the statistics ---------------------------------------------------------------------
-
-
-class RecentStats(Wire, frozen=True):
-    """What was counted in a window of time that ends now."""
-
-    window_seconds: Annotated[Seconds, doc("Length of the window; 0 for all since the daemon's start.")]
-    seconds: Annotated[Seconds, doc("How much of the window there was: less soon after the start.")]
-    lookups: Annotated[Count, doc("Lookup messages.")]
-    keys_asked: Annotated[Count, doc("Keys in lookups.")]
-    keys_ready: Annotated[Count, doc("Keys in lookups that were ready: hits of the pool.")]
-    keys_pending: Annotated[Count, doc("Keys in lookups that a disk or a shared store has: hits of these.")]
-    stored_bytes: Annotated[ByteCount, doc("Bytes copied from engines.")]
-    loaded_bytes: Annotated[ByteCount, doc("Bytes copied to engines.")]
-    evicted_blocks: Annotated[Count, doc("Blocks evicted to make room.")]
-    dropped_keys: Annotated[Count, doc("Keys of stores for which the pool had no room.")]
-    cpu_seconds: Annotated[Seconds, doc("CPU time of the daemon; 0 for a namespace.")] = 0.0
-    misses: Annotated[
-        dict[str, Count], doc("Keys in lookups that were not there, by reason, as in NamespaceStats.")
-    ] = field(default_factory=dict)
-    keys_shared: Annotated[Count, doc("Of the pending keys, those that a store has which nodes share.")] = 0
-    late_lookups: Annotated[Count, doc("Lookups whose answers engines did not wait for any longer.")] = 0
-
-    @property
-    def keys_missing(self) -> int:
-        """Keys in lookups that neither the pool nor a tier below it had, or that one is being asked for."""
-        return self.keys_asked - self.keys_ready - self.keys_pending
-
-
-Ratio = Annotated[float, doc(ge=0, le=1)]
-
-
-class HitCurve(Wire, frozen=True):
-    """What requests for tokens found, and would have found in pools of other sizes. What is a day old weighs half."""
-
-    asked_tokens: Annotated[Count, gauge("Tokens of all keys that requests asked for; each request counts once.")]
-    found_tokens: Annotated[
-        Count, gauge("Tokens of those keys that were ready in the pool, up to the first that was not.")
-    ]
-    lru_ratios: Annotated[
-        dict[str, Ratio],
-        gauge(
-            "The part of the tokens that requests had found with the policy lru, by the size of the pool, in parts of "
-            "the size that it has; estimated from a sample of the keys.",
-            "lru_hit_ratio",
-            key_label="pool",
-        ),
-    ]
-
-
-class NamespaceStats(Wire, frozen=True):
-    """Counters of one namespace since the daemon's start."""
-
-    namespace: Annotated[
-        Fingerprint, metric_label("The namespace's fingerprint, 32 bytes.", "namespace", 6, "fingerprint")
-    ]
-    label: Annotated[str, metric_info("Name of the namespace for operators.", "label")]
-    ready_blocks: Annotated[Count, gauge("Blocks that can be read.")]
-    ready_bytes: Annotated[ByteCount, gauge("Pool bytes of the blocks that can be read.")]
-    writing_blocks: Annotated[Count, gauge("Blocks that lack a shard.")]
-    lookups: Annotated[Count, counter("Lookup messages.")]
-    keys_asked: Annotated[Count, counter("Keys in lookups.")]
-    keys_ready: Annotated[Count, counter("Keys in lookups that were ready.")]
-    prefix_keys_ready: Annotated[
-        Count, counter("Keys in lookups in the unbroken run of ready keys at each group's start.")
-    ]
-    stored_blocks: Annotated[Count, counter("Blocks that became ready.")]
-    stored_bytes: Annotated[ByteCount, counter("Bytes copied from engines.")]
-    loaded_bytes: Annotated[ByteCount, counter("Bytes copied to engines.")]
-    evicted_blocks: Annotated[Count, counter("Blocks evicted to make room.")]
-    invalidated_blocks: Annotated[
-        Count, counter("Blocks dropped by Invalidate, Reset, Clear, a timeout or a wrong checksum.")
-    ]
-    half_stored_blocks: Annotated[
-        Count,
-        counter(
-            "Blocks dropped because a shard of some rank was not stored within 60 seconds, or earlier, where "
-            "such blocks had more than a quarter of the pool and others needed room."
-        ),
-    ]
-    dropped_keys: Annotated[Count, counter("Keys of stores for which the pool had no room.")]
-    declined_keys: Annotated[Count, counter("Keys of stores that the policy did not want in the pool.")] = 0
-    keys_pending: Annotated[
-        Count, counter("Keys in lookups that a disk or a shared store had when first asked for.")
-    ] = 0
-    recent: Annotated[list[RecentStats], doc("The same over the last 10, 100 and 1,000 seconds.")] = field(
-        default_factory=list
+    queued_writes: Annotated[Count, doc("Writes that wait or run.")] = 0
+    mismatches: Annotated[Count, doc("Objects that were not the block that they should be; they are removed.")] = 0
+    promotions_failed: Annotated[Labelled, doc("Blocks that the shared store had and that were not promoted.")] = field(
+        default_factory=dict
     )
-    misses: Annotated[
-        dict[str, Count],
-        counter(
-            "Keys in lookups that were not there, by reason: ``never_stored`` (or left longer ago than is "
-            "remembered: the daemon has a table of the last half million keys that left), ``evicted``, ``declined`` by "
-            "the policy, ``no_room`` in the pool, ``half_stored``, ``invalidated``, ``corrupt``, ``lease_limit`` (it "
-            "is in the pool, but the session may lease no more). Of the pending keys, those that did not come up in "
-            "the end: ``disk_late``, ``disk_failed``, or one of the others.",
-            "keys_missed",
-            help="Keys in lookups that were not there, by reason; never_stored has those that left too long ago too.",
-            key_label="reason",
-        ),
-    ] = field(default_factory=dict)
-    quota_bytes: Annotated[ByteCount | None, gauge("The most that it may have of the pool; nil for all of it.")] = None
-    curve: Annotated[
-        HitCurve | None, metrics_of_part("What its requests found, and had found in pools of other sizes.", "curve_")
-    ] = None
-    prefill_tokens_per_second: Annotated[
-        PerSecond, gauge("Prompt tokens that an engine computes a second, as it last told; 0 if not known.")
-    ] = 0.0
-    load_tokens_per_second: Annotated[
-        PerSecond, gauge("Tokens that loads bring an engine a second, as it last told; 0 if not known.")
-    ] = 0.0
-    skipped_loads: Annotated[Count, counter("Loads that engines left out, since computing is faster.")] = 0
-    paused_stores: Annotated[
-        Count, counter("Stores that engines left out, since they had waited for stores too often.")
-    ] = 0
-    keys_shared: Annotated[Count, counter("Of the pending keys, those that a store has which nodes share.")] = 0
-    late_lookups: Annotated[
-        Count, counter("Lookups whose answers engines did not wait for any longer: they computed these prompts.")
+    errors: Annotated[Labelled, counter("Errors of the shared store by kind; the log has the sentences.", "kind")] = (
+        field(default_factory=dict)
+    )
+    servers: Annotated[list[SharedServer], part("Servers of the store; empty where it cannot tell.", "server_")] = (
+        field(default_factory=list)
+    )
+    unshared_namespaces: Annotated[
+        Count, doc("Namespaces that are not shared since an engine reset them; see `kvoffd-cli clear --all-nodes`.")
     ] = 0
 
 
-class DirectionStats(Wire, frozen=True):
-    """Counters of one direction of copying."""
-
-    jobs: Annotated[Count, counter("Jobs that ended.")]
-    failed_jobs: Annotated[Count, counter("Jobs that failed or were cancelled.", "jobs_failed")]
-    bytes: Annotated[ByteCount, counter("Bytes copied, those of benches included.", "copied_bytes")]
-    busy_seconds: Annotated[
-        Seconds,
-        counter(
-            "Time that copy threads spent copying, and comparing the checksums of loads, in seconds.",
-            "copy_busy_seconds",
-        ),
-    ]
-    queued_jobs: Annotated[Count, gauge("Jobs that wait now.", "jobs_queued")]
-    running_jobs: Annotated[Count, gauge("Jobs that run now.", "jobs_running")]
-    bytes_per_second: Annotated[
-        PerSecond, gauge("Bytes copied per second over the last ten seconds.", "copy_bytes_per_second")
-    ]
-    checksum_seconds: Annotated[
-        Seconds,
-        counter(
-            "CPU time that all threads spent on the checksums of jobs, in seconds; without checksums that are taken "
-            "during the copy, as in host memory.",
-            "checksum_cpu_seconds",
-        ),
-    ] = 0.0
-    checksum_bytes: Annotated[ByteCount, counter("Bytes whose checksums were taken or compared for a job.")] = 0
-    refused_batches: Annotated[
-        Count,
-        counter("Batches of copies, or kernels in their place, that a CUDA driver refused: copied piece by piece."),
-    ] = 0
+# --- the statistics --------------------------------------------------------------------------------
 
 
-class PoolStats(Wire, frozen=True):
-    """State of the pool, in bytes. free + writing + ready + leaving + quarantined = pool."""
+class Problem(Part, frozen=True):
+    """Something that an operator should see to."""
 
-    pool_bytes: Annotated[ByteCount, gauge("Size of the pool.", "size_bytes")]
-    usable_bytes: Annotated[ByteCount, gauge("Bytes that are touched and ready for use.")]
-    table_bytes: Annotated[ByteCount, gauge("Size of the slot table.")]
-    free_bytes: Annotated[
-        ByteCount,
-        gauge(
-            "Bytes in no slot, or in a free one.",
-            "bytes",
-            "Bytes of the pool by state; they add up to its size.",
-            label=("state", "free"),
-        ),
-    ]
-    writing_bytes: Annotated[
-        ByteCount, gauge("Bytes in slots of blocks that are being written.", "bytes", label=("state", "writing"))
-    ]
-    ready_bytes: Annotated[ByteCount, gauge("Bytes in slots of readable blocks.", "bytes", label=("state", "ready"))]
-    leaving_bytes: Annotated[
-        ByteCount,
-        gauge("Bytes of dropped blocks that a lease or a copy still holds.", "bytes", label=("state", "leaving")),
-    ]
-    pinned_bytes: Annotated[ByteCount, gauge("Ready and leaving bytes that are under a lease or a copy.")]
-    quarantined_bytes: Annotated[
-        ByteCount,
-        gauge(
-            "Bytes in slots that did not match their checksum; not used until a restart.",
-            "bytes",
-            label=("state", "quarantined"),
-        ),
-    ]
-    spilled_slots: Annotated[Count, counter("Slots that had to be taken on another NUMA node than their GPU's.")]
-    page_locked_bytes: Annotated[
-        ByteCount,
-        gauge(
-            "Bytes that GPUs copy at full speed, since the CUDA driver has locked their pages: from the start "
-            "or the first engine on a GPU (pin_pool), in steps, until some time after the last one.",
-            help="Bytes that GPUs copy at full speed, since the CUDA driver has locked their pages.",
-        ),
-    ] = 0
-    unlockable_bytes: Annotated[
-        ByteCount, gauge("Bytes whose pages the CUDA driver would not lock: GPUs copy them slowly.")
-    ] = 0
-    page_locking_gpu_bytes: Annotated[
-        ByteCount,
-        gauge(
-            "Memory of the first GPU that locking the pool's pages took there: the fall of what the driver showed free "
-            "meanwhile, others' allocations included. 0 until all is locked.",
-            help="Memory of the first GPU that locking the pool's pages took there.",
-        ),
-    ] = 0
-    index_bytes: Annotated[
-        ByteCount,
-        gauge(
-            "Memory of what is known of the blocks in the pool, and, where the policy is learned, of its knowledge the "
-            "part for keys with blocks."
-        ),
-    ] = 0
-    index_block_bytes: Annotated[float, gauge("index_bytes for each block in the pool; 0 where there is none.")] = 0.0
-    index_counted_bytes: Annotated[
-        ByteCount,
-        gauge("What blocks count towards index_limit_bytes, 600 bytes for one of one shard: more than thousands take."),
-    ] = 0
-    index_limit_bytes: Annotated[
-        ByteCount, gauge("Memory for the index (index_size): blocks are evicted that would count beyond it.")
-    ] = 0
-    left_bytes: Annotated[
-        ByteCount,
-        gauge(
-            "Bytes in slots of blocks that an earlier daemon left and that are still to be taken over.",
-            "bytes",
-            label=("state", "left"),
-        ),
-    ] = 0
-    left_blocks: Annotated[
-        Count, gauge("Blocks that an earlier daemon left and that are still to be taken over, the newest first.")
-    ] = 0
+    reason: Annotated[str, doc("What kind it is, one word for scripts.")]
+    sentence: Annotated[str, doc("What it is and what to do.")] = ""
 
 
-class IntegrityStats(Wire, frozen=True):
-    """Slots that were compared with their checksums since the daemon's start."""
-
-    checked_slots: Annotated[Count, counter("Slots whose bytes were compared with their checksum.")]
-    checked_bytes: Annotated[ByteCount, counter("Bytes that were compared with their checksum.")]
-    mismatches: Annotated[Count, counter("Slots whose bytes did not match their checksum.", "checksum_mismatches")]
-    quarantined_slots: Annotated[
-        Count, gauge("Slots that did not match their checksum and are not used until a restart.")
-    ]
-    unverified_slots: Annotated[
-        Count,
-        gauge(
-            "Slots of an earlier daemon that are not compared with their checksum yet: a load compares first. And "
-            "slots whose checksum is still to be taken: stores were faster than the threads that take checksums."
-        ),
-    ]
-    loaded_unverified_slots: Annotated[
-        Count, counter("Slots that were loaded while their checksum was still to be taken.")
-    ] = 0
-
-
-class Histogram(Wire, frozen=True):
-    """Distribution of a duration since the daemon's start."""
-
-    buckets: Annotated[
-        dict[str, Count], doc("Durations up to each bound, in seconds, which is the key; ``+Inf`` has all of them.")
-    ]
-    sum_seconds: Annotated[Seconds, doc("Sum of all durations.")]
-
-    @property
-    def count(self) -> int:
-        """How many durations there were."""
-        return self.buckets.get("+Inf", 0)
-
-    def quantile(self, share: float) -> float:
-        """Seconds that ``share`` of the durations took at most, interpolated as Prometheus does; 0 where none was.
-
-        The largest bound where it lies above that.
-        """
-        wanted, below, below_s = share * self.count, 0, 0.0
-        for bound, total in self.buckets.items():
-            if bound == "+Inf":
-                break
-            if total >= wanted and total > below:
-                return below_s + (float(bound) - below_s) * (wanted - below) / (total - below)
-            below, below_s = total, float(bound)
-        return below_s if self.count else 0.0
-
-
-# --- the statistics ------------------------------------------------------------------------------
-
-
-class SettingInfo(Wire, frozen=True):
+class SettingInfo(Part, frozen=True):
     """One setting of the running daemon."""
 
     name: Annotated[str, doc("Its name, as in the configuration file.")]
@@ -601,120 +491,87 @@ class SettingInfo(Wire, frozen=True):
     default: Annotated[bool, doc("Whether that is the default.")]
 
 
-class StatsReply(Reply, frozen=True):
-    daemon_version: Annotated[str, doc("Release of the daemon.")]
-    pid: Annotated[int, doc("Process id, in the daemon's own pid namespace.", ge=0)]
-    uptime_seconds: Annotated[Seconds, gauge("Seconds since the daemon's start.")]
-    policy: Annotated[str, doc("Eviction policy.")]
-    pool: Annotated[PoolStats, metrics_of_part("The pool.", "pool_")]
-    store: Annotated[DirectionStats, metrics_of_part("Copies from engines to the pool.", label=("direction", "store"))]
-    load: Annotated[DirectionStats, metrics_of_part("Copies from the pool to engines.", label=("direction", "load"))]
-    leases: Annotated[Count, gauge("Live leases.")]
-    pinned_blocks: Annotated[Count, gauge("Blocks under a lease or a copy.")]
-    sessions: Annotated[Count, gauge("Open sessions.")]
-    lookups_per_second: Annotated[PerSecond, gauge("Lookups per second over the last ten seconds.")]
-    requests: Annotated[Count, counter("Requests answered, errors included.")]
-    errors: Annotated[
-        dict[str, Count],
-        counter("Error replies and refusals at the lifeline, by the name of the error code.", key_label="code"),
-    ]
-    events_published: Annotated[Count, counter("KV event messages published.")]
-    cpu_seconds: Annotated[Seconds, counter("CPU time of the daemon, in seconds.")]
-    resident_bytes: Annotated[ByteCount, gauge("Resident memory without the pool and its table.")]
-    namespaces: Annotated[
-        list[NamespaceStats],
-        metrics_of_part(
-            "Open namespaces, 100 at most: those of sessions, then those with the most bytes.", "namespace_"
-        ),
-    ]
-    integrity: Annotated[IntegrityStats, doc("Comparisons of slots with their checksums.")]
-    below: Annotated[TieringStats | None, doc("Traffic with the disks; nil while there is no tier.")] = None
-    shared: Annotated[list[SharedStats], metrics_of_part("The tier that nodes share.", "shared_")] = field(
-        default_factory=list
-    )
-    disks: Annotated[list[DiskStats], metrics_of_part("Directories of the disk tier.", "disk_")] = field(
-        default_factory=list
-    )
-    replies_dropped: Annotated[
-        dict[str, Count],
-        counter(
-            "Replies that could not be sent, by reason: the client is ``gone``, or has left too many ``unread``.",
-            help="Replies that could not be sent, by reason: the client is gone, or has left too many unread.",
-            key_label="reason",
-        ),
+class DaemonStats(Part, frozen=True):
+    """Everything that a daemon counts, since its start where no time is named."""
+
+    version: Annotated[str, doc("Release of the daemon.")] = ""
+    policy: Annotated[str, doc("Eviction policy.")] = ""
+    pid: Annotated[int, doc("Process id, in the daemon's own pid namespace.", ge=0)] = 0
+    uptime_seconds: Annotated[Seconds, gauge("Seconds since the daemon's start.")] = 0.0
+    ready: Annotated[bool, gauge("1 while the daemon takes sessions and jobs, else 0.")] = True
+    health: Annotated[HealthLevel, doc("``ok``, ``degraded`` or ``down``.")] = HealthLevel.OK
+    health_problems: Annotated[
+        list[Problem],
+        gauge("Problems that an operator should see to, by reason; kvoffd-cli health has them.", "reason"),
+    ] = field(default_factory=list)
+    sessions: Annotated[Count, gauge("Sessions of engines that are open.")] = 0
+    ended_sessions: Annotated[
+        Labelled,
+        counter("Sessions of engines that ended, by reason: closed, gone (a process died) and others.", "reason"),
     ] = field(default_factory=dict)
-    loop_blocked: Annotated[
-        Histogram,
-        histogram(
-            "How long the event loop, which answers all clients, was blocked, as far as its thread had a CPU; measured "
-            "20 times a second, and 4 times while it is idle.",
-            "loop_blocked_seconds",
-        ),
-    ] = field(default_factory=lambda: Histogram({}, 0.0))
-    loop_blocked_maximum_seconds: Annotated[
-        Seconds, gauge("Longest time for which the event loop was blocked since the daemon's start.")
+    leases: Annotated[Count, gauge("Leases that engines hold on blocks.")] = 0
+    pinned_blocks: Annotated[Count, doc("Blocks under a lease or a copy.")] = 0
+    requests: Annotated[Count, counter("Requests that the daemon answered, errors included.")] = 0
+    errors: Annotated[Labelled, counter("Requests that the daemon refused, by error code.", "code")] = field(
+        default_factory=dict
+    )
+    replies_dropped: Annotated[Labelled, doc("Replies not sent: the client is gone, or left too many unread.")] = field(
+        default_factory=dict
+    )
+    kv_events: Annotated[Count, counter("KV event messages that were published.")] = 0
+    cpu_seconds: Annotated[Seconds, doc("CPU seconds that the daemon used.")] = 0.0
+    resident_bytes: Annotated[ByteCount, gauge("Resident memory of the daemon without the pool and its table.")] = 0
+    lookup_seconds: Annotated[Histogram, histogram("Seconds that the daemon spent on each lookup.")] = field(
+        default_factory=Histogram
+    )
+    loop_blocked_seconds: Annotated[
+        Histogram, histogram("Seconds for which the event loop, which answers all clients, was blocked.")
+    ] = field(default_factory=Histogram)
+    loop_blocked_max_seconds: Annotated[
+        Seconds, gauge("Longest time for which the event loop was blocked since the start.")
     ] = 0.0
     shortened_lookups: Annotated[
-        Count, counter("Lookups that were told of fewer ready keys, since their session may not lease more.")
+        Count, doc("Lookups that found fewer keys, since their session may lease no more.")
     ] = 0
-    health: Annotated[
-        HealthLevel,
-        gauge(
-            "As ``Health`` tells it.",
-            "serving",
-            "1 while the daemon takes sessions and jobs, else 0.",
-            true_for=("ok", "degraded"),
-        ),
-    ] = HealthLevel.OK
-    health_problems: Annotated[
-        dict[str, Count],
-        gauge(
-            "What an operator should see to now, as ``Health`` tells it, by reason.",
-            help="What an operator should see to now, as kvoffd-cli health tells it, by reason.",
-            key_label="reason",
-        ),
-    ] = field(default_factory=dict)
-    recent: Annotated[
-        list[RecentStats],
-        doc(
-            "All namespaces together over the last 10, 100 and 1,000 seconds and since the daemon's start, those that "
-            "are forgotten included."
-        ),
-    ] = field(default_factory=list)
-    cancelled_stores: Annotated[
-        Count, counter("Stores cancelled before their copy began, since blocks of their message were wanted.")
-    ] = 0
-    unsent_stores: Annotated[
-        Count, counter("Stores that clients dropped before they sent them, since their blocks were wanted.")
-    ] = 0
-    ended_sessions: Annotated[
-        dict[str, Count],
-        counter(
-            "Sessions of engines that ended, by reason: ``closed`` by their client; ``gone``, their process ended; and "
-            "ended by the daemon, ``no_hello``, ``malformed``, ``failed``. The log names them.",
-            "sessions_ended",
-            help="Sessions of engines that ended, by reason: closed by their client, gone with their process, others.",
-            key_label="reason",
-        ),
-    ] = field(default_factory=dict)
-    lookup_seconds: Annotated[Histogram, histogram("Time spent on a lookup inside the daemon.")] = field(
-        default_factory=lambda: Histogram({}, 0.0)
+    cancelled_stores: Annotated[Count, doc("Stores cancelled before their copy began: vLLM wanted the blocks.")] = 0
+    unsent_stores: Annotated[Count, doc("Stores that clients dropped before they sent them.")] = 0
+    pool: Annotated[PoolStats, part("The pool.", "pool_")] = field(default_factory=PoolStats)
+    store: Annotated[CopyStats, part("Copies from engines to the pool.", "copy_", ("direction", "store"))] = field(
+        default_factory=CopyStats
     )
-    ghost_keys: Annotated[Count, gauge("Keys that have no block in the pool and that the policy remembers.")] = 0
-    policy_bytes: Annotated[ByteCount, gauge("Memory of what the policy knows of keys; 0 where it does not count.")] = 0
-    curve: Annotated[
-        HitCurve | None, metrics_of_part("What requests found, and had found in pools of other sizes.", "curve_")
-    ] = None
+    load: Annotated[CopyStats, part("Copies from the pool to engines.", "copy_", ("direction", "load"))] = field(
+        default_factory=CopyStats
+    )
+    since_start: Annotated[Window, doc("All namespaces together, those that are forgotten included.")] = field(
+        default_factory=Window
+    )
+    last_hour: Annotated[Window, doc("The same over the last hour.")] = field(default_factory=Window)
+    last_minute: Annotated[Window, doc("The same over the last minute.")] = field(default_factory=Window)
+    lifetime: Annotated[Lifetime, part("Totals that outlive the daemon.", "lifetime_")] = field(
+        default_factory=Lifetime
+    )
+    namespaces: Annotated[
+        list[NamespaceStats], part("The 100 largest namespaces, and one row for all others.", "namespace_")
+    ] = field(default_factory=list)
+    other_namespaces: Annotated[Count, doc("How many namespaces are in the row ``other``.")] = 0
+    integrity: Annotated[IntegrityStats, part("Comparisons with checksums.", "integrity_")] = field(
+        default_factory=IntegrityStats
+    )
+    tiers: Annotated[TieringStats | None, part("Traffic with the disks; null without a tier.", "tiers_")] = None
+    disks: Annotated[list[DiskStats], part("Directories of the disk tier.", "disk_")] = field(default_factory=list)
+    shared: Annotated[list[SharedStats], part("Stores that nodes share.", "shared_")] = field(default_factory=list)
+    curve: Annotated[HitCurve | None, part("What pools of other sizes would have found.", "curve_")] = None
     curve_seen_bytes: Annotated[
-        ByteCount,
-        gauge(
-            "Bytes of the different blocks that were asked for, up to ten pools: nothing is known of larger pools.",
-            "curve_seen_bytes",
-        ),
+        ByteCount, doc("Bytes of the different blocks asked for, up to ten pools: beyond, nothing is known.")
     ] = 0
-    omitted_namespaces: Annotated[Count, gauge("Namespaces that are left out, since 100 others have more.")] = 0
-    curve_bytes: Annotated[ByteCount, gauge("Memory of the sample from which the curve is made.")] = 0
+    curve_bytes: Annotated[ByteCount, doc("Memory of the sample from which the curve is made.")] = 0
+    ghost_entries: Annotated[Count, doc("Keys without a block that the policy remembers.")] = 0
+    policy_bytes: Annotated[ByteCount, doc("Memory of what the policy knows of keys.")] = 0
     settings: Annotated[list[SettingInfo], doc("The settings that the daemon runs with.")] = field(default_factory=list)
+
+
+class StatsReply(Reply, frozen=True):
+    stats: Annotated[DaemonStats, doc("All counters: maps, as in ``kvoffd-cli stats --json``.")]
 
 
 @exchange(Section.ADMINISTRATION, ANY_ROLE)

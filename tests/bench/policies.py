@@ -126,7 +126,7 @@ def curve_of(trace: Trace, pool: int, cut: int) -> list[float]:
     namespace.fix_shard_bytes(0, [BLOCK_BYTES // cut], [BLOCK_BYTES // cut])
     for keys in small.requests:
         curve.requested([Chain(namespace, 0, keys, ())])
-    return [100 * ratio for ratio in curve.in_all().lru_ratios.values()]
+    return [100 * ratio for ratio in curve.in_all().lru_hit_ratio.values()]
 
 
 def curve_rows(path: Path, trace: Trace) -> Iterator[str]:

@@ -58,9 +58,9 @@ class Bench:
             wait_connected(self._directory)
             self._turn()
             if server:
-                wait_until(lambda: admin.stats().shared[0].reachable)
+                wait_until(lambda: admin.stats().shared[0].up)
                 server.kill()
-                while admin.stats().shared[0].reachable:  # it is noticed when something is asked for
+                while admin.stats().shared[0].up:  # it is noticed when something is asked for
                     self._turn()
             self._turn()
             found = float(np.median([self._turn() for _ in range(TURNS)]))

@@ -62,7 +62,7 @@ def test_a_bench_reports_every_case_with_its_floor_and_leaves_nothing_in_the_dae
             assert (0 < result["checksum_cpu_seconds"] <= result["cpu_seconds"]) or result["case"].startswith("load")
     with AdminClient(daemon.directory) as admin:
         stats = admin.stats()
-    assert stats.pool.free_bytes == stats.pool.pool_bytes
+    assert stats.pool.of("free") == stats.pool.size_bytes
     assert set(stats.errors) <= {"not_ready"}, "a reset while another one runs"
 
 
@@ -71,11 +71,11 @@ def test_hits_are_hits_and_misses_are_misses(daemon: DaemonProcess) -> None:
         small_lookup(daemon)
         with AdminClient(daemon.directory) as admin:
             stats = admin.stats()
-    (namespace,) = [found for found in stats.namespaces if found.label == "measured lookup"]
+    (namespace,) = [found for found in stats.namespaces if found.model == "measured lookup"]
     each = 3 * 20 + 1
     measured = (1 + 1_000) * (each + 20)
-    assert namespace.keys_ready == measured + 1_000 * each
-    assert namespace.keys_asked > namespace.keys_ready + measured
+    assert namespace.found_keys["pool"] == measured + 1_000 * each
+    assert namespace.asked_keys > namespace.found_keys["pool"] + measured
 
 
 def test_copies_fit_the_pool_or_say_what_they_need(daemon: DaemonProcess) -> None:

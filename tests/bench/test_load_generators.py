@@ -40,7 +40,7 @@ def test_clients_of_a_daemon_leave_nothing_behind(role: str, daemon: DaemonProce
         load.stop()
     with AdminClient(daemon.directory) as admin:
         stats = admin.stats()
-    assert stats.pool.free_bytes == stats.pool.pool_bytes
+    assert stats.pool.of("free") == stats.pool.size_bytes
     assert stats.errors == {}
 
 

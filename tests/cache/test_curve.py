@@ -52,7 +52,7 @@ def ratios_of(trace: Trace, pool: int) -> dict[str, float]:
     watched, namespace = HitRatioCurve(pool * MIB, lambda: 0.0), namespace_of()
     for keys in trace.requests:
         watched.requested([Chain(namespace, 0, keys, ())])
-    return watched.in_all().lru_ratios
+    return watched.in_all().lru_hit_ratio
 
 
 def test_while_all_keys_are_watched_the_curve_is_that_of_an_lru() -> None:
@@ -74,7 +74,7 @@ def test_what_is_forgotten_stays_a_part_of_all() -> None:
     watched.namespace_forgotten(namespace_of(name=2))
     assert watched.in_all() == before
     assert before.asked_tokens == 5 * 2 * 512
-    assert before.lru_ratios["1"] == pytest.approx(3 / 5)
+    assert before.lru_hit_ratio["1"] == pytest.approx(3 / 5)
     assert watched.of_namespace(gone).asked_tokens == 0
     now[0] = curve.HALVED_EVERY_S
     watched.tick()
@@ -97,13 +97,13 @@ def test_small_blocks_are_watched_in_pieces() -> None:
     asked = [32 * pieces + 7 * turn for turn in range(4)]
     state = watched.in_all()
     assert state.asked_tokens == 16 * sum(asked)
-    assert state.lru_ratios["0.5"] == pytest.approx(3 * 50 * 32 / sum(asked))
-    assert state.lru_ratios["1"] == pytest.approx(sum(asked[:3]) / sum(asked), abs=1e-6)
+    assert state.lru_hit_ratio["0.5"] == pytest.approx(3 * 50 * 32 / sum(asked))
+    assert state.lru_hit_ratio["1"] == pytest.approx(sum(asked[:3]) / sum(asked), abs=1e-6)
     # At the beginning of a prompt pieces are of one key: it is known where another conversation goes on.
-    before = state.lru_ratios["10"] * state.asked_tokens
+    before = state.lru_hit_ratio["10"] * state.asked_tokens
     watched.requested([Chain(namespace, 0, chain_of(*range(20), *range(10**6, 10**6 + 12)), ())])
     state = watched.in_all()
-    assert state.lru_ratios["10"] * state.asked_tokens - before == pytest.approx(20 * 16, abs=1)
+    assert state.lru_hit_ratio["10"] * state.asked_tokens - before == pytest.approx(20 * 16, abs=1)
 
 
 def test_memory_is_bounded_and_what_is_seen_ends_at_ten_pools() -> None:
@@ -113,7 +113,7 @@ def test_memory_is_bounded_and_what_is_seen_ends_at_ten_pools() -> None:
         watched.requested([Chain(namespace, 0, chain_of(*range(request * 64, request * 64 + 64)), ())])
     assert watched.nbytes <= before + 64 * 32 < 8 * MIB
     assert 0.95 * 10_000 * MIB < watched.seen_bytes <= 10_000 * MIB
-    assert watched.in_all().lru_ratios["10"] == 0
+    assert watched.in_all().lru_hit_ratio["10"] == 0
 
 
 def test_namespaces_share_the_pool() -> None:
@@ -127,8 +127,8 @@ def test_namespaces_share_the_pool() -> None:
     for namespace in (one, other):
         state = watched.of_namespace(namespace)
         assert state.asked_tokens == 5 * 40 * 512
-        assert state.lru_ratios["0.3"] == 0  # the other one's came in between
-        assert state.lru_ratios["1"] == pytest.approx(0.8)
+        assert state.lru_hit_ratio["0.3"] == 0  # the other one's came in between
+        assert state.lru_hit_ratio["1"] == pytest.approx(0.8)
     assert watched.in_all().asked_tokens == 10 * 40 * 512
 
 
@@ -152,7 +152,7 @@ def test_each_namespace_has_its_own_curve_in_a_pool_of_all() -> None:
                 _request(cache, namespace, keys)
         for namespace, true, trace in zip(namespaces, opened, traces, strict=True):
             found = true.counters.prefix_keys_ready / trace.accesses
-            assert watched.of_namespace(namespace).lru_ratios[size] == pytest.approx(found, abs=0.006)
+            assert watched.of_namespace(namespace).lru_hit_ratio[size] == pytest.approx(found, abs=0.006)
 
 
 def test_what_is_old_weighs_half() -> None:
@@ -185,7 +185,7 @@ def test_prompts_of_small_blocks_part_and_end_anywhere(shared: int) -> None:
     watched, namespace = HitRatioCurve(pool * MIB // 32, lambda: 0.0), namespace_of(MIB // 32, tokens=16)
     for keys in trace.requests:
         watched.requested([Chain(namespace, 0, keys, ())])
-    found = watched.in_all().lru_ratios
+    found = watched.in_all().lru_hit_ratio
     for size in (0.1, 0.5, 1.0, 2.0):
         true = replay(trace, "lru", round(pool * size)).hit_percent
         assert 100 * found[f"{size:g}"] == pytest.approx(true, abs=1.5)

@@ -35,7 +35,7 @@ def test_every_way_out_has_its_reason() -> None:
     namespace = rig.open(shard_bytes=(SLOT_UNIT, SLOT_UNIT))
     rig.put(namespace, keys_of(1, 2, 3))
     assert missed(rig, namespace, 1, 2, 3) == {}
-    assert missed(rig, namespace, 1, 4, 5) == {"never_stored": 2}
+    assert missed(rig, namespace, 1, 4, 5) == {"unknown": 2}
     for _ in rig.cache.invalidate(namespace, [(0, keys_of(1))]):
         pass
     begin_store(rig.cache, namespace, 0, 0, keys_of(6))
@@ -44,10 +44,10 @@ def test_every_way_out_has_its_reason() -> None:
     assert missed(rig, namespace, 1, 2, 3, 4, 6) == {
         "invalidated": 1,
         "corrupt": 1,
-        "never_stored": 1,
-        "half_stored": 1,
+        "unknown": 1,
+        "partial": 1,
     }
-    assert missed(rig, namespace, 1, 2, group=1) == {"never_stored": 2}, "equal keys of two groups are different"
+    assert missed(rig, namespace, 1, 2, group=1) == {"unknown": 2}, "equal keys of two groups are different"
     rig.put(namespace, keys_of(1))
     assert missed(rig, namespace, 1) == {}
 
@@ -59,11 +59,11 @@ def test_what_was_evicted_and_what_found_no_room() -> None:
     rig.put(namespace, keys_of(*range(slots)))
     rig.put(namespace, keys_of(slots + 1))
     (evicted,) = (n for n in range(slots) if keys_of(n) not in namespace.index[0])
-    assert missed(rig, namespace, evicted, slots + 1, slots + 2) == {"evicted": 1, "never_stored": 1}
+    assert missed(rig, namespace, evicted, slots + 1, slots + 2) == {"evicted": 1, "unknown": 1}
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(*range(slots + 2)))])
     ticket = begin_store(rig.cache, namespace, 0, 0, keys_of(slots + 3))
     assert ticket.dropped
-    assert missed(rig, namespace, slots + 3) == {"no_room": 1}
+    assert missed(rig, namespace, slots + 3) == {"no_space": 1}
 
 
 def test_half_stored_blocks_and_limits_of_leases() -> None:
@@ -75,13 +75,13 @@ def test_half_stored_blocks_and_limits_of_leases() -> None:
     namespace = rig.open(world_size=2)
     ticket = begin_store(rig.cache, namespace, 0, 0, keys_of(1))
     rig.cache.commit_store(ticket)
-    assert missed(rig, namespace, 1) == {"half_stored": 1}
+    assert missed(rig, namespace, 1) == {"partial": 1}
     rig.clock.now += 1000
     rig.cache.expire()
-    assert missed(rig, namespace, 1) == {"half_stored": 1}
+    assert missed(rig, namespace, 1) == {"partial": 1}
     other = rig.open("other")
     rig.put(other, keys_of(1, 2, 3))
-    assert missed(rig, other, 1, 2, 3, 4) == {"lease_limit": 1, "never_stored": 1}
+    assert missed(rig, other, 1, 2, 3, 4) == {"lease_limit": 1, "unknown": 1}
 
 
 def test_the_table_is_bounded_and_a_wrong_reason_is_hardly_ever_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_the_table_is_bounded_and_a_wrong_reason_is_hardly_ever_told(monkeypatch
     absent = bytes(100_000)
     misses.asked(namespace, [(0, b"".join(keys[100_000:]))], [absent], [absent])
     misses.count()
-    assert namespace.counters.misses == {MissReason.NEVER_STORED: 100_000}, "other keys fall on the same places"
+    assert namespace.counters.misses == {MissReason.UNKNOWN: 100_000}, "other keys fall on the same places"
     misses.asked(namespace, [(0, b"".join(keys[:100_000]))], [absent], [absent])
     misses.count()
     assert 0.9 * 2**10 < namespace.counters.misses[MissReason.EVICTED] <= 2**10, "one entry for each place"
@@ -115,13 +115,13 @@ def test_a_lookup_before_the_first_worker_is_an_ordinary_miss() -> None:
     rig = CacheHarness(policy="gate")
     namespace, _ = rig.cache.open_namespace(b"a".ljust(32), "a", 1, 8, [GroupSpec("full", 16)], "{}")
     assert namespace.block_bytes(0) == 0
-    assert missed(rig, namespace, 1, 2) == {"never_stored": 2}
+    assert missed(rig, namespace, 1, 2) == {"unknown": 2}
     rig.cache.touch(0xFFFF)
 
 
 def test_what_the_policy_declined_is_told_apart() -> None:
     rig = CacheHarness(policy="gate")
     namespace = rig.open()
-    assert missed(rig, namespace, 1, 2) == {"never_stored": 2}
+    assert missed(rig, namespace, 1, 2) == {"unknown": 2}
     rig.put(namespace, keys_of(1, 2))
-    assert missed(rig, namespace, 1, 2, 3) == {"declined": 2, "never_stored": 1}
+    assert missed(rig, namespace, 1, 2, 3) == {"rejected": 2, "unknown": 1}

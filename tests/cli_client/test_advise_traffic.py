@@ -159,7 +159,7 @@ def test_who_starves_and_who_finds_nothing(capsys: pytest.CaptureFixture[str]) -
             if number % 3:
                 greedy.serve(chain(f"greedy {number}", 10))
         told = advised(daemon, capsys)
-        stats = {one.label: one for one in admin.stats().namespaces}
+        stats = {one.model: one for one in admin.stats().namespaces}
         held = stats["polite"].ready_blocks / sum(one.ready_blocks for one in stats.values())
         asks, has, finds, could = percents(told["starving"])
         assert told["starving"].startswith("polite (")

@@ -19,7 +19,7 @@ from kvoffd_client.cli.shared_commands import shared_page
 from kvoffd_client.cli.stats_page import StatsPage
 from kvoffd_proto.admin import BlockInfo, HealthLevel
 from kvoffd_proto.messages import KeyState
-from kvoffd_proto.stats import StatsReply
+from kvoffd_proto.stats import DaemonStats, Problem
 
 Render = Callable[..., str]
 SCREENS = [(80, 24), (120, 40), (200, 50)]
@@ -28,29 +28,27 @@ NAMESPACE = b"\x07" * 32
 
 
 @pytest.fixture
-def troubled(busy: StatsReply) -> StatsReply:
+def troubled(busy: DaemonStats) -> DaemonStats:
     """A daemon with everything on its page."""
-    _, hundred, _, whole = busy.recent
-    misses = {"evicted": 90, "disk_late": 8, "no_room": 2}
-    recent = [*busy.recent[:1], msgspec.structs.replace(hundred, misses=misses), busy.recent[2]]
+    misses = {"evicted": 90, "tier_late": 8, "no_space": 2}
     return msgspec.structs.replace(
         busy,
         errors={"forbidden": 3, "no_room": 2, "bad_token": 1, "malformed": 7, "not_ready": 9},
         health=HealthLevel.DEGRADED,
-        health_problems={"pool_pinned": 1, "disk_errors": 2},
+        health_problems=[Problem("pool_pinned"), Problem("disk_errors"), Problem("disk_errors")],
         ended_sessions={"closed": 1_234_567, "gone": 12, "malformed": 1},
-        recent=[*recent, msgspec.structs.replace(whole, misses=misses)],
-        pool=msgspec.structs.replace(busy.pool, spilled_slots=3, quarantined_bytes=2**20),
+        last_minute=msgspec.structs.replace(busy.last_minute, misses=misses),
+        pool=msgspec.structs.replace(busy.pool, numa_remote_slots=3, bytes={**busy.pool.bytes, "quarantined": 2**20}),
     )
 
 
 @pytest.fixture
-def pages(troubled: StatsReply) -> dict[str, RenderableType]:
+def pages(troubled: DaemonStats) -> dict[str, RenderableType]:
     blocks = [BlockInfo(bytes(range(32)), KeyState.READY, 2 * 2**20, 12, 0, bytes(8))]
     result = BenchResult("8,000 keys, all missing, p50", 123_456.0, "µs", 23_456.0, 5.26, 0.123)
     return {
         "stats": StatsPage(troubled),
-        "disks": disks_page(troubled.disks, troubled.below),
+        "disks": disks_page(troubled.disks, troubled.tiers),
         "shared": shared_page(troubled.shared),
         "blocks": _blocks_table(blocks),
         "bench": report_table(BenchReport("lookup", "an echo", [result])),
@@ -94,7 +92,7 @@ def test_disks_lose_nothing(pages: dict[str, RenderableType], render: Render, wi
 
 @pytest.mark.parametrize(("width", "height"), SCREENS)
 def test_the_page_tells_which_sessions_ended_and_what_is_unusual(
-    troubled: StatsReply, render: Render, width: int, height: int
+    troubled: DaemonStats, render: Render, width: int, height: int
 ) -> None:
     lines = lines_of(render(StatsPage(troubled), width), width)
     (ended,) = (line for line in lines if line.startswith("Sessions"))

@@ -46,7 +46,7 @@ def test_late_lookups_are_counted_and_shown() -> None:
         engine.look_up(10, late=1)
         engine.look_up(10, late=2)
         wait_until(lambda: found()["late_lookups"] == 3)
-        assert "Late       15.0 % over 100 s (3), 15.0 % in all (3)" in cli(daemon, "stats")
+        assert "Late       15.0 % last minute (3), 15.0 % last hour (3), 15.0 % in all (3)" in cli(daemon, "stats")
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
             (line,) = [line for line in page.read().decode().splitlines() if line.startswith(METRIC)]
         assert line.endswith((" 3.0", " 3"))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvoffd_client import AdminClient
 from kvoffd_client.session import Closing
-from kvoffd_proto.stats import StatsReply
+from kvoffd_proto.stats import DaemonStats
 from tests.kit.daemon import START_DEADLINE_S, DaemonProcess
 from tests.kit.engine import BLOCK_TOKENS, EngineProcess
 from tests.kit.redis_server import PROGRAM, RedisServer
@@ -196,7 +196,7 @@ class Scenario:
             daemon.wait_ready()
             with AdminClient(directory) as admin:
                 wait_until(
-                    lambda: admin.health().ready and all(one.reachable for one in admin.stats().shared),
+                    lambda: admin.health().ready and all(one.up for one in admin.stats().shared),
                     START_DEADLINE_S,
                     explain=lambda: daemon.log,
                 )
@@ -256,12 +256,12 @@ class Scenario:
         return Answer(1000 * answer.first_token_s, loaded, answer.tokens, late)
 
     def _wait_for_stores(self) -> None:
-        self._wait_quiet(lambda stats: None if is_storing(stats) else stats.pool.ready_bytes)
+        self._wait_quiet(lambda stats: None if is_storing(stats) else stats.pool.of("ready"))
 
     def _wait_for_writes(self) -> None:
         self._wait_quiet(lambda stats: None if stats.shared[0].queued_writes else stats.shared[0].written_blocks)
 
-    def _wait_quiet(self, figure: Callable[[StatsReply], int | None]) -> None:
+    def _wait_quiet(self, figure: Callable[[DaemonStats], int | None]) -> None:
         """Until a figure, which is None while work is waiting, has stayed above 0 and the same for a while."""
         last, since = 0, time.monotonic()
         with AdminClient(self._sockets) as admin:
@@ -276,6 +276,6 @@ class Scenario:
             wait_until(quiet, STORE_TIMEOUT_S, explain=admin.stats, interval_s=POLL_S)
 
 
-def is_storing(stats: StatsReply) -> bool:
+def is_storing(stats: DaemonStats) -> bool:
     """Whether any store waits, runs or is half done."""
-    return stats.store.queued_jobs + stats.store.running_jobs > 0 or stats.pool.writing_bytes > 0
+    return stats.store.queued_jobs + stats.store.running_jobs > 0 or stats.pool.of("filling") > 0

@@ -69,9 +69,9 @@ def test_every_case_is_reported_and_nothing_is_left_behind(machine: Machine) -> 
     else:
         assert found["gpu"]["daemon_bytes"] > MIB
     with AdminClient(machine.daemon.directory) as admin:
-        wait_until(lambda: admin.stats().pool.page_locked_bytes == 0)
+        wait_until(lambda: admin.stats().pool.pinned_for_gpu_bytes == 0)
         stats = admin.stats()
-    assert stats.pool.free_bytes == stats.pool.pool_bytes
+    assert stats.pool.of("free") == stats.pool.size_bytes
     assert stats.errors == {}
 
 
@@ -99,7 +99,7 @@ def test_where_the_daemon_has_a_gpu_in_use_its_memory_is_not_measured(
     with machine.exporter("ordinary") as worker:
         worker.wait_ready()
         with AdminClient(machine.daemon.directory) as admin:
-            wait_until(lambda: admin.stats().pool.page_locked_bytes > 0)
+            wait_until(lambda: admin.stats().pool.pinned_for_gpu_bytes > 0)
         run_bench(small, machine.daemon.directory, as_json=False)
     out = capsys.readouterr().out
     assert "GPU: " in out

@@ -125,19 +125,19 @@ def test_a_daemon_without_gpu_engines_has_made_no_context(machine: Machine) -> N
 
 def test_the_pool_is_page_locked_while_an_engine_is_on_a_gpu(machine: Machine) -> None:
     with AdminClient(machine.daemon.directory) as admin:
-        assert admin.stats().pool.page_locked_bytes == 0
+        assert admin.stats().pool.pinned_for_gpu_bytes == 0
         with machine.exporter("ordinary") as worker:
             worker.wait_ready()
-            wait_until(lambda: admin.stats().pool.page_locked_bytes == admin.stats().pool.pool_bytes)
-        wait_until(lambda: admin.stats().pool.page_locked_bytes == 0)
+            wait_until(lambda: admin.stats().pool.pinned_for_gpu_bytes == admin.stats().pool.size_bytes)
+        wait_until(lambda: admin.stats().pool.pinned_for_gpu_bytes == 0)
 
 
 def test_what_the_driver_does_not_lock_is_told(stub_machine: Callable[..., Machine]) -> None:
     machine = stub_machine({"STUB_FAIL": "cuMemHostRegister_v2:0:2"})
     with machine.exporter("ordinary") as worker, AdminClient(machine.daemon.directory) as admin:
         worker.wait_ready()
-        wait_until(lambda: admin.stats().pool.unlockable_bytes == admin.stats().pool.pool_bytes)
-        assert admin.stats().pool.page_locked_bytes == 0
+        wait_until(lambda: admin.stats().pool.unpinnable_bytes == admin.stats().pool.size_bytes)
+        assert admin.stats().pool.pinned_for_gpu_bytes == 0
 
 
 @pytest.mark.parametrize(("batches", "refused"), [(True, 1), (False, 0)])
@@ -147,7 +147,7 @@ def test_a_refused_batch_is_counted_and_batches_may_be_off(
     machine = stub_machine({"STUB_FAIL": "cuMemcpyBatchAsync:1:1"}, limits={"cuda_batches": batches})
     with machine.exporter("ordinary") as worker, AdminClient(machine.daemon.directory) as admin:
         worker.wait_ready()
-        wait_until(lambda: admin.stats().pool.page_locked_bytes == admin.stats().pool.pool_bytes)
+        wait_until(lambda: admin.stats().pool.pinned_for_gpu_bytes == admin.stats().pool.size_bytes)
         assert worker.ask("store", job_id=1, keys=keys(1, 2).hex(), blocks=[0, 1])["ok"]
         assert admin.stats().store.refused_batches == refused
     assert machine.driver_log().count("cuMemcpyBatchAsync fails") == refused
@@ -167,10 +167,10 @@ def test_the_pool_is_pinned_from_the_start_and_lingers(stub_machine: Callable[..
     with AdminClient(machine.daemon.directory) as admin:
 
         def pinned() -> bool:
-            return admin.stats().pool.page_locked_bytes == admin.stats().pool.pool_bytes
+            return admin.stats().pool.pinned_for_gpu_bytes == admin.stats().pool.size_bytes
 
         wait_until(pinned)
-        wait_until(lambda: admin.stats().pool.page_locking_gpu_bytes == 1 << 20)
+        wait_until(lambda: admin.stats().pool.pinning_gpu_bytes == 1 << 20)
         with machine.exporter("ordinary") as worker:
             worker.wait_ready()
         wait_until(lambda: "ipc close" in machine.driver_log())

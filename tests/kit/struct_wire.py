@@ -194,7 +194,7 @@ class WireClient(Closing):
         self._context.destroy(linger=0)
 
 
-def stats(directory: Path) -> s.StatsReply:
+def stats(directory: Path) -> s.DaemonStats:
     """The daemon's statistics, over a session of their own."""
     with WireClient(directory, m.Role.ADMIN) as admin:
-        return admin.ask(s.Stats)
+        return admin.ask(s.Stats).stats

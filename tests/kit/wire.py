@@ -20,6 +20,7 @@ import itertools
 import os
 import socket
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -1143,39 +1144,40 @@ class Books:
 def books(directory: Path) -> Books:
     """What the daemon says of itself now."""
     with WireClient(directory, "admin", name="books") as admin:
-        said = admin._ask(s.Stats)
-        listed = {one.namespace: one for one in admin._ask(a.Namespaces).namespaces}
+        reply = admin._ask(s.Stats)
+        said = reply.stats
+        listed = {one.namespace.hex(): one for one in admin._ask(a.Namespaces).namespaces}
         clients = [_client(one) for one in admin._ask(a.Sessions).sessions if one.session_id != admin.session]
         pool = said.pool
         process = Path("/proc", str(said.pid))
         status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
         return Books(
-            daemon_id=said.epoch,
+            daemon_id=reply.epoch,
             pid=said.pid,
-            version=said.daemon_version,
+            version=said.version,
             policy=said.policy,
             uptime_s=said.uptime_seconds,
             health=str(said.health),
-            problems=said.health_problems,
-            pool_bytes=pool.pool_bytes,
+            problems=dict(Counter(one.reason for one in said.health_problems)),
+            pool_bytes=pool.size_bytes,
             usable_bytes=pool.usable_bytes,
-            free_bytes=pool.free_bytes,
-            writing_bytes=pool.writing_bytes,
-            ready_bytes=pool.ready_bytes,
-            leaving_bytes=pool.leaving_bytes,
-            quarantined_bytes=pool.quarantined_bytes,
-            unrecovered_bytes=pool.left_bytes,
+            free_bytes=pool.of("free"),
+            writing_bytes=pool.of("filling"),
+            ready_bytes=pool.of("ready"),
+            leaving_bytes=pool.of("evicting"),
+            quarantined_bytes=pool.of("quarantined"),
+            unrecovered_bytes=pool.of("recovering"),
             pinned_bytes=pool.pinned_bytes,
             index_bytes=pool.index_counted_bytes,
             index_limit_bytes=pool.index_limit_bytes,
-            page_locked_bytes=pool.page_locked_bytes,
+            page_locked_bytes=pool.pinned_for_gpu_bytes,
             clients=clients,
             leases=said.leases,
             pinned_blocks=said.pinned_blocks,
             namespaces={
-                one.namespace: _namespace(one, listed[one.namespace])
+                bytes.fromhex(one.fingerprint): _namespace(one, listed[one.fingerprint])
                 for one in said.namespaces
-                if one.namespace in listed
+                if one.fingerprint in listed
             },
             stores=_copies(said.store),
             loads=_copies(said.load),
@@ -1186,13 +1188,13 @@ def books(directory: Path) -> Books:
             errors=said.errors,
             ended_sessions=said.ended_sessions,
             replies_dropped=said.replies_dropped,
-            kv_events=said.events_published,
-            loop_blocked_s=said.loop_blocked_maximum_seconds,
+            kv_events=said.kv_events,
+            loop_blocked_s=said.loop_blocked_max_seconds,
             checked_slots=said.integrity.checked_slots,
             mismatches=said.integrity.mismatches,
             quarantined_slots=said.integrity.quarantined_slots,
             unverified_slots=said.integrity.unverified_slots,
-            tiers=_tiers(said.below),
+            tiers=_tiers(said.tiers),
             disks=list(map(_disk, said.disks)),
             shared=list(map(_shared, said.shared)),
             descriptors=len(os.listdir(process / "fd")),
@@ -1202,7 +1204,7 @@ def books(directory: Path) -> Books:
         )
 
 
-def _copies(said: s.DirectionStats) -> Copies:
+def _copies(said: s.CopyStats) -> Copies:
     return Copies(said.jobs, said.failed_jobs, said.bytes, said.queued_jobs, said.running_jobs)
 
 
@@ -1226,26 +1228,26 @@ def _client(said: a.SessionInfo) -> ClientBooks:
 
 def _namespace(said: s.NamespaceStats, listed: a.NamespaceInfo) -> NamespaceBooks:
     return NamespaceBooks(
-        label=said.label,
+        label=said.model,
         description=listed.description,
         world_size=listed.world_size,
         ready_blocks=said.ready_blocks,
         ready_bytes=said.ready_bytes,
-        writing_blocks=said.writing_blocks,
+        writing_blocks=said.filling_blocks,
         sessions=listed.sessions,
         quota_bytes=said.quota_bytes,
         lookups=said.lookups,
-        keys_asked=said.keys_asked,
-        keys_ready=said.keys_ready,
-        keys_pending=said.keys_pending,
+        keys_asked=said.asked_keys,
+        keys_ready=said.found_keys.get("pool", 0),
+        keys_pending=said.found_keys.get("disk", 0) + said.found_keys.get("shared", 0),
         stored_blocks=said.stored_blocks,
         stored_bytes=said.stored_bytes,
         loaded_bytes=said.loaded_bytes,
         evicted_blocks=said.evicted_blocks,
         invalidated_blocks=said.invalidated_blocks,
-        timed_out_blocks=said.half_stored_blocks,
-        no_space_keys=said.dropped_keys,
-        rejected_keys=said.declined_keys,
+        timed_out_blocks=said.partial_blocks,
+        no_space_keys=said.no_space_keys,
+        rejected_keys=said.rejected_keys,
         misses=said.misses,
         prefill_tokens_per_second=said.prefill_tokens_per_second,
         load_tokens_per_second=said.load_tokens_per_second,
@@ -1258,19 +1260,19 @@ def _tiers(said: s.TieringStats | None) -> Tiers:
         return Tiers()
     return Tiers(
         said.promoted_blocks,
-        said.pending_blocks,
-        said.failed_promotions,
-        said.written_blocks,
-        said.waiting_writes,
-        said.over_budget,
-        said.spared_blocks,
+        said.promotions_waiting,
+        said.promotions_failed,
+        said.demoted_blocks,
+        said.demotions_waiting,
+        said.writes_throttled,
+        said.writes_avoided,
     )
 
 
 def _disk(said: s.DiskStats) -> DiskBooks:
     return DiskBooks(
         said.directory,
-        str(said.state),
+        said.state,
         said.problem,
         said.size_bytes,
         said.physical_bytes,
@@ -1285,22 +1287,22 @@ def _disk(said: s.DiskStats) -> DiskBooks:
 
 def _shared(said: s.SharedStats) -> SharedBooks:
     return SharedBooks(
-        name=said.name,
-        reachable=said.reachable,
-        opened=said.opened,
+        name=said.url,
+        reachable=said.up,
+        opened=said.breaker_trips,
         asked_keys=said.asked_keys,
         found_keys=said.found_keys,
         unanswered_keys=said.unanswered_keys,
         read_blocks=said.read_blocks,
         written_blocks=said.written_blocks,
-        present_blocks=said.present_blocks,
+        present_blocks=said.already_stored,
         dropped_writes=said.dropped_writes,
         queued_writes=said.queued_writes,
         queued_reads=said.queued_reads,
         mismatches=said.mismatches,
-        failed=said.failed_promotions,
+        failed=said.promotions_failed,
         errors=said.errors,
         servers={server.name: server.problem for server in said.servers},
-        silent_servers=sum(not server.answers for server in said.servers),
-        left_namespaces=said.left_namespaces,
+        silent_servers=sum(not server.up for server in said.servers),
+        left_namespaces=said.unshared_namespaces,
     )

@@ -16,15 +16,15 @@ from kvoffd.config import Config, DiskSize
 from kvoffd.server.admin import clear
 from kvoffd.server.background import Background
 from kvoffd.server.persistence import State, StateFile
-from kvoffd.server.recent import Recent
 from kvoffd.server.requests import invalidate
 from kvoffd.server.service import Service
 from kvoffd.server.tiers import Tiers
+from kvoffd.server.traffic import TrafficCounts
 from kvoffd.tiers.disk.file import DiskError, OpeningStopped
 from kvoffd.tiers.tier import TierBlock, TierListener, TierStats
 from kvoffd_proto.admin import Clear
 from kvoffd_proto.messages import GroupKeys, GroupSpec, Invalidate
-from kvoffd_proto.stats import DiskState
+from kvoffd_proto.stats import DiskState, Lifetime
 from tests.kit.cache_harness import CacheHarness, keys_of
 from tests.kit.tiering_harness import FoldedTierEvents
 from tests.kit.waiting import wait_until
@@ -202,14 +202,14 @@ def clear_by_operator(rig: TiersRig, namespace: bytes | None) -> Background:
     if namespace is not None:
         rig.rig.cache.open_namespace(namespace, "one", 1, 8, [GroupSpec("full_attention", 16)], "{}")
     cache, tiers = rig.rig.cache, rig.tiers
-    recent = Recent(cache, time.monotonic)
+    traffic = TrafficCounts(cache, time.monotonic, Lifetime())
     context = SimpleNamespace(
         curve=SimpleNamespace(namespace_forgotten=lambda _: None),
         cache=cache,
         state=rig.saved,
         tiers=tiers,
         tiering=tiers.tiering,
-        recent=recent,
+        traffic=traffic,
         epoch=1,
         sessions=[],
         clock=time.monotonic,

@@ -78,7 +78,7 @@ def test_what_is_not_read_in_time_is_absent_and_its_key_is_free(rig: TieringHarn
     rig.clock.now += 6.0
     rig.tiering.tick()
     assert rig.tiering.promoter.failures["overdue"] == 1
-    assert space.counters.misses == {MissReason.DISK_LATE: 1}
+    assert space.counters.misses == {MissReason.TIER_LATE: 1}
     assert space.index[0] == {}
     check_invariants(rig.cache)
     rig.put(space, keys_of(1))
@@ -91,10 +91,10 @@ def test_what_is_not_read_in_time_is_absent_and_its_key_is_free(rig: TieringHarn
 @pytest.mark.parametrize(
     ("fault", "miss"),
     [
-        (TierResult.FAILED, MissReason.DISK_FAILED),
+        (TierResult.FAILED, MissReason.TIER_FAILED),
         (TierResult.CORRUPT, MissReason.CORRUPT),
         (TierResult.GONE, MissReason.EVICTED),
-        (TierResult.DEADLINE, MissReason.DISK_LATE),
+        (TierResult.DEADLINE, MissReason.TIER_LATE),
     ],
 )
 def test_what_fails_is_absent(rig: TieringHarness, fault: TierResult, miss: MissReason) -> None:

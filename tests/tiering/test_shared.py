@@ -165,11 +165,11 @@ def test_what_is_asked_for_is_a_hit_or_a_miss_once_it_is_answered(rig: TieringHa
     assert (counters.keys_asked, counters.keys_pending, counters.keys_shared) == (4, 0, 0)
     shared.answer()
     rig.cache.count_misses()
-    assert (counters.keys_pending, counters.keys_shared, counters.misses) == (2, 2, {MissReason.NEVER_STORED: 2})
+    assert (counters.keys_pending, counters.keys_shared, counters.misses) == (2, 2, {MissReason.UNKNOWN: 2})
     rig.states(space, keys_of(1, 2, 3, 4))
     rig.cache.count_misses()
     assert (counters.keys_asked, counters.keys_pending, counters.keys_shared) == (8, 4, 4), "the answers are known"
-    assert counters.misses == {MissReason.NEVER_STORED: 4}
+    assert counters.misses == {MissReason.UNKNOWN: 4}
 
 
 def test_what_a_lookup_asks_for_that_comes_again_is_not_counted(rig: TieringHarness, shared: FakeAskedTier) -> None:
@@ -180,7 +180,7 @@ def test_what_a_lookup_asks_for_that_comes_again_is_not_counted(rig: TieringHarn
     rig.cache.lookup(space, 999, 1, [(0, keys_of(1))], again=True)
     shared.answer()
     rig.cache.count_misses()
-    assert space.counters.misses == {MissReason.NEVER_STORED: 1}
+    assert space.counters.misses == {MissReason.UNKNOWN: 1}
     assert space.counters.keys_shared == 0
 
 

@@ -14,7 +14,6 @@ from kvoffd_client.cli.console import (
     namespace_name,
     percent,
     print_page,
-    short_fingerprint,
 )
 from kvoffd_client.cli.json_objects import Advice, AdviceGiven
 from kvoffd_client.cli.json_output import print_json
@@ -23,7 +22,7 @@ from kvoffd_client.cli.target import Directory, Json, open_admin
 from kvoffd_client.namespace import differences, differing_fields, fields_of_description
 from kvoffd_proto.admin import NamespaceInfo
 from kvoffd_proto.messages import BENCH_LABEL
-from kvoffd_proto.stats import HitCurve, NamespaceStats, PoolStats, StatsReply
+from kvoffd_proto.stats import DaemonStats, HitCurve, NamespaceStats, PoolStats
 from kvoffd_proto.units import format_count, format_duration, format_size, plural, printable
 
 FEWEST_LOOKUPS = 100
@@ -74,16 +73,16 @@ def advise(context: typer.Context, directory: Directory = None, json: Json = Fal
         print_page(printable(one.text), console)
 
 
-def advice_of(stats: StatsReply, namespaces: Sequence[NamespaceInfo]) -> AdviceGiven:
-    stats = structs.replace(stats, namespaces=[one for one in stats.namespaces if not _is_of_bench(one)])
+def advice_of(stats: DaemonStats, namespaces: Sequence[NamespaceInfo]) -> AdviceGiven:
+    stats = structs.replace(stats, namespaces=[one for one in stats.namespaces if not one.of_bench and one.fingerprint])
     namespaces = [info for info in namespaces if not _is_of_bench(info)]
-    known = {info.namespace: info for info in namespaces}
-    lookups = _of_all(stats, "lookups")
+    known = {info.namespace.hex(): info for info in namespaces}
+    lookups = stats.since_start.lookups
     enough = lookups >= FEWEST_LOOKUPS and stats.curve is not None and stats.curve.asked_tokens > 0
     found: list[Advice] = []
     if enough:
         assert stats.curve is not None
-        found += _saved(stats, known)
+        found += _saved(stats)
         found += _sizes(stats, stats.curve)
         found += _writes(stats)
         found += _starving(stats, stats.curve)
@@ -101,58 +100,29 @@ def advice_of(stats: StatsReply, namespaces: Sequence[NamespaceInfo]) -> AdviceG
     return AdviceGiven(enough, found)
 
 
-def _is_of_bench(one: NamespaceStats | NamespaceInfo) -> bool:
+def _name(one: NamespaceStats) -> str:
+    return namespace_name(one.model, bytes.fromhex(one.fingerprint))
+
+
+def _is_of_bench(one: NamespaceInfo) -> bool:
     """Whether ``kvoffd-cli bench`` made it, of whose traffic nothing follows."""
     return one.label.startswith(BENCH_LABEL)
 
 
-def _of_forgotten(stats: StatsReply, counter: str) -> int:
-    """What was counted of namespaces that are forgotten by now."""
-    since_start = next((one for one in stats.recent if not one.window_seconds), None)
-    if since_start is None:
-        return 0
-    return max(0, int(getattr(since_start, counter)) - sum(int(getattr(one, counter)) for one in stats.namespaces))
-
-
-def _of_all(stats: StatsReply, counter: str) -> int:
-    """What was counted of all namespaces, also those that are forgotten, but not of benches."""
-    return sum(int(getattr(one, counter)) for one in stats.namespaces) + _of_forgotten(stats, counter)
-
-
-def _token_bytes(info: NamespaceInfo) -> float:
-    """Bytes of a token of all ranks and groups; 0 where that is not known."""
-    return sum(
-        sum(sizes) / group.tokens_per_block
-        for sizes, group in zip(info.shard_bytes, info.groups, strict=True)
-        if group.tokens_per_block
-    )
-
-
-def _saved(stats: StatsReply, known: dict[bytes, NamespaceInfo]) -> Iterator[Advice]:
-    tokens = asked = below = shared = seconds = timed = 0.0
-    for one in stats.namespaces:
-        info = known.get(one.namespace)
-        if info is None or not (nbytes := _token_bytes(info)):
-            continue
-        loaded = one.loaded_bytes / nbytes
-        tokens += loaded
-        asked += one.keys_asked * sum(group.tokens_per_block for group in info.groups) / len(info.groups) ** 2
-        came = max(0, one.keys_pending - one.misses.get("disk_late", 0) - one.misses.get("disk_failed", 0))
-        from_below = loaded * came / max(1, one.keys_ready + came)
-        below += from_below
-        shared += from_below * one.keys_shared / max(1, one.keys_pending)
-        if rate := one.prefill_tokens_per_second:
-            seconds += loaded / rate
-            timed += loaded
+def _saved(stats: DaemonStats) -> Iterator[Advice]:
+    """What was loaded, of all namespaces, also those that are forgotten, but not of benches."""
+    total = stats.since_start
+    tokens, asked, found = total.loaded_tokens, total.asked_tokens, total.found_keys
+    parts = {source: tokens * found.get(source, 0) / max(1, sum(found.values())) for source in ("disk", "shared")}
     figures = {
         "loaded_tokens": tokens,
         "asked_tokens": asked,
-        "tokens_from_disks": below - shared,
-        "tokens_from_shared": shared,
-        "prefill_seconds": seconds,
+        "tokens_from_disks": parts["disk"],
+        "tokens_from_shared": parts["shared"],
+        "prefill_seconds": total.saved_seconds,
     }
     if not asked:
-        if nbytes := _of_all(stats, "loaded_bytes"):
+        if nbytes := total.loaded_bytes:
             text = f"Engines loaded {format_size(nbytes)} that they did not compute; how many tokens these are, "
             yield Advice("saved", text + "their namespaces do not say.", None, {"loaded_bytes": nbytes})
         return
@@ -160,32 +130,28 @@ def _saved(stats: StatsReply, known: dict[bytes, NamespaceInfo]) -> Iterator[Adv
         f"In {format_duration(stats.uptime_seconds)} engines loaded {format_count(round(tokens))} tokens instead of "
         f"computing them, {percent(tokens, asked)} of those that they asked for."
     )
-    has_disks = stats.below is not None and bool(stats.disks or below > shared)
-    tiers = [("disks", below - shared)] * has_disks + [("shared stores", shared)] * bool(stats.shared)
+    has_disks = stats.tiers is not None and bool(stats.disks or parts["disk"])
+    tiers = [("disks", parts["disk"])] * has_disks + [("shared stores", parts["shared"])] * bool(stats.shared)
     if tiers:
-        parts = [f"{percent(part, tokens, '0 %')} came from {name}" for name, part in tiers]
-        text += f" Of these {' and '.join(parts)}."
-    if timed:
-        part = "" if timed > 0.99 * tokens else f" for {percent(timed, tokens)} of them"
-        text += f" At the speed that the engines measured, that is {format_duration(seconds)} of prefill{part}."
+        shares = [f"{percent(part, tokens, '0 %')} came from {name}" for name, part in tiers]
+        text += f" Of these {' and '.join(shares)}."
+    if total.saved_seconds:
+        text += f" At the speed that the engines measured, that is {format_duration(total.saved_seconds)} of prefill."
     elif tokens:
         text += " How fast they compute prompts no engine has told, so that the time is not known: engines measure that"
         text += " in prompts of which they compute 1,024 tokens or more."
-    if gone := _of_forgotten(stats, "loaded_bytes"):
-        text += f" {format_size(gone)} more they loaded in namespaces that were empty and are forgotten by now."
-        figures["forgotten_bytes"] = gone
     yield Advice("saved", text, None, figures)
 
 
-def _sizes(stats: StatsReply, curve: HitCurve) -> Iterator[Advice]:
-    pool, seen = stats.pool.pool_bytes, stats.curve_seen_bytes
-    ratios = {float(size): 100 * ratio for size, ratio in curve.lru_ratios.items()}
+def _sizes(stats: DaemonStats, curve: HitCurve) -> Iterator[Advice]:
+    pool, seen = stats.pool.size_bytes, stats.curve_seen_bytes
+    ratios = {float(size): 100 * ratio for size, ratio in curve.lru_hit_ratio.items()}
     now, most = ratios[1.0], ratios[max(ratios)]
     own = 100 * curve.found_tokens / curve.asked_tokens
     figures = {"pool_bytes": pool, "hit_percent": own} | {f"lru_{size:g}_percent": at for size, at in ratios.items()}
     text = f"Requests find {own:.1f} % of their tokens in the pool of {format_size(pool)}"
     without = _not_estimated(stats)
-    if seen < pool and not without and not any(one.declined_keys for one in stats.namespaces):
+    if seen < pool and not without and not any(one.rejected_keys for one in stats.namespaces):
         # No policy had to choose.
         asked = f"; {now:.1f} % were asked for before, but not all of that was stored by then."
         text += asked if now - own >= POINTS else "."
@@ -229,7 +195,7 @@ def _sizes(stats: StatsReply, curve: HitCurve) -> Iterator[Advice]:
     yield Advice("size", text, None, figures)
 
 
-def _not_estimated(stats: StatsReply) -> str:
+def _not_estimated(stats: DaemonStats) -> str:
     """What the estimates do without and the pool does not."""
     there = {
         "quotas of namespaces": any(one.quota_bytes is not None for one in stats.namespaces),
@@ -240,21 +206,21 @@ def _not_estimated(stats: StatsReply) -> str:
 
 
 def _full_index(pool: PoolStats) -> Iterator[Advice]:
-    if not index_is_full(pool) or pool.ready_bytes >= FULL_INDEX * pool.pool_bytes:
+    if not index_is_full(pool) or pool.of("ready") >= FULL_INDEX * pool.size_bytes:
         return
-    wanted = pool.index_counted_bytes * pool.pool_bytes / max(1, pool.ready_bytes)
+    wanted = pool.index_counted_bytes * pool.size_bytes / max(1, pool.of("ready"))
     text = (
-        f"The index is full with {format_size(pool.ready_bytes)} of blocks in a pool of "
-        f"{format_size(pool.pool_bytes)}: blocks are evicted for want of index_size, "
+        f"The index is full with {format_size(pool.of('ready'))} of blocks in a pool of "
+        f"{format_size(pool.size_bytes)}: blocks are evicted for want of index_size, "
         f"{format_size(pool.index_limit_bytes)}. For blocks of this size the whole pool needs "
         f"{format_size(wanted)}, which the daemon's memory must have room for."
     )
-    figures = {"ready_bytes": pool.ready_bytes, "pool_bytes": pool.pool_bytes, "index_size_bytes": wanted}
+    figures = {"ready_bytes": pool.of("ready"), "pool_bytes": pool.size_bytes, "index_size_bytes": wanted}
     yield Advice("full_index", text, None, figures)
 
 
-def _writes(stats: StatsReply) -> Iterator[Advice]:
-    stored, loaded = (_of_all(stats, counter) for counter in ("stored_bytes", "loaded_bytes"))
+def _writes(stats: DaemonStats) -> Iterator[Advice]:
+    stored, loaded = stats.since_start.stored_bytes, stats.since_start.loaded_bytes
     if stored:
         cost = stored / max(1, loaded)
         figures: dict[str, float] = {"stored_bytes": stored, "loaded_bytes": loaded}
@@ -272,22 +238,22 @@ def _writes(stats: StatsReply) -> Iterator[Advice]:
         dear = written >= DEAR * max(1, read)
         if dear:
             text += ": their wear hardly pays; disk_write_per_day bounds it"
-            if stats.below is not None and stats.below.write_mode in ("always", "evict"):
+            if stats.tiers is not None and stats.tiers.write_mode in ("always", "evict"):
                 text += ', and disk_write = "reuse" writes what was used twice'
         text += "."
         yield Advice("disk_writes", text, None, {"written_bytes": written, "read_bytes": read})
 
 
-def _starving(stats: StatsReply, curve: HitCurve) -> Iterator[Advice]:
+def _starving(stats: DaemonStats, curve: HitCurve) -> Iterator[Advice]:
     held = sum(one.ready_bytes for one in stats.namespaces)
     for one in stats.namespaces:
         if one.curve is None or one.lookups < FEWEST_LOOKUPS or not one.curve.asked_tokens:
             continue
         own = 100 * one.curve.found_tokens / one.curve.asked_tokens
-        could = 100 * max(one.curve.lru_ratios.values())
+        could = 100 * max(one.curve.lru_hit_ratio.values())
         asks, has = one.curve.asked_tokens / curve.asked_tokens, one.ready_bytes / max(1, held)
         if could - own >= STARVED_POINTS and has < asks / 2:
-            name = namespace_name(one.label, one.namespace)
+            name = _name(one)
             text = (
                 f"{name} starves: it asks for {percent(asks, 1)} of all tokens and has {percent(has, 1)} of the pool's "
                 f"blocks; it finds {own:.1f} % of its tokens, and would find {could:.1f} % with ten times the memory. "
@@ -296,37 +262,39 @@ def _starving(stats: StatsReply, curve: HitCurve) -> Iterator[Advice]:
                 limited, quota = one, f"lets it have more than its quota, {format_size(one.quota_bytes)}."
             else:
                 limited, quota = max(stats.namespaces, key=lambda each: each.ready_bytes), "leaves it more of the pool."
-            text += f"kvoffd-cli namespaces quota {short_fingerprint(limited.namespace)} --max SIZE {quota}"
+            text += f"kvoffd-cli namespaces quota {limited.id} --max SIZE {quota}"
             yield Advice(
-                "starving", text, one.namespace, {"hit_percent": own, "could_percent": could, "share_of_pool": has}
+                "starving",
+                text,
+                bytes.fromhex(one.fingerprint),
+                {"hit_percent": own, "could_percent": could, "share_of_pool": has},
             )
 
 
 def _without_hits(counted: Iterable[NamespaceStats]) -> Iterator[Advice]:
     for one in counted:
-        if one.lookups < FEWEST_LOOKUPS or one.keys_ready or one.keys_pending:
+        if one.lookups < FEWEST_LOOKUPS or one.found_keys:
             continue
-        text = (
-            f"{namespace_name(one.label, one.namespace)} never found anything, in {format_count(one.lookups)} requests"
-        )
+        text = f"{_name(one)} never found anything, in {format_count(one.lookups)} requests"
         if one.misses:
             reason, keys = max(one.misses.items(), key=lambda item: item[1])
             text += (
-                f"; of {percent(keys, one.keys_asked)} of its keys the reason is: {printable(reason.replace('_', ' '))}"
+                f"; of {percent(keys, one.asked_keys)} of its keys the reason is: {printable(reason.replace('_', ' '))}"
             )
-        could = 100 * max(one.curve.lru_ratios.values(), default=0.0) if one.curve is not None else 0.0
+        could = 100 * max(one.curve.lru_hit_ratio.values(), default=0.0) if one.curve is not None else 0.0
         if could >= POINTS:
             text += f". Ten times the memory would find {could:.1f} % of its tokens."
         else:
             text += ". What it asks for does not come back, with ten times the memory either."
         if not one.stored_bytes:
             text += " Its engines stored nothing."
-        yield Advice("no_hits", text, one.namespace, {"requests": one.lookups, "could_percent": could})
+        yield Advice("no_hits", text, bytes.fromhex(one.fingerprint), {"requests": one.lookups, "could_percent": could})
 
 
-def _late(stats: StatsReply) -> Iterator[Advice]:
-    late = sum(one.misses.get("disk_late", 0) for one in stats.namespaces)
-    pending = sum(one.keys_pending for one in stats.namespaces)
+def _late(stats: DaemonStats) -> Iterator[Advice]:
+    total = stats.since_start
+    late = total.misses.get("tier_late", 0)
+    pending = late + total.found_keys.get("disk", 0) + total.found_keys.get("shared", 0)
     if pending and late >= LATE * pending:
         names = ["disks"] * bool(stats.disks) + ["shared stores"] * bool(stats.shared)
         text = (
@@ -339,7 +307,7 @@ def _late(stats: StatsReply) -> Iterator[Advice]:
 def _slow_loads(counted: Iterable[NamespaceStats]) -> Iterator[Advice]:
     for one in counted:
         if one.skipped_loads or one.paused_stores:
-            name = namespace_name(one.label, one.namespace)
+            name = _name(one)
             text = (
                 f"Engines of {name} left out {format_count(one.skipped_loads)} loads, since computing was faster, and "
                 f"{format_count(one.paused_stores)} stores, since they had waited for stores too often."
@@ -350,22 +318,27 @@ def _slow_loads(counted: Iterable[NamespaceStats]) -> Iterator[Advice]:
                     f"{format_count(round(one.load_tokens_per_second))}."
                 )
             figures: dict[str, float] = {"skipped_loads": one.skipped_loads, "paused_stores": one.paused_stores}
-            yield Advice("slow_copies", text, one.namespace, figures)
+            yield Advice("slow_copies", text, bytes.fromhex(one.fingerprint), figures)
 
 
-def _short_prompts(counted: Iterable[NamespaceStats], known: dict[bytes, NamespaceInfo]) -> Iterator[Advice]:
+def _short_prompts(counted: Iterable[NamespaceStats], known: dict[str, NamespaceInfo]) -> Iterator[Advice]:
     for one in counted:
-        info = known.get(one.namespace)
+        info = known.get(one.fingerprint)
         if info is None or one.lookups < FEWEST_LOOKUPS:
             continue
-        keys = one.keys_asked / one.lookups / len(info.groups)
+        keys = one.asked_keys / one.lookups / len(info.groups)
         tokens = max(group.tokens_per_block for group in info.groups)
         if keys < FEW_KEYS and tokens > 1:
             text = (
-                f"{namespace_name(one.label, one.namespace)}: its requests have {keys:.1f} whole blocks of {tokens} "
+                f"{_name(one)}: its requests have {keys:.1f} whole blocks of {tokens} "
                 "tokens on average, and only whole blocks are kept. Smaller blocks would find more."
             )
-            yield Advice("block_size", text, one.namespace, {"blocks_of_a_request": keys, "tokens_per_block": tokens})
+            yield Advice(
+                "block_size",
+                text,
+                bytes.fromhex(one.fingerprint),
+                {"blocks_of_a_request": keys, "tokens_per_block": tokens},
+            )
 
 
 def _small_shards(namespaces: Iterable[NamespaceInfo]) -> Iterator[Advice]:

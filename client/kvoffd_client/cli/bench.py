@@ -97,7 +97,7 @@ def _bench(directory: Path, least_bytes: int) -> Iterator[AdminClient]:
         if pool.usable_bytes < POOL_PART * least_bytes:
             needed = format_size(POOL_PART * least_bytes)
             raise CliError(f"The pool has {format_size(pool.usable_bytes)}; this bench needs a pool of {needed}.")
-        if pool.free_bytes < max(least_bytes, _copied_bytes(pool.usable_bytes)):
+        if pool.of("free") < max(least_bytes, _copied_bytes(pool.usable_bytes)):
             print("kvoffd-cli: The pool is full: blocks are evicted for those of the bench.", file=sys.stderr)
         yield admin
 

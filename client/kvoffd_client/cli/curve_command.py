@@ -23,7 +23,7 @@ from kvoffd_client.cli.console import (
 from kvoffd_client.cli.json_objects import CurveOf, CurvePoint, HitCurves
 from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.target import NAMESPACE_OPTION, Directory, Json, open_admin, resolve_namespace
-from kvoffd_proto.stats import HitCurve, StatsReply
+from kvoffd_proto.stats import DaemonStats, HitCurve
 from kvoffd_proto.units import format_count, format_size
 
 POINT_CELLS = 35
@@ -68,11 +68,13 @@ def curve(
         print_line(f"{format_count(gone)} of the tokens were asked for in namespaces that are forgotten by now.")
 
 
-def curves_of(stats: StatsReply) -> HitCurves:
-    pool_bytes = stats.pool.pool_bytes
+def curves_of(stats: DaemonStats) -> HitCurves:
+    pool_bytes = stats.pool.size_bytes
     curves = [_curve_of(None, None, stats.curve, pool_bytes)] if stats.curve is not None else []
     curves += [
-        _curve_of(one.namespace, one.label, one.curve, pool_bytes) for one in stats.namespaces if one.curve is not None
+        _curve_of(bytes.fromhex(one.fingerprint), one.model, one.curve, pool_bytes)
+        for one in stats.namespaces
+        if one.curve is not None
     ]
     return HitCurves(stats.policy, pool_bytes, stats.curve_seen_bytes, [one for one in curves if one.asked_tokens])
 
@@ -80,7 +82,7 @@ def curves_of(stats: StatsReply) -> HitCurves:
 def _curve_of(fingerprint: bytes | None, label: str | None, curve: HitCurve, pool_bytes: int) -> CurveOf:
     points = [
         CurvePoint(float(size), round(float(size) * pool_bytes), 100 * ratio)
-        for size, ratio in curve.lru_ratios.items()
+        for size, ratio in curve.lru_hit_ratio.items()
     ]
     hits = 100 * curve.found_tokens / max(1, curve.asked_tokens)
     return CurveOf(fingerprint, label, curve.asked_tokens, hits, points)

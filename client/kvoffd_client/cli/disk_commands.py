@@ -12,8 +12,10 @@ from kvoffd_client.cli.console import percent
 from kvoffd_client.cli.json_objects import Disks
 from kvoffd_client.cli.json_output import print_listing
 from kvoffd_client.cli.target import Directory, Json, open_admin
-from kvoffd_proto.stats import DiskStats, TieringStats
+from kvoffd_proto.stats import DiskFault, DiskStats, TieringStats
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, printable
+
+MEANINGS = {str(fault): fault.meaning for fault in DiskFault}
 
 
 def disk(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
@@ -23,16 +25,16 @@ def disk(context: typer.Context, directory: Directory = None, json: Json = False
     """
     with open_admin(context, directory) as admin:
         reply = admin.stats()
-    print_listing(Disks(reply.disks, reply.below), disks_page(reply.disks, reply.below), as_json=json)
+    print_listing(Disks(reply.disks, reply.tiers), disks_page(reply.disks, reply.tiers), as_json=json)
     return int(any(disk.state in ("failed", "hanging") for disk in reply.disks))
 
 
-def disks_page(found: Sequence[DiskStats], below: TieringStats | None) -> RenderableType:
+def disks_page(found: Sequence[DiskStats], tiers: TieringStats | None) -> RenderableType:
     """Some lines for each directory with its problems, then what moves between the disks and the pool."""
     if not found:
         return Text("There is no disk; start the daemon with --disk DIRECTORY=SIZE.")
     lines = [line for disk in found for line in (_disk_text(disk), *_problems(disk))]
-    return Group(*lines, *([_traffic_text(below)] if below is not None else []))
+    return Group(*lines, *([_traffic_text(tiers)] if tiers is not None else []))
 
 
 def _disk_text(disk: DiskStats) -> Text:
@@ -56,7 +58,7 @@ def _problems(disk: DiskStats) -> list[Text]:
     if disk.problem:
         found.append(Text(printable(disk.problem), style="red"))
     for kind, count in sorted(disk.errors.items()):
-        found.append(Text(f"    {kind} {format_count(count)}: {kind.meaning}", style="red"))
+        found.append(Text(f"    {kind} {format_count(count)}: {MEANINGS.get(kind, 'see the log')}", style="red"))
     if disk.errors:
         found.append(Text("    the daemon's log has the first of each kind", style="dim"))
     if disk.state == "serving" and not disk.direct:
@@ -64,15 +66,15 @@ def _problems(disk: DiskStats) -> list[Text]:
     return found
 
 
-def _traffic_text(below: TieringStats) -> Text:
-    left = below.budget_left_bytes
+def _traffic_text(tiers: TieringStats) -> Text:
+    left = tiers.write_budget_left_bytes
     budget = "no bound for a day" if left is None else f"{format_size(left)} may be written now"
-    speed = f", lately {format_rate(below.read_bytes_per_second)}" if below.read_bytes_per_second else ""
-    failed = ", ".join(f"{kind} {format_count(count)}" for kind, count in sorted(below.failed_promotions.items()))
+    speed = f", lately {format_rate(tiers.promotion_bytes_per_second)}" if tiers.promotion_bytes_per_second else ""
+    failed = ", ".join(f"{kind} {format_count(count)}" for kind, count in sorted(tiers.promotions_failed.items()))
     return Text(
-        f"promoted: {format_count(below.promoted_blocks)} blocks ({format_size(below.promoted_bytes)}){speed}, "
-        f"{format_count(below.pending_blocks)} pending, failed: {printable(failed) or 'none'}\n"
+        f"promoted: {format_count(tiers.promoted_blocks)} blocks ({format_size(tiers.promoted_bytes)}){speed}, "
+        f"{format_count(tiers.promotions_waiting)} pending, failed: {printable(failed) or 'none'}\n"
         "    a lookup promises what a disk has, and counts it as a hit of the disk; what failed was a miss after all\n"
-        f"written: {format_count(below.written_blocks)} blocks ({format_size(below.written_bytes)}), write mode "
-        f"{printable(below.write_mode)}, {budget}"
+        f"written: {format_count(tiers.demoted_blocks)} blocks ({format_size(tiers.demoted_bytes)}), write mode "
+        f"{printable(tiers.write_mode)}, {budget}"
     )

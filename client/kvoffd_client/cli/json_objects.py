@@ -86,7 +86,7 @@ class Events(Struct, frozen=True):
 
 class Disks(Struct, frozen=True):
     disks: Annotated[list[DiskStats], doc("Directories of the disk tier.")]
-    below: Annotated[TieringStats | None, doc("Traffic with the disks; null while there is no disk.")]
+    tiers: Annotated[TieringStats | None, doc("Traffic with the disks; null while there is no disk.")]
 
 
 class SharedTiers(Struct, frozen=True):

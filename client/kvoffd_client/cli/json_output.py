@@ -62,7 +62,7 @@ def print_listing(listing: Struct, table: RenderableType, *, as_json: bool) -> N
 
 
 def describe(struct: type[Struct], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (key, description) of every field, nested ones as ``pool.free_bytes`` or ``namespaces[].label``."""
+    """Yield (key, description) of every field, nested ones as ``pool.of("free")`` or ``namespaces[].label``."""
     for field, hint, description in fields_of(struct):
         if field.name in _INTERNAL:
             continue

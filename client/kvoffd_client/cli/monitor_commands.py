@@ -15,7 +15,7 @@ from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.stats_page import StatsPage
 from kvoffd_client.cli.target import OPERATOR_WAIT_S, CliError, Directory, Json, open_admin
 from kvoffd_client.errors import DaemonUnavailable, RequestTimeout
-from kvoffd_proto.stats import StatsReply
+from kvoffd_proto.stats import DaemonStats
 from kvoffd_proto.units import UnitError, format_duration, parse_duration
 
 WATCH_WAIT_S = 2.0
@@ -49,7 +49,7 @@ def stats(
     with open_admin(context, directory) as admin:
         if watch:
 
-            def read_stats(timeout_s: float) -> StatsReply:
+            def read_stats(timeout_s: float) -> DaemonStats:
                 admin.timeout_s = timeout_s
                 return admin.stats()
 
@@ -71,7 +71,7 @@ def _interval_s(text: str) -> float:
     return seconds
 
 
-def _watch(read_stats: Callable[[float], StatsReply], interval_s: float, *, as_json: bool) -> None:
+def _watch(read_stats: Callable[[float], DaemonStats], interval_s: float, *, as_json: bool) -> None:
     """Print statistics until Ctrl-C: on a terminal one page that redraws itself, in a pipe one page after the other."""
     console = make_console()
     pages = stats_pages(read_stats, interval_s)
@@ -97,7 +97,7 @@ def _watch(read_stats: Callable[[float], StatsReply], interval_s: float, *, as_j
 
 
 def stats_pages(
-    read_stats: Callable[[float], StatsReply],
+    read_stats: Callable[[float], DaemonStats],
     interval_s: float,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,

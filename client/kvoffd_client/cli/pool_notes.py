@@ -18,27 +18,24 @@ def index_is_full(pool: PoolStats) -> bool:
 
 
 def pool_notes(pool: PoolStats) -> Iterator[tuple[str, str]]:
-    if pool.index_block_bytes:
+    if pool.index_counted_bytes:
         taken, counted, limit = map(format_size, (pool.index_bytes, pool.index_counted_bytes, pool.index_limit_bytes))
-        # Of a few blocks most is what the index takes without any.
-        many = pool.index_bytes <= pool.index_counted_bytes
-        each = f", {pool.index_block_bytes:.0f} bytes a block" if many else ""
-        yield f"index {taken}{each}; counted as {counted} of {limit}", "dim"
+        yield f"index {taken}; counted as {counted} of {limit}", "dim"
         if index_is_full(pool):
             yield "blocks are evicted since the index is full: raise index_size", "yellow"
-    if pool.left_blocks:
-        left = f"{count_blocks(pool.left_blocks)} ({format_size(pool.left_bytes)})"
+    if pool.recovering_blocks:
+        left = f"{count_blocks(pool.recovering_blocks)} ({format_size(pool.of('recovering'))})"
         yield f"{left} of an earlier daemon are still to be taken over", "yellow"
-    if pool.spilled_slots:
-        yield f"{format_count(pool.spilled_slots)} slots so far lie on another NUMA node than their GPU", "yellow"
-    if 0 < pool.page_locked_bytes < pool.pool_bytes:
-        locked = format_size(pool.page_locked_bytes)
+    if pool.numa_remote_slots:
+        yield f"{format_count(pool.numa_remote_slots)} slots so far lie on another NUMA node than their GPU", "yellow"
+    if 0 < pool.pinned_for_gpu_bytes < pool.size_bytes:
+        locked = format_size(pool.pinned_for_gpu_bytes)
         yield f"{locked} are page-locked for GPUs so far; the rest is copied slowly", "yellow"
-    if pool.page_locking_gpu_bytes:
-        yield f"page-locking it takes {format_size(pool.page_locking_gpu_bytes)} of a GPU's memory", "dim"
-    if pool.quarantined_bytes:
-        lost = format_size(pool.quarantined_bytes)
+    if pool.pinning_gpu_bytes:
+        yield f"page-locking it takes {format_size(pool.pinning_gpu_bytes)} of a GPU's memory", "dim"
+    if pool.of("quarantined"):
+        lost = format_size(pool.of("quarantined"))
         yield f"{lost} in quarantine: not as they were stored; see kvoffd-cli health", "red"
-    touched = pool.usable_bytes + pool.quarantined_bytes
-    if touched < pool.pool_bytes:
-        yield f"starting: {percent(touched, pool.pool_bytes)} of the pool's memory is touched", "yellow"
+    touched = pool.usable_bytes + pool.of("quarantined")
+    if touched < pool.size_bytes:
+        yield f"starting: {percent(touched, pool.size_bytes)} of the pool's memory is touched", "yellow"

@@ -50,7 +50,7 @@ def shared(context: typer.Context, directory: Directory = None, json: Json = Fal
     with open_admin(context, directory) as admin:
         reply = admin.stats()
     print_listing(SharedTiers(reply.shared), shared_page(reply.shared), as_json=json)
-    return int(not all(one.reachable for one in reply.shared))
+    return int(not all(one.up for one in reply.shared))
 
 
 def shared_page(found: Sequence[SharedStats]) -> RenderableType:
@@ -60,19 +60,19 @@ def shared_page(found: Sequence[SharedStats]) -> RenderableType:
 
 
 def _text(one: SharedStats) -> Text:
-    failed = ", ".join(f"{kind} {format_count(count)}" for kind, count in sorted(one.failed_promotions.items()))
+    failed = ", ".join(f"{kind} {format_count(count)}" for kind, count in sorted(one.promotions_failed.items()))
     return Text.assemble(
-        (printable(one.name), "bold"),
+        (printable(one.url), "bold"),
         ": ",
-        ("reachable", "") if one.reachable else ("not reachable", "yellow"),
-        f", given up {format_count(one.opened)} time{plural(one.opened)}, answers take "
+        ("reachable", "") if one.up else ("not reachable", "yellow"),
+        f", given up {format_count(one.breaker_trips)} time{plural(one.breaker_trips)}, answers take "
         f"{format_duration(one.ask_seconds)}"
         f"\n    asked: {format_count(one.asked_keys)} keys that pool and disks did not have, found "
         f"{format_count(one.found_keys)}, without an answer in time {format_count(one.unanswered_keys)}"
         f"\n    read: {format_count(one.read_blocks)} blocks ({format_size(one.read_bytes)}), "
         f"{format_count(one.queued_reads)} waiting, failed: {printable(failed) or 'none'}"
         f"\n    written: {format_count(one.written_blocks)} blocks ({format_size(one.written_bytes)}), "
-        f"{format_count(one.present_blocks)} were there already, {format_count(one.queued_writes)} waiting, "
+        f"{format_count(one.already_stored)} were there already, {format_count(one.queued_writes)} waiting, "
         f"{format_count(one.dropped_writes)} dropped",
     )
 
@@ -83,15 +83,13 @@ def _servers(one: SharedStats) -> list[Text]:
             "    server ",
             printable(server.name),
             ": ",
-            "answers"
-            if server.answers
-            else (f"cannot be used: {printable(server.problem) or 'not tried yet'}", "yellow"),
+            "answers" if server.up else (f"cannot be used: {printable(server.problem) or 'not tried yet'}", "yellow"),
         )
         for server in one.servers
     ]
-    if one.left_namespaces:
+    if one.unshared_namespaces:
         text = (
-            f"    namespaces that are not shared since an engine reset them: {format_count(one.left_namespaces)}; "
+            f"    namespaces that are not shared since an engine reset them: {format_count(one.unshared_namespaces)}; "
             "`kvoffd-cli clear --namespace NAME --all-nodes` has one shared again, on all nodes"
         )
         found.append(Text(text, style="yellow"))

@@ -267,7 +267,7 @@ def quota(
         chosen = resolve_namespace(admin.namespaces().namespaces, name)
         admin.set_quota(chosen.namespace, quota_bytes)
         now = next((one for one in admin.namespaces().namespaces if one.namespace == chosen.namespace), chosen)
-        pool_bytes = admin.stats().pool.pool_bytes
+        pool_bytes = admin.stats().pool.size_bytes
     if json:
         print_json(now)
         return 0

@@ -1,4 +1,4 @@
-"""The page of ``kvoffd-cli stats``: a StatsReply, and perhaps the one before it, as something rich can print."""
+"""The page of ``kvoffd-cli stats``: a DaemonStats, and perhaps the one before it, as something rich can print."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from kvoffd_client.cli.console import (
     fitting,
     percent,
     section,
-    short_fingerprint,
 )
 from kvoffd_client.cli.pool_notes import pool_notes
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.stats import DirectionStats, DiskFault, NamespaceStats, PoolStats, RecentStats, StatsReply
+from kvoffd_proto.stats import CopyStats, DaemonStats, DiskFault, NamespaceStats, PoolStats, Window
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, plural, printable
 
 TITLE_CELLS = 11
@@ -56,7 +55,7 @@ class StatsPage:
         lines: of the screen that must hold the page; None where it may be as long as it is.
     """
 
-    now: StatsReply
+    now: DaemonStats
     notice: str = ""
     footnote: str = ""
     lines: int | None = None
@@ -71,12 +70,12 @@ class StatsPage:
             "health": tuple(_health(now)),
             "pool": tuple(_pool(now.pool, options)),
             "notes": tuple(fitting(" " * TITLE_CELLS + text, style) for text, style in pool_notes(now.pool)),
-            "over": (_recent(now.recent, wide),),
-            "misses": tuple(_misses(now.recent, wide)),
+            "over": (_recent(_windows(now), wide),),
+            "misses": tuple(_misses(_windows(now), wide)),
             "curve": tuple(_curve(now, wide)),
             "copies": (_copies(now, wide),),
             "lookups": (_lookups(now, wide),),
-            "late": tuple(_late(now.recent)),
+            "late": tuple(_late(_windows(now))),
             "disks": (_disks(now, wide),) if now.disks else (),
             "namespaces": (),
             "errors": (_errors(_failures(now)),),
@@ -145,9 +144,9 @@ def _section(title: str, numbers: Sequence[str]) -> Table:
     return section(title, numbers, min_cells=TITLE_CELLS - 2)
 
 
-def _daemon(now: StatsReply) -> Iterator[Table]:
+def _daemon(now: DaemonStats) -> Iterator[Table]:
     pairs = {
-        "version": str(fitting(now.daemon_version)),
+        "version": str(fitting(now.version)),
         "up": format_duration(now.uptime_seconds),
         "pid": str(now.pid),
         "memory": format_size(now.resident_bytes),
@@ -159,27 +158,27 @@ def _daemon(now: StatsReply) -> Iterator[Table]:
     yield _pairs("Daemon", pairs)
 
 
-def _settings(now: StatsReply) -> Iterator[Text]:
+def _settings(now: DaemonStats) -> Iterator[Text]:
     """Settings that are not the default; ``--json`` has all."""
     if changed := [f"{one.name} {one.value or 'nothing'}" for one in now.settings if not one.default]:
         yield fitting(f"{'Settings':<{TITLE_CELLS}}{', '.join(changed)}", "dim")
 
 
-def _ended(now: StatsReply) -> Iterator[Text]:
+def _ended(now: DaemonStats) -> Iterator[Text]:
     if found := Counter(now.ended_sessions).most_common():
         ended = ", ".join(f"{format_count(count)} {why.replace('_', ' ')}" for why, count in found)
         yield fitting(f"{'Sessions':<{TITLE_CELLS}}that ended: {ended}", "dim")
 
 
-def _health(now: StatsReply) -> Iterator[Text]:
+def _health(now: DaemonStats) -> Iterator[Text]:
     if now.health_problems:
-        reasons = ", ".join(now.health_problems)
+        reasons = ", ".join(dict.fromkeys(one.reason for one in now.health_problems))
         yield fitting(f"{'Health':<{TITLE_CELLS}}{now.health.value}: {reasons}; see kvoffd-cli health", "yellow")
 
 
 def _pool(pool: PoolStats, options: ConsoleOptions) -> Iterator[Table | Text]:
-    used = pool.pool_bytes - pool.free_bytes
-    numbers = f"  {percent(used, pool.pool_bytes)}  {format_size(used)} of {format_size(pool.pool_bytes)}"
+    used = pool.size_bytes - pool.of("free")
+    numbers = f"  {percent(used, pool.size_bytes)}  {format_size(used)} of {format_size(pool.size_bytes)}"
     cells = max(MIN_BAR_CELLS, options.max_width - TITLE_CELLS - len(numbers))
     line = Text(no_wrap=True)
     line.append("Pool".ljust(TITLE_CELLS), style="bold")
@@ -187,10 +186,10 @@ def _pool(pool: PoolStats, options: ConsoleOptions) -> Iterator[Table | Text]:
     line.append(numbers)
     yield line
     sizes = {
-        "ready": pool.ready_bytes,
-        "writing": pool.writing_bytes,
-        "leaving": pool.leaving_bytes,
-        "free": pool.free_bytes,
+        "ready": pool.of("ready"),
+        "writing": pool.of("filling"),
+        "leaving": pool.of("evicting"),
+        "free": pool.of("free"),
         "pinned": pool.pinned_bytes,
         "table": pool.table_bytes,
     }
@@ -200,8 +199,8 @@ def _pool(pool: PoolStats, options: ConsoleOptions) -> Iterator[Table | Text]:
 def _bar(pool: PoolStats, cells: int, characters: tuple[str, str, str]) -> Text:
     """Readable bytes, then those being written or leaving, then free ones. What is there gets at least one cell."""
     full, half, empty = characters
-    ready = _cells_of(pool.ready_bytes, pool.pool_bytes, cells)
-    moving = min(cells - ready, _cells_of(pool.writing_bytes + pool.leaving_bytes, pool.pool_bytes, cells))
+    ready = _cells_of(pool.of("ready"), pool.size_bytes, cells)
+    moving = min(cells - ready, _cells_of(pool.of("filling") + pool.of("evicting"), pool.size_bytes, cells))
     free = empty * (cells - ready - moving)
     return Text.assemble((full * ready, "green"), (half * moving, "yellow"), (free, "dim"))
 
@@ -210,65 +209,57 @@ def _cells_of(part: int, whole: int, cells: int) -> int:
     return min(cells, max(1, round(cells * part / whole))) if part > 0 and whole > 0 else 0
 
 
-def _recent(recent: Sequence[RecentStats], wide: bool) -> Table:
-    """Speeds and ratios over several windows of time.
+def _windows(now: DaemonStats) -> dict[str, Window]:
+    return {"last minute": now.last_minute, "last hour": now.last_hour, "in all": now.since_start}
 
-    A key is a hit of the pool, or else of a disk or a shared store, or a miss.
-    """
-    shared = any(window.keys_shared for window in recent)
-    tiers = ("pool", "disk", "shared") if shared else ("pool", "disk")
-    table = _section("Over", ("keys asked", *tiers, "miss", "stored", "loaded", "evicted"))
+
+def _recent(recent: dict[str, Window], wide: bool) -> Table:
+    """Speeds and ratios over several windows of time: what was loaded, found and not needed, and missed."""
+    row: tuple[Text | str, ...]
+    table = _section("Over", ("keys asked", "loaded", "not needed", "miss", "tokens", "stored", "evicted"))
     if wide:
-        add_numbers(table, ("lookups", "no room", "cpu"))
-    for window in recent:
-        seconds = max(window.seconds, 1e-9)
-        table.add_row(
-            fitting(f"{window.window_seconds:,.0f} s" if window.window_seconds else "in all"),
-            _per_second(window.keys_asked / seconds),
-            percent(window.keys_ready, window.keys_asked),
-            percent(window.keys_pending - window.keys_shared, window.keys_asked),
-            *([percent(window.keys_shared, window.keys_asked)] if shared else []),
-            percent(window.keys_missing, window.keys_asked),
+        add_numbers(table, ("pool", "disk", "shared", "lookups", "no space"))
+    for name, window in recent.items():
+        seconds, asked, found = max(window.seconds, 1e-9), window.asked_keys, window.found_keys
+        row = (
+            _per_second(asked / seconds),
+            percent(window.loaded_keys, asked),
+            percent(window.not_needed_keys, asked),
+            percent(sum(window.misses.values()), asked),
+            _per_second(window.loaded_tokens / seconds),
             format_rate(window.stored_bytes / seconds),
-            format_rate(window.loaded_bytes / seconds),
             _per_second(window.evicted_blocks / seconds),
-            *(
-                (
-                    _per_second(window.lookups / seconds),
-                    _alarming(window.dropped_keys),
-                    percent(window.cpu_seconds, seconds, none="0 %"),
-                )
-                if wide
-                else ()
-            ),
         )
+        if wide:
+            sources = (percent(found.get(source, 0), asked) for source in ("pool", "disk", "shared"))
+            row = (*row, *sources, _per_second(window.lookups / seconds), _alarming(window.no_space_keys))
+        table.add_row(fitting(name), *row)
     return table
 
 
-def _misses(recent: Sequence[RecentStats], wide: bool) -> Iterator[Table]:
-    """Why keys were not there, over 100 s and in all: the most frequent reasons."""
+def _misses(recent: dict[str, Window], wide: bool) -> Iterator[Table]:
+    """Why keys were not brought: the most frequent reasons."""
     parts = []
-    for window in recent[1::2]:
+    for name, window in recent.items():
         total, most = sum(window.misses.values()), Counter(window.misses).most_common(None if wide else 2)
-        if total:
-            title = f"over {window.window_seconds:,.0f} s" if window.window_seconds else "in all"
-            reasons = ", ".join(f"{name.replace('_', ' ')} {percent(count, total)}" for name, count in most)
-            parts.append(f"{title}: {reasons}")
+        if total and name != "last hour":
+            reasons = ", ".join(f"{reason.replace('_', ' ')} {percent(count, total)}" for reason, count in most)
+            parts.append(f"{name}: {reasons}")
     if parts:
         yield _titled("Misses", Text(printable("; ".join(parts))))
 
 
-def _curve(now: StatsReply, wide: bool) -> Iterator[Text]:
+def _curve(now: DaemonStats, wide: bool) -> Iterator[Text]:
     """The part of the tokens that was found, and that an lru had found with other sizes of the pool."""
     if (curve := now.curve) is None or not curve.asked_tokens:
         return
     found = percent(curve.found_tokens, curve.asked_tokens, "0 %")
     pools = {"0.5": "half the pool", "1": "this", "2": "twice", **({"10": "ten times"} if wide else {})}
-    others = (f"{name} {percent(curve.lru_ratios[size], 1, '0 %')}" for size, name in pools.items())
+    others = (f"{name} {percent(curve.lru_hit_ratio[size], 1, '0 %')}" for size, name in pools.items())
     yield fitting(f"{'Tokens':<{TITLE_CELLS}}{found} found; lru: {', '.join(others)}")
 
 
-def _copies(now: StatsReply, wide: bool) -> Table:
+def _copies(now: DaemonStats, wide: bool) -> Table:
     """Both directions since the start. ``copying at`` is the speed while a copy runs: what the memory gives."""
     table = _section("Copies", ("total", "copying at", "jobs", "failed", "queued", "running"))
     dropped = (now.cancelled_stores, now.unsent_stores) if wide else ()
@@ -288,7 +279,7 @@ def _copies(now: StatsReply, wide: bool) -> Table:
     return table
 
 
-def _copy_speed(direction: DirectionStats) -> str:
+def _copy_speed(direction: CopyStats) -> str:
     if direction.bytes <= 0 or direction.busy_seconds <= 0:
         return "-"
     return format_rate(direction.bytes / direction.busy_seconds)
@@ -298,7 +289,7 @@ def _alarming(count: int) -> Text:
     return Text(format_count(count), style="red" if count else "")
 
 
-def _lookups(now: StatsReply, wide: bool) -> Table:
+def _lookups(now: DaemonStats, wide: bool) -> Table:
     """How long the daemon takes for an answer, and what else it did since the start."""
     table = _section("Lookups", ("total", "p50", "p99", "no room", "declined", "requests"))
     if wide:
@@ -309,31 +300,30 @@ def _lookups(now: StatsReply, wide: bool) -> Table:
         fitting("all"),
         format_count(times.count),
         *(format_duration(value) if times.count else "-" for value in durations),
-        _alarming(sum(namespace.dropped_keys for namespace in now.namespaces)),
-        format_count(sum(namespace.declined_keys for namespace in now.namespaces)),
+        _alarming(sum(namespace.no_space_keys for namespace in now.namespaces)),
+        format_count(sum(namespace.rejected_keys for namespace in now.namespaces)),
         format_count(now.requests),
-        *((format_count(now.events_published),) if wide else ()),
+        *((format_count(now.kv_events),) if wide else ()),
     )
     return table
 
 
-def _late(recent: Sequence[RecentStats]) -> Iterator[Text]:
-    """Lookups whose answers engines did not wait for, over 100 s and in all.
+def _late(recent: dict[str, Window]) -> Iterator[Text]:
+    """Lookups whose answers engines did not wait for.
 
     Engines report them later than they ask, so there may be more of them in a window than lookups.
     """
-    if not any(window.late_lookups for window in recent):
+    if not any(window.late_lookups for window in recent.values()):
         return
     parts = (
-        f"{percent(window.late_lookups, max(window.lookups, window.late_lookups), '0 %')} "
-        + (f"over {window.window_seconds:,.0f} s" if window.window_seconds else "in all")
-        + f" ({format_count(window.late_lookups)})"
-        for window in recent[1::2]
+        f"{percent(window.late_lookups, max(window.lookups, window.late_lookups), '0 %')} {name} "
+        f"({format_count(window.late_lookups)})"
+        for name, window in recent.items()
     )
     yield fitting(f"{'Late':<{TITLE_CELLS}}{', '.join(parts)}: engines computed these prompts", "yellow")
 
 
-def _disks(now: StatsReply, wide: bool) -> Table:
+def _disks(now: DaemonStats, wide: bool) -> Table:
     """``spared``: blocks that were not worth a write."""
     disks = now.disks
     table = _section("Disk", ("used", "blocks", "read", "written", "pending", "failed", "errors"))
@@ -345,10 +335,10 @@ def _disks(now: StatsReply, wide: bool) -> Table:
         format_count(sum(disk.blocks for disk in disks)),
         format_size(sum(disk.read_bytes for disk in disks)),
         format_size(sum(disk.written_bytes for disk in disks)),
-        format_count(now.below.pending_blocks if now.below is not None else 0),
-        _alarming(sum(now.below.failed_promotions.values()) if now.below is not None else 0),
+        format_count(now.tiers.promotions_waiting if now.tiers is not None else 0),
+        _alarming(sum(now.tiers.promotions_failed.values()) if now.tiers is not None else 0),
         _alarming(sum(sum(disk.errors.values()) for disk in disks)),
-        *((format_count(now.below.spared_blocks if now.below is not None else 0),) if wide else ()),
+        *((format_count(now.tiers.writes_avoided if now.tiers is not None else 0),) if wide else ()),
     )
     return table
 
@@ -360,7 +350,7 @@ def _per_second(value: float) -> str:
     return f"{format_count(round(value))}/s" if value >= 9.95 else f"{max(value, 0.1):.1f}/s"
 
 
-def _namespaces(now: StatsReply, most: int, width: int) -> Iterator[Table | Text]:
+def _namespaces(now: DaemonStats, most: int, width: int) -> Iterator[Table | Text]:
     """One line each. Hits are keys that pool or disk had; prefix, those in the pool in the run at a request's start."""
     namespaces = now.namespaces
     if not namespaces:
@@ -368,24 +358,21 @@ def _namespaces(now: StatsReply, most: int, width: int) -> Iterator[Table | Text
         return
     table = _section("Namespace", ())
     table.add_column("", no_wrap=True, style="dim")
-    windows = [f"{window.window_seconds:,.0f} s" for window in namespaces[0].recent]
-    if windows:
-        windows[0] = f"hits {windows[0]}"
     wide, widest = width >= WIDE_CELLS, width >= WIDEST_CELLS
-    more = ("prefix", "stored", "loaded", "evicted") if wide else ()
+    more = ("stored", "bytes loaded", "evicted") if wide else ()
     if widest and any(one.quota_bytes is not None for one in namespaces):
         more = (*more, "at most")
     if widest and any(one.load_tokens_per_second or one.prefill_tokens_per_second for one in namespaces):
         more = (*more, "computes", "loads", "left out")
-    add_numbers(table, ("blocks", "size", *windows, "in all", *more))
-    by_weight = sorted(namespaces, key=lambda namespace: (namespace.ready_bytes, namespace.keys_asked), reverse=True)
+    add_numbers(table, ("blocks", "size", "tokens loaded", "saved", "loaded", *more))
+    by_weight = sorted(namespaces, key=lambda namespace: (namespace.ready_bytes, namespace.asked_keys), reverse=True)
     for namespace in by_weight[:most]:
         quota = "-" if namespace.quota_bytes is None else format_size(namespace.quota_bytes)
         rates = _rates(namespace) if "loads" in more else ()
         table.add_row(*_namespace_row(namespace, wide), *([quota] if "at most" in more else []), *rates)
     if most:
         yield table
-    found = len(namespaces) + now.omitted_namespaces
+    found = len(namespaces) + now.other_namespaces
     if found > most:
         others = f"{found - most} {'smaller' if most else f'namespace{plural(found)}'}"
         yield Text(f"and {others}; `kvoffd-cli namespaces` lists all", style="dim")
@@ -399,25 +386,25 @@ def _rates(namespace: NamespaceStats) -> tuple[str, ...]:
 
 def _namespace_row(namespace: NamespaceStats, wide: bool) -> tuple[Text | str, ...]:
     row: tuple[Text | str, ...] = (
-        fitting(namespace.label or "(no label)"),
-        short_fingerprint(namespace.namespace),
+        fitting(namespace.model or "(no label)"),
+        namespace.id,
         format_count(namespace.ready_blocks),
         format_size(namespace.ready_bytes),
-        *(percent(one.keys_ready + one.keys_pending, one.keys_asked) for one in namespace.recent),
-        percent(namespace.keys_ready + namespace.keys_pending, namespace.keys_asked),
+        format_count(namespace.loaded_tokens),
+        format_duration(namespace.saved_seconds),
+        percent(namespace.loaded_keys, namespace.asked_keys),
     )
     if not wide:
         return row
     return (
         *row,
-        percent(namespace.prefix_keys_ready, namespace.keys_asked),
         format_size(namespace.stored_bytes),
         format_size(namespace.loaded_bytes),
         format_count(namespace.evicted_blocks),
     )
 
 
-def _failures(now: StatsReply) -> Counter[str]:
+def _failures(now: DaemonStats) -> Counter[str]:
     """Refusals by code, the replies that clients did not read, what GPUs' drivers refused, errors of disks."""
     found = Counter(now.errors)
     found["unread_replies"] += now.replies_dropped.get("unread", 0)

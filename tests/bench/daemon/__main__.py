@@ -111,13 +111,13 @@ def run_bench(
     with AdminClient(directory) as admin:
         pool = admin.stats().pool
         least_bytes = 0 if fits else most_bytes + most_bytes // POOL_SLACK
-        if pool.pool_bytes < least_bytes:
+        if pool.size_bytes < least_bytes:
             raise BenchFailed(
-                f"The pool has {format_size(pool.pool_bytes)}, and this bench needs {format_size(least_bytes)}; start "
+                f"The pool has {format_size(pool.size_bytes)}, and this bench needs {format_size(least_bytes)}; start "
                 "a daemon with a larger one for it."
             )
-        stored_bytes = min(most_bytes, pool.pool_bytes)
-        if (evicted_bytes := stored_bytes - pool.free_bytes) > 0:
+        stored_bytes = min(most_bytes, pool.size_bytes)
+        if (evicted_bytes := stored_bytes - pool.of("free")) > 0:
             print(
                 f"bench: Stores up to {format_size(stored_bytes)} of its own in the pool; up to "
                 f"{format_size(evicted_bytes)} of other blocks are evicted for it.",

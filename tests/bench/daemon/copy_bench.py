@@ -315,7 +315,7 @@ def _wait_gpu_unused(admin: AdminClient) -> bool:
     deadline = time.monotonic() + RELEASE_WAIT_S
     while True:
         pool = admin.stats().pool
-        if not pool.page_locked_bytes and not pool.unlockable_bytes:
+        if not pool.pinned_for_gpu_bytes and not pool.unpinnable_bytes:
             return True
         if time.monotonic() >= deadline:
             return False
@@ -327,9 +327,9 @@ def _wait_pinned(admin: AdminClient) -> int:
     last, since = -1, time.monotonic()
     while True:
         pool = admin.stats().pool
-        tried = pool.page_locked_bytes + pool.unlockable_bytes
-        if tried >= pool.pool_bytes:
-            return pool.unlockable_bytes
+        tried = pool.pinned_for_gpu_bytes + pool.unpinnable_bytes
+        if tried >= pool.size_bytes:
+            return pool.unpinnable_bytes
         if tried != last:
             last, since = tried, time.monotonic()
         if time.monotonic() - since > PINNING_WAIT_S:

@@ -146,7 +146,7 @@ def _wait_for_stores(directory: Path) -> None:
         def unchanged_for_a_while() -> bool:
             nonlocal last, since
             stats = admin.stats()
-            state = (stats.store.jobs, stats.pool.ready_bytes)
+            state = (stats.store.jobs, stats.pool.of("ready"))
             if state != last or stats.store.queued_jobs or stats.store.running_jobs:
                 last, since = state, time.monotonic()
             return time.monotonic() - since > QUIET_S

@@ -232,16 +232,16 @@ def _pin(setup: Setup, bench: BenchDriver, pool_bytes: int) -> Found:
             return {
                 "registered_s": registered_at - began,
                 "pinned_s_after_that": pinned_at - registered_at,
-                "pinned_bytes": pool.page_locked_bytes,
-                "refused_bytes": pool.unlockable_bytes,
-                "gpu_bytes_of_pinning": pool.page_locking_gpu_bytes,
+                "pinned_bytes": pool.pinned_for_gpu_bytes,
+                "refused_bytes": pool.unpinnable_bytes,
+                "gpu_bytes_of_pinning": pool.pinning_gpu_bytes,
                 "gpu_bytes_of_daemon_and_exporter": before - bench.free_bytes(),
             }
 
 
 def _tried_bytes(admin: AdminClient) -> int:
     pool = admin.stats().pool
-    return pool.page_locked_bytes + pool.unlockable_bytes
+    return pool.pinned_for_gpu_bytes + pool.unpinnable_bytes
 
 
 def run_tests(setup: Setup) -> Found:

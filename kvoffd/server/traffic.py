@@ -1,0 +1,157 @@
+"""What engines asked for and got: by namespace, and in sum over the last minute, the last hour and since the start."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.namespace import Counters, MissReason, Namespace
+from kvoffd.observe.meters import HOUR_S, MINUTE_S, CounterWindows
+from kvoffd_proto.stats import OTHERS, Lifetime, NamespaceStats, Window
+
+SAMPLE_EVERY_S = 1.0
+MAX_SHOWN = 100
+"""Namespaces with a row of their own in statistics: each costs a scrape of /metrics some twenty series."""
+COUNTED = tuple(name for name in Counters.__slots__ if name != "misses" and not name.endswith("per_second"))
+_counted = attrgetter(*COUNTED)
+_MISSES = "misses "
+_MISSES_OF = {reason: f"{_MISSES}{reason.name.lower()}" for reason in MissReason}
+_COPIED = tuple(sorted({*Window.__struct_fields__} & {*COUNTED}))
+"""Counters that statistics have under their own name."""
+
+
+@dataclass(eq=False)
+class TrafficCounts:
+    """Sums and windows over all namespaces; those of benches are in no sum. For the service's thread."""
+
+    _cache: BlockCache
+    _clock: Callable[[], float]
+    _earlier: Lifetime
+    """What earlier daemons counted."""
+    _gone: Counter[str] = field(default_factory=Counter, init=False)
+    """What the counters of namespaces that were forgotten since had come to: sums never fall."""
+    _sampled_at: float = field(default=float("-inf"), init=False)
+    _shown: dict[Namespace, None] = field(default_factory=dict, init=False)
+    _others: Counter[str] = field(default_factory=Counter, init=False)
+    """What namespaces without a row of their own had counted when they were forgotten, or got one."""
+
+    def __post_init__(self) -> None:
+        self._started_at = self._clock()
+        self._began = time.time()
+        self._windows = CounterWindows({}, self._clock)
+        self._crowded = False
+        """Whether there ever were more namespaces than have rows."""
+
+    def tick(self) -> None:
+        now = self._clock()
+        if now - self._sampled_at >= SAMPLE_EVERY_S:
+            self._sampled_at = now
+            self._windows.sample(self.total())
+
+    def namespace_forgotten(self, namespace: Namespace) -> None:
+        """Go on to count what the namespace counted."""
+        if self._shown.pop(namespace, _NOBODY) is _NOBODY:
+            self._others.update(counts_of(namespace))
+        if not namespace.of_bench:
+            self._gone.update(counts_of(namespace))
+
+    def total(self) -> dict[str, float]:
+        """What all namespaces have counted since the start."""
+        total: dict[str, float] = dict(self._gone)
+        for namespace in self._cache.namespaces:
+            if not namespace.of_bench:
+                add(total, counts_of(namespace))
+        return total
+
+    def shown(self) -> tuple[list[Namespace], list[NamespaceStats]]:
+        """The namespaces that have a row of their own, the largest first, and one row for all others, if there are any.
+
+        A namespace keeps its row, and what was counted in the row of the others stays there: counters never fall.
+        """
+        known = self._cache.namespaces
+        if len(self._shown) < min(len(known), MAX_SHOWN):
+            waiting = [one for one in known if one not in self._shown]
+            if len(known) > MAX_SHOWN:
+                waiting.sort(key=lambda one: one.ready_bytes, reverse=True)
+            for one in waiting[: MAX_SHOWN - len(self._shown)]:
+                self._shown[one] = None
+                if self._crowded:
+                    self._others.update(counts_of(one))
+        rest = [one for one in known if one not in self._shown]
+        self._crowded |= bool(rest)
+        largest = sorted(self._shown, key=lambda one: one.ready_bytes, reverse=True)
+        if not self._crowded:
+            return largest, []
+        total: dict[str, float] = dict(self._others)
+        for one in rest:
+            add(total, counts_of(one))
+        row = NamespaceStats(
+            id=OTHERS,
+            ready_blocks=sum(one.ready_blocks for one in rest),
+            ready_bytes=sum(one.ready_bytes for one in rest),
+            filling_blocks=sum(one.writing_blocks for one in rest),
+            **figures(total),
+        )
+        return largest, [row]
+
+    def since_start(self) -> Window:
+        return Window(seconds=self._clock() - self._started_at, **figures(self.total()))
+
+    def last_minute(self) -> Window:
+        return self._over(MINUTE_S)
+
+    def last_hour(self) -> Window:
+        return self._over(HOUR_S)
+
+    def lifetime(self, disk_written_bytes: int) -> Lifetime:
+        """Totals of this daemon and those before; ``disk_written_bytes`` since the start."""
+        total, earlier = self.total(), self._earlier
+        return Lifetime(
+            earlier.since or self._began,
+            earlier.loaded_tokens + int(total.get("loaded_tokens", 0)),
+            earlier.saved_seconds + total.get("saved_seconds", 0.0),
+            earlier.disk_written_bytes + disk_written_bytes,
+        )
+
+    def _over(self, window_s: float) -> Window:
+        seconds, gained = self._windows.gained(window_s, self.total())
+        return Window(seconds=seconds, **figures(gained))
+
+
+_NOBODY = object()
+
+
+def counts_of(namespace: Namespace) -> dict[str, float]:
+    """What a namespace has counted that is not 0: there may be a thousand, most of them idle."""
+    counters = namespace.counters
+    counts = {name: count for name, count in zip(COUNTED, _counted(counters), strict=True) if count}
+    for reason, count in counters.misses.items():
+        counts[_MISSES_OF[reason]] = count
+    return counts
+
+
+def add(total: dict[str, float], counts: Mapping[str, float]) -> None:
+    for name, count in counts.items():
+        total[name] = total.get(name, 0) + count
+
+
+def figures(counts: Mapping[str, float]) -> dict[str, Any]:
+    """The fields of a Traffic: every key that was asked for is loaded, not needed, or a miss."""
+    misses = {name.removeprefix(_MISSES): int(n) for name, n in counts.items() if name.startswith(_MISSES) and n}
+    sources = {"pool": "keys_ready", "disk": "found_disk", "shared": "found_shared"}
+    found = {source: int(count) for source, name in sources.items() if (count := counts.get(name, 0))}
+    loaded = int(counts.get("loaded_keys", 0))
+    not_needed = max(0, sum(found.values()) - loaded - misses.get("late", 0) - misses.get("skipped", 0))
+    return {name: counts.get(name, 0) for name in _COPIED} | {
+        "misses": misses,
+        "found_keys": found,
+        "not_needed_keys": not_needed,
+        "asked_keys": loaded + not_needed + sum(misses.values()),
+        "no_space_keys": counts.get("dropped_keys", 0),
+        "rejected_keys": counts.get("declined_keys", 0),
+    }

@@ -1,0 +1,113 @@
+"""What engines asked for and got: by namespace, in windows and in sum."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.server.traffic import MAX_SHOWN, TrafficCounts, counts_of, figures
+from kvoffd_proto.messages import GroupSpec
+from kvoffd_proto.stats import Lifetime, Window
+
+
+def namespace(number: int, label: str = "model") -> Namespace:
+    return Namespace(number.to_bytes(32, "big"), label, 1, 32, [GroupSpec("full", 16)], "{}")
+
+
+def ask(space: Namespace, found: int, missed: int) -> None:
+    space.counters.lookups += 1
+    space.counters.keys_ready += found
+    space.counters.misses[MissReason.EVICTED] += missed
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def counts(clock: Clock, spaces: list[Namespace], earlier: Lifetime | None = None) -> TrafficCounts:
+    cache = cast(BlockCache, SimpleNamespace(namespaces=spaces))
+    return TrafficCounts(cache, clock, earlier or Lifetime())
+
+
+def test_windows_and_sums_keep_what_a_forgotten_namespace_counted() -> None:
+    clock, one, other, bench = Clock(), namespace(1), namespace(2), namespace(3, "bench copy")
+    spaces = [one, other, bench]
+    traffic = counts(clock, spaces)
+    for _ in range(120):  # a second each: one asks for two keys and misses, the other finds its one
+        clock.now += 1
+        ask(one, 0, 2)
+        ask(other, 1, 0)
+        ask(bench, 1, 1)
+        traffic.tick()
+    minute, hour, whole = traffic.last_minute(), traffic.last_hour(), traffic.since_start()
+    assert (minute.seconds, whole.seconds) == (60, 120)
+    assert [part.asked_keys for part in (minute, hour, whole)] == [180, 360, 360]
+    assert minute.misses == {"evicted": 120}
+    traffic.namespace_forgotten(one)
+    spaces.remove(one)
+    assert traffic.since_start().asked_keys == 360
+    clock.now += 61
+    traffic.tick()
+    assert [part.asked_keys for part in (traffic.last_minute(), traffic.last_hour())] == [0, 360]
+
+
+def test_what_is_asked_for_is_loaded_not_needed_or_a_miss() -> None:
+    space = namespace(1)
+    ask(space, 10, 4)
+    space.counters.found_disk = 3
+    space.counters.loaded_keys = 6
+    space.counters.misses[MissReason.LATE] = 2
+    space.counters.misses[MissReason.SKIPPED] = 1
+    found = Window(**figures(counts_of(space)))
+    assert found.found_keys == {"pool": 10, "disk": 3}
+    assert (found.loaded_keys, found.not_needed_keys, found.misses) == (6, 4, {"evicted": 4, "late": 2, "skipped": 1})
+    assert found.asked_keys == 17
+    space.counters.loaded_keys = 50  # of lookups that an earlier daemon answered
+    found = Window(**figures(counts_of(space)))
+    assert found.asked_keys == found.loaded_keys + found.not_needed_keys + sum(found.misses.values())
+
+
+def test_saved_seconds_wait_for_the_speed_of_the_engine() -> None:
+    counters = namespace(1).counters
+    counters.loaded(1000)
+    assert counters.saved_seconds == 0
+    counters.prefill_tokens_per_second = 500.0
+    counters.loaded(0)
+    assert counters.saved_seconds == 2.0
+    counters.loaded(500)
+    assert (counters.loaded_tokens, counters.saved_seconds) == (1500, 3.0)
+
+
+def test_no_counter_falls_whichever_namespaces_have_a_row() -> None:
+    clock, spaces = Clock(), [namespace(number) for number in range(MAX_SHOWN + 3)]
+    traffic = counts(clock, spaces)
+    for number, space in enumerate(spaces):
+        ask(space, number, 1)
+    before: dict[str, int] = {}
+    for step in range(4):
+        largest, others = traffic.shown()
+        assert len(largest) == MAX_SHOWN
+        rows = {one.fingerprint.hex(): int(counts_of(one)["lookups"]) for one in largest}
+        rows["other"] = others[0].lookups
+        assert all(count >= before.get(name, 0) for name, count in rows.items())
+        before = rows
+        gone = spaces.pop(0) if step % 2 else largest[0]  # one in the row of the others, or with its own
+        if gone in spaces:
+            spaces.remove(gone)
+        traffic.namespace_forgotten(gone)
+        spaces.append(namespace(1000 + step))
+
+
+def test_totals_go_on_from_those_of_earlier_daemons() -> None:
+    clock, space = Clock(), namespace(1)
+    traffic = counts(clock, [space], Lifetime(5.0, 100, 2.5, 4096))
+    space.counters.lookups, space.counters.prefill_tokens_per_second = 1, 100.0
+    space.counters.loaded(50)
+    assert traffic.lifetime(1) == Lifetime(5.0, 150, 3.0, 4097)
+    traffic.namespace_forgotten(space)
+    assert traffic.lifetime(1) == Lifetime(5.0, 200, 3.5, 4097), "it is still there, and counted once more"
