@@ -132,7 +132,7 @@ def test_what_came_from_disk_and_what_its_wear_brought(tmp_path: Path, capsys: p
         wait_until(lambda: [disk.state for disk in admin.stats().disks] == ["serving"])
         for keys in chains:
             assert engine.serve(keys) == 0
-            wait_until(lambda: admin.stats().below.waiting_writes == 0)  # type: ignore[union-attr]
+            wait_until(lambda: admin.stats().tiers.demotions_waiting == 0)  # type: ignore[union-attr]
         written = sum(map(len, chains))
         wait_until(lambda: admin.stats().disks[0].written_blocks == written)
         for keys in chains[:20]:  # the pool has the last 68 of the hundred
@@ -152,7 +152,7 @@ def test_who_starves_and_who_finds_nothing(capsys: pytest.CaptureFixture[str]) -
         Engine(daemon, "polite") as polite,
         AdminClient(daemon.directory) as admin,
     ):
-        pool_bytes = admin.stats().pool.pool_bytes
+        pool_bytes = admin.stats().pool.size_bytes
         admin.set_quota(polite.namespace.fingerprint, pool_bytes // 4)
         for number in range(600):
             polite.serve(chain(f"polite {number % (120 if number % 2 else 20)}", 10))

@@ -50,7 +50,7 @@ def test_a_quota_holds_is_shown_and_outlives_the_daemon(pool_file: Path, capsys:
         daemon.start()
         assert [listed(label)["quota_bytes"] for label in ("polite", "flood")] == [None, 2 << 20]
         assert "quotas of namespaces" not in daemon.log.rpartition("takes a pool")[2]
-        (found,) = [one for one in json.loads(cli("stats", "--json"))["namespaces"] if one["label"] == "flood"]
+        (found,) = [one for one in json.loads(cli("stats", "--json"))["namespaces"] if one["model"] == "flood"]
         assert found["quota_bytes"] == 2 << 20
         assert "no quota." in cli("namespaces", "quota", "flood", "--max", "none")
         daemon.stop()

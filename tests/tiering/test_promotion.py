@@ -67,7 +67,7 @@ def test_a_lookup_that_is_repeated_is_counted_once(rig: TieringHarness) -> None:
     rig.cache.lookup(space, 1, 1, [(0, keys_of(1, 2))])
     rig.finish_promotions()
     assert rig.cache.lookup(space, 2, 1, [(0, keys_of(1, 2))], again=True).pinned == 2
-    assert (space.counters.lookups, space.counters.keys_asked, space.counters.keys_pending) == (1, 2, 2)
+    assert (space.counters.lookups, space.counters.keys_asked, space.counters.found_disk) == (1, 2, 2)
 
 
 def test_what_is_not_read_in_time_is_absent_and_its_key_is_free(rig: TieringHarness) -> None:

@@ -162,13 +162,13 @@ def test_what_is_asked_for_is_a_hit_or_a_miss_once_it_is_answered(rig: TieringHa
     counters = space.counters
     shared.there = {(0, key) for key in split(keys_of(1, 2))}
     rig.states(space, keys_of(1, 2, 3, 4))
-    assert (counters.keys_asked, counters.keys_pending, counters.keys_shared) == (4, 0, 0)
+    assert (counters.keys_asked, counters.found_shared) == (4, 0)
     shared.answer()
     rig.cache.count_misses()
-    assert (counters.keys_pending, counters.keys_shared, counters.misses) == (2, 2, {MissReason.UNKNOWN: 2})
+    assert (counters.found_shared, counters.misses) == (2, {MissReason.UNKNOWN: 2})
     rig.states(space, keys_of(1, 2, 3, 4))
     rig.cache.count_misses()
-    assert (counters.keys_asked, counters.keys_pending, counters.keys_shared) == (8, 4, 4), "the answers are known"
+    assert (counters.keys_asked, counters.found_shared) == (8, 4), "the answers are known"
     assert counters.misses == {MissReason.UNKNOWN: 4}
 
 
@@ -181,7 +181,7 @@ def test_what_a_lookup_asks_for_that_comes_again_is_not_counted(rig: TieringHarn
     shared.answer()
     rig.cache.count_misses()
     assert space.counters.misses == {MissReason.UNKNOWN: 1}
-    assert space.counters.keys_shared == 0
+    assert space.counters.found_shared == 0
 
 
 def test_an_answer_for_keys_of_an_earlier_geometry_is_not_counted(rig: TieringHarness, shared: FakeAskedTier) -> None:
