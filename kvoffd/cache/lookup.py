@@ -164,7 +164,8 @@ class LeasedBlocks:
         counters.keys_asked += asked
         counters.keys_ready += ready
         counters.asked_tokens += max(
-            [len(one) * namespace.groups[part[0]].tokens_per_block for part, one in zip(groups, states, strict=True)]
+            [len(one) * namespace.groups[part[0]].tokens_per_block for part, one in zip(groups, states, strict=True)],
+            default=0,
         )
         counters.prefix_keys_ready += sum([len(one) - len(one.lstrip(_READY_BYTE)) for one in states])
         if ready < asked:
