@@ -65,7 +65,7 @@ deb: $(VENV)/.tools ## build a Debian package with all that kvoffd needs, for th
 	@$(BIN)/python -m hatchling build --target wheel --directory .delivery/deb
 	@$(BIN)/python -m pip download --quiet --only-binary=:all: --find-links .delivery/deb --dest .delivery/deb \
 		--python-version $$(/usr/bin/python3 -c 'import platform; print(platform.python_version())') \
-		"$$(echo .delivery/deb/kvoffd-*.whl)[record,s3]"
+		"$$(echo .delivery/deb/kvoffd-*.whl)[s3]"
 	@mkdir -p dist
 	@deploy/debian/build_deb.sh .delivery/deb dist
 

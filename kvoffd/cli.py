@@ -1,4 +1,4 @@
-"""The daemon's command line: ``kvoffd serve``, ``kvoffd config``, ``kvoffd simulate``, ``kvoffd --version``.
+"""The daemon's command line: ``kvoffd serve``, ``kvoffd config``, ``kvoffd --version``.
 
 argparse and not typer: the options are made from the table of settings, and typer makes options from signatures.
 Nothing heavy is imported before the arguments are parsed.
@@ -11,12 +11,10 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from textwrap import wrap
 from typing import NoReturn
 
 from kvoffd import __version__
-from kvoffd.cache.policies import POLICY_NAMES
 from kvoffd.config import (
     CONFIG_VARIABLE,
     SETTINGS,
@@ -31,7 +29,6 @@ from kvoffd.config import (
 )
 
 EXIT_REFUSED = 2
-EXIT_INTERRUPTED = 130
 _DEFAULTS = Config()
 _UNKNOWN = "unrecognized arguments: "
 _NO_MEMORY = "the system gives it too little memory: see ulimit -d and ulimit -v"
@@ -63,8 +60,6 @@ def main(arguments: Sequence[str] | None = None, limits: Limits | None = None) -
     if given.command is None:
         parser.print_help()
         return 0
-    if given.command == "simulate":
-        return simulate(given)
     flags = {setting.name: getattr(given, setting.name) for setting in SETTINGS}
     try:
         loaded = load_config(flags, os.environ, given.config, limits)
@@ -106,25 +101,6 @@ def serve(config: Config) -> int:
         return _refuse(str(NoMoreThreads()), config.log_format)
 
 
-def simulate(given: argparse.Namespace) -> int:
-    """Replay a trace and print what policies make of it."""
-    from kvoffd.errors import KvoffdError
-
-    try:
-        from kvoffd.simulate.command import simulate as run
-
-        return run(given)
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        return _end_output()
-    except OSError as error:
-        _end_output()
-        return _refuse(f"What it found cannot be printed ({error.strerror}).", given_log_format({}, os.environ))
-    except (ValueError, KvoffdError) as error:
-        return _refuse(str(error), given_log_format({}, os.environ))
-
-
 def _refuse(sentence: str, log_format: str) -> int:
     from kvoffd.observe.logging import print_refusal
 
@@ -137,16 +113,8 @@ def show(loaded: LoadedConfig, *, as_json: bool) -> int:
     try:
         print(config_as_json(loaded) if as_json else config_as_toml(loaded), end="", flush=True)
     except BrokenPipeError:
-        return _end_output()
-    return 0
-
-
-def _end_output() -> int:
-    """Nothing more goes out: the reader, such as head, has seen enough, or the disk is full.
-
-    Python would complain again when it closes stdout.
-    """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader, such as head, has seen enough. Python would complain again when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -196,34 +164,12 @@ def make_parser() -> argparse.ArgumentParser:
         description="Prints the configuration that serve would use with the same flags, as TOML that --config reads.",
     )
     showing.add_argument("--json", action="store_true", help="print JSON: bytes and seconds as numbers")
-    simulating = commands.add_parser(
-        "simulate",
-        help="replay a trace of requests with several policies and pool sizes",
-        allow_abbrev=False,
-        description="Replays a trace through the daemon's cache, without memory, and prints the token hit ratio, the "
-        "share of the blocks that is written, and the most hits that were possible.",
-    )
-    _add_simulation(simulating)
-    for one in (parser, serving, showing, simulating):
+    for one in (parser, serving, showing):
         one.set_defaults(parser=one)  # whose --help has the options
     for command in (serving, showing):
         command.epilog = "A flag overrides its KVOFFD_ variable, the variable overrides the key in the file."
         _add_settings(command)
     return parser
-
-
-def _add_simulation(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE", help="trace of kvoffd-cli record, or in Mooncake's format")
-    parser.add_argument(
-        "--policy", default="all", metavar="NAMES", help=f"policies, by commas: {', '.join(POLICY_NAMES)}; or all"
-    )
-    parser.add_argument("--blocks", metavar="N,...", help="sizes of the pool, in blocks of the trace")
-    parser.add_argument("--size", metavar="SIZE,...", help="sizes of the pool, as in 10GiB,20GiB")
-    parser.add_argument(
-        "--block-size", metavar="SIZE", help="bytes of a block of all ranks, where the trace does not say"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--plot", action="store_true", help="draw the hit ratios")
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:

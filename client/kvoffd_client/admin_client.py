@@ -172,9 +172,9 @@ class AdminClient:
         """What the eviction policy has learned, and what it knows of one key of a namespace."""
         return self.ask(a.DescribePolicy, fingerprint, group, key)
 
-    def record(self, recording: int = 0, *, end: bool = False) -> a.Recorded:
-        """Begin to record what engines ask for, or fetch what came since; the reply has the recording's number."""
-        return self.ask(a.Record, recording, end)
+    def trace(self) -> a.TraceReply:
+        """What engines asked for since the last call; the first one begins the trace."""
+        return self.ask(a.Trace)
 
     def scrub(self, start: bool = True) -> a.ScrubReply:
         """Have all readable blocks compared with their checksums in the background; False only asks how far that is."""

@@ -14,7 +14,7 @@ library=/usr/lib/kvoffd
 umask 022
 
 /usr/bin/python3 -m venv "$work/pip"
-"$work/pip/bin/pip" install --quiet --no-index --find-links "$wheels" --no-compile --target "$root$library" 'kvoffd[record,s3]'
+"$work/pip/bin/pip" install --quiet --no-index --find-links "$wheels" --no-compile --target "$root$library" 'kvoffd[s3]'
 rm -r "$root$library/bin"
 version=$(PYTHONPATH=$root$library /usr/bin/python3 -B -c 'import kvoffd; print(kvoffd.__version__)')
 python=$(/usr/bin/python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')

@@ -121,10 +121,9 @@ def describe_policy(service: Service, session: Session, message: a.DescribePolic
     )
 
 
-@answers(a.Record)
-def record(service: Service, session: Session, message: a.Record) -> a.Recorded:
-    found = service.recorder.fetch(session, message.recording, message.end)
-    return a.Recorded(message.request_id, service.epoch, *found)
+@answers(a.Trace)
+def trace(service: Service, session: Session, message: a.Trace) -> a.TraceReply:
+    return a.TraceReply(message.request_id, service.epoch, *service.tracer.fetch(session))
 
 
 @answers(a.Scrub)

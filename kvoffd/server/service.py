@@ -30,10 +30,10 @@ from kvoffd.server.jobs import Jobs
 from kvoffd.server.memory import MemoryMapper
 from kvoffd.server.namespaces import FORGET_AFTER_S, forget_idle
 from kvoffd.server.persistence import State
-from kvoffd.server.recorder import Recorder
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.sessions import Session, Sessions, credit_bytes
 from kvoffd.server.tiers import OpenDisk, Tiers
+from kvoffd.server.trace import Tracer
 from kvoffd.server.traffic import TrafficCounts
 from kvoffd.tiering.manager import TieringManager
 from kvoffd.transfer.cuda.gpus import Gpus
@@ -91,7 +91,7 @@ class Service:
         self.tiers = Tiers(config, cache, events, clock, open_disk, host.post, self.jobs.busy, state)
         self.scrubber = Scrubber(cache, clock)
         self.traffic = TrafficCounts(cache, clock, state.lifetime)
-        self.recorder = Recorder(cache, clock)
+        self.tracer = Tracer(cache, clock)
         self.curve = HitRatioCurve(cache.slots.pool_bytes, clock)
         self.work = Background()
         self.pending: list[Pending] = []

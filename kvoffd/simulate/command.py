@@ -1,4 +1,4 @@
-"""``kvoffd simulate``: replays a trace with several policies and pool sizes, on several cores."""
+"""``kvoffd-cli trace replay`` runs this: replays a trace with several policies and pool sizes, on all cores."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import active_children, get_context, parent_process
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvoffd.cache.policies import POLICY_NAMES
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
     from multiprocessing.sharedctypes import Synchronized
 
 ALL = "all"
-BAR_CELLS = 50
+PARTS = (8, 4, 2, 1)
+"""Sizes of the pool unless others are given: these parts of all blocks of the trace."""
 PROGRESS_S = 0.2
+EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 PR_SET_PDEATHSIG = 1
 """Of prctl(2)."""
 
@@ -39,8 +42,44 @@ class Result(NamedTuple):
     optimum_percent: float
 
 
-def simulate(given: argparse.Namespace) -> int:
-    """Run ``kvoffd simulate``. Raises ValueError with a sentence, KeyboardInterrupt; OSError where it cannot print."""
+class Size(NamedTuple):
+    """A size of the pool."""
+
+    text: str
+    """As it was given."""
+    blocks: int
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; returns its status: 0, 2 after a sentence on stderr, 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser("kvoffd-cli trace replay")
+    parser.add_argument("file", type=Path)
+    for option, default in (("--policy", ALL), ("--size", ""), ("--blocks", ""), ("--block-size", "")):
+        parser.add_argument(option, default=default)
+    parser.add_argument("--json", action="store_true")
+    try:
+        _replay_file(parser.parse_args(arguments))
+        return 0
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        _end_output()
+        return 0
+    except OSError as error:
+        _end_output()
+        print(f"kvoffd-cli: What it found cannot be printed ({error.strerror}).", file=sys.stderr)
+    except (ValueError, KvoffdError) as error:
+        print(f"kvoffd-cli: {error}", file=sys.stderr)
+    return EXIT_ERROR
+
+
+def _end_output() -> None:
+    """Nobody reads what is printed any more: Python would complain when it closes stdout."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _replay_file(given: argparse.Namespace) -> None:
+    """Raises ValueError with a sentence; OSError where it cannot print."""
     policies = _policies(given.policy)
     try:
         trace = read_trace(given.file)
@@ -52,28 +91,21 @@ def simulate(given: argparse.Namespace) -> int:
     if trace.cut_off:
         print(f"{given.file} ends in the middle: it is replayed as far as it goes.", file=sys.stderr)
     if trace.missing:
-        print(
-            f"{given.file} lacks {trace.missing:,} lines, which came faster than they were recorded: with them the "
-            "hit ratios would be others.",
-            file=sys.stderr,
-        )
+        print(f"{given.file} lacks {trace.missing:,} lines: with them the hit ratios would be others.", file=sys.stderr)
     if trace.others:
         print(_unequal(trace), file=sys.stderr)
-    block_bytes = _block_bytes(given, trace)
-    sizes = _sizes(given, trace, block_bytes)
+    block_bytes, uses = _block_bytes(given, trace), uses_of(trace)
+    sizes = _sizes(given, trace, block_bytes, uses.distinct)
     try:
-        results = _run(trace, policies, sizes)
+        results = _run(trace, uses, policies, [size.blocks for size in sizes])
     except BrokenProcessPool as error:
         why = "A process that replays the trace was killed, mostly for want of memory; smaller pools take less."
         raise ValueError(why) from error
     if given.json:
-        print(json.dumps(_as_json(trace, results)))
+        print(json.dumps(_as_json(trace, sizes, results)))
     else:
-        print(_as_table(trace, results, block_bytes), end="")
-    if given.plot:
-        print(_as_plot(results), end="", file=sys.stderr if given.json else sys.stdout)
+        print(_as_table(trace, sizes, results, block_bytes))
     sys.stdout.flush()
-    return 0
 
 
 def _unequal(trace: Trace) -> str:
@@ -102,29 +134,26 @@ def _block_bytes(given: argparse.Namespace, trace: Trace) -> int:
     return block_bytes
 
 
-def _sizes(given: argparse.Namespace, trace: Trace, block_bytes: int) -> list[int]:
-    """Pool sizes in blocks, ascending."""
-    sizes: set[int] = set()
-    if given.blocks:
-        try:
-            sizes.update(int(part) for part in given.blocks.split(","))
-        except ValueError:
-            sizes.add(0)
-        if min(sizes) < 1:
+def _sizes(given: argparse.Namespace, trace: Trace, block_bytes: int, distinct: int) -> list[Size]:
+    """Sizes of the pool, ascending."""
+    found: list[Size] = []
+    for part in filter(None, given.blocks.split(",")):
+        if not part.strip().isdecimal() or not int(part):
             raise ValueError(f"--blocks {given.blocks!r} is no list of numbers of blocks; give some as in 1000,2000.")
-    if given.size:
-        if not block_bytes:
-            raise ValueError(
-                f"The trace does not say how many bytes a block of {trace.tokens_per_block} tokens has, which --size "
-                "needs; give --block-size, or --blocks instead."
-            )
-        for part in given.size.split(","):
-            if (blocks := _bytes_of("--size", part) // block_bytes) < 1:
-                raise ValueError(f"A pool of {part} does not hold one block of {format_size(block_bytes)}.")
-            sizes.add(blocks)
-    if not sizes:
-        raise ValueError("Give sizes of the pool: --blocks 1000,2000 or --size 10GiB,20GiB.")
-    return sorted(sizes)
+        found.append(Size(f"{int(part):,} blocks", int(part)))
+    if given.size and not block_bytes:
+        raise ValueError(
+            f"The trace does not say how many bytes a block of {trace.tokens_per_block} tokens has, which --size "
+            "needs; give --block-size, or --blocks instead."
+        )
+    for part in filter(None, given.size.split(",")):
+        if (blocks := _bytes_of("--size", part) // block_bytes) < 1:
+            raise ValueError(f"A pool of {part} does not hold one block of {format_size(block_bytes)}.")
+        found.append(Size(part.strip(), blocks))
+    if not found:
+        some = sorted({max(1, distinct // part) for part in PARTS})
+        found = [Size(format_size(n * block_bytes) if block_bytes else f"{n:,} blocks", n) for n in some]
+    return sorted({size.blocks: size for size in found}.values(), key=lambda size: size.blocks)
 
 
 def _bytes_of(option: str, text: str) -> int:
@@ -134,32 +163,33 @@ def _bytes_of(option: str, text: str) -> int:
         raise ValueError(f"{option}: {error}.") from None
 
 
-def _run(trace: Trace, policies: Sequence[str], sizes: Sequence[int]) -> list[Result]:
+def _run(trace: Trace, uses: Uses, policies: Sequence[str], sizes: Sequence[int]) -> list[Result]:
     """Replay all combinations on as many processes as there are cores; tell on a terminal how far they are."""
     context = get_context("fork")
     done = context.Value("Q", 0)
     others = set(active_children())
-    with ProcessPoolExecutor(
-        len(os.sched_getaffinity(0)), context, _begin_worker, (trace, uses_of(trace), done)
-    ) as pool:
-        try:
-            # What Ctrl-C raises in a fork would be lost.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            runs = [pool.submit(_replay, policy, blocks) for blocks in reversed(sizes) for policy in policies]
-            best = {blocks: pool.submit(_optimum, blocks) for blocks in sizes}
-            left: set[Future[Any]] = {*runs, *best.values()}
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            while left:
-                finished, left = wait(left, timeout=PROGRESS_S, return_when=FIRST_EXCEPTION)
-                for one in finished:
-                    one.result()
-                _show_progress(done.value / (len(runs) + len(best)) / trace.accesses)
-        except BaseException:  # the pool would wait for what runs and for what is to run
-            for process in set(active_children()) - others:
-                process.kill()
-            raise
-        replayed = {(run.result().blocks, run.result().policy): run.result() for run in runs}
-        return [Result(replayed[blocks, name], best[blocks].result()) for blocks in sizes for name in policies]
+    cores = len(os.sched_getaffinity(0))
+    pool = ProcessPoolExecutor(cores, context, _begin_worker, (trace, uses, done))
+    try:
+        # What Ctrl-C raises in a fork would be lost.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        runs = [pool.submit(_replay, policy, blocks) for blocks in reversed(sizes) for policy in policies]
+        best = {blocks: pool.submit(_optimum, blocks) for blocks in sizes}
+        left: set[Future[Any]] = {*runs, *best.values()}
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        while left:
+            finished, left = wait(left, timeout=PROGRESS_S, return_when=FIRST_EXCEPTION)
+            for one in finished:
+                one.result()
+            _show_progress(done.value / (len(runs) + len(best)) / trace.accesses)
+    except BaseException:  # the pool would wait for what runs and for what is to run
+        for process in set(active_children()) - others:
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    replayed = {(run.result().blocks, run.result().policy): run.result() for run in runs}
+    return [Result(replayed[blocks, name], best[blocks].result()) for blocks in sizes for name in policies]
 
 
 class _Worker:
@@ -207,13 +237,14 @@ def _show_progress(part: float) -> None:
         print(text, end="", file=sys.stderr, flush=True)
 
 
-def _as_json(trace: Trace, results: Sequence[Result]) -> dict[str, object]:
+def _as_json(trace: Trace, sizes: Sequence[Size], results: Sequence[Result]) -> dict[str, object]:
     return {
         "trace": trace.name,
         "accesses": trace.accesses,
         "results": [
             {
                 "policy": result.replayed.policy,
+                "size": next(size.text for size in sizes if size.blocks == result.replayed.blocks),
                 "blocks": result.replayed.blocks,
                 "hit_percent": round(result.replayed.hit_percent, 3),
                 "written_percent": round(result.replayed.written_percent, 3),
@@ -224,27 +255,41 @@ def _as_json(trace: Trace, results: Sequence[Result]) -> dict[str, object]:
     }
 
 
-def _as_table(trace: Trace, results: Sequence[Result], block_bytes: int) -> str:
-    sizes = [f"{trace.tokens_per_block} tokens"] * bool(trace.tokens_per_block)
-    sizes += [format_size(block_bytes)] * bool(block_bytes)
-    size = f" of {' and '.join(sizes)}" if sizes else ""
+def _as_table(trace: Trace, sizes: Sequence[Size], results: Sequence[Result], block_bytes: int) -> str:
+    of_block = [f"{trace.tokens_per_block} tokens"] * bool(trace.tokens_per_block)
+    of_block += [format_size(block_bytes)] * bool(block_bytes)
+    of = f" of {' and '.join(of_block)}" if of_block else ""
+    texts = {size.blocks: size.text for size in sizes}
+    width = max(map(len, ("pool", *texts.values())))
     lines = [
-        f"{trace.name}: {len(trace.requests):,} requests, {trace.accesses:,} blocks{size}",
-        f"{'blocks':>10}  {'policy':<12}{'hits %':>8}{'written %':>11}{'optimum %':>11}",
+        f"{trace.name}: {len(trace.requests):,} requests, {trace.accesses:,} blocks{of}",
+        f"{'pool':>{width}}  {'policy':<12}{'hits %':>8}{'written %':>11}{'possible %':>12}",
     ]
-    lines += [
-        f"{one.blocks:>10,}  {one.policy:<12}{one.hit_percent:>8.2f}{one.written_percent:>11.2f}{optimum:>11.2f}"
-        for one, optimum in results
-    ]
-    return "\n".join(lines) + "\n"
+    for one, best in results:
+        percents = f"{one.hit_percent:>8.2f}{one.written_percent:>11.2f}{best:>12.2f}"
+        lines.append(f"{texts[one.blocks]:>{width}}  {one.policy:<12}{percents}")
+    return "\n".join([*lines, "", _conclusion(texts, results)])
 
 
-def _as_plot(results: Sequence[Result]) -> str:
-    """Bars of the hit ratios."""
-    most = max(max(result.optimum_percent for result in results), 1e-9)
-    lines = [f"{'blocks':>10}  {'policy':<12}hits %, | optimum"]
-    for one, optimum in results:
-        cells, mark = round(BAR_CELLS * one.hit_percent / most), round(BAR_CELLS * optimum / most)
-        bar = "█" * cells + " " * (mark - cells) + "|"
-        lines.append(f"{one.blocks:>10,}  {one.policy:<12}{bar} {one.hit_percent:.1f}")
-    return "\n".join(lines) + "\n"
+def _conclusion(texts: dict[int, str], results: Sequence[Result]) -> str:
+    """What follows for the choice of a policy, at the size at which it matters most."""
+    by_size: dict[int, list[Result]] = {}
+    for result in results:
+        by_size.setdefault(result.replayed.blocks, []).append(result)
+
+    def lead(some: Sequence[Result]) -> float:
+        hits = {result.replayed.policy: result.replayed.hit_percent for result in some}
+        return max(hits.values()) - hits.get("lru", min(hits.values()))
+
+    some = max(by_size.values(), key=lambda some: (lead(some), some[0].replayed.blocks))
+    first, *others = sorted(some, key=lambda result: -result.replayed.hit_percent)
+    beside = "".join(f", {one.replayed.policy} {one.replayed.hit_percent:.1f} %" for one in others)
+    return (
+        f"For this traffic {first.replayed.policy} saves {first.replayed.hit_percent:.1f} % of the tokens in a pool of "
+        f"{texts[first.replayed.blocks]}{beside}; {first.optimum_percent:.1f} % were possible."
+    )
+
+
+if __name__ == "__main__":
+    # Not sys.exit: threads of a pool whose processes were killed may never end (CPython's gh-94777).
+    os._exit(main())

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple, cast
 
 from msgspec import DecodeError, Meta, Struct
 from msgspec.json import Decoder
-
-from kvoffd_proto.zstd import MISSING, zstd_module
 
 KEY_BYTES = 8
 MOONCAKE_TOKENS = 512
@@ -69,9 +69,9 @@ class Trace(NamedTuple):
 def read_trace(path: Path) -> Trace:
     """Read a trace in Mooncake's format: a line is a JSON object whose ``hash_ids`` are the blocks of a request.
 
-    What ``kvoffd-cli record`` writes is that, with more fields, in zstd: client/TRACE.md. Where no line says how many
-    tokens a block has, and the lengths of requests fit a power of two and not 512, it is that. A file that was cut off
-    is read as far as it goes.
+    ``kvoffd-cli trace record`` writes that, with more fields, compressed by gzip: client/TRACE.md. Where no line says
+    how many tokens a block has, and the lengths of requests fit a power of two and not 512, it is that. A file that was
+    cut off is read as far as it goes.
 
     Source: https://github.com/kvcache-ai/Mooncake, FAST25-release. Raises BadTrace, OSError.
     """
@@ -115,18 +115,16 @@ def _lines(path: Path) -> Iterator[bytes]:
     """The file's lines, decompressed. Raises BadTrace, OSError, EOFError at the end of one that was cut off."""
     with path.open("rb") as file:
         begin = file.peek(len(ZSTD_MAGIC))  # a pipe cannot be read again
-        if begin.startswith(GZIP_MAGIC):
-            raise BadTrace(f"{path} is compressed with gzip; unpack it with gunzip.")
-        if not begin.startswith(ZSTD_MAGIC):
+        if begin.startswith(ZSTD_MAGIC):
+            raise BadTrace(f"{path} is compressed with zstd; unpack it with `zstd -d`.")
+        if not begin.startswith(GZIP_MAGIC):
             yield from _split(file, path)
             return
-        if (zstd := zstd_module()) is None:
-            raise BadTrace(f"{path} is compressed. {MISSING}")
         try:
-            with zstd.open(file) as unpacked:
-                yield from _split(unpacked, path)
-        except zstd.ZstdError as error:
-            raise BadTrace(f"{path} is damaged: {error}") from None
+            with gzip.open(file) as unpacked:
+                yield from _split(cast(BinaryIO, unpacked), path)
+        except (zlib.error, gzip.BadGzipFile) as error:
+            raise BadTrace(f"{path} is damaged: {error}.") from None
 
 
 def _split(file: BinaryIO, path: Path) -> Iterator[bytes]:

@@ -153,7 +153,6 @@ def test_config_what_is_unknown_is_refused_with_the_likely_one() -> None:
         (["serve", "--unknown"], "--unknown"),
         (["config", "surplus"], "surplus"),
         (["config", "--jsn"], "did you mean --json?"),
-        (["simulate", "--blcks", "1", "FILE"], "did you mean --blocks?"),
         (["--verson"], "did you mean --version?"),
         (["server"], "'server'"),
     ):

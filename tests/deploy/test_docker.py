@@ -57,13 +57,13 @@ def test_the_image_brings_neither_torch_nor_cuda() -> None:
     assert set(re.findall(r"^FROM (\S+)", text, re.MULTILINE)) == {"${BASE}"}
     assert "ARG BASE=debian:bookworm-slim\n" in text
     assert not re.search(r"pip install.*(torch|vllm)", text)
-    assert re.findall(r"pip install.*\[(.*?)\]", text) == ["record,s3"], "no other extra: they bring torch, for one"
+    assert re.findall(r"pip install.*\[(.*?)\]", text) == ["s3"], "no other extra: they bring torch, for one"
 
 
 def test_image_and_package_bring_the_same_extras() -> None:
     root = DOCKER.parents[1]
     for name in ("deploy/debian/build_deb.sh", "Makefile", "tests/kit/delivery.py"):
-        assert re.findall(r"(?:kvoffd|whl\)|wheel\})\[(.*?)\]", (root / name).read_text()) == ["record,s3"], name
+        assert re.findall(r"(?:kvoffd|whl\)|wheel\})\[(.*?)\]", (root / name).read_text()) == ["s3"], name
 
 
 def test_the_image_that_runs_has_authorities_to_verify_stores_by() -> None:

@@ -80,5 +80,5 @@ def wheelhouse(python: str = DEBIANS_PYTHON) -> Path:
     run(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", house, cwd=ROOT)
     (wheel,) = house.glob("kvoffd-*.whl")
     options = ["--quiet", "--only-binary=:all:", "--python-version", python, "--find-links", str(house)]
-    run(sys.executable, "-m", "pip", "download", *options, "--dest", house, f"{wheel}[record,s3]")
+    run(sys.executable, "-m", "pip", "download", *options, "--dest", house, f"{wheel}[s3]")
     return house

@@ -18,10 +18,9 @@ from kvoffd_client.cli.block_commands import block_app
 from kvoffd_client.cli.curve_command import curve
 from kvoffd_client.cli.disk_commands import disk
 from kvoffd_client.cli.policy_command import policy
-from kvoffd_client.cli.record_command import record
 from kvoffd_client.cli.shared_commands import shared
-from kvoffd_client.cli.simulate_command import simulate
 from kvoffd_client.cli.target import CliError, Directory
+from kvoffd_client.cli.trace import trace_app
 from kvoffd_client.errors import KvoffdClientError
 
 EXIT_REFUSED = 2
@@ -61,9 +60,12 @@ app.command(epilog=_examples("events", "events --json"))(actions.events)
 app.command()(policy)
 app.command()(advise)
 app.command()(curve)
-app.command()(record)
-app.command()(simulate)
-app.add_typer(bench_app, name="bench")
+app.add_typer(
+    trace_app,
+    name="trace",
+    epilog=_examples("trace record trace.jsonl.gz --duration 1h", "trace replay trace.jsonl.gz --size 64GiB,128GiB"),
+)
+app.add_typer(bench_app, name="bench", epilog=_examples("bench lookup", "bench copy", "bench copy --json"))
 app.command()(disk)
 app.command()(shared)
 app.add_typer(block_app, name="block")

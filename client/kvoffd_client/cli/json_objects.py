@@ -203,7 +203,7 @@ class AdviceGiven(Struct, frozen=True):
     advice: Annotated[list[Advice], doc("What there is to say.")]
 
 
-class RecordDone(Struct, frozen=True):
+class TraceRecorded(Struct, frozen=True):
     file: File
     seconds: Annotated[Seconds, doc("How long was recorded.")]
     chains: Annotated[Count, doc("Lines of the file: a request's keys of one KV cache group each.")]
@@ -242,6 +242,7 @@ class SimulatedPolicy(Struct, frozen=True):
     """What a policy made of a trace."""
 
     policy: Annotated[str, doc("The policy.")]
+    size: Annotated[str, doc("Size of the pool, as it was given.")]
     blocks: Annotated[Count, doc("Size of the pool, in blocks of the trace.")]
     hit_percent: Annotated[float, doc("Share of the accesses that were hits, in percent.")]
     written_percent: Annotated[float, doc("Blocks that were stored, in percent of the accesses.")]

@@ -42,7 +42,7 @@ def test_the_suite_finds_it_and_it_passes(installed: dict[str, str]) -> None:
 def test_simulate_finds_it(installed: dict[str, str], tmp_path: Path) -> None:
     requests = [[1, 2], [1, 2], [3, 4], [5, 6], [1, 2]]
     (trace := tmp_path / "t.jsonl").write_text("".join(json.dumps({"hash_ids": ids}) + "\n" for ids in requests))
-    told = output_of(installed, "kvoffd", "simulate", str(trace), "--policy=fewest,lru", "--blocks=4", "--json")
+    told = output_of(installed, "kvoffd.simulate.command", str(trace), "--policy=fewest,lru", "--blocks=4", "--json")
     found = {one["policy"]: one["hit_percent"] for one in json.loads(told)["results"]}
     assert found == {"fewest": 40.0, "lru": 20.0}
 

@@ -1,8 +1,9 @@
-"""``kvoffd-cli record``: from what engines ask for to a file that ``simulate`` replays."""
+"""``kvoffd-cli trace``: from what engines ask for to a file that is replayed."""
 
 from __future__ import annotations
 
 import errno
+import gzip
 import io
 import json
 import os
@@ -19,59 +20,54 @@ from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import Chain
 from kvoffd.errors import KvoffdError
-from kvoffd.server import recorder
-from kvoffd.server.recorder import CHAIN_BYTES, Recorder
+from kvoffd.server import trace as server_trace
 from kvoffd.server.sessions import Session
+from kvoffd.server.trace import CHAIN_BYTES, Tracer
 from kvoffd.simulate.replay import replay
 from kvoffd.simulate.trace import BadTrace, read_trace
 from kvoffd_client import AdminClient
 from kvoffd_client.cli import main
-from kvoffd_client.cli.record_command import TraceWriter
+from kvoffd_client.cli.trace import TraceWriter
 from kvoffd_client.testing import FakeEngine
-from kvoffd_proto.admin import RecordedChain
+from kvoffd_proto.admin import TraceChain
 from kvoffd_proto.messages import GroupSpec
-from kvoffd_proto.zstd import zstd_module
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
 
 KEYS = [bytes([number]) * 32 for number in range(1, 9)]
 PROGRAM = "import sys; from kvoffd_client.cli import main; sys.exit(main())"
-zstd = zstd_module()
-needs_zstd = pytest.mark.skipif(zstd is None, reason="no zstd: pip install 'kvoffd[record]'")
 
 
-def chain(*numbers: int) -> RecordedChain:
-    return RecordedChain(7, 0, 0, 16, 4096, 4, b"".join(number.to_bytes(4, "big") for number in numbers))
+def chain(*numbers: int) -> TraceChain:
+    return TraceChain(7, bytes(32), 0, 16, 4096, 4, b"".join(number.to_bytes(4, "big") for number in numbers))
 
 
-@needs_zstd
 def test_two_recordings_of_the_same_have_no_number_in_common(tmp_path: Path) -> None:
     numbers: list[set[int]] = []
     for name in ("first", "second"):
         with (tmp_path / name).open("xb") as opened:
-            writer = TraceWriter(opened, zstd, 1 << 20)
-            writer.write(chain(*range(50)), 0)
+            writer = TraceWriter(opened, 1 << 20)
+            writer.write([chain(*range(50))], 0)
             writer.close()
-        numbers.append(set(json.loads(zstd.decompress((tmp_path / name).read_bytes()))["hash_ids"]))
+        numbers.append(set(json.loads(gzip.decompress((tmp_path / name).read_bytes()))["hash_ids"]))
     assert len(numbers[0]) == 50
     assert not numbers[0] & numbers[1]
 
 
-@needs_zstd
 def test_what_was_asked_for_is_recorded_and_replayed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "asked.jsonl.zst"
+    file = tmp_path / "asked.jsonl.gz"
     with (
         DaemonProcess("32MiB") as daemon,
         FakeEngine(daemon.directory, "tiny", blocks=32, page_bytes=4096) as engine,
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, "record", str(file), "--json", "--directory", daemon.directory],
+            [sys.executable, "-c", PROGRAM, "trace", "record", str(file), "--json", "--directory", daemon.directory],
             stdout=subprocess.PIPE,
         ) as process,
     ):
         wait_until(lambda: file.exists() or process.poll() is not None, 30)
         assert process.poll() is None
-        assert main(["record", str(tmp_path / "second"), "--directory", str(daemon.directory)]) == 2
-        assert "records already" in capfd.readouterr().err
+        assert main(["trace", "record", str(tmp_path / "second"), "--directory", str(daemon.directory)]) == 2
+        assert "records a trace" in capfd.readouterr().err
         assert not (tmp_path / "second").exists()
         for keys in (KEYS[:4], KEYS[:6], KEYS[:4]):
             engine.lookup(keys)
@@ -82,7 +78,7 @@ def test_what_was_asked_for_is_recorded_and_replayed(tmp_path: Path, capfd: pyte
         done = json.loads(process.stdout.read())
     assert (done["chains"], done["keys"], done["dropped"], done["ended"]) == (3, 14, 0, "interrupt")
     assert done["bytes"] == file.stat().st_size
-    lines = [json.loads(line) for line in zstd.decompress(file.read_bytes()).splitlines()]
+    lines = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
     first, second, third = (line["hash_ids"] for line in lines)
     assert first == second[:4] == third
     assert len(set(second)) == 6
@@ -93,38 +89,34 @@ def test_what_was_asked_for_is_recorded_and_replayed(tmp_path: Path, capfd: pyte
     assert replay(trace, "lru", 6).hits == 8
 
 
-@needs_zstd
 def test_the_file_never_exceeds_its_size_and_ends_well(tmp_path: Path) -> None:
-    file = tmp_path / "small.zst"
+    file = tmp_path / "small.gz"
     with file.open("xb") as opened:
-        writer = TraceWriter(opened, zstd, 20_000)
-        count = next(number for number in range(10_000) if not writer.write(chain(number, number + 10**6), 0))
+        writer = TraceWriter(opened, 20_000)
+        count = next(number for number in range(10_000) if not writer.write([chain(number, number + 10**6)], 0))
         writer.close()
     assert 15_000 < file.stat().st_size <= 20_000
     assert len(read_trace(file).requests) == count == writer.chains
 
 
-@needs_zstd
 def test_a_file_that_was_cut_off_is_read_as_far_as_it_goes_and_a_damaged_one_refused(tmp_path: Path) -> None:
     buffer = io.BytesIO()
-    writer = TraceWriter(buffer, zstd, 1 << 20)
-    writer.write(chain(1, 2), 0)
-    writer.flush()
-    file = tmp_path / "cut.zst"
+    writer = TraceWriter(buffer, 1 << 20)
+    writer.write([chain(1, 2)], 0)
+    file = tmp_path / "cut.gz"
     file.write_bytes(buffer.getvalue())
     trace = read_trace(file)
     assert (trace.accesses, trace.tokens_per_block, trace.block_bytes, trace.cut_off) == (2, 16, 4096, True)
-    file.write_bytes(buffer.getvalue()[:4] + b"\xff" * 40)
+    file.write_bytes(buffer.getvalue()[:10] + b"\xff" * 40)
     with pytest.raises(BadTrace, match="damaged"):
         read_trace(file)
 
 
-@needs_zstd
 def test_a_bad_path_and_a_full_disk_are_said_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with DaemonProcess("16MiB") as daemon:
 
         def refused(*words: str) -> str:
-            assert main(["record", *words, "--directory", str(daemon.directory)]) == 2
+            assert main(["trace", "record", *words, "--directory", str(daemon.directory)]) == 2
             return capsys.readouterr().err
 
         (tmp_path / "there").write_text("mine")
@@ -143,80 +135,64 @@ def test_a_bad_path_and_a_full_disk_are_said_in_a_sentence(tmp_path: Path, capsy
             )
             assert os.strerror(errno.ENOSPC) in refused(str(full), "--duration", "0.1s")
         # What failed holds up nobody.
-        assert main(["record", str(tmp_path / "new"), "--duration", "0.1s", "--directory", str(daemon.directory)]) == 0
+        assert (
+            main(["trace", "record", str(tmp_path / "new"), "--duration", "0.1s", "--directory", str(daemon.directory)])
+            == 0
+        )
         assert capsys.readouterr().out.startswith("0 requests for 0 blocks in ")
 
 
 class Rig:
-    """A recorder without a daemon, its clock in our hands."""
+    """A tracer without a daemon."""
 
     def __init__(self) -> None:
-        self.now = 0.0
         self.cache = cast(BlockCache, SimpleNamespace(watchers=[]))
-        self.recorder = Recorder(self.cache, lambda: self.now)
+        self.tracer = Tracer(self.cache, lambda: 0.0)
         self.namespace = Namespace(bytes(32), "tiny", 1, 32, [GroupSpec("full", 16)], "{}")
 
     def session(self, number: int) -> Session:
         return cast(Session, SimpleNamespace(id=number, peer="uid 0", ended=False))
 
-    def ask(self, keys: bytes) -> None:
-        for watch in tuple(self.cache.watchers):
-            watch([Chain(self.namespace, 0, keys, ())])
+    def ask(self, *keys: bytes) -> None:
+        for key in keys:
+            for watch in tuple(self.cache.watchers):
+                watch([Chain(self.namespace, 0, key, ())])
 
 
-def test_what_nobody_fetches_is_bounded_counted_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "MAX_KEPT_BYTES", 3 * (CHAIN_BYTES + 32))
+def test_what_nobody_fetches_is_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_trace, "MAX_KEPT_BYTES", 3 * (CHAIN_BYTES + 32))
+    monkeypatch.setattr(server_trace, "FETCHED_BYTES", 2 * (CHAIN_BYTES + 32))
     rig = Rig()
     one, other = rig.session(1), rig.session(2)
     rig.ask(KEYS[0])
-    number, chains, _ = rig.recorder.fetch(one, 0)
-    assert chains == []
-    for key in KEYS[:5]:
-        rig.ask(key)
-    _, chains, dropped = rig.recorder.fetch(one, number)
-    assert ([found.keys for found in chains], dropped) == (KEYS[:3], 2)
+    assert rig.tracer.fetch(one) == ([], 0)
+    rig.ask(*KEYS[:5])
+    chains, dropped = rig.tracer.fetch(one)
+    assert ([found.keys for found in chains], dropped) == (KEYS[:2], 0)
     rig.ask(KEYS[5])
-    _, chains, dropped = rig.recorder.fetch(one, number)
-    assert ([found.keys for found in chains], dropped) == ([KEYS[5]], 0)
-    with pytest.raises(KvoffdError, match="records already"):
-        rig.recorder.fetch(other, 0)
-    with pytest.raises(KvoffdError, match="is over"):
-        rig.recorder.fetch(other, number)
-    rig.now += recorder.UNFETCHED_TIMEOUT_S
+    chains, dropped = rig.tracer.fetch(one)
+    assert ([found.keys for found in chains], dropped) == (KEYS[2:3], 3), "the gap is in one place"
+    rig.ask(KEYS[6])
+    chains, dropped = rig.tracer.fetch(one)
+    assert ([found.keys for found in chains], dropped) == (KEYS[6:7], 0)
+    with pytest.raises(KvoffdError, match="records a trace"):
+        rig.tracer.fetch(other)
+    one.ended = True
     rig.ask(KEYS[0])
     assert rig.cache.watchers == []
-    with pytest.raises(KvoffdError, match="is over"):
-        rig.recorder.fetch(one, number)
-    begun, *_ = rig.recorder.fetch(other, 0)
-    other.ended = True
-    assert rig.recorder.fetch(one, 0)[0] != begun
+    assert rig.tracer.fetch(other) == ([], 0)
 
 
-def test_what_the_last_answer_has_no_room_for_counts_as_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "FETCHED_BYTES", 2 * (CHAIN_BYTES + 32))
-    rig = Rig()
-    number, *_ = rig.recorder.fetch(rig.session(1), 0, end=True)
-    assert number
-    assert rig.cache.watchers == []
-    one = rig.session(2)
-    number, *_ = rig.recorder.fetch(one, 0)
-    for key in KEYS[:5]:
-        rig.ask(key)
-    found, chains, dropped = rig.recorder.fetch(one, number, end=True)
-    assert (found, len(chains), dropped) == (number, 2, 3)
-    assert rig.cache.watchers == []
-
-
-def test_a_recording_ends_with_its_session() -> None:
+def test_a_trace_ends_with_its_session() -> None:
     with DaemonProcess("16MiB") as daemon, AdminClient(daemon.directory) as second:
         with AdminClient(daemon.directory) as first:
-            first.record()
-            with pytest.raises(Exception, match="records already"):
-                second.record()
+            first.trace()
+            with pytest.raises(Exception, match="records a trace"):
+                second.trace()
 
         def begins() -> bool:
             try:
-                return bool(second.record().recording)
+                return second.trace().chains == []
             except Exception:
                 return False
 

@@ -1,0 +1,242 @@
+"""``kvoffd-cli trace``: what engines ask for, anonymised, in a file; and what other policies and pools make of that.
+
+The daemon opens no file: this process fetches what was asked for, and writes it with its own user's rights.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json as json_text
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, BinaryIO
+
+import typer
+
+from kvoffd_client.admin_client import AdminClient
+from kvoffd_client.cli.console import count_blocks, print_line
+from kvoffd_client.cli.json_objects import TraceRecorded
+from kvoffd_client.cli.json_output import print_json
+from kvoffd_client.cli.target import OPERATOR_WAIT_S, CliError, Directory, Json, local_directory
+from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError
+from kvoffd_proto.admin import TraceChain
+from kvoffd_proto.units import format_count, format_duration, format_size, parse_duration, parse_size, plural
+
+FETCH_S = 0.5
+"""Between two questions for what was asked for."""
+MUCH_BYTES = 256 << 10
+"""After an answer with so many bytes of keys the next one is asked for at once: the daemon keeps 8 MiB."""
+ID_BITS = 53
+"""Of a key's number: JSON's numbers are exact so far in every language."""
+END_BYTES = 64
+"""More than the end of the compressed stream takes."""
+LEAST_BYTES = 4096
+
+trace_app = typer.Typer(help="Record what engines ask for, and replay it with other policies.", rich_markup_mode=None)
+
+
+@trace_app.command()
+def record(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write, such as trace.jsonl.gz.")],
+    duration: Annotated[
+        str, typer.Option("--duration", metavar="TIME", help="End after so long, as in 90s or 2h. [default: at Ctrl-C]")
+    ] = "",
+    max_size: Annotated[str, typer.Option("--max-size", metavar="SIZE", help="End before FILE is larger.")] = "1GiB",
+    directory: Directory = None,
+    json: Json = False,
+) -> int:
+    """Record what engines ask for, until Ctrl-C or for --duration.
+
+    The file has a line for each request: its keys as numbers, hashed with a salt that is kept nowhere. No text, no
+    token and no name is in it. client/TRACE.md describes the lines.
+
+    Exit status: 0 done, 1 the daemon went away and the file has what came before, 2 an error.
+    """
+    option = "--duration"
+    try:
+        seconds = parse_duration(duration) if duration else float("inf")
+        option = "--max-size"
+        most_bytes = parse_size(max_size)
+    except ValueError as error:
+        raise CliError(f"{option}: {error}.") from None
+    if not seconds:
+        raise CliError(f"--duration {duration} records nothing; give a longer one, or none and end with Ctrl-C.")
+    if most_bytes < LEAST_BYTES:
+        raise CliError(f"--max-size {max_size} is too little; give {format_size(LEAST_BYTES)} or more.")
+    with AdminClient(local_directory(context, directory), OPERATOR_WAIT_S) as admin:
+        admin.trace()
+        try:
+            opened = file.open("xb")
+        except FileExistsError:
+            raise CliError(f"{file} exists already; name another file, or remove it.") from None
+        except OSError as error:
+            raise CliError(f"{file} cannot be written: {error.strerror}.") from None
+        try:
+            with opened:
+                done = _write(admin, file, TraceWriter(opened, most_bytes), seconds)
+        except OSError as error:
+            holds = file.exists() and file.stat().st_size > 0
+            left = "What is in it can be replayed." if holds else "It is empty."
+            raise CliError(f"{file} cannot be written to its end: {error.strerror}. {left}") from error
+    if json:
+        print_json(done)
+    else:
+        lost = f" {format_count(done.dropped)} more came too fast and are missing." if done.dropped else ""
+        full = f" It ended since {file} may not be larger (--max-size)." if done.ended == "size" else ""
+        print_line(
+            f"{format_count(done.chains)} request{plural(done.chains)} for {count_blocks(done.keys)} in "
+            f"{format_duration(done.seconds)}, in {format_size(done.bytes)} of {file}.{lost}{full}"
+        )
+    return int(done.ended == "daemon")
+
+
+def _write(admin: AdminClient, file: Path, writer: TraceWriter, seconds: float) -> TraceRecorded:
+    began, session = time.monotonic(), admin.session_id
+    until, ended, more = began + seconds, "", False
+    with _ended_by_signal() as told:
+        while more or not ended:
+            if told.is_set():
+                ended = "interrupt"
+            elif time.monotonic() >= until:
+                ended = "duration"
+            try:
+                fetched = admin.trace()
+                if admin.session_id != session:
+                    raise DaemonUnavailable("The kvoffd daemon was restarted, which ended the trace.")
+            except KvoffdClientError as error:
+                ended = "daemon"
+                print(f"kvoffd-cli: {error}", file=sys.stderr)
+                break
+            if not writer.write(fetched.chains, fetched.dropped):
+                ended = "size"
+                break
+            _show_progress(writer, time.monotonic() - began)
+            more = sum(len(chain.keys) for chain in fetched.chains) >= MUCH_BYTES
+            if not more and not ended:
+                told.wait(max(0.0, min(FETCH_S, until - time.monotonic())))
+        _show_progress(None)
+        took = time.monotonic() - began
+        writer.close()
+    return TraceRecorded(str(file), took, writer.chains, writer.keys, writer.dropped, writer.file.tell(), ended)
+
+
+def _show_progress(writer: TraceWriter | None, seconds: float = 0.0) -> None:
+    if sys.stderr.isatty():
+        text = ""
+        if writer is not None:
+            text = f"{format_duration(seconds)}: {format_count(writer.chains)} requests; Ctrl-C ends the trace."
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _ended_by_signal() -> Iterator[threading.Event]:
+    """An event that Ctrl-C and SIGTERM set: the file gets its end."""
+    end = threading.Event()
+    before = {number: signal.signal(number, lambda *_: end.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield end
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class TraceWriter:
+    """Writes lines to a file that grows to ``most_bytes`` at most."""
+
+    def __init__(self, file: BinaryIO, most_bytes: int) -> None:
+        self.file = file
+        self.chains = self.keys = self.dropped = 0
+        self._most_bytes = most_bytes
+        self._packed = gzip.GzipFile("", "wb", fileobj=file, mtime=0)
+        self._unflushed = 0
+        self._salt = secrets.token_bytes(32)
+        self._namespaces: dict[bytes, int] = {}
+
+    def write(self, chains: list[TraceChain], dropped: int) -> bool:
+        """Add a line for each to the file; False where it has no room. ``dropped``: so many are missing behind them."""
+        for number, chain in enumerate(chains, 1):
+            line = self._line(chain, dropped if number == len(chains) else 0)
+            if self.file.tell() + self._unflushed + len(line) + END_BYTES > self._most_bytes:
+                self._flush()
+                if self.file.tell() + len(line) + END_BYTES > self._most_bytes:
+                    return False
+            self._unflushed += len(line)
+            self._packed.write(line)
+            self.chains += 1
+            self.keys += len(chain.keys) // chain.key_bytes
+        self.dropped += dropped
+        self._flush()
+        return True
+
+    def _flush(self) -> None:
+        """So that who ends this process loses nothing."""
+        self._packed.flush()
+        self.file.flush()
+        self._unflushed = 0
+
+    def close(self) -> None:
+        """Write the end of the stream."""
+        self._packed.close()
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def _line(self, chain: TraceChain, dropped: int) -> bytes:
+        """A request in Mooncake's format, with what that does not have."""
+        # Equal keys of two groups or namespaces are different blocks.
+        namespace = self._namespaces.setdefault(chain.namespace, len(self._namespaces))
+        whose = namespace.to_bytes(8, "big") + chain.group.to_bytes(8, "big")
+        salted = blake2b(key=self._salt, person=whose, digest_size=8)
+        ids = []
+        for at in range(0, len(chain.keys), chain.key_bytes):
+            one = salted.copy()
+            one.update(chain.keys[at : at + chain.key_bytes])
+            ids.append(int.from_bytes(one.digest(), "big") >> (64 - ID_BITS))
+        fields = {
+            "timestamp": chain.milliseconds,
+            "input_length": len(ids) * chain.tokens_per_block,
+            "hash_ids": ids,
+            "namespace": namespace,
+            "group": chain.group,
+            "block_tokens": chain.tokens_per_block,
+            "block_bytes": chain.block_bytes,
+        }
+        if dropped:
+            fields["dropped"] = dropped
+        return json_text.dumps(fields, separators=(",", ":")).encode() + b"\n"
+
+
+@trace_app.command()
+def replay(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Trace of trace record, or in Mooncake's format.")],
+    policy: Annotated[str, typer.Option(metavar="NAMES", help="Policies, separated by commas, or all.")] = "all",
+    size: Annotated[
+        str, typer.Option(metavar="SIZE,...", help="Sizes of the pool. [default: up to all blocks of FILE]")
+    ] = "",
+    blocks: Annotated[str, typer.Option(metavar="N,...", help="Sizes of the pool, in blocks of FILE.")] = "",
+    block_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bytes of a block of all ranks, where FILE does not say.")
+    ] = "",
+    json: Json = False,
+) -> int:
+    """Replay a trace with several policies and sizes of the pool.
+
+    Needs no daemon. Prints the hits, what was written, the most hits that were possible, and what follows for the
+    choice of a policy.
+    """
+    if find_spec("kvoffd") is None:
+        raise CliError("A trace is replayed through the daemon's cache, and the package kvoffd is not installed here.")
+    words = [sys.executable, "-m", "kvoffd.simulate.command", f"--policy={policy}"]
+    named = {"--size": size, "--blocks": blocks, "--block-size": block_size}
+    words += [f"{option}={value}" for option, value in named.items() if value]
+    return subprocess.run([*words, *["--json"] * json, "--", str(file)], check=False).returncode

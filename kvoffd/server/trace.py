@@ -1,0 +1,84 @@
+"""What engines ask for, kept for an administrator who fetches it: ``kvoffd-cli trace record`` writes it to a file."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.policies import Chain
+from kvoffd.errors import KvoffdError
+from kvoffd.server.sessions import Session
+from kvoffd_proto import admin as a
+from kvoffd_proto.errors import ErrorCode
+
+MAX_KEPT_BYTES = 8 << 20
+"""What waits to be fetched; what comes then is dropped and counted."""
+CHAIN_BYTES = 400
+"""What a chain takes beside its keys."""
+FETCHED_BYTES = 1 << 20
+
+
+class Tracer:
+    """The trace of one session, if there is one; it ends with the session. Costs nothing while there is none."""
+
+    def __init__(self, cache: BlockCache, clock: Callable[[], float]) -> None:
+        self._cache = cache
+        self._clock = clock
+        self._session: Session | None = None
+        self._began_at = 0.0
+        self._kept: deque[a.TraceChain] = deque()
+        self._kept_bytes = self._dropped = 0
+
+    def fetch(self, session: Session) -> tuple[list[a.TraceChain], int]:
+        """What came since the last call, and how many chains were dropped behind that. The first call begins the trace.
+
+        Raises KvoffdError where another session has one.
+        """
+        if session is not self._session:
+            if self._session is not None and not self._session.ended:
+                why = f"Session {self._session.id} ({self._session.peer}) records a trace; wait until it has ended."
+                raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
+            self._end()
+            self._session, self._began_at = session, self._clock()
+            self._cache.watchers.append(self._note)
+        chains: list[a.TraceChain] = []
+        nbytes = dropped = 0
+        while self._kept and nbytes < FETCHED_BYTES:
+            chain = self._kept.popleft()
+            nbytes += CHAIN_BYTES + len(chain.keys)
+            chains.append(chain)
+        self._kept_bytes -= nbytes
+        if not self._kept:
+            dropped, self._dropped = self._dropped, 0
+        return chains, dropped
+
+    def _end(self) -> None:
+        if self._session is not None:
+            self._session = None
+            self._kept.clear()
+            self._kept_bytes = self._dropped = 0
+            self._cache.watchers.remove(self._note)
+
+    def _note(self, chains: Sequence[Chain]) -> None:
+        if self._session is None or self._session.ended:
+            self._end()
+            return
+        for namespace, group, keys, _ in chains:
+            nbytes = CHAIN_BYTES + len(keys)
+            # Once some were dropped all are, so that the gap is in one place.
+            if not keys or self._dropped or self._kept_bytes + nbytes > MAX_KEPT_BYTES:
+                self._dropped += bool(keys)
+                continue
+            self._kept_bytes += nbytes
+            self._kept.append(
+                a.TraceChain(
+                    round((self._clock() - self._began_at) * 1000),
+                    namespace.fingerprint,
+                    group,
+                    namespace.groups[group].tokens_per_block,
+                    namespace.block_bytes(group),
+                    namespace.key_bytes,
+                    keys,
+                )
+            )
