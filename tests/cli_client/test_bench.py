@@ -31,7 +31,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize(("name", "cases", "unit"), [("lookup", 12, "µs"), ("copy", 4, "GB/s")])
 def test_every_case_has_a_floor_of_the_same_run(run: Run, name: str, cases: int, unit: str) -> None:
-    with DaemonProcess("96MiB") as daemon:
+    with DaemonProcess("160MiB") as daemon:
         found = json.loads(run(daemon, name, "--json"))
         assert len(found["results"]) == cases == len({result["case"] for result in found["results"]})
         for result in found["results"]:
@@ -48,7 +48,7 @@ def test_every_case_has_a_floor_of_the_same_run(run: Run, name: str, cases: int,
 
 
 def test_a_bench_teaches_nothing_and_is_in_no_sum(run: Run) -> None:
-    with DaemonProcess("96MiB", eviction_policy="learned") as daemon:
+    with DaemonProcess("160MiB", eviction_policy="learned") as daemon:
         for name in ("lookup", "copy"):
             assert run(daemon, name).splitlines()[-1].startswith("floor: ")
         with AdminClient(daemon.directory) as admin:
@@ -65,7 +65,7 @@ def test_a_bench_teaches_nothing_and_is_in_no_sum(run: Run) -> None:
 def test_a_bench_drops_what_one_that_was_killed_left_and_nothing_else(run: Run) -> None:
     keys = [bytes([number]) * 32 for number in range(3)]
     with (
-        DaemonProcess("96MiB") as daemon,
+        DaemonProcess("160MiB") as daemon,
         FakeEngine(daemon.directory, "bench lookup") as running,
         FakeEngine(daemon.directory) as engine,
     ):

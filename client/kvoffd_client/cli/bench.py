@@ -43,7 +43,7 @@ MAX_LAYERS, MAX_BLOCK_BYTES = 16, 4 * MIB
 COPIED_BYTES = 128 * MIB
 """Of each direction in a round; less where the pool is small."""
 COPY_JOBS = 4
-POOL_PART = 2
+POOL_PART = 4
 """A bench takes so small a part of the pool."""
 WAIT_S = 30.0
 EVICTED = "Blocks of the bench were evicted beside engines' traffic; run it while they rest."

@@ -42,7 +42,7 @@ END_BYTES = 64
 """More than the end of the compressed stream takes."""
 LEAST_BYTES = 4096
 
-trace_app = typer.Typer(help="Record what engines ask for, and replay it with other policies.", rich_markup_mode=None)
+trace_app = typer.Typer(help="Record what engines ask for, and replay it.", rich_markup_mode=None)
 
 
 @trace_app.command()
