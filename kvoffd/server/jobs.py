@@ -12,11 +12,13 @@ engine's blocks, which the engine keeps until it has the result or the lifeline 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import struct
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import islice
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,16 +34,7 @@ from kvoffd.server.host import Host
 from kvoffd.server.sessions import Registration, Session
 from kvoffd.transfer.checksums import SlotChecksums
 from kvoffd.transfer.engine import Transfer
-from kvoffd.transfer.plan import (
-    Direction,
-    Outcome,
-    Plan,
-    blocks_outside,
-    check_count,
-    concatenate,
-    outside_error,
-    plan_blocks,
-)
+from kvoffd.transfer.plan import Direction, GroupLayout, Outcome, Plan, check_count, check_ids, concatenate, plan_blocks
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import (
     BLOCK_ID_BYTES,
@@ -56,8 +49,6 @@ from kvoffd_proto.messages import (
 )
 
 logger = logging.getLogger(__name__)
-
-Ints = npt.NDArray[np.int64]
 
 QUIET_S = 0.05
 """Engines that have copied nothing for so long do not copy."""
@@ -87,138 +78,116 @@ class DirectionCounters:
 # --- what a message asks for ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Blocks:
-    """The blocks of one group in the stores, or in the loads, of a message. They are sound.
+class Span(NamedTuple):
+    """Where in a Part one job's keys and engine blocks are."""
 
-    Attributes:
-        group: index of the group.
-        keys: of all its jobs, in their order.
-        block_ids: [m] engine blocks, int32.
-        key_counts: [jobs] keys of each job; 0 where the job has none in this group.
-        block_counts: [jobs] engine blocks of each job.
-        first_blocks: [jobs] engine blocks of the job's first key that are left out at its start.
-        parents: of each key, end to end; empty where no store told them.
-        token_ids: of each key's block, end to end; empty where no store told them.
-    """
+    job: int
+    """Its number among the stores, or the loads, of the message."""
+    key: int
+    keys_end: int
+    block: int
+    blocks_end: int
+    first_block: int
+    """Engine blocks of its first key that are left out at their start."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """What the stores, or the loads, of a message name of one group. It is sound."""
 
     group: int
-    keys: Sequence[bytes]
+    layout: GroupLayout
+    keys: list[bytes]
+    """Of all its jobs, in their order."""
     block_ids: npt.NDArray[np.int32]
-    key_counts: Ints
-    block_counts: Ints
-    first_blocks: Ints
-    parents: bytes = b""
-    token_ids: bytes = b""
-
-    # Once for all jobs: every job looks into them.
-    @cached_property
-    def first_keys(self) -> Ints:
-        """[jobs] where in ``keys`` those of each job begin."""
-        return np.cumsum(self.key_counts) - self.key_counts
-
-    @cached_property
-    def first_ids(self) -> Ints:
-        """[jobs] where in ``block_ids`` those of each job begin."""
-        return np.cumsum(self.block_counts) - self.block_counts
-
-    def positions(self, blocks_per_key: int) -> Ints:
-        """[m] as ``plan_blocks`` has it: where in ``keys`` each block belongs."""
-        begins = self.first_keys * blocks_per_key + self.first_blocks - self.first_ids
-        return np.arange(self.block_ids.size, dtype=np.int64) + np.repeat(begins, self.block_counts)
-
-    def by_job(self, numbers: Iterable[int]) -> Iterator[tuple[int, GroupKeys]]:
-        """Some keys by their numbers, ascending: those of each job, with the job's index."""
-        chosen = np.fromiter(numbers, dtype=np.int64)
-        of_job = np.searchsorted(np.cumsum(self.key_counts), chosen, side="right")
-        for job in dict.fromkeys(of_job.tolist()):
-            picked = chosen[of_job == job].tolist()
-            yield job, GroupKeys(self.group, b"".join([self.keys[number] for number in picked]))
+    """[m] engine blocks."""
+    spans: list[Span]
+    """Of the jobs that name the group, in their order."""
+    parents: bytes
+    """Of each key, end to end; empty where no store told them."""
+    token_ids: bytes
+    """Of each key's block, end to end; empty where no store told them."""
 
     def tokens(self) -> Mapping[bytes, BlockTokens]:
         """By key, its parent and token ids, where its store told them."""
         if not self.parents or not self.token_ids:
             return NO_TOKENS
-        count = len(self.keys)
-        size, each = len(self.parents) // count, len(self.token_ids) // count
+        size, each = len(self.parents) // len(self.keys), len(self.token_ids) // len(self.keys)
         return {
             key: BlockTokens(self.parents[at * size : (at + 1) * size], self.token_ids[at * each : (at + 1) * each])
             for at, key in enumerate(self.keys)
         }
 
-    def of_job(self, job: int) -> tuple[Sequence[bytes], npt.NDArray[np.int32]]:
-        """Keys and engine blocks of one job."""
-        key, block = int(self.first_keys[job]), int(self.first_ids[job])
-        return (
-            self.keys[key : key + int(self.key_counts[job])],
-            self.block_ids[block : block + int(self.block_counts[job])],
-        )
+    def put_by_job(self, numbers: Sequence[int], found: dict[int, list[GroupKeys]]) -> None:
+        """Put the keys of these numbers, ascending, among those of their jobs."""
+        for span in self.spans if numbers else ():
+            some = numbers[bisect_left(numbers, span.key) : bisect_left(numbers, span.keys_end)]
+            if some:
+                found[span.job].append(GroupKeys(self.group, b"".join([self.keys[number] for number in some])))
 
 
-def checked_blocks(registration: Registration, batch: Stores | Loads, *, storing: bool) -> list[Blocks]:
-    """The blocks of some jobs, by group. Raises KvoffdError where one of the jobs is not in order."""
-    jobs = len(batch.job_ids)
-    found = [_checked_part(registration, part, jobs, storing=storing) for part in batch.groups]
-    by_group: dict[int, Ints] = {}
-    for part in found:
-        named = by_group.get(part.group, np.zeros(jobs, np.int64)) + (part.key_counts > 0)
-        if (named > 1).any():
+def checked_parts(registration: Registration, batch: Stores | Loads, *, storing: bool) -> list[Part]:
+    """What some jobs ask for, by group. Raises KvoffdError where one of them is not in order."""
+    parts = [_checked_part(registration, part, len(batch.job_ids), storing=storing) for part in batch.groups]
+    jobs_of: defaultdict[int, set[int]] = defaultdict(set)
+    for part in parts:
+        jobs = {span.job for span in part.spans}
+        if not jobs_of[part.group].isdisjoint(jobs):
             raise BadKeys(f"A job names group {part.group} twice; put its keys into one part.")
-        by_group[part.group] = named
-    if jobs and not sum((part.key_counts for part in found), np.zeros(jobs, np.int64)).all():
+        jobs_of[part.group] |= jobs
+    if len(set().union(*jobs_of.values())) < len(batch.job_ids):
         raise BadBlockIds("A job has no keys and no block ids; leave it out.")
-    return found
+    return parts
 
 
-def _checked_part(registration: Registration, part: GroupBlocks, jobs: int, *, storing: bool) -> Blocks:
-    namespace = registration.namespace
-    keys = namespace.split(part.group, part.keys)
-    layout = registration.layouts[part.group]
+def _checked_part(registration: Registration, part: GroupBlocks, jobs: int, *, storing: bool) -> Part:
+    group, namespace = part.group, registration.namespace
+    keys = namespace.split(group, part.keys)
+    layout = registration.layouts[group]
+    per_key = layout.blocks_per_key
     if len(part.block_ids) % BLOCK_ID_BYTES:
         raise BadBlockIds(f"Block ids are int32; {len(part.block_ids)} bytes are not a whole number of them.")
     block_ids = np.frombuffer(part.block_ids, dtype="<i4")
     key_counts, block_counts = _counts(part.key_counts, jobs, "keys"), _counts(part.block_counts, jobs, "blocks")
-    first_blocks = _counts(part.first_blocks, jobs, "first blocks") if part.first_blocks else np.zeros(jobs, np.int64)
-    told = part.parents, part.tokens
-    blocks = Blocks(part.group, keys, block_ids, key_counts, block_counts, first_blocks, *told)
-    if key_counts.sum() != len(keys) or block_counts.sum() != block_ids.size:
+    first_blocks = _counts(part.first_blocks, jobs, "first blocks") if part.first_blocks else [0] * jobs
+    if sum(key_counts) != len(keys) or sum(block_counts) != block_ids.size:
         raise BadKeys(
-            f"The jobs have {key_counts.sum()} keys and {block_counts.sum()} blocks of group {part.group}, and "
-            f"{len(keys)} keys and {block_ids.size} block ids were sent."
+            f"The jobs have {sum(key_counts)} keys and {sum(block_counts)} blocks of group {group}, and {len(keys)} "
+            f"keys and {block_ids.size} block ids were sent."
         )
-    ends, whole = first_blocks + block_counts, key_counts * layout.blocks_per_key
-    fit = (ends == whole) if storing else (ends <= whole) & (ends > whole - layout.blocks_per_key)
-    fit &= (block_counts > 0) & (first_blocks < layout.blocks_per_key)
-    for job in np.flatnonzero(~fit & ((key_counts > 0) | (block_counts > 0))).tolist():
-        counts = int(block_counts[job]), int(key_counts[job]), int(first_blocks[job])
-        check_count(layout, *counts, exact=storing)
-    if (outside := blocks_outside(layout, block_ids)).size:
-        raise outside_error(layout, int(block_ids[outside[0]]))
-    if len(set(keys)) < len(keys) or not storing:
-        for job in np.flatnonzero(key_counts).tolist():
-            names, ids = blocks.of_job(job)
-            if len(set(names)) < len(names):
-                raise BadKeys(f"A key of group {part.group} occurs twice in one job; send each key once.")
-            if not storing and np.unique(ids).size < ids.size:
-                raise BadBlockIds(f"Group {part.group} loads into an engine block twice; name each block once.")
-    _check_tokens(part, len(keys), namespace.groups[part.group].tokens_per_block)
-    return blocks
-
-
-def _counts(data: bytes, jobs: int, what: str) -> Ints:
-    if len(data) != jobs * COUNT_BYTES:
-        raise BadKeys(f"{len(data)} bytes are not the uint32 numbers of {what} of {jobs} jobs.")
-    return np.frombuffer(data, dtype="<u4").astype(np.int64)
-
-
-def _check_tokens(part: GroupBlocks, keys: int, tokens_per_block: int) -> None:
-    """Raise BadKeys where parents or token ids are not those of as many keys."""
+    spans: list[Span] = []
+    key = block = 0
+    for job, (of_keys, of_blocks, first) in enumerate(zip(key_counts, block_counts, first_blocks, strict=True)):
+        if not of_keys and not of_blocks:
+            continue
+        left_out = of_keys * per_key - first - of_blocks
+        if left_out < 0 or left_out >= per_key or (storing and left_out) or not of_blocks or first >= per_key:
+            check_count(layout, of_blocks, of_keys, first, exact=storing)  # which raises
+        spans.append(Span(job, key, key + of_keys, block, block + of_blocks, first))
+        key += of_keys
+        block += of_blocks
+    check_ids(layout, block_ids)
+    if len(set(keys)) < len(keys) and any(len(set(keys[at:end])) < end - at for _, at, end, *_ in spans):
+        raise BadKeys(f"A key of group {group} occurs twice in one job; send each key once.")
+    if not storing:
+        ids = block_ids.tolist()
+        if len(set(ids)) < len(ids) and any(len(set(ids[at:end])) < end - at for _, _, _, at, end, _ in spans):
+            raise BadBlockIds(f"Group {group} loads into an engine block twice; name each block once.")
     if part.parents and len(part.parents) != len(part.keys):
         raise BadKeys(f"{len(part.parents)} bytes of parents for {len(part.keys)} bytes of keys; tell all or none.")
-    if part.tokens and len(part.tokens) != keys * tokens_per_block * TOKEN_ID_BYTES:
+    tokens_per_block = namespace.groups[group].tokens_per_block
+    if part.tokens and len(part.tokens) != len(keys) * tokens_per_block * TOKEN_ID_BYTES:
         raise BadKeys(
-            f"{len(part.tokens)} bytes of token ids for {keys} keys of {tokens_per_block} tokens; tell all or none."
+            f"{len(part.tokens)} bytes of token ids for {len(keys)} keys of {tokens_per_block} tokens; tell all or "
+            "none."
         )
+    return Part(group, layout, keys, block_ids, spans, part.parents, part.tokens)
+
+
+def _counts(data: bytes, jobs: int, what: str) -> list[int]:
+    if len(data) != jobs * COUNT_BYTES:
+        raise BadKeys(f"{len(data)} bytes are not the uint32 numbers of {what} of {jobs} jobs.")
+    return list(struct.unpack(f"<{jobs}I", data))
 
 
 # --- jobs -----------------------------------------------------------------------------------------
@@ -236,9 +205,7 @@ class Job:
     registration: Registration
     accepted_at: float
     """Before slots are taken: to evict for it is part of what it costs its engine."""
-    nbytes: int = field(default=0, init=False)
-    pieces: int = field(default=0, init=False)
-    """Of its plan, in ``max_pieces_in_flight``."""
+    plan: Plan = field(init=False)
     checksums: SlotChecksums | None = field(default=None, init=False)
     transfer: Transfer | None = field(default=None, init=False)
     answered: bool = field(default=False, init=False)
@@ -251,63 +218,62 @@ class Job:
 
 @dataclass(eq=False)
 class StoreBatch(Job):
-    """The stores of one message. Tickets are by group, checksums by ticket and key."""
+    """The stores of one message. Tickets are by part, checksums by ticket and key."""
 
     direction = Direction.STORE
-    groups: Sequence[Blocks]
+    parts: Sequence[Part]
     admit_all: bool
     """Whatever the policy says."""
     tickets: list[StoreTicket] = field(default_factory=list, init=False)
-    copied_bytes: Ints = field(init=False)
-    """[stores]"""
+    copied_bytes: list[int] = field(default_factory=list, init=False)
+    """By store."""
 
-    def begin(self, cache: BlockCache, pool_address: int) -> Plan:
+    def begin(self, cache: BlockCache, pool_address: int) -> None:
         """Take slots for what is absent, and plan the copy. ``abort`` undoes it, also where it raises."""
-        self.copied_bytes = np.zeros(len(self.ids), dtype=np.int64)
-        plan = concatenate([self._plan(cache, part, pool_address) for part in self.groups])
+        registration, plans = self.registration, list[Plan]()
+        whose = registration.namespace, registration.rank
+        self.copied_bytes = [0] * len(self.ids)
         slots: list[tuple[int, int]] = []
-        for ticket in self.tickets:
-            length = ticket.namespace.shard_length(ticket.rank, ticket.group)
+        for part in self.parts:
+            layout, keys = part.layout, part.keys
+            firsts = {span.key: span.first_block for span in part.spans if span.first_block}
+            starts = None if self.admit_all else [span.key for span in part.spans]
+            ticket = cache.begin_stores(
+                *whose, part.group, keys, firsts, self.tickets, registration.memory.node, starts
+            )
+            self.tickets.append(ticket)
+            length = registration.namespace.shard_length(registration.rank, part.group)
             slots += [(offset, length) for offset in ticket.offsets]
+            addresses, chosen = np.array(ticket.offsets, dtype=np.uint64) + np.uint64(pool_address), None
+            if len(ticket.copy) < len(keys):
+                chosen = np.zeros(len(keys), dtype=np.bool_)
+                chosen[ticket.copy] = True
+                of_chosen, addresses = addresses, np.zeros(len(keys), dtype=np.uint64)
+                addresses[chosen] = of_chosen
+            positions = np.arange(part.block_ids.size, dtype=np.int64)
+            for span in part.spans if firsts else ():
+                positions[span.block :] += span.first_block
+            plans.append(plan_blocks(layout, self.direction, part.block_ids, positions, addresses, chosen))
+            for span in part.spans:
+                at, end = (bisect_left(ticket.copy, number) for number in (span.key, span.keys_end))
+                blocks = (end - at) * layout.blocks_per_key
+                if at < end and ticket.copy[at] == span.key:
+                    blocks -= span.first_block
+                self.copied_bytes[span.job] += blocks * layout.block_bytes
+        self.plan = concatenate(plans)
         if slots:
-            whole_after = plan.whole_after.tolist()
+            whole_after = self.plan.whole_after.tolist()
             digests = cache.slots.digests
             self.checksums = SlotChecksums(digests, slots, whole_after=whole_after, pool_address=pool_address)
-        return plan
-
-    def _plan(self, cache: BlockCache, part: Blocks, pool_address: int) -> Plan:
-        registration = self.registration
-        layout = registration.layouts[part.group]
-        jobs = np.flatnonzero(part.key_counts)
-        starts, firsts = part.first_keys[jobs].tolist(), part.first_blocks[jobs].tolist()
-        first_blocks = {key: first for key, first in zip(starts, firsts, strict=True) if first}
-        whose = registration.namespace, registration.rank, part.group
-        chains = None if self.admit_all else starts
-        ticket = cache.begin_stores(*whose, part.keys, first_blocks, self.tickets, registration.memory.node, chains)
-        self.tickets.append(ticket)
-        slots = np.array(ticket.offsets, dtype=np.uint64) + np.uint64(pool_address)
-        positions = part.positions(layout.blocks_per_key)
-        block_bytes = int(layout.page_bytes.sum())
-        if len(ticket.copy) == len(part.keys):
-            self.copied_bytes += part.block_counts * block_bytes
-            return plan_blocks(layout, self.direction, part.block_ids, positions, slots)
-        addresses = np.zeros(len(part.keys), dtype=np.uint64)
-        chosen = np.zeros(len(part.keys), dtype=np.bool_)
-        addresses[ticket.copy] = slots
-        chosen[ticket.copy] = True
-        of_job = np.repeat(np.arange(len(self.ids)), part.block_counts)
-        copied = of_job[chosen[positions // layout.blocks_per_key]]
-        self.copied_bytes += np.bincount(copied, minlength=len(self.ids)) * block_bytes
-        return plan_blocks(layout, self.direction, part.block_ids, positions, addresses, chosen)
 
     def commit(self, cache: BlockCache) -> None:
         """Make the blocks readable."""
         checksums = iter(self.checksums.sums if self.checksums is not None else ())
-        for part, ticket in zip(self.groups, self.tickets, strict=True):
+        for part, ticket in zip(self.parts, self.tickets, strict=True):
             ticket.tokens = part.tokens()
             ticket.checksums = list(islice(checksums, len(ticket.copy)))
             cache.commit_store(ticket)
-        self.registration.namespace.counters.stored_bytes += self.nbytes
+        self.registration.namespace.counters.stored_bytes += self.plan.nbytes
 
     def abort(self, cache: BlockCache) -> None:
         """Give the slots back: what is in them counts for nothing."""
@@ -316,15 +282,16 @@ class StoreBatch(Job):
 
     def results(self, seconds: float, error: ErrorCode | None) -> list[JobResult]:
         """One for each store. ``error``: why nothing was copied; None where all was that found space."""
-        lost = [ticket.dropped for ticket in self.tickets]
-        if error is not None:  # a store whose keys were all there lost nothing
-            lost = [
-                sorted({*ticket.dropped, *ticket.copy, *ticket.again}.difference(ticket.declined))
-                for ticket in self.tickets
-            ]
+        failed: defaultdict[int, list[GroupKeys]] = defaultdict(list)
+        declined: defaultdict[int, list[GroupKeys]] = defaultdict(list)
+        for part, ticket in zip(self.parts, self.tickets, strict=True):
+            lost = ticket.dropped
+            if error is not None:  # a store whose keys were all there lost nothing
+                lost = sorted({*ticket.dropped, *ticket.copy, *ticket.again}.difference(ticket.declined))
+            part.put_by_job(lost, failed)
+            part.put_by_job(ticket.declined, declined)
         code = self.client_error(error or ErrorCode.NO_ROOM)
-        failed, declined = self._by_job(lost), self._by_job([ticket.declined for ticket in self.tickets])
-        copied = [0] * len(self.ids) if error is not None else self.copied_bytes.tolist()
+        copied = [0] * len(self.ids) if error is not None else self.copied_bytes
         return [
             JobResult(job_id, False, nbytes, seconds, code, failed[number], declined.get(number, []))
             if number in failed
@@ -332,20 +299,13 @@ class StoreBatch(Job):
             for number, (job_id, nbytes) in enumerate(zip(self.ids, copied, strict=True))
         ]
 
-    def _by_job(self, numbers: Sequence[Sequence[int]]) -> dict[int, list[GroupKeys]]:
-        """Keys by the index of their store, given their numbers by group."""
-        found: dict[int, list[GroupKeys]] = {}
-        for part, chosen in zip(self.groups, numbers, strict=True):
-            for job, keys in part.by_job(chosen) if chosen else ():
-                found.setdefault(job, []).append(keys)
-        return found
-
 
 @dataclass(eq=False)
 class LoadJob(Job):
-    """A load. Tickets are by group, checksums those of ``checks``."""
+    """A load. Tickets are by part, checksums those of ``checks``."""
 
     direction = Direction.LOAD
+    parts: Sequence[tuple[Part, Span]]
     lease_id: int
     keep_lease: bool
     tickets: list[LoadTicket] = field(default_factory=list, init=False)
@@ -356,41 +316,36 @@ class LoadJob(Job):
     error: ErrorCode | None = field(default=None, init=False)
     """Why it cannot be done, where that is known before it is copied."""
 
-    def begin(
-        self, cache: BlockCache, groups: Sequence[Blocks], number: int, pool_address: int, *, verify: bool
-    ) -> Plan:
+    def begin(self, cache: BlockCache, pool_address: int, *, verify: bool) -> None:
         """Hold the slots, and plan the copy; nothing is copied where a block is not ready. ``abort`` undoes it.
 
-        ``number`` is the load's in ``groups``. ``verify``: all slots are compared with their checksums, else those
-        that nobody has compared since an earlier daemon wrote them.
+        ``verify``: all slots are compared with their checksums, else those that nobody has compared since an earlier
+        daemon wrote them.
         """
-        plans = [self._plan(cache, part, number, pool_address) for part in groups if part.key_counts[number]]
+        registration, plans = self.registration, list[Plan]()
+        whose = registration.namespace, registration.rank, self.lease_id
+        for part, span in self.parts:
+            keys, first = part.keys[span.key : span.keys_end], span.first_block
+            try:
+                ticket = cache.begin_load(*whose, part.group, b"".join(keys), first)
+            except (NotReady, UnknownLease) as refusal:
+                missing = [keys[at] for at in refusal.missing] if isinstance(refusal, NotReady) else keys
+                self.failed.append(GroupKeys(part.group, b"".join(missing)))
+                self.error = refusal.code
+                continue
+            self.tickets.append(ticket)
+            slots = np.array(ticket.offsets, dtype=np.uint64) + np.uint64(pool_address)
+            block_ids = part.block_ids[span.block : span.blocks_end]
+            positions = np.arange(first, first + block_ids.size, dtype=np.int64)
+            plans.append(plan_blocks(part.layout, self.direction, block_ids, positions, slots))
         if self.error is not None:
-            return concatenate([])
+            self.plan = concatenate([])
+            return
+        self.plan = concatenate(plans)
         self.checks = [check for ticket in self.tickets for check in cache.integrity.checks_of_load(ticket, verify)]
         if self.checks:
-            slots = [(check.offset, check.length) for check in self.checks]
-            self.checksums = SlotChecksums(cache.slots.digests, slots, [check.checksum for check in self.checks])
-        return concatenate(plans)
-
-    def _plan(self, cache: BlockCache, part: Blocks, number: int, pool_address: int) -> Plan:
-        registration = self.registration
-        keys, block_ids = part.of_job(number)
-        first_block = int(part.first_blocks[number])
-        whose = registration.namespace, registration.rank, self.lease_id, part.group
-        try:
-            ticket = cache.begin_load(*whose, b"".join(keys), first_block)
-        except (NotReady, UnknownLease) as refusal:
-            missing = [keys[at] for at in refusal.missing] if isinstance(refusal, NotReady) else keys
-            self.failed.append(GroupKeys(part.group, b"".join(missing)))
-            self.error = refusal.code
-            return concatenate([])
-        self.tickets.append(ticket)
-        blocks_per_key = registration.layouts[part.group].blocks_per_key
-        ticket.tokens = block_ids.size * registration.namespace.groups[part.group].tokens_per_block // blocks_per_key
-        slots = np.array(ticket.offsets, dtype=np.uint64) + np.uint64(pool_address)
-        positions = np.arange(first_block, first_block + block_ids.size, dtype=np.int64)
-        return plan_blocks(registration.layouts[part.group], self.direction, block_ids, positions, slots)
+            places = [(check.offset, check.length) for check in self.checks]
+            self.checksums = SlotChecksums(cache.slots.digests, places, [check.checksum for check in self.checks])
 
     def abort(self, cache: BlockCache) -> None:
         """Hold nothing any more; the lease lives on."""
@@ -400,20 +355,18 @@ class LoadJob(Job):
         """The copy has ended, well where ``error`` is None. Returns the result."""
         if not self._apply_checksums(cache):
             error = ErrorCode.CHECKSUM
-        copied_bytes = self.nbytes if error is None else 0
+        copied_bytes = self.plan.nbytes if error is None else 0
         error = error or self.error
-        if error is None:
-            cache.count_load(self.tickets)
         cache.end_load(self.tickets, ok=error is None and not self.keep_lease)
         if error is None:
             self.registration.namespace.counters.loaded_bytes += copied_bytes
         else:
             error = self.client_error(error)
-        return [JobResult(job, error is None, copied_bytes, seconds, error, self.failed) for job in self.ids]
+        return [JobResult(self.ids[0], error is None, copied_bytes, seconds, error, self.failed)]
 
     def _apply_checksums(self, cache: BlockCache) -> bool:
         """Act on what the slots hashed to; False where the load was given wrong bytes, or nearly was."""
-        if self.checksums is not None and self.checks:
+        if self.checksums is not None:
             for check, found in zip(self.checks, self.checksums.sums, strict=True):
                 if found and not cache.integrity.apply(check, found):
                     logger.error("%s", wrong_bytes(check))
@@ -470,38 +423,39 @@ class Jobs:
 
     def submit(self, session: Session, message: Submit) -> None:
         """Accept the jobs of a message, or raise KvoffdError and change nothing."""
-        registration = session.registration(message.registration_id)
-        accepted_at = self._host.now()
+        registration, accepted_at = session.registration(message.registration_id), self._host.now()
         registration.check_whole(accepted_at)
-        self._check_counts(session, message)
-        loads = checked_blocks(registration, message.loads, storing=False)
-        stores = checked_blocks(registration, message.stores, storing=True)
-        self._check_pieces(session, registration, loads + stores)
-        begun: list[StoreBatch | LoadJob] = []
-        plans: list[Plan] = []
+        self._check_counts(session, registration, message)
+        loads = checked_parts(registration, message.loads, storing=False)
+        stores = checked_parts(registration, message.stores, storing=True)
+        self._check_pieces(session, registration, (*loads, *stores))
+        wanted: list[list[tuple[Part, Span]]] = [[] for _ in message.loads.job_ids]
+        for part in loads:
+            for span in part.spans:
+                wanted[span.job].append((part, span))
+        jobs: list[StoreBatch | LoadJob] = []
+        whose = session, registration, accepted_at
+        given = message.loads
         try:
-            numbers = zip(message.loads.job_ids, message.loads.lease_ids, message.loads.keep_lease, strict=True)
-            for number, (job_id, lease_id, keep_lease) in enumerate(numbers):
-                load = LoadJob((job_id,), session, registration, accepted_at, lease_id, keep_lease)
-                begun.append(load)
-                plans.append(load.begin(self._cache, loads, number, self._pool_address, verify=self._verifies()))
+            for job_id, lease_id, keep, parts in zip(
+                given.job_ids, given.lease_ids, given.keep_lease, wanted, strict=True
+            ):
+                jobs.append(load := LoadJob((job_id,), *whose, parts, lease_id, keep))
+                load.begin(self._cache, self._pool_address, verify=self._verifies())
             if message.stores.job_ids:
-                batch = StoreBatch(
-                    message.stores.job_ids, session, registration, accepted_at, stores, message.stores.admit_all
-                )
-                begun.append(batch)
-                plans.append(batch.begin(self._cache, self._pool_address))
+                jobs.append(batch := StoreBatch(message.stores.job_ids, *whose, stores, message.stores.admit_all))
+                batch.begin(self._cache, self._pool_address)
         except BaseException:
-            for job in begun:
+            for job in jobs:
                 job.abort(self._cache)
             raise
-        for job, plan in zip(begun, plans, strict=True):
-            self._start(job, plan)
+        for job in jobs:
+            self._start(job)
 
-    def _check_counts(self, session: Session, message: Submit) -> None:
+    def _check_counts(self, session: Session, registration: Registration, message: Submit) -> None:
         """Raise KvoffdError where there are too many jobs or keys, or a job of the same id is unfinished."""
-        limits, loads = self._config.limits, message.loads
-        ids = [*message.stores.job_ids, *loads.job_ids]
+        limits, stores, loads = self._config.limits, message.stores, message.loads
+        ids = [*stores.job_ids, *loads.job_ids]
         if len(set(ids)) < len(ids) or not session.jobs.keys().isdisjoint(ids):
             raise KvoffdError.of(ErrorCode.DUPLICATE_JOB)
         if not len(loads.job_ids) == len(loads.lease_ids) == len(loads.keep_lease):
@@ -511,9 +465,7 @@ class Jobs:
             )
         if len(ids) > (most := limits.max_jobs_per_message):
             raise KvoffdError(f"{len(ids)} jobs in one message; {most} are allowed. Send several.", ErrorCode.TOO_MANY)
-        registration = session.registration(message.registration_id)
-        parts = (*message.stores.groups, *loads.groups)
-        keys = sum(len(part.keys) for part in parts) // registration.namespace.key_bytes
+        keys = sum([len(part.keys) for part in (*stores.groups, *loads.groups)]) // registration.namespace.key_bytes
         if keys > (most := limits.max_keys_per_request):
             raise KvoffdError(f"{keys} keys in one message; {most} are allowed. Send several.", ErrorCode.TOO_MANY)
         if session.in_flight + len(ids) > limits.max_jobs_in_flight:
@@ -525,17 +477,17 @@ class Jobs:
         held = session.completions
         if len(held) >= MAX_UNACKNOWLEDGED_RESULTS or held.key_bytes >= MAX_UNACKNOWLEDGED_KEY_BYTES:
             raise KvoffdError("The session does not acknowledge its results; each Submit may.", ErrorCode.TOO_MANY)
-        if message.stores.job_ids and session.store_bytes > self._max_store_bytes:
+        if stores.job_ids and session.store_bytes > self._max_store_bytes:
             raise KvoffdError(
                 "The session's outstanding stores are far beyond its credit; wait for results.", ErrorCode.TOO_MANY
             )
 
-    def _check_pieces(self, session: Session, registration: Registration, groups: Sequence[Blocks]) -> None:
+    def _check_pieces(self, session: Session, registration: Registration, parts: Sequence[Part]) -> None:
         """Raise KvoffdError where the plans of the session's unfinished jobs would take too much memory."""
-        layouts = registration.layouts
-        pieces = sum(part.block_ids.size * layouts[part.group].page_bytes.size for part in groups)
-        whole = sum(layout.block_limit * layout.page_bytes.size for layout in layouts)
-        most = max(self._config.limits.max_pieces_in_flight, 2 * whole)
+        pieces = sum([part.block_ids.size * part.layout.page_bytes.size for part in parts])
+        if session.pieces + pieces <= (most := self._config.limits.max_pieces_in_flight):
+            return
+        most = max(most, 2 * sum(layout.block_limit * layout.page_bytes.size for layout in registration.layouts))
         if session.pieces + pieces > most:
             raise KvoffdError(
                 f"The session's unfinished jobs have {session.pieces} pieces; with {pieces} more they would be more "
@@ -552,24 +504,23 @@ class Jobs:
 
     # --- running ----------------------------------------------------------------------------------
 
-    def _start(self, job: StoreBatch | LoadJob, plan: Plan) -> None:
+    def _start(self, job: StoreBatch | LoadJob) -> None:
         """Run a job. It ends, maybe at once, whatever becomes of its copy."""
         session = job.session
-        job.nbytes, job.pieces = plan.nbytes, plan.pieces
         if isinstance(job, StoreBatch):
-            session.store_bytes += job.nbytes
+            session.store_bytes += job.plan.nbytes
         session.jobs.update(dict.fromkeys(job.ids, job))
         session.in_flight += len(job.ids)
-        session.pieces += job.pieces
+        session.pieces += job.plan.pieces
         job.registration.job_started()
         self._running[job] = None
-        if not plan.pieces:
+        if not job.plan.pieces:
             outcome = job.checksums.run(lambda: None) if job.checksums is not None else None
             self.finished(job, outcome or Outcome.DONE)
             return
         job.transfer = Transfer(
             job.direction,
-            plan,
+            job.plan,
             job.accepted_at + self._config.limits.job_deadline_s,
             lambda _, outcome, __: self._host.post(lambda: self.finished(job, outcome)),
             lambda _: self._overdue(job),
@@ -605,7 +556,7 @@ class Jobs:
         del self._running[job]
         self._ended_at = self._host.now()
         session.in_flight -= len(job.ids)
-        session.pieces -= job.pieces
+        session.pieces -= job.plan.pieces
         job.transfer = None  # they refer to each other, and full collections are off (GC_THRESHOLDS)
         job.registration.job_ended()
         session.release_if_idle()
@@ -631,7 +582,7 @@ class Jobs:
         counters.bytes += copied_bytes
         counters.rate.add(copied_bytes)
         if isinstance(job, StoreBatch):
-            session.store_bytes -= job.nbytes
+            session.store_bytes -= job.plan.nbytes
         for job_id in job.ids:
             del session.jobs[job_id]
         session.completions.add(results)

@@ -75,6 +75,11 @@ class GroupLayout:
     block_limit: int  # block ids lie below it: the engine blocks of the shortest tensor
     shard_bytes: int  # bytes of a whole shard
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of an engine block in all layers."""
+        return self.shard_bytes // self.blocks_per_key
+
 
 def build_layouts(
     segments: Sequence[tuple[int, int]],
@@ -152,21 +157,11 @@ def _check_tensor(segments: Sequence[tuple[int, int]], index: int, tensor: Tenso
         )
 
 
-def check_blocks(
-    layout: GroupLayout, block_ids: npt.NDArray[np.int32], keys: int, first_block: int, exact: bool
-) -> None:
-    """Check one group's part of a job; ``exact``: the last block is the end of the last key, as stores need.
-
-    Raises:
-        BadBlockIds: the ids do not fit the keys, or one lies outside the tensors.
-    """
-    check_count(layout, block_ids.size, keys, first_block, exact)
-    if (outside := blocks_outside(layout, block_ids)).size:
-        raise outside_error(layout, int(block_ids[outside[0]]))
-
-
 def check_count(layout: GroupLayout, block_ids: int, keys: int, first_block: int, exact: bool) -> None:
-    """As ``check_blocks``, of no more than how many block ids there are."""
+    """Raise BadBlockIds where so many block ids do not fit the keys of one group's part of a job.
+
+    ``exact``: the last block is the end of the last key, as stores need.
+    """
     per_key = layout.blocks_per_key
     if not 0 <= first_block < per_key:
         raise BadBlockIds(f"The first block is {first_block}, but a key covers blocks 0 to {per_key - 1}.")
@@ -178,16 +173,15 @@ def check_count(layout: GroupLayout, block_ids: int, keys: int, first_block: int
         )
 
 
-def blocks_outside(layout: GroupLayout, block_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """Return the indices of the ids that lie outside the registered tensors."""
+def check_ids(layout: GroupLayout, block_ids: npt.NDArray[np.int32]) -> None:
+    """Raise BadBlockIds where one of them lies outside the registered tensors."""
+    limit = min(layout.block_limit, _ID_LIMIT)
     # One comparison: a negative id is a large one without its sign.
-    return np.flatnonzero(block_ids.view(np.uint32) >= min(layout.block_limit, _ID_LIMIT))
-
-
-def outside_error(layout: GroupLayout, block_id: int) -> BadBlockIds:
-    return BadBlockIds(
-        f"Block id {block_id} lies outside the registered tensors, whose ids run to {layout.block_limit - 1}."
-    )
+    if block_ids.size and int(block_ids.view(np.uint32).max()) >= limit:
+        outside = block_ids[(block_ids < 0) | (block_ids >= limit)]
+        raise BadBlockIds(
+            f"Block id {outside[0]} lies outside the registered tensors, whose ids run to {layout.block_limit - 1}."
+        )
 
 
 def plan_blocks(
@@ -198,7 +192,7 @@ def plan_blocks(
     slot_address: UInt64Array,
     chosen: npt.NDArray[np.bool_] | None = None,
 ) -> Plan:
-    """Plan what ``check_blocks`` has passed of one group, of one job or of several.
+    """Plan what ``check_count`` and ``check_ids`` have passed of one group, of one job or of several.
 
     Args:
         block_ids: [m] engine blocks.
@@ -232,25 +226,24 @@ def plan_blocks(
     engine = layout.tensor_address + ids[:, None] * layout.stride
     pool = slot_address[key][:, None] + layout.slot_page_offset
     if per_key > 1:
-        pool = pool + (position % per_key).astype(np.uint64)[:, None] * layout.page_bytes
-    size = np.broadcast_to(layout.page_bytes, engine.shape)
-    row = np.broadcast_to(np.arange(ids.size)[:, None], engine.shape)
-    engine, pool, size, row = engine.reshape(-1), pool.reshape(-1), size.reshape(-1), row.reshape(-1)
+        pool += (position % per_key).astype(np.uint64)[:, None] * layout.page_bytes
+    size = np.empty(engine.shape, dtype=np.uint64)
+    size[:] = layout.page_bytes
+    engine, pool, size, of_key = engine.reshape(-1), pool.reshape(-1), size.reshape(-1), key.repeat(layers)
     if per_key > 1:
         order = _slot_order(key, ids.size, layers)
-        engine, pool, size, row = engine[order], pool[order], size[order], row[order]
+        engine, pool, size, of_key = engine[order], pool[order], size[order], of_key[order]
     heads = _merge_heads(engine, pool, size)
     if heads.size < size.size:
         size = np.add.reduceat(size, heads)
-        engine, pool, row = engine[heads], pool[heads], row[heads]
-    nbytes = int(ids.size) * int(layout.page_bytes.sum())
-    size = np.ascontiguousarray(size)
+        engine, pool, of_key = engine[heads], pool[heads], of_key[heads]
+    nbytes = int(ids.size) * layout.block_bytes
     if direction is Direction.LOAD:
         return Plan(engine, pool, size, nbytes)
-    every = np.arange(slot_address.size) if chosen is None else np.flatnonzero(chosen)
+    every = np.arange(keys) if chosen is None else chosen.nonzero()[0]
     # Pieces are ordered by the key they begin in, and may reach into keys that follow.
-    ends = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(size, dtype=np.int64)))
-    return Plan(pool, engine, size, nbytes, ends[np.searchsorted(key[row], every, side="right")])
+    whole_after = size.cumsum(dtype=np.int64)[of_key.searchsorted(every, side="right") - 1]
+    return Plan(pool, engine, size, nbytes, whole_after)
 
 
 def concatenate(plans: Sequence[Plan]) -> Plan:
@@ -280,5 +273,8 @@ def _slot_order(key: npt.NDArray[np.int64], rows: int, layers: int) -> npt.NDArr
 
 def _merge_heads(engine: UInt64Array, pool: UInt64Array, size: UInt64Array) -> npt.NDArray[np.int64]:
     """Return the indices of the pieces that do not continue the one before them on both sides."""
-    continues = (engine[:-1] + size[:-1] == engine[1:]) & (pool[:-1] + size[:-1] == pool[1:])
-    return np.concatenate((np.zeros(1, dtype=np.int64), np.flatnonzero(~continues) + 1))
+    begins = np.ones(size.size, dtype=np.bool_)
+    if size.size > 1:
+        before = size[:-1]
+        begins[1:] = (engine[:-1] + before != engine[1:]) | (pool[:-1] + before != pool[1:])
+    return begins.nonzero()[0]

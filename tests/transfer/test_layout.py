@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvoffd.errors import BadBlockIds, BadGeometry, KvoffdError, OutOfBounds
-from kvoffd.transfer.plan import GroupLayout, build_layouts, check_blocks
+from kvoffd.transfer.plan import GroupLayout, build_layouts, check_count, check_ids
 from kvoffd_proto.messages import PageRef, TensorLayout
 
 SEGMENTS = [(1 << 20, 65536), (1 << 30, 4096)]
@@ -97,25 +97,24 @@ def test_groups_without_layers_and_endless_shards_are_refused() -> None:
 )
 def test_block_ids_must_fit_the_keys(count: int, keys: int, first_block: int, store: bool, load: bool) -> None:
     layout = build(TensorLayout(0, 0, 1024, 16), PageRef(0, 1024), blocks_per_key=4)
-    ids = np.arange(count, dtype=np.int32)
     for exact, good in ((True, store), (False, load)):
         if good:
-            check_blocks(layout, ids, keys, first_block, exact)
+            check_count(layout, count, keys, first_block, exact)
         else:
             with pytest.raises(BadBlockIds):
-                check_blocks(layout, ids, keys, first_block, exact)
+                check_count(layout, count, keys, first_block, exact)
 
 
 @pytest.mark.parametrize("wrong", [-1, 16, 2**31 - 1, -(2**31)])
 def test_one_block_id_out_of_range_refuses_the_job(wrong: int) -> None:
     layout = build(TensorLayout(0, 0, 1024, 16), PageRef(0, 1024))
-    check_blocks(layout, np.array([0, 15, 0], dtype=np.int32), 3, 0, True)
+    check_ids(layout, np.array([0, 15, 0], dtype=np.int32))
     with pytest.raises(BadBlockIds, match=f"Block id {wrong} .* run to 15"):
-        check_blocks(layout, np.array([0, wrong, 15], dtype=np.int32), 3, 0, True)
+        check_ids(layout, np.array([0, wrong, 15], dtype=np.int32))
 
 
 def test_the_shortest_tensor_of_a_group_bounds_its_block_ids() -> None:
     tensors = [TensorLayout(0, 0, 1024, 16), TensorLayout(0, 0, 1024, 4)]
     (layout,) = build_layouts(SEGMENTS, tensors, [[PageRef(0, 1024), PageRef(1, 1024)]], 1)
     with pytest.raises(BadBlockIds, match="run to 3"):
-        check_blocks(layout, np.array([4], dtype=np.int32), 1, 0, True)
+        check_ids(layout, np.array([4], dtype=np.int32))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvoffd.transfer import plan as plan_module
 from kvoffd.transfer.host_engine import HostCopy
-from kvoffd.transfer.plan import Direction, GroupLayout, Plan, build_layouts, check_blocks, concatenate
+from kvoffd.transfer.plan import Direction, GroupLayout, Plan, build_layouts, check_count, check_ids, concatenate
 from kvoffd_proto.messages import PageRef, TensorLayout
 from tests.kit.copy_buffers import address_of, copy_step, execute, plan_copy, random_bytes, reference_copy
 
@@ -206,7 +206,8 @@ def test_ten_thousand_pieces_are_planned_in_two_milliseconds(blocks_per_key: int
     times = []
     for _ in range(10):
         started = time.perf_counter()
-        check_blocks(layout, ids, blocks // blocks_per_key, 0, True)
+        check_count(layout, ids.size, blocks // blocks_per_key, 0, True)
+        check_ids(layout, ids)
         plan_copy(layout, Direction.STORE, ids, 0, slots)
         times.append(time.perf_counter() - started)
     assert min(times) < 0.002
