@@ -350,9 +350,6 @@ class Session(Closing):
         """Take a reply from the jobs socket."""
         if self._phase not in CONNECTED or self._phase is Phase.GREETING:
             return
-        if reply.epoch != self._epoch:
-            self.disconnect("The daemon was restarted.", now)
-            return
         if not self._responsive:
             self._responsive = True
             self._problem = None

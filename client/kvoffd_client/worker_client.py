@@ -401,8 +401,6 @@ class WorkerClient(Session):
             self._ask_for_results(now)
 
     def _complete(self, batch: m.Completions, now: float) -> None:
-        if (batch.epoch, batch.session_id) != (self._epoch, self._session_id):
-            return
         # Each batch counts once: a job id may be in use again when an old batch comes again.
         if batch.sequence <= self._sequence or batch.sequence in self._ahead:
             return

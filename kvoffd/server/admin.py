@@ -71,7 +71,7 @@ def reset_fleet(service: Service, session: Session, message: a.ResetFleet) -> Pe
         if problems := [one.problem or "It has not answered yet." for one in raises if one.problem or not one.ended]:
             raise KvoffdError(f"Not every shared store could be told: {' '.join(problems)}", ErrorCode.NOT_READY)
         logger.info("Session %d (%s) reset a namespace for all nodes.", session.id, session.peer)
-        return m.Done(message.request_id, service.epoch, len(raises))
+        return m.Done(message.request_id, len(raises))
 
     return Pending(poll, service.clock() + FLEET_WAIT_S)
 
@@ -95,7 +95,7 @@ def set_quota(service: Service, session: Session, message: a.SetQuota) -> Pendin
         if problem := state.file.problem:
             why = f"The quota holds until the daemon ends, and the next one may not have it: {problem}."
             raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
-        return m.Done(message.request_id, service.epoch, 1)
+        return m.Done(message.request_id, 1)
 
     return Pending(poll, service.clock() + STATE_WAIT_S)
 
@@ -123,7 +123,7 @@ def describe_policy(service: Service, session: Session, message: a.DescribePolic
 
 @answers(a.Trace)
 def trace(service: Service, session: Session, message: a.Trace) -> a.TraceReply:
-    return a.TraceReply(message.request_id, service.epoch, *service.tracer.fetch(session))
+    return a.TraceReply(message.request_id, *service.tracer.fetch(session))
 
 
 @answers(a.Scrub)
@@ -131,7 +131,7 @@ def scrub(service: Service, session: Session, message: a.Scrub) -> a.ScrubReply:
     """Begin to compare every readable block with its checksum, or tell how far that is."""
     if message.start:
         service.scrubber.start()
-    return service.scrubber.report(message.request_id, service.epoch)
+    return service.scrubber.report(message.request_id)
 
 
 @answers(a.DescribeNamespace)
@@ -165,7 +165,7 @@ def list_blocks(service: Service, session: Session, message: a.ListBlocks) -> a.
     else:
         found, position = index.page(position, LISTED_PLACES, lambda block: block.key.hex().startswith(prefix), limit)
     infos = [_block_info(namespace, block) for block in found]
-    return a.BlocksListed(message.request_id, service.epoch, infos, position)
+    return a.BlocksListed(message.request_id, infos, position)
 
 
 def _block_info(namespace: Namespace, block: Block) -> a.BlockInfo:

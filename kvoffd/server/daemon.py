@@ -171,7 +171,7 @@ class Daemon:
         if self._serving:
             return health_reply(self._service, Health(0))
         state = "stopping" if self._stop.is_set() else "starting"
-        return HealthReply(0, 0, HealthLevel.DOWN, [HealthProblem(state, f"The daemon is {state}.")])
+        return HealthReply(0, HealthLevel.DOWN, [HealthProblem(state, f"The daemon is {state}.")])
 
     def stats(self) -> DaemonStats | None:
         if not self._serving:

@@ -24,7 +24,7 @@ DESCRIPTORS_SHARE = 0.8
 def health_reply(service: Service, message: a.Health) -> a.HealthReply:
     """The daemon's health. That it answers at all says that its loop does. Needs no session."""
     level, causes = health_of(service)
-    return a.HealthReply(message.request_id, service.epoch, level, causes)
+    return a.HealthReply(message.request_id, level, causes)
 
 
 def health_of(service: Service) -> tuple[a.HealthLevel, list[a.HealthProblem]]:

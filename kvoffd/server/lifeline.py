@@ -230,7 +230,7 @@ class LifelineServer:
         self._connections[connection.stream.fileno()] = connection
         self._loop.add_reader(connection.stream.fileno(), self._readable, connection)
         try:
-            connection.send(lifeline.Greeting(PROTOCOL_VERSION, service.epoch, session.id, session.token))
+            connection.send(lifeline.Greeting(PROTOCOL_VERSION, service.sessions.epoch, session.id, session.token))
         except OSError:
             self._end(connection, Ending.GONE)
 

@@ -49,7 +49,6 @@ def hello(service: Service, session: Session, message: m.Hello) -> m.Welcome:
     service.sessions.say_hello(session, message.role, printable(message.name), printable(message.software))
     return m.Welcome(
         message.request_id,
-        service.epoch,
         session.id,
         __version__,
         [*service.memory.kinds, "kv_events"],
@@ -66,7 +65,7 @@ def results(service: Service, session: Session, message: m.Results) -> m.Results
     session.completions.acknowledge(message.acknowledged)
     # A job that ended but whose batch is still open must be in one of the two lists.
     service.flush_completions(session)
-    return m.ResultsReply(message.request_id, service.epoch, session.completions.replay(), list(session.jobs))
+    return m.ResultsReply(message.request_id, session.completions.replay(), list(session.jobs))
 
 
 @answers(m.OpenNamespace)
@@ -76,7 +75,7 @@ def open_namespace(service: Service, session: Session, message: m.OpenNamespace)
 
     def poll(late: bool) -> m.NamespaceOpened | None:
         opened = opening.poll(late)
-        return None if opened is None else m.NamespaceOpened(message.request_id, service.epoch, opened[1])
+        return None if opened is None else m.NamespaceOpened(message.request_id, opened[1])
 
     return Pending(poll, opening.until)
 
@@ -120,7 +119,7 @@ def unregister(service: Service, session: Session, message: m.Unregister) -> Pen
     del session.registrations[message.registration_id]
     answer = Later()
     service.jobs.abandon([job for job in session.jobs.values() if job.registration is registration])
-    registration.close_when_idle(lambda: answer.bring(m.Done(message.request_id, service.epoch, 1)))
+    registration.close_when_idle(lambda: answer.bring(m.Done(message.request_id, 1)))
     return Pending(answer.poll)
 
 
@@ -164,7 +163,7 @@ def _registered(
         raise
     registration = Registration(memory, namespace, message.rank, layouts)
     session.registrations[message.registration_id] = registration
-    return m.Registered(message.request_id, service.epoch, message.registration_id, shard_bytes)
+    return m.Registered(message.request_id, message.registration_id, shard_bytes)
 
 
 def _claim(session: Session, handles: list[Handle]) -> dict[int, int]:
@@ -202,12 +201,12 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
         wait_ms = math.ceil(tiering.wait_s * 1000)
     ttl_ms = round(limits.lease_ttl_s * 1000) if pinned else 0
     service.lookups.append((message.lease_id, None if namespace.of_bench else service.clock() - started))
-    return m.LookupReply(message.request_id, service.epoch, message.lease_id, states, pinned, ttl_ms, wait_ms)
+    return m.LookupReply(message.request_id, message.lease_id, states, pinned, ttl_ms, wait_ms)
 
 
 @answers(m.Release)
 def release(service: Service, session: Session, message: m.Release) -> m.Done:
-    return m.Done(message.request_id, service.epoch, service.cache.release(session.id, message.lease_ids))
+    return m.Done(message.request_id, service.cache.release(session.id, message.lease_ids))
 
 
 @answers(m.Invalidate)
@@ -229,7 +228,7 @@ def report_engine(service: Service, session: Session, message: m.ReportEngine) -
     counters.skipped_loads += message.skipped_loads
     counters.paused_stores += message.paused_stores
     counters.late_lookups += message.late_lookups
-    return m.Done(message.request_id, service.epoch)
+    return m.Done(message.request_id)
 
 
 @answers(m.Reset)
@@ -260,4 +259,4 @@ def cancel(service: Service, session: Session, message: m.Cancel) -> m.CancelRep
     """Fail jobs that have not started. Unknown ids have ended and are in neither list."""
     session.completions.acknowledge(message.acknowledged)
     cancelled, running = service.jobs.cancel(session, message.job_ids, message.unsent)
-    return m.CancelReply(message.request_id, service.epoch, cancelled, running)
+    return m.CancelReply(message.request_id, cancelled, running)

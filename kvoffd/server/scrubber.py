@@ -94,16 +94,15 @@ class Scrubber:
             if not run.running:
                 self._end(run)
 
-    def report(self, request_id: int, epoch: int) -> a.ScrubReply:
+    def report(self, request_id: int) -> a.ScrubReply:
         """How far the running pass is, or how the last one ended."""
         run = self._run
         if run is None:
-            return a.ScrubReply(request_id, epoch, False, 0, 0, 0, 0, 0, 0.0)
+            return a.ScrubReply(request_id, False, 0, 0, 0, 0, 0, 0.0)
         running = run.running or bool(run.step)
         seconds = max(0.0, self._clock() - run.started_at) if running else run.seconds
         return a.ScrubReply(
             request_id,
-            epoch,
             running,
             len(run.offsets),
             run.done - len(run.step),

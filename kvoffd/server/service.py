@@ -87,7 +87,6 @@ class Service:
         self.memory = MemoryMapper(engine, host, gpus)
         self.jobs = Jobs(config, cache, pool_address, host, credit_bytes(config, cache))
         self.sessions = Sessions(config, cache, self.jobs, host, max_attached)
-        self.epoch = self.sessions.epoch
         self.tiers = Tiers(config, cache, events, clock, open_disk, host.post, self.jobs.busy, state)
         self.scrubber = Scrubber(cache, clock)
         self.traffic = TrafficCounts(cache, clock, state.lifetime)
@@ -227,7 +226,7 @@ class Service:
     def _answer_stranger(self, route: bytes, request: m.AnyRequest) -> m.AnyReply:
         """The reply to one without a session. Raises KvoffdError."""
         if self.sessions.has_departed(route):  # its last message crossed the end of the lifeline: nothing is wrong
-            return m.Error(request.request_id, self.epoch, ErrorCode.BAD_TOKEN, ErrorCode.BAD_TOKEN.sentence)
+            return m.Error(request.request_id, ErrorCode.BAD_TOKEN, ErrorCode.BAD_TOKEN.sentence)
         if isinstance(request, a.Health):
             return health_reply(self, request)
         raise KvoffdError.of(ErrorCode.BAD_TOKEN)
@@ -249,7 +248,7 @@ class Service:
         """The reply to a request that raised ``error``, which is counted."""
         refusal = refusal_of(error)
         self.count_error(refusal.code)
-        return m.Error(request_id, self.epoch, refusal.code, refusal.message)
+        return m.Error(request_id, refusal.code, refusal.message)
 
     def count_error(self, code: ErrorCode) -> None:
         """Count what went wrong; an administrator who mistypes a name has the answer, and nothing is wrong."""
@@ -300,7 +299,7 @@ class Service:
                     "A disk takes long to note what was removed from it: the answer goes out, and a kill or a power "
                     "cut before it is noted would bring that back."
                 )
-            return m.Done(request_id, self.epoch, work.count)
+            return m.Done(request_id, work.count)
 
         return Pending(poll)
 

@@ -76,8 +76,6 @@ class CompletionLog:
     """A session's results: published in numbered batches, and kept until the client acknowledges them."""
 
     def __init__(self, epoch: int, session_id: int) -> None:
-        self._epoch = epoch
-        self._session_id = session_id
         self._topic = events.session_topic(epoch, session_id)
         self._pending: list[JobResult] = []
         self._kept: deque[Completions] = deque()
@@ -96,7 +94,7 @@ class CompletionLog:
         if not self._pending:
             return None
         self.sequence += 1
-        batch = Completions(self._epoch, self._session_id, self.sequence, credit_bytes, self._pending)
+        batch = Completions(self.sequence, credit_bytes, self._pending)
         self._pending = []
         self._kept.append(batch)
         self._kept_results += len(batch.results)
@@ -291,7 +289,7 @@ class Sessions:
         self._departed: OrderedDict[bytes, None] = OrderedDict()
         self._last_id = 0
         self.epoch = int.from_bytes(host.random(8), "big") >> 1
-        """This life of the daemon."""
+        """This life of the daemon: a subscriber that has not noticed its end must not hear the next one's sessions."""
         self.credit_bytes = credit_bytes(config, cache)
         self.ended: Counter[str] = Counter()
         """Sessions that ended, by ``Ending``: engines', and those that the daemon ended before their Hello."""

@@ -33,7 +33,7 @@ DESCRIPTIONS_BYTES = 1 << 20
 
 @answers(s.Stats)
 def stats(service: Service, session: Session, message: s.Stats) -> s.StatsReply:
-    return s.StatsReply(message.request_id, service.epoch, daemon_stats(service))
+    return s.StatsReply(message.request_id, daemon_stats(service))
 
 
 def daemon_stats(service: Service) -> s.DaemonStats:
@@ -135,7 +135,7 @@ def sessions(service: Service, session: Session, message: a.Sessions) -> a.Sessi
         )
         for one in service.sessions
     ]
-    return a.SessionsReply(message.request_id, service.epoch, infos)
+    return a.SessionsReply(message.request_id, infos)
 
 
 @answers(a.Namespaces)
@@ -159,7 +159,7 @@ def namespaces(service: Service, session: Session, message: a.Namespaces) -> a.N
         room_bytes -= len(info.description)
         if room_bytes < 0:
             infos[number] = structs.replace(info, description="")
-    return a.NamespacesReply(message.request_id, service.epoch, infos)
+    return a.NamespacesReply(message.request_id, infos)
 
 
 def _pool_stats(service: Service) -> s.PoolStats:

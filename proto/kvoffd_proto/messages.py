@@ -38,7 +38,6 @@ ByteCount = Annotated[int, doc(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, doc(ge=0)]
 PerSecond = Annotated[float, doc(ge=0)]
 RequestId = Annotated[Count, doc("Chosen by the client, echoed in the reply.")]
-Epoch = Annotated[Count, doc("Number of the daemon's run that answers, as in Greeting.")]
 SessionId = Annotated[int, doc("Id of the session.", ge=1, lt=2**31)]
 Keys = Annotated[bytes, doc("Block hashes, end to end, each of the namespace's ``key_bytes``.")]
 Fingerprint = Annotated[
@@ -125,7 +124,6 @@ class Reply(Message, frozen=True):
     """Base of replies."""
 
     request_id: RequestId
-    epoch: Epoch
 
 
 class Exchange(NamedTuple):
@@ -358,8 +356,6 @@ class Hello(Request[Welcome], frozen=True):
 class Completions(Message, frozen=True):
     """Jobs of one session that ended; published on the session's topic and kept until acknowledged."""
 
-    epoch: Epoch
-    session_id: SessionId
     sequence: Annotated[int, doc("Counts from 1 in each session, without gaps.", ge=1)]
     credit_bytes: Annotated[ByteCount, doc("Bytes of stores the session may have outstanding from now on.")]
     results: Annotated[list[JobResult], doc("Results, in the order in which the jobs ended.")]

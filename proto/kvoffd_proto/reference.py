@@ -119,8 +119,8 @@ def _examples() -> str:
         "Store of one key of 8 bytes, from engine block 7": encode(
             m.Submit(2, b"r" * 16, stores, m.Loads([], [], [], []))
         ),
-        "Its completion": encode(m.Completions(2**40, 3, 1, 2**30, [m.JobResult(5, True, 4096, 0.5)])),
-        "Done": encode(m.Done(2, 2**40, 1)),
+        "Its completion": encode(m.Completions(1, 2**30, [m.JobResult(5, True, 4096, 0.5)])),
+        "Done": encode(m.Done(2, 1)),
     }
     rows = {title: textwrap.fill(frame.hex(" "), 95) for title, frame in examples.items()}
     return "\n\n".join(f"{title}:\n\n```\n{hexed}\n```" for title, hexed in rows.items())

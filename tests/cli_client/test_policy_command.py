@@ -70,7 +70,6 @@ def test_all_numbers_are_shown_on_80_columns(
     ]
     described = PolicyDescribed(
         request_id=1,
-        epoch=1,
         policy="learned",
         requests=9,
         known_keys=9,

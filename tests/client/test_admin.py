@@ -95,7 +95,7 @@ def test_a_hanging_daemon_is_a_timeout_or_unavailable_and_the_wait_is_bounded(fa
 
 def test_refusals_are_raised_with_their_code(fake: FakeDaemon) -> None:
     fake.answers[a.Clear] = lambda request, _: m.Error(
-        request.request_id, fake.epoch, ErrorCode.UNKNOWN_NAMESPACE, "No such namespace."
+        request.request_id, ErrorCode.UNKNOWN_NAMESPACE, "No such namespace."
     )
     with AdminClient(fake.directory) as admin, pytest.raises(RequestRefused, match="No such") as caught:
         admin.clear(bytes(32))
@@ -103,7 +103,7 @@ def test_refusals_are_raised_with_their_code(fake: FakeDaemon) -> None:
 
 
 def test_an_answer_of_the_wrong_kind_is_an_error(fake: FakeDaemon) -> None:
-    fake.answers[s.Stats] = lambda request, _: m.Done(request.request_id, fake.epoch)
+    fake.answers[s.Stats] = lambda request, _: m.Done(request.request_id)
     with AdminClient(fake.directory) as admin, pytest.raises(DaemonUnavailable, match="did not answer Stats"):
         admin.stats()
 

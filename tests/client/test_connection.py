@@ -92,7 +92,7 @@ def test_garbage_replies_end_the_connection_and_a_new_one_works(fake: FakeDaemon
         ended.append(request)
         if len(ended) == 1:
             return b"\xc1garbage"
-        return m.LookupReply(request.request_id, fake.epoch, request.lease_id, [b"\2\2"], 2, 1000)
+        return m.LookupReply(request.request_id, request.lease_id, [b"\2\2"], 2, 1000)
 
     fake.answers[m.Lookup] = garbage_once
     future = scheduler.lookup(KEYS)
@@ -131,7 +131,7 @@ def test_a_session_that_the_daemon_refuses_later_connects_again(fake: FakeDaemon
 def test_a_refusal_forges_no_line_of_a_log_and_says_nothing_to_a_terminal(
     code: ErrorCode, fake: FakeDaemon, scheduler: SchedulerClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fake.send_raw(m.Role.SCHEDULER, encode(m.Error(2**40, fake.epoch, code, "\x1b[2J\nforged")))
+    fake.send_raw(m.Role.SCHEDULER, encode(m.Error(2**40, code, "\x1b[2J\nforged")))
     wait_until(lambda: any(text.endswith("?[2J?forged") for text in caplog.messages), explain=lambda: caplog.messages)
     assert all(text.isprintable() for text in caplog.messages)
 

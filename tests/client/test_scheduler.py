@@ -34,7 +34,7 @@ def test_many_lookups_at_once_find_their_own_answers(fake: FakeDaemon, scheduler
 def test_a_lease_is_known_as_dead_after_half_of_its_life(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
     def short_lived(request: m.AnyRequest, _: object) -> m.AnyReply:
         assert isinstance(request, m.Lookup)
-        return m.LookupReply(request.request_id, fake.epoch, request.lease_id, [b"\2\2\2"], 2, 4000)
+        return m.LookupReply(request.request_id, request.lease_id, [b"\2\2\2"], 2, 4000)
 
     fake.answers[m.Lookup] = short_lived
     kept, dropped = scheduler.lookup(KEYS), scheduler.lookup(KEYS)
@@ -48,7 +48,7 @@ def test_a_lease_is_known_as_dead_after_half_of_its_life(fake: FakeDaemon, sched
 
 
 def test_a_refused_lookup_is_a_miss_and_the_session_goes_on(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
-    fake.answers[m.Lookup] = lambda request, _: m.Error(request.request_id, fake.epoch, ErrorCode.TOO_MANY, "Too many.")
+    fake.answers[m.Lookup] = lambda request, _: m.Error(request.request_id, ErrorCode.TOO_MANY, "Too many.")
     future = scheduler.lookup(KEYS)
     assert future.wait(5)
     assert future.failed

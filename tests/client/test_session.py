@@ -107,8 +107,8 @@ def greet(session: SchedulerClient | WorkerClient, now: float, epoch: int = EPOC
 
 def welcome(session: SchedulerClient | WorkerClient, link: PaperLink, now: float, epoch: int = EPOCH) -> None:
     hello = link.last(m.Hello)
-    session.on_reply(m.Welcome(hello.request_id, epoch, SESSION_ID, "1", ["memfd"], LIMITS, 1000, 600_000, 30_000), now)
-    session.on_reply(m.NamespaceOpened(link.last(m.OpenNamespace).request_id, epoch, True), now)
+    session.on_reply(m.Welcome(hello.request_id, SESSION_ID, "1", ["memfd"], LIMITS, 1000, 600_000, 30_000), now)
+    session.on_reply(m.NamespaceOpened(link.last(m.OpenNamespace).request_id, True), now)
 
 
 def connect(session: SchedulerClient | WorkerClient, link: PaperLink, now: float, epoch: int = EPOCH) -> None:
@@ -119,7 +119,7 @@ def connect(session: SchedulerClient | WorkerClient, link: PaperLink, now: float
         for segment in range(2):
             session.on_lifeline_message(lifeline.Attached(segment), now)
         register = link.last(m.Register)
-        session.on_reply(m.Registered(register.request_id, epoch, register.registration_id, [64]), now)
+        session.on_reply(m.Registered(register.request_id, register.registration_id, [64]), now)
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def submit(worker: WorkerClient, link: PaperLink, now: float, *jobs: Job) -> Non
 
 def completions(sequence: int, *job_ids: int, ok: bool = True) -> m.Completions:
     results = [m.JobResult(job_id, ok, 64, 0.1) for job_id in job_ids]
-    return m.Completions(EPOCH, SESSION_ID, sequence, 500, results)
+    return m.Completions(sequence, 500, results)
 
 
 def publish(worker: WorkerClient, batch: m.Completions, now: float) -> None:
@@ -238,20 +238,10 @@ def test_another_protocol_version_is_refused_with_both_versions(scheduler: Sched
     assert not link.is_open
 
 
-def test_a_stale_epoch_in_a_reply_ends_the_connection(scheduler: SchedulerClient, link: PaperLink) -> None:
-    connect(scheduler, link, 0.0)
-    future = look_up(scheduler, link, 1.0, KEYS)
-    scheduler.on_reply(
-        m.LookupReply(link.last(m.Lookup).request_id, EPOCH + 1, future.lease_id, [b"\2\2"], 2, 1000), 1.0
-    )
-    assert future.failed
-    assert not link.is_open
-
-
 def test_a_forgotten_token_makes_the_client_connect_again(scheduler: SchedulerClient, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
     look_up(scheduler, link, 0.0)
-    scheduler.on_reply(m.Error(link.last(m.Lookup).request_id, EPOCH, ErrorCode.BAD_TOKEN, "Unknown."), 0.1)
+    scheduler.on_reply(m.Error(link.last(m.Lookup).request_id, ErrorCode.BAD_TOKEN, "Unknown."), 0.1)
     assert not scheduler.ready
     connect(scheduler, link, 5.0)
     assert scheduler.ready
@@ -265,8 +255,8 @@ def test_a_wrong_answer_in_the_handshake_ends_the_attempt(
     greet(scheduler, 0.0)
     if step == "namespace":
         hello = link.last(m.Hello)
-        scheduler.on_reply(m.Welcome(hello.request_id, EPOCH, SESSION_ID, "1", [], LIMITS, 0, 1000, 1000), 0.0)
-    scheduler.on_reply(m.Done(link.sent[-1].request_id, EPOCH), 0.0)
+        scheduler.on_reply(m.Welcome(hello.request_id, SESSION_ID, "1", [], LIMITS, 0, 1000, 1000), 0.0)
+    scheduler.on_reply(m.Done(link.sent[-1].request_id), 0.0)
     assert not link.is_open
     assert "Done" in (scheduler.problem or "")
 
@@ -287,7 +277,7 @@ def test_a_daemon_that_owes_a_reply_for_long_counts_as_away_until_it_answers(
     assert link.is_open, "only EOF tells that a daemon is dead"
     assert look_up(scheduler, link, now, KEYS).failed
     assert link.count(m.Hello) >= 3, "it is asked again and again"
-    scheduler.on_reply(m.Done(link.last(m.Hello).request_id, EPOCH), now)
+    scheduler.on_reply(m.Done(link.last(m.Hello).request_id), now)
     assert scheduler.ready
     assert scheduler.problem is None
 
@@ -307,7 +297,7 @@ def test_a_daemon_is_asked_again_whose_queue_was_full_when_the_last_reply_was_ov
     assert scheduler.wake_at() <= now + OPTIONS.request_timeout_s
     scheduler.tick(scheduler.wake_at())
     assert link.count(m.Hello) == asked + 1
-    scheduler.on_reply(m.Done(link.last(m.Hello).request_id, EPOCH), now)
+    scheduler.on_reply(m.Done(link.last(m.Hello).request_id), now)
     assert scheduler.ready
 
 
@@ -331,7 +321,7 @@ def test_stores_are_abandoned_where_a_daemon_owes_a_reply_for_long_unless_a_load
 
 def answer_lookup(scheduler: SchedulerClient, link: PaperLink, now: float, states: list[bytes], pinned: int) -> None:
     lookup = link.last(m.Lookup)
-    scheduler.on_reply(m.LookupReply(lookup.request_id, EPOCH, lookup.lease_id, states, pinned, 10_000), now)
+    scheduler.on_reply(m.LookupReply(lookup.request_id, lookup.lease_id, states, pinned, 10_000), now)
 
 
 def test_a_late_lookup_is_a_miss_and_its_pins_are_released(scheduler: SchedulerClient, link: PaperLink) -> None:
@@ -385,7 +375,7 @@ def test_a_reply_that_was_lost_does_not_make_a_daemon_silent(scheduler: Schedule
     connect(scheduler, link, 0.0)
     look_up(scheduler, link, 0.0)
     scheduler.tick(OPTIONS.request_timeout_s)
-    scheduler.on_reply(m.Done(link.last(m.Hello).request_id, EPOCH), OPTIONS.request_timeout_s)
+    scheduler.on_reply(m.Done(link.last(m.Hello).request_id), OPTIONS.request_timeout_s)
     scheduler.tick(OPTIONS.unresponsive_after_s + 1.0)
     assert scheduler.ready
     assert link.count(m.Hello) == 2
@@ -468,7 +458,7 @@ def test_a_gap_is_replayed_and_each_batch_counts_once(worker: WorkerClient, link
     publish(worker, completions(2, 2), 0.1)
     replay = link.last(m.Results)
     assert replay.acknowledged == 0
-    worker.on_reply(m.ResultsReply(replay.request_id, EPOCH, [completions(1, 1), completions(2, 2)], [3]), 0.2)
+    worker.on_reply(m.ResultsReply(replay.request_id, [completions(1, 1), completions(2, 2)], [3]), 0.2)
     assert sorted(result.job_id for result in worker._results) == [1, 2]
     assert list(worker._jobs) == [3]
     submit(worker, link, 0.3, Job(4, TRANSFER))
@@ -484,7 +474,7 @@ def test_an_old_job_is_asked_after_again_and_again(worker: WorkerClient, link: P
         worker.tick(JOB_PATIENCE_S * round_)
         assert link.count(m.Results) == round_
         replay = link.last(m.Results)
-        worker.on_reply(m.ResultsReply(replay.request_id, EPOCH, [], [1]), JOB_PATIENCE_S * round_)
+        worker.on_reply(m.ResultsReply(replay.request_id, [], [1]), JOB_PATIENCE_S * round_)
     assert list(worker._jobs) == [1]
 
 
@@ -495,7 +485,7 @@ def test_a_job_that_the_daemon_does_not_know_fails_but_not_one_sent_after_the_qu
     submit(worker, link, 0.0, Job(1, TRANSFER))
     worker.tick(JOB_PATIENCE_S)
     submit(worker, link, 1.0, Job(2, TRANSFER))
-    worker.on_reply(m.ResultsReply(link.last(m.Results).request_id, EPOCH, [], []), 1.1)
+    worker.on_reply(m.ResultsReply(link.last(m.Results).request_id, [], []), 1.1)
     assert [(result.job_id, result.ok, result.error) for result in worker._results] == [(1, False, ErrorCode.INTERNAL)]
     assert list(worker._jobs) == [2]
 
@@ -503,7 +493,7 @@ def test_a_job_that_the_daemon_does_not_know_fails_but_not_one_sent_after_the_qu
 def test_a_refused_job_fails_with_the_daemons_code_and_all_its_keys(worker: WorkerClient, link: PaperLink) -> None:
     connect(worker, link, 0.0)
     submit(worker, link, 0.0, Job(9, TRANSFER, 2**32))
-    worker.on_reply(m.Error(link.last(m.Submit).request_id, EPOCH, ErrorCode.UNKNOWN_LEASE, "Look up again."), 0.1)
+    worker.on_reply(m.Error(link.last(m.Submit).request_id, ErrorCode.UNKNOWN_LEASE, "Look up again."), 0.1)
     assert [(result.job_id, result.error, result.failed) for result in worker._results] == [
         (9, ErrorCode.UNKNOWN_LEASE, KEYS)
     ]
@@ -627,7 +617,7 @@ def loads_in(link: PaperLink) -> list[Job]:
 
 
 def complete(worker: WorkerClient, sequence: int, *results: m.JobResult) -> None:
-    batch = m.Completions(EPOCH, SESSION_ID, sequence, 900, list(results))
+    batch = m.Completions(sequence, 900, list(results))
     worker.on_publication(session_topic(EPOCH, SESSION_ID), sequence.to_bytes(8, "big"), codec.encode(batch), 1.0)
 
 
@@ -731,7 +721,7 @@ def test_a_lookup_of_very_many_keys_is_asked_in_parts_under_one_lease(
     for part, (states, pinned) in zip(parts, answers, strict=True):
         assert not future.done
         ttl_ms = 10_000 if pinned else 0
-        scheduler.on_reply(m.LookupReply(part.request_id, EPOCH, part.lease_id, states, pinned, ttl_ms), 0.1)
+        scheduler.on_reply(m.LookupReply(part.request_id, part.lease_id, states, pinned, ttl_ms), 0.1)
     assert (future.states, future.pinned, future.alive) == ([b"\2\2\2\2\0", b"\2\0"], 5, True)
     assert list(scheduler._leases) == [future.lease_id]
     scheduler.tick(1.5)
@@ -745,8 +735,8 @@ def test_a_lookup_of_which_a_part_was_refused_is_a_miss_and_holds_nothing(
     scheduler._limits = msgspec.structs.replace(LIMITS, max_keys_per_request=1)
     future = look_up(scheduler, link, 0.0, KEYS)
     first, second = (message for message in link.sent if isinstance(message, m.Lookup))
-    scheduler.on_reply(m.LookupReply(first.request_id, EPOCH, first.lease_id, [b"\2"], 1, 10_000), 0.1)
-    scheduler.on_reply(m.Error(second.request_id, EPOCH, ErrorCode.TOO_MANY, "Too many."), 0.1)
+    scheduler.on_reply(m.LookupReply(first.request_id, first.lease_id, [b"\2"], 1, 10_000), 0.1)
+    scheduler.on_reply(m.Error(second.request_id, ErrorCode.TOO_MANY, "Too many."), 0.1)
     assert future.failed
     release = link.last(m.Release)
     assert release.lease_ids == [future.lease_id]

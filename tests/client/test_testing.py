@@ -116,9 +116,7 @@ def test_without_a_daemon_the_constructor_says_where_it_looked_and_for_how_long(
 
 
 def test_a_refusal_is_raised_without_waiting(fake: FakeDaemon) -> None:
-    fake.answers[m.Register] = lambda request, _: m.Error(
-        request.request_id, fake.epoch, ErrorCode.BAD_GEOMETRY, "Does not fit."
-    )
+    fake.answers[m.Register] = lambda request, _: m.Error(request.request_id, ErrorCode.BAD_GEOMETRY, "Does not fit.")
     began = time.monotonic()
     with pytest.raises(RequestRefused, match="Does not fit"):
         FakeEngine(fake.directory)

@@ -54,7 +54,7 @@ def test_a_job_that_the_daemon_lost_fails(fake: FakeDaemon, worker: WorkerClient
 
 
 def test_a_refused_job_tells_why(fake: FakeDaemon, worker: WorkerClient) -> None:
-    fake.answers[m.Submit] = lambda request, _: m.Error(request.request_id, 1, ErrorCode.BAD_KEYS, "Bad.")
+    fake.answers[m.Submit] = lambda request, _: m.Error(request.request_id, ErrorCode.BAD_KEYS, "Bad.")
     worker.load(1, 2**32, TRANSFER)
     assert take(worker, 1)[1].error is ErrorCode.BAD_KEYS
 
@@ -110,7 +110,7 @@ def test_a_fence_cancels_first_and_returns_when_every_job_has_its_result(
 ) -> None:
     def cancel(request: m.AnyRequest, peer: object) -> m.AnyReply:
         fake._finish(peer, 1, False)
-        return m.CancelReply(request.request_id, fake.epoch, [1], [])
+        return m.CancelReply(request.request_id, [1], [])
 
     fake.hold_jobs = True
     fake.answers[m.Cancel] = cancel

@@ -18,7 +18,7 @@ TOKEN, SPACE, NAME = b"t" * 16, b"n" * 32, b"r" * 16
 PART = GroupTransfer(0, b"k" * 64, b"\0\0\0\0\1\0\0\0")
 KEYS = m.GroupKeys(0, b"k" * 64)
 RESULT = m.JobResult(1, False, 5, 0.5, ErrorCode.DEADLINE, [KEYS])
-BATCH = m.Completions(1, 1, 1, 0, [RESULT])
+BATCH = m.Completions(1, 0, [RESULT])
 SHARD = a.ShardSpec(1, [a.PageSpec(4096)])
 FACTS = NamespaceRecord(SPACE, "label", 1, 32, (m.GroupSpec("full", 16),), "{}", ((4096,),))
 
@@ -67,18 +67,18 @@ def _requests() -> list[bytes]:
 
 def _replies() -> list[bytes]:
     replies: list[m.AnyReply] = [
-        m.Welcome(1, 1, 1, "0.1", ["memfd"], m.Limits(*[1] * 8), 0, 1, 1),
-        m.ResultsReply(1, 1, [BATCH], [1]),
-        m.Done(1, 1, 5),
-        m.Error(1, 1, ErrorCode.TOO_MANY, "a sentence"),
-        m.NamespaceOpened(1, 1, True),
-        m.Registered(1, 1, NAME, [4096]),
-        m.LookupReply(1, 1, 2**32, [b"\2\0"], 1, 30_000),
-        m.CancelReply(1, 1, [1], [2]),
-        a.HealthReply(1, 1, a.HealthLevel.DEGRADED, [a.HealthProblem("a_reason", "a sentence")]),
-        a.NamespaceDescribed(1, 1, "label", 1, 32, [m.GroupSpec("full", 16)], "{}", [[SHARD], None]),
-        a.BlocksListed(1, 1, [a.BlockInfo(b"k" * 32, m.KeyState.READY, 4096, 1, 0, bytes(8))], 0),
-        a.ScrubReply(1, 1, True, 5, 4, 3, 4096, 0, 0.5),
+        m.Welcome(1, 1, "0.1", ["memfd"], m.Limits(*[1] * 8), 0, 1, 1),
+        m.ResultsReply(1, [BATCH], [1]),
+        m.Done(1, 5),
+        m.Error(1, ErrorCode.TOO_MANY, "a sentence"),
+        m.NamespaceOpened(1, True),
+        m.Registered(1, NAME, [4096]),
+        m.LookupReply(1, 2**32, [b"\2\0"], 1, 30_000),
+        m.CancelReply(1, [1], [2]),
+        a.HealthReply(1, a.HealthLevel.DEGRADED, [a.HealthProblem("a_reason", "a sentence")]),
+        a.NamespaceDescribed(1, "label", 1, 32, [m.GroupSpec("full", 16)], "{}", [[SHARD], None]),
+        a.BlocksListed(1, [a.BlockInfo(b"k" * 32, m.KeyState.READY, 4096, 1, 0, bytes(8))], 0),
+        a.ScrubReply(1, True, 5, 4, 3, 4096, 0, 0.5),
     ]
     return [codec.encode(reply) for reply in replies]
 

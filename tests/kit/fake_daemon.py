@@ -269,7 +269,7 @@ class FakeDaemon(Starting):
             self._jobs.send_multipart([frames[0], answer if isinstance(answer, bytes) else codec.encode(answer)])
 
     def _default_answer(self, request: m.AnyRequest, peer: Peer) -> Answer:
-        head = (request.request_id, self.epoch)
+        head = (request.request_id,)
         match request:
             case m.Hello():
                 peer.role = request.role
@@ -305,10 +305,10 @@ class FakeDaemon(Starting):
         failed = [] if ok else [m.GroupKeys(group.group, group.keys) for group in job.groups]
         self.complete(peer, [m.JobResult(job_id, ok, 4096 if ok else 0, 0.001, None, failed)])
 
-    def complete(self, peer: Peer, results: list[m.JobResult], session_id: int = 0, ahead: int = 1) -> None:
-        """Number completions, of this session or another, and publish them. In the daemon's thread."""
+    def complete(self, peer: Peer, results: list[m.JobResult], ahead: int = 1) -> None:
+        """Number completions, and publish them. In the daemon's thread."""
         peer.sequence += ahead
-        batch = m.Completions(self.epoch, session_id or peer.session_id, peer.sequence, 1 << 20, results)
+        batch = m.Completions(peer.sequence, 1 << 20, results)
         peer.batches.append(batch)
         if not self.drop_publications:
             topic = events.session_topic(self.epoch, peer.session_id)

@@ -89,7 +89,6 @@ def others_jobs(daemon: HostileDaemon) -> None:
         foreign = [m.JobResult(job_id, True, 1, 0.0) for job_id in FOREIGN_JOBS]
         ours = {job.job_id for one in daemon.requests if isinstance(one, m.Submit) for job in jobs_in(one)}
         daemon.complete(peer, [one for one in foreign if one.job_id not in ours])
-        daemon.complete(peer, [m.JobResult(job_id, True, 1, 0.0) for job_id in ours], session_id=2**31 - 1)
         daemon.fail_loads(request, peer)
         daemon.complete(peer, [], ahead=2**40)
         return None
@@ -111,7 +110,7 @@ def wrong_states(daemon: HostileDaemon) -> None:
         assert isinstance(request, m.Lookup)
         (group,) = request.groups
         states = next(wrong)(bytes([m.READY]) * (len(group.keys) // 32))
-        return m.LookupReply(request.request_id, daemon.epoch, 5, states, 2**63 - 1, 2**63 - 1, 2**63 - 1)
+        return m.LookupReply(request.request_id, 5, states, 2**63 - 1, 2**63 - 1, 2**63 - 1)
 
     daemon.answers[m.Lookup] = answer
 
@@ -128,7 +127,7 @@ def others_replies(daemon: HostileDaemon) -> None:
     ]
 
     def answer(request: m.AnyRequest, _: Peer) -> Answer:
-        return RANDOM.choice(answers)((RANDOM.choice([request.request_id, 1, 2**62]), daemon.epoch))
+        return RANDOM.choice(answers)((RANDOM.choice([request.request_id, 1, 2**62]),))
 
     for kind in kinds:
         daemon.answers[kind] = answer
@@ -137,7 +136,7 @@ def others_replies(daemon: HostileDaemon) -> None:
 def noise(daemon: HostileDaemon) -> None:
     """Requests of a session that is open get bytes that are no message."""
     nested = b"\x91" * 100_000
-    junk = [b"", b"\xc1", RANDOM.randbytes(5000), nested, b"\xdd\xff\xff\xff\xff", codec.encode(m.Done(1, 1, 1))[:-1]]
+    junk = [b"", b"\xc1", RANDOM.randbytes(5000), nested, b"\xdd\xff\xff\xff\xff", codec.encode(m.Done(1, 1))[:-1]]
     for kind in (m.Lookup, m.Submit, m.Results, m.Release):
         daemon.answers[kind] = lambda _, __: RANDOM.choice(junk)
 
@@ -233,5 +232,5 @@ def endless_loads(daemon: HostileDaemon) -> None:
     """Jobs never end, and the daemon says that they run."""
     daemon.answers[m.Submit] = lambda *_: None
     daemon.answers[m.Results] = lambda request, peer: m.ResultsReply(
-        request.request_id, daemon.epoch, [], [job.job_id for job in daemon.seen_jobs(loads=True)]
+        request.request_id, [], [job.job_id for job in daemon.seen_jobs(loads=True)]
     )

@@ -1152,7 +1152,7 @@ def books(directory: Path) -> Books:
         process = Path("/proc", str(said.pid))
         status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
         return Books(
-            daemon_id=reply.epoch,
+            daemon_id=said.pid,
             pid=said.pid,
             version=said.version,
             policy=said.policy,

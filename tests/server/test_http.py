@@ -32,7 +32,7 @@ class FakeDaemon:
     def health(self) -> HealthReply:
         if self.level is None:
             raise RuntimeError("secret detail")
-        return HealthReply(0, 0, self.level, [HealthProblem("disk", SENTENCE)])
+        return HealthReply(0, self.level, [HealthProblem("disk", SENTENCE)])
 
     def stats(self) -> None:
         self.health()

@@ -210,7 +210,6 @@ def clear_by_operator(rig: TiersRig, namespace: bytes | None) -> Background:
         tiers=tiers,
         tiering=tiers.tiering,
         traffic=traffic,
-        epoch=1,
         sessions=[],
         clock=time.monotonic,
         work=Background(),
@@ -285,7 +284,6 @@ def test_an_engine_takes_from_a_directory_that_is_being_opened_what_it_invalidat
         check_key_count=lambda namespace, groups: None,
         work=Background(),
         clock=time.monotonic,
-        epoch=1,
     )
     context.removal = partial(Service.removal, cast(Service, context))
     session = SimpleNamespace(id=1, namespace=lambda name: space)

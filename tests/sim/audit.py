@@ -83,11 +83,12 @@ class Audit:
             fold(events, self._on_disk.setdefault(topic, set()), medium=MEDIUM_STORAGE)
             return
         batch = codec.decode_completions(payload)
-        if batch.sequence != number or number != self._sequences.get(batch.session_id, 0) + 1:
+        session_id = int(topic.split(b"/")[1])
+        if batch.sequence != number or number != self._sequences.get(session_id, 0) + 1:
             raise Broken("completions are not numbered one by one")
-        self._sequences[batch.session_id] = number
+        self._sequences[session_id] = number
         for result in batch.results:
-            job = (batch.session_id, result.job_id)
+            job = (session_id, result.job_id)
             if job not in self.unfinished:
                 raise Broken(f"job {result.job_id} has a second completion, or was never accepted")
             self.unfinished.remove(job)

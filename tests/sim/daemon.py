@@ -212,7 +212,9 @@ class SimDaemon:
         self._session_of_route[session.route] = session.id
         self.lifelines.append(stream)
         self._streams = [one for one in self._streams if one.server_open] + [stream]
-        stream.to_client.send(lifeline.Greeting(PROTOCOL_VERSION, self.service.epoch, session.id, session.token))
+        stream.to_client.send(
+            lifeline.Greeting(PROTOCOL_VERSION, self.service.sessions.epoch, session.id, session.token)
+        )
 
     def lifeline_frame(self, stream: Lifeline, frame: tuple[lifeline.Attach, Segment] | None) -> None:
         """A frame or the end of a lifeline was read."""

@@ -196,7 +196,7 @@ class Engine:
             return f"{self.name} has {len(self._active)} requests, {self.waiting} wait"
         service = self.world.daemon.service
         clients = [scheduler, *[rank.client for rank in self.ranks]]
-        if not all(one.ready and one.epoch == service.epoch for one in clients):
+        if not all(one.ready and one.epoch == service.sessions.epoch for one in clients):
             return f"{self.name} is not connected: {scheduler.problem} {[rank.client.problem for rank in self.ranks]}"
         if scheduler._leases or any(rank.client.unfinished for rank in self.ranks):
             return f"{self.name} has {len(scheduler._leases)} leases, jobs {[r.client.unfinished for r in self.ranks]}"

@@ -150,14 +150,12 @@ def jobs_echo(stores: int, loads: int = 0) -> bytes:
     store, load = Job(1000, [transfer]), Job(1000, [transfer], _LARGE)
     job = submit_of(_LARGE, bytes(16), KEY_BYTES, [store] * stores + [load] * loads)
     results = [JobResult(job_id=1000, ok=True, bytes=4096, seconds=1e-4)] * (stores + loads)
-    completions = Completions(epoch=_LARGE, session_id=1, sequence=1000, credit_bytes=2**30, results=results)
+    completions = Completions(sequence=1000, credit_bytes=2**30, results=results)
     return echo_request(len(encode(job)), len(encode(completions)), ReplySocket.PUB)
 
 
 def lookup_echo(keys: bytes, states: list[bytes]) -> bytes:
     """Return an echo request of as many bytes as the lookup's frame, for as many as its reply's."""
     request = Lookup(request_id=_LARGE, namespace=bytes(32), lease_id=_LARGE, groups=[GroupKeys(group=0, keys=keys)])
-    reply = LookupReply(
-        request_id=_LARGE, epoch=_LARGE, lease_id=_LARGE, states=states, pinned=len(states[0]), ttl_ms=30_000
-    )
+    reply = LookupReply(request_id=_LARGE, lease_id=_LARGE, states=states, pinned=len(states[0]), ttl_ms=30_000)
     return echo_request(len(encode(request)), len(encode(reply)))
