@@ -80,6 +80,30 @@ def ask_health(directory: Path, timeout_s: float = HEALTH_S) -> a.HealthReply | 
         return None
 
 
+def read_stats(url: str, timeout_s: float = TIMEOUT_S) -> DaemonStats:
+    """The statistics of a daemon at its ``http_address``, such as ``http://node:9464``. Raises DaemonUnavailable."""
+    from http.client import HTTPException
+    from urllib.error import HTTPError, URLError
+    from urllib.request import urlopen
+
+    from kvoffd_proto.stats import DaemonStats
+
+    base = (url if "://" in url else f"http://{url}").rstrip("/")
+    try:
+        if not base.startswith(("http://", "https://")):
+            raise ValueError("give http://HOST:PORT")
+        with urlopen(f"{base}/stats.json", timeout=timeout_s) as answer:
+            return msgspec.json.decode(answer.read(MAX_REPLY_BYTES), type=DaemonStats)
+    except HTTPError as error:
+        why = f"it answers {error.code}: {error.read(200).decode(errors='replace').strip()}"
+    except (URLError, OSError) as error:
+        reason = getattr(error, "reason", error)
+        why = getattr(reason, "strerror", None) or str(reason)
+    except (ValueError, HTTPException) as error:
+        why = str(error)
+    raise DaemonUnavailable(f"No statistics of a kvoffd daemon at {base}: {why}.")
+
+
 class AdminClient:
     """An administrator's client. Connects at the first call, and anew after a call that failed.
 

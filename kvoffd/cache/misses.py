@@ -43,6 +43,13 @@ class Misses:
         if self._keys_asked > KEYS_AT_ONCE:
             self.count()
 
+    def reason_of(self, namespace: Namespace, group: int, key: bytes) -> MissReason:
+        """Why a key was not there when it was asked for, as far as is known: stored meanwhile or not."""
+        counts = _NONE[:]
+        at = counts.buffer_info()[0]
+        self._native.count_reasons(namespace.index[group].at, *self._table, key, 1, bytes(1), at)
+        return MissReason(next(reason for reason, count in enumerate(counts) if count))
+
     def count(self) -> None:
         """Count what was asked since the last call."""
         counts, at = self._counts, self._counts.buffer_info()[0]

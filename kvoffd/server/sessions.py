@@ -18,6 +18,7 @@ from kvoffd.server.host import Host
 from kvoffd.server.memory import EngineMemory
 from kvoffd.transfer.plan import GroupLayout
 from kvoffd_proto import codec, events
+from kvoffd_proto.admin import LoggedRequest
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.lifeline import routing_id
 from kvoffd_proto.messages import TOKEN_BYTES, Completions, JobResult, Role
@@ -34,6 +35,10 @@ OPERATORS_SESSIONS = 8
 """Sessions beyond max_sessions, which are those of engines: an operator can look when all of these are taken."""
 MAX_DEPARTED = 1024
 """So many routes of clients that left are known: their last messages may come after the end of their lifelines."""
+
+
+MAX_LOGGED_REQUESTS = 1000
+"""Of a session: some 300 KB."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +206,8 @@ class Session:
     """Bytes of unfinished stores, held against the session's credit."""
     pieces: int = 0
     """Of all jobs that hold memory for what they copy."""
+    requests: deque[LoggedRequest] = field(default_factory=lambda: deque(maxlen=MAX_LOGGED_REQUESTS))
+    """What became of its engine's latest requests."""
     _on_released: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:

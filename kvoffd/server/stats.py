@@ -138,6 +138,14 @@ def sessions(service: Service, session: Session, message: a.Sessions) -> a.Sessi
     return a.SessionsReply(message.request_id, infos)
 
 
+@answers(a.Requests)
+def requests(service: Service, session: Session, message: a.Requests) -> a.RequestsReply:
+    """The latest requests of all engines, by when it was known what became of them."""
+    found = [one for session in service.sessions for one in session.requests if message.name in one.report.request]
+    found.sort(key=lambda one: one.report.decided_at)
+    return a.RequestsReply(message.request_id, found[-message.limit :])
+
+
 @answers(a.Namespaces)
 def namespaces(service: Service, session: Session, message: a.Namespaces) -> a.NamespacesReply:
     cache = service.cache

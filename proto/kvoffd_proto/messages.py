@@ -495,6 +495,53 @@ class ReportEngine(Request[Done], frozen=True):
     ] = 0
 
 
+MAX_REQUEST_REPORTS = 256
+
+
+class RequestReport(Wire, frozen=True):
+    """What became of one request of an engine: why it hit or missed."""
+
+    request: Annotated[str, doc("The engine's id of the request.", max_length=128)]
+    decided_at: Annotated[Seconds, doc("When it was known, in seconds since 1970.")]
+    tokens: Annotated[Count, doc("Tokens of its prompt.")]
+    keys: Annotated[Count, doc("Keys that it asked for; 0 where the prompt is shorter than a block.")]
+    found_pool: Annotated[Count, doc("Of these, keys that the pool had.")]
+    found_disk: Annotated[Count, doc("Keys that a disk had.")]
+    found_shared: Annotated[Count, doc("Keys that a store had which nodes share.")]
+    outcome: Annotated[str, doc("What the engine did, one word: ``Outcome``.", max_length=32)]
+    loaded_tokens: Annotated[Count, doc("Tokens that it loaded.")] = 0
+    missing_group: GroupIndex = 0
+    missing_key: Annotated[bytes, doc("The first key that was missing; empty for none.", max_length=64)] = b""
+    reason: Annotated[str, doc("Why it was missing; empty where the daemon knows better.", max_length=32)] = ""
+
+
+class Outcome(StrEnum):
+    """What an engine did with a request."""
+
+    LOADED = "loaded"
+    MISSED = "missed"
+    HELD = "held"
+    """It had all of the prompt itself."""
+    SHORT = "short"
+    """The prompt is shorter than a block."""
+    SKIPPED = "skipped"
+    """Blocks were there, and computing was faster than loading."""
+    LATE = "late"
+    """It did not wait for the answer any longer."""
+    FAILED = "failed"
+    """A load failed, and it computed."""
+    UNUSED = "unused"
+    """Nothing may be looked up for it, or the daemon could not be asked."""
+
+
+@exchange(Section.SCHEDULER, SCHEDULER)
+class ReportRequests(Request[Done], frozen=True):
+    """Tells what became of requests, for operators: the daemon keeps the last 1,000 of a session."""
+
+    namespace: Fingerprint
+    requests: Annotated[list[RequestReport], doc("In their order.", max_length=MAX_REQUEST_REPORTS)]
+
+
 class GroupBlocks(Wire, frozen=True):
     """The blocks of one group in all stores, or in all loads, of a message: end to end, in the order of the jobs.
 

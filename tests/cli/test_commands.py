@@ -85,10 +85,10 @@ def test_stats_show_what_the_engine_did(engine: FakeEngine, cli: Cli) -> None:
     space = engine.namespace.fingerprint
     assert engine.lookup([*KEYS[:6], b"x" * 32, b"y" * 32]) == 6
     found = json.loads(cli("stats", "--json").out)
-    assert found["pool"]["pool_bytes"] == 64 << 20
+    assert found["pool"]["size_bytes"] == 64 << 20
     assert (found["pinned_blocks"], found["leases"]) == (6, 1)
-    (shown,) = [one for one in found["namespaces"] if one["namespace"] == space.hex()]
-    assert (shown["label"], shown["ready_blocks"], shown["ready_bytes"]) == (LABEL, 8, 8 * BLOCK_BYTES)
+    (shown,) = [one for one in found["namespaces"] if one["fingerprint"] == space.hex()]
+    assert (shown["model"], shown["ready_blocks"], shown["ready_bytes"]) == (LABEL, 8, 8 * BLOCK_BYTES)
     status, out, err = cli("stats")
     assert (status, err) == (0, "")
     assert "\x1b" not in out, "a pipe gets plain text"
@@ -140,7 +140,7 @@ def test_a_disk_that_failed_is_status_1(cli: Cli, tmp_path: Path) -> None:
         with DaemonProcess("8MiB", disk=f"{place}=64MiB") as daemon:
             wait_until(lambda: books(daemon.directory).disks[0].state == state)  # noqa: B023
             for more in ((), ("--json",)):
-                done = cli("disk", *more, on=daemon)
+                done = cli("stats", "tiers", *more, on=daemon)
                 assert (done.status, str(place) in done.out, state in done.out, done.err) == (status, True, True, "")
 
 

@@ -9,6 +9,8 @@ from msgspec import Struct
 
 from kvoffd.server import stats as stats_module
 from kvoffd.server.handlers import filled
+from kvoffd_client import AdminClient
+from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
 from tests.kit.daemon import DaemonProcess
 from tests.kit.struct_wire import NAMESPACE, WireClient, stats
@@ -47,6 +49,44 @@ def test_what_an_engine_learned_is_told_and_what_it_left_out_adds_up() -> None:
         (found,) = stats(daemon.directory).namespaces
         assert (found.prefill_tokens_per_second, found.load_tokens_per_second) == (21_000.0, 0.0)
         assert (found.skipped_loads, found.paused_stores, found.late_lookups) == (5, 1, 4)
+
+
+def test_what_became_of_requests_is_kept_with_the_reason_of_a_miss() -> None:
+    def report(name: str, key: bytes = b"", group: int = 0, reason: str = "") -> m.RequestReport:
+        return m.RequestReport(name, 1.0, 100, 3, 2, 0, 0, m.Outcome.MISSED, 0, group, key, reason)
+
+    with (
+        DaemonProcess("16MiB") as daemon,
+        WireClient(daemon.directory, m.Role.SCHEDULER) as scheduler,
+        AdminClient(daemon.directory) as admin,
+    ):
+
+        def tell(*reports: m.RequestReport, namespace: bytes = NAMESPACE) -> m.ReportRequests:
+            return m.ReportRequests(scheduler.next_id(), namespace, list(reports))
+
+        scheduler.open_namespace()
+        scheduler.ask(tell(report("short"), report("new", b"k" * 32), report("told", b"k" * 32, reason="partial")))
+        for wrong in (
+            tell(report("a", b"k" * 31)),
+            tell(report("a", b"k" * 64)),
+            tell(report("a"), report("a", b"k" * 32, group=7)),
+            tell(report("a" * 129)),
+            tell(report("a"), namespace=b"x" * 32),
+            tell(*[report("a")] * 257),
+        ):
+            scheduler.refused(wrong)
+        found = admin.ask(a.Requests).requests
+        assert [(one.report.request, one.report.reason) for one in found] == [
+            ("short", ""),
+            ("new", "unknown"),
+            ("told", "partial"),
+        ]
+        assert [one.report.request for one in admin.ask(a.Requests, "o").requests] == ["short", "told"]
+        assert [one.report.request for one in admin.ask(a.Requests, "", 1).requests] == ["told"]
+        for number in range(1200 // 200):
+            scheduler.ask(tell(*[report(f"{number}-{one}") for one in range(200)]))
+        found = admin.ask(a.Requests).requests
+        assert (len(found), found[0].report.request, found[-1].report.request) == (1000, "1-0", "5-199")
 
 
 def test_memory_is_told_as_0_where_there_is_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:

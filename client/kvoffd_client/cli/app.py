@@ -11,14 +11,12 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from kvoffd_client.cli import actions, block_commands, monitor_commands, show
+from kvoffd_client.cli import actions, block_commands, show
 from kvoffd_client.cli.advise_command import advise
 from kvoffd_client.cli.bench import bench_app
 from kvoffd_client.cli.block_commands import block_app
 from kvoffd_client.cli.curve_command import curve
-from kvoffd_client.cli.disk_commands import disk
-from kvoffd_client.cli.policy_command import policy
-from kvoffd_client.cli.shared_commands import shared
+from kvoffd_client.cli.stats import stats
 from kvoffd_client.cli.target import CliError, Directory
 from kvoffd_client.cli.trace import trace_app
 from kvoffd_client.errors import KvoffdClientError
@@ -43,9 +41,9 @@ def _examples(*lines: str) -> str:
 
 
 # In the order in which --help lists them.
-app.command(epilog=_examples("stats", "stats --watch", "stats --json | jq .pool"))(monitor_commands.stats)
+app.command(epilog=_examples("stats", "stats --misses", "stats tiers --url http://node:9464"))(stats)
 app.command(epilog=_examples("health", "health --ready", "health --json"))(show.health)
-app.command(epilog=_examples("clients", "clients --all", "clients --json"))(show.clients)
+app.command(epilog=_examples("clients", "clients --requests", "clients --requests cmpl-7f2a"))(show.clients)
 app.add_typer(
     show.namespaces_app,
     name="namespaces",
@@ -57,7 +55,6 @@ app.command(epilog=_examples("clear --namespace llama-70b", "clear --all --yes",
 app.command(epilog=_examples("scrub", "scrub --json"))(actions.scrub)
 app.command(epilog=_examples("events", "events --json"))(actions.events)
 # Until doctor, top, blocks and trace are there.
-app.command()(policy)
 app.command()(advise)
 app.command()(curve)
 app.add_typer(
@@ -66,8 +63,6 @@ app.add_typer(
     epilog=_examples("trace record trace.jsonl.gz --duration 1h", "trace replay trace.jsonl.gz --size 64GiB,128GiB"),
 )
 app.add_typer(bench_app, name="bench", epilog=_examples("bench lookup", "bench copy", "bench copy --json"))
-app.command()(disk)
-app.command()(shared)
 app.add_typer(block_app, name="block")
 app.command()(block_commands.export)
 app.command(name="import")(block_commands.import_)

@@ -57,15 +57,14 @@ def print_line(text: str) -> None:
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print rows; a title that begins with ``>`` is one of numbers, aligned right.
+    """Print rows; a title that begins with ``>`` is one of numbers, aligned right, with ``<`` one of short words.
 
-    Nothing is left out: on a narrow screen names go on in a second line.
+    Nothing is left out: on a narrow screen other texts go on in a second line.
     """
     table = plain_table()
     for title in titles:
-        number = title.startswith(">")
-        justify: JustifyMethod = "right" if number else "left"
-        table.add_column(title.removeprefix(">"), justify=justify, no_wrap=number, overflow="fold")
+        justify: JustifyMethod = "right" if title.startswith(">") else "left"
+        table.add_column(title.lstrip("<>"), justify=justify, no_wrap=title[:1] in ("<", ">"), overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
     print_list(table)

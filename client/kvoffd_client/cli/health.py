@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvoffd_client.admin_client import AdminClient
+from kvoffd_client.admin_client import AdminClient, read_stats
 from kvoffd_client.errors import KvoffdClientError
-from kvoffd_proto.admin import HealthLevel, HealthReply
+from kvoffd_proto.admin import HealthLevel, HealthProblem, HealthReply
 from kvoffd_proto.paths import default_directory
 from kvoffd_proto.units import printable
 
@@ -24,14 +24,19 @@ ANSWER_S = 9.0
 
 
 def show_health(
-    directory: Path, *, live: bool, ready: bool, show: Callable[[HealthReply], object] | None = None
+    directory: Path, *, live: bool, ready: bool, url: str = "", show: Callable[[HealthReply], object] | None = None
 ) -> int:
     """Print a daemon's health, or ``show`` it, and return the exit status. Raises KvoffdClientError.
 
-    ``live``: 0 in any case, since the daemon answers; ``ready``: 0 while it serves.
+    ``live``: 0 in any case, since the daemon answers; ``ready``: 0 while it serves. ``url``: ask there.
     """
-    with AdminClient(directory, ANSWER_S) as admin:
-        reply = admin.health()
+    if url:
+        stats = read_stats(url)
+        causes = [HealthProblem(one.reason, one.sentence) for one in stats.health_problems]
+        reply = HealthReply(0, stats.health, causes)
+    else:
+        with AdminClient(directory, ANSWER_S) as admin:
+            reply = admin.health()
     if show is not None:
         show(reply)
     else:

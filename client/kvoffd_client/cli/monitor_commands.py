@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Annotated
+from pathlib import Path
 
 import typer
 from rich.live import Live
@@ -13,7 +13,7 @@ from rich.live import Live
 from kvoffd_client.cli.console import make_console, print_line, print_page
 from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.stats_page import StatsPage
-from kvoffd_client.cli.target import OPERATOR_WAIT_S, CliError, Directory, Json, open_admin
+from kvoffd_client.cli.target import OPERATOR_WAIT_S, CliError, open_admin
 from kvoffd_client.errors import DaemonUnavailable, RequestTimeout
 from kvoffd_proto.stats import DaemonStats
 from kvoffd_proto.units import UnitError, format_duration, parse_duration
@@ -27,37 +27,16 @@ EVENT_CELLS, SPAN_CELLS = 80, 97
 """Width of an event's line without the label of its namespace, with one hash and with two."""
 
 
-def stats(
-    context: typer.Context,
-    directory: Directory = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Repeat the page.")] = False,
-    interval: Annotated[
-        str, typer.Option("--interval", metavar="DURATION", help="Time between two pages, such as 500ms or 5s.")
-    ] = "1s",
-    json: Json = False,
-) -> int:
-    """Show everything the daemon counts.
-
-    The page has pool use, speeds and hit ratios over the last 10, 100 and 1,000 seconds and since the start, copies,
-    lookups and their latency, namespaces, and errors. With --watch and --json, each page is one line.
-
-    A key that an engine asks for is a hit of the pool, or of the disk when a disk has it and begins to bring it up,
-    or a miss. What a disk could not bring up after all is counted as failed in the row of the disks. Of benches the
-    copies and their own namespaces' rows tell, and nothing else.
-    """
+def watch(context: typer.Context, directory: Path | None, interval: str, *, json: bool) -> int:
+    """Repeat the page."""
     interval_s = _interval_s(interval)
     with open_admin(context, directory) as admin:
-        if watch:
 
-            def read_stats(timeout_s: float) -> DaemonStats:
-                admin.timeout_s = timeout_s
-                return admin.stats()
+        def read_stats(timeout_s: float) -> DaemonStats:
+            admin.timeout_s = timeout_s
+            return admin.stats()
 
-            _watch(read_stats, interval_s, as_json=json)
-        elif json:
-            print_json(admin.stats())
-        else:
-            print_page(StatsPage(admin.stats()))
+        _watch(read_stats, interval_s, as_json=json)
     return 0
 
 

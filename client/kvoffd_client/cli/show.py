@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,14 +19,16 @@ from kvoffd_client.cli.target import (
     CliError,
     Directory,
     Json,
+    Url,
     local_directory,
     open_admin,
     resolve_namespace,
 )
 from kvoffd_client.namespace import differences
 from kvoffd_client.namespace_differences import explain
-from kvoffd_proto.admin import NamespaceInfo, SessionInfo
-from kvoffd_proto.messages import Role
+from kvoffd_proto.admin import NamespaceInfo, Requests, SessionInfo
+from kvoffd_proto.messages import Outcome, RequestReport, Role
+from kvoffd_proto.stats import MISS_REASONS
 from kvoffd_proto.units import format_count, format_duration, format_size, parse_size, printable
 
 NO_QUOTA = "none"
@@ -35,6 +39,7 @@ def health(
     live: Annotated[bool, typer.Option("--live", help="Exit status 0 when the daemon answers at all.")] = False,
     ready: Annotated[bool, typer.Option("--ready", help="Exit status 0 when it takes sessions and jobs.")] = False,
     directory: Directory = None,
+    url: Url = "",
     json: Json = False,
 ) -> int:
     """Ask whether the daemon works: ok, degraded or down, and why.
@@ -45,7 +50,8 @@ def health(
     """
     if live and ready:
         raise CliError("--live and --ready ask for two things; give one of them.")
-    return show_health(local_directory(context, directory), live=live, ready=ready, show=print_json if json else None)
+    where, show = local_directory(context, directory), print_json if json else None
+    return show_health(where, live=live, ready=ready, url=url, show=show)
 
 
 # --- who is connected ------------------------------------------------------------------------------
@@ -68,7 +74,11 @@ class Engine:
 
 def clients(
     context: typer.Context,
+    request: Annotated[str, typer.Argument(metavar="[ID]", help="With --requests: part of a request's id.")] = "",
     every: Annotated[bool, typer.Option("--all", help="One row for each session.")] = False,
+    requests: Annotated[
+        bool, typer.Option("--requests", help="What became of the engines' last requests: why each hit or missed.")
+    ] = False,
     directory: Directory = None,
     json: Json = False,
 ) -> int:
@@ -77,6 +87,10 @@ def clients(
     pinned: pool memory that the engine's leases keep from being evicted. registered: the engine's own memory, to and
     from which the daemon copies.
     """
+    if request and not requests:
+        raise CliError(f"{request!r} is taken for the id of a request; add --requests.")
+    if requests:
+        return _show_requests(context, directory, request, as_json=json)
     with open_admin(context, directory) as admin:
         found = [one for one in admin.sessions().sessions if one.session_id != admin.session_id]
         labels = {} if json else {one.namespace: one.label for one in admin.namespaces().namespaces}
@@ -136,7 +150,7 @@ def _show_sessions(found: Sequence[SessionInfo], labels: Mapping[bytes, str]) ->
         print_line("No session is open.")
         return
     print_table(
-        (">id", "role", "name", "namespace", ">pid", ">idle", ">pinned", ">registered"),
+        (">id", "<role", "name", "namespace", ">pid", ">idle", ">pinned", ">registered"),
         [
             (
                 str(one.session_id),
@@ -155,6 +169,55 @@ def _show_sessions(found: Sequence[SessionInfo], labels: Mapping[bytes, str]) ->
 
 def _names(namespaces: Sequence[bytes], labels: Mapping[bytes, str]) -> str:
     return ", ".join(namespace_name(labels.get(one, ""), one) for one in namespaces) or "-"
+
+
+# --- why a miss ------------------------------------------------------------------------------------
+
+OUTCOMES = {
+    Outcome.LOADED: "loaded {loaded} of {tokens} tokens",
+    Outcome.MISSED: "loaded nothing of {tokens} tokens",
+    Outcome.HELD: "loaded nothing: the engine had all of the {tokens} tokens itself",
+    Outcome.SHORT: "asked for nothing: its {tokens} tokens are less than a block",
+    Outcome.SKIPPED: "loaded nothing of {tokens} tokens: computing them was faster than loading",
+    Outcome.LATE: "loaded nothing of {tokens} tokens: the answer did not come in time",
+    Outcome.FAILED: "computed {tokens} tokens: a load failed, see the engine's log",
+    Outcome.UNUSED: "asked for nothing: the engine was not connected, or its request may not use the cache",
+}
+
+
+def _show_requests(context: typer.Context, directory: Path | None, name: str, *, as_json: bool) -> int:
+    with open_admin(context, directory) as admin:
+        found = admin.ask(Requests, name).requests
+    if as_json:
+        print_json({"requests": found})
+        return 0
+    for one in found:
+        print_line(request_sentence(one.report))
+    if not found:
+        print_line(
+            f"No engine has reported a request {printable(name)!r}."
+            if name
+            else "No engine has reported a request yet; they do once a second."
+        )
+    return int(bool(name) and not found)
+
+
+def request_sentence(report: RequestReport) -> str:
+    """What became of a request, and why: ``14:05:22 cmpl-7 loaded 64 of 128 tokens. Of 8 keys ...``."""
+    known = report.outcome in set(Outcome)
+    what = OUTCOMES[Outcome(report.outcome)] if known else f"{printable(report.outcome)}: {{tokens}} tokens"
+    clock = time.strftime("%H:%M:%S", time.localtime(report.decided_at))
+    counts = {"loaded": format_count(report.loaded_tokens), "tokens": format_count(report.tokens)}
+    sentence = f"{clock} {printable(report.request)} {what.format(**counts)}."
+    if not report.keys:
+        return sentence
+    places = {"in the pool": report.found_pool, "on a disk": report.found_disk, "in a store": report.found_shared}
+    there = ", ".join(f"{format_count(count)} {place}" for place, count in places.items() if count)
+    sentence += f" Of {format_count(report.keys)} keys {there or 'none was there'}."
+    if report.missing_key:
+        meaning = MISS_REASONS.get(report.reason, printable(report.reason))
+        sentence += f" The first that was missing, {report.missing_key.hex()[:12]}: {meaning}."
+    return sentence
 
 
 # --- namespaces ------------------------------------------------------------------------------------
@@ -184,7 +247,7 @@ def namespaces(context: typer.Context, directory: Directory = None, json: Json =
 def _show_namespaces(found: Sequence[NamespaceInfo]) -> None:
     limited = any(one.quota_bytes is not None for one in found)
     print_table(
-        ("namespace", "id", ">clients", ">blocks", ">size", *([">at most"] if limited else []), ">tokens", ">ranks"),
+        ("namespace", "<id", ">clients", ">blocks", ">size", *([">at most"] if limited else []), ">tokens", ">ranks"),
         [
             (
                 printable(one.label) or "(no label)",

@@ -9,10 +9,11 @@ from typing import Annotated
 
 import typer
 
-from kvoffd_client.admin_client import MIN_PREFIX_DIGITS, AdminClient, matching_namespaces
+from kvoffd_client.admin_client import MIN_PREFIX_DIGITS, AdminClient, matching_namespaces, read_stats
 from kvoffd_client.cli.console import short_fingerprint
 from kvoffd_proto.admin import NamespaceInfo
 from kvoffd_proto.paths import default_directory
+from kvoffd_proto.stats import DaemonStats
 from kvoffd_proto.units import printable
 
 OPERATOR_WAIT_S = 10.0
@@ -27,6 +28,9 @@ Directory = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON: bytes and seconds as numbers, fingerprints in hex.")]
+Url = Annotated[
+    str, typer.Option("--url", metavar="URL", help="Another node's http_address, such as http://node:9464.")
+]
 NAMESPACE_HELP = f"A label, or the first digits ({MIN_PREFIX_DIGITS} or more) of a fingerprint."
 NAMESPACE_OPTION = typer.Option("--namespace", metavar="NAME", help=NAMESPACE_HELP)
 
@@ -57,6 +61,16 @@ def open_admin(context: typer.Context, directory: Path | None) -> AdminClient:
     if sys.stderr.isatty():
         admin.on_silence = lambda: print(f"Waiting for the kvoffd daemon in {admin.directory} ...", file=sys.stderr)
     return admin
+
+
+def read_statistics(context: typer.Context, directory: Path | None, url: str) -> DaemonStats:
+    """The statistics of the daemon that the command line names: over its sockets, or over HTTP from anywhere."""
+    if url and directory is not None:
+        raise CliError("--url and --directory name two daemons; give one of them.")
+    if url:
+        return read_stats(url)
+    with open_admin(context, directory) as admin:
+        return admin.stats()
 
 
 def resolve_namespace(namespaces: Sequence[NamespaceInfo], wanted: str) -> NamespaceInfo:

@@ -1,0 +1,445 @@
+"""``kvoffd-cli stats``: what was brought, what was not needed, what was missed and why; then what that is made of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from kvoffd_client.cli import monitor_commands
+from kvoffd_client.cli.console import bar_characters, make_console, percent, print_line, print_page, print_table
+from kvoffd_client.cli.json_output import print_json
+from kvoffd_client.cli.target import CliError, Directory, Json, Url, open_admin, read_statistics
+from kvoffd_proto.admin import PolicyDescribed
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.stats import (
+    MISS_REASONS,
+    DaemonStats,
+    DiskFault,
+    DiskStats,
+    NamespaceStats,
+    PoolStats,
+    SharedStats,
+    TieringStats,
+    Traffic,
+    Window,
+)
+from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, plural, printable
+
+MOST_NAMESPACES = 5
+"""On the page; ``stats namespaces`` has all."""
+RARE_CLASS = 0.01
+"""Of what is asked for; classes of less have no line."""
+BAR_CELLS = 40
+
+SHARED_ERRORS = {
+    "unreachable": "attempts to connect that failed; see the URL, the network and whether the server runs",
+    "timeout": "answers that did not come in time",
+    "disconnected": "connections that the server closed",
+    "credentials": "refusals of the password or the keys; see shared_password_file, which is read at the start",
+    "forbidden": "commands that the user may not give; the daemon's log says which it needs",
+    "region": "refusals because the URL names another region than the bucket's",
+    "clock": "refusals because this machine's clock, or the server's, is wrong",
+    "bucket": "answers that there is no such bucket; see the URL",
+    "busy": "answers that the server has too much to do",
+    "tls": "connections whose server does not prove who it is; SSL_CERT_FILE names its authority",
+    "full": "writes that there is no space for; see Redis's maxmemory and maxmemory-policy, or the bucket's quota",
+    "mismatch": "objects that were not the block that they should be; they are removed there",
+    "cluster": "servers of a cluster that was not named as redis+cluster://, has changed, or is down",
+    "refused": "other refusals; the daemon's log has the first",
+    "protocol": "answers that are not what the protocol says",
+    "generation": "generations of namespaces that are no numbers",
+    "internal": "bugs; please report the traceback in the daemon's log",
+}
+"""What the kinds of a shared store's errors are."""
+
+
+class Section(StrEnum):
+    """Parts of the statistics that have a page of their own."""
+
+    POOL = "pool"
+    NAMESPACES = "namespaces"
+    TIERS = "tiers"
+    POLICY = "policy"
+    SETTINGS = "settings"
+
+
+def stats(
+    context: typer.Context,
+    section: Annotated[
+        Section | None, typer.Argument(metavar="[SECTION]", help="pool, namespaces, tiers, policy or settings.")
+    ] = None,
+    misses: Annotated[bool, typer.Option("--misses", help="Why keys were not brought, by reason.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", hidden=True)] = False,
+    interval: Annotated[str, typer.Option("--interval", hidden=True)] = "",
+    directory: Directory = None,
+    url: Url = "",
+    json: Json = False,
+) -> int:
+    """Show what the daemon saved, and what it does.
+
+    Engines also ask for what they hold themselves: such keys are found and not needed. `kvoffd-cli top` is live.
+
+    Exit status: 0, or 1 if `stats tiers` shows a disk or a store that does not work; 2 an error.
+    """
+    if watch:  # until top is there
+        return monitor_commands.watch(context, directory, interval or "1s", json=json)
+    if interval:
+        raise CliError("--interval is for `kvoffd-cli top`.")
+    if section is Section.POLICY:
+        if url:
+            raise CliError("What the policy learned is not served over HTTP; run `stats policy` on the node.")
+        with open_admin(context, directory) as admin:
+            policy = admin.describe_policy()
+        print_json(policy) if json else _print_all(_policy(policy))
+        return 0
+    now = read_statistics(context, directory, url)
+    status = int(section is Section.TIERS and _tier_fails(now))
+    if json:
+        print_json({name: one.misses for name, one in _windows(now).items()} if misses else _part(now, section))
+    elif misses:
+        _misses(now)
+    elif section is Section.POOL:
+        _pool(now.pool)
+    elif section is Section.NAMESPACES:
+        _namespaces(now, len(now.namespaces))
+    elif section is Section.TIERS:
+        _print_all(_tiers(now))
+    elif section is Section.SETTINGS:
+        settings = [(one.name, printable(one.value) or "-", "" if one.default else "set") for one in now.settings]
+        print_table(("setting", "value", ""), settings)
+    else:
+        _page(now)
+    return status
+
+
+def _tier_fails(now: DaemonStats) -> bool:
+    """Whether a disk has failed or hangs, or a store is not reachable; one that opens is none."""
+    return any(one.state in ("failed", "hanging") for one in now.disks) or not all(one.up for one in now.shared)
+
+
+def _part(now: DaemonStats, section: Section | None) -> object:
+    if section is Section.TIERS:
+        return {"tiers": now.tiers, "disks": now.disks, "shared": now.shared}
+    return {section.value: getattr(now, section.value)} if section else now
+
+
+def _print_all(lines: Iterator[str | tuple[str, str]]) -> None:
+    for line in lines:
+        text, style = (line, "") if isinstance(line, str) else line
+        print_page(Text(printable(text), style=style))
+
+
+def _windows(now: DaemonStats) -> dict[str, Window]:
+    return {"last_minute": now.last_minute, "last_hour": now.last_hour, "since_start": now.since_start}
+
+
+# --- the page --------------------------------------------------------------------------------------
+
+
+def _page(now: DaemonStats) -> None:
+    print_page(
+        Text(
+            f"kvoffd {printable(now.version)}, up {format_duration(now.uptime_seconds)}, policy "
+            f"{printable(now.policy)}, {format_count(now.sessions)} sessions, {format_size(now.resident_bytes)} "
+            "of memory beside the pool"
+        )
+    )
+    if now.health_problems:
+        reasons = ", ".join(printable(one.reason) for one in now.health_problems)
+        print_page(Text(f"{now.health.value}: {reasons}; see kvoffd-cli health", style="yellow"))
+    ever = now.lifetime
+    if ever.loaded_tokens > now.since_start.loaded_tokens:
+        saved = f"{format_count(ever.loaded_tokens)} tokens, {format_duration(ever.saved_seconds)} of prefill"
+        print_page(Text(f"earlier runs included: {saved} saved"))
+    print_line("")
+    _traffic(now)
+    print_line("")
+    _pool_bar(now.pool)
+    if now.namespaces:
+        print_line("")
+        _namespaces(now, MOST_NAMESPACES)
+    lines = [*_tier_lines(now), *_errors(now)]
+    if lines:
+        print_line("")
+        _print_all(iter(lines))
+
+
+def _traffic(now: DaemonStats) -> None:
+    windows = list(_windows(now).values())
+
+    def row(title: str, *cells: str) -> tuple[str, ...]:
+        return (title, *cells)
+
+    def shares(title: str, counts: Sequence[int]) -> tuple[str, ...]:
+        return row(title, *(percent(count, one.asked_keys) for count, one in zip(counts, windows, strict=True)))
+
+    def counts(title: str, name: str) -> list[tuple[str, ...]]:
+        found = [getattr(one, name) for one in windows]
+        return [row(title, *map(format_count, found))] if any(found) else []
+
+    reasons = Counter[str]()
+    for one in windows:
+        reasons.update(one.misses)
+    print_table(
+        ("", ">last minute", ">last hour", ">since start"),
+        [
+            row("tokens loaded", *(format_count(one.loaded_tokens) for one in windows)),
+            row("prefill saved", *(_saved(one) for one in windows)),
+            row("tokens asked for", *(format_count(one.asked_tokens) for one in windows)),
+            row("keys asked for", *(format_count(one.asked_keys) for one in windows)),
+            shares("  loaded", [one.loaded_keys for one in windows]),
+            shares("  found, not needed", [one.not_needed_keys for one in windows]),
+            shares("  missed", [sum(one.misses.values()) for one in windows]),
+            *(
+                shares(f"    {reason.replace('_', ' ')}", [one.misses.get(reason, 0) for one in windows])
+                for reason, _ in reasons.most_common()
+            ),
+            row("stored", *(format_size(one.stored_bytes) for one in windows)),
+            row("loaded", *(format_size(one.loaded_bytes) for one in windows)),
+            *counts("blocks evicted", "evicted_blocks"),
+            *counts("keys without space", "no_space_keys"),
+            *counts("keys rejected", "rejected_keys"),
+            *counts("lookups late", "late_lookups"),
+            *counts("loads skipped", "skipped_loads"),
+            *counts("stores paused", "paused_stores"),
+        ],
+    )
+
+
+def _saved(one: Traffic) -> str:
+    """Seconds of prefill; nobody knows them before the engine has reported how fast it computes."""
+    return "unknown" if one.loaded_tokens and not one.saved_seconds else format_duration(one.saved_seconds)
+
+
+def _misses(now: DaemonStats) -> None:
+    windows = list(_windows(now).values())
+    reasons = Counter[str]()
+    for one in windows:
+        reasons.update(one.misses)
+    totals = [sum(one.misses.values()) for one in windows]
+    print_table(
+        ("why", ">minute", ">hour", ">start", "what that means"),
+        [
+            *(
+                (
+                    reason.replace("_", " "),
+                    *(format_count(one.misses.get(reason, 0)) for one in windows),
+                    MISS_REASONS.get(reason, ""),
+                )
+                for reason, _ in reasons.most_common()
+            ),
+            ("all misses", *map(format_count, totals), "of keys that engines asked for"),
+            ("keys asked", *(format_count(one.asked_keys) for one in windows), ""),
+        ],
+    )
+
+
+def _pool_bar(pool: PoolStats) -> None:
+    console = make_console()
+    full, half, empty = bar_characters(console.options)
+    used, whole = pool.size_bytes - pool.of("free"), max(1, pool.size_bytes)
+    cells = [round(BAR_CELLS * pool.of(state) / whole) for state in ("ready", "free")]
+    bar = Text.assemble(
+        ("Pool ", "bold"),
+        (full * cells[0], "green"),
+        (half * max(0, BAR_CELLS - sum(cells)), "yellow"),
+        (empty * min(cells[1], BAR_CELLS - cells[0]), "dim"),
+        f" {percent(used, pool.size_bytes)}, {format_size(used)} of {format_size(pool.size_bytes)}",
+    )
+    print_page(bar, console)
+    states = ", ".join(f"{state} {format_size(size)}" for state, size in pool.bytes.items() if size)
+    print_page(Text(f"     {states}; pinned {format_size(pool.pinned_bytes)}"))
+    for text, style in _pool_notes(pool):
+        print_page(Text(f"     {text}", style=style))
+
+
+def _pool_notes(pool: PoolStats) -> Iterator[tuple[str, str]]:
+    if pool.index_counted_bytes >= 0.98 * pool.index_limit_bytes > 0:
+        yield "blocks are evicted since the index is full: raise index_size", "yellow"
+    if pool.recovering_blocks:
+        yield f"{format_count(pool.recovering_blocks)} blocks of the last run are still to be recovered", "yellow"
+    if pool.numa_remote_slots:
+        yield f"{format_count(pool.numa_remote_slots)} slots so far are on another NUMA node than their GPU", "yellow"
+    if 0 < pool.pinned_for_gpu_bytes < pool.size_bytes:
+        yield f"{format_size(pool.pinned_for_gpu_bytes)} are page-locked for GPUs; the rest is copied slowly", "yellow"
+    if pool.of("quarantined"):
+        yield f"{format_size(pool.of('quarantined'))} did not match their checksum; see kvoffd-cli health", "red"
+    touched = pool.usable_bytes + pool.of("quarantined")
+    if touched < pool.size_bytes:
+        yield f"starting: {percent(touched, pool.size_bytes)} of the pool's memory is touched", "yellow"
+
+
+def _pool(pool: PoolStats) -> None:
+    _pool_bar(pool)
+    print_line("")
+    sizes = {name: getattr(pool, name) for name in pool.__struct_fields__ if name.endswith("_bytes")}
+    rows = [(name.removesuffix("_bytes").replace("_", " "), format_size(size)) for name, size in sizes.items()]
+    print_table(("", ">bytes"), rows)
+
+
+def _namespaces(now: DaemonStats, most: int) -> None:
+    if not now.namespaces:
+        print_line("There is no namespace; an engine opens its own when it connects.")
+        return
+    found = sorted(now.namespaces, key=lambda one: (one.ready_bytes, one.asked_keys), reverse=True)
+    print_table(
+        ("namespace", "<id", ">size", ">loaded", ">tokens", ">saved", ">missed"),
+        [_namespace(one) for one in found[:most]],
+    )
+    others = len(found) - most + now.other_namespaces
+    if others > 0:
+        print_page(
+            Text(f"and {format_count(others)} more; `kvoffd-cli stats namespaces` has the 100 largest", style="dim")
+        )
+
+
+def _namespace(one: NamespaceStats) -> tuple[str, ...]:
+    return (
+        printable(one.model) or "(no label)",
+        one.id,
+        format_size(one.ready_bytes),
+        format_size(one.loaded_bytes),
+        format_count(one.loaded_tokens),
+        _saved(one),
+        percent(sum(one.misses.values()), one.asked_keys),
+    )
+
+
+def _errors(now: DaemonStats) -> Iterator[tuple[str, str]]:
+    """Failures, most frequent first, each with what it means."""
+    meanings = {name.lower(): code.sentence for name, code in ErrorCode.__members__.items()}
+    meanings["unread_replies"] = "Replies were dropped, since a client has left too many unread."
+    meanings["refused_batches"] = "A CUDA driver refused batches of copies, which were made one by one, slowly."
+    found = Counter(now.errors)
+    found["unread_replies"] += now.replies_dropped.get("unread", 0)
+    found["refused_batches"] += now.store.refused_batches + now.load.refused_batches
+    for code, count in (+found).most_common():
+        yield f"{format_count(count)} {code}: {meanings.get(code.lower(), '')}", "red"
+
+
+# --- tiers -----------------------------------------------------------------------------------------
+
+
+def _tier_lines(now: DaemonStats) -> Iterator[tuple[str, str]]:
+    """A line for each disk and store."""
+    for disk in now.disks:
+        errors = sum(disk.errors.values())
+        yield (
+            f"Disk {disk.directory}: {disk.state}, {percent(disk.used_bytes, disk.size_bytes)} of "
+            f"{format_size(disk.size_bytes)}, read {format_size(disk.read_bytes)}, written "
+            f"{format_size(disk.written_bytes)}" + (f", {format_count(errors)} errors" if errors else ""),
+            "" if disk.up else "yellow",
+        )
+    for one in now.shared:
+        yield (
+            f"Store {one.url}: {'up' if one.up else 'down'}, found {format_count(one.found_keys)} of "
+            f"{format_count(one.asked_keys)} keys, read {format_size(one.read_bytes)}, written "
+            f"{format_size(one.written_bytes)}",
+            "" if one.up else "yellow",
+        )
+
+
+def _tiers(now: DaemonStats) -> Iterator[str | tuple[str, str]]:
+    if not now.disks and not now.shared:
+        yield "There is no disk and no shared store; see --disk and --shared of `kvoffd serve`."
+    for disk in now.disks:
+        yield from _disk(disk)
+    if now.tiers is not None and now.disks:
+        yield from _disk_traffic(now.tiers)
+    for one in now.shared:
+        yield from _shared(one)
+
+
+def _disk(disk: DiskStats) -> Iterator[str | tuple[str, str]]:
+    next_hour_s = 3600.0 * (disk.oldest_seconds // 3600 + 1)  # it is known to the hour only
+    oldest = f", the oldest < {format_duration(next_hour_s)}" if disk.blocks else ""
+    yield f"{disk.directory}: {disk.state}", "bold" if disk.up else "bold yellow"
+    if disk.problem:
+        yield f"  {disk.problem}", "red"
+    yield (
+        f"  used {percent(disk.used_bytes, disk.size_bytes)} of {format_size(disk.size_bytes)}, "
+        f"{format_count(disk.blocks)} blocks{oldest}"
+    )
+    yield (
+        f"  read {format_size(disk.read_bytes)}, written {format_size(disk.written_bytes)} since the start and "
+        f"{format_size(disk.lifetime_written_bytes)} ever"
+    )
+    for kind, count in sorted(disk.errors.items()):
+        meaning = DiskFault(kind).meaning if kind in set(DiskFault) else "see the daemon's log"
+        yield f"  {kind} {format_count(count)}: {meaning}", "red"
+    if disk.up and not disk.direct:
+        yield "  goes through the page cache, since the file system refuses O_DIRECT", "dim"
+
+
+def _disk_traffic(tiers: TieringStats) -> Iterator[str]:
+    left = tiers.write_budget_left_bytes
+    speed = f", lately {format_rate(tiers.promotion_bytes_per_second)}" if tiers.promotion_bytes_per_second else ""
+    failed = ", ".join(f"{kind} {format_count(count)}" for kind, count in sorted(tiers.promotions_failed.items()))
+    yield (
+        f"promoted {format_count(tiers.promoted_blocks)} blocks ({format_size(tiers.promoted_bytes)}){speed}, "
+        f"{format_count(tiers.promotions_waiting)} waiting, failed: {failed or 'none'}"
+    )
+    yield (
+        f"demoted {format_count(tiers.demoted_blocks)} blocks ({format_size(tiers.demoted_bytes)}), disk_write "
+        f"{tiers.write_mode}, {'no daily limit' if left is None else f'{format_size(left)} may be written now'}"
+    )
+
+
+def _shared(one: SharedStats) -> Iterator[str | tuple[str, str]]:
+    failed = ", ".join(f"{kind} {format_count(count)}" for kind, count in sorted(one.promotions_failed.items()))
+    yield f"{one.url}: {'up' if one.up else 'down'}", "bold" if one.up else "bold yellow"
+    yield (
+        f"  asked for {format_count(one.asked_keys)} keys, found {format_count(one.found_keys)}, no answer in time for "
+        f"{format_count(one.unanswered_keys)}; answers take {format_duration(one.ask_seconds)}, given up "
+        f"{format_count(one.breaker_trips)} times"
+    )
+    yield (
+        f"  read {format_count(one.read_blocks)} blocks ({format_size(one.read_bytes)}), "
+        f"{format_count(one.queued_reads)} waiting, failed: {failed or 'none'}"
+    )
+    yield (
+        f"  written {format_count(one.written_blocks)} blocks ({format_size(one.written_bytes)}), "
+        f"{format_count(one.already_stored)} were there already, {format_count(one.queued_writes)} waiting, "
+        f"{format_count(one.dropped_writes)} dropped"
+    )
+    for server in one.servers:
+        problem = f"cannot be used: {server.problem or 'not tried yet'}"
+        yield f"  server {server.name}: {'answers' if server.up else problem}", "" if server.up else "yellow"
+    if one.unshared_namespaces:
+        yield (
+            f"  {format_count(one.unshared_namespaces)} namespaces are not shared since an engine reset them: "
+            "`kvoffd-cli clear --namespace NAME --all-nodes` has one shared again",
+            "yellow",
+        )
+    for kind, count in sorted(one.errors.items()):
+        yield f"  {kind} {format_count(count)}: {SHARED_ERRORS.get(kind, 'see the daemon log')}", "red"
+
+
+# --- the policy ------------------------------------------------------------------------------------
+
+
+def _policy(found: PolicyDescribed) -> Iterator[str]:
+    yield (
+        f"Policy {found.policy}: {format_count(found.requests)} request{plural(found.requests)}, "
+        f"{format_count(found.known_keys)} keys known, {format_count(found.ghost_keys)} of them without a block, in "
+        f"{format_size(found.policy_bytes)}."
+    )
+    if not found.classes:
+        yield "It has learned nothing so far." if found.known_keys else "It does not learn."
+        return
+    hits, lru = format_size(found.hit_bytes), format_size(found.lru_hit_bytes)
+    yield f"Found by requests since the start: {hits}; with lru it would have been {lru}."
+    if found.as_lru:
+        yield "Blocks are evicted as with lru for now, since that would have had more hits."
+    yield "A pool lifetime is the time in which as much is asked for as the pool holds. Of the keys asked for:"
+    for one in found.classes:
+        if one.accessed_share >= RARE_CLASS:
+            yield (
+                f"  {percent(one.accessed_share, 1.0)} {one.name}: {percent(one.return_chance, 1.0)} come back, half "
+                f"of them within {one.return_age:g} lifetimes; {format_size(one.kept_bytes)} in the pool"
+            )

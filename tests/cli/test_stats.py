@@ -1,0 +1,121 @@
+"""``kvoffd-cli stats``: what it says agrees with what was done, over the socket and over HTTP, on any screen."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffd_client import GroupSpec, NamespaceSpec
+from kvoffd_client.testing import FakeEngine
+from tests.kit.command import BLOCK_BYTES, Cli, Terminal, run_cli
+from tests.kit.daemon import DaemonProcess
+from tests.kit.waiting import wait_until
+from tests.kit.wire import keys
+
+LABEL = "meta-llama/Llama-3.1-405B-Instruct"
+TOKENS = 16
+POOL_BLOCKS = 128
+SECTIONS = ((), ("--misses",), ("pool",), ("namespaces",), ("tiers",), ("policy",), ("settings",))
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def module_daemon(port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """A pool of 128 blocks with a disk, whose engine has stored 8 blocks, found 6, loaded 4 and missed 3."""
+    disk = f"{tmp_path_factory.mktemp('disk')}=64MiB"
+    with DaemonProcess("8MiB", eviction_policy="lru", disk=disk, http_address=f"127.0.0.1:{port}") as daemon:
+        space = NamespaceSpec.named(LABEL, groups=[GroupSpec("full_attention", TOKENS)])
+        with FakeEngine(daemon.directory, space) as engine:
+            engine.fill(range(8), seed=1)
+            assert engine.store(keys(*range(1, 9)), range(8)).ok
+            assert engine.lookup([*keys(*range(1, 7)), *keys(100, 101, 102)]) == 6
+            assert engine.load(keys(*range(1, 5)), range(8, 12)).ok
+            engine.release()
+            time.sleep(0.1)
+            yield daemon
+
+
+def stats(cli: Cli, *words: str) -> Any:
+    done = cli("stats", *words, "--json")
+    assert (done.status, done.err) == (0, "")
+    return json.loads(done.out)
+
+
+def test_hits_misses_and_loads_are_those_that_there_were(cli: Cli) -> None:
+    wait_until(lambda: stats(cli)["since_start"]["asked_keys"] == 9)
+    found = stats(cli)
+    for one in (found["since_start"], found["last_hour"], found["last_minute"]):
+        misses = sum(one["misses"].values())
+        assert one["asked_keys"] == one["loaded_keys"] + one["not_needed_keys"] + misses == 9
+        assert (one["loaded_keys"], one["not_needed_keys"], misses) == (4, 2, 3)
+        assert (one["loaded_tokens"], one["loaded_bytes"]) == (4 * TOKENS, 4 * BLOCK_BYTES)
+        assert one["stored_bytes"] == 8 * BLOCK_BYTES
+    assert stats(cli, "--misses")["since_start"] == {"unknown": 3}
+    page = cli("stats").out
+    rows = {line[:21].strip(): line.split()[-2:] for line in page.splitlines()}
+    assert list(rows).index("tokens loaded") < list(rows).index("found, not needed") < list(rows).index("missed")
+    assert rows["tokens loaded"][-1] == "64"
+    assert [rows[name] for name in ("loaded", "found, not needed", "missed")][1:] == [["22.2", "%"], ["33.3", "%"]]
+    assert "44.4 %" in page
+    assert "never stored" in cli("stats", "--misses").out
+
+
+def test_http_says_the_same_as_the_socket(cli: Cli, port: int) -> None:
+    moving = {"uptime_seconds", "cpu_seconds", "requests", "sessions", "resident_bytes", "loop_blocked_seconds"}
+    moving |= {"last_minute", "last_hour", "since_start", "disks", "tiers", "loop_blocked_max_seconds", "index_bytes"}
+    here = stats(cli)
+    done = run_cli("stats", "--json", "--url", f"http://127.0.0.1:{port}")
+    there = json.loads(done.stdout)
+    assert here.keys() == there.keys()
+    assert not [name for name in here if name not in moving and here[name] != there[name]]
+    for words in SECTIONS:
+        done = run_cli("stats", *words, "--url", f"127.0.0.1:{port}")
+        assert (done.returncode, bool(done.stdout)) == ((2, False) if "policy" in words else (0, True)), words
+    done = run_cli("health", "--url", f"http://127.0.0.1:{port}")
+    assert (done.returncode, done.stdout.startswith("ok"), done.stderr) == (0, True, "")
+
+
+def test_a_url_that_leads_nowhere_is_one_sentence(port: int, tmp_path: Path) -> None:
+    for url in (
+        "http://127.0.0.1:1",
+        "ftp://x",
+        "http://[::bad",
+        "http://127.0.0.1:1/path",
+        f"http://127.0.0.1:{port}/x",
+    ):
+        for command in ("stats", "health"):
+            done = run_cli(command, "--url", url)
+            assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), url
+    done = run_cli("stats", "--url", "http://x", "--directory", str(tmp_path))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize("words", SECTIONS)
+def test_nothing_is_cut_on_80_columns(module_daemon: DaemonProcess, words: tuple[str, ...]) -> None:
+    where = ("--directory", str(module_daemon.directory))
+    with Terminal("stats", *words, *where) as terminal, Terminal("stats", *words, *where, LC_ALL="C") as plain:
+        assert terminal.end() == plain.end() == 0
+    seen = re.sub(r"\x1b\[[0-9;]*m", "", terminal.seen)
+    assert plain.seen.isascii()
+    assert max(map(len, seen.splitlines())) <= 80
+    assert "…" not in seen
+    if "namespaces" in words or not words:
+        assert all(part in seen for part in (LABEL[:10], LABEL[-8:])), "a name goes on in a second line"
+
+
+def test_an_interval_without_a_live_view_is_refused(cli: Cli) -> None:
+    done = cli("stats", "--interval", "5s")
+    assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
