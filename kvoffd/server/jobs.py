@@ -336,6 +336,8 @@ class LoadJob(Job):
             self.tickets.append(ticket)
             slots = np.array(ticket.offsets, dtype=np.uint64) + np.uint64(pool_address)
             block_ids = part.block_ids[span.block : span.blocks_end]
+            tokens_per_block = registration.namespace.groups[part.group].tokens_per_block
+            ticket.tokens = block_ids.size * tokens_per_block // part.layout.blocks_per_key
             positions = np.arange(first, first + block_ids.size, dtype=np.int64)
             plans.append(plan_blocks(part.layout, self.direction, block_ids, positions, slots))
         if self.error is not None:
@@ -357,6 +359,8 @@ class LoadJob(Job):
             error = ErrorCode.CHECKSUM
         copied_bytes = self.plan.nbytes if error is None else 0
         error = error or self.error
+        if error is None:
+            cache.count_load(self.tickets)
         cache.end_load(self.tickets, ok=error is None and not self.keep_lease)
         if error is None:
             self.registration.namespace.counters.loaded_bytes += copied_bytes
