@@ -43,6 +43,9 @@ BACKOFF_MIN_S = 0.05
 """Pause after the first failed attempt to connect; doubles with each further one."""
 BACKOFF_ABSENT_S = 0.25
 """Longest pause between attempts while nobody listens: each costs a system call, and a restart takes a second."""
+DEAF_AFTER = 3
+"""After so many times ``unresponsive_after_s`` without a reply the client opens another session: another client may
+have taken the routing id of this one, whose replies it gets."""
 MAX_PENDING_REQUESTS = 1024
 """Requests without reply; beyond it they fail at once."""
 ENDED_SESSION = (ErrorCode.BAD_TOKEN, ErrorCode.NO_HELLO)
@@ -293,8 +296,11 @@ class Session(Closing):
             return NEVER
         if self._phase is Phase.IDLE:
             return min(self._retry_at, self._role_wake_at)
-        owed = self._owed_since + self._options.unresponsive_after_s if self._responsive else NEVER
-        return min(self._next_expiry, self._handshake_deadline, owed, self._role_wake_at)
+        return min(self._next_expiry, self._handshake_deadline, self._silent_at(), self._role_wake_at)
+
+    def _silent_at(self) -> float:
+        """When the client will not wait for the reply any longer that the daemon owes."""
+        return self._owed_since + self._options.unresponsive_after_s * (1 if self._responsive else DEAF_AFTER)
 
     def tick(self, now: float) -> None:
         """Do what is due: connect, expire requests."""
@@ -304,14 +310,17 @@ class Session(Closing):
             self._connect(now)
         if now >= self._handshake_deadline:
             self.disconnect(self._problem or "The daemon did not finish the handshake.", now)
-        silent = self._responsive and now >= self._owed_since + self._options.unresponsive_after_s
+        silent = now >= self._silent_at()
         if now >= self._next_expiry:
             self._expire(now)
-        if silent and self._responsive and self._phase in CONNECTED:
-            self._responsive = False
-            self._problem = f"The kvoffd daemon in {self.directory} does not answer; going on without it."
-            self._warn(self._problem)
-            self._transport.notify()
+        if silent and self._phase in CONNECTED:
+            problem = f"The kvoffd daemon in {self.directory} does not answer; going on without it."
+            if not self._responsive:
+                self.disconnect(problem, now)
+            else:
+                self._responsive, self._problem = False, problem
+                self._warn(problem)
+                self._transport.notify()
         self._role_tick(now)
 
     # --- requests --------------------------------------------------------------------------------

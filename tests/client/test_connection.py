@@ -12,17 +12,20 @@ import warnings
 from pathlib import Path
 
 import pytest
+import zmq
 
 from kvoffd_client import ClientOptions, ForkedProcess, NamespaceSpec, Registration, SchedulerClient, WorkerClient
 from kvoffd_client.jobs import GroupTransfer
-from kvoffd_client.transport import MAX_DESCRIPTORS
+from kvoffd_client.transport import MAX_DESCRIPTORS, SocketTransport
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import encode
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.lifeline import MemoryReleased, Refused, encode_frame
+from tests.kit.daemon import DaemonProcess
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.open_files import open_descriptors
 from tests.kit.waiting import wait_until
+from tests.kit.wire import Eavesdropper
 
 SPEC = NamespaceSpec.named("client-tests")
 QUICK = ClientOptions(request_timeout_s=0.3, unresponsive_after_s=0.5, backoff_max_s=0.1)
@@ -331,3 +334,20 @@ def test_a_thread_that_waits_long_does_not_keep_others_from_what_is_due(
     assert future.failed
     wait_until(lambda: len(fake.seen(m.Release)) == 2)
     late.join(5)
+
+
+def test_a_client_whose_routing_id_another_one_took_opens_another_session(shared_daemon: DaemonProcess) -> None:
+    options = ClientOptions(request_timeout_s=0.1, unresponsive_after_s=0.2)
+    with SchedulerClient(shared_daemon.directory, SPEC, options=options) as scheduler:
+        assert scheduler.wait_ready(5)
+        transport = scheduler._transport
+        assert isinstance(transport, SocketTransport)
+        assert transport._jobs is not None
+        routing_id = transport._jobs.getsockopt(zmq.ROUTING_ID)
+        assert isinstance(routing_id, bytes)
+        with Eavesdropper(shared_daemon.directory, routing_id) as thief:
+            thief.ask()
+            assert thief.is_answered(5.0)
+            deadline = time.monotonic() + 10.0
+            while not (found := scheduler.lookup(KEYS)).wait(0.1) or found.failed:
+                assert time.monotonic() < deadline, scheduler.problem

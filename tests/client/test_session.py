@@ -20,7 +20,7 @@ from kvoffd_client import (
     WorkerClient,
 )
 from kvoffd_client.jobs import GroupTransfer, Job, submit_of
-from kvoffd_client.session import BACKOFF_ABSENT_S, BACKOFF_MIN_S, MAX_PENDING_REQUESTS, Phase, Session
+from kvoffd_client.session import BACKOFF_ABSENT_S, BACKOFF_MIN_S, DEAF_AFTER, MAX_PENDING_REQUESTS, Phase, Session
 from kvoffd_client.worker_client import JOB_PATIENCE_S
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
@@ -379,6 +379,20 @@ def test_a_reply_that_was_lost_does_not_make_a_daemon_silent(scheduler: Schedule
     scheduler.tick(OPTIONS.unresponsive_after_s + 1.0)
     assert scheduler.ready
     assert link.count(m.Hello) == 2
+
+
+def test_a_session_that_is_not_heard_any_more_is_opened_anew(scheduler: SchedulerClient, link: PaperLink) -> None:
+    connect(scheduler, link, 0.0)
+    look_up(scheduler, link, 0.0)
+    now, silent_s = 0.0, OPTIONS.unresponsive_after_s
+    while now < DEAF_AFTER * silent_s:
+        assert link.is_open
+        assert scheduler.ready == (now < silent_s)
+        now = scheduler.wake_at()
+        scheduler.tick(now)
+    assert (now, link.is_open) == (DEAF_AFTER * silent_s, False)
+    connect(scheduler, link, scheduler.wake_at())
+    assert scheduler.ready
 
 
 def test_a_lease_is_stale_after_half_of_its_life_counted_from_the_question(
