@@ -173,10 +173,13 @@ class SchedulerClient(Session):
         """
         self._transport.poll()
 
-    def release(self, lease_id: int) -> None:
-        """End a lease. Harmless when it has ended, or its lookup is not answered yet or was never sent."""
+    def release(self, lease_id: int, unused: str = "") -> None:
+        """End a lease. Harmless when it has ended, or its lookup is not answered yet or was never sent.
+
+        ``unused``: why what was found is not loaded, ``late`` or ``skipped``; operators see it among the misses.
+        """
         with self._transport.locked():
-            self._release(lease_id)
+            self._release(lease_id, unused)
 
     def invalidate(self, groups: Sequence[m.GroupKeys]) -> None:
         """Have the daemon drop blocks that proved unusable. Does nothing when not ready."""
@@ -217,14 +220,14 @@ class SchedulerClient(Session):
 
     # --- with the lock held ----------------------------------------------------------------------
 
-    def _release(self, lease_id: int) -> None:
+    def _release(self, lease_id: int, unused: str = "") -> None:
         found = self._leases.pop(lease_id, None)
         if found is not None:
             found[0].alive = False
         if lease_id in self._unanswered:
             self._unwanted.add(lease_id)
         if self.ready and lease_id:  # messages keep their order: it comes after its lookup
-            self._send(m.Release(self._next_request_id(), [lease_id]))
+            self._send(m.Release(self._next_request_id(), [lease_id], unused))
 
     def _reset(self, outcome: list[bool], now: float, timeout_s: float) -> None:
         if not self.ready:

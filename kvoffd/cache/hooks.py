@@ -61,10 +61,10 @@ class TieringHooks(Protocol):
         groups: Sequence[tuple[int, list[bytes]]],
         states: Sequence[bytes],
         again: bool,
-    ) -> tuple[list[bytes], int]:
+    ) -> list[bytes]:
         """The states that a lookup answers with: PENDING for absent keys that are brought up from a tier now, SHARED
-        for those that come from a store that nodes share, or are being asked for there. How many are being asked for is
-        returned too: what is found of them is counted later, unless the lookup comes ``again``.
+        for those that come from a store that nodes share, or are being asked for there. Both are counted, as found or
+        as misses, once it is known whether they come up, unless the lookup comes ``again``.
 
         ``owner`` is the session that asks; ``states`` are those of the pool, one byte a key, for each of ``groups``.
         """

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import numpy as np
 
 from kvoffd.cache.blocks import Blocks
-from kvoffd.cache.namespace import Block, BlockState, Namespace
+from kvoffd.cache.namespace import Block, BlockState, MissReason, Namespace
 from kvoffd.cache.pins import Lease, LeaseBounds, LeaseTable
 from kvoffd.cache.policies import Chain, EvictionPolicy
 from kvoffd.errors import UnknownLease
-from kvoffd_proto.messages import ABSENT, PENDING, SHARED
+from kvoffd_proto.messages import ABSENT
 
 READY, WRITING = BlockState.READY, BlockState.WRITING
 _READY_BYTE, _ABSENT_BYTE = bytes([READY]), bytes([ABSENT])
@@ -132,16 +132,12 @@ class LeasedBlocks:
                 for (group, keys), one in zip(groups, found, strict=True)
             ]
             return LookupAnswer(states, lease.keys)
-        states, being_asked = found, 0
+        states = found
         asked, ready = sum(map(len, found)), sum([one.count(_READY_BYTE) for one in found])
-        if blocks.tiering is not None and ready < asked and not namespace.clearing:
-            if blocks.tiering.may_have(namespace):
-                split = [(group, namespace.split(group, keys)) for group, keys in groups]
-                states, being_asked = blocks.tiering.find(namespace, owner, split, found, again)
-            if not again:
-                shared = sum(one.count(SHARED) for one in states) - being_asked
-                namespace.counters.found_shared += shared
-                namespace.counters.found_disk += sum(one.count(PENDING) for one in states)
+        tiering = blocks.tiering
+        if tiering is not None and ready < asked and not namespace.clearing and tiering.may_have(namespace):
+            split = [(group, namespace.split(group, keys)) for group, keys in groups]
+            states = tiering.find(namespace, owner, split, found, again)
         if ready:
             nbytes = _block_bytes(namespace, groups, states)
             if (part := self._leasable(owner, ready, nbytes, namespace, groups, states)) < 1.0:
@@ -242,10 +238,17 @@ class LeasedBlocks:
             at: request for at, request in self.__deferred_requests.items() if request[0] is not namespace
         }
 
-    def release(self, owner: int, lease_ids: Iterable[int]) -> int:
-        """End leases of the owner; those that are not alive are no error. Returns how many ended."""
-        leases = [self.leases.owned(owner, lease_id) for lease_id in dict.fromkeys(lease_ids)]
-        return self._end([lease for lease in leases if lease is not None])
+    def release(self, owner: int, lease_ids: Iterable[int], unused: MissReason | None = None) -> int:
+        """End leases of the owner; those that are not alive are no error. Returns how many ended.
+
+        ``unused``: why what they hold was not loaded, which makes it a miss.
+        """
+        found = [self.leases.owned(owner, lease_id) for lease_id in dict.fromkeys(lease_ids)]
+        leases = [lease for lease in found if lease is not None]
+        if unused is not None:
+            for lease in leases:
+                lease.namespace.counters.misses[unused] += 0 if lease.loaded else lease.keys
+        return self._end(leases)
 
     def end_owner(self, owner: int) -> int:
         """End all leases of a session that is gone. Returns how many. Its tickets end when its copies have."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from kvoffd import __version__
-from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.errors import BadGeometry, BadKeys, KvoffdError
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.server.handlers import Later, Pending, answers, filled
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from kvoffd.server.service import Service
 
 logger = logging.getLogger(__name__)
+UNUSED = {"late": MissReason.LATE, "skipped": MissReason.SKIPPED}
+"""Why a lease ends whose blocks were not loaded."""
 _other_versions = RareWarnings(logger)
 
 
@@ -208,7 +210,8 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
 
 @answers(m.Release)
 def release(service: Service, session: Session, message: m.Release) -> m.Done:
-    return m.Done(message.request_id, service.cache.release(session.id, message.lease_ids))
+    unused = UNUSED.get(message.unused)
+    return m.Done(message.request_id, service.cache.release(session.id, message.lease_ids, unused))
 
 
 @answers(m.Invalidate)

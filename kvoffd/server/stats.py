@@ -17,7 +17,7 @@ from kvoffd.server.handlers import answers, filled
 from kvoffd.server.health import health_of, health_reply
 from kvoffd.server.sessions import Session
 from kvoffd.server.tiers import Disk
-from kvoffd.server.traffic import counts_of, figures
+from kvoffd.server.traffic import counts_of, figures, pending_keys
 from kvoffd.tiers.shared.shared_tier import SharedTier
 from kvoffd.tiers.tier import TierStats
 from kvoffd.transfer.plan import Direction
@@ -98,6 +98,7 @@ def _namespace_stats(service: Service, namespace: Namespace) -> s.NamespaceStats
         ready_blocks=namespace.ready_blocks,
         ready_bytes=namespace.ready_bytes,
         filling_blocks=namespace.writing_blocks,
+        pending_keys=pending_keys(namespace),
         invalidated_blocks=counters.invalidated_blocks,
         partial_blocks=counters.half_stored_blocks,
         quota_bytes=service.cache.blocks.quotas.of(namespace.fingerprint),

@@ -12,7 +12,7 @@ from typing import Any
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Counters, MissReason, Namespace
 from kvoffd.observe.meters import HOUR_S, MINUTE_S, CounterWindows
-from kvoffd_proto.stats import OTHERS, Lifetime, NamespaceStats, Window
+from kvoffd_proto.stats import OTHERS, Lifetime, NamespaceStats, Window, namespace_id
 
 SAMPLE_EVERY_S = 1.0
 MAX_SHOWN = 100
@@ -78,7 +78,11 @@ class TrafficCounts:
             waiting = [one for one in known if one not in self._shown]
             if len(known) > MAX_SHOWN:
                 waiting.sort(key=lambda one: one.ready_bytes, reverse=True)
+            ids = {namespace_id(one.fingerprint) for one in self._shown}
             for one in waiting[: MAX_SHOWN - len(self._shown)]:
+                if (name := namespace_id(one.fingerprint)) in ids:
+                    continue  # two rows, or series, cannot have one name
+                ids.add(name)
                 self._shown[one] = None
                 if self._crowded:
                     self._others.update(counts_of(one))
@@ -133,6 +137,13 @@ def counts_of(namespace: Namespace) -> dict[str, float]:
     for reason, count in counters.misses.items():
         counts[_MISSES_OF[reason]] = count
     return counts
+
+
+def pending_keys(namespace: Namespace) -> int:
+    """Keys that lookups asked for and that a tier is still reading, or being asked for."""
+    counters, misses = namespace.counters, namespace.counters.misses
+    known = counters.keys_ready + counters.found_disk + counters.found_shared + misses.total()
+    return max(0, counters.keys_asked - known + misses[MissReason.LATE] + misses[MissReason.SKIPPED])
 
 
 def add(total: dict[str, float], counts: Mapping[str, float]) -> None:

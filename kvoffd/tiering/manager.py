@@ -91,7 +91,7 @@ class TieringManager:
         groups: Sequence[tuple[int, list[bytes]]],
         states: Sequence[bytes],
         again: bool,
-    ) -> tuple[list[bytes], int]:
+    ) -> list[bytes]:
         answer = [bytearray(state) for state in states]
         for number, limit in whole_prefixes_first(namespace, groups, answer):
             (group, keys), found = groups[number], states[number]
@@ -100,9 +100,17 @@ class TieringManager:
                     places = prefix_run(found, keys, available)
                 else:
                     places = window_run(found, keys, namespace.groups[group], limit, available)
-                self.promoter.request(namespace, owner, group, keys, places, answer[number], PENDING)
-        asked = [shared.find(namespace, owner, groups, answer, again) for shared in self.shared]
-        return list(map(bytes, answer)), sum(asked)
+                askers = self._no_asker if again else self._one_asker
+                self.promoter.request(namespace, owner, group, keys, places, answer[number], PENDING, askers)
+        for shared in self.shared:
+            shared.find(namespace, owner, groups, answer, again)
+        return list(map(bytes, answer))
+
+    def _one_asker(self, key: bytes) -> int:
+        return 1
+
+    def _no_asker(self, key: bytes) -> int:
+        return 0
 
     def used(self, blocks: Sequence[Block]) -> None:
         for demoter in self._demoters:

@@ -110,6 +110,8 @@ class PromotionRequest:
     deadline: float
     promotion: Promotion | None = None
     """None while the request waits."""
+    askers: int = 0
+    """Lookups that count it as found, or as a miss, once it is known whether it comes up."""
 
 
 class Promoter:
@@ -122,8 +124,11 @@ class Promoter:
         tier: Tier,
         clock: Callable[[], float],
         settings: TieringSettings,
+        *,
+        shared: bool = False,
     ) -> None:
         self._cache = cache
+        self._shared = shared
         self._transfers = transfers
         self._tier = tier
         self._clock = clock
@@ -183,10 +188,12 @@ class Promoter:
         places: Iterable[int],
         states: memoryview | bytearray,
         mark: int,
+        askers: Callable[[bytes], int],
     ) -> None:
         """Queue the blocks of keys at some places that are not queued yet, up to the first that cannot be brought up.
 
-        A lookup may ask for thousands at once. What comes up is marked in ``states``.
+        A lookup may ask for thousands at once. What comes up is marked in ``states``. ``askers``: how many lookups are
+        to count a key.
         """
         sizes = [namespace.shard_bytes(rank) for rank in range(namespace.world_size)]
         lengths = [one[group] if one is not None else None for one in sizes]
@@ -204,12 +211,14 @@ class Promoter:
                     return
                 requested[key] = request = PromotionRequest(owner, namespace, source, nbytes, deadline)
                 self._enter_queue(request)
+            requested[key].askers += askers(key)
             states[place] = mark
 
     def forget(self, namespace: Namespace, group: int, key: bytes) -> None:
         """Withdraw a request. What is under way ends by itself and leaves nothing, if the cache dropped it."""
         request = self.requested(namespace, group).get(key)
         if request is not None:
+            self._settle(request, MissReason.INVALIDATED)
             self._withdraw(request)
             self._leave_queue(request)
 
@@ -244,6 +253,7 @@ class Promoter:
                     self._withdraw(request)
                     if request.source.id.key not in namespace.index[group]:
                         self._failed(request, "no_room")
+                    self._settle(request)
                     continue
                 full = full or not self._begin(request, promotion)
                 if full and request.promotion is None:
@@ -329,6 +339,7 @@ class Promoter:
         if self._transfers.end_promotion(request.promotion, result is TierResult.DONE):
             self.promoted_blocks += 1
             self.promoted_bytes += request.source.nbytes
+            self._settle(request)
         elif result is not TierResult.DONE and request not in self._given_up:
             self._failed(request, result.value)
         if request in self._given_up:
@@ -343,8 +354,21 @@ class Promoter:
     def _failed(self, request: PromotionRequest, reason: str) -> None:
         self.failures[reason] += 1
         source, miss = request.source.id, MISSES.get(reason, MissReason.TIER_FAILED)
-        request.namespace.counters.misses[miss] += 1
+        self._settle(request, miss)
         self._cache.blocks.misses.note(request.namespace, source.group, [source.key], miss)
+
+    def _settle(self, request: PromotionRequest, miss: MissReason | None = None) -> None:
+        """Count the key for those who asked for it, once: as found, or as a miss."""
+        counters, askers = request.namespace.counters, request.askers
+        request.askers = 0
+        if not askers:
+            return
+        if miss is not None:
+            counters.misses[miss] += askers
+        elif self._shared:
+            counters.found_shared += askers
+        else:
+            counters.found_disk += askers
 
     def _measure_speed(self, nbytes: int) -> None:
         now = self._clock()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
-from operator import and_
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import MissReason, Namespace
@@ -30,6 +30,8 @@ READ_AGAIN_S = 60.0
 """So long after the last read one is tried although it would be slower: speeds change."""
 MOST_UNSHARED = 32_768
 """Namespaces that are not shared: those that there are, and the latest others."""
+DUE_S = 10.0
+"""Within which a lookup that was told of keys being asked for comes again, or never."""
 SLOWER = "slower"
 """Why blocks are not read that would be."""
 
@@ -51,12 +53,17 @@ class SharedTiering:
         self._asked_until = self._read_again_at = 0.0
         self._asker = 0
         """Owner of the lookup at hand."""
+        self._again = False
         self._asked: list[tuple[int, list[bytes]]] = []
         """Groups and keys of what that is told of as being asked for."""
-        self._uncounted: dict[tuple[bytes, int], set[bytes]] = {}
-        """By fingerprint and group, of what lookups were told so, what is neither a hit nor a miss yet."""
+        self._uncounted: dict[tuple[bytes, int], Counter[bytes]] = {}
+        """By fingerprint and group, of what lookups were told so, how many of them have not counted it yet."""
+        self._due: dict[tuple[bytes, int], Counter[bytes]] = {}
+        """The same of keys that were found there, until they are asked for again, or nobody does."""
+        self._due_before: dict[tuple[bytes, int], Counter[bytes]] = {}
+        self._due_at = 0.0
         self.tier = tier
-        self.promoter = Promoter(cache, transfers, tier, clock, settings)
+        self.promoter = Promoter(cache, transfers, tier, clock, settings, shared=True)
         self.unshared: dict[bytes, None] = {}
         """Namespaces whose blocks here became stale: what others have under the same keys may be stale too."""
         self.demoter = Demoter(
@@ -75,14 +82,11 @@ class SharedTiering:
         groups: Sequence[tuple[int, list[bytes]]],
         states: list[bytearray],
         again: bool,
-    ) -> int:
-        """Mark SHARED the absent keys that are asked for or come up; ``states`` has what pool and disks have.
-
-        Returns how many are being asked for. They are counted when they are answered, unless it is ``again``.
-        """
+    ) -> None:
+        """Mark SHARED the absent keys that are asked for or come up; ``states`` has what pool and disks have."""
         if not self.serves(namespace):
-            return 0
-        self._asker = owner
+            return
+        self._asker, self._again = owner, again
         self._asked.clear()
         asking, most = False, MOST_KEYS // max(1, len(groups))
         for number, limit in whole_prefixes_first(namespace, groups, states):
@@ -96,8 +100,7 @@ class SharedTiering:
                 self._find_window(namespace, group, keys[start:limit], found[start:limit], wait=asking)
         if not again:
             for group, asked in self._asked:
-                self._uncounted.setdefault((namespace.fingerprint, group), set()).update(asked)
-        return sum(len(asked) for _, asked in self._asked)
+                self._uncounted.setdefault((namespace.fingerprint, group), Counter()).update(asked)
 
     def serves(self, namespace: Namespace) -> bool:
         """Whether the tier can be asked for keys of a namespace."""
@@ -161,17 +164,20 @@ class SharedTiering:
 
     def answered(self, fingerprint: bytes, group: int, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         """Count what lookups were told of as being asked for."""
-        uncounted = self._uncounted.get((fingerprint, group), set())
-        counted = [key in uncounted for key in keys]
-        uncounted.difference_update(keys)
+        uncounted = self._uncounted.get((fingerprint, group), Counter())
+        counted = [uncounted.pop(key, 0) for key in keys]
         if not uncounted:
             self._uncounted.pop((fingerprint, group), None)
         namespace = self._cache.find_namespace(fingerprint)
         if namespace is None or group >= len(namespace.groups) or (keys and len(keys[0]) != namespace.key_bytes):
             return  # it was forgotten meanwhile, maybe for one of another geometry
-        hits = sum(map(and_, counted, found))
-        namespace.counters.found_shared += hits
-        absent = [key for key, one, there in zip(keys, counted, found, strict=True) if one and not there]
+        due = self._due.setdefault((fingerprint, group), Counter())
+        absent: list[bytes] = []
+        for key, lookups, there in zip(keys, counted, found, strict=True):
+            if there and lookups:
+                due[key] += lookups
+            else:
+                absent += [key] * lookups
         states = [bytes(len(absent))]
         self._cache.blocks.misses.asked(namespace, [(group, b"".join(absent))], states, states)
 
@@ -184,8 +190,31 @@ class SharedTiering:
         fresh = sum(keys[place] not in requested for place in wanted)
         if self._is_slower(namespace, group, fresh):
             self.promoter.failures[SLOWER] += fresh
+            for place in wanted:
+                if keys[place] not in requested:
+                    namespace.counters.misses[MissReason.SKIPPED] += self._take_due(namespace, group, keys[place])
             wanted = list(takewhile(lambda place: keys[place] in requested, wanted))
-        self.promoter.request(namespace, self._asker, group, keys, wanted, states, SHARED)
+
+        def askers(key: bytes) -> int:
+            return self._take_due(namespace, group, key) + (not self._again)
+
+        self.promoter.request(namespace, self._asker, group, keys, wanted, states, SHARED, askers)
+
+    def _take_due(self, namespace: Namespace, group: int, key: bytes) -> int:
+        """How many lookups still count a key that was found."""
+        found = 0
+        for due in (self._due, self._due_before):
+            if keys := due.get((namespace.fingerprint, group)):
+                found += keys.pop(key, 0)
+        return found
+
+    def _settle_due(self) -> None:
+        """Count what was found and nobody asked for again: a key before it was not there, or the request went away."""
+        for (fingerprint, _), keys in self._due_before.items():
+            if (namespace := self._cache.find_namespace(fingerprint)) is not None:
+                namespace.counters.found_shared += keys.total()
+        self._due_before, self._due = self._due, {}
+        self._due_at = self._clock()
 
     def _is_slower(self, namespace: Namespace, group: int, count: int) -> bool:
         """Whether so many blocks take longer to read than to compute, by the speeds of late; not once a while."""
@@ -223,6 +252,8 @@ class SharedTiering:
                 self.tier.poll(namespace.fingerprint)
         else:
             self._read_again_at = 0.0  # once it is back
+        if self._clock() - self._due_at >= DUE_S:
+            self._settle_due()
         self.tier.tick()
 
     def namespace_reset(self, fingerprint: bytes, *, everywhere: bool) -> None:

@@ -462,6 +462,14 @@ class Release(Request[Done], frozen=True):
     """Ends leases. A lease that has ended already is no error."""
 
     lease_ids: Annotated[list[LeaseId], doc("Leases of this session.", max_length=65536)]
+    unused: Annotated[
+        str,
+        doc(
+            "Why what was found was not loaded, to be counted as a miss: ``late``, the answer was not waited for; "
+            "``skipped``, computing was faster. Empty where it was loaded or not needed.",
+            max_length=32,
+        ),
+    ] = ""
 
 
 @exchange(Section.SCHEDULER, SCHEDULER)

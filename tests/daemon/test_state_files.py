@@ -45,7 +45,7 @@ def use(daemon: DaemonProcess) -> None:
 def learned_keys(daemon: DaemonProcess) -> int:
     """Keys without a block that the policy knows."""
     with AdminClient(daemon.directory) as admin:
-        return admin.stats().ghost_keys
+        return admin.stats().ghost_entries
 
 
 # --- quotas of namespaces --------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from kvoffd_proto.stats import Lifetime, Window
 
 
 def namespace(number: int, label: str = "model") -> Namespace:
-    return Namespace(number.to_bytes(32, "big"), label, 1, 32, [GroupSpec("full", 16)], "{}")
+    return Namespace(number.to_bytes(32, "little"), label, 1, 32, [GroupSpec("full", 16)], "{}")
 
 
 def ask(space: Namespace, found: int, missed: int) -> None:

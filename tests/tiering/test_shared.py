@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import pytest
 
 from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.server.traffic import pending_keys
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.shared import ANSWER_S, MOST_KEYS, READ_AGAIN_S
+from kvoffd.tiering.shared import ANSWER_S, DUE_S, MOST_KEYS, READ_AGAIN_S
 from kvoffd.tiers.tier import Answer, AskedTier, OnDone, TierBlock, TierKey, TierResult, TierShard
 from kvoffd_proto.messages import ABSENT, PENDING, READY, SHARED, GroupSpec
 from tests.kit.cache_harness import SLOT_UNIT, keys_of
@@ -165,11 +166,47 @@ def test_what_is_asked_for_is_a_hit_or_a_miss_once_it_is_answered(rig: TieringHa
     assert (counters.keys_asked, counters.found_shared) == (4, 0)
     shared.answer()
     rig.cache.count_misses()
-    assert (counters.found_shared, counters.misses) == (2, {MissReason.UNKNOWN: 2})
+    assert (counters.found_shared, counters.misses) == (0, {MissReason.UNKNOWN: 2}), "two are still to be read"
     rig.states(space, keys_of(1, 2, 3, 4))
     rig.cache.count_misses()
-    assert (counters.keys_asked, counters.found_shared) == (8, 4), "the answers are known"
-    assert counters.misses == {MissReason.UNKNOWN: 4}
+    assert (counters.keys_asked, counters.misses) == (8, {MissReason.UNKNOWN: 4}), "the answers are known"
+    assert pending_keys(space) == 4
+    rig.tiering.pump()
+    shared.end_reads(space)
+    assert (counters.found_shared, pending_keys(space)) == (4, 0)
+
+
+def test_what_is_found_and_never_asked_for_again_is_counted_as_found(
+    rig: TieringHarness, shared: FakeAskedTier
+) -> None:
+    space = rig.open()
+    shared.there = {(0, key) for key in split(keys_of(1))}
+    rig.states(space, keys_of(1))
+    shared.answer()
+    for _ in range(3):
+        assert space.counters.found_shared == 0
+        rig.clock.now += DUE_S
+        rig.tiering.tick()
+        if space.counters.found_shared:
+            break
+    assert (space.counters.found_shared, pending_keys(space)) == (1, 0)
+
+
+@pytest.mark.parametrize("result", [TierResult.FAILED, TierResult.DEADLINE])
+def test_what_does_not_come_up_is_a_miss_for_each_that_asked(
+    rig: TieringHarness, shared: FakeAskedTier, result: TierResult
+) -> None:
+    space = rig.open()
+    shared.there = {(0, key) for key in split(keys_of(1))}
+    rig.states(space, keys_of(1))
+    rig.states(space, keys_of(1))
+    shared.answer()
+    rig.cache.lookup(space, 999, 1, [(0, keys_of(1))], again=True)
+    rig.tiering.pump()
+    shared.end_reads(space, result)
+    rig.cache.count_misses()
+    reason = {TierResult.FAILED: MissReason.TIER_FAILED, TierResult.DEADLINE: MissReason.TIER_LATE}[result]
+    assert (space.counters.found_shared, +space.counters.misses, pending_keys(space)) == (0, {reason: 2}, 0)
 
 
 def test_what_a_lookup_asks_for_that_comes_again_is_not_counted(rig: TieringHarness, shared: FakeAskedTier) -> None:
