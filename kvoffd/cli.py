@@ -30,6 +30,21 @@ from kvoffd.config import (
 
 EXIT_REFUSED = 2
 _DEFAULTS = Config()
+GROUPS = {
+    "directory": "sockets and pool",
+    "disk": "disks",
+    "shared": "store that nodes share",
+    "copy_threads": "copies",
+    "allowed_uids": "who may connect",
+    "max_sessions": "sessions",
+    "http_address": "monitoring",
+    "cuda_library": "GPUs",
+}
+"""By its first setting, the title of a group of settings in --help."""
+EPILOG = (
+    "A flag overrides its KVOFFD_ variable, the variable overrides the key in the file. Examples: kvoffd serve "
+    "--pool-size 64GiB; kvoffd serve --pool-size 64GiB --disk /mnt/nvme=1TiB; kvoffd serve --config /etc/kvoffd.toml"
+)
 _UNKNOWN = "unrecognized arguments: "
 _NO_MEMORY = "the system gives it too little memory: see ulimit -d and ulimit -v"
 
@@ -156,28 +171,38 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvoffd {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    serving = commands.add_parser("serve", help="run the daemon", allow_abbrev=False, description="Runs the daemon.")
+    serving = commands.add_parser(
+        "serve",
+        help="run the daemon",
+        allow_abbrev=False,
+        usage="kvoffd serve [OPTION]...",
+        description="Runs the daemon, until SIGTERM. Most need --pool-size alone.",
+    )
     showing = commands.add_parser(
         "config",
-        help="print the configuration in force and where each value came from",
+        help="print the configuration that serve would use, and where each value comes from",
         allow_abbrev=False,
-        description="Prints the configuration that serve would use with the same flags, as TOML that --config reads.",
+        description="Prints the configuration that serve would use with the same flags, as TOML that --config reads. "
+        "Settings of a running daemon: kvoffd-cli stats settings.",
     )
     showing.add_argument("--json", action="store_true", help="print JSON: bytes and seconds as numbers")
     for one in (parser, serving, showing):
         one.set_defaults(parser=one)  # whose --help has the options
     for command in (serving, showing):
-        command.epilog = "A flag overrides its KVOFFD_ variable, the variable overrides the key in the file."
+        command.epilog = EPILOG
         _add_settings(command)
     return parser
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
+    group: argparse._ActionsContainer = parser
     for setting in SETTINGS:
-        shown = setting.show(getattr(_DEFAULTS, setting.field_name))
-        text = f"{setting.description} [{setting.variable}, default {shown or 'nothing'}]"
+        if setting.name in GROUPS:
+            group = parser.add_argument_group(GROUPS[setting.name])
+        default = setting.show(getattr(_DEFAULTS, setting.field_name))
+        text = f"{setting.description} [{setting.variable}{default and f', default {default}'}]"
         # argparse takes a % in a help text, such as one in the default directory, for a placeholder.
-        parser.add_argument(
+        group.add_argument(
             setting.flag,
             dest=setting.name,
             metavar=setting.metavar,
@@ -185,5 +210,5 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
             action="append" if setting.repeated else "store",
         )
         if setting.name == "pool_size":
-            text = f"TOML file with settings. [{CONFIG_VARIABLE}, default none]"
-            parser.add_argument("--config", metavar="FILE", help=text)
+            text = f"TOML file with settings. [{CONFIG_VARIABLE}]"
+            group.add_argument("--config", metavar="FILE", help=text)
