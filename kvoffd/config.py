@@ -308,7 +308,7 @@ class Config:
     eviction_policy: str = choice(*POLICY_NAMES).setting(
         DEFAULT_POLICY,
         "Which blocks are stored, and which are evicted first when the pool is full. Compare policies on a recording "
-        "of your own traffic with `kvoffd simulate` before you change it.",
+        "of your own traffic with `kvoffd-cli trace replay` before you change it.",
     )
     index_bytes: int = size(0).setting(
         0,

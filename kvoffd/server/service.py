@@ -53,6 +53,17 @@ TOTALS_EVERY_S = 300.0
 MAX_PENDING = 64
 """Requests of a session whose replies wait."""
 
+MISTYPED = frozenset(
+    {
+        ErrorCode.BAD_ARGUMENT,
+        ErrorCode.BAD_GEOMETRY,
+        ErrorCode.BAD_KEYS,
+        ErrorCode.NOT_READY,
+        ErrorCode.UNKNOWN_NAMESPACE,
+    }
+)
+"""What an administrator is told who names something that is not there."""
+
 if HANDLERS.keys() != m.EXCHANGES.keys():
     raise AssertionError(f"requests without a handler: {m.EXCHANGES.keys() - HANDLERS.keys()}")
 
@@ -155,7 +166,7 @@ class Service:
             refusal = KvoffdError(f"The frame is not a request: {error}.", ErrorCode.MALFORMED)
             answer = self.refusal(codec.request_id_of(frame), refusal)
         except Exception as error:
-            answer = self.refusal(request_id, error)
+            answer = self.refusal(request_id, error, session)
         if isinstance(answer, Pending):
             answer.request_id, answer.sender, answer.session = request_id, route, session
             if not self._poll(answer):
@@ -239,21 +250,24 @@ class Service:
         try:
             reply = pending.poll(self.clock() >= pending.until)
         except Exception as error:
-            reply = self.refusal(pending.request_id, error)
+            reply = self.refusal(pending.request_id, error, pending.session)
         if reply is not None:
             self.replies.append((pending.sender, codec.encode(reply)))
         return reply is not None
 
-    def refusal(self, request_id: int, error: Exception) -> m.Error:
-        """The reply to a request that raised ``error``, which is counted."""
+    def refusal(self, request_id: int, error: Exception, session: Session | None = None) -> m.Error:
+        """The reply to a request that raised ``error``, which is counted.
+
+        An administrator who mistypes a name has the answer, and nothing is wrong.
+        """
         refusal = refusal_of(error)
-        self.count_error(refusal.code)
+        if session is None or session.role is not m.Role.ADMIN or refusal.code not in MISTYPED:
+            self.count_error(refusal.code)
         return m.Error(request_id, refusal.code, refusal.message)
 
     def count_error(self, code: ErrorCode) -> None:
-        """Count what went wrong; an administrator who mistypes a name has the answer, and nothing is wrong."""
-        if code is not ErrorCode.BAD_ARGUMENT:
-            self.errors[code.name.lower()] += 1
+        """Count what went wrong."""
+        self.errors[code.name.lower()] += 1
 
     # --- for handlers ------------------------------------------------------------------------------
 

@@ -83,6 +83,22 @@ def test_a_session_for_one_request_is_no_error_for_the_daemon(daemon: DaemonProc
         assert admin.stats().errors == {}
 
 
+def test_an_operator_s_typo_is_answered_and_is_no_error_of_the_daemon(daemon: DaemonProcess) -> None:
+    with FakeEngine(daemon.directory, layers=1, blocks=2) as engine, AdminClient(daemon.directory) as admin:
+        space = engine.namespace.fingerprint
+        for kind, fields in (
+            (a.Clear, (bytes(32),)),
+            (a.DescribeNamespace, (bytes(32),)),
+            (a.ListBlocks, (space, 7)),
+            (a.ListBlocks, (space, 0, 0, 1, "zz")),
+            (a.DescribePolicy, (space, 0, b"x")),
+            (a.ResetFleet, (space,)),
+        ):
+            with pytest.raises(RequestRefused):
+                admin.ask(kind, *fields)  # type: ignore[arg-type]
+        assert admin.stats().errors == {}
+
+
 def test_a_hanging_daemon_is_a_timeout_or_unavailable_and_the_wait_is_bounded(fake: FakeDaemon) -> None:
     with AdminClient(fake.directory, 0.3) as admin:
         assert admin.health().healthy

@@ -198,6 +198,9 @@ def test_help_shows_every_setting_and_stands_a_percent_sign() -> None:
     assert flags[:4] == ["--directory", "--pool-size", "--config", "--pool-file"]
     assert set(flags) == {f"--{name.replace('_', '-')}" for name in shown()} | {"--config"}
     assert "/tmp/50%s" in text
+    titles = [line for line in text.splitlines() if re.fullmatch("\\w[\\w ]*:", line)]
+    assert len(titles) == 9, "settings come in groups"
+    assert "default nothing" not in text
     without = kvoffd()
     assert (without.returncode, "serve" in without.stdout) == (0, True)
     assert re.fullmatch(r"kvoffd \d\S+\n", kvoffd("--version").stdout)

@@ -225,7 +225,7 @@ class EngineNamespace:
         self._waiting_since = self._clock()
         logger.info(
             "kvoffd: namespace %s (%s)%s.",
-            namespace.fingerprint.hex()[:16],
+            namespace.fingerprint.hex()[:12],
             namespace.label,
             ", of the changed weights" if changed else "",
         )
