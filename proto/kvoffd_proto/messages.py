@@ -529,7 +529,7 @@ class Outcome(StrEnum):
     LOADED = "loaded"
     MISSED = "missed"
     HELD = "held"
-    """It had all of the prompt itself."""
+    """What was found it had itself."""
     SHORT = "short"
     """The prompt is shorter than a block."""
     SKIPPED = "skipped"
