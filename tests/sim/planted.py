@@ -583,9 +583,9 @@ PLANTED = (
     Planted(
         "two daemons serve one directory",
         9,
-        "kvoffd.system.directory",
-        "DaemonDirectory.acquire",
-        "if not locked:",
+        "kvoffd.system.files",
+        "claim_file",
+        "if not calls.lock(fd):",
         "if False:",
         simulated=False,
         door="tests/daemon/test_start_end.py::test_start_is_refused_beside_another_daemon",
