@@ -256,6 +256,7 @@ class AdminClient:
         self._lifeline = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
             self._lifeline.connect(str(paths.lifeline))
+            os.stat(paths.jobs)  # ZeroMQ would wait for ever where it was removed
             self._pid, _, _ = peer_credentials(self._lifeline)
         except OSError as error:
             raise DaemonUnavailable(why_unreachable(error, self.directory)) from error

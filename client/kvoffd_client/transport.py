@@ -195,6 +195,7 @@ class SocketTransport(AbstractContextManager[float]):
     def open(self) -> None:
         if problem := self._paths.problem():
             raise OSError(problem)
+        os.stat(self._paths.jobs)  # ZeroMQ would wait for ever where it was removed
         self._stream = LifelineStream(str(self._paths.lifeline))
         self._frames = FrameBuffer()
 

@@ -232,8 +232,8 @@ class Daemon:
         """Open the sockets, say that the daemon serves, and begin with what may take its time. Raises StartError."""
         config = self._config
         try:
-            self._lifelines.open()
             self._sockets.open(self._service)
+            self._lifelines.open()
         except OSError as error:
             raise StartError(f"The sockets in {config.directory} cannot be opened: {error}.") from error
         self.served = self._serving = True

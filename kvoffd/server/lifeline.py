@@ -272,5 +272,12 @@ class LifelineServer:
         fd = connection.stream.fileno()
         if self._connections.pop(fd, None) is not None:
             self._loop.remove_reader(fd)
-        self._service.sessions.end(connection.session, connection.release, why)
+        session = connection.session
+        if why in (Ending.CLOSED, Ending.GONE) and session.last_request_at == session.opened_at:
+            self._ended.warn(
+                "A client (pid %d, %s) left without a request, as one of another release does: this daemon speaks "
+                "protocol %d. Install the same kvoffd release on both ends.",
+                *(session.peer.pid, session.peer, PROTOCOL_VERSION),
+            )
+        self._service.sessions.end(session, connection.release, why)
         self._sockets.wake()

@@ -137,6 +137,11 @@ def test_one_removed_socket_is_a_reason_in_health(command: Command) -> None:
         status, text = command(daemon, "health")
         assert status != 0
         assert "events.sock" in text, text
+        (daemon.directory / "jobs.sock").unlink()
+        status, text = command(daemon, "health")
+        assert status != 0
+        assert "sockets" in text, text
+        assert "were removed" in text, text
 
 
 def test_engines_that_are_connected_need_no_sockets() -> None:

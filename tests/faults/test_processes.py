@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import signal
@@ -136,6 +137,9 @@ def test_an_engine_of_another_protocol_is_logged(lasting: DaemonProcess) -> None
     with WireClient(lasting.directory, None, name="older engine") as engine, pytest.raises(Refused):
         engine.hello("worker", version=VERSION - 1)
     wait_until(lambda: re.search(r"(version|protocol).*\b" + str(VERSION - 1) + r"\b", lasting.log), 5.0)
+    with WireClient(lasting.directory, None):
+        """Its protocol is not the greeting's: it leaves without a word."""
+    wait_until(lambda: f"(pid {os.getpid()}, uid {os.getuid()}) left without a request" in lasting.log, 5.0)
 
 
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 38: leases cannot hold as much")
