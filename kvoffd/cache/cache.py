@@ -392,7 +392,7 @@ class BlockCache(LeasedBlocks):
         """
         if namespace.clearing:
             raise KvoffdError(
-                f"The namespace {namespace.label!r} is being cleared already; wait until that is done.",
+                f"A reset or clear of the namespace {namespace.label!r} is running; ask again when it is done.",
                 ErrorCode.NOT_READY,
             )
         namespace.clearing = True

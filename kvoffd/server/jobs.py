@@ -516,7 +516,7 @@ class Jobs:
         session.jobs.update(dict.fromkeys(job.ids, job))
         session.in_flight += len(job.ids)
         session.pieces += job.plan.pieces
-        job.registration.job_started()
+        job.registration.count_jobs(1)
         self._running[job] = None
         if not job.plan.pieces:
             outcome = job.checksums.run(lambda: None) if job.checksums is not None else None
@@ -562,7 +562,7 @@ class Jobs:
         session.in_flight -= len(job.ids)
         session.pieces -= job.plan.pieces
         job.transfer = None  # they refer to each other, and full collections are off (GC_THRESHOLDS)
-        job.registration.job_ended()
+        job.registration.count_jobs(-1)
         session.release_if_idle()
 
     def _overdue(self, job: StoreBatch | LoadJob) -> None:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from kvoffd.cache.namespace import Namespace, nbytes_of
 from kvoffd.errors import BadGeometry, KvoffdError
 from kvoffd.server.background import Work
+from kvoffd.server.handlers import Pending, answers
 from kvoffd.server.sessions import Session
+from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import OpenNamespace
 from kvoffd_proto.units import printable
 
 if TYPE_CHECKING:
@@ -26,45 +27,32 @@ FORGET_AFTER_S = 60.0
 """How long an empty namespace that nobody has open is still shown to operators."""
 
 
-class Opening:
-    """The opening of the namespace that a message describes. It waits where another one must be freed for it.
+@answers(m.OpenNamespace)
+def open_namespace(service: Service, session: Session, message: m.OpenNamespace) -> Pending:
+    """Open or join a namespace. The reply waits where another one must be freed for it.
 
-    Raises KvoffdError where the session may not open it.
+    An empty namespace that nobody has open gives its name to whoever comes with another geometry.
     """
+    service.sessions.check_not_stopping()
+    cache, fingerprint = service.cache, message.namespace
+    geometry = message.world_size, message.key_bytes, message.groups
+    _check_places(session, fingerprint)
+    freed: Work | None = None
 
-    def __init__(self, service: Service, session: Session, message: OpenNamespace) -> None:
-        self._service = service
-        self._session = session
-        self._message = message
-        self._freed: Work | None = None
-        self.until = service.clock() + OPEN_WAIT_S
-        _check_places(session, message.namespace)
-
-    def poll(self, late: bool) -> tuple[Namespace, bool] | None:
-        """The namespace, open for the session, and whether it is new; None while it waits.
-
-        An empty namespace that nobody has open gives its name to whoever comes with another geometry. Raises
-        KvoffdError.
-        """
-        service, session, message = self._service, self._session, self._message
-        if self._freed is not None:
-            if not self._freed.done and not late:
-                return None
-            _check_places(session, message.namespace)  # the session may have opened others in between
-        cache, fingerprint = service.cache, message.namespace
-        geometry = message.world_size, message.key_bytes, message.groups
+    def poll(late: bool) -> m.NamespaceOpened | None:
+        nonlocal freed
+        if freed is not None and not freed.done and not late:
+            return None
+        _check_places(session, fingerprint)  # the session may have opened others in between
         known = cache.find_namespace(fingerprint)
         if known is not None and not known.is_same(*geometry) and _idle(known, opened_namespaces(service)):
             logger.info("The empty namespace %r is forgotten for one of another geometry.", known.label)
             _forget(service, known)
             known = None
-        if known is None:
-            self._freed = _make_space(service, message, late)
-            if self._freed is not None:
-                return None
+        if known is None and (freed := _make_space(service, message, late)) is not None:
+            return None
         label, description = printable(message.label), printable(message.description)
-        opened = cache.open_namespace(fingerprint, label, *geometry, description)
-        namespace, created = opened
+        namespace, created = cache.open_namespace(fingerprint, label, *geometry, description)
         session.namespaces[fingerprint] = namespace
         if created:
             namespace.generation = service.state.generation(fingerprint)
@@ -72,7 +60,9 @@ class Opening:
             service.events.cleared(namespace)
             if service.tiering is not None:
                 service.tiering.namespace_opened(namespace)
-        return opened
+        return m.NamespaceOpened(message.request_id, created)
+
+    return Pending(poll, service.clock() + OPEN_WAIT_S)
 
 
 def forget_idle(service: Service, after_s: float = 0.0) -> None:
@@ -98,7 +88,7 @@ def _check_places(session: Session, fingerprint: bytes) -> None:
         )
 
 
-def _make_space(service: Service, message: OpenNamespace, late: bool) -> Work | None:
+def _make_space(service: Service, message: m.OpenNamespace, late: bool) -> Work | None:
     """Begin to free a namespace that nobody has open, so that one more may be opened; None where none need go.
 
     Raises KvoffdError where none may go, or it is too late to wait for one.

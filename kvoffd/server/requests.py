@@ -15,7 +15,6 @@ from kvoffd.errors import BadGeometry, BadKeys, KvoffdError
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.server.handlers import Later, Pending, answers, filled
 from kvoffd.server.memory import EngineMemory, segment_ids
-from kvoffd.server.namespaces import Opening
 from kvoffd.server.sessions import Registration, Session
 from kvoffd.transfer.plan import build_layouts
 from kvoffd_proto import messages as m
@@ -70,18 +69,6 @@ def results(service: Service, session: Session, message: m.Results) -> m.Results
     # A job that ended but whose batch is still open must be in one of the two lists.
     service.flush_completions(session)
     return m.ResultsReply(message.request_id, session.completions.replay(), list(session.jobs))
-
-
-@answers(m.OpenNamespace)
-def open_namespace(service: Service, session: Session, message: m.OpenNamespace) -> Pending:
-    service.sessions.check_not_stopping()
-    opening = Opening(service, session, message)
-
-    def poll(late: bool) -> m.NamespaceOpened | None:
-        opened = opening.poll(late)
-        return None if opened is None else m.NamespaceOpened(message.request_id, opened[1])
-
-    return Pending(poll, opening.until)
 
 
 @answers(m.Register)

@@ -158,19 +158,12 @@ class Registration:
         """Unmap once the last job has ended, then have ``on_closed`` called. Once."""
         assert self._on_closed is None, "a registration is closed once"
         self._on_closed = on_closed
-        self._close_if_idle()
+        self.count_jobs(0)
 
-    def job_started(self) -> None:
-        assert self._on_closed is None, "memory that is being closed takes no jobs"
-        self.jobs += 1
-
-    def job_ended(self) -> None:
-        """A job will not touch the memory any more."""
-        assert self.jobs > 0
-        self.jobs -= 1
-        self._close_if_idle()
-
-    def _close_if_idle(self) -> None:
+    def count_jobs(self, change: int) -> None:
+        """So many more or fewer jobs touch the memory. With the last one of a registration that is closed it goes."""
+        assert change <= 0 or self._on_closed is None, "memory that is being closed takes no jobs"
+        self.jobs += change
         if self._on_closed is not None and not self.jobs:
             self.memory.close(self._on_closed)
 
@@ -208,15 +201,13 @@ class Session:
     """Of all jobs that hold memory for what they copy."""
     requests: deque[LoggedRequest] = field(default_factory=lambda: deque(maxlen=MAX_LOGGED_REQUESTS))
     """What became of its engine's latest requests."""
-    _on_released: Callable[[], None] | None = None
+    on_released: Callable[[], None] | None = None
+    """What to call once its last copy has ended, where it is over."""
 
     def __post_init__(self) -> None:
         self.last_request_at = self.opened_at
-
-    @property
-    def route(self) -> bytes:
+        self.route = routing_id(self.token)
         """The routing id of its client's requests."""
-        return routing_id(self.token)
 
     def namespace(self, fingerprint: bytes) -> Namespace:
         """A namespace that the session has opened. Raises UnknownNamespace."""
@@ -231,16 +222,10 @@ class Session:
             raise KvoffdError.of(ErrorCode.UNKNOWN_REGISTRATION)
         return registration
 
-    def end(self, on_released: Callable[[], None]) -> None:
-        """Mark the session as ended; call ``on_released`` once its last copy has ended, at once when there is none."""
-        self.ended = True
-        self._on_released = on_released
-        self.release_if_idle()
-
     def release_if_idle(self) -> None:
-        """To be called when a copy has ended: where the session is over, it may have been the last one."""
-        if self._on_released is not None and not self.in_flight:
-            on_released, self._on_released = self._on_released, None
+        """Where the session is over, its last copy may have ended."""
+        if self.on_released is not None and not self.in_flight:
+            on_released, self.on_released = self.on_released, None
             on_released()
 
     @property
@@ -249,14 +234,10 @@ class Session:
         return len(self.segments) + sum(one.memory.descriptors for one in self.registrations.values())
 
     def close_memory(self) -> None:
-        """Unmap all memory as soon as no job touches it, and close what was attached."""
+        """Unmap all memory as soon as no job touches it, and close what was attached and never registered."""
         for memory in self.registrations.values():
             memory.close_when_idle(lambda: None)
         self.registrations.clear()
-        self.close_segments()
-
-    def close_segments(self) -> None:
-        """Close descriptors that were attached and never registered."""
         for fd in self.segments.values():
             self.lifeline.close_descriptor(fd)
         self.segments.clear()
@@ -393,7 +374,8 @@ class Sessions:
             if len(self._departed) > MAX_DEPARTED:
                 self._departed.popitem(last=False)
         self._cache.end_owner(session.id)
-        session.end(on_released)
+        session.ended, session.on_released = True, on_released
+        session.release_if_idle()
         self._jobs.abandon(list(session.jobs.values()))
         session.close_memory()
         if session.role is not None:

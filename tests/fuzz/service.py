@@ -182,7 +182,8 @@ class ServiceHarness:
             self.finish()
         finally:
             for session in self.service.sessions:
-                session.close_segments()
+                for fd in session.segments.values():
+                    session.lifeline.close_descriptor(fd)
             self.pool.close()
 
     def connect(self) -> None:

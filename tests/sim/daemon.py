@@ -511,7 +511,8 @@ class SimDaemon:
         for stream in self._streams:
             stream.close()
         for session in self.service.sessions:
-            session.close_segments()
+            for fd in session.segments.values():
+                session.lifeline.close_descriptor(fd)
         self._verify_table()
         self.pool.verify_ready()
         if self.torn is not None:

@@ -234,7 +234,7 @@ PLANTED = (
         "unmapped too early",
         2,
         "kvoffd.server.sessions",
-        "Registration._close_if_idle",
+        "Registration.count_jobs",
         "if self._on_closed is not None and not self.jobs:",
         "if self._on_closed is not None:",
     ),
