@@ -27,8 +27,6 @@ from kvoffd_proto.events import SEQUENCE_BYTES, KvEvent, kv_topic
 _READY_BYTE = bytes([m.READY])
 Waiter: TypeAlias = Callable[[Callable[[], bool], float], bool]
 """Waits until its first argument returns True, at most as many seconds as its second; returns what the first does."""
-_Part: TypeAlias = list[tuple[int, m.GroupKeys, int]]
-"""What one request asks for: places in the lookup's groups, keys of theirs, and how many these are."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,10 +55,10 @@ class Lookup:
     answered_at: float = 0.0
     alive: bool = False
     waiter: Waiter | None = field(default=None, repr=False)
-    # What is known while some of its requests are not answered:
-    missing: int = field(default=0, repr=False)
+    # While some of its requests are not answered: how many, and what the others said.
+    missing: int = field(default=1, repr=False)
     ttl_ms: int = field(default=0, repr=False)
-    partial_states: list[bytes] = field(default_factory=list, repr=False)
+    partial: list[bytes] = field(default_factory=list, repr=False)
 
     @property
     def pending(self) -> bool:
@@ -77,20 +75,6 @@ class Lookup:
     def wait(self, timeout_s: float) -> bool:
         """Wait until done; False when it is not after ``timeout_s`` seconds."""
         return self.done or (self.waiter is not None and self.waiter(lambda: self.done, timeout_s))
-
-    def answer(self, states: list[bytes], pinned: int, now: float, wait_s: float = 0.0) -> None:
-        """Set the daemon's answer. For the client only."""
-        if not self.done:
-            self.wait_s = wait_s
-            self.states, self.pinned, self.answered_at, self.alive = states, pinned, now, pinned > 0
-            self.done = True  # last, since readers hold no lock
-
-    def fail(self) -> None:
-        """Set that no answer comes. For the client only."""
-        if not self.done:
-            self.pinned = 0
-            self.failed = True
-            self.done = True
 
 
 class SchedulerClient(Session):
@@ -147,20 +131,17 @@ class SchedulerClient(Session):
         Raises:
             ValueError: the keys of a group are not a whole number of the namespace's key_bytes.
         """
-        counts = [self._namespace.count_keys(item.keys) for item in groups]
         with self._transport.locked() as now:
             if not self.ready or self._limits is None:
                 return Lookup(0, done=True, failed=True)
             lease_id = new_lease_id(self._rng)
-            parts = _parts_of(groups, counts, self._limits.max_keys_per_request)
-            found = Lookup(
-                lease_id, waiter=self._transport.wait, missing=len(parts), partial_states=[b""] * len(groups)
-            )
+            parts = self._parts_of(groups)
+            found = Lookup(lease_id, waiter=self._transport.wait, missing=len(parts), partial=[b""] * len(groups))
             self._unanswered.add(lease_id)
-            for number, part in enumerate(parts):
+            for number, (places, asked) in enumerate(parts):
                 names = self._next_request_id(), self._fingerprint, lease_id
-                message = m.Lookup(*names, [keys for _, keys, _ in part], again, extend=number > 0)
-                self._request(message, functools.partial(self._on_part, found, part, now), now)
+                on_reply = functools.partial(self._on_answer, found, places, asked, now)
+                self._request(m.Lookup(*names, asked, again, extend=number > 0), on_reply, now)
                 if found.done:  # it could not be sent
                     break
             return found
@@ -183,13 +164,10 @@ class SchedulerClient(Session):
 
     def invalidate(self, groups: Sequence[m.GroupKeys]) -> None:
         """Have the daemon drop blocks that proved unusable. Does nothing when not ready."""
-        counts = [self._namespace.count_keys(item.keys) for item in groups]
         with self._transport.locked():
-            if not self.ready or self._limits is None:
-                return
-            for part in _parts_of(groups, counts, self._limits.max_keys_per_request):
-                keys = [some for _, some, _ in part]
-                self._send(m.Invalidate(self._next_request_id(), self._fingerprint, keys))
+            if self.ready and self._limits is not None:
+                for _, keys in self._parts_of(groups):
+                    self._send(m.Invalidate(self._next_request_id(), self._fingerprint, keys))
 
     def report(
         self, prefill_rate: float, load_rate: float, skipped_loads: int, paused_stores: int, late_lookups: int = 0
@@ -240,49 +218,83 @@ class SchedulerClient(Session):
 
         self._request(m.Reset(self._next_request_id(), self._fingerprint), on_reply, now, timeout_s)
 
-    def _on_part(self, found: Lookup, part: _Part, sent_at: float, reply: ReplyOrError, now: float) -> None:
-        if found.done:  # another part failed
+    def _on_answer(
+        self,
+        found: Lookup,
+        places: Sequence[int],
+        asked: Sequence[m.GroupKeys],
+        sent_at: float,
+        reply: ReplyOrError,
+        now: float,
+    ) -> None:
+        """Take the reply to one request of a lookup: the states of these keys, of the groups in these places."""
+        if found.done:  # another request of it failed
             return
-        counts = [count for _, _, count in part]
-        if isinstance(reply, m.LookupReply) and [len(states) for states in reply.states] == counts:
-            for (place, _, _), states in zip(part, reply.states, strict=True):
-                found.partial_states[place] += states
-            found.pinned += reply.pinned
-            found.ttl_ms, found.wait_s = max(found.ttl_ms, reply.ttl_ms), max(found.wait_s, reply.wait_ms / 1000)
-            found.missing -= 1
-            if not found.missing:
-                self._on_answered(found, sent_at, now)
+        lease_id, key_bytes = found.lease_id, self._namespace.key_bytes
+        if not isinstance(reply, m.LookupReply) or [len(states) * key_bytes for states in reply.states] != [
+            len(item.keys) for item in asked
+        ]:
+            self._on_failed(found, reply, now)
             return
-        if found.pinned:
-            self._unwanted.add(found.lease_id)
-        self._on_failed(found, reply, now)
-
-    def _on_answered(self, found: Lookup, sent_at: float, now: float) -> None:
-        self._unanswered.discard(found.lease_id)
-        pinned = found.pinned
-        if found.lease_id in self._unwanted:
-            self._unwanted.discard(found.lease_id)
-            pinned = 0
+        for place, states in zip(places, reply.states, strict=True):
+            found.partial[place] += states
+        found.pinned += reply.pinned
+        found.ttl_ms, found.wait_s = max(found.ttl_ms, reply.ttl_ms), max(found.wait_s, reply.wait_ms / 1000)
+        found.missing -= 1
+        if found.missing:
+            return
+        self._unanswered.discard(lease_id)
+        if lease_id in self._unwanted:
+            self._unwanted.discard(lease_id)
+            found.pinned = 0
             # The Release may not have gone out, and a lease lives long.
-            self._release(found.lease_id)
-        elif pinned:
+            self._release(lease_id)
+        elif found.pinned:
             # The lease's life began at the daemon between sending and now: count from the earlier.
             stale_at = sent_at + found.ttl_ms / 2000
-            self._leases[found.lease_id] = found, stale_at
+            self._leases[lease_id] = found, stale_at
             self._role_wake_at = min(self._role_wake_at, stale_at)
-        found.answer(found.partial_states, pinned, now, found.wait_s)
+        found.states, found.answered_at, found.alive = found.partial, now, found.pinned > 0
+        found.done = True  # last, since readers hold no lock
         self._transport.notify()
 
     def _on_failed(self, found: Lookup, reply: ReplyOrError, now: float) -> None:
-        held = found.lease_id in self._unwanted
+        held = found.pinned > 0 or found.lease_id in self._unwanted
         self._unanswered.discard(found.lease_id)
         self._unwanted.discard(found.lease_id)
-        found.fail()
+        found.pinned, found.failed = 0, True
+        found.done = True
         self._transport.notify()
         if not isinstance(reply, KvoffdClientError):
             self.disconnect(f"The daemon answered Lookup with a {type(reply).__name__} that does not fit it.", now)
         elif held or not isinstance(reply, RequestRefused):
             self._release(found.lease_id)  # the daemon may answer later and pin blocks in vain
+
+    def _parts_of(self, groups: Sequence[m.GroupKeys]) -> list[tuple[Sequence[int], list[m.GroupKeys]]]:
+        """Cut keys into what one request may name; the daemon answers requests in their order.
+
+        Of each request the places of its groups in ``groups``, and their keys. Raises ValueError.
+        """
+        assert self._limits is not None
+        size = self._namespace.key_bytes
+        if bad := [len(item.keys) for item in groups if len(item.keys) % size]:
+            raise ValueError(f"{bad[0]} bytes are not a whole number of keys of {size} bytes each.")
+        most = room = self._limits.max_keys_per_request * size
+        if sum([len(item.keys) for item in groups]) <= most:
+            return [(range(len(groups)), list(groups))]
+        parts: list[tuple[list[int], list[m.GroupKeys]]] = [([], [])]
+        for place, asked in enumerate(groups):
+            begin = 0
+            while begin == 0 or begin < len(asked.keys):
+                if not room:
+                    parts.append(([], []))
+                    room = most
+                keys = asked.keys[begin : begin + room]
+                parts[-1][0].append(place)
+                parts[-1][1].append(m.GroupKeys(asked.group, keys))
+                room -= len(keys)
+                begin += max(1, len(keys))
+        return list(parts)
 
     # --- what Session asks of a role --------------------------------------------------------------
 
@@ -311,20 +323,3 @@ class SchedulerClient(Session):
     def on_publication(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
         if self._events is not None and topic == self._events.topic and len(sequence) == SEQUENCE_BYTES:
             self._events.message(sequence, payload)
-
-
-def _parts_of(groups: Sequence[m.GroupKeys], key_counts: Sequence[int], most: int) -> list[_Part]:
-    """Cut a lookup into requests of at most ``most`` keys; the daemon answers them in their order."""
-    parts: list[_Part] = [[]]
-    room = most
-    for place, (asked, count) in enumerate(zip(groups, key_counts, strict=True)):
-        size, begin = len(asked.keys) // max(1, count), 0
-        while count - begin > room:
-            end = begin + room
-            parts[-1].append((place, m.GroupKeys(asked.group, asked.keys[begin * size : end * size]), room))
-            parts.append([])
-            begin, room = end, most
-        rest = asked if not begin else m.GroupKeys(asked.group, asked.keys[begin * size :])
-        parts[-1].append((place, rest, count - begin))
-        room -= count - begin
-    return parts

@@ -12,7 +12,7 @@ from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_client.vllm.do_no_harm import PrefillRate
 from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryReport
 from kvoffd_client.vllm.lookup_allowance import LookupAllowance
-from kvoffd_client.vllm.manager import ChunkGroup, KvoffdManager, LookupSettings
+from kvoffd_client.vllm.manager import ChunkGroup, KvoffdManager
 
 from .clock import Clock
 from .vllm_fakes import FakeSchedulerClient, block_hash, key
@@ -26,17 +26,31 @@ CHUNK_TOKENS = 1000
 
 
 class ManagerHarness:
-    """A manager of one group and its fake client."""
+    """A manager and its fake client, of one group unless more are given. A lookup's deadline is 0.1 s."""
 
-    def __init__(self, **roles: Any) -> None:
+    def __init__(
+        self,
+        groups: tuple[ChunkGroup, ...] = (ChunkGroup(0, 1, CHUNK_TOKENS, SHARD_BYTES),),
+        *,
+        do_no_harm: bool = True,
+        disk_wait_s: float = 1.0,
+        config_info: dict[str, str | float] | None = None,
+    ) -> None:
         self.clock = Clock()
         self.client = FakeSchedulerClient(self.clock)
-        self.prefill = PrefillRate({(0).to_bytes(4, "big"): CHUNK_TOKENS}, self.clock)
-        self.allowance = LookupAllowance(self.prefill, 0.1, self.clock)
-        namespace = EngineNamespace(1, lambda _: cast(SchedulerClient, self.client), self.clock)
-        groups = (ChunkGroup(0, 1, CHUNK_TOKENS, SHARD_BYTES),)
-        settings = LookupSettings(namespace, groups, 0.1, self.clock, self.allowance)
-        self.manager = KvoffdManager(settings, **roles)
+        self.prefill = PrefillRate({group.suffix: group.tokens_per_chunk for group in groups}, self.clock)
+        self.allowance = LookupAllowance(self.prefill, 0.1, self.clock, active=do_no_harm)
+        self.requests: dict[str, Any] = {}
+        self.manager = KvoffdManager(
+            EngineNamespace(1, lambda _: cast(SchedulerClient, self.client), self.clock),
+            groups,
+            self.allowance,
+            self.clock,
+            deadline_s=0.1,
+            disk_wait_s=disk_wait_s,
+            do_no_harm=do_no_harm,
+            config_info=config_info,
+        )
         self.report("weights")
 
     def report(self, weights: str, *, usable: bool = True) -> None:
@@ -57,26 +71,32 @@ class ManagerHarness:
         return context
 
     def begin(self, context: ReqContext, hashes: int = len(KEYS)) -> None:
-        """Have the connector tell of a request, and vLLM of its keys' places."""
-        request: Any = SimpleNamespace(
+        """Make a request, and have vLLM tell of its keys' places."""
+        self.requests[context.req_id] = SimpleNamespace(
             request_id=context.req_id,
             block_hashes=[block_hash(number + 1) for number in range(hashes)],
             num_tokens=hashes * CHUNK_TOKENS + 1,
             num_computed_tokens=0,
+            skip_reading_prefix_cache=False,
             is_finished=lambda: False,
         )
-        self.manager.begin_request(request)
         for number in range(hashes):
             context.set_offload_key_position(key(number + 1), (number + 1) * CHUNK_TOKENS)
 
     def request(self, name: str = "r", ready: set[bytes] | None = None) -> ReqContext:
-        """A new request, its lookup answered when ``ready`` is given."""
+        """A new request that is looked up, its lookup answered when ``ready`` is given."""
         context = self.new(name)
-        self.manager.start_lookup(name)
+        self.manager.look_up(self.requests[name])
         if ready is not None:
             self.client.answer(ready)
-            self.manager.start_lookup(name)
+            self.scan(name)
         return context
+
+    def scan(self, name: str = "r", computed: int = 0) -> bool:
+        """vLLM is about to ask for a request's keys; whether that has sent a lookup."""
+        before = len(self.client.asked)
+        self.manager.prepare_scan(self.requests[name], computed, has_all=False)
+        return len(self.client.asked) > before
 
     def results(self, context: ReqContext, keys: list[OffloadKey] = KEYS) -> list[LookupResult]:
         return [self.manager.lookup(item, context) for item in keys]

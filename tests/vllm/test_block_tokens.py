@@ -60,7 +60,7 @@ def told(connector: KvoffdConnector, request: Request, chunks: list[int]) -> tup
     """The parents and tokens that a store of these chunks of a request tells."""
     manager, context = connector._manager, ReqContext("r")
     manager.on_new_request(context)
-    manager.begin_request(request)
+    manager._requests["r"].request = request
     keys = [chain_of(request)[chunk] for chunk in chunks]
     context = SimpleNamespace(get_offload_key_position=lambda key: (chain_of(request).index(key) + 1) * BLOCK_TOKENS)
     spec = KeyedSpec.of(keys, manager._positions)

@@ -144,7 +144,7 @@ def test_the_manager_counts_what_is_left_out_and_tells_the_daemon(said: pytest.L
     assert rig.client.reports == []
     late = rig.request("late")
     rig.clock.now += REPORT_EVERY_S
-    rig.manager.start_lookup(late.req_id)
+    rig.scan(late.req_id)
     rig.client.ready = False
     rig.manager.step_begins([1])
     rig.client.ready = True

@@ -122,7 +122,7 @@ def test_prompts_of_which_each_token_is_pooled_are_not_stored_as_they_are_never_
     params = PoolingParams(task=task)
     params.verify(config.model_config)
     connector, manager = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config()), ManagerHarness().manager
-    connector.connector_scheduler.manager = manager
+    connector.connector_scheduler.manager = connector._manager = manager
     connector.on_new_request(Request("r", [1] * 100, None, params))
     context = ReqContext("r")
     output = manager.prepare_store(KEYS, context)

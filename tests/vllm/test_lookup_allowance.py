@@ -108,7 +108,7 @@ def test_it_recovers_by_itself_where_answers_need_more_than_is_left_of_it() -> N
         sent_at = harness.clock.now
         future = harness.give_up()
         harness.clock.now = sent_at + FULL_S / 2
-        future.answer([], 0, harness.clock.now)
+        future.answered_at, future.done = harness.clock.now, True
         harness.clock.now += 1.0  # the next prompt comes long after
         harness.allowance.settle()
     assert harness.allowance.seconds_for(TOKENS) > FULL_S / 2, "the next such answer is waited for"
@@ -116,7 +116,8 @@ def test_it_recovers_by_itself_where_answers_need_more_than_is_left_of_it() -> N
 
 def test_an_answer_that_is_read_late_is_late() -> None:
     harness = Harness()
-    harness.give_up().answer([], 0, harness.clock.now + FULL_S)
+    late = harness.give_up()
+    late.answered_at, late.done = harness.clock.now + FULL_S, True
     harness.allowance.settle()
     assert harness.share() == pytest.approx(1 / 2)
 

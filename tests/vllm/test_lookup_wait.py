@@ -90,7 +90,7 @@ def test_new_prompts_do_not_wait_out_the_deadline(engine: Engine) -> None:
 
 
 def test_after_late_answers_the_waiting_recovers(engine: Engine) -> None:
-    allowance = engine.manager._settings.allowance
+    allowance = engine.manager._allowance
     with engine.stopped():
         for _ in range(4):
             engine.prompt_s()

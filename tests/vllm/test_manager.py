@@ -40,13 +40,13 @@ def test_blocks_that_come_up_from_disk_put_the_request_off_and_count_as_hits_of_
     harness = ManagerHarness()
     context = harness.request()
     harness.client.answer({block_hash(1)}, coming={block_hash(2), block_hash(3)})
-    harness.manager.start_lookup("r")
+    harness.scan()
     assert harness.results(context) == [LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.HIT_PENDING]
     assert not harness.manager.has_pending_work(), "a pause would wait for it, and the request for the pause's end"
     harness.clock.now += 0.1
-    harness.manager.start_lookup("r")
+    harness.scan()
     harness.client.answer(HASHES)
-    harness.manager.start_lookup("r")
+    harness.scan()
     assert harness.results(context) == [LookupResult.HIT] * 3
     sources = [harness.manager.get_load_source(item, context) for item in KEYS]
     assert sources == [CacheHitSource.HOST, CacheHitSource.DISK, CacheHitSource.DISK]
@@ -55,10 +55,11 @@ def test_blocks_that_come_up_from_disk_put_the_request_off_and_count_as_hits_of_
 def test_a_request_that_waits_for_its_answer_keeps_no_pause_from_ending() -> None:
     harness = ManagerHarness()
     context = harness.request()
+    harness.scan()
     assert harness.results(context) == [LookupResult.RETRY] * 3
     assert not harness.manager.has_pending_work()
     harness.client.answer(HASHES)
-    harness.manager.start_lookup("r")
+    harness.scan()
     assert harness.results(context) == [LookupResult.HIT] * 3
 
 
@@ -67,7 +68,7 @@ def test_a_late_answer_is_a_miss_and_counted_once() -> None:
     context = harness.request()
     harness.clock.now += 1
     for _ in range(2):
-        harness.manager.start_lookup("r")
+        harness.scan()
         assert harness.results(context) == [LookupResult.MISS] * 3
     stats = harness.manager.get_stats()
     assert stats.reduce()[LATE_LOOKUPS] == 1
@@ -96,6 +97,8 @@ def test_a_request_that_runs_or_ends_without_a_load_gives_its_lease_back() -> No
     harness = ManagerHarness()
     harness.request("runs", ready=HASHES)
     harness.manager.scheduled_without_load("runs")
+    for _ in range(2):
+        harness.manager.step_begins(())
     ends = harness.request("ends", ready=HASHES)
     harness.manager.on_request_finished(ends)
     assert harness.client.released == [ticket.lease_id for ticket, _ in harness.client.asked]
@@ -106,7 +109,7 @@ def test_a_failed_load_bars_the_request_and_forgets_unusable_blocks_in_the_daemo
     context = harness.request(ready=HASHES)
     harness.manager.prepare_load(KEYS, context)
     harness.manager.job_failed(FailedJob(ErrorCode.NOT_READY, ((0, block_hash(2)),), "r"))
-    harness.manager.start_lookup("r")
+    harness.scan()
     assert harness.results(context) == [LookupResult.MISS] * 3
     assert [(item.group, item.keys) for item in harness.client.invalidated] == [(0, block_hash(2))]
     assert harness.manager.get_stats().reduce()[FAILED_LOADS] == 1
@@ -150,7 +153,7 @@ def test_a_request_that_has_ended_may_pass_the_credit_to_twice_of_it() -> None:
         harness.manager.workers_report(credit, 0.0)
         assert harness.manager.prepare_store(KEYS[:1], context).keys_to_store == KEYS[:1]
         assert harness.manager.prepare_store(KEYS[2:], context) is None
-        request: Any = harness.manager._requests["r"].request
+        request = harness.requests["r"]
         request.is_finished, request.num_computed_tokens = (lambda: True), request.num_tokens
         output = harness.manager.prepare_store(KEYS[2:], context)
         assert (output and output.keys_to_store) == stored
@@ -167,10 +170,12 @@ def test_while_the_daemon_is_down_nothing_is_offered_and_vllm_goes_on() -> None:
     harness = ManagerHarness()
     harness.client.ready = False
     context = harness.request("first")
+    harness.scan("first")
     assert harness.results(context) == [LookupResult.RETRY] * 3, "it has just begun to connect"
     harness.manager.on_request_finished(context)
     harness.clock.now += 0.2
     context = harness.request()
+    harness.scan()
     assert harness.manager.prepare_store(KEYS, context).keys_to_store == []
     assert harness.results(context) == [LookupResult.MISS] * 3
     assert not harness.manager.has_pending_work()
@@ -180,9 +185,11 @@ def test_workers_whose_memory_cannot_be_shared_turn_the_manager_off_until_it_can
     harness = ManagerHarness()
     context = harness.request(ready=HASHES)
     harness.report("weights", usable=False)
+    harness.scan()
     assert harness.results(context) == [LookupResult.MISS] * 3
     assert stored(harness, context) == []
     harness.report("weights")
+    harness.scan()
     assert harness.results(context) == [LookupResult.HIT] * 3
 
 
@@ -194,9 +201,10 @@ def test_after_a_reset_nothing_is_believed_or_stored_until_the_weights_are_named
     harness.manager.reset_cache()
     assert harness.client.released == [lease_id]
     assert not harness.manager.has_pending_work(), "nobody wants anything yet"
+    harness.scan()
     assert harness.results(context) == [LookupResult.MISS] * 3
     harness.manager.namespace.ask()
-    harness.manager.start_lookup("r")
+    harness.scan()
     assert harness.results(context) == [LookupResult.RETRY] * 3
     assert harness.manager.prepare_store(KEYS, context) is None, "vLLM offers it again"
     assert harness.manager.has_pending_work()
@@ -204,9 +212,9 @@ def test_after_a_reset_nothing_is_believed_or_stored_until_the_weights_are_named
     stored = harness.manager.prepare_store(KEYS, context)
     assert stored is not None
     assert stored.keys_to_store == KEYS
-    harness.manager.start_lookup("r")
+    harness.scan()
     harness.client.answer({block_hash(1)})
-    harness.manager.start_lookup("r")
+    harness.scan()
     assert harness.results(context)[0] is LookupResult.HIT
 
 
@@ -262,7 +270,7 @@ def test_a_store_waits_for_no_late_answer_and_that_of_a_request_that_ends_for_no
     harness = ManagerHarness()
     context = harness.request()
     ends = harness.request("ends")
-    request: Any = harness.manager._requests["ends"].request
+    request = harness.requests["ends"]
     request.is_finished, request.num_computed_tokens = lambda: True, 2500
     assert list(store(harness, ends)) == KEYS[:2], "no more than it has computed"
     harness.manager.complete_store(KEYS, ends)
@@ -291,12 +299,12 @@ def test_blocks_from_a_store_that_nodes_share_count_as_hits_of_a_remote_store() 
     harness = ManagerHarness()
     context = harness.request()
     harness.client.answer({block_hash(1)}, coming=[block_hash(2)], shared=[block_hash(3)])
-    harness.manager.start_lookup("r")
+    harness.scan()
     assert harness.results(context)[2] is LookupResult.HIT_PENDING
     harness.clock.now += 0.1
-    harness.manager.start_lookup("r")
+    harness.scan()
     harness.client.answer({block_hash(1), block_hash(2), block_hash(3)})
-    harness.manager.start_lookup("r")
+    harness.scan()
     assert harness.results(context) == [LookupResult.HIT] * 3
     sources = [harness.manager.get_load_source(item, context) for item in KEYS]
     assert sources == [CacheHitSource.HOST, CacheHitSource.DISK, CacheHitSource.EXTERNAL_UNSPECIFIED]
@@ -309,9 +317,9 @@ def test_a_request_that_wants_nothing_from_disk_does_not_wait_for_it(tiers: obje
     context = _create_req_context(cast(Any, SimpleNamespace(request_id="r", kv_transfer_params=params, kv_hints=None)))
     harness.manager.on_new_request(context)
     harness.begin(context)
-    harness.manager.start_lookup("r")
+    harness.scan()
     harness.client.answer({block_hash(1)}, coming=[block_hash(2)])
-    harness.manager.start_lookup("r")
+    harness.scan()
     found = harness.results(context)
     assert found[0] is LookupResult.HIT
     assert found[1] is (LookupResult.HIT_PENDING if waits else LookupResult.MISS)
@@ -343,6 +351,7 @@ def test_requests_of_two_adapters_with_one_id_use_nothing_since_vllm_may_compute
     harness.manager.begin_adapter("other", b"one", 2)
     assert stored(harness, first) == KEYS
     harness.manager.begin_adapter("second", b"two", 1)
+    harness.scan("second")
     assert [stored(harness, context) for context in (first, second)] == [[], []]
     assert harness.results(second) == [LookupResult.MISS] * 3
     assert [stored(harness, context) for context in (other, plain)] == [KEYS, KEYS]

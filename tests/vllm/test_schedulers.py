@@ -87,6 +87,16 @@ def stored_blocks(connector: KvoffdConnector, request: Any, status: RequestStatu
     return [int(block) for job in jobs.values() for block in job.src_spec.block_ids]
 
 
+def stored_in_two_steps(connector: KvoffdConnector, output: SchedulerOutput, request: Any) -> list[int]:
+    """The blocks that are stored of a request that is new in a step, in the next one: not before its first token."""
+    assert connector.build_connector_meta(output).store_jobs == {}
+    request.num_computed_tokens += output.num_scheduled_tokens["r"]
+    output = SchedulerOutput.make_empty()
+    output.num_scheduled_tokens = {"r": 1}
+    jobs = connector.build_connector_meta(output).store_jobs
+    return [int(block) for job in jobs.values() for block in job.src_spec.block_ids]
+
+
 @pytest.mark.parametrize(
     ("computed", "status", "stored"),
     [
@@ -146,9 +156,7 @@ def test_blocks_are_stored_that_are_recomputed_since_their_load_failed_and_none_
     output = SchedulerOutput.make_empty()
     output.scheduled_new_reqs = [NewRequestData.from_request(request, ([5, 6, 7, 8],))]
     output.num_scheduled_tokens = {"r": PROMPT_TOKENS}
-    stores = connector.build_connector_meta(output).store_jobs
-    stored = [int(block) for one in stores.values() for block in one.src_spec.block_ids]
-    assert stored == ([5, 6, 7] if fails else [])
+    assert stored_in_two_steps(connector, output, request) == ([5, 6, 7] if fails else [])
     assert client.invalidated == [], "that is no fault of the blocks"
 
 
@@ -193,8 +201,7 @@ def test_a_session_s_next_part_stores_its_own_blocks(connector: KvoffdConnector)
     output = SchedulerOutput.make_empty()
     next_part = NewRequestData.from_request(request, ([5, 6, 7, 8, 9, 10],))
     output.scheduled_new_reqs, output.num_scheduled_tokens = [next_part], {"r": 92}
-    stores = connector.build_connector_meta(output).store_jobs
-    assert [int(block) for job in stores.values() for block in job.src_spec.block_ids] == [8, 9, 10]
+    assert stored_in_two_steps(connector, output, request) == [8, 9, 10]
 
 
 def test_a_cache_is_reset_twice_without_a_step_between(connector: KvoffdConnector) -> None:
@@ -252,6 +259,7 @@ def test_each_prompt_that_fits_is_computed_though_drafts_need_blocks_beside_a_lo
         "get_external_cache_hit_sources",
     ):
         monkeypatch.setattr(connector, call, lambda *_: {})
+    monkeypatch.setattr(connector._manager, "prepare_scan", lambda *_, **__: None)
     monkeypatch.setattr(connector, "request_finished_all_groups", lambda *_: (False, None))
     there, loaded = True, 0
 

@@ -92,6 +92,7 @@ class KvoffdConnector(OffloadingConnector):
         if sentence := untested():
             logger.warning("kvoffd: %s", sentence)
         StoreRefusalFilter.install(STORE_LOGGER)
+        self._manager: KvoffdManager = self.connector_scheduler.manager
         self._requests: dict[str, Request] = {}
         self._adapters = LoraAdapters(vllm_config.lora_config)
         self._load_room = LoadRoom(vllm_config, kv_cache_config)
@@ -228,21 +229,18 @@ class KvoffdConnector(OffloadingConnector):
     def on_new_request(self, request: Request) -> None:
         """As vLLM's; looks all keys of the request up, so that the answer is there when it is scheduled."""
         super().on_new_request(request)
-        request_id, manager = request.request_id, self._manager
-        self._requests[request_id] = request
-        manager.begin_request(request)
+        manager = self._manager
+        self._requests[request.request_id] = request
         if (adapter := request.lora_request) is not None:
-            manager.begin_adapter(request_id, self._adapters.content_of(adapter), adapter.lora_int_id)
-        if request.skip_reading_prefix_cache:
-            if request.pooling_params is not None:
-                logger.info_once(  # type: ignore[attr-defined]
-                    "kvoffd: the pooling task %s needs all tokens of a prompt to be computed, so nothing of it is "
-                    "loaded, and nothing is stored.",
-                    request.pooling_params.task,
-                )
-                manager.disable(request_id)
-            return
-        manager.start_lookup(request_id)
+            manager.begin_adapter(request.request_id, self._adapters.content_of(adapter), adapter.lora_int_id)
+        if request.skip_reading_prefix_cache and request.pooling_params is not None:
+            logger.info_once(  # type: ignore[attr-defined]
+                "kvoffd: the pooling task %s needs all tokens of a prompt to be computed, so nothing of it is loaded, "
+                "and nothing is stored.",
+                request.pooling_params.task,
+            )
+            manager.disable(request.request_id)
+        manager.look_up(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """As vLLM's, over an answer that is checked for age and completeness first.
@@ -252,13 +250,12 @@ class KvoffdConnector(OffloadingConnector):
         """
         self._manager.namespace.ask()
         most = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
-        if not request.skip_reading_prefix_cache:
-            has_all = num_computed_tokens >= most
-            self._manager.prepare_scan(request.request_id, num_computed_tokens, has_all=has_all)
+        self._manager.prepare_scan(request, num_computed_tokens, has_all=num_computed_tokens >= most)
         tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if tokens is None:
             return None, False
-        self._note_shared_prefix(request, num_computed_tokens + tokens)
+        if self._dense_groups and self._has_windows:
+            self._note_shared_prefix(request, num_computed_tokens + tokens)
         if tokens and not self._manager.load_is_worth_it(request.request_id, tokens):
             tokens, loads = 0, False
         if (room := self._load_room.admits(request, num_computed_tokens + tokens, loads=loads)) is not True:
@@ -271,7 +268,7 @@ class KvoffdConnector(OffloadingConnector):
             ids = [block.block_id for group in blocks.blocks for block in group if not block.is_null]
             note_given_blocks(self.connector_scheduler, ids)
         self._load_room.note(request, loads=num_external_tokens > 0)
-        self._manager.publish_found(request.request_id)
+        self._manager.publish_found(request)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens == 0:
             self._manager.scheduled_without_load(request.request_id)
@@ -280,14 +277,15 @@ class KvoffdConnector(OffloadingConnector):
         """As vLLM's, with what the workers must be told about the namespace."""
         namespace, scheduler = self._manager.namespace, self.connector_scheduler
         self._reset_since_step = False
-        self._manager.step_begins(scheduler_output.num_scheduled_tokens.values())
+        new = scheduler_output.scheduled_new_reqs
+        self._manager.step_begins(scheduler_output.num_scheduled_tokens.values(), new_requests=bool(new))
         if scheduler_output.total_num_scheduled_tokens > 0:
             namespace.ask()  # the weights that compute these tokens must be named
         if self._manager.events is not None and self._pool is not None:
             self._manager.events.note_engine_events(self._pool.kv_event_queue)
-        if HAS_DEFECTS_OF_0_32 and scheduler_output.scheduled_new_reqs:
-            forget_session_blocks(scheduler, [one.req_id for one in scheduler_output.scheduled_new_reqs])
-        meta = super().build_connector_meta(self._without_what_vllm_misreads(scheduler_output))
+        if HAS_DEFECTS_OF_0_32 and new:
+            forget_session_blocks(scheduler, [one.req_id for one in new])
+        meta = super().build_connector_meta(self._as_vllm_reads_it(scheduler_output))
         for request_id in scheduler_output.finished_req_ids:
             self._requests.pop(request_id, None)
         self._has_unsent_stores = bool(meta.store_jobs)
@@ -381,20 +379,26 @@ class KvoffdConnector(OffloadingConnector):
         alike and do not meet there no window or state would ever be stored with which their beginning is a hit.
         ``found`` tokens are loaded, or in vLLM's own cache.
         """
-        if not self._dense_groups or not self._has_windows:
-            return
-        tokens = min(self._manager.ready_tokens(request.request_id, index) for index in self._dense_groups)
+        tokens = min(self._manager.ready_tokens(request, index) for index in self._dense_groups)
         if found < tokens < request.num_prompt_tokens:
             request.shared_prefix_boundary = max(request.shared_prefix_boundary, tokens)
 
-    def _without_what_vllm_misreads(self, output: SchedulerOutput) -> SchedulerOutput:
+    def _as_vllm_reads_it(self, output: SchedulerOutput) -> SchedulerOutput:
         """Return what vLLM's scheduler chose, less what its offloading scheduler asserts not to be.
+
+        New requests have no tokens there: the blocks of their first step are offered for a store in the next one, so
+        that the first token does not wait for the making of stores. Not where layers have windows: in the next step
+        blocks have left them.
 
         A request that was preempted by a reset and is loaded in the next step is left out of the preempted ones, of
         which it is asserted that only stores are under way. So are states of recurrent layers inside a block: they are
         not stored, and where a request asks for that too (``max_offload_tokens``) it is asserted that there are none.
         """
         changes: dict[str, Any] = {}
+        if output.scheduled_new_reqs and not self._has_windows:
+            new = {one.req_id for one in output.scheduled_new_reqs}
+            tokens = {each: count for each, count in output.num_scheduled_tokens.items() if each not in new}
+            changes["num_scheduled_tokens"] = tokens
         if preempted := output.preempted_req_ids:
             changes["preempted_req_ids"] = {each for each in preempted if not self._is_loaded(each)}
         if (state := output.kv_connector_block_state) is not None and state.boundary_state_offloads:
@@ -408,12 +412,6 @@ class KvoffdConnector(OffloadingConnector):
     def _is_loaded(self, request_id: str) -> bool:
         request = self._requests.get(request_id)
         return request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-
-    @property
-    def _manager(self) -> KvoffdManager:
-        manager = self.connector_scheduler.manager
-        assert isinstance(manager, KvoffdManager)
-        return manager
 
     @property
     def _spec(self) -> KvoffdSpec:

@@ -97,6 +97,8 @@ class EngineNamespace:
         client: the connection; ``Unconnected`` before the namespace is known first.
         generation: counts resets and changes of weights.
         current: the namespace; None while it is not known.
+        usable: whether the daemon can have the memory of all workers, as far as they have said.
+        settled: all is known and registered, until something changes.
         on_leave: called when the weights, or adapters, may be others from now on.
     """
 
@@ -109,6 +111,8 @@ class EngineNamespace:
         self.client: SchedulerClient | Unconnected = Unconnected()
         self.generation = 0
         self.current: NamespaceSpec | None = None
+        self.usable = True
+        self.settled = False
         self.on_leave: Callable[[], None] = lambda: None
         self._last: NamespaceSpec | None = None
         self._reports: dict[int, MemoryReport] = {}
@@ -131,18 +135,16 @@ class EngineNamespace:
         return all(report.registered == current.fingerprint for report in self._reports.values())
 
     @property
-    def usable(self) -> bool:
-        """Whether the daemon can have the memory of all workers, as far as they have said."""
-        return all(report.usable for report in self._reports.values())
-
-    @property
     def may_store(self) -> bool:
         """Whether what vLLM offers was computed with the weights that the namespace names."""
         return self.current is not None and not self._engine_cache_stale
 
     def pending(self, patience_s: float = PATIENCE_S) -> bool:
         """Whether steps, empty ones too, will make the namespace known or the workers registered in that time."""
-        if self._failed or not self._asked or self.registered:
+        if self._failed or not self._asked:
+            return False
+        if self.registered:
+            self.settled = True
             return False
         return self._waiting_since is None or self._clock() - self._waiting_since < patience_s
 
@@ -173,6 +175,7 @@ class EngineNamespace:
         """The weights may be others from now on. ``engine_cache_kept``: vLLM's own cache still has blocks of before."""
         self.generation += 1
         self._reports.clear()
+        self.usable, self.settled = True, False
         self.current = None
         self._asked = self._failed = self._to_tell = False
         self._waiting_since = None
@@ -190,6 +193,8 @@ class EngineNamespace:
                 self.leave(engine_cache_kept=True)
                 return
             self._reports[rank] = report
+            self.settled = False
+        self.usable = all(report.usable for report in self._reports.values())
         if self.current is None and len(self._reports) == self._world_size:
             self._decide([self._reports[rank] for rank in sorted(self._reports)])
 

@@ -17,7 +17,6 @@ from vllm.v1.kv_offload.base import (
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
-    make_offload_key,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -30,7 +29,7 @@ from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.lookup_allowance import LookupAllowance
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import ABSENT, COMING, PENDING, READY, SHARED, GroupKeys
+from kvoffd_proto.messages import COMING, PENDING, READY, SHARED, GroupKeys
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -44,8 +43,9 @@ MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.002, 0.05
 LOOKUP_WAIT_S = 0.001
 """How long the scheduler waits for answers in one step, of all its new requests together. Without that an engine with
 nothing else to run would make an empty step, after which vLLM sleeps for a millisecond."""
-WAIT_PAUSE_S = 1.0
-"""After an answer was awaited in vain none is awaited for so long: a daemon that hangs costs 1 ms a second."""
+WAIT_PAUSE_S = 0.1
+"""After an answer was awaited in vain none is awaited for so long: a daemon that hangs costs a hundredth of the time,
+until it counts as not connected."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,6 @@ class ChunkGroup:
     """One offloaded KV cache group.
 
     Attributes:
-        suffix: the end of vLLM's keys of the group.
         hashes_per_chunk: block hashes of a request that one key stands for, the last of which is in the key.
         tokens_per_chunk: tokens that one key stands for.
         shard_bytes: about the bytes of one worker's shard of a block.
@@ -66,13 +65,12 @@ class ChunkGroup:
 
     @property
     def suffix(self) -> bytes:
+        """The end of vLLM's keys of the group."""
         return self.group_id.to_bytes(GROUP_ID_BYTES, "big")
 
-    def extend(self, keys: list[OffloadKey], block_hashes: Sequence[bytes]) -> None:
-        """Add the keys of a request's further whole chunks, by its block hashes."""
-        count = self.hashes_per_chunk
-        ends = range((len(keys) + 1) * count - 1, len(block_hashes), count)
-        keys.extend([make_offload_key(block_hashes[end], self.group_id) for end in ends])
+    def chunks(self, block_hashes: Sequence[bytes]) -> Sequence[bytes]:
+        """The hashes in the keys of a request's whole chunks."""
+        return block_hashes[self.hashes_per_chunk - 1 :: self.hashes_per_chunk]
 
 
 class StoreWindow:
@@ -123,47 +121,33 @@ class StoreWindow:
         return sum(self._shard_bytes[key[-GROUP_ID_BYTES:]] for key in keys)
 
 
+@dataclass(slots=True, eq=False)
 class KeyedLookup:
-    """One lookup: its keys in the order of the message, and the ticket that the answer comes in.
+    """A lookup of one request.
 
-    ``given_up``: its answer is waited for no longer. It is used if it comes before the request runs.
+    Attributes:
+        ticket: what the answer comes in.
+        groups: indices on the wire of those that have whole chunks.
+        keys: vLLM's, in the order of the message.
+        given_up: its answer is waited for no longer. It is used if it comes before the request runs.
     """
 
-    __slots__ = ("_places", "_states", "given_up", "sent_at", "ticket")
-
-    def __init__(self, ticket: Lookup, keys: Iterable[OffloadKey], sent_at: float) -> None:
-        self.ticket = ticket
-        self.sent_at = sent_at
-        self.given_up = False
-        self._places = {key: place for place, key in enumerate(keys)}
-        self._states: bytes | None = None
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __contains__(self, key: OffloadKey) -> bool:
-        return key in self._places
-
-    def state(self, key: OffloadKey) -> int | None:
-        """Return the key's state as the wire names it; None where it was not asked for. Only once answered."""
-        place = self._places.get(key)
-        if place is None:
-            return None
-        if self._states is None:
-            self._states = b"".join(self.ticket.states)
-        return self._states[place] if place < len(self._states) else ABSENT
+    ticket: Lookup
+    groups: list[int]
+    keys: list[OffloadKey]
+    sent_at: float
+    given_up: bool = False
 
     def keys_in(self, *states: int) -> list[OffloadKey]:
-        """Return the keys in these states, on their way up from a tier. Only once answered."""
-        return [key for key in self._places if self.state(key) in states] if self.ticket.pending else []
+        """Return the keys that are in one of these states; none before the answer."""
+        said = b"".join(self.ticket.states)
+        if not any(state in said for state in states):
+            return []
+        return [key for key, state in zip(self.keys, said, strict=False) if state in states]
 
-    @property
-    def answered(self) -> bool:
-        return self.ticket.done and not self.ticket.failed
-
-    @property
-    def complete(self) -> bool:
-        return self.ticket.pinned >= len(self._places)
+    def leading_ready(self, index: int) -> int:
+        """Return how many blocks of a group are there, from the first one on."""
+        return self.ticket.leading_ready(self.groups.index(index)) if index in self.groups else 0
 
     @property
     def usable(self) -> bool:
@@ -171,261 +155,51 @@ class KeyedLookup:
         return self.ticket.alive or self.ticket.pinned == 0
 
 
-@dataclass(frozen=True)
-class LookupSettings:
-    """What the lookups of all requests of an engine have in common.
-
-    Attributes:
-        namespace: has the connection to the daemon.
-        groups: the offloaded KV cache groups, by index on the wire.
-        deadline_s: an unanswered lookup counts as a miss after this many seconds at the latest.
-        clock: what time is measured with, as time.monotonic().
-        allowance: how long an answer is waited for, and how fast the engine computes.
-        disk_wait_s: the most that a request waits for blocks from a tier below the pool, from the first answer in which
-            some were on their way.
-    """
-
-    namespace: EngineNamespace
-    groups: tuple[ChunkGroup, ...]
-    deadline_s: float
-    clock: Callable[[], float]
-    allowance: LookupAllowance
-    disk_wait_s: float = 1.0
-
-    def release(self, lookup: KeyedLookup | None) -> None:
-        """End a lookup's lease, if there is one, or may be one since no answer told."""
-        if lookup is not None and (lookup.ticket.pinned or lookup.ticket.failed or not lookup.ticket.done):
-            self.namespace.client.release(lookup.ticket.lease_id)
-
-
-@dataclass
+@dataclass(slots=True, eq=False)
 class RequestState:
     """What is known of one request.
 
     Attributes:
         request: vLLM's, whose block hashes grow; None until the connector has told.
-        keys: its whole chunks' keys, by group on the wire.
         answer: the answer in force; its lease pins what it says is ready.
         pending: a lookup that is not answered yet. The answer in force stays until it is replaced.
         last: the lookup that was sent last, also after its lease was released; tells what need not be stored.
+        results: vLLM's word for keys, while it scans them.
+        otherwise: the same for all other keys. Those inside a chunk, of the end of a prompt, are among them.
         adapter: content of the request's LoRA adapter; empty for none.
         adapter_id: vLLM's number of that adapter; 0 for none.
         disabled: nothing of this request may be looked up or stored.
         load_failed: a load of this request failed; the request is recomputed and never looked up again.
-        has_all: vLLM's own cache has all of the request that it may have: nothing is loaded.
         from_disk: keys that the daemon read, or was to read, from disk for this request.
         from_elsewhere: the same, from a store that nodes share.
         disk_wait_since: when the first answer came in which something was on its way; None before.
         disk_wait_limit_s: how long the request waits from then on.
         disk_wait_over: the request does not wait for tiers below the pool any more.
         waits_for_disk: the request waits for what the answer says is on its way.
-        late: no answer came in time.
         skip_counted: it was counted that its blocks were not loaded, since that is slow.
         missing_tokens: what is computed if nothing is loaded: all but what vLLM itself has; 0 before that is known.
         failed_at: when a lookup failed last; for a while none is sent then, lest the request is put off for ever.
     """
 
-    settings: LookupSettings
     request: Request | None = None
-    keys: tuple[list[OffloadKey], ...] = ()
     answer: KeyedLookup | None = None
     pending: KeyedLookup | None = None
     last: KeyedLookup | None = None
+    results: Mapping[OffloadKey, LookupResult] = field(default_factory=dict)
+    otherwise: LookupResult = LookupResult.MISS
     adapter: bytes = b""
     adapter_id: int = 0
     disabled: bool = False
     load_failed: bool = False
-    has_all: bool = False
     from_disk: set[OffloadKey] = field(default_factory=set)
     from_elsewhere: set[OffloadKey] = field(default_factory=set)
     disk_wait_since: float | None = None
     disk_wait_limit_s: float = 0.0
     disk_wait_over: bool = False
     waits_for_disk: bool = False
-    late: bool = False
     skip_counted: bool = False
     missing_tokens: int = 0
     failed_at: float = float("-inf")
-
-    def refresh(self) -> bool:
-        """Take in an answer that came; send a lookup if it is missing, outdated or does not cover the keys.
-
-        Called before each scan of the keys, never within one, so that a scan sees one answer. True when it sent one.
-        """
-        self.take_answer()
-        sends = (
-            not (self.disabled or self.load_failed)
-            and self.pending is None
-            and not self._failed_lately
-            and self.settings.namespace.client.ready
-            and self._outdated(sum(map(len, self.keys)))
-        )
-        if sends:
-            self._send()
-        self._give_up_late_answer()
-        return sends
-
-    def take_answer(self) -> None:
-        """Take in an answer that came, and decide whether to wait for what it says is on its way."""
-        pending, settings = self.pending, self.settings
-        if pending is not None and not pending.ticket.done:
-            settings.namespace.client.poll()
-        if pending is not None and pending.ticket.done:
-            self.pending = None
-            if pending.ticket.failed or not pending.usable:
-                settings.release(pending)
-                self.failed_at = settings.clock()
-            else:
-                if not pending.given_up:
-                    settings.allowance.answered(self.missing_tokens)
-                # The new lease pins what the old one did, so nothing is unpinned in between.
-                settings.release(self.answer)
-                self.answer = pending
-                self.from_disk.update(pending.keys_in(PENDING))
-                self.from_elsewhere.update(pending.keys_in(SHARED))
-        if self.answer is not None and not self.answer.usable:
-            self.answer = None
-        self._decide_disk_wait()
-
-    def result(self, key: OffloadKey) -> LookupResult:
-        """Return vLLM's word for what is known of a key. Keys inside a chunk, of the end of a prompt, are misses."""
-        if self.disabled or self.load_failed or self.has_all:
-            return LookupResult.MISS
-        if self.answer is not None:
-            state = self.answer.state(key)
-            if state == READY:
-                return LookupResult.HIT
-            if state in COMING and self.waits_for_disk:
-                # Not RETRY, after which vLLM would look for an earlier window although this one will be there.
-                return LookupResult.HIT_PENDING
-            if state is not None and (self.pending is None or state in COMING):
-                return LookupResult.MISS
-        pending = self.pending
-        if pending is None or key not in pending or pending.given_up or pending.ticket.failed:
-            return LookupResult.MISS
-        return LookupResult.RETRY
-
-    def take(self) -> KeyedLookup | None:
-        """Hand the answer in force, with its lease, to a load. Neither is used again here."""
-        taken, self.answer = self.answer, None
-        self.release()
-        return taken
-
-    def release(self) -> None:
-        """End all leases: the request runs without a load, or is gone."""
-        self.settings.release(self.answer)
-        self.settings.release(self.pending)
-        self.answer = self.pending = None
-
-    def forget(self) -> None:
-        """End all leases, and forget what is stored."""
-        self.release()
-        self.last = None
-
-    def disable(self) -> None:
-        """Look up and store nothing of this request any more."""
-        self.release()
-        self.disabled = True
-
-    def mark_load_failed(self) -> None:
-        """Look nothing of this request up any more, and use no answer."""
-        self.forget()
-        self.load_failed = True
-
-    def is_stored(self, key: OffloadKey) -> bool:
-        """Return whether the last answer said that the block is in the pool."""
-        return self.last is not None and self.last.answered and self.last.state(key) == READY
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether vLLM's request has ended, with what result ever."""
-        return self.request is not None and self.request.is_finished()
-
-    @property
-    def unanswered(self) -> bool:
-        """Whether all that is known of this request is that a lookup was sent, whose answer is waited for."""
-        pending = self.pending
-        return self.answer is None and pending is not None and not (pending.ticket.done or pending.given_up)
-
-    @property
-    def is_answer_near(self) -> bool:
-        """Whether the last lookup's answer has not come, and is not overdue. Its lease may be released."""
-        last = self.last
-        return last is not None and not last.ticket.done and self._age_s(last) < self.settings.deadline_s
-
-    def _age_s(self, lookup: KeyedLookup) -> float:
-        return self.settings.clock() - lookup.sent_at
-
-    @property
-    def _failed_lately(self) -> bool:
-        return self.settings.clock() - self.failed_at < REFRESH_S
-
-    def _outdated(self, count: int) -> bool:
-        answer = self.answer
-        if answer is None or count > len(answer):
-            return count > 0
-        if answer.complete:
-            return False
-        age_s = self.settings.clock() - answer.ticket.answered_at
-        # While blocks come up from disk: half of what the daemon expects.
-        pause_s = min(MAX_RETRY_PAUSE_S, max(MIN_RETRY_PAUSE_S, answer.ticket.wait_s / 2))
-        return age_s > (pause_s if self.waits_for_disk else REFRESH_S)
-
-    def _decide_disk_wait(self) -> None:
-        answer, settings = self.answer, self.settings
-        self.waits_for_disk = False
-        if answer is None or self.disk_wait_over or not answer.ticket.pending or not self._daemon_answers:
-            return
-        now = settings.clock()
-        if self.disk_wait_since is None:
-            self.disk_wait_since = now
-            self.disk_wait_limit_s = settings.disk_wait_s
-            if settings.allowance.active:
-                computed_s = settings.allowance.prefill.seconds_for(answer.keys_in(*COMING))
-                self.disk_wait_limit_s = min(settings.disk_wait_s, computed_s)
-        expected_s = now - self.disk_wait_since + answer.ticket.wait_s
-        self.disk_wait_over = expected_s >= self.disk_wait_limit_s
-        self.waits_for_disk = not self.disk_wait_over
-
-    @property
-    def _daemon_answers(self) -> bool:
-        """Whether the daemon answers: only it says when something has come from disk, or never will."""
-        if self._failed_lately or not self.settings.namespace.client.ready:
-            return False
-        pending = self.pending
-        return pending is None or pending.ticket.done or self._age_s(pending) < self.settings.deadline_s
-
-    def _send(self) -> None:
-        client = self.settings.namespace.client
-        count, limit = sum(map(len, self.keys)), client.max_keys
-        room = limit // max(1, len(self.keys)) if count > limit else count
-        if count > limit:
-            logger.warning_once(  # type: ignore[attr-defined]
-                "kvoffd: a prompt has %d block hashes in its groups, and the daemon takes %d in one lookup; the rest "
-                "is computed. Have each hash cover more tokens (--block-size).",
-                count,
-                limit,
-            )
-        wanted = [keys[:room] for keys in self.keys]
-        beyond = [key for keys in self.keys for key in keys[room:]]
-        hashes = [hashes_of(keys, self.adapter) for keys in wanted]
-        message = [GroupKeys(index, joined) for index, joined in enumerate(hashes) if joined]
-        ticket = client.lookup(message, again=self.last is not None)
-        # Keys beyond the limit get places behind the last state, which reads as absent.
-        keys = [*(key for keys in wanted for key in keys), *beyond]
-        self.pending = self.last = KeyedLookup(ticket, keys, self.settings.clock())
-        self.late = False
-
-    def _give_up_late_answer(self) -> None:
-        pending, settings = self.pending, self.settings
-        if pending is None or pending.ticket.done or pending.given_up:
-            return
-        # While blocks come up from disk the next answer has the whole deadline.
-        comes_up = self.answer is not None and self.answer.ticket.pending and not self.disk_wait_over
-        allowed_s = settings.deadline_s if comes_up else settings.allowance.seconds_for(self.missing_tokens)
-        if self._age_s(pending) >= allowed_s:
-            pending.given_up = self.late = True
-            settings.allowance.give_up(pending.ticket, pending.sent_at, self.missing_tokens)
 
 
 class KvoffdManager(OffloadingManager):
@@ -438,25 +212,37 @@ class KvoffdManager(OffloadingManager):
 
     def __init__(
         self,
-        settings: LookupSettings,
+        namespace: EngineNamespace,
+        groups: Sequence[ChunkGroup],
+        allowance: LookupAllowance,
+        clock: Callable[[], float],
         *,
+        deadline_s: float,
+        disk_wait_s: float = 1.0,
         do_no_harm: bool = True,
         config_info: Mapping[str, str | float] | None = None,
     ) -> None:
-        self._settings = settings
-        self._positions = {group.suffix: index for index, group in enumerate(settings.groups)}
-        self._store_window = StoreWindow({group.suffix: group.shard_bytes for group in settings.groups})
+        self._groups = tuple(groups)
+        self._allowance = allowance
+        self._clock = clock
+        self._deadline_s, self._disk_wait_s = deadline_s, disk_wait_s
+        self._positions = {group.suffix: index for index, group in enumerate(groups)}
+        self._store_window = StoreWindow({group.suffix: group.shard_bytes for group in groups})
         self.events: HostBlockEvents | None = None
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[str, KeyedLookup] = {}
+        self._scheduled: list[RequestState] = []
+        """Requests that are scheduled in this step without a load."""
+        self._unneeded: list[RequestState] = []
+        """Those of the last step, whose leases end in this one."""
+        self._new_requests = False
         self._counters = metrics.Counters()
-        self.namespace = settings.namespace
-        self.namespace.on_leave = self._disable_adapters
+        self.namespace = namespace
+        namespace.on_leave = self._disable_adapters
         self._loads = self._stores = True
-        self._harm = DoNoHarm(settings.allowance.prefill, settings.clock, do_no_harm)
+        self._harm = DoNoHarm(allowance.prefill, clock, do_no_harm)
         self._config_info = config_info or {}
         self._credit_reported = False
-        self._on_hold = False  # one answer for all keys of a scan
         self._wait_left_s = LOOKUP_WAIT_S
         self._no_wait_before = float("-inf")
 
@@ -479,68 +265,158 @@ class KvoffdManager(OffloadingManager):
         """
         self._loads, self._stores = loads, stores
         if event_kinds is not None:
-            groups = self._settings.groups
-            self.events = HostBlockEvents(
-                {
-                    index: EventGroup(groups[index].group_id, groups[index].tokens_per_chunk, kind)
-                    for index, kind in event_kinds.items()
-                }
-            )
-        self._settings.allowance.prefill.begin_engine(most_running, largest_chunk)
+            groups = {index: self._groups[index] for index in event_kinds}
+            kinds = {
+                index: EventGroup(group.group_id, group.tokens_per_chunk, event_kinds[index])
+                for index, group in groups.items()
+            }
+            self.events = HostBlockEvents(kinds)
+        self._allowance.prefill.begin_engine(most_running, largest_chunk)
 
-    def begin_request(self, request: Request) -> None:
-        """Note a new request, after vLLM's on_new_request()."""
-        state = self._requests[request.request_id]
+    def look_up(self, request: Request) -> None:
+        """Ask for all whole chunks of a request, if the daemon may be asked. vLLM has told of the request before."""
+        state, namespace = self._requests[request.request_id], self.namespace
         state.request = request
-        state.keys = tuple([[] for _ in self._settings.groups])
-
-    def start_lookup(self, request_id: str) -> None:
-        """Look up the keys of a request's whole chunks, unless a good answer is there or on its way."""
-        state = self._requests.get(request_id)
-        if state is None or state.request is None:
+        if request.skip_reading_prefix_cache or state.disabled or state.load_failed or not self._loads:
             return
-        self._on_hold = self._waits_for_namespace
-        for keys, group in zip(state.keys, self._settings.groups, strict=True):
-            group.extend(keys, state.request.block_hashes)
-        self._settings.allowance.settle()
-        was_late = state.late
-        if self._loads and self._may_use_daemon and state.refresh():
+        if namespace.current is None or not namespace.usable or not namespace.client.ready:
+            return
+        keys: list[OffloadKey] = []
+        message: list[GroupKeys] = []
+        for index, group in enumerate(self._groups):
+            if hashes := group.chunks(request.block_hashes):
+                of_group = [OffloadKey(one + group.suffix) for one in hashes]
+                keys += of_group
+                asked = hashes_of(of_group, state.adapter) if state.adapter else b"".join(hashes)
+                message.append(GroupKeys(index, asked))
+        if keys:
+            ticket = namespace.client.lookup(message, again=state.last is not None)
+            groups = [one.group for one in message]
+            state.pending = state.last = KeyedLookup(ticket, groups, keys, self._clock())
             self._counters.count(metrics.LOOKUPS)
-        if state.late and not was_late:
-            self._counters.count(metrics.LATE_LOOKUPS)
-            self._harm.late_lookups += 1
 
-    def prepare_scan(self, request_id: str, computed_tokens: int, *, has_all: bool) -> None:
-        """Have an answer, if possible, before vLLM asks for a request's keys: wait a moment for it.
+    def prepare_scan(self, request: Request, computed_tokens: int, *, has_all: bool) -> None:
+        """Have what ``lookup`` is to say of a request's keys, before vLLM asks: one scan must see one answer.
 
-        ``computed_tokens`` are in vLLM's own cache; ``has_all``: see ``RequestState``.
+        Takes in an answer that came, or waits a moment for it; asks again where it is missing or outdated.
+        ``computed_tokens`` are in vLLM's own cache; ``has_all``: as much as it may have, so nothing is loaded.
         """
-        state = self._requests.get(request_id)
-        if state is None or state.request is None:
+        state, namespace = self._requests[request.request_id], self.namespace
+        state.results, state.otherwise = {}, LookupResult.MISS
+        if has_all or request.skip_reading_prefix_cache or state.disabled or state.load_failed or not self._loads:
             return
-        state.missing_tokens = state.request.num_tokens - computed_tokens
-        state.has_all = has_all
-        self.start_lookup(request_id)
-        if self._on_hold or has_all or not state.unanswered:
+        if not namespace.settled and self._waits_for_namespace:
+            state.otherwise = LookupResult.RETRY
             return
-        now = self._settings.clock()
-        if self._wait_left_s <= 0 or now < self._no_wait_before:
+        if namespace.current is None or not namespace.usable:
             return
-        assert state.pending is not None
-        self._counters.count(metrics.LOOKUP_WAITS)
-        came = state.pending.ticket.wait(self._wait_left_s)
-        after = self._settings.clock()
-        self._wait_left_s -= after - now
-        if came:
-            state.take_answer()
-        else:
-            self._counters.count(metrics.LOOKUP_WAITS_IN_VAIN)
-            self._no_wait_before = after + WAIT_PAUSE_S
+        state.missing_tokens = request.num_tokens - computed_tokens
+        if state.pending is not None and state.pending.ticket.done:
+            self._take_answer(state)
+        if state.answer is not None and not state.answer.usable:
+            state.answer = None
+        if state.pending is None and self._is_outdated(state):
+            self.look_up(request)
+        if state.pending is not None:
+            self._wait_for_answer(state)
+        if state.answer is not None:
+            self._decide_disk_wait(state)
+            results = dict.fromkeys(state.answer.keys_in(READY), LookupResult.HIT)
+            # Not RETRY, after which vLLM would look for an earlier window although this one will be there.
+            coming = LookupResult.HIT_PENDING if state.waits_for_disk else LookupResult.MISS
+            state.results = results | dict.fromkeys(state.answer.keys_in(*COMING), coming)
+        if state.pending is not None and not state.pending.given_up:
+            state.otherwise = LookupResult.RETRY
 
-    def step_begins(self, request_tokens: Collection[int]) -> None:
+    def _take_answer(self, state: RequestState) -> None:
+        """Take in the answer that has come."""
+        came, state.pending = state.pending, None
+        assert came is not None
+        if came.ticket.failed or not came.usable:
+            self._release(came)
+            state.failed_at = self._clock()
+            return
+        if not came.given_up:
+            self._allowance.answered(state.missing_tokens)
+        # The new lease pins what the old one did, so nothing is unpinned in between.
+        self._release(state.answer)
+        state.answer = came
+        state.from_disk.update(came.keys_in(PENDING))
+        state.from_elsewhere.update(came.keys_in(SHARED))
+
+    def _is_outdated(self, state: RequestState) -> bool:
+        """Whether to ask for a request that no lookup is on its way for."""
+        answer, now = state.answer, self._clock()
+        if now - state.failed_at < REFRESH_S:
+            return False
+        if answer is None:
+            return True
+        assert state.request is not None
+        if sum(len(group.chunks(state.request.block_hashes)) for group in self._groups) > len(answer.keys):
+            return True
+        if answer.ticket.pinned >= len(answer.keys):
+            return False
+        # While blocks come up from disk: half of what the daemon expects.
+        pause_s = min(MAX_RETRY_PAUSE_S, max(MIN_RETRY_PAUSE_S, answer.ticket.wait_s / 2))
+        return now - answer.ticket.answered_at > (pause_s if state.waits_for_disk else REFRESH_S)
+
+    def _wait_for_answer(self, state: RequestState) -> None:
+        """Wait for an answer where all that is known of a request is that it is due; give it up when it is late."""
+        pending, now = state.pending, self._clock()
+        assert pending is not None
+        ticket = pending.ticket
+        if state.answer is None and not pending.given_up and self._wait_left_s > 0 and now >= self._no_wait_before:
+            self._counters.count(metrics.LOOKUP_WAITS)
+            came = ticket.wait(self._wait_left_s)
+            began, now = now, self._clock()
+            self._wait_left_s -= now - began
+            if not came:
+                self._counters.count(metrics.LOOKUP_WAITS_IN_VAIN)
+                self._no_wait_before = now + WAIT_PAUSE_S
+        else:
+            self.namespace.client.poll()
+        if ticket.done:
+            self._take_answer(state)
+        elif not pending.given_up:
+            # While blocks come up from disk the next answer has the whole deadline.
+            comes_up = state.answer is not None and state.answer.ticket.pending and not state.disk_wait_over
+            allowed_s = self._deadline_s if comes_up else self._allowance.seconds_for(state.missing_tokens)
+            if now - pending.sent_at >= allowed_s:
+                pending.given_up = True
+                self._allowance.give_up(ticket, pending.sent_at, state.missing_tokens)
+                self._counters.count(metrics.LATE_LOOKUPS)
+                self._harm.late_lookups += 1
+
+    def _decide_disk_wait(self, state: RequestState) -> None:
+        """Decide whether a request waits for what its answer says is on its way."""
+        answer, now = state.answer, self._clock()
+        assert answer is not None
+        state.waits_for_disk = False
+        if state.disk_wait_over or not answer.ticket.pending:
+            return
+        pending = state.pending
+        overdue = pending is not None and now - pending.sent_at >= self._deadline_s
+        if overdue or now - state.failed_at < REFRESH_S or not self.namespace.client.ready:
+            return  # only the daemon says when something has come from disk, or never will
+        if state.disk_wait_since is None:
+            state.disk_wait_since = now
+            state.disk_wait_limit_s = self._disk_wait_s
+            if self._allowance.active:
+                computed_s = self._allowance.prefill.seconds_for(answer.keys_in(*COMING))
+                state.disk_wait_limit_s = min(self._disk_wait_s, computed_s)
+        state.disk_wait_over = now - state.disk_wait_since + answer.ticket.wait_s >= state.disk_wait_limit_s
+        state.waits_for_disk = not state.disk_wait_over
+
+    def step_begins(self, request_tokens: Collection[int], *, new_requests: bool = False) -> None:
         """Note that the scheduler begins a step with so many tokens of each request; tell the daemon now and then."""
         self._wait_left_s = LOOKUP_WAIT_S
-        self._settings.allowance.prefill.step_begins(request_tokens)
+        # What can wait is left to the steps after a prompt's first: it would come before the first token.
+        self._new_requests = new_requests
+        for state in self._unneeded:
+            self._end_leases(state)
+        self._unneeded, self._scheduled = self._scheduled, []
+        self._allowance.settle()
+        self._allowance.prefill.step_begins(request_tokens)
         # While the daemon does not answer, as when lookups are late, the counts wait for it.
         client = self.namespace.client
         if client.ready and (figures := self._harm.news()) is not None:
@@ -548,7 +424,7 @@ class KvoffdManager(OffloadingManager):
 
     def step_ended(self) -> None:
         """Note that the output of the first of the steps that run has come."""
-        self._settings.allowance.prefill.step_ended()
+        self._allowance.prefill.step_ended()
 
     @property
     def is_busy(self) -> bool:
@@ -569,24 +445,28 @@ class KvoffdManager(OffloadingManager):
 
     def load_ended(self, keys_of_groups: Sequence[int], seconds: float) -> None:
         """Note how long a load of so many keys of each group took, the slowest rank's."""
-        groups = zip(keys_of_groups, self._settings.groups, strict=True)
+        groups = zip(keys_of_groups, self._groups, strict=True)
         self._harm.loads.note(max(count * group.tokens_per_chunk for count, group in groups), seconds)
 
-    def ready_tokens(self, request_id: str, index: int) -> int:
+    def ready_tokens(self, request: Request, index: int) -> int:
         """Return of how many tokens of a group, from a request's first one on, the answer says that they are there."""
-        state = self._requests.get(request_id)
-        if state is None or state.answer is None or not all(state.keys):
+        state = self._requests.get(request.request_id)
+        if state is None or state.answer is None:
             return 0
-        chunks = min(state.answer.ticket.leading_ready(index), len(state.keys[index]))
-        return chunks * self._settings.groups[index].tokens_per_chunk
+        return state.answer.leading_ready(index) * self._groups[index].tokens_per_chunk
 
-    def publish_found(self, request_id: str) -> None:
+    def publish_found(self, request: Request) -> None:
         """Publish what a request's answer in force says is there, which another engine may have stored."""
-        state = self._requests.get(request_id)
+        state = self._requests.get(request.request_id)
         if self.events is None or state is None or state.answer is None or not state.answer.usable:
             return
         for index in self.events.groups:
-            self.events.found(state.request, index, state.keys[index], state.answer.ticket.leading_ready(index))
+            self.events.found(request, index, self._chain(request, index), state.answer.leading_ready(index))
+
+    def _chain(self, request: Request, index: int) -> list[OffloadKey]:
+        """vLLM's keys of a request's whole chunks."""
+        group = self._groups[index]
+        return [OffloadKey(one + group.suffix) for one in group.chunks(request.block_hashes)]
 
     def begin_adapter(self, request_id: str, content: bytes | None, adapter_id: int) -> None:
         """Have a new request's keys hold the content of its LoRA adapter; None: it is not known, so use nothing.
@@ -599,23 +479,26 @@ class KvoffdManager(OffloadingManager):
         same_id = [other for other in self._requests.values() if other.adapter_id == adapter_id and other.adapter]
         if any(other.adapter != content for other in same_id):
             for other in same_id:
-                other.disable()
+                self._disable(other)
 
     def _disable_adapters(self) -> None:
         """Adapters may have been replaced in place, and vLLM goes on with the requests that began with others."""
         for state in self._requests.values():
             if state.adapter:
-                state.disable()
+                self._disable(state)
 
     def disable(self, request_id: str) -> None:
         """Look up and store nothing of a new request."""
-        if state := self._requests.get(request_id):
-            state.disable()
+        self._disable(self._requests[request_id])
+
+    def _disable(self, state: RequestState) -> None:
+        self._end_leases(state)
+        state.disabled = True
 
     def scheduled_without_load(self, request_id: str) -> None:
-        """Unpin the blocks of a request that was scheduled and needs none of them."""
+        """Have the blocks of a request unpinned soon that was scheduled and needs none of them."""
         if state := self._requests.get(request_id):
-            state.release()
+            self._scheduled.append(state)
 
     def job_failed(self, failed: FailedJob) -> None:
         """Take note that a store left blocks out, or that a load failed, whose request is recomputed."""
@@ -626,7 +509,8 @@ class KvoffdManager(OffloadingManager):
             return
         self._counters.count(metrics.FAILED_LOADS)
         if state := self._requests.get(failed.request_id):
-            state.mark_load_failed()
+            self._end_leases(state)
+            state.last, state.load_failed = None, True
         if failed.error in BLOCKS_UNUSABLE:
             self.namespace.client.invalidate([GroupKeys(group, hashes) for group, hashes in failed.keys if hashes])
         logger.warning("kvoffd: a load failed; request %s is recomputed. %s", failed.request_id, reason)
@@ -641,7 +525,7 @@ class KvoffdManager(OffloadingManager):
     # --- vLLM's interface ---
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        state = RequestState(self._settings)
+        state = RequestState()
         # kv_load_tiers of the request: the pool is vLLM's primary tier, which no request can leave out.
         state.disk_wait_over = not req_context.load_tier_filter.allows(Medium.STORAGE, Locality.LOCAL)
         self._requests[req_context.req_id] = state
@@ -649,12 +533,8 @@ class KvoffdManager(OffloadingManager):
         return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        state = self._requests.get(req_context.req_id)
-        if state is None or not self._loads:
-            return LookupResult.MISS
-        if self._on_hold and not state.has_all:
-            return LookupResult.RETRY
-        return state.result(key) if self._may_use_daemon else LookupResult.MISS
+        state = self._requests[req_context.req_id]
+        return state.results.get(key, state.otherwise)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         state = self._requests.get(req_context.req_id)
@@ -665,35 +545,39 @@ class KvoffdManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> KeyedSpec:
         state = self._requests.get(req_context.req_id)
-        answer = state.take() if state is not None else None
-        if state is None or answer is None:
+        if state is None or (answer := state.answer) is None:
             return KeyedSpec.of(keys, self._positions, request_id=req_context.req_id)
+        state.answer = None  # its lease is the load's
+        self._end_leases(state)
         self._loading[req_context.req_id] = answer
         return KeyedSpec.of(
             keys, self._positions, answer.ticket.lease_id, adapter=state.adapter, request_id=req_context.req_id
         )
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._settings.release(self._loading.pop(req_context.req_id, None))
+        self._release(self._loading.pop(req_context.req_id, None))
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """As vLLM's. None, after which vLLM offers the keys again in the next step, where it is too early to say."""
         state = self._requests.get(req_context.req_id)
         wanted: list[OffloadKey] = []
+        namespace = self.namespace
+        has_ended = state is not None and state.request is not None and state.request.is_finished()
         if state is not None and self._stores and not state.disabled:
-            if self.namespace.current is None and self.namespace.pending():
+            if namespace.current is None and namespace.pending():
                 return None
-            if self._may_use_daemon and self.namespace.may_store and self.namespace.client.ready:
-                if state.is_answer_near and not state.has_ended:
-                    return None
+            if namespace.may_store and namespace.usable and namespace.client.ready:
+                last = state.last
+                if last and not last.ticket.done and self._clock() - last.sent_at < self._deadline_s and not has_ended:
+                    return None  # what the answer says that the daemon has need not be stored
                 wanted = self._storable(state, keys, req_context)
         if wanted and self._harm.leave_store_out():
             self._counters.count(metrics.PAUSED_STORES)
             wanted = []
         if wanted:
             if not self._credit_reported:
-                self._store_window.credit_bytes = self.namespace.client.credit_bytes
-            if not self._store_window.admits(wanted, last=state is not None and state.has_ended):
+                self._store_window.credit_bytes = namespace.client.credit_bytes
+            if not self._store_window.admits(wanted, last=has_ended):
                 self._counters.count(metrics.DEFERRED_STORES)
                 return None
             self._store_window.begin(wanted)
@@ -709,12 +593,12 @@ class KvoffdManager(OffloadingManager):
         request = state.request
         if self.events is None or request is None or not hashed_by_tokens(request):
             return
-        found: list[list[BlockTokens]] = [[] for _ in self._settings.groups]
+        found: list[list[BlockTokens]] = [[] for _ in self._groups]
+        chains = {index: self._chain(request, index) for index in self.events.groups}
         for key in keys:
             index = self._positions[key[-GROUP_ID_BYTES:]]
             if index in self.events.groups:
-                group, chain = self._settings.groups[index], state.keys[index]
-                group.extend(chain, request.block_hashes)
+                group, chain = self._groups[index], chains[index]
                 place = (context.get_offload_key_position(key) or 0) // group.tokens_per_chunk - 1
                 found[index].append(tokens_of(request, chain, place, group.tokens_per_chunk))
         spec.parents = tuple([b"".join([one.parent[:-GROUP_ID_BYTES] for one in of_group]) for of_group in found])
@@ -731,17 +615,18 @@ class KvoffdManager(OffloadingManager):
         wanted = []
         for key in keys:
             end = context.get_offload_key_position(key) or 0
-            whole = end % self._settings.groups[self._positions[key[-GROUP_ID_BYTES:]]].tokens_per_chunk == 0
+            whole = end % self._groups[self._positions[key[-GROUP_ID_BYTES:]]].tokens_per_chunk == 0
             if whole and (computed is None or end <= computed) and key not in self._store_window:
                 wanted.append(key)
-        return [key for key in wanted if not state.is_stored(key)]
+        stored = set(state.last.keys_in(READY)) if state.last is not None else ()
+        return [key for key in wanted if key not in stored]
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         self._store_window.end(keys)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         if state := self._requests.pop(req_context.req_id, None):
-            state.release()
+            self._end_leases(state)
 
     def has_pending_work(self) -> bool:
         # Not for requests that wait for an answer: vLLM makes steps for them, but none while it is paused, and a pause
@@ -750,13 +635,16 @@ class KvoffdManager(OffloadingManager):
 
     def reset_cache(self) -> None:
         for state in self._requests.values():
-            state.forget()
+            self._end_leases(state)
+            state.last = None
         for lookup in self._loading.values():
-            self._settings.release(lookup)
+            self._release(lookup)
         self._loading.clear()
         self._store_window.clear()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
+        if self._new_requests:
+            return None
         return self._counters.take(self.namespace.client.ready, lambda: self._harm.rates)
 
     def config_info(self) -> Sequence[Mapping[str, str | float]]:
@@ -766,15 +654,21 @@ class KvoffdManager(OffloadingManager):
     def shutdown(self) -> None:
         self.namespace.close()
 
-    @property
-    def _may_use_daemon(self) -> bool:
-        """Whether the workers can share their memory, and it is known which blocks are of the weights in it."""
-        return self.namespace.current is not None and self.namespace.usable
+    def _end_leases(self, state: RequestState) -> None:
+        """The request runs without a load, or is gone. What its last lookup said, or will say, is still known."""
+        self._release(state.answer)
+        self._release(state.pending)
+        state.answer = state.pending = None
+
+    def _release(self, lookup: KeyedLookup | None) -> None:
+        """End a lookup's lease, if there is one, or may be one since no answer told."""
+        if lookup is not None and (lookup.ticket.pinned or lookup.ticket.failed or not lookup.ticket.done):
+            self.namespace.client.release(lookup.ticket.lease_id)
 
     @property
     def _waits_for_namespace(self) -> bool:
         """Whether a request should wait a moment: the namespace is about to be known, or the workers registered."""
         namespace = self.namespace
         return namespace.usable and (
-            namespace.pending() if namespace.current is None else namespace.pending(self._settings.deadline_s)
+            namespace.pending() if namespace.current is None else namespace.pending(self._deadline_s)
         )
