@@ -16,6 +16,7 @@ from vllm import envs
 from vllm.config import MultiModalConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
+from kvoffd_client.vllm import compat
 from kvoffd_client.vllm.fingerprint import ENVIRONMENT, collect_factors, hash_probe, label_of
 from tests.kit.models import make_draft, make_tiny_gemma3, make_tiny_llama
 from tests.kit.vllm_config import HEADS, cache_config, full_attention, make_config
@@ -45,6 +46,27 @@ def test_a_worker_of_another_rank_comes_to_the_same_factors(engine_config: Any) 
     worker.parallel_config.rank = 1
     layers = KVCacheGroupSpec(layer_names=["other.7", "other.8"], kv_cache_spec=full_attention())
     assert factors_of(worker, cache_config(layers)) == factors_of(engine_config)
+
+
+@pytest.mark.parametrize(("tested", "differ"), [(((0, 32),), False), ((), True)])
+def test_of_a_release_that_nobody_tested_what_nobody_judged_counts(
+    engine_config: Any, monkeypatch: pytest.MonkeyPatch, tested: tuple[tuple[int, int], ...], differ: bool
+) -> None:
+    monkeypatch.setattr(compat, "TESTED", tested)
+    monkeypatch.setattr(compat, "release_of", lambda _: (0, 32))
+
+    def factors(value: int, seed: int = 0) -> dict[str, Any]:
+        config = copy.deepcopy(engine_config)
+        config.model_config.seed = seed  # judged: no block differs by it
+        cache = config.cache_config
+        cache.__class__ = dataclasses.make_dataclass("CacheConfig", [("newest", int, 0)], bases=(type(cache),))
+        cache.newest = value
+        return factors_of(config)
+
+    assert (factors(1) != factors(2)) is differ
+    assert factors(1) == factors(1, seed=7)
+    if differ:
+        assert factors(1)["unjudged"] == {"cache_config.newest": 1}
 
 
 def test_of_a_mixed_group_every_layers_spec_counts(engine_config: Any) -> None:

@@ -1,4 +1,7 @@
-"""client/FINGERPRINT.md judges every field of vLLM's configuration, and its environment variables."""
+"""client/FINGERPRINT.md judges every field of vLLM's configuration, and its environment variables.
+
+``python -m tests.vllm.test_fingerprint_page`` writes the list of these fields that the connector has.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import vllm.config
 from vllm import envs
 
 from kvoffd_client.vllm.compat import release_of
-from kvoffd_client.vllm.fingerprint import ENVIRONMENT
+from kvoffd_client.vllm.fingerprint import ENVIRONMENT, JUDGED_FIELDS
 
 PAGE = Path(__file__).parents[2] / "client" / "FINGERPRINT.md"
 RELEASE = ".".join(map(str, release_of(vllm.__version__) or ()))
@@ -34,6 +37,17 @@ def judged() -> dict[str, list[tuple[str, str]]]:
         assert all(row[1] in VERDICTS and len(row) == 3 for row in rows), name
         fields[name] = [found for row in rows for found in re.findall(r"`(\w+)`(?: \((0\.\d+)\))?", row[0])]
     return fields
+
+
+def judged_fields() -> str:
+    """All of them, of whichever release, as the connector's list has them."""
+    return "".join(
+        " ".join([name, *sorted(field for field, _ in fields)]) + "\n" for name, fields in judged().items() if fields
+    )
+
+
+def test_the_connectors_list_of_judged_fields_is_the_pages() -> None:
+    assert JUDGED_FIELDS.read_text() == judged_fields(), "python -m tests.vllm.test_fingerprint_page"
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -67,3 +81,7 @@ def test_every_environment_variable_is_judged_once() -> None:
 
 def test_the_variables_that_are_in_are_those_that_are_read() -> None:
     assert sorted(name for name, _, verdict in variables() if verdict == "in") == sorted(ENVIRONMENT)
+
+
+if __name__ == "__main__":
+    JUDGED_FIELDS.write_text(judged_fields())

@@ -24,7 +24,7 @@ from vllm.v1.core.kv_cache_utils import hash_block_tokens, resolve_none_hash_see
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs, get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from kvoffd_client.namespace import NamespaceSpec, canonical_json, fingerprint_of
-from kvoffd_client.vllm.compat import release_of
+from kvoffd_client.vllm.compat import release_of, untested
 from kvoffd_client.vllm.log import logger
 from kvoffd_proto.messages import GroupSpec
 
@@ -77,6 +77,9 @@ ENVIRONMENT = (
 # Speculative methods that draft without a KV cache of their own.
 METHODS_WITHOUT_KV = frozenset({"mlp_speculator", "medusa", "ngram", "ngram_gpu", "suffix"})
 
+JUDGED_FIELDS = Path(__file__).with_name("judged_fields.txt")
+"""Fields of vLLM's configuration that client/FINGERPRINT.md judges: a class in each line, and its fields."""
+
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".py")
 SAMPLES_PER_FILE = 64
 SAMPLE_BYTES = 256
@@ -126,7 +129,7 @@ def collect_factors(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, sal
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     local_weights = weights_identity(model.model)
     commit = getattr(model.hf_config, "_commit_hash", None)
-    return {
+    return ({"unjudged": unjudged(vllm_config)} if untested() else {}) | {
         "vllm_release": ".".join(map(str, release_of(vllm.__version__) or ())),
         # A hub's model by its name and commit, a local one by its files.
         "model": "" if local_weights else f"{model.model} {getattr(model, 'model_weights', '')}".strip(),
@@ -170,6 +173,27 @@ def collect_factors(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, sal
             for group in offloading.groups
         ],
     }
+
+
+def unjudged(vllm_config: VllmConfig) -> dict[str, object]:
+    """Return what a release that nobody tested has in its configuration beside the fields that were judged, by path.
+
+    Any of it may decide bytes of blocks. Where it does not, engines share less than they could.
+    """
+    lines = (line.split() for line in JUDGED_FIELDS.read_text().splitlines())
+    judged = {name: frozenset(fields) for name, *fields in lines}
+
+    def found_in(config: Any, path: str) -> dict[str, object]:
+        found: dict[str, object] = {}
+        for name in [item.name for item in dataclasses.fields(config)]:
+            value, is_judged = getattr(config, name, None), name in judged.get(type(config).__name__, ())
+            if dataclasses.is_dataclass(value) and (type(value).__name__ in judged or not is_judged):
+                found |= found_in(value, f"{path}{name}.")
+            elif not is_judged:
+                found[f"{path}{name}"] = _plain(value)
+        return found
+
+    return found_in(vllm_config, "")
 
 
 def label_of(vllm_config: VllmConfig) -> str:

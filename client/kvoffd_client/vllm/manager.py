@@ -41,8 +41,10 @@ REFRESH_S = 1.0
 MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.002, 0.05
 """Between lookups of blocks that come up from disk."""
 LOOKUP_WAIT_S = 0.001
-"""How long the scheduler waits for answers in one step, of all its new requests together. Without that an engine with
-nothing else to run would make an empty step, after which vLLM sleeps for a millisecond."""
+"""How long the scheduler waits for answers in one step, of all its new requests together."""
+IDLE_WAIT_S = 0.005
+"""The same where no request ran in the step before: without an answer an idle engine would make an empty step, after
+which vLLM sleeps for a millisecond."""
 WAIT_PAUSE_S = 0.1
 """After an answer was awaited in vain none is awaited for so long: a daemon that hangs costs a hundredth of the time,
 until it counts as not connected."""
@@ -243,7 +245,7 @@ class KvoffdManager(OffloadingManager):
         self._harm = DoNoHarm(allowance.prefill, clock, do_no_harm)
         self._config_info = config_info or {}
         self._credit_reported = False
-        self._wait_left_s = LOOKUP_WAIT_S
+        self._wait_left_s = IDLE_WAIT_S
         self._no_wait_before = float("-inf")
 
     # --- what the connector calls beyond vLLM's interface ---
@@ -409,7 +411,7 @@ class KvoffdManager(OffloadingManager):
 
     def step_begins(self, request_tokens: Collection[int], *, new_requests: bool = False) -> None:
         """Note that the scheduler begins a step with so many tokens of each request; tell the daemon now and then."""
-        self._wait_left_s = LOOKUP_WAIT_S
+        self._wait_left_s = LOOKUP_WAIT_S if request_tokens else IDLE_WAIT_S
         # What can wait is left to the steps after a prompt's first: it would come before the first token.
         self._new_requests = new_requests
         for state in self._unneeded:

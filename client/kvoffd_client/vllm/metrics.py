@@ -27,10 +27,10 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
     ),
     LOOKUPS: OffloadingCounterMetadata(documentation="Lookups sent to the kvoffd daemon."),
     LOOKUP_WAITS: OffloadingCounterMetadata(
-        documentation="Times that the scheduler waited for a lookup's answer, up to 1 ms in a step."
+        documentation="Times that the scheduler waited for a lookup's answer: 1 ms a step at most, 5 if it is idle."
     ),
     LOOKUP_WAITS_IN_VAIN: OffloadingCounterMetadata(
-        documentation="Waits of these in which no answer came; each ends all such waiting for a second."
+        documentation="Waits of these in which no answer came; each ends all such waiting for 0.1 s."
     ),
     LATE_LOOKUPS: OffloadingCounterMetadata(
         documentation="Lookups that counted as misses since no answer came in the time that computing the prompt takes."
