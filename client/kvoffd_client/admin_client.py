@@ -117,13 +117,14 @@ class AdminClient:
         timeout_s: bounds every call, the connecting in it included; may be changed between two calls.
         on_silence: called when an answer takes long.
         session_id: of its own session.
+        pid: of the daemon; 0 where it is in another pid namespace.
     """
 
     def __init__(self, directory: str | os.PathLike[str], timeout_s: float = TIMEOUT_S) -> None:
         self.directory = os.fspath(directory)
         self.timeout_s = timeout_s
         self.on_silence: Callable[[], None] = lambda: None
-        self.session_id = self._pid = 0
+        self.session_id = self.pid = 0
         self._lifeline: socket.socket | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._jobs: zmq.Socket[bytes] | None = None
@@ -257,7 +258,7 @@ class AdminClient:
         try:
             self._lifeline.connect(str(paths.lifeline))
             os.stat(paths.jobs)  # ZeroMQ would wait for ever where it was removed
-            self._pid, _, _ = peer_credentials(self._lifeline)
+            self.pid, _, _ = peer_credentials(self._lifeline)
         except OSError as error:
             raise DaemonUnavailable(why_unreachable(error, self.directory)) from error
         greeting = self._greeting(self._lifeline, deadline)
@@ -319,10 +320,10 @@ class AdminClient:
                 return
             if came:
                 raise DaemonUnavailable(f"The kvoffd daemon in {self.directory} went away.")
-            if _is_stopped(self._pid):
+            if _is_stopped(self.pid):
                 raise DaemonUnavailable(
                     f"The kvoffd daemon in {self.directory} does not answer, since its process is stopped; let it "
-                    f"go on with `kill -CONT {self._pid}`."
+                    f"go on with `kill -CONT {self.pid}`."
                 )
             if silent or left_s <= SILENCE_S:
                 break

@@ -12,12 +12,12 @@ import typer
 from typer.core import TyperGroup
 
 from kvoffd_client.cli import actions, block_commands, show
-from kvoffd_client.cli.advise_command import advise
 from kvoffd_client.cli.bench import bench_app
 from kvoffd_client.cli.block_commands import block_app
-from kvoffd_client.cli.curve_command import curve
+from kvoffd_client.cli.doctor import doctor
 from kvoffd_client.cli.stats import stats
 from kvoffd_client.cli.target import CliError, Directory
+from kvoffd_client.cli.top import top
 from kvoffd_client.cli.trace import trace_app
 from kvoffd_client.errors import KvoffdClientError
 
@@ -41,8 +41,12 @@ def _examples(*lines: str) -> str:
 
 
 # In the order in which --help lists them.
+app.command(epilog=_examples("top", "top --interval 5s", "top | tee stats.txt"))(top)
 app.command(epilog=_examples("stats", "stats --misses", "stats tiers --url http://node:9464"))(stats)
 app.command(epilog=_examples("health", "health --ready", "health --json"))(show.health)
+app.command(
+    epilog=_examples("doctor", "doctor --engine http://localhost:8000 --self-test", "doctor --json | jq .findings")
+)(doctor)
 app.command(epilog=_examples("clients", "clients --requests", "clients --requests cmpl-7f2a"))(show.clients)
 app.add_typer(
     show.namespaces_app,
@@ -54,9 +58,6 @@ app.command(epilog=_examples("clear --namespace llama-70b", "clear --all --yes",
 )
 app.command(epilog=_examples("scrub", "scrub --json"))(actions.scrub)
 app.command(epilog=_examples("events", "events --json"))(actions.events)
-# Until doctor, top, blocks and trace are there.
-app.command()(advise)
-app.command()(curve)
 app.add_typer(
     trace_app,
     name="trace",

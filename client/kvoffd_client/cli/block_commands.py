@@ -33,7 +33,6 @@ from kvoffd_client.cli.json_objects import (
     ImportDone,
 )
 from kvoffd_client.cli.json_output import print_json, print_listing
-from kvoffd_client.cli.policy_command import key_sentence
 from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, local_directory, resolve_namespace
 from kvoffd_proto.admin import BlockInfo, KeyWorth
 from kvoffd_proto.units import format_count, format_size, plural, printable
@@ -111,8 +110,18 @@ def show(
     else:
         _print_block(block, sound)
         if worth is not None:
-            print_line(f"\n{key_sentence(worth)}")
+            print_line(f"\n{_key_sentence(worth)}")
     return int(not sound)
+
+
+def _key_sentence(key: KeyWorth) -> str:
+    """Why a block is kept, and what would go before it."""
+    turn = f", the last one turn {key.turn} of its conversation" if key.turn else ""
+    requests = f"{format_count(key.requests)} request{plural(key.requests)}"
+    return (
+        f"kept as: {key.kind}; asked for by {requests}{turn}, {key.age:.2f} pool lifetimes ago; "
+        f"{key.worth:.3f} hits to be expected in a lifetime; {format_size(key.bytes_before)} would go before it"
+    )
 
 
 def _block_object(block: Block, sound: bool, worth: KeyWorth | None) -> BlockParts:

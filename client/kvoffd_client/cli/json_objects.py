@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from msgspec import Struct, field
 
@@ -180,29 +180,6 @@ class BenchReport(Struct, frozen=True):
     results: Annotated[list[BenchResult], doc("The cases, in the order in which they were measured.")]
 
 
-Topic = Literal[
-    "too_little_traffic", "saved", "size", "stores", "disk_writes", "starving", "no_hits", "disks_late", "slow_copies",
-    "block_size", "full_index", "small_shards", "apart",
-]  # fmt: skip
-
-
-class Advice(Struct, frozen=True):
-    """A sentence or two."""
-
-    topic: Annotated[Topic, doc(f"What it is about: {', '.join(get_args(Topic))}.")]
-    text: Annotated[str, doc("The sentences.")]
-    namespace: Annotated[bytes | None, doc("Fingerprint of the namespace that it is about; null for all.")]
-    figures: Annotated[dict[str, float], doc("The numbers in it, by name.")]
-    fields: Annotated[list[str], doc("For apart: the fields of the fingerprint that differ.")] = field(
-        default_factory=list
-    )
-
-
-class AdviceGiven(Struct, frozen=True):
-    enough_traffic: Annotated[bool, doc("Whether there were enough requests to tell more than what is misconfigured.")]
-    advice: Annotated[list[Advice], doc("What there is to say.")]
-
-
 class TraceRecorded(Struct, frozen=True):
     file: File
     seconds: Annotated[Seconds, doc("How long was recorded.")]
@@ -211,31 +188,6 @@ class TraceRecorded(Struct, frozen=True):
     dropped: Annotated[Count, doc("Chains that are missing, since they came faster than they were fetched.")]
     bytes: Annotated[ByteCount, doc("Size of the file.")]
     ended: Annotated[str, doc("Why it ended: duration, size, interrupt, or daemon, which went away.")]
-
-
-class CurvePoint(Struct, frozen=True):
-    """A pool of another size."""
-
-    pool: Annotated[float, doc("Its size, in parts of the size that the pool has.")]
-    pool_bytes: Annotated[ByteCount, doc("Its size.")]
-    lru_hit_percent: Annotated[float, doc("Part of the tokens that requests had found with the policy lru.")]
-
-
-class CurveOf(Struct, frozen=True):
-    """The curve of a namespace, or of all."""
-
-    namespace: Annotated[bytes | None, doc("Fingerprint of the namespace; null for all together.")]
-    label: Annotated[str | None, doc("Name of the namespace for operators; null for all together.")]
-    asked_tokens: Annotated[Count, doc("Tokens that requests asked for. What is a day old weighs half.")]
-    hit_percent: Annotated[float, doc("Part of these that they found in the pool, measured.")]
-    points: Annotated[list[CurvePoint], doc("By size, ascending. A pool of the size is one of all namespaces.")]
-
-
-class HitCurves(Struct, frozen=True):
-    policy: Annotated[str, doc("Eviction policy, which made the measured hits.")]
-    pool_bytes: Annotated[ByteCount, doc("Size of the pool.")]
-    seen_bytes: Annotated[ByteCount, doc("Different blocks that were asked for, up to ten pools.")]
-    curves: Annotated[list[CurveOf], doc("Of all together, then of each namespace that was asked for anything.")]
 
 
 class SimulatedPolicy(Struct, frozen=True):

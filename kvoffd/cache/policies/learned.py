@@ -95,7 +95,7 @@ _NAMES = (
 CLASSES = tuple(name for name, _ in _NAMES)
 """What tells the keys of each class from others, by the class's number in learned.h."""
 SHORT_NAMES = tuple(short for _, short in _NAMES)
-"""The same for tables, whose footnote says what the words mean: kvoffd_client.cli.policy_command."""
+"""The same for narrow screens."""
 
 
 class Known(ctypes.Structure):

@@ -1,0 +1,236 @@
+"""``kvoffd-cli doctor``: is it healthy, does it pay off, and what would help most."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import time
+import urllib.error
+import urllib.request
+from collections import defaultdict
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from prometheus_client.parser import text_string_to_metric_families
+from rich.text import Text
+
+from kvoffd_client.admin_client import AdminClient
+from kvoffd_client.cli.console import TEXT_CELLS, make_console, percent, print_line, print_page
+from kvoffd_client.cli.findings import FEWEST_LOOKUPS, Engine, Facts, Finding, Value, find, value_of
+from kvoffd_client.cli.json_output import print_json
+from kvoffd_client.cli.machine import look_at
+from kvoffd_client.cli.target import CliError, Directory, Json, local_directory, open_admin
+from kvoffd_client.errors import KvoffdClientError
+from kvoffd_proto.messages import BENCH_LABEL, Role
+from kvoffd_proto.stats import DaemonStats
+from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, plural, printable
+
+MOST_SHOWN = 5
+APART_S = 1.0
+"""Between two looks at the counters: what grows now."""
+ENGINE_TIMEOUT_S = 2.0
+MOST_METRICS_BYTES = 16 << 20
+TEST_BLOCKS, TEST_LAYERS, TEST_PAGE_BYTES = 8, 4, 1 << 18
+"""Eight blocks of 1 MiB."""
+STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
+STATUS = {"error": 2, "warning": 1, "info": 0}
+
+
+class SelfTest(msgspec.Struct, frozen=True):
+    """Blocks that were stored and loaded again: ``problem`` is empty where all bytes were the same."""
+
+    problem: str
+    bytes: int = 0
+    store_seconds: float = 0.0
+    load_seconds: float = 0.0
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What doctor prints. All findings are here, the heaviest first."""
+
+    healthy: bool
+    paying_off: bool | None
+    verdict: list[str]
+    value: Value
+    findings: list[Finding]
+    self_test: SelfTest | None = None
+
+    @property
+    def status(self) -> int:
+        failed = self.self_test is not None and self.self_test.problem
+        return 2 if failed else max((STATUS[one.level] for one in self.findings), default=0)
+
+
+def doctor(
+    context: typer.Context,
+    engine: Annotated[
+        list[str] | None, typer.Option("--engine", metavar="URL", help="Read vLLM's /metrics too; may be given again.")
+    ] = None,
+    self_test: Annotated[
+        bool, typer.Option("--self-test", help="Store and load eight blocks, and compare them.")
+    ] = False,
+    every: Annotated[bool, typer.Option("--all", help=f"All findings, not {MOST_SHOWN} at most.")] = False,
+    directory: Directory = None,
+    json: Json = False,
+) -> int:
+    """Say whether it is healthy, and pays off.
+
+    Then what would help most. It looks at the daemon's counters for a second, at this machine, and at the engines that
+    you name.
+
+    Exit status: 0 healthy, 1 a warning, 2 an error or no answer.
+    """
+    place, urls = local_directory(context, directory), [metrics_url(one) for one in engine or ()]
+    with open_admin(context, directory) as admin:
+        facts = gather(admin, urls)
+    report = report_of(facts, run_self_test(place) if self_test else None)
+    if json:
+        print_json(msgspec.to_builtins(report))
+    else:
+        show(report, len(report.findings) if every else MOST_SHOWN)
+    return report.status
+
+
+def gather(admin: AdminClient, urls: Sequence[str]) -> Facts:
+    """Ask the daemon twice, and look at the machine and the engines in between. Raises KvoffdClientError."""
+    earlier, begun = admin.stats(), time.monotonic()
+    machine = look_at(admin.pid, [one.directory for one in earlier.disks])
+    engines = {url: read_engine(url) for url in urls}
+    time.sleep(max(0.0, begun + APART_S - time.monotonic()))
+    own = admin.session_id
+    sessions = [one for one in admin.sessions().sessions if one.session_id != own]
+    return Facts(admin.stats(), admin.namespaces().namespaces, sessions, machine, earlier, engines)
+
+
+def metrics_url(given: str) -> str:
+    """Where an engine's metrics are: ``given`` is its address, or theirs. Raises CliError."""
+    where = (given if "://" in given else f"http://{given}").rstrip("/")
+    if not where.startswith(("http://", "https://")):
+        raise CliError(f"--engine {given!r} is not an address, such as http://localhost:8000.")
+    return where if where.endswith("/metrics") else f"{where}/metrics"
+
+
+def read_engine(where: str) -> Engine:
+    """vLLM's counters. What is wrong is in ``problem``."""
+    try:
+        with urllib.request.urlopen(where, timeout=ENGINE_TIMEOUT_S) as answer:
+            text = answer.read(MOST_METRICS_BYTES).decode(errors="replace")
+        metrics: dict[str, float] = defaultdict(float)
+        models = set()
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name.startswith("vllm:") and not sample.name.endswith(("_bucket", "_created")):
+                    metrics[sample.name] += sample.value
+                    models |= {sample.labels["model_name"]} if "model_name" in sample.labels else set()
+    except urllib.error.HTTPError as error:
+        return Engine(problem=f"{where} answers {error.code} {error.reason}.")
+    except urllib.error.URLError as error:
+        return Engine(problem=f"{where} does not answer: {error.reason}.")
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        return Engine(problem=f"{where} does not answer with metrics: {error}.")
+    return Engine(metrics, frozenset(models))
+
+
+def run_self_test(place: Path) -> SelfTest:
+    """Store blocks of a namespace that no engine has, load them into other memory, and compare the bytes."""
+    from kvoffd_client.testing import FakeEngine
+
+    name, keys = f"{BENCH_LABEL}self-test {os.getpid()}", [os.urandom(32) for _ in range(TEST_BLOCKS)]
+    blocks, others = range(TEST_BLOCKS), range(TEST_BLOCKS, 2 * TEST_BLOCKS)
+    try:
+        with FakeEngine(place, name, 1, TEST_LAYERS, 2 * TEST_BLOCKS, TEST_PAGE_BYTES) as engine:
+            try:
+                engine.fill(blocks, seed=int.from_bytes(keys[0][:8], "big"))
+                stored = engine.store(keys, blocks)
+                if not stored.ok:
+                    return SelfTest(
+                        f"{len(stored.failed_keys)} of {TEST_BLOCKS} blocks were not stored: {stored.error}."
+                    )
+                if (found := engine.lookup(keys)) < TEST_BLOCKS:
+                    return SelfTest(f"{found} of the {TEST_BLOCKS} blocks that were stored were found.")
+                loaded = engine.load(keys, others)
+                if not loaded.ok:
+                    return SelfTest(
+                        f"{len(loaded.failed_keys)} of {TEST_BLOCKS} blocks were not loaded: {loaded.error}."
+                    )
+                if engine.checksums(blocks) != engine.checksums(others):
+                    return SelfTest("The bytes that were loaded are not those that were stored.")
+            finally:
+                with AdminClient(place) as admin:
+                    admin.clear(engine.namespace.fingerprint)
+    except KvoffdClientError as error:
+        return SelfTest(str(error))
+    return SelfTest("", loaded.bytes, stored.seconds, loaded.seconds)
+
+
+def report_of(facts: Facts, test: SelfTest | None = None) -> Report:
+    found, value = find(facts), value_of(facts)
+    healthy = not any(one.level in ("error", "warning") for one in found) and not (test is not None and test.problem)
+    return Report(healthy, value.paying_off, list(_verdict(facts, found, value, healthy, test)), value, found, test)
+
+
+def _verdict(facts: Facts, found: Sequence[Finding], value: Value, healthy: bool, test: SelfTest | None) -> list[str]:
+    engines = sum(one.role == Role.SCHEDULER for one in facts.sessions)
+    bad = sum(one.level in ("error", "warning") for one in found)
+    state = "Healthy" if healthy else f"Not healthy, {bad} problem{plural(bad)}" if bad else "Not healthy"
+    first = (
+        f"{state}: kvoffd {printable(facts.stats.version)}, up for {format_duration(facts.stats.uptime_seconds)}, with "
+        f"{engines or 'no'} engine{plural(engines)}."
+    )
+    lines = [first, _worth(facts.stats, value)]
+    if test is not None:
+        if test.problem:
+            lines.append(f"Self-test failed: {printable(test.problem)}")
+        else:
+            rates = [
+                format_rate(test.bytes / max(1e-9, seconds)) for seconds in (test.store_seconds, test.load_seconds)
+            ]
+            lines.append(
+                f"Self-test: {format_size(test.bytes)} were stored and loaded, and are the same (stored at {rates[0]}, "
+                f"loaded at {rates[1]})."
+            )
+    return lines
+
+
+def _worth(stats: DaemonStats, value: Value) -> str:
+    if value.paying_off is None:
+        lookups = f"{format_count(value.lookups)} lookup{plural(value.lookups)}" if value.lookups else "no lookup"
+        return f"Too early to say whether it pays off: {lookups} so far, and {FEWEST_LOOKUPS} are needed."
+    text = "Paying off" if value.paying_off else "Not paying off"
+    text += f": engines loaded {format_count(value.loaded_tokens)} tokens"
+    if value.loaded_tokens:
+        text += f" and did not compute them, {percent(value.loaded_tokens, value.needed_tokens)} of what they needed"
+    text += "."
+    if value.saved_seconds:
+        text += f" That saved {format_duration(value.saved_seconds)} of prefill"
+        text += f"; {format_duration(value.computed_seconds)} were computed." if value.computed_seconds else "."
+    elif value.loaded_tokens:
+        text += " How long computing takes, no engine has reported yet."
+    life = stats.lifetime
+    if life.loaded_tokens > value.loaded_tokens and life.since:
+        since = datetime.fromtimestamp(life.since, UTC).date().isoformat()
+        saved = f" and {format_duration(life.saved_seconds)}" if life.saved_seconds else ""
+        text += f" Since {since}: {format_count(life.loaded_tokens)} tokens{saved}."
+    return f"{text} {value.why_not}".rstrip()
+
+
+def show(report: Report, most: int) -> None:
+    console = make_console(pipe_cells=TEXT_CELLS)
+    for line in report.verdict:
+        print_page(Text(line, "bold"), console)
+    for number, one in enumerate(report.findings[:most], 1):
+        print_line("")
+        head = Text(f"{number}. ")
+        head.append(f"{one.level} {one.check}", STYLES[one.level])
+        print_page(head, console)
+        print_page(Text(f"{one.evidence} {one.meaning}"), console)
+        if one.fix:
+            print_line(f"   > {one.fix}")
+    if (more := len(report.findings) - most) > 0:
+        print_line(f"\n{more} more finding{plural(more)}: kvoffd-cli doctor --all")
+    elif not report.findings:
+        print_line("No findings.")

@@ -1,0 +1,687 @@
+"""What ``kvoffd-cli doctor`` can find: checks over facts that were gathered before, so that each can be tried.
+
+KINDS has what each finding means and what mends it; a check adds its evidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
+
+import msgspec
+
+from kvoffd_client.cli.console import percent
+from kvoffd_client.cli.machine import Machine
+from kvoffd_client.namespace import fields_of_description
+from kvoffd_client.namespace_differences import explain
+from kvoffd_proto.admin import NamespaceInfo, SessionInfo
+from kvoffd_proto.messages import BENCH_LABEL, Role
+from kvoffd_proto.stats import MISS_REASONS, DaemonStats, HitCurve, NamespaceStats, Window, namespace_id
+from kvoffd_proto.units import exact_size, format_count, format_duration, format_size, printable
+
+FEWEST_LOOKUPS = 100
+"""With fewer the numbers are left to chance."""
+FEWEST_ERRORS = 20
+POINTS, MANY_POINTS = 1.0, 10.0
+"""Percentage points of hits that are worth a sentence, and a warning."""
+PAYS_PERCENT = 1.0
+"""Of the tokens that engines needed, the part from which on loading them pays off."""
+OWN_SHARE = 0.9
+"""Of what engines ask for, the part from which on their own caches suffice."""
+DEAR = 10.0
+"""Bytes written for a byte read that are too many."""
+SMALLEST_SLOT_BYTES = 8192
+FEW_BLOCKS = 2.0
+"""Whole blocks of a prompt; with fewer most of its tokens are in a block that is not whole."""
+LATE_SHARE, LATE_TIER_SHARE, SKIPPED_SHARE, ERROR_SHARE = 0.05, 0.1, 0.05, 0.01
+"""Of lookups, of what tiers have, of lookups again, of requests and jobs."""
+THRASH_SHARE = 0.2
+"""Of the keys that are asked for, the part that was evicted before."""
+LOOP_BLOCKED_S = 0.05
+"""What one of a hundred beats of the daemon's loop may be late."""
+FULL_INDEX, FULL_DISK, AT_QUOTA = 0.98, 0.98, 0.9
+SHORT_LIFE_S = 3600.0
+"""On a full disk, the age of the oldest block under which it is too small."""
+LONG_ENOUGH_S, ROOMY = 3600.0, 2.0
+"""From then on the pool should not be so many times what was asked for."""
+CONNECTING_S = 60.0
+"""What the workers of an engine may be later than its scheduler."""
+HUGE_PAGES_FROM_BYTES = 8 << 30
+LOW_MEMORY, FEW_FILES, REMOTE_SHARE, SMALL_SHM_BYTES, SHM_SHARE = 0.05, 4096, 0.1, 64 << 20, 1 / 40
+AGREE = 1.1
+"""Counters of engine and daemon may differ by so much, since they are read one after the other."""
+
+
+class Kind(NamedTuple):
+    """A kind of finding: its level, what it means, and the command or setting that mends it.
+
+    ``error``: something does not work. ``warning``: the cache works worse than it could. ``info``: worth knowing.
+    """
+
+    level: str
+    meaning: str
+    fix: str
+
+
+_RESTART = "systemctl restart kvoffd"
+_TOML = " in kvoffd.toml, then: " + _RESTART
+_UNIT = " in kvoffd.service, then: " + _RESTART
+_LOG = "journalctl -u kvoffd"
+_NEEDS = "kvoffd config (its last lines say what the daemon needs)"
+_CPU = "CPUAffinity=" + _UNIT
+
+KINDS = {
+    # Reasons of kvoffd-cli health, whose sentences are the evidence.
+    "stopping": Kind("error", "No engine is served until the daemon has started again.", "systemctl start kvoffd"),
+    "sockets_lost": Kind("error", "New engines cannot connect.", _RESTART),
+    "pool_corrupt": Kind("error", "The machine's memory may be bad.", "kvoffd-cli scrub"),
+    "gpu": Kind("warning", "Copies to and from GPUs are slow, or fail.", _LOG + " --grep GPU"),
+    "disk_failed": Kind("warning", "Blocks on that disk are not used.", _RESTART),
+    "disk_hangs": Kind("warning", "Blocks on that disk are misses until the call returns.", "dmesg | tail -n 50"),
+    "disk_errors": Kind("warning", "The drive may be failing.", "dmesg | tail -n 50"),
+    "shared_unreachable": Kind("warning", "Blocks of other nodes are misses.", "kvoffd-cli stats tiers"),
+    "shared_refuses": Kind("warning", "Other nodes do not get blocks of this one.", "kvoffd-cli stats tiers"),
+    "pool_pinned": Kind("warning", "Stores find no space until blocks are released.", "kvoffd-cli clients"),
+    "stores_without_room": Kind("warning", "These blocks are computed again when asked for.", "kvoffd-cli clients"),
+    "lookups_late": Kind("warning", "Engines computed these prompts: somebody has too little CPU.", _CPU),
+    "sessions_taken": Kind("warning", "Further engines run without the cache.", "kvoffd-cli clients --all"),
+    "descriptors": Kind("warning", "The daemon exits when it has no more.", "LimitNOFILE=65536" + _UNIT),
+    "http_unavailable": Kind("warning", "Nobody can scrape /metrics.", "http_address" + _TOML),
+    # The daemon.
+    "errors": Kind("warning", "Requests of a client are refused now.", _LOG + " --since -5min"),
+    "failed_stores": Kind("warning", "These blocks are computed again when they are asked for.", _LOG),
+    "failed_loads": Kind("warning", "Engines computed these blocks.", _LOG),
+    "loop_blocked": Kind("warning", "Lookups wait that long, and engines give up on them.", _LOG + " --grep blocked"),
+    "no_engine": Kind("info", "Nobody uses this cache now.", "vllm serve ... --kv-transfer-config (client/README.md)"),
+    "workers_missing": Kind("warning", "No block becomes ready without all ranks.", "kvoffd-cli clients --all"),
+    "broken_check": Kind("info", "This is a bug of kvoffd-cli. The other checks are not affected.", "please report it"),
+    # The machine.
+    "out_of_memory": Kind("error", "A limit is too low for the pool and what the daemon needs besides.", _NEEDS),
+    "memory_limit": Kind("warning", "The kernel kills the daemon when it needs more.", _NEEDS),
+    "memory_low": Kind("warning", "The machine is about to swap or to kill processes.", "a smaller pool_size" + _TOML),
+    "swapped": Kind("warning", "Loads wait for the swap device, longer than computing takes.", "swapoff -a"),
+    "open_files": Kind("warning", "A few more engines, and there are none left.", "LimitNOFILE=65536" + _UNIT),
+    "huge_pages": Kind(
+        "info",
+        "The daemon starts slower, and page tables are larger.",
+        "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled; " + _RESTART,
+    ),
+    "numa": Kind("info", "Copies of these are slower: one node's part of the pool is full.", "numactl --hardware"),
+    "shm_full": Kind("warning", "What the policy learned cannot be saved there.", "mount -o remount,size=... /dev/shm"),
+    "shm_small": Kind("info", "vLLM with several workers and NCCL need more, if in this container.", "--shm-size=8g"),
+    "cuda": Kind("warning", "The daemon may not find it either, and engines on GPUs need it.", "cuda_library" + _TOML),
+    "not_pinned": Kind("warning", "GPUs copy the rest slowly.", _LOG + " --grep pin"),
+    "memlock": Kind("warning", "GPUs copy the rest slowly.", "LimitMEMLOCK=infinity" + _UNIT),
+    # Tiers.
+    "disk_space": Kind("warning", "Writes will fail when the file system is full.", "df -h"),
+    "spinning_disk": Kind("info", "Reads take longer than computing, if that is true.", "lsblk -o NAME,ROTA,MODEL"),
+    "disk_too_small": Kind("info", "Blocks leave it before they come back.", "a larger size for it" + _TOML),
+    "store_server": Kind("warning", "Blocks that lie there are misses.", "kvoffd-cli stats tiers"),
+    "tier_late": Kind("warning", "Engines computed these: tiers are slow, or have too much to do.", "{}" + _TOML),
+    "disk_writes": Kind("warning", "The drives wear out for little.", "{}" + _TOML),
+    # Namespaces.
+    "not_shared": Kind("warning", "Each computes what the other has.", "kvoffd-cli namespaces diff {}"),
+    "left_behind": Kind(
+        "warning",
+        "Engines do not find these blocks. If the change was meant, drop them; else undo it.",
+        "kvoffd-cli clear --namespace {}",
+    ),
+    "small_blocks": Kind("info", "The rest of each slot is wasted.", "a larger --block-size, or blocks_per_chunk"),
+    "few_blocks": Kind("info", "Only whole blocks are cached: the rest is computed.", "a smaller --block-size of vLLM"),
+    # Value.
+    "index_full": Kind("warning", "Blocks are evicted though the pool has space.", 'index_size = "{}"' + _TOML),
+    "pool_too_small": Kind("info", "More memory, or a disk, would save more prefill.", "{}" + _TOML),
+    "thrash": Kind("warning", "Blocks leave before they come back.", "{}"),
+    "pool_too_large": Kind("info", "The rest of the memory brings nothing now.", "a smaller pool_size" + _TOML),
+    "starving": Kind("warning", "Others take the space, or its quota is too low.", "kvoffd-cli namespaces quota {}"),
+    "stores_nothing": Kind("info", "Its engines store nothing.", '"kv_role": "kv_both" in --kv-transfer-config'),
+    "never_hits": Kind("info", "Its prompts do not repeat.", "start its engines without --kv-transfer-config"),
+    "slow_copies": Kind(
+        "warning",
+        "Loads cost more than computing: blocks are small, or the machine is busy.",
+        "blocks_per_chunk in kv_connector_extra_config",
+    ),
+    "many_stores": Kind("info", "The policy learned stores less.", 'eviction_policy = "learned"' + _TOML),
+    # Engines.
+    "engine_unreachable": Kind("warning", "What it counts cannot be compared.", "curl {}"),
+    "engine_without": Kind(
+        "warning",
+        "It runs without KvoffdConnector, or had no request yet.",
+        """--kv-transfer-config '{{"kv_connector": "KvoffdConnector", "kv_role": "kv_both"}}'""",
+    ),
+    "engine_away": Kind("warning", "It computes all prompts. Its log says why.", "KVOFFD_DIRECTORY of the engine"),
+    "engine_elsewhere": Kind("warning", "It uses another daemon.", "KVOFFD_DIRECTORY of the engine"),
+    "engine_late": Kind("warning", "The daemon or this engine has too little CPU.", _CPU),
+    "engine_failed_loads": Kind("warning", "Blocks were dropped, or the daemon was restarted.", _LOG),
+    "hits_disagree": Kind("info", "One was restarted, or the engine uses another daemon.", "kvoffd-cli clients"),
+}  # fmt: skip
+LEVELS = ("error", "warning", "info")
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that an operator should know. ``check`` is its kind, a word for scripts.
+
+    ``weight`` orders findings of one level: the part of lookups, tokens or bytes that it costs, 0 to 1.
+    """
+
+    level: str
+    check: str
+    evidence: str
+    meaning: str
+    fix: str
+    weight: float = 0.0
+
+
+def finding(check: str, evidence: str, weight: float = 0.1, fix: str = "", level: str = "") -> Finding:
+    """A finding of a kind, with its evidence; ``fix`` stands in that of the kind."""
+    kind = KINDS.get(check, Kind("warning", "", ""))
+    return Finding(level or kind.level, check, evidence, kind.meaning, kind.fix.format(fix), min(1.0, weight))
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What an engine's /metrics say, summed over its data-parallel ranks; ``problem``: why they cannot be read."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    models: frozenset[str] = frozenset()
+    problem: str = ""
+
+    def of(self, name: str) -> float:
+        return self.metrics.get(f"vllm:{name}", 0.0)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that checks know. ``earlier``: statistics of a moment before, for what grows."""
+
+    stats: DaemonStats
+    namespaces: Sequence[NamespaceInfo] = ()
+    sessions: Sequence[SessionInfo] = ()
+    machine: Machine = field(default_factory=Machine)
+    earlier: DaemonStats | None = None
+    engines: Mapping[str, Engine] = field(default_factory=dict)
+
+    def setting(self, name: str) -> str:
+        return next((one.value for one in self.stats.settings if one.name == name), "")
+
+    def has(self, reason: str) -> bool:
+        """Whether the daemon's own health says it already."""
+        return any(one.reason == reason for one in self.stats.health_problems)
+
+    @property
+    def counted(self) -> list[NamespaceStats]:
+        """Namespaces of engines: those of benches, and the row of all others, have no advice."""
+        return [one for one in self.stats.namespaces if not one.of_bench and one.fingerprint]
+
+    @property
+    def known(self) -> list[NamespaceInfo]:
+        return [one for one in self.namespaces if not one.label.startswith(BENCH_LABEL)]
+
+
+def _name(label: str, fingerprint: bytes | str) -> str:
+    return f"{printable(label)} ({namespace_id(fingerprint)})"
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0
+
+
+# --- the daemon as it is now ------------------------------------------------------------------------
+
+
+def health(facts: Facts) -> Iterator[Finding]:
+    for cause in facts.stats.health_problems:
+        yield finding(cause.reason, printable(cause.sentence), 1.0, level="" if facts.stats.ready else "error")
+
+
+def late_lookups(facts: Facts) -> Iterator[Finding]:
+    late, lookups = facts.stats.since_start.late_lookups, facts.stats.since_start.lookups
+    if late >= FEWEST_ERRORS and late > LATE_SHARE * lookups and not facts.has("lookups_late"):
+        evidence = f"Since the start engines did not wait for {format_count(late)} of {format_count(lookups)} lookups."
+        yield finding("lookups_late", evidence, _share(late, lookups))
+
+
+def growing_errors(facts: Facts) -> Iterator[Finding]:
+    stats, earlier = facts.stats, facts.earlier
+    if earlier is not None and earlier.uptime_seconds < stats.uptime_seconds:
+        grown = {name: count - earlier.errors.get(name, 0) for name, count in stats.errors.items()}
+        grown = {name: count for name, count in grown.items() if count > 0}
+        if sum(grown.values()) > max(1, ERROR_SHARE * (stats.requests - earlier.requests)):
+            seconds = format_duration(stats.uptime_seconds - earlier.uptime_seconds)
+            named = ", ".join(f"{count} {printable(name)}" for name, count in sorted(grown.items()))
+            yield finding("errors", f"In the last {seconds} the daemon answered with errors: {named}.", 0.5)
+    for name, copies in (("store", stats.store), ("load", stats.load)):
+        if copies.failed_jobs >= FEWEST_ERRORS and copies.failed_jobs > ERROR_SHARE * copies.jobs:
+            evidence = f"{format_count(copies.failed_jobs)} of {format_count(copies.jobs)} {name} jobs failed."
+            yield finding(f"failed_{name}s", evidence, _share(copies.failed_jobs, copies.jobs))
+
+
+def blocked_loop(facts: Facts) -> Iterator[Finding]:
+    beats = facts.stats.loop_blocked_seconds
+    late, longest = beats.quantile(0.99), format_duration(facts.stats.loop_blocked_max_seconds)
+    if beats.count >= FEWEST_LOOKUPS and late >= LOOP_BLOCKED_S:
+        evidence = f"1 % of the time the daemon's event loop was blocked for {format_duration(late)} or more, at most"
+        yield finding("loop_blocked", f"{evidence} {longest}.", 0.3)
+
+
+def clients(facts: Facts) -> Iterator[Finding]:
+    engines = [one for one in facts.sessions if one.role in (Role.SCHEDULER, Role.WORKER)]
+    if not engines and not facts.engines:
+        yield finding("no_engine", "No engine is connected.", 0.9)
+    for info in facts.known:
+        own = [one for one in engines if info.namespace in one.namespaces]
+        workers = sum(one.role == Role.WORKER for one in own)
+        if len(own) > workers < info.world_size and min(one.age_seconds for one in own) > CONNECTING_S:
+            evidence = f"{_name(info.label, info.namespace)}: {workers} of {info.world_size} workers are connected."
+            yield finding("workers_missing", evidence, 1.0)
+
+
+# --- the machine ------------------------------------------------------------------------------------
+
+
+def memory(facts: Facts) -> Iterator[Finding]:
+    machine = facts.machine
+    limit, used, cgroup = machine.memory_limit_bytes, machine.memory_used_bytes, machine.memory_cgroup
+    if machine.oom_kills:
+        times = f"{machine.oom_kills} process{'es' * (machine.oom_kills > 1)}"
+        yield finding("out_of_memory", f"The kernel killed {times} in {cgroup}, for want of memory.", 0.9)
+    elif limit and used > (1 - LOW_MEMORY) * limit:
+        yield finding("memory_limit", f"{cgroup} has {format_size(used)} in use, of {format_size(limit)}.", 0.8)
+    free, total = machine.available_bytes, machine.memory_bytes
+    if free < LOW_MEMORY * total:
+        yield finding("memory_low", f"{format_size(free)} of {format_size(total)} of memory are available.", 0.7)
+    if machine.swapped_bytes:
+        yield finding("swapped", f"{format_size(machine.swapped_bytes)} of the daemon's memory are swapped out.", 0.8)
+
+
+def limits(facts: Facts) -> Iterator[Finding]:
+    machine, pool_bytes, pool_file = facts.machine, facts.stats.pool.size_bytes, facts.setting("pool_file")
+    most = machine.open_files_limit
+    if most is not None and most < FEW_FILES and machine.open_files > most / 2 and not facts.has("descriptors"):
+        yield finding("open_files", f"The daemon has {machine.open_files} files open, and may have {most}.", 0.5)
+    if machine.huge_pages in ("never", "deny") and not pool_file and pool_bytes >= HUGE_PAGES_FROM_BYTES:
+        evidence = f"The kernel gives shared memory no huge pages (shmem_enabled is {machine.huge_pages})."
+        yield finding("huge_pages", evidence)
+    stored, remote = facts.stats.since_start.stored_blocks, facts.stats.pool.numa_remote_slots
+    if machine.numa_nodes > 1 and stored and remote > REMOTE_SHARE * stored:
+        evidence = f"{percent(remote, max(stored, remote))} of the blocks lie on another NUMA node than their GPU."
+        yield finding("numa", evidence, 0.2)
+    if (shm := machine.shm) is None:
+        return
+    if pool_file.startswith("/dev/shm/") and shm.free_bytes < SHM_SHARE * pool_bytes:
+        evidence = f"/dev/shm has {format_size(shm.free_bytes)} free, and {printable(pool_file)} lies there."
+        yield finding("shm_full", evidence)
+    elif shm.size_bytes <= SMALL_SHM_BYTES and any(one.world_size > 1 and one.sessions for one in facts.known):
+        yield finding("shm_small", f"/dev/shm has {format_size(shm.size_bytes)}.")
+
+
+def gpus(facts: Facts) -> Iterator[Finding]:
+    pool, machine = facts.stats.pool, facts.machine
+    pinned, memlock = pool.pinned_for_gpu_bytes, machine.memlock_bytes
+    if not machine.driver or facts.has("gpu"):
+        return
+    if machine.cuda_problem:
+        evidence = f"NVIDIA's driver {machine.driver} is here, but its library does not load: {machine.cuda_problem}."
+        yield finding("cuda", evidence, 0.9)
+    elif pinned < pool.size_bytes and facts.setting("pin_pool") == "start":
+        evidence = f"{format_size(pinned)} of {format_size(pool.size_bytes)} of the pool are pinned for GPUs."
+        if memlock is not None and memlock < pool.size_bytes:
+            yield finding("memlock", f"{evidence} The daemon may lock {format_size(memlock)} of memory.", 0.6)
+        else:
+            yield finding("not_pinned", evidence, 0.6)
+
+
+# --- tiers ------------------------------------------------------------------------------------------
+
+
+def disks(facts: Facts) -> Iterator[Finding]:
+    for disk in facts.stats.disks:
+        place, name, missing = facts.machine.disks.get(disk.directory), printable(disk.directory), 0
+        if disk.up and place is not None:
+            missing = disk.size_bytes - disk.physical_bytes
+        if place is not None and place.free_bytes < missing:
+            evidence = f"{name} may take {format_size(missing)} more, and {format_size(place.free_bytes)} are free."
+            yield finding("disk_space", evidence, _share(missing, disk.size_bytes))
+        if place is not None and place.rotational:
+            yield finding("spinning_disk", f"{name} lies on a drive that calls itself a spinning disk.", 0.2)
+        if 0 < disk.oldest_seconds < SHORT_LIFE_S and disk.used_bytes >= FULL_DISK * disk.size_bytes:
+            evidence = f"{name} is full, and its oldest block is {format_duration(disk.oldest_seconds)} old."
+            yield finding("disk_too_small", evidence, 0.3)
+    for store in facts.stats.shared:
+        for server in store.servers:
+            if store.up and not server.up:
+                evidence = f"{printable(server.name)} of {printable(store.url)} does not answer."
+                yield finding("store_server", f"{evidence} {printable(server.problem)}", 0.5)
+
+
+def late_tiers(facts: Facts) -> Iterator[Finding]:
+    traffic, has_disks = facts.stats.since_start, bool(facts.stats.disks)
+    late = traffic.misses.get("tier_late", 0)
+    had = late + traffic.found_keys.get("disk", 0) + traffic.found_keys.get("shared", 0)
+    if late >= FEWEST_ERRORS and late >= LATE_TIER_SHARE * had:
+        what = [*["disks"] * has_disks, *["shared stores"] * bool(facts.stats.shared)]
+        settings = [*["disk_deadline"] * has_disks, *["shared_deadline"] * bool(facts.stats.shared)]
+        evidence = f"{percent(late, had)} of the blocks that {' and '.join(what) or 'tiers'} had came too late."
+        yield finding("tier_late", evidence, _share(late, had), f"a longer {' or '.join(settings)}")
+
+
+def disk_writes(facts: Facts) -> Iterator[Finding]:
+    stats = facts.stats
+    written, read = (sum(getattr(one, f"{verb}_bytes") for one in stats.disks) for verb in ("written", "read"))
+    if written and written >= DEAR * read and stats.since_start.lookups >= FEWEST_LOOKUPS:
+        times = f"{written / read:.1f} bytes for each byte" if read else f"{format_size(written)}, and no byte"
+        mode = stats.tiers.write_mode if stats.tiers is not None else ""
+        fix = 'disk_write = "reuse"' if mode in ("always", "evict") else "disk_write_per_day"
+        yield finding("disk_writes", f"The disks wrote {times} that was read from them.", 0.3, fix)
+
+
+# --- namespaces -------------------------------------------------------------------------------------
+
+
+def namespaces_apart(facts: Facts) -> Iterator[Finding]:
+    """Namespaces of one model that do not share: of engines side by side, and after a rollout."""
+    for _, alike in groupby(sorted(facts.known, key=_model), key=_model):
+        every = list(alike)
+        used = [one for one in every if one.sessions]
+        left = [one for one in every if not one.sessions and one.ready_bytes]
+        if len(used) > 1:
+            yield from _apart(used)
+        if used and left:
+            yield _left_behind(left, used[-1], facts.stats.pool.size_bytes)
+
+
+def _model(info: NamespaceInfo) -> str:
+    return str((fields_of_description(info.description) or {}).get("model") or info.label)
+
+
+def _apart(used: Sequence[NamespaceInfo]) -> Iterator[Finding]:
+    one, other = used[:2]
+    differences = explain(one.description, other.description)
+    if [each.field for each in differences] == ["salt"]:
+        return  # that is what a salt is for
+    words = "; ".join(map(str, differences)) or "their descriptions do not say in what"
+    ids = [namespace_id(each.namespace) for each in (one, other)]
+    more = f" {len(used) - 2} more are in use." if len(used) > 2 else ""
+    evidence = f"Engines of {printable(one.label)} do not share blocks. {' and '.join(ids)} differ: {words}.{more}"
+    yield finding("not_shared", evidence, 0.5, " ".join(ids))
+
+
+def _left_behind(left: Sequence[NamespaceInfo], new: NamespaceInfo, pool_bytes: int) -> Finding:
+    old = max(left, key=lambda one: one.ready_bytes)
+    words = "; ".join(each.since() for each in explain(new.description, old.description))
+    more = f" {len(left) - 1} more are like it." if len(left) > 1 else ""
+    evidence = (
+        f"{_name(old.label, old.namespace)} has {format_size(old.ready_bytes)}, and no engine uses it.{more} Engines "
+        f"use {namespace_id(new.namespace)} now, with {words or 'a description that does not say what differs'}."
+    )
+    return finding("left_behind", evidence, _share(old.ready_bytes, pool_bytes), namespace_id(old.namespace))
+
+
+def small_blocks(facts: Facts) -> Iterator[Finding]:
+    for info in facts.known:
+        smallest = min((size for sizes in info.shard_bytes for size in sizes if size), default=SMALLEST_SLOT_BYTES)
+        if smallest < SMALLEST_SLOT_BYTES:
+            evidence = f"{_name(info.label, info.namespace)}: a rank's part of a block has {format_size(smallest)}, and"
+            wasted = 1 - smallest / SMALLEST_SLOT_BYTES
+            yield finding("small_blocks", f"{evidence} a slot at least {format_size(SMALLEST_SLOT_BYTES)}.", wasted)
+
+
+# --- is it worth it ---------------------------------------------------------------------------------
+
+
+class Value(msgspec.Struct, frozen=True):
+    """What the cache brought since the daemon's start.
+
+    Attributes:
+        paying_off: None while there were too few lookups to tell.
+        needed_tokens: of the tokens that engines asked for, those that they did not have themselves.
+        computed_seconds: of prefill, for what was not loaded; 0 where no engine has reported its speed.
+        why_not: why it does not pay off, a sentence.
+    """
+
+    paying_off: bool | None
+    lookups: int
+    loaded_tokens: int
+    needed_tokens: int
+    saved_seconds: float
+    computed_seconds: float
+    why_not: str
+
+
+def value_of(facts: Facts) -> Value:
+    traffic = facts.stats.since_start
+    needed = round(traffic.asked_tokens * (1 - _share(traffic.not_needed_keys, traffic.asked_keys)))
+    needed = max(needed, traffic.loaded_tokens)
+    computed = sum(
+        one.asked_tokens * _share(sum(one.misses.values()), one.asked_keys) / one.prefill_tokens_per_second
+        for one in facts.counted
+        if one.prefill_tokens_per_second
+    )
+    pays = None
+    if traffic.lookups >= FEWEST_LOOKUPS:
+        pays = 100 * _share(traffic.loaded_tokens, needed) >= PAYS_PERCENT
+    why = _why_not(facts) if pays is False else ""
+    return Value(pays, traffic.lookups, traffic.loaded_tokens, needed, traffic.saved_seconds, computed, why)
+
+
+def _why_not(facts: Facts) -> str:
+    traffic, curve = facts.stats.since_start, facts.stats.curve
+    if own_suffices(traffic):
+        own = percent(traffic.not_needed_keys, traffic.asked_keys)
+        return f"The engines' own caches had {own} of what they asked for."
+    if not traffic.stored_blocks:
+        return "Engines stored nothing: their prompts are shorter than a block, or kv_role is kv_consumer."
+    if not repeats(curve):
+        return f"Prompts do not repeat: {most_of(curve):.1f} % would be found with ten times the memory."
+    return f"Most misses: {main_miss(traffic)}."
+
+
+def own_suffices(traffic: Window) -> bool:
+    return _share(traffic.not_needed_keys, traffic.asked_keys) >= OWN_SHARE
+
+
+def repeats(curve: HitCurve | None) -> bool:
+    """Whether anything that is asked for comes back, as far as ten times the memory would find it."""
+    return curve is None or not curve.asked_tokens or most_of(curve) >= POINTS
+
+
+def most_of(curve: HitCurve | None) -> float:
+    return 100 * max(curve.lru_hit_ratio.values(), default=0.0) if curve is not None else 0.0
+
+
+def main_miss(traffic: Window | NamespaceStats) -> str:
+    """``61.2 % evicted to make space for others``."""
+    if not traffic.misses:
+        return "none"
+    reason, keys = max(traffic.misses.items(), key=lambda item: item[1])
+    return f"{percent(keys, sum(traffic.misses.values()))} {MISS_REASONS.get(reason, printable(reason))}"
+
+
+def index_full(facts: Facts) -> Iterator[Finding]:
+    pool, ready = facts.stats.pool, facts.stats.pool.of("ready")
+    if _index_is_full(facts) and ready < FULL_INDEX * pool.size_bytes:
+        wanted = pool.index_counted_bytes * pool.size_bytes // max(1, ready)
+        evidence = (
+            f"The index has its {format_size(pool.index_limit_bytes)} in use, with {format_size(ready)} of blocks in"
+        )
+        evidence += f" a pool of {format_size(pool.size_bytes)}."
+        yield finding("index_full", evidence, 1 - _share(ready, pool.size_bytes), f"{-(-wanted >> 20)}MiB")
+
+
+def _index_is_full(facts: Facts) -> bool:
+    pool = facts.stats.pool
+    return pool.index_counted_bytes >= FULL_INDEX * pool.index_limit_bytes > 0
+
+
+def pool_size(facts: Facts) -> Iterator[Finding]:
+    """One finding at most: the pool is too small, or too large, or blocks leave it too soon for another reason."""
+    stats, curve, pool_bytes = facts.stats, facts.stats.curve, facts.stats.pool.size_bytes
+    if stats.since_start.lookups < FEWEST_LOOKUPS or curve is None or not curve.asked_tokens or _index_is_full(facts):
+        return
+    if not repeats(curve) or own_suffices(stats.since_start):
+        return  # no size brings anything, as the verdict says
+    found, now = 100 * curve.found_tokens / curve.asked_tokens, 100 * curve.lru_hit_ratio.get("1", 0.0)
+    size, best = _next_size(curve)
+    gain = best - max(found, now)
+    evicted = _share(stats.last_hour.misses.get("evicted", 0), stats.last_hour.asked_keys)
+    gone = f"{percent(evicted, 1)} of the keys asked for in the last hour had been evicted"
+    if stats.curve_seen_bytes >= pool_bytes and gain >= POINTS:
+        more = exact_size(max(1 << 20, round((size - 1) * pool_bytes) >> 20 << 20))
+        evidence = (
+            f"Requests find {found:.1f} % of their tokens in {format_size(pool_bytes)}, and would find {best:.1f} % "
+        )
+        evidence += f"in {format_size(size * pool_bytes)} (estimated for LRU)." + f" {gone}." * (
+            evicted >= POINTS / 100
+        )
+        fix = f'pool_size = "{exact_size(round(size * pool_bytes))}", or disk = ["/mnt/nvme={more}"]'
+        yield finding("pool_too_small", evidence, gain / 100, fix, "warning" if gain >= MANY_POINTS else "info")
+    elif evicted >= THRASH_SHARE:
+        limited = max(
+            (one for one in facts.counted if one.quota_bytes), key=lambda one: one.evicted_blocks, default=None
+        )
+        fix = 'eviction_policy = "learned"' + _TOML
+        if limited is not None:
+            fix = f"kvoffd-cli namespaces quota {limited.id} --max none"
+        elif stats.policy == "learned":
+            fix = "kvoffd-cli trace record FILE; kvoffd-cli trace replay FILE"
+        yield finding("thrash", f"{gone}, and more memory would find little more.", evicted, fix)
+    elif stats.uptime_seconds >= LONG_ENOUGH_S and ROOMY * stats.curve_seen_bytes <= pool_bytes:
+        evidence = (
+            f"In {format_duration(stats.uptime_seconds)} engines asked for {format_size(stats.curve_seen_bytes)} of "
+        )
+        yield finding("pool_too_large", f"{evidence}different blocks; the pool has {format_size(pool_bytes)}.")
+
+
+def _next_size(curve: HitCurve) -> tuple[float, float]:
+    """The smallest larger pool that finds nearly what the largest does, and what it finds in percent."""
+    larger = {float(size): 100 * ratio for size, ratio in curve.lru_hit_ratio.items() if float(size) > 1}
+    size = min((size for size, ratio in larger.items() if max(larger.values()) - ratio < POINTS), default=1.0)
+    return size, larger.get(size, 0.0)
+
+
+def starving(facts: Facts) -> Iterator[Finding]:
+    every, held = facts.stats.curve, sum(one.ready_bytes for one in facts.counted)
+    for one in facts.counted:
+        curve = one.curve
+        if every is None or curve is None or not curve.asked_tokens or one.lookups < FEWEST_LOOKUPS:
+            continue
+        own, could = 100 * curve.found_tokens / curve.asked_tokens, most_of(curve)
+        asks, has = _share(curve.asked_tokens, every.asked_tokens), _share(one.ready_bytes, held)
+        if could - own < MANY_POINTS or has >= asks / 2:
+            continue
+        evidence = (
+            f"{_name(one.model, one.id)} asks for {percent(asks, 1)} of all tokens and has {percent(has, 1)} of the "
+            f"blocks. It finds {own:.1f} %, and could find {could:.1f} %."
+        )
+        limited, most_bytes = one, 2 * (one.quota_bytes or 0)
+        if one.quota_bytes is None or one.ready_bytes < AT_QUOTA * one.quota_bytes:
+            limited = max(facts.counted, key=lambda each: each.ready_bytes)
+            most_bytes = max(1 << 20, limited.ready_bytes >> 21 << 20)
+        yield finding("starving", evidence, asks * (could - own) / 100, f"{limited.id} --max {exact_size(most_bytes)}")
+
+
+def without_hits(facts: Facts) -> Iterator[Finding]:
+    """Namespaces that get nothing while others do: of all together the verdict tells."""
+    for one in facts.counted if facts.stats.since_start.loaded_tokens else ():
+        if one.lookups < FEWEST_LOOKUPS or one.loaded_keys or one.not_needed_keys:
+            continue
+        evidence = f"{_name(one.model, one.id)} loaded nothing in {format_count(one.lookups)} lookups."
+        if not one.stored_bytes:
+            yield finding("stores_nothing", evidence, 0.3)
+        elif not repeats(one.curve):
+            yield finding("never_hits", f"{evidence} Most misses: {main_miss(one)}.", 0.2)
+
+
+def few_blocks(facts: Facts) -> Iterator[Finding]:
+    known = {info.namespace.hex(): info for info in facts.known}
+    for one in facts.counted:
+        info = known.get(one.fingerprint)
+        if info is None or one.lookups < FEWEST_LOOKUPS or not repeats(one.curve):
+            continue
+        blocks = one.asked_keys / one.lookups / len(info.groups)
+        tokens = max(group.tokens_per_block for group in info.groups)
+        if 0 < blocks < FEW_BLOCKS and tokens > 1:
+            evidence = f"{_name(one.model, one.id)}: prompts have {blocks:.1f} whole blocks of {tokens} tokens."
+            yield finding("few_blocks", evidence, 0.3)
+
+
+def slow_copies(facts: Facts) -> Iterator[Finding]:
+    for one in facts.counted:
+        skipped = one.skipped_loads + one.paused_stores
+        if skipped < FEWEST_ERRORS or skipped < SKIPPED_SHARE * one.lookups:
+            continue
+        loads, stores = format_count(one.skipped_loads), format_count(one.paused_stores)
+        evidence = f"{_name(one.model, one.id)}: engines skipped {loads} loads and {stores} stores in "
+        evidence += f"{format_count(one.lookups)} lookups, to lose no time."
+        if one.load_tokens_per_second and one.prefill_tokens_per_second:
+            compute, load = (format_count(round(one.prefill_tokens_per_second)), round(one.load_tokens_per_second))
+            evidence += f" They compute {compute} tokens/s, and load {format_count(load)}."
+        yield finding("slow_copies", evidence, _share(skipped, one.lookups))
+
+
+def many_stores(facts: Facts) -> Iterator[Finding]:
+    traffic = facts.stats.since_start
+    cost = _share(traffic.stored_bytes, traffic.loaded_bytes)
+    if cost >= DEAR and facts.stats.policy != "learned" and traffic.lookups >= FEWEST_LOOKUPS:
+        yield finding("many_stores", f"Engines stored {cost:.1f} bytes for each byte that they loaded.")
+
+
+# --- engines ----------------------------------------------------------------------------------------
+
+
+def engines(facts: Facts) -> Iterator[Finding]:
+    """What vLLM's own counters say. Theirs begin with the engine, the daemon's with the daemon."""
+    for url, engine in facts.engines.items():
+        at = f"The engine at {printable(url)}"
+        models = ", ".join(map(printable, sorted(engine.models))) or "its model"
+        if engine.problem:
+            yield finding("engine_unreachable", f"{at}: {printable(engine.problem)}", 0.4, url)
+        elif "vllm:kvoffd_connected" not in engine.metrics:
+            yield finding("engine_without", f"{at} has no metrics of kvoffd.", 0.9)
+        elif not engine.of("kvoffd_connected"):
+            yield finding("engine_away", f"{at} is not connected to a daemon.", 1.0)
+        elif not any(one.label in engine.models for one in facts.known):
+            yield finding("engine_elsewhere", f"{at} is connected, and this daemon does not know {models}.", 0.9)
+        else:
+            yield from _engine_counts(facts, at, engine)
+
+
+def _engine_counts(facts: Facts, at: str, engine: Engine) -> Iterator[Finding]:
+    late, lookups = engine.of("kvoffd_late_lookups_total"), engine.of("kvoffd_lookups_total")
+    if late >= FEWEST_ERRORS and late > LATE_SHARE * lookups:
+        evidence = f"{at} did not wait for {format_count(round(late))} of {format_count(round(lookups))} lookups."
+        yield finding("engine_late", evidence, _share(late, lookups))
+    if (failed := engine.of("kvoffd_failed_loads_total")) >= FEWEST_ERRORS:
+        yield finding(
+            "engine_failed_loads", f"{format_count(round(failed))} loads failed. {at} computed the prompts.", 0.3
+        )
+    # Tokens that vLLM counts as external hits, and those that the daemon loaded for engines of that name.
+    hits, asked = (engine.of(f"external_prefix_cache_{name}_total") for name in ("hits", "queries"))
+    loaded = sum(one.loaded_tokens for one in facts.counted if one.model in engine.models)
+    alone = sum(one.role == Role.SCHEDULER for one in facts.sessions) == 1
+    more_there = hits > AGREE * max(loaded, facts.stats.lifetime.loaded_tokens)
+    none_there = alone and loaded >= FEWEST_LOOKUPS and asked and not hits
+    if more_there or none_there:
+        evidence = f"{at} counts {format_count(round(hits))} tokens as loaded, and this daemon {format_count(loaded)}."
+        yield finding("hits_disagree", evidence, 0.3)
+
+
+Check = Callable[[Facts], Iterator[Finding]]
+CHECKS: tuple[Check, ...] = (
+    health, late_lookups, growing_errors, blocked_loop, clients, memory, limits, gpus, disks, late_tiers, disk_writes,
+    namespaces_apart, small_blocks, index_full, pool_size, starving, without_hits, few_blocks, slow_copies, many_stores,
+    engines,
+)  # fmt: skip
+
+
+def find(facts: Facts) -> list[Finding]:
+    """All findings, the heaviest first. A check that fails is one too, and the others go on."""
+    found: list[Finding] = []
+    for check in CHECKS:
+        try:
+            found += check(facts)
+        except Exception as error:
+            found.append(finding("broken_check", f"{check.__name__} failed: {type(error).__name__}: {error}.", 0.0))
+    return sorted(found, key=lambda one: (LEVELS.index(one.level), -one.weight))

@@ -1,0 +1,178 @@
+"""What this machine gives the daemon: memory, limits, GPUs and disks, as Linux shows them to any user."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+NO_LIMIT = 2**62
+"""cgroup v1 has no word for "no limit": it is the largest page count, in bytes."""
+
+
+@dataclass(frozen=True)
+class FileSystem:
+    """Where a directory lies. ``rotational`` is None where Linux does not say."""
+
+    size_bytes: int
+    free_bytes: int
+    rotational: bool | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Sizes are bytes; what cannot be seen from here is None, 0 or empty.
+
+    Attributes:
+        pid: the daemon's process; 0 where it is in another pid namespace, or on another machine.
+        swapped_bytes: of the daemon's memory, the pool included.
+        memory_limit_bytes: of the tightest memory cgroup of the daemon; None without one.
+        memory_used_bytes: in that cgroup, without file cache that the kernel would drop.
+        oom_kills: processes of that cgroup that were killed for want of memory.
+        memlock_bytes: most memory that the daemon may lock; None for no limit.
+        huge_pages: what ``shmem_enabled`` says: ``never``, ``advise``, ...
+        driver: release of the NVIDIA driver; empty without one.
+        cuda_problem: why the CUDA driver's library cannot be loaded here; empty where it can, or without a GPU.
+    """
+
+    pid: int = 0
+    memory_bytes: int = 0
+    available_bytes: int = 0
+    swapped_bytes: int = 0
+    memory_limit_bytes: int | None = None
+    memory_used_bytes: int = 0
+    memory_cgroup: str = ""
+    oom_kills: int = 0
+    memlock_bytes: int | None = None
+    open_files: int = 0
+    open_files_limit: int | None = None
+    huge_pages: str = ""
+    numa_nodes: int = 1
+    driver: str = ""
+    cuda_problem: str = ""
+    shm: FileSystem | None = None
+    disks: Mapping[str, FileSystem] = field(default_factory=dict)
+
+
+def look_at(pid: int, disks: Sequence[str] = (), root: Path = Path("/")) -> Machine:
+    """What is to be seen of this machine, of the process ``pid`` and of the ``disks``, which are directories."""
+    proc, sys = root / "proc", root / "sys"
+    memory = dict(_pairs(proc / "meminfo"))
+    own = proc / str(pid or "self")
+    limits = {line[:26].strip(): line[26:].split() for line in _text(own / "limits").splitlines()}
+    limit = used = None
+    cgroup, kills = "", 0
+    for directory in _memory_cgroups(_text(own / "cgroup"), sys / "fs/cgroup") if pid else ():
+        most, holds = _cgroup_memory(directory)
+        if most is not None and (limit is None or most < limit):
+            limit, used, cgroup = most, holds, str(directory)
+            kills = dict(_pairs(directory / "memory.events")).get("oom_kill", 0)
+            kills = kills or dict(_pairs(directory / "memory.oom_control")).get("oom_kill", 0)
+    driver = _text(proc / "driver/nvidia/version")
+    return Machine(
+        pid=pid,
+        memory_bytes=memory.get("MemTotal:", 0) * 1024,
+        available_bytes=memory.get("MemAvailable:", 0) * 1024,
+        swapped_bytes=_swapped(own, memory) if pid else 0,
+        memory_limit_bytes=limit,
+        memory_used_bytes=used or 0,
+        memory_cgroup=cgroup,
+        oom_kills=kills,
+        memlock_bytes=_limit(limits, "Max locked memory") if pid else None,
+        open_files=_entries(own / "fd") if pid else 0,
+        open_files_limit=_limit(limits, "Max open files") if pid else None,
+        huge_pages=_chosen(_text(sys / "kernel/mm/transparent_hugepage/shmem_enabled")),
+        numa_nodes=max(1, len(list((sys / "devices/system/node").glob("node[0-9]*")))),
+        driver=next((word for word in driver.split() if word[:1].isdigit() and "." in word), "") if driver else "",
+        cuda_problem=_cuda_problem() if driver else "",
+        shm=_file_system(root / "dev/shm", sys),
+        disks={name: seen for name in disks if (seen := _file_system(Path(name), sys))},
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _entries(directory: Path) -> int:
+    try:
+        return len(os.listdir(directory))
+    except OSError:
+        return 0
+
+
+def _pairs(path: Path) -> Iterator[tuple[str, int]]:
+    for line in _text(path).splitlines():
+        words = line.split()
+        if len(words) >= 2 and words[1].isdecimal():
+            yield words[0], int(words[1])
+
+
+def _chosen(text: str) -> str:
+    """The word in brackets."""
+    return text.partition("[")[2].partition("]")[0]
+
+
+def _limit(limits: Mapping[str, Sequence[str]], name: str) -> int | None:
+    soft = next(iter(limits.get(name, ())), "")
+    return int(soft) if soft.isdecimal() else None
+
+
+def _swapped(process: Path, memory: Mapping[str, int]) -> int:
+    """Of the process. To count a pool's swapped pages the kernel walks all of it, so only where anything is swapped."""
+    if memory.get("SwapTotal:", 0) == memory.get("SwapFree:", 0):
+        return 0
+    return dict(_pairs(process / "smaps_rollup")).get("Swap:", 0) * 1024
+
+
+def _memory_cgroups(lines: str, root: Path) -> Iterator[Path]:
+    """The cgroup of each memory controller (v1, v2) and all its ancestors: all their limits apply.
+
+    In a container the path may be the host's, and not exist below the mount; the mount itself is the container's then.
+    """
+    for line in lines.splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if "memory" in controllers.split(","):
+            mount = root / "memory"
+        elif number == "0" and not controllers:
+            mount = root
+        else:
+            continue
+        directory = mount / path.lstrip("/")
+        yield from (one for one in (directory, *directory.parents) if one == mount or mount in one.parents)
+
+
+def _cgroup_memory(directory: Path) -> tuple[int | None, int]:
+    """Its limit and what it holds. Above memory.high the kernel throttles: a limit in all but name."""
+    texts = [_text(directory / name).strip() for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
+    limits = [int(text) for text in texts if text.isdecimal() and int(text) < NO_LIMIT]
+    used = next((text for name in ("current", "usage_in_bytes") if (text := _text(directory / f"memory.{name}"))), "0")
+    stat = dict(_pairs(directory / "memory.stat"))
+    cache = stat.get("total_inactive_file", stat.get("inactive_file", 0))
+    return min(limits, default=None), max(0, int(used) - cache)
+
+
+def _file_system(directory: Path, sys: Path) -> FileSystem | None:
+    try:
+        seen, device = os.statvfs(directory), os.stat(directory).st_dev
+    except OSError:
+        return None
+    block = sys / f"dev/block/{os.major(device)}:{os.minor(device)}"
+    # A partition has no queue of its own: its drive, the folder above it, has.
+    told = _text(block / "queue/rotational") or (_text(block.resolve().parent / "queue/rotational"))
+    rotational = told.strip() == "1" if told else None
+    return FileSystem(seen.f_blocks * seen.f_frsize, seen.f_bavail * seen.f_frsize, rotational)
+
+
+def _cuda_problem() -> str:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,583 @@
+"""``kvoffd-cli top``: what the daemon does now, on one screen that is drawn again every second."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from socket import gethostname
+from textwrap import wrap
+from typing import Annotated, Any
+
+import typer
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from kvoffd_client.cli.console import make_console, percent, print_page
+from kvoffd_client.cli.show import Engine, engines_of
+from kvoffd_client.cli.stats_page import StatsPage
+from kvoffd_client.cli.target import CliError, Directory, open_admin
+from kvoffd_client.errors import KvoffdClientError
+from kvoffd_proto.admin import HealthLevel, PolicyDescribed
+from kvoffd_proto.stats import DaemonStats, DiskFault, NamespaceStats, Traffic, Window, namespace_id
+from kvoffd_proto.units import (
+    UnitError,
+    exact_duration,
+    format_count,
+    format_duration,
+    format_rate,
+    format_size,
+    parse_duration,
+    plural,
+    printable,
+)
+
+MIN_INTERVAL_S = 0.1
+MOST_SAMPLES = 900
+"""A quarter of an hour of the usual interval."""
+NOW_S = 3.0
+"""What ``now`` is an average over: one second alone jumps."""
+ANSWER_S, LATER_ANSWER_S = 2.0, 10.0
+"""How long the first answer that does not come is waited for, and the ones after it."""
+LOOK_S = 0.25
+"""How soon another size of the terminal is seen."""
+SHOWN_SIZES = ("0.5", "1", "2", "10")
+VIEWS = ("all", "clients", "tiers", "policy")
+SORTS = ("TOK/S", "SIZE", "KEYS/S", "MISSED", "NAMESPACE")
+SPARKS, PLAIN_SPARKS = " ▁▂▃▄▅▆▇█", " .:-=+*#%"
+MOST_NAMESPACES = 100
+"""In statistics; the others are one row."""
+MOST_AWAY_LINES = 3
+LEAST_ROWS = 3
+"""Of namespaces, before anything less important than they are is shown."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one look at the daemon brought; ``engines`` and ``policy`` for the views that show them."""
+
+    stats: DaemonStats
+    engines: Sequence[Engine] | None = None
+    policy: PolicyDescribed | None = None
+
+
+Read = Callable[[str, float], Reading]
+"""Asks the daemon for a view, within so many seconds. Raises KvoffdClientError."""
+
+
+class History:
+    """Samples of the last minutes. A restart of the daemon empties it: its counters begin anew."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[float, Window]] = deque(maxlen=MOST_SAMPLES)
+        self._namespaces: deque[tuple[float, dict[str, NamespaceStats]]] = deque(maxlen=MOST_SAMPLES)
+        self._uptime_s = 0.0
+
+    def add(self, stats: DaemonStats) -> None:
+        """Times are the daemon's: an answer that comes late changes no rate."""
+        if stats.uptime_seconds < self._uptime_s:
+            self._kept.clear()
+            self._namespaces.clear()
+        self._uptime_s = stats.uptime_seconds
+        self._kept.append((stats.uptime_seconds, stats.since_start))
+        self._namespaces.append((stats.uptime_seconds, {one.id: one for one in stats.namespaces}))
+        while len(self._namespaces) > 2 and self._namespaces[1][0] <= self._uptime_s - NOW_S:
+            self._namespaces.popleft()
+
+    def now(self) -> Window:
+        """What was counted in the last seconds."""
+        long_ago = (one for one in reversed(self._kept) if one[0] <= self._uptime_s - NOW_S)
+        return _less(self._kept[-1], next(long_ago, self._kept[0]))
+
+    def now_of(self, namespace: NamespaceStats) -> Window:
+        at, before = self._namespaces[0]
+        # Of one that was not there nothing had been counted, unless others pushed it off the list.
+        absent = NamespaceStats() if len(before) < MOST_NAMESPACES else namespace
+        return _less((self._uptime_s, namespace), (at, before.get(namespace.id, absent)))
+
+    def series(self, name: str, count: int) -> list[float]:
+        """How much of a counter came in each second, between the latest samples."""
+        kept = list(self._kept)[-count - 1 :]
+        return [(getattr(b, name) - getattr(a, name)) / max(1e-9, t - s) for (s, a), (t, b) in pairwise(kept)]
+
+
+def _less(later: tuple[float, Traffic], earlier: tuple[float, Traffic]) -> Window:
+    """What was counted between two samples, which are a time and counters each."""
+    counts: dict[str, Any] = {}
+    for name in Traffic.__struct_fields__:
+        now, before = getattr(later[1], name), getattr(earlier[1], name)
+        counts[name] = (
+            {key: n - before.get(key, 0) for key, n in now.items()} if isinstance(now, dict) else now - before
+        )
+    # A lookup is counted before its load: what the loads of earlier lookups took away is no negative count.
+    counts["not_needed_keys"] = max(0, counts["not_needed_keys"])
+    counts["asked_keys"] = counts["loaded_keys"] + counts["not_needed_keys"] + sum(counts["misses"].values())
+    return Window(seconds=later[0] - earlier[0], **counts)
+
+
+# --- the screen -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Screen:
+    """What is shown: the latest reading and its history, and what the keys have chosen."""
+
+    interval_s: float
+    reading: Reading | None = None
+    history: History = field(default_factory=History)
+    view: str = VIEWS[0]
+    sort: str = SORTS[0]
+    paused: bool = False
+    away: str = ""
+    """Since when the daemon does not answer, and why; empty while it does."""
+    clock: str = ""
+
+    def lines(self, console: Console) -> list[Text]:
+        """As many lines as the screen has, the last one that of the keys."""
+        assert self.reading is not None
+        width, height = console.size
+        pen = Pen(width, console.options.ascii_only)
+        stats = self.reading.stats
+        away = wrap(printable(self.away), max(1, width))[:MOST_AWAY_LINES]
+        head = [self._header(stats, pen), *(pen.text(line, "bold red") for line in away)]
+        room = max(0, height - len(head) - 1)
+        if self.view == "clients":
+            body = _clients(self.reading.engines, stats, pen)
+        elif self.view == "tiers":
+            body = _tiers(stats, pen)
+        elif self.view == "policy":
+            body = _policy(self.reading.policy, pen)
+        else:
+            body = self._all(stats, pen, room)
+        body = body[:room]
+        return [*head, *body, *[Text()] * (room - len(body)), self._keys(pen)][:height]
+
+    def _header(self, stats: DaemonStats, pen: Pen) -> Text:
+        level, problems = stats.health, len(stats.health_problems)
+        words = level.value.upper() + (f": {problems} problem{plural(problems)}" if problems else "")
+        style = {HealthLevel.OK: "bold green", HealthLevel.DEGRADED: "bold yellow"}.get(level, "bold red")
+        up = format_duration(stats.uptime_seconds)
+        left = f"kvoffd {stats.version}  {gethostname()}  up {up}  {stats.policy}   "
+        line = Text(set_cell_size(printable(left), min(len(left), pen.width - len(words) - 10)), "bold")
+        line.append(words, style)
+        line.append(f"{'PAUSED ' * self.paused}{self.clock}".rjust(pen.width - line.cell_len), "reverse" * self.paused)
+        return pen.cut(line)
+
+    def _keys(self, pen: Pen) -> Text:
+        names = "  ".join(f"{number} {name}" for number, name in enumerate(VIEWS, 1))
+        line = f"{names}   s sort by {self.sort.lower()}  p pause  q quit "
+        line += exact_duration(self.interval_s).rjust(pen.width - len(line))
+        return pen.text(line, "reverse")
+
+    def _all(self, stats: DaemonStats, pen: Pen, room: int) -> list[Text]:
+        """The parts in their order on the screen; where it is too low the less important ones are left out."""
+        now, names = self.history.now(), self._sorted(stats)
+        namespaces = _namespaces(names, self.history, self.sort, pen)
+        parts = [  # importance, the least first to go
+            (1, _pool(stats, pen)),
+            (2, _saved(stats, pen)),
+            (3, _rates(stats, now, pen)),
+            (9, self._sparks(pen)),
+            (8, _lookups(stats, now, pen)),
+            (6, _misses(stats, pen)),
+            (7, _curve(stats, pen)),
+            (5, namespaces),
+            (10, _tier_lines(stats, pen)),
+            (4, _problems(stats, pen)),
+        ]
+        left, chosen = room, {}
+        for rank, lines in sorted(parts, key=lambda part: part[0]):
+            wanted = min(len(lines), LEAST_ROWS + 2) if rank == 5 else len(lines)
+            if wanted <= left:
+                chosen[rank] = lines[:wanted]
+                left -= wanted
+        if 5 in chosen:
+            chosen[5] = namespaces[: len(chosen[5]) + left]
+        return [line for rank, _ in parts for line in chosen.get(rank, ())]
+
+    def _sorted(self, stats: DaemonStats) -> list[NamespaceStats]:
+        """The namespaces in the order that was chosen; those of the same rank by size."""
+        by_size = sorted(stats.namespaces, key=lambda one: -one.ready_bytes)
+        worth: dict[str, Callable[[NamespaceStats], float | str]] = {
+            "TOK/S": lambda one: -self.history.now_of(one).loaded_tokens,
+            "SIZE": lambda one: -one.ready_bytes,
+            "KEYS/S": lambda one: -self.history.now_of(one).asked_keys,
+            "MISSED": lambda one: -sum(self.history.now_of(one).misses.values()),
+            "NAMESPACE": lambda one: one.model,
+        }
+        return sorted(by_size, key=worth[self.sort])
+
+    def _sparks(self, pen: Pen) -> list[Text]:
+        cells = pen.width - 40
+        tokens, stored = (self.history.series(name, cells) for name in ("loaded_tokens", "stored_bytes"))
+        last = [series[-1] if series else 0.0 for series in (tokens, stored)]
+        return [
+            pen.text(f"Loaded  {pen.spark(tokens, cells)}  {format_count(round(last[0]))} tokens/s not computed"),
+            pen.text(f"Stored  {pen.spark(stored, cells)}  {format_rate(last[1])}"),
+        ]
+
+
+@dataclass(frozen=True)
+class Pen:
+    """Draws lines that are no wider than the screen, with characters that it has."""
+
+    width: int
+    plain: bool
+
+    def text(self, words: str, style: str = "") -> Text:
+        """``words`` on one line; names in them cannot move the cursor."""
+        return self.cut(Text(printable(words), style))
+
+    def cut(self, line: Text) -> Text:
+        line.no_wrap, line.overflow = True, "crop" if self.plain else "ellipsis"
+        line.truncate(self.width, overflow="crop" if self.plain else "ellipsis")
+        return line
+
+    def cells(self, words: Sequence[str], widths: Sequence[int], style: str = "") -> Text:
+        """Words in columns: a negative width is one of a name, which is cut; numbers are aligned right."""
+        parts = [
+            set_cell_size(printable(word), -width) if width < 0 else word.rjust(width)
+            for word, width in zip(words, widths, strict=True)
+        ]
+        return self.cut(Text(" ".join(parts), style))
+
+    def spark(self, values: Sequence[float], cells: int) -> str:
+        """The latest values, one character each, from nothing to the largest of them."""
+        marks, most = (PLAIN_SPARKS if self.plain else SPARKS), max(values, default=0.0)
+        shown = values[-cells:] if cells > 0 else []
+        heights = (0 if value <= 0 else max(1, round(value / most * (len(marks) - 1))) for value in shown)
+        return "".join(marks[height] for height in heights).rjust(max(0, cells))
+
+
+def _pool(stats: DaemonStats, pen: Pen) -> list[Text]:
+    pool, (full, half, empty) = stats.pool, ("#+." if pen.plain else "█▒░")
+    parts = [("ready", full, "green"), ("filling", half, "cyan"), ("evicting", half, "yellow")]
+    parts += [("recovering", half, "blue"), ("quarantined", half, "red"), ("free", empty, "dim")]
+    tail = f" {percent(pool.size_bytes - pool.of('free'), pool.size_bytes)} of {format_size(pool.size_bytes)}"
+    line, cells, done, drawn = Text("Pool ["), pen.width - len(tail) - 7, 0, 0
+    for state, mark, style in parts:
+        done += pool.of(state)
+        upto = round(cells * done / max(1, pool.size_bytes))
+        line.append(mark * (upto - drawn), style)
+        drawn = max(drawn, upto)
+    line.append(f"]{tail}")
+    named = [
+        f"{state} {format_size(pool.of(state))}" for state, *_ in parts if pool.of(state) or state in ("ready", "free")
+    ]
+    return [pen.cut(line), pen.text(f"     {'  '.join(named)}  pinned {format_size(pool.pinned_bytes)}")]
+
+
+def _saved(stats: DaemonStats, pen: Pen) -> list[Text]:
+    total, life = stats.since_start, stats.lifetime
+    line = (
+        f"Saved   {format_duration(total.saved_seconds)} of prefill, {format_count(total.loaded_tokens)} tokens loaded"
+    )
+    if life.saved_seconds > total.saved_seconds:
+        line += f"; {format_duration(life.saved_seconds)} in all"
+    return [pen.text(line, "bold")]
+
+
+RATES = ("", "tokens/s", "keys/s", "loaded", "not needed", "missed", "loaded/s", "stored/s", "evicted/s")
+RATE_WIDTHS = (-11, 8, 7, 7, 10, 7, 10, 10, 9)
+
+
+def _rates(stats: DaemonStats, now: Window, pen: Pen) -> list[Text]:
+    """Of tokens and keys that engines asked for, what became of them."""
+    rows = [("now", now), ("1 min", stats.last_minute), ("1 hour", stats.last_hour), ("since start", stats.since_start)]
+    shown = len(RATES) if pen.width > 90 else len(RATES) - 1
+    lines = [pen.cells(RATES[:shown], RATE_WIDTHS[:shown], "dim")]
+    for name, window in rows:
+        cells = (
+            name,
+            _rate(window.loaded_tokens, window),
+            _rate(window.asked_keys, window),
+            _part(window.loaded_keys, window.asked_keys),
+            _part(window.not_needed_keys, window.asked_keys),
+            _part(sum(window.misses.values()), window.asked_keys),
+            _bytes(window.loaded_bytes, window),
+            _bytes(window.stored_bytes, window),
+            _rate(window.evicted_blocks, window),
+        )
+        lines.append(pen.cells(cells[:shown], RATE_WIDTHS[:shown], "bold" if name == "now" else ""))
+    return lines
+
+
+def _rate(count: float, window: Window) -> str:
+    return format_count(round(count / window.seconds)) if window.seconds else "-"
+
+
+def _bytes(count: float, window: Window) -> str:
+    return format_rate(count / window.seconds).removesuffix("/s") if window.seconds else "-"
+
+
+def _part(part: float, whole: float) -> str:
+    return percent(part, whole).replace(" %", "%")
+
+
+def _lookups(stats: DaemonStats, now: Window, pen: Pen) -> list[Text]:
+    times = [format_duration(stats.lookup_seconds.quantile(share)) for share in (0.5, 0.99)]
+    queued, failed = (getattr(stats.store, name) + getattr(stats.load, name) for name in ("queued_jobs", "failed_jobs"))
+    longest = format_duration(stats.loop_blocked_max_seconds)
+    words = f"Lookups {_rate(now.lookups, now)}/s  p50 {times[0]}  p99 {times[1]}  loop max {longest}"
+    return [pen.text(f"{words}  queued {format_count(queued)}  failed {format_count(failed)}")]
+
+
+def _misses(stats: DaemonStats, pen: Pen) -> list[Text]:
+    """Of the last hour; of all where there were none."""
+    window = stats.last_hour if stats.last_hour.misses else stats.since_start
+    total = sum(window.misses.values())
+    largest = sorted(window.misses.items(), key=lambda item: -item[1])
+    words = "  ".join(f"{reason.replace('_', ' ')} {_part(keys, total)}" for reason, keys in largest if keys)
+    return [pen.text(f"Misses  {words or 'none'}")]
+
+
+def _curve(stats: DaemonStats, pen: Pen) -> list[Text]:
+    curve = stats.curve
+    if curve is None or not curve.asked_tokens:
+        return []
+    ratios = [(size, curve.lru_hit_ratio[size]) for size in SHOWN_SIZES if size in curve.lru_hit_ratio]
+    words = "  ".join(f"{size}x {100 * ratio:.0f}%" for size, ratio in ratios)
+    own = 100 * curve.found_tokens / curve.asked_tokens
+    return [pen.text(f"Found   {own:.0f}% of tokens; LRU would, by pool size: {words}")]
+
+
+def _namespaces(found: Sequence[NamespaceStats], history: History, sort: str, pen: Pen) -> list[Text]:
+    titles = ["NAMESPACE", "SIZE", "TOK/S", "KEYS/S", "LOADED", "MISSED", "MOST MISSED"]
+    widths = [0, 9, 8, 8, 7, 7, -12]
+    wide = pen.width >= 110
+    if wide:
+        titles[1:1], widths[1:1] = ["BLOCKS"], [10]
+        titles[-1:-1], widths[-1:-1] = ["STORED/S", "EVICTED/S"], [10, 9]
+    widths[0] = -max(10, pen.width - sum(map(abs, widths)) - len(widths) + 1)
+    head = pen.cells(titles, widths, "bold reverse")
+    head.highlight_words([sort], "underline")
+    lines = [Text(), head]
+    for one in found:
+        now = history.now_of(one)
+        name = f"{one.model} {one.id}" if one.model else one.id
+        missed = sum(now.misses.values())
+        most = max(now.misses, key=lambda reason: now.misses[reason]) if missed else "-"
+        cells = [
+            name, format_size(one.ready_bytes), _rate(now.loaded_tokens, now), _rate(now.asked_keys, now),
+            _part(now.loaded_keys, now.asked_keys), _part(missed, now.asked_keys), most.replace("_", " "),
+        ]  # fmt: skip
+        if wide:
+            cells[1:1] = [format_count(one.ready_blocks)]
+            cells[-1:-1] = [
+                _bytes(now.stored_bytes, now),
+                _rate(now.evicted_blocks, now),
+            ]
+        if -widths[0] < cell_len(name):  # the id stays whole: labels may repeat
+            cells[0] = f"{set_cell_size(printable(one.model), max(0, -widths[0] - len(one.id) - 1))} {one.id}"
+        lines.append(pen.cells(cells, widths, "dim" if one.of_bench else ""))
+    return lines if found else [Text(), pen.text("No namespace: no engine has connected so far.", "dim")]
+
+
+def _tier_lines(stats: DaemonStats, pen: Pen) -> list[Text]:
+    lines = []
+    for disk in stats.disks:
+        state = disk.problem or disk.state
+        used = f"{percent(disk.used_bytes, disk.size_bytes)} of {format_size(disk.size_bytes)}"
+        words = f"Disk  {disk.directory}  {used}  read {format_size(disk.read_bytes)}  written "
+        lines.append(pen.text(f"{words}{format_size(disk.written_bytes)}  {state}", "" if disk.up else "red"))
+    for store in stats.shared:
+        found = f"found {percent(store.found_keys, store.asked_keys)}"
+        words = f"Store {store.url}  {format_duration(store.ask_seconds)}  {found}  {'up' if store.up else 'down'}"
+        lines.append(pen.text(words, "" if store.up else "red"))
+    return [Text(), *lines] if lines else []
+
+
+def _problems(stats: DaemonStats, pen: Pen) -> list[Text]:
+    return [pen.text(f"! {one.reason}: {one.sentence}", "yellow") for one in stats.health_problems[:3]]
+
+
+def _clients(engines: Sequence[Engine] | None, stats: DaemonStats, pen: Pen) -> list[Text]:
+    if engines is None:
+        return [Text(), pen.text("No answer so far.", "dim")]
+    labels = {one.id: one.model for one in stats.namespaces}
+    widths = [0, -22, 7, 8, 10, 6, 10]
+    widths[0] = -max(10, pen.width - sum(map(abs, widths)) - len(widths) + 1)
+    titles = ("ENGINE", "NAMESPACE", "WORKERS", "LEASES", "PINNED", "JOBS", "REGISTERED")
+    lines = [Text(), pen.cells(titles, widths, "bold reverse")]
+    for one in engines:
+        ids = [namespace_id(each) for each in one.namespaces]
+        names = ", ".join(f"{id_} {labels.get(id_, '')}" for id_ in ids) or "-"
+        cells = (
+            one.name or "-", names, format_count(one.workers), format_count(one.leases), format_size(one.pinned_bytes),
+            format_count(one.jobs), format_size(one.registered_bytes),
+        )  # fmt: skip
+        lines.append(pen.cells(cells, widths))
+    note = "pinned: pool memory under its leases. registered: memory of its own, for copies."
+    return [*lines, Text(), pen.text(note, "dim")] if engines else [Text(), pen.text("No engine is connected.")]
+
+
+def _tiers(stats: DaemonStats, pen: Pen) -> list[Text]:
+    """Disks and stores, with their errors and what these mean."""
+    lines = _tier_lines(stats, pen) or [Text(), pen.text("The configuration has no disk and no shared store.")]
+    tiers = stats.tiers
+    if tiers is not None and stats.disks:
+        left = tiers.write_budget_left_bytes
+        budget = f"  write budget left {format_size(left)}" if left is not None else ""
+        words = (
+            f"Promoted {format_size(tiers.promoted_bytes)}, {format_count(tiers.promotions_waiting)} waiting  written "
+        )
+        words += f"{format_size(tiers.demoted_bytes)}, {format_count(tiers.demotions_waiting)} waiting{budget}"
+        lines += [Text(), pen.text(words)]
+    for disk in stats.disks:
+        queued = f"reads {disk.running_reads}+{disk.queued_reads}  writes {disk.running_writes}+{disk.queued_writes}"
+        words = f"{disk.directory}: {queued} running+queued  refused {format_count(disk.refused_writes)}"
+        lines.append(pen.text(words, "dim"))
+        for kind, count in disk.errors.items():
+            known = kind in DiskFault.__members__.values()
+            meaning = DiskFault(kind).meaning if known else "see the daemon's log"
+            lines.append(pen.text(f"  {format_count(count)} {kind}: {meaning}", "yellow"))
+    for store in stats.shared:
+        lines.append(pen.text(f"{store.url}: dropped writes {format_count(store.dropped_writes)}", "dim"))
+        lines += [pen.text(f"  {format_count(count)} {kind}", "yellow") for kind, count in store.errors.items()]
+        lines += [pen.text(f"  {one.name} is down. {one.problem}", "red") for one in store.servers if not one.up]
+    failed = {**(tiers.promotions_failed if tiers is not None else {})}
+    lines += [pen.text(f"Not promoted: {format_count(count)} {reason}", "dim") for reason, count in failed.items()]
+    return lines
+
+
+def _policy(found: PolicyDescribed | None, pen: Pen) -> list[Text]:
+    if found is None:
+        return [Text(), pen.text("No answer so far.", "dim")]
+    known = f"{format_count(found.known_keys)} keys known, {format_count(found.ghost_keys)} of them without a block"
+    lines = [Text(), pen.text(f"Policy {found.policy}: {known}, in {format_size(found.policy_bytes)} of memory.")]
+    if not found.classes:
+        return [*lines, pen.text("It does not learn, or nothing was asked for so far.")]
+    hits, lru = format_size(found.hit_bytes), format_size(found.lru_hit_bytes)
+    lines.append(pen.text(f"{format_count(found.requests)} requests found {hits}; with lru it would have been {lru}."))
+    if found.as_lru:
+        lines.append(pen.text("It evicts as lru does for now, since that would have had more hits.", "yellow"))
+    lines.append(pen.text("Half of those that come back do so within 'half by' pool lifetimes: a lifetime is", "dim"))
+    lines.append(pen.text("the time in which as much is asked for as the pool holds.", "dim"))
+    titles, widths = POLICY_TITLES, (9, 9, 7, 10, 7, -max(10, pen.width - 47))
+    lines += [Text(), pen.cells(titles, widths, "bold reverse")]
+    for one in found.classes:
+        name = one.name if pen.width > 100 else one.short_name or one.name
+        shares = [percent(share, 1) for share in (one.accessed_share, one.return_chance)]
+        cells = (*shares, f"{one.return_age:.2g}", format_size(one.kept_bytes), f"{one.worth:.3f}", name)
+        lines.append(pen.cells(cells, widths))
+    return lines
+
+
+POLICY_TITLES = ("ASKED FOR", "COME BACK", "HALF BY", "IN POOL", "SCORE", "BLOCKS")
+
+
+# --- the loop ---------------------------------------------------------------------------------------
+
+
+def top(
+    context: typer.Context,
+    interval: Annotated[str, typer.Option("--interval", metavar="DURATION", help="Time between two looks.")] = "1s",
+    directory: Directory = None,
+) -> int:
+    """Show what the daemon does, live.
+
+    Keys: 1 all, 2 clients, 3 tiers, 4 policy, s sort, p pause, q quit. Into a pipe it writes a page of stats every
+    interval.
+    """
+    interval_s = _interval(interval)
+    with open_admin(context, directory) as admin:
+        admin.on_silence = lambda: None  # the screen says it
+
+        def read(view: str, timeout_s: float) -> Reading:
+            admin.timeout_s = timeout_s
+            stats = admin.stats()
+            engines = engines_of(admin.sessions().sessions) if view == "clients" else None
+            return Reading(stats, engines, admin.describe_policy() if view == "policy" else None)
+
+        console = make_console()
+        if console.is_terminal and not console.is_dumb_terminal:
+            return run(read, interval_s, console)
+        while True:
+            print_page(StatsPage(read(VIEWS[0], ANSWER_S).stats))
+            time.sleep(interval_s)
+
+
+def _interval(text: str) -> float:
+    try:
+        interval_s = parse_duration(text)
+    except UnitError as error:
+        raise CliError(f"--interval: {error}.") from error
+    if interval_s < MIN_INTERVAL_S:
+        raise CliError(f"--interval {text!r} is too short; the least is {format_duration(MIN_INTERVAL_S)}.")
+    return interval_s
+
+
+def run(read: Read, interval_s: float, console: Console) -> int:
+    """Draw until ``q``. Raises KvoffdClientError where the daemon does not answer the first time."""
+    screen = Screen(interval_s)
+    _look(screen, read, ANSWER_S)
+    next_at = time.monotonic() + min(interval_s, 0.5)  # rates need two samples
+    with keyboard() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(Group(*screen.lines(console)), refresh=True)
+            size, keys = console.size, ""
+            while not keys and console.size == size and (screen.paused or next_at > time.monotonic()):
+                keys = pressed(min(LOOK_S, LOOK_S if screen.paused else max(0.0, next_at - time.monotonic())))
+            for key in keys:
+                if key in ("q", "\x04"):
+                    return 0
+                _obey(screen, key)
+            view_needs = bool(keys) and screen.view in ("clients", "policy") and not screen.paused
+            if not screen.paused and (view_needs or next_at <= time.monotonic()):
+                next_at = time.monotonic() + interval_s
+                try:
+                    _look(screen, read, LATER_ANSWER_S if screen.away else ANSWER_S)
+                except KvoffdClientError as error:
+                    since = screen.away.split(": ")[0] or f"No answer since {time.strftime('%H:%M:%S')}"
+                    screen.away = f"{since}: {error}"
+
+
+def _look(screen: Screen, read: Read, timeout_s: float) -> None:
+    screen.reading = read(screen.view, timeout_s)
+    screen.history.add(screen.reading.stats)
+    screen.away, screen.clock = "", time.strftime("%H:%M:%S")
+
+
+def _obey(screen: Screen, key: str) -> None:
+    if key in "1234":
+        screen.view = VIEWS[int(key) - 1]
+    elif key == "s":
+        screen.sort = SORTS[(SORTS.index(screen.sort) + 1) % len(SORTS)]
+    elif key == "p":
+        screen.paused = not screen.paused
+
+
+@contextmanager
+def keyboard() -> Iterator[Callable[[float], str]]:
+    """Yields what waits so many seconds for keys and returns them: ``q`` where the terminal is gone."""
+    if not sys.stdin.isatty():
+        yield _no_keys
+        return
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+
+    def pressed(seconds: float) -> str:
+        if not select.select([terminal], [], [], seconds)[0]:
+            return ""
+        return os.read(terminal, 64).decode("ascii", "ignore") or "q"
+
+    try:
+        tty.setcbreak(terminal)
+        yield pressed
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+def _no_keys(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""

@@ -1,0 +1,163 @@
+"""``kvoffd-cli top`` in a real terminal (tmux): its screens, its keys, a daemon that goes and comes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvoffd_client.testing import FakeEngine
+from tests.kit.closing import Starting
+from tests.kit.command import CLI, LABEL, start_cli
+from tests.kit.daemon import DaemonProcess
+from tests.kit.tmux import PROMPT, Tmux
+from tests.kit.waiting import wait_until
+from tests.kit.wire import keys
+
+POOL = "16MiB"
+
+
+class Load(Starting):
+    """An engine that stores ten blocks and loads them again, until it is closed; what fails is tried again."""
+
+    def __init__(self, daemon: DaemonProcess, label: str = LABEL) -> None:
+        self._engine = FakeEngine(daemon.directory, label, layers=1, blocks=32, page_bytes=16384)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._work)
+
+    def start(self) -> Load:
+        self._thread.start()
+        return self
+
+    def _work(self) -> None:
+        chain = keys(*range(1, 11))
+        while not self._ended.wait(0.02):
+            ready = self._engine.lookup(chain)
+            self._engine.load(chain[:ready], range(ready))
+            self._engine.store(chain[ready:], range(ready, len(chain)))
+
+    def close(self) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._engine.close()
+
+
+@pytest.fixture
+def daemon() -> Iterator[DaemonProcess]:
+    with DaemonProcess(POOL) as running:
+        yield running
+
+
+def row(screen: str, name: str) -> list[str]:
+    return next(line.split() for line in screen.splitlines() if line.startswith(name))
+
+
+def test_a_daemon_at_work_that_goes_and_comes_back(daemon: DaemonProcess) -> None:
+    with Load(daemon), Tmux(80, 24) as terminal:
+        terminal.run(CLI, "top", "--interval", "200ms", "--directory", str(daemon.directory))
+        terminal.wait_for("4 policy", LABEL, "MB")
+        screen = terminal.screen()
+        lines = screen.rstrip("\n").splitlines()
+        assert len(lines) == 24
+        assert max(map(len, lines)) <= 80
+        assert "OK" in lines[0]
+        assert lines[-1].startswith("1 all  2 clients  3 tiers  4 policy   s sort by tok/s  p pause  q quit")
+        wait_until(lambda: row(terminal.screen(), "now")[2].isdecimal())
+        assert row(screen, LABEL)[-1] in ("-", "unknown")
+
+        for key, words in (
+            ("2", ("ENGINE", "fake engine", "REGISTERED")),
+            ("3", ("The configuration has no disk and no shared store.",)),
+            ("4", ("Policy learned", "ASKED FOR")),
+            ("1", ("Pool [",)),
+        ):
+            terminal.type(key)
+            terminal.wait_for(*words)
+        terminal.type("s")
+        terminal.wait_for("s sort by size")
+
+        terminal.type("p")
+        paused = terminal.wait_for("PAUSED").splitlines()[0]
+        assert terminal.screen().splitlines()[0] == paused
+        terminal.type("p")
+        terminal.wait_for("4 policy", without="PAUSED")
+
+        before = row(terminal.screen(), "now")
+        daemon.kill()
+        wait_until(lambda: "has ended; start it again." in " ".join(terminal.screen().split()), explain=terminal.screen)
+        away = terminal.wait_for("No answer since")
+        assert row(away, "now")[2] != "-", "the last sample stays"
+        terminal.type("2")
+        terminal.wait_for("No answer since", "No answer so far.")
+        terminal.type("1")
+        daemon.start()
+        back = terminal.wait_for("Pool [", without="No answer since")
+        assert re.search(r"up [0-9.]+ (ms|s) ", back), "its counters begin anew"
+        terminal.wait_for("MB")
+        wait_until(lambda: row(terminal.screen(), "now")[2].isdecimal(), explain=lambda: before)
+
+        terminal.resize(120, 40)
+        terminal.wait_for("STORED/S")
+        wide = wait_until(lambda: (lines := terminal.screen().rstrip("\n").splitlines())[39:] and lines)
+        assert wide[-1].endswith("200ms")
+        terminal.resize(60, 12)
+        terminal.wait_for("4 policy", without="STORED/S")
+        terminal.type("q")
+        terminal.wait_for(PROMPT.strip(), without="4 policy")
+        terminal.run("echo", "status is here")
+        terminal.wait_for("status is here")
+        terminal.run("stty", "-a")
+        assert " icanon" in terminal.wait_for("icanon"), "the terminal is as before"
+
+
+def test_names_do_not_move_the_cursor_and_ascii_is_ascii(daemon: DaemonProcess) -> None:
+    evil = "\x1b[2J\x1b[Hevil\x07\x9b31m"
+    with Load(daemon, evil), Tmux(80, 24, LC_ALL="C") as terminal:
+        terminal.run(CLI, "top", "--interval", "200ms", "--directory", str(daemon.directory))
+        screen = terminal.wait_for("?[2J?[Hevi", "4 policy", "Pool [")
+        assert screen.isascii()
+        assert screen.splitlines()[1].startswith("Pool [")
+        terminal.type("2")
+        terminal.wait_for("?[2J?[He", "ENGINE")
+        terminal.type("C-c")
+        terminal.wait_for(PROMPT.strip(), without="ENGINE")
+
+
+def test_a_stopped_daemon_is_named_within_its_two_seconds(daemon: DaemonProcess) -> None:
+    with Tmux() as terminal:
+        terminal.run(CLI, "top", "--interval", "200ms", "--directory", str(daemon.directory))
+        terminal.wait_for("No namespace: no engine has connected so far.")
+        os.kill(daemon.pid, signal.SIGSTOP)
+        terminal.wait_for("No answer since", "its process is stopped")
+        os.kill(daemon.pid, signal.SIGCONT)
+        terminal.wait_for("No namespace", without="No answer since")
+        terminal.type("q")
+
+
+def test_without_a_daemon_it_says_so_and_leaves_the_screen_alone(daemon: DaemonProcess) -> None:
+    daemon.stop()
+    with Tmux(120) as terminal:
+        terminal.run(CLI, "top", "--directory", str(daemon.directory))
+        terminal.wait_for("kvoffd-cli: There is no kvoffd daemon")
+        terminal.run(CLI, "top", "--interval", "1ms", "--directory", str(daemon.directory))
+        terminal.wait_for("'1ms' is too short")
+
+
+def test_into_a_pipe_it_writes_a_page_every_interval(daemon: DaemonProcess) -> None:
+    process = start_cli("top", "--interval", "100ms", "--directory", str(daemon.directory))
+    try:
+        assert process.stdout is not None
+        pages = 0
+        while pages < 3:
+            line = process.stdout.readline()
+            assert line, "it ended"
+            assert "\x1b" not in line
+            pages += line.startswith("Pool")
+    finally:
+        process.kill()
+        process.communicate()

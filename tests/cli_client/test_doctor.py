@@ -1,0 +1,345 @@
+"""``kvoffd-cli doctor`` over a real daemon's traffic: its numbers are counted apart, findings are brought about."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
+from http.server import BaseHTTPRequestHandler
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from kvoffd_client import AdminClient
+from kvoffd_client.cli import main
+from kvoffd_client.cli.doctor import read_engine
+from kvoffd_client.testing import FakeEngine
+from tests.kit.closing import ServerThread, ThreadsServer
+from tests.kit.command import run_cli
+from tests.kit.daemon import DaemonProcess
+from tests.kit.waiting import wait_until
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of vLLM and torch, at their import
+    from kvoffd_client.vllm.fingerprint import namespace_of
+    from tests.vllm.test_fingerprint import FACTS, GROUP
+
+LAYERS, PAGE_BYTES, TOKENS = 2, 4096, 64
+BLOCK_BYTES = LAYERS * PAGE_BYTES
+POOL_BLOCKS = 2048
+POOL = f"{POOL_BLOCKS * BLOCK_BYTES >> 20}MiB"
+
+
+class Engine(FakeEngine):
+    """Asks, loads and stores as the connector does, says how many tokens a block has, and counts for itself."""
+
+    def __init__(self, daemon: DaemonProcess, model: str = "llama", tokens: int = TOKENS, **facts: object) -> None:
+        alone = {"world_size": 1, "tensor_parallel": 1, "blocks_per_chunk": 1, "tokens_per_hash": tokens}
+        group = {**GROUP, "tokens_per_block": tokens}
+        factors = {**FACTS, **alone, "model": model, "groups": [group], **facts}
+        super().__init__(daemon.directory, namespace_of(factors, model), 1, LAYERS, 128, PAGE_BYTES)
+        self.asked = self.loaded = self.stored = 0
+
+    def serve(self, keys: Sequence[bytes]) -> int:
+        """One request. Returns how many of its blocks were loaded."""
+        ready = self.lookup(keys)
+        assert self.load(keys[:ready], range(ready)).ok
+        assert self.store(keys[ready:], range(ready, len(keys))).ok
+        self.asked += len(keys)
+        self.loaded += ready
+        self.stored += len(keys) - ready
+        return ready
+
+
+class Lru:
+    """An LRU of whole chains, as a paper would write it: what the daemon's should do."""
+
+    def __init__(self, blocks: int) -> None:
+        self._most = blocks
+        self._kept: OrderedDict[bytes, None] = OrderedDict()
+        self.found = 0
+
+    def serve(self, keys: Sequence[bytes]) -> int:
+        run = next((at for at, key in enumerate(keys) if key not in self._kept), len(keys))
+        for part in (keys[:run], keys[run:]):
+            for key in reversed(part):
+                self._kept[key] = None
+                self._kept.move_to_end(key)
+        while len(self._kept) > self._most:
+            self._kept.popitem(last=False)
+        self.found += run
+        return run
+
+
+def chain(name: object, length: int) -> list[bytes]:
+    return [sha256(f"{name} {at}".encode()).digest() for at in range(length)]
+
+
+def conversations(requests: int) -> Iterator[list[bytes]]:
+    """Requests of people who write, read, and write again, or go."""
+    random = Random(7)
+    lengths: list[int] = []
+    for _ in range(requests):
+        if not lengths or random.random() < 0.3:
+            lengths.append(0)
+        who = max(0, len(lengths) - 1 - int(random.expovariate(1 / 60)))
+        lengths[who] = min(60, lengths[who] + random.randint(2, 9))
+        yield chain(who, lengths[who])
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two looks at the counters need not be a second apart."""
+    monkeypatch.setattr("kvoffd_client.cli.doctor.APART_S", 0.0)
+
+
+class Doctor:
+    """Runs the command in this process; what of its report is looked at in most tests."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+        self.status = -1
+
+    def __call__(self, daemon: DaemonProcess, *options: str) -> dict[str, str]:
+        """The evidence by check."""
+        report = json.loads(self.said(daemon, "--json", *options))
+        self.report = report
+        return {one["check"]: one["evidence"] for one in report["findings"]}
+
+    def said(self, daemon: DaemonProcess, *options: str) -> str:
+        self._capsys.readouterr()
+        self.status = main(["doctor", *options, "--directory", str(daemon.directory)])
+        return self._capsys.readouterr().out
+
+    def fix(self, check: str) -> str:
+        return str(next(one["fix"] for one in self.report["findings"] if one["check"] == check))
+
+
+@pytest.fixture
+def doctor(capsys: pytest.CaptureFixture[str]) -> Doctor:
+    return Doctor(capsys)
+
+
+def percents(text: str) -> list[float]:
+    return [float(word) for word, sign in pairwise(text.split()) if sign.startswith("%")]
+
+
+def test_a_healthy_busy_daemon_pays_off_and_has_no_findings(doctor: Doctor) -> None:
+    with DaemonProcess(POOL, eviction_policy="lru") as daemon, Engine(daemon) as engine:
+        for number in range(400):
+            if number == 99:
+                assert doctor(daemon) == {}
+                assert "99 lookups so far, and 100 are needed" in doctor.report["verdict"][1]
+            engine.serve(chain(number % 20, 30))
+        engine.scheduler.report(2000.0, 500_000.0, 0, 0)
+        wait_until(lambda: not doctor(daemon) and doctor.report["value"]["saved_seconds"] > 0)
+        assert (doctor.status, doctor.report["healthy"], doctor.report["paying_off"]) == (0, True, True)
+        value = doctor.report["value"]
+        assert value["loaded_tokens"] == engine.loaded * TOKENS
+        assert value["needed_tokens"] == engine.asked * TOKENS
+        assert value["saved_seconds"] == pytest.approx(engine.loaded * TOKENS / 2000)
+        assert value["computed_seconds"] == pytest.approx((engine.asked - engine.loaded) * TOKENS / 2000)
+        text = doctor.said(daemon)
+        assert text.startswith("Healthy: kvoffd ")
+        assert f"Paying off: engines loaded {engine.loaded * TOKENS:,} tokens" in text
+        assert text.endswith("No findings.\n")
+
+
+def test_the_pool_is_too_small_and_what_another_size_would_find(doctor: Doctor) -> None:
+    sizes = {part: Lru(int(part * POOL_BLOCKS)) for part in (1, 2, 5)}
+    with DaemonProcess(POOL, eviction_policy="lru") as daemon, Engine(daemon) as engine:
+        for keys in conversations(1500):
+            found = {part: lru.serve(keys) for part, lru in sizes.items()}
+            assert engine.serve(keys) == found[1]
+        (evidence,) = doctor(daemon).values()
+        own, would, evicted = percents(evidence)
+        assert own == pytest.approx(100 * engine.loaded / engine.asked, abs=0.051)
+        size = next(part for part in (2, 5) if f"in {part * 16}.0 MiB" in evidence)
+        assert would == pytest.approx(100 * sizes[size].found / engine.asked, abs=1.5)
+        assert evicted > 1
+        assert f'pool_size = "{16 * size}MiB"' in doctor.fix("pool_too_small")
+
+
+def test_disks_that_wear_out_for_little(doctor: Doctor, tmp_path: Path) -> None:
+    flags = {"disk": f"{tmp_path}=256MiB", "disk_write": "always", "disk_deadline": "60s", "eviction_policy": "lru"}
+    with DaemonProcess(POOL, **flags) as daemon, Engine(daemon) as engine, AdminClient(daemon.directory) as admin:
+        wait_until(lambda: [disk.up for disk in admin.stats().disks] == [True])
+        for number in range(100):
+            engine.serve(chain(number, 30))
+            wait_until(lambda: admin.stats().tiers.demotions_waiting == 0)  # type: ignore[union-attr]
+        wait_until(lambda: admin.stats().disks[0].written_blocks == 3000)
+        assert "disk_writes" in doctor(daemon)
+        assert doctor.status == 1
+        assert "Prompts do not repeat" in doctor.report["verdict"][1]
+        assert 'disk_write = "reuse"' in doctor.fix("disk_writes")
+        for number in range(20):
+            assert engine.serve(chain(number, 30)) == 30, "the pool has the last 68 of them, the disk all"
+        assert "disk_writes" not in doctor(daemon)
+
+
+def test_who_starves_and_who_finds_nothing(doctor: Doctor) -> None:
+    with (
+        DaemonProcess(POOL, eviction_policy="lru") as daemon,
+        Engine(daemon, "greedy") as greedy,
+        Engine(daemon, "polite") as polite,
+        AdminClient(daemon.directory) as admin,
+    ):
+        admin.set_quota(polite.namespace.fingerprint, admin.stats().pool.size_bytes // 4)
+        for number in range(600):
+            polite.serve(chain(f"polite {number % (120 if number % 2 else 20)}", 10))
+            if number % 3:
+                greedy.serve(chain(f"greedy {number}", 10))
+        found = doctor(daemon)
+        asks, _, finds, could = percents(found["starving"])
+        assert found["starving"].startswith("polite (")
+        assert asks == 60.0
+        assert finds == pytest.approx(100 * polite.loaded / polite.asked, abs=0.051)
+        assert could == pytest.approx(100 * 530 / 600, abs=1.5), "70 of 600 requests were the first of their text"
+        assert doctor.fix("starving").endswith(f"{polite.namespace.fingerprint.hex()[:12]} --max 8MiB")
+        assert found["never_hits"].startswith("greedy (")
+        assert "loaded nothing in 400 lookups. Most misses: 100 % never stored" in found["never_hits"]
+
+
+def test_engines_that_do_not_share_and_what_a_rollout_left_behind(doctor: Doctor) -> None:
+    with DaemonProcess(POOL) as daemon, Engine(daemon) as usual:
+        ids = [usual.namespace.fingerprint.hex()[:12]]
+        with Engine(daemon, hash_probe="ab" * 32) as seeded:
+            ids.append(seeded.namespace.fingerprint.hex()[:12])
+            found = doctor(daemon)
+            assert set(found) == {"not_shared"}
+            assert found["not_shared"].endswith("differ: PYTHONHASHSEED differs.")
+            assert sorted(doctor.fix("not_shared").split()[-2:]) == sorted(ids)
+            seeded.serve(chain("x", 8))
+        wait_until(lambda: set(doctor(daemon)) == {"left_behind"})
+        assert doctor.fix("left_behind") == f"kvoffd-cli clear --namespace {ids[1]}"
+        with AdminClient(daemon.directory) as admin:
+            admin.clear(seeded.namespace.fingerprint)
+        assert doctor(daemon) == {}
+        with Engine(daemon, tokens=128) as larger:
+            assert "tokens per block 64 and 128 (--block-size)" in doctor(daemon)["not_shared"]
+            larger.serve(chain("y", 8))
+            usual.close()
+            wait_until(lambda: doctor(daemon) == {})
+            assert larger.serve(chain("y", 8)) == 8
+
+
+def test_what_else_is_said_of_traffic(doctor: Doctor) -> None:
+    with DaemonProcess(POOL, eviction_policy="lru") as daemon, Engine(daemon, "short") as short:
+        for number in range(150):
+            short.serve(chain(number // 2, 1 + number % 2))
+        short.scheduler.report(3000.0, 400.0, 17, 3)
+        found = wait_until(lambda: (found := doctor(daemon)).get("slow_copies") and found)
+        assert isinstance(found, dict)
+        assert found["few_blocks"].endswith(": prompts have 1.5 whole blocks of 64 tokens.")
+        assert "engines skipped 17 loads and 3 stores in 150 lookups" in found["slow_copies"]
+        assert "compute 3,000 tokens/s, and load 400." in found["slow_copies"]
+
+
+def test_an_engine_without_its_workers(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffd_client.cli.findings.CONNECTING_S", 0.0)
+    with DaemonProcess(POOL) as daemon:
+        assert set(doctor(daemon)) == {"no_engine"}
+        with Engine(daemon) as engine:
+            assert doctor(daemon) == {}
+            engine.workers[0].close()
+            wait_until(lambda: set(doctor(daemon)) == {"workers_missing"})
+
+
+def test_a_disk_that_fails_and_errors_that_grow(doctor: Doctor, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with DaemonProcess(POOL, disk=f"{tmp_path}/file/below=64MiB") as daemon, Engine(daemon):
+        wait_until(lambda: "disk_failed" in doctor(daemon))
+        assert doctor.status == 1
+        assert doctor.report["verdict"][0].startswith("Not healthy, 1 problem: ")
+        text = doctor.said(daemon)
+        assert "1. warning disk_failed" in text
+        assert "   > systemctl restart kvoffd" in text
+
+
+def test_the_self_test_compares_bytes_and_leaves_nothing(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    with DaemonProcess("64MiB") as daemon, Engine(daemon), AdminClient(daemon.directory) as admin:
+        assert doctor(daemon, "--self-test") == {}
+        test = doctor.report["self_test"]
+        assert (test["problem"], test["bytes"], doctor.status) == ("", 8 << 20, 0)
+        assert "Self-test: 8.00 MiB were stored and loaded, and are the same" in doctor.report["verdict"][2]
+        assert admin.stats().since_start.lookups == 0, "it is in no sum"
+        wait_until(lambda: admin.stats().pool.of("free") == admin.stats().pool.size_bytes)
+        monkeypatch.setattr(FakeEngine, "checksums", lambda self, blocks: list(blocks))
+        doctor(daemon, "--self-test")
+        assert doctor.report["self_test"]["problem"] == "The bytes that were loaded are not those that were stored."
+        assert (doctor.status, doctor.report["healthy"]) == (2, False)
+    with DaemonProcess("4MiB") as daemon:
+        doctor(daemon, "--self-test")
+        assert "set pool_size to 12MiB or more" in doctor.report["self_test"]["problem"]
+
+
+def test_without_a_daemon_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--directory", str(tmp_path)]) == 2
+    assert "There is no kvoffd daemon" in capsys.readouterr().err
+
+
+class Metrics(BaseHTTPRequestHandler):
+    """What vLLM's /metrics say."""
+
+    text: Mapping[str, str] = {}
+
+    def do_GET(self) -> None:
+        body = self.text.get(self.path)
+        self.send_response(200 if body is not None else 404)
+        self.end_headers()
+        self.wfile.write((body or "").encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def metrics(**values: float) -> str:
+    lines = []
+    for name, value in values.items():
+        lines += [f"# TYPE vllm:{name} {'counter' if name.endswith('_total') else 'gauge'}"]
+        lines += [f'vllm:{name}{{model_name="llama",engine="{rank}"}} {value / 2}' for rank in (0, 1)]
+    return "\n".join(lines) + "\n"
+
+
+def test_engines(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        DaemonProcess(POOL) as daemon,
+        Engine(daemon) as engine,
+        ServerThread(ThreadsServer(Metrics)) as server,
+    ):
+        for number in range(40):
+            engine.serve(chain(number % 4, 8))
+        url = f"http://127.0.0.1:{server.port}"
+        hits = engine.loaded * TOKENS
+
+        def checks(text: str) -> set[str]:
+            monkeypatch.setattr(Metrics, "text", {"/metrics": text})
+            return set(doctor(daemon, "--engine", url))
+
+        assert checks("") == {"engine_without"}
+        assert checks(metrics(kvoffd_connected=0)) == {"engine_away"}
+        counted = {"kvoffd_connected": 2, "external_prefix_cache_queries_total": 2 * hits, "kvoffd_lookups_total": 300}
+        assert checks(metrics(**counted, external_prefix_cache_hits_total=hits)) == set()
+        assert checks(metrics(**counted, external_prefix_cache_hits_total=0)) == {"hits_disagree"}
+        assert checks(metrics(**counted, external_prefix_cache_hits_total=2 * hits)) == {"hits_disagree"}
+        late = metrics(**counted, external_prefix_cache_hits_total=hits, kvoffd_late_lookups_total=30)
+        assert checks(late) == {"engine_late"}
+        assert checks(metrics(**counted).replace("llama", "other")) == {"engine_elsewhere"}
+        assert checks("this is {no metric") == {"engine_unreachable"}
+        monkeypatch.setattr(Metrics, "text", {})
+        assert "answers 404" in doctor(daemon, "--engine", f"{url}/metrics")["engine_unreachable"]
+    assert "does not answer" in read_engine(url).problem
+    monkeypatch.setattr("kvoffd_client.cli.doctor.open_admin", None)
+    assert main(["doctor", "--engine", "file:///etc/passwd"]) == 2
+
+
+def test_as_a_command() -> None:
+    with DaemonProcess(POOL) as daemon:
+        done = run_cli("doctor", "--directory", str(daemon.directory))
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "1. info no_engine" in done.stdout
+        assert max(len(line) for line in done.stdout.splitlines() if not line.startswith("   > ")) <= 80

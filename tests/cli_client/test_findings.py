@@ -1,0 +1,429 @@
+"""What doctor finds: every kind of finding is brought about, a healthy busy daemon has none, and none contradict."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from kvoffd_client.cli.doctor import report_of
+from kvoffd_client.cli.findings import CHECKS, KINDS, LEVELS, Engine, Facts, find, value_of
+from kvoffd_client.cli.machine import FileSystem, Machine
+from kvoffd_proto.admin import NamespaceInfo, SessionInfo
+from kvoffd_proto.messages import GroupSpec, Role
+from kvoffd_proto.stats import (
+    CopyStats,
+    DaemonStats,
+    DiskStats,
+    Histogram,
+    HitCurve,
+    Lifetime,
+    NamespaceStats,
+    PoolStats,
+    Problem,
+    SettingInfo,
+    SharedServer,
+    SharedStats,
+    TieringStats,
+    Window,
+)
+
+GIB = 2**30
+SIZES = ("0.1", "0.2", "0.5", "1", "2", "5", "10")
+FLAT = (10, 30, 60, 60, 60, 60, 60)
+RISING = (4, 6, 17, 26, 33, 36, 36)
+NAMES = ("llama", "qwen")
+
+
+def curve(percents: tuple[float, ...] = FLAT, found: float = 60, asked: int = 1_000_000) -> HitCurve:
+    ratios = {size: at / 100 for size, at in zip(SIZES, percents, strict=True)}
+    return HitCurve(asked, round(asked * found / 100), ratios)
+
+
+def fingerprint(number: int) -> bytes:
+    return bytes([number]) * 32
+
+
+def traffic(**changes: Any) -> dict[str, Any]:
+    """10,000 keys: half were loaded, a tenth the engines had themselves, the others had never been stored."""
+    return {
+        "lookups": 1000, "asked_keys": 10_000, "loaded_keys": 5000, "not_needed_keys": 1000,
+        "misses": {"unknown": 4000}, "found_keys": {"pool": 6000}, "asked_tokens": 160_000, "loaded_tokens": 80_000,
+        "saved_seconds": 20.0, "loaded_bytes": 10 * GIB, "stored_bytes": 20 * GIB, "stored_blocks": 8000,
+    } | changes  # fmt: skip
+
+
+def counted(number: int = 1, **changes: Any) -> NamespaceStats:
+    found = {"ready_blocks": 8000, "ready_bytes": 16 * GIB, "prefill_tokens_per_second": 4000.0, "curve": curve()}
+    id_ = fingerprint(number).hex()
+    return NamespaceStats(id=id_[:12], model=NAMES[number - 1], fingerprint=id_, **(traffic() | found | changes))
+
+
+def info(
+    number: int = 1, label: str = "", sessions: int = 2, shard_bytes: int = 2**21, **fields: object
+) -> NamespaceInfo:
+    label = label or NAMES[number - 1]
+    described = json.dumps({"model": label, "tokens_per_hash": 16, **fields})
+    return NamespaceInfo(
+        fingerprint(number),
+        label,
+        1,
+        32,
+        [GroupSpec("full", 16)],
+        [[shard_bytes]],
+        8000,
+        16 * GIB,
+        0,
+        sessions,
+        described,
+    )
+
+
+def session(number: int, role: Role, age_s: float = 3600.0) -> SessionInfo:
+    return SessionInfo(number, role, "m", "vllm", 7, 0, age_s, 1.0, 0, 0, 0, 0, 0, [fingerprint(1)])
+
+
+ENGINE = Engine(
+    {
+        "vllm:kvoffd_connected": 1, "vllm:kvoffd_lookups_total": 1000, "vllm:external_prefix_cache_hits_total": 80_000,
+        "vllm:external_prefix_cache_queries_total": 160_000,
+    },
+    frozenset({"llama"}),
+)  # fmt: skip
+STATS = DaemonStats(
+    version="0.2.0",
+    policy="learned",
+    uptime_seconds=7200.0,
+    requests=100_000,
+    errors={"NOT_READY": 3},
+    pool=PoolStats(
+        size_bytes=20 * GIB,
+        bytes={"ready": 16 * GIB, "free": 4 * GIB},
+        index_counted_bytes=2**20,
+        index_limit_bytes=2**30,
+    ),
+    store=CopyStats(jobs=5000, failed_jobs=2),
+    load=CopyStats(jobs=5000),
+    since_start=Window(seconds=7200.0, **traffic()),
+    last_hour=Window(seconds=3600.0, **traffic()),
+    namespaces=[counted()],
+    curve=curve(),
+    curve_seen_bytes=16 * GIB,
+    loop_blocked_seconds=Histogram({"0.001": 9900, "0.01": 10_000, "+Inf": 10_000}, 5.0),
+    settings=[SettingInfo("pin_pool", "start", True), SettingInfo("pool_file", "", True)],
+)
+MACHINE = Machine(
+    pid=7, memory_bytes=64 * GIB, available_bytes=20 * GIB, memlock_bytes=2**26, open_files=80, open_files_limit=65536,
+    huge_pages="advise", shm=FileSystem(32 * GIB, 32 * GIB), memory_limit_bytes=40 * GIB, memory_used_bytes=22 * GIB,
+)  # fmt: skip
+BUSY = Facts(
+    STATS,
+    [info()],
+    [session(1, Role.SCHEDULER), session(2, Role.WORKER)],
+    MACHINE,
+    structs.replace(STATS, uptime_seconds=7199.0, requests=99_000),
+    {"http://engine:8000": ENGINE},
+)
+DISK = DiskStats(
+    "/mnt/nvme0", True, "serving", size_bytes=500 * GIB, used_bytes=100 * GIB, physical_bytes=100 * GIB, blocks=50_000,
+    oldest_seconds=90_000.0, read_bytes=10 * GIB, written_bytes=20 * GIB,
+)  # fmt: skip
+STORE = SharedStats("redis://valkey:6379", True, servers=[SharedServer("valkey-0:6379", True)])
+
+
+def facts(stats: dict[str, Any] | None = None, **changes: Any) -> Facts:
+    return Facts(**{name: getattr(BUSY, name) for name in Facts.__dataclass_fields__} | changes | (
+        {"stats": structs.replace(STATS, **stats)} if stats else {}
+    ))  # fmt: skip
+
+
+def space(**changes: Any) -> Facts:
+    """The only namespace has other counts, and so have all together."""
+    counts = {name: value for name, value in changes.items() if name in Window.__struct_fields__}
+    return facts({
+        "namespaces": [counted(**changes)],
+        "since_start": Window(seconds=7200.0, **traffic(**counts)),
+        "last_hour": Window(seconds=3600.0, **traffic(**counts)),
+    })  # fmt: skip
+
+
+def machine(**changes: Any) -> Facts:
+    return facts(machine=replace(MACHINE, **changes))
+
+
+def engine(**changes: float) -> Facts:
+    named = {f"vllm:{name}": value for name, value in changes.items()}
+    return facts(engines={"http://engine:8000": Engine({**ENGINE.metrics, **named}, ENGINE.models)})
+
+
+def with_disk(place: FileSystem | None = None, **changes: Any) -> Facts:
+    disk = structs.replace(DISK, **changes)
+    tiers = TieringStats(write_mode="always")
+    return facts(
+        {"disks": [disk], "tiers": tiers}, machine=replace(MACHINE, disks={"/mnt/nvme0": place} if place else {})
+    )
+
+
+HALF = structs.replace(info(2, "llama"), sessions=0)
+EVICTED = {"misses": {"evicted": 3000, "unknown": 1000}}
+CASES: dict[str, Facts] = {
+    **{
+        reason: facts({"health_problems": [Problem(reason, f"The sentence of {reason}.")]})
+        for reason in list(KINDS)[: list(KINDS).index("errors")]
+    },
+    "errors": facts({"errors": {"NOT_READY": 103}}),
+    "failed_stores": facts({"store": CopyStats(jobs=1000, failed_jobs=50)}),
+    "failed_loads": facts({"load": CopyStats(jobs=1000, failed_jobs=50)}),
+    "loop_blocked": facts({"loop_blocked_seconds": Histogram({"0.01": 900, "0.1": 1000, "+Inf": 1000}, 9.0)}),
+    "no_engine": facts(sessions=[], namespaces=[], engines={}),
+    "workers_missing": facts(sessions=[session(1, Role.SCHEDULER)]),
+    "out_of_memory": machine(oom_kills=1, memory_cgroup="/sys/fs/cgroup/kvoffd"),
+    "memory_limit": machine(memory_used_bytes=39 * GIB),
+    "memory_low": machine(available_bytes=GIB),
+    "swapped": machine(swapped_bytes=GIB),
+    "open_files": machine(open_files=600, open_files_limit=1024),
+    "huge_pages": machine(huge_pages="never"),
+    "numa": facts(
+        {"pool": structs.replace(STATS.pool, numa_remote_slots=4000)}, machine=Machine(numa_nodes=2)
+    ),
+    "shm_full": facts(
+        {"settings": [SettingInfo("pool_file", "/dev/shm/kvoffd.pool", False)]},
+        machine=Machine(shm=FileSystem(20 * GIB, GIB // 4)),
+    ),
+    "shm_small": facts(
+        machine=Machine(shm=FileSystem(2**26, 2**26)), namespaces=[structs.replace(info(), world_size=2)],
+        sessions=[session(1, Role.WORKER)] * 2,
+    ),
+    "cuda": machine(driver="570.86", cuda_problem="libcuda.so.1: cannot open shared object file"),
+    "not_pinned": machine(driver="570.86", memlock_bytes=None),
+    "memlock": machine(driver="570.86"),
+    "disk_space": with_disk(FileSystem(600 * GIB, 300 * GIB)),
+    "spinning_disk": with_disk(FileSystem(600 * GIB, 500 * GIB, True)),
+    "disk_too_small": with_disk(used_bytes=499 * GIB, physical_bytes=500 * GIB, oldest_seconds=600.0),
+    "store_server": facts(
+        {"shared": [structs.replace(STORE, servers=[SharedServer("valkey-1:6379", False, "Refused.")])]}
+    ),
+    "tier_late": space(misses={"tier_late": 500, "unknown": 3500}, found_keys={"pool": 4000, "disk": 2000}),
+    "disk_writes": with_disk(written_bytes=200 * GIB),
+    "not_shared": facts(namespaces=[info(1), info(2, "llama", tokens_per_hash=64)]),
+    "left_behind": facts(namespaces=[HALF, info(1, tokens_per_hash=64)]),
+    "small_blocks": facts(namespaces=[info(shard_bytes=4096)]),
+    "few_blocks": space(lookups=8000),
+    "index_full": facts({"pool": structs.replace(STATS.pool, index_counted_bytes=2**30, bytes={"ready": 5 * GIB})}),
+    "pool_too_small": facts({"curve": curve(RISING, 26), "curve_seen_bytes": 200 * GIB}),
+    "thrash": space(**EVICTED),
+    "pool_too_large": facts({"curve_seen_bytes": GIB}),
+    "starving": facts(
+        {
+            "namespaces": [counted(), counted(2, ready_bytes=GIB, curve=curve(RISING, 5))],
+            "curve": curve(asked=2_000_000),
+        }
+    ),
+    "stores_nothing": facts({"namespaces": [counted(), counted(2, loaded_keys=0, not_needed_keys=0, stored_bytes=0)]}),
+    "never_hits": facts(
+        {"namespaces": [counted(), counted(2, loaded_keys=0, not_needed_keys=0, curve=curve((0,) * 7, 0))]}
+    ),
+    "slow_copies": space(skipped_loads=60, load_tokens_per_second=800.0),
+    "many_stores": facts({"policy": "lru", "since_start": Window(**traffic(stored_bytes=200 * GIB))}),
+    "engine_unreachable": facts(engines={"http://engine:8000": Engine(problem="It does not answer.")}),
+    "engine_without": facts(engines={"http://engine:8000": Engine({"vllm:num_requests_running": 1.0})}),
+    "engine_away": engine(kvoffd_connected=0),
+    "engine_elsewhere": facts(engines={"http://engine:8000": Engine(ENGINE.metrics, frozenset({"other"}))}),
+    "engine_late": engine(kvoffd_late_lookups_total=120),
+    "engine_failed_loads": engine(kvoffd_failed_loads_total=40),
+    "hits_disagree": engine(external_prefix_cache_hits_total=0),
+}  # fmt: skip
+
+
+def kinds(given: Facts) -> set[str]:
+    return {one.check for one in find(given)}
+
+
+def test_a_healthy_busy_daemon_has_no_findings() -> None:
+    report = report_of(BUSY)
+    assert report.findings == []
+    assert (report.healthy, report.paying_off, report.status) == (True, True, 0)
+    assert report.verdict == [
+        "Healthy: kvoffd 0.2.0, up for 2 h, with 1 engine.",
+        # Of 160,000 tokens the engines had a tenth themselves; 64,000 were computed, at 4,000 a second.
+        "Paying off: engines loaded 80,000 tokens and did not compute them, 55.6 % of what they needed. That saved "
+        "20.0 s of prefill; 16.0 s were computed.",
+    ]
+
+
+@pytest.mark.parametrize("check", [check for check in KINDS if check != "broken_check"])
+def test_each_finding_is_brought_about_and_alone(check: str) -> None:
+    given = CASES[check]
+    found = find(given)
+    assert [one.check for one in found] == [check]
+    (one,) = found
+    assert one.level in LEVELS
+    assert one.evidence.endswith((".", "!"))
+    assert one.meaning.endswith(".")
+    assert one.fix
+    assert "{" not in one.fix.replace('{"kv_connector"', "")
+    assert report_of(given).status == {"error": 2, "warning": 1, "info": 0}[one.level]
+
+
+def test_a_check_that_fails_is_a_finding_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def boom(given: Facts) -> Any:
+        raise ZeroDivisionError("no")
+
+    monkeypatch.setattr("kvoffd_client.cli.findings.CHECKS", (boom, *CHECKS))
+    found = find(CASES["swapped"])
+    assert [one.check for one in found] == ["swapped", "broken_check"]
+    assert found[1].evidence == "boom failed: ZeroDivisionError: no."
+
+
+def test_every_other_error_and_warning_comes_before_what_is_only_worth_knowing() -> None:
+    problems = [Problem("disk_hangs", "A."), Problem("pool_corrupt", "B.")]
+    many = facts({"health_problems": problems, "curve_seen_bytes": GIB}, sessions=[session(1, Role.SCHEDULER)])
+    assert [one.check for one in find(many)] == ["pool_corrupt", "disk_hangs", "workers_missing", "pool_too_large"]
+    assert report_of(many).verdict[0].startswith("Not healthy, 3 problems: ")
+    down = facts({"ready": False, "health_problems": [Problem("stopping", "The daemon is stopping.")]})
+    assert report_of(down).status == 2
+
+
+def test_the_verdict_on_what_it_brought() -> None:
+    assert value_of(BUSY).needed_tokens == 144_000
+    early = space(lookups=99)
+    assert "Too early to say whether it pays off: 99 lookups so far, and 100 are needed." in report_of(early).verdict
+    assert "no lookup so far" in report_of(Facts(DaemonStats())).verdict[1]
+    nothing = {"loaded_keys": 0, "loaded_tokens": 0, "saved_seconds": 0.0, "loaded_bytes": 0}
+
+    def why(given: Facts) -> str:
+        report = report_of(given)
+        assert report.paying_off is False
+        assert report.verdict[1].startswith("Not paying off: engines loaded 0 tokens. ")
+        return report.verdict[1].removeprefix("Not paying off: engines loaded 0 tokens. ")
+
+    own = space(**nothing, not_needed_keys=9700, misses={"unknown": 300})
+    assert why(own) == "The engines' own caches had 97.0 % of what they asked for."
+    assert why(space(**nothing, stored_blocks=0)).startswith("Engines stored nothing: ")
+    alone = facts({"since_start": Window(**traffic(**nothing)), "curve": curve((0,) * 7, 0)})
+    assert why(alone) == "Prompts do not repeat: 0.0 % would be found with ten times the memory."
+    assert why(space(**nothing)) == "Most misses: 100 % never stored, or gone so long ago that it is forgotten."
+    unknown = facts({"since_start": Window(**traffic(saved_seconds=0.0)), "lifetime": Lifetime(1.0, 10**7, 3600.0)})
+    assert (
+        report_of(unknown)
+        .verdict[1]
+        .endswith("How long computing takes, no engine has reported yet. Since 1970-01-01: 10.0 M tokens and 1 h.")
+    )
+
+
+def test_sizes() -> None:
+    (found,) = find(CASES["pool_too_small"])
+    assert found.evidence == (
+        "Requests find 26.0 % of their tokens in 20.0 GiB, and would find 36.0 % in 100 GiB (estimated for LRU)."
+    )
+    assert found.fix.startswith('pool_size = "100GiB", or disk = ["/mnt/nvme=80GiB"] in kvoffd.toml')
+    assert found.level == "warning"
+    little = facts({"curve": curve(RISING, 34), "curve_seen_bytes": 200 * GIB})
+    assert find(little)[0].level == "info", "two points are worth a sentence"
+    learned_is_better = facts({"curve": curve(RISING, 40), "curve_seen_bytes": 200 * GIB})
+    assert find(learned_is_better) == []
+
+
+def test_what_a_rollout_left_behind_is_named_with_what_differs() -> None:
+    (found,) = find(CASES["left_behind"])
+    assert found.evidence == (
+        "llama (020202020202) has 16.0 GiB, and no engine uses it. Engines use 010101010101 now, with tokens per block "
+        "64, was 16 (--block-size)."
+    )
+    assert found.fix == "kvoffd-cli clear --namespace 020202020202"
+    (beside,) = find(
+        facts(
+            namespaces=[
+                info(1),
+                info(2, "llama", hash_probe="7b" * 32),
+            ]
+        )
+    )
+    assert "differ: PYTHONHASHSEED differs." in beside.evidence
+    assert beside.fix == "kvoffd-cli namespaces diff 010101010101 020202020202"
+    salted = facts(namespaces=[info(1, salt="a"), info(2, "llama", salt="b")])
+    assert find(salted) == [], "that is what a salt is for"
+    empty = facts(namespaces=[structs.replace(HALF, ready_bytes=0), info(1, tokens_per_hash=64)])
+    assert find(empty) == []
+
+
+def test_what_the_daemon_says_is_not_said_twice() -> None:
+    late = {"since_start": Window(**traffic(late_lookups=200))}
+    assert kinds(facts(late)) == {"lookups_late"}
+    twice = find(facts({**late, "health_problems": [Problem("lookups_late", "In the last 100 s ...")]}))
+    assert [one.evidence for one in twice] == ["In the last 100 s ..."]
+
+
+CONTRADICTORY = (
+    {"pool_too_small", "pool_too_large"},
+    {"pool_too_small", "thrash"},
+    {"thrash", "pool_too_large"},
+    {"pool_too_small", "index_full"},
+    {"no_engine", "workers_missing"},
+    {"cuda", "not_pinned", "memlock"},
+    {"out_of_memory", "memory_limit"},
+    {"engine_away", "engine_late"},
+    {"engine_away", "hits_disagree"},
+    {"stores_nothing", "never_hits"},
+)
+
+
+def test_no_two_findings_contradict_each_other() -> None:
+    """Over facts that nobody would make up: whatever is found of one thing, the opposite is not."""
+    dice = random.Random(11)
+    seen: set[str] = set()
+    for _ in range(3000):
+        found = find(chance(dice))
+        checks = [one.check for one in found]
+        assert "broken_check" not in checks, [one.evidence for one in found]
+        for pair in CONTRADICTORY:
+            assert len(pair & set(checks)) <= 1, checks
+        by_subject = [(one.check, one.evidence.split()[0]) for one in found]
+        for subject in ("llama", "qwen"):
+            mine = {check for check, first in by_subject if first == subject}
+            assert not {"few_blocks", "never_hits"} <= mine
+            assert not {"starving", "never_hits"} <= mine
+        seen |= set(checks)
+    assert seen >= {"pool_too_small", "pool_too_large", "thrash", "starving", "never_hits", "few_blocks", "no_engine"}
+
+
+def chance(dice: random.Random) -> Facts:
+    def some(*values: Any) -> Any:
+        return dice.choice(values)
+
+    def curves() -> HitCurve | None:
+        most = some(0.0, 3.0, 100.0)
+        at = sorted(dice.random() * most for _ in SIZES)
+        return some(None, curve(tuple(at), some(0, at[3], dice.random() * 100), some(0, 1, 10**6)))
+
+    def counts() -> dict[str, Any]:
+        misses = {reason: dice.randrange(5000) for reason in ("unknown", "evicted", "tier_late") if dice.random() < 0.5}
+        return {
+            "lookups": some(0, 99, 1000, 9000), "asked_keys": some(0, 5000, 10_000), "loaded_keys": some(0, 4000),
+            "not_needed_keys": some(0, 1000, 9500), "misses": misses, "stored_bytes": some(0, GIB, 90 * GIB),
+            "stored_blocks": some(0, 4000), "loaded_bytes": some(0, GIB), "loaded_tokens": some(0, 80_000),
+            "skipped_loads": some(0, 30), "late_lookups": some(0, 600),
+        }  # fmt: skip
+
+    spaces = [
+        counted(number, **counts(), ready_bytes=some(0, GIB, 16 * GIB), curve=curves(), quota_bytes=some(None, GIB))
+        for number in (1, 2)[: some(0, 1, 2)]
+    ]
+    stats = structs.replace(
+        STATS, namespaces=spaces, since_start=Window(**traffic(**counts())), last_hour=Window(**traffic(**counts())),
+        curve=curves(), curve_seen_bytes=some(0, GIB, 15 * GIB, 200 * GIB), uptime_seconds=some(7199.5, 9000.0),
+        policy=some("lru", "learned"),
+        pool=structs.replace(STATS.pool, index_counted_bytes=some(0, 2**30), bytes={"ready": some(0, 5 * GIB)}),
+    )  # fmt: skip
+    gpu = {"driver": some("", "570"), "cuda_problem": some("", "no"), "memlock_bytes": some(None, 1)}
+    place = Machine(oom_kills=some(0, 1), memory_limit_bytes=some(None, GIB), memory_used_bytes=GIB, **gpu)
+    there = [session(1, Role.SCHEDULER), session(2, Role.WORKER)][: some(0, 1, 2)]
+    named = {
+        name: some(0.0, 900.0) for name in ("vllm:kvoffd_late_lookups_total", "vllm:external_prefix_cache_hits_total")
+    }
+    engines = {"http://e": Engine({**ENGINE.metrics, **named, "vllm:kvoffd_connected": some(0, 1)}, ENGINE.models)}
+    return Facts(stats, [info(1), info(2)][: some(0, 1, 2)], there, place, some(None, STATS), some({}, engines))

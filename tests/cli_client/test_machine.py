@@ -1,0 +1,117 @@
+"""What doctor sees of the machine: over files as Linux writes them, and over this machine."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+import pytest
+
+from kvoffd_client.cli.machine import Machine, look_at
+
+GIB = 2**30
+LIMITS = """Limit                     Soft Limit           Hard Limit           Units
+Max locked memory         8388608              unlimited            bytes
+Max open files            1024                 524288               files
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A machine with 64 GiB, some in the swap, an NVIDIA driver, two NUMA nodes, and the daemon as process 7."""
+    files = {
+        "proc/meminfo": "MemTotal: 67108864 kB\nMemAvailable: 1048576 kB\nSwapTotal: 2048 kB\nSwapFree: 1024 kB\n",
+        "proc/7/limits": LIMITS,
+        "proc/7/smaps_rollup": "00400000-7ffc [rollup]\nRss: 9000 kB\nSwap: 512 kB\n",
+        "proc/7/fd/0": "",
+        "proc/7/fd/1": "",
+        "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.10  Thu\nGCC: 12\n",
+        "proc/driver/nvidia/gpus/0000:01:00.0/information": "",
+        "sys/kernel/mm/transparent_hugepage/shmem_enabled": "always within_size advise [never] deny force\n",
+        "sys/devices/system/node/node0/x": "",
+        "sys/devices/system/node/node1/x": "",
+    }  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def put(directory: Path, **texts: str) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (directory / name.replace("__", ".")).write_text(text)
+
+
+def test_what_linux_shows(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr("kvoffd_client.cli.machine.ctypes.CDLL", absent)
+    seen = look_at(7, [], root)
+    assert (seen.memory_bytes, seen.available_bytes, seen.swapped_bytes) == (64 * GIB, GIB, 512 * 1024)
+    assert (seen.memlock_bytes, seen.open_files, seen.open_files_limit) == (8388608, 2, 1024)
+    assert (seen.huge_pages, seen.numa_nodes, seen.driver) == ("never", 2, "570.86.10")
+    assert seen.cuda_problem == "libcuda.so.1: cannot open shared object file"
+    (root / "proc/7/limits").write_text(LIMITS.replace("8388608  ", "unlimited"))
+    assert look_at(7, [], root).memlock_bytes is None
+    (root / "proc/meminfo").write_text("SwapTotal: 9 kB\nSwapFree: 9 kB\n")
+    assert look_at(7, [], root).swapped_bytes == 0, "the kernel walks all of a pool to count what of it is swapped"
+
+
+def test_of_a_process_that_is_not_here_nothing_is_made_up(root: Path) -> None:
+    seen = look_at(0, [str(root / "nowhere")], root)
+    assert (seen.memlock_bytes, seen.open_files_limit, seen.open_files, seen.swapped_bytes) == (None, None, 0, 0)
+    assert (seen.memory_limit_bytes, seen.disks, seen.shm) == (None, {}, None)
+    assert look_at(0, [], root / "nothing") == Machine()
+
+
+def test_the_tightest_limit_of_the_cgroups_counts_without_file_cache(root: Path) -> None:
+    (root / "proc/7/cgroup").write_text("0::/system.slice/kvoffd.service\n")
+    mount = root / "sys/fs/cgroup"
+    put(mount / "system.slice/kvoffd.service", memory__max="max\n", memory__current="900\n")
+    put(
+        mount / "system.slice", memory__max="4000\n", memory__high="2000\n", memory__current="1500\n",
+        memory__stat="anon 5\ninactive_file 400\n", memory__events="low 0\noom_kill 3\n",
+    )  # fmt: skip
+    seen = look_at(7, [], root)
+    assert (seen.memory_limit_bytes, seen.memory_used_bytes, seen.oom_kills) == (2000, 1100, 3)
+    assert seen.memory_cgroup == str(mount / "system.slice")
+    put(mount, memory__max="1000\n", memory__current="1000\n")
+    assert look_at(7, [], root).memory_limit_bytes == 1000, "in a container the mount is its own"
+
+
+def test_cgroups_of_version_1(root: Path) -> None:
+    (root / "proc/7/cgroup").write_text("4:cpu,memory:/docker/abc\n0::/\n")
+    mount = root / "sys/fs/cgroup/memory"
+    put(mount, memory__limit_in_bytes=f"{2**63 - 4096}\n", memory__usage_in_bytes="5\n")
+    assert look_at(7, [], root).memory_limit_bytes is None
+    put(
+        mount / "docker/abc", memory__limit_in_bytes="3000\n", memory__usage_in_bytes="2500\n",
+        memory__stat="total_inactive_file 500\n", memory__oom_control="oom_kill_disable 0\noom_kill 1\n",
+    )  # fmt: skip
+    seen = look_at(7, [], root)
+    assert (seen.memory_limit_bytes, seen.memory_used_bytes, seen.oom_kills) == (3000, 2000, 1)
+
+
+def test_where_disks_lie(root: Path) -> None:
+    device = root.stat().st_dev
+    block = root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"
+    (seen,) = look_at(7, [str(root)], root).disks.values()
+    room = os.statvfs(root)
+    assert (seen.size_bytes, seen.rotational) == (room.f_blocks * room.f_frsize, None)
+    assert 0 < seen.free_bytes <= seen.size_bytes
+    put(block / "queue", rotational="0\n")
+    assert look_at(7, [str(root)], root).disks[str(root)].rotational is False
+    put(block / "queue", rotational="1\n")
+    assert look_at(7, [str(root)], root).disks[str(root)].rotational is True
+
+
+def test_this_machine() -> None:
+    seen = look_at(os.getpid(), ["/"])
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert seen.open_files_limit == (None if soft == resource.RLIM_INFINITY else soft)
+    assert 0 < seen.available_bytes <= seen.memory_bytes
+    assert seen.open_files > 2
+    assert "/" in seen.disks

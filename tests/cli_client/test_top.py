@@ -1,0 +1,234 @@
+"""The screen of ``top``, drawn of made-up statistics: rates, restarts, low and narrow screens, names, ASCII."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pytest
+from msgspec import structs
+from rich.cells import cell_len
+from rich.console import Console
+
+from kvoffd_client.cli.show import Engine
+from kvoffd_client.cli.top import SORTS, VIEWS, History, Pen, Reading, Screen
+from kvoffd_proto.admin import HealthLevel, PolicyClass, PolicyDescribed
+from kvoffd_proto.stats import (
+    DaemonStats,
+    DiskStats,
+    HitCurve,
+    Lifetime,
+    NamespaceStats,
+    PoolStats,
+    Problem,
+    SharedServer,
+    SharedStats,
+    TieringStats,
+    Window,
+)
+
+GIB = 2**30
+
+
+def counts(at: int, times: int = 1) -> dict[str, object]:
+    """After ``at`` seconds with 100 keys a second: a half loaded, a tenth not needed."""
+    keys = 100 * times * at
+    misses = {"evicted": keys * 3 // 10, "unknown": keys // 10}
+    return {
+        "lookups": keys // 10, "asked_keys": keys, "loaded_keys": keys // 2, "not_needed_keys": keys // 10,
+        "misses": misses, "loaded_tokens": 8 * keys, "saved_seconds": keys / 100, "loaded_bytes": keys << 20,
+        "stored_bytes": keys << 19, "evicted_blocks": keys // 5,
+    }  # fmt: skip
+
+
+def stats(at: int, names: tuple[str, ...] = ("llama", "qwen"), uptime_s: float | None = None) -> DaemonStats:
+    spaces = [
+        NamespaceStats(id=f"{number:012x}", model=name, fingerprint=f"{number:064x}", ready_blocks=1000 * number,
+                       ready_bytes=number * GIB, **counts(at, number))  # type: ignore[arg-type]
+        for number, name in enumerate(names, 1)
+    ]  # fmt: skip
+    total = Window(seconds=100.0 + at, **counts(at, sum(range(1, len(names) + 1))))  # type: ignore[arg-type]
+    return DaemonStats(
+        version="0.2.0",
+        policy="learned",
+        uptime_seconds=100.0 + at if uptime_s is None else uptime_s,
+        pool=PoolStats(
+            size_bytes=10 * GIB, bytes={"ready": 5 * GIB, "filling": GIB, "free": 4 * GIB}, pinned_bytes=GIB
+        ),
+        since_start=total,
+        last_hour=total,
+        last_minute=total,
+        namespaces=spaces,
+        curve=HitCurve(1000, 600, {"0.5": 0.5, "1": 0.6, "2": 0.7}),
+        health=HealthLevel.DEGRADED,
+        health_problems=[Problem("disk_hangs", "A call to the disk does not return.")],
+        disks=[DiskStats("/mnt/nvme0", True, "serving", size_bytes=GIB, used_bytes=GIB // 4, errors={"corrupt": 2})],
+        tiers=TieringStats(promoted_bytes=GIB),
+        shared=[SharedStats("redis://valkey", True, servers=[SharedServer("valkey-1", False, "Refused.")])],
+    )
+
+
+class Recorded(StringIO):
+    encoding = "ascii"  # type: ignore[assignment]
+
+
+def drawn(screen: Screen, width: int = 80, height: int = 24, *, plain: bool = False) -> list[str]:
+    stream = Recorded() if plain else StringIO()
+    console = Console(file=stream, width=width, height=height, force_terminal=True, legacy_windows=False)
+    lines = screen.lines(console)
+    assert len(lines) <= height
+    assert all(line.cell_len <= width for line in lines)
+    return [line.plain for line in lines]
+
+
+@pytest.fixture
+def screen() -> Screen:
+    """After ten seconds of traffic."""
+    made = Screen(1.0, clock="14:05:22")
+    for at in range(11):
+        made.reading = Reading(stats(at))
+        made.history.add(made.reading.stats)
+    return made
+
+
+def test_the_screen(screen: Screen) -> None:
+    lines = drawn(screen)
+    text = "\n".join(lines)
+    assert lines[0].startswith("kvoffd 0.2.0  ")
+    assert "up 1 min 50 s  learned" in lines[0]
+    assert "DEGRADED: 1 problem" in lines[0]
+    assert lines[0].endswith("14:05:22")
+    assert lines[1].startswith("Pool [█████")
+    assert lines[1].endswith("] 60.0 % of 10.0 GiB")
+    assert lines[2].strip() == "ready 5.00 GiB  filling 1.00 GiB  free 4.00 GiB  pinned 1.00 GiB"
+    assert lines[3] == "Saved   30.0 s of prefill, 24,000 tokens loaded"
+    now = next(line for line in lines if line.startswith("now"))
+    # 300 keys a second of which 8 tokens each were loaded; of 1 MiB each key.
+    assert now.split() == ["now", "2,400", "300", "50.0%", "10.0%", "40.0%", "315", "MB", "157", "MB"]
+    whole = next(line for line in lines if line.startswith("since start"))
+    assert whole.split()[2:4] == ["218", "27"], "in 110 seconds"
+    assert "Misses  evicted 75.0%  unknown 25.0%" in lines
+    assert "Found   60% of tokens; LRU would, by pool size: 0.5x 50%  1x 60%  2x 70%" in lines
+    assert "2,400 tokens/s not computed" in text
+    names = [line for line in lines if "0000000000" in line]
+    assert [line.split()[0] for line in names] == ["qwen", "llama"], "by tokens, the most first"
+    assert names[0].split()[4:] == ["1,600", "200", "50.0%", "40.0%", "evicted"]
+    assert any(line.startswith("! disk_hangs: A call") for line in lines)
+    assert lines[-1].startswith("1 all  2 clients  3 tiers  4 policy")
+
+
+def test_a_restart_empties_the_rates(screen: Screen) -> None:
+    again = stats(0, uptime_s=0.5)
+    screen.reading = Reading(again)
+    screen.history.add(again)
+    now = next(line for line in drawn(screen) if line.startswith("now"))
+    assert now.split()[1:3] == ["-", "-"]
+    later = stats(1, uptime_s=1.5)
+    screen.reading = Reading(later)
+    screen.history.add(later)
+    now = next(line for line in drawn(screen) if line.startswith("now"))
+    assert now.split()[1:3] == ["2,400", "300"]
+
+
+def test_now_is_of_the_last_seconds_and_the_samples_are_bounded() -> None:
+    history = History()
+    for at in range(0, 5000, 2):
+        history.add(stats(at, uptime_s=float(at)))
+    idle = stats(4998, uptime_s=5000.0)
+    history.add(idle)
+    assert history.now().asked_keys == 600, "of the last three seconds: two without anything"
+    assert len(history.series("loaded_tokens", 10_000)) < 1000
+    assert history.series("loaded_tokens", 3) == [2400.0, 2400.0, 0.0]
+    new = NamespaceStats(id="new", **counts(7))  # type: ignore[arg-type]
+    assert history.now_of(new).asked_keys == 700, "it was not there before"
+    for at in (5001.0, 5002.0):
+        history.add(stats(4998, tuple(map(str, range(101))), uptime_s=at))
+    history.add(stats(4998, tuple(map(str, range(101))), uptime_s=5006.0))
+    assert history.now_of(new).asked_keys == 0, "it may have been one of the others"
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (40, 10), (20, 4), (8, 2), (1, 1), (200, 60)])
+def test_every_view_fits_every_screen(screen: Screen, view: str, width: int, height: int) -> None:
+    screen.view, screen.paused, screen.away = view, True, "No answer since 14:05:23: There is no kvoffd daemon."
+    classes = [PolicyClass(f"class {number}", 0.1, 0.5, 0.3, GIB, 1.5, "short") for number in range(50)]
+    policy = PolicyDescribed(1, "learned", 9, 9, 3, 9, GIB, GIB, True, classes)
+    engines = [Engine(f"engine {number}", [bytes([number]) * 32], 1, 2, [7]) for number in range(50)]
+    screen.reading = Reading(stats(10, tuple(f"model-{number}" * 9 for number in range(50))), engines, policy)
+    drawn(screen, width, height)
+    drawn(screen, width, height, plain=True)
+
+
+def test_a_low_screen_keeps_what_matters(screen: Screen) -> None:
+    screen.reading = Reading(stats(10, tuple("abcdefgh")))
+    shown = "\n".join(drawn(screen, 80, 16))
+    assert "Pool [" in shown
+    assert "! disk_hangs" in shown
+    assert shown.count("0000000000") == 3, "of namespaces at least so many"
+    assert "Loaded  " not in shown
+    assert "\n".join(drawn(screen, 80, 60)).count("0000000000") == 8
+    assert "Pool [" in "\n".join(drawn(screen, 80, 5))
+
+
+def test_names_cannot_move_the_cursor_and_their_ids_stay_whole(screen: Screen) -> None:
+    evil = ("\x1b[2Jevil\r\nname", "模型" * 40, "\u202egnip", "a" * 300)
+    screen.reading = Reading(stats(10, evil))
+    lines = drawn(screen, 80, 40)
+    assert all(line.isprintable() for line in lines)
+    rows = [line for line in lines if "00000000000" in line]
+    assert len(rows) == 4
+    assert {cell_len(line.split("GiB")[0]) for line in rows} == {cell_len(rows[0].split("GiB")[0])}, (
+        "columns are straight"
+    )
+    assert any(line.startswith("?[2Jevi") for line in rows)
+
+
+def test_ascii(screen: Screen) -> None:
+    lines = drawn(screen, plain=True)
+    assert all(line.replace("µ", "u").isascii() for line in lines)
+    assert lines[1].startswith("Pool [#####")
+
+
+def test_other_views(screen: Screen) -> None:
+    screen.view = "clients"
+    assert "No answer so far." in drawn(screen)[2], "it was not asked for them yet"
+    screen.reading = Reading(stats(1), [])
+    assert "No engine is connected." in drawn(screen)
+    engine = Engine("vllm 7", [bytes.fromhex("000000000001") + bytes(26)], 1, 4, [7], 12, GIB, 3, 8 * GIB)
+    screen.reading = Reading(stats(1), [engine])
+    assert drawn(screen)[3].split() == [
+        "vllm", "7", "000000000001", "llama", "4", "12", "1.00", "GiB", "3", "8.00", "GiB"
+    ]  # fmt: skip
+    screen.view = "tiers"
+    text = "\n".join(drawn(screen))
+    assert "  2 corrupt: blocks read back were not as they were written: a bad drive" in text
+    assert "  valkey-1 is down. Refused." in text
+    screen.reading = Reading(structs.replace(stats(1), disks=[], shared=[], tiers=None))
+    assert "The configuration has no disk and no shared store." in drawn(screen)
+    screen.view = "policy"
+    lru = PolicyDescribed(1, "lru", 0, 0, 0, 0, 0, 0, False, [])
+    screen.reading = Reading(stats(1), None, lru)
+    assert "It does not learn, or nothing was asked for so far." in drawn(screen)
+    learned = PolicyDescribed(
+        1, "learned", 9, 30_000, 4000, 2**20, 9 * GIB, 8 * GIB, True,
+        [PolicyClass("old turn 4", 0.5, 0.8, 0.3, 2 * GIB, 1.25, "old")],
+    )  # fmt: skip
+    screen.reading = Reading(stats(1), None, learned)
+    lines = drawn(screen)
+    assert "9 requests found 9.00 GiB; with lru it would have been 8.00 GiB." in lines
+    assert lines[9].split() == ["50.0", "%", "80.0", "%", "0.3", "2.00", "GiB", "1.250", "old"]
+
+
+def test_totals_of_earlier_runs_and_an_empty_daemon() -> None:
+    screen = Screen(1.0, Reading(structs.replace(stats(1), lifetime=Lifetime(1.0, 10**9, 7200.0))))
+    screen.history.add(screen.reading.stats)  # type: ignore[union-attr]
+    assert "Saved   3.00 s of prefill, 2,400 tokens loaded; 2 h in all" in drawn(screen)
+    empty = Screen(1.0, Reading(DaemonStats()))
+    empty.history.add(DaemonStats())
+    for empty.sort in SORTS:
+        assert "No namespace: no engine has connected so far." in drawn(empty)
+
+
+def test_sparks_go_from_nothing_to_the_largest() -> None:
+    assert Pen(80, False).spark([0, 1, 50, 100], 6) == "   ▁▄█"
+    assert Pen(80, True).spark([0, 1, 50, 100], 3) == ".=%"
+    assert Pen(80, False).spark([], 4) == "    "
