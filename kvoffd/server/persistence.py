@@ -170,18 +170,18 @@ def _open_own(path: str, flags: int) -> int:
 
 
 class _Content(msgspec.Struct, forbid_unknown_fields=True):
-    """``kvoffd.state`` behind its CRC-32: fingerprints in hexadecimal."""
+    """``kvoffd.state`` behind its CRC-32. Namespaces go by their fingerprints."""
 
     last: Count = 0
     """The highest generation that was ever given."""
     floor: Count = 0
     """Generation of all namespaces that have none of their own: of the last time that all were cleared."""
-    generations: dict[str, Count] = {}
-    fleet: dict[str, dict[str, Count]] = {}
+    generations: dict[bytes, Count] = {}
+    fleet: dict[str, dict[bytes, Count]] = {}
     """By URL of a shared store, the generations that were followed."""
-    unshared: list[str] = []
+    unshared: dict[bytes, bool] = {}
     """Namespaces that an engine has reset: no shared store is asked for them until the fleet is reset."""
-    quotas: dict[str, Count] = {}
+    quotas: dict[bytes, Count] = {}
     lifetime: Lifetime = Lifetime()
 
 
@@ -197,13 +197,7 @@ class State:
     def __init__(self, file: StateFile) -> None:
         self.file = file
         self.is_there: Callable[[bytes], bool] = lambda fingerprint: False
-        self._last = self._floor = 0
-        self._generations: dict[bytes, int] = {}
-        self._fleet: dict[str, dict[bytes, int]] = {}
-        self._unshared: dict[bytes, None] = {}
-        self.lifetime = Lifetime()
-        self.quotas: Mapping[bytes, int] = {}
-        """Bytes by fingerprint, as they were saved last."""
+        self._known = _Content()
 
     def restore(self) -> None:
         """Take over what the file has. One of no use is as none, and the log says so."""
@@ -211,10 +205,7 @@ class State:
             checksum, _, body = self.file.read().partition(b"\n")
             if checksum != b"%08x" % zlib.crc32(body):
                 raise Invalid("its checksum is wrong")
-            found = msgspec.json.decode(body, type=_Content)
-            generations, quotas = _named(found.generations), _named(found.quotas)
-            fleet = {url: _named(known) for url, known in found.fleet.items()}
-            unshared = dict.fromkeys(map(bytes.fromhex, found.unshared))
+            self._known = msgspec.json.decode(body, type=_Content)
         except FileNotFoundError:
             return
         except (OSError, ValueError, RecursionError) as error:
@@ -222,84 +213,79 @@ class State:
             logger.warning(what, self.file.path, error)
             if not isinstance(error, OSError):
                 self._save()  # so that the next daemon finds nothing wrong
-            return
-        self._last, self._floor, self._generations = found.last, found.floor, generations
-        self._fleet, self._unshared, self.quotas = fleet, unshared, quotas
-        self.lifetime = found.lifetime
 
     # --- generations -----------------------------------------------------------------------------
 
     def generation(self, fingerprint: bytes) -> int:
         """Of blocks that are stored now; those of lower ones are void. For any thread."""
-        return self._generations.get(fingerprint, self._floor)
+        return self._known.generations.get(fingerprint, self._known.floor)
 
     def raise_generation(self, fingerprint: bytes) -> None:
         """All blocks of a namespace that there are anywhere are void."""
-        self._set_generation(fingerprint, self._last + 1)
-        self._save()
+        self._set_generation(fingerprint, self._known.last + 1)
 
     def raise_all(self) -> None:
         """All blocks of all namespaces are void."""
-        self._last = self._floor = self._last + 1
-        self._generations.clear()
+        self._known.last = self._known.floor = self._known.last + 1
+        self._known.generations.clear()
         self._save()
 
     def found(self, fingerprint: bytes, generation: int) -> None:
         """A pool or disk has blocks of a generation. A higher one than is known counts: its file was lost."""
         if generation > self.generation(fingerprint):
             self._set_generation(fingerprint, generation)
-            self._save()
 
     def _set_generation(self, fingerprint: bytes, generation: int) -> None:
-        self._last = max(self._last, generation)
-        put_newest(self._generations, fingerprint, generation, MAX_NAMES, self.is_there)
+        self._known.last = max(self._known.last, generation)
+        put_newest(self._known.generations, fingerprint, generation, MAX_NAMES, self.is_there)
+        self._save()
 
     # --- what is shared --------------------------------------------------------------------------
 
     @property
     def unshared(self) -> list[bytes]:
-        """Fingerprints of namespaces that engines have reset."""
-        return list(self._unshared)
+        """Namespaces that engines have reset."""
+        return list(self._known.unshared)
 
     def fleet_generations(self, url: str) -> dict[bytes, int]:
-        """By fingerprint, the generations of a shared store that were followed."""
-        return dict(self._fleet.get(url, {}))
+        """By namespace, the generations of a shared store that were followed."""
+        return dict(self._known.fleet.get(url, {}))
 
     def unshare(self, fingerprint: bytes) -> None:
         """An engine reset a namespace here alone."""
-        put_newest(self._unshared, fingerprint, None, MAX_NAMES, self.is_there)
+        put_newest(self._known.unshared, fingerprint, True, MAX_NAMES, self.is_there)
         self._save()
 
     def followed(self, fingerprint: bytes, generations: Mapping[str, int]) -> None:
         """A namespace was reset on all nodes; the generations are those of the shared stores, by URL."""
-        self._unshared.pop(fingerprint, None)
+        self._known.unshared.pop(fingerprint, None)
         for url, generation in generations.items():
-            put_newest(self._fleet.setdefault(url, {}), fingerprint, generation, MAX_NAMES, self.is_there)
+            put_newest(self._known.fleet.setdefault(url, {}), fingerprint, generation, MAX_NAMES, self.is_there)
         self._save()
 
-    # --- quotas and the file ---------------------------------------------------------------------
+    # --- quotas, totals and the file -------------------------------------------------------------
+
+    @property
+    def quotas(self) -> Mapping[bytes, int]:
+        """Bytes by namespace, as they were saved last."""
+        return self._known.quotas
 
     def save_quotas(self, quotas: Mapping[bytes, int]) -> None:
-        self.quotas = dict(quotas)
+        self._known.quotas = dict(quotas)
         self._save()
 
-    def save_lifetime(self, lifetime: Lifetime) -> None:
+    @property
+    def lifetime(self) -> Lifetime:
         """Totals that the next daemon goes on from."""
+        return self._known.lifetime
+
+    def save_lifetime(self, lifetime: Lifetime) -> None:
         if lifetime != msgspec.structs.replace(self.lifetime, since=lifetime.since):
-            self.lifetime = lifetime
+            self._known.lifetime = lifetime
             self._save()
 
     def _save(self) -> None:
-        content = _Content(
-            self._last,
-            self._floor,
-            _in_hex(self._generations),
-            {url: _in_hex(known) for url, known in self._fleet.items()},
-            [name.hex() for name in self._unshared],
-            _in_hex(self.quotas),
-            self.lifetime,
-        )
-        body = msgspec.json.encode(content)
+        body = msgspec.json.encode(self._known)
         self.file.save(b"%08x\n" % zlib.crc32(body) + body)
 
 
@@ -308,14 +294,6 @@ def state_file(config: Config) -> StateFile:
     one, else in the daemon's. Raises NoMoreThreads."""
     directory = os.environ.get("STATE_DIRECTORY", "").partition(":")[0] or config.directory
     return StateFile(f"{directory}/{STATE_FILE}", MAX_STATE_BYTES)
-
-
-def _named(known: Mapping[str, int]) -> dict[bytes, int]:
-    return {bytes.fromhex(name): number for name, number in known.items()}
-
-
-def _in_hex(known: Mapping[bytes, int]) -> dict[str, int]:
-    return {name.hex(): number for name, number in known.items()}
 
 
 class PolicyFile:

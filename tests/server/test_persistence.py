@@ -111,7 +111,7 @@ NESTED = '{"x": ' + "[" * 40_000 + "]" * 40_000 + "}"
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "[]", "{", NESTED, '{"unshared": ["no hex"]}', '{"generations": {"00": -1}}', '{"new": 1}'),
+        *("", "[]", "{", NESTED, '{"unshared": {"no base": true}}', '{"generations": {"00": -1}}', '{"new": 1}'),
         *('{"quotas": {"00": 1%s}}' % ("0" * 400), '{"fleet": {"a": {"0": "x"}}}'),
     ],
 )
