@@ -148,6 +148,7 @@ class Daemon:
         finally:
             if self._http is not None:
                 self._http.close()
+            self._notifier.close()
             self._directory.release(served=self.served, keep_lock=self.copy_stuck)
         logger.info("Stopped.")
 

@@ -149,8 +149,8 @@ def _open_memfds(config: Config, notifier: Notifier, stored: Mapping[str, list[i
         pool = _make_pool(config, backing)
     if not pool.adopted:
         pool_fd, table_fd = pool.memory_fds
-        notifier.store_fds(POOL_NAME, [pool_fd])
-        notifier.store_fds(TABLE_NAME, [table_fd])
+        notifier.store_fd(POOL_NAME, pool_fd)
+        notifier.store_fd(TABLE_NAME, table_fd)
     return pool
 
 

@@ -15,8 +15,6 @@ logger = logging.getLogger(__name__)
 
 MAX_STATUS_CHARACTERS = 1024
 START_EXTENSION_S = 30
-MAX_FDS_PER_MESSAGE = 253
-"""The kernel's SCM_MAX_FD (unix(7))."""
 FIRST_STORED_FD = 3
 """SD_LISTEN_FDS_START (sd_listen_fds(3))."""
 
@@ -62,20 +60,10 @@ class Notifier:
     def stopping(self, text: str) -> None:
         self._send(f"STOPPING=1\nSTATUS={_one_line(text)}")
 
-    def store_fds(self, name: str, fds: Sequence[int]) -> None:
-        """Ask systemd to keep ``fds`` for the next daemon, which gets them under ``name``.
-
-        Raises:
-            ValueError: a name that systemd refuses, or more descriptors than one message can carry.
-        """
-        if not (0 < len(name) <= 255 and name.isascii() and name.isprintable() and ":" not in name):
-            raise ValueError(
-                f"{name!r} cannot name stored descriptors; use 1 to 255 printable ASCII characters, no colon."
-            )
-        if not 0 < len(fds) <= MAX_FDS_PER_MESSAGE:
-            raise ValueError(f"{len(fds)} descriptors cannot be stored at once; 1 to {MAX_FDS_PER_MESSAGE} can.")
-        # Without FDPOLL=0 systemd would watch the descriptors, and drop those that can be polled at their EOF.
-        self._send(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0", fds)
+    def store_fd(self, name: str, fd: int) -> None:
+        """Ask systemd to keep ``fd`` for the next daemon, which gets it under ``name``: ASCII without a colon."""
+        # Without FDPOLL=0 systemd would watch the descriptor, and drop one that can be polled at its EOF.
+        self._send(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0", [fd])
 
     def remove_fds(self, name: str) -> None:
         """Ask systemd to close all descriptors that it keeps under ``name``."""
@@ -99,10 +87,8 @@ class Notifier:
             os.close(read_end)
 
     def close(self) -> None:
-        """Let the socket go; later messages are dropped."""
         if self._socket is not None:
             self._socket.close()
-            self._socket = None
 
     def _send(self, text: str, fds: Sequence[int] = ()) -> None:
         if self._socket is None:
