@@ -11,7 +11,7 @@ DOOR := tests/daemon tests/cli tests/faults tests/chaos tests/sim
 SIDE_BY_SIDE := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 PASSED = passed() { "$(BIN)/pytest" "$$@" $(PYTEST_ARGS) || [ $$? = 5 ]; }
 # Debian's package, and a command of it.
-TOOLS := redis-server:redis-server prometheus:prometheus openssl:openssl iproute2:ip systemd:systemd-analyze tmux:tmux
+TOOLS := redis-server:redis-server prometheus:prometheus openssl:openssl iproute2:ip systemd:systemd-analyze tmux:tmux chromium:chromium
 # The first of these that runs and is new enough; `make venv PYTHON=/path/to/python` takes another.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$python && break; done)

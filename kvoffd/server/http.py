@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from http import HTTPStatus
+from ipaddress import ip_address
 from pathlib import Path
 from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -41,6 +42,12 @@ MAX_DISCARDED_BYTES = 1 << 20
 RETRY_S = 0.25
 """After accept() failed, as it does without descriptors: it would fail again at once."""
 PATHS = ("/metrics", "/healthz", "/readyz", "/stats.json")
+FOR_BROWSERS = ("/", "/stats.json")
+POLICY = (
+    "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""What the page may do: it has no other source than this daemon."""
 
 ReplyT = TypeVar("ReplyT")
 
@@ -67,7 +74,8 @@ class _Answer(NamedTuple):
         allow = "Allow: GET\r\n" if self.status is HTTPStatus.METHOD_NOT_ALLOWED else ""
         head = (
             f"HTTP/1.1 {self.status.value} {self.status.phrase}\r\nContent-Type: {self.content_type}\r\n"
-            f"Content-Length: {len(self.body)}\r\nCache-Control: no-store\r\n{allow}Connection: close\r\n\r\n"
+            f"Content-Length: {len(self.body)}\r\nCache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n"
+            f"Content-Security-Policy: {POLICY}\r\n{allow}Connection: close\r\n\r\n"
         )
         return head.encode() + self.body
 
@@ -156,6 +164,24 @@ class HttpServer:
             return reply.result(LOOP_S)
         finally:
             reply.cancel()
+
+
+def _is_here(head: bytes) -> bool:
+    """Whether a request's Host is an address, a name without a dot, or this machine's name.
+
+    A page from elsewhere whose own name was made to lead here has another one (DNS rebinding), and reads nothing.
+    """
+    found = [
+        line[5:].strip().decode(errors="replace") for line in head.split(b"\r\n")[1:] if line[:5].lower() == b"host:"
+    ]
+    for name in found:
+        host = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+        try:
+            ip_address(host)
+        except ValueError:
+            if "." in host.rstrip(".") and host.lower() not in (socket.gethostname().lower(), socket.getfqdn().lower()):
+                return False
+    return True
 
 
 def _listeners(host: str, port: int) -> list[socket.socket]:
@@ -271,7 +297,12 @@ class _Connection(BaseRequestHandler):
             return _sentence(HTTPStatus.BAD_REQUEST, "This is not an HTTP/1 request.")
         if words[0] != b"GET":
             return _sentence(HTTPStatus.METHOD_NOT_ALLOWED, "Only GET is served.")
-        return self.server.answer(words[1].split(b"?", 1)[0].decode(errors="replace"))
+        path = words[1].split(b"?", 1)[0].decode(errors="replace")
+        if path in FOR_BROWSERS and not _is_here(head):
+            return _sentence(
+                HTTPStatus.FORBIDDEN, "Ask for this by an address, by localhost or by this machine's name."
+            )
+        return self.server.answer(path)
 
     def _receive(self, until: float) -> bytes:
         self.request.settimeout(max(0.001, until - time.monotonic()))

@@ -1,0 +1,122 @@
+"""The page at ``/`` in a real browser: it shows what was done, fits a screen, and says so when the daemon is away."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvoffd_client import NamespaceSpec
+from kvoffd_client.testing import FakeEngine
+from kvoffd_proto.messages import GroupSpec
+from tests.kit.chromium import PROGRAM, Chromium
+from tests.kit.daemon import DaemonProcess
+from tests.kit.ports import free_port
+from tests.kit.require import require
+from tests.kit.waiting import wait_until
+
+EVIL = '<img src=x onerror="document.title=`hit`">'
+SCREENSHOTS = os.environ.get("TESTS_SCREENSHOTS", "")
+"""A directory to leave them in, for whoever looks at them."""
+
+
+@pytest.fixture
+def browser() -> Iterator[Chromium]:
+    require("chromium", PROGRAM, "chromium is not installed")
+    with Chromium() as made:
+        yield made
+
+
+def shot(browser: Chromium, name: str) -> None:
+    if SCREENSHOTS:
+        browser.screenshot(Path(SCREENSHOTS, name))
+
+
+def rows(browser: Chromium, table: str) -> list[list[str]]:
+    """The cells of a table, without its head."""
+    line = "[...row.cells].map(cell => cell.innerText)"
+    found = browser.value(f"[...document.querySelectorAll('#{table} tr')].map(row => {line})")
+    return [list(map(str, row)) for row in found][1:]
+
+
+def test_the_page_shows_what_was_done_and_is_honest_when_the_daemon_is_away(browser: Chromium) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    spec = NamespaceSpec(b"\xab" * 32, EVIL, 1, 32, (GroupSpec("full_attention", 16),))
+    with (
+        DaemonProcess(http_address=f"127.0.0.1:{port}") as daemon,
+        FakeEngine(daemon.directory, spec) as engine,
+        FakeEngine(daemon.directory, "another"),
+    ):
+        engine.scheduler.report(100.0, 1000.0, 0, 0)
+        block_keys = [bytes([number]) * 32 for number in range(8)]
+        assert engine.store(block_keys[:4], range(4)).ok
+        assert engine.lookup(block_keys) == 4
+        assert engine.load(block_keys[:3], range(3)).ok
+        browser.open(url)
+        wait_until(lambda: browser.text("level") == "ok")
+        outcomes = {name: whole.split() for name, _, _, whole in rows(browser, "outcomes")}
+        assert outcomes["asked for"] == ["8"]
+        assert outcomes["loaded"] == ["3", "37.5", "%"]
+        assert outcomes["found, not needed by the engine"] == ["1", "12.5", "%"]
+        assert outcomes["missed: unknown"] == ["4", "50.0", "%"]
+        assert browser.text("totals").startswith("48 tokens loaded since the start, 480.0 ms of prefill saved, 37.5 %")
+        # Names are text, whatever they are.
+        assert [row[0] for row in rows(browser, "namespaces")] == [EVIL, "another"]
+        assert browser.value("document.images.length") == 0
+        assert browser.value("document.title") == "kvoffd"
+        # By the keyboard: sorting keeps the focus where it was.
+        browser.value("document.querySelector('[data-column=model]').focus()")
+        browser.press("Enter")
+        browser.press("Enter")
+        assert [row[0] for row in rows(browser, "namespaces")] == [EVIL, "another"]
+        browser.press("Enter")
+        assert [row[0] for row in rows(browser, "namespaces")] == ["another", EVIL]
+        assert browser.value("document.activeElement.dataset.column") == "model"
+        # It fits, light and dark.
+        assert browser.value("document.documentElement.scrollHeight") <= 800
+        assert browser.value("document.documentElement.scrollWidth") <= 1280
+        shot(browser, "light.png")
+        colours = [browser.value("getComputedStyle(document.documentElement).getPropertyValue('--blue')")]
+        browser.dark(True)
+        colours.append(browser.value("getComputedStyle(document.querySelector('.card')).backgroundColor"))
+        browser.dark(False)
+        colours.append(browser.value("getComputedStyle(document.querySelector('.card')).backgroundColor"))
+        assert colours[1] != colours[2]
+        # Rates are of the last two samples.
+        for _ in range(5):
+            engine.lookup(block_keys)
+        wait_until(
+            lambda: "lookups/s" in browser.text("cards") and "0 lookups/s" not in browser.text("cards").split("p99")[1]
+        )
+        daemon.stop()
+        wait_until(lambda: browser.text("level") == "away")
+        assert browser.text("away").startswith("The daemon does not answer (")
+        assert "The numbers below are of " in browser.text("away")
+        assert outcomes["asked for"], "they stay"
+        shot(browser, "away.png")
+        daemon.start()
+        wait_until(lambda: browser.text("level") == "ok")
+        assert browser.value("document.getElementById('away').hidden")
+
+
+def test_pages_from_elsewhere_read_nothing() -> None:
+    port = free_port()
+    with DaemonProcess(http_address=f"127.0.0.1:{port}") as daemon, FakeEngine(daemon.directory) as engine:
+        assert engine.store([b"a" * 32], [0]).ok
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/stats.json", timeout=10) as answer:
+            found = json.load(answer)
+        assert found["namespaces"][0]["fingerprint"] == engine.namespace.fingerprint.hex()
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/", headers={"Host": "evil.example.com"})
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            urllib.request.urlopen(request, timeout=10)
+        assert refusal.value.code == 403
+        for host in ("localhost:1", "[::1]:1", "10.1.2.3", "node-7"):
+            request = urllib.request.Request(f"http://127.0.0.1:{port}/stats.json", headers={"Host": host})
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
