@@ -115,7 +115,8 @@ def test_pages_from_elsewhere_read_nothing() -> None:
         request = urllib.request.Request(f"http://127.0.0.1:{port}/", headers={"Host": "evil.example.com"})
         with pytest.raises(urllib.error.HTTPError) as refusal:
             urllib.request.urlopen(request, timeout=10)
-        assert refusal.value.code == 403
+        with refusal.value:
+            assert refusal.value.code == 403
         for host in ("localhost:1", "[::1]:1", "10.1.2.3", "node-7"):
             request = urllib.request.Request(f"http://127.0.0.1:{port}/stats.json", headers={"Host": host})
             with urllib.request.urlopen(request, timeout=10) as answer:
