@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, count
@@ -32,19 +31,21 @@ if TYPE_CHECKING:
     import torch
 
 Bytes = npt.NDArray[np.uint8]
+NO_BYTES: Bytes = np.empty(0, np.uint8)
 
-OPTIONS = ClientOptions(request_timeout_s=60.0)
+OPTIONS = ClientOptions(request_timeout_s=60.0, operator=True)
 """To copy a buffer of blocks takes a busy daemon longer than other requests."""
 BUFFER_BYTES, BUFFER_BLOCKS = 64 << 20, 1024
 """Blocks are copied to and from a buffer of this size, at most so many at a time."""
 BUFFERS_PER_POOL = 8
 """In a small pool the buffer is this part of it: more could not be leased, or stored, at once."""
 BLOCKS_PER_LIST = 1024
-PATIENCE_S = 1.0
-"""For a session to open; then the daemon is asked whether it is there."""
-_INTERRUPTED = "The daemon was restarted or ended the session in the middle; try again."
+CONNECT_S = 10.0
 NAME = "kvoffd single blocks"
 """What operators see of the sessions."""
+_INTERRUPTED = "The daemon was restarted or ended the session in the middle; try again."
+_OF_BLOCKS = (ErrorCode.NOT_READY, ErrorCode.CHECKSUM, ErrorCode.NO_ROOM)
+"""Errors of a job that are about some of its blocks."""
 
 # By torch's name of a dtype: numpy's name, or that of an unsigned integer of its size; safetensors' name.
 DTYPES = {
@@ -69,41 +70,33 @@ def checksum_of(data: memoryview | bytes | Bytes) -> int:
 
 
 @dataclass(frozen=True)
-class TensorSpec:
-    """How the bytes of a layer in a shard are read.
-
-    Attributes:
-        dtype: as torch names it; ``uint8`` where the engine did not say, or where it does not fit the bytes.
-        shape: ``(engine blocks of a key, *shape of a page)``.
-        layout: names of a page's dimensions, with blanks between; empty if unknown.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    layout: str
-
-    @classmethod
-    def of(cls, page: PageSpec, blocks_per_key: int) -> TensorSpec:
-        """How to read pages of a layer: as the engine described them, if that fits their size, else as bytes."""
-        layer = page.layer
-        if layer is not None and layer.dtype in DTYPES and layer.shape:
-            item_bytes = np.dtype(DTYPES[layer.dtype][0]).itemsize
-            if math.prod(layer.shape) * item_bytes == page.page_bytes:
-                return cls(layer.dtype, (blocks_per_key, *layer.shape), layer.layout)
-        return cls("uint8", (blocks_per_key, page.page_bytes), "")
-
-
-@dataclass(frozen=True)
-class Layer(TensorSpec):
+class Layer:
     """One layer of one shard.
 
     Attributes:
         name: as the engine calls it; empty if unknown.
+        dtype: as torch names it; ``uint8`` where the engine did not say, or where it does not fit the bytes.
+        shape: ``(engine blocks of a key, *shape of a page)``.
+        layout: names of a page's dimensions, with blanks between; empty if unknown.
         data: its bytes: uint8, flat.
     """
 
     name: str
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str
     data: Bytes = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, page: PageSpec, blocks_per_key: int, data: Bytes) -> Layer:
+        """The layer as the engine described it, if that fits the size of its pages, else as bytes."""
+        layer = page.layer
+        name = layer.name if layer else ""
+        if layer is not None and layer.dtype in DTYPES and layer.shape:
+            item_bytes = np.dtype(DTYPES[layer.dtype][0]).itemsize
+            if math.prod(layer.shape) * item_bytes == page.page_bytes:
+                return cls(name, layer.dtype, (blocks_per_key, *layer.shape), layer.layout, data)
+        return cls(name, "uint8", (blocks_per_key, page.page_bytes), "", data)
 
     @property
     def array(self) -> npt.NDArray[np.generic]:
@@ -136,15 +129,10 @@ class Shard:
     @property
     def layers(self) -> list[Layer]:
         """The shard's layers, in the order of the slot."""
-        layers: list[Layer] = []
-        start, per_key = 0, self.spec.blocks_per_key
-        for page in self.spec.pages:
-            end = start + per_key * page.page_bytes
-            spec = TensorSpec.of(page, per_key)
-            name = page.layer.name if page.layer else ""
-            layers.append(Layer(spec.dtype, spec.shape, spec.layout, name, self.data[start:end]))
-            start = end
-        return layers
+        pages, per_key = self.spec.pages, self.spec.blocks_per_key
+        ends = accumulate(per_key * page.page_bytes for page in pages)
+        parts = np.split(self.data, list(ends)[:-1]) if pages else []
+        return [Layer.of(page, per_key, data) for page, data in zip(pages, parts, strict=True)]
 
 
 @dataclass(eq=False)
@@ -202,6 +190,12 @@ class Block:
                 "checks all of them."
             )
 
+    def take_checksums(self, info: BlockInfo) -> None:
+        """Take over what the daemon says of the shards' checksums; nothing where a hole's bytes are in the sum."""
+        for shard in self.shards if not info.first_block else ():
+            at = shard.rank * CHECKSUM_BYTES
+            shard.checksum = int.from_bytes(info.checksums[at : at + CHECKSUM_BYTES], "big")
+
     def __repr__(self) -> str:
         return f"Block({self.key.hex()[:16]}, group {self.group}, {len(self.shards)} shards)"
 
@@ -220,11 +214,6 @@ class BlocksRead:
     damaged: list[bytes] = field(default_factory=list)
     evicted: list[bytes] = field(default_factory=list)
 
-    @property
-    def count(self) -> int:
-        """How many blocks these are."""
-        return len(self.blocks) + len(self.damaged) + len(self.evicted)
-
 
 @dataclass
 class BlocksWritten:
@@ -233,137 +222,106 @@ class BlocksWritten:
     Attributes:
         stored: now in the pool.
         present: there already, or being written.
-        declined: not worth their room, as the eviction policy has it.
-        no_room: the whole pool is pinned or being written.
+        no_space: the whole pool is pinned or being written, or the namespace's quota is.
     """
 
     stored: int = 0
     present: int = 0
-    declined: int = 0
-    no_room: int = 0
+    no_space: int = 0
 
 
 class _Buffer(Closing):
     """Memory that the daemon copies blocks of one namespace to and from, and an engine's sessions for that.
 
-    Each rank has a part of the memory, with room for the same blocks. An engine block has all its layers there, one
-    after the other; a shard has its engine blocks layer by layer.
+    Each rank has a part of the memory, with space for the same blocks.
 
     Raises:
         DaemonUnavailable, RequestRefused.
     """
 
-    def __init__(
-        self, admin: AdminClient, directory: str, geometry: Geometry, size_bytes: int, options: ClientOptions
-    ) -> None:
+    def __init__(self, directory: str, geometry: Geometry, size_bytes: int) -> None:
         self.geometry = geometry
-        self._directory = directory
-        self._timeout_s = options.request_timeout_s
         self._job_ids = count(1)
-        self._workers: list[WorkerClient] = []
         per_key = {shard.blocks_per_key for of_rank in geometry.shards for shard in of_rank}
         if len(per_key) != 1:
             raise BlockUnavailable("The blocks cannot be copied: their keys cover other engine blocks in other groups.")
         (self._per_key,) = per_key
         sizes = [geometry.block_bytes(group) for group in range(len(geometry.groups))]
         size_bytes = max(size_bytes, *sizes)
-        self._capacities = [min(BUFFER_BLOCKS, size_bytes // max(1, nbytes)) for nbytes in sizes]
+        self.capacities = [min(BUFFER_BLOCKS, size_bytes // max(1, nbytes)) for nbytes in sizes]
+        """How many blocks of each group it holds."""
         self._memory = SharedMemory(size_bytes, "kvoffd-blocks")
-        self._scheduler = SchedulerClient(directory, geometry, name=NAME, options=options)
+        self._scheduler = SchedulerClient(directory, geometry, name=NAME, options=OPTIONS)
+        self._workers: list[WorkerClient] = []
+        self._layers: dict[tuple[int, int], list[Bytes]] = {}
         try:
             for rank in range(geometry.world_size):
                 registration = self._registration(rank)
-                self._workers.append(WorkerClient(directory, geometry, registration, name=NAME, options=options))
-            self._connect(admin)
+                self._workers.append(WorkerClient(directory, geometry, registration, name=NAME, options=OPTIONS))
+            clients: list[SchedulerClient | WorkerClient] = [self._scheduler, *self._workers]
+            for client in clients:
+                if not client.wait_settled(CONNECT_S):
+                    why = f"The kvoffd daemon in {directory} opened no session in time: {client.problem}"
+                    raise client.refusal or DaemonUnavailable(why)
         except BaseException:
             self.close()
             raise
 
     def _registration(self, rank: int) -> Registration:
+        """Lay a rank's part of the memory out, and note where each layer's pages are: [block, bytes of its layer]."""
         tensors: list[TensorLayout] = []
         groups: list[tuple[PageRef, ...]] = []
         for group, shard in enumerate(self.geometry.shards[rank]):
-            start, stride = self._start(rank, group), sum(page.page_bytes for page in shard.pages)
-            groups.append(
-                tuple(PageRef(at, page.page_bytes, page.layer) for at, page in enumerate(shard.pages, len(tensors)))
-            )
+            capacity, per_key = self.capacities[group], shard.blocks_per_key
+            start = capacity * sum(self.geometry.shard_bytes(other, group) for other in range(rank))
+            refs, views = [], []
             for page in shard.pages:
-                tensors.append(TensorLayout(0, start, stride, self._capacities[group] * shard.blocks_per_key))
-                start += page.page_bytes
+                refs.append(PageRef(len(tensors), page.page_bytes, page.layer))
+                tensors.append(TensorLayout(0, start, page.page_bytes, capacity * per_key))
+                end = start + capacity * per_key * page.page_bytes
+                views.append(self._memory.view[start:end].reshape(capacity, per_key * page.page_bytes))
+                start = end
+            groups.append(tuple(refs))
+            self._layers[rank, group] = views
         return Registration(rank, self._per_key, (self._memory,), tuple(tensors), tuple(groups))
 
-    def _connect(self, admin: AdminClient) -> None:
-        deadline = time.monotonic() + self._timeout_s
-        clients: list[SchedulerClient | WorkerClient] = [self._scheduler, *self._workers]
-        for client in clients:
-            while not client.wait_settled(PATIENCE_S):
-                if client.refusal is not None:
-                    raise client.refusal
-                admin.health()  # it raises where nothing listens any more
-                if time.monotonic() >= deadline:
-                    why = f"The kvoffd daemon in {self._directory} opened no session in time: {client.problem}"
-                    raise DaemonUnavailable(why)
+    def _run(
+        self, group: int, keys: Sequence[bytes], holes: Sequence[int], lease_id: int | None = None
+    ) -> list[tuple[list[bytes], list[JobResult]]]:
+        """Have all ranks store the blocks at the places from 0 on, or load them; returns the jobs' keys and results.
 
-    def capacity(self, group: int) -> int:
-        """How many blocks of a group it holds."""
-        return self._capacities[group]
-
-    def _start(self, rank: int, group: int) -> int:
-        before = sum(self.geometry.shard_bytes(other, group) for other in range(rank))
-        return self._capacities[group] * before
-
-    def _layers(self, rank: int, group: int, place: int) -> list[Bytes]:
-        """Of the block at a place, each layer's pages: [engine blocks of a key, bytes of a page].
-
-        Where a key covers one engine block all layers are one array: they lie as they do in the shard.
-        """
-        nbytes = self.geometry.shard_bytes(rank, group)
-        start = self._start(rank, group) + place * nbytes
-        pages = self._memory.view[start : start + nbytes].reshape(self._per_key, -1)
-        if self._per_key == 1:
-            return [pages]
-        ends = list(accumulate(page.page_bytes for page in self.geometry.shards[rank][group].pages))
-        return np.split(pages, ends[:-1], axis=1)
-
-    def _transfers(self, group: int, keys: Sequence[bytes], first_blocks: Sequence[int]) -> list[GroupTransfer]:
-        """Copies of the blocks at the places from 0 on. Only the first key of a transfer may begin with a hole."""
-        per_key, whole = self._per_key, [at for at, hole in enumerate(first_blocks) if not hole]
-        found = []
-        for places in ([whole] if whole else []) + [[at] for at, hole in enumerate(first_blocks) if hole]:
-            hole = first_blocks[places[0]]
-            ids = [at * per_key + number for at in places for number in range(per_key)]
-            found.append(GroupTransfer.of([keys[at] for at in places], ids[hole:], group, hole))
-        return found
-
-    def _run(self, jobs: Sequence[Job]) -> list[list[JobResult]]:
-        """Have all ranks do some jobs; returns, by job, the results by rank.
-
+        ``holes``: engine blocks that are left out at the start of each. Only a job's first key may begin with a hole.
         Raises DaemonUnavailable, RequestTimeout; RequestRefused for what is wrong with more than some of the blocks.
         """
-        deadline = time.monotonic() + self._timeout_s
-        wanted = [job.job_id for job in jobs]
+        deadline, per_key = time.monotonic() + OPTIONS.request_timeout_s, self._per_key
+        places = [[at for at, hole in enumerate(holes) if not hole], *([at] for at, hole in enumerate(holes) if hole)]
+        jobs: dict[int, list[bytes]] = {}
+        wanted: list[Job] = []
+        for some in filter(None, places):
+            ids = [at * per_key + number for at in some for number in range(per_key)][holes[some[0]] :]
+            jobs[job_id := next(self._job_ids)] = [keys[at] for at in some]
+            transfer = GroupTransfer.of(jobs[job_id], ids, group, holes[some[0]])
+            wanted.append(Job(job_id, [transfer], lease_id, keep_lease=lease_id is not None))
         for worker in self._workers:
-            worker.submit(jobs)
-        by_rank: list[dict[int, JobResult]] = []
+            worker.submit(wanted)
+        found: dict[int, list[JobResult]] = {job_id: [] for job_id in jobs}
         for worker in self._workers:
-            found: dict[int, JobResult] = {}
-            while len(found) < len(wanted):
+            missing = set(jobs)
+            while missing:
                 if (left := deadline - time.monotonic()) <= 0:
-                    raise RequestTimeout(f"The kvoffd daemon in {self._directory} copied no blocks in time; try again.")
-                found.update((result.job_id, result) for result in worker.wait_results(left))
-            by_rank.append(found)
-        results = [[found[job_id] for found in by_rank] for job_id in wanted]
-        for result in chain.from_iterable(results):
-            if result.error is ErrorCode.SESSION_ENDED:
-                raise DaemonUnavailable(_INTERRUPTED)
-            of_blocks = (ErrorCode.NOT_READY, ErrorCode.CHECKSUM, ErrorCode.NO_ROOM)
-            if not result.ok and (result.error not in of_blocks or not result.failed):
-                raise RequestRefused(result.error or ErrorCode.INTERNAL, "")
-        return results
+                    raise RequestTimeout("The kvoffd daemon copied no blocks in time; try again.")
+                for result in worker.wait_results(left):
+                    if result.error is ErrorCode.SESSION_ENDED:
+                        raise DaemonUnavailable(_INTERRUPTED)
+                    if not result.ok and (result.error not in _OF_BLOCKS or not result.failed):
+                        raise RequestRefused(result.error or ErrorCode.INTERNAL, "")
+                    missing.discard(result.job_id)
+                    found[result.job_id].append(result)
+        return [(names, found[job_id]) for job_id, names in jobs.items()]
 
-    def _keys_of(self, parts: Iterable[GroupKeys | GroupTransfer]) -> list[bytes]:
+    def _failed(self, result: JobResult) -> set[bytes]:
         size = self.geometry.key_bytes
-        return [part.keys[at : at + size] for part in parts for at in range(0, len(part.keys), size)]
+        return {part.keys[at : at + size] for part in result.failed for at in range(0, len(part.keys), size)}
 
     def read(self, group: int, wanted: Sequence[BlockInfo]) -> BlocksRead:
         """Read blocks, as many as there is room for. They are not compared with their checksums yet."""
@@ -371,7 +329,7 @@ class _Buffer(Closing):
         while left:  # more than the session may lease at once are called absent
             lookup = self._scheduler.lookup([GroupKeys(group, b"".join(left))], again=True)
             try:
-                if not lookup.wait(self._timeout_s) or lookup.failed:
+                if not lookup.wait(OPTIONS.request_timeout_s) or lookup.failed:
                     raise DaemonUnavailable(_INTERRUPTED)
                 found = [info for info, state in zip(left.values(), lookup.states[0], strict=True) if state == READY]
                 if not found:
@@ -385,48 +343,45 @@ class _Buffer(Closing):
         return read
 
     def _load(self, lease_id: int, group: int, found: Sequence[BlockInfo], read: BlocksRead) -> None:
-        """Load leased blocks. Those that are in neither list of ``read`` then are to be loaded again."""
+        """Load leased blocks. Those that are in no list of ``read`` then are to be loaded again."""
         ranks = range(self.geometry.world_size)
         for place, info in enumerate(found):
-            for pages in chain.from_iterable(self._layers(rank, group, place) for rank in ranks):
-                pages[: info.first_block] = 0
-        transfers = self._transfers(group, [info.key for info in found], [info.first_block for info in found])
-        loads = [Job(next(self._job_ids), [transfer], lease_id, keep_lease=True) for transfer in transfers]
-        not_loaded: set[bytes] = set()
-        for transfer, results in zip(transfers, self._run(loads), strict=True):
+            for layer in chain.from_iterable(self._layers[rank, group] for rank in ranks):
+                layer[place, : info.first_block * layer.shape[1] // self._per_key] = 0
+        again: set[bytes] = set()
+        for keys, results in self._run(
+            group, [info.key for info in found], [info.first_block for info in found], lease_id
+        ):
             for result in results:
                 if not result.ok:
-                    not_loaded.update(self._keys_of([transfer]))
+                    again.update(keys)
                     lost = read.damaged if result.error is ErrorCode.CHECKSUM else read.evicted
-                    lost += set(self._keys_of(result.failed)).difference(read.damaged, read.evicted)
+                    lost += self._failed(result).difference(read.damaged, read.evicted)
         for place, info in enumerate(found):
-            if info.key not in not_loaded:
-                data = [np.concatenate([p.reshape(-1) for p in self._layers(rank, group, place)]) for rank in ranks]
+            if info.key not in again:
+                data = [
+                    np.concatenate([NO_BYTES, *(one[place] for one in self._layers[rank, group])]) for rank in ranks
+                ]
                 block = Block.of_bytes(self.geometry, group, info.key, data, info.first_block)
-                for shard in block.shards if not info.first_block else ():
-                    at = shard.rank * CHECKSUM_BYTES
-                    shard.checksum = int.from_bytes(info.checksums[at : at + CHECKSUM_BYTES], "big")
+                block.take_checksums(info)
                 read.blocks.append(block)
 
     def write(self, group: int, blocks: Sequence[Block]) -> BlocksWritten:
         """Store blocks, as many as there is room for."""
         for place, block in enumerate(blocks):
             for shard in block.shards:
-                at = 0
-                for pages in self._layers(shard.rank, group, place):
-                    pages[...] = shard.data[at : at + pages.size].reshape(pages.shape)
-                    at += pages.size
-        transfers = self._transfers(group, [block.key for block in blocks], [block.first_block for block in blocks])
-        stores = [Job(next(self._job_ids), [transfer]) for transfer in transfers]
-        written, no_room, declined = BlocksWritten(), set[bytes](), set[bytes]()
-        for transfer, results in zip(transfers, self._run(stores), strict=True):
-            per_key = self._per_key - transfer.first_block
-            sizes = [sum(page.page_bytes for page in shards[group].pages) for shards in self.geometry.shards]
-            written.stored += min(result.bytes // (per_key * size) for result, size in zip(results, sizes, strict=True))
-            no_room.update(self._keys_of(part for result in results for part in result.failed))
-            declined.update(self._keys_of(part for result in results for part in result.declined))
-        written.no_room, written.declined = len(no_room), len(declined - no_room)
-        written.present = max(0, len(blocks) - written.stored - len(no_room | declined))
+                for layer, own in zip(self._layers[shard.rank, group], shard.layers, strict=True):
+                    layer[place] = own.data
+        holes = {block.key: block.first_block for block in blocks}
+        written, no_space = BlocksWritten(), set[bytes]()
+        sizes = [sum(page.page_bytes for page in shards[group].pages) for shards in self.geometry.shards]
+        for keys, results in self._run(group, list(holes), list(holes.values())):
+            per_key = self._per_key - holes[keys[0]]
+            by_rank = zip(results, sizes, strict=True)
+            written.stored += min(result.bytes // (per_key * size) for result, size in by_rank if size)
+            no_space.update(*map(self._failed, results))
+        written.no_space = len(no_space)
+        written.present = max(0, len(blocks) - written.stored - written.no_space)
         return written
 
     def close(self) -> None:
@@ -445,14 +400,12 @@ class BlockClient(AdminClient):
     ...     client.put_block("tiny-llama", other_key, block)
 
     A namespace is named by its fingerprint (bytes), or by its label or the first hex digits of the fingerprint (str).
-    All calls raise what AdminClient's do. The arguments are AdminClient's.
+    All calls raise what AdminClient's do. For one thread. The arguments are AdminClient's.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], options: ClientOptions = OPTIONS) -> None:
-        super().__init__(directory, options.request_timeout_s)
-        self._options = options
+    def __init__(self, directory: str | os.PathLike[str], timeout_s: float = OPTIONS.request_timeout_s) -> None:
+        super().__init__(directory, timeout_s)
         self._buffer: _Buffer | None = None
-        self._one_copy = threading.Lock()
 
     def find_namespace(self, namespace: str | bytes) -> bytes:
         """The fingerprint of an open namespace. Raises ValueError where none or several have the name."""
@@ -491,34 +444,32 @@ class BlockClient(AdminClient):
             BlockUnavailable: it is not in the pool, or not completely.
             BlockDamaged: its bytes are not those that were stored.
         """
-        geometry = self.geometry(namespace)
-        infos = [info for info in self._ready_blocks(geometry, group, key.hex()) if info.key == key]
-        with self._buffer_of(geometry) as buffer:
-            read = buffer.read(group, infos)
+        listed = [info for info in self.list_blocks(namespace, group, key.hex()) if info.state == READY]
+        read = next(self.read_blocks(namespace, listed, group, verify=verify), BlocksRead())
         if read.damaged:
-            raise BlockDamaged(f"Block {key.hex()} is damaged; the daemon has dropped it.")
+            raise BlockDamaged(
+                f"Block {key.hex()} does not match its checksum; `kvoffd-cli scrub` compares all of them."
+            )
         if not read.blocks:
             raise BlockUnavailable(f"Block {key.hex()} of group {group} is not in the pool, or not completely.")
-        if verify:
-            read.blocks[0].verify()
         return read.blocks[0]
 
-    def read_blocks(self, namespace: str | bytes, blocks: Sequence[BlockInfo], group: int = 0) -> Iterator[BlocksRead]:
+    def read_blocks(
+        self, namespace: str | bytes, blocks: Sequence[BlockInfo], group: int = 0, *, verify: bool = True
+    ) -> Iterator[BlocksRead]:
         """Read blocks that ``list_blocks`` has found, and compare them with their checksums; yields some at a time."""
         geometry = self.geometry(namespace)
         step = self.batch_blocks(geometry, group)
         for start in range(0, len(blocks), step):
             with self._buffer_of(geometry) as buffer:
                 read = buffer.read(group, blocks[start : start + step])
-            wrong = [block for block in read.blocks if block.damaged_rank is not None]
-            if wrong:  # one that was stored anew since it was listed has another checksum
-                listed = [info for block in wrong for info in self._ready_blocks(geometry, group, block.key.hex())]
-                with self._buffer_of(geometry) as buffer:
-                    again = buffer.read(group, listed)
-                sound = [block for block in again.blocks if block.damaged_rank is None]
-                read.blocks = [block for block in read.blocks if block not in wrong] + sound
-                read.evicted += {block.key for block in wrong} - {info.key for info in listed} | set(again.evicted)
-                read.damaged += [block.key for block in again.blocks if block not in sound] + again.damaged
+            for block in [block for block in read.blocks if verify and block.damaged_rank is not None]:
+                # One that was stored anew since it was listed has another checksum.
+                for info in self.list_blocks(geometry.fingerprint, group, block.key.hex()):
+                    block.take_checksums(info)
+                if block.damaged_rank is not None:
+                    read.blocks.remove(block)
+                    read.damaged.append(block.key)
             yield read
 
     def put_block(self, namespace: str | bytes, key: bytes, block: Block) -> bool:
@@ -526,45 +477,39 @@ class BlockClient(AdminClient):
 
         Raises:
             ValueError: the block is not made as those of the namespace are.
-            BlockUnavailable: the pool has no room for it.
+            BlockUnavailable: the pool has no space for it.
         """
         geometry = self.geometry(namespace)
         if why := geometry.mismatch(block.geometry):
             raise ValueError(f"The block does not fit the namespace {geometry.label!r}: {why}.")
         written = self.write_blocks(geometry, block.group, [replace(block, key=key)])
-        if written.no_room:
-            raise BlockUnavailable("The pool has no room for the block: everything in it is pinned or being written.")
-        if written.declined:
-            raise BlockUnavailable("The eviction policy keeps what is in the pool, and declines the block.")
+        if written.no_space:
+            raise BlockUnavailable("The pool has no space for the block: everything in it is pinned or being written.")
         return written.stored > 0
 
     def batch_blocks(self, geometry: Geometry, group: int) -> int:
         """How many blocks are copied at once."""
         with self._buffer_of(geometry) as buffer:
-            return buffer.capacity(group)
+            return buffer.capacities[group]
 
     def write_blocks(self, geometry: Geometry, group: int, blocks: Sequence[Block]) -> BlocksWritten:
         """Store blocks of a group, at most ``batch_blocks`` of them. Opens the namespace where no engine has."""
         with self._buffer_of(geometry) as buffer:
             return buffer.write(group, blocks)
 
-    def _ready_blocks(self, geometry: Geometry, group: int, prefix: str) -> list[BlockInfo]:
-        return [info for info in self.list_blocks(geometry.fingerprint, group, prefix) if info.state == READY]
-
     @contextmanager
     def _buffer_of(self, geometry: Geometry) -> Iterator[_Buffer]:
-        """The buffer for a namespace's blocks, for one copy at a time; a new one after a copy that failed."""
-        with self._one_copy:
-            if self._buffer is not None and self._buffer.geometry != geometry:
-                self._close_buffer()
-            if self._buffer is None:
-                size_bytes = min(BUFFER_BYTES, self.stats().pool.size_bytes // BUFFERS_PER_POOL)
-                self._buffer = _Buffer(self, self.directory, geometry, size_bytes, self._options)
-            try:
-                yield self._buffer
-            except BaseException:
-                self._close_buffer()  # the daemon may copy into it still
-                raise
+        """The buffer for a namespace's blocks; a new one after a copy that failed."""
+        if self._buffer is not None and self._buffer.geometry != geometry:
+            self._close_buffer()
+        if self._buffer is None:
+            size_bytes = min(BUFFER_BYTES, self.stats().pool.size_bytes // BUFFERS_PER_POOL)
+            self._buffer = _Buffer(self.directory, geometry, size_bytes)
+        try:
+            yield self._buffer
+        except BaseException:
+            self._close_buffer()  # the daemon may copy into it still
+            raise
 
     def _close_buffer(self) -> None:
         buffer, self._buffer = self._buffer, None

@@ -115,7 +115,6 @@ def submit_of(
     key_bytes: int,
     jobs: Sequence[Job],
     acknowledged: int = 0,
-    admit_all: bool = False,
 ) -> m.Submit:
     """The message with these jobs."""
     stores = [job for job in jobs if job.lease_id is None]
@@ -123,7 +122,7 @@ def submit_of(
     return m.Submit(
         request_id,
         registration_id,
-        m.Stores([store.job_id for store in stores], _blocks_of(stores, key_bytes), admit_all),
+        m.Stores([store.job_id for store in stores], _blocks_of(stores, key_bytes)),
         m.Loads(
             [load.job_id for load in loads],
             [load.lease_id or 0 for load in loads],

@@ -72,7 +72,7 @@ class Closing:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientOptions:
-    """Timeouts of one client in seconds. All must be positive.
+    """Timeouts of one client in seconds, which must be positive, and what it is.
 
     Raises:
         ValueError: a value is not positive; the message names it.
@@ -90,10 +90,12 @@ class ClientOptions:
     """Longest pause after connections that a daemon took and that failed; also the pause after a refusal."""
     close_timeout_s: float = 0.8
     """How long close() waits for the I/O thread."""
+    operator: bool = False
+    """A program of operators: counted nowhere, and the policy neither learns of it nor refuses its stores."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if getattr(self, field.name) <= 0:
+            if field.name != "operator" and getattr(self, field.name) <= 0:
                 raise ValueError(f"The client option {field.name} must be positive; it is {getattr(self, field.name)}.")
 
 
@@ -436,7 +438,8 @@ class Session(Closing):
         self._request(self._hello(), self._on_welcome, now, self._options.handshake_timeout_s)
 
     def _hello(self) -> m.Hello:
-        return m.Hello(self._next_request_id(), m.PROTOCOL_VERSION, self.role, self.name, self._software)
+        who = self.role, self.name, self._software, self._options.operator
+        return m.Hello(self._next_request_id(), m.PROTOCOL_VERSION, *who)
 
     def _on_welcome(self, reply: ReplyOrError, now: float) -> None:
         if not isinstance(reply, m.Welcome):

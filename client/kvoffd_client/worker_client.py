@@ -68,7 +68,6 @@ class WorkerClient(Session):
 
     Args:
         registration: the worker's KV memory; must outlive this client. The other arguments are as SchedulerClient's.
-        admit_all: store what the eviction policy would not keep, too.
 
     Raises:
         ValueError: the registration does not fit the namespace.
@@ -85,7 +84,6 @@ class WorkerClient(Session):
         options: ClientOptions = DEFAULT_OPTIONS,
         transport: Transport | None = None,
         rng: random.Random | None = None,
-        admit_all: bool = False,
     ) -> None:
         if not 0 <= registration.rank < namespace.world_size:
             raise ValueError(f"Rank {registration.rank} is outside the namespace's world of {namespace.world_size}.")
@@ -98,7 +96,6 @@ class WorkerClient(Session):
         super().__init__(directory, m.Role.WORKER, name, software, namespace, options, transport, rng)
         self._namespace = namespace
         self._registration = registration
-        self._admit_all = admit_all
         self._registration_id = b""
         self._registration_wanted = True
         """False once the registration was given up for good."""
@@ -254,7 +251,7 @@ class WorkerClient(Session):
         request_id, jobs = self._next_request_id(), [job for job, _ in batch]
         self._sent.update((job.job_id, Sent(job, of_job, request_id)) for job, of_job in batch)
         ids = request_id, self._registration_id, self._namespace.key_bytes
-        message = submit_of(*ids, jobs, self._sequence, self._admit_all)
+        message = submit_of(*ids, jobs, self._sequence)
         if (refused := self._send(message)) is not None:
             code = refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY
             self._fail_sent([job.job_id for job in jobs], code, now)

@@ -222,8 +222,6 @@ class StoreBatch(Job):
 
     direction = Direction.STORE
     parts: Sequence[Part]
-    admit_all: bool
-    """Whatever the policy says."""
     tickets: list[StoreTicket] = field(default_factory=list, init=False)
     copied_bytes: list[int] = field(default_factory=list, init=False)
     """By store."""
@@ -237,7 +235,7 @@ class StoreBatch(Job):
         for part in self.parts:
             layout, keys = part.layout, part.keys
             firsts = {span.key: span.first_block for span in part.spans if span.first_block}
-            starts = None if self.admit_all else [span.key for span in part.spans]
+            starts = None if self.session.operator else [span.key for span in part.spans]
             ticket = cache.begin_stores(
                 *whose, part.group, keys, firsts, self.tickets, registration.memory.node, starts
             )
@@ -273,7 +271,8 @@ class StoreBatch(Job):
             ticket.tokens = part.tokens()
             ticket.checksums = list(islice(checksums, len(ticket.copy)))
             cache.commit_store(ticket)
-        self.registration.namespace.counters.stored_bytes += self.plan.nbytes
+        if not self.session.operator:
+            self.registration.namespace.counters.stored_bytes += self.plan.nbytes
 
     def abort(self, cache: BlockCache) -> None:
         """Give the slots back: what is in them counts for nothing."""
@@ -359,12 +358,11 @@ class LoadJob(Job):
             error = ErrorCode.CHECKSUM
         copied_bytes = self.plan.nbytes if error is None else 0
         error = error or self.error
-        if error is None:
+        if error is None and not self.session.operator:
             cache.count_load(self.tickets)
-        cache.end_load(self.tickets, ok=error is None and not self.keep_lease)
-        if error is None:
             self.registration.namespace.counters.loaded_bytes += copied_bytes
-        else:
+        cache.end_load(self.tickets, ok=error is None and not self.keep_lease)
+        if error is not None:
             error = self.client_error(error)
         return [JobResult(self.ids[0], error is None, copied_bytes, seconds, error, self.failed)]
 
@@ -447,7 +445,7 @@ class Jobs:
                 jobs.append(load := LoadJob((job_id,), *whose, parts, lease_id, keep))
                 load.begin(self._cache, self._pool_address, verify=self._verifies())
             if message.stores.job_ids:
-                jobs.append(batch := StoreBatch(message.stores.job_ids, *whose, stores, message.stores.admit_all))
+                jobs.append(batch := StoreBatch(message.stores.job_ids, *whose, stores))
                 batch.begin(self._cache, self._pool_address)
         except BaseException:
             for job in jobs:

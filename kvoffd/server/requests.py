@@ -50,6 +50,7 @@ def hello(service: Service, session: Session, message: m.Hello) -> m.Welcome:
         )
     config = service.config
     service.sessions.say_hello(session, message.role, printable(message.name), printable(message.software))
+    session.operator = message.operator
     return m.Welcome(
         message.request_id,
         session.id,
@@ -185,7 +186,7 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
         raise KvoffdError(f"The session holds {limits.max_leases} leases, its limit; release some.", ErrorCode.TOO_MANY)
     groups = [(part.group, part.keys) for part in message.groups]
     states, pinned = service.cache.lookup(
-        namespace, message.lease_id, session.id, groups, again=message.again, extend=message.extend
+        namespace, message.lease_id, session.id, groups, again=message.again or session.operator, extend=message.extend
     )
     wait_ms = 0
     if (tiering := service.tiers.tiering) is not None and any(not m.COMING.isdisjoint(one) for one in states):

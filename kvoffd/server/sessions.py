@@ -182,6 +182,8 @@ class Session:
     role: Role | None = None
     name: str = ""
     software: str = ""
+    operator: bool = False
+    """See Hello."""
     last_request_at: float = field(init=False)
     ended: bool = False
     namespaces: dict[bytes, Namespace] = field(default_factory=dict)

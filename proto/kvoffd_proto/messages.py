@@ -351,6 +351,13 @@ class Hello(Request[Welcome], frozen=True):
     role: Annotated[Role, doc("Role of the session.")]
     name: Annotated[str, doc("Shown to operators, e.g. ``vllm:3fa85f64 tiny-llama worker 0``.", max_length=128)]
     software: Annotated[str, doc("Client and engine versions, for display.", max_length=128)]
+    operator: Annotated[
+        bool,
+        doc(
+            "A program of operators: what it looks up, loads and stores is in no count of traffic, the policy learns "
+            "nothing of it, and refuses none of its stores."
+        ),
+    ] = False
 
 
 class Completions(Message, frozen=True):
@@ -589,7 +596,6 @@ class Stores(Wire, frozen=True):
 
     job_ids: Annotated[list[JobId], doc("One for each store.", max_length=MAX_JOBS)]
     groups: Annotated[list[GroupBlocks], doc("Blocks to copy; a job has each group once.", max_length=MAX_GROUPS)]
-    admit_all: Annotated[bool, doc("Store them whatever the policy says, as an import does.")] = False
 
 
 class Loads(Wire, frozen=True):

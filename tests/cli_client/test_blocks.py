@@ -1,10 +1,8 @@
-"""``kvoffd-cli block``, ``export`` and ``import`` against real daemons."""
+"""``kvoffd-cli blocks`` against real daemons."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,13 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd_client import BlockFile
-from kvoffd_client.block_file import BlockFileWriter
+from kvoffd_client import Block, BlockClient
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
-from kvoffd_proto.units import format_size
 from tests.kit.daemon import DaemonProcess
-from tests.kit.open_files import files_of_at_most
 
 KEYS = [bytes([16 * n + n]) * 32 for n in range(1, 9)]
 Cli = Callable[..., tuple[int, str, str]]
@@ -43,7 +38,7 @@ def cli(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> Cli:
     """Runs a command on the daemon; returns (status, stdout, stderr)."""
 
     def run(*arguments: str, on: DaemonProcess = daemon) -> tuple[int, str, str]:
-        status = main([*arguments, "--directory", str(on.directory)])
+        status = main(["blocks", *arguments, "--directory", str(on.directory)])
         out, err = capsys.readouterr()
         return status, out, err
 
@@ -58,57 +53,48 @@ def cli(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> Cli:
         (("show", "", "--namespace", "tiny"), "Several keys begin"),
         (("show", "zz", "--namespace", "tiny"), "hex digits"),
         (("show", "11", "--namespace", "tiny", "--group", "4"), "no group 4"),
-        (("put", "/nonexistent", "--namespace", "tiny"), "cannot be opened"),
+        (("import", "/nonexistent"), "cannot be opened"),
+        (("import", "/nonexistent", "--list", "--beside"), "--namespace"),
     ],
 )
 def test_what_cannot_be_done_is_a_sentence(
     cli: Cli, engine: FakeEngine, arguments: tuple[str, ...], sentence: str
 ) -> None:
-    status, out, err = cli("block", *arguments)
-    assert (status, out) == (2, "")
+    status, out, err = cli(*arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
     assert sentence in err
 
 
-def test_an_export_that_finds_no_room_says_so_and_goes_on_when_there_is_some(
-    cli: Cli, engine: FakeEngine, tmp_path: Path
-) -> None:
-    file = tmp_path / "all.safetensors"
-    with files_of_at_most(40_000):
-        status, out, err = cli("export", str(file), "--namespace", "tiny")
-    assert (status, out) == (2, "")
-    assert err == (
-        f"kvoffd-cli: {file}.part cannot be written to its end (File too large); the same command goes on where it "
-        "stopped.\n"
-    )
-    assert cli("export", str(file), "--namespace", "tiny")[0] == 0
-    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+def test_a_listing_ends_at_its_limit_and_takes_several_prefixes(cli: Cli, engine: FakeEngine) -> None:
+    _, out, _ = cli("ls", "--namespace", "tiny", "--limit", "3")
+    assert out.splitlines()[-1] == "There are more blocks; --limit 30 shows more of them."
+    assert len(out.splitlines()) == 5
+    listed = json.loads(cli("ls", "--namespace", "tiny", "--prefix", "11", "--prefix", "22", "--json")[1])
+    assert ([block["key"][:2] for block in listed["blocks"]], listed["more"]) == (["11", "22"], False)
+    assert cli("ls", "--namespace", "tiny", "--prefix", "ff") == (0, "There is no such block.\n", "")
 
 
-def test_one_block_goes_into_a_file_and_back(cli: Cli, engine: FakeEngine, tmp_path: Path) -> None:
-    file, other = tmp_path / "one.safetensors", bytes(31) + b"\x01"
-    assert cli("block", "get", "11", str(file), "--namespace", "tiny")[0] == 0
-    status, _, err = cli("block", "get", "11", str(file), "--namespace", "tiny")
-    assert (status, "exists" in err) == (2, True)
-    assert cli("block", "put", str(file), "--namespace", "tiny")[0] == 1, "it is there"
-    assert cli("block", "put", str(file), "--namespace", "tiny", "--key", other.hex())[0] == 0
-    assert engine.lookup([other]) == 1
-    assert engine.load([other], [20]).ok
-    assert engine.checksums([20]) == engine.checksums([0])
-    assert "whole key" in cli("block", "put", str(file), "--namespace", "tiny", "--key", "1234")[2]
-    cli("clear", "--namespace", "tiny", "--yes")
+def test_a_block_s_layers_are_shown_and_names_are_text(cli: Cli, daemon: DaemonProcess) -> None:
+    name = "a\x1b[31mb"
+    with FakeEngine(daemon.directory, name, layers=2, blocks=4, page_bytes=512) as fake:
+        assert fake.store(KEYS[:1], [0]).ok
+        status, out, _ = cli("show", "11", "--namespace", fake.namespace.fingerprint.hex()[:12])
+    assert (status, "match their checksums" in out, "\x1b" in out) == (0, True, False)
+    assert len([line for line in out.splitlines() if "uint8" in line]) == 2
 
 
 @pytest.mark.parametrize("layers", [1, 20, 40, 60, 80])
-def test_one_small_block_finds_room_in_the_header(cli: Cli, daemon: DaemonProcess, tmp_path: Path, layers: int) -> None:
-    """However much of its last 4 KiB the header takes without any block."""
+def test_one_block_goes_into_a_file_however_much_of_its_header_is_not_of_blocks(
+    cli: Cli, daemon: DaemonProcess, tmp_path: Path, layers: int
+) -> None:
     file, name = tmp_path / "one.safetensors", f"{layers} layers"
     with FakeEngine(daemon.directory, name, layers=layers, blocks=4, page_bytes=512) as fake:
-        assert fake.store(KEYS[:1], [0]).ok
-        assert cli("block", "get", "11", str(file), "--namespace", name) == (
-            0,
-            f"Block {KEYS[0].hex()} ({format_size(512 * layers)}) is in {file}.\n",
-            "",
-        )
+        assert fake.store(KEYS[:2], [0, 1]).ok
+        status, out, _ = cli("export", str(file), "--namespace", name, "--prefix", KEYS[0].hex())
+        assert (status, out.startswith("1 block (")) == (0, True)
+        fake.scheduler.reset()
+        assert "1 block" in cli("import", str(file))[1]
+        assert fake.lookup(KEYS[:2]) == 1
 
 
 def test_a_file_of_another_engine_is_refused(cli: Cli, engine: FakeEngine, tmp_path: Path) -> None:
@@ -122,79 +108,55 @@ def test_a_file_of_another_engine_is_refused(cli: Cli, engine: FakeEngine, tmp_p
             status, out, err = cli(*arguments, on=second)
             assert (status, out) == (2, "")
             assert "world_size" in err, "what they differ in"
-        assert cli("namespaces", on=second)[1].count("tiny") == 1
         status, out, _ = cli("import", str(file), "--beside", on=second)
         assert (status, "8 blocks" in out) == (0, True)
-        assert "--namespace" in cli("import", str(file), "--list", "--beside", on=second)[2]
 
 
-PROGRAM = """
-import sys
-from kvoffd_client import block_file as module
-write = module.BlockFileWriter.add
-def slowly(part, block):
-    done = write(part, block)
-    print(len(part.entries), flush=True)
-    sys.stdin.readline()
-    return done
-module.BlockFileWriter.add = slowly
-from kvoffd_client.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
+def test_blocks_that_find_no_space_are_told_apart_from_those_that_are_there(cli: Cli, tmp_path: Path) -> None:
+    """Where engines have leased the whole pool."""
+    file = tmp_path / "some.safetensors"
+    with DaemonProcess("1MiB", limits={"leased_share": 1}) as small:
+        with FakeEngine(small.directory, "tiny", layers=1, blocks=16, page_bytes=65536) as fake:
+            assert fake.store(KEYS, range(8)).ok
+            assert cli("export", str(file), "--namespace", "tiny", "--prefix", "11", "--prefix", "22", on=small)[0] == 0
+            fake.scheduler.reset()
+            others = [bytes([100 + n]) * 32 for n in range(16)]
+            assert fake.store([KEYS[0], *others[:15]], range(16)).ok
+            assert fake.lookup([KEYS[0], *others[:15]]) == 16
+            status, out, _ = cli("import", str(file), "--json", on=small)
+    done = json.loads(out)
+    assert (status, done["blocks"], done["present"], done["no_space"]) == (1, 0, 1, 1)
 
 
-def test_an_export_that_is_killed_goes_on_where_it_was(
-    cli: Cli, daemon: DaemonProcess, engine: FakeEngine, tmp_path: Path
-) -> None:
-    file = tmp_path / "all.safetensors"
-    arguments = ["export", str(file), "--namespace", "tiny", "--directory", str(daemon.directory)]
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    for expected in range(1, 6):
-        assert process.stdout.readline() == f"{expected}\n"
-        if expected < 5:
-            process.stdin.write("\n")
-            process.stdin.flush()
-    status, _, err = cli("export", str(file), "--namespace", "tiny")
-    assert (status, "Another export" in err) == (2, True)
-    process.send_signal(signal.SIGKILL)
-    process.wait(10)
-    process.stdin.close()
-    process.stdout.close()
-    assert not file.exists()
-    part, log = tmp_path / "all.safetensors.part", tmp_path / "all.safetensors.part.log"
-    # The machine lost the end of the fifth block and half a line of the log.
-    os.truncate(part, part.stat().st_size - 100)
-    with log.open("ab") as journal:
-        journal.write(b"0:1234")
-    exported = json.loads(cli("export", str(file), "--namespace", "tiny", "--json")[1])
-    assert (exported["blocks"], exported["resumed"]) == (8, 4)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.safetensors"]
-    with BlockFile(file) as source:
-        for number in range(8):
-            source.read(number)
-        assert {entry.key for entry in source.entries} == set(KEYS)
+def test_what_is_imported_into_a_full_pool_stays_until_others_are_stored(cli: Cli, tmp_path: Path) -> None:
+    """It does not give way to the next block of the same file."""
+    file, count = tmp_path / "many.safetensors", 40
+    with DaemonProcess("8MiB") as first, DaemonProcess("8MiB", eviction_policy="learned") as second:
+        shape = {"layers": 1, "blocks": 128, "page_bytes": 65536}
+        keys = [n.to_bytes(32, "big") for n in range(count)]
+        with FakeEngine(first.directory, "tiny", **shape) as fake:
+            assert fake.store(keys, range(count)).ok
+        assert cli("export", str(file), "--namespace", "tiny", on=first)[0] == 0
+        with FakeEngine(second.directory, "tiny", **shape) as user:
+            used = [n.to_bytes(32, "big") for n in range(1000, 1120)]
+            for _ in range(8):
+                user.lookup(used)
+                user.release()
+                assert user.store(used, range(120)).ok
+            assert f"{count} blocks" in cli("import", str(file), on=second)[1]
+            assert user.lookup(keys) == count
 
 
-def test_what_another_export_left_is_not_mixed_in(
-    cli: Cli, daemon: DaemonProcess, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "all.safetensors"
-
-    def give_up(part: object) -> None:
-        raise OSError("no more")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(BlockFileWriter, "finish", give_up)
-        assert cli("export", str(file), "--namespace", "tiny")[0] == 2
-    with FakeEngine(daemon.directory, "other", page_bytes=4096) as other:
-        other.store(KEYS[:1], [0])
-        status, _, err = cli("export", str(file), "--namespace", "other")
-        assert (status, "another namespace" in err) == (2, True)
-    assert json.loads(cli("export", str(file), "--namespace", "tiny", "--json")[1])["resumed"] == 8
+def test_reading_and_writing_blocks_is_in_no_count_of_traffic(daemon: DaemonProcess, engine: FakeEngine) -> None:
+    with BlockClient(daemon.directory) as client:
+        before = client.stats().since_start
+        block = client.get_block("tiny", KEYS[0])
+        assert client.put_block(
+            "tiny", bytes(32), Block.of_bytes(block.geometry, 0, b"", [s.data for s in block.shards])
+        )
+        after = client.stats().since_start
+    for name in ("lookups", "asked_keys", "loaded_keys", "loaded_tokens", "loaded_bytes", "stored_bytes"):
+        assert getattr(after, name) == getattr(before, name), name
 
 
 def test_an_import_does_not_hold_the_file_in_memory(cli: Cli, tmp_path: Path) -> None:
@@ -212,7 +174,7 @@ def test_an_import_does_not_hold_the_file_in_memory(cli: Cli, tmp_path: Path) ->
         )
         most_kib: list[int] = []
         for more in ((), ("--list",)):
-            command = [sys.executable, "-c", program, "import", str(file), *more]
+            command = [sys.executable, "-c", program, "blocks", "import", str(file), *more]
             command += ["--directory", str(small.directory)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
             assert done.returncode == 0, done.stderr

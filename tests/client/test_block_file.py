@@ -75,9 +75,9 @@ def written(geometry: Geometry, blocks: list[Block]) -> Iterator[Path]:
     """A file of these blocks, as an export writes it."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "blocks.safetensors"
-        counts = [sum(block.group == group for block in blocks) for group in range(len(geometry.groups))]
-        with BlockFileWriter(path, geometry, counts) as writer:
-            assert all(map(writer.add, blocks))
+        with BlockFileWriter(path, geometry, [(block.group, block.key) for block in blocks]) as writer:
+            for block in blocks:
+                writer.add(block)
             writer.finish()
         yield path
 
@@ -96,6 +96,38 @@ def test_blocks_come_back_as_they_were_written(content: tuple[Geometry, list[Blo
             assert all(
                 np.array_equal(one.data, other.data) for one, other in zip(found.shards, block.shards, strict=True)
             )
+
+
+def test_a_file_of_kvoffd_0_1_is_read() -> None:
+    """Which an export of that release wrote: two ranks, two groups, a hole, layers of two kinds."""
+    with BlockFile(Path(__file__).with_name("blocks-0.1.safetensors")) as file:
+        assert (file.geometry.label, file.geometry.fingerprint, file.data_bytes) == ("tiny", bytes(range(32)), 416)
+        assert [(entry.group, entry.key[0], entry.first_block) for entry in file.entries] == [
+            (0, 1, 0),
+            (0, 2, 1),
+            (1, 3, 0),
+        ]
+        for number in range(3):
+            block = file.read(number)
+            assert [set(shard.data.tolist()) for shard in block.shards] == [{16 * number + 1}, {16 * number + 2}]
+        assert [layer.dtype for layer in file.read(0).shards[1].layers] == ["bfloat16", "bfloat16", "uint8"]
+
+
+def test_an_export_that_ends_early_leaves_nothing_and_another_one_is_not_mixed_in(tmp_path: Path) -> None:
+    page = PageSpec(64)
+    geometry = Geometry(bytes(32), "x", 1, 16, (GroupSpec("full", 2),), "{}", ((ShardSpec(1, [page]),),))
+    path, wanted = tmp_path / "x.safetensors", [(0, bytes(16)), (0, bytes([1]) * 16)]
+    with BlockFileWriter(path, geometry, wanted) as writer:
+        writer.add(Block.blank(geometry, 0, bytes(16)))
+        with pytest.raises(BlockFileError, match="another export"):
+            BlockFileWriter(path, geometry, wanted)
+    assert list(tmp_path.iterdir()) == []
+    with BlockFileWriter(path, geometry, wanted) as writer:
+        writer.add(Block.blank(geometry, 0, bytes(16)))  # the other one was evicted
+        writer.finish()
+    assert list(tmp_path.iterdir()) == [path]
+    with BlockFile(path) as file:
+        assert len(file.entries) == 1
 
 
 @quick

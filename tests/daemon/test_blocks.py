@@ -214,7 +214,7 @@ def test_a_full_pool_takes_no_block(shared_daemon: DaemonProcess, desk: BlockCli
     block = desk.get_block(LABEL, there[0])
     wait_until(lambda: not books(shared_daemon.directory).pinned_blocks)  # a lease of two sessions has half of the pool
     assert engine.lookup(there) == len(there), "it leases all of the pool"
-    with pytest.raises(BlockUnavailable, match="no room"):
+    with pytest.raises(BlockUnavailable, match="no space"):
         desk.put_block(LABEL, keys(80)[0], block)
     engine.release()
     wait_until(lambda: not books(shared_daemon.directory).pinned_blocks)
@@ -234,7 +234,7 @@ def test_a_namespace_moves_to_another_daemon(
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
     with BlockClient(other.directory) as there, BlockFile(file) as source:
         taken = import_blocks(there, source)
-        assert (taken.blocks, taken.present, taken.no_room) == (BLOCKS, 0, 0)
+        assert (taken.blocks, taken.present, taken.no_space) == (BLOCKS, 0, 0)
         again = import_blocks(there, source)
         assert (again.blocks, again.present) == (0, BLOCKS)
     with engine_on(other) as second:
@@ -243,15 +243,26 @@ def test_a_namespace_moves_to_another_daemon(
         export_blocks(desk, LABEL, file)
 
 
-def test_an_import_says_what_the_policy_declined(desk: BlockClient, tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", ["learned", "gate"])
+def test_an_import_is_not_refused_by_the_policy(
+    desk: BlockClient, engine: FakeEngine, tmp_path: Path, policy: str
+) -> None:
+    """Into a full pool whose blocks engines use, and of keys that nobody has asked for."""
     file = tmp_path / "all.safetensors"
     export_blocks(desk, LABEL, file)
-    with DaemonProcess("1MiB", eviction_policy="gate") as full, engine_on(full) as engine:
-        flood(engine)
+    with DaemonProcess("1MiB", eviction_policy=policy) as full, engine_on(full) as user:
+        used = keys(*range(1000, 1032))
+        for _ in range(20):
+            user.lookup(used)
+            user.release()
+            assert user.store(used, range(32)).ok
+        wait_until(lambda: not books(full.directory).pinned_blocks)
         with BlockClient(full.directory) as there, BlockFile(file) as source:
             taken = import_blocks(there, source)
-        assert (taken.blocks, taken.present, taken.declined, taken.no_room) == (0, 0, BLOCKS, 0)
-        assert engine.lookup(KEYS) == 0
+            assert (taken.blocks, taken.present, taken.no_space) == (BLOCKS, 0, 0)
+            again = import_blocks(there, source)
+            assert (again.blocks, again.present, again.no_space) == (0, BLOCKS, 0)
+        assert loaded(user, KEYS) == engine.checksums(range(BLOCKS))
 
 
 def test_an_export_over_the_end_of_the_daemon_is_not_complete(pool_file: Path, tmp_path: Path) -> None:

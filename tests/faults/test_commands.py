@@ -43,22 +43,22 @@ def test_export_and_import_over_kills(tmp_path: Path, pool_file: Path) -> None:
     with DaemonProcess("64MiB", pool_file=str(pool_file)) as daemon:
         with CheckedEngine(daemon, truth) as engine:
             engine.put(EXPORTED)
-        export = cli(daemon, "export", "--namespace", "demo", str(target))
+        export = cli(daemon, "blocks", "export", "--namespace", "demo", str(target))
         wait_until(lambda: any(tmp_path.iterdir()) or export.poll() is not None)
         daemon.kill()
         said = ended(export, 0, 2)
         assert export.returncode == 0 or "daemon" in said
         daemon.start()
         if export.returncode:
-            ended(cli(daemon, "export", "--namespace", "demo", str(target)), 0)
+            ended(cli(daemon, "blocks", "export", "--namespace", "demo", str(target)), 0)
         with AdminClient(daemon.directory) as admin:
             assert admin.clear() == len(EXPORTED)
-        first = cli(daemon, "import", str(target))
+        first = cli(daemon, "blocks", "import", str(target))
         wait_until(lambda: books(daemon.directory).ready_bytes or first.poll() is not None)
         daemon.kill()
         ended(first, 0, 2)
         daemon.start()
-        ended(cli(daemon, "import", str(target)), 0)
+        ended(cli(daemon, "blocks", "import", str(target)), 0)
         with CheckedEngine(daemon, truth) as engine:
             assert engine.get(EXPORTED) == list(EXPORTED)
 
@@ -68,14 +68,14 @@ def test_an_export_onto_a_full_disk(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "full", "64k") as place, DaemonProcess("16MiB") as daemon:
         with CheckedEngine(daemon, Truth()) as engine:
             engine.put(ALL)
-        said = ended(cli(daemon, "export", "--namespace", "demo", str(place / "blocks")), 2)
+        said = ended(cli(daemon, "blocks", "export", "--namespace", "demo", str(place / "blocks")), 2)
         assert "No space left" in said, said
 
 
 def test_a_record_onto_a_full_disk_says_what_is_in_it(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "full", "4k") as place, DaemonProcess("16MiB") as daemon:
         (place / "filler").write_bytes(bytes(4096))
-        recording = cli(daemon, "record", str(place / "trace"))
+        recording = cli(daemon, "trace", "record", str(place / "trace"))
         with CheckedEngine(daemon, Truth()) as engine:
             while recording.poll() is None:
                 engine.put(range(8))

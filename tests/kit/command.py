@@ -24,8 +24,8 @@ CLI, DAEMON = str(BIN / "kvoffd-cli"), str(BIN / "kvoffd")
 DEADLINE_S = 60.0
 
 CLIENTS = ("clients", "--all")
-LIST_BLOCKS, SHOW_BLOCK = ("block", "ls"), ("block", "show")
-EXPORT, IMPORT = ("export",), ("import",)
+LIST_BLOCKS, SHOW_BLOCK = ("blocks", "ls"), ("blocks", "show")
+EXPORT, IMPORT = ("blocks", "export"), ("blocks", "import")
 WATCH = ("stats", "--watch", "--interval", "100ms")
 LABEL = "tiny"
 KEYS = keys(*range(1, 9))

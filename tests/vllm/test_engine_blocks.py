@@ -61,7 +61,7 @@ def test_a_node_is_warmed_from_another_s_cache(tmp_path: Path) -> None:
         assert layers[0].shape[1 + layers[0].layout.split().index("tokens")] == BLOCK_TOKENS
         assert torch.isfinite(layer).all()
         assert layer.std() > 0
-        assert f"{BLOCKS} blocks" in cli(first, "export", str(file), "--namespace", label)
+        assert f"{BLOCKS} blocks" in cli(first, "blocks", "export", str(file), "--namespace", label)
     with safe_open(file, "pt") as tensors:
         names = list(tensors.keys())
         assert len(names) == BLOCKS
@@ -69,7 +69,7 @@ def test_a_node_is_warmed_from_another_s_cache(tmp_path: Path) -> None:
     assert torch.equal(exported[0], layer)
 
     with DaemonProcess("128MiB") as second:
-        assert "was opened" in cli(second, "import", str(file))
+        assert "was opened" in cli(second, "blocks", "import", str(file))
         imported = books(second.directory).stores
         with EngineProcess(model, second.directory, fork=False) as engine:
             wait_connected(second.directory)

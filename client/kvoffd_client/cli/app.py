@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from kvoffd_client.cli import actions, block_commands, show
+from kvoffd_client.cli import actions, show
 from kvoffd_client.cli.bench import bench_app
-from kvoffd_client.cli.block_commands import block_app
+from kvoffd_client.cli.blocks import blocks_app
 from kvoffd_client.cli.doctor import doctor
 from kvoffd_client.cli.stats import stats
 from kvoffd_client.cli.target import CliError, Directory
@@ -64,9 +64,13 @@ app.add_typer(
     epilog=_examples("trace record trace.jsonl.gz --duration 1h", "trace replay trace.jsonl.gz --size 64GiB,128GiB"),
 )
 app.add_typer(bench_app, name="bench", epilog=_examples("bench lookup", "bench copy", "bench copy --json"))
-app.add_typer(block_app, name="block")
-app.command()(block_commands.export)
-app.command(name="import")(block_commands.import_)
+app.add_typer(
+    blocks_app,
+    name="blocks",
+    epilog=_examples(
+        "blocks ls --namespace m", "blocks export m.safetensors --namespace m", "blocks import m.safetensors"
+    ),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import Struct, field
 
-from kvoffd_proto.admin import BlockInfo, KeyWorth, NamespaceInfo, SessionInfo
+from kvoffd_proto.admin import NamespaceInfo, SessionInfo
 from kvoffd_proto.messages import ByteCount, Count, Fingerprint, Seconds, doc
 from kvoffd_proto.stats import DiskStats, SharedStats, TieringStats
 
@@ -96,73 +96,6 @@ class SharedTiers(Struct, frozen=True):
 class FleetReset(Struct, frozen=True):
     namespace: Annotated[bytes, doc("Fingerprint of the namespace.")]
     stores: Annotated[Count, doc("Shared stores that were told.")]
-
-
-class Blocks(Struct, frozen=True):
-    blocks: Annotated[list[BlockInfo], doc("Blocks, in no order.")]
-    more: Annotated[bool, doc("Whether there are more than --limit.")]
-
-
-class BlockLayer(Struct, frozen=True):
-    name: Annotated[str, doc("The layer's name in the engine.")]
-    dtype: Annotated[str, doc("Type of its numbers.")]
-    shape: Annotated[list[int], doc("Its dimensions, engine blocks first.")]
-    layout: Annotated[str, doc("What the other dimensions are; empty where the engine did not say.")]
-
-
-class BlockShard(Struct, frozen=True):
-    """The part of a block that one worker stored."""
-
-    rank: Annotated[int, doc("Rank of the worker.")]
-    bytes: Annotated[ByteCount, doc("Bytes of the shard.")]
-    checksum: Annotated[str, doc("XXH3 of them, 64 bits in hex.")]
-    layers: Annotated[list[BlockLayer], doc("Its layers, in the order of memory.")]
-
-
-class BlockParts(Struct, frozen=True):
-    namespace: Fingerprint
-    group: Annotated[int, doc("KV cache group.")]
-    key: Key
-    first_block: Annotated[int, doc("Which of the engine's blocks under the key is the first one stored.")]
-    sound: Annotated[bool, doc("Whether all bytes match their checksums.")]
-    shards: Annotated[list[BlockShard], doc("One for each rank.")]
-    kept: Annotated[KeyWorth | None, doc("Why it is kept; null with a policy that does not learn.")]
-
-
-class ExportDone(Struct, frozen=True):
-    file: File
-    blocks: Annotated[Count, doc("Blocks in the file.")]
-    bytes: Annotated[ByteCount, doc("Bytes of these blocks.")]
-    resumed: Annotated[Count, doc("How many of them an earlier attempt had written.")]
-    evicted: Annotated[Count, doc("Blocks that left the pool before they were written.")]
-    damaged: Annotated[list[Key], doc("Keys of blocks that do not match their checksums; they were left out.")]
-    late: Annotated[Count, doc("Blocks that came after the first attempt, for which the file has no room.")]
-
-
-class ImportDone(Struct, frozen=True):
-    file: File
-    namespace: Fingerprint
-    created: Annotated[bool, doc("Whether the namespace was not open before.")]
-    blocks: Annotated[Count, doc("Blocks that were put into the pool.")]
-    bytes: Annotated[ByteCount, doc("Bytes of these blocks.")]
-    present: Annotated[Count, doc("Blocks that were in the pool already.")]
-    declined: Annotated[Count, doc("Blocks that the eviction policy did not take, since it keeps others.")]
-    no_room: Annotated[Count, doc("Blocks that found no room.")]
-
-
-class FileBlock(Struct, frozen=True):
-    group: Annotated[int, doc("KV cache group.")]
-    key: Key
-
-
-class FileContent(Struct, frozen=True):
-    file: File
-    namespace: Fingerprint
-    label: Annotated[str, doc("Name of the namespace for operators.")]
-    world_size: Annotated[int, doc("Shards that make a block.")]
-    description: Annotated[str, doc("What the fingerprint was made of.")]
-    bytes: Annotated[ByteCount, doc("Bytes of the blocks.")]
-    blocks: Annotated[list[FileBlock], doc("The blocks, in the order of the file.")]
 
 
 class BenchResult(Struct, frozen=True):

@@ -1,0 +1,263 @@
+"""``kvoffd-cli blocks``: single blocks, and files of them."""
+
+from __future__ import annotations
+
+import logging
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvoffd_client.cli.console import count_blocks, namespace_name, print_line, print_table, progress_bar
+from kvoffd_client.cli.json_output import print_json
+from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, local_directory, resolve_namespace
+from kvoffd_proto.admin import KeyWorth
+from kvoffd_proto.units import format_count, format_size, plural, printable
+
+if TYPE_CHECKING:
+    # The commands that need them import them: they would make every other command start more slowly.
+    from kvoffd_client import Block, BlockClient, BlockFile, Layer
+
+Namespace = Annotated[str, NAMESPACE_OPTION]
+Group = Annotated[int, typer.Option("--group", metavar="N", min=0, max=65535, help="KV cache group.")]
+Prefixes = Annotated[
+    list[str] | None,
+    typer.Option("--prefix", metavar="HEX", help="Only keys that begin so; may be given several times."),
+]
+
+blocks_app = typer.Typer(help="Show, export and import single blocks.", rich_markup_mode=None)
+
+
+@blocks_app.command()
+def ls(
+    context: typer.Context,
+    namespace: Namespace,
+    group: Group = 0,
+    prefix: Prefixes = None,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Most blocks to show.")] = 100,
+    directory: Directory = None,
+    json: Json = False,
+) -> int:
+    """List blocks, in no order."""
+    with _open(context, directory) as client:
+        fingerprint = _fingerprint(client, namespace)
+        every = (info for digits in prefix or [""] for info in client.list_blocks(fingerprint, group, digits))
+        found = list(islice(every, limit + 1))
+    more, found = len(found) > limit, found[:limit]
+    if json:
+        print_json({"blocks": found, "more": more})
+    elif not found:
+        print_line("There is no such block.")
+    else:
+        rows = [
+            (info.key.hex(), info.state.name.lower(), format_size(info.slot_bytes), format_count(info.pins))
+            for info in found
+        ]
+        print_table(("key", "state", ">size", ">pins"), rows)
+        if more:
+            print_line(f"There are more blocks; --limit {10 * limit} shows more of them.")
+    return 0
+
+
+@blocks_app.command()
+def show(
+    context: typer.Context,
+    key: Annotated[str, typer.Argument(metavar="KEY", help="The block's key in hex, or enough of its first digits.")],
+    namespace: Namespace,
+    group: Group = 0,
+    directory: Directory = None,
+    json: Json = False,
+) -> int:
+    """Show the layers of a block: dtype, shape, layout and the range of values.
+
+    Compares the bytes with their checksum. With a policy that learns it says why the block is kept.
+
+    Exit status: 0 done, 1 the bytes do not match their checksum, 2 an error.
+    """
+    with _open(context, directory) as client:
+        fingerprint = _fingerprint(client, namespace)
+        found = [info.key for info in islice(client.list_blocks(fingerprint, group, key.lower()), 2)]
+        if len(found) != 1:
+            begins = "Several keys begin" if found else "No key begins"
+            raise CliError(f"{begins} with {printable(key)!r} in group {group}; `kvoffd-cli blocks ls` lists them.")
+        block = client.get_block(fingerprint, found[0], group, verify=False)
+        worth = client.describe_policy(fingerprint, group, found[0]).key
+    sound = block.damaged_rank is None
+    if json:
+        shards = [
+            {
+                "rank": shard.rank,
+                "bytes": int(shard.data.nbytes),
+                "checksum": f"{shard.checksum:016x}",
+                "layers": [
+                    {"name": one.name, "dtype": one.dtype, "shape": list(one.shape), "layout": one.layout}
+                    for one in shard.layers
+                ],
+            }
+            for shard in block.shards
+        ]
+        facts = {"namespace": fingerprint, "group": group, "key": block.key, "first_block": block.first_block}
+        print_json({**facts, "sound": sound, "shards": shards, "kept": worth})
+    else:
+        _print_block(block, sound, worth)
+    return int(not sound)
+
+
+def _print_block(block: Block, sound: bool, worth: KeyWorth | None) -> None:
+    geometry = block.geometry
+    print_line(f"block {block.key.hex()}")
+    kind = printable(geometry.groups[block.group].kind)
+    print_line(f"of {namespace_name(geometry.label, geometry.fingerprint)}, group {block.group} ({kind})")
+    checksums = "the bytes match their checksums" if sound else "THE BYTES DO NOT MATCH THEIR CHECKSUMS"
+    count = f"{len(block.shards)} shard{plural(len(block.shards))}"
+    print_line(f"{format_size(sum(shard.data.nbytes for shard in block.shards))} in {count}; {checksums}\n")
+    rows = [
+        (
+            str(shard.rank),
+            printable(layer.name or str(number)),
+            layer.dtype,
+            " x ".join(map(str, layer.shape)),
+            printable(layer.layout or "-"),
+            *_value_range(layer),
+        )
+        for shard in block.shards
+        for number, layer in enumerate(shard.layers)
+    ]
+    print_table((">rank", "layer", "dtype", "shape", "layout", ">min", ">mean", ">max"), rows)
+    if worth is not None:
+        requests = f"{format_count(worth.requests)} request{plural(worth.requests)}"
+        print_line(
+            f"\nkept as: {worth.kind}; asked for by {requests}, the last one {worth.age:.2f} pool lifetimes ago; "
+            f"{worth.worth:.3f} hits expected in a lifetime; {format_size(worth.bytes_before)} would be evicted first"
+        )
+
+
+def _value_range(layer: Layer) -> tuple[str, str, str]:
+    """The least, mean and largest value; dashes for dtypes that only torch can read."""
+    import numpy as np
+
+    values = layer.array
+    if layer.dtype == "bfloat16":  # the upper half of a float32
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    elif layer.dtype != str(values.dtype):
+        return "-", "-", "-"
+    with np.errstate(invalid="ignore", over="ignore"):
+        return f"{values.min():.4g}", f"{values.mean(dtype=np.float64):.4g}", f"{values.max():.4g}"
+
+
+@blocks_app.command()
+def export(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File of safetensors to write; it must not exist.")],
+    namespace: Namespace,
+    prefix: Prefixes = None,
+    directory: Directory = None,
+    json: Json = False,
+) -> int:
+    """Write the blocks of a namespace into a file.
+
+    The file is safetensors, with all that import needs. Each block is compared with its checksum.
+    """
+    from kvoffd_client import export_blocks
+
+    with _open(context, directory) as client, progress_bar(f"exporting to {printable(file.name)}") as progress:
+        done = export_blocks(client, _fingerprint(client, namespace), file, prefix or [], progress=progress)
+    if json:
+        counts = {"blocks": done.blocks, "bytes": done.nbytes, "evicted": done.evicted, "damaged": done.damaged}
+        print_json({"file": str(file), **counts})
+        return 0
+    print_line(f"{count_blocks(done.blocks)} ({format_size(done.nbytes)}) are in {file}.")
+    if done.evicted:
+        print_line(f"{count_blocks(done.evicted)} left the pool before they were written.")
+    if done.damaged:
+        print_line(f"{count_blocks(len(done.damaged))} do not match their checksums and were left out; run scrub.")
+    return 0
+
+
+@blocks_app.command("import")
+def import_(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File written by export.")],
+    namespace: Annotated[
+        str | None,
+        typer.Option(
+            "--namespace", metavar="NAME", help="Namespace that the blocks must be of. [default: as the file says]"
+        ),
+    ] = None,
+    beside: Annotated[
+        bool,
+        typer.Option("--beside", help="Import although a namespace of that label and another fingerprint is open."),
+    ] = False,
+    show_list: Annotated[bool, typer.Option("--list", help="Show what is in the file, and import nothing.")] = False,
+    directory: Directory = None,
+    json: Json = False,
+) -> int:
+    """Put the blocks of a file into the pool.
+
+    Opens the blocks' namespace where no engine has done so yet. Blocks that are in the pool are skipped, so that the
+    command may be repeated. The eviction policy has no say: a full pool evicts others. A file that is damaged, or of
+    an engine whose bytes differ, is refused.
+
+    Exit status: 0 done, 1 some blocks found no space, 2 an error.
+    """
+    from kvoffd_client import BlockFile, import_blocks
+
+    if show_list:
+        if namespace is not None or beside:
+            raise CliError("--list imports nothing; leave --namespace and --beside away.")
+        with BlockFile(file) as source:
+            _print_file(file, source, as_json=json)
+        return 0
+    with _open(context, directory) as client, BlockFile(file) as source:
+        fingerprint = None if namespace is None else _fingerprint(client, namespace)
+        with progress_bar(f"importing {printable(file.name)}") as progress:
+            done = import_blocks(client, source, fingerprint, beside=beside, progress=progress)
+    geometry = source.geometry
+    if json:
+        counts = {"blocks": done.blocks, "bytes": done.nbytes, "present": done.present, "no_space": done.no_space}
+        print_json({"file": str(file), "namespace": geometry.fingerprint, "created": done.created, **counts})
+    else:
+        name = namespace_name(geometry.label, geometry.fingerprint)
+        opened = f" Namespace {name} was opened." if done.created else f" They are of {name}."
+        present = f", {format_count(done.present)} were in the pool already" if done.present else ""
+        print_line(f"{count_blocks(done.blocks)} ({format_size(done.nbytes)}) were put into the pool{present}.{opened}")
+        if done.no_space:
+            print_line(f"{count_blocks(done.no_space)} found no space: the pool, or the quota, is in use.")
+    return int(done.no_space > 0)
+
+
+def _print_file(file: Path, source: BlockFile, *, as_json: bool) -> None:
+    geometry, entries = source.geometry, source.entries
+    if as_json:
+        facts = {"namespace": geometry.fingerprint, "label": geometry.label, "world_size": geometry.world_size}
+        blocks = [{"group": entry.group, "key": entry.key} for entry in entries]
+        about = {"description": geometry.description, "bytes": source.data_bytes, "blocks": blocks}
+        print_json({"file": str(file), **facts, **about})
+        return
+    print_line(f"{count_blocks(len(entries))} ({format_size(source.data_bytes)})")
+    print_line(f"of {printable(geometry.label)}, fingerprint {geometry.fingerprint.hex()}")
+    print_line(f"{geometry.world_size} rank{plural(geometry.world_size)}, keys of {geometry.key_bytes} bytes\n")
+    rows = [
+        (
+            str(group),
+            printable(spec.kind),
+            format_count(sum(entry.group == group for entry in entries)),
+            format_size(geometry.block_bytes(group)),
+            format_count(max(len(shards[group].pages) for shards in geometry.shards)),
+        )
+        for group, spec in enumerate(geometry.groups)
+    ]
+    print_table(("group", "kind", ">blocks", ">block size", ">layers"), rows)
+
+
+def _open(context: typer.Context, directory: Path | None) -> BlockClient:
+    from kvoffd_client import BlockClient
+
+    # Its engine's sessions log what they survive; the command prints the error that is raised.
+    logging.getLogger("kvoffd_client").addHandler(logging.NullHandler())
+    return BlockClient(local_directory(context, directory))
+
+
+def _fingerprint(client: BlockClient, namespace: str) -> bytes:
+    return resolve_namespace(client.namespaces().namespaces, namespace).namespace
