@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 
 from kvoffd import __version__
@@ -18,6 +19,7 @@ from kvoffd.memory_estimate import memory_shortage, memory_summary
 from kvoffd.pool.backing import FileBacking, MemfdBacking, PoolBacking
 from kvoffd.pool.pool import Pool
 from kvoffd.server.persistence import PolicyFile, State
+from kvoffd.system.files import OnError
 from kvoffd.system.limits import memory_limit
 from kvoffd.system.numa import nodes_with_gpus
 from kvoffd.system.systemd import Notifier
@@ -34,19 +36,24 @@ TOUCH_LOGGED_S = 2.0
 
 
 def take_pool(config: Config, notifier: Notifier, stored: Mapping[str, list[int]], stopped: Callable[[], bool]) -> Pool:
-    """As ``open_pool``, and touch every page of a pool that is not there already, which may take minutes.
+    """Take the pool over from an earlier daemon, or make a new one where that left none, or none that is to be trusted,
+    and touch every page of it, which may take minutes.
 
     Args:
+        stored: descriptors that systemd kept, by name; owned from here on.
         stopped: asked while it touches; it then returns early.
+
+    Raises:
+        PoolTooLarge: there is not the memory.
+        PoolFileError: ``pool_file`` is not to be used.
     """
-    pool = open_pool(config, notifier, stored)
+    pool = _open_pool_file(config, notifier, stored) if config.pool_file else _open_memfds(config, notifier, stored)
+    if pool.cold_reason:
+        logger.warning("The pool starts empty. %s", pool.cold_reason)
     logger.info("kvoffd %s takes a pool of %s. %s", __version__, format_size(config.pool_bytes), memory_summary(config))
     if not pool.resident:
-        try:
+        with OnError(pool.close):
             _touch(pool, config, notifier, stopped)
-        except BaseException:
-            pool.close()
-            raise
     if shortage := memory_shortage(config, memory_limit()):
         logger.warning("%s", shortage)
     return pool
@@ -67,22 +74,6 @@ def _touch(pool: Pool, config: Config, notifier: Notifier, stopped: Callable[[],
     pool.touch(config.limits.touch_threads, tell, stopped)
     if not stopped():
         logger.info("The pool is in memory after %.1f s.", time.monotonic() - started)
-
-
-def open_pool(config: Config, notifier: Notifier, stored: Mapping[str, list[int]]) -> Pool:
-    """Take the pool over from an earlier daemon, or make a new one where that left none, or none that is to be trusted.
-
-    Args:
-        stored: descriptors that systemd kept, by name; owned from here on.
-
-    Raises:
-        PoolTooLarge: there is not the memory.
-        PoolFileError: ``pool_file`` is not to be used.
-    """
-    pool = _open_pool_file(config, notifier, stored) if config.pool_file else _open_memfds(config, notifier, stored)
-    if pool.cold_reason:
-        logger.warning("The pool starts empty. %s", pool.cold_reason)
-    return pool
 
 
 def restore(
@@ -126,15 +117,11 @@ def restore(
 
 
 def _open_pool_file(config: Config, notifier: Notifier, stored: Mapping[str, list[int]]) -> Pool:
-    if stored:
-        _discard_stored(notifier, stored)
+    _discard_stored(notifier, stored)
     with closing(FileBacking(Path(config.pool_file))) as backing:
         pool = _make_pool(config, backing)
-        try:
+        with OnError(pool.close):
             backing.publish()
-        except BaseException:
-            pool.close()
-            raise
     return pool
 
 
@@ -148,9 +135,8 @@ def _open_memfds(config: Config, notifier: Notifier, stored: Mapping[str, list[i
     with closing(MemfdBacking(stored_pair, lambda: _remove_from_systemd(notifier, stored))) as backing:
         pool = _make_pool(config, backing)
     if not pool.adopted:
-        pool_fd, table_fd = pool.memory_fds
-        notifier.store_fd(POOL_NAME, pool_fd)
-        notifier.store_fd(TABLE_NAME, table_fd)
+        for name, fd in zip((POOL_NAME, TABLE_NAME), pool.memory_fds, strict=True):
+            notifier.store_fd(name, fd)
     return pool
 
 
@@ -164,10 +150,10 @@ def _make_pool(config: Config, backing: PoolBacking) -> Pool:
 
 def _discard_stored(notifier: Notifier, stored: Mapping[str, list[int]]) -> None:
     """Let kept memory go, here and in systemd's store."""
-    for fds in stored.values():
-        for fd in fds:
-            os.close(fd)
-    _remove_from_systemd(notifier, stored)
+    for fd in chain.from_iterable(stored.values()):
+        os.close(fd)
+    if stored:
+        _remove_from_systemd(notifier, stored)
 
 
 def _remove_from_systemd(notifier: Notifier, names: Iterable[str]) -> None:
