@@ -20,7 +20,8 @@ from tests.kit.wire import books
 
 COMMANDS = (
     *READING,
-    ("stats", "--watch"),
+    ("top",),
+    ("doctor",),
     ("clear", "--all", "--yes"),
     ("scrub",),
     ("events",),

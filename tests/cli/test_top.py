@@ -14,6 +14,7 @@ from kvoffd_client.testing import FakeEngine
 from tests.kit.closing import Starting
 from tests.kit.command import CLI, LABEL, start_cli
 from tests.kit.daemon import DaemonProcess
+from tests.kit.ports import free_port
 from tests.kit.tmux import PROMPT, Tmux
 from tests.kit.waiting import wait_until
 from tests.kit.wire import keys
@@ -72,7 +73,7 @@ def test_a_daemon_at_work_that_goes_and_comes_back(daemon: DaemonProcess) -> Non
 
         for key, words in (
             ("2", ("ENGINE", "fake engine", "REGISTERED")),
-            ("3", ("The configuration has no disk and no shared store.",)),
+            ("3", ("There is no disk and no shared store",)),
             ("4", ("Policy learned", "ASKED FOR")),
             ("1", ("Pool [",)),
         ):
@@ -157,7 +158,21 @@ def test_into_a_pipe_it_writes_a_page_every_interval(daemon: DaemonProcess) -> N
             line = process.stdout.readline()
             assert line, "it ended"
             assert "\x1b" not in line
-            pages += line.startswith("Pool")
+            pages += line.startswith("Pool ")
     finally:
         process.kill()
         process.communicate()
+
+
+def test_another_node_over_http() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with DaemonProcess(POOL, http_address=address) as daemon, Load(daemon), Tmux() as terminal:
+        terminal.run(CLI, "top", "--interval", "200ms", "--url", f"http://{address}")
+        terminal.wait_for(LABEL, "4 policy")
+        terminal.type("2")
+        terminal.wait_for("HTTP has statistics alone")
+        terminal.type("1")
+        daemon.kill()
+        terminal.wait_for("No answer since", "Connection refused", "Pool [")
+        daemon.start()
+        terminal.wait_for("Pool [", without="No answer since")

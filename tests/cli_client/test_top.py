@@ -200,11 +200,13 @@ def test_other_views(screen: Screen) -> None:
     ]  # fmt: skip
     screen.view = "tiers"
     text = "\n".join(drawn(screen))
-    assert "  2 corrupt: blocks read back were not as they were written: a bad drive" in text
-    assert "  valkey-1 is down. Refused." in text
+    assert "  corrupt 2: blocks read back were not as they were written: a bad drive" in text
+    assert "  server valkey-1: cannot be used: Refused." in text
     screen.reading = Reading(structs.replace(stats(1), disks=[], shared=[], tiers=None))
-    assert "The configuration has no disk and no shared store." in drawn(screen)
+    assert any(line.startswith("There is no disk and no shared store") for line in drawn(screen))
     screen.view = "policy"
+    screen.reading = Reading(stats(1), far=True)
+    assert "This is shown on the daemon's own machine: HTTP has statistics alone." in drawn(screen)
     lru = PolicyDescribed(1, "lru", 0, 0, 0, 0, 0, 0, False, [])
     screen.reading = Reading(stats(1), None, lru)
     assert "It does not learn, or nothing was asked for so far." in drawn(screen)

@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from kvoffd_client.cli import monitor_commands
 from kvoffd_client.cli.console import bar_characters, make_console, percent, print_line, print_page, print_table
 from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.target import CliError, Directory, Json, Url, open_admin, read_statistics
@@ -74,8 +73,6 @@ def stats(
         Section | None, typer.Argument(metavar="[SECTION]", help="pool, namespaces, tiers, policy or settings.")
     ] = None,
     misses: Annotated[bool, typer.Option("--misses", help="Why keys were not brought, by reason.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", hidden=True)] = False,
-    interval: Annotated[str, typer.Option("--interval", hidden=True)] = "",
     directory: Directory = None,
     url: Url = "",
     json: Json = False,
@@ -86,10 +83,6 @@ def stats(
 
     Exit status: 0, or 1 if `stats tiers` shows a disk or a store that does not work; 2 an error.
     """
-    if watch:  # until top is there
-        return monitor_commands.watch(context, directory, interval or "1s", json=json)
-    if interval:
-        raise CliError("--interval is for `kvoffd-cli top`.")
     if section is Section.POLICY:
         if url:
             raise CliError("What the policy learned is not served over HTTP; run `stats policy` on the node.")
@@ -108,12 +101,12 @@ def stats(
     elif section is Section.NAMESPACES:
         _namespaces(now, len(now.namespaces))
     elif section is Section.TIERS:
-        _print_all(_tiers(now))
+        _print_all(tier_lines(now))
     elif section is Section.SETTINGS:
         settings = [(one.name, printable(one.value) or "-", "" if one.default else "set") for one in now.settings]
         print_table(("setting", "value", ""), settings)
     else:
-        _page(now)
+        print_stats(now)
     return status
 
 
@@ -141,7 +134,8 @@ def _windows(now: DaemonStats) -> dict[str, Window]:
 # --- the page --------------------------------------------------------------------------------------
 
 
-def _page(now: DaemonStats) -> None:
+def print_stats(now: DaemonStats) -> None:
+    """Print the page of all statistics."""
     print_page(
         Text(
             f"kvoffd {printable(now.version)}, up {format_duration(now.uptime_seconds)}, policy "
@@ -163,7 +157,7 @@ def _page(now: DaemonStats) -> None:
     if now.namespaces:
         print_line("")
         _namespaces(now, MOST_NAMESPACES)
-    lines = [*_tier_lines(now), *_errors(now)]
+    lines = [*_tier_summary(now), *_errors(now)]
     if lines:
         print_line("")
         _print_all(iter(lines))
@@ -325,7 +319,7 @@ def _errors(now: DaemonStats) -> Iterator[tuple[str, str]]:
 # --- tiers -----------------------------------------------------------------------------------------
 
 
-def _tier_lines(now: DaemonStats) -> Iterator[tuple[str, str]]:
+def _tier_summary(now: DaemonStats) -> Iterator[tuple[str, str]]:
     """A line for each disk and store."""
     for disk in now.disks:
         errors = sum(disk.errors.values())
@@ -344,7 +338,8 @@ def _tier_lines(now: DaemonStats) -> Iterator[tuple[str, str]]:
         )
 
 
-def _tiers(now: DaemonStats) -> Iterator[str | tuple[str, str]]:
+def tier_lines(now: DaemonStats) -> Iterator[str | tuple[str, str]]:
+    """All that is known of disks and stores: lines, some of them with their style."""
     if not now.disks and not now.shared:
         yield "There is no disk and no shared store; see --disk and --shared of `kvoffd serve`."
     for disk in now.disks:

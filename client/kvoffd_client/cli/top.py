@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from socket import gethostname
 from textwrap import wrap
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.cells import cell_len, set_cell_size
@@ -23,13 +23,15 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from kvoffd_client.cli.console import make_console, percent, print_page
+from kvoffd_client.admin_client import read_stats
+from kvoffd_client.cli.console import make_console, percent, print_line
+from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.show import Engine, engines_of
-from kvoffd_client.cli.stats_page import StatsPage
-from kvoffd_client.cli.target import CliError, Directory, open_admin
+from kvoffd_client.cli.stats import print_stats, tier_lines
+from kvoffd_client.cli.target import CliError, Directory, Url, open_admin
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.admin import HealthLevel, PolicyDescribed
-from kvoffd_proto.stats import DaemonStats, DiskFault, NamespaceStats, Traffic, Window, namespace_id
+from kvoffd_proto.stats import DaemonStats, NamespaceStats, Traffic, Window, namespace_id
 from kvoffd_proto.units import (
     UnitError,
     exact_duration,
@@ -47,8 +49,9 @@ MOST_SAMPLES = 900
 """A quarter of an hour of the usual interval."""
 NOW_S = 3.0
 """What ``now`` is an average over: one second alone jumps."""
-ANSWER_S, LATER_ANSWER_S = 2.0, 10.0
-"""How long the first answer that does not come is waited for, and the ones after it."""
+ANSWER_S = 2.0
+LATER_ANSWER_S = 10.0
+"""For an answer after one that did not come."""
 LOOK_S = 0.25
 """How soon another size of the terminal is seen."""
 SHOWN_SIZES = ("0.5", "1", "2", "10")
@@ -69,6 +72,8 @@ class Reading:
     stats: DaemonStats
     engines: Sequence[Engine] | None = None
     policy: PolicyDescribed | None = None
+    far: bool = False
+    """It came over HTTP, which has statistics alone."""
 
 
 Read = Callable[[str, float], Reading]
@@ -151,7 +156,9 @@ class Screen:
         away = wrap(printable(self.away), max(1, width))[:MOST_AWAY_LINES]
         head = [self._header(stats, pen), *(pen.text(line, "bold red") for line in away)]
         room = max(0, height - len(head) - 1)
-        if self.view == "clients":
+        if self.reading.far and self.view in ("clients", "policy"):
+            body = [Text(), pen.text("This is shown on the daemon's own machine: HTTP has statistics alone.", "dim")]
+        elif self.view == "clients":
             body = _clients(self.reading.engines, stats, pen)
         elif self.view == "tiers":
             body = _tiers(stats, pen)
@@ -423,30 +430,12 @@ def _clients(engines: Sequence[Engine] | None, stats: DaemonStats, pen: Pen) -> 
 
 def _tiers(stats: DaemonStats, pen: Pen) -> list[Text]:
     """Disks and stores, with their errors and what these mean."""
-    lines = _tier_lines(stats, pen) or [Text(), pen.text("The configuration has no disk and no shared store.")]
-    tiers = stats.tiers
-    if tiers is not None and stats.disks:
-        left = tiers.write_budget_left_bytes
-        budget = f"  write budget left {format_size(left)}" if left is not None else ""
-        words = (
-            f"Promoted {format_size(tiers.promoted_bytes)}, {format_count(tiers.promotions_waiting)} waiting  written "
-        )
-        words += f"{format_size(tiers.demoted_bytes)}, {format_count(tiers.demotions_waiting)} waiting{budget}"
-        lines += [Text(), pen.text(words)]
-    for disk in stats.disks:
-        queued = f"reads {disk.running_reads}+{disk.queued_reads}  writes {disk.running_writes}+{disk.queued_writes}"
-        words = f"{disk.directory}: {queued} running+queued  refused {format_count(disk.refused_writes)}"
-        lines.append(pen.text(words, "dim"))
-        for kind, count in disk.errors.items():
-            known = kind in DiskFault.__members__.values()
-            meaning = DiskFault(kind).meaning if known else "see the daemon's log"
-            lines.append(pen.text(f"  {format_count(count)} {kind}: {meaning}", "yellow"))
-    for store in stats.shared:
-        lines.append(pen.text(f"{store.url}: dropped writes {format_count(store.dropped_writes)}", "dim"))
-        lines += [pen.text(f"  {format_count(count)} {kind}", "yellow") for kind, count in store.errors.items()]
-        lines += [pen.text(f"  {one.name} is down. {one.problem}", "red") for one in store.servers if not one.up]
-    failed = {**(tiers.promotions_failed if tiers is not None else {})}
-    lines += [pen.text(f"Not promoted: {format_count(count)} {reason}", "dim") for reason, count in failed.items()]
+    lines = [Text()]
+    for line in tier_lines(stats):
+        words, style = (line, "") if isinstance(line, str) else line
+        indent = " " * (2 + len(words) - len(words.lstrip()))
+        parts = wrap(printable(words), max(8, pen.width), subsequent_indent=indent, drop_whitespace=False)
+        lines += [pen.text(part.rstrip(), style) for part in parts]
     return lines
 
 
@@ -483,28 +472,53 @@ def top(
     context: typer.Context,
     interval: Annotated[str, typer.Option("--interval", metavar="DURATION", help="Time between two looks.")] = "1s",
     directory: Directory = None,
+    url: Url = "",
+    json: Annotated[bool, typer.Option("--json", help="One line of JSON for each look.")] = False,
 ) -> int:
     """Show what the daemon does, live.
 
-    Keys: 1 all, 2 clients, 3 tiers, 4 policy, s sort, p pause, q quit. Into a pipe it writes a page of stats every
+    Keys: 1 all, 2 clients, 3 tiers, 4 policy, s sort, p pause, q quit. Into a pipe it writes the page of stats every
     interval.
     """
     interval_s = _interval(interval)
+    if url and directory is not None:
+        raise CliError("--url and --directory name two daemons; give one of them.")
     with open_admin(context, directory) as admin:
         admin.on_silence = lambda: None  # the screen says it
 
         def read(view: str, timeout_s: float) -> Reading:
+            if url:
+                return Reading(read_stats(url, timeout_s), far=True)
             admin.timeout_s = timeout_s
             stats = admin.stats()
             engines = engines_of(admin.sessions().sessions) if view == "clients" else None
             return Reading(stats, engines, admin.describe_policy() if view == "policy" else None)
 
         console = make_console()
-        if console.is_terminal and not console.is_dumb_terminal:
+        if console.is_terminal and not console.is_dumb_terminal and not json:
             return run(read, interval_s, console)
+        _print_pages(read, interval_s, as_json=json)
+    return 0
+
+
+def _print_pages(read: Read, interval_s: float, *, as_json: bool) -> NoReturn:
+    """A page, or a line, every interval. Only the first answer must come; where a later one does not, that is said."""
+    stats = read(VIEWS[0], ANSWER_S).stats
+    while True:
+        if as_json:
+            print_json(stats)
+        else:
+            print_stats(stats)
+            print_line("")
+        due_at = time.monotonic() + interval_s
         while True:
-            print_page(StatsPage(read(VIEWS[0], ANSWER_S).stats))
-            time.sleep(interval_s)
+            time.sleep(max(0.0, due_at - time.monotonic()))
+            due_at = time.monotonic() + interval_s
+            try:
+                stats = read(VIEWS[0], LATER_ANSWER_S).stats
+                break
+            except KvoffdClientError as error:
+                print(f"{time.strftime('%H:%M:%S')} {error}", file=sys.stderr, flush=True)
 
 
 def _interval(text: str) -> float:
