@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -56,13 +57,15 @@ class HostCopy:
     def __init__(self, plan: Plan, slots: Sequence[tuple[int, int]] = (), library: Native | None = None) -> None:
         self.plan = plan
         self._copy = (library or native()).host_copy
-        self._columns = (
-            *(np.ascontiguousarray(column, dtype=np.uint64) for column in (plan.destination, plan.source, plan.size)),
-            *(np.array(column, dtype=np.uint64) for column in (zip(*slots, strict=True) if slots else ((), ()))),
-        )
-        self._sums = np.zeros(len(slots), dtype=np.uint64)
-        *pieces, slot, slot_bytes = (column.ctypes.data for column in self._columns)
-        self._copying = _Copying(*pieces, plan.pieces, slot, slot_bytes, self._sums.ctypes.data, len(slots))
+        self._columns = [
+            np.ascontiguousarray(column, dtype=np.uint64) for column in (plan.destination, plan.source, plan.size)
+        ]
+        pieces = [column.ctypes.data for column in self._columns]
+        # A small copy takes less time than to make arrays of numpy.
+        self._slots = array("Q", [address for address, _ in slots]), array("Q", [length for _, length in slots])
+        self._sums = array("Q", bytes(8 * len(slots)))
+        addresses = [column.buffer_info()[0] for column in (*self._slots, self._sums)]
+        self._copying = _Copying(*pieces, plan.pieces, *addresses, len(slots))
         self._reference = ctypes.byref(self._copying)
 
     def run(self, pace: Pace, steps: int = 2**63) -> None:
