@@ -264,8 +264,11 @@ class StoreBatch(Job):
             digests = cache.slots.digests
             self.checksums = SlotChecksums(digests, slots, whole_after=whole_after, pool_address=pool_address)
 
-    def commit(self, cache: BlockCache) -> None:
-        """Make the blocks readable."""
+    def end(self, cache: BlockCache, seconds: float, error: ErrorCode | None) -> list[JobResult]:
+        """The copy has ended: where ``error`` is None its blocks become readable. Returns the results."""
+        if error is not None:
+            self.abort(cache)
+            return self.results(seconds, error)
         checksums = iter(self.checksums.sums if self.checksums is not None else ())
         for part, ticket in zip(self.parts, self.tickets, strict=True):
             ticket.tokens = part.tokens()
@@ -273,6 +276,7 @@ class StoreBatch(Job):
             cache.commit_store(ticket)
         if not self.session.operator:
             self.registration.namespace.counters.stored_bytes += self.plan.nbytes
+        return self.results(seconds, None)
 
     def abort(self, cache: BlockCache) -> None:
         """Give the slots back: what is in them counts for nothing."""
@@ -543,18 +547,11 @@ class Jobs:
             job.abort(cache)
         else:
             error = ERROR_OF_OUTCOME.get(outcome)
-            if isinstance(job, LoadJob):
-                self._answer(job, job.end(cache, self._seconds(job), error))
-            else:
-                # The client may have given its blocks to another request the moment it closed its lifeline, so what was
-                # copied counts only if the lifeline is still open now, after the copy.
-                if error is None and (session.ended or not session.lifeline.alive()):
-                    error = ErrorCode.CANCELLED
-                if error is None:
-                    job.commit(cache)
-                else:
-                    job.abort(cache)
-                self._answer(job, job.results(self._seconds(job), error))
+            # The client may have given its blocks to another request the moment it closed its lifeline, so what was
+            # copied of them counts only if the lifeline is still open now, after the copy.
+            if isinstance(job, StoreBatch) and error is None and (session.ended or not session.lifeline.alive()):
+                error = ErrorCode.CANCELLED
+            self._answer(job, job.end(cache, self._host.now() - job.accepted_at, error))
         del self._running[job]
         self._ended_at = self._host.now()
         session.in_flight -= len(job.ids)
@@ -569,11 +566,8 @@ class Jobs:
             return
         for ticket in job.tickets:
             self._cache.drop_incomplete(ticket.blocks)  # others may store its keys elsewhere in the pool
-        self._answer(job, job.results(self._seconds(job), ErrorCode.DEADLINE))
+        self._answer(job, job.results(self._host.now() - job.accepted_at, ErrorCode.DEADLINE))
         job.answered = True
-
-    def _seconds(self, job: Job) -> float:
-        return max(0.0, self._host.now() - job.accepted_at)
 
     def _answer(self, job: StoreBatch | LoadJob, results: Sequence[JobResult]) -> None:
         """Put results into the session's log, and count them."""

@@ -175,9 +175,9 @@ PLANTED = (
         "commit what failed half-way",
         1,
         "kvoffd.server.jobs",
-        "Jobs.finished",
-        "if error is None:\n                job.commit(cache)",
-        "if error is not ErrorCode.CANCELLED:\n                job.commit(cache)",
+        "StoreBatch.end",
+        "if error is not None:",
+        "if error is ErrorCode.CANCELLED:",
     ),
     Planted(
         "pass a quota",
