@@ -20,6 +20,7 @@ from kvoffd_proto import messages as m
 from kvoffd_proto import stats as s
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import BlockStored
+from kvoffd_proto.lifeline import Greeting, Refused, encode_frame
 from kvoffd_proto.paths import SocketPaths
 from tests.kit.daemon import DaemonProcess
 from tests.kit.fake_daemon import FakeDaemon
@@ -74,6 +75,37 @@ def test_why_nobody_is_reached_is_told_apart(tmp_path: Path) -> None:
         assert told(0.2).startswith(f"The kvoffd daemon in {tmp_path} accepts connections but does not answer; ")
         assert "runs but accepts no connections" in told(), "the one place is taken by the client before"
     assert "not for this user (uid " in why_unreachable(PermissionError(13, "Permission denied"), "/run/kvoffd")
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        (encode_frame(Greeting(m.PROTOCOL_VERSION + 1, 1, 1, b"t" * m.TOKEN_BYTES)), "install the same kvoffd release"),
+        (encode_frame(Refused(ErrorCode.FORBIDDEN, "Not for you.")), "refuses: Not for you."),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is no kvoffd daemon"),
+        (b"", "went away"),
+    ],
+    ids=["another release", "a refusal", "somebody else", "nobody"],
+)
+def test_who_answers_otherwise_is_named_at_once(tmp_path: Path, said: bytes, sentence: str) -> None:
+    paths = SocketPaths(tmp_path)
+    with socket.socket(socket.AF_UNIX) as jobs, socket.socket(socket.AF_UNIX) as lifeline:
+        jobs.bind(str(paths.jobs))
+        lifeline.bind(str(paths.lifeline))
+        lifeline.listen()
+
+        def answer() -> None:
+            there, _ = lifeline.accept()
+            with there:
+                there.sendall(said)
+
+        server = threading.Thread(target=answer)
+        server.start()
+        began = time.monotonic()
+        with AdminClient(tmp_path, 30.0) as admin, pytest.raises(DaemonUnavailable, match=sentence):
+            admin.namespaces()
+        assert time.monotonic() - began < 10.0
+        server.join()
 
 
 def test_a_session_for_one_request_is_no_error_for_the_daemon(daemon: DaemonProcess) -> None:
