@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -25,6 +26,8 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.events import SEQUENCE_BYTES, KvEvent, kv_topic
 
 _READY_BYTE = bytes([m.READY])
+REPORT_PAUSE_S = 1.0
+"""How long what became of requests waits to be told together."""
 Waiter: TypeAlias = Callable[[Callable[[], bool], float], bool]
 """Waits until its first argument returns True, at most as many seconds as its second; returns what the first does."""
 
@@ -112,6 +115,8 @@ class SchedulerClient(Session):
         self._unanswered: set[int] = set()
         self._unwanted: set[int] = set()
         """Leases to release once their lookups are answered."""
+        self._reports: deque[m.RequestReport] = deque(maxlen=m.MAX_REQUEST_REPORTS)
+        self._report_at = NEVER
         self._transport.start(self)
 
     @property
@@ -180,6 +185,13 @@ class SchedulerClient(Session):
         with self._transport.locked():
             if self.ready:
                 self._send(m.ReportEngine(self._next_request_id(), self._fingerprint, *fields))
+
+    def note_request(self, report: m.RequestReport) -> None:
+        """Tell operators what became of a request, in a second or so; where there are very many, of the last ones."""
+        with self._transport.locked() as now:
+            self._reports.append(report)
+            self._report_at = min(self._report_at, now + REPORT_PAUSE_S)
+            self._role_wake_at = min(self._role_wake_at, self._report_at)
 
     def reset(self, timeout_s: float = 2.0) -> bool:
         """Drop every block of the namespace and wait until that is done; False when the daemon did not confirm it."""
@@ -302,7 +314,7 @@ class SchedulerClient(Session):
         return [] if self._events is None else [self._events.topic]
 
     def _role_disconnected(self, now: float) -> None:
-        self._role_wake_at = NEVER
+        self._role_wake_at = self._report_at = NEVER
         leases, self._leases = self._leases, {}
         for found, _ in leases.values():
             found.alive = False
@@ -316,7 +328,12 @@ class SchedulerClient(Session):
                 break
             found.alive = False
             del self._leases[lease_id]
-        self._role_wake_at = next((stale_at for _, stale_at in self._leases.values()), NEVER)
+        if now >= self._report_at:
+            self._report_at = NEVER
+            if self.ready:
+                self._send(m.ReportRequests(self._next_request_id(), self._fingerprint, list(self._reports)))
+            self._reports.clear()
+        self._role_wake_at = min(self._report_at, next((stale_at for _, stale_at in self._leases.values()), NEVER))
 
     # --- KV events -------------------------------------------------------------------------------
 

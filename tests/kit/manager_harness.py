@@ -76,6 +76,7 @@ class ManagerHarness:
             request_id=context.req_id,
             block_hashes=[block_hash(number + 1) for number in range(hashes)],
             num_tokens=hashes * CHUNK_TOKENS + 1,
+            num_prompt_tokens=hashes * CHUNK_TOKENS + 1,
             num_computed_tokens=0,
             skip_reading_prefix_cache=False,
             is_finished=lambda: False,

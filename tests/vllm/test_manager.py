@@ -96,7 +96,7 @@ def test_a_load_nobody_looked_up_has_no_lease() -> None:
 def test_a_request_that_runs_or_ends_without_a_load_gives_its_lease_back() -> None:
     harness = ManagerHarness()
     harness.request("runs", ready=HASHES)
-    harness.manager.scheduled_without_load("runs")
+    harness.manager.scheduled(harness.requests["runs"], 0)
     for _ in range(2):
         harness.manager.step_begins(())
     ends = harness.request("ends", ready=HASHES)
@@ -260,7 +260,7 @@ def test_every_metric_is_declared_and_the_gauge_follows_the_connection() -> None
 def test_what_an_answer_that_is_about_to_come_may_have_is_not_stored_yet() -> None:
     harness = ManagerHarness()
     context = harness.request()
-    harness.manager.scheduled_without_load("r")
+    harness.manager.scheduled(harness.requests["r"], 0)
     assert harness.manager.prepare_store(KEYS, context) is None, "vLLM offers it again in the next step"
     harness.client.answer({block_hash(1)})
     assert list(store(harness, context)) == KEYS[1:]

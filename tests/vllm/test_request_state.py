@@ -145,7 +145,7 @@ def test_releasing_ends_the_answer_and_the_lookup_on_its_way_whose_answer_still_
     harness = Harness().answered({block_hash(1)})
     harness.clock.now += 2
     assert harness.scan()
-    harness.manager.scheduled_without_load("r")
+    harness.manager.scheduled(harness.requests["r"], 0)
     for _ in range(2):
         harness.manager.step_begins(())
     assert sorted(harness.client.released) == [ticket.lease_id for ticket, _ in harness.client.asked]
@@ -158,7 +158,7 @@ def test_releasing_ends_the_answer_and_the_lookup_on_its_way_whose_answer_still_
 
 def test_leases_that_nobody_needs_end_in_the_next_step_and_not_before_a_first_token() -> None:
     harness = Harness().answered(HASHES)
-    harness.manager.scheduled_without_load("r")
+    harness.manager.scheduled(harness.requests["r"], 0)
     harness.manager.step_begins([1000], new_requests=True)
     assert harness.client.released == []
     harness.manager.step_begins([1], new_requests=True)

@@ -270,8 +270,7 @@ class KvoffdConnector(OffloadingConnector):
         self._load_room.note(request, loads=num_external_tokens > 0)
         self._manager.publish_found(request)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        if num_external_tokens == 0:
-            self._manager.scheduled_without_load(request.request_id)
+        self._manager.scheduled(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata:
         """As vLLM's, with what the workers must be told about the namespace."""

@@ -11,7 +11,7 @@ from kvoffd_client.scheduler_client import Lookup, SchedulerClient
 from kvoffd_client.vllm.fingerprint import with_live_weights
 from kvoffd_client.vllm.log import logger
 from kvoffd_proto.events import KvEvent
-from kvoffd_proto.messages import GroupKeys
+from kvoffd_proto.messages import GroupKeys, RequestReport
 
 PATIENCE_S = 10.0
 """How long an engine waits in steps for its workers' reports, and then for the daemon to have their memory."""
@@ -74,6 +74,8 @@ class Unconnected:
     def invalidate(self, groups: Sequence[GroupKeys]) -> None: ...
 
     def report(self, *figures: float) -> None: ...
+
+    def note_request(self, report: RequestReport) -> None: ...
 
     def take_events(self) -> list[KvEvent]:
         return []

@@ -28,6 +28,7 @@ from kvoffd_client.vllm.do_no_harm import DoNoHarm
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.lookup_allowance import LookupAllowance
+from kvoffd_client.vllm.request_log import RequestLog
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import COMING, PENDING, READY, SHARED, GroupKeys
 
@@ -180,6 +181,7 @@ class RequestState:
         waits_for_disk: the request waits for what the answer says is on its way.
         skip_counted: it was counted that its blocks were not loaded, since that is slow.
         missing_tokens: what is computed if nothing is loaded: all but what vLLM itself has; 0 before that is known.
+        logged: its report is made, or will be in the next step.
         failed_at: when a lookup failed last; for a while none is sent then, lest the request is put off for ever.
     """
 
@@ -200,6 +202,7 @@ class RequestState:
     disk_wait_over: bool = False
     waits_for_disk: bool = False
     skip_counted: bool = False
+    logged: bool = False
     missing_tokens: int = 0
     failed_at: float = float("-inf")
 
@@ -238,6 +241,7 @@ class KvoffdManager(OffloadingManager):
         self._unneeded: list[RequestState] = []
         """Those of the last step, whose leases end in this one."""
         self._new_requests = False
+        self._log = RequestLog(self._groups)
         self._counters = metrics.Counters()
         self.namespace = namespace
         namespace.on_leave = self._disable_adapters
@@ -419,8 +423,10 @@ class KvoffdManager(OffloadingManager):
         self._unneeded, self._scheduled = self._scheduled, []
         self._allowance.settle()
         self._allowance.prefill.step_begins(request_tokens)
-        # While the daemon does not answer, as when lookups are late, the counts wait for it.
         client = self.namespace.client
+        if not new_requests:
+            self._log.report(client.note_request)
+        # While the daemon does not answer, as when lookups are late, the counts wait for it.
         if client.ready and (figures := self._harm.news()) is not None:
             client.report(*figures)
 
@@ -497,10 +503,12 @@ class KvoffdManager(OffloadingManager):
         self._end_leases(state)
         state.disabled = True
 
-    def scheduled_without_load(self, request_id: str) -> None:
-        """Have the blocks of a request unpinned soon that was scheduled and needs none of them."""
-        if state := self._requests.get(request_id):
-            self._scheduled.append(state)
+    def scheduled(self, request: Request, loaded_tokens: int) -> None:
+        """Note that a request is scheduled, and loads so many tokens; without any, its blocks are unpinned soon."""
+        if state := self._requests.get(request.request_id):
+            self._log.scheduled(request, state, loaded_tokens)
+            if not loaded_tokens:
+                self._scheduled.append(state)
 
     def job_failed(self, failed: FailedJob) -> None:
         """Take note that a store left blocks out, or that a load failed, whose request is recomputed."""
@@ -512,6 +520,9 @@ class KvoffdManager(OffloadingManager):
         self._counters.count(metrics.FAILED_LOADS)
         if state := self._requests.get(failed.request_id):
             self._end_leases(state)
+            if state.request is not None:
+                state.logged, state.load_failed = False, True
+                self._log.scheduled(state.request, state, 0)
             state.last, state.load_failed = None, True
         if failed.error in BLOCKS_UNUSABLE:
             self.namespace.client.invalidate([GroupKeys(group, hashes) for group, hashes in failed.keys if hashes])
@@ -629,6 +640,7 @@ class KvoffdManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         if state := self._requests.pop(req_context.req_id, None):
             self._end_leases(state)
+        self._log.report(self.namespace.client.note_request)
 
     def has_pending_work(self) -> bool:
         # Not for requests that wait for an answer: vLLM makes steps for them, but none while it is paused, and a pause

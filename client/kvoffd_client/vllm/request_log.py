@@ -1,0 +1,95 @@
+"""Why a request hit or missed: a report of each, logged at DEBUG and told to the daemon for ``clients --requests``."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, hashes_of
+from kvoffd_client.vllm.log import logger
+from kvoffd_proto.messages import ABSENT, READY, WRITING, Outcome, RequestReport
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from kvoffd_client.vllm.manager import ChunkGroup, KeyedLookup, RequestState
+
+MAX_WAITING = 256
+"""Requests that were scheduled in the latest steps; of more nothing is told."""
+
+
+class RequestLog:
+    """Takes note when a request is scheduled, and reports it a step later: the first token does not wait for that."""
+
+    def __init__(self, groups: Sequence[ChunkGroup]) -> None:
+        self._groups = groups
+        self._scheduled: list[tuple[Request, RequestState, KeyedLookup | None, int]] = []
+
+    def scheduled(self, request: Request, state: RequestState, loaded_tokens: int) -> None:
+        """A request is scheduled, and loads so many tokens. Only its first time counts: it may be preempted."""
+        if not state.logged and len(self._scheduled) < MAX_WAITING:
+            state.logged = True
+            self._scheduled.append((request, state, state.last, loaded_tokens))
+
+    def report(self, tell: Callable[[RequestReport], object]) -> None:
+        """Report what was scheduled since the last call."""
+        scheduled, self._scheduled = self._scheduled, []
+        for request, state, last, loaded_tokens in scheduled:
+            report = self._report_of(request, state, last, loaded_tokens)
+            tell(report)
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug(
+                    "kvoffd: request %s of %d tokens: %s, %d tokens loaded; of %d keys %d in the pool, %d on a disk, "
+                    "%d in a store; first missing key %s %s",
+                    *(report.request, report.tokens, report.outcome, report.loaded_tokens, report.keys),
+                    *(report.found_pool, report.found_disk, report.found_shared),
+                    *(report.missing_key.hex()[:12] or "none", report.reason),
+                )
+
+    def _report_of(
+        self, request: Request, state: RequestState, last: KeyedLookup | None, loaded_tokens: int
+    ) -> RequestReport:
+        keys = last.keys if last is not None else []
+        states = b"".join(last.ticket.states) if last is not None else b""
+        below = state.from_disk | state.from_elsewhere
+        ready = [key for key, one in zip(keys, states, strict=False) if one == READY] if below else []
+        in_pool = states.count(READY) - len(below.intersection(ready))
+        group, missing, reason = 0, b"", ""
+        at = len(states) - len(states.lstrip(bytes([READY])))
+        if at < min(len(states), len(keys)):
+            group = next(i for i, one in enumerate(self._groups) if keys[at][-GROUP_ID_BYTES:] == one.suffix)
+            missing = hashes_of(keys[at : at + 1], state.adapter)
+            reason = "" if states[at] == ABSENT else "partial" if states[at] == WRITING else "tier_late"
+        return RequestReport(
+            request.request_id[:128],
+            time.time(),
+            request.num_prompt_tokens,
+            len(keys),
+            in_pool,
+            len(state.from_disk),
+            len(state.from_elsewhere),
+            self._outcome(request, state, last, loaded_tokens, leading=at),
+            loaded_tokens,
+            group,
+            missing,
+            reason,
+        )
+
+    def _outcome(
+        self, request: Request, state: RequestState, last: KeyedLookup | None, loaded_tokens: int, *, leading: int
+    ) -> Outcome:
+        if loaded_tokens:
+            return Outcome.LOADED
+        if state.load_failed:
+            return Outcome.FAILED
+        if request.num_prompt_tokens < min(group.tokens_per_chunk for group in self._groups):
+            return Outcome.SHORT
+        if state.disabled or last is None or last.ticket.failed:
+            return Outcome.UNUSED
+        if last.given_up or not last.ticket.done:
+            return Outcome.LATE
+        if state.skip_counted:
+            return Outcome.SKIPPED
+        return Outcome.HELD if leading else Outcome.MISSED
