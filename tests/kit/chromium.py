@@ -71,7 +71,7 @@ class Chromium:
         return found["result"].get("value")
 
     def text(self, element: str) -> str:
-        return str(self.value(f"document.getElementById({element!r}).innerText"))
+        return str(self.value(f"document.getElementById({element!r})?.innerText ?? ''"))
 
     def dark(self, on: bool) -> None:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if on else "light"}
