@@ -351,6 +351,7 @@ class Imported:
         nbytes: bytes of these blocks.
         present: blocks that were in the pool already.
         no_space: blocks that found no space.
+        evicted: blocks of the file that are not in the pool at the end, as they gave way to others: it is small.
         created: the namespace was not open before.
     """
 
@@ -358,6 +359,7 @@ class Imported:
     nbytes: int = 0
     present: int = 0
     no_space: int = 0
+    evicted: int = 0
     created: bool = False
 
 
@@ -385,11 +387,15 @@ def import_blocks(
         with suppress(BlockUnavailable):  # no engine has registered yet
             if why := client.geometry(geometry.fingerprint).mismatch(geometry):
                 raise BlockFileError(f"The blocks of {file.path} do not fit the namespace that is open here: {why}.")
+
+    def ready(group: int) -> set[bytes]:
+        return {info.key for info in client.list_blocks(geometry.fingerprint, group) if info.state == READY}
+
     passed = 0
     progress(0, file.data_bytes)
     for group, numbers in groupby(range(len(file.entries)), lambda number: file.entries[number].group):
         step = client.batch_blocks(geometry, group)  # opens the namespace
-        there = {info.key for info in client.list_blocks(geometry.fingerprint, group) if info.state == READY}
+        there = ready(group)
         left = [number for number in numbers if file.entries[number].key not in there]
         for start in range(0, len(left), step):
             blocks: list[Block] = []
@@ -404,6 +410,8 @@ def import_blocks(
             passed += len(blocks) * geometry.block_bytes(group)
             progress(passed, file.data_bytes)
     done.present = len(file.entries) - done.blocks - done.no_space
+    left_of = {group: ready(group) for group in {entry.group for entry in file.entries}}
+    done.evicted = sum(entry.key not in left_of[entry.group] for entry in file.entries) - done.no_space
     progress(file.data_bytes, file.data_bytes)
     return done
 

@@ -1,15 +1,14 @@
-"""Percentages that do not lie, listings on narrow screens, and locales that have no µ."""
+"""Percentages that do not lie, and locales that have no µ."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from io import BytesIO, TextIOWrapper
 from typing import cast
 
 import pytest
 
-from kvoffd_client.cli.console import Column, Listing, percent
+from kvoffd_client.cli.console import percent
 from kvoffd_client.cli.json_output import to_json
 from kvoffd_client.cli.text import write_any_locale
 
@@ -28,30 +27,6 @@ from kvoffd_client.cli.text import write_any_locale
 )
 def test_zero_and_hundred_mean_exactly_that(part: int, whole: int, expected: str) -> None:
     assert percent(part, whole) == expected
-
-
-COLUMNS = [
-    Column("id", ["1", "20"], right=True),
-    Column("name", ["an engine with a long name", "b"], 0, 8),
-    Column("software", ["vLLM 0.33.0", "-"], 2, 6),
-    Column("memory", ["128 MiB", "-"], 1, right=True),
-]
-
-
-@pytest.mark.parametrize(
-    ("width", "shown", "missing"),
-    [(80, "id name software memory", ""), (31, "id name software memory", ""), (22, "id name memory", "software")],
-)
-def test_a_narrow_screen_loses_columns_and_says_which(
-    render: Callable[..., str], width: int, shown: str, missing: str
-) -> None:
-    lines = render(Listing(COLUMNS), width).splitlines()
-    assert lines[0].split() == shown.split()
-    assert all(len(line.rstrip()) <= width for line in lines)
-    assert "128 MiB" in lines[1]
-    assert ("an engine with a long name" in lines[1]) == (width == 80)
-    told = " ".join(" ".join(lines[3:]).split())
-    assert told == (f"Not shown on {width} columns: {missing}." if missing else "")
 
 
 @pytest.mark.parametrize(("locale", "written"), [("C", b"85 us ?\n"), ("C.UTF-8", "85 µs 模\n".encode())])

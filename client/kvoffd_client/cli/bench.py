@@ -9,8 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
@@ -19,8 +20,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.cli.console import Column, Listing, print_line, print_list
-from kvoffd_client.cli.json_objects import BenchReport, BenchResult
+from kvoffd_client.cli.console import print_line, print_table
 from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.target import CliError, Directory, Json, local_directory
 from kvoffd_proto.messages import BENCH_LABEL, GroupKeys
@@ -69,21 +69,40 @@ bench_app = typer.Typer(
 )
 
 
+@dataclass
+class Result:
+    """One case. ``value`` and ``floor`` are in ``unit``; ``ratio`` is of the two."""
+
+    case: str
+    value: float
+    unit: str
+    floor: float
+    ratio: float
+    daemon_cpu_seconds: float
+    """For each lookup, or GB."""
+
+
 @bench_app.command()
 def lookup(context: typer.Context, directory: Directory = None, json: Json = False) -> None:
-    """Measure lookups of 64, 1,000 and 8,000 keys that are all found, or all missing."""
+    """Measure lookups.
+
+    Of 64, 1,000 and 8,000 keys that are all found, or all missing: from the call to the answer, beside a ZeroMQ echo.
+    """
     most_bytes = max(LOOKUP_KEYS) * LOOKUP_PAGE_BYTES
     where = local_directory(context, directory)
     with _bench(where, most_bytes) as admin:
-        _print(BenchReport("lookup", LOOKUP_FLOOR, list(_lookups(where, admin))), as_json=json)
+        _print("lookup", LOOKUP_FLOOR, list(_lookups(where, admin)), as_json=json)
 
 
 @bench_app.command()
 def copy(context: typer.Context, directory: Directory = None, json: Json = False) -> None:
-    """Measure stores and loads in pieces of 16 KiB to 1 MiB: a piece is one layer's part of a block."""
+    """Measure stores and loads.
+
+    In pieces of 16 KiB to 1 MiB, beside memcpy. A piece is one layer's part of a block.
+    """
     where = local_directory(context, directory)
     with _bench(where, COPY_JOBS * MAX_BLOCK_BYTES) as admin:
-        _print(BenchReport("copy", COPY_FLOOR, list(_copies(where, admin))), as_json=json)
+        _print("copy", COPY_FLOOR, list(_copies(where, admin)), as_json=json)
 
 
 @contextmanager
@@ -123,7 +142,7 @@ def _engine(directory: Path, bench: str, layers: int, blocks: int, page_bytes: i
             engine.scheduler.reset(WAIT_S)
 
 
-def _lookups(directory: Path, admin: AdminClient) -> Iterator[BenchResult]:
+def _lookups(directory: Path, admin: AdminClient) -> Iterator[Result]:
     stored, step = [os.urandom(KEY_BYTES) for _ in range(max(LOOKUP_KEYS))], 1_000
     with _engine(directory, "lookup", 1, step, LOOKUP_PAGE_BYTES) as engine, _echo() as echo:
         for at in range(0, len(stored), step):
@@ -141,7 +160,7 @@ def _lookups(directory: Path, admin: AdminClient) -> Iterator[BenchResult]:
                 for name, part in (("p50", 49), ("p99", 98)):
                     value, floor = (1e6 * quantiles(values, n=100)[part] for values in (measured, floors))
                     case = f"{format_count(count)} keys, all {what}, {name}"
-                    yield BenchResult(case, value, "µs", floor, value / floor, cpu_s / len(measured))
+                    yield Result(case, value, "µs", floor, value / floor, cpu_s / len(measured))
 
 
 def _look_up(engine: FakeEngine, keys: bytes, expected: int) -> float:
@@ -184,7 +203,7 @@ def _echo() -> Iterator[Callable[[int, int], float]]:
             process.wait()
 
 
-def _copies(directory: Path, admin: AdminClient) -> Iterator[BenchResult]:
+def _copies(directory: Path, admin: AdminClient) -> Iterator[Result]:
     usable_bytes = admin.stats().pool.usable_bytes
     for piece_bytes in PIECES:
         layers = min(MAX_LAYERS, MAX_BLOCK_BYTES // piece_bytes)
@@ -198,7 +217,7 @@ def _copies(directory: Path, admin: AdminClient) -> Iterator[BenchResult]:
                 rounds, cpu_s = _in_turns(admin, operation, memcpy, 1)
                 value, floor = (nbytes / 1e9 / median(value for one in rounds for value in one[at]) for at in (0, 1))
                 case = f"{what}, pieces of {format_size(piece_bytes)}"
-                yield BenchResult(case, value, "GB/s", floor, value / floor, cpu_s / len(rounds) / (nbytes / 1e9))
+                yield Result(case, value, "GB/s", floor, value / floor, cpu_s / len(rounds) / (nbytes / 1e9))
 
 
 class _CopyJobs:
@@ -280,25 +299,24 @@ def _say(what: str) -> None:
         print(f"measuring: {what}", file=sys.stderr, flush=True)
 
 
-def _print(report: BenchReport, *, as_json: bool) -> None:
+def _print(bench: str, floor: str, results: Sequence[Result], *, as_json: bool) -> None:
     if as_json:
-        print_json(report)
-    else:
-        print_list(report_table(report))
-        print_line(f"\nfloor: {report.floor}")
-
-
-def report_table(report: BenchReport) -> Listing:
-    results, per = report.results, {"lookup": "lookup", "copy": "GB"}[report.bench]
+        print_json({"bench": bench, "floor": floor, "results": [asdict(one) for one in results]})
+        return
+    per = {"lookup": "lookup", "copy": "GB"}[bench]
 
     def shown(value: float, unit: str) -> str:
         return f"{value:,.{2 if value < 10 else 0}f} {unit}"
 
-    columns = [
-        Column(report.bench, [one.case for one in results]),
-        Column("value", [shown(one.value, one.unit) for one in results], right=True),
-        Column("floor", [shown(one.floor, one.unit) for one in results], 1, right=True),
-        Column("value/floor", [f"{one.ratio:.2f}" for one in results], 2, right=True),
-        Column("daemon CPU", [f"{format_duration(one.daemon_cpu_seconds)}/{per}" for one in results], 3, right=True),
+    rows = [
+        (
+            one.case,
+            shown(one.value, one.unit),
+            shown(one.floor, one.unit),
+            f"{one.ratio:.2f}",
+            f"{format_duration(one.daemon_cpu_seconds)}/{per}",
+        )
+        for one in results
     ]
-    return Listing(columns)
+    print_table((bench, ">value", ">floor", ">value/floor", ">daemon CPU"), rows)
+    print_line(f"\nfloor: {floor}")

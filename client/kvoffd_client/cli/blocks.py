@@ -69,9 +69,10 @@ def show(
     directory: Directory = None,
     json: Json = False,
 ) -> int:
-    """Show the layers of a block: dtype, shape, layout and the range of values.
+    """Show the layers of a block.
 
-    Compares the bytes with their checksum. With a policy that learns it says why the block is kept.
+    That is dtype, shape, layout and the range of values. The bytes are compared with their checksum. With a policy
+    that learns it says why the block is kept.
 
     Exit status: 0 done, 1 the bytes do not match their checksum, 2 an error.
     """
@@ -199,7 +200,7 @@ def import_(
     command may be repeated. The eviction policy has no say: a full pool evicts others. A file that is damaged, or of
     an engine whose bytes differ, is refused.
 
-    Exit status: 0 done, 1 some blocks found no space, 2 an error.
+    Exit status: 0 done, 1 some blocks are not in the pool at the end, 2 an error.
     """
     from kvoffd_client import BlockFile, import_blocks
 
@@ -215,7 +216,8 @@ def import_(
             done = import_blocks(client, source, fingerprint, beside=beside, progress=progress)
     geometry = source.geometry
     if json:
-        counts = {"blocks": done.blocks, "bytes": done.nbytes, "present": done.present, "no_space": done.no_space}
+        counts = {"blocks": done.blocks, "bytes": done.nbytes, "present": done.present}
+        counts |= {"no_space": done.no_space, "evicted": done.evicted}
         print_json({"file": str(file), "namespace": geometry.fingerprint, "created": done.created, **counts})
     else:
         name = namespace_name(geometry.label, geometry.fingerprint)
@@ -224,7 +226,9 @@ def import_(
         print_line(f"{count_blocks(done.blocks)} ({format_size(done.nbytes)}) were put into the pool{present}.{opened}")
         if done.no_space:
             print_line(f"{count_blocks(done.no_space)} found no space: the pool, or the quota, is in use.")
-    return int(done.no_space > 0)
+        if done.evicted:
+            print_line(f"{count_blocks(done.evicted)} of the file were evicted: the pool is too small for all.")
+    return int(done.no_space + done.evicted > 0)
 
 
 def _print_file(file: Path, source: BlockFile, *, as_json: bool) -> None:

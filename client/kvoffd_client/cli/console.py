@@ -5,10 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -127,60 +125,6 @@ def add_numbers(table: Table, titles: Sequence[str]) -> None:
     """Add right-aligned columns that keep their width."""
     for title in titles:
         table.add_column(title, justify="right", no_wrap=True, min_width=MIN_NUMBER_CELLS, header_style="not bold dim")
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of a listing: ``cells`` of one line each. ``least`` is the width to which it may be cut; 0 for never.
-
-    ``rank`` orders columns by what a narrow screen does without: the largest goes first; 0 always stays.
-    """
-
-    title: str
-    cells: Sequence[str]
-    rank: int = 0
-    least: int = 0
-    right: bool = False
-
-    @property
-    def width(self) -> int:
-        return max(cell_len(text) for text in (self.title, *self.cells))
-
-    @property
-    def least_width(self) -> int:
-        return max(min(self.least, self.width), cell_len(self.title)) if self.least else self.width
-
-
-@dataclass(frozen=True)
-class Listing:
-    """A table whose columns are shown whole or cut at names, or else left out and named below it."""
-
-    columns: Sequence[Column]
-    note: str = ""
-    """What titles mean."""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        shown = list(self.columns)
-        while (spare := options.max_width - sum(one.least_width + GAP[1] for one in shown) + GAP[1]) < 0:
-            last = max(shown, key=lambda one: one.rank)
-            if not last.rank:
-                break
-            shown.remove(last)
-        table = plain_table()
-        for one in shown:
-            more = min(max(spare, 0), one.width - one.least_width)
-            spare -= more
-            justify: JustifyMethod = "right" if one.right else "left"
-            table.add_column(
-                one.title, justify=justify, no_wrap=True, overflow="ellipsis", width=one.least_width + more
-            )
-        for row in zip(*(one.cells for one in shown), strict=True):
-            table.add_row(*(Text(text) for text in row))
-        yield table
-        if missing := [one.title for one in self.columns if one not in shown]:
-            yield Text(f"Not shown on {options.max_width} columns: {', '.join(missing)}.", style="dim")
-        if self.note:
-            yield Text(self.note, style="dim")
 
 
 @contextmanager

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
-from collections.abc import Iterator
-from typing import Annotated, cast, get_args, get_origin
+from typing import cast
 
 from msgspec import Struct
-from rich.console import RenderableType
 
-from kvoffd_client.cli.console import print_line, print_list
+from kvoffd_client.cli.console import print_line
 from kvoffd_client.namespace import fields_of_description
-from kvoffd_proto.messages import fields_of, struct_in
 
 Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 """A value that JSON has a form for."""
@@ -52,22 +48,3 @@ def to_json(value: object) -> str:
 def print_json(value: object) -> None:
     """Print ``value`` as one line of JSON and flush."""
     print_line(to_json(value))
-
-
-def print_listing(listing: Struct, table: RenderableType, *, as_json: bool) -> None:
-    if as_json:
-        print_json(listing)
-    else:
-        print_list(table)
-
-
-def describe(struct: type[Struct], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (key, description) of every field, nested ones as ``pool.of("free")`` or ``namespaces[].label``."""
-    for field, hint, description in fields_of(struct):
-        if field.name in _INTERNAL:
-            continue
-        yield f"{prefix}{field.name}", re.sub(r"\bnil\b", "null", description)
-        if (inner := struct_in(hint)) is not None:
-            value_type = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-            brackets = "[]" if get_origin(value_type) is list else ""
-            yield from describe(inner, f"{prefix}{field.name}{brackets}.")

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +26,6 @@ import typer
 
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.cli.console import count_blocks, print_line
-from kvoffd_client.cli.json_objects import TraceRecorded
 from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.target import OPERATOR_WAIT_S, CliError, Directory, Json, local_directory
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError
@@ -43,6 +43,22 @@ END_BYTES = 64
 LEAST_BYTES = 4096
 
 trace_app = typer.Typer(help="Record what engines ask for, and replay it.", rich_markup_mode=None)
+
+
+@dataclass
+class Recorded:
+    """What a recording did."""
+
+    file: str
+    seconds: float
+    chains: int
+    """Lines of the file: a request's keys of one KV cache group each."""
+    keys: int
+    dropped: int
+    """Chains that are missing, since they came faster than they were fetched."""
+    bytes: int
+    ended: str
+    """Why: duration, size, interrupt, or daemon, which went away."""
 
 
 @trace_app.command()
@@ -90,7 +106,7 @@ def record(
             left = "What is in it can be replayed." if holds else "It is empty."
             raise CliError(f"{file} cannot be written to its end: {error.strerror}. {left}") from error
     if json:
-        print_json(done)
+        print_json(asdict(done))
     else:
         lost = f" {format_count(done.dropped)} more came too fast and are missing." if done.dropped else ""
         full = f" It ended since {file} may not be larger (--max-size)." if done.ended == "size" else ""
@@ -101,7 +117,7 @@ def record(
     return int(done.ended == "daemon")
 
 
-def _write(admin: AdminClient, file: Path, writer: TraceWriter, seconds: float) -> TraceRecorded:
+def _write(admin: AdminClient, file: Path, writer: TraceWriter, seconds: float) -> Recorded:
     began, session = time.monotonic(), admin.session_id
     until, ended, more = began + seconds, "", False
     with _ended_by_signal() as told:
@@ -128,7 +144,7 @@ def _write(admin: AdminClient, file: Path, writer: TraceWriter, seconds: float) 
         _show_progress(None)
         took = time.monotonic() - began
         writer.close()
-    return TraceRecorded(str(file), took, writer.chains, writer.keys, writer.dropped, writer.file.tell(), ended)
+    return Recorded(str(file), took, writer.chains, writer.keys, writer.dropped, writer.file.tell(), ended)
 
 
 def _show_progress(writer: TraceWriter | None, seconds: float = 0.0) -> None:

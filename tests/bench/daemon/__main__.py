@@ -12,7 +12,7 @@ import msgspec
 
 from kvoffd_client import KvoffdClientError
 from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.cli.console import Column, Listing, print_line, print_list
+from kvoffd_client.cli.console import print_line, print_table
 from kvoffd_proto.paths import default_directory
 from kvoffd_proto.units import format_duration, format_size, parse_size
 from tests.bench.daemon import (
@@ -42,8 +42,6 @@ Bench = Callable[[Path, Progress], Report]
 
 POOL_SLACK = 8
 """A pool must have this part more than what a bench stores: blocks of several sizes do not fill it."""
-CASE_CELLS = 46
-"""The name of a case is not cut below it: the longest of most benches."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -129,7 +127,7 @@ def run_bench(
     if as_json:
         print_line(msgspec.json.encode(report.to_object()).decode())
         return
-    print_list(report_table(report))
+    print_table(*table_of(report))
     print_line(f"\nfloor: {report.floor}")
     if report.gpu is not None:
         for line in (*_gpu_lines(report.gpu), *core_lines(report.results)):
@@ -162,21 +160,16 @@ def _gpu_lines(gpu: BenchGpu) -> Iterator[str]:
         yield f"not page-locked, so slow: {format_size(gpu.unlockable_bytes)} of the pool; see `kvoffd-cli health`"
 
 
-def report_table(report: Report) -> Listing:
-    results = report.results
-    costs = [result.cpu for result in results]
-    columns = [
-        Column(report.bench, [result.case for result in results], 0, CASE_CELLS),
-        Column("value", [_format_value(result, result.value) for result in results], right=True),
-        Column("floor", [_format_value(result, result.floor) for result in results], 2, right=True),
-        Column("value/floor", [f"{result.ratio:.2f}" for result in results], 1, right=True),
-        Column("daemon CPU", [f"{format_duration(c.seconds)}/{c.per}" if c else "" for c in costs], 3, right=True),
-    ]
-    checksums = [cost.checksums if cost else None for cost in costs]
-    if any(one is not None for one in checksums):
-        cells = ["" if one is None else format_duration(one) for one in checksums]
-        columns.append(Column("of it checksums", cells, 4, right=True))
-    return Listing(columns)
+def table_of(report: Report) -> tuple[list[str], list[list[str]]]:
+    titles = [report.bench, ">value", ">floor", ">value/floor", ">daemon CPU"]
+    checksums = any(one.cpu is not None and one.cpu.checksums is not None for one in report.results)
+    rows = []
+    for one in report.results:
+        cpu = "" if one.cpu is None else f"{format_duration(one.cpu.seconds)}/{one.cpu.per}"
+        row = [one.case, _format_value(one, one.value), _format_value(one, one.floor), f"{one.ratio:.2f}", cpu]
+        part = None if one.cpu is None else one.cpu.checksums
+        rows.append([*row, *([""] if part is None else [format_duration(part)]) * checksums])
+    return [*titles, *[">of it checksums"] * checksums], rows
 
 
 def _format_value(result: Result, value: float) -> str:
