@@ -29,8 +29,7 @@ class Work:
 
     def step(self) -> None:
         """Do a part of it, of about a millisecond."""
-        if next(self._steps, self) is self:
-            self.done = True
+        next(self._steps, None)
 
     def _run(self, steps: Steps, then: Callable[[int], int] | None) -> Iterator[None]:
         try:
@@ -41,16 +40,11 @@ class Work:
             self.error = error
             if not isinstance(error, KvoffdError):
                 logger.exception("Background work failed inside the daemon.")
+        self.done = True
 
 
-class Background:
+class Background(deque[Work]):
     """The work that is not done yet. All pieces of it advance in turn."""
-
-    def __init__(self) -> None:
-        self._queue: deque[Work] = deque()
-
-    def __len__(self) -> int:
-        return len(self._queue)
 
     def add(self, steps: Steps, then: Callable[[int], int] | None = None, *, at_once: bool = False) -> Work:
         """Have the steps made, whatever becomes of who asked for it, and then ``then`` called with what they returned.
@@ -61,13 +55,14 @@ class Background:
         while at_once and not work.done:
             work.step()
         if not work.done:
-            self._queue.append(work)
+            self.append(work)
         return work
 
     def step(self) -> None:
         """Do one step of the piece whose turn it is."""
-        if self._queue:
-            work = self._queue.popleft()
-            work.step()
-            if not work.done:
-                self._queue.append(work)
+        if self:
+            self[0].step()
+            if self[0].done:
+                self.popleft()
+            else:
+                self.rotate(-1)

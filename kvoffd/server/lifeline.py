@@ -12,6 +12,7 @@ import logging
 import select
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvoffd.errors import KvoffdError
@@ -70,10 +71,8 @@ class Connection:
 
     def close(self) -> None:
         if self.stream.fileno() >= 0:
-            try:
+            with suppress(OSError):  # the peer is gone
                 self.stream.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # the peer is gone
             self.close_descriptor(self.stream.detach())  # and with it what was sent and not read
         for fd in self._unnamed:
             if isinstance(fd, int):
@@ -82,10 +81,12 @@ class Connection:
 
     def release(self) -> None:
         """Tell the peer that no copy touches its memory any more, and close."""
-        try:
-            self.send(lifeline.MemoryReleased())
-        except OSError:
-            pass  # the peer is gone
+        self.close_with(lifeline.MemoryReleased())
+
+    def close_with(self, last: lifeline.FromDaemon) -> None:
+        """Send a last frame, if the peer is there, and close."""
+        with suppress(OSError):
+            self.send(last)
         self.close()
 
     def send(self, message: lifeline.FromDaemon) -> None:
@@ -221,11 +222,7 @@ class LifelineServer:
         except KvoffdError as error:
             service.count_error(error.code)
             self._refused.warn("A connection was refused: %s", error.message)
-            try:
-                connection.send(lifeline.Refused(error.code, error.message))
-            except OSError:
-                pass  # it is gone already
-            connection.close()
+            connection.close_with(lifeline.Refused(error.code, error.message))
             return
         self._connections[connection.stream.fileno()] = connection
         self._loop.add_reader(connection.stream.fileno(), self._readable, connection)
