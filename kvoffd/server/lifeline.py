@@ -270,7 +270,7 @@ class LifelineServer:
         if self._connections.pop(fd, None) is not None:
             self._loop.remove_reader(fd)
         session = connection.session
-        if why in (Ending.CLOSED, Ending.GONE) and session.last_request_at == session.opened_at:
+        if why is Ending.CLOSED and session.last_request_at == session.opened_at:
             self._ended.warn(
                 "A client (pid %d, %s) left without a request, as one of another release does: this daemon speaks "
                 "protocol %d. Install the same kvoffd release on both ends.",

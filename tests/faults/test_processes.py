@@ -137,8 +137,8 @@ def test_an_engine_of_another_protocol_is_logged(lasting: DaemonProcess) -> None
     with WireClient(lasting.directory, None, name="older engine") as engine, pytest.raises(Refused):
         engine.hello("worker", version=VERSION - 1)
     wait_until(lambda: re.search(r"(version|protocol).*\b" + str(VERSION - 1) + r"\b", lasting.log), 5.0)
-    with WireClient(lasting.directory, None):
-        """Its protocol is not the greeting's: it leaves without a word."""
+    with WireClient(lasting.directory, None) as engine:  # it does not speak the greeting's, and says that it leaves
+        engine.leave()
     wait_until(lambda: f"(pid {os.getpid()}, uid {os.getuid()}) left without a request" in lasting.log, 5.0)
 
 

@@ -334,6 +334,10 @@ class WireClient(Closing):
         """Send bytes over the lifeline as they are."""
         socket.send_fds(self.stream, [data], list(fds)) if fds else self.stream.sendall(data)
 
+    def leave(self) -> None:
+        """Say that the session ends."""
+        self.send_lifeline(lifeline.encode_frame(lifeline.Leaving()))
+
     def close_lifeline(self) -> None:
         """End the session; its request socket stays connected."""
         self.stream.close()
