@@ -289,10 +289,13 @@ class SchedulerClient(Session):
         """
         assert self._limits is not None
         size = self._namespace.key_bytes
-        if bad := [len(item.keys) for item in groups if len(item.keys) % size]:
-            raise ValueError(f"{bad[0]} bytes are not a whole number of keys of {size} bytes each.")
         most = room = self._limits.max_keys_per_request * size
-        if sum([len(item.keys) for item in groups]) <= most:
+        total = 0
+        for item in groups:
+            total += len(item.keys)
+            if len(item.keys) % size:
+                raise ValueError(f"{len(item.keys)} bytes are not a whole number of keys of {size} bytes each.")
+        if total <= most:
             return [(range(len(groups)), list(groups))]
         parts: list[tuple[list[int], list[m.GroupKeys]]] = [([], [])]
         for place, asked in enumerate(groups):

@@ -11,7 +11,6 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_client.vllm.do_no_harm import PrefillRate
 from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryReport
-from kvoffd_client.vllm.lookup_allowance import LookupAllowance
 from kvoffd_client.vllm.manager import ChunkGroup, KvoffdManager
 
 from .clock import Clock
@@ -39,12 +38,11 @@ class ManagerHarness:
         self.clock = Clock()
         self.client = FakeSchedulerClient(self.clock)
         self.prefill = PrefillRate({group.suffix: group.tokens_per_chunk for group in groups}, self.clock)
-        self.allowance = LookupAllowance(self.prefill, 0.1, self.clock, active=do_no_harm)
         self.requests: dict[str, Any] = {}
         self.manager = KvoffdManager(
             EngineNamespace(1, lambda _: cast(SchedulerClient, self.client), self.clock),
             groups,
-            self.allowance,
+            self.prefill,
             self.clock,
             deadline_s=0.1,
             disk_wait_s=disk_wait_s,

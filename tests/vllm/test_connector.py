@@ -440,7 +440,7 @@ def test_a_step_of_prompts_is_timed_when_its_output_has_come(scheduler: KvoffdCo
     scheduler.build_connector_meta(output)
     assert list(scheduler.take_events()) == [], "the first is left out"
     scheduler.build_connector_meta(output)
-    prefill = scheduler._manager._allowance.prefill
+    prefill = scheduler._manager._harm.prefill
     assert prefill.tokens_per_second == 0.0
     assert list(scheduler.take_events()) == []
     assert prefill.tokens_per_second > 0.0

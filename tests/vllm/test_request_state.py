@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 from kvoffd_client.vllm.connector_metadata import FailedJob
-from kvoffd_client.vllm.lookup_allowance import LEAST_UNKNOWN_S
-from kvoffd_client.vllm.manager import ChunkGroup
+from kvoffd_client.vllm.manager import LEAST_UNKNOWN_S, ChunkGroup
 from tests.kit.manager_harness import CHUNK_TOKENS, HASHES, KEYS, SHARD_BYTES, ManagerHarness
 from tests.kit.vllm_fakes import block_hash, key
 
@@ -68,7 +67,36 @@ def test_an_answer_is_awaited_no_longer_than_computing_takes() -> None:
     harness.clock.now += 0.002
     harness.scan(computed=computed)
     assert harness.statuses(1) == [MISS]
-    assert harness.allowance.seconds_for(64) == 0.032
+
+
+@pytest.mark.parametrize("do_no_harm", [True, False])
+def test_prompts_that_are_computed_faster_than_the_daemon_answers_do_not_wait(do_no_harm: bool) -> None:
+    """Longer ones do, and so do all where it answers faster again: also what nobody waited for is timed."""
+    harness = ManagerHarness(do_no_harm=do_no_harm)
+    harness.prefill.tokens_per_second = 1000.0
+
+    def waits(name: str, tokens: int, after_s: float) -> bool:
+        context = harness.request(name)
+        harness.clock.now += after_s
+        harness.scan(name, computed=harness.requests[name].num_tokens - tokens)
+        return harness.results(context) == [RETRY] * 3
+
+    assert waits("first", 30, 0.02)
+    assert waits("late", 30, 0.04) is not do_no_harm
+    assert waits("short", 30, 0.001) is not do_no_harm, "the late one is 41 ms old, and not answered"
+    assert waits("long", 80, 0.001)
+    for number in range(3):
+        harness.client.answer(set(), index=number)
+    assert waits("next", 30, 0.001), "that of the short one took 2 ms"
+    assert waits("as slow as the last", 30, 0.029)
+    harness.client.answer(set())
+    harness.clock.now += 0.01
+    late = harness.client.answer(set(), index=-2)
+    harness.scan("next", computed=harness.requests["next"].num_tokens - 30)
+    assert late.done
+    assert waits("after a slow one", 30, 0.001) is not do_no_harm
+    for name in list(harness.requests):
+        harness.manager.on_request_finished(ReqContext(name))
 
 
 def test_what_was_given_up_stays_so_until_the_answer_comes() -> None:

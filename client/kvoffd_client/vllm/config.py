@@ -50,7 +50,7 @@ class ConnectorOptions:
         salt: goes into the namespace's fingerprint; engines with different salts share nothing.
         lookup_deadline_ms: a lookup that has no answer by then is a miss. With ``do_no_harm`` it is one earlier: as
             soon as computing the prompt would have been done, and earlier still after late answers. While the
-            engine's rate is not known, it is taken for 10,000 tokens a second (``LookupAllowance``).
+            engine's rate is not known, it is taken for 10,000 tokens a second (``KvoffdManager``).
         disk_wait_ms: the most that a request waits for blocks which come up from disk or from a shared store, and not
             at all where the daemon expects that to take longer; 0: it takes what is ready. With ``do_no_harm`` it waits
             no longer than the engine would compute them. In a second a local SSD brings some gigabytes, tens of

@@ -248,7 +248,8 @@ class KvoffdConnector(OffloadingConnector):
         An engine whose own cache has all that it may have of a prompt loads nothing: a step is made for the last token
         anyway, and the load of one more block would come before it.
         """
-        self._manager.namespace.ask()
+        if self._manager.namespace.current is None:
+            self._manager.namespace.ask()
         most = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
         self._manager.prepare_scan(request, num_computed_tokens, has_all=num_computed_tokens >= most)
         tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)

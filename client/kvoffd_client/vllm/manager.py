@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -24,13 +26,12 @@ from kvoffd_client.scheduler_client import Lookup
 from kvoffd_client.vllm import metrics
 from kvoffd_client.vllm.block_tokens import BlockTokens, EventGroup, HostBlockEvents, hashed_by_tokens, tokens_of
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, FailedJob, KeyedSpec, hashes_of
-from kvoffd_client.vllm.do_no_harm import DoNoHarm
+from kvoffd_client.vllm.do_no_harm import DoNoHarm, PrefillRate
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.log import logger
-from kvoffd_client.vllm.lookup_allowance import LookupAllowance
 from kvoffd_client.vllm.request_log import RequestLog
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import COMING, PENDING, READY, SHARED, GroupKeys
+from kvoffd_proto.messages import COMING, READY, SHARED, GroupKeys
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -46,6 +47,13 @@ LOOKUP_WAIT_S = 0.001
 IDLE_WAIT_S = 0.005
 """The same where no request ran in the step before: without an answer an idle engine would make an empty step, after
 which vLLM sleeps for a millisecond."""
+ASSUMED_RATE = 10_000.0
+"""Tokens a second that an engine is taken to compute while its prefill rate is not known, as for its first prompts. A
+guess, for a large GPU; a slower engine waits less than it might."""
+LEAST_UNKNOWN_S = 0.02
+"""The least time for which an answer is waited for while the rate is not known."""
+MAX_LATE = 64
+"""Late lookups of which the answers are timed."""
 WAIT_PAUSE_S = 0.1
 """After an answer was awaited in vain none is awaited for so long: a daemon that hangs costs a hundredth of the time,
 until it counts as not connected."""
@@ -66,7 +74,7 @@ class ChunkGroup:
     tokens_per_chunk: int
     shard_bytes: int
 
-    @property
+    @cached_property
     def suffix(self) -> bytes:
         """The end of vLLM's keys of the group."""
         return self.group_id.to_bytes(GROUP_ID_BYTES, "big")
@@ -132,6 +140,8 @@ class KeyedLookup:
         ticket: what the answer comes in.
         groups: indices on the wire of those that have whole chunks.
         keys: vLLM's, in the order of the message.
+        ready: those that the answer says are in the pool; of none before ``read``.
+        coming: the same of those on their way up from a tier, with their states.
         given_up: its answer is waited for no longer. It is used if it comes before the request runs.
     """
 
@@ -140,13 +150,16 @@ class KeyedLookup:
     keys: list[OffloadKey]
     sent_at: float
     given_up: bool = False
+    ready: list[OffloadKey] = field(default_factory=list)
+    coming: dict[OffloadKey, int] = field(default_factory=dict)
 
-    def keys_in(self, *states: int) -> list[OffloadKey]:
-        """Return the keys that are in one of these states; none before the answer."""
-        said = b"".join(self.ticket.states)
-        if not any(state in said for state in states):
-            return []
-        return [key for key, state in zip(self.keys, said, strict=False) if state in states]
+    def read(self) -> None:
+        """Take the states of an answer."""
+        for key, state in zip(self.keys, b"".join(self.ticket.states), strict=False):
+            if state == READY:
+                self.ready.append(key)
+            elif state in COMING:
+                self.coming[key] = state
 
     def leading_ready(self, index: int) -> int:
         """Return how many blocks of a group are there, from the first one on."""
@@ -173,8 +186,7 @@ class RequestState:
         adapter_id: vLLM's number of that adapter; 0 for none.
         disabled: nothing of this request may be looked up or stored.
         load_failed: a load of this request failed; the request is recomputed and never looked up again.
-        from_disk: keys that the daemon read, or was to read, from disk for this request.
-        from_elsewhere: the same, from a store that nodes share.
+        from_tiers: keys that came, or were to come, from a tier for this request, and their last state there.
         disk_wait_since: when the first answer came in which something was on its way; None before.
         disk_wait_limit_s: how long the request waits from then on.
         disk_wait_over: the request does not wait for tiers below the pool any more.
@@ -189,14 +201,13 @@ class RequestState:
     answer: KeyedLookup | None = None
     pending: KeyedLookup | None = None
     last: KeyedLookup | None = None
-    results: Mapping[OffloadKey, LookupResult] = field(default_factory=dict)
+    results: dict[OffloadKey, LookupResult] = field(default_factory=dict)
     otherwise: LookupResult = LookupResult.MISS
     adapter: bytes = b""
     adapter_id: int = 0
     disabled: bool = False
     load_failed: bool = False
-    from_disk: set[OffloadKey] = field(default_factory=set)
-    from_elsewhere: set[OffloadKey] = field(default_factory=set)
+    from_tiers: dict[OffloadKey, int] = field(default_factory=dict)
     disk_wait_since: float | None = None
     disk_wait_limit_s: float = 0.0
     disk_wait_over: bool = False
@@ -219,7 +230,7 @@ class KvoffdManager(OffloadingManager):
         self,
         namespace: EngineNamespace,
         groups: Sequence[ChunkGroup],
-        allowance: LookupAllowance,
+        prefill: PrefillRate,
         clock: Callable[[], float],
         *,
         deadline_s: float,
@@ -228,8 +239,8 @@ class KvoffdManager(OffloadingManager):
         config_info: Mapping[str, str | float] | None = None,
     ) -> None:
         self._groups = tuple(groups)
-        self._allowance = allowance
         self._clock = clock
+        self._do_no_harm = do_no_harm
         self._deadline_s, self._disk_wait_s = deadline_s, disk_wait_s
         self._positions = {group.suffix: index for index, group in enumerate(groups)}
         self._store_window = StoreWindow({group.suffix: group.shard_bytes for group in groups})
@@ -246,7 +257,10 @@ class KvoffdManager(OffloadingManager):
         self.namespace = namespace
         namespace.on_leave = self._disable_adapters
         self._loads = self._stores = True
-        self._harm = DoNoHarm(allowance.prefill, clock, do_no_harm)
+        self._harm = DoNoHarm(prefill, clock, do_no_harm)
+        self._reply_s = 0.0
+        """How long the last answer took."""
+        self._late: deque[KeyedLookup] = deque(maxlen=MAX_LATE)
         self._config_info = config_info or {}
         self._credit_reported = False
         self._wait_left_s = IDLE_WAIT_S
@@ -277,7 +291,7 @@ class KvoffdManager(OffloadingManager):
                 for index, group in groups.items()
             }
             self.events = HostBlockEvents(kinds)
-        self._allowance.prefill.begin_engine(most_running, largest_chunk)
+        self._harm.prefill.begin_engine(most_running, largest_chunk)
 
     def look_up(self, request: Request) -> None:
         """Ask for all whole chunks of a request, if the daemon may be asked. vLLM has told of the request before."""
@@ -291,7 +305,8 @@ class KvoffdManager(OffloadingManager):
         message: list[GroupKeys] = []
         for index, group in enumerate(self._groups):
             if hashes := group.chunks(request.block_hashes):
-                of_group = [OffloadKey(one + group.suffix) for one in hashes]
+                suffix = group.suffix
+                of_group = [OffloadKey(one + suffix) for one in hashes]
                 keys += of_group
                 asked = hashes_of(of_group, state.adapter) if state.adapter else b"".join(hashes)
                 message.append(GroupKeys(index, asked))
@@ -299,7 +314,7 @@ class KvoffdManager(OffloadingManager):
             ticket = namespace.client.lookup(message, again=state.last is not None)
             groups = [one.group for one in message]
             state.pending = state.last = KeyedLookup(ticket, groups, keys, self._clock())
-            self._counters.count(metrics.LOOKUPS)
+            self._counters[metrics.LOOKUPS] += 1
 
     def prepare_scan(self, request: Request, computed_tokens: int, *, has_all: bool) -> None:
         """Have what ``lookup`` is to say of a request's keys, before vLLM asks: one scan must see one answer.
@@ -326,11 +341,11 @@ class KvoffdManager(OffloadingManager):
         if state.pending is not None:
             self._wait_for_answer(state)
         if state.answer is not None:
-            self._decide_disk_wait(state)
-            results = dict.fromkeys(state.answer.keys_in(READY), LookupResult.HIT)
+            state.results = dict.fromkeys(state.answer.ready, LookupResult.HIT)
+            state.waits_for_disk = bool(state.answer.coming) and self._decide_disk_wait(state, state.answer)
             # Not RETRY, after which vLLM would look for an earlier window although this one will be there.
             coming = LookupResult.HIT_PENDING if state.waits_for_disk else LookupResult.MISS
-            state.results = results | dict.fromkeys(state.answer.keys_in(*COMING), coming)
+            state.results.update(dict.fromkeys(state.answer.coming, coming))
         if state.pending is not None and not state.pending.given_up:
             state.otherwise = LookupResult.RETRY
 
@@ -342,13 +357,14 @@ class KvoffdManager(OffloadingManager):
             self._release(came)
             state.failed_at = self._clock()
             return
-        if not came.given_up:
-            self._allowance.answered(state.missing_tokens)
+        self._reply_s = came.ticket.answered_at - came.sent_at
+        if self._late:  # the answers of those that are done came before
+            self._late = deque([each for each in self._late if not each.ticket.done], MAX_LATE)
         # The new lease pins what the old one did, so nothing is unpinned in between.
         self._release(state.answer)
         state.answer = came
-        state.from_disk.update(came.keys_in(PENDING))
-        state.from_elsewhere.update(came.keys_in(SHARED))
+        came.read()
+        state.from_tiers.update(came.coming)
 
     def _is_outdated(self, state: RequestState) -> bool:
         """Whether to ask for a request that no lookup is on its way for."""
@@ -372,12 +388,12 @@ class KvoffdManager(OffloadingManager):
         assert pending is not None
         ticket = pending.ticket
         if state.answer is None and not pending.given_up and self._wait_left_s > 0 and now >= self._no_wait_before:
-            self._counters.count(metrics.LOOKUP_WAITS)
+            self._counters[metrics.LOOKUP_WAITS] += 1
             came = ticket.wait(self._wait_left_s)
             began, now = now, self._clock()
             self._wait_left_s -= now - began
             if not came:
-                self._counters.count(metrics.LOOKUP_WAITS_IN_VAIN)
+                self._counters[metrics.LOOKUP_WAITS_IN_VAIN] += 1
                 self._no_wait_before = now + WAIT_PAUSE_S
         else:
             self.namespace.client.poll()
@@ -385,33 +401,48 @@ class KvoffdManager(OffloadingManager):
             self._take_answer(state)
         elif not pending.given_up:
             # While blocks come up from disk the next answer has the whole deadline.
-            comes_up = state.answer is not None and state.answer.ticket.pending and not state.disk_wait_over
-            allowed_s = self._deadline_s if comes_up else self._allowance.seconds_for(state.missing_tokens)
-            if now - pending.sent_at >= allowed_s:
+            comes_up = state.answer is not None and state.answer.coming and not state.disk_wait_over
+            if now - pending.sent_at >= (self._deadline_s if comes_up else self._allowed_s(state.missing_tokens)):
                 pending.given_up = True
-                self._allowance.give_up(ticket, pending.sent_at, state.missing_tokens)
-                self._counters.count(metrics.LATE_LOOKUPS)
+                self._late.append(pending)
+                self._counters[metrics.LATE_LOOKUPS] += 1
                 self._harm.late_lookups += 1
 
-    def _decide_disk_wait(self, state: RequestState) -> None:
+    def _allowed_s(self, tokens: int) -> float:
+        """How long an answer is waited for, from the sending of its lookup, where so many tokens are missing.
+
+        No longer than it takes to compute them; and not at all where the daemon's answers take longer than that. A step
+        with few tokens takes the least.
+        """
+        if not self._do_no_harm:
+            return self._deadline_s
+        while self._late and self._late[0].ticket.done:
+            came = self._late.popleft()
+            if not came.ticket.failed:
+                self._reply_s = came.ticket.answered_at - came.sent_at
+        expected_s = max(self._reply_s, self._clock() - self._late[0].sent_at if self._late else 0.0)
+        prefill = self._harm.prefill
+        if prefill.tokens_per_second and tokens:
+            computed_s = max(prefill.step_s, tokens / prefill.tokens_per_second)
+        else:
+            computed_s = max(LEAST_UNKNOWN_S, tokens / ASSUMED_RATE)
+        allowed_s = min(self._deadline_s, computed_s)
+        return allowed_s if expected_s <= allowed_s else 0.0
+
+    def _decide_disk_wait(self, state: RequestState, answer: KeyedLookup) -> bool:
         """Decide whether a request waits for what its answer says is on its way."""
-        answer, now = state.answer, self._clock()
-        assert answer is not None
-        state.waits_for_disk = False
-        if state.disk_wait_over or not answer.ticket.pending:
-            return
-        pending = state.pending
+        now, pending = self._clock(), state.pending
         overdue = pending is not None and now - pending.sent_at >= self._deadline_s
-        if overdue or now - state.failed_at < REFRESH_S or not self.namespace.client.ready:
-            return  # only the daemon says when something has come from disk, or never will
+        if state.disk_wait_over or overdue or now - state.failed_at < REFRESH_S or not self.namespace.client.ready:
+            return False  # only the daemon says when something has come from disk, or never will
         if state.disk_wait_since is None:
             state.disk_wait_since = now
             state.disk_wait_limit_s = self._disk_wait_s
-            if self._allowance.active:
-                computed_s = self._allowance.prefill.seconds_for(answer.keys_in(*COMING))
+            if self._do_no_harm:
+                computed_s = self._harm.prefill.seconds_for(answer.coming)
                 state.disk_wait_limit_s = min(self._disk_wait_s, computed_s)
         state.disk_wait_over = now - state.disk_wait_since + answer.ticket.wait_s >= state.disk_wait_limit_s
-        state.waits_for_disk = not state.disk_wait_over
+        return not state.disk_wait_over
 
     def step_begins(self, request_tokens: Collection[int], *, new_requests: bool = False) -> None:
         """Note that the scheduler begins a step with so many tokens of each request; tell the daemon now and then."""
@@ -421,8 +452,7 @@ class KvoffdManager(OffloadingManager):
         for state in self._unneeded:
             self._end_leases(state)
         self._unneeded, self._scheduled = self._scheduled, []
-        self._allowance.settle()
-        self._allowance.prefill.step_begins(request_tokens)
+        self._harm.prefill.step_begins(request_tokens)
         client = self.namespace.client
         if not new_requests:
             self._log.report(client.note_request)
@@ -432,7 +462,7 @@ class KvoffdManager(OffloadingManager):
 
     def step_ended(self) -> None:
         """Note that the output of the first of the steps that run has come."""
-        self._allowance.prefill.step_ended()
+        self._harm.prefill.step_ended()
 
     @property
     def is_busy(self) -> bool:
@@ -445,7 +475,7 @@ class KvoffdManager(OffloadingManager):
             return True
         state = self._requests.get(request_id)
         if state is None or not state.skip_counted:
-            self._counters.count(metrics.SLOW_LOADS)
+            self._counters[metrics.SLOW_LOADS] += 1
             self._harm.skipped_loads += 1
         if state is not None:
             state.skip_counted = True
@@ -514,10 +544,10 @@ class KvoffdManager(OffloadingManager):
         """Take note that a store left blocks out, or that a load failed, whose request is recomputed."""
         reason = failed.error.sentence if failed.error is not None else "The daemon gave no reason."
         if failed.request_id is None:  # of a store's blocks nothing is known here, so there is nothing to forget
-            self._counters.count(metrics.FAILED_STORES)
+            self._counters[metrics.FAILED_STORES] += 1
             logger.debug("kvoffd: a store failed. %s", reason)
             return
-        self._counters.count(metrics.FAILED_LOADS)
+        self._counters[metrics.FAILED_LOADS] += 1
         if state := self._requests.get(failed.request_id):
             self._end_leases(state)
             if state.request is not None:
@@ -551,10 +581,10 @@ class KvoffdManager(OffloadingManager):
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         state = self._requests.get(req_context.req_id)
-        if state is not None and key in state.from_elsewhere:
+        tier = state.from_tiers.get(key) if state is not None else None
+        if tier == SHARED:
             return CacheHitSource.EXTERNAL_UNSPECIFIED  # what vLLM calls a remote store
-        from_disk = state is not None and key in state.from_disk
-        return CacheHitSource.DISK if from_disk else CacheHitSource.HOST
+        return CacheHitSource.HOST if tier is None else CacheHitSource.DISK
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> KeyedSpec:
         state = self._requests.get(req_context.req_id)
@@ -585,13 +615,13 @@ class KvoffdManager(OffloadingManager):
                     return None  # what the answer says that the daemon has need not be stored
                 wanted = self._storable(state, keys, req_context)
         if wanted and self._harm.leave_store_out():
-            self._counters.count(metrics.PAUSED_STORES)
+            self._counters[metrics.PAUSED_STORES] += 1
             wanted = []
         if wanted:
             if not self._credit_reported:
                 self._store_window.credit_bytes = namespace.client.credit_bytes
             if not self._store_window.admits(wanted, last=has_ended):
-                self._counters.count(metrics.DEFERRED_STORES)
+                self._counters[metrics.DEFERRED_STORES] += 1
                 return None
             self._store_window.begin(wanted)
         spec = KeyedSpec.of(wanted, self._positions, adapter=state.adapter if state is not None else b"")
@@ -631,7 +661,9 @@ class KvoffdManager(OffloadingManager):
             whole = end % self._groups[self._positions[key[-GROUP_ID_BYTES:]]].tokens_per_chunk == 0
             if whole and (computed is None or end <= computed) and key not in self._store_window:
                 wanted.append(key)
-        stored = set(state.last.keys_in(READY)) if state.last is not None else ()
+        if state.last is not None and not state.last.ready and state.last.ticket.done:
+            state.last.read()  # it came after its request was scheduled
+        stored = set(state.last.ready) if state.last is not None else ()
         return [key for key in wanted if key not in stored]
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:

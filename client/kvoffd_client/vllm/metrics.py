@@ -55,29 +55,25 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
 }
 
 
-class Counters:
+class Counters(Counter[str]):
     """The manager's counters since the last call of take()."""
 
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._connected: bool | None = None
-
-    def count(self, name: str) -> None:
-        self._counts[name] += 1
+    _connected: bool | None = None
 
     def take(self, connected: bool, rates: Callable[[], tuple[float, float]]) -> OffloadingConnectorStats | None:
         """Return what was counted since the last call; None when nothing was, as in most of the engine's steps.
 
         ``rates``: tokens a second that are computed, and that loads bring; asked for only where there is something.
         """
-        if not self._counts and connected == self._connected:
+        if not self and connected == self._connected:
             return None
         stats = OffloadingConnectorStats()
-        for name, count in self._counts.items():
+        for name, count in self.items():
             stats.increase_counter(name, count)
         stats.set_gauge(CONNECTED, int(connected))
         prefill_rate, load_rate = rates()
         stats.set_gauge(PREFILL_RATE, prefill_rate)
         stats.set_gauge(LOAD_RATE, load_rate)
-        self._counts, self._connected = Counter(), connected
+        self.clear()
+        self._connected = connected
         return stats

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, hashes_of
 from kvoffd_client.vllm.log import logger
-from kvoffd_proto.messages import ABSENT, READY, WRITING, Outcome, RequestReport
+from kvoffd_proto.messages import ABSENT, READY, SHARED, WRITING, Outcome, RequestReport
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -53,9 +53,9 @@ class RequestLog:
     ) -> RequestReport:
         keys = last.keys if last is not None else []
         states = b"".join(last.ticket.states) if last is not None else b""
-        below = state.from_disk | state.from_elsewhere
-        ready = [key for key, one in zip(keys, states, strict=False) if one == READY] if below else []
-        in_pool = states.count(READY) - len(below.intersection(ready))
+        below = state.from_tiers
+        from_store = list(below.values()).count(SHARED)
+        risen = [key for key, one in zip(keys, states, strict=False) if one == READY and key in below] if below else ()
         group, missing, reason = 0, b"", ""
         at = len(states) - len(states.lstrip(bytes([READY])))
         if at < min(len(states), len(keys)):
@@ -67,9 +67,9 @@ class RequestLog:
             time.time(),
             request.num_prompt_tokens,
             len(keys),
-            in_pool,
-            len(state.from_disk),
-            len(state.from_elsewhere),
+            states.count(READY) - len(risen),
+            len(below) - from_store,
+            from_store,
             self._outcome(request, state, last, loaded_tokens, leading=at),
             loaded_tokens,
             group,

@@ -27,7 +27,6 @@ from kvoffd_client.vllm.do_no_harm import PrefillRate
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, SharedKvMemory, registration_of
 from kvoffd_client.vllm.log import logger
-from kvoffd_client.vllm.lookup_allowance import LookupAllowance
 from kvoffd_client.vllm.manager import ChunkGroup, KvoffdManager
 from kvoffd_client.vllm.metrics import DEFINITIONS
 from kvoffd_client.vllm.worker import KvoffdWorker
@@ -94,14 +93,12 @@ class KvoffdSpec(OffloadingSpec):
                 options=options.client_options,
             )
 
-        deadline_s = options.lookup_deadline_ms / 1000
-        prefill = PrefillRate({group.suffix: group.tokens_per_chunk for group in groups}, time.monotonic)
         return KvoffdManager(
             EngineNamespace(config.parallel.world_size, connect, time.monotonic),
             groups,
-            LookupAllowance(prefill, deadline_s, time.monotonic, active=options.do_no_harm),
+            PrefillRate({group.suffix: group.tokens_per_chunk for group in groups}, time.monotonic),
             time.monotonic,
-            deadline_s=deadline_s,
+            deadline_s=options.lookup_deadline_ms / 1000,
             disk_wait_s=options.disk_wait_ms / 1000,
             do_no_harm=options.do_no_harm,
             config_info={name: getattr(options, name) for name in CONFIG_INFO}
