@@ -219,7 +219,7 @@ def test_workers_report_what_is_in_memory_and_register_in_the_namespace_that_the
     assert second is not None
     assert joined == [second.namespace] == [scheduler._manager.namespace.current]
     assert step(scheduler, [worker]) is None, "all is said"
-    assert any(joined[0].fingerprint.hex()[:16] in line for line in said)
+    assert any(joined[0].fingerprint.hex()[:12] in line for line in said)
     # A reset, as of a pause: nobody is asked before something is computed.
     scheduler.reset_cache()
     assert step(scheduler, [worker]) is None
