@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 
 from msgspec import Struct
@@ -17,35 +17,32 @@ if TYPE_CHECKING:
 StructT = TypeVar("StructT", bound=Struct)
 
 
-@dataclass(eq=False)
 class Pending:
-    """A reply that must wait. Returned by a handler; the service asks ``poll`` for the reply until it is there.
+    """A reply that must wait. Returned by a handler; the service asks ``poll`` until it is there.
 
-    Attributes:
-        poll: returns the reply, or None where it is not there yet; raises KvoffdError to refuse the request. Its
-            argument says that ``until`` has passed: then it must do one of the two others.
+    Args:
+        poll: returns the reply, or None where it is not there yet; raises an error to refuse the request. Its argument
+            says that ``until`` has passed: then it must do one of the two others. None where a callback calls
+            ``bring``.
         until: time of the daemon's clock.
     """
 
-    poll: Callable[[bool], m.AnyReply | None]
-    until: float = float("inf")
-    request_id: int = field(default=0, init=False)
-    sender: bytes = field(default=b"", init=False)
-    session: Session | None = field(default=None, init=False)
-    """Whose request it is. When it ends, nobody is left to be answered."""
-
-
-class Later:
-    """A reply that a callback brings, or the reason why there is none."""
-
-    def __init__(self) -> None:
+    def __init__(self, poll: Callable[[bool], m.AnyReply | None] | None = None, until: float = inf) -> None:
+        self._poll = poll
         self._result: m.AnyReply | Exception | None = None
+        self.until = until
+        self.request_id = 0
+        self.sender = b""
+        self.session: Session | None = None
+        """Whose request it is. When it ends, nobody is left to be answered."""
 
     def bring(self, result: m.AnyReply | Exception) -> None:
+        """This is the reply, or the reason why there is none."""
         self._result = result
 
-    def poll(self, late: bool = False) -> m.AnyReply | None:
-        """As of Pending."""
+    def poll(self, late: bool) -> m.AnyReply | None:
+        if self._poll is not None:
+            return self._poll(late)
         if isinstance(self._result, Exception):
             raise self._result
         return self._result

@@ -211,10 +211,6 @@ class Job:
     answered: bool = field(default=False, init=False)
     """It has its results, but its copy hangs and still holds its slots and the client's memory."""
 
-    def client_error(self, error: ErrorCode) -> ErrorCode:
-        """What the client gets for ``error``: the end of its session, once that is over."""
-        return ErrorCode.SESSION_ENDED if self.session.ended else error
-
 
 @dataclass(eq=False)
 class StoreBatch(Job):
@@ -293,7 +289,7 @@ class StoreBatch(Job):
                 lost = sorted({*ticket.dropped, *ticket.copy, *ticket.again}.difference(ticket.declined))
             part.put_by_job(lost, failed)
             part.put_by_job(ticket.declined, declined)
-        code = self.client_error(error or ErrorCode.NO_ROOM)
+        code = ErrorCode.SESSION_ENDED if self.session.ended else error or ErrorCode.NO_ROOM
         copied = [0] * len(self.ids) if error is not None else self.copied_bytes
         return [
             JobResult(job_id, False, nbytes, seconds, code, failed[number], declined.get(number, []))
@@ -366,8 +362,8 @@ class LoadJob(Job):
             cache.count_load(self.tickets)
             self.registration.namespace.counters.loaded_bytes += copied_bytes
         cache.end_load(self.tickets, ok=error is None and not self.keep_lease)
-        if error is not None:
-            error = self.client_error(error)
+        if error is not None and self.session.ended:
+            error = ErrorCode.SESSION_ENDED
         return [JobResult(self.ids[0], error is None, copied_bytes, seconds, error, self.failed)]
 
     def _apply_checksums(self, cache: BlockCache) -> bool:

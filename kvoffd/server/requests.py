@@ -13,7 +13,7 @@ from kvoffd import __version__
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.errors import BadGeometry, BadKeys, KvoffdError
 from kvoffd.observe.logging import RareWarnings
-from kvoffd.server.handlers import Later, Pending, answers, filled
+from kvoffd.server.handlers import Pending, answers, filled
 from kvoffd.server.memory import EngineMemory, segment_ids
 from kvoffd.server.sessions import Registration, Session
 from kvoffd.transfer.plan import build_layouts
@@ -83,7 +83,7 @@ def register(service: Service, session: Session, message: m.Register) -> Pending
     _check_registration(service, session, message, namespace)
     descriptors = _claim(session, message.segments)
     session.registering.add(message.registration_id)
-    answer = Later()
+    answer = Pending()
 
     def mapped(result: EngineMemory | Exception) -> None:
         session.registering.discard(message.registration_id)
@@ -101,7 +101,7 @@ def register(service: Service, session: Session, message: m.Register) -> Pending
         service.memory.map(message.registration_id, session.peer.uid, message.segments, descriptors, mapped)
     except Exception as error:
         mapped(error)
-    return Pending(answer.poll)
+    return answer
 
 
 @answers(m.Unregister)
@@ -109,10 +109,10 @@ def unregister(service: Service, session: Session, message: m.Unregister) -> Pen
     """Stop the registration's jobs and unmap its memory; the reply follows once that is done."""
     registration = session.registration(message.registration_id)
     del session.registrations[message.registration_id]
-    answer = Later()
+    answer = Pending()
     service.jobs.abandon([job for job in session.jobs.values() if job.registration is registration])
     registration.close_when_idle(lambda: answer.bring(m.Done(message.request_id, 1)))
-    return Pending(answer.poll)
+    return answer
 
 
 def _check_registration(service: Service, session: Session, message: m.Register, namespace: Namespace) -> None:

@@ -154,6 +154,7 @@ class Sockets:
         try:
             if self._posted:
                 more = self._make_calls(until)
+                self.flush()
             if (service := self._service) is not None:
                 for _ in range(DRAINED_AT_ONCE):
                     if not cast(int, jobs.get(_EVENTS)) & _POLLIN:
