@@ -1,0 +1,158 @@
+"""A load with known hits, misses by reason, loads and evictions: all that shows statistics agrees with it."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections import Counter
+from typing import Any
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvoffd_client import AdminClient, NamespaceSpec
+from kvoffd_client.jobs import GroupTransfer
+from kvoffd_client.testing import FakeEngine
+from kvoffd_proto.messages import GroupKeys, GroupSpec
+from kvoffd_proto.stats import DaemonStats
+from tests.kit.command import run_cli
+from tests.kit.daemon import DaemonProcess
+from tests.kit.ports import free_port
+from tests.kit.waiting import wait_until
+
+BLOCK_BYTES = 64 << 10
+POOL_BLOCKS = 64
+TOKENS = 16
+GROUPS = (GroupSpec("full_attention", TOKENS),)
+MODEL = 'a "model"'
+OF_NAMESPACE = {"lookups", "asked_keys", "loaded_keys", "asked_tokens", "loaded_tokens", "saved_seconds"} | {
+    *("loaded_bytes", "stored_bytes", "evicted_blocks", "no_space_keys", "late_lookups")
+}
+
+
+def keys(first: int, count: int) -> list[bytes]:
+    return [number.to_bytes(32, "little") for number in range(first, first + count)]
+
+
+class Load:
+    """An engine, and what it did."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+        self.misses: Counter[str] = Counter()
+        self.found = self.loaded = self.lookups = self.asked = 0
+
+    def look_up(self, wanted: list[bytes], found: int, reason: str = "", unused: str = "") -> None:
+        """Look up keys of which the first ``found`` are there and the others miss for that reason."""
+        ticket = self.engine.scheduler.lookup([GroupKeys(0, b"".join(wanted))])
+        assert ticket.wait(10)
+        assert ticket.leading_ready() == found
+        self.lookups += 1
+        self.asked += len(wanted)
+        self.found += found
+        if len(wanted) > found:
+            self.misses[reason] += len(wanted) - found
+        if unused:
+            self.misses[unused] += found
+        self.engine.scheduler.release(ticket.lease_id, unused)
+
+    def load(self, wanted: list[bytes], loaded: int) -> None:
+        assert self.engine.lookup(wanted) == len(wanted)
+        assert self.engine.load(wanted[:loaded], range(loaded)).ok
+        self.engine.release()
+        self.lookups += 1
+        self.asked += len(wanted)
+        self.found += len(wanted)
+        self.loaded += loaded
+
+    def check(self, shown: dict[str, Any]) -> None:
+        """Hold what is shown of the namespace against what was done."""
+        misses, found = shown["misses"], sum(shown["found_keys"].values())
+        assert misses == +self.misses
+        assert (shown["lookups"], found, shown["loaded_keys"]) == (self.lookups, self.found, self.loaded)
+        unused = self.misses["late"] + self.misses["skipped"]
+        assert shown["not_needed_keys"] == self.found - self.loaded - unused
+        assert shown["asked_keys"] == self.asked
+        assert shown["asked_keys"] == shown["loaded_keys"] + shown["not_needed_keys"] + sum(misses.values())
+        assert shown["asked_tokens"] == TOKENS * self.asked
+        assert shown["loaded_tokens"] == TOKENS * self.loaded
+        assert shown["loaded_bytes"] == BLOCK_BYTES * self.loaded
+        assert abs(shown["saved_seconds"] - TOKENS * self.loaded / 1000.0) < 1e-9
+
+
+def scripted(load: Load) -> None:
+    """Misses for every reason that a client can bring about."""
+    engine = load.engine
+    engine.scheduler.report(1000.0, 10_000.0, 0, 0, 2)
+    load.look_up(keys(0, 8), 0, "unknown")
+    assert engine.store(keys(0, 8), range(8)).ok
+    load.look_up(keys(0, 8), 8)
+    load.load(keys(0, 8), 5)
+    load.look_up(keys(0, 4), 4, unused="late")
+    load.look_up(keys(0, 3), 3, unused="skipped")
+    engine.scheduler.invalidate([GroupKeys(0, b"".join(keys(6, 2)))])
+    load.look_up(keys(0, 8), 6, "invalidated")
+    for first in range(100, 100 + POOL_BLOCKS, 8):
+        assert engine.store(keys(first, 8), range(8)).ok
+    load.look_up(keys(0, 6), 0, "evicted")
+
+
+def partial(load: Load) -> None:
+    """Of two ranks one has stored."""
+    load.engine.workers[0].store(10**6, [GroupTransfer.of(keys(0, 2), [0, 1])])
+    wait_until(lambda: load.engine.workers[0].take_results())
+    load.look_up(keys(0, 3), 0, "partial")
+    load.misses.update({"partial": -1, "unknown": 1})  # of the three keys one was never stored
+
+
+def test_everything_that_shows_statistics_agrees_with_what_was_done() -> None:
+    port = free_port()
+    with DaemonProcess("4MiB", http_address=f"127.0.0.1:{port}", eviction_policy="lru") as daemon:
+        one = NamespaceSpec(b"\x01" * 32, MODEL, 1, 32, GROUPS)
+        two = NamespaceSpec(b"\x02" * 32, "two ranks", 2, 32, GROUPS)
+        with FakeEngine(daemon.directory, one) as first, FakeEngine(daemon.directory, two) as second:
+            loads = {one.label: Load(first), two.label: Load(second)}
+            scripted(loads[one.label])
+            partial(loads[two.label])
+            printed = json.loads(run_cli("stats", "--json", "--directory", str(daemon.directory)).stdout)
+            served, page = (
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=10).read()
+                for path in ("stats.json", "metrics")
+            )
+            with AdminClient(daemon.directory) as admin:
+                asked = json.loads(msgspec.json.encode(admin.stats()))
+        samples = [
+            (sample.name.removeprefix("kvoffd_namespace_"), sample.labels, sample.value)
+            for family in text_string_to_metric_families(page.decode())
+            for sample in family.samples
+            if sample.name.startswith("kvoffd_namespace_")
+        ]
+        for stats in (printed, json.loads(served), asked):
+            spaces = {space["model"]: space for space in stats["namespaces"]}
+            for label, load in loads.items():
+                load.check(spaces[label])
+            assert spaces[MODEL]["late_lookups"] == 2
+            total = stats["since_start"]
+            for name in OF_NAMESPACE:
+                assert total[name] == sum(space[name] for space in spaces.values()), name
+            assert total == {**stats["last_minute"], "seconds": total["seconds"]}
+            assert stats["lifetime"]["loaded_tokens"] == total["loaded_tokens"]
+            # Each number on /metrics is the one of its field.
+            for name, labels, value in samples:
+                assert labels["kv_namespace"] == spaces[labels["model"]]["id"]
+                field = spaces[labels["model"]].get(name.removesuffix("_total"))
+                key = labels.get("reason") or labels.get("source")
+                assert value == (field[key] if key else field), name
+            decoded = msgspec.json.decode(msgspec.json.encode(stats), type=DaemonStats)
+            assert decoded.since_start.asked_keys == total["asked_keys"]
+        evictions = spaces[MODEL]["evicted_blocks"] + spaces["two ranks"]["evicted_blocks"]
+        stored = spaces[MODEL]["stored_blocks"]
+        assert spaces[MODEL]["ready_blocks"] == stored - spaces[MODEL]["evicted_blocks"] - 2
+        assert evictions >= 8
+        # The totals outlive the daemon, killed after they were saved, too.
+        daemon.stop()
+        daemon.start()
+        with AdminClient(daemon.directory) as admin:
+            again = admin.stats()
+        assert again.lifetime.loaded_tokens == TOKENS * loads[MODEL].loaded
+        assert again.since_start.loaded_tokens == 0
