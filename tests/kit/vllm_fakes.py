@@ -28,6 +28,7 @@ class FakeSchedulerClient:
     asked: list[tuple[Lookup, list[GroupKeys]]] = field(default_factory=list)
     again: list[bool] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
     invalidated: list[GroupKeys] = field(default_factory=list)
     reports: list[tuple[float, ...]] = field(default_factory=list)
     events: list[KvEvent] = field(default_factory=list)
@@ -73,8 +74,9 @@ class FakeSchedulerClient:
 
     def poll(self) -> None: ...
 
-    def release(self, lease_id: int) -> None:
+    def release(self, lease_id: int, unused: str = "") -> None:
         self.released.append(lease_id)
+        self.unused.append(unused)
 
     def invalidate(self, groups: Sequence[GroupKeys]) -> None:
         self.invalidated.extend(groups)

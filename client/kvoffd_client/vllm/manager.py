@@ -702,14 +702,14 @@ class KvoffdManager(OffloadingManager):
 
     def _end_leases(self, state: RequestState) -> None:
         """The request runs without a load, or is gone. What its last lookup said, or will say, is still known."""
-        self._release(state.answer)
-        self._release(state.pending)
+        self._release(state.answer, "skipped" if state.skip_counted else "")
+        self._release(state.pending, "late" if state.pending is not None and state.pending.given_up else "")
         state.answer = state.pending = None
 
-    def _release(self, lookup: KeyedLookup | None) -> None:
-        """End a lookup's lease, if there is one, or may be one since no answer told."""
+    def _release(self, lookup: KeyedLookup | None, unused: str = "") -> None:
+        """End a lookup's lease, if there is one, or may be one since no answer told. ``unused``: as of the client."""
         if lookup is not None and (lookup.ticket.pinned or lookup.ticket.failed or not lookup.ticket.done):
-            self.namespace.client.release(lookup.ticket.lease_id)
+            self.namespace.client.release(lookup.ticket.lease_id, unused)
 
     @property
     def _waits_for_namespace(self) -> bool:
