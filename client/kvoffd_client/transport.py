@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import cast
 
@@ -395,6 +396,11 @@ class SocketTransport(AbstractContextManager[float]):
             os.close(fd)
         self._spare.clear()
 
+    def leave(self) -> None:
+        """Have the end of the process that follows count as meant."""
+        if self._stream is not None and os.getpid() == self._pid:
+            self._stream.leave()
+
     def forget_in_child(self) -> None:
         """Close the lifeline in a forked child: its EOF must mean the parent's death."""
         if self._stream is not None:
@@ -410,6 +416,15 @@ def _poller_of(*fds: int) -> select.poll:
 
 
 _transports: weakref.WeakSet[SocketTransport] = weakref.WeakSet()
+
+
+def _leave_at_exit() -> None:
+    """A process that ends in good order without closing its clients, as vLLM's do by SIGTERM, is not one that died."""
+    for transport in list(_transports):
+        transport.leave()
+
+
+Finalize(None, _leave_at_exit, exitpriority=0)  # runs in children of multiprocessing too, where atexit does not
 
 
 def _forget_in_child() -> None:

@@ -8,9 +8,8 @@ from typing import cast
 
 import pytest
 
-from kvoffd_client.cli.console import percent
-from kvoffd_client.cli.json_output import to_json
-from kvoffd_client.cli.text import write_any_locale
+from kvoffd_client.cli import write_any_locale
+from kvoffd_client.cli.format import percent, print_json
 
 
 @pytest.mark.parametrize(
@@ -37,8 +36,7 @@ def test_the_locale_c_gets_ascii_and_json_loses_nothing(locale: str, written: by
         patch.setattr("sys.stdout", stream)
         write_any_locale()
         print("85 µs 模", flush=True)
-        said = to_json({"name": "模"})
-        print(said, flush=True)
+        print_json({"name": "模"})
     output = cast(BytesIO, stream.buffer).getvalue()
     assert output.startswith(written)
     assert json.loads(output[len(written) :]) == {"name": "模"}

@@ -9,21 +9,20 @@ from typing import Annotated
 
 import typer
 
-from kvoffd_client.cli.console import (
-    PIPE_LIST_CELLS,
+from kvoffd_client.cli.format import (
+    PIPE_TABLE_CELLS,
     count_blocks,
     make_console,
     namespace_name,
     percent,
+    print_json,
     print_line,
-    short_fingerprint,
-    were,
 )
-from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, confirmed, open_admin
 from kvoffd_client.cli.target import resolve_namespace as find
 from kvoffd_proto.admin import ScrubReply
 from kvoffd_proto.events import KV_TOPIC_PREFIX, MEDIUM_STORAGE, AllBlocksCleared, BlockStored, EventBatch, KvEvent
+from kvoffd_proto.stats import namespace_id
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, plural, printable
 
 FIRST_SCRUB_PAUSE_S, SCRUB_PAUSE_S = 0.02, 0.5
@@ -72,7 +71,7 @@ def clear(
         fingerprint = None if namespace is None else chosen[0].namespace
         print_json({"namespace": fingerprint, "cleared_blocks": dropped, "stores": max(stores, default=0)})
     else:
-        print_line(f"{count_blocks(dropped)} {were(dropped)} dropped from {name}.")
+        print_line(f"Dropped {count_blocks(dropped)} from {name}.")
     return 0
 
 
@@ -130,7 +129,7 @@ def events(context: typer.Context, directory: Directory = None, json: Json = Fal
     """
     labels: dict[bytes, str] = {}
     last: dict[bytes, int] = {}
-    cells = make_console(pipe_cells=PIPE_LIST_CELLS).width
+    cells = make_console(pipe_cells=PIPE_TABLE_CELLS).width
     with open_admin(context, directory) as admin:
         admin.health()  # An absent daemon is an error here, not something to wait for.
         if sys.stderr.isatty():
@@ -177,7 +176,7 @@ def event_lines(
     label = label if len(label) <= most else label[: most - 1] + "…" if most else ""
     clock = f"{time.strftime('%H:%M:%S', time.localtime(batch.ts))}.{int(batch.ts % 1 * 1000):03}"
     for event in batch.events:
-        name = f"{short_fingerprint(fingerprint)} {label:<{most}}".rstrip()
+        name = f"{namespace_id(fingerprint)} {label:<{most}}".rstrip()
         yield f"{clock} {sequence:>8} {name} {_event_text(event, span=cells >= SPAN_CELLS)}"
 
 

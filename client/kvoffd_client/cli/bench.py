@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.cli.console import print_line, print_table
-from kvoffd_client.cli.json_output import print_json
+from kvoffd_client.cli.format import print_json, print_line, print_table
 from kvoffd_client.cli.target import CliError, Directory, Json, local_directory
 from kvoffd_proto.messages import BENCH_LABEL, GroupKeys
 from kvoffd_proto.units import format_count, format_duration, format_size

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvoffd_client.cli.console import count_blocks, namespace_name, print_line, print_table, progress_bar
-from kvoffd_client.cli.json_output import print_json
+from kvoffd_client.cli.format import count_blocks, namespace_name, print_json, print_line, print_table, progress_bar
 from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, local_directory, resolve_namespace
 from kvoffd_proto.admin import KeyWorth
 from kvoffd_proto.units import format_count, format_size, plural, printable

@@ -19,9 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.text import Text
 
 from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.cli.console import TEXT_CELLS, make_console, percent, print_line, print_page
 from kvoffd_client.cli.findings import FEWEST_LOOKUPS, Engine, Facts, Finding, Value, find, value_of
-from kvoffd_client.cli.json_output import print_json
+from kvoffd_client.cli.format import TEXT_CELLS, make_console, percent, print_json, print_line, print_page
 from kvoffd_client.cli.machine import look_at
 from kvoffd_client.cli.target import CliError, Directory, Json, local_directory, open_admin
 from kvoffd_client.errors import KvoffdClientError

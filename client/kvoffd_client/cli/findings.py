@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvoffd_client.cli.console import percent
+from kvoffd_client.cli.format import percent
 from kvoffd_client.cli.machine import Machine
 from kvoffd_client.namespace import fields_of_description
 from kvoffd_client.namespace_differences import explain

@@ -11,9 +11,8 @@ from typing import Annotated
 
 import typer
 
-from kvoffd_client.cli.console import namespace_name, print_line, print_table, short_fingerprint
+from kvoffd_client.cli.format import namespace_name, print_json, print_line, print_table
 from kvoffd_client.cli.health import show_health
-from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.target import (
     NAMESPACE_HELP,
     CliError,
@@ -28,7 +27,7 @@ from kvoffd_client.namespace import differences
 from kvoffd_client.namespace_differences import explain
 from kvoffd_proto.admin import NamespaceInfo, Requests, SessionInfo
 from kvoffd_proto.messages import Outcome, RequestReport, Role
-from kvoffd_proto.stats import MISS_REASONS
+from kvoffd_proto.stats import MISS_REASONS, namespace_id
 from kvoffd_proto.units import format_count, format_duration, format_size, parse_size, printable
 
 NO_QUOTA = "none"
@@ -251,7 +250,7 @@ def _show_namespaces(found: Sequence[NamespaceInfo]) -> None:
         [
             (
                 printable(one.label) or "(no label)",
-                short_fingerprint(one.namespace),
+                namespace_id(one.namespace),
                 format_count(one.sessions),
                 format_count(one.ready_blocks),
                 format_size(one.ready_bytes),

@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from kvoffd_client.cli.console import bar_characters, make_console, percent, print_line, print_page, print_table
-from kvoffd_client.cli.json_output import print_json
+from kvoffd_client.cli.format import make_console, percent, print_json, print_line, print_page, print_table
 from kvoffd_client.cli.target import CliError, Directory, Json, Url, open_admin, read_statistics
 from kvoffd_proto.admin import PolicyDescribed
 from kvoffd_proto.errors import ErrorCode
@@ -235,7 +234,7 @@ def _misses(now: DaemonStats) -> None:
 
 def _pool_bar(pool: PoolStats) -> None:
     console = make_console()
-    full, half, empty = bar_characters(console.options)
+    full, half, empty = ("#", "+", ".") if console.options.ascii_only else ("█", "▒", "░")
     used, whole = pool.size_bytes - pool.of("free"), max(1, pool.size_bytes)
     cells = [round(BAR_CELLS * pool.of(state) / whole) for state in ("ready", "free")]
     bar = Text.assemble(

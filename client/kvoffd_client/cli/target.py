@@ -10,10 +10,9 @@ from typing import Annotated
 import typer
 
 from kvoffd_client.admin_client import MIN_PREFIX_DIGITS, AdminClient, matching_namespaces, read_stats
-from kvoffd_client.cli.console import short_fingerprint
 from kvoffd_proto.admin import NamespaceInfo
 from kvoffd_proto.paths import default_directory
-from kvoffd_proto.stats import DaemonStats
+from kvoffd_proto.stats import DaemonStats, namespace_id
 from kvoffd_proto.units import printable
 
 OPERATOR_WAIT_S = 10.0
@@ -84,5 +83,5 @@ def resolve_namespace(namespaces: Sequence[NamespaceInfo], wanted: str) -> Names
             f"No open namespace has the label {shown!r} or a fingerprint that begins with it (at least "
             f"{MIN_PREFIX_DIGITS} digits); `kvoffd-cli namespaces` lists them."
         )
-    names = ", ".join(f"{short_fingerprint(item.namespace)} ({printable(item.label)})" for item in found)
+    names = ", ".join(f"{namespace_id(item.namespace)} ({printable(item.label)})" for item in found)
     raise CliError(f"{shown!r} could be any of {names}; give more digits of the fingerprint.")

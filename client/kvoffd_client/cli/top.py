@@ -24,8 +24,7 @@ from rich.live import Live
 from rich.text import Text
 
 from kvoffd_client.admin_client import read_stats
-from kvoffd_client.cli.console import make_console, percent, print_line
-from kvoffd_client.cli.json_output import print_json
+from kvoffd_client.cli.format import make_console, percent, print_json, print_line
 from kvoffd_client.cli.show import Engine, engines_of
 from kvoffd_client.cli.stats import print_stats, tier_lines
 from kvoffd_client.cli.target import CliError, Directory, Url, open_admin

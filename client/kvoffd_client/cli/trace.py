@@ -25,8 +25,7 @@ from typing import Annotated, BinaryIO
 import typer
 
 from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.cli.console import count_blocks, print_line
-from kvoffd_client.cli.json_output import print_json
+from kvoffd_client.cli.format import count_blocks, print_json, print_line
 from kvoffd_client.cli.target import OPERATOR_WAIT_S, CliError, Directory, Json, local_directory
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError
 from kvoffd_proto.admin import TraceChain

@@ -12,7 +12,7 @@ import msgspec
 
 from kvoffd_client import KvoffdClientError
 from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.cli.console import print_line, print_table
+from kvoffd_client.cli.format import print_line, print_table
 from kvoffd_proto.paths import default_directory
 from kvoffd_proto.units import format_duration, format_size, parse_size
 from tests.bench.daemon import (

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
-from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
+from msgspec import Struct
+from rich.console import Console, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvoffd_client.namespace import fields_of_description
+from kvoffd_proto.stats import namespace_id
 from kvoffd_proto.units import format_count, plural, printable
 
 TEXT_CELLS = 80
 """Width of what need not be wider."""
-PIPE_CELLS = 120
-PIPE_LIST_CELLS = 1000
-"""A list in a pipe is as wide as it needs to be: who filters it wants whole names."""
-SHORT_FINGERPRINT_DIGITS = 12
-"""Hex digits shown of a fingerprint, here, in logs and in metrics; ``clear --namespace`` takes them."""
-MIN_NUMBER_CELLS = 7
-"""Number columns do not get narrower, so that columns stay where they are when a page is drawn again."""
-GAP = (0, 2, 0, 0)
+PIPE_CELLS, PIPE_TABLE_CELLS = 120, 1000
+"""A table in a pipe is as wide as it needs to be: who filters it wants whole names."""
+
+Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
+"""A value that JSON has a form for."""
 
 
 def make_console(*, pipe_cells: int = PIPE_CELLS) -> Console:
@@ -44,11 +46,6 @@ def print_page(page: RenderableType, console: Console | None = None) -> None:
     print_line("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
-def print_list(page: RenderableType) -> None:
-    """Print ``page``; in a pipe its lines are as long as their longest names need."""
-    print_page(page, make_console(pipe_cells=PIPE_LIST_CELLS))
-
-
 def print_line(text: str) -> None:
     """Print ``text`` and flush: the reader of a pipe waits for it."""
     print(text, flush=True)
@@ -59,35 +56,46 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
     Nothing is left out: on a narrow screen other texts go on in a second line.
     """
-    table = plain_table()
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for title in titles:
         justify: JustifyMethod = "right" if title.startswith(">") else "left"
         table.add_column(title.lstrip("<>"), justify=justify, no_wrap=title[:1] in ("<", ">"), overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
-    print_list(table)
+    print_page(table, make_console(pipe_cells=PIPE_TABLE_CELLS))
 
 
-def fitting(text: str, style: str = "") -> Text:
-    """Text that is cut with an ellipsis where the line is full, and never wrapped."""
-    return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")
+def print_json(value: object) -> None:
+    """Print ``value`` as one line of JSON and flush."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print_line(json.dumps(to_plain(value), ensure_ascii=encoding.lower() != "utf-8"))
 
 
-def short_fingerprint(fingerprint: bytes) -> str:
-    return fingerprint.hex()[:SHORT_FINGERPRINT_DIGITS]
+def to_plain(value: object) -> Plain:
+    """Turn structs into objects by field name; bytes become hex. Raises TypeError for what has no JSON form."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, Struct):
+        fields = {name: to_plain(getattr(value, name)) for name in value.__struct_fields__ if name != "request_id"}
+        described = fields_of_description(text) if isinstance(text := fields.get("description"), str) else None
+        return fields | ({} if described is None else {"description": cast(Plain, described)})
+    if isinstance(value, dict):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    raise TypeError(f"{type(value).__name__} has no JSON form.")
 
 
 def namespace_name(label: str, fingerprint: bytes) -> str:
-    return f"{printable(label)} ({short_fingerprint(fingerprint)})"
+    """A namespace for people: ``llama-70b (106ed1a3c0de)``."""
+    return f"{printable(label)} ({namespace_id(fingerprint)})"
 
 
 def count_blocks(count: int) -> str:
     """``count`` with the noun, such as ``1 block`` or ``1,234 blocks``."""
     return f"{format_count(count)} block{plural(count)}"
-
-
-def were(count: int) -> str:
-    return "was" if count == 1 else "were"
 
 
 def percent(part: float, whole: float, none: str = "-") -> str:
@@ -102,29 +110,6 @@ def percent(part: float, whole: float, none: str = "-") -> str:
     if part < whole:
         share = min(share, 99.9)
     return "100 %" if share == 100 else f"{share:.1f} %"
-
-
-def bar_characters(options: ConsoleOptions) -> tuple[str, str, str]:
-    """Characters for full, half-full and empty parts of a bar that the terminal can show."""
-    return ("#", "+", ".") if options.ascii_only else ("█", "▒", "░")
-
-
-def plain_table() -> Table:
-    return Table(box=None, padding=GAP, pad_edge=False, header_style="bold")
-
-
-def section(title: str, numbers: Sequence[str] = (), min_cells: int = 0) -> Table:
-    """A table without lines whose first column is narrowed when the line is full; fill that one with ``fitting``."""
-    table = plain_table()
-    table.add_column(title, min_width=min_cells)
-    add_numbers(table, numbers)
-    return table
-
-
-def add_numbers(table: Table, titles: Sequence[str]) -> None:
-    """Add right-aligned columns that keep their width."""
-    for title in titles:
-        table.add_column(title, justify="right", no_wrap=True, min_width=MIN_NUMBER_CELLS, header_style="not bold dim")
 
 
 @contextmanager
