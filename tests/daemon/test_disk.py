@@ -26,9 +26,15 @@ IN_POOL = 32
 """Blocks that the pool can hold."""
 
 
-def daemon_on(place: Path, size: str = "64MiB", directory: Path | None = None, **flags: str) -> DaemonProcess:
+def daemon_on(
+    place: Path,
+    size: str = "64MiB",
+    directory: Path | None = None,
+    environ: dict[str, str] | None = None,
+    **flags: str,
+) -> DaemonProcess:
     """A pool of 8 MiB over a disk that takes every block."""
-    return DaemonProcess("8MiB", directory, disk=f"{place}={size}", disk_write="always", **flags)
+    return DaemonProcess("8MiB", directory, environ=environ, disk=f"{place}={size}", disk_write="always", **flags)
 
 
 def engine_on(daemon: DaemonProcess, world_size: int = 1, label: str = "demo") -> FakeEngine:
@@ -220,9 +226,14 @@ def test_clear_reaches_namespaces_that_nobody_opened(daemon: DaemonProcess) -> N
         assert engine.lookup(keys(0)) == 0
 
 
-def test_a_reset_holds_for_a_disk_that_was_absent(tmp_path: Path) -> None:
-    """As one that was not mounted. What is stored after the reset stays."""
-    with daemon_on(tmp_path) as daemon:
+@pytest.mark.parametrize("reboot", [False, True])
+def test_a_reset_holds_for_a_disk_that_was_absent(
+    reboot: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """As one that was not mounted; where systemd has a state directory, over a reboot too. What is stored after the
+    reset stays."""
+    environ = {"STATE_DIRECTORY": str(tmp_path_factory.mktemp("state"))} if reboot else {}
+    with daemon_on(tmp_path, environ=environ) as daemon:
         wait_state(daemon, "serving")
         with engine_on(daemon) as engine:
             fill(daemon, engine, 16)
@@ -232,6 +243,8 @@ def test_a_reset_holds_for_a_disk_that_was_absent(tmp_path: Path) -> None:
         with engine_on(daemon) as engine:
             assert engine.scheduler.reset()
         daemon.stop()
+        for left in daemon.directory.iterdir() if reboot else ():
+            left.unlink()
         daemon.flags["disk"] = disk
         with running(daemon) as engine:
             assert engine.lookup(keys(*range(16))) == 0
