@@ -63,6 +63,18 @@ def test_a_bench_teaches_nothing_and_is_in_no_sum(run: Run) -> None:
                 wait_until(lambda: admin.describe_policy().requests == 1)
 
 
+def test_a_bench_of_a_daemon_that_ends_is_a_sentence(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with DaemonProcess("160MiB") as daemon:
+        monkeypatch.setattr(bench, "_say", lambda what: daemon.kill())
+        for name in ("lookup", "copy"):
+            assert main(["bench", name, "--directory", str(daemon.directory)]) == 2
+            out, err = capsys.readouterr()
+            assert (out, err.count("\n"), err.startswith("kvoffd-cli: ")) == ("", 1, True), name
+            daemon.start()
+
+
 def test_a_bench_drops_what_one_that_was_killed_left_and_nothing_else(run: Run) -> None:
     keys = [bytes([number]) * 32 for number in range(3)]
     with (

@@ -142,6 +142,19 @@ def test_a_bad_path_and_a_full_disk_are_said_in_a_sentence(tmp_path: Path, capsy
         assert capsys.readouterr().out.startswith("0 requests for 0 blocks in ")
 
 
+def test_a_terminal_sees_how_far_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with DaemonProcess("16MiB") as daemon:
+        words = ["trace", "record", str(tmp_path / "new"), "--duration", "0.1s"]
+        assert main([*words, "--directory", str(daemon.directory)]) == 0
+    said = capsys.readouterr()
+    assert said.out.count("\n") == 1
+    assert "0 requests; Ctrl-C ends the trace." in said.err
+    assert said.err.endswith("\r\x1b[K"), "and the line is gone at the end"
+
+
 class Rig:
     """A tracer without a daemon."""
 

@@ -50,7 +50,9 @@ LOOKUP_FLOOR = "a ZeroMQ echo of as many bytes, DEALER to ROUTER and back, in a 
 COPY_FLOOR = "memcpy of as many bytes by one thread"
 
 ECHO = """
-import sys, zmq
+import ctypes, signal, sys, zmq
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # it ends with its parent
 router = zmq.Context().socket(zmq.ROUTER)
 router.bind(sys.argv[1])
 while True:
@@ -168,7 +170,9 @@ def _look_up(engine: FakeEngine, keys: bytes, expected: int) -> float:
     answered = answer.wait(WAIT_S)
     seconds = time.perf_counter() - begin
     engine.scheduler.release(answer.lease_id)
-    if not answered or answer.failed or answer.leading_ready() != expected:
+    if not answered or answer.failed:
+        raise CliError("The daemon does not answer any more; see its log.")
+    if answer.leading_ready() != expected:
         raise CliError(EVICTED)
     return seconds
 
