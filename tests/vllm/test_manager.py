@@ -72,8 +72,17 @@ def test_a_late_answer_is_a_miss_and_counted_once() -> None:
         assert harness.results(context) == [LookupResult.MISS] * 3
     stats = harness.manager.get_stats()
     assert stats.reduce()[LATE_LOOKUPS] == 1
-    harness.manager.scheduled_without_load(context.req_id)
+    harness.manager.on_request_finished(context)
     assert harness.client.unused == ["late"], "operators see it among the misses"
+
+
+def test_a_load_that_is_skipped_is_told_when_the_lease_ends() -> None:
+    harness = ManagerHarness()
+    context = harness.request(ready=HASHES)
+    harness.scan()
+    harness.manager._requests[context.req_id].skip_counted = True
+    harness.manager.on_request_finished(context)
+    assert harness.client.unused == ["skipped"]
 
 
 def test_a_load_carries_keys_and_lease_and_gives_the_lease_back_when_done() -> None:
