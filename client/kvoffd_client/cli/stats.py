@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from typing import Annotated
 
@@ -34,6 +34,15 @@ RARE_CLASS = 0.01
 """Of what is asked for; classes of less have no line."""
 BAR_CELLS = 40
 
+RARE = {
+    "blocks evicted": "evicted_blocks",
+    "keys without space": "no_space_keys",
+    "keys rejected": "rejected_keys",
+    "lookups late": "late_lookups",
+    "loads skipped": "skipped_loads",
+    "stores paused": "paused_stores",
+}
+"""Rows of counts that are shown where they are not 0."""
 SHARED_ERRORS = {
     "unreachable": "attempts to connect that failed; see the URL, the network and whether the server runs",
     "timeout": "answers that did not come in time",
@@ -130,6 +139,11 @@ def _windows(now: DaemonStats) -> dict[str, Window]:
     return {"last_minute": now.last_minute, "last_hour": now.last_hour, "since_start": now.since_start}
 
 
+def _reasons(windows: Iterable[Window]) -> list[str]:
+    """Of misses, the most frequent first."""
+    return [reason for reason, _ in sum((Counter(one.misses) for one in windows), Counter[str]()).most_common()]
+
+
 # --- the page --------------------------------------------------------------------------------------
 
 
@@ -156,8 +170,8 @@ def print_stats(now: DaemonStats) -> None:
     if now.namespaces:
         print_line("")
         _namespaces(now, MOST_NAMESPACES)
-    lines = [*_tier_summary(now), *_errors(now)]
-    if lines:
+    tiers = tier_lines(now) if now.disks or now.shared else ()
+    if lines := [*tiers, *_errors(now)]:
         print_line("")
         _print_all(iter(lines))
 
@@ -165,41 +179,30 @@ def print_stats(now: DaemonStats) -> None:
 def _traffic(now: DaemonStats) -> None:
     windows = list(_windows(now).values())
 
-    def row(title: str, *cells: str) -> tuple[str, ...]:
-        return (title, *cells)
+    def row(title: str, cell: Callable[[Window], str]) -> tuple[str, ...]:
+        return (title, *map(cell, windows))
 
-    def shares(title: str, counts: Sequence[int]) -> tuple[str, ...]:
-        return row(title, *(percent(count, one.asked_keys) for count, one in zip(counts, windows, strict=True)))
+    def share(title: str, part: Callable[[Window], int]) -> tuple[str, ...]:
+        return row(title, lambda one: percent(part(one), one.asked_keys))
 
-    def counts(title: str, name: str) -> list[tuple[str, ...]]:
-        found = [getattr(one, name) for one in windows]
-        return [row(title, *map(format_count, found))] if any(found) else []
+    def missed(reason: str) -> tuple[str, ...]:
+        return share(f"    {reason.replace('_', ' ')}", lambda one: one.misses.get(reason, 0))
 
-    reasons = Counter[str]()
-    for one in windows:
-        reasons.update(one.misses)
+    rare = {title: [format_count(getattr(one, name)) for one in windows] for title, name in RARE.items()}
     print_table(
         ("", ">last minute", ">last hour", ">since start"),
         [
-            row("tokens loaded", *(format_count(one.loaded_tokens) for one in windows)),
-            row("prefill saved", *(_saved(one) for one in windows)),
-            row("tokens asked for", *(format_count(one.asked_tokens) for one in windows)),
-            row("keys asked for", *(format_count(one.asked_keys) for one in windows)),
-            shares("  loaded", [one.loaded_keys for one in windows]),
-            shares("  found, not needed", [one.not_needed_keys for one in windows]),
-            shares("  missed", [sum(one.misses.values()) for one in windows]),
-            *(
-                shares(f"    {reason.replace('_', ' ')}", [one.misses.get(reason, 0) for one in windows])
-                for reason, _ in reasons.most_common()
-            ),
-            row("stored", *(format_size(one.stored_bytes) for one in windows)),
-            row("loaded", *(format_size(one.loaded_bytes) for one in windows)),
-            *counts("blocks evicted", "evicted_blocks"),
-            *counts("keys without space", "no_space_keys"),
-            *counts("keys rejected", "rejected_keys"),
-            *counts("lookups late", "late_lookups"),
-            *counts("loads skipped", "skipped_loads"),
-            *counts("stores paused", "paused_stores"),
+            row("tokens loaded", lambda one: format_count(one.loaded_tokens)),
+            row("prefill saved", _saved),
+            row("tokens asked for", lambda one: format_count(one.asked_tokens)),
+            row("keys asked for", lambda one: format_count(one.asked_keys)),
+            share("  loaded", lambda one: one.loaded_keys),
+            share("  found, not needed", lambda one: one.not_needed_keys),
+            share("  missed", lambda one: sum(one.misses.values())),
+            *map(missed, _reasons(windows)),
+            row("stored", lambda one: format_size(one.stored_bytes)),
+            row("loaded", lambda one: format_size(one.loaded_bytes)),
+            *((title, *cells) for title, cells in rare.items() if set(cells) != {"0"}),
         ],
     )
 
@@ -211,9 +214,6 @@ def _saved(one: Traffic) -> str:
 
 def _misses(now: DaemonStats) -> None:
     windows = list(_windows(now).values())
-    reasons = Counter[str]()
-    for one in windows:
-        reasons.update(one.misses)
     totals = [sum(one.misses.values()) for one in windows]
     print_table(
         ("why", ">minute", ">hour", ">start", "what that means"),
@@ -224,7 +224,7 @@ def _misses(now: DaemonStats) -> None:
                     *(format_count(one.misses.get(reason, 0)) for one in windows),
                     MISS_REASONS.get(reason, ""),
                 )
-                for reason, _ in reasons.most_common()
+                for reason in _reasons(windows)
             ),
             ("all misses", *map(format_count, totals), "of keys that engines asked for"),
             ("keys asked", *(format_count(one.asked_keys) for one in windows), ""),
@@ -316,25 +316,6 @@ def _errors(now: DaemonStats) -> Iterator[tuple[str, str]]:
 
 
 # --- tiers -----------------------------------------------------------------------------------------
-
-
-def _tier_summary(now: DaemonStats) -> Iterator[tuple[str, str]]:
-    """A line for each disk and store."""
-    for disk in now.disks:
-        errors = sum(disk.errors.values())
-        yield (
-            f"Disk {disk.directory}: {disk.state}, {percent(disk.used_bytes, disk.size_bytes)} of "
-            f"{format_size(disk.size_bytes)}, read {format_size(disk.read_bytes)}, written "
-            f"{format_size(disk.written_bytes)}" + (f", {format_count(errors)} errors" if errors else ""),
-            "" if disk.up else "yellow",
-        )
-    for one in now.shared:
-        yield (
-            f"Store {one.url}: {'up' if one.up else 'down'}, found {format_count(one.found_keys)} of "
-            f"{format_count(one.asked_keys)} keys, read {format_size(one.read_bytes)}, written "
-            f"{format_size(one.written_bytes)}",
-            "" if one.up else "yellow",
-        )
 
 
 def tier_lines(now: DaemonStats) -> Iterator[str | tuple[str, str]]:
