@@ -136,7 +136,7 @@ class SchedulerClient(Session):
         Raises:
             ValueError: the keys of a group are not a whole number of the namespace's key_bytes.
         """
-        with self._transport.locked() as now:
+        with self._transport.lock as now:
             if not self.ready or self._limits is None:
                 return Lookup(0, done=True, failed=True)
             lease_id = new_lease_id(self._rng)
@@ -146,7 +146,7 @@ class SchedulerClient(Session):
             for number, (places, asked) in enumerate(parts):
                 names = self._next_request_id(), self._fingerprint, lease_id
                 on_reply = functools.partial(self._on_answer, found, places, asked, now)
-                self._request(m.Lookup(*names, asked, again, extend=number > 0), on_reply, now)
+                self._send(m.Lookup(*names, asked, again, extend=number > 0), now, on_reply)
                 if found.done:  # it could not be sent
                     break
             return found
@@ -164,15 +164,15 @@ class SchedulerClient(Session):
 
         ``unused``: why what was found is not loaded, ``late`` or ``skipped``; operators see it among the misses.
         """
-        with self._transport.locked():
+        with self._transport.lock:
             self._release(lease_id, unused)
 
     def invalidate(self, groups: Sequence[m.GroupKeys]) -> None:
         """Have the daemon drop blocks that proved unusable. Does nothing when not ready."""
-        with self._transport.locked():
+        with self._transport.lock:
             if self.ready and self._limits is not None:
                 for _, keys in self._parts_of(groups):
-                    self._send(m.Invalidate(self._next_request_id(), self._fingerprint, keys))
+                    self._send(m.Invalidate(m.NO_REPLY, self._fingerprint, keys))
 
     def report(
         self, prefill_rate: float, load_rate: float, skipped_loads: int, paused_stores: int, late_lookups: int = 0
@@ -182,13 +182,13 @@ class SchedulerClient(Session):
         ``late_lookups``: those whose answers came too late to be used.
         """
         fields = prefill_rate, load_rate, skipped_loads, paused_stores, late_lookups
-        with self._transport.locked():
+        with self._transport.lock:
             if self.ready:
-                self._send(m.ReportEngine(self._next_request_id(), self._fingerprint, *fields))
+                self._send(m.ReportEngine(m.NO_REPLY, self._fingerprint, *fields))
 
     def note_request(self, report: m.RequestReport) -> None:
         """Tell operators what became of a request, in a second or so; where there are very many, of the last ones."""
-        with self._transport.locked() as now:
+        with self._transport.lock as now:
             self._reports.append(report)
             self._report_at = min(self._report_at, now + REPORT_PAUSE_S)
             self._role_wake_at = min(self._role_wake_at, self._report_at)
@@ -205,7 +205,7 @@ class SchedulerClient(Session):
         """
         if self._events is None:
             return []
-        with self._transport.locked():
+        with self._transport.lock:
             return self._events.take()
 
     # --- with the lock held ----------------------------------------------------------------------
@@ -217,7 +217,7 @@ class SchedulerClient(Session):
         if lease_id in self._unanswered:
             self._unwanted.add(lease_id)
         if self.ready and lease_id:  # messages keep their order: it comes after its lookup
-            self._send(m.Release(self._next_request_id(), [lease_id], unused))
+            self._send(m.Release(m.NO_REPLY, [lease_id], unused))
 
     def _reset(self, outcome: list[bool], now: float, timeout_s: float) -> None:
         if not self.ready:
@@ -228,7 +228,7 @@ class SchedulerClient(Session):
             outcome.append(isinstance(reply, m.Done))
             self._transport.notify()
 
-        self._request(m.Reset(self._next_request_id(), self._fingerprint), on_reply, now, timeout_s)
+        self._send(m.Reset(self._next_request_id(), self._fingerprint), now, on_reply, timeout_s)
 
     def _on_answer(
         self,
@@ -334,7 +334,7 @@ class SchedulerClient(Session):
         if now >= self._report_at:
             self._report_at = NEVER
             if self.ready:
-                self._send(m.ReportRequests(self._next_request_id(), self._fingerprint, list(self._reports)))
+                self._send(m.ReportRequests(m.NO_REPLY, self._fingerprint, list(self._reports)))
             self._reports.clear()
         self._role_wake_at = min(self._report_at, next((stale_at for _, stale_at in self._leases.values()), NEVER))
 

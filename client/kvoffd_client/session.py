@@ -7,6 +7,7 @@ scheduler's, the worker's and the administrator's client are sessions, with publ
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
@@ -108,8 +109,9 @@ class Transport(Protocol):
     def start(self, session: Session) -> None:
         """Begin to drive a session, whose methods are called with the lock held."""
 
-    def locked(self) -> AbstractContextManager[float]:
-        """Hold the lock for a ``with`` block, which is given the time. Raises ForkedProcess in a forked child."""
+    @property
+    def lock(self) -> AbstractContextManager[float]:
+        """Held for a ``with`` block, which is given the time. Raises ForkedProcess in a forked child."""
 
     def poll(self) -> None:
         """Read what has arrived, in the caller's thread. Takes the lock."""
@@ -134,8 +136,8 @@ class Transport(Protocol):
     def attach(self, message: Attach, fd: int) -> None:
         """Send a descriptor over the lifeline. Raises OSError."""
 
-    def send(self, frames: Sequence[bytes]) -> bool:
-        """Send one message to the jobs socket; False when its queue is full."""
+    def send(self, frame: bytes) -> bool:
+        """Send a message to the jobs socket; False when its queue is full."""
 
     def disconnect(self, *, drain: bool) -> None:
         """Close all sockets: to the daemon this is the client's death.
@@ -220,7 +222,7 @@ class Session(Closing):
         """No request expires earlier."""
         self._owed_since = NEVER
         """Since when the daemon has owed a reply without sending any."""
-        self._last_request_id = 1
+        self._next_request_id = itertools.count(1).__next__
         self._retry_at = 0.0
         self._attempts = 0
         self._failed_attempts = 0
@@ -285,7 +287,7 @@ class Session(Closing):
     def _outcome_of(self, start: Callable[[list[T], float, float], None], timeout_s: float) -> list[T]:
         """Call ``start`` with a list, the time and the timeout, under the lock; wait until it appends to the list."""
         outcome: list[T] = []
-        with self._transport.locked() as now:
+        with self._transport.lock as now:
             start(outcome, now, timeout_s)
         self._transport.wait(lambda: bool(outcome), timeout_s)
         return outcome
@@ -298,11 +300,9 @@ class Session(Closing):
             return NEVER
         if self._phase is Phase.IDLE:
             return min(self._retry_at, self._role_wake_at)
-        return min(self._next_expiry, self._handshake_deadline, self._silent_at(), self._role_wake_at)
-
-    def _silent_at(self) -> float:
-        """When the client will not wait for the reply any longer that the daemon owes."""
-        return self._owed_since + self._options.unresponsive_after_s * (1 if self._responsive else DEAF_AFTER)
+        # When the client will not wait for a reply any longer.
+        silent_at = self._owed_since + self._options.unresponsive_after_s * (1 if self._responsive else DEAF_AFTER)
+        return min(self._next_expiry, self._handshake_deadline, silent_at, self._role_wake_at)
 
     def tick(self, now: float) -> None:
         """Do what is due: connect, expire requests."""
@@ -312,14 +312,14 @@ class Session(Closing):
             self._connect(now)
         if now >= self._handshake_deadline:
             self.disconnect(self._problem or "The daemon did not finish the handshake.", now)
-        silent = now >= self._silent_at()
+        owed_since, patience_s = self._owed_since, self._options.unresponsive_after_s
         if now >= self._next_expiry:
             self._expire(now)
-        if silent and self._phase in CONNECTED:
+        if now >= owed_since + patience_s and self._phase in CONNECTED:
             problem = f"The kvoffd daemon in {self.directory} does not answer; going on without it."
-            if not self._responsive:
+            if now >= owed_since + patience_s * DEAF_AFTER:
                 self.disconnect(problem, now)
-            else:
+            elif self._responsive:
                 self._responsive, self._problem = False, problem
                 self._warn(problem)
                 self._transport.notify()
@@ -327,35 +327,30 @@ class Session(Closing):
 
     # --- requests --------------------------------------------------------------------------------
 
-    def _next_request_id(self) -> int:
-        self._last_request_id += 1
-        return self._last_request_id
+    def _send(
+        self, message: m.AnyRequest, now: float = 0.0, on_reply: OnReply | None = None, timeout_s: float | None = None
+    ) -> KvoffdClientError | None:
+        """Send a message; returns the reason when it cannot go out.
 
-    def _send(self, message: m.AnyRequest) -> KvoffdClientError | None:
-        """Send a message without waiting for its reply; returns the reason when it cannot go out."""
-        frame = encode(message)
-        if self._limits is not None and len(frame) > self._limits.max_frame_bytes:
-            limit = self._limits.max_frame_bytes
-            sentence = f"The request has {len(frame)} bytes and the daemon takes {limit}; send less at a time."
-            return RequestRefused(ErrorCode.TOO_LARGE, sentence)
-        if not self._transport.send((frame,)):
-            return DaemonUnavailable(f"The daemon in {self.directory} does not read its socket.")
-        return None
-
-    def _request(self, message: m.AnyRequest, on_reply: OnReply, now: float, timeout_s: float | None = None) -> None:
-        """Send a message; ``on_reply`` is called once, possibly before this returns."""
-        refused: KvoffdClientError | None
-        if len(self._pending) >= MAX_PENDING_REQUESTS:
+        ``on_reply`` is called once, possibly before this returns: with the reply, or with the reason why there is none.
+        """
+        frame, limits = encode(message), self._limits
+        refused: KvoffdClientError | None = None
+        if limits is not None and len(frame) > limits.max_frame_bytes:
+            sentence = f"The request has {len(frame)} bytes and the daemon takes {limits.max_frame_bytes}; send less."
+            refused = RequestRefused(ErrorCode.TOO_LARGE, sentence)
+        elif on_reply is not None and len(self._pending) >= MAX_PENDING_REQUESTS:
             refused = DaemonUnavailable(f"{len(self._pending)} requests wait for the daemon already.")
-        else:
-            refused = self._send(message)
-        if refused is not None:
+        elif not self._transport.send(frame):
+            refused = DaemonUnavailable(f"The daemon in {self.directory} does not read its socket.")
+        if on_reply is not None and refused is not None:
             on_reply(refused, now)
-            return
-        deadline = now + (self._options.request_timeout_s if timeout_s is None else timeout_s)
-        self._pending[message.request_id] = deadline, on_reply
-        self._next_expiry = min(self._next_expiry, deadline)
-        self._owed_since = min(self._owed_since, now)
+        elif on_reply is not None:
+            deadline = now + (self._options.request_timeout_s if timeout_s is None else timeout_s)
+            self._pending[message.request_id] = deadline, on_reply
+            self._next_expiry = min(self._next_expiry, deadline)
+            self._owed_since = min(self._owed_since, now)
+        return refused
 
     def on_reply(self, reply: m.AnyReply, now: float) -> None:
         """Take a reply from the jobs socket."""
@@ -388,7 +383,7 @@ class Session(Closing):
         self._next_expiry = min((deadline for deadline, _ in self._pending.values()), default=NEVER)
         owed = self._owed_since < NEVER and not self._pending
         if (late or owed) and self._phase is Phase.READY:  # whether it was that reply alone, or the daemon is silent
-            self._request(self._hello(), lambda *_: None, now)
+            self._send(self._hello(), now, lambda *_: None)
             if not self._pending:  # its socket's queue is full; without another try nothing would ever come
                 self._next_expiry = now + self._options.request_timeout_s
 
@@ -435,7 +430,7 @@ class Session(Closing):
         self._limits = None  # those of another daemon may be too low for a handshake
         self._phase = Phase.HELLO
         self._transport.connect(routing_id(greeting.token), self._topics())
-        self._request(self._hello(), self._on_welcome, now, self._options.handshake_timeout_s)
+        self._send(self._hello(), now, self._on_welcome, self._options.handshake_timeout_s)
 
     def _hello(self) -> m.Hello:
         who = self.role, self.name, self._software, self._options.operator
@@ -451,7 +446,7 @@ class Session(Closing):
             self._become_ready(now)
             return
         message = m.OpenNamespace(self._next_request_id(), *self._spec.wire_fields())
-        self._request(message, self._on_namespace_opened, now, self._options.handshake_timeout_s)
+        self._send(message, now, self._on_namespace_opened, self._options.handshake_timeout_s)
 
     def _on_namespace_opened(self, reply: ReplyOrError, now: float) -> None:
         if isinstance(reply, m.NamespaceOpened):

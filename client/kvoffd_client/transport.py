@@ -75,7 +75,9 @@ class SocketTransport(AbstractContextManager[float]):
     def __init__(self, directory: str, options: ClientOptions) -> None:
         self._paths = SocketPaths(Path(directory))
         self._options = options
-        self._pid = os.getpid()
+        self.lock = self
+        self._forked = False
+        """This is a forked child, whose parent the sockets are."""
         self._lock = threading.Lock()
         self._context = zmq.Context(io_threads=1)
         self._stream: LifelineStream | None = None
@@ -83,8 +85,9 @@ class SocketTransport(AbstractContextManager[float]):
         self._draining = False
         """The stream is one that we have closed, and is read until the daemon has released the memory."""
         self._jobs: zmq.Socket[bytes] | None = None
-        self._events: zmq.Socket[bytes] | None = None
-        self._message_fds: list[int] = []
+        self._jobs_fd = -1
+        self._sockets: dict[int, zmq.Socket[bytes]] = {}
+        """By the descriptor that tells of messages."""
         self._look_at: set[int] = set()
         """Descriptors of the sockets that may have messages which end no sleep."""
         self._messages = select.epoll()
@@ -109,71 +112,73 @@ class SocketTransport(AbstractContextManager[float]):
 
     # --- for any thread --------------------------------------------------------------------------
 
-    def locked(self) -> AbstractContextManager[float]:
-        return self
-
     def __enter__(self) -> float:
-        self._check_process()
+        if self._forked:
+            raise ForkedProcess(
+                "This kvoffd client was made before the process forked; make a new client in the child "
+                "(or start the child with the spawn method)."
+            )
         self._lock.acquire()
         return time.monotonic()
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._receive()
-            self._wake_thread_if_due()
+            if self._look_at:
+                self._receive()
+            if self._sleeping_until and (self._look_at or self._session.wake_at() < self._sleeping_until):
+                self._sleeping_until = 0.0
+                os.eventfd_write(self._wake_fd, 1)
         finally:
             self._lock.release()
 
     def poll(self) -> None:
         with self:  # what has arrived is read at the end
-            self._look_at.update(fd for fd, _ in _poller_of(*self._message_fds).poll(0))
+            self._look_at.update(fd for fd, _ in _poller_of(*self._sockets).poll(0))
 
     def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        self._check_process()
         deadline = time.monotonic() + timeout_s
-        wake_fd, told = -1, list[int]()
-        try:
-            while True:
-                with self._lock:
-                    self._look_at.update(fd for fd in told if fd in self._message_fds)
+        wake_fd, told = -1, list[tuple[int, int]]()
+        while True:
+            with self:
+                self._look_at.update([fd for fd, _ in told if fd in self._sockets])
+                if self._look_at:
                     self._reading = wake_fd
                     self._receive()
                     self._reading = -1
-                    self._wake_thread_if_due()
-                    pause = deadline - time.monotonic()
-                    if self._closed or pause <= 0.0 or ready():
-                        return ready()
-                    if wake_fd < 0:
-                        wake_fd = self._begin_to_wait()
-                    poller = _poller_of(*self._message_fds, wake_fd)
-                told = [fd for fd, _ in poller.poll(pause * 1000)]
-                if wake_fd in told:
+                pause = deadline - time.monotonic()
+                if (done := ready()) or self._closed or pause <= 0.0:
+                    self._end_to_wait(wake_fd)
+                    return done
+                if wake_fd < 0:
+                    wake_fd = self._spare.pop() if self._spare else os.eventfd(0, os.EFD_CLOEXEC)
+                    self._waiting.append(wake_fd)
+                    self._wake_thread_by_messages()
+                poller = _poller_of(*self._sockets, wake_fd)
+            try:
+                told = poller.poll(pause * 1000)
+                if (wake_fd, select.POLLIN) in told:
                     os.eventfd_read(wake_fd)
-        finally:
-            if wake_fd >= 0:
-                self._end_to_wait(wake_fd)
-
-    def _begin_to_wait(self) -> int:
-        """Have messages no longer wake the transport's own thread. The descriptor that wakes this one."""
-        wake_fd = self._spare.pop() if self._spare else os.eventfd(0, os.EFD_CLOEXEC)
-        self._waiting.append(wake_fd)
-        for fd in self._message_fds:
-            self._messages.modify(fd, 0)
-        return wake_fd
+            except BaseException:  # such as KeyboardInterrupt
+                with self:
+                    self._end_to_wait(wake_fd)
+                raise
 
     def _end_to_wait(self, wake_fd: int) -> None:
-        with self._lock:
+        if wake_fd >= 0:
             self._waiting.remove(wake_fd)
-            if not self._waiting:
-                for fd in self._message_fds:
-                    self._messages.modify(fd, select.EPOLLIN)
+            self._wake_thread_by_messages()
             if self._closed:
                 os.close(wake_fd)
             else:
                 self._spare.append(wake_fd)
 
+    def _wake_thread_by_messages(self) -> None:
+        """Or not, while a thread waits, which reads them itself."""
+        for fd in self._sockets if len(self._waiting) < 2 else ():
+            self._messages.modify(fd, 0 if self._waiting else select.EPOLLIN)
+
     def stop(self) -> None:
-        if os.getpid() != self._pid:
+        if self._forked:
             return
         with self._lock:
             if not self._closed:
@@ -183,13 +188,6 @@ class SocketTransport(AbstractContextManager[float]):
         self._thread.join(self._options.close_timeout_s)
         if self._thread.is_alive():
             log.error("The I/O thread of %s did not end in time.", self._session.name)
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise ForkedProcess(
-                "This kvoffd client was made before the process forked; make a new client in the child "
-                "(or start the child with the spawn method)."
-            )
 
     # --- for the session, with the lock held -----------------------------------------------------
 
@@ -201,16 +199,13 @@ class SocketTransport(AbstractContextManager[float]):
         self._frames = FrameBuffer()
 
     def connect(self, route: bytes, topics: Sequence[bytes]) -> None:
-        self._jobs = self._connected(zmq.DEALER, self._paths.jobs, route)
-        self._message_fds = [self._jobs.FD]
+        # Completions are read before replies, which may say that there are some.
         if topics:
-            self._events = self._connected(zmq.SUB, self._paths.events)
+            events = self._connected(zmq.SUB, self._paths.events)
             for topic in topics:
-                self._events.setsockopt(zmq.SUBSCRIBE, topic)
-            self._message_fds.append(self._events.FD)
-        for fd in self._message_fds:
-            self._messages.register(fd, 0 if self._waiting else select.EPOLLIN)
-        self._look_at.update(self._message_fds)
+                events.setsockopt(zmq.SUBSCRIBE, topic)
+        self._jobs = self._connected(zmq.DEALER, self._paths.jobs, route)
+        self._jobs_fd = self._jobs.FD
         self.notify()  # who waits must poll these
 
     def _connected(self, kind: int, path: Path, route: bytes = b"") -> zmq.Socket[bytes]:
@@ -226,6 +221,9 @@ class SocketTransport(AbstractContextManager[float]):
         ):
             made.setsockopt(option, value)
         made.connect(f"ipc://{path}")
+        self._sockets[made.FD] = made
+        self._messages.register(made.FD, 0 if self._waiting else select.EPOLLIN)
+        self._look_at.add(made.FD)
         return made
 
     def attach(self, message: Attach, fd: int) -> None:
@@ -233,17 +231,15 @@ class SocketTransport(AbstractContextManager[float]):
             raise OSError("the lifeline is closed")
         self._stream.send(encode_frame(message), [fd])
 
-    def send(self, frames: Sequence[bytes]) -> bool:
+    def send(self, frame: bytes) -> bool:
         if self._jobs is None:
             return False
-        self._look_at.add(self._message_fds[0])
         try:
-            if len(frames) == 1:
-                self._jobs.send(frames[0], _NOW)
-            else:
-                self._jobs.send_multipart(frames, _NOW)
+            self._jobs.send(frame, _NOW)
         except zmq.Again:
             return False
+        if cast(int, self._jobs.get(_EVENTS)) & _READABLE:
+            self._look_at.add(self._jobs_fd)
         return True
 
     def disconnect(self, *, drain: bool) -> None:
@@ -256,14 +252,12 @@ class SocketTransport(AbstractContextManager[float]):
             if not self._draining:
                 stream.leave()
             self._close_stream()
-        for fd in self._message_fds:
-            self._messages.unregister(fd)
         # A jobs socket that is left open connects to the next daemon, and delivers old requests there.
-        for connected in (self._jobs, self._events):
-            if connected is not None:
-                connected.close(linger=0)
-        self._jobs = self._events = None
-        self._message_fds = []
+        for fd, connected in self._sockets.items():
+            self._messages.unregister(fd)
+            connected.close(linger=0)
+        self._jobs = None
+        self._sockets.clear()
         self._look_at.clear()
 
     def notify(self) -> None:
@@ -280,41 +274,30 @@ class SocketTransport(AbstractContextManager[float]):
 
     def _receive(self) -> None:
         """Read the sockets empty, or MESSAGES_PER_ROUND messages of each. An error inside ends the connection."""
-        if not self._look_at:
-            return
+        session, jobs = self._session, self._jobs
         try:
-            # Completions before replies: a reply may say that there are some.
-            if self._events is not None and self._message_fds[1] in self._look_at:
-                self._receive_from(self._events, self._message_fds[1], self._on_publication)
-            if self._jobs is not None and self._message_fds[0] in self._look_at:
-                self._receive_from(self._jobs, self._message_fds[0], self._on_reply)
+            for fd, connected in list(self._sockets.items()):
+                for _ in range(MESSAGES_PER_ROUND if fd in self._look_at else 0):
+                    try:
+                        frames = [connected.recv(_NOW)]
+                    except zmq.Again:
+                        self._look_at.discard(fd)
+                        break
+                    while connected is not jobs and connected.get(_RCVMORE):
+                        frames.append(connected.recv(_NOW))
+                    if connected is jobs:
+                        session.on_reply(decode_reply(frames[0]), time.monotonic())
+                    elif len(frames) == 3:
+                        session.on_publication(frames[0], frames[1], frames[2], time.monotonic())
+                    if self._jobs is not jobs:  # it has ended the session
+                        return
+                    if not cast(int, connected.get(_EVENTS)) & _READABLE:
+                        self._look_at.discard(fd)
+                        break
+        except CodecError as error:
+            session.disconnect(f"The daemon sent what is no reply of this protocol ({error}).", time.monotonic())
         except Exception as error:
             self._recover(error)
-
-    def _receive_from(self, connected: zmq.Socket[bytes], fd: int, on_frames: Callable[[list[bytes]], None]) -> None:
-        for _ in range(MESSAGES_PER_ROUND):
-            if connected.closed:  # a message has ended the session
-                return
-            if not cast(int, connected.get(_EVENTS)) & _READABLE:
-                self._look_at.discard(fd)
-                return
-            frames = [connected.recv(_NOW)]
-            while connected.get(_RCVMORE):
-                frames.append(connected.recv(_NOW))
-            on_frames(frames)
-
-    def _on_publication(self, frames: list[bytes]) -> None:
-        if len(frames) == 3:
-            self._session.on_publication(frames[0], frames[1], frames[2], time.monotonic())
-
-    def _on_reply(self, frames: list[bytes]) -> None:
-        now = time.monotonic()
-        try:
-            reply = decode_reply(frames[0] if len(frames) == 1 else b"")
-        except CodecError as error:
-            self._session.disconnect(f"The daemon sent what is no reply of this protocol ({error}).", now)
-            return
-        self._session.on_reply(reply, now)
 
     def _read_lifeline(self, now: float) -> None:
         stream, session = self._stream, self._session
@@ -368,7 +351,7 @@ class SocketTransport(AbstractContextManager[float]):
                 return
             self._sleeping_until = 0.0
             # Completions before the end: what arrived before the daemon died still counts.
-            self._look_at.update(fd for fd, _ in _poller_of(*self._message_fds).poll(0))
+            self._look_at.update(fd for fd, _ in _poller_of(*self._sockets).poll(0))
             self._receive()
             now = time.monotonic()
             self._read_lifeline(now)
@@ -382,11 +365,6 @@ class SocketTransport(AbstractContextManager[float]):
         told = [fd for fd, _ in poller.poll(pause * 1000)]
         if self._wake_fd in told:
             os.eventfd_read(self._wake_fd)
-
-    def _wake_thread_if_due(self) -> None:
-        if self._sleeping_until and (self._look_at or self._session.wake_at() < self._sleeping_until):
-            self._sleeping_until = 0.0
-            os.eventfd_write(self._wake_fd, 1)
 
     def _shut(self) -> None:
         self.disconnect(drain=False)
@@ -403,6 +381,7 @@ class SocketTransport(AbstractContextManager[float]):
 
     def forget_in_child(self) -> None:
         """Close the lifeline in a forked child: its EOF must mean the parent's death."""
+        self._forked = True
         if self._stream is not None:
             self._stream.close()
 

@@ -153,7 +153,7 @@ class WorkerClient(Session):
             self._check(job.groups)
         if max(ids, default=0) >= FIRST_PART_ID:
             raise ValueError(f"Job ids are below {FIRST_PART_ID}; {max(ids)} is not.")
-        with self._transport.locked() as now:
+        with self._transport.lock as now:
             if len(ids) < len(jobs) or not ids.isdisjoint(self._jobs):
                 raise ValueError("A job of the same id is unfinished; use another id.")
             if not self.ready or self._limits is None:
@@ -168,7 +168,7 @@ class WorkerClient(Session):
         if not self._jobs and not self._results:  # vLLM asks in every step
             return []
         self._transport.poll()
-        with self._transport.locked():
+        with self._transport.lock:
             taken, self._results = self._results, []
         return taken
 
@@ -190,11 +190,11 @@ class WorkerClient(Session):
         settled = self._transport.wait(lambda: not self._has_any(wanted), min(FENCE_PATIENCE_S, timeout_s))
         if settled and not unsent:
             return
-        with self._transport.locked():
+        with self._transport.lock:
             self._cancel(wanted, unsent)
         if self._transport.wait(lambda: not self._has_any(wanted), timeout_s):
             return
-        with self._transport.locked() as now:
+        with self._transport.lock as now:
             self._abandon_stores(wanted, now)
         while not self._transport.wait(lambda: not self._has_any(wanted), LOAD_WAIT_S):
             log.warning("Still waiting for loads: the daemon neither finishes them nor ends.")
@@ -296,7 +296,7 @@ class WorkerClient(Session):
         wanted = set(job_ids)
         known = [job_id for job_id, sent in self._sent.items() if sent.of_job in wanted]
         if (known or unsent) and self._phase is Phase.READY:
-            self._send(m.Cancel(self._next_request_id(), known, min(unsent, m.MAX_REPORTED), self._sequence))
+            self._send(m.Cancel(m.NO_REPLY, known, min(unsent, m.MAX_REPORTED), self._sequence))
 
     def _has_any(self, job_ids: Iterable[int], *, loads: bool = True) -> bool:
         """Whether one of the jobs has no result; without ``loads``, whether one of the stores among them has none."""
@@ -323,7 +323,7 @@ class WorkerClient(Session):
             self._transport.notify()
 
         message = m.Unregister(self._next_request_id(), self._registration_id)
-        self._request(message, on_reply, now, timeout_s)
+        self._send(message, now, on_reply, timeout_s)
 
     # --- registering -----------------------------------------------------------------------------
 
@@ -376,7 +376,7 @@ class WorkerClient(Session):
         if registration.on_gpu:
             timeout_s = self._options.gpu_register_timeout_s
             self._handshake_deadline = now + timeout_s
-        self._request(message, self._on_registered, now, timeout_s)
+        self._send(message, now, self._on_registered, timeout_s)
 
     def _on_registered(self, reply: ReplyOrError, now: float) -> None:
         if isinstance(reply, m.Registered):
@@ -423,7 +423,7 @@ class WorkerClient(Session):
         self._asking = True
         message = m.Results(self._next_request_id(), self._sequence)
         asked = message.request_id
-        self._request(message, lambda reply, reply_now: self._on_results(asked, reply, reply_now), now)
+        self._send(message, now, lambda reply, reply_now: self._on_results(asked, reply, reply_now))
 
     def _on_results(self, asked: int, reply: ReplyOrError, now: float) -> None:
         self._asking = False

@@ -171,7 +171,7 @@ class Service:
             answer.request_id, answer.sender, answer.session = request_id, route, session
             if not self._poll(answer):
                 self.pending.append(answer)
-        elif answer is not None:
+        elif answer is not None and (request_id or isinstance(answer, m.Error)):
             self.replies.append((route, codec.encode(answer)))
 
     def outgoing(self) -> tuple[list[Frames], list[tuple[bytes, bytes]]]:
@@ -251,7 +251,7 @@ class Service:
             reply = pending.poll(self.clock() >= pending.until)
         except Exception as error:
             reply = self.refusal(pending.request_id, error, pending.session)
-        if reply is not None:
+        if reply is not None and (pending.request_id or isinstance(reply, m.Error)):
             self.replies.append((pending.sender, codec.encode(reply)))
         return reply is not None
 

@@ -19,7 +19,8 @@ REPLIES: tuple[type[Reply], ...] = (
 
 DecodedT = TypeVar("DecodedT")
 
-_encoder = msgspec.msgpack.Encoder()
+encode = msgspec.msgpack.Encoder().encode
+"""Encodes a message, as the frame of a request or a reply, or as the payload of a publication."""
 _requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(reduce(or_, EXCHANGES))
 _replies: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(reduce(or_, REPLIES))
 _completions = msgspec.msgpack.Decoder(Completions)
@@ -33,11 +34,6 @@ _HEAD_BYTES = 5 + 32 + 9
 
 class CodecError(Exception):
     """The frame is not a message of the expected kind. The text says what is wrong with it."""
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    """Return the frame of a message, or the payload of a publication."""
-    return _encoder.encode(message)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[DecodedT], frame: bytes | memoryview) -> DecodedT:

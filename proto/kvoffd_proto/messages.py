@@ -37,7 +37,9 @@ Count = Annotated[int, doc(ge=0, le=2**63 - 1)]
 ByteCount = Annotated[int, doc(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, doc(ge=0)]
 PerSecond = Annotated[float, doc(ge=0)]
-RequestId = Annotated[Count, doc("Chosen by the client, echoed in the reply.")]
+NO_REPLY = 0
+"""The id of a request that is only replied to where it is refused."""
+RequestId = Annotated[Count, doc("Chosen by the client, echoed in the reply; with 0 only a refusal is sent.")]
 SessionId = Annotated[int, doc("Id of the session.", ge=1, lt=2**31)]
 Keys = Annotated[bytes, doc("Block hashes, end to end, each of the namespace's ``key_bytes``.")]
 Fingerprint = Annotated[

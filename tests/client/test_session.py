@@ -43,7 +43,6 @@ class PaperLink:
     def __init__(self) -> None:
         self.now = 0.0
         self.sent: list[m.AnyRequest] = []
-        self.raw: list[Sequence[bytes]] = []
         self.attached: list[int] = []
         self.topics: list[bytes] = []
         self.drains = 0
@@ -55,7 +54,8 @@ class PaperLink:
     def start(self, session: Session) -> None:
         self._session = session
 
-    def locked(self) -> AbstractContextManager[float]:
+    @property
+    def lock(self) -> AbstractContextManager[float]:
         return nullcontext(self.now)
 
     def poll(self) -> None: ...
@@ -81,14 +81,10 @@ class PaperLink:
     def attach(self, message: lifeline.Attach, fd: int) -> None:
         self.attached.append(message.segment_id)
 
-    def send(self, frames: Sequence[bytes]) -> bool:
-        if self.full:
-            return False
-        if len(frames) > 1:
-            self.raw.append(frames)
-        else:
-            self.sent.append(codec.decode_request(frames[0]))
-        return True
+    def send(self, frame: bytes) -> bool:
+        if not self.full:
+            self.sent.append(codec.decode_request(frame))
+        return not self.full
 
     def disconnect(self, *, drain: bool) -> None:
         self.is_open = False

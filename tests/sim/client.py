@@ -52,8 +52,9 @@ class SimTransport:
         self._session = session
         self._arm()
 
+    @property
     @contextmanager
-    def locked(self) -> Iterator[float]:
+    def lock(self) -> Iterator[float]:
         yield self._clock.now
         self._arm()
 
@@ -112,8 +113,8 @@ class SimTransport:
             raise OSError("the lifeline is closed")
         self._lifeline.to_daemon.send((message, self._segments[fd]))
 
-    def send(self, frames: Sequence[bytes]) -> bool:
-        return self._dealer is not None and self._dealer.send(frames)
+    def send(self, frame: bytes) -> bool:
+        return self._dealer is not None and self._dealer.send((frame,))
 
     def disconnect(self, *, drain: bool) -> None:
         if self._lifeline is not None:

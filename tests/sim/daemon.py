@@ -296,7 +296,7 @@ class SimDaemon:
                 raise Broken("garbage was not refused")
         elif replies:
             raise Broken(f"{len(replies)} replies to one {type(request).__name__}")
-        elif not isinstance(request, m.Submit) and len(service.pending) == waiting:
+        elif (request is None or _wants_reply(request)) and len(service.pending) == waiting:
             raise Broken(f"no reply to a {type(request).__name__}")
         if isinstance(request, m.Submit) and not any(isinstance(reply, m.Error) for reply in replies):
             for job_id in (*request.stores.job_ids, *request.loads.job_ids):
@@ -556,3 +556,7 @@ class SimDaemon:
         ready = {slot.offset for slot in self.pool.slots.values() if slot.state == "ready" and not slot.revoked}
         if found != ready:
             raise Broken(f"the slot table tells of {len(found)} slots, {len(ready)} are ready")
+
+
+def _wants_reply(request: m.AnyRequest) -> bool:
+    return request.request_id != m.NO_REPLY and not isinstance(request, m.Submit)

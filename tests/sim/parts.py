@@ -227,4 +227,4 @@ class Operator(Session):
     def ask(self, make: Callable[[int], AnyRequest], now: float) -> None:
         """Send a request, if there is a session. With the lock held."""
         if self.ready:
-            self._request(make(self._next_request_id()), lambda reply, now: None, now, 0.5)
+            self._send(make(self._next_request_id()), now, lambda reply, now: None, 0.5)
