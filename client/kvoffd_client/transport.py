@@ -376,7 +376,7 @@ class SocketTransport(AbstractContextManager[float]):
 
     def leave(self) -> None:
         """Have the end of the process that follows count as meant."""
-        if self._stream is not None and os.getpid() == self._pid:
+        if self._stream is not None and not self._forked:
             self._stream.leave()
 
     def forget_in_child(self) -> None:
