@@ -79,9 +79,10 @@ class ChunkGroup:
         """The end of vLLM's keys of the group."""
         return self.group_id.to_bytes(GROUP_ID_BYTES, "big")
 
-    def chunks(self, block_hashes: Sequence[bytes]) -> Sequence[bytes]:
-        """The hashes in the keys of a request's whole chunks."""
-        return block_hashes[self.hashes_per_chunk - 1 :: self.hashes_per_chunk]
+    def keys(self, block_hashes: Sequence[bytes]) -> list[OffloadKey]:
+        """vLLM's keys of a request's whole chunks."""
+        suffix = self.suffix
+        return [OffloadKey(one + suffix) for one in block_hashes[self.hashes_per_chunk - 1 :: self.hashes_per_chunk]]
 
 
 class StoreWindow:
@@ -303,16 +304,14 @@ class KvoffdManager(OffloadingManager):
             return
         keys: list[OffloadKey] = []
         message: list[GroupKeys] = []
+        groups: list[int] = []
         for index, group in enumerate(self._groups):
-            if hashes := group.chunks(request.block_hashes):
-                suffix = group.suffix
-                of_group = [OffloadKey(one + suffix) for one in hashes]
+            if of_group := group.keys(request.block_hashes):
                 keys += of_group
-                asked = hashes_of(of_group, state.adapter) if state.adapter else b"".join(hashes)
-                message.append(GroupKeys(index, asked))
+                groups.append(index)
+                message.append(GroupKeys(index, hashes_of(of_group, state.adapter)))
         if keys:
             ticket = namespace.client.lookup(message, again=state.last is not None)
-            groups = [one.group for one in message]
             state.pending = state.last = KeyedLookup(ticket, groups, keys, self._clock())
             self._counters[metrics.LOOKUPS] += 1
 
@@ -334,10 +333,11 @@ class KvoffdManager(OffloadingManager):
         state.missing_tokens = request.num_tokens - computed_tokens
         if state.pending is not None and state.pending.ticket.done:
             self._take_answer(state)
-        if state.answer is not None and not state.answer.usable:
-            state.answer = None
-        if state.pending is None and self._is_outdated(state):
-            self.look_up(request)
+        else:
+            if state.answer is not None and not state.answer.usable:
+                state.answer = None
+            if state.pending is None and self._is_outdated(state):
+                self.look_up(request)
         if state.pending is not None:
             self._wait_for_answer(state)
         if state.answer is not None:
@@ -353,7 +353,7 @@ class KvoffdManager(OffloadingManager):
         """Take in the answer that has come."""
         came, state.pending = state.pending, None
         assert came is not None
-        if came.ticket.failed or not came.usable:
+        if came.ticket.failed or (came.ticket.pinned and not came.ticket.alive):
             self._release(came)
             state.failed_at = self._clock()
             return
@@ -361,7 +361,8 @@ class KvoffdManager(OffloadingManager):
         if self._late:  # the answers of those that are done came before
             self._late = deque([each for each in self._late if not each.ticket.done], MAX_LATE)
         # The new lease pins what the old one did, so nothing is unpinned in between.
-        self._release(state.answer)
+        if state.answer is not None:
+            self._release(state.answer)
         state.answer = came
         came.read()
         state.from_tiers.update(came.coming)
@@ -374,7 +375,8 @@ class KvoffdManager(OffloadingManager):
         if answer is None:
             return True
         assert state.request is not None
-        if sum(len(group.chunks(state.request.block_hashes)) for group in self._groups) > len(answer.keys):
+        hashes = len(state.request.block_hashes)
+        if sum(hashes // group.hashes_per_chunk for group in self._groups) > len(answer.keys):
             return True
         if answer.ticket.pinned >= len(answer.keys):
             return False
@@ -499,12 +501,8 @@ class KvoffdManager(OffloadingManager):
         if self.events is None or state is None or state.answer is None or not state.answer.usable:
             return
         for index in self.events.groups:
-            self.events.found(request, index, self._chain(request, index), state.answer.leading_ready(index))
-
-    def _chain(self, request: Request, index: int) -> list[OffloadKey]:
-        """vLLM's keys of a request's whole chunks."""
-        group = self._groups[index]
-        return [OffloadKey(one + group.suffix) for one in group.chunks(request.block_hashes)]
+            keys = self._groups[index].keys(request.block_hashes)
+            self.events.found(request, index, keys, state.answer.leading_ready(index))
 
     def begin_adapter(self, request_id: str, content: bytes | None, adapter_id: int) -> None:
         """Have a new request's keys hold the content of its LoRA adapter; None: it is not known, so use nothing.
@@ -637,7 +635,7 @@ class KvoffdManager(OffloadingManager):
         if self.events is None or request is None or not hashed_by_tokens(request):
             return
         found: list[list[BlockTokens]] = [[] for _ in self._groups]
-        chains = {index: self._chain(request, index) for index in self.events.groups}
+        chains = {index: self._groups[index].keys(request.block_hashes) for index in self.events.groups}
         for key in keys:
             index = self._positions[key[-GROUP_ID_BYTES:]]
             if index in self.events.groups:
