@@ -67,9 +67,9 @@ for those that end and part anywhere `tests/cache/test_curve.py` allows 1.5.
 
 
 def simulated(path: Path, policies: str, blocks: Sequence[int]) -> list[dict[str, float | str]]:
-    """The results of ``kvoffd simulate``."""
+    """The results of ``kvoffd-cli trace replay``."""
     words = ["--policy", policies, "--blocks", ",".join(map(str, blocks)), "--json", "--", str(path)]
-    told = subprocess.run([sys.executable, "-m", "kvoffd", "simulate", *words], check=True, stdout=subprocess.PIPE)
+    told = subprocess.run([sys.executable, "-m", "kvoffd.simulate.command", *words], check=True, stdout=subprocess.PIPE)
     found: list[dict[str, float | str]] = json.loads(told.stdout)["results"]
     return found
 

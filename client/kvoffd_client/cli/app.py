@@ -61,7 +61,11 @@ app.command(epilog=_examples("events", "events --json"))(actions.events)
 app.add_typer(
     trace_app,
     name="trace",
-    epilog=_examples("trace record trace.jsonl.gz --duration 1h", "trace replay trace.jsonl.gz --size 64GiB,128GiB"),
+    epilog=_examples(
+        "trace record trace.jsonl.gz --duration 1h",
+        "trace replay trace.jsonl.gz",
+        "trace replay trace.jsonl.gz --size 64GiB,128GiB",
+    ),
 )
 app.add_typer(bench_app, name="bench", epilog=_examples("bench lookup", "bench copy", "bench copy --json"))
 app.add_typer(

@@ -40,7 +40,7 @@ class Books:
         self.blocks, self.shards = blocks, shards
         limit = MemoryLimit(2**62, "nothing: no page is touched")
         self.pool = Pool(pool_bytes_of(blocks, shards), limit=limit)
-        self.cache = BlockCache(self.pool, make_policy(policy, self.pool.size_bytes), Silence(), time.monotonic)
+        self.cache = BlockCache(self.pool, make_policy(policy, self.pool.pool_bytes), Silence(), time.monotonic)
         self._checksums = random.Random(2)
         self._forget_nothing()
         self.namespace = self._open(b"scale")
