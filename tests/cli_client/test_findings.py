@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec import structs
 
+import kvoffd
 from kvoffd_client.cli.doctor import report_of
 from kvoffd_client.cli.findings import CHECKS, KINDS, LEVELS, Engine, Facts, find, value_of
 from kvoffd_client.cli.machine import FileSystem, Machine
@@ -26,13 +29,12 @@ from kvoffd_proto.stats import (
     PoolStats,
     Problem,
     SettingInfo,
-    SharedServer,
-    SharedStats,
     TieringStats,
     Window,
 )
 
 GIB = 2**30
+SERVER = Path(kvoffd.__file__).parent / "server"
 SIZES = ("0.1", "0.2", "0.5", "1", "2", "5", "10")
 FLAT = (10, 30, 60, 60, 60, 60, 60)
 RISING = (4, 6, 17, 26, 33, 36, 36)
@@ -132,7 +134,6 @@ DISK = DiskStats(
     "/mnt/nvme0", True, "serving", size_bytes=500 * GIB, used_bytes=100 * GIB, physical_bytes=100 * GIB, blocks=50_000,
     oldest_seconds=90_000.0, read_bytes=10 * GIB, written_bytes=20 * GIB,
 )  # fmt: skip
-STORE = SharedStats("redis://valkey:6379", True, servers=[SharedServer("valkey-0:6379", True)])
 
 
 def facts(stats: dict[str, Any] | None = None, **changes: Any) -> Facts:
@@ -204,11 +205,8 @@ CASES: dict[str, Facts] = {
     "disk_space": with_disk(FileSystem(600 * GIB, 300 * GIB)),
     "spinning_disk": with_disk(FileSystem(600 * GIB, 500 * GIB, True)),
     "disk_too_small": with_disk(used_bytes=499 * GIB, physical_bytes=500 * GIB, oldest_seconds=600.0),
-    "store_server": facts(
-        {"shared": [structs.replace(STORE, servers=[SharedServer("valkey-1:6379", False, "Refused.")])]}
-    ),
     "tier_late": space(misses={"tier_late": 500, "unknown": 3500}, found_keys={"pool": 4000, "disk": 2000}),
-    "disk_writes": with_disk(written_bytes=200 * GIB),
+    "disk_writes": with_disk(written_bytes=600 * GIB),
     "not_shared": facts(namespaces=[info(1), info(2, "llama", tokens_per_hash=64)]),
     "left_behind": facts(namespaces=[HALF, info(1, tokens_per_hash=64)]),
     "small_blocks": facts(namespaces=[info(shard_bytes=4096)]),
@@ -269,6 +267,14 @@ def test_each_finding_is_brought_about_and_alone(check: str) -> None:
     assert report_of(given).status == {"error": 2, "warning": 1, "info": 0}[one.level]
 
 
+def test_every_reason_of_health_has_its_meaning_and_what_mends_it() -> None:
+    code = "".join((SERVER / name).read_text() for name in ("health.py", "tiers.py"))
+    reasons = set(re.findall(r'HealthProblem\(\s*"(\w+)"', code))
+    reasons |= set(re.findall(r'"((?:disk|shared)_\w+)",\s', code))
+    assert reasons >= {"pool_pinned", "disk_hangs", "shared_unreachable"}
+    assert reasons <= KINDS.keys()
+
+
 def test_a_check_that_fails_is_a_finding_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def boom(given: Facts) -> Any:
         raise ZeroDivisionError("no")
@@ -318,7 +324,8 @@ def test_the_verdict_on_what_it_brought() -> None:
 def test_sizes() -> None:
     (found,) = find(CASES["pool_too_small"])
     assert found.evidence == (
-        "Requests find 26.0 % of their tokens in 20.0 GiB, and would find 36.0 % in 100 GiB (estimated for LRU)."
+        "Requests find 26.0 % of their tokens in 20.0 GiB, and would find 36.0 % in 100 GiB (estimated for LRU, "
+        "without quotas)."
     )
     assert found.fix.startswith('pool_size = "100GiB", or disk = ["/mnt/nvme=80GiB"] in kvoffd.toml')
     assert found.level == "warning"

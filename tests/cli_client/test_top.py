@@ -224,6 +224,9 @@ def test_totals_of_earlier_runs_and_an_empty_daemon() -> None:
     screen = Screen(1.0, Reading(structs.replace(stats(1), lifetime=Lifetime(1.0, 10**9, 7200.0))))
     screen.history.add(screen.reading.stats)  # type: ignore[union-attr]
     assert "Saved   3.00 s of prefill, 2,400 tokens loaded; 2 h in all" in drawn(screen)
+    unknown = structs.replace(stats(1), since_start=Window(loaded_tokens=9))
+    screen.reading = Reading(unknown)
+    assert "Saved   an unknown time of prefill, 9 tokens loaded" in drawn(screen)
     empty = Screen(1.0, Reading(DaemonStats()))
     empty.history.add(DaemonStats())
     for empty.sort in SORTS:

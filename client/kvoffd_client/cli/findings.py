@@ -83,6 +83,7 @@ KINDS = {
     "disk_errors": Kind("warning", "The drive may be failing.", "dmesg | tail -n 50"),
     "shared_unreachable": Kind("warning", "Blocks of other nodes are misses.", "kvoffd-cli stats tiers"),
     "shared_refuses": Kind("warning", "Other nodes do not get blocks of this one.", "kvoffd-cli stats tiers"),
+    "shared_server": Kind("warning", "Blocks that lie there are misses.", "kvoffd-cli stats tiers"),
     "pool_pinned": Kind("warning", "Stores find no space until blocks are released.", "kvoffd-cli clients"),
     "stores_without_room": Kind("warning", "These blocks are computed again when asked for.", "kvoffd-cli clients"),
     "lookups_late": Kind("warning", "Engines computed these prompts: somebody has too little CPU.", _CPU),
@@ -118,7 +119,6 @@ KINDS = {
     "disk_space": Kind("warning", "Writes will fail when the file system is full.", "df -h"),
     "spinning_disk": Kind("info", "Reads take longer than computing, if that is true.", "lsblk -o NAME,ROTA,MODEL"),
     "disk_too_small": Kind("info", "Blocks leave it before they come back.", "a larger size for it" + _TOML),
-    "store_server": Kind("warning", "Blocks that lie there are misses.", "kvoffd-cli stats tiers"),
     "tier_late": Kind("warning", "Engines computed these: tiers are slow, or have too much to do.", "{}" + _TOML),
     "disk_writes": Kind("warning", "The drives wear out for little.", "{}" + _TOML),
     # Namespaces.
@@ -349,11 +349,6 @@ def disks(facts: Facts) -> Iterator[Finding]:
         if 0 < disk.oldest_seconds < SHORT_LIFE_S and disk.used_bytes >= FULL_DISK * disk.size_bytes:
             evidence = f"{name} is full, and its oldest block is {format_duration(disk.oldest_seconds)} old."
             yield finding("disk_too_small", evidence, 0.3)
-    for store in facts.stats.shared:
-        for server in store.servers:
-            if store.up and not server.up:
-                evidence = f"{printable(server.name)} of {printable(store.url)} does not answer."
-                yield finding("store_server", f"{evidence} {printable(server.problem)}", 0.5)
 
 
 def late_tiers(facts: Facts) -> Iterator[Finding]:
@@ -370,7 +365,8 @@ def late_tiers(facts: Facts) -> Iterator[Finding]:
 def disk_writes(facts: Facts) -> Iterator[Finding]:
     stats = facts.stats
     written, read = (sum(getattr(one, f"{verb}_bytes") for one in stats.disks) for verb in ("written", "read"))
-    if written and written >= DEAR * read and stats.since_start.lookups >= FEWEST_LOOKUPS:
+    size = sum(one.size_bytes for one in stats.disks)  # to fill them once is no waste
+    if written and written >= max(size, DEAR * read) and stats.since_start.lookups >= FEWEST_LOOKUPS:
         times = f"{written / read:.1f} bytes for each byte" if read else f"{format_size(written)}, and no byte"
         mode = stats.tiers.write_mode if stats.tiers is not None else ""
         fix = 'disk_write = "reuse"' if mode in ("always", "evict") else "disk_write_per_day"
@@ -532,7 +528,7 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
         evidence = (
             f"Requests find {found:.1f} % of their tokens in {format_size(pool_bytes)}, and would find {best:.1f} % "
         )
-        evidence += f"in {format_size(size * pool_bytes)} (estimated for LRU)." + f" {gone}." * (
+        evidence += f"in {format_size(size * pool_bytes)} (estimated for LRU, without quotas)." + f" {gone}." * (
             evicted >= POINTS / 100
         )
         fix = f'pool_size = "{exact_size(round(size * pool_bytes))}", or disk = ["/mnt/nvme={more}"]'

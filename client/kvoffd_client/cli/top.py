@@ -285,9 +285,10 @@ def _pool(stats: DaemonStats, pen: Pen) -> list[Text]:
 
 def _saved(stats: DaemonStats, pen: Pen) -> list[Text]:
     total, life = stats.since_start, stats.lifetime
-    line = (
-        f"Saved   {format_duration(total.saved_seconds)} of prefill, {format_count(total.loaded_tokens)} tokens loaded"
-    )
+    saved = format_duration(total.saved_seconds)
+    if total.loaded_tokens and not total.saved_seconds:
+        saved = "an unknown time"  # no engine has reported how fast it computes
+    line = f"Saved   {saved} of prefill, {format_count(total.loaded_tokens)} tokens loaded"
     if life.saved_seconds > total.saved_seconds:
         line += f"; {format_duration(life.saved_seconds)} in all"
     return [pen.text(line, "bold")]
