@@ -12,6 +12,7 @@ import dataclasses
 import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -45,13 +46,6 @@ class DiskSize(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.directory}={exact_size(self.size_bytes)}"
-
-
-class Address(NamedTuple):
-    """Where a TCP server listens."""
-
-    host: str
-    port: int
 
 
 class Kind(NamedTuple):
@@ -203,7 +197,7 @@ def _address(value: object) -> str:
     return text
 
 
-def parse_address(text: str) -> Address:
+def parse_address(text: str) -> tuple[str, int]:
     """Read ``host:port``, with brackets round an IPv6 host. Raises ValueError with half a sentence."""
     host, colon, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
@@ -214,7 +208,7 @@ def parse_address(text: str) -> Address:
         raise ValueError(
             f"{quoted(text)} is not an address; write host:port, such as 127.0.0.1:9464, or nothing to switch it off"
         )
-    return Address(host, int(port))
+    return host, int(port)
 
 
 def _urls(value: object) -> tuple[str, ...]:
@@ -513,12 +507,9 @@ def given_log_format(
     path = config_path if config_path is not None else environ.get(CONFIG_VARIABLE) or None
     given = flags.get("log_format") or environ.get(f"{VARIABLE_PREFIX}LOG_FORMAT")
     if not given and path is not None:
-        try:
+        with suppress(OSError):
             text = Path(path).read_text(errors="replace")  # by a pattern, since it may be no TOML
-        except OSError:
-            text = ""
-        found = re.search(r"""^\s*log_format\s*=\s*["'](\w+)""", text, re.MULTILINE)
-        given = found[1] if found else None
+            given = "json" if re.search(r"""^\s*log_format\s*=\s*["']json""", text, re.MULTILINE) else ""
     return "json" if given == "json" else "text"
 
 

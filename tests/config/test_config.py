@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd.config import REMOVED, SETTINGS, Address, ConfigError, Limits, Setting, load_config, parse_address
+from kvoffd.config import REMOVED, SETTINGS, ConfigError, Limits, Setting, load_config, parse_address
 
 
 def refusal(
@@ -109,12 +109,12 @@ def test_a_relative_path_becomes_absolute_and_nothing_is_no_file(monkeypatch: py
 @pytest.mark.parametrize(
     ("text", "address"),
     [
-        ("127.0.0.1:9464", Address("127.0.0.1", 9464)),
-        ("localhost:0", Address("localhost", 0)),
-        ("[::1]:80", Address("::1", 80)),
+        ("127.0.0.1:9464", ("127.0.0.1", 9464)),
+        ("localhost:0", ("localhost", 0)),
+        ("[::1]:80", ("::1", 80)),
     ],
 )
-def test_addresses_are_read(text: str, address: Address) -> None:
+def test_addresses_are_read(text: str, address: tuple[str, int]) -> None:
     assert parse_address(text) == address
 
 
