@@ -17,6 +17,8 @@ KEY_BYTES = 32
 """Of vLLM's block hashes."""
 PROCESS_BYTES = 256 << 20
 """Interpreter and libraries (31 MiB measured), namespaces, sessions, queues, the hit-ratio curve, why keys left."""
+IDLE_BYTES = 52 << 20
+"""Of the process without clients, as README.md has it."""
 SHARED_BYTES = 96 << 20
 """Answers of a shared store, and what is being asked and moved."""
 IN_USE_AT_START = ("pool", "slot table and page tables", "process and clients")
@@ -44,11 +46,16 @@ def max_index_bytes(config: Config) -> int:
 
 
 def memory_summary(config: Config) -> str:
-    """The sum, its parts, and the size of blocks that the index is large enough for."""
+    """What an idle daemon takes, the limit to set and why, and the size of blocks that the index is large enough for."""
     parts = memory_estimate(config)
-    named = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in parts.items() if nbytes)
+    idle = parts["pool"] + parts["slot table and page tables"] + IDLE_BYTES
+    later = ", ".join(f"{name} {format_size(n)}" for name, n in parts.items() if n and name not in IN_USE_AT_START[:2])
     blocks = max(1, max_index_bytes(config) // (nbytes_of_block(KEY_BYTES, 1) + SLOT_BYTES))
-    text = f"The daemon needs about {format_size(sum(parts.values()))} of memory: {named}."
+    text = (
+        f"An idle daemon takes {format_size(idle)} of memory (pool {format_size(parts['pool'])}, its tables "
+        f"{format_size(parts['slot table and page tables'])}, the process about {format_size(IDLE_BYTES)}); set the "
+        f"memory limit to {format_size(sum(parts.values()))}, since a busy one may take at most: {later}."
+    )
     if config.pool_bytes <= blocks * MIN_SLOT_BYTES:
         return text
     each = format_size(config.pool_bytes / blocks)

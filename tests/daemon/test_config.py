@@ -67,7 +67,7 @@ def test_config_prints_a_file_that_gives_the_same(file: Path) -> None:
     arguments = [f"--{name}={value}" for name, value in flags.items()]
     printed = kvoffd("config", *arguments).stdout
     settings, comment = printed.split("\n\n")
-    assert comment.startswith("# The daemon needs about ")
+    assert comment.startswith("# An idle daemon takes ")
     assert re.search('^pool_size = "65MiB" +# flag --pool-size$', settings, re.MULTILINE)
     file.write_text(printed)
     asked, read = shown(*arguments), shown("--config", str(file))
