@@ -46,7 +46,7 @@ def max_index_bytes(config: Config) -> int:
 
 
 def memory_summary(config: Config) -> str:
-    """What an idle daemon takes, the limit to set and why, and the size of blocks that the index is large enough for."""
+    """What an idle daemon takes, the limit to set and why, and the size of blocks that the index has room for."""
     parts = memory_estimate(config)
     idle = parts["pool"] + parts["slot table and page tables"] + IDLE_BYTES
     later = ", ".join(f"{name} {format_size(n)}" for name, n in parts.items() if n and name not in IN_USE_AT_START[:2])

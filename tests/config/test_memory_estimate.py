@@ -14,7 +14,8 @@ def test_it_says_what_each_part_is_for_and_for_which_size_of_blocks_it_is_enough
     assert memory_summary(config) == (
         "An idle daemon takes 65.4 GiB of memory (pool 64.0 GiB, its tables 1.34 GiB, the process about 52.0 MiB); set "
         "the memory limit to 69.5 GiB, since a busy one may take at most: index of the blocks 1.00 GiB, keys without "
-        "blocks 1.28 GiB, the policy's file 1.60 GiB, process and clients 256 MiB. The index has room for 1,789,569 blocks of one shard: raise index_size if blocks have less than 37.5 KiB."
+        "blocks 1.28 GiB, the policy's file 1.60 GiB, process and clients 256 MiB. The index has room for "
+        "1,789,569 blocks of one shard: raise index_size if blocks have less than 37.5 KiB."
     )
     for policy, lacks in (("lru", "keys without blocks"), ("lru", "policy's file"), ("arc", "policy's file")):
         assert lacks not in memory_summary(Config(eviction_policy=policy))
