@@ -521,7 +521,9 @@ class RequestReport(Wire, frozen=True):
     request: Annotated[str, doc("The engine's id of the request.", max_length=128)]
     decided_at: Annotated[Seconds, doc("When it was known, in seconds since 1970.")]
     tokens: Annotated[Count, doc("Tokens of its prompt.")]
-    keys: Annotated[Count, doc("Keys that it asked for; 0 where the prompt is shorter than a block.")]
+    keys: Annotated[
+        Count, doc("Keys that it asked for; 0 without an answer, and where the prompt is shorter than a block.")
+    ]
     found_pool: Annotated[Count, doc("Of these, keys that the pool had.")]
     found_disk: Annotated[Count, doc("Keys that a disk had.")]
     found_shared: Annotated[Count, doc("Keys that a store had which nodes share.")]

@@ -77,6 +77,14 @@ def test_an_answer_that_is_given_up_is_late() -> None:
     assert told(harness).outcome is Outcome.LATE
 
 
+def test_an_answer_that_nobody_waits_for_since_the_engine_has_all_is_not_late() -> None:
+    harness = ManagerHarness()
+    harness.request()
+    harness.manager.prepare_scan(harness.requests["r"], 3 * CHUNK_TOKENS, has_all=True)
+    report = told(harness)
+    assert (report.outcome, report.keys) == (Outcome.HELD, 0)
+
+
 def test_a_load_that_is_slower_than_computing_is_skipped() -> None:
     harness = ManagerHarness()
     harness.request(ready=HASHES)

@@ -175,7 +175,7 @@ def _names(namespaces: Sequence[bytes], labels: Mapping[bytes, str]) -> str:
 OUTCOMES = {
     Outcome.LOADED: "loaded {loaded} of {tokens} tokens",
     Outcome.MISSED: "loaded nothing of {tokens} tokens",
-    Outcome.HELD: "loaded nothing of {tokens} tokens: what was found, the engine had itself",
+    Outcome.HELD: "loaded nothing of {tokens} tokens: the engine had itself what there was",
     Outcome.SHORT: "asked for nothing: its {tokens} tokens are less than a block",
     Outcome.SKIPPED: "loaded nothing of {tokens} tokens: computing them was faster than loading",
     Outcome.LATE: "loaded nothing of {tokens} tokens: the answer did not come in time",

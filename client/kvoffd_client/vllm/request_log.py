@@ -66,7 +66,7 @@ class RequestLog:
             request.request_id[:128],
             time.time(),
             request.num_prompt_tokens,
-            len(keys),
+            len(states),
             states.count(READY) - len(risen),
             len(below) - from_store,
             from_store,
@@ -88,8 +88,10 @@ class RequestLog:
             return Outcome.SHORT
         if state.disabled or last is None or last.ticket.failed:
             return Outcome.UNUSED
-        if last.given_up or not last.ticket.done:
+        if last.given_up:
             return Outcome.LATE
+        if not last.ticket.done:  # nobody waited for the answer
+            return Outcome.HELD
         if state.skip_counted:
             return Outcome.SKIPPED
         return Outcome.HELD if leading else Outcome.MISSED
