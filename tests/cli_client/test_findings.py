@@ -358,6 +358,11 @@ def test_what_a_rollout_left_behind_is_named_with_what_differs() -> None:
     assert find(empty) == []
 
 
+def test_an_engine_of_a_local_model_is_known_by_the_name_of_its_directory() -> None:
+    local = Engine(ENGINE.metrics, frozenset({"/models/llama"}))
+    assert find(facts(engines={"http://engine:8000": local})) == []
+
+
 def test_what_the_daemon_says_is_not_said_twice() -> None:
     late = {"since_start": Window(**traffic(late_lookups=200))}
     assert kinds(facts(late)) == {"lookups_late"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import PurePath
 from typing import NamedTuple
 
 import msgspec
@@ -190,6 +191,10 @@ class Engine:
 
     def of(self, name: str) -> float:
         return self.metrics.get(f"vllm:{name}", 0.0)
+
+    def serves(self, label: str) -> bool:
+        """Whether a namespace of that label may be its own: of a local model the label is the directory's name."""
+        return any(label in (model, PurePath(model).name) for model in self.models)
 
 
 @dataclass(frozen=True)
@@ -638,7 +643,7 @@ def engines(facts: Facts) -> Iterator[Finding]:
             yield finding("engine_without", f"{at} has no metrics of kvoffd.", 0.9)
         elif not engine.of("kvoffd_connected"):
             yield finding("engine_away", f"{at} is not connected to a daemon.", 1.0)
-        elif not any(one.label in engine.models for one in facts.known):
+        elif not any(engine.serves(one.label) for one in facts.known):
             yield finding("engine_elsewhere", f"{at} is connected, and this daemon does not know {models}.", 0.9)
         else:
             yield from _engine_counts(facts, at, engine)
@@ -655,7 +660,7 @@ def _engine_counts(facts: Facts, at: str, engine: Engine) -> Iterator[Finding]:
         )
     # Tokens that vLLM counts as external hits, and those that the daemon loaded for engines of that name.
     hits, asked = (engine.of(f"external_prefix_cache_{name}_total") for name in ("hits", "queries"))
-    loaded = sum(one.loaded_tokens for one in facts.counted if one.model in engine.models)
+    loaded = sum(one.loaded_tokens for one in facts.counted if engine.serves(one.model))
     alone = sum(one.role == Role.SCHEDULER for one in facts.sessions) == 1
     more_there = hits > AGREE * max(loaded, facts.stats.lifetime.loaded_tokens)
     none_there = alone and loaded >= FEWEST_LOOKUPS and asked and not hits
