@@ -30,7 +30,9 @@ PIECE_TOKENS = 512
 """Of a piece, at most; curve.c says why the first ones have fewer."""
 _KINDS = 3
 _ROW = 2 * _KINDS + _KINDS * len(SIZES)
+_NAMES = [f"{size:g}" for size in SIZES]
 _Counts = NDArray[np.float64]
+_NOTHING = np.zeros(_ROW)
 
 
 class HitRatioCurve:
@@ -91,29 +93,29 @@ class HitRatioCurve:
             self._gone += row[0]
             self._gone_found[0] += row[2][0]
 
-    def of_namespace(self, namespace: Namespace) -> HitCurve:
-        """What requests of one namespace had found, in pools of all namespaces."""
-        found = self._counts.get(namespace)
-        return _state(np.zeros(_ROW), 0) if found is None else _state(found[0], found[2][0])
+    def of_namespaces(self, namespaces: Sequence[Namespace]) -> list[HitCurve]:
+        """What requests of each namespace had found, in pools of all namespaces."""
+        rows = [self._counts.get(namespace) for namespace in namespaces]
+        counts = np.array([_NOTHING if row is None else row[0] for row in rows]).reshape(-1, _ROW)
+        return _states(counts, [0 if row is None else row[2][0] for row in rows])
 
     def in_all(self) -> HitCurve:
         """All namespaces together, those that were forgotten among them."""
         rows = self._rows()
-        return _state(sum((counts for counts, _ in rows), np.zeros(_ROW)), sum(found[0] for _, found in rows))
+        counts = sum((counts for counts, _ in rows), np.zeros(_ROW))
+        return _states(counts[None, :], [sum(found[0] for _, found in rows)])[0]
 
     def _rows(self) -> list[tuple[_Counts, list[int]]]:
         return [(self._gone, self._gone_found), *((counts, found) for counts, _, found in self._counts.values())]
 
 
-def _state(counts: _Counts, found_tokens: int) -> HitCurve:
-    total, sampled = counts[:_KINDS], counts[_KINDS : 2 * _KINDS]
-    hits = counts[2 * _KINDS :].reshape(_KINDS, len(SIZES)).cumsum(axis=1)
-    asked = float(total.sum())
+def _states(counts: _Counts, found_tokens: Sequence[int]) -> list[HitCurve]:
+    """``counts``: [curves, _ROW]."""
+    total, sampled = counts[:, :_KINDS], counts[:, _KINDS : 2 * _KINDS]
+    hits = counts[:, 2 * _KINDS :].reshape(-1, _KINDS, len(SIZES)).cumsum(axis=2)
+    asked = total.sum(axis=1)
     # Of what was asked for, not of what a sample should have been: a sample that is too large or small does no harm.
-    parts = hits / np.maximum(sampled, 1)[:, None] * total[:, None]
-    ratios = parts.sum(axis=0) / max(asked, 1)
-    return HitCurve(
-        round(asked),
-        found_tokens,
-        {f"{size:g}": min(1.0, float(ratio)) for size, ratio in zip(SIZES, ratios, strict=True)},
-    )
+    parts = hits / np.maximum(sampled, 1)[:, :, None] * total[:, :, None]
+    ratios = np.minimum(1.0, parts.sum(axis=1) / np.maximum(asked, 1)[:, None])
+    rows = zip(asked.tolist(), found_tokens, ratios.tolist(), strict=True)
+    return [HitCurve(round(tokens), found, dict(zip(_NAMES, row, strict=True))) for tokens, found, row in rows]

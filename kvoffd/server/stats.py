@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -73,7 +74,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         last_hour=traffic.last_hour(),
         last_minute=traffic.last_minute(),
         lifetime=service.lifetime(),
-        namespaces=[*(_namespace_stats(service, one) for one in largest), *others],
+        namespaces=[*map(partial(_namespace_stats, service), largest, curve.of_namespaces(largest)), *others],
         other_namespaces=len(cache.namespaces) - len(largest),
         integrity=filled(s.IntegrityStats, cache.integrity),
         tiers=_tiering_stats(service),
@@ -88,7 +89,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
     )
 
 
-def _namespace_stats(service: Service, namespace: Namespace) -> s.NamespaceStats:
+def _namespace_stats(service: Service, namespace: Namespace, curve: s.HitCurve) -> s.NamespaceStats:
     counters = namespace.counters
     return s.NamespaceStats(
         id=s.namespace_id(namespace.fingerprint),
@@ -104,7 +105,7 @@ def _namespace_stats(service: Service, namespace: Namespace) -> s.NamespaceStats
         quota_bytes=service.cache.blocks.quotas.of(namespace.fingerprint),
         prefill_tokens_per_second=counters.prefill_tokens_per_second,
         load_tokens_per_second=counters.load_tokens_per_second,
-        curve=service.curve.of_namespace(namespace),
+        curve=curve,
         **figures(counts_of(namespace)),
     )
 

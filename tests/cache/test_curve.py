@@ -75,7 +75,7 @@ def test_what_is_forgotten_stays_a_part_of_all() -> None:
     assert watched.in_all() == before
     assert before.asked_tokens == 5 * 2 * 512
     assert before.lru_hit_ratio["1"] == pytest.approx(3 / 5)
-    assert watched.of_namespace(gone).asked_tokens == 0
+    assert watched.of_namespaces([gone])[0].asked_tokens == 0
     now[0] = curve.HALVED_EVERY_S
     watched.tick()
     assert watched.in_all().asked_tokens == before.asked_tokens // 2
@@ -125,7 +125,7 @@ def test_namespaces_share_the_pool() -> None:
             watched.requested([Chain(namespace, 0, keys, ())])
         watched.requested([Chain(namespace_of(block_bytes=0, name=4), 0, keys, ())])
     for namespace in (one, other):
-        state = watched.of_namespace(namespace)
+        state = watched.of_namespaces([namespace])[0]
         assert state.asked_tokens == 5 * 40 * 512
         assert state.lru_hit_ratio["0.3"] == 0  # the other one's came in between
         assert state.lru_hit_ratio["1"] == pytest.approx(0.8)
@@ -152,7 +152,7 @@ def test_each_namespace_has_its_own_curve_in_a_pool_of_all() -> None:
                 _request(cache, namespace, keys)
         for namespace, true, trace in zip(namespaces, opened, traces, strict=True):
             found = true.counters.prefix_keys_ready / trace.accesses
-            assert watched.of_namespace(namespace).lru_hit_ratio[size] == pytest.approx(found, abs=0.006)
+            assert watched.of_namespaces([namespace])[0].lru_hit_ratio[size] == pytest.approx(found, abs=0.006)
 
 
 def test_what_is_old_weighs_half() -> None:
