@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from tests.kit.command import run_cli
 from tests.kit.daemon import DaemonProcess
+from tests.kit.waiting import wait_until
 from tests.kit.wire import NamespaceBooks, books, keys
 
 MIB = 1 << 20
@@ -134,7 +136,7 @@ def test_state_files_of_no_use_are_logged_and_left_out(pool_file: Path) -> None:
             daemon.start()
             assert learned_keys(daemon) == 0
             assert namespace(daemon, "demo").quota_bytes is None
-            complaints = [line for line in daemon.log[said:].splitlines() if "of no use" in line]
             for file in (policy, state):
-                assert any(str(file) in line for line in complaints), (file, daemon.log[said:])
+                pattern = f"{re.escape(str(file))}[ ,].*of no use"
+                wait_until(lambda pattern=pattern, said=said: re.search(pattern, daemon.log[said:]))  # type: ignore[misc]
             daemon.kill()
