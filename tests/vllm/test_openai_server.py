@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from tests.kit.command import run_cli
 from tests.kit.engine import BLOCK_TOKENS, prompt, wait_books
 from tests.kit.engine_home import EngineHome
 from tests.kit.engine_server import EngineServer
@@ -62,3 +65,16 @@ def test_server_follows_what_requests_say_of_their_cache(requests: Requests) -> 
     assert requests.loaded(max_load_tokens="many") == BLOCKS, "vLLM warns of it"
     assert requests.loaded(kv_load_tiers=[]) == BLOCKS, "the pool is the primary tier, which is always read"
     assert requests.loaded(kvoffd={"priority": "high"}) == BLOCKS, "a parameter that nobody reads"
+
+
+def test_what_the_engine_counts_is_what_the_daemon_counts(
+    requests: Requests, home: EngineHome, server: EngineServer
+) -> None:
+    """``kvoffd-cli doctor --engine`` compares them: tokens that were brought, and who is connected."""
+    assert requests.loaded() == BLOCKS
+    url = f"http://127.0.0.1:{server.port}"
+    done = run_cli("doctor", "--json", "--engine", url, "--directory", str(home.directory))
+    report = json.loads(done.stdout)
+    assert report["value"]["loaded_tokens"] >= BLOCKS * BLOCK_TOKENS
+    checks = {one["check"] for one in report["findings"]}
+    assert not {one for one in checks if one.startswith(("engine_", "hits_", "workers_", "no_", "broken_"))}
