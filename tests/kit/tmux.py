@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
-import uuid
+import tempfile
 from collections.abc import Callable
 from typing import Self
 
@@ -22,7 +22,7 @@ class Tmux(Starting):
 
     def __init__(self, columns: int = 80, rows: int = 24, **changes: str) -> None:
         require("tmux", shutil.which("tmux"), "tmux is not installed; `make servers` does it")
-        self._server = f"kvoffd-{uuid.uuid4().hex[:8]}"
+        self._home = tempfile.mkdtemp(prefix="kvoffd-tmux-", dir="/tmp")  # the socket outlives its server
         self._size = ["-x", str(columns), "-y", str(rows)]
         self._environ = environ(LANG="C.UTF-8", **changes)
 
@@ -58,8 +58,9 @@ class Tmux(Starting):
         return wait_until(there, explain=lambda: f"of {words} not all came:\n{seen()}", interval_s=0.05)
 
     def close(self) -> None:
-        subprocess.run(["tmux", "-L", self._server, "kill-server"], capture_output=True, check=False)
+        subprocess.run(["tmux", "-S", f"{self._home}/socket", "kill-server"], capture_output=True, check=False)
+        shutil.rmtree(self._home, ignore_errors=True)
 
     def _tmux(self, *arguments: str) -> str:
-        command = ["tmux", "-L", self._server, *arguments]
+        command = ["tmux", "-S", f"{self._home}/socket", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True, env=self._environ, timeout=30).stdout
