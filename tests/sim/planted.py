@@ -623,7 +623,7 @@ PLANTED = (
         "the health command ends with 0 whatever it says",
         11,
         "kvoffd_client.cli.health",
-        "health_status",
+        "show_health",
         "return 0 if live or (ready and reply.ready) else STATUS[reply.level]",
         "return 0",
         door="tests/cli/test_health.py::test_a_degraded_daemon_is_alive_and_ready",
