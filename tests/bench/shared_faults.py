@@ -61,7 +61,7 @@ class Node:
         running.callback(self.engine.close)
         self.admin = running.enter_context(AdminClient(self.daemon.directory))
         if url:
-            wait_until(lambda: self.shared.reachable, 20.0)
+            wait_until(lambda: self.shared.up, 20.0)
 
     @property
     def shared(self) -> SharedStats:
@@ -118,17 +118,17 @@ def row(name: str, url: str, begin: Callable[[], None], end: Callable[[], None],
         begin()
         early = [second.lookup_s() for _ in range(FIRST_LOOKUPS)]
         until = time.monotonic() + DARK_S
-        while second.shared.reachable and time.monotonic() < until:
+        while second.shared.up and time.monotonic() < until:
             early.append(second.lookup_s())
         dark, alone = [], []
         for number in range(LOOKUPS):
             turns = [(second, dark), (without, alone)]
             for node, times in turns if number % 2 else reversed(turns):
                 times.append(node.lookup_s())
-        gave_up = not second.shared.reachable
+        gave_up = not second.shared.up
         end()
         started = time.monotonic()
-        wait_until(lambda: second.shared.reachable, 20.0)
+        wait_until(lambda: second.shared.up, 20.0)
         back_s = time.monotonic() - started
         loaded = second.load(0.2 if lost else 10.0)
         assert loaded == (None if lost else sums), name

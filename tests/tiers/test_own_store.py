@@ -59,14 +59,14 @@ def test_two_daemons_share_blocks_over_it_and_say_so(daemons: list[Daemon], tmp_
         admins = [running.enter_context(AdminClient(one.directory)) for one in daemons]
         shared = [lambda admin=admin: admin.stats().shared[0] for admin in admins]  # type: ignore[misc]
         for told in shared:
-            wait_until(lambda told=told: told().reachable, explain=told)  # type: ignore[misc]
+            wait_until(lambda told=told: told().up, explain=told)  # type: ignore[misc]
         ours.fill(range(8), seed=5)
         assert ours.store(KEYS, range(8)).ok
         wait_until(lambda: shared[0]().written_blocks == 8, explain=shared[0])
         wait_until(lambda: theirs.lookup(KEYS) == 8, explain=shared[1])
         assert theirs.load(KEYS, range(32, 40)).ok
         assert theirs.checksums(range(32, 40)) == ours.checksums(range(8))
-        assert shared[1]().name == f"files://{tmp_path}"
+        assert shared[1]().url == f"files://{tmp_path}"
         assert (shared[1]().read_blocks, shared[1]().mismatches) == (8, 0)
         for path in tmp_path.iterdir():
             path.unlink()
