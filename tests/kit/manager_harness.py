@@ -9,7 +9,6 @@ from typing import Any, cast
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 
 from kvoffd_client import NamespaceSpec, SchedulerClient
-from kvoffd_client.vllm.do_no_harm import PrefillRate
 from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryReport
 from kvoffd_client.vllm.manager import ChunkGroup, KvoffdManager
 
@@ -37,18 +36,17 @@ class ManagerHarness:
     ) -> None:
         self.clock = Clock()
         self.client = FakeSchedulerClient(self.clock)
-        self.prefill = PrefillRate({group.suffix: group.tokens_per_chunk for group in groups}, self.clock)
         self.requests: dict[str, Any] = {}
         self.manager = KvoffdManager(
             EngineNamespace(1, lambda _: cast(SchedulerClient, self.client), self.clock),
             groups,
-            self.prefill,
             self.clock,
             deadline_s=0.1,
             disk_wait_s=disk_wait_s,
             do_no_harm=do_no_harm,
             config_info=config_info,
         )
+        self.prefill = self.manager._harm.prefill
         self.report("weights")
 
     def report(self, weights: str, *, usable: bool = True) -> None:

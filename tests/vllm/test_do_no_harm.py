@@ -29,7 +29,7 @@ SUFFIX = (0).to_bytes(4, "big")
 
 
 def computing(clock: Clock, tokens_per_second: float) -> PrefillRate:
-    rate = PrefillRate({SUFFIX: 1000}, clock)
+    rate = PrefillRate(clock)
     rate.tokens_per_second = tokens_per_second
     return rate
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from math import inf
-
 import pytest
 from vllm.config import SchedulerConfig
 
 from kvoffd_client.vllm.do_no_harm import SAMPLES, PrefillRate, largest_chunk_of
 from tests.kit.clock import Clock
-from tests.kit.vllm_fakes import key
 
-TOKENS = {(0).to_bytes(4, "big"): 16, (7).to_bytes(4, "big"): 64}
 IDLE, DECODING = (), (1,) * 8
 Step = tuple[tuple[int, ...], float]
 """Tokens of each request, and the seconds that they take; IDLE: as long as there is nothing to do."""
@@ -20,7 +16,7 @@ Step = tuple[tuple[int, ...], float]
 def rate_after(*steps: Step, most_running: int = 1, first: Step = ((2048,), 9.0), chunk: int = 2048) -> PrefillRate:
     """As vLLM's loop begins steps, and takes their outputs when as many run as may or none is to begin."""
     clock, ends = Clock(), [0.0]
-    rate = PrefillRate(TOKENS, clock)
+    rate = PrefillRate(clock)
     rate.begin_engine(most_running, chunk)
     running: list[float] = []
 
@@ -47,9 +43,6 @@ EVERY_DEPTH = pytest.mark.parametrize("most_running", [1, 2, 5], ids=["sync", "a
 def test_steps_of_prompts_in_a_row_are_timed(most_running: int) -> None:
     rate = rate_after(*[((2048,), 0.1)] * 5, most_running=most_running)
     assert rate.tokens_per_second == pytest.approx(20_480)
-    assert rate.seconds_for([key(1), key(2)]) == pytest.approx(32 / 20_480)
-    assert rate.seconds_for([key(1), key(2), key(3, 7)]) == pytest.approx(64 / 20_480), "groups are computed together"
-    assert rate.seconds_for([]) == 0.0
 
 
 @EVERY_DEPTH
@@ -85,7 +78,6 @@ def test_a_prompt_in_small_steps_is_timed_whole(most_running: int) -> None:
 def test_what_is_not_mostly_prompts_or_too_short_tells_nothing(steps: list[Step], most_running: int) -> None:
     rate = rate_after(*steps, most_running=most_running)
     assert rate.tokens_per_second == 0.0
-    assert rate.seconds_for([key(1)]) == inf
 
 
 @pytest.mark.parametrize(
@@ -118,7 +110,7 @@ def test_the_first_steps_in_which_an_engine_compiles_tell_nothing() -> None:
 
 def test_steps_that_failed_never_end() -> None:
     clock = Clock()
-    rate = PrefillRate(TOKENS, clock)
+    rate = PrefillRate(clock)
     rate.begin_engine(2, 2048)
     rate.step_begins([2048])
     rate.step_ended()
@@ -134,6 +126,6 @@ def test_steps_that_failed_never_end() -> None:
 
 
 def test_an_output_of_no_step_is_no_error() -> None:
-    rate = PrefillRate(TOKENS, Clock())
+    rate = PrefillRate(Clock())
     rate.step_ended()
     assert rate.tokens_per_second == 0.0

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection
 from statistics import median
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_offload.base import OffloadKey
-
-from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES
 from kvoffd_client.vllm.log import logger
 from kvoffd_proto.messages import MAX_REPORTED
 
@@ -29,15 +26,14 @@ SAMPLES = 9
 
 
 class PrefillRate:
-    """Tokens a second. ``tokens_per_key``: by a key's last four bytes.
+    """Tokens a second.
 
     Attributes:
         tokens_per_second: 0 before it is known.
         step_s: seconds of a step with few tokens, the median of the latest; 0 before it is known. No prompt takes less.
     """
 
-    def __init__(self, tokens_per_key: Mapping[bytes, int], clock: Callable[[], float]) -> None:
-        self._tokens_per_key = tokens_per_key
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.begin_engine(1, LEAST_STEP_TOKENS)
         self._ended = 0.0
@@ -90,16 +86,6 @@ class PrefillRate:
             return
         self._samples.append(rate)
         self.tokens_per_second = median(self._samples)
-
-    def seconds_for(self, keys: Iterable[OffloadKey]) -> float:
-        """Time to compute the blocks of some keys, all of one request; infinite while the rate is not known."""
-        if not self.tokens_per_second:
-            return float("inf")
-        return self.tokens_of(keys) / self.tokens_per_second
-
-    def tokens_of(self, keys: Iterable[OffloadKey]) -> int:
-        counts = Counter(key[-GROUP_ID_BYTES:] for key in keys)
-        return max((count * self._tokens_per_key.get(group, 0) for group, count in counts.items()), default=0)
 
     def _prompt_step_tokens(self, request_tokens: Collection[int]) -> int:
         """All tokens of a step that mostly computes prompts; 0 for another."""

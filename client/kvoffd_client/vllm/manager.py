@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -231,7 +231,6 @@ class KvoffdManager(OffloadingManager):
         self,
         namespace: EngineNamespace,
         groups: Sequence[ChunkGroup],
-        prefill: PrefillRate,
         clock: Callable[[], float],
         *,
         deadline_s: float,
@@ -258,7 +257,7 @@ class KvoffdManager(OffloadingManager):
         self.namespace = namespace
         namespace.on_leave = self._disable_adapters
         self._loads = self._stores = True
-        self._harm = DoNoHarm(prefill, clock, do_no_harm)
+        self._harm = DoNoHarm(PrefillRate(clock), clock, do_no_harm)
         self._reply_s = 0.0
         """How long the last answer took."""
         self._late: deque[KeyedLookup] = deque(maxlen=MAX_LATE)
@@ -440,9 +439,10 @@ class KvoffdManager(OffloadingManager):
         if state.disk_wait_since is None:
             state.disk_wait_since = now
             state.disk_wait_limit_s = self._disk_wait_s
-            if self._do_no_harm:
-                computed_s = self._harm.prefill.seconds_for(answer.coming)
-                state.disk_wait_limit_s = min(self._disk_wait_s, computed_s)
+            if self._do_no_harm and (rate := self._harm.prefill.tokens_per_second):
+                counts = Counter(self._positions[key[-GROUP_ID_BYTES:]] for key in answer.coming)
+                tokens = max(count * self._groups[index].tokens_per_chunk for index, count in counts.items())
+                state.disk_wait_limit_s = min(self._disk_wait_s, tokens / rate)
         state.disk_wait_over = now - state.disk_wait_since + answer.ticket.wait_s >= state.disk_wait_limit_s
         return not state.disk_wait_over
 

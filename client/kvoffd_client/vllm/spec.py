@@ -23,7 +23,6 @@ from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.ordered_sender import OrderedSender
 from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.vllm.config import parse_options
-from kvoffd_client.vllm.do_no_harm import PrefillRate
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, SharedKvMemory, registration_of
 from kvoffd_client.vllm.log import logger
@@ -96,7 +95,6 @@ class KvoffdSpec(OffloadingSpec):
         return KvoffdManager(
             EngineNamespace(config.parallel.world_size, connect, time.monotonic),
             groups,
-            PrefillRate({group.suffix: group.tokens_per_chunk for group in groups}, time.monotonic),
             time.monotonic,
             deadline_s=options.lookup_deadline_ms / 1000,
             disk_wait_s=options.disk_wait_ms / 1000,
