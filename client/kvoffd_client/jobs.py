@@ -52,28 +52,25 @@ class Job:
     keep_lease: bool = False
 
     @property
-    def key_bytes(self) -> int:
-        """Bytes of all its keys."""
-        return sum([len(one.keys) for one in self.groups])
-
-    @property
-    def frame_bytes(self) -> int:
-        """About what it takes in a frame."""
-        of_groups = [len(one.keys) + len(one.block_ids) + len(one.parents) + len(one.tokens) for one in self.groups]
-        return 32 + 32 * len(of_groups) + sum(of_groups)
-
-    @property
     def keys(self) -> list[m.GroupKeys]:
         return [m.GroupKeys(one.group, one.keys) for one in self.groups]
 
+    def size(self) -> tuple[int, int]:
+        """Bytes of its keys, and about what it takes in a frame."""
+        keys, others = 0, 32
+        for one in self.groups:
+            keys += len(one.keys)
+            others += len(one.block_ids) + len(one.parents) + len(one.tokens) + 32
+        return keys, keys + others
+
     def parts(self, key_bytes: int, blocks_per_key: int, limits: m.Limits, first_id: int) -> list[Job]:
-        """What a Submit has no room for as several jobs of consecutive ids; else the job alone, as it is.
+        """What is more than a Submit may have, or half a frame, as several jobs of consecutive ids; else the job alone.
 
         The lease ends with the last of them: the daemon has accepted the others by then, which hold their blocks.
         """
-        keys, most = self.key_bytes // key_bytes, limits.max_keys_per_request
-        if (frames := self.frame_bytes / (limits.max_frame_bytes / 2)) > 1:
-            most = min(most, max(1, int(keys / frames)))
+        of_keys, in_frame = self.size()
+        keys, frame_bytes = of_keys // key_bytes, limits.max_frame_bytes // 2
+        most = min(limits.max_keys_per_request, max(1, keys * frame_bytes // max(in_frame, frame_bytes)))
         if keys <= most:
             return [self]
         cut: list[list[GroupTransfer]] = [[]]

@@ -109,6 +109,7 @@ class WorkerClient(Session):
         self._next_part_id = FIRST_PART_ID
         self._results: list[m.JobResult] = []
         """Results that were not taken yet."""
+        self._topic = b""
         self._sequence = 0
         """All completions up to this number have arrived."""
         self._ahead: set[int] = set()
@@ -156,12 +157,13 @@ class WorkerClient(Session):
         with self._transport.lock as now:
             if len(ids) < len(jobs) or not ids.isdisjoint(self._jobs):
                 raise ValueError("A job of the same id is unfinished; use another id.")
-            if not self.ready or self._limits is None:
+            limits = self._limits
+            if not self.ready or limits is None:
                 self._refuse(jobs, ErrorCode.SESSION_ENDED)
-            else:
-                room = max(0, self._limits.max_jobs_in_flight - len(self._sent))
-                self._refuse(jobs[room:], ErrorCode.TOO_MANY)
-                self._send_jobs(jobs[:room], self._limits, now)
+                return
+            if refused := jobs[max(0, limits.max_jobs_in_flight - len(self._sent)) :]:
+                self._refuse(refused, ErrorCode.TOO_MANY)
+            self._send_jobs(jobs[: len(jobs) - len(refused)], limits, now)
 
     def take_results(self) -> list[m.JobResult]:
         """Results since the last call, those included that have arrived and were not read yet."""
@@ -213,36 +215,41 @@ class WorkerClient(Session):
         self._registration.close_exports()
 
     def _check(self, groups: Sequence[GroupTransfer]) -> None:
-        group_count = len(self._namespace.groups)
-        if len({item.group for item in groups}) < len(groups):
+        groups_known = len(self._namespace.groups)
+        if len(groups) > 1 and len({item.group for item in groups}) < len(groups):
             raise ValueError("A job names a group twice; put its keys into one GroupTransfer.")
         for item in groups:
             if not isinstance(item.keys, bytes) or not isinstance(item.block_ids, bytes):
                 raise TypeError("A GroupTransfer has bytes; GroupTransfer.of(keys, block_ids) makes it from lists.")
-            if not 0 <= item.group < group_count:
-                raise ValueError(f"The namespace has {group_count} groups; {item.group} is none of them.")
-            self._namespace.count_keys(item.keys)
+            if not 0 <= item.group < groups_known:
+                raise ValueError(f"The namespace has {groups_known} groups; {item.group} is none of them.")
+            if len(item.keys) % self._namespace.key_bytes:
+                raise ValueError(f"{len(item.keys)} bytes are not a whole number of the namespace's keys.")
             if len(item.block_ids) % m.BLOCK_ID_BYTES:
                 raise ValueError(f"{len(item.block_ids)} bytes are not a whole number of int32 block ids.")
 
     # --- jobs, with the lock held ----------------------------------------------------------------
 
     def _send_jobs(self, jobs: Sequence[Job], limits: m.Limits, now: float) -> None:
-        key_bytes, per_key = self._namespace.key_bytes, self._registration.blocks_per_key
+        most_keys = limits.max_keys_per_request * self._namespace.key_bytes
         batch: list[tuple[Job, int]] = []
         keys = nbytes = 0
         for job in jobs:
-            parts = job.parts(key_bytes, per_key, limits, self._next_part_id)
-            if len(parts) > 1:
+            of_keys, in_frame = job.size()
+            keys, nbytes = keys + of_keys, nbytes + in_frame
+            full = keys > most_keys or nbytes > limits.max_frame_bytes
+            if batch and (full or len(batch) == limits.max_jobs_per_message):
+                self._send_submit(batch, now)
+                batch, keys, nbytes = [], of_keys, in_frame
+            parts = [job]
+            if of_keys > most_keys or in_frame > limits.max_frame_bytes // 2:
+                sizes = self._namespace.key_bytes, self._registration.blocks_per_key
+                parts = job.parts(*sizes, limits, self._next_part_id)
                 self._next_part_id += len(parts)
             self._jobs[job.job_id] = Unfinished(job, now, len(parts))
-            for part in parts:
-                keys, nbytes = keys + part.key_bytes // key_bytes, nbytes + part.frame_bytes
-                full = len(batch) == limits.max_jobs_per_message or nbytes > limits.max_frame_bytes
-                if batch and (full or keys > limits.max_keys_per_request):
-                    self._send_submit(batch, now)
-                    batch, keys, nbytes = [], part.key_bytes // key_bytes, part.frame_bytes
-                batch.append((part, job.job_id))
+            batch.append((parts[-1], job.job_id))
+            for part in parts[:-1]:
+                self._send_submit([(part, job.job_id)], now)
         if batch:
             self._send_submit(batch, now)
 
@@ -301,7 +308,7 @@ class WorkerClient(Session):
     def _has_any(self, job_ids: Iterable[int], *, loads: bool = True) -> bool:
         """Whether one of the jobs has no result; without ``loads``, whether one of the stores among them has none."""
         jobs = self._jobs
-        return any(job_id in jobs and (loads or not jobs[job_id].job.lease_id is not None) for job_id in job_ids)
+        return any(job_id in jobs and (loads or jobs[job_id].job.lease_id is None) for job_id in job_ids)
 
     def _abandon_stores(self, job_ids: Iterable[int], now: float) -> None:
         """Where one of these stores runs, close the lifeline: the daemon commits none, and all fail here and now."""
@@ -388,7 +395,7 @@ class WorkerClient(Session):
 
     def on_publication(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
         """Take published completions. Those that do not decode count as dropped."""
-        if topic != session_topic(self._epoch, self._session_id):
+        if topic != self._topic:
             return
         try:
             self._complete(decode_completions(payload), now)
@@ -407,15 +414,13 @@ class WorkerClient(Session):
             self._ahead.remove(self._sequence)
         self._credit_bytes = batch.credit_bytes
         for result in batch.results:
-            if self._fit(result.failed) and self._fit(result.declined):
+            for named in (*result.failed, *result.declined):
+                if named.group >= len(self._namespace.groups) or len(named.keys) % self._namespace.key_bytes:
+                    # No keys of the namespace: whoever named them to the daemon again would fail.
+                    self._fail_sent({result.job_id} & self._sent.keys(), ErrorCode.INTERNAL, now)
+                    break
+            else:
                 self._on_result(result)
-            elif result.job_id in self._sent:
-                self._fail_sent([result.job_id], ErrorCode.INTERNAL, now)
-
-    def _fit(self, named: Iterable[m.GroupKeys]) -> bool:
-        """Whether these can be keys of the namespace."""
-        groups, size = len(self._namespace.groups), self._namespace.key_bytes
-        return all(one.group < groups and len(one.keys) % size == 0 for one in named)
 
     def _ask_for_results(self, now: float) -> None:
         if self._asking or self._phase is not Phase.READY:
@@ -450,7 +455,8 @@ class WorkerClient(Session):
     # --- what Session asks of a role --------------------------------------------------------------
 
     def _topics(self) -> Sequence[bytes]:
-        return [session_topic(self._epoch, self._session_id)]
+        self._topic = session_topic(self._epoch, self._session_id)
+        return [self._topic]
 
     def _role_ready(self, now: float) -> None:
         self._sequence = 0

@@ -698,7 +698,7 @@ def test_the_parts_of_a_job_are_the_job(seed: int) -> None:
         for field in ("keys", "parents", "tokens"):
             assert b"".join(getattr(some, field) for some in cut) == getattr(one, field)
     for part in parts:
-        assert part.key_bytes // 32 <= 10
+        assert part.size()[0] // 32 <= 10
         assert len(codec.encode(submit_of(1, b"r" * 16, 32, [part]))) <= max(limits.max_frame_bytes, 32 * 8)
 
 
