@@ -99,7 +99,7 @@ def read_stats(url: str, timeout_s: float = TIMEOUT_S) -> DaemonStats:
     except (URLError, OSError) as error:
         reason = getattr(error, "reason", error)
         why = getattr(reason, "strerror", None) or str(reason)
-    except (ValueError, HTTPException) as error:
+    except (ValueError, HTTPException, msgspec.MsgspecError) as error:
         why = str(error)
     raise DaemonUnavailable(f"No statistics of a kvoffd daemon at {base}: {why}.")
 

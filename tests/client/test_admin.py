@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvoffd_client import AdminClient, DaemonUnavailable, RequestRefused, RequestTimeout
+from kvoffd_client.admin_client import read_stats
 from kvoffd_client.errors import why_unreachable
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import admin as a
@@ -105,6 +106,29 @@ def test_who_answers_otherwise_is_named_at_once(tmp_path: Path, said: bytes, sen
         with AdminClient(tmp_path, 30.0) as admin, pytest.raises(DaemonUnavailable, match=sentence):
             admin.namespaces()
         assert time.monotonic() - began < 10.0
+        server.join()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"SSH-2.0-x\r\n", b"HTTP/1.1 200 OK\r\n\r\n<html>", b"HTTP/1.1 503 No\r\n\r\nThe loop does not answer.\n"],
+    ids=["nothing", "no HTTP", "a page", "a busy daemon"],
+)
+def test_statistics_of_what_is_no_daemon_are_one_sentence(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            there, _ = listener.accept()
+            with there:
+                there.recv(1000)
+                there.sendall(answer)
+
+        server = threading.Thread(target=serve)
+        server.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(DaemonUnavailable, match="No statistics of a kvoffd daemon at http:") as why:
+            read_stats(url)
+        assert ("The loop does not answer." in str(why.value)) == answer.startswith(b"HTTP/1.1 503")
         server.join()
 
 
