@@ -154,7 +154,7 @@ def test_a_quota_that_is_none_changes_nothing(shared_daemon: DaemonProcess, caps
 
 def test_a_reply_has_the_hundred_largest_namespaces_and_a_row_for_the_others() -> None:
     """Each costs the loop some time."""
-    names = [number.to_bytes(32, "big") for number in range(1, 113)]
+    names = [number.to_bytes(32, "little") for number in range(1, 113)]  # whose ids differ
     with DaemonProcess() as daemon, WireClient(daemon.directory) as last:
         for first in range(0, len(names), 16):
             with WireClient(daemon.directory) as client:
