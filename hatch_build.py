@@ -19,7 +19,10 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 SOURCES = [
     "kvoffd/cache/adopt.c",
     "kvoffd/cache/curve.c",
+    "kvoffd/cache/blocks.c",
     "kvoffd/cache/key_index.c",
+    "kvoffd/cache/lru.c",
+    "kvoffd/cache/recover.c",
     "kvoffd/cache/learned/blocks.c",
     "kvoffd/cache/learned/cells.c",
     "kvoffd/cache/learned/lifetimes.c",

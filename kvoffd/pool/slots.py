@@ -244,6 +244,15 @@ def pool_bytes_for(slot_bytes: int) -> int:
     return _LEAST_REGIONS << (slot_bytes - 1).bit_length()
 
 
+def shard_too_large(nbytes: int, region_bytes: int) -> ShardTooLarge:
+    """The error for a shard that no region could hold; it says which pool_size would do."""
+    slot_bytes = page_up(nbytes)
+    shard, region = format_size(nbytes), format_size(region_bytes)
+    larger = f"set pool_size to {exact_size(pool_bytes_for(slot_bytes))} or more, or "
+    what = f"{larger if slot_bytes <= _MAX_REGION_BYTES else ''}make blocks smaller"
+    return ShardTooLarge(f"A shard of {shard} is larger than the pool's regions, {region}: {what}.")
+
+
 class PoolSegment(NamedTuple):
     """Bytes [begin, end) of the pool, which lie on one NUMA node."""
 
@@ -328,10 +337,7 @@ class SlotAllocator(RegionSlots[_PoolRegion, int]):
         """
         slot_bytes = max(MIN_SLOT_BYTES, page_up(nbytes))
         if slot_bytes > self.region_bytes:
-            shard, region = format_size(nbytes), format_size(self.region_bytes)
-            larger = f"set pool_size to {exact_size(pool_bytes_for(slot_bytes))} or more, or "
-            what = f"{larger if slot_bytes <= _MAX_REGION_BYTES else ''}make blocks smaller"
-            raise ShardTooLarge(f"A shard of {shard} is larger than the pool's regions, {region}: {what}.")
+            raise shard_too_large(nbytes, self.region_bytes)
         return slot_bytes
 
     def take(self, slot_bytes: int, count: int, node: int | None = None) -> list[int]:

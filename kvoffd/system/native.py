@@ -47,6 +47,29 @@ class Native:
             self.index_remove = with_gil("index_remove", number, address, text, number, address)
             self.note_reasons = with_gil("note_reasons", None, address, address, number, text, number, number)
             self.count_reasons = with_gil("count_reasons", None, address, address, number, text, number, text, address)
+            self.recover_records = without_gil("recover_records", None, address, address, number, number)
+            self.recover_blocks = without_gil("recover_blocks", None, address)
+            some, slot = (address, number), ctypes.c_uint32
+            self.blocks_open = with_gil("blocks_open", ctypes.c_int, address, text)
+            self.blocks_close = with_gil("blocks_close", None, address)
+            self.blocks_find = with_gil("blocks_find", None, address, slot, text, number, number, address, address)
+            self.blocks_enter = with_gil("blocks_enter", number, address, *some, number, slot, text, number, slot, slot)
+            self.blocks_publish = with_gil(
+                "blocks_publish", number, address, address, *some, address, slot, address, number, address
+            )
+            self.blocks_set_checksum = with_gil("blocks_set_checksum", None, address, slot, number)
+            self.blocks_drop = with_gil("blocks_drop", number, address, *some)
+            self.blocks_written_now = with_gil("blocks_written_now", None, address, *some, address)
+            self.blocks_release = with_gil("blocks_release", number, address, *some, address, address)
+            self.blocks_pin = with_gil("blocks_pin", number, address, *some, ctypes.c_int32, address)
+            self.blocks_note = with_gil("blocks_note", None, address, *some, slot, text, number, number, number)
+            self.blocks_count = with_gil(
+                "blocks_count", None, address, *some, slot, text, number, number, text, address
+            )
+            self.lru_insert = with_gil("lru_insert", None, address, address, address, number)
+            self.lru_use = with_gil("lru_use", None, address, address, address, number)
+            self.lru_remove = with_gil("lru_remove", None, address, address, address, number)
+            self.lru_next = with_gil("lru_next", number, address, ctypes.c_uint32, address, number)
             self.curve_new = with_gil("curve_new", address, address, text)
             self.curve_free = with_gil("curve_free", None, address)
             self.curve_asked = with_gil(

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 import kvoffd
+from kvoffd.cache.block_table import _Blocks
 from kvoffd.cache.inherited import Grouping, Owner
 from kvoffd.cache.policies.learned import Known
+from kvoffd.cache.recovery import _Group, _Recovery
 from kvoffd.pool.records import Kind
 from kvoffd.pool.scan import Scanner
 from kvoffd.transfer.cuda.gpu_copy import STEPS_IN_FLIGHT, _GpuCopying
@@ -22,6 +24,9 @@ from tests.kit.cuda_abi import compiler
 
 ROOT = Path(kvoffd.__file__).parent
 STRUCTURES = {
+    "blocks": ("cache/blocks.h", _Blocks),
+    "group": ("cache/recover.c", _Group),
+    "recovery": ("cache/recover.c", _Recovery),
     "known": ("cache/learned/learned.h", Known),
     "grouping": ("cache/adopt.c", Grouping),
     "owner": ("cache/adopt.c", Owner),
@@ -82,7 +87,9 @@ def test_no_structure_is_left_out() -> None:
     }
     assert places == {
         *(
+            "cache/block_table.py",
             "cache/policies/learned.py",
+            "cache/recovery.py",
             "cache/inherited.py",
             "pool/records.py",
             "pool/scan.py",

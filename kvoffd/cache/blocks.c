@@ -1,0 +1,268 @@
+/* The blocks of the pool: what is known of each by the number of its first slot, and one hash table for all namespaces that
+ * finds it by the number of its group and its key. block_table.py owns the memory; the keys are in the slot table.
+ *
+ * The index: open addressing with linear probing. An entry is the upper half of a key's hash and, below it, the slot's
+ * number plus 1; 0 is an empty place. The place where a key belongs is the upper bits of its hash, so the entries are nearly
+ * in the order of their hashes, and a table of another size is made in one pass without reading a key.
+ *
+ * The order of writes to a record matters, since the process may be killed between any two: pool/slot_table.py has it. The
+ * compiler must keep to it, hence the fences; the CPU does as far as another process can see.
+ */
+#include "blocks.h"
+
+#include <stdatomic.h>
+
+enum { FEWEST_BITS = 10, TOGETHER = 32 };
+static const uint32_t NONE = UINT32_MAX;
+
+#define WRITE(record, type, field, given) ({ type value_ = (given); memcpy((record) + (field), &value_, sizeof value_); })
+
+static void set_record(uint8_t *record, uint64_t state)
+{
+    atomic_signal_fence(memory_order_seq_cst);
+    __atomic_store_n((uint64_t *)record, state, __ATOMIC_RELEASE); /* one aligned store */
+    atomic_signal_fence(memory_order_seq_cst);
+}
+
+/* Completes a table whose first fields are set; returns whether there was the memory. */
+int kvoffd_blocks_open(struct blocks *x, const uint64_t seed[2])
+{
+    x->bits = FEWEST_BITS;
+    memcpy(x->seed, seed, sizeof x->seed);
+    for (uint32_t byte = 0; byte < 256; byte++) {
+        uint32_t crc = byte;
+        for (int bit = 0; bit < 8; bit++)
+            crc = crc >> 1 ^ (0xEDB88320 & -(crc & 1));
+        x->crc[0][byte] = crc;
+    }
+    for (int zeros = 1; zeros < 8; zeros++)
+        for (int byte = 0; byte < 256; byte++)
+            x->crc[zeros][byte] = x->crc[zeros - 1][byte] >> 8 ^ x->crc[0][x->crc[zeros - 1][byte] & 255];
+    x->entries = calloc(places(x), sizeof *x->entries);
+    return x->entries != NULL;
+}
+
+void kvoffd_blocks_close(struct blocks *x)
+{
+    free(x->entries);
+    x->entries = NULL;
+}
+
+/* Writes the block of each of `count` keys, which lie end to end, NONE for those that are not there; and its state. */
+void kvoffd_blocks_find(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+                        uint8_t *states, uint32_t *blocks)
+{
+    uint64_t hashed[TOGETHER];
+
+    for (uint64_t begin = 0; begin < count; begin += TOGETHER) {
+        uint64_t together = count - begin < TOGETHER ? count - begin : TOGETHER;
+        for (uint64_t i = 0; i < together; i++) {
+            hashed[i] = hash(x, group, keys + (begin + i) * key_bytes, key_bytes);
+            __builtin_prefetch(&x->entries[home(x, hashed[i])]);
+        }
+        for (uint64_t i = 0; i < together; i++) {
+            uint64_t entry = x->entries[home(x, hashed[i])];
+            if (!entry)
+                continue;
+            __builtin_prefetch(key_of(x, slot_of(entry)));
+            __builtin_prefetch(&x->group[slot_of(entry)]);
+            __builtin_prefetch(&x->state[slot_of(entry)]);
+        }
+        for (uint64_t i = 0; i < together; i++) {
+            const uint8_t *key = keys + (begin + i) * key_bytes;
+            uint64_t entry = x->entries[find(x, hashed[i], group, key, key_bytes)];
+            blocks[begin + i] = entry ? slot_of(entry) : NONE;
+            states[begin + i] = entry ? x->state[slot_of(entry)] : FREE;
+        }
+    }
+}
+
+/* Makes blocks of free slots, [count][ranks], for keys none of which is there: their records name the namespace and its
+ * group, and all their shards are still to be written. Returns how many: fewer where a key is there, or no memory. */
+uint64_t kvoffd_blocks_enter(struct blocks *x, const uint32_t *slots, uint64_t count, uint64_t ranks, uint32_t group,
+                             const uint8_t *keys, uint64_t key_bytes, uint32_t namespace, uint32_t group_in_it)
+{
+    for (uint64_t i = 0; i < count; i++) {
+        const uint8_t *key = keys + i * key_bytes;
+        const uint32_t *of_block = slots + i * ranks;
+        uint64_t hashed = hash(x, group, key, key_bytes), place;
+        if (!make_room(x) || x->entries[place = find(x, hashed, group, key, key_bytes)])
+            return i;
+        for (uint64_t rank = 0; rank < ranks; rank++) {
+            uint32_t slot = of_block[rank];
+            uint8_t *record = record_of(x, slot);
+            if (READ(record, uint64_t, 0) != FREE_RECORD || x->state[slot] != FREE || x->pins[slot])
+                return i;
+            WRITE(record, uint32_t, NAMESPACE, namespace);
+            WRITE(record, uint16_t, GROUP, group_in_it);
+            WRITE(record, uint16_t, RANK, rank);
+            record[KEY_BYTES] = key_bytes;
+            memcpy(record + KEY, key, key_bytes);
+            x->group[slot] = group;
+            x->next[slot] = of_block[rank + 1 < ranks ? rank + 1 : 0];
+            x->shard[slot] = RESERVED;
+            x->state[slot] = rank ? NOT_FIRST : WRITING;
+        }
+        x->missing[of_block[0]] = ranks;
+        x->entries[place] = entry_of(hashed, of_block[0]);
+        x->used++;
+    }
+    return count;
+}
+
+/* Seals a record: all behind its state is written. */
+static void seal(const struct blocks *x, uint8_t *record)
+{
+    atomic_signal_fence(memory_order_seq_cst);
+    WRITE(record, uint32_t, CRC, crc_of(x, record));
+}
+
+/* Notes that shards of `length` bytes are whole, from the last one to the first, with rising generations; the blocks are
+ * WRITING. Writes the blocks that lack no shard now, in the order in which they were noted, and returns how many. */
+uint64_t kvoffd_blocks_publish(struct blocks *x, const uint32_t *blocks, const uint32_t *slots, uint64_t count,
+                               const uint16_t *first_blocks, uint32_t length, const uint64_t *checksums,
+                               uint64_t generation, uint32_t *ready)
+{
+    uint64_t found = 0;
+
+    while (count--) {
+        uint8_t *record = record_of(x, slots[count]);
+        WRITE(record, uint64_t, GENERATION, ++generation);
+        WRITE(record, uint16_t, FIRST_BLOCK, first_blocks[count]);
+        WRITE(record, uint32_t, LENGTH, length);
+        WRITE(record, uint64_t, CHECKSUM, checksums[count]);
+        seal(x, record);
+        set_record(record, READY_RECORD);
+        x->shard[slots[count]] = WRITTEN | (checksums[count] ? 0 : UNVERIFIED);
+        if (!--x->missing[blocks[count]]) {
+            x->state[blocks[count]] = READY;
+            ready[found++] = blocks[count];
+        }
+    }
+    return found;
+}
+
+/* Enters the checksum of a shard that was published without one. Killed meanwhile, the record is not believed. */
+void kvoffd_blocks_set_checksum(const struct blocks *x, uint32_t slot, uint64_t checksum)
+{
+    uint8_t *record = record_of(x, slot);
+
+    WRITE(record, uint64_t, CHECKSUM, checksum);
+    seal(x, record);
+}
+
+/* Takes blocks out of the index. They are DROPPED then, and no successor brings them back. Returns how many: fewer where
+ * one is not there. */
+uint64_t kvoffd_blocks_drop(struct blocks *x, const uint32_t *blocks, uint64_t count)
+{
+    for (uint64_t i = 0; i < count; i++) {
+        uint64_t place = place_of(x, blocks[i]);
+        uint32_t at = blocks[i];
+        if (!x->entries[place] || slot_of(x->entries[place]) != blocks[i])
+            return i;
+        remove_at(x, place);
+        x->state[blocks[i]] = DROPPED;
+        do {
+            set_record(record_of(x, at), FREE_RECORD);
+            at = x->next[at];
+        } while (at != blocks[i]);
+    }
+    return count;
+}
+
+/* Whether a store writes a shard of the block. */
+static int is_written(const struct blocks *x, uint32_t block)
+{
+    uint32_t at = block;
+
+    do {
+        if ((x->shard[at] & SHARD_STATE) == WRITING_SHARD)
+            return 1;
+        at = x->next[at];
+    } while (at != block);
+    return 0;
+}
+
+/* Says of each block whether a store writes a shard of it. */
+void kvoffd_blocks_written_now(const struct blocks *x, const uint32_t *blocks, uint64_t count, uint8_t *answers)
+{
+    for (uint64_t i = 0; i < count; i++)
+        answers[i] = is_written(x, blocks[i]);
+}
+
+/* Ends DROPPED blocks that nothing holds. Writes those that are ended, and their slots, [blocks][ranks]; of these the ones
+ * that are CORRUPT stay marked so. Counts the UNVERIFIED ones. Returns how many blocks were ended. */
+uint64_t kvoffd_blocks_release(struct blocks *x, const uint32_t *blocks, uint64_t count, uint32_t *slots,
+                               uint64_t *unverified)
+{
+    uint64_t found = 0;
+
+    for (uint64_t i = 0; i < count; i++) {
+        uint32_t at = blocks[i];
+        if (x->state[at] != DROPPED || x->pins[at] || is_written(x, at))
+            continue;
+        do {
+            uint32_t next = x->next[at];
+            *slots++ = at;
+            *unverified += (x->shard[at] & UNVERIFIED) != 0;
+            if (x->shard[at] & CORRUPT)
+                set_record(record_of(x, at), BAD_RECORD);
+            x->state[at] = x->shard[at] & CORRUPT ? NOT_FIRST : FREE;
+            x->shard[at] &= CORRUPT;
+            at = next;
+        } while (at != blocks[i]);
+        found++;
+    }
+    return found;
+}
+
+/* Adds `by`, 1 or -1, to the pins of blocks, which may come more than once; writes those that had none, or have none, and
+ * returns how many these are. */
+uint64_t kvoffd_blocks_pin(struct blocks *x, const uint32_t *blocks, uint64_t count, int32_t by, uint32_t *changed)
+{
+    uint64_t found = 0;
+
+    for (uint64_t i = 0; i < count; i++) {
+        uint32_t before = x->pins[blocks[i]];
+        x->pins[blocks[i]] = before + by;
+        if (!before || !x->pins[blocks[i]])
+            changed[found++] = blocks[i];
+    }
+    return found;
+}
+
+
+/* A table of the reasons for which keys left has words of all but the last four bits of a key's hash, and a reason. What
+ * falls on the same place replaces what was there. */
+static const uint64_t REASON = 15;
+
+/* Notes in a table of `words`, a power of two, why each of `count` keys left, 1 to 15. */
+void kvoffd_blocks_note(const struct blocks *x, uint64_t *table, uint64_t words, uint32_t group, const uint8_t *keys,
+                        uint64_t count, uint64_t key_bytes, uint64_t reason)
+{
+    for (uint64_t i = 0; i < count; i++) {
+        uint64_t hashed = hash(x, group, keys + i * key_bytes, key_bytes);
+        table[hashed & (words - 1)] = (hashed & ~REASON) | reason;
+    }
+}
+
+/* Adds to `counts`, by reason, the keys whose state is 0; those of which nothing is noted to the first. */
+void kvoffd_blocks_count(const struct blocks *x, const uint64_t *table, uint64_t words, uint32_t group,
+                         const uint8_t *keys, uint64_t count, uint64_t key_bytes, const uint8_t *states,
+                         uint64_t counts[16])
+{
+    uint64_t hashed[TOGETHER];
+
+    for (uint64_t begin = 0; begin < count; begin += TOGETHER) {
+        uint64_t together = count - begin < TOGETHER ? count - begin : TOGETHER;
+        for (uint64_t i = 0; i < together; i++) {
+            hashed[i] = hash(x, group, keys + (begin + i) * key_bytes, key_bytes);
+            __builtin_prefetch(&table[hashed[i] & (words - 1)]);
+        }
+        for (uint64_t i = 0; i < together; i++) {
+            uint64_t there = table[hashed[i] & (words - 1)];
+            if (!states[begin + i])
+                counts[(there ^ hashed[i]) & ~REASON ? 0 : there & REASON]++;
+        }
+    }
+}

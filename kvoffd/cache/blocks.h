@@ -1,0 +1,149 @@
+/* What is known of the pool's blocks by slot, and the index that finds them by key: see blocks.c. Here is what recover.c
+ * needs of it too. The layout of a record is that of pool/slot_table.py; the states are those of block_table.py.
+ */
+#ifndef KVOFFD_BLOCKS_H
+#define KVOFFD_BLOCKS_H
+
+#include "../system/key_hash.h"
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { RECORD = 128, KEY = 32, MOST_RANKS = 64 };
+enum { GENERATION = 8, NAMESPACE = 16, GROUP = 20, RANK = 22, FIRST_BLOCK = 24, KEY_BYTES = 26, LENGTH = 28 };
+enum { CHECKSUM = 96, CRC = 104 };
+enum { FREE_RECORD = 0 };
+static const uint64_t READY_RECORD = 0x215944414552766B; /* "kvREADY!" */
+static const uint64_t BAD_RECORD = 0x2121444142766B21; /* "!kvBAD!!" */
+enum { FREE, WRITING, READY, DROPPED = 16, NOT_FIRST }; /* of a block, and of a slot that is not a block's first */
+enum { RESERVED, WRITING_SHARD, WRITTEN, SHARD_STATE, UNVERIFIED = 4, CORRUPT = 8 }; /* of a shard */
+
+#define READ(record, type, field) ({ type value_; memcpy(&value_, (record) + (field), sizeof value_); value_; })
+
+/* BlockTable of block_table.py has the same first fields. */
+struct blocks {
+    uint8_t *records; /* the slot table's */
+    uint8_t *state, *shard;
+    uint32_t *pins;
+    uint8_t *missing;
+    uint32_t *group, *next;
+    uint64_t *entries; /* of the index */
+    uint64_t used;
+    uint32_t bits; /* of a hash that say where a key belongs */
+    uint64_t seed[2]; /* so that nobody can choose keys that fall together */
+    uint32_t crc[8][256]; /* what a byte, and so many zeros behind it, make of a CRC-32 */
+};
+
+static inline uint64_t places(const struct blocks *x)
+{
+    return 1ULL << x->bits;
+}
+
+static inline uint64_t home(const struct blocks *x, uint64_t entry)
+{
+    return entry >> (64 - x->bits);
+}
+
+static inline uint32_t slot_of(uint64_t entry)
+{
+    return (uint32_t)entry - 1;
+}
+
+static inline uint8_t *record_of(const struct blocks *x, uint32_t slot)
+{
+    return x->records + (uint64_t)slot * RECORD;
+}
+
+static inline const uint8_t *key_of(const struct blocks *x, uint32_t slot)
+{
+    return record_of(x, slot) + KEY;
+}
+
+static inline uint64_t hash(const struct blocks *x, uint32_t group, const uint8_t *key, uint64_t key_bytes)
+{
+    return key_hash(x->seed[0] ^ ((uint64_t)group << 32), x->seed[1], key, key_bytes);
+}
+
+static inline uint64_t entry_of(uint64_t hashed, uint32_t slot)
+{
+    return (hashed >> 32 << 32) | (slot + 1ULL);
+}
+
+/* The place of the key's entry, or the empty one where it belongs. */
+static inline uint64_t find(const struct blocks *x, uint64_t hashed, uint32_t group, const uint8_t *key,
+                            uint64_t key_bytes)
+{
+    for (uint64_t place = home(x, hashed);; place = (place + 1) & (places(x) - 1)) {
+        uint64_t entry = x->entries[place];
+        if (!entry)
+            return place;
+        if (entry >> 32 == hashed >> 32 && x->group[slot_of(entry)] == group &&
+            !memcmp(key_of(x, slot_of(entry)), key, key_bytes))
+            return place;
+    }
+}
+
+/* The place of a block's entry, or an empty one where it has none. */
+static inline uint64_t place_of(const struct blocks *x, uint32_t block)
+{
+    const uint8_t *record = record_of(x, block);
+    uint64_t key_bytes = record[KEY_BYTES];
+
+    return find(x, hash(x, x->group[block], record + KEY, key_bytes), x->group[block], record + KEY, key_bytes);
+}
+
+/* Makes the table twice as large if it is nearly full; returns whether there is room for one more. */
+static inline int make_room(struct blocks *x)
+{
+    struct blocks old = *x;
+
+    if (4 * (x->used + 1) <= 3 * places(x))
+        return 1;
+    uint64_t *entries = calloc(2 * places(x), sizeof *entries);
+    if (!entries)
+        return 0;
+    x->entries = entries;
+    x->bits++;
+    for (uint64_t place = 0; place < places(&old); place++) {
+        uint64_t entry = old.entries[place], at;
+        if (!entry)
+            continue;
+        for (at = home(x, entry); entries[at]; at = (at + 1) & (places(x) - 1))
+            ;
+        entries[at] = entry;
+    }
+    free(old.entries);
+    return 1;
+}
+
+/* Empties a place; what follows moves up. */
+static inline void remove_at(struct blocks *x, uint64_t hole)
+{
+    uint64_t mask = places(x) - 1;
+
+    for (uint64_t place = (hole + 1) & mask; x->entries[place]; place = (place + 1) & mask)
+        /* It may move up to the hole if its home is not behind the hole. */
+        if (((place - home(x, x->entries[place])) & mask) >= ((place - hole) & mask)) {
+            x->entries[hole] = x->entries[place];
+            hole = place;
+        }
+    x->entries[hole] = 0;
+    x->used--;
+}
+
+/* zlib's CRC-32 of what a record's own is of. */
+static inline uint32_t crc_of(const struct blocks *x, const uint8_t *record)
+{
+    uint32_t crc = 0xFFFFFFFF;
+
+    for (int field = GENERATION; field < CRC; field += 8) {
+        uint64_t word = READ(record, uint64_t, field) ^ crc;
+        crc = x->crc[7][word & 255] ^ x->crc[6][word >> 8 & 255] ^ x->crc[5][word >> 16 & 255] ^
+              x->crc[4][word >> 24 & 255] ^ x->crc[3][word >> 32 & 255] ^ x->crc[2][word >> 40 & 255] ^
+              x->crc[1][word >> 48 & 255] ^ x->crc[0][word >> 56];
+    }
+    return ~crc;
+}
+
+#endif

@@ -1,0 +1,117 @@
+"""What an eviction policy over numbered blocks does, and the simplest one: least recently used goes first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffd.cache.block_table import BlockIds
+from kvoffd.cache.namespace import Namespace
+from kvoffd.system.native import native
+
+REJECTED = -1.0
+"""Score of a key that is not to be stored, whatever space there is."""
+BATCH = 128
+"""Candidates that are given at once."""
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """One group of a namespace, between two resets."""
+
+    number: int
+    namespace: Namespace
+    group: int
+    key_bytes: int
+    lengths: list[int]
+    """Bytes of the shard by rank."""
+    sizes: list[int]
+    """Bytes of the slot by rank; all ranks have registered."""
+    dead: bool = False
+    """The namespace was reset: its blocks are swept out."""
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(self.sizes)
+
+
+class Chain(NamedTuple):
+    """What a request asked for of one group."""
+
+    group: Group
+    keys: bytes
+    """End to end, root of the prefix first."""
+    ready: BlockIds
+    """Those of its blocks that it found READY and that still are, in that order."""
+
+
+class Policy(Protocol):
+    """Knows requests, and the READY blocks in the order in which they should go; nothing of pins, slots or sizes."""
+
+    def requested(self, chains: Sequence[Chain]) -> None:
+        """Note a request. A chain's tail becomes older than its root."""
+
+    def insert(self, group: Group, blocks: BlockIds) -> None:
+        """Add blocks that became READY, the least recently used first: a chain's tail before its root."""
+
+    def remove(self, group: Group, blocks: BlockIds) -> None:
+        """Remove blocks. Their keys are still in the slot table."""
+
+    def candidates(self, below: float = inf) -> Iterator[BlockIds]:
+        """Blocks whose score is lower, next to evict first, some at a time. Any change of the policy ends it."""
+
+    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> npt.NDArray[np.float64]:
+        """The score of each key that a store offers and that has no block: only blocks with a lower one give way to it.
+
+        ``starts``: where the keys of each chain begin, the first at 0.
+        """
+
+    def rejected(self, group: Group, keys: bytes) -> None:
+        """Offered keys were not worth the blocks that would have had to go."""
+
+
+class Lru:
+    """A use makes blocks the newest, a chain's tail before its root. 8 bytes a slot.
+
+    Args:
+        slots: slot numbers that there are.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._native = native()
+        self._older, self._newer = (np.zeros(slots + 1, np.uint32) for _ in range(2))
+        self._links = self._older.ctypes.data, self._newer.ctypes.data
+
+    def requested(self, chains: Sequence[Chain]) -> None:
+        for chain in chains:
+            blocks = np.ascontiguousarray(chain.ready)
+            self._native.lru_use(*self._links, blocks.ctypes.data, len(blocks))
+
+    def insert(self, group: Group, blocks: BlockIds) -> None:
+        blocks = np.ascontiguousarray(blocks)
+        self._native.lru_insert(*self._links, blocks.ctypes.data, len(blocks))
+
+    def remove(self, group: Group, blocks: BlockIds) -> None:
+        blocks = np.ascontiguousarray(blocks)
+        self._native.lru_remove(*self._links, blocks.ctypes.data, len(blocks))
+
+    def candidates(self, below: float = inf) -> Iterator[BlockIds]:
+        after = 0
+        while True:
+            batch = np.empty(BATCH, np.uint32)
+            found = self._native.lru_next(self._links[1], after, batch.ctypes.data, BATCH)
+            if not found:
+                return
+            yield batch[:found]
+            after = int(batch[found - 1]) + 1
+
+    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> npt.NDArray[np.float64]:
+        return np.full(len(keys) // group.key_bytes, inf)
+
+    def rejected(self, group: Group, keys: bytes) -> None:
+        raise AssertionError("nothing is rejected")

@@ -1,0 +1,219 @@
+/* Recovers the blocks of an earlier daemon: one pass over the records of its slot table. recovery.py calls it and owns all
+ * memory; pool/slot_table.py has the layout of a record.
+ */
+#include "blocks.h"
+
+enum { PAGE = 4096, LEAST_SLOT = 8192, RECORDS_TOGETHER = 4 };
+static const uint64_t MOST_GENERATION = ((uint64_t)1 << 62) - 1; /* others can follow */
+
+/* What is known of one group of one namespace: Group of recovery.py. */
+struct group {
+    uint32_t number; /* in the index */
+    uint32_t lengths_at; /* in `lengths`, of rank 0 */
+    uint16_t ranks;
+    uint8_t key_bytes;
+};
+
+/* Recovery of recovery.py. The last five arrays have room for as many slots as there are. */
+struct recovery {
+    uint64_t pool_bytes, region_bytes, slots_per_region, regions, namespaces;
+    const uint64_t *slot_bytes; /* [regions] */
+    const uint32_t *namespace_numbers; /* [namespaces] ascending */
+    const uint32_t *first_groups; /* [namespaces + 1] in `groups` */
+    const struct group *groups;
+    const uint32_t *lengths; /* bytes of a shard; 0 of a rank that did not register */
+    struct blocks *blocks;
+    uint32_t *heads; /* of blocks, whole or not; then of those that are whole */
+    uint64_t *generations; /* of the latter */
+    uint32_t *discarded, *bad, *used; /* records to strike out; slots in quarantine; slots of whole blocks */
+    uint64_t heads_found, discarded_found, bad_found, used_found;
+};
+
+/* zlib's CRC-32 of the records' 12 words: of several at once, as each step waits for the one before. */
+static void crcs_of(const struct blocks *x, const uint8_t *records, uint32_t crcs[RECORDS_TOGETHER])
+{
+    for (int i = 0; i < RECORDS_TOGETHER; i++)
+        crcs[i] = 0xFFFFFFFF;
+    for (int field = GENERATION; field < CRC; field += 8)
+        for (int i = 0; i < RECORDS_TOGETHER; i++) {
+            uint64_t word = READ(records + i * RECORD, uint64_t, field) ^ crcs[i];
+            crcs[i] = x->crc[7][word & 255] ^ x->crc[6][word >> 8 & 255] ^ x->crc[5][word >> 16 & 255] ^
+                      x->crc[4][word >> 24 & 255] ^ x->crc[3][word >> 32 & 255] ^ x->crc[2][word >> 40 & 255] ^
+                      x->crc[1][word >> 48 & 255] ^ x->crc[0][word >> 56];
+        }
+    for (int i = 0; i < RECORDS_TOGETHER; i++)
+        crcs[i] = ~crcs[i];
+}
+
+/* The size of the slot as its region has it; 0 where there is no such slot. */
+static uint64_t size_of(const struct recovery *r, uint64_t slot)
+{
+    uint64_t region = slot / r->slots_per_region, index = slot % r->slots_per_region, base = region * r->region_bytes;
+
+    if (region >= r->regions)
+        return 0;
+    uint64_t size = r->slot_bytes[region], left = r->pool_bytes - base;
+    uint64_t nbytes = left < r->region_bytes ? left : r->region_bytes;
+    return size >= LEAST_SLOT && size <= nbytes && size % PAGE == 0 && index < nbytes / size ? size : 0;
+}
+
+static const struct group *group_of(const struct recovery *r, const uint8_t *record)
+{
+    uint32_t number = READ(record, uint32_t, NAMESPACE), low = 0, high = r->namespaces;
+
+    while (low < high) {
+        uint32_t middle = (low + high) / 2;
+        if (r->namespace_numbers[middle] < number)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    if (low == r->namespaces || r->namespace_numbers[low] != number)
+        return NULL;
+    uint64_t group = r->first_groups[low] + READ(record, uint16_t, GROUP);
+    return group < r->first_groups[low + 1] ? &r->groups[group] : NULL;
+}
+
+static uint64_t generation_of(const struct blocks *x, uint32_t slot)
+{
+    return READ(record_of(x, slot), uint64_t, GENERATION);
+}
+
+static uint32_t rank_of(const struct blocks *x, uint32_t slot)
+{
+    return READ(record_of(x, slot), uint16_t, RANK);
+}
+
+/* Takes a record up if it is whole and agrees with its region and its namespace; returns whether. */
+static int take(struct recovery *r, const uint8_t *record, uint32_t slot, uint32_t crc)
+{
+    struct blocks *x = r->blocks;
+    const struct group *group;
+    uint64_t size = size_of(r, slot), length = READ(record, uint32_t, LENGTH);
+    uint32_t rank = READ(record, uint16_t, RANK);
+
+    if (READ(record, uint64_t, 0) != READY_RECORD || READ(record, uint32_t, CRC) != crc || !size)
+        return 0;
+    if (READ(record, uint64_t, GENERATION) > MOST_GENERATION || !READ(record, uint64_t, CHECKSUM) ||
+        !(group = group_of(r, record)) || rank >= group->ranks || record[KEY_BYTES] != group->key_bytes)
+        return 0;
+    uint64_t pages = (length + PAGE - 1) / PAGE * PAGE;
+    if (!length || length != r->lengths[group->lengths_at + rank] || size != (pages < LEAST_SLOT ? LEAST_SLOT : pages))
+        return 0;
+    const uint8_t *key = record + KEY;
+    if (!make_room(x))
+        return 0;
+    uint64_t hashed = hash(x, group->number, key, group->key_bytes);
+    uint64_t place = find(x, hashed, group->number, key, group->key_bytes);
+    x->group[slot] = group->number;
+    x->state[slot] = NOT_FIRST;
+    if (!x->entries[place]) {
+        x->entries[place] = entry_of(hashed, slot);
+        x->used++;
+        x->next[slot] = slot;
+        x->missing[slot] = group->ranks;
+        r->heads[r->heads_found++] = slot;
+        return 1;
+    }
+    uint32_t head = slot_of(x->entries[place]), before = head;
+    do { /* a rank that is there twice keeps what is newer; one slot takes the other's place in the ring */
+        uint32_t there = x->next[before];
+        if (rank_of(x, there) == rank) {
+            if (generation_of(x, there) > READ(record, uint64_t, GENERATION))
+                return 0;
+            x->next[slot] = there == before ? slot : x->next[there];
+            if (there != before)
+                x->next[before] = slot;
+            if (there == head) {
+                x->entries[place] = entry_of(hashed, slot);
+                x->missing[slot] = x->missing[there];
+                r->heads[r->heads_found++] = slot;
+            }
+            x->state[there] = 0;
+            r->discarded[r->discarded_found++] = there;
+            return 1;
+        }
+        before = there;
+    } while (before != head);
+    x->next[slot] = x->next[head];
+    x->next[head] = slot;
+    return 1;
+}
+
+/* Has the place where a record's key belongs brought near. */
+static void prefetch(const struct recovery *r, const uint8_t *record)
+{
+    const struct group *group = group_of(r, record);
+
+    if (group && record[KEY_BYTES] == group->key_bytes)
+        __builtin_prefetch(&r->blocks->entries[home(r->blocks, hash(r->blocks, group->number, record + KEY, group->key_bytes))]);
+}
+
+/* Judges `count` records, the first of which is of slot `first`. */
+void kvoffd_recover_records(struct recovery *r, const uint8_t *records, uint64_t count, uint64_t first)
+{
+    struct blocks *x = r->blocks;
+    uint32_t crcs[RECORDS_TOGETHER];
+
+    for (uint64_t i = 0; i < count; i++) {
+        const uint8_t *record = records + i * RECORD;
+        uint64_t state = READ(record, uint64_t, 0);
+        if (i % RECORDS_TOGETHER == 0) {
+            crcs_of(r->blocks, record, crcs);
+            if (i + RECORDS_TOGETHER < count)
+                for (int ahead = RECORDS_TOGETHER; ahead < 2 * RECORDS_TOGETHER; ahead++)
+                    prefetch(r, record + ahead * RECORD);
+        }
+        if (state == BAD_RECORD && size_of(r, first + i)) {
+            r->bad[r->bad_found++] = first + i;
+        } else if (state && !take(r, record, first + i, crcs[i % RECORDS_TOGETHER])) {
+            x->state[first + i] = 0;
+            r->discarded[r->discarded_found++] = first + i;
+        }
+    }
+}
+
+/* Makes blocks of what was taken: a block that has all ranks is known by the slot of rank 0; others are discarded. */
+void kvoffd_recover_blocks(struct recovery *r)
+{
+    struct blocks *x = r->blocks;
+    uint64_t whole = 0;
+
+    for (uint64_t i = 0; i < r->heads_found; i++) {
+        uint32_t head = r->heads[i], slots[MOST_RANKS], at = head, found = 0;
+        uint32_t ranks = x->missing[head];
+        uint64_t newest = 0;
+        if (x->state[head] != NOT_FIRST || !ranks)
+            continue; /* another slot took its place, or it is done */
+        do {
+            slots[rank_of(x, at)] = at;
+            if (generation_of(x, at) > newest)
+                newest = generation_of(x, at);
+            found++;
+            at = x->next[at];
+        } while (at != head);
+        x->missing[head] = 0;
+        if (found < ranks) {
+            remove_at(x, place_of(x, head));
+            for (at = head; found; found--) {
+                x->state[at] = 0;
+                r->discarded[r->discarded_found++] = at;
+                at = x->next[at];
+            }
+            continue;
+        }
+        for (uint32_t rank = 0; rank < ranks; rank++) {
+            x->next[slots[rank]] = slots[rank + 1 < ranks ? rank + 1 : 0];
+            x->shard[slots[rank]] = WRITTEN | UNVERIFIED;
+            r->used[r->used_found++] = slots[rank];
+        }
+        if (slots[0] != head) {
+            uint64_t *entry = &x->entries[place_of(x, head)];
+            *entry = entry_of(*entry, slots[0]);
+        }
+        x->state[slots[0]] = READY;
+        r->heads[whole] = slots[0];
+        r->generations[whole++] = newest;
+    }
+    r->heads_found = whole;
+}

@@ -1,0 +1,156 @@
+"""Recovers the blocks of an earlier daemon from the slot table, in one pass: ``recover.c`` judges the records.
+
+A record counts when it is READY, its CRC is right, it has a checksum, and it agrees with its region and with its
+namespace as that is known. A block counts when all its ranks do. Everything else is struck out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvoffd.cache.block_table import CORRUPT, NOT_FIRST, BlockIds, BlockTable
+from kvoffd.pool.allocator import SlotAllocator, SlotIds
+from kvoffd.pool.slot_table import FREE_RECORD, RECORD_BYTES, SlotTable
+from kvoffd.system.native import native
+
+_BATCH_BYTES = 4 << 20
+MAX_RANKS = 64
+
+
+class GroupGeometry(NamedTuple):
+    """One group of a namespace, as it must be for its blocks to be believed."""
+
+    number: int
+    """In the index; no two groups of this daemon have the same."""
+    key_bytes: int
+    shard_bytes: Sequence[int]
+    """By rank; 0 for one that did not register."""
+
+
+class RecoveredBlocks(NamedTuple):
+    blocks: BlockIds
+    """READY, the one that was used least recently first."""
+    discarded: int
+    """Records that were struck out: their slots were being written, or they are torn, or contradict what is known."""
+    quarantined: SlotIds
+
+
+class _Group(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_uint32) for name in ("number", "lengths_at")),
+        ("ranks", ctypes.c_uint16),
+        ("key_bytes", ctypes.c_uint8),
+    )
+
+
+class _Recovery(ctypes.Structure):
+    """``struct recovery`` of recover.c."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_uint64)
+            for name in ("pool_bytes", "region_bytes", "slots_per_region", "regions", "namespaces")
+        ),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                *("slot_bytes", "namespace_numbers", "first_groups", "groups", "lengths", "blocks"),
+                *("heads", "generations", "discarded", "bad", "used"),
+            )
+        ),
+        *((name, ctypes.c_uint64) for name in ("heads_found", "discarded_found", "bad_found", "used_found")),
+    )
+
+
+def recover(
+    fd: int,
+    table: SlotTable,
+    slots: SlotAllocator,
+    blocks: BlockTable,
+    namespaces: Mapping[int, Sequence[GroupGeometry]],
+) -> RecoveredBlocks:
+    """Enter what an earlier daemon left whole into an empty BlockTable and SlotAllocator, and strike out the rest.
+
+    The file's data is read and never its holes, which reading through a mapping would fill. A process that is killed
+    anywhere in this leaves a table from which the next one recovers the same.
+
+    Args:
+        fd: the file that begins with the table.
+        namespaces: by their numbers, the groups of those that are known.
+    """
+    geometry, count = table.geometry, table.geometry.slots
+    numbers = sorted(number for number, groups in namespaces.items() if _believed(groups))
+    groups = [group for number in numbers for group in namespaces[number]]
+    lengths_at = np.cumsum([0, *(len(group.shard_bytes) for group in groups)])
+    native_groups = (_Group * max(1, len(groups)))(
+        *(
+            _Group(group.number, int(at), len(group.shard_bytes), group.key_bytes)
+            for group, at in zip(groups, lengths_at, strict=False)
+        )
+    )
+    first_groups = np.cumsum([0, *(len(namespaces[number]) for number in numbers)], dtype=np.uint32)
+    lengths = np.array([size for group in groups for size in group.shard_bytes] or [0], np.uint32)
+    # As much as there can be; what is not written is not in memory.
+    heads, discarded, bad, used = (np.empty(count, np.uint32) for _ in range(4))
+    generations = np.empty(count, np.uint64)
+    namespace_numbers = np.array(numbers or [0], np.uint32)
+    recovery = _Recovery(
+        *(geometry.pool_bytes, geometry.region_bytes, slots.slots_per_region, slots.regions, len(numbers)),
+        *(table.region_sizes.ctypes.data, namespace_numbers.ctypes.data, first_groups.ctypes.data),
+        *(ctypes.addressof(native_groups), lengths.ctypes.data, blocks.address),
+        *(heads.ctypes.data, generations.ctypes.data, discarded.ctypes.data, bad.ctypes.data, used.ctypes.data),
+    )
+    reference = ctypes.byref(recovery)
+    _judge_records(fd, table, reference)
+    native().recover_blocks(reference)
+    quarantined = bad[: recovery.bad_found].copy()
+    table.records["state"][discarded[: recovery.discarded_found]] = FREE_RECORD
+    blocks.state[quarantined] = NOT_FIRST
+    blocks.shard[quarantined] = CORRUPT
+    slots.restore(np.concatenate([used[: recovery.used_found], quarantined]), table.region_sizes.astype(np.int64))
+    whole = recovery.heads_found
+    blocks.generation = int(generations[:whole].max(initial=0))
+    oldest_first = heads[np.argsort(generations[:whole])]
+    return RecoveredBlocks(oldest_first, int(recovery.discarded_found), quarantined)
+
+
+def _believed(groups: Sequence[GroupGeometry]) -> bool:
+    return all(len(group.shard_bytes) <= MAX_RANKS and max(group.shard_bytes) < 2**32 for group in groups)
+
+
+def _judge_records(fd: int, table: SlotTable, recovery: object) -> None:
+    """Has the records judged that lie in the file's data: it may lie in many small pieces, a page to a few records."""
+    judge = native().recover_records
+    begin = table.geometry.records_at
+    end = begin + table.geometry.slots * RECORD_BYTES
+    # One buffer for all: the kernel would have to find new pages for each new one.
+    room = memoryview(bytearray(min(_BATCH_BYTES, end - begin)))
+    address = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    position = hole_at = begin
+    while position < end:
+        if position == hole_at:
+            position = _seek(fd, position, os.SEEK_DATA)
+            if position >= end:
+                break
+            hole_at = min(end, _seek(fd, position, os.SEEK_HOLE))  # once for all of it: the kernel counts page by page
+        stop = min(hole_at, position + len(room))
+        # Data begins and ends with pages, and pages hold whole records; what was cut off in between is gone.
+        count = os.preadv(fd, [room[: stop - position]], position) // RECORD_BYTES
+        judge(recovery, address, count, (position - begin) // RECORD_BYTES)
+        position = stop
+
+
+def _seek(fd: int, position: int, whence: int) -> int:
+    """Where the file's next data or hole begins at or after ``position``; its end when there is none."""
+    try:
+        return os.lseek(fd, position, whence)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return os.fstat(fd).st_size

@@ -1,0 +1,193 @@
+"""Slots of the pool, by number: which are free, and of what size they are.
+
+The pool is cut into regions. All slots of a region have one size until the last of them is free again; then the region
+takes any size. So namespaces of different block sizes share the memory.
+
+Slot ``region * slots_per_region + index`` lies at ``region * region_bytes + index * slot_bytes[region]``: numbers are
+dense within a region, so that tables by slot number touch few pages for large slots.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffd.errors import BadGeometry
+from kvoffd.pool.slots import MIN_SLOT_BYTES, PAGE_BYTES, cut_pool, default_region_bytes, page_up, shard_too_large
+from kvoffd.system.numa import Locality
+
+SlotIds: TypeAlias = npt.NDArray[np.uint32]
+
+
+class SlotAllocator:
+    """Hands out slots. For one thread.
+
+    Args:
+        pool_bytes: at least ``MIN_SLOT_BYTES``. What is behind the last whole slot of a region is not used.
+        region_bytes: a multiple of ``PAGE_BYTES``; ``default_region_bytes`` when None. The last region may be shorter.
+        nodes: NUMA nodes over which the regions are spread; none leaves that to the kernel.
+
+    Raises:
+        BadGeometry: the pool holds no slot, or is not as large as a region.
+    """
+
+    def __init__(self, pool_bytes: int, region_bytes: int | None = None, nodes: Sequence[Locality] = ()) -> None:
+        if pool_bytes < MIN_SLOT_BYTES:
+            raise BadGeometry(f"A pool of {pool_bytes} bytes holds no slot; it needs at least {MIN_SLOT_BYTES} bytes.")
+        if region_bytes is None:
+            region_bytes = default_region_bytes(pool_bytes)
+        if region_bytes % PAGE_BYTES or not MIN_SLOT_BYTES <= region_bytes <= pool_bytes:
+            raise BadGeometry(
+                f"Regions of {region_bytes} bytes do not fit a pool of {pool_bytes} bytes; they must be a multiple of "
+                f"{PAGE_BYTES}, at least {MIN_SLOT_BYTES} and at most the pool."
+            )
+        self.pool_bytes, self.region_bytes = pool_bytes, region_bytes
+        self.slots_per_region = region_bytes // MIN_SLOT_BYTES
+        self.regions = -(-pool_bytes // region_bytes)
+        self.segments = cut_pool(pool_bytes, region_bytes, nodes)
+        self.slot_bytes = np.zeros(self.regions, np.int64)
+        """[regions] size of the region's slots in bytes; 0 where the region is free."""
+        self.in_use = np.zeros(self.regions * self.slots_per_region, np.bool_)
+        """[slots] whether the slot is handed out."""
+        self.used_bytes = 0
+        self.slots_on_other_nodes = 0
+        """Slots that were asked for on one NUMA node and handed out on another, since the start."""
+        self._nodes = [segment.locality.node for segment in self.segments] or [None]
+        self._node = [self._node_at(region * region_bytes) for region in range(self.regions)]
+        self._free: dict[int, array[int]] = {}
+        """By region that has a size: numbers of its free slots, the lowest last."""
+        self._open: defaultdict[tuple[int, int | None], set[int]] = defaultdict(set)
+        """By slot size and node: regions that have a free slot."""
+        self._empty: defaultdict[int | None, list[int]] = defaultdict(list)
+        """By node: a heap of the free regions."""
+        for region in range(self.regions):
+            heappush(self._empty[self._node[region]], region)
+
+    def _node_at(self, offset: int) -> int | None:
+        return next((one.locality.node for one in self.segments if one.begin <= offset < one.end), None)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes in no slot that is handed out, those among them that are too few for a slot."""
+        return self.pool_bytes - self.used_bytes
+
+    def slot_size(self, nbytes: int) -> int:
+        """Size of the slot that holds ``nbytes``: whole pages, at least ``MIN_SLOT_BYTES``.
+
+        Raises:
+            ShardTooLarge: no region could hold it.
+        """
+        size = max(MIN_SLOT_BYTES, page_up(nbytes))
+        if size > self.region_bytes:
+            raise shard_too_large(nbytes, self.region_bytes)
+        return size
+
+    def take(self, slot_bytes: int, count: int, node: int | None = None) -> SlotIds:
+        """Hand out up to ``count`` free slots of a size, those on NUMA node ``node`` first.
+
+        Of regions of the size, the fullest gives first, so that others become free as a whole.
+        """
+        taken = array("I")
+        nearest_first = sorted(self._nodes, key=lambda other: other != node)
+        for other in nearest_first:
+            before = len(taken)
+            while len(taken) < count and (region := self._region_with_room(slot_bytes, other)) is not None:
+                free = self._free[region]
+                keep = max(0, len(free) - (count - len(taken)))
+                taken += free[: keep - 1 if keep else None : -1]
+                del free[keep:]
+                if not free:
+                    self._open[slot_bytes, other].remove(region)
+            if nearest_first[0] == node != other:
+                self.slots_on_other_nodes += len(taken) - before
+        slots = np.array(taken, np.uint32)
+        self.in_use[slots] = True
+        self.used_bytes += slot_bytes * len(taken)
+        return slots
+
+    def _region_with_room(self, slot_bytes: int, node: int | None) -> int | None:
+        if found := self._open.get((slot_bytes, node)):
+            return min(found, key=lambda region: (len(self._free[region]), region))
+        empty = self._empty[node]
+        # Only the last region can be too short. It has the highest number: where it is the first there is no other.
+        if not empty or self._slots_in(empty[0], slot_bytes) == 0:
+            return None
+        region = heappop(empty)
+        self._set_size(region, slot_bytes)
+        return region
+
+    def _slots_in(self, region: int, slot_bytes: int) -> int:
+        begin = region * self.region_bytes
+        return (min(begin + self.region_bytes, self.pool_bytes) - begin) // slot_bytes
+
+    def _set_size(self, region: int, slot_bytes: int) -> None:
+        self.slot_bytes[region] = slot_bytes
+        first = region * self.slots_per_region
+        self._free[region] = array("I", range(first + self._slots_in(region, slot_bytes) - 1, first - 1, -1))
+        self._open[slot_bytes, self._node[region]].add(region)
+
+    def free(self, slots: SlotIds) -> None:
+        """Take slots back. Raises ValueError, and has taken none, where one is not handed out or comes twice."""
+        ordered = np.sort(slots)[::-1]
+        if not self.in_use[ordered].all() or (ordered[1:] == ordered[:-1]).any():
+            raise ValueError("A slot is freed that is not handed out, or is freed twice.")
+        self.in_use[ordered] = False
+        regions = ordered // self.slots_per_region
+        bounds = np.flatnonzero(np.diff(regions, prepend=np.uint32(2**32 - 1)))
+        for region, part in zip(regions[bounds].tolist(), np.split(ordered, bounds[1:]), strict=False):
+            size, free = int(self.slot_bytes[region]), self._free[region]
+            self.used_bytes -= size * len(part)
+            free.frombytes(part.tobytes())
+            if len(free) == self._slots_in(region, size):
+                self.slot_bytes[region] = 0
+                self._open[size, self._node[region]].discard(region)
+                del self._free[region]
+                heappush(self._empty[self._node[region]], region)
+            else:
+                self._open[size, self._node[region]].add(region)
+
+    def restore(self, slots: SlotIds, slot_bytes: npt.NDArray[np.int64]) -> None:
+        """Hand out slots that an earlier daemon has in use; ``slot_bytes`` of all regions. For a new allocator.
+
+        Raises:
+            ValueError: a slot lies outside its region, or comes twice. Nothing was handed out.
+        """
+        regions, index = np.divmod(slots, self.slots_per_region)
+        sizes = slot_bytes[regions] if (regions < self.regions).all() else np.zeros(1, np.int64)
+        room = np.array([self._slots_in(region, max(1, int(size))) for region, size in enumerate(slot_bytes)])
+        if (sizes < MIN_SLOT_BYTES).any() or (sizes % PAGE_BYTES).any() or (index >= room[regions]).any():
+            raise ValueError("A slot lies outside its region, or its region has no size.")
+        if len(np.unique(slots)) != len(slots):
+            raise ValueError("A slot is in use twice.")
+        self.in_use[slots] = True
+        self.used_bytes = int(sizes.sum())
+        self._empty.clear()
+        held = np.bincount(regions, minlength=self.regions)
+        for region in range(self.regions):
+            if not held[region]:
+                heappush(self._empty[self._node[region]], region)
+                continue
+            size = int(slot_bytes[region])
+            self._set_size(region, size)
+            first = region * self.slots_per_region
+            free = np.flatnonzero(~self.in_use[first : first + self._slots_in(region, size)])[::-1] + first
+            self._free[region] = array("I", free.astype(np.uint32).tobytes())
+            if not len(free):
+                self._open[size, self._node[region]].remove(region)
+
+    def offsets(self, slots: SlotIds) -> npt.NDArray[np.int64]:
+        """Pool offset in bytes of each slot, which is in use."""
+        regions, index = np.divmod(slots.astype(np.int64), self.slots_per_region)
+        offsets: npt.NDArray[np.int64] = regions * self.region_bytes + index * self.slot_bytes[regions]
+        return offsets
+
+    def neighbours(self, region: int) -> SlotIds:
+        """The slots of a region that are in use."""
+        first = region * self.slots_per_region
+        return (np.flatnonzero(self.in_use[first : first + self.slots_per_region]) + first).astype(np.uint32)

@@ -1,0 +1,210 @@
+"""The slot table: the pool's description of itself, in memory that outlives the daemon.
+
+Layout of the file (native byte order, parts begin at pages, numbers unsigned):
+
+============  ====================================================================================================
+part          content
+============  ====================================================================================================
+header        ``HEADER``: magic, format, record size, boot id, pool bytes, region bytes, bytes of the namespaces'
+              part; CRC-32 of all that
+regions       8 bytes each: the slot size that the region had last; 0 for never
+namespaces    two halves, each a whole snapshot: see ``SlotTable.save_namespaces``
+records       ``RECORD``, 128 bytes each, by slot number (see ``allocator``)
+============  ====================================================================================================
+
+``cache/blocks.c`` writes a record in this order: its owner, while the state is FREE_RECORD; the slot's bytes;
+generation, first block, length and checksum; the CRC of all behind the state; then the state READY_RECORD, in one
+aligned 8-byte store. Whoever finds that and a right CRC therefore finds whole bytes, wherever the writer was killed.
+
+That needs no fences. A killed process stops between two instructions of each of its threads: what a thread stored
+before is in the shared pages, on x86 as on ARM, since a store that was retired cannot be taken back. That one thread's
+copy comes before another's READY is seen to by the queue and lock between them.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from dataclasses import dataclass
+from struct import Struct
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvoffd.pool.slots import MIN_SLOT_BYTES, PAGE_BYTES, page_up
+from kvoffd.pool.table_format import BadTable, read_boot_id
+from kvoffd_proto.units import format_size
+
+MAGIC = b"KVOFFDST"
+FORMAT_VERSION = 4
+HEADER = Struct("=8sII16sQQQ")
+CRC = Struct("=I")
+RECORD_BYTES = 128
+MAX_KEY_BYTES = 64
+MAX_GENERATION = 2**62 - 1
+"""Of a record that is believed: others can follow."""
+READY_RECORD = int.from_bytes(b"kvREADY!", "little")
+"""State of a record whose slot is whole; no flipped bit of another state makes it."""
+BAD_RECORD = int.from_bytes(b"!kvBAD!!", "little")
+"""State of a record whose slot lost what was stored in it: it is never used again."""
+FREE_RECORD = 0
+RECORD = np.dtype(
+    {
+        "names": [
+            *("state", "generation", "namespace", "group", "rank", "first_block", "key_bytes"),
+            *("length", "key", "checksum", "crc"),
+        ],
+        "formats": ["=u8", "=u8", "=u4", "=u2", "=u2", "=u2", "u1", "=u4", ("u1", MAX_KEY_BYTES), "=u8", "=u4"],
+        "offsets": [0, 8, 16, 20, 22, 24, 26, 28, 32, 96, 104],
+        "itemsize": RECORD_BYTES,
+    }
+)
+"""``namespace``: its number. ``first_block``: engine blocks at the start of the key that were left out. ``length``: of
+the shard in bytes. ``checksum``: ``table_format.digest`` of these, 0 where none was taken. ``crc``: CRC-32 of the bytes
+from ``generation`` on to it."""
+_MOST_NAMESPACE_BYTES = 4 << 20
+_SNAPSHOT = Struct("=QII")  # number of the snapshot; length and CRC-32 of what follows
+_MAX_UNPACKED_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TableGeometry:
+    """Where the parts of the table of a pool lie."""
+
+    pool_bytes: int
+    region_bytes: int
+
+    @property
+    def regions(self) -> int:
+        return -(-self.pool_bytes // self.region_bytes)
+
+    @property
+    def slots(self) -> int:
+        """Slot numbers that there are."""
+        return self.regions * (self.region_bytes // MIN_SLOT_BYTES)
+
+    @property
+    def regions_at(self) -> int:
+        return PAGE_BYTES
+
+    @property
+    def namespaces_at(self) -> int:
+        return page_up(self.regions_at + 8 * self.regions)
+
+    @property
+    def namespace_bytes(self) -> int:
+        """Of both halves: a thousandth of the pool keeps the table of a small one small."""
+        return min(_MOST_NAMESPACE_BYTES, max(2 * PAGE_BYTES, page_up(self.pool_bytes // 1000)))
+
+    @property
+    def records_at(self) -> int:
+        return page_up(self.namespaces_at + self.namespace_bytes)
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the table: 1.7 % of the pool and a few pages. What is never written is never in memory."""
+        return page_up(self.records_at + self.slots * RECORD_BYTES)
+
+    def header(self, boot_id: bytes) -> bytes:
+        packed = HEADER.pack(
+            MAGIC, FORMAT_VERSION, RECORD_BYTES, boot_id, self.pool_bytes, self.region_bytes, self.namespace_bytes
+        )
+        return packed + CRC.pack(zlib.crc32(packed))
+
+
+def check_table(fd: int, wanted: TableGeometry) -> None:
+    """Raise BadTable unless the file holds a table of this geometry, format and boot, as long as it must be."""
+    try:
+        header, size = os.pread(fd, HEADER.size + CRC.size, 0), os.fstat(fd).st_size
+    except OSError as error:
+        raise BadTable(f"The slot table cannot be read: {error.strerror}.") from error
+    if header[: len(MAGIC)] != MAGIC:
+        raise BadTable("The file is no slot table of kvoffd.")
+    if len(header) < HEADER.size + CRC.size:
+        raise BadTable("The slot table is cut off in its header.")
+    _, version, _, boot_id, pool_bytes, region_bytes, _ = HEADER.unpack_from(header)
+    if version != FORMAT_VERSION:
+        raise BadTable(f"The slot table has format {version}, and this release reads format {FORMAT_VERSION}.")
+    if boot_id != read_boot_id():
+        raise BadTable("The slot table is from before the machine's last boot.")
+    # The numbers are looked at only behind the CRC: damaged ones may be of any size.
+    if header[HEADER.size :] != CRC.pack(zlib.crc32(header[: HEADER.size])):
+        raise BadTable("The slot table's header is damaged.")
+    if pool_bytes != wanted.pool_bytes:
+        raise BadTable(
+            f"The existing pool has {format_size(pool_bytes)} ({pool_bytes} bytes), and "
+            f"{format_size(wanted.pool_bytes)} ({wanted.pool_bytes} bytes) are configured."
+        )
+    if header != wanted.header(boot_id):
+        raise BadTable(f"The existing pool is cut into regions of {region_bytes} bytes, not as this one.")
+    if size < wanted.size_bytes:
+        raise BadTable(f"The slot table is cut off: {size} of its {wanted.size_bytes} bytes are there.")
+
+
+class SlotTable:
+    """Writes the table of one pool. For one thread.
+
+    Args:
+        memory: all of the table, zeros where it is new.
+        new: write a header; otherwise the table is one that ``check_table`` found good.
+    """
+
+    def __init__(self, memory: memoryview, geometry: TableGeometry, *, new: bool) -> None:
+        self.geometry = geometry
+        self._bytes = memory[: geometry.size_bytes]
+        self.records: npt.NDArray[np.void] = np.frombuffer(self._bytes, RECORD, geometry.slots, geometry.records_at)
+        """[slots] see ``RECORD``."""
+        self.region_sizes: npt.NDArray[np.uint64] = np.frombuffer(
+            self._bytes, np.uint64, geometry.regions, geometry.regions_at
+        )
+        """[regions] bytes of a slot, as it was last set."""
+        self._snapshot = 0
+        if new:  # the header comes last: a table without one is none
+            header = geometry.header(read_boot_id())
+            self._bytes[: len(header)] = header
+
+    def set_region(self, region: int, slot_bytes: int) -> None:
+        """Note the slot size of a region. Must come before the region's first record."""
+        if self.region_sizes[region] != slot_bytes:
+            self.region_sizes[region] = slot_bytes
+
+    def save_namespaces(self, snapshot: Any) -> bool:
+        """Write what a successor must know of the namespaces into the half that is not current.
+
+        The half's number comes last: a process killed anywhere in this leaves the other one. Returns False, and has
+        changed nothing, where there is no room for it.
+        """
+        content = zlib.compress(msgspec.msgpack.encode(snapshot), 1)
+        half_bytes = self.geometry.namespace_bytes // 2
+        if _SNAPSHOT.size + len(content) > half_bytes:
+            return False
+        number = self._snapshot + 1
+        begin = self.geometry.namespaces_at + number % 2 * half_bytes
+        word = self._bytes[begin : begin + 8].cast("Q")
+        word[0] = 0
+        self._bytes[begin + _SNAPSHOT.size : begin + _SNAPSHOT.size + len(content)] = content
+        crc = zlib.crc32(content, number)
+        self._bytes[begin + 8 : begin + _SNAPSHOT.size] = _SNAPSHOT.pack(number, len(content), crc)[8:]
+        word[0] = number
+        self._snapshot = number
+        return True
+
+    def load_namespaces(self, kind: type[msgspec.Struct]) -> Any:
+        """The snapshot that was written last and is whole, as a ``kind``; None where there is none."""
+        half_bytes = self.geometry.namespace_bytes // 2
+        found = None
+        for half in range(2):
+            begin = self.geometry.namespaces_at + half * half_bytes
+            number, length, crc = _SNAPSHOT.unpack_from(self._bytes, begin)
+            content = bytes(self._bytes[begin + _SNAPSHOT.size : begin + min(half_bytes, _SNAPSHOT.size + length)])
+            if not self._snapshot < number < MAX_GENERATION or number % 2 != half or crc != zlib.crc32(content, number):
+                continue
+            try:
+                unpacked = zlib.decompressobj().decompress(content, _MAX_UNPACKED_BYTES)
+                found = msgspec.msgpack.decode(unpacked, type=kind)
+            except (zlib.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                continue
+            self._snapshot = number
+        return found

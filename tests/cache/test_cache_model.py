@@ -1,0 +1,465 @@
+"""The cache by slots against a model of dicts: any order of stores, fills, loads, leases, checks, drops and deaths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvoffd.cache.block_cache import FillTicket, LoadTicket, StoreTicket
+from kvoffd.cache.block_table import FREE, READY, SHARD_STATE, WRITING, WRITTEN
+from kvoffd.cache.namespace import Namespace
+from kvoffd.errors import BadKeys, NotReady, UnknownLease
+from tests.kit.slot_cache import UNIT, CacheRig, Part, check_invariants, keys_of
+
+Name = tuple[int, int, int]
+"""Namespace, group, key."""
+NAMESPACES = [(1, (UNIT,)), (2, (2 * UNIT, UNIT)), (1, (3 * UNIT,))]
+"""World size and shard bytes by group."""
+
+spaces = st.integers(0, len(NAMESPACES) - 1)
+ranks = st.integers(0, 1)
+groups = st.integers(0, 1)
+sessions = st.integers(1, 3)
+chains = st.lists(st.integers(0, 11), max_size=7)
+first_blocks = st.sampled_from([0, 0, 0, 1, 2])
+
+
+@dataclass(eq=False)
+class Model:
+    """One life of a block as the model sees it."""
+
+    name: Name
+    world_size: int
+    first_block: dict[int, int] = field(default_factory=dict)
+    """By rank that is written, what its shard's range begins with."""
+    writing: set[int] = field(default_factory=set)
+    idle_since: float = 0.0
+    pins: int = 0
+
+    @property
+    def ready(self) -> bool:
+        return len(self.first_block) == self.world_size
+
+
+@dataclass(eq=False)
+class ModelLease:
+    session: int
+    space: int
+    deadline: float
+    pinned: list[Model] = field(default_factory=list)
+    loaded: set[int] = field(default_factory=set)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rig = CacheRig(units=32, region_units=6)
+        self.cache = self.rig.cache
+        self.spaces: list[Namespace] = [
+            self.rig.open(f"n{number}", world_size, sizes) for number, (world_size, sizes) in enumerate(NAMESPACES)
+        ]
+        self.index: dict[Name, Model] = {}
+        self.leases: dict[int, ModelLease] = {}
+        self.stores: list[tuple[StoreTicket, list[tuple[Model, int]]]] = []
+        self.fills: list[tuple[FillTicket, list[Model]]] = []
+        self.loads: list[tuple[LoadTicket, list[Model], list[bytes]]] = []
+        self.next_lease = 1
+
+    def geometry(self, space: int, rank: int, group: int) -> tuple[Namespace, int, int]:
+        world_size, sizes = NAMESPACES[space]
+        return self.spaces[space], rank % world_size, group % len(sizes)
+
+    def names(self, space: int, group: int, chain: list[int]) -> list[Name]:
+        return [(space, group, key) for key in chain]
+
+    def state(self, name: Name) -> int:
+        model = self.index.get(name)
+        return FREE if model is None else READY if model.ready else WRITING
+
+    def real_state(self, name: Name) -> int:
+        space, group, key = name
+        return self.rig.states(self.spaces[space], keys_of(key), group)[0]
+
+    def notice_what_went(self, job: set[Name]) -> None:
+        for name, model in list(self.index.items()):
+            if name in job:
+                continue
+            before, now = self.state(name), self.peek(name)
+            if now != before:
+                assert now == FREE
+                assert not model.pins, "a pinned block went"
+                assert not model.writing, "a block went that somebody writes"
+                if before == WRITING:
+                    assert model.idle_since + 2.0 <= self.rig.clock.now, "a partial block went too early"
+                del self.index[name]
+
+    def peek(self, name: Name) -> int:
+        """The state of a block, without a lookup."""
+        space, number, key = name
+        group = self.cache._group(self.spaces[space], number)
+        assert group is not None
+        return self.cache.blocks.find(group.number, keys_of(key), 8)[0][0]
+
+    # --- stores and fills -----------------------------------------------------------------------
+
+    @rule(space=spaces, rank=ranks, group=groups, chain=chains, first_block=first_blocks)
+    def begin_store(self, space: int, rank: int, group: int, chain: list[int], first_block: int) -> None:
+        namespace, rank, group = self.geometry(space, rank, group)
+        firsts = {0: first_block} if first_block else {}
+        names = self.names(space, group, chain)
+        expected, seen = [], set()
+        for number, name in enumerate(names):
+            model = self.index.get(name)
+            begin = first_block if number == 0 else 0
+            narrow = (
+                model is not None
+                and not model.pins
+                and not model.writing
+                and model.first_block.get(rank, -1) > begin
+                and name not in seen
+            )
+            lacking = model is None or narrow or (rank not in model.first_block and rank not in model.writing)
+            if lacking and name not in seen:
+                expected.append(number)
+                seen.add(name)
+                if narrow:
+                    del self.index[name]
+        present = set(names) - seen
+        ticket = self.rig.begin(namespace, rank, group, keys_of(*chain), firsts)
+        (part,) = ticket.parts
+        self.notice_what_went(set(names))
+        assert all(self.peek(name) == self.state(name) for name in present), "a store evicted its own keys"
+        assert sorted(part.copy + part.no_space + part.rejected) == expected
+        assert part.no_space == sorted(part.no_space)
+        assert not part.copy or not part.no_space or max(part.copy) < max(part.no_space) or rank
+        if part.no_space:
+            self.assert_there_was_no_space(namespace, group, set(names))
+        taken = []
+        for number in part.copy:
+            model = self.index.setdefault(names[number], Model(names[number], namespace.world_size))
+            model.writing.add(rank)
+            taken.append((model, first_block if number == 0 else 0))
+        for number in part.no_space:
+            assert self.peek(names[number]) == FREE
+        self.stores.append((ticket, taken))
+
+    def assert_there_was_no_space(self, taker: Namespace, group: int, job: set[Name]) -> None:
+        sizes = set(taker.slot_sizes(group))
+        quota = self.cache.quotas.get(taker.fingerprint)
+        if quota is not None and taker.held_bytes + taker.block_bytes(group) > quota:
+            return
+        for name, model in self.index.items():
+            if name in job or model.pins or not model.ready:
+                continue
+            other = self.spaces[name[0]].slot_sizes(name[1])
+            assert not sizes <= set(other) or len(sizes) > 1, "keys found no space beside a block that could go"
+
+    @precondition(lambda self: self.stores)
+    @rule(data=st.data(), checksum=st.sampled_from([7, 7, 0]))
+    def commit_store(self, data: st.DataObject, checksum: int) -> None:
+        ticket, taken = self.stores.pop(data.draw(st.integers(0, len(self.stores) - 1)))
+        ready = 0
+        for model, first_block in taken:
+            model.writing.remove(ticket.rank)
+            model.first_block[ticket.rank] = first_block
+            model.idle_since = self.rig.clock.now
+            ready += model.ready and self.index.get(model.name) is model
+        assert self.rig.commit(ticket, checksum) == ready
+
+    @precondition(lambda self: self.stores)
+    @rule(data=st.data())
+    def abort_store(self, data: st.DataObject) -> None:
+        ticket, taken = self.stores.pop(data.draw(st.integers(0, len(self.stores) - 1)))
+        self.cache.abort_store(ticket)
+        for model, _ in taken:
+            model.writing.remove(ticket.rank)
+            model.idle_since = self.rig.clock.now
+            if not model.writing and not model.first_block and self.index.get(model.name) is model:
+                del self.index[model.name]
+
+    @rule(space=spaces, group=groups, chain=chains)
+    def begin_fill(self, space: int, group: int, chain: list[int]) -> None:
+        namespace, _, group = self.geometry(space, 0, group)
+        names = self.names(space, group, chain)
+        lacking = [n for n, name in enumerate(names) if self.state(name) == FREE and name not in names[:n]]
+        ticket = self.cache.begin_fill(namespace, group, keys_of(*chain))
+        self.notice_what_went({names[number] for number in lacking})
+        assert ticket.keys == lacking[: len(ticket.keys)]
+        models = []
+        for number in ticket.keys:
+            model = self.index[names[number]] = Model(names[number], namespace.world_size)
+            model.writing = set(range(namespace.world_size))
+            models.append(model)
+        self.fills.append((ticket, models))
+
+    @precondition(lambda self: self.fills)
+    @rule(data=st.data())
+    def end_fill(self, data: st.DataObject) -> None:
+        ticket, models = self.fills.pop(data.draw(st.integers(0, len(self.fills) - 1)))
+        whole = np.array([data.draw(st.booleans()) for _ in models], np.bool_)
+        shape = ticket.slots.shape
+        ready = 0
+        for model, ok in zip(models, whole.tolist(), strict=True):
+            model.first_block = dict.fromkeys(model.writing, 0) if ok else {}
+            model.writing = set()
+            living = self.index.get(model.name) is model
+            ready += ok and living
+            if not ok and living:
+                del self.index[model.name]
+        assert self.cache.end_fill(ticket, whole, np.zeros(shape, np.uint16), np.full(shape, 7, np.uint64)) == ready
+
+    # --- lookups and loads ----------------------------------------------------------------------
+
+    @rule(space=spaces, group=groups, session=sessions, chain=chains, more=chains, note=st.booleans())
+    def lookup(self, space: int, group: int, session: int, chain: list[int], more: list[int], note: bool) -> None:
+        lease_id, self.next_lease = self.next_lease, self.next_lease + 1
+        self.ask(space, group, session, lease_id, chain, more)
+        if note:
+            self.cache.note_requests()
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), session=sessions, group=groups, chain=chains)
+    def look_up_again(self, data: st.DataObject, session: int, group: int, chain: list[int]) -> None:
+        lease_id = data.draw(st.sampled_from(sorted(self.leases)))
+        lease = self.leases[lease_id]
+        if session != lease.session:
+            with pytest.raises(UnknownLease):
+                self.cache.lookup(self.spaces[lease.space], session, lease_id, [(0, keys_of(*chain))])
+            return
+        self.ask(lease.space, group, session, lease_id, chain, [])
+
+    def ask(self, space: int, group: int, session: int, lease_id: int, chain: list[int], more: list[int]) -> None:
+        namespace, _, group = self.geometry(space, 0, group)
+        request = [(group, keys_of(*chain)), (0, keys_of(*more))]
+        states, leased = self.cache.lookup(namespace, session, lease_id, request)
+        names = [self.names(space, group, chain), self.names(space, 0, more)]
+        cut = 0
+        for part, told in zip(names, states, strict=True):
+            for name, state in zip(part, told, strict=True):
+                cut += state != self.state(name)
+                assert state == self.state(name) or (state, self.state(name)) == (FREE, READY)
+        lease = self.leases.get(lease_id) or ModelLease(session, space, self.rig.clock.now + 30.0)
+        told_ready = [
+            self.index[name]
+            for part, told in zip(names, states, strict=True)
+            for name, state in zip(part, told, strict=True)
+            if state == READY
+        ]
+        held = list(lease.pinned)
+        fresh = [model for model in told_ready if model not in held]
+        for model in fresh:
+            model.pins += 1
+        lease.pinned += fresh
+        if lease.pinned:
+            self.leases[lease_id] = lease
+        assert leased == len(lease.pinned)
+        if cut:  # leases have what they may
+            pinned = [model for one in self.leases.values() for model in one.pinned]
+            assert sum(self.spaces[m.name[0]].block_bytes(m.name[1]) for m in pinned) > 32 * UNIT // 8
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), rank=ranks, group=groups, chain=chains, first_block=first_blocks, ready=st.booleans())
+    def begin_load(
+        self, data: st.DataObject, rank: int, group: int, chain: list[int], first_block: int, ready: bool
+    ) -> None:
+        lease_id = data.draw(st.sampled_from(sorted(self.leases)))
+        lease = self.leases[lease_id]
+        namespace, rank, group = self.geometry(lease.space, rank, group)
+        if ready:
+            chain = [key for key in range(12) if self.state((lease.space, group, key)) == READY]
+        found = [self.index.get(name) for name in self.names(lease.space, group, chain)]
+        unready = [number for number, model in enumerate(found) if model is None or not model.ready]
+        late = [
+            number
+            for number, model in enumerate(found)
+            if not unready and model and model.first_block[rank] > (0 if number else first_block)
+        ]
+        if unready or late:
+            with pytest.raises(NotReady) as caught:
+                self.cache.begin_load(namespace, rank, lease_id, group, keys_of(*chain), first_block)
+            assert caught.value.missing == unready or late
+            return
+        ticket = self.cache.begin_load(namespace, rank, lease_id, group, keys_of(*chain), first_block)
+        models = [model for model in found if model is not None]
+        for model in models:
+            model.pins += 1
+        self.loads.append((ticket, models, self.records(ticket)))
+
+    def records(self, ticket: LoadTicket) -> list[bytes]:
+        """Whose bytes lie in the load's slots."""
+        return [self.rig.table.records[slot].tobytes()[8:104] for slot in ticket.slots]
+
+    @precondition(lambda self: self.loads)
+    @rule(data=st.data(), ok=st.booleans())
+    def end_load(self, data: st.DataObject, ok: bool) -> None:
+        ticket, models, _ = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
+        self.cache.end_load([ticket], ok)
+        for model in models:
+            model.pins -= 1
+        lease = self.leases.get(ticket.lease_id)
+        if ok and lease is not None:
+            lease.loaded.add(ticket.rank)
+            if len(lease.loaded) == NAMESPACES[lease.space][0]:
+                self.end_leases([ticket.lease_id])
+
+    # --- ends -----------------------------------------------------------------------------------
+
+    @rule(space=spaces, most=st.sampled_from([None, None, 4, 8, 16]))
+    def limit(self, space: int, most: int | None) -> None:
+        fingerprint = self.spaces[space].fingerprint
+        if most is None:
+            self.cache.quotas.pop(fingerprint, None)
+        else:
+            self.cache.quotas[fingerprint] = most * UNIT
+
+    @rule(session=sessions, data=st.data())
+    def release(self, session: int, data: st.DataObject) -> None:
+        asked = data.draw(st.lists(st.integers(1, self.next_lease), max_size=3))
+        own = [number for number in set(asked) if number in self.leases and self.leases[number].session == session]
+        assert self.cache.release(session, asked) == len(own)
+        self.end_leases(own)
+
+    @rule(session=sessions)
+    def session_dies(self, session: int) -> None:
+        own = [number for number, lease in self.leases.items() if lease.session == session]
+        assert self.cache.end_session(session) == len(own)
+        self.end_leases(own)
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, 10.0, 29.0, 45.0, 61.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.rig.clock.now += seconds
+        now = self.rig.clock.now
+        overdue = [number for number, lease in self.leases.items() if lease.deadline <= now]
+        stale = [
+            model.name
+            for model in self.index.values()
+            if not model.ready and not model.writing and model.idle_since + 60.0 <= now
+        ]
+        assert self.cache.tick() == len(overdue) + len(stale)
+        self.end_leases(overdue)
+        for name in stale:
+            del self.index[name]
+
+    @rule(space=spaces, group=groups, chain=chains)
+    def invalidate(self, space: int, group: int, chain: list[int]) -> None:
+        namespace, _, group = self.geometry(space, 0, group)
+        there = {(space, group, key) for key in chain} & set(self.index)
+        assert self.cache.invalidate(namespace, [(group, keys_of(*chain))]) == len(there)
+        for name in there:
+            del self.index[name]
+
+    @rule(space=spaces, end_leases=st.booleans())
+    def reset(self, space: int, end_leases: bool) -> None:
+        there = [name for name in self.index if name[0] == space]
+        assert self.cache.reset(self.spaces[space], end_leases=end_leases) == len(there)
+        if end_leases:
+            self.end_leases([number for number, lease in self.leases.items() if lease.space == space])
+        for name in there:
+            del self.index[name]
+
+    @rule()
+    def background(self) -> None:
+        self.cache.background()
+
+    @rule(data=st.data(), wrong=st.booleans())
+    def check_bytes(self, data: st.DataObject, wrong: bool) -> None:
+        blocks, records = self.cache.blocks, self.rig.table.records
+        living = [slot for slot in np.flatnonzero(records["state"]).tolist() if self.rig.slots.in_use[slot]]
+        written = [slot for slot in living if blocks.shard[slot] & SHARD_STATE == WRITTEN]
+        if not written:
+            return
+        slot = data.draw(st.sampled_from(written))
+        checksum, generation = int(records["checksum"][slot]), int(records["generation"][slot])
+        assert self.cache.check(slot, generation - 1, 99), "another's bytes are judged"
+        wrong &= checksum != 0 and self.rig.cache.quarantined_bytes < 8 * UNIT
+        group = self.cache._of(int(blocks.group[slot]))
+        name = self.spaces.index(group.namespace), group.group, int.from_bytes(blocks.keys(np.array([slot]), 8), "big")
+        assert self.cache.check(slot, generation, checksum + 1 if wrong else checksum or 5) is not wrong
+        if wrong and not group.dead:
+            del self.index[name]
+
+    @rule(space=spaces, chain=chains)
+    def send_bad_keys(self, space: int, chain: list[int]) -> None:
+        before = self.cache.usage
+        with pytest.raises(BadKeys):
+            self.cache.begin_store(self.spaces[space], 0, [Part(0, keys_of(*chain)), Part(0, b"x")])
+        with pytest.raises(BadKeys):
+            self.cache.lookup(self.spaces[space], 1, self.next_lease, [(0, keys_of(*chain)), (0, b"x")])
+        assert self.cache.usage == before
+
+    def end_leases(self, lease_ids: list[int]) -> None:
+        for lease_id in lease_ids:
+            for model in self.leases.pop(lease_id).pinned:
+                model.pins -= 1
+
+    # --- what always holds ----------------------------------------------------------------------
+
+    @invariant()
+    def books_balance(self) -> None:
+        check_invariants(self.cache)
+
+    @invariant()
+    def the_index_is_the_model_s(self) -> None:
+        for space, (_, sizes) in enumerate(NAMESPACES):
+            for group in range(len(sizes)):
+                for key in range(12):
+                    assert self.peek((space, group, key)) == self.state((space, group, key)), (space, group, key)
+
+    @invariant()
+    def folding_the_events_gives_the_index(self) -> None:
+        ready = {name for name in self.index if self.index[name].ready}
+        folded = {(self.spaces[space].fingerprint, group, keys_of(key)) for space, group, key in ready}
+        assert self.rig.events.index == folded
+
+    @invariant()
+    def slots_under_a_load_keep_what_they_held(self) -> None:
+        for ticket, _, records in self.loads:
+            assert self.records(ticket) == records
+
+    @invariant()
+    def leases_are_the_model_s(self) -> None:
+        assert set(self.cache.leases) == set(self.leases)
+
+    @rule()
+    def a_successor_finds_every_readable_block_with_a_checksum_and_no_other(self) -> None:
+        heir, _ = self.rig.successor()
+        found = heir.index()
+        assert found <= self.rig.events.index
+        for space, group, key in self.index:
+            name = self.spaces[space].fingerprint, group, keys_of(key)
+            if self.index[space, group, key].ready and name not in found:
+                known = self.cache._group(self.spaces[space], group)
+                assert known is not None
+                _, blocks = self.cache.blocks.find(known.number, keys_of(key), 8)
+                slots = self.cache.blocks.slots(blocks, len(known.sizes))
+                assert not self.rig.table.records["checksum"][slots].all(), "a whole block is lost"
+
+    def teardown(self) -> None:
+        for ticket, _ in self.stores:
+            self.cache.abort_store(ticket)
+        for fill, models in self.fills:
+            shape = fill.slots.shape
+            nothing = np.zeros(len(models), np.bool_)
+            self.cache.end_fill(fill, nothing, np.zeros(shape, np.uint16), np.zeros(shape, np.uint64))
+        for load, _, _ in self.loads:
+            self.cache.end_load([load], ok=False)
+        for session in (1, 2, 3):
+            self.cache.end_session(session)
+        assert not self.cache.pinned_bytes
+        for namespace in self.spaces:
+            self.cache.reset(namespace)
+        while self.cache.background():
+            pass
+        check_invariants(self.cache)
+        assert self.cache.usage.free + self.cache.usage.quarantined == self.rig.slots.pool_bytes
+
+
+TestCache = CacheMachine.TestCase
+TestCache.settings = settings(
+    max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

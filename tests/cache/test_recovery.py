@@ -1,0 +1,434 @@
+"""What a successor recovers from a slot table, wherever its writer was killed and whatever was damaged."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import signal
+import sys
+import zlib
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvoffd.cache.block_table import CORRUPT, READY, UNVERIFIED, WRITTEN, BlockTable
+from kvoffd.cache.recovery import GroupGeometry, RecoveredBlocks, recover
+from kvoffd.pool.allocator import SlotAllocator
+from kvoffd.pool.slot_table import (
+    BAD_RECORD,
+    READY_RECORD,
+    RECORD,
+    RECORD_BYTES,
+    SlotTable,
+    TableGeometry,
+    check_table,
+)
+from kvoffd.pool.table_format import BadTable
+from kvoffd.system.native import native
+
+MIB = 1 << 20
+PTRACE_TRACEME, PTRACE_SINGLESTEP = 0, 9
+POOL, REGION = 4 * MIB, MIB // 4
+GEOMETRY = TableGeometry(POOL, REGION)
+# Two ranks of different sizes; one; a rank that did not register.
+NAMESPACES = {
+    3: [GroupGeometry(31, 8, (8192, 12288)), GroupGeometry(32, 8, (5000, 5000))],
+    9: [GroupGeometry(91, 32, (20000,))],
+    10: [GroupGeometry(101, 8, (8192, 0))],
+}
+
+
+class Snapshot(msgspec.Struct):
+    """Of namespaces."""
+
+    label: str
+
+
+class Pool:
+    """A table in memory, and what it takes to use it."""
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = os.memfd_create("table") if fd is None else fd
+        if fd is None:
+            os.ftruncate(self.fd, GEOMETRY.size_bytes)
+        self.memory = memoryview(mmap.mmap(self.fd, GEOMETRY.size_bytes))
+        self.table = SlotTable(self.memory, GEOMETRY, new=fd is None)
+        self.slots = SlotAllocator(POOL, REGION)
+        self.blocks = BlockTable(self.table.records)
+
+    def successor(self, damage: Callable[[int], None] = lambda fd: None) -> tuple[Pool, RecoveredBlocks]:
+        """As a process finds it that comes after the writer's death."""
+        fd = os.memfd_create("copy")
+        os.ftruncate(fd, GEOMETRY.size_bytes)
+        os.pwrite(fd, os.pread(self.fd, GEOMETRY.size_bytes, 0), 0)
+        damage(fd)
+        check_table(fd, GEOMETRY)
+        found = Pool(fd)
+        return found, recover(fd, found.table, found.slots, found.blocks, NAMESPACES)
+
+    def take(self, namespace: int, group: int, keys: list[bytes]) -> np.ndarray:
+        """[keys, ranks] slots, claimed."""
+        geometry = NAMESPACES[namespace][group]
+        columns = []
+        for nbytes in geometry.shard_bytes:
+            size = self.slots.slot_size(nbytes)
+            columns.append(self.slots.take(size, len(keys)))
+            for region in set((columns[-1] // self.slots.slots_per_region).tolist()):
+                self.table.set_region(region, size)
+        slots = np.stack(columns, axis=1)
+        # A key may be there: it was stored twice, as no cache does.
+        self.blocks = BlockTable(self.table.records)
+        self.blocks.generation = int(self.table.records["generation"].max())
+        self.blocks.enter(slots, geometry.number, b"".join(keys), geometry.key_bytes, namespace, group)
+        return slots
+
+    def publish(self, namespace: int, group: int, slots: np.ndarray) -> None:
+        for rank, column in enumerate(slots.T):
+            length = NAMESPACES[namespace][group].shard_bytes[rank]
+            self.blocks.publish(slots[:, 0], column, [0] * len(slots), length, [7] * len(slots))
+
+    def store(self, namespace: int, group: int, keys: list[bytes]) -> np.ndarray:
+        slots = self.take(namespace, group, keys)
+        self.publish(namespace, group, slots)
+        return slots
+
+    def found(self) -> dict[tuple[int, bytes], list[int]]:
+        """By group's number and key: the slots of the READY blocks."""
+        every = {}
+        for groups in NAMESPACES.values():
+            for group in groups:
+                heads = np.flatnonzero((self.blocks.state == READY) & (self.blocks.group == group.number))
+                keys = self.blocks.keys(heads, group.key_bytes)
+                states, blocks = self.blocks.find(group.number, keys, group.key_bytes)
+                assert states == bytes([READY]) * len(heads)
+                assert blocks.tolist() == heads.tolist()
+                for at, row in enumerate(self.blocks.slots(heads.astype(np.uint32), len(group.shard_bytes)).tolist()):
+                    every[group.number, keys[at * group.key_bytes : (at + 1) * group.key_bytes]] = row
+        return every
+
+
+def keys_of(*numbers: int, key_bytes: int = 8) -> list[bytes]:
+    return [number.to_bytes(key_bytes, "big") for number in numbers]
+
+
+def plainly(fd: int) -> dict[tuple[int, bytes], list[int]]:
+    """What is whole in a table, record by record: the oracle."""
+    sizes = np.frombuffer(os.pread(fd, 8 * GEOMETRY.regions, GEOMETRY.regions_at), np.uint64).tolist()
+    shards: dict[tuple[int, bytes], dict[int, tuple[int, int]]] = {}
+    ranks_of: dict[int, int] = {}
+    for slot in range(GEOMETRY.slots):
+        data = os.pread(fd, RECORD_BYTES, GEOMETRY.records_at + slot * RECORD_BYTES)
+        (record,) = np.frombuffer(data, RECORD)
+        region, index = divmod(slot, REGION // 8192)
+        size = sizes[region]
+        if record["state"] != READY_RECORD or zlib.crc32(data[8:104]) != record["crc"]:
+            continue
+        if size < 8192 or size > REGION or size % 4096 or (index + 1) * size > REGION:
+            continue
+        if not record["checksum"] or record["generation"] >= 2**62:
+            continue
+        groups = NAMESPACES.get(int(record["namespace"]), [])
+        if record["group"] >= len(groups):
+            continue
+        group, rank, length = groups[record["group"]], int(record["rank"]), int(record["length"])
+        if rank >= len(group.shard_bytes) or record["key_bytes"] != group.key_bytes:
+            continue
+        if not length or length != group.shard_bytes[rank] or max(8192, -(-length // 4096) * 4096) != size:
+            continue
+        ranks_of[group.number] = len(group.shard_bytes)
+        name = group.number, record["key"].tobytes()[: group.key_bytes]
+        kept = shards.setdefault(name, {}).get(rank)
+        if kept is None or kept[0] < record["generation"]:
+            shards[name][rank] = int(record["generation"]), slot
+    return {
+        name: [found[rank][1] for rank in range(ranks_of[name[0]])]
+        for name, found in shards.items()
+        if len(found) == ranks_of[name[0]]
+    }
+
+
+def check(pool: Pool, damage: Callable[[int], None] = lambda fd: None) -> tuple[Pool, RecoveredBlocks]:
+    """A successor finds exactly what is whole, in order of use, and the successor's successor the same."""
+    heir, recovered = pool.successor(damage)
+    found = heir.found()
+    assert found == plainly(heir.fd)
+    assert sorted(recovered.blocks.tolist()) == sorted(row[0] for row in found.values())
+    newest = [max(int(heir.table.records["generation"][slot]) for slot in row) for row in found.values()]
+    assert len(newest) == len(set(newest))
+    by_block = {row[0]: at for row, at in zip(found.values(), newest, strict=True)}
+    assert [by_block[block] for block in recovered.blocks.tolist()] == sorted(newest)
+    slots = [slot for row in found.values() for slot in row]
+    assert set(np.flatnonzero(heir.slots.in_use).tolist()) == {*slots, *recovered.quarantined.tolist()}
+    assert (heir.blocks.shard[slots] == WRITTEN | UNVERIFIED).all()
+    assert heir.blocks.generation >= max(newest, default=0)
+    again, twice = heir.successor()
+    assert again.found() == found
+    assert twice.discarded == 0
+    assert twice.blocks.tolist() == recovered.blocks.tolist()
+    return heir, recovered
+
+
+def test_whole_blocks_come_back_in_order_of_use_and_nothing_else() -> None:
+    pool = Pool()
+    first, second = pool.store(3, 0, keys_of(1, 2, 3)), pool.store(9, 0, keys_of(4, 5, key_bytes=32))
+    pool.take(3, 1, keys_of(6))  # being written
+    part = pool.take(3, 0, keys_of(7))
+    pool.blocks.publish(part[:, 0], part[:, 0], [0], 8192, [7])  # of one rank only
+    unchecked = pool.take(9, 0, keys_of(8, key_bytes=32))[0]
+    pool.blocks.publish(unchecked, unchecked, [0], 20000, [0])
+    heir, recovered = check(pool)
+    assert recovered.blocks.tolist() == [*first[::-1, 0].tolist(), *second[::-1, 0].tolist()]
+    assert recovered.discarded == 2  # what was claimed only is free
+    freed = heir.slots.used_bytes
+    assert heir.store(3, 0, keys_of(9)).size == 2
+    assert heir.slots.used_bytes > freed
+    assert len(check(heir)[1].blocks) == 6
+
+
+def test_what_is_damaged_or_unknown_is_struck_out() -> None:
+    pool = Pool()
+    slots = pool.store(3, 0, keys_of(*range(8)))
+    fields = pool.table.records
+
+    def seal(slot: int) -> None:
+        fields["crc"][slot] = zlib.crc32(fields[slot].tobytes()[8:104])
+
+    for row, field, value in (
+        *((0, "namespace", 4), (1, "group", 2), (2, "rank", 2), (3, "key_bytes", 9), (4, "length", 8191)),
+        *((5, "generation", 2**62), (6, "checksum", 0)),
+    ):
+        fields[field][slots[row, 0]] = value
+        seal(int(slots[row, 0]))
+    heir, recovered = check(pool)
+    assert list(heir.found()) == [(31, keys_of(7)[0])]
+    assert recovered.discarded == 14
+
+
+def test_a_rank_that_is_there_twice_keeps_what_is_newer() -> None:
+    pool = Pool()
+    older, newer = pool.store(3, 0, keys_of(1)), pool.store(3, 0, keys_of(1))
+    assert check(pool)[0].found() == {(31, keys_of(1)[0]): newer[0].tolist()}
+    pool.table.records["state"][newer[0, 1:]] = (
+        0  # the newer one lacks a rank: the two are one block, each rank the newest it has
+    )
+    assert check(pool)[0].found() == {(31, keys_of(1)[0]): [int(newer[0, 0]), int(older[0, 1])]}
+
+
+def test_quarantined_slots_stay_so() -> None:
+    pool = Pool()
+    slots = pool.store(9, 0, keys_of(1, 2, 3, key_bytes=32))
+    pool.table.records["state"][slots[1]] = BAD_RECORD
+    heir, recovered = check(pool)
+    assert recovered.quarantined.tolist() == slots[1].tolist()
+    assert heir.blocks.shard[slots[1]] == CORRUPT
+    assert heir.table.records["state"][slots[1]] == BAD_RECORD
+    heir.slots.take(20480, 1000)
+    assert len(heir.found()) == 2
+
+
+@pytest.mark.parametrize("size", [50, 200, 4096, 5000, 20000])
+def test_a_table_that_is_cut_off_is_refused(size: int) -> None:
+    pool = Pool()
+    with pytest.raises(BadTable, match=f"cut off: {size} of" if size > 64 else "cut off in its header"):
+        pool.successor(lambda fd: os.ftruncate(fd, size))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sentence"),
+    [(TableGeometry(2 * POOL, REGION), "4.00 MiB .* and 8.00 MiB"), (TableGeometry(POOL, 2 * REGION), "regions of")],
+)
+def test_a_table_of_another_geometry_is_refused(wanted: TableGeometry, sentence: str) -> None:
+    with pytest.raises(BadTable, match=sentence):
+        check_table(Pool().fd, wanted)
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+def killed_at(line: int, act: Callable[[], object], files: tuple[str, ...]) -> bool:
+    """Run ``act``, and end it before the given line that it runs in these files; False where it has fewer."""
+    left = line
+
+    def on_line(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.endswith(files):
+            return None
+        if event == "line":
+            left -= 1
+            if left < 0:
+                raise Killed
+        return on_line
+
+    before = sys.gettrace()
+    sys.settrace(on_line)
+    try:
+        act()
+    except Killed:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def states_of(pool: Pool, work: Callable[[], object]) -> list[bytes]:
+    """All states that the table's first records go through while a child process does some work, instruction by
+    instruction."""
+    libc, watched = (
+        ctypes.CDLL(None, use_errno=True),
+        slice(GEOMETRY.records_at, GEOMETRY.records_at + 128 * RECORD_BYTES),
+    )
+    child = os.fork()
+    if not child:
+        try:
+            libc.ptrace(PTRACE_TRACEME, 0, None, None)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    found = [bytes(pool.memory[watched])]
+    _, status = os.waitpid(child, 0)
+    if not os.WIFSTOPPED(status):
+        pytest.skip("processes may not be traced here")
+    while os.WIFSTOPPED(status):
+        if libc.ptrace(PTRACE_SINGLESTEP, child, None, None):
+            os.kill(child, signal.SIGKILL)
+            raise OSError(ctypes.get_errno(), "ptrace")
+        _, status = os.waitpid(child, 0)
+        if pool.memory[watched] != found[-1]:
+            found.append(bytes(pool.memory[watched]))
+    assert os.WEXITSTATUS(status) == 0
+    return found
+
+
+def recover_in_place(pool: Pool) -> BlockTable:
+    """A table of blocks that knows all that is in the pool, which goes on to be its own."""
+    blocks, pool.slots = BlockTable(pool.table.records), SlotAllocator(POOL, REGION)
+    recover(pool.fd, pool.table, pool.slots, blocks, NAMESPACES)
+    return blocks
+
+
+def test_a_writer_may_be_killed_at_any_instruction() -> None:
+    pool = Pool()
+    before = pool.store(3, 0, keys_of(1, 2))
+    held = pool.store(9, 0, keys_of(3, key_bytes=32))
+    geometry, blocks = NAMESPACES[3][0], recover_in_place(pool)
+    new = np.stack([pool.slots.take(size, 2) for size in geometry.shard_bytes], axis=1)
+
+    # The library's functions themselves: each instruction of Python between them costs a step.
+    lib, at, gone = native(), blocks.address, before[:1, 0].copy()
+    keys, heads, ranks = b"".join(keys_of(4, 5)), new[:, 0].copy(), [new[:, rank].copy() for rank in range(2)]
+    firsts, sums, ready = np.zeros(2, np.uint16), np.full(2, 7, np.uint64), np.empty(2, np.uint32)
+    calls: list[tuple[Callable[..., object], tuple[object, ...]]] = [
+        (lib.blocks_drop, (at, gone.ctypes.data, 1)),
+        (lib.blocks_enter, (at, new.ctypes.data, 2, 2, geometry.number, keys, 8, 3, 0)),
+        *(
+            (
+                lib.blocks_publish,
+                (
+                    *(at, heads.ctypes.data, slots.ctypes.data, 2, firsts.ctypes.data, geometry.shard_bytes[rank]),
+                    *(sums.ctypes.data, blocks.generation + 2 * rank, ready.ctypes.data),
+                ),
+            )
+            for rank, slots in enumerate(ranks)
+        ),
+        (lib.blocks_set_checksum, (at, int(held[0, 0]), 9)),
+    ]
+
+    def work() -> None:
+        for call, values in calls:
+            call(*values)
+
+    def put(state: bytes) -> Callable[[int], None]:
+        return lambda fd: os.pwrite(fd, state, GEOMETRY.records_at) and None
+
+    states = states_of(pool, work)
+    known = {(31, key) for key in keys_of(1, 2, 4, 5)}
+    last: dict[tuple[int, bytes], list[int]] = {}
+    for state in states:
+        last = check(pool, put(state))[0].found()
+        assert last[31, keys_of(2)[0]] == before[1].tolist()
+        assert set(last) <= known | {(91, keys_of(3, key_bytes=32)[0])}
+    assert set(last) == known - {(31, keys_of(1)[0])} | {(91, keys_of(3, key_bytes=32)[0])}
+    assert len(states) > 30
+
+
+def test_a_successor_may_be_killed_while_it_recovers() -> None:
+    pool = Pool()
+    pool.store(3, 0, keys_of(1, 2))
+    part = pool.take(3, 0, keys_of(7))
+    pool.blocks.publish(part[:, 0], part[:, 0], [0], 8192, [7])
+    wanted = check(pool)[0].found()
+    line, killed = 0, True
+    while killed:
+        heir = Pool(os.dup(pool.fd))
+        killed = killed_at(
+            line,
+            lambda heir=heir: recover(heir.fd, heir.table, heir.slots, heir.blocks, NAMESPACES),
+            ("cache/recovery.py", "pool/slot_table.py"),
+        )
+        assert check(pool)[0].found() == wanted
+        line += 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_flipped_bytes_lose_their_own_block_alone(data: st.DataObject) -> None:
+    pool = Pool()
+    pool.store(3, 0, keys_of(*range(20)))
+    pool.store(3, 1, keys_of(*range(5)))
+    pool.store(9, 0, keys_of(*range(6), key_bytes=32))
+    whole = check(pool)[0].found()
+    used = np.flatnonzero(pool.table.records["state"]).tolist()
+    flips = data.draw(st.lists(st.tuples(st.sampled_from(used), st.integers(0, 107), st.integers(0, 7)), max_size=8))
+
+    def damage(fd: int) -> None:
+        for slot, at, bit in flips:
+            position = GEOMETRY.records_at + slot * RECORD_BYTES + at
+            byte = os.pread(fd, 1, position)[0]
+            os.pwrite(fd, bytes([byte ^ 1 << bit]), position)
+
+    heir, _ = check(pool, damage)
+    touched = {slot for slot, _, _ in flips}
+    found = heir.found()
+    assert found == {name: row for name, row in whole.items() if found.get(name) or not touched.intersection(row)}
+    for name, row in found.items():
+        assert row == whole[name]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.binary(min_size=1, max_size=4000), st.integers(0, 2**31))
+def test_any_bytes_in_the_records_and_regions_are_survived(junk: bytes, seed: int) -> None:
+    pool = Pool()
+    pool.store(3, 0, keys_of(*range(20)))
+    at = GEOMETRY.regions_at + seed % (GEOMETRY.size_bytes - GEOMETRY.regions_at - len(junk))
+    check(pool, lambda fd: os.pwrite(fd, junk, at) and None)
+
+
+def test_namespaces_are_kept_whole_wherever_the_writer_is_killed() -> None:
+    def one(number: int) -> Snapshot:
+        return Snapshot("x" * number)
+
+    line, killed = 0, True
+    while killed:
+        pool = Pool()
+        assert pool.table.load_namespaces(Snapshot) is None
+        assert pool.table.save_namespaces(one(1))
+        killed = killed_at(line, lambda pool=pool: pool.table.save_namespaces(one(2)), ("pool/slot_table.py",))
+        found = pool.successor()[0].table.load_namespaces(Snapshot)
+        assert found in (one(1), one(2))
+        assert killed or found == one(2)
+        line += 1
+    heir = pool.successor()[0].table
+    heir.load_namespaces(Snapshot)
+    assert heir.save_namespaces(one(3))
+    assert not heir.save_namespaces([os.urandom(100_000)])
+    assert pool.table.load_namespaces(Snapshot) is None, "nothing is newer than what was read"

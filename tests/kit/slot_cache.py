@@ -1,0 +1,186 @@
+"""A cache by slots for tests, over a real allocator and slot table, with a clock to set; and its invariants."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvoffd.cache.block_cache import Cache, StoreTicket
+from kvoffd.cache.block_table import (
+    CORRUPT,
+    DROPPED,
+    FREE,
+    NO_BLOCK,
+    NOT_FIRST,
+    READY,
+    RESERVED,
+    SHARD_STATE,
+    UNVERIFIED,
+    WRITING,
+    WRITING_SHARD,
+    WRITTEN,
+)
+from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.policy import Lru
+from kvoffd.cache.recovery import GroupGeometry, RecoveredBlocks, recover
+from kvoffd.pool.allocator import SlotAllocator
+from kvoffd.pool.slot_table import SlotTable, TableGeometry
+from kvoffd_proto.messages import GroupSpec
+from tests.kit.cache_harness import FoldedEvents
+from tests.kit.clock import Clock
+
+UNIT = 8192
+
+
+def keys_of(*numbers: int) -> bytes:
+    return b"".join(number.to_bytes(8, "big") for number in numbers)
+
+
+@dataclass
+class Part:
+    """What a store offers of a group."""
+
+    group: int
+    keys: bytes
+    first_blocks: Mapping[int, int] = field(default_factory=dict)
+    starts: Sequence[int] | None = (0,)
+
+
+class CacheRig:
+    """The cache and what is under it."""
+
+    def __init__(self, units: int, region_units: int, policy: str = "lru") -> None:
+        self.geometry = TableGeometry(units * UNIT, region_units * UNIT)
+        self.fd = os.memfd_create("table")
+        os.ftruncate(self.fd, self.geometry.size_bytes)
+        self.slots = SlotAllocator(units * UNIT, region_units * UNIT)
+        memory = memoryview(mmap.mmap(self.fd, self.geometry.size_bytes))
+        self.table = SlotTable(memory, self.geometry, new=True)
+        self.clock = Clock()
+        self.events = FoldedEvents()
+        self.cache = Cache(self.slots, self.table, Lru(self.geometry.slots), self.events, self.clock)
+
+    def open(self, name: str, world_size: int = 1, sizes: Sequence[int] = (UNIT,)) -> Namespace:
+        fingerprint = name.encode().ljust(32, b"-")
+        groups = [GroupSpec("full", 16) for _ in sizes]
+        namespace, _ = self.cache.open_namespace(Namespace(fingerprint, name, world_size, 8, groups, "{}"))
+        for rank in range(world_size):
+            self.cache.register_rank(namespace, rank, sizes, None)
+        return namespace
+
+    def begin(
+        self, namespace: Namespace, rank: int, group: int, keys: bytes, first_blocks: Mapping[int, int] | None = None
+    ) -> StoreTicket:
+        return self.cache.begin_store(namespace, rank, [Part(group, keys, first_blocks or {})])
+
+    def commit(self, ticket: StoreTicket, checksum: int = 7) -> int:
+        return self.cache.commit_store(ticket, [[checksum] * len(part.copy) for part in ticket.parts])
+
+    def store(self, namespace: Namespace, keys: bytes, group: int = 0) -> int:
+        """Store all ranks of keys. Returns how many became ready."""
+        return sum(self.commit(self.begin(namespace, rank, group, keys)) for rank in range(namespace.world_size))
+
+    def states(self, namespace: Namespace, keys: bytes, group: int = 0) -> list[int]:
+        return list(self.cache.lookup(namespace, 9, 2**62, [(group, keys)], again=True)[0][0])
+
+    def successor(self) -> tuple[BlockFinder, RecoveredBlocks]:
+        """What one would find that comes after this process's death."""
+        fd = os.memfd_create("copy")
+        os.ftruncate(fd, self.geometry.size_bytes)
+        os.pwrite(fd, os.pread(self.fd, self.geometry.size_bytes, 0), 0)
+        table = SlotTable(memoryview(mmap.mmap(fd, self.geometry.size_bytes)), self.geometry, new=False)
+        slots, cache = SlotAllocator(self.geometry.pool_bytes, self.geometry.region_bytes), self.cache
+        heir = Cache(slots, table, Lru(self.geometry.slots), FoldedEvents(), self.clock)
+        numbers: dict[int, tuple[bytes, int]] = {}
+        namespaces = {}
+        for namespace, number in cache.numbers.items():
+            groups = []
+            for group in range(len(namespace.groups)):
+                numbers[len(numbers) + 1] = namespace.fingerprint, group
+                lengths = [namespace.shard_length(rank, group) for rank in range(namespace.world_size)]
+                groups.append(GroupGeometry(len(numbers), namespace.key_bytes, lengths))
+            namespaces[number] = groups
+        recovered = recover(fd, table, slots, heir.blocks, namespaces)
+        os.close(fd)
+        return BlockFinder(heir, numbers), recovered
+
+
+@dataclass
+class BlockFinder:
+    """What a successor recovered."""
+
+    cache: Cache
+    numbers: dict[int, tuple[bytes, int]]
+
+    def index(self) -> set[tuple[bytes, int, bytes]]:
+        blocks = self.cache.blocks
+        heads = np.flatnonzero(blocks.state == READY).astype(np.uint32)
+        return {(*self.numbers[int(blocks.group[head])], blocks.keys(head[None], 8)) for head in heads}
+
+
+def check_invariants(cache: Cache) -> None:
+    """Any two accounts of the same thing agree. Slow: every slot is looked at."""
+    blocks, slots, table = cache.blocks, cache.slots, cache.table
+    heads = np.flatnonzero(np.isin(blocks.state, (WRITING, READY, DROPPED))).astype(np.uint32)
+    seen: set[int] = set()
+    counts: Counter[tuple[Namespace, int]] = Counter()
+    nbytes: Counter[Namespace] = Counter()
+    pinned = unverified = 0
+    for head in heads.tolist():
+        group = cache._of(int(blocks.group[head]))
+        ring = blocks.slots(np.array([head], np.uint32), len(group.sizes))[0].tolist()
+        assert len(set(ring)) == len(ring)
+        assert int(blocks.next[ring[-1]]) == head, "the ring is not closed"
+        assert not seen.intersection(ring), "a slot is in two blocks"
+        seen.update(ring)
+        state = int(blocks.state[head])
+        assert all(blocks.state[slot] == NOT_FIRST for slot in ring[1:])
+        shards = [int(blocks.shard[slot]) for slot in ring]
+        assert blocks.missing[head] == sum(shard & SHARD_STATE != WRITTEN for shard in shards) or state == DROPPED
+        assert (state == READY) == (blocks.missing[head] == 0) or state == DROPPED
+        for rank, (slot, shard) in enumerate(zip(ring, shards, strict=True)):
+            assert slots.slot_bytes[slot // slots.slots_per_region] == group.sizes[rank]
+            assert table.records["rank"][slot] == rank
+            unverified += bool(shard & UNVERIFIED)
+            assert state == DROPPED or not shard & CORRUPT
+            readable = bool(table.records["state"][slot])
+            if not group.dead:  # whose number no successor knows
+                assert readable == (shard & SHARD_STATE == WRITTEN and state != DROPPED), "a successor is misled"
+        writing = any(shard & SHARD_STATE == WRITING_SHARD for shard in shards)
+        partial = state == WRITING and not writing and not group.dead
+        assert (head in cache._partial) == partial
+        found, number = blocks.find(group.number, blocks.keys(np.array([head], np.uint32), group.key_bytes), 8)
+        if state == DROPPED:
+            assert blocks.pins[head] or writing, "a dropped block is held by nothing"
+            assert number[0] != head
+        else:
+            assert (found[0], int(number[0])) == (state, head)
+        if blocks.pins[head]:
+            pinned += group.block_bytes
+        counts[group.namespace, 4 if state == DROPPED or group.dead else state] += 1
+        nbytes[group.namespace] += group.block_bytes
+    quarantined = {int(slot) for slot in np.flatnonzero(slots.in_use) if int(slot) not in seen}
+    assert all(blocks.shard[slot] == CORRUPT for slot in quarantined), "a slot in use is of no block"
+    assert seen <= set(np.flatnonzero(slots.in_use).tolist()), "a block's slot is free"
+    assert cache.pinned_bytes == pinned
+    assert cache.unverified_slots == unverified
+    for namespace in cache.namespaces.values():
+        for state in (WRITING, READY, 4):
+            assert namespace.blocks_in[state] == counts[namespace, state], (state, namespace.blocks_in)
+        assert namespace.held_bytes == nbytes[namespace]
+    usage = cache.usage
+    assert usage.free + usage.writing + usage.ready + usage.dropped + usage.quarantined == slots.pool_bytes
+    pins: Counter[int] = Counter()
+    for lease in cache.leases.values():
+        pins.update(lease.blocks.tolist())
+    assert all(blocks.pins[block] >= count for block, count in pins.items())
+    order = [int(block) for batch in cache.policy.candidates() for block in batch]
+    assert sorted(order) == np.flatnonzero(blocks.state == READY).tolist(), "the policy knows other blocks"
+    assert (blocks.state[~slots.in_use] == FREE).all()
+    assert (blocks.shard[~slots.in_use] == RESERVED).all()
+    assert NO_BLOCK not in seen

@@ -1,0 +1,161 @@
+"""The allocator of slots by number: its books, what it hands out first, and how sizes share the pool."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvoffd.errors import BadGeometry, ShardTooLarge
+from kvoffd.pool.allocator import SlotAllocator
+from kvoffd.system.numa import Locality
+
+MIB = 1 << 20
+
+
+def ids(*slots: int) -> np.ndarray:
+    return np.array(slots, np.uint32)
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    """Takes and frees at random; the model is a dict of what is out, by slot: its offset and size."""
+
+    @initialize(
+        pages=st.integers(2, 300), region_pages=st.integers(2, 60), tail=st.integers(0, 4095), nodes=st.integers(0, 3)
+    )
+    def start(self, pages: int, region_pages: int, tail: int, nodes: int) -> None:
+        self.pool_bytes, self.region_bytes = pages * 4096 + tail, min(region_pages, pages) * 4096
+        self.localities = [Locality(node, frozenset()) for node in range(nodes)]
+        self.slots = SlotAllocator(self.pool_bytes, self.region_bytes, self.localities)
+        self.out: dict[int, tuple[int, int]] = {}
+
+    def node_of(self, offset: int) -> int | None:
+        return next((one.locality.node for one in self.slots.segments if one.begin <= offset < one.end), None)
+
+    @rule(nbytes=st.integers(1, 40 * 4096), count=st.integers(0, 40), node=st.sampled_from([None, 0, 1, 2]))
+    def take(self, nbytes: int, count: int, node: int | None) -> None:
+        if nbytes > self.region_bytes:
+            with pytest.raises(ShardTooLarge):
+                self.slots.slot_size(nbytes)
+            return
+        size = self.slots.slot_size(nbytes)
+        assert size >= max(nbytes, 8192)
+        assert size % 4096 == 0
+        before = self.slots.slots_on_other_nodes
+        taken = self.slots.take(size, count, node)
+        offsets = self.slots.offsets(taken).tolist()
+        spilled = [offset for offset in offsets if self.node_of(offset) != node]
+        known = any(one.locality.node == node for one in self.slots.segments)
+        assert self.slots.slots_on_other_nodes - before == (len(spilled) if known else 0)
+        assert len(taken) <= count
+        for slot, offset in zip(taken.tolist(), offsets, strict=True):
+            assert slot not in self.out
+            self.out[slot] = offset, size
+        if len(taken) < count:
+            self.nothing_fits(size, None)
+        if known and spilled:
+            self.nothing_fits(size, node)
+
+    def nothing_fits(self, size: int, node: int | None) -> None:
+        """Every region, of the node if one is given, is full of this size, of another size, or too short."""
+        for base in range(0, self.pool_bytes, self.region_bytes):
+            if node is not None and self.node_of(base) != node:
+                continue
+            nbytes = min(self.region_bytes, self.pool_bytes - base)
+            inside = [each for offset, each in self.out.values() if base <= offset < base + nbytes]
+            if not inside:
+                assert nbytes < size
+            elif set(inside) == {size}:
+                assert len(inside) == nbytes // size
+
+    @rule(data=st.data(), count=st.integers(1, 12))
+    def free(self, data: st.DataObject, count: int) -> None:
+        if not self.out:
+            return
+        slots = data.draw(st.lists(st.sampled_from(sorted(self.out)), min_size=1, max_size=count, unique=True))
+        with pytest.raises(ValueError, match="freed twice"):
+            self.slots.free(ids(*slots, slots[0]))
+        self.slots.free(ids(*slots))
+        for slot in slots:
+            del self.out[slot]
+            with pytest.raises(ValueError, match="not handed out"):
+                self.slots.free(ids(*self.out, slot))
+
+    @rule()
+    def free_all(self) -> None:
+        self.slots.free(ids(*self.out))
+        self.out.clear()
+        full = self.pool_bytes // self.region_bytes  # every region is free again, so the largest slot fits each
+        taken = self.slots.take(self.slots.slot_size(self.region_bytes), full + 1)
+        assert len(taken) == full
+        self.slots.free(taken)
+
+    @rule()
+    def restart(self) -> None:
+        """A successor that is told of the slots in use goes on as this one would."""
+        successor = SlotAllocator(self.pool_bytes, self.region_bytes, self.localities)
+        successor.restore(ids(*self.out), self.slots.slot_bytes.copy())
+        self.slots = successor
+
+    @invariant()
+    def slots_never_overlap_and_stay_in_their_region(self) -> None:
+        end = 0
+        for offset, size in sorted(self.out.values()):
+            assert offset >= end
+            end = offset + size
+            assert offset // self.region_bytes == (end - 1) // self.region_bytes
+        assert end <= self.pool_bytes
+
+    @invariant()
+    def a_region_has_one_slot_size(self) -> None:
+        for slot, (offset, size) in self.out.items():
+            region = offset // self.region_bytes
+            assert self.slots.slot_bytes[region] == size
+            assert slot in self.slots.neighbours(region)
+
+    @invariant()
+    def free_and_used_are_the_pool(self) -> None:
+        assert self.slots.used_bytes == sum(size for _, size in self.out.values())
+        assert self.slots.free_bytes + self.slots.used_bytes == self.pool_bytes
+        assert set(np.flatnonzero(self.slots.in_use).tolist()) == set(self.out)
+
+
+TestAllocatorMachine = AllocatorMachine.TestCase
+TestAllocatorMachine.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+def test_the_fullest_region_gives_first_so_that_others_become_free() -> None:
+    slots = SlotAllocator(12 * MIB, MIB)
+    first, second = slots.take(65536, 16), slots.take(65536, 16)
+    slots.free(np.concatenate([first[:2], second[:15]]))
+    assert set(slots.take(65536, 2).tolist()) == set(first[:2].tolist())
+    slots.free(second[15:])
+    assert slots.slot_bytes[1] == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0, 4096, 8192, 12288, 1 << 40]))
+def test_a_damaged_table_never_restores_slots_outside_the_pool(slot: int, size: int) -> None:
+    slots = SlotAllocator(4 * MIB, MIB)
+    sizes = np.full(slots.regions, size, np.int64)
+    index, region = slot % slots.slots_per_region, slot // slots.slots_per_region
+    if region < slots.regions and size in (8192, 12288) and index < MIB // size:
+        slots.restore(ids(slot), sizes)
+        assert slots.used_bytes == size
+        return
+    with pytest.raises(ValueError, match="outside its region"):
+        slots.restore(ids(slot), sizes)
+    assert slots.used_bytes == 0
+    assert not slots.in_use.any()
+
+
+def test_pools_and_regions_that_fit_nothing_are_refused() -> None:
+    for pool_bytes, region_bytes in ((4096, None), (MIB, 4097), (MIB, 4096), (MIB, 2 * MIB)):
+        with pytest.raises(BadGeometry):
+            SlotAllocator(pool_bytes, region_bytes)
+    with pytest.raises(ShardTooLarge, match="set pool_size to 12MiB or more"):
+        SlotAllocator(4 * MIB).slot_size(MIB)
