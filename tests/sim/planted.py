@@ -354,7 +354,7 @@ PLANTED = (
         4,
         "kvoffd_client.worker_client",
         "WorkerClient._fail_unknown",
-        "request_id < asked and",
+        "sent.request_id < asked and ",
         "",
     ),
     Planted(
