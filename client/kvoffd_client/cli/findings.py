@@ -153,7 +153,9 @@ KINDS = {
         """--kv-transfer-config '{{"kv_connector": "KvoffdConnector", "kv_role": "kv_both"}}'""",
     ),
     "engine_away": Kind("warning", "It computes all prompts. Its log says why.", "KVOFFD_DIRECTORY of the engine"),
-    "engine_elsewhere": Kind("warning", "It uses another daemon.", "KVOFFD_DIRECTORY of the engine"),
+    "engine_elsewhere": Kind(
+        "info", "It uses another daemon, or a namespace that another engine named.", "KVOFFD_DIRECTORY of the engine"
+    ),
     "engine_late": Kind("warning", "The daemon or this engine has too little CPU.", _CPU),
     "engine_failed_loads": Kind("warning", "Blocks were dropped, or the daemon was restarted.", _LOG),
     "hits_disagree": Kind("info", "One was restarted, or the engine uses another daemon.", "kvoffd-cli clients"),
