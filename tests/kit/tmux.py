@@ -15,6 +15,8 @@ from .require import require
 from .waiting import wait_until
 
 PROMPT = "ready> "
+SIZE_ASKED = "-u LINES -u COLUMNS"
+"""Of the terminal and not of the environment, where pytest-xdist puts a size of its own."""
 
 
 class Tmux(Starting):
@@ -27,7 +29,14 @@ class Tmux(Starting):
         self._environ = environ(LANG="C.UTF-8", **changes)
 
     def start(self) -> Self:
-        self._tmux("-f", "/dev/null", "new-session", "-d", *self._size, f"env PS1='{PROMPT}' bash --norc --noprofile")
+        self._tmux(
+            "-f",
+            "/dev/null",
+            "new-session",
+            "-d",
+            *self._size,
+            f"env {SIZE_ASKED} PS1='{PROMPT}' bash --norc --noprofile",
+        )
         self.wait_for(PROMPT.strip())
         return self
 
