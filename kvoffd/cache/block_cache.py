@@ -48,8 +48,6 @@ from kvoffd.pool.slot_table import SlotTable
 from kvoffd_proto.messages import ABSENT
 
 Offsets: TypeAlias = npt.NDArray[np.int64]
-PARTIAL_GRACE_S = 2.0
-"""Partial blocks that are older go first when space is wanted."""
 MAX_SKIPPED_PINNED = 1000
 """Pinned blocks that one eviction passes over; more of them become the newest, as they are in use."""
 MAX_REGIONS_COMPARED = 16
@@ -180,6 +178,7 @@ class Cache:
     last byte of its copy has moved.
 
     Args:
+        partial_grace_s: partial blocks that are older go first when space is wanted.
         save: writes down what a successor must know of the namespaces; False where it could not.
     """
 
@@ -193,6 +192,7 @@ class Cache:
         save: Callable[[], bool] = lambda: True,
         lease_ttl_s: float = 30.0,
         partial_timeout_s: float = 60.0,
+        partial_grace_s: float = 2.0,
     ) -> None:
         self.slots, self.table, self.policy = slots, table, policy
         self.blocks = BlockTable(table.records)
@@ -213,6 +213,7 @@ class Cache:
         """Told of each request by ``note_requests``, after the policy."""
         self._events, self._clock, self._save = events, clock, save
         self._lease_ttl_s, self._partial_timeout_s = lease_ttl_s, partial_timeout_s
+        self._partial_grace_s = partial_grace_s
         self._next_number = 1
         self._groups: list[Group | None] = [None]
         self._group_bytes = np.zeros(64, np.int64)
@@ -773,7 +774,7 @@ class Cache:
         """Free slots for blocks of these slot sizes, about ``count`` of them; False where nothing may go."""
         if self._dead:
             return self.background()
-        if partial := self._partial_since(self._clock() - PARTIAL_GRACE_S):
+        if partial := self._partial_since(self._clock() - self._partial_grace_s):
             self.drop(np.array(partial[:count], np.uint32), MissReason.PARTIAL)
             return True
         victims = self._pick_victims(sizes, count, below)
