@@ -7,6 +7,7 @@ import mmap
 import os
 import signal
 import sys
+import weakref
 import zlib
 from collections.abc import Callable
 from types import FrameType
@@ -58,6 +59,7 @@ class Pool:
         self.fd = os.memfd_create("table") if fd is None else fd
         if fd is None:
             os.ftruncate(self.fd, GEOMETRY.size_bytes)
+        weakref.finalize(self, os.close, self.fd)
         self.memory = memoryview(mmap.mmap(self.fd, GEOMETRY.size_bytes))
         self.table = SlotTable(self.memory, GEOMETRY, new=fd is None)
         self.slots = SlotAllocator(POOL, REGION)
@@ -245,8 +247,9 @@ def test_a_table_that_is_cut_off_is_refused(size: int) -> None:
     [(TableGeometry(2 * POOL, REGION), "4.00 MiB .* and 8.00 MiB"), (TableGeometry(POOL, 2 * REGION), "regions of")],
 )
 def test_a_table_of_another_geometry_is_refused(wanted: TableGeometry, sentence: str) -> None:
+    pool = Pool()
     with pytest.raises(BadTable, match=sentence):
-        check_table(Pool().fd, wanted)
+        check_table(pool.fd, wanted)
 
 
 class Killed(BaseException):

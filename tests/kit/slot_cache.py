@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +59,7 @@ class CacheRig:
         self.geometry = TableGeometry(units * UNIT, region_units * UNIT)
         self.fd = os.memfd_create("table")
         os.ftruncate(self.fd, self.geometry.size_bytes)
+        weakref.finalize(self, os.close, self.fd)
         self.slots = SlotAllocator(units * UNIT, region_units * UNIT)
         memory = memoryview(mmap.mmap(self.fd, self.geometry.size_bytes))
         self.table = SlotTable(memory, self.geometry, new=True)
