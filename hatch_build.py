@@ -17,10 +17,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 SOURCES = [
-    "kvoffd/cache/adopt.c",
     "kvoffd/cache/curve.c",
     "kvoffd/cache/blocks.c",
-    "kvoffd/cache/key_index.c",
     "kvoffd/cache/lru.c",
     "kvoffd/cache/recover.c",
     "kvoffd/cache/learned/blocks.c",
@@ -31,7 +29,6 @@ SOURCES = [
     "kvoffd/cache/learned/records.c",
     "kvoffd/cache/learned/requests.c",
     "kvoffd/cache/learned/spans.c",
-    "kvoffd/pool/scan.c",
     "kvoffd/transfer/host_copy.c",
     "kvoffd/transfer/cuda/gpu_copy.c",
     "kvoffd/transfer/cuda/counting_calls.c",

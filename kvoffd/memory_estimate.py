@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvoffd.cache.namespace import SLOT_BYTES, nbytes_of_block
 from kvoffd.cache.policies import GHOST_PART, keeps_record, remembers_keys
 from kvoffd.config import Config
-from kvoffd.pool.slots import MIN_SLOT_BYTES
+from kvoffd.pool.allocator import MIN_SLOT_BYTES
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.tiers.disk import index
 from kvoffd_proto.units import format_count, format_size

@@ -1,467 +1,1035 @@
-"""The cache: which blocks are in the pool, who may read them, what goes when room is wanted."""
+"""The cache: which blocks are in the pool, who may read them, and which go when space is wanted.
+
+A block's life::
+
+    FREE    -> WRITING  begin_store, begin_fill: the slots of all ranks are taken at once
+    WRITING -> READY    commit_store: the last missing shard is there
+    WRITING -> FREE     abort_store, where nothing else is written of it
+    WRITING -> DROPPED  drop: invalidated, corrupt, partial for too long
+    READY   -> DROPPED  drop
+    READY   -> FREE     evict
+    DROPPED -> FREE     at once; or with the last unpin or the end of a store that it waits for
+
+A block is DROPPED once it has left the index, and keeps its slots until nothing holds them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from math import inf
+from typing import Protocol, TypeAlias
 
-from kvoffd.cache.admission import Admission, Admitter, count_refused, with_again
-from kvoffd.cache.adopt import Adoption, adopt_some, begin_adoption, forget_inherited, forget_inherited_keys
-from kvoffd.cache.blocks import INDEXED, Blocks
-from kvoffd.cache.hooks import CacheListener, TieringHooks
-from kvoffd.cache.inherited import SLOTS_AT_ONCE
-from kvoffd.cache.integrity import Integrity
-from kvoffd.cache.lookup import LEASES_AT_ONCE, LeasedBlocks
-from kvoffd.cache.namespace import Block, BlockState, MissReason, Namespace, nbytes_of_shards, slots_of
-from kvoffd.cache.pins import Lease, LeaseBounds, LoadTicket, StoreTicket
-from kvoffd.cache.policies import EvictionPolicy
-from kvoffd.errors import KvoffdError, NotReady, UnknownLease, UnknownNamespace
-from kvoffd.pool.pool import Pool
-from kvoffd.pool.records import InheritedSlots, NamespaceRecord
-from kvoffd_proto.admin import ShardSpec
-from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import GroupSpec
+import numpy as np
+import numpy.typing as npt
 
-ABSENT, WRITING, READY, LEAVING, INHERITED = BlockState
-CLEARED_AT_ONCE = 1000
-"""Blocks that are forgotten in one step."""
-Steps: TypeAlias = Generator[None, None, int]
-"""Work that is done step by step, others being served in between. Whoever begins it makes all steps."""
+from kvoffd.cache.block_table import (
+    CORRUPT,
+    DROPPED,
+    FREE,
+    READY,
+    RESERVED,
+    SHARD_STATE,
+    UNVERIFIED,
+    WRITING,
+    WRITING_SHARD,
+    WRITTEN,
+    BlockIds,
+    BlockTable,
+)
+from kvoffd.cache.hooks import NO_TOKENS, BlockTokens, CacheListener, TierHooks
+from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.cache.policy import REJECTED, Chain, Group, Policy
+from kvoffd.errors import BadGeometry, NotReady, UnknownLease
+from kvoffd.pool.allocator import SlotAllocator, SlotIds
+from kvoffd.pool.slot_table import SlotTable
+from kvoffd_proto.messages import ABSENT
+
+Offsets: TypeAlias = npt.NDArray[np.int64]
+MAX_SKIPPED_PINNED = 1000
+"""Pinned blocks that one eviction passes over; more of them become the newest, as they are in use."""
+MAX_REGIONS_COMPARED = 16
+"""Regions that are looked into to find the coldest."""
+SWEPT_AT_ONCE = 65_536
+"""Slots of which one step looks whether their namespace was reset."""
+_NOTHING: BlockIds = np.empty(0, np.uint32)
+_PARTS = {"pool": 2, "session": 4}
+"""All leases may pin one part in so many of the pool, those of a session one in so many."""
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Pins on what the lookups of one request found, until it is released or its time is up."""
+
+    lease_id: int
+    session: int
+    namespace: Namespace
+    deadline: float
+    blocks: BlockIds = field(default_factory=lambda: _NOTHING)
+    nbytes: int = 0
+    loaded_ranks: set[int] = field(default_factory=set)
+
+
+class StorePart(Protocol):
+    """What a store offers of one group."""
+
+    group: int
+    keys: bytes
+    first_blocks: Mapping[int, int]
+    """By the number of a key: the engine block from which on it is written, where that is not the first."""
+    starts: Sequence[int] | None
+    """Numbers of the keys at which chains begin, the first at 0; None where the policy has no say."""
+
+
+@dataclass(slots=True, eq=False)
+class Stored:
+    """What becomes of the keys of one part. Numbers count the keys that were given; keys in no list are present."""
+
+    group: Group
+    copy: list[int] = field(default_factory=list)
+    """Keys to copy, ascending."""
+    blocks: BlockIds = field(default_factory=lambda: _NOTHING)
+    """The block of each key to copy."""
+    slots: SlotIds = field(default_factory=lambda: _NOTHING)
+    """This rank's slot of each; it belongs to the store until its end."""
+    first_blocks: list[int] = field(default_factory=list)
+    again: list[int] = field(default_factory=list)
+    """Keys that come under an earlier number too, which is copied, or in one of the next lists."""
+    no_space: list[int] = field(default_factory=list)
+    rejected: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class StoreTicket:
+    """A running store of one rank."""
+
+    rank: int
+    parts: list[Stored]
+
+
+@dataclass(slots=True, eq=False)
+class FillTicket:
+    """Blocks that are brought up from a tier, all ranks of them."""
+
+    group: Group
+    keys: list[int]
+    """Numbers of the keys that have a block now."""
+    slots: npt.NDArray[np.uint32]
+    """[blocks, ranks]"""
+
+
+@dataclass(slots=True, eq=False)
+class LoadTicket:
+    """A running load of one rank: its blocks stay until its end, whatever becomes of the lease."""
+
+    rank: int
+    lease_id: int
+    blocks: BlockIds
+    slots: SlotIds
+    offsets: Offsets
+    """Pool offset in bytes of each key's slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolUsage:
-    """Pool bytes by use. free + writing + ready + leaving + inherited + quarantined = pool."""
+    """Bytes of the pool by use; they add up to the pool."""
 
-    free_bytes: int
-    writing_bytes: int
-    ready_bytes: int
-    leaving_bytes: int
-    inherited_bytes: int
-    """Of blocks of an earlier daemon that are still to be taken over."""
-    pinned_bytes: int
-    """Of the ready and leaving bytes, those that a lease or a running copy needs."""
-    quarantined_bytes: int = 0
-    """In slots that lost what was stored in them."""
+    free: int
+    writing: int
+    ready: int
+    dropped: int
+    quarantined: int
+    pinned: int
+    """Of the ready and dropped ones, those that a lease or a running copy needs."""
 
 
-class BlockCache(LeasedBlocks):
-    """Blocks of all namespaces in one pool. Pure and synchronous; one thread at a time.
+class Cache:
+    """Blocks of all namespaces in one pool. For one thread.
 
-    ``blocks`` says how a block lives. Every method either raises KvoffdError and changes nothing, or does all it says;
-    every ticket must be ended exactly once, after the last byte of its copy has moved.
+    Every method raises KvoffdError and changes nothing, or does all it says. A ticket is ended exactly once, after the
+    last byte of its copy has moved.
+
+    Args:
+        partial_grace_s: partial blocks that are older go first when space is wanted.
+        save: writes down what a successor must know of the namespaces; False where it could not.
     """
 
     def __init__(
         self,
-        slots: Pool,
-        policy: EvictionPolicy,
-        listener: CacheListener,
+        slots: SlotAllocator,
+        table: SlotTable,
+        policy: Policy,
+        events: CacheListener,
         clock: Callable[[], float],
-        half_stored_timeout_s: float = 60.0,
+        save: Callable[[], bool] = lambda: True,
         lease_ttl_s: float = 30.0,
-        lease_bounds: LeaseBounds | None = None,
-        max_namespaces_bytes: int = 2**62,
-        max_index_bytes: int = 2**62,
+        partial_timeout_s: float = 60.0,
+        partial_grace_s: float = 2.0,
     ) -> None:
-        blocks = Blocks(slots, policy, listener, clock, max_index_bytes)
-        super().__init__(blocks, policy, clock, lease_ttl_s, lease_bounds)
-        self.slots = slots
-        self.integrity = Integrity(self)
-        self.stores: set[StoreTicket] = set()
-        """Tickets of running stores and promotions."""
-        self.loads: set[LoadTicket] = set()
-        self._listener = listener
-        self._half_stored_timeout_s = half_stored_timeout_s
-        self.max_namespaces_bytes = max_namespaces_bytes
-        """Bound on ``namespaces_bytes``, of which one namespace may take an eighth."""
+        self.slots, self.table, self.policy = slots, table, policy
+        self.blocks = BlockTable(table.records)
+        self.tiers: TierHooks | None = None
+        self.namespaces: dict[bytes, Namespace] = {}
+        """By fingerprint, in the order in which they were opened."""
+        self.numbers: dict[Namespace, int] = {}
+        """By which the slot table's records name a namespace; a new one with each reset."""
+        self.quotas: dict[bytes, int] = {}
+        """By fingerprint: the most bytes of the pool that a namespace may have."""
+        self.leases: dict[int, Lease] = {}
+        """The one that ends first comes first."""
+        self.pinned_bytes = self.quarantined_bytes = 0
+        self.unverified_slots = 0
+        self.shortened_lookups = 0
+        """Lookups that were told of fewer READY keys, since leases may not pin more."""
+        self.on_requests: list[Callable[[Sequence[Chain]], None]] = []
+        """Told of each request by ``note_requests``, after the policy."""
+        self._events, self._clock, self._save = events, clock, save
+        self._lease_ttl_s, self._partial_timeout_s = lease_ttl_s, partial_timeout_s
+        self._partial_grace_s = partial_grace_s
+        self._next_number = 1
+        self._groups: list[Group | None] = [None]
+        self._group_bytes = np.zeros(64, np.int64)
+        """By group's number: bytes of a block's slots."""
+        self._current: dict[Namespace, list[Group | None]] = {}
+        self._partial: dict[int, float] = {}
+        """Blocks that lack a shard which nobody writes, and since when."""
+        self._requests: deque[list[Chain]] = deque()
+        self._dead: set[int] = set()
+        """Numbers of groups that were reset and are to be swept out."""
+        self._sweeping: set[int] = set()
+        self._swept_to = 0
 
-    def attach(self, tiering: TieringHooks) -> None:
-        """Have the tiers below the pool looked after from now on. Once."""
-        assert self.blocks.tiering is None
-        self.blocks.tiering = tiering
+    # --- namespaces -----------------------------------------------------------------------------
 
-    @property
-    def namespaces(self) -> list[Namespace]:
-        """All namespaces, in the order in which they were opened."""
-        return list(self.blocks.namespaces.values())
-
-    def namespace(self, fingerprint: bytes) -> Namespace:
-        """The open namespace. Raises UnknownNamespace."""
-        try:
-            return self.blocks.namespaces[fingerprint]
-        except KeyError:
-            raise UnknownNamespace(
-                f"No namespace with the fingerprint {fingerprint.hex()} is open; send OpenNamespace first."
-            ) from None
-
-    def find_namespace(self, fingerprint: bytes) -> Namespace | None:
-        return self.blocks.namespaces.get(fingerprint)
-
-    def open_namespace(
-        self,
-        fingerprint: bytes,
-        label: str,
-        world_size: int,
-        key_bytes: int,
-        groups: Sequence[GroupSpec],
-        description: str,
-    ) -> tuple[Namespace, bool]:
+    def open_namespace(self, namespace: Namespace) -> tuple[Namespace, bool]:
         """Open or join a namespace; the flag says that it is new. Raises NamespaceMismatch if its geometry differs."""
-        if (known := self.blocks.namespaces.get(fingerprint)) is not None:
-            known.check_same(world_size, key_bytes, groups)
+        if (known := self.namespaces.get(namespace.fingerprint)) is not None:
+            known.check_same(namespace.world_size, namespace.key_bytes, namespace.groups)
             return known, False
-        namespace = Namespace(fingerprint, label, world_size, key_bytes, groups, description)
-        self.blocks.add_namespace(namespace)
+        self.namespaces[namespace.fingerprint] = namespace
+        self._give_number(namespace)
+        self._events.cleared(namespace)
         return namespace, True
 
-    def forget_namespace(self, namespace: Namespace) -> None:
-        """Forget a namespace that has no block and that nobody has open; its name is free for another geometry."""
-        assert not namespace.held_blocks
-        self.blocks.remove_namespace(namespace)
-        self.forget_requests(namespace)
-        self.slots.forget_namespace(namespace.fingerprint)
+    def _give_number(self, namespace: Namespace) -> None:
+        self.numbers[namespace] = self._next_number
+        self._next_number += 1
+        self._current[namespace] = [None] * len(namespace.groups)
 
-    @property
-    def namespaces_bytes(self) -> int:
-        return sum(namespace.nbytes for namespace in self.blocks.namespaces.values())
+    def register_rank(self, namespace: Namespace, rank: int, shard_bytes: Sequence[int], node: int | None) -> None:
+        """Fix the bytes of a rank's shards, by group, at its first registration, and the NUMA node of its slots.
 
-    def set_shard_bytes(
-        self, namespace: Namespace, rank: int, shard_bytes: Sequence[int], shards: Sequence[ShardSpec] | None = None
-    ) -> None:
-        """Fix the bytes of a rank's shards, by group, at the rank's first registration; ``shards`` describes them.
-
-        That is forgotten where there is too little memory for descriptions.
-
-        Raises BadGeometry if they were fixed otherwise, or do not fit the namespace; ShardTooLarge if no slot could
+        Raises BadGeometry if they were fixed otherwise or do not fit the namespace; ShardTooLarge if no slot could
         hold one. A shard of 0 bytes, of a rank without a layer in the group, gets the smallest slot.
         """
         namespace.check_shard_bytes(rank, shard_bytes)
-        news = namespace.shard_bytes(rank) is None
-        namespace.fix_shard_bytes(rank, shard_bytes, list(map(self.slots.slot_bytes, shard_bytes)))
-        if shards is not None:
-            nbytes, most = nbytes_of_shards(shards), self.max_namespaces_bytes
-            if namespace.nbytes + nbytes <= most // 8 and self.namespaces_bytes + nbytes <= most:
-                news |= namespace.describe_shards(rank, shards)
-        if news:
-            self.slots.note_namespace(namespace.record())
+        new = namespace.shard_bytes(rank) is None
+        namespace.fix_shard_bytes(rank, shard_bytes, list(map(self.slots.slot_size, shard_bytes)))
+        namespace.nodes[rank] = node
+        if new:
+            self._save()
 
-    def set_generation(self, namespace: Namespace, generation: int) -> None:
-        """Note the generation of blocks that are stored from now on, when all of earlier ones are gone."""
-        namespace.generation = generation
-        if any(namespace.shard_bytes(rank) is not None for rank in range(namespace.world_size)):
-            self.slots.note_namespace(namespace.record())
+    def _group(self, namespace: Namespace, group: int) -> Group | None:
+        """The group as it is now; None while a rank of the world has not registered."""
+        namespace.check_group(group)
+        found = self._current[namespace][group]
+        if found is None and all(namespace.shard_bytes(rank) is not None for rank in range(namespace.world_size)):
+            ranks = range(namespace.world_size)
+            lengths = [namespace.shard_length(rank, group) for rank in ranks]
+            found = Group(
+                len(self._groups), namespace, group, namespace.key_bytes, lengths, namespace.slot_sizes(group)
+            )
+            self._current[namespace][group] = found
+            self._groups.append(found)
+            if found.number == len(self._group_bytes):
+                self._group_bytes = np.concatenate([self._group_bytes, np.zeros_like(self._group_bytes)])
+            self._group_bytes[found.number] = found.block_bytes
+        return found
 
-    def adopt(
-        self, namespaces: Iterable[NamespaceRecord], slots: InheritedSlots, slots_at_once: int = SLOTS_AT_ONCE
-    ) -> Adoption:
-        """Take over what an earlier daemon left, before anything else. The slot store has handed these slots out.
+    def reset(self, namespace: Namespace, *, end_leases: bool = True) -> int:
+        """Forget every block, as when the weights changed. Returns how many there were.
 
-        Whole blocks are ready, the newest first, after as many calls of ``adopt_some`` as it takes; others are freed.
+        Nothing is found from now on, by a successor either: the namespace has a new number. ``background`` frees the
+        slots. ``end_leases``: lest a load under one serves what is stale.
         """
-        assert not self.blocks.namespaces
-        return begin_adoption(self.blocks, self.slots, namespaces, slots, slots_at_once)
+        dropped = namespace.blocks_in[READY] + namespace.blocks_in[WRITING]
+        dead = [group for group in self._current[namespace] if group is not None]
+        self._give_number(namespace)
+        for group in dead:
+            group.dead = True
+            self._dead.add(group.number)
+            for state in (WRITING, READY):
+                count = int(np.count_nonzero((self.blocks.group == group.number) & (self.blocks.state == state)))
+                self._count(group, state, DROPPED, count)
+        self._partial = {block: since for block, since in self._partial.items() if not self._of_block(block).dead}
+        if end_leases:
+            self._end([lease for lease in self.leases.values() if lease.namespace is namespace])
+        if not self._save():  # a successor would believe the old number
+            while self.background():
+                pass
+        self._events.cleared(namespace)
+        return dropped
 
-    def adopt_some(self) -> bool:
-        """Make more blocks ready that an earlier daemon left, and tell the listener; False where none are left then."""
-        adopt_some(self.blocks, self.slots)
-        return self.blocks.inherited is not None
+    def forget_namespace(self, namespace: Namespace) -> None:
+        """Forget a namespace that has no block and that nobody has open."""
+        assert not namespace.blocks_in[READY] + namespace.blocks_in[WRITING]
+        del self.namespaces[namespace.fingerprint], self.numbers[namespace], self._current[namespace]
+        self._requests = deque(one for one in self._requests if one[0].group.namespace is not namespace)
+        self._save()
 
-    @property
-    def inherited_blocks(self) -> int:
-        return len(self.blocks.inherited or ())
+    # --- lookups and leases ---------------------------------------------------------------------
 
-    def expire(self) -> int:
-        """End overdue leases, drop blocks that stayed half stored for too long. Returns how many of both."""
-        now = self._clock()
-        ended = self._end(self.leases.overdue(now, LEASES_AT_ONCE))
-        overdue = self.blocks.half_stored.overdue(now - self._half_stored_timeout_s)
-        self.blocks.drop_half_stored(overdue)
-        return ended + len(overdue)
-
-    def begin_stores(
+    def lookup(
         self,
         namespace: Namespace,
-        rank: int,
-        group: int,
-        keys: Sequence[bytes],
-        first_blocks: Mapping[int, int],
-        same_job: Sequence[StoreTicket] = (),
-        node: int | None = None,
-        starts: Sequence[int] | None = (0,),
-    ) -> StoreTicket:
-        """Take slots for the keys of which this rank's shard is neither written nor being written, evicting if needed.
+        session: int,
+        lease_id: int,
+        groups: Sequence[tuple[int, bytes]],
+        *,
+        again: bool = False,
+    ) -> tuple[list[bytes], int]:
+        """The state of each key, and how many blocks the lease has. READY ones are pinned under it.
 
-        ``keys`` may be of several jobs: one that comes again is written once. ``first_blocks`` has, by the number of a
-        key, from which engine block on it is written, where that is not the first. ``same_job`` are the tickets of the
-        jobs' other groups: what they found present is not evicted for this one. Slots on NUMA node ``node`` are taken
-        where there are any. ``starts``: numbers of the keys at which the jobs begin; None where the policy has no say,
-        as for benches.
-        Raises BadGeometry.
+        What a tier has is requested from it, and PENDING. ``again``: the request was counted before. Where leases may
+        not pin so much, each group's last READY keys are called ABSENT. Raises BadGeometry, BadKeys; UnknownLease where
+        the lease is another session's or namespace's.
         """
-        slot_bytes = namespace.slot_bytes(rank, group)
-        blocks = self.blocks
-        known = namespace.index[group].find(b"".join(keys)) if not namespace.clearing else [None] * len(keys)
-        ticket = StoreTicket(namespace, rank, group)
-        fresh = not any(known) and len(set(keys)) == len(keys)
-        lacking, narrow = (list(range(len(keys))), []) if fresh else _lacking(ticket, keys, known, first_blocks)
-        protected = set(ticket.present).union(*[other.present for other in same_job])
-        namespace.nodes[rank] = node
-        if namespace.clearing:
-            found = Admission(dropped=lacking)
-        else:
-            allowance = blocks.allowance(namespace)
-            admitter = Admitter(blocks, self.policy, namespace, group, slot_bytes, node, protected, allowance)
-            unknown = lacking if fresh else [number for number in lacking if known[number] is None]
-            found = admitter.admit(keys, lacking, unknown, None if namespace.of_bench else starts)
-        offsets = found.offsets
-        ticket.copy = found.admitted
-        count_refused(blocks, namespace, group, keys, found)
-        ticket.dropped = with_again(keys, found.dropped, ticket.again)
-        ticket.declined = with_again(keys, found.declined, ticket.again)
-        if narrow:
-            offsets = self._reopen(ticket, narrow, offsets)
-        ticket.offsets = offsets
-        if len(offsets) < len(keys):
-            keys, known = [keys[number] for number in ticket.copy], [known[number] for number in ticket.copy]
-        firsts = [first_blocks.get(number, 0) for number in ticket.copy]
-        ticket.blocks = blocks.start_shards(namespace, group, keys, known, rank, offsets, slot_bytes, firsts)
-        self.stores.add(ticket)
-        return ticket
+        lease = self.leases.get(lease_id)
+        if lease is not None and (lease.session != session or lease.namespace is not namespace):
+            raise UnknownLease(f"The lease {lease_id} belongs to another session or namespace; choose a new lease id.")
+        for group, keys in groups:
+            namespace.check_keys(group, keys)
+        known = [self._group(namespace, group) for group, _ in groups]
+        found = [self._find(group, keys, namespace.key_bytes) for group, (_, keys) in zip(known, groups, strict=True)]
+        pool = [states for states, _ in found]
+        states = pool
+        if self.tiers is not None and any(FREE in one for one in pool):
+            states = self.tiers.find(namespace, session, groups, pool, again)
+        states, ready = self._lease(namespace, session, lease_id, lease, states, [blocks for _, blocks in found])
+        if not again:
+            self._count_lookup(namespace, groups, known, pool, states)
+            parts = zip(known, groups, ready, strict=True)
+            if chains := [Chain(part, keys, blocks) for part, (_, keys), blocks in parts if part is not None]:
+                self._requests.append(chains)
+        lease = self.leases.get(lease_id)
+        return states, 0 if lease is None else len(lease.blocks)
 
-    def _reopen(self, ticket: StoreTicket, narrow: Sequence[tuple[int, Block]], offsets: Sequence[int]) -> list[int]:
-        """Have blocks written anew in the slots that they have, given by the number of their key.
+    def _find(self, group: Group | None, keys: bytes, key_bytes: int) -> tuple[bytes, BlockIds]:
+        if group is None:
+            return bytes(len(keys) // key_bytes), _NOTHING
+        return self.blocks.find(group.number, keys, key_bytes)
 
-        Puts them among the ticket's keys to copy; returns the slots of all of these, given those of the others.
+    def _lease(
+        self,
+        namespace: Namespace,
+        session: int,
+        lease_id: int,
+        lease: Lease | None,
+        states: list[bytes],
+        blocks: Sequence[BlockIds],
+    ) -> tuple[list[bytes], list[BlockIds]]:
+        """Pin what is READY, as far as leases may; returns the states as they are told, and the READY blocks."""
+        ready = [
+            found[np.frombuffer(one, np.uint8) == READY] if READY in one else _NOTHING
+            for one, found in zip(states, blocks, strict=True)
+        ]
+        every = np.concatenate(ready) if ready else _NOTHING
+        if not every.size:
+            return states, ready
+        fresh = every if lease is None else every[~np.isin(every, lease.blocks)]
+        nbytes = int(self._group_bytes[self.blocks.group[fresh]].sum())
+        of_session = sum(one.nbytes for one in self.leases.values() if one.session == session)
+        pool_bytes = self.slots.pool_bytes
+        loose = int(self._group_bytes[self.blocks.group[fresh[self.blocks.pins[fresh] == 0]]].sum())
+        part = min(
+            1.0,
+            (pool_bytes // _PARTS["session"] - of_session) / max(1, nbytes),
+            (pool_bytes // _PARTS["pool"] - self.pinned_bytes) / max(1, loose),
+        )
+        if part < 1.0:
+            self.shortened_lookups += 1
+            states = [_shortened(one, max(0.0, part)) for one in states]
+            ready = [found[: one.count(READY)] for one, found in zip(states, ready, strict=True)]
+            every = np.concatenate(ready)
+            fresh = every if lease is None else every[~np.isin(every, lease.blocks)]
+        if fresh.size:
+            if lease is None:
+                lease = self.leases[lease_id] = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s)
+            self._pin(fresh)
+            lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
+            lease.nbytes += int(self._group_bytes[self.blocks.group[fresh]].sum())
+        return states, ready
+
+    def _count_lookup(
+        self,
+        namespace: Namespace,
+        groups: Sequence[tuple[int, bytes]],
+        known: Sequence[Group | None],
+        pool: Sequence[bytes],
+        states: Sequence[bytes],
+    ) -> None:
+        counters = namespace.counters
+        counters.lookups += 1
+        counters.keys_asked += sum(map(len, states))
+        counters.keys_ready += sum(one.count(READY) for one in states)
+        counters.prefix_keys_ready += sum(len(one) - len(one.lstrip(bytes([READY]))) for one in states)
+        for group, (_, keys), before, after in zip(known, groups, pool, states, strict=True):
+            counters.misses[MissReason.LEASE_LIMIT] += before.count(READY) - after.count(READY)
+            counters.misses[MissReason.PARTIAL] += after.count(WRITING)
+            if ABSENT not in after:
+                continue
+            if group is None:
+                counters.misses[MissReason.UNKNOWN] += len(after)
+                continue
+            missing = np.maximum(np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8)).tobytes()
+            for reason, number in enumerate(self.blocks.count_misses(group.number, keys, namespace.key_bytes, missing)):
+                if number:
+                    counters.misses[MissReason(reason)] += number
+
+    def note_requests(self) -> None:
+        """Tell the policy and whoever watches what was asked for. For when the replies are out."""
+        while self._requests:
+            chains = [
+                Chain(group, keys, ready[self.blocks.state[ready] == READY])
+                for group, keys, ready in self._requests.popleft()
+                if not group.dead
+            ]
+            if self.tiers is not None:
+                self.tiers.used(np.concatenate([_NOTHING, *(chain.ready for chain in chains)]))
+            self.policy.requested(chains)
+            for tell in self.on_requests:
+                tell(chains)
+
+    def release(self, session: int, lease_ids: Iterable[int]) -> int:
+        """End leases of a session; those that are not alive are no error. Returns how many ended."""
+        found = [self.leases.get(lease_id) for lease_id in dict.fromkeys(lease_ids)]
+        return self._end([lease for lease in found if lease is not None and lease.session == session])
+
+    def end_session(self, session: int) -> int:
+        """End all leases of a session that is gone. Returns how many."""
+        return self._end([lease for lease in self.leases.values() if lease.session == session])
+
+    def _end(self, leases: Sequence[Lease]) -> int:
+        for lease in leases:
+            del self.leases[lease.lease_id]
+            self._unpin(lease.blocks)
+        return len(leases)
+
+    def tick(self) -> int:
+        """End overdue leases, drop blocks that were partial for too long. Returns how many of both."""
+        now = self._clock()
+        overdue = list(takewhile(lambda lease: lease.deadline <= now, self.leases.values()))
+        partial = self._partial_since(now - self._partial_timeout_s)
+        self.drop(partial, MissReason.PARTIAL)
+        return self._end(overdue) + len(partial)
+
+    def _pin(self, blocks: BlockIds) -> None:
+        fresh = self.blocks.pin(blocks)
+        self.pinned_bytes += int(self._group_bytes[self.blocks.group[fresh]].sum())
+
+    def _unpin(self, blocks: BlockIds) -> None:
+        loose = self.blocks.unpin(blocks)
+        self.pinned_bytes -= int(self._group_bytes[self.blocks.group[loose]].sum())
+        self._free_dropped(loose[self.blocks.state[loose] == DROPPED])
+
+    # --- stores ---------------------------------------------------------------------------------
+
+    def begin_store(self, namespace: Namespace, rank: int, parts: Sequence[StorePart]) -> StoreTicket:
+        """Take slots for what is not there, evicting where need be; one part for each group of the message.
+
+        What the message found present is not evicted for it. Raises BadGeometry, BadKeys.
         """
-        slot_for = dict(zip(ticket.copy, offsets, strict=True))
-        for number, block in narrow:
-            slot_for[number] = block.shard(ticket.rank).offset
-            self.blocks.reopen_shard(block, ticket.rank)
-        if self.blocks.tiering is not None:  # what a tier has of them is as little
-            names = [block.key for _, block in narrow]
-            self.blocks.tiering.forget(ticket.namespace, ticket.group, names, MissReason.PARTIAL)
-        ticket.copy = sorted(slot_for)
-        return [slot_for[number] for number in ticket.copy]
+        for part in parts:
+            namespace.slot_bytes(rank, part.group)
+            namespace.check_keys(part.group, part.keys)
+        known = [self._group(namespace, part.group) for part in parts]
+        plans = [self._plan(rank, group, part) for group, part in zip(known, parts, strict=True) if group is not None]
+        held = np.concatenate([_NOTHING, *(plan.present for plan in plans)])
+        self._pin(held)
+        try:
+            for plan in plans:
+                self._admit(rank, plan)
+        finally:
+            self._unpin(held)
+        found = iter(plans)
+        stored = [
+            _no_group(namespace, part) if group is None else next(found).stored
+            for group, part in zip(known, parts, strict=True)
+        ]
+        for one, part in zip(stored, parts, strict=True):
+            self._count_refused(namespace, one, part)
+        return StoreTicket(rank, stored)
 
-    def commit_store(self, ticket: StoreTicket) -> int:
-        """End a store whose bytes are all in place. Returns how many blocks became ready by it."""
-        self.stores.remove(ticket)
-        length = ticket.namespace.shard_length(ticket.rank, ticket.group)
-        blocks = self.blocks
-        ready = blocks.finish_shards(ticket.blocks, ticket.rank, length, ticket.checksums, ticket.tokens)
-        if ready and blocks.tiering is not None:
-            blocks.tiering.stored([block for block in ticket.blocks if block.state is READY])
+    def _plan(self, rank: int, group: Group, part: StorePart) -> _Plan:
+        """What is there of a store's keys and what is lacking; drops blocks that hold less than is offered."""
+        keys = group.namespace.split(part.group, part.keys)
+        states, blocks = self.blocks.find(group.number, part.keys, group.key_bytes)
+        numbers = np.flatnonzero(np.frombuffer(states, np.uint8) != FREE)
+        there = blocks[numbers]
+        shards = self.blocks.slots_of_rank(there, rank)
+        shard = self.blocks.shard[shards] & SHARD_STATE
+        offered = np.array([part.first_blocks.get(number, 0) for number in numbers.tolist()], np.int64)
+        narrow = (shard == WRITTEN) & (self.table.records["first_block"][shards] > offered)
+        narrow &= (self.blocks.pins[there] == 0) & ~self.blocks.is_written(there)
+        if narrow.any():
+            gone = np.unique(there[narrow])
+            names = self.blocks.keys(gone, group.key_bytes)
+            self.drop(gone, MissReason.PARTIAL)
+            if self.tiers is not None:  # what a tier has of them is as little
+                self.tiers.forget(group.namespace, group.group, names, MissReason.PARTIAL)
+        mine = dict(zip(numbers[shard == RESERVED].tolist(), there[shard == RESERVED].tolist(), strict=True))
+        present = set(numbers[~narrow].tolist())
+        plan = _Plan(Stored(group), part, there[~narrow], keys)
+        seen: set[bytes] = set()
+        for number, key in enumerate(keys):
+            if key in seen:
+                plan.stored.again.append(number)
+            elif number in mine:
+                plan.mine[number] = mine[number]
+                seen.add(key)
+            elif number not in present:
+                plan.lacking.append(number)
+                seen.add(key)
+        return plan
+
+    def _admit(self, rank: int, plan: _Plan) -> None:
+        """Take slots for the lacking keys that the policy admits; and enter what is to be copied."""
+        stored, part, group = plan.stored, plan.part, plan.stored.group
+        blocks = dict(plan.mine)
+        lacking = plan.lacking
+        if lacking:
+            names = b"".join([plan.keys[number] for number in lacking])
+            if part.starts is None:
+                scores = np.full(len(lacking), inf)
+            else:
+                begins = np.unique(np.searchsorted(lacking, part.starts)).tolist()
+                scores = self.policy.admit(group, names, begins)
+            runs = [0, *(np.flatnonzero(scores[1:] != scores[:-1]) + 1).tolist()]
+            for begin, end in zip(runs, [*runs[1:], len(lacking)], strict=True):
+                numbers, score = lacking[begin:end], float(scores[begin])
+                if score == REJECTED:
+                    stored.rejected += numbers
+                    continue
+                limit = inf if group.namespace.of_bench or self.tiers is not None else score
+                slots = self._take(group, len(numbers), limit)
+                taken = b"".join([plan.keys[number] for number in numbers[: len(slots)]])
+                blocks.update(zip(numbers, self._enter(group, slots, taken).tolist(), strict=False))
+                if left := numbers[len(slots) :]:
+                    kept = limit != inf and self._evictable()
+                    (stored.rejected if kept else stored.no_space).extend(left)
+            if stored.rejected:
+                self.policy.rejected(group, b"".join([plan.keys[number] for number in stored.rejected]))
+        stored.copy = sorted(blocks)
+        stored.blocks = np.array([blocks[number] for number in stored.copy], np.uint32)
+        stored.slots = self.blocks.slots_of_rank(stored.blocks, rank)
+        stored.first_blocks = [part.first_blocks.get(number, 0) for number in stored.copy]
+        self.blocks.shard[stored.slots] = WRITING_SHARD
+        for block in stored.blocks.tolist():
+            self._partial.pop(block, None)
+
+    def _enter(self, group: Group, slots: npt.NDArray[np.uint32], keys: bytes) -> BlockIds:
+        """Make blocks of slots that were taken, [blocks, ranks]."""
+        if not len(slots):
+            return _NOTHING
+        number = self.numbers[group.namespace]
+        blocks = self.blocks.enter(slots, group.number, keys, group.key_bytes, number, group.group)
+        self._count(group, FREE, WRITING, len(blocks))
+        return blocks
+
+    def _count_refused(self, namespace: Namespace, stored: Stored, part: StorePart) -> None:
+        namespace.counters.dropped_keys += len(stored.no_space)
+        namespace.counters.declined_keys += len(stored.rejected)
+        size = namespace.key_bytes
+        for numbers, reason in ((stored.no_space, MissReason.NO_SPACE), (stored.rejected, MissReason.REJECTED)):
+            if numbers and stored.group.number:
+                names = b"".join([part.keys[number * size : (number + 1) * size] for number in numbers])
+                self.blocks.note_misses(stored.group.number, names, size, reason)
+
+    def commit_store(
+        self,
+        ticket: StoreTicket,
+        checksums: Sequence[Sequence[int]],
+        tokens: Mapping[bytes, BlockTokens] = NO_TOKENS,
+    ) -> int:
+        """End a store whose bytes are all in place. Returns how many blocks became READY.
+
+        ``checksums``: by part, of each key to copy; 0 where one is still to be taken.
+        """
+        ready = 0
+        for part, sums in zip(ticket.parts, checksums, strict=True):
+            ready += self._commit(part.group, part.blocks, part.slots, part.first_blocks, ticket.rank, sums, tokens)
         return ready
+
+    def _commit(
+        self,
+        group: Group,
+        blocks: BlockIds,
+        slots: SlotIds,
+        first_blocks: Sequence[int],
+        rank: int,
+        checksums: Sequence[int],
+        tokens: Mapping[bytes, BlockTokens],
+    ) -> int:
+        if group.dead or (self.blocks.state[blocks] != WRITING).any():
+            living = (self.blocks.state[blocks] == WRITING) & (not group.dead)
+            self._let_go(group, blocks[~living], slots[~living])
+            kept = np.flatnonzero(living).tolist()
+            blocks, slots = blocks[living], slots[living]
+            first_blocks, checksums = [first_blocks[at] for at in kept], [checksums[at] for at in kept]
+        if not blocks.size:
+            return 0
+        ready = self.blocks.publish(blocks, slots, first_blocks, group.lengths[rank], checksums)
+        self.unverified_slots += list(checksums).count(0)
+        if len(ready) < len(blocks):
+            self._wait(group, blocks[self.blocks.missing[blocks] != 0])
+        if ready.size:
+            self._make_ready(group, ready, tokens)
+        return len(ready)
+
+    def _make_ready(self, group: Group, tail_first: BlockIds, tokens: Mapping[bytes, BlockTokens] = NO_TOKENS) -> None:
+        namespace = group.namespace
+        self._count(group, WRITING, READY, len(tail_first))
+        self.policy.insert(group, tail_first)
+        namespace.counters.stored_blocks += len(tail_first)
+        names = namespace.split(group.group, self.blocks.keys(tail_first[::-1], group.key_bytes))
+        self._events.stored(namespace, group.group, names, tokens=tokens)
+        if self.tiers is not None:
+            self.tiers.stored(tail_first[::-1])
 
     def abort_store(self, ticket: StoreTicket) -> None:
         """End a store that did not copy everything: its shards go, what other ranks wrote stays and waits."""
-        self.stores.remove(ticket)
-        self.blocks.abandon_shards(ticket.blocks, ticket.rank)
+        for part in ticket.parts:
+            self._let_go(part.group, part.blocks, part.slots)
+
+    def _let_go(self, group: Group, blocks: BlockIds, slots: SlotIds) -> None:
+        """Shards of blocks are not written any more, and hold nothing."""
+        if not blocks.size:
+            return
+        self.blocks.shard[slots] = RESERVED
+        writing = blocks[self.blocks.state[blocks] == WRITING]
+        if writing.size and not group.dead:
+            every = self.blocks.shard[self.blocks.slots(writing, len(group.sizes))] & SHARD_STATE
+            unused = writing[(every == RESERVED).all(axis=1)]
+            self._wait(group, writing[~(every == RESERVED).all(axis=1)])
+            self._remove(group, WRITING, unused)
+            self._free_dropped(unused)
+        self._free_dropped(blocks[self.blocks.state[blocks] == DROPPED])
+
+    def _wait(self, group: Group, blocks: BlockIds) -> None:
+        """Note those of the blocks as partial that nobody writes."""
+        if blocks.size:
+            now = self._clock()
+            for block in blocks[~self.blocks.is_written(blocks)].tolist():
+                self._partial[block] = now
+
+    def begin_fill(self, namespace: Namespace, group: int, keys: bytes) -> FillTicket:
+        """Take slots of all ranks for keys that come from a tier, as far as there is space. Raises BadGeometry."""
+        known = self._group(namespace, group)
+        if known is None:
+            raise BadGeometry("Not all ranks of the namespace have registered; register them first.")
+        split = namespace.split(group, keys)
+        states, _ = self.blocks.find(known.number, keys, namespace.key_bytes)
+        first = {key: number for number, key in reversed(list(enumerate(split)))}
+        numbers = [number for number, state in enumerate(states) if state == FREE and first[split[number]] == number]
+        slots = self._take(known, len(numbers), inf)
+        numbers = numbers[: len(slots)]
+        self._enter(known, slots, b"".join([split[number] for number in numbers]))
+        self.blocks.shard[slots] = WRITING_SHARD
+        return FillTicket(known, numbers, slots)
+
+    def end_fill(
+        self,
+        ticket: FillTicket,
+        whole: npt.NDArray[np.bool_],
+        first_blocks: npt.NDArray[np.uint16],
+        checksums: npt.NDArray[np.uint64],
+    ) -> int:
+        """End a fill: ``whole`` says of each block whether all of it is there; the others are [blocks, ranks]."""
+        slots = ticket.slots
+        blocks = np.ascontiguousarray(slots[:, 0])
+        ready = 0
+        for rank in range(slots.shape[1]):
+            of_rank = np.ascontiguousarray(slots[:, rank])
+            self._let_go(ticket.group, blocks[~whole], of_rank[~whole])
+            ready += self._commit(
+                *(ticket.group, blocks[whole], of_rank[whole], first_blocks[whole, rank].tolist(), rank),
+                *(checksums[whole, rank].tolist(), NO_TOKENS),
+            )
+        return ready
+
+    # --- loads ----------------------------------------------------------------------------------
 
     def begin_load(
         self, namespace: Namespace, rank: int, lease_id: int, group: int, keys: bytes, first_block: int = 0
     ) -> LoadTicket:
-        """Hold the slots of a rank's shards of leased blocks. The first key is read from ``first_block`` on.
+        """Hold the slots of a rank's shards of READY blocks. The first key is read from ``first_block`` on.
 
-        Raises UnknownLease; BadGeometry, BadKeys; NotReady with the indices of keys that are not under the lease, or
-        whose written range begins later, or that are corrupt.
+        Raises UnknownLease; BadGeometry, BadKeys; NotReady with the numbers of keys that are not READY, are corrupt, or
+        whose written range begins later.
         """
         namespace.slot_bytes(rank, group)
-        split = namespace.split(group, keys)
+        namespace.check_keys(group, keys)
         lease = self.leases.get(lease_id)
         if lease is None or lease.namespace is not namespace:
             raise UnknownLease(f"The lease {lease_id} is unknown, has ended or is of another namespace; look up again.")
-        held = self.leases.by_key(lease, group)
-        found = [held.get(key) for key in split]
-        blocks = [block for block in found if block is not None]
-        offsets, readable = slots_of(blocks, rank)
-        if len(blocks) < len(found) or not readable:
-            self._refuse_unreadable(found, rank, group, first_block)
-        self.blocks.pin(blocks)
-        ticket = LoadTicket(rank, lease_id, blocks, offsets, first_block, lease)
-        self.loads.add(ticket)
-        return ticket
-
-    def _refuse_unreadable(self, found: Sequence[Block | None], rank: int, group: int, first_block: int) -> None:
-        missing = [
-            number
-            for number, block in enumerate(found)
-            if block is None
-            or (shard := block.shard(rank)).corrupt
-            or shard.first_block > (0 if number else first_block)
-        ]
-        if missing:
-            raise NotReady(group, missing)
+        known = self._group(namespace, group)
+        states, blocks = self._find(known, keys, namespace.key_bytes)
+        bad = np.frombuffer(states, np.uint8) != READY
+        if not bad.any():
+            slots = self.blocks.slots_of_rank(blocks, rank)
+            allowed = np.zeros(len(blocks), np.int64)
+            allowed[:1] = first_block
+            bad = self.table.records["first_block"][slots] > allowed
+            bad |= (self.blocks.shard[slots] & CORRUPT) != 0
+        if bad.any():
+            raise NotReady(group, np.flatnonzero(bad).tolist())
+        self._pin(blocks)
+        return LoadTicket(rank, lease_id, blocks, slots, self.slots.offsets(slots))
 
     def end_load(self, tickets: Sequence[LoadTicket], ok: bool) -> None:
         """End the tickets of one job. The lease ends with the last rank of the world that loaded well under it."""
         for ticket in tickets:
-            self.loads.remove(ticket)
-            self.blocks.unpin(ticket.blocks)
+            self._unpin(ticket.blocks)
         lease = self.leases.get(tickets[0].lease_id) if tickets and ok else None
         if lease is not None:
             lease.loaded_ranks.add(tickets[0].rank)
             if len(lease.loaded_ranks) == lease.namespace.world_size:
                 self._end([lease])
 
-    def count_load(self, tickets: Sequence[LoadTicket]) -> None:
-        """Count the keys and tokens that a load brought; what several ranks load counts once.
+    # --- space ----------------------------------------------------------------------------------
 
-        Tokens of a lease are those of the group with the most: with a sliding window less is loaded for as many.
-        """
-        for ticket in tickets:
-            if (lease := ticket.lease) is None or not ticket.blocks:
-                continue
-            first = ticket.blocks[0]
-            if (part := (first.group, first.key)) in lease.loaded:
-                continue
-            lease.loaded.add(part)
-            before = max(lease.loaded_tokens.values(), default=0)
-            lease.loaded_tokens[first.group] += ticket.tokens
-            counters = lease.namespace.counters
-            counters.loaded_keys += len(ticket.blocks)
-            counters.loaded(max(0, lease.loaded_tokens[first.group] - before))
-
-    def invalidate(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> Steps:
-        """Forget keys, in the tiers below too. What a lease, load or store holds leaves the index now, its slots later.
-
-        The steps end with the number of blocks there were. Raises BadGeometry, BadKeys.
-        """
-        for group, keys in groups:
-            namespace.check_keys(group, keys)
-        return self._invalidate(namespace, groups)
-
-    def _invalidate(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> Steps:
-        tiering = self.blocks.tiering
-        dropped = 0
-        size = CLEARED_AT_ONCE * namespace.key_bytes
-        inherited: list[set[bytes]] = [set() for _ in namespace.groups]
-        for gone in forget_inherited_keys(self.blocks, self.slots, namespace, groups):
-            for group, these in gone:
-                inherited[group].update(these)
-            yield
-        # Cut part by part: single keys take nine times what the message does.
-        parts = ((group, keys[at : at + size]) for group, keys in groups for at in range(0, len(keys), size))
-        for number, (group, part) in enumerate(parts):
-            keys = list(dict.fromkeys(namespace.split(group, part)))
-            if number:
-                yield
-            if self.find_namespace(namespace.fingerprint) is not namespace:
+    def _take(self, group: Group, count: int, below: float) -> npt.NDArray[np.uint32]:
+        """[blocks, ranks] slots for up to ``count`` blocks; what has a lower score than ``below`` may go for them."""
+        namespace = group.namespace
+        count = self._within_quota(group, count, below)
+        taken = np.empty((0, len(group.sizes)), np.uint32)
+        while (lacking := count - len(taken)) > 0:
+            columns = [
+                self.slots.take(size, lacking, namespace.nodes.get(rank)) for rank, size in enumerate(group.sizes)
+            ]
+            least = min(map(len, columns))
+            for column in columns:
+                if len(column) > least:
+                    self.slots.free(column[least:])
+            taken = np.concatenate([taken, np.stack([column[:least] for column in columns], axis=1)])
+            if least < lacking and not self._make_space(group.sizes, lacking - least, below):
                 break
-            there = namespace.index[group].find(b"".join(keys))
-            found = [block for block in there if block is not None]
-            readable = [block.key for block in found if block.state is READY]
-            self.blocks.drop(found)
-            if readable:
-                self._listener.removed(namespace, group, readable)
-            in_pool = inherited[group].intersection(keys)
-            inherited[group] -= in_pool
-            in_pool.update(block.key for block in found)  # what was stored anew is one block
-            dropped += len(in_pool)
-            if tiering is not None:
-                dropped += sum(key not in in_pool and tiering.has(namespace, group, key) for key in keys)
-                tiering.forget(namespace, group, keys, MissReason.INVALIDATED)
-        return dropped
+        for rank, size in enumerate(group.sizes):
+            for region in set((taken[:, rank] // self.slots.slots_per_region).tolist()):
+                self.table.set_region(region, size)
+        return taken
 
-    def drop_incomplete(self, blocks: Iterable[Block], reason: MissReason = MissReason.PARTIAL) -> None:
-        """Drop those of the blocks that lack a shard: nobody will complete them. What a tier has of them stays."""
-        self.blocks.drop([block for block in dict.fromkeys(blocks) if block.state is WRITING], reason)
+    def _within_quota(self, group: Group, count: int, below: float) -> int:
+        """How many of ``count`` blocks the namespace may take, evicting its own where it has its quota."""
+        namespace, each = group.namespace, group.block_bytes
+        if (quota := self.quotas.get(namespace.fingerprint)) is None:
+            return count
+        if namespace.held_bytes + count * each > quota and self._dead:
+            while self.background():
+                pass
+        excess = namespace.held_bytes + count * each - quota
+        if excess > 0:
+            victims: list[int] = []
+            for batch in self.policy.candidates(below):
+                for block, number in zip(batch.tolist(), self.blocks.group[batch].tolist(), strict=True):
+                    if self._of(number).namespace is namespace and not self.blocks.pins[block]:
+                        victims.append(block)
+                        excess -= self._of(number).block_bytes
+                        if excess <= 0:
+                            break
+                if excess <= 0:
+                    break
+            self._evict(np.array(victims, np.uint32))
+        return max(0, min(count, (quota - namespace.held_bytes) // each))
 
-    def reset(self, namespace: Namespace) -> Steps:
-        """Forget every block, as when the weights changed: its leases end too, lest one serve what is stale."""
-        steps = self.clear(namespace)
-        return self._reset([lease for lease in self.leases if lease.namespace is namespace], steps)
+    def _make_space(self, sizes: Sequence[int], count: int, below: float) -> bool:
+        """Free slots for blocks of these slot sizes, about ``count`` of them; False where nothing may go."""
+        if self._dead:
+            return self.background()
+        if partial := self._partial_since(self._clock() - self._partial_grace_s):
+            self.drop(np.array(partial[:count], np.uint32), MissReason.PARTIAL)
+            return True
+        victims = self._pick_victims(sizes, count, below)
+        self._evict(victims)
+        return bool(victims.size)
 
-    def _reset(self, leases: Sequence[Lease], steps: Steps) -> Steps:
-        for start in range(0, len(leases), LEASES_AT_ONCE):
-            if start:
-                yield
-            # Each may have ended meanwhile, and another one of its owner may have its id.
-            self._end([one for one in leases[start : start + LEASES_AT_ONCE] if self.leases.get(one.lease_id) is one])
-        return (yield from steps)
+    def _pick_victims(self, sizes: Sequence[int], count: int, below: float) -> BlockIds:
+        """Blocks to evict so that slots for ``count`` blocks of these sizes come free; too few or none if need be.
 
-    def clear(self, namespace: Namespace, *, keep_tiers: bool = False) -> Steps:
-        """Forget every block of a namespace, in the tiers below too unless they keep theirs. Leases keep theirs.
-
-        From now on until the last step lookups find nothing and stores get no room. The steps end with the number of
-        blocks there were.
-
-        Raises KvoffdError: NOT_READY, it is being cleared already.
+        Blocks with a slot of a wanted size go in the policy's order. The older blocks of other sizes that are passed
+        over on the way help only by whole regions. A region goes once the bytes passed over are as many as it holds: by
+        then what is evicted too early in it is outweighed by what stays too long elsewhere. So the sizes share the pool
+        by age of use, none starves, and one slot of an odd size does not cost a region of blocks in use.
         """
-        if namespace.clearing:
-            raise KvoffdError(
-                f"A reset or clear of the namespace {namespace.label!r} is running; ask again when it is done.",
-                ErrorCode.NOT_READY,
-            )
-        namespace.clearing = True
-        return self._clear(namespace, None if keep_tiers else self.blocks.tiering)
+        wanted = {size: count * sizes.count(size) for size in sizes}
+        chosen: list[int] = []
+        passed: list[int] = []
+        pinned: list[int] = []
+        passed_bytes, patience = 0, 0
+        for batch in self.policy.candidates(below):
+            rows = zip(batch.tolist(), self.blocks.group[batch].tolist(), self.blocks.pins[batch].tolist(), strict=True)
+            for block, number, pins in rows:
+                if pins:
+                    pinned.append(block)
+                    continue
+                group = self._of(number)
+                if any(wanted.get(size, 0) > 0 for size in group.sizes):
+                    chosen.append(block)
+                    for size in group.sizes:
+                        if size in wanted:
+                            wanted[size] -= 1
+                    if max(wanted.values()) <= 0:
+                        return self._picked(chosen, pinned)
+                    continue
+                passed.append(block)
+                passed_bytes += group.block_bytes
+                if not patience:
+                    region = block // self.slots.slots_per_region
+                    patience = len(self.slots.neighbours(region)) * int(self.slots.slot_bytes[region])
+                if passed_bytes >= patience:
+                    if (region_blocks := self._coldest_region(passed)).size:
+                        return np.union1d(self._picked(chosen, pinned), region_blocks)
+                    patience = 2 * passed_bytes
+        if passed and (region_blocks := self._coldest_region(passed)).size:
+            return np.union1d(self._picked(chosen, pinned), region_blocks)
+        return self._picked(chosen, pinned)
 
-    def _clear(self, namespace: Namespace, tiering: TieringHooks | None) -> Steps:
-        dropped = namespace.inherited_blocks
-        try:
-            for group, keys in forget_inherited(self.blocks, namespace):
-                if tiering is not None:
-                    dropped -= sum(tiering.has(namespace, group, key) for key in keys)
-                yield
-            there = [block for index in namespace.index for block in index.blocks()]
-            for start in range(0, len(there), CLEARED_AT_ONCE):
-                if start:
-                    yield
-                found = [block for block in there[start : start + CLEARED_AT_ONCE] if block.state in INDEXED]
-                dropped += len(found)
-                if tiering is not None:
-                    dropped -= sum(tiering.has(namespace, block.group, block.key) for block in found)
-                self.blocks.drop(found)
-            if tiering is not None:
-                dropped += tiering.forget_all(namespace)
-            self._listener.cleared(namespace)
-        finally:
-            namespace.clearing = False
-        return dropped
+    def _picked(self, chosen: Sequence[int], pinned: Sequence[int]) -> BlockIds:
+        if chosen and len(pinned) > MAX_SKIPPED_PINNED:  # to pass them each time takes long
+            blocks = np.array(pinned, np.uint32)
+            numbers = self.blocks.group[blocks]
+            for number in np.unique(numbers).tolist():
+                self.policy.remove(self._of(number), blocks[numbers == number])
+                self.policy.insert(self._of(number), blocks[numbers == number])
+        return np.array(chosen, np.uint32)
 
-    def clear_all(self) -> Steps:
-        """Forget every block of all namespaces but those that are being cleared already."""
-        dropped = 0
-        for namespace in self.namespaces:
-            if self.find_namespace(namespace.fingerprint) is namespace and not namespace.clearing:
-                cleared = yield from self.clear(namespace)
-                dropped += cleared
-                if cleared:
-                    yield
-        return dropped
-
-    def pool_usage(self) -> PoolUsage:
-        writing, ready, leaving, inherited = (
-            sum(namespace.bytes_in[state] for namespace in self.blocks.namespaces.values())
-            for state in (WRITING, READY, LEAVING, INHERITED)
+    def _coldest_region(self, passed: Sequence[int]) -> BlockIds:
+        """All blocks of the region of which most was passed over, if all may go; of the oldest ones' regions."""
+        every = np.concatenate(
+            [
+                self.blocks.slots(np.array([block], np.uint32), len(self._of(int(self.blocks.group[block])).sizes))[0]
+                for block in passed
+            ]
         )
-        pinned, quarantined = self.blocks.pinned_bytes, self.blocks.quarantined_bytes
-        return PoolUsage(self.slots.free_bytes, writing, ready, leaving, inherited, pinned, quarantined)
+        regions = every // self.slots.slots_per_region
+        found, first, counts = np.unique(regions, return_index=True, return_counts=True)
+        oldest = np.argsort(first)[:MAX_REGIONS_COMPARED]
+        held = [(counts[at] / len(self.slots.neighbours(int(found[at]))), int(found[at])) for at in oldest.tolist()]
+        for _, region in sorted(held, reverse=True):
+            slots = self.slots.neighbours(region)
+            heads = self._heads(slots)
+            if (self.blocks.state[heads] == READY).all() and not self.blocks.pins[heads].any():
+                return np.unique(heads)
+        return _NOTHING
+
+    def _heads(self, slots: SlotIds) -> BlockIds:
+        """The blocks that slots in use belong to; a quarantined slot is none's, and stands for itself."""
+        ranks = self.table.records["rank"][slots].astype(np.int64)
+        heads = slots.copy()
+        for number in np.unique(self.blocks.group[slots]).tolist():
+            of_group = np.flatnonzero(self.blocks.group[slots] == number)
+            world = len(self._of(number).sizes) if number else 1
+            at = heads[of_group]
+            left = (world - ranks[of_group]) % world
+            while left.any():
+                at = np.where(left > 0, self.blocks.next[at], at)
+                left = np.maximum(left - 1, 0)
+            heads[of_group] = at
+        return heads
+
+    def _evictable(self) -> bool:
+        return any((self.blocks.pins[batch] == 0).any() for batch in self.policy.candidates())
+
+    def _partial_since(self, until: float) -> list[int]:
+        return [block for block, _ in takewhile(lambda item: item[1] <= until, self._partial.items())]
+
+    # --- ends -----------------------------------------------------------------------------------
+
+    def _evict(self, blocks: BlockIds) -> None:
+        """Free READY blocks that nothing pins, because others need the space."""
+        if self.tiers is not None and blocks.size:
+            self.tiers.evicted(blocks)
+        for group, alike in self._by_group(blocks):
+            self._remove(group, READY, alike, MissReason.EVICTED)
+            if not group.dead:
+                group.namespace.counters.evicted_blocks += len(alike)
+            self._free_dropped(alike)
+
+    def invalidate(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> int:
+        """Forget keys, in the tiers too. What is held keeps its slots. Returns how many blocks were in the pool.
+
+        Raises BadGeometry, BadKeys.
+        """
+        for number, keys in groups:
+            namespace.check_keys(number, keys)
+        dropped = 0
+        for number, keys in groups:
+            group = self._group(namespace, number)
+            if group is not None:
+                states, blocks = self.blocks.find(group.number, keys, namespace.key_bytes)
+                there = np.unique(blocks[np.frombuffer(states, np.uint8) != FREE])
+                dropped += len(there)
+                self.drop(there, MissReason.INVALIDATED)
+            if self.tiers is not None:
+                self.tiers.forget(namespace, number, keys, MissReason.INVALIDATED)
+        return dropped
+
+    def drop(self, blocks: BlockIds | Sequence[int], reason: MissReason) -> None:
+        """Take WRITING and READY blocks out of the index. Their slots come free once nothing holds them."""
+        for group, alike in self._by_group(np.asarray(blocks, np.uint32)):
+            counters = group.namespace.counters
+            if reason is MissReason.PARTIAL:
+                counters.half_stored_blocks += len(alike)
+            counters.invalidated_blocks += len(alike)
+            for state in (READY, WRITING):
+                self._remove(group, state, alike[self.blocks.state[alike] == state], reason)
+            self._free_dropped(alike)
+
+    def _remove(self, group: Group, state: int, blocks: BlockIds, reason: MissReason | None = None) -> None:
+        """Take blocks, all of one state, out of index and policy."""
+        if not blocks.size:
+            return
+        names = self.blocks.keys(blocks, group.key_bytes)
+        if state == READY:
+            self.policy.remove(group, blocks)
+        self.blocks.drop(blocks)
+        for block in blocks.tolist() if self._partial else ():
+            self._partial.pop(block, None)
+        if group.dead:
+            return
+        self._count(group, state, DROPPED, len(blocks))
+        if reason is not None:
+            self.blocks.note_misses(group.number, names, group.key_bytes, reason)
+        if state == READY:
+            self._events.removed(group.namespace, group.group, group.namespace.split(group.group, names))
+
+    def _free_dropped(self, blocks: BlockIds) -> None:
+        """Free the slots of DROPPED blocks that nothing holds."""
+        for group, alike in self._by_group(blocks):
+            slots, unverified = self.blocks.release(alike, len(group.sizes))
+            self.unverified_slots -= unverified
+            self._count(group, DROPPED, FREE, len(slots) // len(group.sizes))
+            bad = self.blocks.shard[slots] != 0
+            if bad.any():  # they stay handed out, so that nobody else gets them
+                sizes = self.slots.slot_bytes[slots[bad] // self.slots.slots_per_region]
+                self.quarantined_bytes += int(sizes.sum())
+                self.blocks.group[slots[bad]] = 0
+                slots = slots[~bad]
+            if slots.size:
+                self.slots.free(slots)
+
+    def background(self) -> bool:
+        """Free some of what was reset. Returns whether there is more."""
+        if not self._sweeping:
+            self._sweeping, self._swept_to = set(self._dead), 0
+        if not self._sweeping:
+            return False
+        begin = self._swept_to
+        end = self._swept_to = min(begin + SWEPT_AT_ONCE, len(self.blocks.state))
+        dead = np.isin(self.blocks.group[begin:end], list(self._sweeping))
+        for state in (READY, WRITING):
+            found = (np.flatnonzero(dead & (self.blocks.state[begin:end] == state)) + begin).astype(np.uint32)
+            for group, alike in self._by_group(found):
+                self._remove(group, state, alike)
+                self._free_dropped(alike)
+        if end == len(self.blocks.state):
+            self._dead -= self._sweeping
+            self._sweeping = set()
+        return bool(self._dead)
+
+    def _by_group(self, blocks: BlockIds) -> list[tuple[Group, BlockIds]]:
+        if not blocks.size:
+            return []
+        numbers = self.blocks.group[blocks]
+        if (numbers == numbers[0]).all():
+            return [(self._of(int(numbers[0])), blocks)]
+        return [(self._of(number), blocks[numbers == number]) for number in np.unique(numbers).tolist()]
+
+    def _of(self, number: int) -> Group:
+        group = self._groups[number]
+        assert group is not None
+        return group
+
+    def _of_block(self, block: int) -> Group:
+        return self._of(int(self.blocks.group[block]))
+
+    def _count(self, group: Group, before: int, after: int, count: int) -> None:
+        """Count blocks of a group as of another state. DROPPED is 4 in a namespace's counts, FREE is in none."""
+        namespace, nbytes = group.namespace, count * group.block_bytes
+        for state, sign in ((before, -1), (after, 1)):
+            at = 4 if state == DROPPED else state
+            namespace.blocks_in[at] += sign * count
+            namespace.bytes_in[at] += sign * nbytes
+
+    # --- checksums ------------------------------------------------------------------------------
+
+    def check(self, slot: int, generation: int, checksum: int) -> bool:
+        """Act on the ``checksum`` that a slot's bytes have; False where it is wrong: its block is dropped then.
+
+        Where the slot was freed or written anew since ``generation``, nothing follows.
+        """
+        record = self.table.records[slot]
+        if int(record["generation"]) != generation or not self.slots.in_use[slot]:
+            return True
+        if self.blocks.shard[slot] & SHARD_STATE != WRITTEN or self.blocks.shard[slot] & CORRUPT:
+            return not self.blocks.shard[slot] & CORRUPT
+        head = self._heads(np.array([slot], np.uint32))
+        if not record["checksum"]:
+            self.blocks.set_checksum(slot, checksum)
+        elif int(record["checksum"]) != checksum:
+            self.blocks.shard[slot] |= CORRUPT
+            group = self._of(int(self.blocks.group[slot]))
+            names = self.blocks.keys(head, group.key_bytes)
+            if self.blocks.state[head[0]] != DROPPED:
+                self.drop(head, MissReason.CORRUPT)
+            if self.tiers is not None and not group.dead:
+                self.tiers.forget(group.namespace, group.group, names, MissReason.CORRUPT)
+            return False
+        if self.blocks.shard[slot] & UNVERIFIED:
+            self.blocks.shard[slot] &= ~np.uint8(UNVERIFIED)
+            self.unverified_slots -= 1
+        return True
+
+    def unverified(self, count: int) -> SlotIds:
+        """Some slots whose bytes were not compared with their checksum since they were written by an earlier daemon,
+        or whose checksum is still to be taken."""
+        return np.flatnonzero(self.blocks.shard & UNVERIFIED)[:count].astype(np.uint32)
+
+    @property
+    def usage(self) -> PoolUsage:
+        """Bytes of the pool by use."""
+        every = [namespace.bytes_in for namespace in self.namespaces.values()]
+        writing, ready, dropped = (sum(one[state] for one in every) for state in (WRITING, READY, 4))
+        return PoolUsage(self.slots.free_bytes, writing, ready, dropped, self.quarantined_bytes, self.pinned_bytes)
 
 
-def _lacking(
-    ticket: StoreTicket, keys: Sequence[bytes], known: Sequence[Block | None], first_blocks: Mapping[int, int]
-) -> tuple[list[int], list[tuple[int, Block]]]:
-    """Numbers of the keys whose shard is to be written in a new slot, and in the one that holds less, with the block.
+@dataclass(slots=True, eq=False)
+class _Plan:
+    """What a store has to do for one part."""
 
-    Enters in the ticket which blocks are present and which keys come again.
-    """
-    lacking: list[int] = []
-    narrow: list[tuple[int, Block]] = []
-    wanted: set[bytes] = set()
-    for number, (key, block) in enumerate(zip(keys, known, strict=True)):
-        if key in wanted:
-            ticket.again.append(number)
-            continue
-        if block is not None:
-            ticket.present.append(block)
-            if block.words[2 * ticket.rank]:
-                if block.holds_less(ticket.rank, first_blocks.get(number, 0)) and not block.pins:
-                    narrow.append((number, block))
-                    wanted.add(key)
-                continue
-        wanted.add(key)
-        lacking.append(number)
-    return lacking, narrow
+    stored: Stored
+    part: StorePart
+    present: BlockIds
+    keys: list[bytes]
+    lacking: list[int] = field(default_factory=list)
+    """Numbers of keys without a block."""
+    mine: dict[int, int] = field(default_factory=dict)
+    """By number of a key: its block, of which this rank's shard is to be written."""
+
+
+def _no_group(namespace: Namespace, part: StorePart) -> Stored:
+    """Nothing is stored while a rank of the world has not registered."""
+    group = Group(0, namespace, part.group, namespace.key_bytes, [], [])
+    return Stored(group, no_space=list(range(len(part.keys) // namespace.key_bytes)))
+
+
+def _shortened(states: bytes, part: float) -> bytes:
+    """The states with only this part of the READY keys, the first ones, called READY."""
+    ready = np.flatnonzero(np.frombuffer(states, np.uint8) == READY)
+    keep = int(ready.size * part)
+    if keep == ready.size:
+        return states
+    end = int(ready[keep])
+    return states[:end] + states[end:].replace(bytes([READY]), bytes([ABSENT]))

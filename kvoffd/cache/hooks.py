@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from kvoffd.cache.namespace import Block, MissReason, Namespace
+from kvoffd.cache.block_table import BlockIds
+from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd_proto.events import MEDIUM_CPU
 
 
@@ -44,48 +45,27 @@ class CacheListener(Protocol):
         """No key of the namespace is anywhere any more."""
 
 
-class TieringHooks(Protocol):
-    """Looks after the tiers below the pool.
-
-    It is called in the middle of a change or an answer. It may take notes and remove blocks from the tiers, and read
-    the cache's index, but it must not change the cache.
-    """
-
-    def may_have(self, namespace: Namespace) -> bool:
-        """Whether ``find`` can find anything of a namespace now."""
+class TierHooks(Protocol):
+    """Looks after the tiers below the pool. Called in the middle of a change: it must not change the cache."""
 
     def find(
         self,
         namespace: Namespace,
-        owner: int,
-        groups: Sequence[tuple[int, list[bytes]]],
+        session: int,
+        groups: Sequence[tuple[int, bytes]],
         states: Sequence[bytes],
         again: bool,
     ) -> list[bytes]:
-        """The states that a lookup answers with: PENDING for absent keys that are brought up from a tier now, SHARED
-        for those that come from a store that nodes share, or are being asked for there. Both are counted, as found or
-        as misses, once it is known whether they come up, unless the lookup comes ``again``.
+        """The states that a lookup answers with: PENDING or SHARED for FREE keys that come from a tier."""
 
-        ``owner`` is the session that asks; ``states`` are those of the pool, one byte a key, for each of ``groups``.
-        """
+    def used(self, blocks: BlockIds) -> None:
+        """A lookup found these blocks READY."""
 
-    def used(self, blocks: Sequence[Block]) -> None:
-        """A lookup found these blocks ready."""
+    def stored(self, blocks: BlockIds) -> None:
+        """These blocks became READY."""
 
-    def stored(self, blocks: Sequence[Block]) -> None:
-        """A store or a promotion made these blocks ready."""
+    def evicted(self, blocks: BlockIds) -> None:
+        """These READY blocks leave the pool because others need the space."""
 
-    def evicted(self, blocks: Sequence[Block]) -> None:
-        """These blocks left the pool because others needed the room."""
-
-    def forget(self, namespace: Namespace, group: int, keys: Iterable[bytes], why: MissReason) -> None:
-        """Remove these keys from the tiers for good, and stop bringing them up.
-
-        A store that nodes share loses only what is PARTIAL; what is INVALIDATED is not taken from it for a while.
-        """
-
-    def forget_all(self, namespace: Namespace) -> int:
-        """Remove the whole namespace from the tiers for good. Returns how many blocks they had."""
-
-    def has(self, namespace: Namespace, group: int, key: bytes) -> bool:
-        """Whether a tier has this key."""
+    def forget(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:
+        """Remove keys from the tiers for good, and stop bringing them up."""

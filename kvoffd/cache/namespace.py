@@ -1,22 +1,17 @@
-"""What the pool holds: blocks, each made of one shard per rank, and the namespaces that they belong to.
-
-Here is what is known of each. ``blocks`` says how they change: only it writes a block's state, pins and shards.
-"""
+"""Namespaces: the geometry of their blocks, and what is counted of each."""
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
-from kvoffd.cache.key_index import KeyIndex
+from kvoffd.cache.block_table import DROPPED, READY, WRITING
 from kvoffd.errors import BadGeometry, BadKeys, NamespaceMismatch
-from kvoffd.pool.records import NamespaceRecord
 from kvoffd_proto import messages
 from kvoffd_proto.admin import ShardSpec
 from kvoffd_proto.messages import GroupSpec
@@ -25,9 +20,6 @@ GROUP_BYTES = 4096
 """What a group without blocks takes: most of it is the index of its keys."""
 SHARD_BYTES = 128
 """What is known of one rank's shards of one group, without their pages."""
-BLOCK_BYTES, KEY_COPIES, RANK_BYTES, SLOT_BYTES = 416, 4, 16, 40
-"""What is known of a block, in which its key counts more than once, of each rank of its world, and of each of its
-slots: at most this, with the tables' empty places and the eviction policy, as ``make bench-scale`` shows."""
 PAGE_SPEC_BYTES = 512
 """What is known of a page, with the name and shape of its layer."""
 
@@ -64,113 +56,29 @@ class MissReason(IntEnum):
     """It was found, but computing was faster than loading."""
 
 
-class BlockState(IntEnum):
-    """Where a block is in its life; see ``blocks`` for the transitions. Lookups answer with the first three.
+class NamespaceRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A namespace without its blocks, as the slot table keeps it for the daemon's successor."""
 
-    A block that is brought up from a tier is WRITING, and lookups call it PENDING.
-    """
-
-    ABSENT = messages.ABSENT
-    """In no index and without slots: new, or gone."""
-    WRITING = messages.WRITING
-    """In the index, but a shard is missing or not completely written."""
-    READY = messages.READY
-    """In the index, all shards written: may be read, and evicted when nothing pins it."""
-    LEAVING = 4
-    """Out of the index for good, its slots still held by a pin or a running write."""
-    INHERITED = 5
-    """Left whole by an earlier daemon and still to be taken over: in no index, only counted."""
-
-
-class Shard(NamedTuple):
-    """One rank's part of a block, in its slot, as it is now."""
-
-    offset: int
-    slot_bytes: int
-    first_block: int
-    """Engine blocks at the start of the key that were left out; the written range begins behind them."""
-    written: bool
-    """False while a store writes the shard, and only then."""
-    checksum: int
-    """Checksum of the bytes that were stored; 0 while they are written, or where none was taken."""
-    verified: bool
-    """False for a shard that an earlier daemon wrote, until its bytes were compared with the checksum, and for one
-    whose checksum is still to be taken."""
-    corrupt: bool
-    """The bytes are not those that were stored: nobody may read them, and the slot is never used again."""
+    number: int
+    fingerprint: bytes
+    label: str
+    world_size: int
+    key_bytes: int
+    groups: tuple[GroupSpec, ...]
+    description: str
+    shard_bytes: tuple[tuple[int, ...] | None, ...]
+    """Bytes of a shard by rank and group; None for a rank of which no worker has registered."""
+    shards: tuple[tuple[ShardSpec, ...] | None, ...]
+    """The parts of a shard by rank and group; None for a rank where no engine sent them."""
+    generation: int
+    """Of its blocks, as the daemon counts them: raised whenever all that there are become stale."""
 
 
-HELD, WRITTEN, UNVERIFIED, CORRUPT = 1, 2, 4, 8
-"""Low bits of a shard's first word. Above them is its first block, in 16 bits, and then which page of the pool its slot
-begins at, so that ``word >> 8 & PAGES`` is the slot's offset. The second word is the checksum."""
-FIRST_BLOCK_AT, OFFSET_AT = 4, 8
-FIRST_BLOCK = 0xFFFF << FIRST_BLOCK_AT
-PAGES = -4096
+class NamespaceSnapshot(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """All namespaces, as the slot table keeps them."""
 
-
-class Block:
-    """What one key names. Compared by identity: a key that is stored anew is another block."""
-
-    __slots__ = ("group", "key", "missing", "namespace", "pins", "slot_bytes", "state", "words")
-
-    def __init__(self, namespace: Namespace, group: int, key: bytes, words: array[int] | None = None) -> None:
-        self.namespace = namespace
-        self.group = group
-        self.key = key
-        self.state = BlockState.ABSENT
-        self.pins = 0
-        """Leases, running loads and demotions that need the bytes to stay."""
-        self.words = namespace.no_shards[:] if words is None else words
-        """Two words for the shard of each rank, 0 where there is none: an object for each takes more than the rest."""
-        self.missing = namespace.world_size
-        """Shards that are not written yet; 0 makes the block ready."""
-        self.slot_bytes = 0
-        """Pool bytes of all its slots."""
-
-    @property
-    def shards(self) -> dict[int, Shard]:
-        """By rank: the shards that are written or being written."""
-        return {rank: self.shard(rank) for rank, word in enumerate(self.words[::2]) if word}
-
-    def shard(self, rank: int) -> Shard:
-        """The shard of a rank that has one."""
-        word = self.words[2 * rank]
-        assert word
-        return Shard(
-            word >> OFFSET_AT & PAGES,
-            self.namespace.slot_bytes(rank, self.group),
-            (word & FIRST_BLOCK) >> FIRST_BLOCK_AT,
-            bool(word & WRITTEN),
-            self.words[2 * rank + 1],
-            not word & UNVERIFIED,
-            bool(word & CORRUPT),
-        )
-
-    def holds_less(self, rank: int, first_block: int) -> bool:
-        """Whether the rank's shard is written, and only from a later engine block on than ``first_block``."""
-        word = self.words[2 * rank]
-        return bool(word & WRITTEN) and word & FIRST_BLOCK > first_block << FIRST_BLOCK_AT
-
-    @property
-    def slots(self) -> int:
-        """Slots that it has: one for each shard."""
-        return self.namespace.world_size - self.words[::2].count(0)
-
-    @property
-    def index_bytes(self) -> int:
-        """Memory of what is known of it, at most."""
-        return self.namespace.index_bytes_per_block + SLOT_BYTES * self.slots
-
-    @property
-    def writers(self) -> int:
-        """Stores that are writing a shard of the block now."""
-        return self.missing - self.words[::2].count(0)
-
-
-def slots_of(blocks: Sequence[Block], rank: int) -> tuple[list[int], bool]:
-    """Offsets of the slots of a rank's shards, which are there; and whether each has all of its key and may be read."""
-    words = [block.words[2 * rank] for block in blocks]
-    return [word >> OFFSET_AT & PAGES for word in words], not any(word & (FIRST_BLOCK | CORRUPT) for word in words)
+    next_number: int
+    namespaces: tuple[NamespaceRecord, ...]
 
 
 @dataclass(slots=True)
@@ -231,30 +139,24 @@ class Namespace:
         self.key_bytes = key_bytes
         self.groups = tuple(groups)
         self.description = description
-        self.no_shards = array("Q", bytes(2 * 8 * world_size))
-        """``Block.words`` of a block that has no slot yet."""
         self.of_bench = label.startswith(messages.BENCH_LABEL)
         self.nbytes = nbytes_of(label, description, world_size, len(groups))
         """Memory that it takes beside its blocks, about."""
-        self.index_bytes_per_block = nbytes_of_block(key_bytes, world_size)
-        """Memory of what is known of a block, without its slots."""
         self.idle_since: float | None = None
         """Since when it is known that it is empty and nobody has it open."""
         self.generation = 0
         """Of its blocks: it is raised whenever all that there are become stale."""
         self.recovered = False
         """It was there in an earlier daemon's pool."""
-        self.clearing = False
-        """Its blocks are being forgotten: lookups find nothing, and stores get no room."""
+        self.number = 0
+        """By which the slot table's records name it: a new one with each reset."""
         self.counters = Counters()
-        self.blocks_in = [0] * (max(BlockState) + 1)
-        """By state, the number of blocks. ABSENT, where blocks come from and go to, is minus all others."""
-        self.bytes_in = [0] * (max(BlockState) + 1)
+        self.blocks_in = Counter[int]()
+        """By state, the number of blocks: WRITING, READY, and DROPPED ones that something still holds."""
+        self.bytes_in = Counter[int]()
         """By state, the pool bytes of its blocks."""
-        self.index: tuple[KeyIndex[Block], ...] = tuple(KeyIndex(key_bytes) for _ in self.groups)
-        """By group: the blocks that are WRITING or READY."""
         self.nodes: dict[int, int | None] = {}
-        """By rank, the NUMA node that its last store asked slots on: what comes up from a tier goes there too."""
+        """By rank, the NUMA node of its slots."""
         self._shard_bytes: list[tuple[int, ...] | None] = [None] * world_size
         self._slot_bytes: list[tuple[int, ...] | None] = [None] * world_size
         self._shards: list[tuple[ShardSpec, ...] | None] = [None] * world_size
@@ -263,31 +165,26 @@ class Namespace:
 
     @property
     def ready_blocks(self) -> int:
-        return self.blocks_in[BlockState.READY]
+        return self.blocks_in[READY]
 
     @property
     def ready_bytes(self) -> int:
-        return self.bytes_in[BlockState.READY]
-
-    @property
-    def held_bytes(self) -> int:
-        """Pool bytes of all its blocks."""
-        return sum(self.bytes_in[state] for state in BlockState if state is not BlockState.ABSENT)
-
-    @property
-    def inherited_blocks(self) -> int:
-        """Blocks of an earlier daemon that are still to be taken over."""
-        return self.blocks_in[BlockState.INHERITED]
+        return self.bytes_in[READY]
 
     @property
     def writing_blocks(self) -> int:
         """Blocks that lack a shard."""
-        return self.blocks_in[BlockState.WRITING]
+        return self.blocks_in[WRITING]
 
     @property
     def held_blocks(self) -> int:
         """Blocks that have slots, in whatever state."""
-        return -self.blocks_in[BlockState.ABSENT]
+        return sum(self.blocks_in.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """Pool bytes of all its blocks."""
+        return sum(self.bytes_in.values())
 
     def is_same(self, world_size: int, key_bytes: int, groups: Sequence[GroupSpec]) -> bool:
         return (world_size, key_bytes, tuple(groups)) == (self.world_size, self.key_bytes, self.groups)
@@ -315,13 +212,6 @@ class Namespace:
                 f"The keys of group {group} are {len(keys)} bytes long, which is not a multiple of the namespace's "
                 f"{self.key_bytes} bytes a key; send whole keys."
             )
-
-    def states_of(self, group: int, keys: bytes) -> bytes:
-        """ABSENT, WRITING or READY, one byte a key. Raises BadGeometry, BadKeys."""
-        self.check_keys(group, keys)
-        if self.clearing:
-            return bytes([BlockState.ABSENT]) * (len(keys) // self.key_bytes)
-        return self.index[group].states(keys)
 
     def split(self, group: int, keys: bytes, *, distinct: bool = False) -> list[bytes]:
         """Cut ``keys`` of ``group`` into single keys.
@@ -365,7 +255,7 @@ class Namespace:
     def record(self) -> NamespaceRecord:
         """What a successor must know to go on with the blocks."""
         spec = self.fingerprint, self.label, self.world_size, self.key_bytes, self.groups, self.description
-        return NamespaceRecord(*spec, tuple(self._shard_bytes), tuple(self._shards), self.generation)
+        return NamespaceRecord(self.number, *spec, tuple(self._shard_bytes), tuple(self._shards), self.generation)
 
     def fix_shard_bytes(self, rank: int, shard_bytes: Sequence[int], slot_bytes: Sequence[int]) -> None:
         """Set the sizes of a rank's shards and slots, by group. Raises BadGeometry if they are others already."""
@@ -415,11 +305,6 @@ class Namespace:
 def nbytes_of(label: str, description: str, world_size: int, groups: int) -> int:
     """Memory that a namespace takes beside its blocks and what its shards are made of, about."""
     return 2 * (len(label) + len(description)) + groups * GROUP_BYTES + world_size * groups * SHARD_BYTES
-
-
-def nbytes_of_block(key_bytes: int, world_size: int) -> int:
-    """Memory that a block takes at most beside ``SLOT_BYTES`` for each of its slots."""
-    return BLOCK_BYTES + KEY_COPIES * key_bytes + RANK_BYTES * world_size
 
 
 def nbytes_of_shards(shards: Sequence[ShardSpec]) -> int:

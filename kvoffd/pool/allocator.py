@@ -13,16 +13,74 @@ from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from heapq import heappop, heappush
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.errors import BadGeometry
-from kvoffd.pool.slots import MIN_SLOT_BYTES, PAGE_BYTES, cut_pool, default_region_bytes, page_up, shard_too_large
+from kvoffd.errors import BadGeometry, ShardTooLarge
 from kvoffd.system.numa import Locality
+from kvoffd_proto.units import exact_size, format_size
 
+PAGE_BYTES = 4096
+MIN_SLOT_BYTES = 8192
+_REGIONS = 64
+_LEAST_REGIONS = 12
+_MIN_REGION_BYTES = 4 << 20
+_MAX_REGION_BYTES = 256 << 20
+"""A region changes its slot size as a whole, so it must not hold more blocks than may be evicted at once."""
 SlotIds: TypeAlias = npt.NDArray[np.uint32]
+
+
+def page_up(nbytes: int) -> int:
+    """``nbytes`` rounded up to whole pages."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def default_region_bytes(pool_bytes: int) -> int:
+    """About a 64th of the pool, but at most 256 MiB; at least 4 MiB or, where the pool has not 12 times as much, the
+    largest power of two of which it has.
+
+    Each slot size may leave all but one slot of a region free, so blocks of ``n`` sizes are evicted while ``n - 1``
+    regions are free at most, and what is left behind the last slot of each: ``n - 1`` twelfths of the smallest pool.
+    """
+    least = min(_MIN_REGION_BYTES, 1 << (pool_bytes // _LEAST_REGIONS).bit_length() - 1)
+    return max(MIN_SLOT_BYTES, page_up(max(least, min(_MAX_REGION_BYTES, pool_bytes // _REGIONS))))
+
+
+def pool_bytes_for(slot_bytes: int) -> int:
+    """A size from which on a pool has regions that hold a slot of this size."""
+    if slot_bytes > _MIN_REGION_BYTES:
+        return _REGIONS * slot_bytes
+    return _LEAST_REGIONS << (slot_bytes - 1).bit_length()
+
+
+def shard_too_large(nbytes: int, region_bytes: int) -> ShardTooLarge:
+    """The error for a shard that no region could hold; it says which pool_size would do."""
+    slot_bytes = page_up(nbytes)
+    shard, region = format_size(nbytes), format_size(region_bytes)
+    larger = f"set pool_size to {exact_size(pool_bytes_for(slot_bytes))} or more, or "
+    what = f"{larger if slot_bytes <= _MAX_REGION_BYTES else ''}make blocks smaller"
+    return ShardTooLarge(f"A shard of {shard} is larger than the pool's regions, {region}: {what}.")
+
+
+class PoolSegment(NamedTuple):
+    """Bytes [begin, end) of the pool, which lie on one NUMA node."""
+
+    begin: int
+    end: int
+    locality: Locality
+
+
+def cut_pool(pool_bytes: int, region_bytes: int, nodes: Sequence[Locality]) -> list[PoolSegment]:
+    """One segment per node, of whole regions and about equal size; fewer where there are fewer regions than nodes."""
+    regions = -(-pool_bytes // region_bytes)
+    bounds = [number * regions // len(nodes) * region_bytes for number in range(len(nodes))] + [pool_bytes]
+    return [
+        PoolSegment(begin, end, node)
+        for node, begin, end in zip(nodes, bounds, bounds[1:], strict=False)
+        if begin < end
+    ]
 
 
 class SlotAllocator:

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from kvoffd.errors import PoolTooLarge, UnsafeSegment
-from kvoffd.pool.slots import PoolSegment
+from kvoffd.pool.allocator import PoolSegment
 from kvoffd.system.files import OnError
 from kvoffd.system.mappings import MADV_POPULATE_WRITE, MappedSegment, madvise, map_memfd, map_shared, view_of
 from kvoffd.system.numa import NOWHERE, run_near, usable_cpus

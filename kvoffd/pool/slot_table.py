@@ -33,8 +33,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.pool.slots import MIN_SLOT_BYTES, PAGE_BYTES, page_up
-from kvoffd.pool.table_format import BadTable, read_boot_id
+from kvoffd.errors import KvoffdError
+from kvoffd.pool.allocator import MIN_SLOT_BYTES, PAGE_BYTES, page_up
+from kvoffd.system.files import read_boot_id
 from kvoffd_proto.units import format_size
 
 MAGIC = b"KVOFFDST"
@@ -62,11 +63,15 @@ RECORD = np.dtype(
     }
 )
 """``namespace``: its number. ``first_block``: engine blocks at the start of the key that were left out. ``length``: of
-the shard in bytes. ``checksum``: ``table_format.digest`` of these, 0 where none was taken. ``crc``: CRC-32 of the bytes
+the shard in bytes. ``checksum``: ``checksums.digest`` of these, 0 where none was taken. ``crc``: CRC-32 of the bytes
 from ``generation`` on to it."""
 _MOST_NAMESPACE_BYTES = 4 << 20
 _SNAPSHOT = Struct("=QII")  # number of the snapshot; length and CRC-32 of what follows
 _MAX_UNPACKED_BYTES = 64 << 20
+
+
+class BadTable(KvoffdError):
+    """The memory that should hold a slot table holds none that this daemon can use. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,11 @@ class TableGeometry:
             MAGIC, FORMAT_VERSION, RECORD_BYTES, boot_id, self.pool_bytes, self.region_bytes, self.namespace_bytes
         )
         return packed + CRC.pack(zlib.crc32(packed))
+
+
+def is_table(fd: int) -> bool:
+    """Whether the file begins as a table of kvoffd does, of this release or any other."""
+    return os.pread(fd, len(MAGIC), 0) == MAGIC
 
 
 def check_table(fd: int, wanted: TableGeometry) -> None:

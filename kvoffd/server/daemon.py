@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import uvloop
 
-from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.cache import Cache
 from kvoffd.cache.pins import LeaseBounds
 from kvoffd.cache.policies import make_policy
 from kvoffd.config import Config

@@ -9,6 +9,7 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from uuid import UUID
 
 _MOST_BUFFERS = 1024  # IOV_MAX
 
@@ -189,3 +190,11 @@ def _behind(buffers: list[memoryview], count: int) -> list[memoryview]:
             return [buffer[count:], *buffers[index + 1 :]]
         count -= len(buffer)
     return []
+
+
+def read_boot_id() -> bytes:
+    """16 bytes that change with every boot of the machine; zeros where the kernel does not tell."""
+    try:
+        return UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
+    except (OSError, ValueError):
+        return bytes(16)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Block, BlockState, MissReason, Namespace
 from kvoffd.cache.pins import StoreTicket
 from kvoffd.system.files import OnError

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from kvoffd.pool.table_format import digest
+from kvoffd.pool.checksums import digest
 from kvoffd.tiers.shared.cluster import slot_of
 from kvoffd.tiers.shared.object_format import key_prefix
 from kvoffd.tiers.shared.redis import Redis

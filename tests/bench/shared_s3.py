@@ -22,7 +22,7 @@ from typing import Any
 import obstore
 import uvloop
 
-from kvoffd.pool.table_format import digest
+from kvoffd.pool.checksums import digest
 from kvoffd.tiers.shared.s3 import S3, open_bucket
 from kvoffd.tiers.shared.store import Credentials
 from kvoffd.tiers.shared.workers import READERS

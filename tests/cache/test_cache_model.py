@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvoffd.cache.block_cache import FillTicket, LoadTicket, StoreTicket
+from kvoffd.cache.cache import FillTicket, LoadTicket, StoreTicket
 from kvoffd.cache.block_table import FREE, READY, SHARD_STATE, WRITING, WRITTEN
 from kvoffd.cache.namespace import Namespace
 from kvoffd.errors import BadKeys, NotReady, UnknownLease

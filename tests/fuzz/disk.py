@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from kvoffd.pool.slots import PAGE_BYTES
+from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.tiers.disk.file_format import (
     BadHead,
     Head,

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.records import NamespaceRecord
-from kvoffd.pool.slots import PAGE_BYTES
+from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.pool.table_format import (
     CRC,
     CRC_AT,

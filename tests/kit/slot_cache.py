@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvoffd.cache.block_cache import Cache, StoreTicket
+from kvoffd.cache.cache import Cache, StoreTicket
 from kvoffd.cache.block_table import (
     CORRUPT,
     DROPPED,

@@ -12,7 +12,7 @@ from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.records import InheritedSlots, Kind, Rows
 from kvoffd.pool.scan import scan
-from kvoffd.pool.slots import MIN_SLOT_BYTES
+from kvoffd.pool.allocator import MIN_SLOT_BYTES
 from kvoffd.pool.table import SlotTable
 from kvoffd.pool.table_format import CONTENT, CONTENT_AT, KEY_AT, RECORD, RECORD_BYTES, Geometry, read_geometry
 

@@ -20,7 +20,7 @@ from kvoffd.pool.backing import MemfdBacking
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.records import NamespaceRecord
-from kvoffd.pool.slots import SlotAllocator
+from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.table import SlotTable
 from kvoffd.pool.table_format import BadTable, Geometry, SlotState
 from kvoffd_proto.messages import GroupSpec

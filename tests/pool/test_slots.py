@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvoffd.errors import BadGeometry, ShardTooLarge
-from kvoffd.pool.slots import SlotAllocator
+from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.system.numa import Locality
 from kvoffd_proto.units import parse_size
 

@@ -8,7 +8,7 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.pool.slots import page_up
+from kvoffd.pool.allocator import page_up
 from kvoffd_client import NamespaceSpec
 from kvoffd_proto.messages import TOKEN_ID_BYTES, GroupSpec
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvoffd.cache.namespace import BlockState
 from kvoffd.config import Config, DiskSize
-from kvoffd.pool.table_format import digest
+from kvoffd.pool.checksums import digest
 from kvoffd.server.memory import Post
 from kvoffd.server.service import Service
 from kvoffd.server.tiers import Disk, Tiers, stored_generation

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from kvoffd.pool.table_format import digest
+from kvoffd.pool.checksums import digest
 from kvoffd.system.threads import DaemonThreads
 from kvoffd.tiers.shared.object_format import encode_header, generation_key, object_key
 from kvoffd.tiers.shared.shared_tier import SharedTier

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from kvoffd.pool.table_format import digest
+from kvoffd.pool.checksums import digest
 from kvoffd.tiers.tier import Tier, TierBlock, TierKey, TierResult, TierShard
 
 SLOT_BYTES = 32 << 10

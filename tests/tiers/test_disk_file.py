@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import pytest
 
-from kvoffd.pool.slots import PAGE_BYTES
+from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.system.files import FileCalls
 from kvoffd.tiers.disk import index, record_updates
 from kvoffd.tiers.disk.disk_tier import DiskTier

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvoffd.errors import KvoffdError
-from kvoffd.pool.slots import PAGE_BYTES, page_up
-from kvoffd.pool.table_format import read_boot_id
+from kvoffd.pool.allocator import PAGE_BYTES, page_up
+from kvoffd.system.files import read_boot_id
 from kvoffd.system.files import (
     FileCalls,
     FileInUse,

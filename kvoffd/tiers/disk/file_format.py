@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from kvoffd.pool.slots import PAGE_BYTES, page_up
+from kvoffd.pool.allocator import PAGE_BYTES, page_up
 from kvoffd.tiers.tier import MOST_FIRST_BLOCK, TierBlock, TierKey, TierShard
 
 FILE_NAME = "kvoffd.disk"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvoffd.pool.slots import PAGE_BYTES, page_up
+from kvoffd.pool.allocator import PAGE_BYTES, page_up
 from kvoffd.system.files import FileCalls, OnError
 from kvoffd.tiers.disk.disk_tier import DiskOptions, DiskTier, NamespaceGeneration, no_generation
 from kvoffd.tiers.disk.file import DiskFile, OpeningStopped

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from itertools import groupby
 
-from kvoffd.pool.slots import PAGE_BYTES
+from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.system.files import aligned_buffer
 from kvoffd.tiers.disk.file import DiskFile
 from kvoffd.tiers.disk.file_format import HEAD_PAGES, MAX_FLOORS, Head, Record, pack_record, region_seed

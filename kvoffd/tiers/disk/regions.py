@@ -2,16 +2,215 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import islice
+from typing import Any, Generic, TypeAlias, TypeVar
 
-from kvoffd.pool.slots import PAGE_BYTES, Region, RegionSlots
+import numpy as np
+import numpy.typing as npt
+
+from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.tiers.disk.file_format import REGIONS_AT, RegionHead, SlotShape
 from kvoffd.tiers.tier import TierBlock
 
 HEAD = -1
 """In place of a slot: the head of its region."""
+
+
+ShapeT = TypeVar("ShapeT", bound=Hashable)
+RegionT = TypeVar("RegionT", bound="Region[Any]")
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+
+class RunIndex:
+    """Runs of free slots of one size: joined when they touch, found by length in about constant time.
+
+    A run is a start offset and a length in slots. Runs are kept in buckets by the bits of their length, so that the
+    search for a run looks at one bucket and not at all runs.
+    """
+
+    def __init__(self, slot_bytes: int) -> None:
+        self._slot_bytes = slot_bytes
+        self._length: dict[int, int] = {}  # by start offset
+        self._start: dict[int, int] = {}  # by end offset, exclusive
+        self._buckets: dict[int, dict[int, None]] = {}  # by bits of the length; inner dicts are ordered sets of starts
+
+    def __bool__(self) -> bool:
+        return bool(self._length)
+
+    def take(self, wanted: int) -> tuple[int, int] | None:
+        """Takes up to ``wanted`` slots off one run: their start and number; None when there is no run.
+
+        The run is from the tightest bucket whose runs all hold that many, else from the one with the longest runs.
+        """
+        if not self._buckets:
+            return None
+        bits = (wanted - 1).bit_length() + 1  # a run of that many bits has at least 2 ** (bits - 1) >= wanted slots
+        bits = min((b for b in self._buckets if b >= bits), default=0) or max(self._buckets)
+        # The last one, since a dict finds its first item only behind all that were deleted before it.
+        start, _ = self._buckets[bits].popitem()
+        length = self._length.pop(start)
+        del self._start[start + length * self._slot_bytes]
+        if not self._buckets[bits]:
+            del self._buckets[bits]
+        taken = min(length, wanted)
+        if taken < length:
+            self._insert(start + taken * self._slot_bytes, length - taken)
+        return start, taken
+
+    def add(self, start: int, length: int, floor: int, ceiling: int) -> None:
+        """Adds free slots, joined with the runs that touch them inside [floor, ceiling), the slots of their region."""
+        end = start + length * self._slot_bytes
+        if start > floor and (before := self._start.get(start)) is not None:
+            length += self.remove(before)
+            start = before
+        if end < ceiling and end in self._length:
+            length += self.remove(end)
+        self._insert(start, length)
+
+    def remove(self, start: int) -> int:
+        """Removes the run that begins at ``start``; returns its length in slots."""
+        length = self._length.pop(start)
+        del self._start[start + length * self._slot_bytes]
+        bucket = self._buckets[length.bit_length()]
+        del bucket[start]
+        if not bucket:
+            del self._buckets[length.bit_length()]
+        return length
+
+    def _insert(self, start: int, length: int) -> None:
+        self._length[start] = length
+        self._start[start + length * self._slot_bytes] = start
+        self._buckets.setdefault(length.bit_length(), {})[start] = None
+
+
+@dataclass(slots=True, eq=False)
+class Region(Generic[ShapeT]):
+    """``nbytes`` from offset ``base`` on, cut into slots of one shape; ``shape`` is None while the region is free."""
+
+    number: int
+    base: int
+    nbytes: int
+    node: int | None = None
+    shape: ShapeT | None = None
+    slot_bytes: int = 0
+    slots: int = 0
+    slots_at: int = 0
+    used_slots: int = 0
+
+    def cut(self, shape: ShapeT, slot_bytes: int, slots: int, slots_at: int) -> None:
+        """Cuts it into ``slots`` slots, the first of them at offset ``slots_at``."""
+        self.shape, self.slot_bytes, self.slots, self.slots_at = shape, slot_bytes, slots, slots_at
+
+    @property
+    def slots_end(self) -> int:
+        """Offset behind the last slot."""
+        return self.slots_at + self.slots * self.slot_bytes
+
+
+class RegionSlots(ABC, Generic[RegionT, ShapeT]):
+    """The free regions, and the free slots of the others. Ints and sizes are in bytes.
+
+    Args:
+        regions: by number; all but the last have ``region_bytes``, and the first begins at ``base``.
+    """
+
+    def __init__(self, regions: Sequence[RegionT], region_bytes: int, base: int = 0) -> None:
+        self.region_bytes = region_bytes
+        self.used_bytes = 0
+        self._regions = regions
+        self._base = base
+        self._runs: dict[tuple[ShapeT, int | None], RunIndex] = {}  # by shape and NUMA node
+        self._find_free_regions()
+
+    @abstractmethod
+    def _cut(self, region: RegionT, shape: ShapeT) -> bool:
+        """Cuts a free region into slots of a shape; False, and nothing has changed, where not one fits."""
+
+    def _take_runs(
+        self, shape: ShapeT, slot_bytes: int, count: int, node: int | None
+    ) -> list[tuple[RegionT, int, int]]:
+        """Takes up to ``count`` slots of a node, as runs: region, offset and number of slots of each.
+
+        Regions of that shape come first: a run that holds all and is not much longer, else their longest runs. Then
+        come free regions, from the lowest on.
+        """
+        runs = self._runs_of(shape, node, slot_bytes)
+        taken: list[tuple[RegionT, int, int]] = []
+        while count > 0:
+            run = runs.take(count)
+            if run is None:
+                if not self._open_region(shape, node, runs):
+                    break
+                continue
+            offset, slots = run
+            region = self._regions[(offset - self._base) // self.region_bytes]
+            region.used_slots += slots
+            self.used_bytes += slots * slot_bytes
+            count -= slots
+            taken.append((region, offset, slots))
+        if not runs:
+            del self._runs[shape, node]
+        return taken
+
+    def _give_back_run(self, region: RegionT, offset: int, count: int) -> None:
+        """Takes ``count`` neighbouring slots back; with its last slot the region is free again."""
+        shape = region.shape
+        assert shape is not None  # it has slots in use
+        runs = self._runs_of(shape, region.node, region.slot_bytes)
+        runs.add(offset, count, region.slots_at, region.slots_end)
+        self.used_bytes -= count * region.slot_bytes
+        region.used_slots -= count
+        if not region.used_slots:
+            runs.remove(region.slots_at)
+            if not runs:
+                del self._runs[shape, region.node]
+            region.shape = None
+            self._region_emptied(region)
+
+    def _region_emptied(self, region: RegionT) -> None:
+        heappush(self._free_regions[region.node], region.number)
+
+    def _restore_region(self, region: RegionT, used: Sequence[int] | Ints) -> None:
+        """Takes up a region that was cut before: the slots at the offsets ``used``, ascending, are in use."""
+        shape = region.shape
+        assert shape is not None
+        runs = self._runs_of(shape, region.node, region.slot_bytes)
+        ends = np.concatenate([used, [region.slots_end]])
+        begins = np.concatenate([[region.slots_at], ends[:-1] + region.slot_bytes])
+        free = (ends - begins) // region.slot_bytes
+        for run in np.flatnonzero(free).tolist():
+            runs.add(int(begins[run]), int(free[run]), region.slots_at, region.slots_end)
+        if not runs:
+            del self._runs[shape, region.node]
+        region.used_slots = len(used)
+        self.used_bytes += len(used) * region.slot_bytes
+
+    def _find_free_regions(self) -> None:
+        self._free_regions: defaultdict[int | None, list[int]] = defaultdict(list)  # heaps of numbers, by NUMA node
+        for region in self._regions:
+            if region.shape is None:
+                self._free_regions[region.node].append(region.number)  # ascending, which makes it a heap
+
+    def _open_region(self, shape: ShapeT, node: int | None, runs: RunIndex) -> bool:
+        """Gives the node's lowest free region to a shape; False where there is none."""
+        free = self._free_regions[node]
+        # Only the last region can be too short, and being the highest it comes up only when it is the only one left.
+        if not free or not self._cut(self._regions[free[0]], shape):
+            return False
+        region = self._regions[heappop(free)]
+        runs.add(region.slots_at, region.slots, region.slots_at, region.slots_end)
+        return True
+
+    def _runs_of(self, shape: ShapeT, node: int | None, slot_bytes: int) -> RunIndex:
+        runs = self._runs.get((shape, node))
+        if runs is None:
+            runs = self._runs[shape, node] = RunIndex(slot_bytes)
+        return runs
 
 
 @dataclass(slots=True, eq=False)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvoffd.errors import NoMoreThreads
-from kvoffd.pool.slots import PAGE_BYTES, page_up
+from kvoffd.pool.allocator import PAGE_BYTES, page_up
 from kvoffd.system.files import ShortRead, held_bytes, read_all, write_all
 from kvoffd.system.threads import DaemonThreads
 from kvoffd.tiers.disk.file import DiskFile
