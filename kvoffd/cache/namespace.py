@@ -10,7 +10,7 @@ from enum import IntEnum
 import msgspec
 import numpy as np
 
-from kvoffd.cache.block_table import DROPPED, READY, WRITING
+from kvoffd.cache.block_table import READY, WRITING
 from kvoffd.errors import BadGeometry, BadKeys, NamespaceMismatch
 from kvoffd_proto import messages
 from kvoffd_proto.admin import ShardSpec

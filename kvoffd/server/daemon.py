@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 import uvloop
 
-from kvoffd.cache.cache import Cache
 from kvoffd.cache.pins import LeaseBounds
 from kvoffd.cache.policies import make_policy
 from kvoffd.config import Config

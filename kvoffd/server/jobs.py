@@ -23,7 +23,6 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import NO_TOKENS, BlockTokens
 from kvoffd.cache.integrity import ChecksumCheck
 from kvoffd.cache.pins import LoadTicket, StoreTicket

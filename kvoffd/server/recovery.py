@@ -11,7 +11,6 @@ from itertools import chain
 from pathlib import Path
 
 from kvoffd import __version__
-from kvoffd.cache.cache import Cache
 from kvoffd.cache.inherited import SLOTS_AT_ONCE
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from kvoffd.cache.cache import Cache
 from kvoffd.cache.integrity import ChecksumCheck
 from kvoffd.server.jobs import wrong_bytes
 from kvoffd_proto import admin as a

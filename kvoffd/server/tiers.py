@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
 from kvoffd.config import Config, DiskSize
 from kvoffd.errors import KvoffdError, NoMoreThreads
-from kvoffd.pool.pool import Pool
 from kvoffd.pool.checksums import digest
+from kvoffd.pool.pool import Pool
 from kvoffd.server.memory import Post
 from kvoffd.server.persistence import State
 from kvoffd.system.threads import start

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvoffd.cache.cache import Cache
 from kvoffd.cache.policies import Chain
 from kvoffd.errors import KvoffdError
 from kvoffd.server.sessions import Session

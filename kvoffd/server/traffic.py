@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Counters, MissReason, Namespace
 from kvoffd.observe.meters import HOUR_S, MINUTE_S, CounterWindows
 from kvoffd_proto.stats import OTHERS, Lifetime, NamespaceStats, Window, namespace_id

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection
 from itertools import compress
 from typing import NamedTuple, cast
 
-from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import make_policy
 from kvoffd.pool.pool import Pool

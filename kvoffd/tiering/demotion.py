@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
-from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Block, BlockState
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.transfers import Demotion, TierTransfers, tier_block

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
 
-from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
 from kvoffd.cache.namespace import Block, MissReason, Namespace
 from kvoffd.system.newest import put_newest

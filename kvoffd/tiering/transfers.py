@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Block, BlockState, MissReason, Namespace
 from kvoffd.cache.pins import StoreTicket
 from kvoffd.system.files import OnError

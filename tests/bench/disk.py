@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from msgspec.structs import asdict
 
-from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.checksums import digest
+from kvoffd.pool.memory import PoolMemory
 from kvoffd.system.mappings import view_of
 from kvoffd.tiers.disk.disk_tier import DiskOptions
 from kvoffd.tiers.disk.file_format import FILE_NAME

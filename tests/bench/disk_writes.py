@@ -13,7 +13,6 @@ from itertools import compress
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from kvoffd.cache.cache import Cache
 from kvoffd.cache.policies import make_policy
 from kvoffd.pool.pool import Pool
 from kvoffd.simulate.replay import BLOCK_BYTES, CountedSlots, Silence

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from kvoffd.cache import inherited as inherited_module
 from kvoffd.cache import room
 from kvoffd.cache.adopt import Adoption
-from kvoffd.cache.cache import Cache
 from kvoffd.cache.inherited import InheritedBlocks
 from kvoffd.cache.namespace import Block
 from kvoffd.cache.policies import POLICY_NAMES, make_policy

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvoffd.cache.cache import FillTicket, LoadTicket, StoreTicket
 from kvoffd.cache.block_table import FREE, READY, SHARD_STATE, WRITING, WRITTEN
+from kvoffd.cache.cache import FillTicket, LoadTicket, StoreTicket
 from kvoffd.cache.namespace import Namespace
 from kvoffd.errors import BadKeys, NotReady, UnknownLease
 from tests.kit.slot_cache import UNIT, CacheRig, Part, check_invariants, keys_of

@@ -8,7 +8,6 @@ from typing import cast
 import pytest
 
 from kvoffd.cache import curve
-from kvoffd.cache.cache import Cache
 from kvoffd.cache.curve import SIZES, HitRatioCurve
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import Chain, make_policy

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffd.cache.cache import Cache
 from kvoffd.cache.integrity import ChecksumCheck
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import make_policy

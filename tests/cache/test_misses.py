@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from kvoffd.cache import misses as module
-from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.pins import LeaseBounds
 from kvoffd.cache.policies import make_policy

@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import BlockState, Namespace
 from kvoffd.cache.pins import LoadTicket, StoreTicket
 from kvoffd.cache.policies import make_policy

@@ -16,7 +16,6 @@ from typing import cast
 
 import pytest
 
-from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import Chain
 from kvoffd.errors import KvoffdError

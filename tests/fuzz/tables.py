@@ -7,7 +7,6 @@ import zlib
 from functools import cache
 from typing import NamedTuple
 
-from kvoffd.cache.cache import Cache
 from kvoffd.cache.policies import make_policy
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.records import NamespaceRecord

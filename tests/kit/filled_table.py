@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.records import NamespaceRecord
-from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.pool.table_format import (
     CRC,
     CRC_AT,

@@ -6,7 +6,6 @@ from collections import Counter
 from itertools import pairwise
 
 from kvoffd.cache.blocks import Blocks
-from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import SLOT_BYTES, Block, BlockState, Namespace
 from kvoffd.tiering.manager import TieringManager
 

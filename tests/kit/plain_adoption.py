@@ -6,8 +6,8 @@ import os
 import zlib
 from collections.abc import Callable, Iterable
 
-from kvoffd.pool.records import NamespaceRecord
 from kvoffd.pool.allocator import MIN_SLOT_BYTES, PAGE_BYTES
+from kvoffd.pool.records import NamespaceRecord
 from kvoffd.pool.table_format import (
     CONTENT,
     CONTENT_AT,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import BlockState, Namespace
 
 HELD = (BlockState.WRITING, BlockState.READY, BlockState.LEAVING)

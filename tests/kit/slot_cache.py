@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvoffd.cache.cache import Cache, StoreTicket
 from kvoffd.cache.block_table import (
     CORRUPT,
     DROPPED,
@@ -26,6 +25,7 @@ from kvoffd.cache.block_table import (
     WRITING_SHARD,
     WRITTEN,
 )
+from kvoffd.cache.cache import Cache, StoreTicket
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import Lru
 from kvoffd.cache.recovery import GroupGeometry, RecoveredBlocks, recover

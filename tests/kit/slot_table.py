@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvoffd.pool.allocator import MIN_SLOT_BYTES
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.records import InheritedSlots, Kind, Rows
 from kvoffd.pool.scan import scan
-from kvoffd.pool.allocator import MIN_SLOT_BYTES
 from kvoffd.pool.table import SlotTable
 from kvoffd.pool.table_format import CONTENT, CONTENT_AT, KEY_AT, RECORD, RECORD_BYTES, Geometry, read_geometry
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from kvoffd.pool import namespace_log as log_module
 from kvoffd.pool import table as table_module
+from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.backing import MemfdBacking
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.records import NamespaceRecord
-from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.table import SlotTable
 from kvoffd.pool.table_format import BadTable, Geometry, SlotState
 from kvoffd_proto.messages import GroupSpec

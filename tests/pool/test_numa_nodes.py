@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd.pool.pool import Pool
 from kvoffd.pool.allocator import PoolSegment, cut_pool
+from kvoffd.pool.pool import Pool
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.system.numa import Locality, nodes_with_gpus
 from tests.kit.slot_table import in_use

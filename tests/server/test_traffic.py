@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import cast
 
-from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.server.traffic import MAX_SHOWN, TrafficCounts, counts_of, figures
 from kvoffd_proto.messages import GroupSpec

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from kvoffd.cache.cache import Cache
 from kvoffd.cache.inherited import SLOTS_AT_ONCE
 from kvoffd.cache.policies import POLICY_NAMES, make_policy
 from kvoffd.config import Config, DiskSize, Limits

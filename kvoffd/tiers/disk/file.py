@@ -12,7 +12,6 @@ from pathlib import Path
 
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.allocator import PAGE_BYTES, page_up
-from kvoffd.system.files import read_boot_id
 from kvoffd.system.files import (
     FileCalls,
     FileInUse,
@@ -24,6 +23,7 @@ from kvoffd.system.files import (
     is_regular,
     open_directory,
     read_all,
+    read_boot_id,
     write_all,
 )
 from kvoffd.tiers.disk.file_format import FILE_NAME, HEAD_PAGES, REGIONS_AT, BadHead, Head, read_head

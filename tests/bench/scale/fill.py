@@ -13,7 +13,6 @@ import time
 import tracemalloc
 from collections.abc import Sequence
 
-from kvoffd.cache.cache import Cache
 from kvoffd.cache.index_memory import index_memory
 from kvoffd.cache.misses import ENTRIES
 from kvoffd.cache.namespace import MissReason, Namespace

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Block, Namespace
 from kvoffd.cache.policies import Chain, learned, make_policy
 from kvoffd.cache.policies.learned import BadRecord, Policy
