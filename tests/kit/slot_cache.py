@@ -32,10 +32,35 @@ from kvoffd.cache.recovery import GroupGeometry, RecoveredBlocks, recover
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import SlotTable, TableGeometry
 from kvoffd_proto.messages import GroupSpec
-from tests.kit.cache_harness import FoldedEvents
 from tests.kit.clock import Clock
 
 UNIT = 8192
+
+
+class FoldedEvents:
+    """A CacheListener that folds the events into the index they describe, and refuses impossible ones."""
+
+    def __init__(self) -> None:
+        self.index: set[tuple[bytes, int, bytes]] = set()
+        self.log: list[tuple[str, int, list[bytes]]] = []
+
+    def stored(self, namespace: Namespace, group: int, keys: list[bytes], *, tokens: object = None) -> None:
+        names = {(namespace.fingerprint, group, key) for key in keys}
+        assert len(names) == len(keys)
+        assert not names & self.index
+        self.index |= names
+        self.log.append(("stored", group, keys))
+
+    def removed(self, namespace: Namespace, group: int, keys: list[bytes]) -> None:
+        names = {(namespace.fingerprint, group, key) for key in keys}
+        assert len(names) == len(keys)
+        assert names <= self.index
+        self.index -= names
+        self.log.append(("removed", group, keys))
+
+    def cleared(self, namespace: Namespace) -> None:
+        self.index = {name for name in self.index if name[0] != namespace.fingerprint}
+        self.log.append(("cleared", 0, []))
 
 
 def keys_of(*numbers: int) -> bytes:
