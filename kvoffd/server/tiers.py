@@ -6,12 +6,12 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
 from kvoffd.config import Config, DiskSize
 from kvoffd.errors import KvoffdError, NoMoreThreads
@@ -69,7 +69,7 @@ class Tiers:
     def __init__(
         self,
         config: Config,
-        cache: BlockCache,
+        cache: Cache,
         events: CacheListener,
         clock: Callable[[], float],
         open_disk: OpenDisk,
@@ -214,7 +214,7 @@ class Tiers:
             )
             parts = self._cache, self._tiers, self._events, self._clock, settings, self._engines_busy
             self.tiering = TieringManager(*parts)
-            self._cache.attach(self.tiering)
+            self._cache.tiers = self.tiering
         return self.tiering
 
     def _open(self, disk: Disk, tiering: TieringManager) -> None:
@@ -269,19 +269,21 @@ class Tiers:
             if disk.tier is not None and disk.tier.found_generations.get(fingerprint, generation) < generation:
                 disk.tier.remove_namespace(fingerprint)
         self._state.found(fingerprint, generation)
-        if (namespace := self._cache.find_namespace(fingerprint)) is not None and not namespace.clearing:
-            if namespace.recovered:
-                deque(self._cache.clear(namespace, keep_tiers=True), maxlen=0)
+        if (namespace := self._cache.find(fingerprint)) is None:
+            return
+        if namespace.recovered:
+            self._cache.reset(namespace, keep_tiers=True, generation=generation)
+        else:
             self._cache.set_generation(namespace, generation)
 
 
-def stored_generation(cache: BlockCache, state: State, fingerprint: bytes) -> int:
+def stored_generation(cache: Cache, state: State, fingerprint: bytes) -> int:
     """Of the pool's blocks of a namespace."""
-    namespace = cache.find_namespace(fingerprint)
+    namespace = cache.find(fingerprint)
     return state.generation(fingerprint) if namespace is None else namespace.generation
 
 
-def opener(pool: Pool, post: Post, cache: BlockCache, state: State) -> OpenDisk:
+def opener(pool: Pool, post: Post, cache: Cache, state: State) -> OpenDisk:
     return lambda size, listener, should_stop: open_disk_tier(
         Path(size.directory),
         size.size_bytes,

@@ -1,7 +1,6 @@
 """Between the pool and the tiers below it: what is written to a tier and when, what is brought up, how much at once.
 
-Here are the settings; ``manager`` has the whole, ``demotion`` and ``promotion`` the two directions, and ``transfers``
-what both do to the cache.
+Here are the settings; ``manager`` has the whole, ``demotion`` and ``promotion`` the two directions.
 """
 
 from __future__ import annotations

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
+from typing import TypeAlias
 
-from kvoffd.cache.namespace import Block, BlockState
+import numpy as np
+
+from kvoffd.cache.block_table import CORRUPT, READY, BlockIds
+from kvoffd.cache.cache import Cache
+from kvoffd.cache.policy import Group
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.transfers import Demotion, TierTransfers, tier_block
-from kvoffd.tiers.tier import AskedTier, Tier, TierResult
+from kvoffd.tiers.tier import AskedTier, Tier, TierBlock, TierKey, TierResult, TierShard
+
+_Noted: TypeAlias = dict[int, int]
+"""Blocks, with the generation of their records: by its turn a number may be another block's."""
 
 MAX_WRITING_BYTES = 16 * 2**20
 """Bound on the bytes that are being written, beside a sixteenth of the pool."""
@@ -83,6 +91,30 @@ class WriteBudget:
         return max(0, int(self._day.level(self._clock()))) if self._day is not None else None
 
 
+@dataclass(slots=True, eq=False)
+class Write:
+    """A block that is being written to a tier. It is pinned, so that its number and bytes stay its own."""
+
+    group: Group
+    block: BlockIds
+    copy: TierBlock
+    offsets: list[int]
+    """By rank, the pool offset in bytes of the slot to be read."""
+
+
+def write_of(cache: Cache, group: Group, block: int) -> Write | None:
+    """How a READY block is to be written; None where it lacks a checksum to keep with it, or has wrong bytes."""
+    numbers = np.array([block], np.uint32)
+    slots = cache.blocks.slots(numbers, len(group.sizes))[0]
+    records = cache.table.records[slots]
+    checksums = records["checksum"].tolist()
+    if 0 in checksums or (cache.blocks.shard[slots] & CORRUPT).any():
+        return None
+    shards = tuple(map(TierShard, group.lengths, records["first_block"].tolist(), checksums))
+    key = TierKey(group.namespace.fingerprint, group.group, cache.blocks.keys(numbers, group.key_bytes))
+    return Write(group, numbers, TierBlock(key, shards), cache.slots.offsets(slots).tolist())
+
+
 class Demoter:
     """Writes blocks to a tier: first those that wait for it in order, then those at the cold end of the policy's order
     when room in the pool is short.
@@ -100,8 +132,7 @@ class Demoter:
 
     def __init__(
         self,
-        cache: BlockCache,
-        transfers: TierTransfers,
+        cache: Cache,
         tier: Tier,
         clock: Callable[[], float],
         settings: TieringSettings,
@@ -109,9 +140,8 @@ class Demoter:
         engines_busy: Callable[[], bool],
         left_out: Collection[bytes] = (),
     ) -> None:
-        self._policy = cache.policy
-        self._slots = cache.slots
-        self._transfers = transfers
+        self._cache = cache
+        self._generations = cache.table.records["generation"]
         self._tier = tier
         self.mode = settings.mode
         self._is_asked = isinstance(tier, AskedTier)
@@ -126,12 +156,13 @@ class Demoter:
         self._engines_busy = engines_busy
         self._left_out = left_out
         self._trickle_bytes = self._trickle_left = settings.trickle_bytes
-        self._waiting: dict[Block, None] = {}
+        self._waiting: _Noted = {}
         self._sweep_at = MIN_SWEPT_BLOCKS
-        self._cold: dict[Block, None] = {}
-        self._not_worth: set[Block] = set()
+        self._cold: _Noted = {}
+        self._not_worth: set[tuple[int, int]] = set()
         """Those at the cold end that are not worth a write."""
-        self._under_way: dict[Block, Demotion] = {}
+        self.under_way: dict[int, Write] = {}
+        """By block."""
         self.under_way_bytes = 0
         self.written_blocks = 0
         self.written_bytes = 0
@@ -148,17 +179,18 @@ class Demoter:
     def waiting_blocks(self) -> int:
         return len(self._waiting)
 
-    def stored(self, blocks: Iterable[Block]) -> None:
+    def stored(self, blocks: BlockIds) -> None:
         if self.mode is WriteMode.ALWAYS:
-            self._waiting.update(dict.fromkeys(blocks))
+            self._wait(blocks)
 
-    def used(self, blocks: Sequence[Block]) -> None:
-        """Note blocks of one group that a lookup found."""
-        if self.mode not in self._modes_of_use or not blocks:
-            return
-        index = self._tier.index(blocks[0].namespace.fingerprint, blocks[0].group)
-        self._waiting.update(dict.fromkeys([block for block in blocks[:MAX_LOOKED_AT] if block.key not in index]))
-        self._waiting.update(dict.fromkeys(blocks[MAX_LOOKED_AT:]))  # looked at when it is their turn
+    def used(self, group: Group, blocks: BlockIds) -> None:
+        """Note blocks that a lookup found."""
+        if self.mode in self._modes_of_use:
+            some = blocks[:MAX_LOOKED_AT]
+            if self._tier.index(group.namespace.fingerprint, group.group):
+                some = np.array([block for block, _ in self._lacking(group, some)], np.uint32)
+            self._wait(some)
+            self._wait(blocks[MAX_LOOKED_AT:])  # looked at when it is their turn
 
     def stop(self) -> None:
         """Begin nothing any more."""
@@ -171,90 +203,133 @@ class Demoter:
         self._judge(read_bytes)
         self._cold.clear()
         self._sweep()
-        if self.mode is not WriteMode.NEVER and self._slots.free_bytes < 2 * self._cold_bytes:
-            nbytes, before = 0, self._not_worth
-            self._not_worth = set()
-            for block in islice(self._policy.candidates(), MAX_COLD_BLOCKS):
-                if not self._in_tier(block):
-                    if self._is_worth(block):
-                        self._cold[block] = None
-                    else:
-                        self._not_worth.add(block)
-                        if block not in before:
-                            self._spare(block)
-                nbytes += block.slot_bytes
-                if nbytes >= self._cold_bytes:
-                    break
+        if self.mode is not WriteMode.NEVER and self._cache.slots.free_bytes < 2 * self._cold_bytes:
+            self._look_at_cold_end()
         self._trickle_left = self._trickle_bytes
         self.pump()
 
+    def _look_at_cold_end(self) -> None:
+        left, left_bytes, before = MAX_COLD_BLOCKS, self._cold_bytes, self._not_worth
+        self._not_worth = set()
+        for batch in self._cache.policy.candidates():
+            for group, alike in self._cache.by_group(batch):
+                if group.dead or left <= 0 or left_bytes <= 0:
+                    continue
+                some = alike[: min(left, -(-left_bytes // group.block_bytes))]
+                left -= len(some)
+                left_bytes -= len(some) * group.block_bytes
+                lacking = self._lacking(group, some)
+                for (block, _), worth in zip(lacking, self._are_worth(group, lacking), strict=True):
+                    generation = int(self._generations[block])
+                    if worth:
+                        self._cold[block] = generation
+                        continue
+                    self._not_worth.add((block, generation))
+                    if (block, generation) not in before:
+                        self._spare(group)
+            if left <= 0 or left_bytes <= 0:
+                return
+
     def pump(self) -> None:
         """Begin to write what may be written now, of very much a part."""
-        busy, some, most = self._engines_busy(), self._take_some(), len(self._under_way) + MAX_BEGUN
-        while self.under_way_bytes < self._under_way_limit and (not busy or self._trickle_left > 0):
-            if len(self._under_way) == most or (block := next(some, None)) is None:
+        begun, busy = 0, self._engines_busy()
+        for waiting in (self._waiting, self._cold):
+            if waiting is self._cold and self.mode is WriteMode.REUSE and not self._idle():
                 return
-            nbytes = tier_block(block).nbytes
-            if not self.budget.take(nbytes):
-                self._over_budget(block)
+            for _ in range(0, MAX_LOOKED_AT, MAX_BEGUN):
+                if self.under_way_bytes >= self._under_way_limit or (busy and self._trickle_left <= 0):
+                    return
+                for block, group in self._choose(waiting):
+                    full = self.under_way_bytes >= self._under_way_limit or (busy and self._trickle_left <= 0)
+                    if full or begun == MAX_BEGUN or not self._begin(block, group, waiting.pop(block), busy):
+                        return
+                    begun += 1
+            if waiting:
                 return
-            demotion = self._transfers.begin_demotion(block)
-            if demotion is None:
-                continue
-            if not self._tier.write(demotion.copy, demotion.offsets, self._on_done(demotion)):
-                self.budget.give_back(nbytes)
-                self._transfers.end_demotion(demotion)
-                if self._under_way:  # there were too many at once
-                    self._waiting[block] = None
-                return
-            self._under_way[block] = demotion
-            self.under_way_bytes += nbytes
-            self._trickle_left -= nbytes if busy else 0
+
+    def _choose(self, waiting: _Noted) -> list[tuple[int, Group]]:
+        """Those of the next few that are to be written; the others do not wait any more."""
+        some = dict(islice(waiting.items(), MAX_BEGUN))
+        chosen: dict[int, Group] = {}
+        for group, alike in self._cache.by_group(self._still_ready(some)):
+            lacking = self._lacking(group, alike)
+            # What is at the cold end was judged there.
+            worth = self._are_worth(group, lacking) if waiting is self._waiting else [True] * len(lacking)
+            for (block, _), is_worth in zip(lacking, worth, strict=True):
+                if is_worth:
+                    chosen[block] = group
+                else:
+                    self._spare(group)
+        for block in some:
+            if block not in chosen:
+                del waiting[block]
+        return [(block, chosen[block]) for block in some if block in chosen]
+
+    def _begin(self, block: int, group: Group, generation: int, busy: bool) -> bool:
+        """Begin to write a block; False where no more can be begun now."""
+        write = write_of(self._cache, group, block)
+        if write is None:
+            return True
+        nbytes = write.copy.nbytes
+        if not self.budget.take(nbytes):
+            self.over_budget += 1
+            if self.budget.spent:
+                self._waiting.clear()  # they will wait again when they are used again, or as the next to be evicted
+                self._cold.clear()
+            else:
+                self._waiting[block] = generation
+            return False
+        if not self._tier.write(write.copy, write.offsets, self._on_done(write)):
+            self.budget.give_back(nbytes)
+            if self.under_way:  # there were too many at once
+                self._waiting[block] = generation
+            return False
+        self._cache.pin(write.block)
+        self.under_way[block] = write
+        self.under_way_bytes += nbytes
+        self._trickle_left -= nbytes if busy else 0
+        return True
+
+    def _wait(self, blocks: BlockIds) -> None:
+        self._waiting.update(zip(blocks.tolist(), self._generations[blocks].tolist(), strict=True))
+
+    def _still_ready(self, noted: _Noted) -> BlockIds:
+        blocks = np.fromiter(noted, np.uint32, len(noted))
+        same = self._generations[blocks] == np.fromiter(noted.values(), np.uint64, len(noted))
+        return blocks[same & (self._cache.blocks.state[blocks] == READY)]
 
     def _sweep(self) -> None:
         """Remove waiting blocks that left the pool before their turn: where a tier hangs, no turn comes."""
         if len(self._waiting) > self._sweep_at:
-            self._waiting = {block: None for block in self._waiting if block.state is BlockState.READY}
+            ready = set(self._still_ready(self._waiting).tolist())
+            self._waiting = {block: noted for block, noted in self._waiting.items() if block in ready}
             self._sweep_at = 2 * len(self._waiting) + MIN_SWEPT_BLOCKS
 
-    def _take_some(self) -> Iterator[Block]:
-        """Those to be written of the next few, each taken out as it comes. Of a dict the first one is looked for behind
-        all that are gone, so that to take one by one out of many would be slow."""
-        for blocks in (self._waiting, self._cold):
-            if blocks is self._cold and self.mode is WriteMode.REUSE and not self._idle():
-                return
-            for block in list(islice(blocks, MAX_LOOKED_AT)):
-                blocks.pop(block, None)
-                if block.state is not BlockState.READY or self._in_tier(block):
-                    continue
-                if blocks is self._cold or self._is_worth(block):
-                    yield block
-                else:
-                    self._spare(block)
-            if blocks:
-                return
-
-    def _in_tier(self, block: Block) -> bool:
-        """Whether the tier has the block, is being given it, or is not to have it.
+    def _lacking(self, group: Group, blocks: BlockIds) -> list[tuple[int, bytes]]:
+        """The blocks, and their keys, that the tier does not have, is not being given, and is to have.
 
         Disks are not worn by what benches store; a store that nodes share has a bench of its own.
         """
-        fingerprint = block.namespace.fingerprint
-        return (
-            block in self._under_way
-            or fingerprint in self._left_out
-            or (block.namespace.of_bench and not self._is_asked)
-            or block.key in self._tier.index(fingerprint, block.group)
-        )
+        namespace = group.namespace
+        bench = namespace.of_bench and not self._is_asked
+        if group.dead or bench or namespace.fingerprint in self._left_out:
+            return []
+        index = self._tier.index(namespace.fingerprint, group.group)
+        keys = namespace.split(group.group, self._cache.blocks.keys(blocks, group.key_bytes))
+        pairs = zip(blocks.tolist(), keys, strict=True)
+        return [(block, key) for block, key in pairs if key not in index and block not in self.under_way]
 
-    def _is_worth(self, block: Block) -> bool:
-        """Whether a block may come back before the tier, which is full, would have evicted it."""
+    def _are_worth(self, group: Group, lacking: Sequence[tuple[int, bytes]]) -> Iterable[bool]:
+        """Whether each may come back before the tier, which is full, would have evicted it."""
         within = self._tier.full_bytes if self.mode is not WriteMode.ALWAYS else 0
-        return not within or self._policy.return_chance(block, within) >= self._least_chance
+        if not within or not lacking:
+            return [True] * len(lacking)
+        chances = self._cache.policy.chance(group, b"".join([key for _, key in lacking]), within)
+        return (chances >= self._least_chance).tolist()
 
-    def _spare(self, block: Block) -> None:
+    def _spare(self, group: Group) -> None:
         self.spared_blocks += 1
-        self._offered_bytes += tier_block(block).nbytes
+        self._offered_bytes += sum(group.lengths)
 
     def _judge(self, read_bytes: int) -> None:
         """See how often what was to be written was read: where nothing comes back often, little is worth a write."""
@@ -266,27 +341,24 @@ class Demoter:
         mean = self._read_bytes / max(1.0, self._offered_bytes)
         self._least_chance = min(LEAST_CHANCE, LEAST_OF_MEAN * mean)
 
-    def _over_budget(self, block: Block) -> None:
-        self.over_budget += 1
-        if self.budget.spent:
-            self._waiting.clear()  # they will wait again when they are used again, or as the next to be evicted
-            self._cold.clear()
-        else:
-            self._waiting[block] = None
+    def _on_done(self, write: Write) -> Callable[[TierResult], None]:
+        nbytes = write.copy.nbytes
 
-    def _on_done(self, demotion: Demotion) -> Callable[[TierResult], None]:
         def done(result: TierResult) -> None:
             if result is TierResult.DONE:
                 self.written_blocks += 1
-                self.written_bytes += demotion.copy.nbytes
-                self._offered_bytes += demotion.copy.nbytes
+                self.written_bytes += nbytes
+                self._offered_bytes += nbytes
             elif result is TierResult.PRESENT:
-                self.budget.give_back(demotion.copy.nbytes)
-                self._trickle_left += demotion.copy.nbytes
-            del self._under_way[demotion.block]
-            self.under_way_bytes -= demotion.copy.nbytes
-            if not self._transfers.end_demotion(demotion) and result in (TierResult.DONE, TierResult.PRESENT):
-                self._tier.forget([demotion.copy.id])
+                self.budget.give_back(nbytes)
+                self._trickle_left += nbytes
+            block = int(write.block[0])
+            del self.under_way[block]
+            self.under_way_bytes -= nbytes
+            dropped = self._cache.blocks.state[block] != READY or write.group.dead
+            self._cache.unpin(write.block)
+            if dropped and result in (TierResult.DONE, TierResult.PRESENT):  # it must not come back
+                self._tier.forget([write.copy.id])
             self.pump()
 
         return done

@@ -7,17 +7,18 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
 
+from kvoffd.cache.block_table import WRITING, BlockIds
+from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
-from kvoffd.cache.namespace import Block, MissReason, Namespace
+from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.demotion import Demoter
 from kvoffd.tiering.promotion import Promoter, prefix_run, whole_prefixes_first, window_run
 from kvoffd.tiering.shared import SharedTiering
-from kvoffd.tiering.transfers import TierTransfers, tier_key
 from kvoffd.tiers.tier import AskedTier, Tier, TierBlock, TierKey
 from kvoffd_proto.events import MEDIUM_STORAGE
-from kvoffd_proto.messages import PENDING, WRITING
+from kvoffd_proto.messages import PENDING
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +31,14 @@ MAX_KEYS_PER_TICK = 1000
 
 
 class TieringManager:
-    """Looks after one tier, which may be made of several, for one cache: its ``TieringHooks``.
+    """Looks after one tier, which may be made of several, for one cache: its ``TierHooks``.
 
     ``pump`` begins what lookups asked for, once their replies are out; ``tick`` is for deadlines and the cold end.
     """
 
     def __init__(
         self,
-        cache: BlockCache,
+        cache: Cache,
         tier: Tier,
         events: CacheListener,
         clock: Callable[[], float],
@@ -47,11 +48,8 @@ class TieringManager:
         self._cache = cache
         self.tier = tier
         self._events = events
-        self.transfers = TierTransfers(cache)
-        self.promoter = Promoter(cache, self.transfers, tier, clock, settings)
-        self.demoter = Demoter(
-            cache, self.transfers, tier, clock, settings, lambda: not self.promoter.busy, engines_busy
-        )
+        self.promoter = Promoter(cache, tier, clock, settings)
+        self.demoter = Demoter(cache, tier, clock, settings, lambda: not self.promoter.busy, engines_busy)
         self._clock = clock
         self._engines_busy = engines_busy
         self.shared: list[SharedTiering] = []
@@ -62,7 +60,7 @@ class TieringManager:
         """Keys that the tier has by the events so far."""
         self._unpublished: dict[tuple[Namespace, int], list[bytes]] = {}
         """Keys that the tier had before their namespace was opened, of which events may not have told yet."""
-        self._evicted: list[Block] = []
+        self._evicted: list[TierKey] = []
         self.directory_attached()
 
     def share(self, tier: AskedTier, settings: TieringSettings, unshared: Iterable[bytes] = ()) -> None:
@@ -70,61 +68,73 @@ class TieringManager:
 
         ``unshared``: fingerprints of namespaces that an engine reset in an earlier life of the daemon.
         """
-        shared = SharedTiering(self._cache, self.transfers, tier, self._clock, settings, self._engines_busy)
+        shared = SharedTiering(self._cache, tier, self._clock, settings, self._engines_busy)
         for fingerprint in unshared:
             shared.stop_sharing(fingerprint)
         self.shared.append(shared)
 
-    # --- what the cache calls: see TieringHooks --------------------------------------------------
-
-    def may_have(self, namespace: Namespace) -> bool:
-        return any(shared.serves(namespace) for shared in self.shared) or any(
-            self.promoter.requested(namespace, group) or self.tier.readable(namespace.fingerprint, group)
-            for group in range(len(namespace.groups))
-        )
+    # --- what the cache calls: see TierHooks -----------------------------------------------------
 
     def find(
         self,
         namespace: Namespace,
-        owner: int,
-        groups: Sequence[tuple[int, list[bytes]]],
+        session: int,
+        groups: Sequence[tuple[int, bytes]],
         states: Sequence[bytes],
         again: bool,
     ) -> list[bytes]:
         answer = [bytearray(state) for state in states]
         for number, limit in whole_prefixes_first(namespace, groups, answer):
-            (group, keys), found = groups[number], states[number]
-            if (available := self._available(namespace, group, keys, found)) is not None:
-                if limit is None:
-                    places = prefix_run(found, keys, available)
-                else:
-                    places = window_run(found, keys, namespace.groups[group], limit, available)
-                askers = self._no_asker if again else self._one_asker
-                self.promoter.request(namespace, owner, group, keys, places, answer[number], PENDING, askers)
+            group, keys = groups[number]
+            self._request(namespace, session, group, keys, states[number], answer[number], limit, int(not again))
         for shared in self.shared:
-            shared.find(namespace, owner, groups, answer, again)
+            shared.find(namespace, session, groups, answer, again)
         return list(map(bytes, answer))
 
-    def _one_asker(self, key: bytes) -> int:
-        return 1
+    def _request(
+        self,
+        namespace: Namespace,
+        session: int,
+        group: int,
+        keys: bytes,
+        pool: bytes,
+        answer: bytearray,
+        limit: int | None,
+        askers: int,
+    ) -> None:
+        """Have what comes up from the tier marked in the answer, and queued if it is not yet."""
+        requested = self.promoter.requested(namespace, group)
+        index = self.tier.readable(namespace.fingerprint, group)
+        if not index and not requested:
+            return
+        names = namespace.split(group, keys)
 
-    def _no_asker(self, key: bytes) -> int:
-        return 0
+        def comes(place: int) -> bool:
+            return names[place] in requested or (pool[place] != WRITING and names[place] in index)
 
-    def used(self, blocks: Sequence[Block]) -> None:
-        for demoter in self._demoters:
-            demoter.used(blocks)
+        spec = namespace.groups[group]
+        places = prefix_run(pool, comes) if limit is None else window_run(pool, spec, limit, comes)
+        self.promoter.request(namespace, session, group, names, places, answer, PENDING, lambda _: askers)
 
-    def stored(self, blocks: Sequence[Block]) -> None:
+    def used(self, blocks: BlockIds) -> None:
+        for group, alike in self._cache.by_group(blocks):
+            for demoter in self._demoters:
+                demoter.used(group, alike)
+
+    def stored(self, blocks: BlockIds) -> None:
         for demoter in self._demoters:
             demoter.stored(blocks)
 
-    def evicted(self, blocks: Sequence[Block]) -> None:
+    def evicted(self, blocks: BlockIds) -> None:
         # The tier's own order goes on where the pool's ends. That waits for the next tick: a store waits for this call.
-        self._evicted += blocks
+        for group, alike in self._cache.by_group(blocks):
+            fingerprint = group.namespace.fingerprint
+            if self.tier.index(fingerprint, group.group):
+                keys = group.namespace.split(group.group, self._cache.blocks.keys(alike, group.key_bytes))
+                self._evicted += [TierKey(fingerprint, group.group, key) for key in keys]
 
-    def forget(self, namespace: Namespace, group: int, keys: Iterable[bytes], why: MissReason) -> None:
-        names = list(keys)
+    def forget(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:
+        names = namespace.split(group, keys)
         for key in names:
             self.promoter.forget(namespace, group, key)
         self.tier.remove([TierKey(namespace.fingerprint, group, key) for key in names])
@@ -142,8 +152,9 @@ class TieringManager:
             self._unpublished.pop((namespace, group), None)
         return self.tier.remove_namespace(namespace.fingerprint)
 
-    def has(self, namespace: Namespace, group: int, key: bytes) -> bool:
-        return key in self.tier.index(namespace.fingerprint, group)
+    def has(self, namespace: Namespace, group: int, keys: bytes) -> int:
+        index = self.tier.index(namespace.fingerprint, group)
+        return sum(key in index for key in namespace.split(group, keys)) if index else 0
 
     # --- what the daemon calls -------------------------------------------------------------------
 
@@ -169,7 +180,7 @@ class TieringManager:
     def tick(self) -> None:
         """A few times a second: deadlines, the cold end of the pool, events."""
         evicted, self._evicted = self._evicted, []
-        self.tier.touch(map(tier_key, evicted))
+        self.tier.touch(evicted)
         self.tier.tick()
         for promoter in self._promoters:
             promoter.tick()
@@ -199,7 +210,7 @@ class TieringManager:
     def forget_unopened(self) -> int:
         """Forget what belongs to namespaces that nobody has opened since the start. Returns how many blocks."""
         names = {fingerprint for fingerprint, _ in self.tier.groups()}
-        return sum(map(self.tier.remove_namespace, names - {space.fingerprint for space in self._cache.namespaces}))
+        return sum(map(self.tier.remove_namespace, names - set(self._cache.namespaces)))
 
     def namespace_opened(self, namespace: Namespace) -> None:
         """A namespace was opened: what the tier has of it already is published by and by."""
@@ -217,7 +228,7 @@ class TieringManager:
 
     def directory_attached(self) -> None:
         """The tier has blocks that it was not told to write, as those of a directory that was opened."""
-        for namespace in self._cache.namespaces:
+        for namespace in self._cache.namespaces.values():
             self.namespace_opened(namespace)
 
     def publish_some(self) -> None:
@@ -227,25 +238,30 @@ class TieringManager:
             del unpublished[-MAX_KEYS_PER_TICK:]
             if not unpublished:
                 del self._unpublished[namespace, group]
-            self._publish_stored(namespace, group, [key for key in keys if self.has(namespace, group, key)])
+            index = self.tier.index(namespace.fingerprint, group)
+            self._publish_stored(namespace, group, [key for key in keys if key in index])
             return
 
     # --- what the tier calls: see TierListener ---------------------------------------------------
 
     def tier_stored(self, tier: Tier, block: TierBlock) -> None:
-        namespace = self._cache.find_namespace(block.id.fingerprint)
+        namespace = self._cache.find(block.id.fingerprint)
         group, key = block.id.group, block.id.key
-        if namespace is not None and group < len(namespace.groups) and self.has(namespace, group, key):
+        if (
+            namespace is not None
+            and group < len(namespace.groups)
+            and key in self.tier.index(block.id.fingerprint, group)
+        ):
             self._publish_stored(namespace, group, [key])
 
     def tier_removed(self, tier: Tier, ids: Sequence[TierKey]) -> None:
         # What was forgotten from here is published already, and a reset leaves nothing to publish.
         for (fingerprint, group), same in groupby(ids, itemgetter(0, 1)):
-            namespace = self._cache.find_namespace(fingerprint)
+            namespace = self._cache.find(fingerprint)
             published = self._published.get((namespace, group)) if namespace is not None else None
             if namespace is not None and published:
-                keys = [one.key for one in same if one.key in published]
-                self._publish_removed(namespace, group, [key for key in keys if not self.has(namespace, group, key)])
+                keys, index = [one.key for one in same if one.key in published], self.tier.index(fingerprint, group)
+                self._publish_removed(namespace, group, [key for key in keys if key not in index])
 
     def tier_error(self, tier: Tier, kind: str, sentence: str) -> None:
         now = self._clock()
@@ -281,14 +297,3 @@ class TieringManager:
         published.difference_update(gone)
         if gone:
             self._events.removed(namespace, group, gone, MEDIUM_STORAGE)
-
-    def _available(
-        self, namespace: Namespace, group: int, keys: Sequence[bytes], states: bytes
-    ) -> Callable[[bytes], bool] | None:
-        """Tells of a key that is not ready whether it comes up or could; None where no key of the group does."""
-        requested = self.promoter.requested(namespace, group)
-        index = self.tier.readable(namespace.fingerprint, group)
-        if not index and not requested:
-            return None
-        writing = {key for key, state in zip(keys, states, strict=True) if state == WRITING}
-        return lambda key: key in requested or (key in index and key not in writing)

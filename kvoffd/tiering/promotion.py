@@ -9,15 +9,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from kvoffd.cache.block_table import FREE, READY
+from kvoffd.cache.cache import Cache, FillTicket
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.system.turns import Turns
 from kvoffd.tiering import TieringSettings
-from kvoffd.tiering.transfers import Promotion, TierTransfers
-from kvoffd.tiers.tier import Tier, TierBlock, TierResult
-from kvoffd_proto.messages import ABSENT, COMING, READY, GroupSpec
+from kvoffd.tiers.tier import Tier, TierBlock, TierResult, TierShard
+from kvoffd_proto.messages import COMING, GroupSpec
 
 MISSES = {
-    "no_room": MissReason.NO_SPACE,
+    "no_space": MissReason.NO_SPACE,
     "overdue": MissReason.TIER_LATE,
     TierResult.DEADLINE.value: MissReason.TIER_LATE,
     TierResult.CORRUPT.value: MissReason.CORRUPT,
@@ -39,14 +42,14 @@ SETTLED = bytes([READY, *COMING])
 """States of keys that are there, or will be, without anything to be done about it."""
 
 
-def prefix_run(states: bytes, keys: Sequence[bytes], available: Callable[[bytes], bool]) -> list[int]:
+def prefix_run(states: bytes, available: Callable[[int], bool]) -> list[int]:
     """Places of the keys that continue the run of ready ones at the start: those not ready, up to the first gap."""
     places: list[int] = []
     start = len(states) - len(states.lstrip(bytes([READY])))
-    for place in range(start, len(keys)):
+    for place in range(start, len(states)):
         if states[place] == READY:
             continue
-        if not available(keys[place]):
+        if not available(place):
             break
         places.append(place)
     return places
@@ -57,25 +60,23 @@ def run_end(states: bytes | bytearray) -> int:
     return len(states) - len(states.lstrip(SETTLED))
 
 
-def window_run(
-    states: bytes, keys: Sequence[bytes], spec: GroupSpec, limit: int, available: Callable[[bytes], bool]
-) -> list[int]:
+def window_run(states: bytes, spec: GroupSpec, limit: int, available: Callable[[int], bool]) -> list[int]:
     """Places of the keys of the last whole window that ends within the first ``limit`` keys: those not ready.
 
     An engine with a sliding window needs its last blocks only, and takes the last place where all of them are there;
     one with a recurrent state needs one.
     """
-    needed = max(1, -(-spec.window_tokens // spec.tokens_per_block)) if spec.tokens_per_block else len(keys)
+    needed = max(1, -(-spec.window_tokens // spec.tokens_per_block)) if spec.tokens_per_block else len(states)
     run = 0
-    for place in range(min(limit, len(keys)) - 1, -1, -1):
-        run = run + 1 if states[place] == READY or available(keys[place]) else 0
+    for place in range(min(limit, len(states)) - 1, -1, -1):
+        run = run + 1 if states[place] == READY or available(place) else 0
         if run == needed or (run and not place):
             return [at for at in range(place, place + run) if states[at] != READY]
     return []
 
 
 def whole_prefixes_first(
-    namespace: Namespace, groups: Sequence[tuple[int, list[bytes]]], states: Sequence[bytearray]
+    namespace: Namespace, groups: Sequence[tuple[int, bytes]], states: Sequence[bytearray]
 ) -> Iterator[tuple[int, int | None]]:
     """The groups of a lookup by their number, and of how many keys a window may be of use; None for whole pasts.
 
@@ -92,23 +93,21 @@ def whole_prefixes_first(
         end = run_end(states[number]) * spec.tokens_per_block
         limit_tokens = end if limit_tokens is None else min(end, limit_tokens)
     for number in windows:
-        group, keys = groups[number]
-        tokens = namespace.groups[group].tokens_per_block
-        yield number, limit_tokens // tokens if limit_tokens is not None and tokens else len(keys)
+        tokens = namespace.groups[groups[number][0]].tokens_per_block
+        yield number, limit_tokens // tokens if limit_tokens is not None and tokens else len(states[number])
 
 
 @dataclass(slots=True, eq=False)
 class PromotionRequest:
     """A block that a lookup asked for."""
 
-    owner: int
-    """The session that did."""
+    session: int
     namespace: Namespace
     source: TierBlock
     nbytes: int
     deadline: float
-    promotion: Promotion | None = None
-    """None while the request waits."""
+    fill: FillTicket | None = None
+    """Its block in the pool, while the tier reads into it: the slots stay until that has ended."""
     askers: int = 0
     """Lookups that count it as found, or as a miss, once it is known whether it comes up."""
 
@@ -118,8 +117,7 @@ class Promoter:
 
     def __init__(
         self,
-        cache: BlockCache,
-        transfers: TierTransfers,
+        cache: Cache,
         tier: Tier,
         clock: Callable[[], float],
         settings: TieringSettings,
@@ -128,7 +126,6 @@ class Promoter:
     ) -> None:
         self._cache = cache
         self._shared = shared
-        self._transfers = transfers
         self._tier = tier
         self._clock = clock
         self._under_way_limit = min(cache.slots.pool_bytes // 8, MAX_PROMOTING_BYTES)
@@ -143,7 +140,7 @@ class Promoter:
         self._queue: Turns[PromotionRequest] = Turns()
         self._held = Counter[int]()
         """By session, bytes that are under way or wait."""
-        self._under_way: dict[PromotionRequest, None] = {}
+        self.under_way: dict[PromotionRequest, None] = {}
         self._given_up: set[PromotionRequest] = set()
         """Requests under way that are overdue: the tier may still write into their slots."""
         self._given_up_bytes = 0
@@ -152,7 +149,7 @@ class Promoter:
         self.promoted_blocks = 0
         self.promoted_bytes = 0
         self.failures: Counter[str] = Counter()
-        """Requested blocks that did not come up, by reason: a result of the tier, ``no_room``, ``overdue``."""
+        """Requested blocks that did not come up, by reason: a result of the tier, ``no_space``, ``overdue``."""
         self._stopped = False
         self.bytes_per_second = 0.0
         """Speed at which blocks came up lately; 0 before the first did."""
@@ -161,12 +158,12 @@ class Promoter:
 
     @property
     def busy(self) -> bool:
-        return bool(self._queue or self._under_way or self._given_up)
+        return bool(self._queue or self.under_way or self._given_up)
 
     @property
     def waiting_blocks(self) -> int:
         """Blocks that wait or are under way."""
-        return len(self._queue) + len(self._under_way)
+        return len(self._queue) + len(self.under_way)
 
     @property
     def wait_s(self) -> float:
@@ -181,7 +178,7 @@ class Promoter:
     def request(
         self,
         namespace: Namespace,
-        owner: int,
+        session: int,
         group: int,
         keys: Sequence[bytes],
         places: Iterable[int],
@@ -202,13 +199,13 @@ class Promoter:
         for place in places:
             key = keys[place]
             if key not in requested:  # what is requested is WRITING once it is being read
-                source = there.get(key) if states[place] == ABSENT else None
+                source = there.get(key) if states[place] == FREE else None
                 if source is None or [shard.length for shard in source.shards] != lengths:
                     return
                 held = self.queued_bytes + self.under_way_bytes
-                if held and held + nbytes + self._held[owner] // 3 > self._requested_limit:
+                if held and held + nbytes + self._held[session] // 3 > self._requested_limit:
                     return
-                requested[key] = request = PromotionRequest(owner, namespace, source, nbytes, deadline)
+                requested[key] = request = PromotionRequest(session, namespace, source, nbytes, deadline)
                 self._enter_queue(request)
             requested[key].askers += askers(key)
             states[place] = mark
@@ -234,29 +231,29 @@ class Promoter:
 
     def pump(self, most: int = MAX_BEGUN) -> None:
         """Begin what may begin now, of very much a part."""
-        while self._queue and not self._stopped and most > 0:
-            batch, namespace, group = self._next_batch(most)
-            if not batch:
-                return
+        while not self._stopped and most > 0 and (batch := self._next_batch(most)):
             most -= len(batch)
-            begun = {
-                promotion.source.id.key: promotion
-                for promotion in self._transfers.begin_promotions(namespace, group, [one.source for one in batch])
-            }
+            self._queue.end_turn(batch[0].session)
+            namespace, group = batch[0].namespace, batch[0].source.id.group
+            keys = b"".join([request.source.id.key for request in batch])
+            fill = self._cache.begin_fill(namespace, group, keys)
+            states, _ = self._cache.blocks.find(fill.group.number, keys, namespace.key_bytes)
+            offsets = self._cache.slots.offsets(fill.slots).tolist()
+            begun = {number: (fill.slots[at : at + 1], offsets[at]) for at, number in enumerate(fill.keys)}
             full = False
-            self._queue.end_turn(batch[0].owner)
-            for request in batch:
+            for number, request in enumerate(batch):
                 self._leave_queue(request)
-                promotion = begun.get(request.source.id.key)
-                if promotion is None:  # the pool has it by now, or no room
+                if number not in begun:  # the pool has it by now, or no space
                     self._withdraw(request)
-                    if request.source.id.key not in namespace.index[group]:
-                        self._failed(request, "no_room")
+                    if states[number] == FREE:
+                        self._failed(request, "no_space")
                     self._settle(request)
                     continue
-                full = full or not self._begin(request, promotion)
-                if full and request.promotion is None:
-                    self._put_back(request, promotion)
+                slots, places = begun[number]
+                own = FillTicket(fill.group, [0], slots)
+                full = full or not self._begin(request, own, places)
+                if full and request.fill is None:
+                    self._put_back(request, own)
             if full:
                 return
 
@@ -271,46 +268,46 @@ class Promoter:
             self._leave_queue(request)
             self._withdraw(request)
             self._failed(request, "overdue")
-        for request in [one for one in self._under_way if one.deadline <= now and one not in self._given_up]:
+        for request in [one for one in self.under_way if one.deadline <= now and one not in self._given_up]:
             # The tier may still write into its slots: they stay until it says that it does not.
             self._given_up.add(request)
             self._given_up_bytes += request.nbytes
             self._withdraw(request)
             self._failed(request, "overdue")
-            assert request.promotion is not None
-            self._transfers.give_up_promotion(request.promotion)
+            assert request.fill is not None
+            self._cache.drop_unfinished(request.fill, MissReason.TIER_LATE)
         self.pump()
 
-    def _next_batch(self, most: int) -> tuple[list[PromotionRequest], Namespace, int]:
+    def _next_batch(self, most: int) -> list[PromotionRequest]:
         """The next requests of one session and group, as many as may be under way now."""
-        first = next(self._queue.turn())
+        first = next(self._queue.turn(), None)
         room = self._under_way_limit - self.under_way_bytes + min(self._given_up_bytes, self._under_way_limit)
         batch: list[PromotionRequest] = []
         for request in self._queue.turn():
+            assert first is not None
             same = request.namespace is first.namespace and request.source.id.group == first.source.id.group
-            alone = not (batch or self._under_way)
+            alone = not (batch or self.under_way)
             if not same or len(batch) == most or (request.nbytes > room and not alone):
                 break
             batch.append(request)
             room -= request.nbytes
-        return batch, first.namespace, first.source.id.group
+        return batch
 
-    def _begin(self, request: PromotionRequest, promotion: Promotion) -> bool:
+    def _begin(self, request: PromotionRequest, fill: FillTicket, offsets: Sequence[int]) -> bool:
         """Have the tier read into the slots; False where it does not take the read now."""
-        source = request.source
-        if not self._tier.read(source.id, promotion.offsets, request.deadline, self._on_done(request)):
+        if not self._tier.read(request.source.id, offsets, request.deadline, self._on_done(request)):
             return False
-        if not self._under_way:
+        if not self.under_way:
             self._sample_began, self._sample_bytes = self._clock(), 0
-        request.promotion = promotion
-        self._under_way[request] = None
+        request.fill = fill
+        self.under_way[request] = None
         self.under_way_bytes += request.nbytes
         self._hold(request, request.nbytes)
         return True
 
-    def _put_back(self, request: PromotionRequest, promotion: Promotion) -> None:
+    def _put_back(self, request: PromotionRequest, fill: FillTicket) -> None:
         """Queue a request again whose read the tier did not take, unless the block has left the tier or that hangs."""
-        self._transfers.end_promotion(promotion, ok=False)
+        self._end_fill(fill, ())
         fingerprint, group, key = request.source.id
         if key in self._tier.readable(fingerprint, group):
             self._enter_queue(request)
@@ -328,14 +325,13 @@ class Promoter:
         return done
 
     def _end(self, request: PromotionRequest, result: TierResult) -> None:
-        assert request.promotion is not None
-        if result is TierResult.DONE:
-            request.promotion.source = self._tier.contents(request.source)
-        del self._under_way[request]
+        assert request.fill is not None
+        shards = self._tier.contents(request.source).shards if result is TierResult.DONE else ()
+        del self.under_way[request]
         self.under_way_bytes -= request.nbytes
         self._hold(request, -request.nbytes)
         self._withdraw(request)
-        if self._transfers.end_promotion(request.promotion, result is TierResult.DONE):
+        if self._end_fill(request.fill, shards):
             self.promoted_blocks += 1
             self.promoted_bytes += request.source.nbytes
             self._settle(request)
@@ -350,11 +346,19 @@ class Promoter:
             speed = request.source.nbytes / max(self._clock() - self._sample_began, 1e-4)
             self.bytes_per_second = min(self.bytes_per_second or speed, speed)
 
+    def _end_fill(self, fill: FillTicket, shards: Sequence[TierShard]) -> bool:
+        """End it; ``shards``: what was read, nothing where that is not all there. True where the block is READY."""
+        whole = bool(shards) and all(shard.checksum for shard in shards)
+        firsts, sums = np.zeros(fill.slots.shape, np.uint16), np.zeros(fill.slots.shape, np.uint64)
+        if whole:
+            firsts[0], sums[0] = [shard.first_block for shard in shards], [shard.checksum for shard in shards]
+        return bool(self._cache.end_fill(fill, np.array([whole]), firsts, sums))
+
     def _failed(self, request: PromotionRequest, reason: str) -> None:
         self.failures[reason] += 1
         source, miss = request.source.id, MISSES.get(reason, MissReason.TIER_FAILED)
         self._settle(request, miss)
-        self._cache.blocks.misses.note(request.namespace, source.group, [source.key], miss)
+        self._cache.note_misses(request.namespace, source.group, source.key, miss)
 
     def _settle(self, request: PromotionRequest, miss: MissReason | None = None) -> None:
         """Count the key for those who asked for it, once: as found, or as a miss."""
@@ -373,25 +377,25 @@ class Promoter:
         now = self._clock()
         self._sample_bytes += nbytes
         seconds = now - self._sample_began
-        if seconds >= SPEED_SAMPLE_S or not self._under_way:
+        if seconds >= SPEED_SAMPLE_S or not self.under_way:
             speed, before = self._sample_bytes / max(seconds, 1e-4), self.bytes_per_second
             self.bytes_per_second = OLD_SPEED_WEIGHT * before + (1 - OLD_SPEED_WEIGHT) * speed if before else speed
             self._sample_began, self._sample_bytes = now, 0
 
     def _enter_queue(self, request: PromotionRequest) -> None:
-        self._queue.put(request.owner, request)
+        self._queue.put(request.session, request)
         self.queued_bytes += request.nbytes
         self._hold(request, request.nbytes)
 
     def _leave_queue(self, request: PromotionRequest) -> None:
-        if self._queue.remove(request.owner, request):
+        if self._queue.remove(request.session, request):
             self.queued_bytes -= request.nbytes
             self._hold(request, -request.nbytes)
 
     def _hold(self, request: PromotionRequest, nbytes: int) -> None:
-        self._held[request.owner] += nbytes
-        if not self._held[request.owner]:
-            del self._held[request.owner]
+        self._held[request.session] += nbytes
+        if not self._held[request.session]:
+            del self._held[request.session]
 
     def _withdraw(self, request: PromotionRequest) -> None:
         key, requests = request.source.id.key, self.requested(request.namespace, request.source.id.group)

@@ -7,14 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 
+from kvoffd.cache.block_table import FREE
+from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.demotion import Demoter
 from kvoffd.tiering.promotion import SETTLED, Promoter, run_end, whole_prefixes_first, window_run
-from kvoffd.tiering.transfers import TierTransfers
 from kvoffd.tiers.tier import Answer, AskedTier, TierKey
-from kvoffd_proto.messages import ABSENT, SHARED
+from kvoffd_proto.messages import SHARED
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +41,7 @@ class SharedTiering:
 
     def __init__(
         self,
-        cache: BlockCache,
-        transfers: TierTransfers,
+        cache: Cache,
         tier: AskedTier,
         clock: Callable[[], float],
         settings: TieringSettings,
@@ -51,7 +51,7 @@ class SharedTiering:
         self._clock = clock
         self._asked_until = self._read_again_at = 0.0
         self._asker = 0
-        """Owner of the lookup at hand."""
+        """Session of the lookup at hand."""
         self._again = False
         self._asked: list[tuple[int, list[bytes]]] = []
         """Groups and keys of what that is told of as being asked for."""
@@ -62,11 +62,11 @@ class SharedTiering:
         self._due_before: dict[tuple[bytes, int], Counter[bytes]] = {}
         self._due_at = 0.0
         self.tier = tier
-        self.promoter = Promoter(cache, transfers, tier, clock, settings, shared=True)
+        self.promoter = Promoter(cache, tier, clock, settings, shared=True)
         self.unshared: dict[bytes, None] = {}
         """Namespaces whose blocks here became stale: what others have under the same keys may be stale too."""
         self.demoter = Demoter(
-            cache, transfers, tier, clock, settings, lambda: not self.promoter.busy, engines_busy, self.unshared
+            cache, tier, clock, settings, lambda: not self.promoter.busy, engines_busy, self.unshared
         )
 
     @property
@@ -77,15 +77,15 @@ class SharedTiering:
     def find(
         self,
         namespace: Namespace,
-        owner: int,
-        groups: Sequence[tuple[int, list[bytes]]],
+        session: int,
+        groups: Sequence[tuple[int, bytes]],
         states: list[bytearray],
         again: bool,
     ) -> None:
         """Mark SHARED the absent keys that are asked for or come up; ``states`` has what pool and disks have."""
         if not self.serves(namespace):
             return
-        self._asker, self._again = owner, again
+        self._asker, self._again = session, again
         self._asked.clear()
         asking, most = False, MOST_KEYS // max(1, len(groups))
         for number, limit in whole_prefixes_first(namespace, groups, states):
@@ -93,10 +93,13 @@ class SharedTiering:
             if limit is None:
                 start = run_end(states[number])
                 stop = start + most
-                asking |= self._find_run(namespace, group, keys[start:stop], found[start:stop])
             else:
-                start = max(0, limit - min(most, self.tier.most_window_keys))
-                self._find_window(namespace, group, keys[start:limit], found[start:limit], wait=asking)
+                start, stop = max(0, limit - min(most, self.tier.most_window_keys)), limit
+            names = namespace.split(group, keys[start * namespace.key_bytes : stop * namespace.key_bytes])
+            if limit is None:
+                asking |= self._find_run(namespace, group, names, found[start:stop])
+            else:
+                self._find_window(namespace, group, names, found[start:stop], wait=asking)
         if not again:
             for group, asked in self._asked:
                 self._uncounted.setdefault((namespace.fingerprint, group), Counter()).update(asked)
@@ -121,8 +124,8 @@ class SharedTiering:
         answers = self._answers(namespace, group, keys, states)
         if self._ask(namespace, group, keys, answers, states, prefix=False) or wait:
             return
-        there = {key for key, answer in zip(keys, answers, strict=True) if answer is YES}
-        places = window_run(bytes(states), keys, namespace.groups[group], len(keys), there.__contains__)
+        spec = namespace.groups[group]
+        places = window_run(bytes(states), spec, len(keys), lambda place: answers[place] is YES)
         self._request(namespace, group, keys, places, states)
 
     def _answers(self, namespace: Namespace, group: int, keys: Sequence[bytes], states: memoryview) -> list[Answer]:
@@ -133,7 +136,7 @@ class SharedTiering:
             for at, (key, state) in enumerate(zip(keys, states, strict=True)):
                 if state in SETTLED or key in requested:
                     answers[at] = YES
-                elif state != ABSENT:
+                elif state != FREE:
                     answers[at] = NO
         return answers
 
@@ -148,7 +151,7 @@ class SharedTiering:
         prefix: bool,
     ) -> bool:
         """Ask for what is unknown, and mark what is being asked for SHARED; whether there is any."""
-        asked = [at for at, answer in enumerate(answers) if answer is ASKED and states[at] == ABSENT]
+        asked = [at for at, answer in enumerate(answers) if answer is ASKED and states[at] == FREE]
         if unknown := [at for at, answer in enumerate(answers) if answer is UNKNOWN]:
             lengths = [namespace.shard_length(rank, group) for rank in range(namespace.world_size)]
             wanted = [keys[at] for at in unknown]
@@ -167,7 +170,7 @@ class SharedTiering:
         counted = [uncounted.pop(key, 0) for key in keys]
         if not uncounted:
             self._uncounted.pop((fingerprint, group), None)
-        namespace = self._cache.find_namespace(fingerprint)
+        namespace = self._cache.find(fingerprint)
         if namespace is None or group >= len(namespace.groups) or (keys and len(keys[0]) != namespace.key_bytes):
             return  # it was forgotten meanwhile, maybe for one of another geometry
         due = self._due.setdefault((fingerprint, group), Counter())
@@ -177,8 +180,7 @@ class SharedTiering:
                 due[key] += lookups
             else:
                 absent += [key] * lookups
-        states = [bytes(len(absent))]
-        self._cache.blocks.misses.asked(namespace, [(group, b"".join(absent))], states, states)
+        self._cache.count_misses(namespace, group, b"".join(absent))
 
     def _request(
         self, namespace: Namespace, group: int, keys: Sequence[bytes], places: Iterable[int], states: memoryview
@@ -210,7 +212,7 @@ class SharedTiering:
     def _settle_due(self) -> None:
         """Count what was found and nobody asked for again: a key before it was not there, or the request went away."""
         for (fingerprint, _), keys in self._due_before.items():
-            if (namespace := self._cache.find_namespace(fingerprint)) is not None:
+            if (namespace := self._cache.find(fingerprint)) is not None:
                 namespace.counters.found_shared += keys.total()
         self._due_before, self._due = self._due, {}
         self._due_at = self._clock()
@@ -247,7 +249,7 @@ class SharedTiering:
 
     def tick(self) -> None:
         if self.tier.reachable:
-            for namespace in self._cache.namespaces:
+            for namespace in self._cache.namespaces.values():
                 self.tier.poll(namespace.fingerprint)
         else:
             self._read_again_at = 0.0  # once it is back
@@ -267,6 +269,4 @@ class SharedTiering:
     def stop_sharing(self, fingerprint: bytes) -> None:
         """Share nothing of a namespace until it is reset everywhere."""
         if fingerprint not in self.unshared:
-            put_newest(
-                self.unshared, fingerprint, None, MOST_UNSHARED, lambda one: self._cache.find_namespace(one) is not None
-            )
+            put_newest(self.unshared, fingerprint, None, MOST_UNSHARED, lambda one: self._cache.find(one) is not None)

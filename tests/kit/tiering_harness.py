@@ -1,17 +1,27 @@
-"""A cache on fake slots that hold bytes, over the disk tier."""
+"""A cache by slots, over memory that holds bytes, and the disk tier below it."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvoffd.cache.block_table import READY, SHARD_STATE, WRITING, WRITTEN, BlockIds
+from kvoffd.cache.cache import StoreTicket
 from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.pins import StoreTicket
 from kvoffd.tiering import TieringSettings
+from kvoffd.tiering.demotion import write_of
 from kvoffd.tiering.manager import TieringManager
 from kvoffd.tiers.tier import CompositeTier, TierKey
 from kvoffd_proto.events import MEDIUM_STORAGE
-from tests.kit.cache_harness import CacheHarness, begin_store
+from kvoffd_proto.messages import GroupSpec
 from tests.kit.held_disk import HeldDisk, PoolBytes
-from tests.kit.invariants import check_invariants
 from tests.kit.memory_disk import MemoryDisk
+from tests.kit.slot_cache import UNIT, CacheRig, check_invariants
+
+REGION_SLOTS = 4
+LEASE, SESSION = 2**62, 9999
 
 
 class FoldedTierEvents:
@@ -33,7 +43,7 @@ class FoldedTierEvents:
         self.index -= names
 
 
-class TieringHarness(CacheHarness):
+class TieringHarness(CacheRig):
     """A cache with a tier. A shard's bytes are a function of its name and are checked after promotions."""
 
     def __init__(
@@ -44,7 +54,7 @@ class TieringHarness(CacheHarness):
         most_jobs: int = 2**30,
         file: MemoryDisk | None = None,
     ) -> None:
-        super().__init__(regions=regions)
+        super().__init__(REGION_SLOTS * regions, REGION_SLOTS)
         self.memory = PoolBytes(self.slots.pool_bytes)
         self.tiers = CompositeTier()
         self.tier_events = FoldedTierEvents()
@@ -52,14 +62,14 @@ class TieringHarness(CacheHarness):
         self.tiering = TieringManager(
             self.cache,
             self.tiers,
-            self.tier_events,
+            self.tier_events,  # type: ignore[arg-type]
             self.clock,
             settings or TieringSettings(),
             lambda: self.engines_busy,
         )
-        self.cache.attach(self.tiering)
+        self.cache.tiers = self.tiering
         self.disk = HeldDisk(
-            file or MemoryDisk(), self.memory, self.clock, self.tiering, tier_blocks, most_jobs=most_jobs
+            *(file or MemoryDisk(), self.memory, self.clock, self.tiering, tier_blocks, UNIT), most_jobs=most_jobs
         )
         self.tier = self.disk.tier
         self.tiers.attach(self.tier)
@@ -69,46 +79,101 @@ class TieringHarness(CacheHarness):
         self.tier.close(1.0)
         return TieringHarness(settings, file=self.disk.file)
 
+    def new_namespace(
+        self, name: str, world_size: int = 1, key_bytes: int = 8, groups: Sequence[GroupSpec] = (GroupSpec("full", 16),)
+    ) -> Namespace:
+        """A namespace of which no rank has registered."""
+        fingerprint = name.encode().ljust(32)
+        return self.cache.open_namespace(Namespace(fingerprint, name, world_size, key_bytes, groups, "{}"))[0]
+
+    def open(
+        self, name: str = "a", world_size: int = 1, sizes: Sequence[int] = (UNIT,), key_bytes: int = 8
+    ) -> Namespace:
+        """A namespace whose ranks are all registered."""
+        namespace = self.new_namespace(name, world_size, key_bytes, [GroupSpec("full", 16) for _ in sizes])
+        for rank in range(world_size):
+            self.cache.register_rank(namespace, rank, sizes, None)
+        return namespace
+
+    def states(self, namespace: Namespace, keys: bytes, group: int = 0) -> list[int]:
+        """The keys' states, by a lookup that the policy and the tiers do not hear of, and whose lease ends at once."""
+        ((states,), _) = self.cache.lookup(namespace, SESSION, LEASE, [(group, keys)])
+        self.cache.release(SESSION, [LEASE])
+        self.cache._requests.clear()
+        return list(states)
+
+    def use(self, namespace: Namespace, keys: bytes, lease: int = 1) -> None:
+        """Look keys up, and tell of it who is told after the reply."""
+        self.cache.lookup(namespace, 1, lease, [(0, keys)])
+        self.cache.note_requests()
+
+    def index(self, namespace: Namespace, group: int = 0) -> dict[bytes, int]:
+        """The blocks that are WRITING or READY, by key."""
+        known = self.cache._group(namespace, group)
+        if known is None:
+            return {}
+        blocks = self.cache.blocks
+        there = np.isin(blocks.state, (WRITING, READY)) & (blocks.group == known.number)
+        heads = np.flatnonzero(there).astype(np.uint32)
+        keys = namespace.split(group, blocks.keys(heads, namespace.key_bytes))
+        return dict(zip(keys, heads.tolist(), strict=True))
+
+    def blocks_of(self, namespace: Namespace, keys: bytes, group: int = 0) -> BlockIds:
+        index = self.index(namespace, group)
+        return np.array([index[key] for key in namespace.split(group, keys)], np.uint32)
+
+    def records(self, namespace: Namespace, key: bytes, group: int = 0) -> np.ndarray:
+        """The slot table's records of a block, by rank."""
+        blocks = self.blocks_of(namespace, key, group)
+        return self.table.records[self.cache.blocks.slots(blocks, namespace.world_size)[0]]
+
+    def evict(self, namespace: Namespace, keys: bytes, group: int = 0) -> None:
+        self.cache._evict(self.blocks_of(namespace, keys, group))
+
     def content(self, namespace: Namespace, group: int, key: bytes, rank: int) -> bytes:
         """The bytes that a shard must hold."""
         sizes = namespace.shard_bytes(rank)
         assert sizes is not None
         return (namespace.fingerprint + bytes([group, rank]) + key).ljust(sizes[group], b".")[: sizes[group]]
 
-    def fill(self, ticket: StoreTicket) -> None:
-        """Write the bytes and checksums of a store."""
-        for block, offset in zip(ticket.blocks, ticket.offsets, strict=True):
-            data = self.content(ticket.namespace, ticket.group, block.key, ticket.rank)
-            self.memory.poke(offset, data)
-            ticket.checksums.append(self.memory.sum_of(offset, len(data)))
+    def fill(self, ticket: StoreTicket) -> list[list[int]]:
+        """Write the bytes of a store; returns their checksums, by part."""
+        sums: list[list[int]] = []
+        for part in ticket.parts:
+            namespace, group = part.group.namespace, part.group.group
+            keys = namespace.split(group, self.cache.blocks.keys(part.blocks, namespace.key_bytes))
+            sums.append([])
+            for key, offset in zip(keys, self.slots.offsets(part.slots).tolist(), strict=True):
+                data = self.content(namespace, group, key, ticket.rank)
+                self.memory.poke(offset, data)
+                sums[-1].append(self.memory.sum_of(offset, len(data)))
+        return sums
 
-    def put(self, namespace: Namespace, keys: bytes, group: int = 0, first_block: int = 0) -> int:
-        dropped = 0
+    def put(self, namespace: Namespace, keys: bytes, group: int = 0, first_block: int = 0) -> None:
         for rank in range(namespace.world_size):
-            ticket = begin_store(self.cache, namespace, rank, group, keys, first_block)
-            self.fill(ticket)
-            self.cache.commit_store(ticket)
-            dropped = len(ticket.dropped)
-        return dropped
+            ticket = self.begin(namespace, rank, group, keys, {0: first_block})
+            self.cache.commit_store(ticket, self.fill(ticket))
 
-    def put_in_tier(self, namespace: Namespace, keys: bytes) -> None:
-        """Have the tier hold the blocks, and the pool not."""
-        self.put(namespace, keys)
-        blocks = [namespace.index[0][key] for key in namespace.split(0, keys)]
-        for block in blocks:
-            ticket = self.tiering.transfers.begin_demotion(block)
-            assert ticket is not None
-            assert self.tier.write(ticket.copy, ticket.offsets, lambda _, ticket=ticket: self.end_write(ticket))  # type: ignore[misc]
+    def write_down(self, namespace: Namespace, keys: bytes, group: int = 0) -> None:
+        """Have the tier be given blocks that are READY."""
+        known = self.cache._group(namespace, group)
+        assert known is not None
+        for block in self.blocks_of(namespace, keys, group).tolist():
+            write = write_of(self.cache, known, block)
+            assert write is not None
+            self.cache.pin(write.block)
+            assert self.tier.write(write.copy, write.offsets, lambda _, pinned=write.block: self.cache.unpin(pinned))  # type: ignore[misc]
         self.disk.end_all()
-        self.cache.blocks.evict(blocks)
-        assert self.in_tier(namespace, keys) == len(blocks)
 
-    def end_write(self, ticket: object) -> None:
-        assert self.tiering.transfers.end_demotion(ticket)  # type: ignore[arg-type]
+    def put_in_tier(self, namespace: Namespace, keys: bytes, group: int = 0, first_block: int = 0) -> None:
+        """Have the tier hold the blocks, and the pool not."""
+        self.put(namespace, keys, group, first_block)
+        self.write_down(namespace, keys, group)
+        self.evict(namespace, keys, group)
+        assert self.in_tier(namespace, keys, group) == len(namespace.split(group, keys))
 
     def in_tier(self, namespace: Namespace, keys: bytes, group: int = 0) -> int:
-        index = self.tier.index(namespace.fingerprint, group)
-        return sum(key in index for key in namespace.split(group, keys))
+        return self.tiering.has(namespace, group, keys)
 
     def finish_promotions(self) -> None:
         """Finish every promotion that was asked for."""
@@ -116,15 +181,22 @@ class TieringHarness(CacheHarness):
         self.disk.end_all(self.clock())
 
     def check(self) -> None:
-        """Check the cache's invariants, the events folded so far, and the bytes of all ready blocks."""
+        """Check the cache's invariants, the pins, the events folded so far, and the bytes of all blocks."""
         check_invariants(self.cache)
-        for namespace in self.cache.namespaces:
-            for group, index in enumerate(namespace.index):
-                for key, block in index.items():
-                    for rank, shard in block.shards.items():
-                        if shard.written:
+        pins = Counter(self.tiering.demoter.under_way.keys())
+        for lease in self.cache.leases.values():
+            pins.update(lease.blocks.tolist())
+        blocks = self.cache.blocks
+        assert {block: int(blocks.pins[block]) for block in np.flatnonzero(blocks.pins).tolist()} == pins
+        for namespace in self.cache.namespaces.values():
+            for group in range(len(namespace.groups)):
+                for key, block in self.index(namespace, group).items():
+                    slots = blocks.slots(np.array([block], np.uint32), namespace.world_size)[0]
+                    for rank, slot in enumerate(slots):
+                        if blocks.shard[slot] & SHARD_STATE == WRITTEN:
                             expected = self.content(namespace, group, key, rank)
-                            assert self.memory.peek(shard.offset, len(expected)) == expected
+                            offset = int(self.slots.offsets(slots[rank : rank + 1])[0])
+                            assert self.memory.peek(offset, len(expected)) == expected
         self.disk.settle()
         assert self.tier_events.index == {tuple(name) for name in self.disk.blocks}
 

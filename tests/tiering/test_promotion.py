@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffd.cache import cache as cache_module
-from kvoffd.cache.namespace import BlockState, MissReason, Namespace
+from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.promotion import BEGUN_PER_END, MAX_BEGUN
 from kvoffd.tiers.tier import TierResult
 from kvoffd_proto.messages import ABSENT, PENDING, READY, WRITING, GroupSpec
-from tests.kit.cache_harness import SLOT_UNIT, begin_store, keys_of, made
-from tests.kit.invariants import check_invariants
+from tests.kit.slot_cache import UNIT, check_invariants, keys_of
 from tests.kit.tiering_harness import TieringHarness, name_of
 
 QUIET = TieringSettings(mode=WriteMode.NEVER)
@@ -23,7 +21,7 @@ def rig() -> TieringHarness:
 
 
 def test_a_key_in_a_tier_is_pending_and_then_ready(rig: TieringHarness) -> None:
-    space = rig.open(world_size=2, shard_bytes=(SLOT_UNIT,))
+    space = rig.open(world_size=2, sizes=(UNIT,))
     rig.put_in_tier(space, keys_of(1, 2))
     assert rig.states(space, keys_of(1, 2, 3)) == [PENDING, PENDING, ABSENT]
     assert rig.states(space, keys_of(1, 2, 3)) == [PENDING, PENDING, ABSENT], "asking changes nothing"
@@ -46,19 +44,14 @@ def test_only_what_continues_the_run_of_ready_keys_is_brought_up(rig: TieringHar
 
 def test_of_a_sliding_window_its_last_whole_window_comes_up_within_what_the_others_have(rig: TieringHarness) -> None:
     groups = [GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, 32)]
-    space, _ = rig.cache.open_namespace(b"w".ljust(32), "w", 1, 8, groups, "{}")
-    rig.cache.set_shard_bytes(space, 0, [SLOT_UNIT, SLOT_UNIT])
+    space = rig.new_namespace("w", groups=groups)
+    rig.cache.register_rank(space, 0, [UNIT, UNIT], None)
     rig.put_in_tier(space, keys_of(1, 2, 3, 4))
-    for key in range(1, 7):
-        rig.put(space, keys_of(key), group=1)
-        ticket = rig.tiering.transfers.begin_demotion(space.index[1][keys_of(key)])
-        assert rig.tier.write(ticket.copy, ticket.offsets, lambda _, ticket=ticket: rig.end_write(ticket))  # type: ignore[misc]
-        rig.disk.end_all()
-    rig.cache.blocks.evict(list(space.index[1].values()))
+    rig.put_in_tier(space, keys_of(1, 2, 3, 4, 5, 6), group=1)
     asked = keys_of(1, 2, 3, 4, 5, 6)
-    answer = rig.cache.lookup(space, 1, 1, [(0, asked), (1, asked)])
-    assert list(answer.states[0]) == [PENDING] * 4 + [ABSENT] * 2
-    assert list(answer.states[1]) == [ABSENT, ABSENT, PENDING, PENDING, ABSENT, ABSENT]
+    states, _ = rig.cache.lookup(space, 1, 1, [(0, asked), (1, asked)])
+    assert list(states[0]) == [PENDING] * 4 + [ABSENT] * 2
+    assert list(states[1]) == [ABSENT, ABSENT, PENDING, PENDING, ABSENT, ABSENT]
 
 
 def test_a_lookup_that_is_repeated_is_counted_once(rig: TieringHarness) -> None:
@@ -66,7 +59,7 @@ def test_a_lookup_that_is_repeated_is_counted_once(rig: TieringHarness) -> None:
     rig.put_in_tier(space, keys_of(1, 2))
     rig.cache.lookup(space, 1, 1, [(0, keys_of(1, 2))])
     rig.finish_promotions()
-    assert rig.cache.lookup(space, 2, 1, [(0, keys_of(1, 2))], again=True).pinned == 2
+    assert rig.cache.lookup(space, 2, 1, [(0, keys_of(1, 2))], again=True)[1] == 2
     assert (space.counters.lookups, space.counters.keys_asked, space.counters.found_disk) == (1, 2, 2)
 
 
@@ -78,13 +71,13 @@ def test_what_is_not_read_in_time_is_absent_and_its_key_is_free(rig: TieringHarn
     rig.clock.now += 6.0
     rig.tiering.tick()
     assert rig.tiering.promoter.failures["overdue"] == 1
-    assert space.counters.misses == {MissReason.TIER_LATE: 1}
-    assert space.index[0] == {}
+    assert +space.counters.misses == {MissReason.TIER_LATE: 1}
+    assert rig.index(space) == {}
     check_invariants(rig.cache)
     rig.put(space, keys_of(1))
     assert rig.states(space, keys_of(1)) == [READY]
     rig.disk.end_all(now=0.0)  # the tier was slow, and writes into its own slots only
-    assert rig.cache.pool_usage().writing_bytes == 0
+    assert rig.cache.usage.writing == 0
     rig.check()
 
 
@@ -105,8 +98,8 @@ def test_what_fails_is_absent(rig: TieringHarness, fault: TierResult, miss: Miss
     rig.tiering.pump()
     rig.disk.end_all(fault=fault)
     assert rig.tiering.promoter.failures == {fault.value: 1}
-    assert space.counters.misses == {miss: 1}
-    assert space.index[0] == {}
+    assert +space.counters.misses == {miss: 1}
+    assert rig.index(space) == {}
     assert rig.slots.free_bytes == free
     rig.check()
 
@@ -126,7 +119,7 @@ def test_invalidated_while_it_comes_up_it_is_gone_for_good(rig: TieringHarness) 
     rig.put_in_tier(space, keys_of(1, 2))
     rig.states(space, keys_of(1, 2))
     rig.tiering.pump()
-    assert made(rig.cache.invalidate(space, [(0, keys_of(1))])) == 1
+    assert rig.cache.invalidate(space, [(0, keys_of(1))]) == 1
     assert rig.states(space, keys_of(1, 2)) == [ABSENT, WRITING]
     assert rig.states(space, keys_of(2)) == [PENDING]
     rig.disk.end_all()
@@ -135,27 +128,13 @@ def test_invalidated_while_it_comes_up_it_is_gone_for_good(rig: TieringHarness) 
     rig.check()
 
 
-def test_nothing_comes_up_between_the_steps_of_a_reset(rig: TieringHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "CLEARED_AT_ONCE", 1)
-    space = rig.open()
-    rig.put_in_tier(space, keys_of(3))
-    rig.put(space, keys_of(1, 2))
-    assert rig.states(space, keys_of(1, 2, 3)) == [READY, READY, PENDING]
-    steps = rig.cache.reset(space)
-    next(steps)
-    rig.tiering.pump()
-    rig.finish_promotions()
-    made(steps)
-    assert rig.states(space, keys_of(1, 2, 3)) == [ABSENT, ABSENT, ABSENT], "what was stale is served"
-
-
 def test_a_reset_forgets_what_is_queued_under_way_and_in_the_tier(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(1, 2))
     rig.states(space, keys_of(1))
     rig.tiering.pump()
     rig.states(space, keys_of(1, 2))  # the second waits in the queue
-    assert made(rig.cache.reset(space)) == 2
+    assert rig.cache.reset(space) == 2
     rig.tier_events.index.clear()  # as the event of the cache says
     rig.finish_promotions()
     assert rig.states(space, keys_of(1, 2)) == [ABSENT, ABSENT]
@@ -165,13 +144,13 @@ def test_a_reset_forgets_what_is_queued_under_way_and_in_the_tier(rig: TieringHa
 
 
 def test_pinned_blocks_are_never_evicted_for_what_comes_up(rig: TieringHarness) -> None:
-    space = rig.open(shard_bytes=(4 * SLOT_UNIT,))
+    space = rig.open(sizes=(4 * UNIT,))
     rig.put_in_tier(space, keys_of(1))
     rig.put(space, keys_of(11, 12, 13, 14))
-    assert rig.cache.lookup(space, 1, 1, [(0, keys_of(11, 12, 13, 14))]).pinned == 4
+    assert rig.cache.lookup(space, 1, 1, [(0, keys_of(11, 12, 13, 14))])[1] == 4
     rig.states(space, keys_of(1))
     rig.finish_promotions()
-    assert rig.tiering.promoter.failures["no_room"] == 1
+    assert rig.tiering.promoter.failures["no_space"] == 1
     assert rig.states(space, keys_of(1)) == [PENDING], "asked for anew"
     rig.cache.release(1, [1])
     rig.finish_promotions()
@@ -187,7 +166,7 @@ def test_no_more_than_a_share_of_the_pool_is_under_way() -> None:
     states = rig.states(space, keys_of(*range(24)))
     assert states == [PENDING] * 16 + [ABSENT] * 8, "half of the pool's 32 slots may be wanted"
     rig.tiering.pump()
-    assert rig.tiering.promoter.under_way_bytes == 4 * SLOT_UNIT == rig.slots.pool_bytes // 8
+    assert rig.tiering.promoter.under_way_bytes == 4 * UNIT == rig.slots.pool_bytes // 8
     rig.disk.end_all()
     assert rig.states(space, keys_of(*range(16))) == [READY] * 16
     rig.check()
@@ -201,9 +180,9 @@ def test_who_wants_much_leaves_room_and_its_turn_to_who_wants_little() -> None:
     rig.put_in_tier(polite, keys_of(1, 2))
 
     def states(session: int, namespace: Namespace, *keys: int) -> list[int]:
-        answer = rig.cache.lookup(namespace, session, session, [(0, keys_of(*keys))])
+        ((states,), _) = rig.cache.lookup(namespace, session, session, [(0, keys_of(*keys))])
         rig.cache.release(session, [session])
-        return list(answer.states[0])
+        return list(states)
 
     states(1, greedy, *range(24))
     rig.tiering.pump()
@@ -261,44 +240,39 @@ def test_a_store_of_what_comes_up_joins_and_copies_nothing(rig: TieringHarness) 
     rig.put_in_tier(space, keys_of(1))
     rig.states(space, keys_of(1))
     rig.tiering.pump()
-    ticket = begin_store(rig.cache, space, 1, 0, keys_of(1))
-    assert ticket.copy == []
-    rig.cache.commit_store(ticket)
+    ticket = rig.begin(space, 1, 0, keys_of(1))
+    assert [part.copy for part in ticket.parts] == [[]]
+    rig.commit(ticket)
     rig.disk.end_all()
     assert rig.states(space, keys_of(1)) == [READY]
     rig.check()
 
 
-def test_blocks_come_up_on_the_numa_node_of_their_ranks_stores(rig: TieringHarness) -> None:
+def test_blocks_come_up_on_the_numa_nodes_of_their_ranks(rig: TieringHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     space = rig.open(world_size=2)
-    rig.put_in_tier(space, keys_of(1))
     for rank in range(2):
-        rig.cache.abort_store(begin_store(rig.cache, space, rank, 0, keys_of(2), node=rank + 5))
+        rig.cache.register_rank(space, rank, [UNIT], rank + 5)
+    rig.put_in_tier(space, keys_of(1))
     rig.states(space, keys_of(1))
-    rig.slots.requested_nodes.clear()
+    nodes: list[int | None] = []
+    take = rig.slots.take
+    monkeypatch.setattr(rig.slots, "take", lambda *given: nodes.append(given[2]) or take(*given))  # type: ignore[func-returns-value]
     rig.finish_promotions()
-    assert rig.slots.requested_nodes == [5, 6]
+    assert nodes == [5, 6]
 
 
 def test_first_blocks_come_up_as_they_went_down(rig: TieringHarness) -> None:
     space = rig.open()
-    rig.put(space, keys_of(1), first_block=2)
-    block = space.index[0][keys_of(1)]
-    ticket = rig.tiering.transfers.begin_demotion(block)
-    rig.tier.write(ticket.copy, ticket.offsets, lambda _: rig.end_write(ticket))
-    rig.disk.end_all()
-    rig.cache.blocks.evict([block])
+    rig.put_in_tier(space, keys_of(1), first_block=2)
     rig.states(space, keys_of(1))
     rig.finish_promotions()
-    assert space.index[0][keys_of(1)].shards[0].first_block == 2
+    assert rig.records(space, keys_of(1))["first_block"].tolist() == [2]
 
 
 def test_a_block_that_is_stored_with_more_than_before_leaves_the_tier(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put(space, keys_of(1), first_block=2)
-    ticket = rig.tiering.transfers.begin_demotion(space.index[0][keys_of(1)])
-    rig.tier.write(ticket.copy, ticket.offsets, lambda _: rig.end_write(ticket))
-    rig.disk.end_all()
+    rig.write_down(space, keys_of(1))
     rig.put(space, keys_of(1), first_block=0)
     assert rig.in_tier(space, keys_of(1)) == 0
     rig.disk.end_all()
@@ -309,13 +283,13 @@ def test_without_its_workers_a_namespace_gets_nothing_from_a_tier(rig: TieringHa
     space = rig.open(world_size=2)
     rig.put_in_tier(space, keys_of(1))
     heir = rig.heir(QUIET)
-    again, _ = heir.cache.open_namespace(space.fingerprint, "a", 2, 8, space.groups, "{}")
+    again = heir.new_namespace("a", 2)
     heir.tiering.namespace_opened(again)
     heir.tiering.publish_some()
     assert heir.states(again, keys_of(1)) == [ABSENT]
-    heir.cache.set_shard_bytes(again, 0, [SLOT_UNIT])
+    heir.cache.register_rank(again, 0, [UNIT], None)
     assert heir.states(again, keys_of(1)) == [ABSENT]
-    heir.cache.set_shard_bytes(again, 1, [SLOT_UNIT])
+    heir.cache.register_rank(again, 1, [UNIT], None)
     assert heir.states(again, keys_of(1)) == [PENDING]
     heir.finish_promotions()
     assert heir.states(again, keys_of(1)) == [READY]
@@ -326,14 +300,14 @@ def test_blocks_of_another_geometry_stay_where_they_are(rig: TieringHarness) -> 
     space = rig.open()
     rig.put_in_tier(space, keys_of(1))
     heir = rig.heir(QUIET)
-    again: Namespace = heir.open(shard_bytes=(2 * SLOT_UNIT,))
+    again: Namespace = heir.open(sizes=(2 * UNIT,))
     assert heir.states(again, keys_of(1)) == [ABSENT]
 
 
 def test_events_tell_of_what_the_tier_holds_and_of_what_was_there_before(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(1, 2, 3))
-    made(rig.cache.invalidate(space, [(0, keys_of(2))]))
+    rig.cache.invalidate(space, [(0, keys_of(2))])
     rig.disk.end_all()
     rig.check()
     heir = rig.heir(QUIET)
@@ -351,8 +325,8 @@ def test_a_quarantined_block_leaves_the_tier_too(rig: TieringHarness) -> None:
     rig.put_in_tier(space, keys_of(1))
     rig.states(space, keys_of(1))
     rig.finish_promotions()
-    (look,) = rig.cache.integrity.checks_at(rig.cache.integrity.slots())
-    assert not rig.cache.integrity.apply(look, look.checksum ^ 1)
+    (look,) = rig.cache.checks(rig.blocks_of(space, keys_of(1)))
+    assert not rig.cache.check(look.slot, look.generation, look.checksum ^ 1)
     assert rig.states(space, keys_of(1)) == [ABSENT]
     assert not rig.disk.blocks
 
@@ -365,13 +339,9 @@ def test_the_wait_is_told_by_the_speed_measured(rig: TieringHarness) -> None:
     rig.tiering.pump()
     rig.clock.now += 0.5
     rig.disk.end_all()
-    assert rig.tiering.promoter.bytes_per_second == pytest.approx(2 * SLOT_UNIT)
+    assert rig.tiering.promoter.bytes_per_second == pytest.approx(2 * UNIT)
     rig.states(space, keys_of(1, 2))
     assert rig.tiering.promoter.wait_s == pytest.approx(0.5)
-
-
-def test_blocks_of_all_states_are_told_apart(rig: TieringHarness) -> None:
-    assert PENDING not in list(BlockState)
 
 
 def test_nobody_waits_for_what_lies_on_a_device_that_hangs(rig: TieringHarness) -> None:
@@ -399,7 +369,7 @@ def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
     rig.states(space, keys_of(*range(4)))
     rig.tiering.pump()
     stuck = list(rig.disk.jobs)
-    assert rig.tiering.promoter.under_way_bytes == rig.slots.pool_bytes // 8 == 4 * SLOT_UNIT
+    assert rig.tiering.promoter.under_way_bytes == rig.slots.pool_bytes // 8 == 4 * UNIT
     rig.clock.now += QUIET.deadline_s
     rig.tiering.tick()
     assert rig.states(space, keys_of(*range(4, 12))) == [PENDING] * 8
@@ -409,7 +379,7 @@ def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
         assert len(begun) == 4
         for job in begun:
             rig.disk.end(job, rig.clock())
-        assert rig.tiering.promoter.under_way_bytes <= 8 * SLOT_UNIT
+        assert rig.tiering.promoter.under_way_bytes <= 8 * UNIT
         rig.check()
     assert rig.states(space, keys_of(*range(4, 12))) == [READY] * 8
     assert rig.tiering.promoter.wait_s == 0.0
@@ -420,7 +390,7 @@ def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
     rig.tiering.tick()
     rig.states(space, keys_of(*range(4)))
     rig.tiering.pump()
-    assert rig.tiering.promoter.under_way_bytes == 8 * SLOT_UNIT
+    assert rig.tiering.promoter.under_way_bytes == 8 * UNIT
     rig.disk.end_all(rig.clock())
     assert rig.tiering.promoter.under_way_bytes == 0
     rig.check()
@@ -431,11 +401,11 @@ def test_what_a_reset_removed_is_not_looked_at_block_by_block(
 ) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(1, 2, 3))
-    asked: list[bytes] = []
-    has = rig.tiering.has
-    monkeypatch.setattr(rig.tiering, "has", lambda *name: asked.append(name[2]) or has(*name))
-    made(rig.cache.reset(space))
+    asked: list[tuple[bytes, int]] = []
+    index = rig.tiers.index
+    rig.cache.reset(space)
     rig.tier_events.index.clear()  # as the event of the cache says
+    monkeypatch.setattr(rig.tiers, "index", lambda *name: asked.append(name) or index(*name))  # type: ignore[func-returns-value]
     rig.disk.settle()
     assert asked == []
     rig.check()

@@ -12,7 +12,7 @@ from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.shared import ANSWER_S, DUE_S, MOST_KEYS, READ_AGAIN_S
 from kvoffd.tiers.tier import Answer, AskedTier, OnDone, TierBlock, TierKey, TierResult, TierShard
 from kvoffd_proto.messages import ABSENT, PENDING, READY, SHARED, GroupSpec
-from tests.kit.cache_harness import SLOT_UNIT, keys_of
+from tests.kit.slot_cache import UNIT, keys_of
 from tests.kit.tiering_harness import TieringHarness
 
 QUIET = TieringSettings(mode=WriteMode.NEVER)
@@ -135,7 +135,7 @@ def split(keys: bytes) -> list[bytes]:
 def test_what_is_asked_is_pending_then_comes_up_with_what_its_object_says(
     rig: TieringHarness, shared: FakeAskedTier
 ) -> None:
-    space = rig.open(world_size=2, shard_bytes=(SLOT_UNIT,))
+    space = rig.open(world_size=2, sizes=(UNIT,))
     keys = keys_of(1, 2, 3)
     shared.there = {(0, key) for key in split(keys_of(1, 2))}
     assert rig.states(space, keys) == [SHARED] * 3
@@ -150,11 +150,10 @@ def test_what_is_asked_is_pending_then_comes_up_with_what_its_object_says(
     assert rig.states(space, keys) == [SHARED, SHARED, ABSENT], "also while they are being read"
     shared.end_reads(space)
     assert rig.states(space, keys) == [READY, READY, ABSENT]
-    block = space.index[0][keys_of(1)]
-    assert [shard.first_block for shard in block.shards.values()] == [2, 2]
-    assert [shard.checksum for shard in block.shards.values()] == [
-        rig.memory.sum_of(shard.offset, SLOT_UNIT) for shard in block.shards.values()
-    ]
+    records = rig.records(space, keys_of(1))
+    assert records["first_block"].tolist() == [2, 2]
+    offsets = rig.slots.offsets(rig.cache.blocks.slots(rig.blocks_of(space, keys_of(1)), 2)[0])
+    assert records["checksum"].tolist() == [rig.memory.sum_of(offset, UNIT) for offset in offsets.tolist()]
     rig.check()
 
 
@@ -165,11 +164,9 @@ def test_what_is_asked_for_is_a_hit_or_a_miss_once_it_is_answered(rig: TieringHa
     rig.states(space, keys_of(1, 2, 3, 4))
     assert (counters.keys_asked, counters.found_shared) == (4, 0)
     shared.answer()
-    rig.cache.count_misses()
-    assert (counters.found_shared, counters.misses) == (0, {MissReason.UNKNOWN: 2}), "two are still to be read"
+    assert (counters.found_shared, +counters.misses) == (0, {MissReason.UNKNOWN: 2}), "two are still to be read"
     rig.states(space, keys_of(1, 2, 3, 4))
-    rig.cache.count_misses()
-    assert (counters.keys_asked, counters.misses) == (8, {MissReason.UNKNOWN: 4}), "the answers are known"
+    assert (counters.keys_asked, +counters.misses) == (8, {MissReason.UNKNOWN: 4}), "the answers are known"
     assert pending_keys(space) == 4
     rig.tiering.pump()
     shared.end_reads(space)
@@ -204,7 +201,6 @@ def test_what_does_not_come_up_is_a_miss_for_each_that_asked(
     rig.cache.lookup(space, 999, 1, [(0, keys_of(1))], again=True)
     rig.tiering.pump()
     shared.end_reads(space, result)
-    rig.cache.count_misses()
     reason = {TierResult.FAILED: MissReason.TIER_FAILED, TierResult.DEADLINE: MissReason.TIER_LATE}[result]
     assert (space.counters.found_shared, +space.counters.misses, pending_keys(space)) == (0, {reason: 2}, 0)
 
@@ -216,8 +212,7 @@ def test_what_a_lookup_asks_for_that_comes_again_is_not_counted(rig: TieringHarn
     shared.known.clear()  # as a NO is after a second
     rig.cache.lookup(space, 999, 1, [(0, keys_of(1))], again=True)
     shared.answer()
-    rig.cache.count_misses()
-    assert space.counters.misses == {MissReason.UNKNOWN: 1}
+    assert +space.counters.misses == {MissReason.UNKNOWN: 1}
     assert space.counters.found_shared == 0
 
 
@@ -228,8 +223,7 @@ def test_an_answer_for_keys_of_an_earlier_geometry_is_not_counted(rig: TieringHa
     rig.tiering.namespace_forgotten(space)
     other = rig.open(key_bytes=64)
     shared.answer()
-    rig.cache.count_misses()
-    assert other.counters.misses == {}, "the keys were read beyond their end"
+    assert +other.counters.misses == {}, "the keys were read beyond their end"
 
 
 def test_nothing_is_asked_that_pool_or_disks_have(rig: TieringHarness, shared: FakeAskedTier) -> None:
@@ -256,7 +250,7 @@ def test_what_takes_longer_than_computing_it_is_not_read_but_for_a_try_now_and_t
         return rig.states(space, keys_of(*numbers))
 
     space.counters.prefill_tokens_per_second = 10.0 * tokens  # a block in a tenth of a second
-    promoter.bytes_per_second = 5.0 * SLOT_UNIT
+    promoter.bytes_per_second = 5.0 * UNIT
     assert asked(1) == [SHARED], "nothing was read lately"
     assert asked(2, 3) == [ABSENT, ABSENT]
     assert promoter.failures == {"slower": 2}
@@ -265,7 +259,7 @@ def test_what_takes_longer_than_computing_it_is_not_read_but_for_a_try_now_and_t
     assert asked(5) == [ABSENT]
     rig.tiering.pump()
     shared.end_reads(space)
-    promoter.bytes_per_second = 20.0 * SLOT_UNIT
+    promoter.bytes_per_second = 20.0 * UNIT
     assert asked(6) == [SHARED]
     assert asked(7, 8) == [SHARED, SHARED], "it waits for the one before, and both are quicker read than computed"
     rig.check()
@@ -291,7 +285,7 @@ def test_what_does_not_come_in_time_is_slow_until_the_store_was_away_and_is_back
     assert asked(1, 2) == [SHARED, SHARED]
     rig.clock.now += 2.0
     shared.end_reads(space, result)
-    assert promoter.bytes_per_second == pytest.approx(SLOT_UNIT / 2)
+    assert promoter.bytes_per_second == pytest.approx(UNIT / 2)
     assert asked(3) == [ABSENT]
     assert promoter.failures == {result.value: 2, "slower": 1}
     shared.reachable = False
@@ -306,8 +300,8 @@ def test_what_does_not_come_in_time_is_slow_until_the_store_was_away_and_is_back
 def test_where_nobody_says_how_many_tokens_a_block_has_nothing_is_slower(
     rig: TieringHarness, shared: FakeAskedTier
 ) -> None:
-    space, _ = rig.cache.open_namespace(b"w".ljust(32), "w", 1, 8, [GroupSpec("full_attention", 0)], "{}")
-    rig.cache.set_shard_bytes(space, 0, [SLOT_UNIT])
+    space = rig.new_namespace("w", groups=[GroupSpec("full_attention", 0)])
+    rig.cache.register_rank(space, 0, [UNIT], None)
     space.counters.prefill_tokens_per_second = 1e6
     rig.tiering.shared[0].promoter.bytes_per_second = 1.0
     shared.there = {(0, key) for key in split(keys_of(1, 2, 3))}
@@ -320,9 +314,9 @@ def test_where_nobody_says_how_many_tokens_a_block_has_nothing_is_slower(
 def test_a_lookup_of_many_groups_asks_for_no_more_keys_than_one_of_one_group(
     rig: TieringHarness, shared: FakeAskedTier
 ) -> None:
-    space = rig.open(shard_bytes=(SLOT_UNIT,) * 4)
+    space = rig.open(sizes=(UNIT,) * 4)
     keys = keys_of(*range(MOST_KEYS))
-    states = rig.cache.lookup(space, 1, 1, [(group, keys) for group in range(4)]).states
+    states, _ = rig.cache.lookup(space, 1, 1, [(group, keys) for group in range(4)])
     each = MOST_KEYS // 4
     assert [list(one) for one in states] == [[SHARED] * each + [ABSENT] * (MOST_KEYS - each)] * 4
     assert len(shared.asked) == MOST_KEYS
@@ -362,7 +356,7 @@ def test_a_read_that_says_no_checksum_is_not_ready(rig: TieringHarness, shared: 
     rig.tiering.pump()
     shared.contents = lambda block: block  # type: ignore[method-assign]
     shared.end_reads(space)
-    assert space.index[0] == {}
+    assert rig.index(space) == {}
     rig.check()
 
 
@@ -370,13 +364,13 @@ def test_a_window_waits_for_what_the_others_have_and_only_its_last_comes_up(
     rig: TieringHarness, shared: FakeAskedTier
 ) -> None:
     groups = [GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, 32)]
-    space, _ = rig.cache.open_namespace(b"w".ljust(32), "w", 1, 8, groups, "{}")
-    rig.cache.set_shard_bytes(space, 0, [SLOT_UNIT, SLOT_UNIT])
+    space = rig.new_namespace("w", groups=groups)
+    rig.cache.register_rank(space, 0, [UNIT, UNIT], None)
     keys = keys_of(1, 2, 3, 4, 5)
     shared.there = {(0, key) for key in split(keys_of(1, 2, 3, 4))} | {(1, key) for key in split(keys)}
 
     def states() -> list[list[int]]:
-        return [list(one) for one in rig.cache.lookup(space, 1, 1, [(0, keys), (1, keys)]).states]
+        return [list(one) for one in rig.cache.lookup(space, 1, 1, [(0, keys), (1, keys)])[0]]
 
     assert states() == [[SHARED] * 5, [SHARED] * 5]
     shared.answer()
@@ -433,15 +427,12 @@ def test_a_namespace_that_was_reset_is_not_written(rig: TieringHarness) -> None:
 def test_what_others_use_stays_there_whatever_this_node_drops(rig: TieringHarness, shared: FakeAskedTier) -> None:
     space = rig.open()
     rig.put(space, keys_of(1, 2))
-    for _ in rig.cache.invalidate(space, [(0, keys_of(1))]):
-        pass
+    rig.cache.invalidate(space, [(0, keys_of(1))])
     assert [one.key for one in shared.forgotten] == split(keys_of(1)), "it must not come straight back"
-    integrity = rig.cache.integrity
-    (check,) = integrity.checks_at(integrity.slots())
-    assert not integrity.apply(check, check.checksum + 1)
+    (check,) = rig.cache.checks(rig.blocks_of(space, keys_of(2)))
+    assert not rig.cache.check(check.slot, check.generation, check.checksum + 1)
     assert len(shared.forgotten) == 1, "a whole one may come from there"
-    for _ in rig.cache.clear(space):
-        pass
+    rig.cache.reset(space)
     assert not shared.removed
 
 
@@ -462,8 +453,7 @@ def test_a_block_dropped_while_it_is_written_stays_there(rig: TieringHarness) ->
     space = rig.open()
     rig.put(space, keys_of(1))
     rig.tiering.pump()
-    for _ in rig.cache.clear(space):
-        pass
+    rig.cache.reset(space)
     ends[0](TierResult.DONE)
     assert [one.key for one in tier.forgotten] == split(keys_of(1))
     assert not tier.removed
@@ -471,7 +461,7 @@ def test_a_block_dropped_while_it_is_written_stays_there(rig: TieringHarness) ->
 
 def test_what_is_used_is_offered_again_and_what_was_there_takes_nothing_of_the_budget(rig: TieringHarness) -> None:
     tier = FakeAskedTier(rig)
-    rig.tiering.share(tier, TieringSettings(mode=WriteMode.ALWAYS, per_day_bytes=28 * 4 * SLOT_UNIT))
+    rig.tiering.share(tier, TieringSettings(mode=WriteMode.ALWAYS, per_day_bytes=28 * 4 * UNIT))
     budget = rig.tiering.shared[0].demoter.budget
     ends: list[OnDone] = []
     tier.write = lambda block, offsets, on_done: ends.append(on_done) or True  # type: ignore[method-assign, func-returns-value]
@@ -480,10 +470,9 @@ def test_what_is_used_is_offered_again_and_what_was_there_takes_nothing_of_the_b
     for lease, result in enumerate((TierResult.DONE, TierResult.PRESENT)):
         rig.tiering.tick()
         ends.pop()(result)
-        taken = budget.take(3 * SLOT_UNIT)
+        taken = budget.take(3 * UNIT)
         assert taken
-        budget.give_back(3 * SLOT_UNIT)
-        rig.cache.lookup(space, lease, 1, [(0, keys_of(1))])
-        rig.cache.touch(lease)
+        budget.give_back(3 * UNIT)
+        rig.use(space, keys_of(1), lease)
     rig.tiering.tick()
     assert len(ends) == 1

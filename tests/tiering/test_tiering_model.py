@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvoffd.cache.namespace import BlockState
-from kvoffd.cache.pins import StoreTicket
+from kvoffd.cache.block_table import READY, WRITING
+from kvoffd.cache.cache import StoreTicket
+from kvoffd.cache.namespace import Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.tier import TierKey, TierResult
-from kvoffd_proto.messages import PENDING, READY
-from tests.kit.cache_harness import SLOT_UNIT, begin_store, keys_of, made
+from kvoffd_proto.messages import PENDING
+from tests.kit.slot_cache import UNIT, keys_of
 from tests.kit.tiering_harness import TieringHarness
 
 chains = st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True)
@@ -34,7 +36,7 @@ class TieringMachine(RuleBasedStateMachine):
     def begin_store(self, space: int, chain: list[int]) -> None:
         namespace = self.spaces[space]
         for rank in range(namespace.world_size):
-            self.stores.append(begin_store(self.rig.cache, namespace, rank, 0, keys_of(*chain)))
+            self.stores.append(self.rig.begin(namespace, rank, 0, keys_of(*chain)))
 
     @precondition(lambda self: self.stores)
     @rule(data=st.data(), ok=st.booleans())
@@ -43,26 +45,32 @@ class TieringMachine(RuleBasedStateMachine):
         if not ok:
             self.rig.cache.abort_store(ticket)
             return
-        self.rig.fill(ticket)
-        self.rig.cache.commit_store(ticket)
-        self.stored |= {TierKey(ticket.namespace.fingerprint, 0, block.key) for block in ticket.blocks}
+        (part,), table = ticket.parts, self.rig.cache.blocks
+        sums = self.rig.fill(ticket)
+        if not part.group.dead:
+            written = part.blocks[table.state[part.blocks] == WRITING]
+            self.note_stored(part.group.namespace, table.keys(written, 8))
+        self.rig.cache.commit_store(ticket, sums)
+
+    def note_stored(self, namespace: Namespace, keys: bytes) -> None:
+        self.stored |= {TierKey(namespace.fingerprint, 0, key) for key in namespace.split(0, keys)}
 
     @rule(space=st.integers(0, 1), chain=chains, keep=st.booleans())
     def look_up(self, space: int, chain: list[int], keep: bool) -> None:
         self.leases += 1
         namespace = self.spaces[space]
-        answer = self.rig.cache.lookup(namespace, self.leases, 1, [(0, keys_of(*chain))])
-        for key, state in zip(chain, answer.states[0], strict=True):
+        ((states,), _) = self.rig.cache.lookup(namespace, 1, self.leases, [(0, keys_of(*chain))])
+        for key, state in zip(chain, states, strict=True):
             assert state != READY or TierKey(namespace.fingerprint, 0, keys_of(key)) in self.stored
-        self.rig.cache.touch(self.leases)
+        self.rig.cache.note_requests()
         if not keep:
             self.rig.cache.release(1, [self.leases])
-        if PENDING in answer.states[0]:
+        if PENDING in states:
             self.rig.tiering.pump()
 
     @rule()
     def release(self) -> None:
-        self.rig.cache.end_owner(1)
+        self.rig.cache.end_session(1)
 
     @rule()
     def pump(self) -> None:
@@ -70,9 +78,13 @@ class TieringMachine(RuleBasedStateMachine):
 
     @rule()
     def evict_all(self) -> None:
-        blocks = [block for space in self.spaces for block in space.index[0].values()]
-        loose = [block for block in blocks if block.state is BlockState.READY and not block.pins]
-        self.rig.cache.blocks.evict(loose)
+        table = self.rig.cache.blocks
+        self.rig.cache._evict(np.flatnonzero((table.state == READY) & (table.pins == 0)).astype(np.uint32))
+
+    @rule()
+    def sweep(self) -> None:
+        """Free some of what was reset."""
+        self.rig.cache.background()
 
     @rule(data=st.data(), fault=faults)
     def end_all_jobs(self, data: st.DataObject, fault: TierResult | None) -> None:
@@ -82,7 +94,7 @@ class TieringMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.1, 2.0, 6.0, 100.0]))
     def tick(self, seconds: float) -> None:
         self.rig.clock.now += seconds
-        self.rig.cache.expire()
+        self.rig.cache.tick()
         self.rig.tiering.tick()
 
     @rule(space=st.integers(0, 1), chain=chains, ask=st.booleans())
@@ -90,9 +102,10 @@ class TieringMachine(RuleBasedStateMachine):
         """A quick way into the tier, out of the pool, and perhaps up again."""
         namespace = self.spaces[space]
         self.rig.put(namespace, keys_of(*chain))
-        ready = [block for block in namespace.index[0].values() if block.state is BlockState.READY]
-        self.stored |= {TierKey(namespace.fingerprint, 0, block.key) for block in ready}
-        self.rig.tiering.demoter._waiting.update(dict.fromkeys(ready))
+        index, table = self.rig.index(namespace), self.rig.cache.blocks
+        ready = {key: block for key, block in index.items() if table.state[block] == READY}
+        self.note_stored(namespace, b"".join(ready))
+        self.rig.tiering.demoter._wait(np.array(list(ready.values()), np.uint32))
         self.rig.tiering.demoter.pump()
         self.rig.disk.end_all(self.rig.clock())
         self.evict_all()
@@ -115,13 +128,13 @@ class TieringMachine(RuleBasedStateMachine):
     @rule(space=st.integers(0, 1), chain=chains)
     def invalidate(self, space: int, chain: list[int]) -> None:
         namespace = self.spaces[space]
-        made(self.rig.cache.invalidate(namespace, [(0, keys_of(*chain))]))
+        self.rig.cache.invalidate(namespace, [(0, keys_of(*chain))])
         self.stored -= {TierKey(namespace.fingerprint, 0, keys_of(key)) for key in chain}
 
     @rule(space=st.integers(0, 1))
     def reset(self, space: int) -> None:
         namespace = self.spaces[space]
-        made(self.rig.cache.reset(namespace))
+        self.rig.cache.reset(namespace)
         self.stored = {name for name in self.stored if name.fingerprint != namespace.fingerprint}
         self.rig.tier_events.index = {name for name in self.rig.tier_events.index if name[0] != namespace.fingerprint}
 
@@ -130,7 +143,7 @@ class TieringMachine(RuleBasedStateMachine):
         if hasattr(self, "rig"):
             self.rig.disk.settle()
             self.rig.check()
-            promoter, most = self.rig.tiering.promoter, max(self.rig.slots.pool_bytes // 8, 2 * SLOT_UNIT)
+            promoter, most = self.rig.tiering.promoter, max(self.rig.slots.pool_bytes // 8, 2 * UNIT)
             assert promoter.under_way_bytes - promoter._given_up_bytes <= most
             assert promoter.under_way_bytes <= 2 * most, "what was given up and hangs may hold as much again, not more"
 
@@ -140,16 +153,18 @@ class TieringMachine(RuleBasedStateMachine):
         rig = self.rig
         for ticket in self.stores:
             rig.cache.abort_store(ticket)
-        rig.cache.end_owner(1)
+        rig.cache.end_session(1)
         rig.tier.write = lambda *given: False  # type: ignore[method-assign]
         while rig.disk.jobs or rig.tiering.promoter.busy:
             rig.finish_promotions()
             rig.clock.now += 10.0
             rig.tiering.tick()
         rig.clock.now += 1000.0
-        rig.cache.expire()
-        usage = rig.cache.pool_usage()
-        assert (usage.writing_bytes, usage.leaving_bytes, usage.pinned_bytes) == (0, 0, 0)
+        rig.cache.tick()
+        while rig.cache.background():
+            pass
+        usage = rig.cache.usage
+        assert (usage.writing, usage.dropped, usage.pinned) == (0, 0, 0)
         rig.check()
 
 

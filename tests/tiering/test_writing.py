@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from kvoffd.cache.namespace import Block, Namespace
+from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.policy import Group
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.demotion import DAY_S, MAX_LOOKED_AT, MIN_SWEPT_BLOCKS, WriteBudget
 from kvoffd.tiers.disk.queue import Kind
 from kvoffd.tiers.tier import TierResult
 from kvoffd_proto.messages import BENCH_LABEL
-from tests.kit.cache_harness import SLOT_UNIT, begin_store, keys_of, made
-from tests.kit.invariants import check_invariants
+from tests.kit.slot_cache import UNIT, check_invariants, keys_of
 from tests.kit.tiering_harness import TieringHarness
 
 
@@ -30,7 +31,7 @@ def test_always_writes_what_is_stored() -> None:
     rig.put(space, keys_of(1, 2))
     go_on(rig)
     assert rig.in_tier(space, keys_of(1, 2)) == 2
-    assert rig.tiering.demoter.written_bytes == 4 * SLOT_UNIT
+    assert rig.tiering.demoter.written_bytes == 4 * UNIT
     rig.check()
 
 
@@ -50,8 +51,7 @@ def test_disks_are_not_worn_by_what_benches_store(mode: WriteMode) -> None:
     bench, space = rig.open(f"{BENCH_LABEL}copy"), rig.open("model")
     for lease, mine in enumerate((space, bench)):
         rig.put(mine, keys_of(*range(15)))
-        rig.cache.lookup(mine, lease, 1, [(0, keys_of(1))])
-        rig.cache.touch(lease)
+        rig.use(mine, keys_of(1), lease)
     go_on(rig)
     assert rig.in_tier(bench, keys_of(*range(15))) == 0
     assert rig.in_tier(space, keys_of(*range(15))) > 0
@@ -64,8 +64,7 @@ def test_reuse_writes_what_a_lookup_found() -> None:
     rig.put(space, keys_of(1, 2))
     go_on(rig)
     assert rig.in_tier(space, keys_of(1, 2)) == 0
-    rig.cache.lookup(space, 1, 1, [(0, keys_of(1))])
-    rig.cache.touch(1)
+    rig.use(space, keys_of(1), 1)
     go_on(rig)
     assert rig.in_tier(space, keys_of(1)) == 1
     assert rig.in_tier(space, keys_of(2)) == 0
@@ -110,10 +109,10 @@ def test_a_block_that_is_being_written_is_not_evicted_and_is_no_ones_lease() -> 
     space = rig.open()
     rig.put(space, keys_of(1))
     rig.tiering.pump()
-    assert rig.cache.blocks.pinned_blocks == 1
+    assert rig.cache.pinned_blocks == 1
     rig.put(space, keys_of(*range(2, 40)))
     check_invariants(rig.cache)
-    assert keys_of(1) in space.index[0]
+    assert keys_of(1) in rig.index(space)
     rig.disk.end_all()
     rig.check()
 
@@ -123,10 +122,10 @@ def test_dropped_while_it_is_written_it_does_not_come_back() -> None:
     space = rig.open()
     rig.put(space, keys_of(1, 2))
     rig.tiering.pump()
-    made(rig.cache.invalidate(space, [(0, keys_of(1))]))
+    rig.cache.invalidate(space, [(0, keys_of(1))])
     rig.disk.end_all()
     assert rig.in_tier(space, keys_of(1, 2)) == 1
-    assert rig.cache.blocks.pinned_blocks == 0
+    assert rig.cache.pinned_blocks == 0
     rig.check()
 
 
@@ -135,12 +134,12 @@ def test_stored_anew_while_its_predecessor_is_written_only_the_new_one_stays() -
     space = rig.open()
     rig.put(space, keys_of(1))
     rig.tiering.pump()
-    made(rig.cache.invalidate(space, [(0, keys_of(1))]))
+    rig.cache.invalidate(space, [(0, keys_of(1))])
     rig.put(space, keys_of(1))
     rig.disk.end_all()
     go_on(rig)
     go_on(rig)
-    assert rig.cache.pool_usage().leaving_bytes == 0
+    assert rig.cache.usage.dropped == 0
     rig.check()
 
 
@@ -150,7 +149,7 @@ def test_a_write_that_fails_is_let_go() -> None:
     rig.put(space, keys_of(1))
     rig.tiering.pump()
     rig.disk.end_all(fault=TierResult.FAILED)
-    assert rig.cache.blocks.pinned_blocks == 0
+    assert rig.cache.pinned_blocks == 0
     assert rig.tiering.demoter.written_blocks == 0
     rig.check()
 
@@ -163,27 +162,26 @@ def full_rig(
     space = rig.open()
     for number in range(100, 105):
         rig.put_in_tier(space, keys_of(number))
-    assert rig.tier.full_bytes == 4 * SLOT_UNIT
+    assert rig.tier.full_bytes == 4 * UNIT
     for _ in range(reads):
         rig.states(space, keys_of(104))
         rig.finish_promotions()
-        rig.cache.blocks.evict([space.index[0][keys_of(104)]])
+        rig.evict(space, keys_of(104))
     rig.tiering.tick()
     known = {keys_of(number): chance for number, chance in chances.items()}
 
-    def return_chance(block: Block, within_bytes: int) -> float:
+    def chance(group: Group, keys: bytes, within_bytes: int) -> np.ndarray:
         assert within_bytes == rig.tier.full_bytes
-        return known.get(block.key, 0.11)
+        return np.array([known.get(key, 0.11) for key in group.namespace.split(group.group, keys)])
 
     if known:
-        monkeypatch.setattr(rig.cache.policy, "return_chance", return_chance)
+        monkeypatch.setattr(rig.cache.policy, "chance", chance)
     return rig, space
 
 
 def use(rig: TieringHarness, space: Namespace, *numbers: int) -> None:
     rig.put(space, keys_of(*numbers))
-    rig.cache.lookup(space, 1, 1, [(0, keys_of(*numbers))])
-    rig.cache.touch(1)
+    rig.use(space, keys_of(*numbers), 1)
     rig.cache.release(1, [1])
     go_on(rig)
 
@@ -235,10 +233,9 @@ def test_where_nothing_can_be_judged_all_is_written(
 def test_blocks_without_a_checksum_stay() -> None:
     rig = rig_of(WriteMode.ALWAYS)
     space = rig.open()
-    ticket = begin_store(rig.cache, space, 0, 0, keys_of(1))
+    ticket = rig.begin(space, 0, 0, keys_of(1))
     rig.fill(ticket)
-    ticket.checksums = []
-    rig.cache.commit_store(ticket)
+    rig.commit(ticket, checksum=0)
     go_on(rig)
     assert not rig.disk.blocks
 
@@ -255,7 +252,7 @@ def test_no_more_than_a_sixteenth_of_the_pool_is_pinned_for_writing() -> None:
 
 
 def test_beyond_the_days_bytes_nothing_is_written_and_that_is_counted() -> None:
-    rig = rig_of(WriteMode.ALWAYS, per_day_bytes=32 * SLOT_UNIT)
+    rig = rig_of(WriteMode.ALWAYS, per_day_bytes=32 * UNIT)
     space = rig.open()
     rig.put(space, keys_of(*range(16)))
     go_on(rig)
@@ -269,7 +266,7 @@ def test_beyond_the_days_bytes_nothing_is_written_and_that_is_counted() -> None:
 
 
 def test_while_engines_copy_only_a_little_is_written_from_tick_to_tick() -> None:
-    rig = rig_of(WriteMode.ALWAYS, trickle_bytes=2 * SLOT_UNIT)
+    rig = rig_of(WriteMode.ALWAYS, trickle_bytes=2 * UNIT)
     space = rig.open()
     rig.engines_busy = True
     rig.put(space, keys_of(*range(16)))
@@ -317,7 +314,7 @@ def test_the_tiers_order_goes_on_where_the_pools_ends() -> None:
     rig.finish_promotions()
     rig.put_in_tier(space, keys_of(3))
     assert [name.key for name in rig.disk.blocks] == [keys_of(1), keys_of(2), keys_of(3)], "reading is no use"
-    rig.cache.blocks.evict([space.index[0][keys_of(1)]])
+    rig.evict(space, keys_of(1))
     rig.tiering.tick()
     assert [name.key for name in rig.disk.blocks] == [keys_of(2), keys_of(3), keys_of(1)]
 
@@ -351,8 +348,7 @@ def test_of_very_many_that_wait_only_some_are_looked_at_at_once() -> None:
     space = rig.open()
     rig.engines_busy = True
     rig.put(space, keys_of(*range(3 * MAX_LOOKED_AT)))
-    for _ in rig.cache.clear(space):
-        pass
+    rig.cache.reset(space)
     rig.put(space, keys_of(9999))
     rig.engines_busy = False
     for left in (2 * MAX_LOOKED_AT + 1, MAX_LOOKED_AT + 1, 1, 0):
