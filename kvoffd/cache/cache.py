@@ -15,15 +15,17 @@ A block is DROPPED once it has left the index, and keeps its slots until nothing
 
 from __future__ import annotations
 
-from collections import deque
+import logging
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from math import inf
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from kvoffd.cache.block_table import (
     CORRUPT,
@@ -40,12 +42,22 @@ from kvoffd.cache.block_table import (
     BlockTable,
 )
 from kvoffd.cache.hooks import NO_TOKENS, BlockTokens, CacheListener, TierHooks
-from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.cache.namespace import (
+    MissReason,
+    Namespace,
+    NamespaceRecord,
+    NamespaceSnapshot,
+    Quotas,
+    nbytes_of_shards,
+)
 from kvoffd.cache.policy import REJECTED, Chain, Group, Policy
-from kvoffd.errors import BadGeometry, NotReady, UnknownLease
+from kvoffd.errors import BadGeometry, NotReady, UnknownLease, UnknownNamespace
 from kvoffd.pool.allocator import SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import SlotTable
+from kvoffd_proto.admin import ShardSpec
 from kvoffd_proto.messages import ABSENT
+
+logger = logging.getLogger(__name__)
 
 Offsets: TypeAlias = npt.NDArray[np.int64]
 MAX_SKIPPED_PINNED = 1000
@@ -54,9 +66,19 @@ MAX_REGIONS_COMPARED = 16
 """Regions that are looked into to find the coldest."""
 SWEPT_AT_ONCE = 65_536
 """Slots of which one step looks whether their namespace was reset."""
+MAX_DEFERRED_REQUESTS = 64
+"""Requests that wait for ``note_requests``; one more has it done."""
+MAX_PASSED = 1024
+"""Blocks of others in the policy's order that are passed over for one of a namespace that has its quota."""
+MAX_OVER_QUOTA = 2048
+"""Blocks that one store evicts, besides one for each of its own, of a namespace that has more than its quota."""
+COUNTED_IN_TIERS = 65_536
+"""A reset of a namespace with more blocks counts those twice that a tier has too."""
+LONG_DESCRIPTION = 256
+"""A namespace's description that is longer is left out of what a successor is told, where there is no room for it."""
+RECOVERED_AT_ONCE = 4096
+"""Recovered blocks of which those of one group are entered together: about the order of use among all."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)
-_PARTS = {"pool": 2, "session": 4}
-"""All leases may pin one part in so many of the pool, those of a session one in so many."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +91,24 @@ class Lease:
     deadline: float
     blocks: BlockIds = field(default_factory=lambda: _NOTHING)
     nbytes: int = 0
+    charged_bytes: int = 0
+    """Of these, bytes of the blocks that nothing had pinned before."""
     loaded_ranks: set[int] = field(default_factory=set)
+    loaded: set[tuple[int, bytes]] = field(default_factory=set)
+    """Group and first key of each load that was counted: other ranks load the same."""
+    loaded_tokens: Counter[int] = field(default_factory=Counter)
+    """By group."""
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """What one session has leased. A block counts once for each lease."""
+
+    leases: int = 0
+    keys: int = 0
+    nbytes: int = 0
+    charged_bytes: int = 0
+    """See ``Lease``."""
 
 
 class StorePart(Protocol):
@@ -119,17 +158,55 @@ class FillTicket:
     slots: npt.NDArray[np.uint32]
     """[blocks, ranks]"""
 
+    @property
+    def blocks(self) -> BlockIds:
+        return np.ascontiguousarray(self.slots[:, 0])
+
 
 @dataclass(slots=True, eq=False)
 class LoadTicket:
     """A running load of one rank: its blocks stay until its end, whatever becomes of the lease."""
 
     rank: int
-    lease_id: int
+    lease: Lease
+    """It may have ended since, and another one have its id."""
+    group: Group
+    first_key: bytes
     blocks: BlockIds
     slots: SlotIds
     offsets: Offsets
     """Pool offset in bytes of each key's slot."""
+    tokens: int = 0
+    """That it brings, of its group. Whoever begins the load sets it."""
+
+    @property
+    def lease_id(self) -> int:
+        return self.lease.lease_id
+
+
+class Check(NamedTuple):
+    """A shard's bytes to compare with their checksum; to take it where that is 0."""
+
+    slot: int
+    generation: int
+    """That its record had: the slot may have been written anew when the bytes are hashed."""
+    offset: int
+    length: int
+    checksum: int
+
+
+class BlockFacts(NamedTuple):
+    """What there is to say of one block."""
+
+    key: bytes
+    state: int
+    slot_bytes: int
+    """Of the slots of all ranks."""
+    pins: int
+    first_block: int
+    """The engine block from which on all its written shards are there."""
+    checksums: list[int]
+    """By rank; 0 for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +220,7 @@ class PoolUsage:
     quarantined: int
     pinned: int
     """Of the ready and dropped ones, those that a lease or a running copy needs."""
+    pinned_blocks: int
 
 
 class Cache:
@@ -152,8 +230,13 @@ class Cache:
     last byte of its copy has moved.
 
     Args:
+        partial_timeout_s: partial blocks that are older go.
         partial_grace_s: partial blocks that are older go first when space is wanted.
-        save: writes down what a successor must know of the namespaces; False where it could not.
+        leased_share: of the pool that leases may pin. The first half of it is for whoever comes; beyond it each session
+            that has leases has an equal part.
+        max_leased_keys: of a session.
+        max_namespaces_bytes: bound on ``namespaces_bytes`` for what ranks tell of their shards, of which one namespace
+            may take an eighth.
     """
 
     def __init__(
@@ -163,45 +246,77 @@ class Cache:
         policy: Policy,
         events: CacheListener,
         clock: Callable[[], float],
-        save: Callable[[], bool] = lambda: True,
         lease_ttl_s: float = 30.0,
         partial_timeout_s: float = 60.0,
         partial_grace_s: float = 2.0,
+        leased_share: float = 0.875,
+        max_leased_keys: int = 1 << 20,
+        max_namespaces_bytes: int = 1 << 62,
     ) -> None:
         self.slots, self.table, self.policy = slots, table, policy
         self.blocks = BlockTable(table.records)
         self.tiers: TierHooks | None = None
         self.namespaces: dict[bytes, Namespace] = {}
         """By fingerprint, in the order in which they were opened."""
-        self.numbers: dict[Namespace, int] = {}
-        """By which the slot table's records name a namespace; a new one with each reset."""
-        self.quotas: dict[bytes, int] = {}
-        """By fingerprint: the most bytes of the pool that a namespace may have."""
+        self.quotas = Quotas()
         self.leases: dict[int, Lease] = {}
         """The one that ends first comes first."""
-        self.pinned_bytes = self.quarantined_bytes = 0
+        self.pinned_bytes = self.pinned_blocks = 0
+        self.checked_slots = self.checked_bytes = self.mismatches = 0
+        """Slots that were compared with their checksum, and those of them that were wrong."""
+        self.loaded_unverified_slots = 0
+        """Slots that were loaded before their checksum was taken."""
+        self.quarantined_slots = self.quarantined_bytes = 0
         self.unverified_slots = 0
+        """Slots that an earlier daemon wrote and nobody has checked, or whose checksum is still to be taken."""
         self.shortened_lookups = 0
         """Lookups that were told of fewer READY keys, since leases may not pin more."""
-        self.on_requests: list[Callable[[Sequence[Chain]], None]] = []
+        self.watchers: list[Callable[[Sequence[Chain]], None]] = []
         """Told of each request by ``note_requests``, after the policy."""
-        self._events, self._clock, self._save = events, clock, save
+        self.max_namespaces_bytes = max_namespaces_bytes
+        self._events, self._clock = events, clock
         self._lease_ttl_s, self._partial_timeout_s = lease_ttl_s, partial_timeout_s
         self._partial_grace_s = partial_grace_s
+        self._max_leased_keys, self._max_leased_bytes = max_leased_keys, int(leased_share * slots.pool_bytes)
+        self._held: dict[int, Held] = {}
+        """By session that has leases."""
+        self._bytes_in = Counter[int]()
+        """By state, bytes of all blocks, of forgotten namespaces too."""
         self._next_number = 1
+        self._short_records = self._told_of_no_room = False
+        self._unverified_at = 0
+        """Slots before this one were looked at by ``unverified``."""
         self._groups: list[Group | None] = [None]
         self._group_bytes = np.zeros(64, np.int64)
         """By group's number: bytes of a block's slots."""
         self._current: dict[Namespace, list[Group | None]] = {}
         self._partial: dict[int, float] = {}
         """Blocks that lack a shard which nobody writes, and since when."""
-        self._requests: deque[list[Chain]] = deque()
+        self._requests: deque[tuple[Namespace, list[Chain]]] = deque()
+        self._oldest: dict[Namespace, deque[tuple[int, int]]] = {}
+        """Of namespaces with a quota: blocks that were there at some time and their generations, the oldest first."""
         self._dead: set[int] = set()
         """Numbers of groups that were reset and are to be swept out."""
         self._sweeping: set[int] = set()
         self._swept_to = 0
 
     # --- namespaces -----------------------------------------------------------------------------
+
+    def find(self, fingerprint: bytes) -> Namespace | None:
+        return self.namespaces.get(fingerprint)
+
+    def namespace(self, fingerprint: bytes) -> Namespace:
+        """The open namespace. Raises UnknownNamespace."""
+        if (found := self.namespaces.get(fingerprint)) is None:
+            raise UnknownNamespace(
+                f"No namespace with the fingerprint {fingerprint.hex()} is open; send OpenNamespace first."
+            )
+        return found
+
+    @property
+    def namespaces_bytes(self) -> int:
+        """Memory of namespaces beside their blocks, about."""
+        return sum(namespace.nbytes for namespace in self.namespaces.values())
 
     def open_namespace(self, namespace: Namespace) -> tuple[Namespace, bool]:
         """Open or join a namespace; the flag says that it is new. Raises NamespaceMismatch if its geometry differs."""
@@ -214,13 +329,21 @@ class Cache:
         return namespace, True
 
     def _give_number(self, namespace: Namespace) -> None:
-        self.numbers[namespace] = self._next_number
+        namespace.number = self._next_number
         self._next_number += 1
         self._current[namespace] = [None] * len(namespace.groups)
 
-    def register_rank(self, namespace: Namespace, rank: int, shard_bytes: Sequence[int], node: int | None) -> None:
+    def register_rank(
+        self,
+        namespace: Namespace,
+        rank: int,
+        shard_bytes: Sequence[int],
+        node: int | None,
+        shards: Sequence[ShardSpec] | None = None,
+    ) -> None:
         """Fix the bytes of a rank's shards, by group, at its first registration, and the NUMA node of its slots.
 
+        ``shards`` describes them; that is forgotten where there is too little memory for descriptions.
         Raises BadGeometry if they were fixed otherwise or do not fit the namespace; ShardTooLarge if no slot could
         hold one. A shard of 0 bytes, of a rank without a layer in the group, gets the smallest slot.
         """
@@ -228,8 +351,34 @@ class Cache:
         new = namespace.shard_bytes(rank) is None
         namespace.fix_shard_bytes(rank, shard_bytes, list(map(self.slots.slot_size, shard_bytes)))
         namespace.nodes[rank] = node
+        if shards is not None:
+            nbytes, most = nbytes_of_shards(shards), self.max_namespaces_bytes
+            if namespace.nbytes + nbytes <= most // 8 and self.namespaces_bytes + nbytes <= most:
+                new |= namespace.describe_shards(rank, shards)
         if new:
             self._save()
+
+    def _save(self) -> bool:
+        """Write down what a successor must know of the namespaces; False where there is no room for it.
+
+        Where there is too little, what nobody needs to read the blocks is left out.
+        """
+        kept = [
+            namespace.record()
+            for namespace in self.namespaces.values()
+            if any(namespace.shard_bytes(rank) is not None for rank in range(namespace.world_size))
+        ]
+        for short in (False, True):
+            if self._short_records and not short:
+                continue
+            self._short_records = short
+            records = tuple(map(_shortened_record, kept) if short else kept)
+            if self.table.save_namespaces(NamespaceSnapshot(self._next_number, records)):
+                return True
+        if not self._told_of_no_room:
+            self._told_of_no_room = True
+            logger.warning("Some of the %d namespaces will not outlive the daemon: they are too many.", len(kept))
+        return False
 
     def _group(self, namespace: Namespace, group: int) -> Group | None:
         """The group as it is now; None while a rank of the world has not registered."""
@@ -248,35 +397,99 @@ class Cache:
             self._group_bytes[found.number] = found.block_bytes
         return found
 
-    def reset(self, namespace: Namespace, *, end_leases: bool = True) -> int:
-        """Forget every block, as when the weights changed. Returns how many there were.
+    def reset(
+        self, namespace: Namespace, *, end_leases: bool = True, keep_tiers: bool = False, generation: int | None = None
+    ) -> int:
+        """Forget every block, as when the weights changed, in the tiers too. Returns how many there were.
 
         Nothing is found from now on, by a successor either: the namespace has a new number. ``background`` frees the
-        slots. ``end_leases``: lest a load under one serves what is stale.
+        slots. ``end_leases``: lest a load under one serves what is stale. ``generation``: of the blocks to come.
         """
         dropped = namespace.blocks_in[READY] + namespace.blocks_in[WRITING]
         dead = [group for group in self._current[namespace] if group is not None]
+        tiers = None if keep_tiers else self.tiers
+        if tiers is not None and dropped <= COUNTED_IN_TIERS:
+            for group in dead:
+                dropped -= tiers.has(namespace, group.group, self._keys_of_group(group))
         self._give_number(namespace)
+        if generation is not None:
+            namespace.generation = generation
         for group in dead:
-            group.dead = True
-            self._dead.add(group.number)
-            for state in (WRITING, READY):
-                count = int(np.count_nonzero((self.blocks.group == group.number) & (self.blocks.state == state)))
-                self._count(group, state, DROPPED, count)
+            self._retire(group)
         self._partial = {block: since for block, since in self._partial.items() if not self._of_block(block).dead}
+        self._oldest.pop(namespace, None)
         if end_leases:
             self._end([lease for lease in self.leases.values() if lease.namespace is namespace])
         if not self._save():  # a successor would believe the old number
             while self.background():
                 pass
+        if tiers is not None:
+            dropped += tiers.forget_all(namespace)
         self._events.cleared(namespace)
         return dropped
 
+    def _retire(self, group: Group) -> None:
+        """Nothing is looked for in the group any more."""
+        group.dead = True
+        if group.blocks_in[WRITING] or group.blocks_in[READY]:
+            self._dead.add(group.number)
+        for state in (WRITING, READY):
+            self._count(group, state, DROPPED, group.blocks_in[state])
+        if not group.blocks_in[DROPPED]:
+            self._groups[group.number] = None
+
+    def set_generation(self, namespace: Namespace, generation: int) -> None:
+        """Note the generation of blocks that are stored from now on, when all of earlier ones are gone."""
+        namespace.generation = generation
+        self._save()
+
+    def _keys_of_group(self, group: Group) -> bytes:
+        living = (self.blocks.group == group.number) & np.isin(self.blocks.state, (WRITING, READY))
+        return self.blocks.keys(np.flatnonzero(living).astype(np.uint32), group.key_bytes)
+
     def forget_namespace(self, namespace: Namespace) -> None:
-        """Forget a namespace that has no block and that nobody has open."""
+        """Forget a namespace that has no block in the index and that nobody has open; its name is free for another."""
         assert not namespace.blocks_in[READY] + namespace.blocks_in[WRITING]
-        del self.namespaces[namespace.fingerprint], self.numbers[namespace], self._current[namespace]
-        self._requests = deque(one for one in self._requests if one[0].group.namespace is not namespace)
+        for group in self._current.pop(namespace):
+            if group is not None:
+                self._retire(group)
+        del self.namespaces[namespace.fingerprint]
+        self._oldest.pop(namespace, None)
+        self._requests = deque(one for one in self._requests if one[0] is not namespace)
+        self._short_records = False
+        self._save()
+
+    def restore_namespace(self, record: NamespaceRecord) -> list[Group | None]:
+        """Open a namespace as an earlier daemon wrote it down, with its number, before anything else. Returns its
+        groups, None where not all ranks had registered; ``recovered`` takes their blocks.
+
+        Raises BadGeometry, ShardTooLarge, and has changed nothing then, where this pool cannot hold its shards.
+        """
+        geometry = record.world_size, record.key_bytes, record.groups, record.description
+        namespace = Namespace(record.fingerprint, record.label, *geometry)
+        for rank, shard_bytes in enumerate(record.shard_bytes):
+            if shard_bytes is not None:
+                namespace.fix_shard_bytes(rank, shard_bytes, list(map(self.slots.slot_size, shard_bytes)))
+        for rank, shards in enumerate(record.shards):
+            if shards is not None:
+                namespace.describe_shards(rank, shards)
+        namespace.number, namespace.generation, namespace.recovered = record.number, record.generation, True
+        self._next_number = max(self._next_number, record.number + 1)
+        self.namespaces[namespace.fingerprint] = namespace
+        self._current[namespace] = [None] * len(namespace.groups)
+        return [self._group(namespace, group) for group in range(len(namespace.groups))]
+
+    def recovered(self, blocks: BlockIds, quarantined: SlotIds) -> None:
+        """Take over READY blocks that are in the BlockTable and the allocator, the least recently used first, and slots
+        that are not to be used. The namespaces are written down anew."""
+        for begin in range(0, len(blocks), RECOVERED_AT_ONCE):
+            for group, alike in self.by_group(blocks[begin : begin + RECOVERED_AT_ONCE]):
+                self._count(group, FREE, READY, len(alike))
+                self.policy.insert(group, alike)
+                self.unverified_slots += len(alike) * len(group.sizes)
+                names = self.blocks.keys(alike[::-1], group.key_bytes)
+                self._events.stored(group.namespace, group.group, group.namespace.split(group.group, names))
+        self._quarantine(quarantined)
         self._save()
 
     # --- lookups and leases ---------------------------------------------------------------------
@@ -305,14 +518,16 @@ class Cache:
         found = [self._find(group, keys, namespace.key_bytes) for group, (_, keys) in zip(known, groups, strict=True)]
         pool = [states for states, _ in found]
         states = pool
-        if self.tiers is not None and any(FREE in one for one in pool):
+        if self.tiers is not None and any(one.count(READY) < len(one) for one in pool):
             states = self.tiers.find(namespace, session, groups, pool, again)
         states, ready = self._lease(namespace, session, lease_id, lease, states, [blocks for _, blocks in found])
         if not again:
             self._count_lookup(namespace, groups, known, pool, states)
             parts = zip(known, groups, ready, strict=True)
             if chains := [Chain(part, keys, blocks) for part, (_, keys), blocks in parts if part is not None]:
-                self._requests.append(chains)
+                if len(self._requests) >= MAX_DEFERRED_REQUESTS:
+                    self.note_requests()
+                self._requests.append((namespace, chains))
         lease = self.leases.get(lease_id)
         return states, 0 if lease is None else len(lease.blocks)
 
@@ -339,28 +554,43 @@ class Cache:
         if not every.size:
             return states, ready
         fresh = every if lease is None else every[~np.isin(every, lease.blocks)]
-        nbytes = int(self._group_bytes[self.blocks.group[fresh]].sum())
-        of_session = sum(one.nbytes for one in self.leases.values() if one.session == session)
-        pool_bytes = self.slots.pool_bytes
-        loose = int(self._group_bytes[self.blocks.group[fresh[self.blocks.pins[fresh] == 0]]].sum())
-        part = min(
-            1.0,
-            (pool_bytes // _PARTS["session"] - of_session) / max(1, nbytes),
-            (pool_bytes // _PARTS["pool"] - self.pinned_bytes) / max(1, loose),
-        )
-        if part < 1.0:
+        if (part := self._leasable(session, fresh)) < 1.0:
             self.shortened_lookups += 1
-            states = [_shortened(one, max(0.0, part)) for one in states]
+            states = [_shortened(one, part) for one in states]
             ready = [found[: one.count(READY)] for one, found in zip(states, ready, strict=True)]
             every = np.concatenate(ready)
             fresh = every if lease is None else every[~np.isin(every, lease.blocks)]
         if fresh.size:
+            held = self._held.setdefault(session, Held())
             if lease is None:
                 lease = self.leases[lease_id] = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s)
-            self._pin(fresh)
+                held.leases += 1
+            charged, nbytes = self._pin(fresh), self._bytes_of(fresh)
             lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
-            lease.nbytes += int(self._group_bytes[self.blocks.group[fresh]].sum())
+            for one in (lease, held):
+                one.nbytes += nbytes
+                one.charged_bytes += charged
+            held.keys += len(fresh)
         return states, ready
+
+    def _leasable(self, session: int, blocks: BlockIds) -> float:
+        """The part of the blocks that a session may lease besides what it has: 1.0 for all.
+
+        Only bytes of blocks that nothing pins yet are taken from others.
+        """
+        held = self.leases_of(session)
+        part = (self._max_leased_keys - held.keys) / max(1, len(blocks))
+        most = self._max_leased_bytes
+        if self.pinned_bytes + self._bytes_of(blocks) > most // 2:
+            loose = self._bytes_of(blocks[self.blocks.pins[blocks] == 0])
+            share = most // (len(self._held) + (not held.leases)) - held.charged_bytes
+            if loose and self.pinned_bytes + loose > most // 2:
+                part = min(part, share / loose, (most - self.pinned_bytes) / loose)
+        return max(0.0, min(1.0, part))
+
+    def leases_of(self, session: int) -> Held:
+        """What a session has leased."""
+        return self._held.get(session) or Held()
 
     def _count_lookup(
         self,
@@ -375,37 +605,70 @@ class Cache:
         counters.keys_asked += sum(map(len, states))
         counters.keys_ready += sum(one.count(READY) for one in states)
         counters.prefix_keys_ready += sum(len(one) - len(one.lstrip(bytes([READY]))) for one in states)
+        counters.asked_tokens += max(
+            (len(one) * namespace.groups[group].tokens_per_block for (group, _), one in zip(groups, states, strict=True)),
+            default=0,
+        )
         for group, (_, keys), before, after in zip(known, groups, pool, states, strict=True):
             counters.misses[MissReason.LEASE_LIMIT] += before.count(READY) - after.count(READY)
             counters.misses[MissReason.PARTIAL] += after.count(WRITING)
-            if ABSENT not in after:
-                continue
-            if group is None:
-                counters.misses[MissReason.UNKNOWN] += len(after)
-                continue
-            missing = np.maximum(np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8)).tobytes()
-            for reason, number in enumerate(self.blocks.count_misses(group.number, keys, namespace.key_bytes, missing)):
-                if number:
-                    counters.misses[MissReason(reason)] += number
+            if ABSENT in after:
+                missing = np.maximum(np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8)).tobytes()
+                self._count_missing(namespace, group, keys, missing)
+
+    def _count_missing(self, namespace: Namespace, group: Group | None, keys: bytes, states: bytes) -> None:
+        """Count the keys whose state is ABSENT by the reason for it."""
+        misses = namespace.counters.misses
+        if group is None:
+            misses[MissReason.UNKNOWN] += states.count(ABSENT)
+            return
+        for reason, number in enumerate(self.blocks.count_misses(group.number, keys, namespace.key_bytes, states)):
+            if number:
+                misses[MissReason(reason)] += number
+
+    def count_misses(self, namespace: Namespace, group: int, keys: bytes) -> None:
+        """Count keys as missed, of which a lookup could not tell whether they would come."""
+        self._count_missing(namespace, self._group(namespace, group), keys, bytes(len(keys) // namespace.key_bytes))
+
+    def note_misses(self, namespace: Namespace, group: int, keys: bytes, reason: MissReason) -> None:
+        """These keys are not there from now on, for this reason."""
+        if (known := self._group(namespace, group)) is not None:
+            self.blocks.note_misses(known.number, keys, namespace.key_bytes, reason)
+
+    def reason_of(self, namespace: Namespace, group: int, key: bytes) -> MissReason:
+        """Why a key was not there when it was asked for, as far as is known: stored meanwhile or not."""
+        if (known := self._group(namespace, group)) is None:
+            return MissReason.UNKNOWN
+        counts = self.blocks.count_misses(known.number, key, namespace.key_bytes, bytes(1))
+        return MissReason(next(reason for reason, count in enumerate(counts) if count))
 
     def note_requests(self) -> None:
-        """Tell the policy and whoever watches what was asked for. For when the replies are out."""
+        """Tell the policy and whoever watches what was asked for, but by a bench. For when the replies are out."""
         while self._requests:
+            namespace, found = self._requests.popleft()
             chains = [
                 Chain(group, keys, ready[self.blocks.state[ready] == READY])
-                for group, keys, ready in self._requests.popleft()
+                for group, keys, ready in found
                 if not group.dead
             ]
             if self.tiers is not None:
                 self.tiers.used(np.concatenate([_NOTHING, *(chain.ready for chain in chains)]))
-            self.policy.requested(chains)
-            for tell in self.on_requests:
-                tell(chains)
+            if chains and not namespace.of_bench:
+                self.policy.requested(chains)
+                for tell in self.watchers:
+                    tell(chains)
 
-    def release(self, session: int, lease_ids: Iterable[int]) -> int:
-        """End leases of a session; those that are not alive are no error. Returns how many ended."""
+    def release(self, session: int, lease_ids: Iterable[int], unused: MissReason | None = None) -> int:
+        """End leases of a session; those that are not alive are no error. Returns how many ended.
+
+        ``unused``: why what they hold was not loaded, which makes it a miss.
+        """
         found = [self.leases.get(lease_id) for lease_id in dict.fromkeys(lease_ids)]
-        return self._end([lease for lease in found if lease is not None and lease.session == session])
+        leases = [lease for lease in found if lease is not None and lease.session == session]
+        if unused is not None:
+            for lease in leases:
+                lease.namespace.counters.misses[unused] += 0 if lease.loaded else len(lease.blocks)
+        return self._end(leases)
 
     def end_session(self, session: int) -> int:
         """End all leases of a session that is gone. Returns how many."""
@@ -414,7 +677,14 @@ class Cache:
     def _end(self, leases: Sequence[Lease]) -> int:
         for lease in leases:
             del self.leases[lease.lease_id]
-            self._unpin(lease.blocks)
+            held = self._held[lease.session]
+            held.leases -= 1
+            held.keys -= len(lease.blocks)
+            held.nbytes -= lease.nbytes
+            held.charged_bytes -= lease.charged_bytes
+            if not held.leases:
+                del self._held[lease.session]
+            self.unpin(lease.blocks)
         return len(leases)
 
     def tick(self) -> int:
@@ -422,17 +692,29 @@ class Cache:
         now = self._clock()
         overdue = list(takewhile(lambda lease: lease.deadline <= now, self.leases.values()))
         partial = self._partial_since(now - self._partial_timeout_s)
-        self.drop(partial, MissReason.PARTIAL)
+        self._drop_partial(partial)
         return self._end(overdue) + len(partial)
 
-    def _pin(self, blocks: BlockIds) -> None:
-        fresh = self.blocks.pin(blocks)
-        self.pinned_bytes += int(self._group_bytes[self.blocks.group[fresh]].sum())
+    def pin(self, blocks: BlockIds) -> None:
+        """Keep the bytes of blocks until as many calls of ``unpin``: for a write to a tier."""
+        self._pin(blocks)
 
-    def _unpin(self, blocks: BlockIds) -> None:
+    def _pin(self, blocks: BlockIds) -> int:
+        """Returns the bytes of what nothing pinned before."""
+        fresh = self.blocks.pin(blocks)
+        nbytes = self._bytes_of(fresh)
+        self.pinned_bytes += nbytes
+        self.pinned_blocks += len(fresh)
+        return nbytes
+
+    def unpin(self, blocks: BlockIds) -> None:
         loose = self.blocks.unpin(blocks)
-        self.pinned_bytes -= int(self._group_bytes[self.blocks.group[loose]].sum())
+        self.pinned_bytes -= self._bytes_of(loose)
+        self.pinned_blocks -= len(loose)
         self._free_dropped(loose[self.blocks.state[loose] == DROPPED])
+
+    def _bytes_of(self, blocks: BlockIds) -> int:
+        return int(self._group_bytes[self.blocks.group[blocks]].sum())
 
     # --- stores ---------------------------------------------------------------------------------
 
@@ -452,7 +734,7 @@ class Cache:
             for plan in plans:
                 self._admit(rank, plan)
         finally:
-            self._unpin(held)
+            self.unpin(held)
         found = iter(plans)
         stored = [
             _no_group(namespace, part) if group is None else next(found).stored
@@ -501,7 +783,7 @@ class Cache:
         lacking = plan.lacking
         if lacking:
             names = b"".join([plan.keys[number] for number in lacking])
-            if part.starts is None:
+            if part.starts is None or group.namespace.of_bench:
                 scores = np.full(len(lacking), inf)
             else:
                 begins = np.unique(np.searchsorted(lacking, part.starts)).tolist()
@@ -512,7 +794,7 @@ class Cache:
                 if score == REJECTED:
                     stored.rejected += numbers
                     continue
-                limit = inf if group.namespace.of_bench or self.tiers is not None else score
+                limit = inf if self.tiers is not None else score  # the pool is the way down to them
                 slots = self._take(group, len(numbers), limit)
                 taken = b"".join([plan.keys[number] for number in numbers[: len(slots)]])
                 blocks.update(zip(numbers, self._enter(group, slots, taken).tolist(), strict=False))
@@ -533,7 +815,7 @@ class Cache:
         """Make blocks of slots that were taken, [blocks, ranks]."""
         if not len(slots):
             return _NOTHING
-        number = self.numbers[group.namespace]
+        number = group.namespace.number
         blocks = self.blocks.enter(slots, group.number, keys, group.key_bytes, number, group.group)
         self._count(group, FREE, WRITING, len(blocks))
         return blocks
@@ -603,6 +885,14 @@ class Cache:
         for part in ticket.parts:
             self._let_go(part.group, part.blocks, part.slots)
 
+    def drop_unfinished(self, ticket: StoreTicket | FillTicket, reason: MissReason = MissReason.PARTIAL) -> None:
+        """Drop those of a ticket's blocks that lack a shard: others may store their keys elsewhere. The ticket is still
+        to be ended. What a tier has of them stays."""
+        parts = ticket.parts if isinstance(ticket, StoreTicket) else [ticket]
+        for part in parts:
+            if not part.group.dead:
+                self.drop(part.blocks[self.blocks.state[part.blocks] == WRITING], reason)
+
     def _let_go(self, group: Group, blocks: BlockIds, slots: SlotIds) -> None:
         """Shards of blocks are not written any more, and hold nothing."""
         if not blocks.size:
@@ -647,8 +937,7 @@ class Cache:
         checksums: npt.NDArray[np.uint64],
     ) -> int:
         """End a fill: ``whole`` says of each block whether all of it is there; the others are [blocks, ranks]."""
-        slots = ticket.slots
-        blocks = np.ascontiguousarray(slots[:, 0])
+        slots, blocks = ticket.slots, ticket.blocks
         ready = 0
         for rank in range(slots.shape[1]):
             of_rank = np.ascontiguousarray(slots[:, rank])
@@ -683,17 +972,33 @@ class Cache:
             allowed[:1] = first_block
             bad = self.table.records["first_block"][slots] > allowed
             bad |= (self.blocks.shard[slots] & CORRUPT) != 0
-        if bad.any():
+        if known is None or bad.any():
             raise NotReady(group, np.flatnonzero(bad).tolist())
         self._pin(blocks)
-        return LoadTicket(rank, lease_id, blocks, slots, self.slots.offsets(slots))
+        return LoadTicket(rank, lease, known, keys[: namespace.key_bytes], blocks, slots, self.slots.offsets(slots))
+
+    def count_load(self, tickets: Sequence[LoadTicket]) -> None:
+        """Count the keys and tokens that a load brought; what several ranks load counts once.
+
+        Tokens of a lease are those of the group with the most: with a sliding window less is loaded for as many.
+        """
+        for ticket in tickets:
+            lease, group, part = ticket.lease, ticket.group.group, (ticket.group.group, ticket.first_key)
+            if not ticket.blocks.size or part in lease.loaded:
+                continue
+            lease.loaded.add(part)
+            before = max(lease.loaded_tokens.values(), default=0)
+            lease.loaded_tokens[group] += ticket.tokens
+            counters = lease.namespace.counters
+            counters.loaded_keys += len(ticket.blocks)
+            counters.loaded(max(0, lease.loaded_tokens[group] - before))
 
     def end_load(self, tickets: Sequence[LoadTicket], ok: bool) -> None:
         """End the tickets of one job. The lease ends with the last rank of the world that loaded well under it."""
         for ticket in tickets:
-            self._unpin(ticket.blocks)
-        lease = self.leases.get(tickets[0].lease_id) if tickets and ok else None
-        if lease is not None:
+            self.unpin(ticket.blocks)
+        lease = tickets[0].lease if tickets and ok else None
+        if lease is not None and self.leases.get(lease.lease_id) is lease:
             lease.loaded_ranks.add(tickets[0].rank)
             if len(lease.loaded_ranks) == lease.namespace.world_size:
                 self._end([lease])
@@ -724,32 +1029,60 @@ class Cache:
     def _within_quota(self, group: Group, count: int, below: float) -> int:
         """How many of ``count`` blocks the namespace may take, evicting its own where it has its quota."""
         namespace, each = group.namespace, group.block_bytes
-        if (quota := self.quotas.get(namespace.fingerprint)) is None:
+        if (quota := self.quotas.of(namespace.fingerprint)) is None:
             return count
         if namespace.held_bytes + count * each > quota and self._dead:
             while self.background():
                 pass
-        excess = namespace.held_bytes + count * each - quota
-        if excess > 0:
-            victims: list[int] = []
-            for batch in self.policy.candidates(below):
-                for block, number in zip(batch.tolist(), self.blocks.group[batch].tolist(), strict=True):
-                    if self._of(number).namespace is namespace and not self.blocks.pins[block]:
-                        victims.append(block)
-                        excess -= self._of(number).block_bytes
-                        if excess <= 0:
-                            break
-                if excess <= 0:
-                    break
-            self._evict(np.array(victims, np.uint32))
+        if (excess := namespace.held_bytes + count * each - quota) > 0:
+            self._evict(self._own_victims(namespace, excess, count + MAX_OVER_QUOTA, below))
         return max(0, min(count, (quota - namespace.held_bytes) // each))
+
+    def _own_victims(self, namespace: Namespace, excess: int, most: int, below: float) -> BlockIds:
+        """Blocks of the namespace that may go, of about so many bytes: the next ones in the policy's order or, where
+        those of many others come before them, the ones that were stored first."""
+        own = [group.number for group in self._current[namespace] if group is not None]
+        victims: dict[int, None] = {}
+        passed = 0
+        for batch in self.policy.candidates(below):
+            loose = np.isin(self.blocks.group[batch], own) & (self.blocks.pins[batch] == 0)
+            for block in batch[loose].tolist():
+                if excess <= 0 or len(victims) >= most:
+                    break
+                victims[block] = None
+                excess -= self._of_block(block).block_bytes
+            passed += len(batch) - int(loose.sum())
+            if excess <= 0 or len(victims) >= most or passed >= MAX_PASSED:
+                break
+        oldest = self._oldest.get(namespace) or deque()
+        refilled = passed < MAX_PASSED
+        while excess > 0 and len(victims) < most and (oldest or not refilled):
+            if not oldest:
+                oldest, refilled = self._by_age(own), True
+                self._oldest[namespace] = oldest
+                continue
+            block, generation = oldest.popleft()
+            if self.table.records["generation"][block] != generation or self.blocks.state[block] != READY:
+                continue
+            if self.blocks.group[block] in own and not self.blocks.pins[block] and block not in victims:
+                victims[block] = None
+                excess -= self._of_block(block).block_bytes
+        return np.array(list(victims), np.uint32)
+
+    def _by_age(self, groups: Sequence[int]) -> deque[tuple[int, int]]:
+        """The READY blocks of groups with their generations, the one that was stored first first."""
+        found = np.flatnonzero(np.isin(self.blocks.group, groups) & (self.blocks.state == READY))
+        generations = self.table.records["generation"][found]
+        order = np.argsort(generations)
+        return deque(zip(found[order].tolist(), generations[order].tolist(), strict=True))
 
     def _make_space(self, sizes: Sequence[int], count: int, below: float) -> bool:
         """Free slots for blocks of these slot sizes, about ``count`` of them; False where nothing may go."""
         if self._dead:
-            return self.background()
+            self.background()
+            return True
         if partial := self._partial_since(self._clock() - self._partial_grace_s):
-            self.drop(np.array(partial[:count], np.uint32), MissReason.PARTIAL)
+            self._drop_partial(partial[:count])
             return True
         victims = self._pick_victims(sizes, count, below)
         self._evict(victims)
@@ -851,7 +1184,7 @@ class Cache:
         """Free READY blocks that nothing pins, because others need the space."""
         if self.tiers is not None and blocks.size:
             self.tiers.evicted(blocks)
-        for group, alike in self._by_group(blocks):
+        for group, alike in self.by_group(blocks):
             self._remove(group, READY, alike, MissReason.EVICTED)
             if not group.dead:
                 group.namespace.counters.evicted_blocks += len(alike)
@@ -878,14 +1211,17 @@ class Cache:
 
     def drop(self, blocks: BlockIds | Sequence[int], reason: MissReason) -> None:
         """Take WRITING and READY blocks out of the index. Their slots come free once nothing holds them."""
-        for group, alike in self._by_group(np.asarray(blocks, np.uint32)):
-            counters = group.namespace.counters
-            if reason is MissReason.PARTIAL:
-                counters.half_stored_blocks += len(alike)
-            counters.invalidated_blocks += len(alike)
+        for group, alike in self.by_group(np.asarray(blocks, np.uint32)):
+            group.namespace.counters.invalidated_blocks += len(alike)
             for state in (READY, WRITING):
                 self._remove(group, state, alike[self.blocks.state[alike] == state], reason)
             self._free_dropped(alike)
+
+    def _drop_partial(self, blocks: Sequence[int]) -> None:
+        """Drop blocks that lack a shard which nobody stored in time."""
+        for group, alike in self.by_group(np.array(blocks, np.uint32)):
+            group.namespace.counters.half_stored_blocks += len(alike)
+            self.drop(alike, MissReason.PARTIAL)
 
     def _remove(self, group: Group, state: int, blocks: BlockIds, reason: MissReason | None = None) -> None:
         """Take blocks, all of one state, out of index and policy."""
@@ -907,18 +1243,23 @@ class Cache:
 
     def _free_dropped(self, blocks: BlockIds) -> None:
         """Free the slots of DROPPED blocks that nothing holds."""
-        for group, alike in self._by_group(blocks):
+        for group, alike in self.by_group(blocks):
             slots, unverified = self.blocks.release(alike, len(group.sizes))
             self.unverified_slots -= unverified
             self._count(group, DROPPED, FREE, len(slots) // len(group.sizes))
             bad = self.blocks.shard[slots] != 0
             if bad.any():  # they stay handed out, so that nobody else gets them
-                sizes = self.slots.slot_bytes[slots[bad] // self.slots.slots_per_region]
-                self.quarantined_bytes += int(sizes.sum())
-                self.blocks.group[slots[bad]] = 0
+                self._quarantine(slots[bad])
                 slots = slots[~bad]
             if slots.size:
                 self.slots.free(slots)
+            if group.dead and not group.blocks_in.total():
+                self._groups[group.number] = None
+
+    def _quarantine(self, slots: SlotIds) -> None:
+        self.quarantined_slots += len(slots)
+        self.quarantined_bytes += int(self.slots.slot_bytes[slots // self.slots.slots_per_region].sum())
+        self.blocks.group[slots] = 0
 
     def background(self) -> bool:
         """Free some of what was reset. Returns whether there is more."""
@@ -931,7 +1272,7 @@ class Cache:
         dead = np.isin(self.blocks.group[begin:end], list(self._sweeping))
         for state in (READY, WRITING):
             found = (np.flatnonzero(dead & (self.blocks.state[begin:end] == state)) + begin).astype(np.uint32)
-            for group, alike in self._by_group(found):
+            for group, alike in self.by_group(found):
                 self._remove(group, state, alike)
                 self._free_dropped(alike)
         if end == len(self.blocks.state):
@@ -939,7 +1280,8 @@ class Cache:
             self._sweeping = set()
         return bool(self._dead)
 
-    def _by_group(self, blocks: BlockIds) -> list[tuple[Group, BlockIds]]:
+    def by_group(self, blocks: BlockIds) -> list[tuple[Group, BlockIds]]:
+        """Blocks that have slots by their groups, in each in the order in which they were given."""
         if not blocks.size:
             return []
         numbers = self.blocks.group[blocks]
@@ -956,29 +1298,36 @@ class Cache:
         return self._of(int(self.blocks.group[block]))
 
     def _count(self, group: Group, before: int, after: int, count: int) -> None:
-        """Count blocks of a group as of another state. DROPPED is 4 in a namespace's counts, FREE is in none."""
+        """Count blocks of a group as of another state."""
         namespace, nbytes = group.namespace, count * group.block_bytes
         for state, sign in ((before, -1), (after, 1)):
-            at = 4 if state == DROPPED else state
-            namespace.blocks_in[at] += sign * count
-            namespace.bytes_in[at] += sign * nbytes
+            if state != FREE:
+                group.blocks_in[state] += sign * count
+                namespace.blocks_in[state] += sign * count
+                namespace.bytes_in[state] += sign * nbytes
+                self._bytes_in[state] += sign * nbytes
 
     # --- checksums ------------------------------------------------------------------------------
 
     def check(self, slot: int, generation: int, checksum: int) -> bool:
         """Act on the ``checksum`` that a slot's bytes have; False where it is wrong: its block is dropped then.
 
-        Where the slot was freed or written anew since ``generation``, nothing follows.
+        Where the slot was freed or written anew since ``generation``, nothing follows. Where another check found the
+        bytes wrong they stay so: memory that changes is not trusted.
         """
-        record = self.table.records[slot]
-        if int(record["generation"]) != generation or not self.slots.in_use[slot]:
+        record, shard = self.table.records[slot], int(self.blocks.shard[slot])
+        if int(record["generation"]) != generation or not self.slots.in_use[slot] or shard & SHARD_STATE != WRITTEN:
             return True
-        if self.blocks.shard[slot] & SHARD_STATE != WRITTEN or self.blocks.shard[slot] & CORRUPT:
-            return not self.blocks.shard[slot] & CORRUPT
         head = self._heads(np.array([slot], np.uint32))
         if not record["checksum"]:
             self.blocks.set_checksum(slot, checksum)
-        elif int(record["checksum"]) != checksum:
+        else:
+            self.checked_slots += 1
+            self.checked_bytes += int(record["length"])
+            if shard & CORRUPT:
+                return False
+        if record["checksum"] != checksum:
+            self.mismatches += 1
             self.blocks.shard[slot] |= CORRUPT
             group = self._of(int(self.blocks.group[slot]))
             names = self.blocks.keys(head, group.key_bytes)
@@ -992,17 +1341,92 @@ class Cache:
             self.unverified_slots -= 1
         return True
 
-    def unverified(self, count: int) -> SlotIds:
-        """Some slots whose bytes were not compared with their checksum since they were written by an earlier daemon,
-        or whose checksum is still to be taken."""
-        return np.flatnonzero(self.blocks.shard & UNVERIFIED)[:count].astype(np.uint32)
+    def checks(self, slots: SlotIds) -> list[Check]:
+        """What there is to check in these slots by now: none that is free, being written or known to be corrupt."""
+        shards = self.blocks.shard[slots]
+        slots = slots[(shards & SHARD_STATE == WRITTEN) & (shards & CORRUPT == 0)]
+        records = self.table.records[slots]
+        columns = records["generation"], self.slots.offsets(slots), records["length"], records["checksum"]
+        return list(map(Check, slots.tolist(), *(column.tolist() for column in columns)))
+
+    def checks_of_load(self, ticket: LoadTicket, every: bool, first_block: int = 0) -> list[Check]:
+        """What a load must check before it copies: shards that are not verified yet, or ``every`` shard.
+
+        A shard that is read from its middle on is checked too: its reader has not all that its checksum covers. Shards
+        whose checksum is still to be taken are loaded as they are, and counted.
+        """
+        if not (every or self.unverified_slots or first_block):
+            return []
+        wanted = (self.blocks.shard[ticket.slots] & UNVERIFIED != 0) | every
+        wanted[:1] |= first_block > 0
+        found = self.checks(ticket.slots[wanted])
+        checks = [check for check in found if check.checksum]
+        self.loaded_unverified_slots += len(found) - len(checks)
+        return checks
+
+    def unverified(self, limit: int) -> SlotIds:
+        """The next slots, up to so many, whose bytes an earlier daemon wrote and nobody has compared with their
+        checksum, or whose checksum is still to be taken. They come again unless they are checked."""
+        passes = 0
+        while self.unverified_slots and passes < 2:
+            begin, end = self._unverified_at, min(self._unverified_at + SWEPT_AT_ONCE, len(self.blocks.shard))
+            shards = self.blocks.shard[begin:end]
+            found = np.flatnonzero((shards & UNVERIFIED != 0) & (shards & SHARD_STATE == WRITTEN))[:limit] + begin
+            if found.size:
+                self._unverified_at = int(found[-1]) + 1
+                return found.astype(np.uint32)
+            passes += end == len(self.blocks.shard)
+            self._unverified_at = 0 if end == len(self.blocks.shard) else end
+        return _NOTHING
+
+    # --- facts ----------------------------------------------------------------------------------
+
+    def block(self, block: int) -> BlockFacts:
+        """What there is to say of a block that has slots."""
+        group = self._of_block(block)
+        slots = self.blocks.slots(np.array([block], np.uint32), len(group.sizes))[0]
+        written = self.blocks.shard[slots] & SHARD_STATE == WRITTEN
+        records = self.table.records[slots]
+        return BlockFacts(
+            self.blocks.keys(slots[:1], group.key_bytes),
+            int(self.blocks.state[block]),
+            group.block_bytes,
+            int(self.blocks.pins[block]),
+            int(records["first_block"][written].max(initial=0)),
+            np.where(written, records["checksum"], 0).tolist(),
+        )
+
+    def page(
+        self, namespace: Namespace, group: int, position: int, places: int, prefix: str, limit: int
+    ) -> tuple[BlockIds, int]:
+        """Some of a group's blocks whose keys begin with these hex digits, and the position behind them; 0 at the end.
+
+        ``places`` slots are looked into from ``position`` on, 0 at first. A block that is there from the first page to
+        the last is on exactly one.
+        """
+        known, begin, end = self._group(namespace, group), position, min(position + places, len(self.blocks.state))
+        if known is None or begin >= end:
+            return _NOTHING, 0
+        if len(prefix) == 2 * namespace.key_bytes:
+            states, blocks = self.blocks.find(known.number, bytes.fromhex(prefix), namespace.key_bytes)
+            return blocks[np.frombuffer(states, np.uint8) != FREE], 0
+        there = (self.blocks.group[begin:end] == known.number) & np.isin(
+            self.blocks.state[begin:end], (WRITING, READY)
+        )
+        blocks = (np.flatnonzero(there) + begin).astype(np.uint32)
+        if prefix:
+            keys = namespace.split(group, self.blocks.keys(blocks, namespace.key_bytes))
+            blocks = blocks[[key.hex().startswith(prefix) for key in keys]]
+        if len(blocks) > limit:
+            blocks, end = blocks[:limit], int(blocks[limit])
+        return blocks, 0 if end == len(self.blocks.state) else end
 
     @property
     def usage(self) -> PoolUsage:
         """Bytes of the pool by use."""
-        every = [namespace.bytes_in for namespace in self.namespaces.values()]
-        writing, ready, dropped = (sum(one[state] for one in every) for state in (WRITING, READY, 4))
-        return PoolUsage(self.slots.free_bytes, writing, ready, dropped, self.quarantined_bytes, self.pinned_bytes)
+        writing, ready, dropped = (self._bytes_in[state] for state in (WRITING, READY, DROPPED))
+        pinned = self.pinned_bytes, self.pinned_blocks
+        return PoolUsage(self.slots.free_bytes, writing, ready, dropped, self.quarantined_bytes, *pinned)
 
 
 @dataclass(slots=True, eq=False)
@@ -1017,6 +1441,12 @@ class _Plan:
     """Numbers of keys without a block."""
     mine: dict[int, int] = field(default_factory=dict)
     """By number of a key: its block, of which this rank's shard is to be written."""
+
+
+def _shortened_record(record: NamespaceRecord) -> NamespaceRecord:
+    """The record without what nobody needs to read the blocks."""
+    description = record.description if len(record.description) <= LONG_DESCRIPTION else ""
+    return replace(record, description=description, shards=(None,) * record.world_size)
 
 
 def _no_group(namespace: Namespace, part: StorePart) -> Stored:

@@ -65,7 +65,13 @@ class TierHooks(Protocol):
         """These blocks became READY."""
 
     def evicted(self, blocks: BlockIds) -> None:
-        """These READY blocks leave the pool because others need the space."""
+        """These READY blocks leave the pool because others need the space. Their keys and bytes are still there."""
 
     def forget(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:
         """Remove keys from the tiers for good, and stop bringing them up."""
+
+    def forget_all(self, namespace: Namespace) -> int:
+        """Remove the whole namespace from the tiers for good. Returns how many blocks they had."""
+
+    def has(self, namespace: Namespace, group: int, keys: bytes) -> int:
+        """How many of the keys a tier has."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -11,13 +11,14 @@ import msgspec
 import numpy as np
 
 from kvoffd.cache.block_table import READY, WRITING
-from kvoffd.errors import BadGeometry, BadKeys, NamespaceMismatch
+from kvoffd.errors import BadGeometry, BadKeys, KvoffdError, NamespaceMismatch
 from kvoffd_proto import messages
 from kvoffd_proto.admin import ShardSpec
+from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupSpec
 
-GROUP_BYTES = 4096
-"""What a group without blocks takes: most of it is the index of its keys."""
+GROUP_BYTES = 1024
+"""What is known of a group, without its blocks."""
 SHARD_BYTES = 128
 """What is known of one rank's shards of one group, without their pages."""
 PAGE_SPEC_BYTES = 512
@@ -300,6 +301,34 @@ class Namespace:
             )
         self.check_group(group)
         return sizes[group]
+
+
+MAX_QUOTAS = 1024
+"""Namespaces that have a quota, open or not."""
+
+
+class Quotas:
+    """By fingerprint, the most bytes of the pool that a namespace may have, where an operator says so."""
+
+    def __init__(self) -> None:
+        self._quotas: dict[bytes, int] = {}
+
+    def __iter__(self) -> Iterator[tuple[bytes, int]]:
+        return iter(self._quotas.items())
+
+    def of(self, fingerprint: bytes) -> int | None:
+        """Bytes; None for no quota."""
+        return self._quotas.get(fingerprint)
+
+    def set(self, fingerprint: bytes, quota_bytes: int | None) -> None:
+        """Set the quota of a namespace, open or not; None takes it away. Raises KvoffdError, BAD_ARGUMENT."""
+        if quota_bytes is None:
+            self._quotas.pop(fingerprint, None)
+            return
+        if fingerprint not in self._quotas and len(self._quotas) >= MAX_QUOTAS:
+            why = f"{MAX_QUOTAS} namespaces have a quota, the most there may be; take those of others away."
+            raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
+        self._quotas[fingerprint] = quota_bytes
 
 
 def nbytes_of(label: str, description: str, world_size: int, groups: int) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,9 @@ import numpy.typing as npt
 from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.namespace import Namespace
 from kvoffd.system.native import native
+
+if TYPE_CHECKING:
+    from kvoffd_proto.admin import KeyWorth, PolicyClass
 
 REJECTED = -1.0
 """Score of a key that is not to be stored, whatever space there is."""
@@ -34,10 +38,13 @@ class Group:
     """Bytes of the slot by rank; all ranks have registered."""
     dead: bool = False
     """The namespace was reset: its blocks are swept out."""
+    blocks_in: Counter[int] = field(default_factory=Counter)
+    """By state, the number of blocks that have slots."""
+    block_bytes: int = 0
+    """Pool bytes of a block."""
 
-    @property
-    def block_bytes(self) -> int:
-        return sum(self.sizes)
+    def __post_init__(self) -> None:
+        self.block_bytes = sum(self.sizes)
 
 
 class Chain(NamedTuple):
@@ -48,6 +55,17 @@ class Chain(NamedTuple):
     """End to end, root of the prefix first."""
     ready: BlockIds
     """Those of its blocks that it found READY and that still are, in that order."""
+
+
+class PolicyState(NamedTuple):
+    """What a policy that learns tells of itself; the fields of ``PolicyDescribed``."""
+
+    requests: int = 0
+    known_keys: int = 0
+    hit_bytes: int = 0
+    lru_hit_bytes: int = 0
+    as_lru: bool = False
+    classes: Sequence[PolicyClass] = ()
 
 
 class Policy(Protocol):
@@ -73,6 +91,29 @@ class Policy(Protocol):
 
     def rejected(self, group: Group, keys: bytes) -> None:
         """Offered keys were not worth the blocks that would have had to go."""
+
+    def chance(self, group: Group, keys: bytes, within_bytes: int) -> npt.NDArray[np.float64]:
+        """The chance of each key to be asked for again before so many bytes more are; 1 where nothing tells."""
+
+    @property
+    def ghosts(self) -> int:
+        """Keys without a block that are remembered."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of what is known."""
+
+    def describe(self) -> PolicyState:
+        """What was learned."""
+
+    def worth_of(self, group: Group, key: bytes) -> KeyWorth | None:
+        """What is known of a key; None where nothing is."""
+
+    def state(self) -> bytes:
+        """The statistics, for a successor; empty where there are none."""
+
+    def restore(self, state: bytes) -> None:
+        """Go on with an earlier policy's statistics, before anything else. Raises ValueError where they are no use."""
 
 
 class Lru:
@@ -115,3 +156,26 @@ class Lru:
 
     def rejected(self, group: Group, keys: bytes) -> None:
         raise AssertionError("nothing is rejected")
+
+    def chance(self, group: Group, keys: bytes, within_bytes: int) -> npt.NDArray[np.float64]:
+        return np.ones(len(keys) // group.key_bytes)
+
+    @property
+    def ghosts(self) -> int:
+        return 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._older.nbytes + self._newer.nbytes
+
+    def describe(self) -> PolicyState:
+        return PolicyState()
+
+    def worth_of(self, group: Group, key: bytes) -> KeyWorth | None:
+        return None
+
+    def state(self) -> bytes:
+        return b""
+
+    def restore(self, state: bytes) -> None:
+        """There is nothing to go on with."""

@@ -150,7 +150,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def assert_there_was_no_space(self, taker: Namespace, group: int, job: set[Name]) -> None:
         sizes = set(taker.slot_sizes(group))
-        quota = self.cache.quotas.get(taker.fingerprint)
+        quota = self.cache.quotas.of(taker.fingerprint)
         if quota is not None and taker.held_bytes + taker.block_bytes(group) > quota:
             return
         for name, model in self.index.items():
@@ -311,11 +311,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(space=spaces, most=st.sampled_from([None, None, 4, 8, 16]))
     def limit(self, space: int, most: int | None) -> None:
-        fingerprint = self.spaces[space].fingerprint
-        if most is None:
-            self.cache.quotas.pop(fingerprint, None)
-        else:
-            self.cache.quotas[fingerprint] = most * UNIT
+        self.cache.quotas.set(self.spaces[space].fingerprint, None if most is None else most * UNIT)
 
     @rule(session=sessions, data=st.data())
     def release(self, session: int, data: st.DataObject) -> None:

@@ -7,7 +7,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import numpy as np
 
@@ -25,9 +25,9 @@ from kvoffd.cache.block_table import (
     WRITING_SHARD,
     WRITTEN,
 )
-from kvoffd.cache.cache import Cache, StoreTicket
+from kvoffd.cache.cache import Cache, Held, StoreTicket
 from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.policy import Lru
+from kvoffd.cache.policy import Group, Lru
 from kvoffd.cache.recovery import GroupGeometry, RecoveredBlocks, recover
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import SlotTable, TableGeometry
@@ -125,13 +125,13 @@ class CacheRig:
         heir = Cache(slots, table, Lru(self.geometry.slots), FoldedEvents(), self.clock)
         numbers: dict[int, tuple[bytes, int]] = {}
         namespaces = {}
-        for namespace, number in cache.numbers.items():
+        for namespace in cache.namespaces.values():
             groups = []
             for group in range(len(namespace.groups)):
                 numbers[len(numbers) + 1] = namespace.fingerprint, group
                 lengths = [namespace.shard_length(rank, group) for rank in range(namespace.world_size)]
                 groups.append(GroupGeometry(len(numbers), namespace.key_bytes, lengths))
-            namespaces[number] = groups
+            namespaces[namespace.number] = groups
         recovered = recover(fd, table, slots, heir.blocks, namespaces)
         os.close(fd)
         return BlockFinder(heir, numbers), recovered
@@ -155,9 +155,9 @@ def check_invariants(cache: Cache) -> None:
     blocks, slots, table = cache.blocks, cache.slots, cache.table
     heads = np.flatnonzero(np.isin(blocks.state, (WRITING, READY, DROPPED))).astype(np.uint32)
     seen: set[int] = set()
-    counts: Counter[tuple[Namespace, int]] = Counter()
+    counts: Counter[tuple[Group, int]] = Counter()
     nbytes: Counter[Namespace] = Counter()
-    pinned = unverified = 0
+    pinned = pinned_blocks = unverified = 0
     for head in heads.tolist():
         group = cache._of(int(blocks.group[head]))
         ring = blocks.slots(np.array([head], np.uint32), len(group.sizes))[0].tolist()
@@ -189,22 +189,39 @@ def check_invariants(cache: Cache) -> None:
             assert (found[0], int(number[0])) == (state, head)
         if blocks.pins[head]:
             pinned += group.block_bytes
-        counts[group.namespace, 4 if state == DROPPED or group.dead else state] += 1
+            pinned_blocks += 1
+        counts[group, DROPPED if group.dead else state] += 1
         nbytes[group.namespace] += group.block_bytes
     quarantined = {int(slot) for slot in np.flatnonzero(slots.in_use) if int(slot) not in seen}
     assert all(blocks.shard[slot] == CORRUPT for slot in quarantined), "a slot in use is of no block"
     assert seen <= set(np.flatnonzero(slots.in_use).tolist()), "a block's slot is free"
-    assert cache.pinned_bytes == pinned
+    assert (cache.pinned_bytes, cache.pinned_blocks) == (pinned, pinned_blocks)
+    assert cache.quarantined_slots == len(quarantined)
     assert cache.unverified_slots == unverified
+    for number, known in enumerate(cache._groups):
+        if known is not None:
+            assert known.number == number
+            assert known.dead or cache._current[known.namespace][known.group] is known
+            assert all(known.blocks_in[state] == counts.pop((known, state), 0) for state in (WRITING, READY, DROPPED))
+            assert not known.dead or known.blocks_in.total(), "a group that is over is still known"
+    assert not counts, "a block is of a group that is forgotten"
     for namespace in cache.namespaces.values():
-        for state in (WRITING, READY, 4):
-            assert namespace.blocks_in[state] == counts[namespace, state], (state, namespace.blocks_in)
         assert namespace.held_bytes == nbytes[namespace]
     usage = cache.usage
     assert usage.free + usage.writing + usage.ready + usage.dropped + usage.quarantined == slots.pool_bytes
     pins: Counter[int] = Counter()
+    held: dict[int, Held] = {}
     for lease in cache.leases.values():
+        assert len(set(lease.blocks.tolist())) == len(lease.blocks), "a lease pins a block twice"
         pins.update(lease.blocks.tolist())
+        one = held.setdefault(lease.session, Held())
+        one.leases += 1
+        one.keys += len(lease.blocks)
+        one.nbytes += lease.nbytes
+        one.charged_bytes += lease.charged_bytes
+    assert {session: astuple(one) for session, one in held.items()} == {
+        session: astuple(one) for session, one in cache._held.items()
+    }
     assert all(blocks.pins[block] >= count for block, count in pins.items())
     order = [int(block) for batch in cache.policy.candidates() for block in batch]
     assert sorted(order) == np.flatnonzero(blocks.state == READY).tolist(), "the policy knows other blocks"
