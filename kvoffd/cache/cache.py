@@ -606,7 +606,10 @@ class Cache:
         counters.keys_ready += sum(one.count(READY) for one in states)
         counters.prefix_keys_ready += sum(len(one) - len(one.lstrip(bytes([READY]))) for one in states)
         counters.asked_tokens += max(
-            (len(one) * namespace.groups[group].tokens_per_block for (group, _), one in zip(groups, states, strict=True)),
+            (
+                len(one) * namespace.groups[group].tokens_per_block
+                for (group, _), one in zip(groups, states, strict=True)
+            ),
             default=0,
         )
         for group, (_, keys), before, after in zip(known, groups, pool, states, strict=True):
@@ -1410,9 +1413,7 @@ class Cache:
         if len(prefix) == 2 * namespace.key_bytes:
             states, blocks = self.blocks.find(known.number, bytes.fromhex(prefix), namespace.key_bytes)
             return blocks[np.frombuffer(states, np.uint8) != FREE], 0
-        there = (self.blocks.group[begin:end] == known.number) & np.isin(
-            self.blocks.state[begin:end], (WRITING, READY)
-        )
+        there = (self.blocks.group[begin:end] == known.number) & np.isin(self.blocks.state[begin:end], (WRITING, READY))
         blocks = (np.flatnonzero(there) + begin).astype(np.uint32)
         if prefix:
             keys = namespace.split(group, self.blocks.keys(blocks, namespace.key_bytes))
