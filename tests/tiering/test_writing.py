@@ -143,6 +143,49 @@ def test_stored_anew_while_its_predecessor_is_written_only_the_new_one_stays() -
     rig.check()
 
 
+def test_a_number_that_is_another_blocks_by_its_turn_is_not_written() -> None:
+    rig = rig_of(WriteMode.REUSE)
+    space = rig.open()
+    rig.put(space, keys_of(1))
+    (before,) = rig.blocks_of(space, keys_of(1))
+    rig.use(space, keys_of(1))
+    rig.cache.release(1, [1])
+    rig.evict(space, keys_of(1))
+    rig.put(space, keys_of(2))
+    assert rig.blocks_of(space, keys_of(2)).tolist() == [before]
+    assert rig.tiering.demoter.waiting_blocks == 1
+    go_on(rig)
+    assert not rig.disk.blocks, "nobody has used it"
+
+
+@pytest.mark.parametrize("mode", [WriteMode.ALWAYS, WriteMode.EVICT])
+def test_what_a_reset_made_stale_is_not_written_though_it_is_in_the_pool_yet(mode: WriteMode) -> None:
+    rig = rig_of(mode, trickle_bytes=0)
+    space = rig.open(world_size=2)
+    rig.engines_busy = True
+    rig.put(space, keys_of(*range(16)))
+    rig.tiering.tick()
+    rig.cache.reset(space)
+    rig.tier_events.index.clear()  # as the event of the cache says
+    rig.engines_busy = False
+    go_on(rig)
+    assert rig.tiering.demoter.written_blocks == 0
+    assert rig.cache.usage.dropped
+    rig.check()
+
+
+def test_reset_while_it_is_written_it_does_not_come_back() -> None:
+    rig = rig_of(WriteMode.ALWAYS)
+    space = rig.open()
+    rig.put(space, keys_of(1, 2))
+    rig.tiering.pump()
+    rig.cache.reset(space)
+    rig.put(space, keys_of(1))
+    rig.disk.end_all()
+    assert rig.in_tier(space, keys_of(2)) == 0
+    rig.check()
+
+
 def test_a_write_that_fails_is_let_go() -> None:
     rig = rig_of(WriteMode.ALWAYS)
     space = rig.open()
