@@ -147,12 +147,13 @@ def test_pinned_blocks_are_never_evicted_for_what_comes_up(rig: TieringHarness) 
     space = rig.open(sizes=(4 * UNIT,))
     rig.put_in_tier(space, keys_of(1))
     rig.put(space, keys_of(11, 12, 13, 14))
-    assert rig.cache.lookup(space, 1, 1, [(0, keys_of(11, 12, 13, 14))])[1] == 4
+    pinned = rig.blocks_of(space, keys_of(11, 12, 13, 14))
+    rig.cache.pin(pinned)
     rig.states(space, keys_of(1))
     rig.finish_promotions()
     assert rig.tiering.promoter.failures["no_space"] == 1
     assert rig.states(space, keys_of(1)) == [PENDING], "asked for anew"
-    rig.cache.release(1, [1])
+    rig.cache.unpin(pinned)
     rig.finish_promotions()
     assert rig.states(space, keys_of(1)) == [READY]
     rig.check()
