@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TypeAlias
@@ -296,7 +296,8 @@ class Demoter:
     def _still_ready(self, noted: _Noted) -> BlockIds:
         blocks = np.fromiter(noted, np.uint32, len(noted))
         same = self._generations[blocks] == np.fromiter(noted.values(), np.uint64, len(noted))
-        return blocks[same & (self._cache.blocks.state[blocks] == READY)]
+        ready: BlockIds = blocks[same & (self._cache.blocks.state[blocks] == READY)]
+        return ready
 
     def _sweep(self) -> None:
         """Remove waiting blocks that left the pool before their turn: where a tier hangs, no turn comes."""
@@ -319,13 +320,13 @@ class Demoter:
         pairs = zip(blocks.tolist(), keys, strict=True)
         return [(block, key) for block, key in pairs if key not in index and block not in self.under_way]
 
-    def _are_worth(self, group: Group, lacking: Sequence[tuple[int, bytes]]) -> Iterable[bool]:
+    def _are_worth(self, group: Group, lacking: Sequence[tuple[int, bytes]]) -> list[bool]:
         """Whether each may come back before the tier, which is full, would have evicted it."""
         within = self._tier.full_bytes if self.mode is not WriteMode.ALWAYS else 0
         if not within or not lacking:
             return [True] * len(lacking)
         chances = self._cache.policy.chance(group, b"".join([key for _, key in lacking]), within)
-        return (chances >= self._least_chance).tolist()
+        return [chance >= self._least_chance for chance in chances.tolist()]
 
     def _spare(self, group: Group) -> None:
         self.spared_blocks += 1

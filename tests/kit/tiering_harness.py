@@ -125,7 +125,8 @@ class TieringHarness(CacheRig):
     def records(self, namespace: Namespace, key: bytes, group: int = 0) -> np.ndarray:
         """The slot table's records of a block, by rank."""
         blocks = self.blocks_of(namespace, key, group)
-        return self.table.records[self.cache.blocks.slots(blocks, namespace.world_size)[0]]
+        found: np.ndarray = self.table.records[self.cache.blocks.slots(blocks, namespace.world_size)[0]]
+        return found
 
     def evict(self, namespace: Namespace, keys: bytes, group: int = 0) -> None:
         self.cache._evict(self.blocks_of(namespace, keys, group))

@@ -10,9 +10,9 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.tiering import TieringSettings, WriteMode, manager
 from kvoffd.tiers.disk.index import GroupIndex
 from kvoffd_proto.messages import ABSENT, PENDING, READY
-from tests.kit.cache_harness import SLOT_UNIT, keys_of
 from tests.kit.held_disk import HeldDisk
 from tests.kit.memory_disk import MemoryDisk
+from tests.kit.slot_cache import UNIT, keys_of
 from tests.kit.tiering_harness import TieringHarness, name_of
 
 
@@ -21,7 +21,7 @@ class CompositeRig(TieringHarness):
 
     def __init__(self, other_blocks: int = 0) -> None:
         super().__init__(TieringSettings(WriteMode.ALWAYS), regions=8, tier_blocks=6)
-        other = HeldDisk(MemoryDisk(), self.memory, self.clock, self.tiering, other_blocks)
+        other = HeldDisk(MemoryDisk(), self.memory, self.clock, self.tiering, other_blocks, UNIT)
         self.tiers.attach(other.tier)
         self.members = [self.disk, other]
 
@@ -53,7 +53,7 @@ def test_it_is_full_when_all_members_are() -> None:
     while not all(member.tier.stats().evicted_blocks for member in rig.members):
         assert not rig.tiers.full_bytes
         rig.write_all(space, next(numbers))
-    assert rig.tiers.full_bytes == 16 * SLOT_UNIT
+    assert rig.tiers.full_bytes == 16 * UNIT
 
 
 def test_every_block_is_in_one_member_and_all_are_used(rig: CompositeRig) -> None:
@@ -68,7 +68,7 @@ def test_every_block_is_in_one_member_and_all_are_used(rig: CompositeRig) -> Non
 def test_blocks_come_up_from_whichever_member_has_them(rig: CompositeRig) -> None:
     space = rig.open()
     rig.write_all(space, *range(8))
-    rig.cache.blocks.evict(list(space.index[0].values()))
+    rig.evict(space, keys_of(*range(8)))
     assert rig.states(space, keys_of(*range(8))) == [PENDING] * 8
     rig.tiering.pump()
     rig.end_all()
@@ -89,7 +89,7 @@ def test_with_a_member_its_blocks_come_and_events_tell_of_it(
     monkeypatch.setattr(manager, "MAX_KEYS_PER_TICK", 1)
     space = rig.open()
     rig.write_all(space, *range(8))
-    rig.cache.blocks.evict(list(space.index[0].values()))
+    rig.evict(space, keys_of(*range(8)))
     coming = rig.members[1].tier
     names = [name.key for name in rig.members[1].blocks]
     rig.tiers._members.remove(coming)
@@ -107,7 +107,7 @@ def test_with_a_member_its_blocks_come_and_events_tell_of_it(
 def test_of_a_member_that_hangs_nothing_is_waited_for_and_the_others_serve(rig: CompositeRig) -> None:
     space = rig.open()
     rig.write_all(space, *range(8))
-    rig.cache.blocks.evict(list(space.index[0].values()))
+    rig.evict(space, keys_of(*range(8)))
     lost = [name.key for name in rig.members[0].blocks]
     rig.tier.hangs = True
     found = {number: rig.states(space, keys_of(number)) for number in range(8)}
