@@ -111,9 +111,14 @@ class BlockTable:
         return np.ascontiguousarray(slots[:, 0])
 
     def publish(
-        self, blocks: BlockIds, slots: SlotIds, first_blocks: Sequence[int], length: int, checksums: Sequence[int]
+        self,
+        blocks: BlockIds,
+        slots: SlotIds,
+        first_blocks: Sequence[int] | npt.NDArray[np.uint16],
+        length: int,
+        checksums: Sequence[int] | npt.NDArray[np.uint64],
     ) -> BlockIds:
-        """Note that one rank's shards of WRITING blocks are whole. Returns the blocks that are READY by it.
+        """Note that shards of WRITING blocks, all of one length, are whole. Returns the blocks that are READY by it.
 
         They come from the last to the first, with rising generations: it is the order of use for a successor, and a
         chain's tail is older than its root. A successor does not trust bytes without a checksum, which is 0.

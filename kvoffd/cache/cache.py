@@ -940,16 +940,27 @@ class Cache:
         checksums: npt.NDArray[np.uint64],
     ) -> int:
         """End a fill: ``whole`` says of each block whether all of it is there; the others are [blocks, ranks]."""
-        slots, blocks = ticket.slots, ticket.blocks
-        ready = 0
-        for rank in range(slots.shape[1]):
-            of_rank = np.ascontiguousarray(slots[:, rank])
-            self._let_go(ticket.group, blocks[~whole], of_rank[~whole])
-            ready += self._commit(
-                *(ticket.group, blocks[whole], of_rank[whole], first_blocks[whole, rank].tolist(), rank),
-                *(checksums[whole, rank].tolist(), NO_TOKENS),
-            )
-        return ready
+        group, blocks, slots = ticket.group, ticket.blocks, ticket.slots
+        # No store has a part in them: all shards belong to the fill.
+        writing = self.blocks.state[blocks] == WRITING
+        kept = whole & writing & (not group.dead)
+        if not kept.all():
+            self.blocks.shard[slots[~kept]] = RESERVED
+            if not group.dead:
+                self._remove(group, WRITING, blocks[writing & ~kept])
+            lost = blocks[~kept]
+            self._free_dropped(lost[self.blocks.state[lost] == DROPPED])
+            blocks, slots, first_blocks, checksums = blocks[kept], slots[kept], first_blocks[kept], checksums[kept]
+        ready = _NOTHING
+        for length in dict.fromkeys(group.lengths) if blocks.size else ():
+            ranks = [rank for rank, nbytes in enumerate(group.lengths) if nbytes == length]
+            firsts, sums = first_blocks[:, ranks].T.ravel(), checksums[:, ranks].T.ravel()
+            shards = slots[:, ranks].T.ravel()
+            ready = self.blocks.publish(np.tile(blocks, len(ranks)), shards, firsts, length, sums)
+            self.unverified_slots += len(sums) - int(np.count_nonzero(sums))
+        if ready.size:
+            self._make_ready(group, ready)
+        return len(ready)
 
     # --- loads ----------------------------------------------------------------------------------
 
