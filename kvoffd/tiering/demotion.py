@@ -101,18 +101,29 @@ class Write:
     offsets: list[int]
     """By rank, the pool offset in bytes of the slot to be read."""
 
+    @property
+    def number(self) -> int:
+        return int(self.block[0])
 
-def write_of(cache: Cache, group: Group, block: int) -> Write | None:
-    """How a READY block is to be written; None where it lacks a checksum to keep with it, or has wrong bytes."""
-    numbers = np.array([block], np.uint32)
-    slots = cache.blocks.slots(numbers, len(group.sizes))[0]
+
+def writes_of(cache: Cache, group: Group, blocks: BlockIds) -> list[Write]:
+    """How READY blocks are to be written; without those that lack a checksum to keep with them, or have wrong bytes."""
+    slots = cache.blocks.slots(blocks, len(group.sizes))
     records = cache.table.records[slots]
-    checksums = records["checksum"].tolist()
-    if 0 in checksums or (cache.blocks.shard[slots] & CORRUPT).any():
-        return None
-    shards = tuple(map(TierShard, group.lengths, records["first_block"].tolist(), checksums))
-    key = TierKey(group.namespace.fingerprint, group.group, cache.blocks.keys(numbers, group.key_bytes))
-    return Write(group, numbers, TierBlock(key, shards), cache.slots.offsets(slots).tolist())
+    bad = ((records["checksum"] == 0) | (cache.blocks.shard[slots] & CORRUPT != 0)).any(axis=1)
+    fingerprint, number, keys = group.namespace.fingerprint, group.group, cache.blocks.keys(blocks, group.key_bytes)
+    columns = (bad, records["first_block"], records["checksum"], cache.slots.offsets(slots))
+    rows = zip(group.namespace.split(number, keys), *(column.tolist() for column in columns), strict=True)
+    return [
+        Write(
+            group,
+            blocks[at : at + 1],
+            TierBlock(TierKey(fingerprint, number, key), tuple(map(TierShard, group.lengths, firsts, sums))),
+            offsets,
+        )
+        for at, (key, is_bad, firsts, sums, offsets) in enumerate(rows)
+        if not is_bad
+    ]
 
 
 class Demoter:
@@ -231,45 +242,50 @@ class Demoter:
                 return
 
     def pump(self) -> None:
-        """Begin to write what may be written now, of very much a part."""
-        begun, busy = 0, self._engines_busy()
+        """Begin to write what may be written now, of very much a part, once there is room for more than a few."""
+        if 2 * self.under_way_bytes > self._under_way_limit:
+            return
+        begun: list[BlockIds] = []
+        try:
+            self._begin_some(begun, self._engines_busy())
+        finally:
+            if begun:
+                self._cache.pin(np.concatenate(begun))
+
+    def _begin_some(self, begun: list[BlockIds], busy: bool) -> None:
         for waiting in (self._waiting, self._cold):
             if waiting is self._cold and self.mode is WriteMode.REUSE and not self._idle():
                 return
             for _ in range(0, MAX_LOOKED_AT, MAX_BEGUN):
-                if self.under_way_bytes >= self._under_way_limit or (busy and self._trickle_left <= 0):
-                    return
-                for block, group in self._choose(waiting):
+                if not waiting or (busy and self._trickle_left <= 0):
+                    break
+                for write in self._choose(waiting):
                     full = self.under_way_bytes >= self._under_way_limit or (busy and self._trickle_left <= 0)
-                    if full or begun == MAX_BEGUN or not self._begin(block, group, waiting.pop(block), busy):
+                    if full or len(begun) == MAX_BEGUN or not self._begin(write, waiting.pop(write.number), busy):
                         return
-                    begun += 1
+                    begun.append(write.block)
             if waiting:
                 return
 
-    def _choose(self, waiting: _Noted) -> list[tuple[int, Group]]:
+    def _choose(self, waiting: _Noted) -> list[Write]:
         """Those of the next few that are to be written; the others do not wait any more."""
         some = dict(islice(waiting.items(), MAX_BEGUN))
-        chosen: dict[int, Group] = {}
+        chosen: dict[int, Write] = {}
         for group, alike in self._cache.by_group(self._still_ready(some)):
             lacking = self._lacking(group, alike)
             # What is at the cold end was judged there.
             worth = self._are_worth(group, lacking) if waiting is self._waiting else [True] * len(lacking)
-            for (block, _), is_worth in zip(lacking, worth, strict=True):
-                if is_worth:
-                    chosen[block] = group
-                else:
-                    self._spare(group)
+            wanted = [block for (block, _), is_worth in zip(lacking, worth, strict=True) if is_worth]
+            for _ in range(len(lacking) - len(wanted)):
+                self._spare(group)
+            chosen |= {write.number: write for write in writes_of(self._cache, group, np.array(wanted, np.uint32))}
         for block in some:
             if block not in chosen:
                 del waiting[block]
-        return [(block, chosen[block]) for block in some if block in chosen]
+        return [chosen[block] for block in some if block in chosen]
 
-    def _begin(self, block: int, group: Group, generation: int, busy: bool) -> bool:
+    def _begin(self, write: Write, generation: int, busy: bool) -> bool:
         """Begin to write a block; False where no more can be begun now."""
-        write = write_of(self._cache, group, block)
-        if write is None:
-            return True
         nbytes = write.copy.nbytes
         if not self.budget.take(nbytes):
             self.over_budget += 1
@@ -277,15 +293,14 @@ class Demoter:
                 self._waiting.clear()  # they will wait again when they are used again, or as the next to be evicted
                 self._cold.clear()
             else:
-                self._waiting[block] = generation
+                self._waiting[write.number] = generation
             return False
         if not self._tier.write(write.copy, write.offsets, self._on_done(write)):
             self.budget.give_back(nbytes)
             if self.under_way:  # there were too many at once
-                self._waiting[block] = generation
+                self._waiting[write.number] = generation
             return False
-        self._cache.pin(write.block)
-        self.under_way[block] = write
+        self.under_way[write.number] = write
         self.under_way_bytes += nbytes
         self._trickle_left -= nbytes if busy else 0
         return True
@@ -353,10 +368,9 @@ class Demoter:
             elif result is TierResult.PRESENT:
                 self.budget.give_back(nbytes)
                 self._trickle_left += nbytes
-            block = int(write.block[0])
-            del self.under_way[block]
+            del self.under_way[write.number]
             self.under_way_bytes -= nbytes
-            dropped = self._cache.blocks.state[block] != READY or write.group.dead
+            dropped = self._cache.blocks.state[write.number] != READY or write.group.dead
             self._cache.unpin(write.block)
             if dropped and result in (TierResult.DONE, TierResult.PRESENT):  # it must not come back
                 self._tier.forget([write.copy.id])

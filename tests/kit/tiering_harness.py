@@ -11,7 +11,7 @@ from kvoffd.cache.block_table import READY, SHARD_STATE, WRITING, WRITTEN, Block
 from kvoffd.cache.cache import StoreTicket
 from kvoffd.cache.namespace import Namespace
 from kvoffd.tiering import TieringSettings
-from kvoffd.tiering.demotion import write_of
+from kvoffd.tiering.demotion import writes_of
 from kvoffd.tiering.manager import TieringManager
 from kvoffd.tiers.tier import CompositeTier, TierKey
 from kvoffd_proto.events import MEDIUM_STORAGE
@@ -159,9 +159,9 @@ class TieringHarness(CacheRig):
         """Have the tier be given blocks that are READY."""
         known = self.cache._group(namespace, group)
         assert known is not None
-        for block in self.blocks_of(namespace, keys, group).tolist():
-            write = write_of(self.cache, known, block)
-            assert write is not None
+        writes = writes_of(self.cache, known, self.blocks_of(namespace, keys, group))
+        assert len(writes) == len(namespace.split(group, keys))
+        for write in writes:
             self.cache.pin(write.block)
             assert self.tier.write(write.copy, write.offsets, lambda _, pinned=write.block: self.cache.unpin(pinned))  # type: ignore[misc]
         self.disk.end_all()
