@@ -224,11 +224,10 @@ class Demoter:
         self._not_worth = set()
         for batch in self._cache.policy.candidates():
             for group, alike in self._cache.by_group(batch):
-                if group.dead or left <= 0 or left_bytes <= 0:
-                    continue
-                some = alike[: min(left, -(-left_bytes // group.block_bytes))]
+                some = alike[: max(0, min(left, -(-left_bytes // group.block_bytes)))]
                 left -= len(some)
-                left_bytes -= len(some) * group.block_bytes
+                if not group.dead:
+                    left_bytes -= len(some) * group.block_bytes
                 lacking = self._lacking(group, some)
                 for (block, _), worth in zip(lacking, self._are_worth(group, lacking), strict=True):
                     generation = int(self._generations[block])

@@ -273,14 +273,16 @@ def test_where_nothing_can_be_judged_all_is_written(
     assert not rig.tiering.demoter.spared_blocks
 
 
-def test_blocks_without_a_checksum_stay() -> None:
-    rig = rig_of(WriteMode.ALWAYS)
+def test_blocks_without_a_checksum_stay_and_take_nothing_of_the_budget() -> None:
+    rig = rig_of(WriteMode.ALWAYS, per_day_bytes=800 * UNIT)
     space = rig.open()
+    budget = rig.tiering.demoter.budget.left_bytes
     ticket = rig.begin(space, 0, 0, keys_of(1))
     rig.fill(ticket)
     rig.commit(ticket, checksum=0)
     go_on(rig)
     assert not rig.disk.blocks
+    assert rig.tiering.demoter.budget.left_bytes == budget
 
 
 def test_no_more_than_a_sixteenth_of_the_pool_is_pinned_for_writing() -> None:
