@@ -108,6 +108,8 @@ class PromotionRequest:
     deadline: float
     fill: FillTicket | None = None
     """Its block in the pool, while the tier reads into it: the slots stay until that has ended."""
+    forgotten: bool = False
+    """The key was invalidated, or its namespace reset, which may be gone by now."""
     askers: int = 0
     """Lookups that count it as found, or as a miss, once it is known whether it comes up."""
 
@@ -215,6 +217,7 @@ class Promoter:
         request = self.requested(namespace, group).get(key)
         if request is not None:
             self._settle(request, MissReason.INVALIDATED)
+            request.forgotten = True
             self._withdraw(request)
             self._leave_queue(request)
 
@@ -358,7 +361,8 @@ class Promoter:
         self.failures[reason] += 1
         source, miss = request.source.id, MISSES.get(reason, MissReason.TIER_FAILED)
         self._settle(request, miss)
-        self._cache.note_misses(request.namespace, source.group, source.key, miss)
+        if not request.forgotten:
+            self._cache.note_misses(request.namespace, source.group, source.key, miss)
 
     def _settle(self, request: PromotionRequest, miss: MissReason | None = None) -> None:
         """Count the key for those who asked for it, once: as found, or as a miss."""

@@ -143,6 +143,29 @@ def test_a_reset_forgets_what_is_queued_under_way_and_in_the_tier(rig: TieringHa
     rig.check()
 
 
+@pytest.mark.parametrize("fault", [None, TierResult.FAILED])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_namespace_may_be_forgotten_while_a_block_of_it_comes_up(
+    rig: TieringHarness, fault: TierResult | None, late: bool
+) -> None:
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(1))
+    rig.states(space, keys_of(1))
+    rig.tiering.pump()
+    rig.cache.reset(space)
+    rig.cache.forget_namespace(space)
+    rig.tiering.namespace_forgotten(space)
+    rig.tier_events.index.clear()  # as the event of the cache says
+    rig.clock.now += 6.0 * late
+    rig.tiering.tick()
+    while rig.cache.background():
+        pass
+    rig.disk.end_all(rig.clock(), fault)
+    assert not rig.tiering.promoter.busy
+    assert rig.slots.used_bytes == 0
+    rig.check()
+
+
 def test_pinned_blocks_are_never_evicted_for_what_comes_up(rig: TieringHarness) -> None:
     space = rig.open(sizes=(4 * UNIT,))
     rig.put_in_tier(space, keys_of(1))
