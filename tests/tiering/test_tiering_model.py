@@ -131,12 +131,16 @@ class TieringMachine(RuleBasedStateMachine):
         self.rig.cache.invalidate(namespace, [(0, keys_of(*chain))])
         self.stored -= {TierKey(namespace.fingerprint, 0, keys_of(key)) for key in chain}
 
-    @rule(space=st.integers(0, 1))
-    def reset(self, space: int) -> None:
+    @rule(space=st.integers(0, 1), forgotten=st.booleans())
+    def reset(self, space: int, forgotten: bool) -> None:
         namespace = self.spaces[space]
         self.rig.cache.reset(namespace)
         self.stored = {name for name in self.stored if name.fingerprint != namespace.fingerprint}
         self.rig.tier_events.index = {name for name in self.rig.tier_events.index if name[0] != namespace.fingerprint}
+        if forgotten:
+            self.rig.cache.forget_namespace(namespace)
+            self.rig.tiering.namespace_forgotten(namespace)
+            self.spaces[space] = self.rig.open(namespace.label, namespace.world_size)
 
     @invariant()
     def all_is_right(self) -> None:
