@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvoffd.errors import KvoffdError, PoolTooLarge, UnsafeSegment
 from kvoffd.pool.memory import PoolMemory
-from kvoffd.pool.table_format import BadTable, Geometry, check_geometry, is_table
+from kvoffd.pool.slot_table import BadTable, TableGeometry, check_table, is_table
 from kvoffd.system.files import (
     FileCalls,
     FileInUse,
@@ -58,11 +58,11 @@ class PoolBacking(ABC):
         """How large a pool and its table can be here, with the memory that they hold already."""
 
     @abstractmethod
-    def find(self, geometry: Geometry) -> PoolMappings | None:
+    def find(self, geometry: TableGeometry) -> PoolMappings | None:
         """The memory that an earlier daemon left, or None. Raises BadTable when it is not of this geometry."""
 
     @abstractmethod
-    def make(self, geometry: Geometry) -> PoolMappings:
+    def make(self, geometry: TableGeometry) -> PoolMappings:
         """New memory, all zeros; what an earlier daemon left is freed before. Raises PoolTooLarge."""
 
     @abstractmethod
@@ -87,11 +87,11 @@ class MemfdBacking(PoolBacking):
         limit = memory_limit()
         return MemoryLimit(limit.bytes + held, limit.source)
 
-    def find(self, geometry: Geometry) -> PoolMappings | None:
+    def find(self, geometry: TableGeometry) -> PoolMappings | None:
         if self._stored is None:
             return None
         pool_fd, table_fd = self._stored
-        check_geometry(table_fd, geometry)
+        check_table(table_fd, geometry)
         if (size := os.fstat(pool_fd).st_size) != geometry.pool_bytes:
             raise BadTable(f"The memory beside the slot table has {size} bytes, and the table names another size.")
         try:
@@ -102,7 +102,7 @@ class MemfdBacking(PoolBacking):
         except UnsafeSegment as error:
             raise BadTable(f"What was kept is no memory of kvoffd's: {error.message}") from error
 
-    def make(self, geometry: Geometry) -> PoolMappings:
+    def make(self, geometry: TableGeometry) -> PoolMappings:
         if self._stored is not None:
             self.close()
             if self._on_discard is not None:
@@ -168,10 +168,10 @@ class FileBacking(PoolBacking):
         least = min(limits, key=lambda limit: limit.bytes)
         return MemoryLimit(least.bytes + held, least.source)
 
-    def find(self, geometry: Geometry) -> PoolMappings | None:
+    def find(self, geometry: TableGeometry) -> PoolMappings | None:
         if self._fd < 0:
             return None
-        check_geometry(self._fd, geometry)
+        check_table(self._fd, geometry)
         wanted, status = self._file_bytes(geometry), os.fstat(self._fd)
         if status.st_size != wanted:
             raise BadTable(f"The pool file has {status.st_size} bytes and should have {wanted}.")
@@ -179,7 +179,7 @@ class FileBacking(PoolBacking):
             self._allocate(wanted)  # somebody punched holes into it
         return self._map(geometry)
 
-    def make(self, geometry: Geometry) -> PoolMappings:
+    def make(self, geometry: TableGeometry) -> PoolMappings:
         size = self._file_bytes(geometry)
         try:
             if self._fd >= 0:
@@ -241,10 +241,10 @@ class FileBacking(PoolBacking):
         if fault := foreign_owner(status, "a pool"):
             raise PoolFileError(f"The pool file {self._path} {fault}. Remove it or name another.")
 
-    def _file_bytes(self, geometry: Geometry) -> int:
+    def _file_bytes(self, geometry: TableGeometry) -> int:
         return self._pool_at(geometry) + self._aligned(geometry.pool_bytes)
 
-    def _pool_at(self, geometry: Geometry) -> int:
+    def _pool_at(self, geometry: TableGeometry) -> int:
         return self._aligned(geometry.size_bytes)
 
     def _aligned(self, nbytes: int) -> int:
@@ -262,7 +262,7 @@ class FileBacking(PoolBacking):
                 f"({format_size(size_bytes)}): {error.strerror}. Choose a smaller pool or {room}."
             ) from error
 
-    def _map(self, geometry: Geometry) -> PoolMappings:
+    def _map(self, geometry: TableGeometry) -> PoolMappings:
         # Whole pages of the file system: huge ones are mapped whole or not at all.
         table_bytes = self._pool_at(geometry)
         return PoolMappings.map(
