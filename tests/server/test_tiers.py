@@ -12,6 +12,7 @@ from typing import cast
 
 import pytest
 
+from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config, DiskSize
 from kvoffd.server.admin import clear
 from kvoffd.server.background import Background
@@ -25,7 +26,7 @@ from kvoffd.tiers.tier import TierBlock, TierListener, TierStats
 from kvoffd_proto.admin import Clear
 from kvoffd_proto.messages import GroupKeys, GroupSpec, Invalidate
 from kvoffd_proto.stats import DiskState, Lifetime
-from tests.kit.cache_harness import CacheHarness, keys_of
+from tests.kit.slot_cache import CacheRig, keys_of
 from tests.kit.tiering_harness import FoldedTierEvents
 from tests.kit.waiting import wait_until
 
@@ -83,7 +84,7 @@ class TiersRig:
     """Tiers whose directories a test opens as it likes, in the threads that are made for that."""
 
     def __init__(self, directory: Path) -> None:
-        self.rig = CacheHarness()
+        self.rig = CacheRig(16, 4)
         self.calls: list[Callable[[], None]] = []
         self.go = threading.Event()
         self.result: FakeDisk | Exception = FakeDisk()
@@ -135,7 +136,7 @@ def rig(tmp_path: Path) -> Iterator[TiersRig]:
 
 def test_nothing_knows_of_tiers_before_the_first_directory(rig: TiersRig) -> None:
     assert rig.tiers.tiering is None
-    assert rig.rig.cache.blocks.tiering is None
+    assert rig.rig.cache.tiers is None
     rig.attach()
     assert rig.state() == [DiskState.OPENING]
     rig.opened()
@@ -200,7 +201,7 @@ def test_a_directory_that_opens_after_the_end_is_closed_again(rig: TiersRig) -> 
 def clear_by_operator(rig: TiersRig, namespace: bytes | None) -> Background:
     """The work that the request leaves."""
     if namespace is not None:
-        rig.rig.cache.open_namespace(namespace, "one", 1, 8, [GroupSpec("full_attention", 16)], "{}")
+        rig.rig.cache.open_namespace(Namespace(namespace, "one", 1, 8, [GroupSpec("full_attention", 16)], "{}"))
     cache, tiers = rig.rig.cache, rig.tiers
     traffic = TrafficCounts(cache, time.monotonic, Lifetime())
     context = SimpleNamespace(
@@ -238,8 +239,8 @@ def test_what_comes_while_all_is_cleared_brings_nothing_back(rig: TiersRig, come
     rig.attach()
     spaces = [rig.rig.open(name) for name in ("one", "other")]
     for space in spaces:
-        rig.rig.put(space, keys_of(1))
-    disk.names = {space.fingerprint for space in spaces} | {b"late".ljust(32)}
+        rig.rig.store(space, keys_of(1))
+    disk.names = {space.fingerprint for space in spaces} | {b"late".ljust(32, b"-")}
     if comes == "an engine":
         rig.opened()
     work = clear_by_operator(rig, None)
@@ -258,16 +259,16 @@ def test_a_reset_on_all_nodes_reaches_who_has_the_name_of_a_namespace_that_was_f
     rig: TiersRig,
 ) -> None:
     cache = rig.rig.cache
-    space = rig.rig.open()
-    rig.rig.put(space, keys_of(1))
+    space = rig.rig.open("a")
+    rig.rig.store(space, keys_of(1))
     clearing = cache.clear(space, keep_tiers=True)
     service = SimpleNamespace(cache=cache, state=rig.saved, tiers=rig.tiers, tiering=None)
     steps = Service._void(cast(Service, service), space.fingerprint)
     assert next(steps) is None
     assert list(clearing) == []
     cache.forget_namespace(space)
-    again = rig.rig.open()
-    rig.rig.put(again, keys_of(2))
+    again = rig.rig.open("a")
+    rig.rig.store(again, keys_of(2))
     assert list(steps) == []
     assert again.held_blocks == 0
 
@@ -331,7 +332,7 @@ def test_a_generation_that_was_forgotten_is_known_by_a_disk_and_other_disks_are_
     """As when the machine was started. The pool's blocks are older too if they are an earlier daemon's."""
     space, other, disk = rig.rig.open("one"), FakeDisk(), FakeDisk()
     space.recovered = recovered
-    rig.rig.put(space, keys_of(1, 2))
+    rig.rig.store(space, keys_of(1, 2))
     other.names, disk.names = {space.fingerprint}, {space.fingerprint}
     disk.generation = 5
     for number, rig.result in enumerate((other, disk)):
