@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvoffd.cache.block_table import FREE, READY, SHARD_STATE, WRITING, WRITTEN
+from kvoffd.cache.block_table import CORRUPT, FREE, READY, SHARD_STATE, WRITING, WRITTEN, BlockIds
 from kvoffd.cache.cache import FillTicket, LoadTicket, StoreTicket
-from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.errors import BadKeys, NotReady, UnknownLease
 from tests.kit.slot_cache import UNIT, CacheRig, Part, check_invariants, keys_of
 
@@ -53,6 +53,8 @@ class ModelLease:
     deadline: float
     pinned: list[Model] = field(default_factory=list)
     loaded: set[int] = field(default_factory=set)
+    counted: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Tokens by group and first key of each load that was counted."""
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -68,7 +70,12 @@ class CacheMachine(RuleBasedStateMachine):
         self.stores: list[tuple[StoreTicket, list[tuple[Model, int]]]] = []
         self.fills: list[tuple[FillTicket, list[Model]]] = []
         self.loads: list[tuple[LoadTicket, list[Model], list[bytes]]] = []
-        self.next_lease = 1
+        self.writes: list[tuple[BlockIds, list[Model], list[bytes]]] = []
+        """Blocks that are pinned for a write to a tier."""
+        self.loaded: dict[int, list[int]] = {space: [0, 0] for space in range(len(NAMESPACES))}
+        """Keys and tokens that were loaded."""
+        self.unused = [0] * len(NAMESPACES)
+        self.next_lease = self.next_generation = 1
 
     def geometry(self, space: int, rank: int, group: int) -> tuple[Namespace, int, int]:
         world_size, sizes = NAMESPACES[space]
@@ -136,7 +143,8 @@ class CacheMachine(RuleBasedStateMachine):
         assert all(self.peek(name) == self.state(name) for name in present), "a store evicted its own keys"
         assert sorted(part.copy + part.no_space + part.rejected) == expected
         assert part.no_space == sorted(part.no_space)
-        assert not part.copy or not part.no_space or max(part.copy) < max(part.no_space) or rank
+        fresh = [number for number in part.copy if names[number] not in self.index]
+        assert not fresh or not part.no_space or max(fresh) < min(part.no_space), "a tail was stored without its head"
         if part.no_space:
             self.assert_there_was_no_space(namespace, group, set(names))
         taken = []
@@ -146,6 +154,8 @@ class CacheMachine(RuleBasedStateMachine):
             taken.append((model, first_block if number == 0 else 0))
         for number in part.no_space:
             assert self.peek(names[number]) == FREE
+        quota = self.cache.quotas.of(namespace.fingerprint)
+        assert quota is None or namespace.held_bytes <= quota or not set(expected).intersection(part.copy) or rank
         self.stores.append((ticket, taken))
 
     def assert_there_was_no_space(self, taker: Namespace, group: int, job: set[Name]) -> None:
@@ -180,6 +190,15 @@ class CacheMachine(RuleBasedStateMachine):
             model.writing.remove(ticket.rank)
             model.idle_since = self.rig.clock.now
             if not model.writing and not model.first_block and self.index.get(model.name) is model:
+                del self.index[model.name]
+
+    @precondition(lambda self: self.stores)
+    @rule(data=st.data())
+    def store_is_overdue(self, data: st.DataObject) -> None:
+        ticket, taken = data.draw(st.sampled_from(self.stores))
+        self.cache.drop_unfinished(ticket)
+        for model, _ in taken:
+            if not model.ready and self.index.get(model.name) is model:
                 del self.index[model.name]
 
     @rule(space=spaces, group=groups, chain=chains)
@@ -298,6 +317,8 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), ok=st.booleans())
     def end_load(self, data: st.DataObject, ok: bool) -> None:
         ticket, models, _ = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
+        if ok:
+            self.count_load(ticket, models)
         self.cache.end_load([ticket], ok)
         for model in models:
             model.pins -= 1
@@ -307,17 +328,62 @@ class CacheMachine(RuleBasedStateMachine):
             if len(lease.loaded) == NAMESPACES[lease.space][0]:
                 self.end_leases([ticket.lease_id])
 
+    def count_load(self, ticket: LoadTicket, models: list[Model]) -> None:
+        ticket.tokens = 16 * len(models)
+        lease = self.leases.get(ticket.lease_id)
+        before = self.tokens_loaded(lease)
+        self.cache.count_load([ticket])
+        if lease is None or not models:
+            return
+        space, group, first = models[0].name
+        if (group, first) not in lease.counted:
+            lease.counted[group, first] = 16 * len(models)
+            self.loaded[space][0] += len(models)
+            self.loaded[space][1] += self.tokens_loaded(lease) - before
+
+    def tokens_loaded(self, lease: ModelLease | None) -> int:
+        by_group = [0, 0]
+        for (group, _), tokens in ({} if lease is None else lease.counted).items():
+            by_group[group] += tokens
+        return max(by_group)
+
+    @rule(space=spaces, group=groups, chain=chains)
+    def write_to_a_tier(self, space: int, group: int, chain: list[int]) -> None:
+        _, _, group = self.geometry(space, 0, group)
+        models = [self.index[name] for name in self.names(space, group, chain) if self.state(name) == READY]
+        if not models:
+            return
+        keys = keys_of(*(model.name[2] for model in models))
+        known = self.cache._group(self.spaces[space], group)
+        assert known is not None
+        _, blocks = self.cache.blocks.find(known.number, keys, 8)
+        self.cache.pin(blocks)
+        for model in models:
+            model.pins += 1
+        self.writes.append((blocks, models, [self.rig.table.records[block].tobytes()[8:104] for block in blocks]))
+
+    @precondition(lambda self: self.writes)
+    @rule(data=st.data())
+    def end_a_write(self, data: st.DataObject) -> None:
+        blocks, models, records = self.writes.pop(data.draw(st.integers(0, len(self.writes) - 1)))
+        assert [self.rig.table.records[block].tobytes()[8:104] for block in blocks] == records
+        self.cache.unpin(blocks)
+        for model in models:
+            model.pins -= 1
+
     # --- ends -----------------------------------------------------------------------------------
 
     @rule(space=spaces, most=st.sampled_from([None, None, 4, 8, 16]))
     def limit(self, space: int, most: int | None) -> None:
         self.cache.quotas.set(self.spaces[space].fingerprint, None if most is None else most * UNIT)
 
-    @rule(session=sessions, data=st.data())
-    def release(self, session: int, data: st.DataObject) -> None:
+    @rule(session=sessions, data=st.data(), unused=st.booleans())
+    def release(self, session: int, data: st.DataObject, unused: bool) -> None:
         asked = data.draw(st.lists(st.integers(1, self.next_lease), max_size=3))
         own = [number for number in set(asked) if number in self.leases and self.leases[number].session == session]
-        assert self.cache.release(session, asked) == len(own)
+        for lease in [self.leases[number] for number in own]:
+            self.unused[lease.space] += len(lease.pinned) if unused and not lease.counted else 0
+        assert self.cache.release(session, asked, MissReason.LATE if unused else None) == len(own)
         self.end_leases(own)
 
     @rule(session=sessions)
@@ -352,11 +418,20 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(space=spaces, end_leases=st.booleans())
     def reset(self, space: int, end_leases: bool) -> None:
         there = [name for name in self.index if name[0] == space]
-        assert self.cache.reset(self.spaces[space], end_leases=end_leases) == len(there)
+        generation, self.next_generation = self.next_generation, self.next_generation + 1
+        assert self.cache.reset(self.spaces[space], end_leases=end_leases, generation=generation) == len(there)
+        assert self.spaces[space].generation == generation
         if end_leases:
             self.end_leases([number for number, lease in self.leases.items() if lease.space == space])
         for name in there:
             del self.index[name]
+
+    @rule(space=spaces)
+    def forget_the_namespace(self, space: int) -> None:
+        self.reset(space, end_leases=True)
+        self.cache.forget_namespace(self.spaces[space])
+        self.spaces[space] = self.rig.open(f"n{space}", *NAMESPACES[space])
+        self.loaded[space], self.unused[space] = [0, 0], 0
 
     @rule()
     def background(self) -> None:
@@ -372,12 +447,19 @@ class CacheMachine(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(written))
         checksum, generation = int(records["checksum"][slot]), int(records["generation"][slot])
         assert self.cache.check(slot, generation - 1, 99), "another's bytes are judged"
+        judged = not blocks.shard[slot] & CORRUPT
+        (check,) = self.cache.checks(np.array([slot], np.uint32)) if judged else [None]
+        assert check is None or (check.slot, check.generation, check.checksum) == (slot, generation, checksum)
+        counts = self.cache.checked_slots, self.cache.mismatches
         wrong &= checksum != 0 and self.rig.cache.quarantined_bytes < 8 * UNIT
         group = self.cache._of(int(blocks.group[slot]))
-        name = self.spaces.index(group.namespace), group.group, int.from_bytes(blocks.keys(np.array([slot]), 8), "big")
-        assert self.cache.check(slot, generation, checksum + 1 if wrong else checksum or 5) is not wrong
-        if wrong and not group.dead:
-            del self.index[name]
+        key = int.from_bytes(blocks.keys(np.array([slot]), 8), "big")
+        name = -1 if group.dead else self.spaces.index(group.namespace), group.group, key
+        assert self.cache.check(slot, generation, checksum + 1 if wrong else checksum or 5) is (judged and not wrong)
+        counted = self.cache.checked_slots - counts[0], self.cache.mismatches - counts[1]
+        assert counted == (checksum != 0, wrong and judged)
+        if wrong and judged and not group.dead:
+            self.index.pop(name, None)
 
     @rule(space=spaces, chain=chains)
     def send_bad_keys(self, space: int, chain: list[int]) -> None:
@@ -418,12 +500,47 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.records(ticket) == records
 
     @invariant()
+    def what_was_asked_for_was_found_or_counted_as_missed(self) -> None:
+        for space, namespace in enumerate(self.spaces):
+            counters = namespace.counters
+            missed = counters.misses.total() - counters.misses[MissReason.LATE]
+            assert counters.keys_asked == counters.keys_ready + missed
+            assert counters.misses[MissReason.LATE] == self.unused[space]
+            assert [counters.loaded_keys, counters.loaded_tokens] == self.loaded[space]
+
+    @rule(space=spaces, group=groups, places=st.integers(1, 40), limit=st.integers(1, 5), prefix=st.integers(0, 11))
+    def list_blocks(self, space: int, group: int, places: int, limit: int, prefix: int) -> None:
+        namespace, _, group = self.geometry(space, 0, group)
+        names = {name for name in self.index if name[:2] == (space, group)}
+        for text, expected in [
+            ("", names),
+            (keys_of(prefix).hex()[:15], {name for name in names if name[2] // 16 == prefix // 16}),
+            (keys_of(prefix).hex(), {name for name in names if name[2] == prefix}),
+        ]:
+            listed, position = list[Name](), 0
+            while True:
+                blocks, position = self.cache.page(namespace, group, position, places, text, limit)
+                assert len(blocks) <= limit
+                for fact in map(self.cache.block, blocks.tolist()):
+                    name = space, group, int.from_bytes(fact.key, "big")
+                    assert (fact.state, fact.pins) == (self.state(name), self.index[name].pins)
+                    assert fact.first_block == max(self.index[name].first_block.values(), default=0)
+                    listed.append(name)
+                if not position:
+                    break
+            assert sorted(listed) == sorted(expected)
+
+    @invariant()
     def leases_are_the_model_s(self) -> None:
         assert set(self.cache.leases) == set(self.leases)
 
     @rule()
     def a_successor_finds_every_readable_block_with_a_checksum_and_no_other(self) -> None:
         heir, _ = self.rig.successor()
+        saved = heir.cache.table.load_namespaces(NamespaceSnapshot)
+        assert {record.fingerprint: (record.number, record.generation) for record in saved.namespaces} == {
+            namespace.fingerprint: (namespace.number, namespace.generation) for namespace in self.spaces
+        }
         found = heir.index()
         assert found <= self.rig.events.index
         for space, group, key in self.index:
@@ -444,6 +561,8 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.end_fill(fill, nothing, np.zeros(shape, np.uint16), np.zeros(shape, np.uint64))
         for load, _, _ in self.loads:
             self.cache.end_load([load], ok=False)
+        for blocks, _, _ in self.writes:
+            self.cache.unpin(blocks)
         for session in (1, 2, 3):
             self.cache.end_session(session)
         assert not self.cache.pinned_bytes
