@@ -27,6 +27,8 @@ struct recovery {
     uint64_t *generations; /* of the latter */
     uint32_t *discarded, *bad, *used; /* records to strike out; slots in quarantine; slots of whole blocks */
     uint64_t heads_found, discarded_found, bad_found, used_found;
+    /* Of the discarded: those of numbers that are not known, below `next_number` and from it on; of incomplete blocks. */
+    uint64_t next_number, reset_found, unwritten_found, incomplete_found;
 };
 
 /* zlib's CRC-32 of the records' 12 words: of several at once, as each step waits for the one before. */
@@ -94,8 +96,16 @@ static int take(struct recovery *r, const uint8_t *record, uint32_t slot, uint32
 
     if (READ(record, uint64_t, 0) != READY_RECORD || READ(record, uint32_t, CRC) != crc || !size)
         return 0;
-    if (READ(record, uint64_t, GENERATION) > MOST_GENERATION || !READ(record, uint64_t, CHECKSUM) ||
-        !(group = group_of(r, record)) || rank >= group->ranks || record[KEY_BYTES] != group->key_bytes)
+    if (READ(record, uint64_t, GENERATION) > MOST_GENERATION || !READ(record, uint64_t, CHECKSUM))
+        return 0;
+    if (!(group = group_of(r, record))) {
+        if (READ(record, uint32_t, NAMESPACE) < r->next_number)
+            r->reset_found++;
+        else
+            r->unwritten_found++;
+        return 0;
+    }
+    if (rank >= group->ranks || record[KEY_BYTES] != group->key_bytes)
         return 0;
     uint64_t pages = (length + PAGE - 1) / PAGE * PAGE;
     if (!length || length != r->lengths[group->lengths_at + rank] || size != (pages < LEAST_SLOT ? LEAST_SLOT : pages))
@@ -198,6 +208,7 @@ void kvoffd_recover_blocks(struct recovery *r)
             for (at = head; found; found--) {
                 x->state[at] = 0;
                 r->discarded[r->discarded_found++] = at;
+                r->incomplete_found++;
                 at = x->next[at];
             }
             continue;

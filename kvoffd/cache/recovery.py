@@ -36,9 +36,16 @@ class GroupGeometry(NamedTuple):
 class RecoveredBlocks(NamedTuple):
     blocks: BlockIds
     """READY, the one that was used least recently first."""
-    discarded: int
-    """Records that were struck out: their slots were being written, or they are torn, or contradict what is known."""
     quarantined: SlotIds
+    """Slots that an earlier daemon found to hold wrong bytes: they are not used again."""
+    reset: int
+    """Records that were struck out since their namespace was reset, or left out."""
+    unwritten: int
+    """Those of namespaces that were not written down, for want of room."""
+    incomplete: int
+    """Those of blocks of which a rank is missing."""
+    damaged: int
+    """Those that are torn, have no checksum, or contradict what is known."""
 
 
 class _Group(ctypes.Structure):
@@ -65,6 +72,7 @@ class _Recovery(ctypes.Structure):
             )
         ),
         *((name, ctypes.c_uint64) for name in ("heads_found", "discarded_found", "bad_found", "used_found")),
+        *((name, ctypes.c_uint64) for name in ("next_number", "reset_found", "unwritten_found", "incomplete_found")),
     )
 
 
@@ -74,6 +82,7 @@ def recover(
     slots: SlotAllocator,
     blocks: BlockTable,
     namespaces: Mapping[int, Sequence[GroupGeometry]],
+    next_number: int,
 ) -> RecoveredBlocks:
     """Enter what an earlier daemon left whole into an empty BlockTable and SlotAllocator, and strike out the rest.
 
@@ -83,6 +92,7 @@ def recover(
     Args:
         fd: the file that begins with the table.
         namespaces: by their numbers, the groups of those that are known.
+        next_number: the first that the snapshot knows nothing of.
     """
     geometry, count = table.geometry, table.geometry.slots
     numbers = sorted(number for number, groups in namespaces.items() if _believed(groups))
@@ -106,6 +116,7 @@ def recover(
         *(ctypes.addressof(native_groups), lengths.ctypes.data, blocks.address),
         *(heads.ctypes.data, generations.ctypes.data, discarded.ctypes.data, bad.ctypes.data, used.ctypes.data),
     )
+    recovery.next_number = next_number
     reference = ctypes.byref(recovery)
     _judge_records(fd, table, reference)
     native().recover_blocks(reference)
@@ -117,7 +128,8 @@ def recover(
     whole = recovery.heads_found
     blocks.generation = int(generations[:whole].max(initial=0))
     oldest_first = heads[np.argsort(generations[:whole])]
-    return RecoveredBlocks(oldest_first, int(recovery.discarded_found), quarantined)
+    told = recovery.reset_found, recovery.unwritten_found, recovery.incomplete_found
+    return RecoveredBlocks(oldest_first, quarantined, *told, recovery.discarded_found - sum(told))
 
 
 def _believed(groups: Sequence[GroupGeometry]) -> bool:

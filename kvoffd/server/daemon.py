@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import secrets
@@ -14,11 +13,9 @@ from collections.abc import Callable
 
 import uvloop
 
-from kvoffd.cache.pins import LeaseBounds
-from kvoffd.cache.policies import make_policy
+from kvoffd.cache.policy import make_policy
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.memory_estimate import max_index_bytes
 from kvoffd.observe.logging import RareWarnings, log_what_python_prints
 from kvoffd.server.descriptors import check_loop_calls, half_of_descriptors, raise_descriptor_limit
 from kvoffd.server.events import EventLog
@@ -64,11 +61,6 @@ class StartError(KvoffdError):
     """The daemon cannot start. The message is one sentence for the operator."""
 
 
-# Blocks are millions of long-lived objects without cycles; a full collection would stop the loop for as long as it
-# takes to look at each of them (seen: 20 to 30 ms at 64,000 blocks). The young generations are still collected.
-GC_THRESHOLDS = (10_000, 10, 2**31 - 1)
-
-
 def run(config: Config) -> int:
     """Serve until SIGTERM, SIGINT or SIGHUP, then return 0. Raises KvoffdError with a sentence when it cannot start."""
     log_what_python_prints()
@@ -99,8 +91,6 @@ def _prepare() -> None:
     raise_descriptor_limit()
     check_loop_calls()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
 
 
 class Daemon:
@@ -194,16 +184,19 @@ class Daemon:
         """The parts without sockets, over the pool."""
         config, pool = self._config, self._pool
         events = EventLog()
-        cache = BlockCache(
-            pool,
-            make_policy(config.eviction_policy, pool.pool_bytes),
+        blocks = BlockTable(pool.table.records)
+        cache = Cache(
+            pool.slots,
+            pool.table,
+            blocks,
+            make_policy(config.eviction_policy, pool.pool_bytes, blocks),
             events,
             time.monotonic,
-            half_stored_timeout_s=config.limits.partial_timeout_s,
+            partial_timeout_s=config.limits.partial_timeout_s,
             lease_ttl_s=config.limits.lease_ttl_s,
-            lease_bounds=LeaseBounds(config.limits.max_leased_keys, int(pool.pool_bytes * config.limits.leased_share)),
+            leased_share=config.limits.leased_share,
+            max_leased_keys=config.limits.max_leased_keys,
             max_namespaces_bytes=config.limits.namespaces_bytes,
-            max_index_bytes=max_index_bytes(config),
         )
         self._state = State(state_file(config))
         self._state.restore()

@@ -1,4 +1,4 @@
-"""Where the pool comes from: a file, systemd's store, or new memory; and how old blocks become ready again."""
+"""Where the pool comes from: a file, systemd's store, or new memory; and what an earlier daemon left in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from itertools import chain
 from pathlib import Path
 
 from kvoffd import __version__
-from kvoffd.cache.inherited import SLOTS_AT_ONCE
+from kvoffd.cache.cache import Cache
+from kvoffd.cache.namespace import NamespaceSnapshot
+from kvoffd.cache.recovery import GroupGeometry, recover
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.memory_estimate import memory_shortage, memory_summary
@@ -75,44 +77,60 @@ def _touch(pool: Pool, config: Config, notifier: Notifier, stopped: Callable[[],
         logger.info("The pool is in memory after %.1f s.", time.monotonic() - started)
 
 
-def restore(
-    cache: BlockCache, pool: Pool, policy: PolicyFile, state: State, slots_at_once: int = SLOTS_AT_ONCE
-) -> None:
-    """Take over an earlier daemon's quotas, what its policy knew, and its blocks, of which the newest are ready then.
+def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
+    """Take over an earlier daemon's quotas, what its policy knew, and its blocks, all of which are ready then.
 
     Blocks of namespaces that were reset or cleared while another pool was used are not among them.
     """
     started = time.monotonic()
     try:
         for fingerprint, quota_bytes in state.quotas.items():
-            cache.blocks.quotas.set(fingerprint, quota_bytes)
+            cache.quotas.set(fingerprint, quota_bytes)
     except KvoffdError as error:
         logger.warning("Some quotas of namespaces are left out. %s", error.message)
     policy.restore()
     if not pool.adopted:
         return
-    recovered = pool.take_recovered()
-    current = [one for one in recovered.namespaces if one.generation >= state.generation(one.fingerprint)]
-    for record in current:
+    snapshot = pool.table.load_namespaces(NamespaceSnapshot) or NamespaceSnapshot(1, ())
+    known = {}
+    for record in snapshot.namespaces:
+        if record.generation < state.generation(record.fingerprint):
+            continue
         state.found(record.fingerprint, record.generation)
-    if void := len(recovered.namespaces) - len(current):
-        logger.info(
-            "The pool's blocks of %d namespace%s are void: they were reset while it was away.", void, plural(void)
-        )
-    adoption = cache.adopt(current, recovered.slots, slots_at_once)
+        try:
+            groups = cache.restore_namespace(record)
+        except KvoffdError as error:
+            logger.warning("The pool's blocks of %s are lost. %s", record.label, error.message)
+            continue
+        # Where a rank had not registered there is no block.
+        known[record.number] = [GroupGeometry(one.number, one.key_bytes, one.lengths) for one in groups if one]
+    fd = pool.memory_fds[1]
+    found = recover(fd, pool.table, pool.slots, cache.blocks, known, snapshot.next_number)
+    cache.recovered(found.blocks, found.quarantined)
     logger.info(
-        "An earlier daemon's pool is taken over: of %d blocks (%s) in %d namespace%s %d are ready again after %.3f s%s."
-        " Dropped: %d slots that were being written or in doubt, %d of incomplete blocks.",
-        adoption.blocks,
-        format_size(adoption.slot_bytes),
-        adoption.namespaces,
-        plural(adoption.namespaces),
-        adoption.blocks - cache.inherited_blocks,
+        "An earlier daemon's pool is taken over: %d blocks (%s) in %d namespace%s are ready after %.3f s.",
+        len(found.blocks),
+        format_size(cache.usage.ready),
+        len(known),
+        plural(len(known)),
         time.monotonic() - started,
-        ", the others while engines are served" if cache.inherited_blocks else "",
-        recovered.discarded,
-        adoption.refused_slots,
     )
+    void = len(snapshot.namespaces) - len(known)
+    for count, why in (
+        (found.unwritten, "are of namespaces that were not written down: there were too many for a pool of this size"),
+        (found.damaged, "are damaged, or were written without a checksum"),
+        (found.incomplete, "are of blocks that not all ranks had stored"),
+    ):
+        if count:
+            logger.warning("%d of the pool's slots are not brought back: they %s.", count, why)
+    if found.reset:
+        logger.info(
+            "%d of the pool's slots are void: their namespaces were reset%s.",
+            found.reset,
+            f", {void} of them while this pool was away" if void else "",
+        )
+    if count := len(found.quarantined):
+        logger.warning("%d slots are not used: wrong bytes were found in them; check the machine's memory.", count)
 
 
 def _open_pool_file(config: Config, notifier: Notifier, stored: Mapping[str, list[int]]) -> Pool:

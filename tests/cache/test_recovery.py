@@ -73,7 +73,7 @@ class Pool:
         damage(fd)
         check_table(fd, GEOMETRY)
         found = Pool(fd)
-        return found, recover(fd, found.table, found.slots, found.blocks, NAMESPACES)
+        return found, recover(fd, found.table, found.slots, found.blocks, NAMESPACES, NEXT_NUMBER)
 
     def take(self, namespace: int, group: int, keys: list[bytes]) -> np.ndarray:
         """[keys, ranks] slots, claimed."""
@@ -315,7 +315,7 @@ def states_of(pool: Pool, work: Callable[[], object]) -> list[bytes]:
 def recover_in_place(pool: Pool) -> BlockTable:
     """A table of blocks that knows all that is in the pool, which goes on to be its own."""
     blocks, pool.slots = BlockTable(pool.table.records), SlotAllocator(POOL, REGION)
-    recover(pool.fd, pool.table, pool.slots, blocks, NAMESPACES)
+    recover(pool.fd, pool.table, pool.slots, blocks, NAMESPACES, NEXT_NUMBER)
     return blocks
 
 
@@ -375,7 +375,7 @@ def test_a_successor_may_be_killed_while_it_recovers() -> None:
         heir = Pool(os.dup(pool.fd))
         killed = killed_at(
             line,
-            lambda heir=heir: recover(heir.fd, heir.table, heir.slots, heir.blocks, NAMESPACES),
+            lambda heir=heir: recover(heir.fd, heir.table, heir.slots, heir.blocks, NAMESPACES, NEXT_NUMBER),
             ("cache/recovery.py", "pool/slot_table.py"),
         )
         assert check(pool)[0].found() == wanted

@@ -132,7 +132,7 @@ class CacheRig:
                 lengths = [namespace.shard_length(rank, group) for rank in range(namespace.world_size)]
                 groups.append(GroupGeometry(len(numbers), namespace.key_bytes, lengths))
             namespaces[namespace.number] = groups
-        recovered = recover(fd, table, slots, heir.blocks, namespaces)
+        recovered = recover(fd, table, slots, heir.blocks, namespaces, 2**32 - 1)
         os.close(fd)
         return BlockFinder(heir, numbers), recovered
 
