@@ -26,7 +26,7 @@ SOURCES = [
     "kvoffd/cache/learned/lifetimes.c",
     "kvoffd/cache/learned/memory.c",
     "kvoffd/cache/learned/places.c",
-    "kvoffd/cache/learned/records.c",
+    "kvoffd/cache/learned/counts.c",
     "kvoffd/cache/learned/requests.c",
     "kvoffd/cache/learned/spans.c",
     "kvoffd/transfer/host_copy.c",

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from kvoffd.cache.policies import DEFAULT_POLICY, POLICY_NAMES
+from kvoffd.cache.policy import DEFAULT_POLICY, POLICY_NAMES
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.shared.store import PASSWORD_VARIABLE, check_url
 from kvoffd_proto.paths import SocketPaths, default_directory, is_utf8
@@ -304,11 +304,6 @@ class Config:
         "Which blocks are stored, and which are evicted first when the pool is full. Compare policies on a recording "
         "of your own traffic with `kvoffd-cli trace replay` before you change it.",
     )
-    index_bytes: int = size(0).setting(
-        0,
-        "Memory for the index of blocks, 600 bytes each; 0 takes a 64th of the pool, at least 128MiB. Raise it where "
-        "blocks are so small that the index is full before the pool is.",
-    )
     disk: tuple[DiskSize, ...] = Kind(_disks, "DIRECTORY=SIZE", _commas, repeated=True).setting(
         (),
         "Directory of a local SSD for blocks that leave the pool, and the most bytes to take there. Give it again for"
@@ -420,6 +415,7 @@ _REMOVED = {
     "point routers at the engines' own KV event streams, which show the host tiers too.": """
         event_address event_connect event_replay_address event_node event_heartbeat event_index_size""",
     "events are not replayed; remove it.": "event_buffer_steps",
+    "what is known of the blocks takes 64 bytes for each slot, and all slots have room for it; remove it.": "index_size",
     "there is no administration over TCP; look over HTTP (http_address), change on the machine itself.": """
         admin_address admin_key_file admin_clients_file""",
     "who may connect may read and write blocks as an engine does; remove it.": "block_access block_uids",

@@ -243,6 +243,7 @@ class Cache:
         self,
         slots: SlotAllocator,
         table: SlotTable,
+        blocks: BlockTable,
         policy: Policy,
         events: CacheListener,
         clock: Callable[[], float],
@@ -253,8 +254,7 @@ class Cache:
         max_leased_keys: int = 1 << 20,
         max_namespaces_bytes: int = 1 << 62,
     ) -> None:
-        self.slots, self.table, self.policy = slots, table, policy
-        self.blocks = BlockTable(table.records)
+        self.slots, self.table, self.blocks, self.policy = slots, table, blocks, policy
         self.tiers: TierHooks | None = None
         self.namespaces: dict[bytes, Namespace] = {}
         """By fingerprint, in the order in which they were opened."""

@@ -1,11 +1,24 @@
-"""The policy ``learned``: what comes back, after how long, and what it costs to keep. The work is done in C."""
+"""What is kept is what is worth most: the hits to be expected for the room it takes, by how keys came back so far.
+
+A request's keys are told apart by what says whether and when they are asked for again: whether the request continues a
+conversation, which turn it is, how long the pause was, how much text is new, how many requests saw the key. Each such
+class learns how long its keys take to come back. What is offered is stored where it is worth more than what would have
+to go for it. Keys without blocks are watched too: hits alone teach nothing.
+
+All thresholds are in tokens, or in pool lifetimes: the time in which as many bytes are accessed as the pool has.
+
+The work is done in C, in ``cache/learned``: ``requests.c`` has the classes, ``lifetimes.c`` what they are worth,
+``places.c`` and ``spans.c`` what is known of keys, ``cells.c`` and ``blocks.c`` the order in which blocks go.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import struct
 import weakref
+import zlib
 from collections.abc import Iterator, Sequence
 from math import inf
 
@@ -13,13 +26,72 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_table import BlockIds, BlockTable
-from kvoffd.cache.policies.learned import MEMORY_REQUESTS, SEED_BYTES, UNIT_TOKENS, Known
-from kvoffd.cache.policy import BATCH, REJECTED, Chain, Group
+from kvoffd.cache.policy import BATCH, REJECTED, Chain, Group, PolicyState
 from kvoffd.system.native import native
+from kvoffd_proto.admin import KeyWorth, PolicyClass
 
-_OFFER = struct.Struct("=dQ")
+UNIT_TOKENS = 512
+"""Tokens of a block whose group does not say."""
+MEMORY_REQUESTS = 8000
+"""Time in which what was seen loses its weight."""
+FORMAT = 5
+"""Of what a successor is told."""
+SEED_BYTES = 16
 MAX_LEARNED_GROUPS = 4096
 """Groups that asked for as much as the pool holds, and that are known to have."""
+_OFFER = struct.Struct("=dQ")
+_CLASS = struct.Struct("=4dQ")
+_KEY = struct.Struct("=2d4Q")
+_HEAD = struct.Struct("=II")
+_REFUSALS = ("", "it is cut off", "its layout is another", "it is of a pool of another size", "its counts are none")
+"""By ``enum refusal`` of counts.c."""
+
+_SEEN = (
+    *(("never", "0"), ("once", "1"), ("2 times", "2"), ("3 times", "3")),
+    *(("4 to 7 times", "4-7"), ("8 times or more", "8+")),
+)
+_PAUSES = (
+    *(("a short pause", "<0.5"), ("a pause of a pool lifetime", "0.5-2")),
+    *(("a pause of 2 to 8 lifetimes", "2-8"), ("a longer pause", ">8")),
+)
+_TURNS = ("turn 2 or 3", "2-3"), ("a later turn", "4+")
+_OLD = ("up to 512", "+512"), ("up to 1,536", "+1,536"), ("more", ">1,536")
+_NEW = (*_OLD[:2], ("up to 7,680", "+7,680"), ("more", ">7,680"))
+_TEXT = (
+    *(("up to 512", "+512"), ("up to 1,536", "+1,536"), ("up to 3,584", "+3,584"), ("up to 7,680", "+7,680")),
+    *(("up to 15,872", "+15,872"), ("more", ">15,872")),
+)
+_NAMES = (
+    ("left by an earlier daemon", "adopted"),
+    ("stored without a lookup", "stored unasked"),
+    ("the end of a prompt", "prompt's end"),
+    *((f"shared, seen {seen} before", f"shared, seen {short}") for seen, short in _SEEN),
+    *(
+        (f"{kind} conversation, {turn} after {pause}, {tokens}{unit} tokens", f"{age} turn {t} pause {p} {short}")
+        for kind, age, unit, texts in (("of a", "old", " new", _OLD), ("new in a", "new", "", _NEW))
+        for pause, p in _PAUSES
+        for turn, t in _TURNS
+        for tokens, short in texts
+    ),
+    *((f"new behind what others continued otherwise, {tokens} tokens", f"branch {short}") for tokens, short in _TEXT),
+    *((f"new, {tokens} tokens", f"first {short}") for tokens, short in _TEXT),
+)
+CLASSES = tuple(name for name, _ in _NAMES)
+"""What tells the keys of each class from others, by the class's number in learned.h."""
+SHORT_NAMES = tuple(short for _, short in _NAMES)
+"""The same for narrow screens."""
+
+
+class Known(ctypes.Structure):
+    """``struct known`` of learned.h."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_uint64)
+        for name in (
+            "lifetime", "now", "keys", "requests", "known_keys", "blocks", "spans", "known_bytes", "nbytes",
+            "hit_bytes", "lru_hit_bytes", "as_lru",
+        )
+    )  # fmt: skip
 
 
 class Learned:
@@ -54,7 +126,7 @@ class Learned:
         root_first = np.ascontiguousarray(blocks[::-1])
         keys = _keys(group, self._blocks.keys(root_first, group.key_bytes))
         handles = root_first + np.uint32(1)  # C has 0 for none
-        twice = self._native.learned_insert(self._at, *keys, group.block_bytes, handles.ctypes.data, False)
+        twice = self._native.learned_insert(self._at, *keys, group.block_bytes, handles.ctypes.data)
         assert not twice, "inserted twice"
 
     def remove(self, group: Group, blocks: BlockIds) -> None:
@@ -99,6 +171,59 @@ class Learned:
 
     def rejected(self, group: Group, keys: bytes) -> None:
         self._native.learned_declined(self._at, *_keys(group, keys))
+
+    def chance(self, group: Group, keys: bytes, within_bytes: int) -> npt.NDArray[np.float64]:
+        size, count = group.key_bytes, len(keys) // group.key_bytes
+        if not self._is_learned_of(group):
+            return np.ones(count)
+        single = (keys[at * size : (at + 1) * size] for at in range(count))
+        chance = self._native.learned_chance
+        return np.array([chance(self._at, group.number, key, size, within_bytes) for key in single], np.float64)
+
+    @property
+    def ghosts(self) -> int:
+        return int(self.known.known_keys - self.known.blocks)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.known.nbytes)
+
+    def describe(self) -> PolicyState:
+        known, facts = self.known, ctypes.create_string_buffer(len(CLASSES) * _CLASS.size)
+        self._native.learned_classes(self._at, facts)
+        every = list(zip(_NAMES, _CLASS.iter_unpack(facts.raw), strict=True))
+        asked = max(1.0, sum(accessed for _, (accessed, *_) in every))
+        classes = [
+            PolicyClass(name, accessed / asked, chance, age, kept, worth, short)
+            for (name, short), (accessed, chance, age, worth, kept) in every
+            if accessed or kept
+        ]
+        classes.sort(key=lambda one: one.accessed_share, reverse=True)
+        counts = known.requests, known.known_keys, known.hit_bytes, known.lru_hit_bytes
+        return PolicyState(*counts, bool(known.as_lru), classes)
+
+    def worth_of(self, group: Group, key: bytes) -> KeyWorth | None:
+        facts = ctypes.create_string_buffer(_KEY.size)
+        if not self._native.learned_key(self._at, group.number, key, group.key_bytes, facts):
+            return None
+        age, worth, kind, sightings, turn, before = _KEY.unpack(facts.raw)
+        return KeyWorth(CLASSES[kind], age, sightings, turn, worth, before)
+
+    def state(self) -> bytes:
+        counts = ctypes.create_string_buffer(self._native.learned_counts_bytes())
+        self._native.learned_counts(self._at, counts)
+        return _HEAD.pack(FORMAT, zlib.crc32(counts.raw)) + counts.raw
+
+    def restore(self, state: bytes) -> None:
+        if len(state) < _HEAD.size:
+            raise ValueError("it is cut off")
+        (version, checksum), counts = _HEAD.unpack_from(state), state[_HEAD.size :]
+        if version != FORMAT:
+            raise ValueError(f"its format is {version}, not {FORMAT}")
+        if zlib.crc32(counts) != checksum:
+            raise ValueError("its checksum is wrong")
+        if refusal := self._native.learned_restore(self._at, counts, len(counts)):
+            raise ValueError(_REFUSALS[refusal])
 
 
 def _keys(group: Group, keys: bytes) -> tuple[int, bytes, int, int]:

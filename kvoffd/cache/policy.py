@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.cache.block_table import BlockIds
+from kvoffd.cache.block_table import BlockIds, BlockTable
 from kvoffd.cache.namespace import Namespace
 from kvoffd.system.native import native
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 REJECTED = -1.0
 """Score of a key that is not to be stored, whatever space there is."""
+GHOST_PART = 50
+"""What is remembered of keys without blocks may take one part in so many of the pool's bytes."""
 BATCH = 128
 """Candidates that are given at once."""
 
@@ -179,3 +181,17 @@ class Lru:
 
     def restore(self, state: bytes) -> None:
         """There is nothing to go on with."""
+
+
+DEFAULT_POLICY = "learned"
+POLICY_NAMES = (DEFAULT_POLICY, "arc", "lru")
+
+
+def make_policy(name: str, pool_bytes: int, blocks: BlockTable) -> Policy:
+    """A new policy by its name, one of ``POLICY_NAMES``, for a pool of so many bytes."""
+    from kvoffd.cache.arc import Arc
+    from kvoffd.cache.learned import Learned
+
+    if name == "lru":
+        return Lru(len(blocks.records))
+    return Learned(pool_bytes, blocks) if name == "learned" else Arc(pool_bytes, blocks)

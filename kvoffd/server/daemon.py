@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 import uvloop
 
+from kvoffd.cache.block_table import BlockTable
+from kvoffd.cache.cache import Cache
 from kvoffd.cache.policy import make_policy
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError

@@ -13,13 +13,13 @@ import stat
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from kvoffd.cache.policies import EvictionPolicy, keeps_record
+from kvoffd.cache.policy import Policy
 from kvoffd.config import Config
 from kvoffd.system.files import open_directory
 from kvoffd.system.mappings import is_hugetlbfs
@@ -40,10 +40,7 @@ RETRY_S = 5.0
 CLOSE_S = 2.0
 """For ``kvoffd.state`` to be written when the daemon ends."""
 POLICY_EVERY_S = 300.0
-POLICY_CLOSE_S = 10.0
-POLICY_REST_S = 0.001
-POLICY_PART, POLICY_BYTES = 25, 16 << 20
-"""A larger file than a part in so many of the pool, and so much more, is not a policy's."""
+MAX_POLICY_BYTES = 1 << 20
 
 
 class Invalid(ValueError):
@@ -62,7 +59,7 @@ class StateFile:
         self.path = path
         self._max_bytes = max_bytes
         self._changed = threading.Condition()
-        self._next: bytes | Iterator[bytes] | None = None
+        self._next: bytes | None = None
         self._failed: bytes | None = None
         self._writing = self._ends = False
         self._problem = ""
@@ -79,8 +76,8 @@ class StateFile:
                 raise Invalid(f"it has {found.st_size} bytes, more than {self._max_bytes}")
             return file.read(self._max_bytes)
 
-    def save(self, content: bytes | Iterator[bytes]) -> None:
-        """Write it soon, in place of what is still to be written. An iterator is read in the thread."""
+    def save(self, content: bytes) -> None:
+        """Write it soon, in place of what is still to be written."""
         with self._changed:
             self._next, self._failed = content, None
             self._changed.notify_all()
@@ -130,26 +127,26 @@ class StateFile:
                 self._writing = True
             problem = ""
             try:
-                self._write([content] if isinstance(content, bytes) else content)
-            except Exception as error:
+                self._write(content)
+            except OSError as error:
                 problem = f"{self.path} cannot be written: {error}"
             with self._changed:
                 if problem and not self._problem:
                     logger.warning("%s.", problem)
                 self._problem, self._writing = problem, False
                 self._retry_at = time.monotonic() + RETRY_S
-                if problem and isinstance(content, bytes) and self._next is None:
+                if problem and self._next is None:
                     self._failed = content
                 self._changed.notify_all()
 
-    def _write(self, chunks: Iterable[bytes]) -> None:
-        """Raises OSError, and what ``chunks`` does: then the file is as it was."""
+    def _write(self, content: bytes) -> None:
+        """Raises OSError: then the file is as it was."""
         beside = f"{self.path}.new"
         Path(beside).unlink(missing_ok=True)
         try:
             made = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             with open(made, "wb") as file:
-                file.writelines(chunks)
+                file.write(content)
                 file.flush()
                 os.fsync(made)
             os.replace(beside, self.path)
@@ -302,26 +299,24 @@ class PolicyFile:
     It is written now and then, and when the daemon ends: one that is killed leaves what it knew a while ago.
     """
 
-    def __init__(self, policy: EvictionPolicy, config: Config) -> None:
+    def __init__(self, policy: Policy, config: Config) -> None:
         self._policy = policy
-        self._name = config.eviction_policy
-        self._file = StateFile(_beside_pool(config), config.pool_bytes // POLICY_PART + POLICY_BYTES)
+        self._name = f"{config.eviction_policy}\n".encode()
+        self._file = StateFile(_beside_pool(config), MAX_POLICY_BYTES)
         self._due = time.monotonic() + POLICY_EVERY_S
-        self._closing = False
 
     def restore(self) -> None:
         """Have the policy, which is new, go on with what an earlier daemon left, if it left anything."""
         try:
-            name, _, record = self._file.read().partition(b"\n")
-            if name != self._name.encode():
-                raise Invalid(f"it is not of the policy {self._name}" if name else "it is empty")
-            self._policy.go_on(record)
+            state = self._file.read()
+            if not state.startswith(self._name):
+                raise Invalid(f"it is not of the policy {self._name.decode().strip()}" if state else "it is empty")
+            self._policy.restore(state.removeprefix(self._name))
         except FileNotFoundError:
             return
-        except Exception as error:  # another package's policy may fail in any way
-            why = error if isinstance(error, (OSError, ValueError)) else f"the policy failed with {error!r}"
+        except (OSError, ValueError) as error:
             path = self._file.path
-            logger.warning("What a policy knew, in %s, is of no use: %s. The policy begins without it.", path, why)
+            logger.warning("What a policy knew, in %s, is of no use: %s. The policy begins without it.", path, error)
 
     def tick(self) -> None:
         if time.monotonic() >= self._due and self._file.is_saved:
@@ -330,21 +325,12 @@ class PolicyFile:
 
     def close(self) -> None:
         """Leave what the policy knows now to the next daemon. Where that fails, it goes on with what was before."""
-        self._closing = True
         self._save()
-        self._file.close(POLICY_CLOSE_S)
+        self._file.close(CLOSE_S)
 
     def _save(self) -> None:
-        if keeps_record(self._name):
-            self._file.save(self._record())
-
-    def _record(self) -> Iterator[bytes]:
-        """In the file's thread. It rests between pieces, since others wait for the GIL while one is made."""
-        yield f"{self._name}\n".encode()
-        for piece in self._policy.record():
-            yield piece
-            if not self._closing:
-                time.sleep(POLICY_REST_S)
+        if state := self._policy.state():
+            self._file.save(self._name + state)
 
 
 def _beside_pool(config: Config) -> str:

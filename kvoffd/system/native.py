@@ -68,7 +68,7 @@ class Native:
             self.learned_note = with_gil("learned_note", number, address, *keys, number, number)
             self.learned_pass = with_gil("learned_pass", number, address, number, number)
             self.learned_learn = with_gil("learned_learn", None, address, real)
-            self.learned_insert = with_gil("learned_insert", number, address, *keys, number, address, number)
+            self.learned_insert = with_gil("learned_insert", number, address, *keys, number, address)
             self.learned_remove = with_gil("learned_remove", number, address, *keys, address)
             self.learned_candidates = with_gil("learned_candidates", number, address, real, address, number)
             self.learned_offers = with_gil("learned_offers", number, address, *keys, number, address, number, address)
@@ -76,11 +76,9 @@ class Native:
             self.learned_classes = with_gil("learned_classes", None, address, text)
             self.learned_key = with_gil("learned_key", number, address, number, text, number, text)
             self.learned_chance = with_gil("learned_chance", real, address, number, text, number, number)
-            self.learned_begin_record = with_gil("learned_begin_record", None, address)
-            self.learned_record = with_gil("learned_record", number, address, text, number)
             self.learned_counts_bytes = with_gil("learned_counts_bytes", number)
             self.learned_counts = with_gil("learned_counts", None, address, text)
-            self.learned_go_on = with_gil("learned_go_on", number, address, text, number)
+            self.learned_restore = with_gil("learned_restore", number, address, text, number)
         except (OSError, AttributeError) as error:
             raise NotCompiled(
                 f"The daemon's compiled part cannot be loaded ({error}); install kvoffd again where there is a C "

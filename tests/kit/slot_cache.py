@@ -24,6 +24,7 @@ from kvoffd.cache.block_table import (
     WRITING,
     WRITING_SHARD,
     WRITTEN,
+    BlockTable,
 )
 from kvoffd.cache.cache import Cache, Held, StoreTicket
 from kvoffd.cache.namespace import Namespace
@@ -90,7 +91,7 @@ class CacheRig:
         self.table = SlotTable(memory, self.geometry, new=True)
         self.clock = Clock()
         self.events = FoldedEvents()
-        self.cache = Cache(self.slots, self.table, Lru(self.geometry.slots), self.events, self.clock)
+        self.cache = Cache(self.slots, self.table, BlockTable(self.table.records), Lru(self.geometry.slots), self.events, self.clock)
 
     def open(self, name: str, world_size: int = 1, sizes: Sequence[int] = (UNIT,)) -> Namespace:
         fingerprint = name.encode().ljust(32, b"-")
@@ -122,7 +123,7 @@ class CacheRig:
         os.pwrite(fd, os.pread(self.fd, self.geometry.size_bytes, 0), 0)
         table = SlotTable(memoryview(mmap.mmap(fd, self.geometry.size_bytes)), self.geometry, new=False)
         slots, cache = SlotAllocator(self.geometry.pool_bytes, self.geometry.region_bytes), self.cache
-        heir = Cache(slots, table, Lru(self.geometry.slots), FoldedEvents(), self.clock)
+        heir = Cache(slots, table, BlockTable(table.records), Lru(self.geometry.slots), FoldedEvents(), self.clock)
         numbers: dict[int, tuple[bytes, int]] = {}
         namespaces = {}
         for namespace in cache.namespaces.values():

@@ -40,15 +40,11 @@ void kvoffd_learned_free(struct learned *l)
     free(l);
 }
 
-/* Keys got blocks, which are known by `handles`, not 0; `older`: blocks that became ready before all others. Returns 0,
- * or 1 where one has a block: then some are entered. */
+/* Keys got blocks, which are known by `handles`, not 0. Returns 0, or 1 where one has a block: then some are entered. */
 uint64_t kvoffd_learned_insert(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
-                               uint64_t weight, const uint32_t *handles, uint64_t older)
+                               uint64_t weight, const uint32_t *handles)
 {
-    uint64_t *hashes = scratch(l, count * sizeof *hashes), since = l->known.now;
-
-    if (older && l->pool.first && l->spans[l->pool.first].since < since)
-        since = l->spans[l->pool.first].since;
+    uint64_t *hashes = scratch(l, count * sizeof *hashes);
 
     hash_keys(l, name, keys, count, key_bytes, hashes);
     for (uint64_t i = 0; i < count;) {
@@ -56,11 +52,8 @@ uint64_t kvoffd_learned_insert(struct learned *l, uint64_t name, const uint8_t *
         uint64_t most = count - i < LONGEST ? count - i : LONGEST;
         uint32_t length = run_length(l, hashes + i, most, &first), number = first.span;
         if (!number) {
-            number = begin_span(l, hashes + i, length, ADOPTED, weight, since);
-            if (older)
-                link_old(l, number);
-            else
-                link_young(l, number);
+            number = begin_span(l, hashes + i, length, ADOPTED, weight, l->known.now);
+            link_young(l, number);
             first.place = 0;
         }
         struct span *s = &l->spans[number];
@@ -78,7 +71,7 @@ uint64_t kvoffd_learned_insert(struct learned *l, uint64_t name, const uint8_t *
         s->held += length;
         if (s->held == length) {
             s->age_bin = age_bin(l, s->since);
-            fill_cell(l, number, older);
+            fill_cell(l, number, 0);
         }
         add_blocks(l, s, length);
         i += length;

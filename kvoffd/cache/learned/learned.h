@@ -1,6 +1,6 @@
 /* What the policy `learned` knows: spans of keys, the cells that order them, and how long keys take to come back.
  *
- * policies/learned.py owns one `struct learned` and calls what begins with kvoffd_; everything else is hidden. One thread
+ * learned.py owns one `struct learned` and calls what begins with kvoffd_; everything else is hidden. One thread
  * at a time. A key is known by a hash of 64 bits, never 0, and nothing else of it is kept: two keys with one hash would
  * be taken for one, which with 100 million keys happens once in 3,700 daemons and costs a decision about one block.
  */
@@ -26,7 +26,7 @@ enum {
 /* Orders in which spans that have blocks are linked. */
 enum { BY_WORTH, BY_AGE, ORDERS }; /* oldest first in each cell, and in all */
 
-/* Classes: what tells keys apart. policies/learned.py names them. */
+/* Classes: what tells keys apart. learned.py names them. */
 enum {
     ADOPTED = 0, /* blocks of an earlier daemon whose keys are not known */
     STORED = 1, /* what a store brought that no lookup asked for: what an engine wrote itself */
@@ -97,7 +97,7 @@ struct row { /* spans in order, linked by two fields */
     uint32_t first, last;
 };
 
-/* What policies/learned.py reads. */
+/* What learned.py reads. */
 struct known {
     uint64_t lifetime; /* bytes that the pool holds */
     uint64_t now; /* bytes accessed so far */
@@ -123,8 +123,6 @@ struct learned {
     struct row oldest; /* spans that are not old, the next one to be forgotten first */
     uint32_t recent; /* the first of them that an LRU would have, of this one maybe some keys only */
     uint32_t latest; /* the first of them that is of the latest request, or younger */
-    uint32_t to_record, recorded; /* the next span that goes into the record, and the last one that did; 0 for none */
-    uint64_t records; /* spans in it */
     uint64_t recent_bytes; /* of those from `recent` on */
     uint64_t age_at, learn_at, learn_after, learned_at, epoch;
     uint32_t aged; /* cells of which the spans were moved since `age_at` */
@@ -149,7 +147,6 @@ struct learned {
 /* places.c */
 void make_places(struct learned *l);
 void free_places(struct learned *l);
-void expect_places(struct learned *l, uint64_t keys);
 void set_place(struct learned *l, uint64_t hash, uint32_t span, uint32_t place);
 void remove_place(struct learned *l, uint64_t hash, uint32_t span);
 

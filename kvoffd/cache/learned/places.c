@@ -45,16 +45,6 @@ static void more_room(struct learned *l, struct places *part, uint32_t count)
     free(before.places);
 }
 
-/* So many keys will be entered: there is room for them then, where hashes are spread evenly. */
-void expect_places(struct learned *l, uint64_t keys)
-{
-    uint64_t count = keys / (l->part_mask + 1) * 3 / 2;
-
-    for (uint64_t at = 0; at <= l->part_mask; at++)
-        if (l->parts[at].room < count)
-            more_room(l, &l->parts[at], count);
-}
-
 /* Says where a key is, wherever it was. */
 void set_place(struct learned *l, uint64_t hash, uint32_t span, uint32_t place)
 {

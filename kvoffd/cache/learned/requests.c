@@ -342,7 +342,7 @@ uint64_t kvoffd_learned_pass(struct learned *l, uint64_t keys, uint64_t nbytes)
     l->known.keys += keys;
     l->known.now += nbytes;
     enter_epoch(l);
-    if (l->known.now > LONGEST_TIME && l->epoch >= 2 * EPOCHS_KEPT && !l->to_record)
+    if (l->known.now > LONGEST_TIME && l->epoch >= 2 * EPOCHS_KEPT)
         go_back(l);
     forget_some(l, keys);
     if (!l->known.as_lru)

@@ -222,8 +222,6 @@ static void leave_order(struct learned *l, uint32_t number)
 {
     struct span *s = &l->spans[number];
 
-    if (l->to_record == number)
-        l->to_record = s->younger;
     if (l->recent == number)
         l->recent = s->younger;
     if (l->latest == number)
@@ -245,8 +243,6 @@ static void link_before(struct learned *l, uint32_t number, uint32_t younger)
     s->older = younger ? l->spans[younger].older : l->oldest.last;
     *(s->older ? &l->spans[s->older].younger : &l->oldest.first) = number;
     *(younger ? &l->spans[younger].older : &l->oldest.last) = number;
-    if (younger && l->to_record == younger)
-        l->to_record = number;
 }
 
 void link_young(struct learned *l, uint32_t number)
@@ -301,8 +297,6 @@ static void leave_request(struct learned *l, uint32_t number)
 
     if (!s->old)
         leave_order(l, number);
-    if (l->recorded == number)
-        l->recorded = 0;
     if (s->before)
         l->spans[s->before].child = s->child;
     if (s->child)
