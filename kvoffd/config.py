@@ -415,7 +415,7 @@ _REMOVED = {
     "point routers at the engines' own KV event streams, which show the host tiers too.": """
         event_address event_connect event_replay_address event_node event_heartbeat event_index_size""",
     "events are not replayed; remove it.": "event_buffer_steps",
-    "what is known of the blocks takes 64 bytes for each slot, and all slots have room for it; remove it.": "index_size",
+    "there is always room for what is known of the blocks; remove it.": "index_size",
     "there is no administration over TCP; look over HTTP (http_address), change on the machine itself.": """
         admin_address admin_key_file admin_clients_file""",
     "who may connect may read and write blocks as an engine does; remove it.": "block_access block_uids",

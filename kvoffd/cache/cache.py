@@ -54,7 +54,7 @@ from kvoffd.cache.policy import REJECTED, Chain, Group, Policy
 from kvoffd.errors import BadGeometry, NotReady, UnknownLease, UnknownNamespace
 from kvoffd.pool.allocator import SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import SlotTable
-from kvoffd_proto.admin import ShardSpec
+from kvoffd_proto.admin import KeyWorth, ShardSpec
 from kvoffd_proto.messages import ABSENT
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,7 @@ LONG_DESCRIPTION = 256
 RECOVERED_AT_ONCE = 4096
 """Recovered blocks of which those of one group are entered together: about the order of use among all."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)
+_READY_BYTE = bytes([READY])
 
 
 @dataclass(slots=True, eq=False)
@@ -114,12 +115,19 @@ class Held:
 class StorePart(Protocol):
     """What a store offers of one group."""
 
-    group: int
-    keys: bytes
-    first_blocks: Mapping[int, int]
-    """By the number of a key: the engine block from which on it is written, where that is not the first."""
-    starts: Sequence[int] | None
-    """Numbers of the keys at which chains begin, the first at 0; None where the policy has no say."""
+    @property
+    def group(self) -> int: ...
+
+    @property
+    def keys(self) -> bytes: ...
+
+    @property
+    def first_blocks(self) -> Mapping[int, int]:
+        """By the number of a key: the engine block from which on it is written, where that is not the first."""
+
+    @property
+    def starts(self) -> Sequence[int] | None:
+        """Numbers of the keys at which chains begin, the first at 0; None where the policy has no say."""
 
 
 @dataclass(slots=True, eq=False)
@@ -523,8 +531,9 @@ class Cache:
         states, ready = self._lease(namespace, session, lease_id, lease, states, [blocks for _, blocks in found])
         if not again:
             self._count_lookup(namespace, groups, known, pool, states)
-            parts = zip(known, groups, ready, strict=True)
-            if chains := [Chain(part, keys, blocks) for part, (_, keys), blocks in parts if part is not None]:
+            runs = [len(one) - len(one.lstrip(_READY_BYTE)) for one in states]
+            parts = zip(known, groups, ready, runs, strict=True)
+            if chains := [Chain(part, keys, blocks, run) for part, (_, keys), blocks, run in parts if part is not None]:
                 if len(self._requests) >= MAX_DEFERRED_REQUESTS:
                     self.note_requests()
                 self._requests.append((namespace, chains))
@@ -650,8 +659,8 @@ class Cache:
         while self._requests:
             namespace, found = self._requests.popleft()
             chains = [
-                Chain(group, keys, ready[self.blocks.state[ready] == READY])
-                for group, keys, ready in found
+                Chain(group, keys, ready[self.blocks.state[ready] == READY], run)
+                for group, keys, ready, run in found
                 if not group.dead
             ]
             if self.tiers is not None:
@@ -1234,7 +1243,7 @@ class Cache:
     def _drop_partial(self, blocks: Sequence[int]) -> None:
         """Drop blocks that lack a shard which nobody stored in time."""
         for group, alike in self.by_group(np.array(blocks, np.uint32)):
-            group.namespace.counters.half_stored_blocks += len(alike)
+            group.namespace.counters.partial_blocks += len(alike)
             self.drop(alike, MissReason.PARTIAL)
 
     def _remove(self, group: Group, state: int, blocks: BlockIds, reason: MissReason | None = None) -> None:
@@ -1378,6 +1387,11 @@ class Cache:
         self.loaded_unverified_slots += len(found) - len(checks)
         return checks
 
+    def corrupt_keys(self, ticket: LoadTicket) -> bytes:
+        """The keys of a load's blocks of which wrong bytes were found in the slots that it holds."""
+        bad = self.blocks.shard[ticket.slots] & CORRUPT != 0
+        return self.blocks.keys(ticket.blocks[bad], ticket.group.key_bytes)
+
     def unverified(self, limit: int) -> SlotIds:
         """The next slots, up to so many, whose bytes an earlier daemon wrote and nobody has compared with their
         checksum, or whose checksum is still to be taken. They come again unless they are checked."""
@@ -1394,6 +1408,11 @@ class Cache:
         return _NOTHING
 
     # --- facts ----------------------------------------------------------------------------------
+
+    def worth_of(self, namespace: Namespace, group: int, key: bytes) -> KeyWorth | None:
+        """What the policy knows of a key; None where that is nothing."""
+        known = self._group(namespace, group)
+        return None if known is None else self.policy.worth_of(known, key)
 
     def block(self, block: int) -> BlockFacts:
         """What there is to say of a block that has slots."""

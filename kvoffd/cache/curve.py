@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.policies import Chain
+from kvoffd.cache.policy import Chain
 from kvoffd.system.native import native
 from kvoffd_proto.stats import HitCurve
 
@@ -62,22 +62,20 @@ class HitRatioCurve:
         return int(ctypes.c_double.from_address(self._at + 8).value)
 
     def requested(self, chains: Sequence[Chain]) -> None:
-        """Note a request. Benches, and groups whose blocks have no size yet, are left out."""
-        for namespace, group, keys, ready in chains:
-            if not keys or not (block_bytes := namespace.block_bytes(group)):
+        """Note a request."""
+        for group, keys, _, run in chains:
+            namespace = group.namespace
+            if not keys:
                 continue
-            if (found := self._counts.get(namespace)) is None:
+            if (counted := self._counts.get(namespace)) is None:
                 counts = np.zeros(_ROW)
-                found = self._counts[namespace] = counts, counts.ctypes.data, [0]
-            tokens = namespace.groups[group].tokens_per_block or UNKNOWN_TOKENS
-            size = namespace.key_bytes
-            whose = int.from_bytes(namespace.fingerprint[:8], "big") ^ group
+                counted = self._counts[namespace] = counts, counts.ctypes.data, [0]
+            tokens = namespace.groups[group.group].tokens_per_block or UNKNOWN_TOKENS
             per = max(1, PIECE_TOKENS // tokens) if tokens > UNKNOWN_TOKENS else 1
-            self._native.curve_asked(self._at, found[1], whose, keys, len(keys) // size, size, block_bytes, tokens, per)
-            run = len(ready)
-            if run and ready[-1].key != keys[(run - 1) * size : run * size]:
-                run = next(at for at, block in enumerate(ready) if block.key != keys[at * size : (at + 1) * size])
-            found[2][0] += run * tokens
+            whose, size = int.from_bytes(namespace.fingerprint[:8], "big") ^ group.group, group.key_bytes
+            sizes = len(keys) // size, size, group.block_bytes, tokens, per
+            self._native.curve_asked(self._at, counted[1], whose, keys, *sizes)
+            counted[2][0] += run * tokens
 
     def tick(self) -> None:
         """Have what is old weigh less."""

@@ -103,7 +103,7 @@ class Counters:
     loaded_bytes: int = 0
     evicted_blocks: int = 0
     invalidated_blocks: int = 0
-    half_stored_blocks: int = 0
+    partial_blocks: int = 0
     dropped_keys: int = 0
     declined_keys: int = 0
     skipped_loads: int = 0

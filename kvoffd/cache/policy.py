@@ -57,6 +57,8 @@ class Chain(NamedTuple):
     """End to end, root of the prefix first."""
     ready: BlockIds
     """Those of its blocks that it found READY and that still are, in that order."""
+    run: int = 0
+    """Keys that it found READY before the first that was not."""
 
 
 class PolicyState(NamedTuple):

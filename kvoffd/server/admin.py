@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvoffd.cache.namespace import Block, Namespace
+from kvoffd.cache.cache import BlockFacts
 from kvoffd.errors import KvoffdError
 from kvoffd.server.handlers import Pending, answers, filled
 from kvoffd.server.namespaces import forget_idle
@@ -32,28 +32,18 @@ STATE_WAIT_S = 1.5
 @answers(a.Clear)
 def clear(service: Service, session: Session, message: a.Clear) -> Pending:
     """Drop the blocks of one namespace, or of all. What is empty then and nobody has open is forgotten."""
-    cache, state, unopened = service.cache, service.state, 0
-    if message.namespace is None:
-        steps = cache.clear_all()
-        state.raise_all()
-        if service.tiering is not None:
-            unopened = service.tiering.forget_unopened()
+    cache, count = service.cache, 0
+    if message.namespace is not None:
+        count = service.reset(cache.namespace(message.namespace))
     else:
-        steps = cache.reset(cache.namespace(message.namespace))
-        state.raise_generation(message.namespace)
-
-    def cleared(count: int) -> int:
-        count += unopened
-        for namespace in cache.namespaces:
-            if not namespace.clearing and message.namespace in (None, namespace.fingerprint):
-                cache.set_generation(namespace, state.generation(namespace.fingerprint))
-        if message.namespace is None and service.tiering is not None:  # those that were forgotten in between
-            count += service.tiering.forget_unopened()
-        forget_idle(service)
-        logger.info("Session %d (%s) cleared %d blocks.", session.id, session.peer, count)
-        return count
-
-    return service.removal(message.request_id, steps, cleared)
+        service.state.raise_all()
+        if service.tiering is not None:
+            count = service.tiering.forget_unopened()
+        for namespace in list(cache.namespaces.values()):
+            count += cache.reset(namespace, generation=service.state.generation(namespace.fingerprint))
+    forget_idle(service)
+    logger.info("Session %d (%s) cleared %d blocks.", session.id, session.peer, count)
+    return service.removed(message.request_id, count)
 
 
 @answers(a.ResetFleet)
@@ -80,7 +70,7 @@ def reset_fleet(service: Service, session: Session, message: a.ResetFleet) -> Pe
 def set_quota(service: Service, session: Session, message: a.SetQuota) -> Pending:
     """Set a namespace's quota, and have it written for the next daemon before the answer, which says where that
     failed."""
-    quotas, state = service.cache.blocks.quotas, service.state
+    quotas, state = service.cache.quotas, service.state
     quotas.set(message.namespace, message.quota_bytes)
     state.save_quotas(dict(quotas))
     logger.info(
@@ -106,7 +96,7 @@ def describe_policy(service: Service, session: Session, message: a.DescribePolic
     if message.namespace is not None:
         namespace = service.cache.namespace(message.namespace)
         namespace.check_keys(message.group, message.key)
-        key = policy.worth_of(namespace, message.group, message.key) if message.key else None
+        key = service.cache.worth_of(namespace, message.group, message.key) if message.key else None
     state = policy.describe()
     return filled(
         a.PolicyDescribed,
@@ -158,24 +148,18 @@ def list_blocks(service: Service, session: Session, message: a.ListBlocks) -> a.
         )
     if not _HEX_DIGITS.issuperset(prefix):
         raise KvoffdError(f"{prefix[:80]!r} is not the beginning of a key; give hex digits.", ErrorCode.BAD_KEYS)
-    index, position = namespace.index[message.group], message.position
     limit = min(message.limit, max(1, LISTED_SHARDS // namespace.world_size))
-    if len(prefix) == 2 * namespace.key_bytes:
-        found, position = [block for block in index.find(bytes.fromhex(prefix)) if block is not None], 0
-    else:
-        found, position = index.page(position, LISTED_PLACES, lambda block: block.key.hex().startswith(prefix), limit)
-    infos = [_block_info(namespace, block) for block in found]
+    blocks, position = service.cache.page(namespace, message.group, message.position, LISTED_PLACES, prefix, limit)
+    infos = [_block_info(service.cache.block(block)) for block in blocks.tolist()]
     return a.BlocksListed(message.request_id, infos, position)
 
 
-def _block_info(namespace: Namespace, block: Block) -> a.BlockInfo:
-    shards = block.shards
-    checksums = [shards[rank].checksum if rank in shards else 0 for rank in range(namespace.world_size)]
+def _block_info(block: BlockFacts) -> a.BlockInfo:
     return a.BlockInfo(
         block.key,
         m.KeyState(block.state),
         block.slot_bytes,
         block.pins,
-        max((shard.first_block for shard in shards.values()), default=0),
-        b"".join(checksum.to_bytes(a.CHECKSUM_BYTES, "big") for checksum in checksums),
+        block.first_block,
+        b"".join(checksum.to_bytes(a.CHECKSUM_BYTES, "big") for checksum in block.checksums),
     )

@@ -214,7 +214,7 @@ class Daemon:
             events,
             self._host_engine,
             self._gpus,
-            pool.address,
+            pool,
             _ProcessHost(self._sockets, self._page_faulter),
             opener(pool, self._sockets.post, cache, self._state),
             self._state,

@@ -30,12 +30,13 @@ def health_reply(service: Service, message: a.Health) -> a.HealthReply:
 def health_of(service: Service) -> tuple[a.HealthLevel, list[a.HealthProblem]]:
     """The level, and its causes, the worst first."""
     causes = [a.HealthProblem("gpu", sentence) for sentence in service.memory.gpus.problems]
-    if lost := service.cache.integrity.mismatches:
+    if lost := service.cache.quarantined_slots:
         causes.append(
             a.HealthProblem(
                 "pool_corrupt",
                 f"{lost} slot{plural(lost)} of the pool did not match the checksum. The blocks are dropped "
-                "and the slots not used before a restart; check the machine's memory (dmesg, edac-util).",
+                "and the slots not used any more; check the machine's memory (dmesg, edac-util). A new pool uses all "
+                "of its memory again.",
             )
         )
     causes += [a.HealthProblem(reason, sentence) for reason, sentence in service.tiers.problems]
@@ -57,13 +58,13 @@ def _crowded(service: Service, recent: Window) -> list[a.HealthProblem]:
     """What keeps stores from the pool."""
     cache = service.cache
     causes: list[a.HealthProblem] = []
-    usage = cache.pool_usage()
-    usable_bytes = max(1, cache.slots.pool_bytes - usage.quarantined_bytes)
-    if usage.pinned_bytes >= PINNED_SHARE * usable_bytes:
+    usage = cache.usage
+    usable_bytes = max(1, cache.slots.pool_bytes - usage.quarantined)
+    if usage.pinned >= PINNED_SHARE * usable_bytes:
         causes.append(
             a.HealthProblem(
                 "pool_pinned",
-                f"{format_size(usage.pinned_bytes)} of {format_size(usable_bytes)} of the pool are pinned"
+                f"{format_size(usage.pinned)} of {format_size(usable_bytes)} of the pool are pinned"
                 f"{_most_pinned(service)}: stores find no room. `kvoffd-cli clients` says who holds what. "
                 "Enlarge the pool, or end the sessions that hold blocks and do not load them.",
             )
@@ -126,8 +127,8 @@ def _descriptors() -> list[a.HealthProblem]:
 
 
 def _most_pinned(service: Service) -> str:
-    leases, sessions = service.cache.leases, {session.id: session for session in service.sessions}
-    by_session = {session_id: leases.held(session_id).nbytes for session_id in sessions}
+    sessions = {session.id: session for session in service.sessions}
+    by_session = {session_id: service.cache.leases_of(session_id).nbytes for session_id in sessions}
     most = max(by_session, key=by_session.__getitem__, default=None)
     if most is None:
         return ""

@@ -23,12 +23,13 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvoffd.cache.cache import Cache, Check, LoadTicket, StoreTicket
 from kvoffd.cache.hooks import NO_TOKENS, BlockTokens
-from kvoffd.cache.integrity import ChecksumCheck
-from kvoffd.cache.pins import LoadTicket, StoreTicket
 from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady, UnknownLease
+from kvoffd.observe.logging import RareWarnings
 from kvoffd.observe.meters import RateMeter
+from kvoffd.pool.pool import Pool
 from kvoffd.server.host import Host
 from kvoffd.server.sessions import Registration, Session
 from kvoffd.transfer.checksums import SlotChecksums
@@ -96,8 +97,10 @@ class Part:
 
     group: int
     layout: GroupLayout
-    keys: list[bytes]
-    """Of all its jobs, in their order."""
+    keys: bytes
+    """Of all its jobs, in their order, end to end."""
+    split: list[bytes]
+    """The same, one by one."""
     block_ids: npt.NDArray[np.int32]
     """[m] engine blocks."""
     spans: list[Span]
@@ -106,15 +109,22 @@ class Part:
     """Of each key, end to end; empty where no store told them."""
     token_ids: bytes
     """Of each key's block, end to end; empty where no store told them."""
+    starts: Sequence[int] | None = None
+    """Of a store: the first key of each job; None where the policy has no say."""
+
+    @property
+    def first_blocks(self) -> Mapping[int, int]:
+        """By number of a key, the engine block from which on it is written, where that is not the first."""
+        return {span.key: span.first_block for span in self.spans if span.first_block}
 
     def tokens(self) -> Mapping[bytes, BlockTokens]:
         """By key, its parent and token ids, where its store told them."""
         if not self.parents or not self.token_ids:
             return NO_TOKENS
-        size, each = len(self.parents) // len(self.keys), len(self.token_ids) // len(self.keys)
+        size, each = len(self.parents) // len(self.split), len(self.token_ids) // len(self.split)
         return {
             key: BlockTokens(self.parents[at * size : (at + 1) * size], self.token_ids[at * each : (at + 1) * each])
-            for at, key in enumerate(self.keys)
+            for at, key in enumerate(self.split)
         }
 
     def put_by_job(self, numbers: Sequence[int], found: dict[int, list[GroupKeys]]) -> None:
@@ -122,12 +132,16 @@ class Part:
         for span in self.spans if numbers else ():
             some = numbers[bisect_left(numbers, span.key) : bisect_left(numbers, span.keys_end)]
             if some:
-                found[span.job].append(GroupKeys(self.group, b"".join([self.keys[number] for number in some])))
+                found[span.job].append(GroupKeys(self.group, b"".join([self.split[number] for number in some])))
 
 
-def checked_parts(registration: Registration, batch: Stores | Loads, *, storing: bool) -> list[Part]:
-    """What some jobs ask for, by group. Raises KvoffdError where one of them is not in order."""
-    parts = [_checked_part(registration, part, len(batch.job_ids), storing=storing) for part in batch.groups]
+def checked_parts(
+    registration: Registration, batch: Stores | Loads, *, storing: bool, is_offered: bool = True
+) -> list[Part]:
+    """What some jobs ask for, by group; ``is_offered``: the policy may refuse stores. Raises KvoffdError where one of
+    them is not in order."""
+    count = len(batch.job_ids)
+    parts = [_checked_part(registration, part, count, storing=storing, is_offered=is_offered) for part in batch.groups]
     jobs_of: defaultdict[int, set[int]] = defaultdict(set)
     for part in parts:
         jobs = {span.job for span in part.spans}
@@ -139,7 +153,7 @@ def checked_parts(registration: Registration, batch: Stores | Loads, *, storing:
     return parts
 
 
-def _checked_part(registration: Registration, part: GroupBlocks, jobs: int, *, storing: bool) -> Part:
+def _checked_part(registration: Registration, part: GroupBlocks, jobs: int, *, storing: bool, is_offered: bool) -> Part:
     group, namespace = part.group, registration.namespace
     keys = namespace.split(group, part.keys)
     layout = registration.layouts[group]
@@ -180,7 +194,8 @@ def _checked_part(registration: Registration, part: GroupBlocks, jobs: int, *, s
             f"{len(part.tokens)} bytes of token ids for {len(keys)} keys of {tokens_per_block} tokens; tell all or "
             "none."
         )
-    return Part(group, layout, keys, block_ids, spans, part.parents, part.tokens)
+    starts = [span.key for span in spans] if storing and is_offered else None
+    return Part(group, layout, part.keys, keys, block_ids, spans, part.parents, part.tokens, starts)
 
 
 def _counts(data: bytes, jobs: int, what: str) -> list[int]:
@@ -213,89 +228,95 @@ class Job:
 
 @dataclass(eq=False)
 class StoreBatch(Job):
-    """The stores of one message. Tickets are by part, checksums by ticket and key."""
+    """The stores of one message. Checksums are by part and key."""
 
     direction = Direction.STORE
     parts: Sequence[Part]
-    tickets: list[StoreTicket] = field(default_factory=list, init=False)
+    ticket: StoreTicket | None = field(default=None, init=False)
     copied_bytes: list[int] = field(default_factory=list, init=False)
     """By store."""
 
-    def begin(self, cache: BlockCache, pool_address: int) -> None:
+    def begin(self, cache: Cache, pool: Pool) -> None:
         """Take slots for what is absent, and plan the copy. ``abort`` undoes it, also where it raises."""
         registration, plans = self.registration, list[Plan]()
-        whose = registration.namespace, registration.rank
         self.copied_bytes = [0] * len(self.ids)
-        slots: list[tuple[int, int]] = []
-        for part in self.parts:
-            layout, keys = part.layout, part.keys
-            firsts = {span.key: span.first_block for span in part.spans if span.first_block}
-            starts = None if self.session.operator else [span.key for span in part.spans]
-            ticket = cache.begin_stores(
-                *whose, part.group, keys, firsts, self.tickets, registration.memory.node, starts
-            )
-            self.tickets.append(ticket)
+        places: list[tuple[int, int]] = []
+        self.ticket = cache.begin_store(registration.namespace, registration.rank, self.parts)
+        for part, stored in zip(self.parts, self.ticket.parts, strict=True):
+            layout, keys = part.layout, len(part.split)
             length = registration.namespace.shard_length(registration.rank, part.group)
-            slots += [(offset, length) for offset in ticket.offsets]
-            addresses, chosen = np.array(ticket.offsets, dtype=np.uint64) + np.uint64(pool_address), None
-            if len(ticket.copy) < len(keys):
-                chosen = np.zeros(len(keys), dtype=np.bool_)
-                chosen[ticket.copy] = True
-                of_chosen, addresses = addresses, np.zeros(len(keys), dtype=np.uint64)
+            offsets = cache.slots.offsets(stored.slots)
+            places += [(offset, length) for offset in offsets.tolist()]
+            addresses, chosen = offsets.astype(np.uint64) + np.uint64(pool.address), None
+            if len(stored.copy) < keys:
+                chosen = np.zeros(keys, dtype=np.bool_)
+                chosen[stored.copy] = True
+                of_chosen, addresses = addresses, np.zeros(keys, dtype=np.uint64)
                 addresses[chosen] = of_chosen
             positions = np.arange(part.block_ids.size, dtype=np.int64)
-            for span in part.spans if firsts else ():
+            for span in part.spans if part.first_blocks else ():
                 positions[span.block :] += span.first_block
             plans.append(plan_blocks(layout, self.direction, part.block_ids, positions, addresses, chosen))
             for span in part.spans:
-                at, end = (bisect_left(ticket.copy, number) for number in (span.key, span.keys_end))
+                at, end = (bisect_left(stored.copy, number) for number in (span.key, span.keys_end))
                 blocks = (end - at) * layout.blocks_per_key
-                if at < end and ticket.copy[at] == span.key:
+                if at < end and stored.copy[at] == span.key:
                     blocks -= span.first_block
                 self.copied_bytes[span.job] += blocks * layout.block_bytes
         self.plan = concatenate(plans)
-        if slots:
+        if places:
             whole_after = self.plan.whole_after.tolist()
-            digests = cache.slots.digests
-            self.checksums = SlotChecksums(digests, slots, whole_after=whole_after, pool_address=pool_address)
+            self.checksums = SlotChecksums(pool.digests, places, whole_after=whole_after, pool_address=pool.address)
 
-    def end(self, cache: BlockCache, seconds: float, error: ErrorCode | None) -> list[JobResult]:
+    def end(self, cache: Cache, seconds: float, error: ErrorCode | None) -> list[JobResult]:
         """The copy has ended: where ``error`` is None its blocks become readable. Returns the results."""
         if error is not None:
             self.abort(cache)
             return self.results(seconds, error)
-        checksums = iter(self.checksums.sums if self.checksums is not None else ())
-        for part, ticket in zip(self.parts, self.tickets, strict=True):
-            ticket.tokens = part.tokens()
-            ticket.checksums = list(islice(checksums, len(ticket.copy)))
-            cache.commit_store(ticket)
+        assert self.ticket is not None
+        found = iter(self.checksums.sums if self.checksums is not None else ())
+        checksums = [list(islice(found, len(stored.copy))) for stored in self.ticket.parts]
+        tokens: Mapping[bytes, BlockTokens] = NO_TOKENS
+        for part in self.parts:
+            if told := part.tokens():
+                tokens = {**tokens, **told}
+        cache.commit_store(self.ticket, checksums, tokens)
         if not self.session.operator:
             self.registration.namespace.counters.stored_bytes += self.plan.nbytes
         return self.results(seconds, None)
 
-    def abort(self, cache: BlockCache) -> None:
+    def abort(self, cache: Cache) -> None:
         """Give the slots back: what is in them counts for nothing."""
-        for ticket in self.tickets:
-            cache.abort_store(ticket)
+        if self.ticket is not None:
+            cache.abort_store(self.ticket)
 
     def results(self, seconds: float, error: ErrorCode | None) -> list[JobResult]:
         """One for each store. ``error``: why nothing was copied; None where all was that found space."""
+        assert self.ticket is not None
         failed: defaultdict[int, list[GroupKeys]] = defaultdict(list)
-        declined: defaultdict[int, list[GroupKeys]] = defaultdict(list)
-        for part, ticket in zip(self.parts, self.tickets, strict=True):
-            lost = ticket.dropped
+        rejected: defaultdict[int, list[GroupKeys]] = defaultdict(list)
+        for part, stored in zip(self.parts, self.ticket.parts, strict=True):
+            lost, refused = stored.no_space, stored.rejected
+            if stored.again:  # a key that comes twice fares the same both times
+                lost, refused = (_with_again(part.split, some, stored.again) for some in (lost, refused))
             if error is not None:  # a store whose keys were all there lost nothing
-                lost = sorted({*ticket.dropped, *ticket.copy, *ticket.again}.difference(ticket.declined))
+                lost = sorted({*lost, *stored.copy, *stored.again}.difference(refused))
             part.put_by_job(lost, failed)
-            part.put_by_job(ticket.declined, declined)
+            part.put_by_job(refused, rejected)
         code = ErrorCode.SESSION_ENDED if self.session.ended else error or ErrorCode.NO_ROOM
         copied = [0] * len(self.ids) if error is not None else self.copied_bytes
         return [
-            JobResult(job_id, False, nbytes, seconds, code, failed[number], declined.get(number, []))
+            JobResult(job_id, False, nbytes, seconds, code, failed[number], rejected.get(number, []))
             if number in failed
-            else JobResult(job_id, True, nbytes, seconds, declined=declined.get(number, []))
+            else JobResult(job_id, True, nbytes, seconds, declined=rejected.get(number, []))
             for number, (job_id, nbytes) in enumerate(zip(self.ids, copied, strict=True))
         ]
+
+
+def _with_again(keys: Sequence[bytes], numbers: Sequence[int], again: Sequence[int]) -> list[int]:
+    """The numbers, and those ``again`` of the same keys, ascending."""
+    named = {keys[number] for number in numbers}
+    return sorted([*numbers, *(number for number in again if keys[number] in named)])
 
 
 @dataclass(eq=False)
@@ -307,14 +328,14 @@ class LoadJob(Job):
     lease_id: int
     keep_lease: bool
     tickets: list[LoadTicket] = field(default_factory=list, init=False)
-    checks: list[ChecksumCheck] = field(default_factory=list, init=False)
+    checks: list[Check] = field(default_factory=list, init=False)
     """Slots that are compared with their checksums."""
     failed: list[GroupKeys] = field(default_factory=list, init=False)
     """Keys that are known to be not ready, or not whole."""
     error: ErrorCode | None = field(default=None, init=False)
     """Why it cannot be done, where that is known before it is copied."""
 
-    def begin(self, cache: BlockCache, pool_address: int, *, verify: bool) -> None:
+    def begin(self, cache: Cache, pool: Pool, *, verify: bool) -> None:
         """Hold the slots, and plan the copy; nothing is copied where a block is not ready. ``abort`` undoes it.
 
         ``verify``: all slots are compared with their checksums, else those that nobody has compared since an earlier
@@ -322,36 +343,41 @@ class LoadJob(Job):
         """
         registration, plans = self.registration, list[Plan]()
         whose = registration.namespace, registration.rank, self.lease_id
+        size = registration.namespace.key_bytes
         for part, span in self.parts:
-            keys, first = part.keys[span.key : span.keys_end], span.first_block
+            keys, first = part.keys[span.key * size : span.keys_end * size], span.first_block
             try:
-                ticket = cache.begin_load(*whose, part.group, b"".join(keys), first)
-            except (NotReady, UnknownLease) as refusal:
-                missing = [keys[at] for at in refusal.missing] if isinstance(refusal, NotReady) else keys
+                ticket = cache.begin_load(*whose, part.group, keys, first)
+            except NotReady as refusal:
+                missing = [part.split[span.key + at] for at in refusal.missing]
                 self.failed.append(GroupKeys(part.group, b"".join(missing)))
                 self.error = refusal.code
                 continue
+            except UnknownLease as refusal:
+                self.failed.append(GroupKeys(part.group, keys))
+                self.error = refusal.code
+                continue
             self.tickets.append(ticket)
-            slots = np.array(ticket.offsets, dtype=np.uint64) + np.uint64(pool_address)
             block_ids = part.block_ids[span.block : span.blocks_end]
             tokens_per_block = registration.namespace.groups[part.group].tokens_per_block
             ticket.tokens = block_ids.size * tokens_per_block // part.layout.blocks_per_key
+            self.checks += cache.checks_of_load(ticket, verify, first)
             positions = np.arange(first, first + block_ids.size, dtype=np.int64)
-            plans.append(plan_blocks(part.layout, self.direction, block_ids, positions, slots))
+            addresses = ticket.offsets.astype(np.uint64) + np.uint64(pool.address)
+            plans.append(plan_blocks(part.layout, self.direction, block_ids, positions, addresses))
         if self.error is not None:
-            self.plan = concatenate([])
+            self.plan, self.checks = concatenate([]), []
             return
         self.plan = concatenate(plans)
-        self.checks = [check for ticket in self.tickets for check in cache.integrity.checks_of_load(ticket, verify)]
         if self.checks:
             places = [(check.offset, check.length) for check in self.checks]
-            self.checksums = SlotChecksums(cache.slots.digests, places, [check.checksum for check in self.checks])
+            self.checksums = SlotChecksums(pool.digests, places, [check.checksum for check in self.checks])
 
-    def abort(self, cache: BlockCache) -> None:
+    def abort(self, cache: Cache) -> None:
         """Hold nothing any more; the lease lives on."""
         cache.end_load(self.tickets, ok=False)
 
-    def end(self, cache: BlockCache, seconds: float, error: ErrorCode | None) -> list[JobResult]:
+    def end(self, cache: Cache, seconds: float, error: ErrorCode | None) -> list[JobResult]:
         """The copy has ended, well where ``error`` is None. Returns the result."""
         if not self._apply_checksums(cache):
             error = ErrorCode.CHECKSUM
@@ -365,40 +391,50 @@ class LoadJob(Job):
             error = ErrorCode.SESSION_ENDED
         return [JobResult(self.ids[0], error is None, copied_bytes, seconds, error, self.failed)]
 
-    def _apply_checksums(self, cache: BlockCache) -> bool:
+    def _apply_checksums(self, cache: Cache) -> bool:
         """Act on what the slots hashed to; False where the load was given wrong bytes, or nearly was."""
         if self.checksums is not None:
             for check, found in zip(self.checks, self.checksums.sums, strict=True):
-                if found and not cache.integrity.apply(check, found):
-                    logger.error("%s", wrong_bytes(check))
-        if not cache.integrity.mismatches:
+                if found:
+                    apply_check(cache, check, found)
+        if not cache.mismatches:
             return True
         # What somebody else found wrong in the meantime is wrong for this load too.
-        corrupt: dict[int, list[bytes]] = {}
         for ticket in self.tickets:
-            for block in ticket.blocks:
-                if block.shard(ticket.rank).corrupt:
-                    corrupt.setdefault(block.group, []).append(block.key)
-        self.failed += [GroupKeys(group, b"".join(keys)) for group, keys in corrupt.items()]
-        return not corrupt
+            if keys := cache.corrupt_keys(ticket):
+                self.failed.append(GroupKeys(ticket.group.group, keys))
+        return not self.failed
 
 
-def wrong_bytes(check: ChecksumCheck) -> str:
-    """What the log says of a slot that does not hold what was stored in it."""
-    return (
-        f"The bytes of key {check.block.key.hex()} (group {check.block.group}, rank {check.rank}) at pool offset "
-        f"{check.offset} do not match their checksum: the block is dropped and its slot not used any more. "
-        "Something wrote over them, or the machine's memory fails."
+_wrong_slots = RareWarnings(logger, logging.ERROR)
+
+
+def apply_check(cache: Cache, check: Check, checksum: int) -> bool:
+    """Act on the checksum that a slot's bytes have; False, and a line in the log once a minute, where it is wrong."""
+    record = cache.table.records[check.slot]
+    key = record["key"][: record["key_bytes"]].tobytes()
+    if cache.check(check.slot, check.generation, checksum):
+        return True
+    _wrong_slots.warn(
+        "The bytes of key %s (group %d, rank %d) at pool offset %d do not match their checksum: the block is dropped "
+        "and its slot not used any more; %d slots were found wrong so far. Something wrote over them, or the machine's "
+        "memory fails.",
+        key.hex(),
+        record["group"],
+        record["rank"],
+        check.offset,
+        cache.mismatches,
     )
+    return False
 
 
 class Jobs:
     """The jobs of all sessions, from their acceptance until their copy has ended."""
 
-    def __init__(self, config: Config, cache: BlockCache, pool_address: int, host: Host, credit_bytes: int) -> None:
+    def __init__(self, config: Config, cache: Cache, pool: Pool, host: Host, credit_bytes: int) -> None:
         self._config = config
         self._cache = cache
-        self._pool_address = pool_address
+        self._pool = pool
         self._host = host
         self._max_store_bytes = 2 * credit_bytes
         """Of a session's unfinished stores. Credits are a promise of the client; this is for one that breaks it."""
@@ -428,7 +464,7 @@ class Jobs:
         registration.check_whole(accepted_at)
         self._check_counts(session, registration, message)
         loads = checked_parts(registration, message.loads, storing=False)
-        stores = checked_parts(registration, message.stores, storing=True)
+        stores = checked_parts(registration, message.stores, storing=True, is_offered=not session.operator)
         self._check_pieces(session, registration, (*loads, *stores))
         wanted: list[list[tuple[Part, Span]]] = [[] for _ in message.loads.job_ids]
         for part in loads:
@@ -442,10 +478,10 @@ class Jobs:
                 given.job_ids, given.lease_ids, given.keep_lease, wanted, strict=True
             ):
                 jobs.append(load := LoadJob((job_id,), *whose, parts, lease_id, keep))
-                load.begin(self._cache, self._pool_address, verify=self._verifies())
+                load.begin(self._cache, self._pool, verify=self._verifies())
             if message.stores.job_ids:
                 jobs.append(batch := StoreBatch(message.stores.job_ids, *whose, stores))
-                batch.begin(self._cache, self._pool_address)
+                batch.begin(self._cache, self._pool)
         except BaseException:
             for job in jobs:
                 job.abort(self._cache)
@@ -551,7 +587,7 @@ class Jobs:
         self._ended_at = self._host.now()
         session.in_flight -= len(job.ids)
         session.pieces -= job.plan.pieces
-        job.transfer = None  # they refer to each other, and full collections are off (GC_THRESHOLDS)
+        job.transfer = None  # they refer to each other
         job.registration.count_jobs(-1)
         session.release_if_idle()
 
@@ -559,8 +595,8 @@ class Jobs:
         """The job's copy hangs beyond its deadline: a store is answered, see above."""
         if job.answered or job not in self._running or not isinstance(job, StoreBatch):
             return
-        for ticket in job.tickets:
-            self._cache.drop_incomplete(ticket.blocks)  # others may store its keys elsewhere in the pool
+        assert job.ticket is not None
+        self._cache.drop_unfinished(job.ticket)  # others may store its keys elsewhere in the pool
         self._answer(job, job.results(self._host.now() - job.accepted_at, ErrorCode.DEADLINE))
         job.answered = True
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvoffd.cache.namespace import Namespace, nbytes_of
 from kvoffd.errors import BadGeometry, KvoffdError
-from kvoffd.server.background import Work
-from kvoffd.server.handlers import Pending, answers
+from kvoffd.server.handlers import answers
 from kvoffd.server.sessions import Session
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
@@ -21,15 +20,13 @@ logger = logging.getLogger(__name__)
 
 MAX_NAMESPACES_OF_SESSION = 16
 """An engine is in one at a time."""
-OPEN_WAIT_S = 1.0
-"""For another namespace to be freed."""
 FORGET_AFTER_S = 60.0
 """How long an empty namespace that nobody has open is still shown to operators."""
 
 
 @answers(m.OpenNamespace)
-def open_namespace(service: Service, session: Session, message: m.OpenNamespace) -> Pending:
-    """Open or join a namespace. The reply waits where another one must be freed for it.
+def open_namespace(service: Service, session: Session, message: m.OpenNamespace) -> m.NamespaceOpened:
+    """Open or join a namespace.
 
     An empty namespace that nobody has open gives its name to whoever comes with another geometry.
     """
@@ -37,38 +34,27 @@ def open_namespace(service: Service, session: Session, message: m.OpenNamespace)
     cache, fingerprint = service.cache, message.namespace
     geometry = message.world_size, message.key_bytes, message.groups
     _check_places(session, fingerprint)
-    freed: Work | None = None
-
-    def poll(late: bool) -> m.NamespaceOpened | None:
-        nonlocal freed
-        if freed is not None and not freed.done and not late:
-            return None
-        _check_places(session, fingerprint)  # the session may have opened others in between
-        known = cache.find_namespace(fingerprint)
-        if known is not None and not known.is_same(*geometry) and _idle(known, opened_namespaces(service)):
-            logger.info("The empty namespace %r is forgotten for one of another geometry.", known.label)
-            _forget(service, known)
-            known = None
-        if known is None and (freed := _make_space(service, message, late)) is not None:
-            return None
-        label, description = printable(message.label), printable(message.description)
-        namespace, created = cache.open_namespace(fingerprint, label, *geometry, description)
-        session.namespaces[fingerprint] = namespace
-        if created:
-            namespace.generation = service.state.generation(fingerprint)
-            # A subscriber that knew an earlier life of the daemon must forget what it believed.
-            service.events.cleared(namespace)
-            if service.tiering is not None:
-                service.tiering.namespace_opened(namespace)
-        return m.NamespaceOpened(message.request_id, created)
-
-    return Pending(poll, service.clock() + OPEN_WAIT_S)
+    known = cache.find(fingerprint)
+    if known is not None and not known.is_same(*geometry) and _idle(known, opened_namespaces(service)):
+        logger.info("The empty namespace %r is forgotten for one of another geometry.", known.label)
+        _forget(service, known)
+        known = None
+    if known is None:
+        _make_space(service, message)
+    label, description = printable(message.label), printable(message.description)
+    namespace, created = cache.open_namespace(Namespace(fingerprint, label, *geometry, description))
+    session.namespaces[fingerprint] = namespace
+    if created:
+        namespace.generation = service.state.generation(fingerprint)
+        if service.tiering is not None:
+            service.tiering.namespace_opened(namespace)
+    return m.NamespaceOpened(message.request_id, created)
 
 
 def forget_idle(service: Service, after_s: float = 0.0) -> None:
     """Forget the empty namespaces that nobody has had open for so long, as far as that was seen; a bench's at once."""
     opened, now = opened_namespaces(service), service.clock()
-    for namespace in service.cache.namespaces:
+    for namespace in list(service.cache.namespaces.values()):
         if not _idle(namespace, opened):
             namespace.idle_since = None
             continue
@@ -88,11 +74,9 @@ def _check_places(session: Session, fingerprint: bytes) -> None:
         )
 
 
-def _make_space(service: Service, message: m.OpenNamespace, late: bool) -> Work | None:
-    """Begin to free a namespace that nobody has open, so that one more may be opened; None where none need go.
-
-    Raises KvoffdError where none may go, or it is too late to wait for one.
-    """
+def _make_space(service: Service, message: m.OpenNamespace) -> None:
+    """Forget a namespace that nobody has open, if there must be room for one more. Raises KvoffdError where none may
+    go."""
     cache, limit = service.cache, service.config.limits.max_namespaces
     nbytes = nbytes_of(message.label, message.description, message.world_size, len(message.groups))
     most_bytes = service.config.limits.namespaces_bytes
@@ -101,33 +85,20 @@ def _make_space(service: Service, message: m.OpenNamespace, late: bool) -> Work 
             f"The namespace would take {nbytes} bytes of the daemon's memory beside its blocks, and {most_bytes // 8} "
             "are allowed; give it fewer ranks or groups, or a shorter description."
         )
-    if len(cache.namespaces) < limit and cache.namespaces_bytes + nbytes <= most_bytes:
-        return None
-    # What has the least in it goes first: a block in each must not take all places for good. While one is written or
-    # read there it would not go at once, and a refusal would have cleared it for nothing.
-    opened = opened_namespaces(service)
-    unused = [
-        one
-        for one in cache.namespaces
-        if one.fingerprint not in opened
-        and one.held_blocks == one.ready_blocks + one.inherited_blocks
-        and not one.clearing
-    ]
-    if not unused or late:
-        raise KvoffdError(
-            f"{len(cache.namespaces)} namespaces are open, with {cache.namespaces_bytes} bytes beside their "
-            "blocks, the limit. End engines that are not needed; the namespaces that nobody has open make room.",
-            ErrorCode.TOO_MANY,
-        )
-    namespace = min(unused, key=lambda one: one.ready_bytes)
-
-    def cleared(count: int) -> int:
-        if _idle(namespace, opened_namespaces(service)):
-            logger.info("The namespace %r, which nobody has open, is forgotten for another one.", namespace.label)
-            _forget(service, namespace)
-        return count
-
-    return service.work.add(cache.clear(namespace, keep_tiers=True), cleared)
+    while len(cache.namespaces) >= limit or cache.namespaces_bytes + nbytes > most_bytes:
+        # What has the least in it goes first: a block in each must not take all places for good.
+        opened = opened_namespaces(service)
+        unused = [one for one in cache.namespaces.values() if one.fingerprint not in opened and not one.writing_blocks]
+        if not unused:
+            raise KvoffdError(
+                f"{len(cache.namespaces)} namespaces are open, with {cache.namespaces_bytes} bytes beside their "
+                "blocks, the limit. End engines that are not needed; the namespaces that nobody has open make room.",
+                ErrorCode.TOO_MANY,
+            )
+        namespace = min(unused, key=lambda one: one.ready_bytes)
+        logger.info("The namespace %r, which nobody has open, is forgotten for another one.", namespace.label)
+        cache.reset(namespace, keep_tiers=True)
+        _forget(service, namespace)
 
 
 def opened_namespaces(service: Service) -> set[bytes]:
@@ -136,7 +107,8 @@ def opened_namespaces(service: Service) -> set[bytes]:
 
 
 def _idle(namespace: Namespace, opened: set[bytes]) -> bool:
-    return not namespace.held_blocks and not namespace.clearing and namespace.fingerprint not in opened
+    empty = not namespace.ready_blocks and not namespace.writing_blocks
+    return empty and namespace.fingerprint not in opened
 
 
 def _forget(service: Service, namespace: Namespace) -> None:

@@ -149,7 +149,7 @@ def _registered(
             ShardSpec(message.blocks_per_key, [PageSpec(page.page_bytes, page.layer) for page in pages])
             for pages in message.groups
         ]
-        service.cache.set_shard_bytes(namespace, message.rank, shard_bytes, shards)
+        service.cache.register_rank(namespace, message.rank, shard_bytes, memory.node, shards)
     except BaseException:
         memory.close(lambda: None)
         raise
@@ -182,17 +182,17 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
     started, limits = service.clock(), service.config.limits
     namespace = session.namespace(message.namespace)
     service.check_key_count(namespace, message.groups)
-    if service.cache.leases.count_of(session.id) >= limits.max_leases:
+    if service.cache.leases_of(session.id).leases >= limits.max_leases:
         raise KvoffdError(f"The session holds {limits.max_leases} leases, its limit; release some.", ErrorCode.TOO_MANY)
     groups = [(part.group, part.keys) for part in message.groups]
-    states, pinned = service.cache.lookup(
-        namespace, message.lease_id, session.id, groups, again=message.again or session.operator, extend=message.extend
-    )
+    again = message.again or session.operator
+    states, pinned = service.cache.lookup(namespace, session.id, message.lease_id, groups, again=again)
     wait_ms = 0
     if (tiering := service.tiers.tiering) is not None and any(not m.COMING.isdisjoint(one) for one in states):
         wait_ms = math.ceil(tiering.wait_s * 1000)
     ttl_ms = round(limits.lease_ttl_s * 1000) if pinned else 0
-    service.lookups.append((message.lease_id, None if namespace.of_bench else service.clock() - started))
+    if not namespace.of_bench:
+        service.lookups.append(service.clock() - started)
     return m.LookupReply(message.request_id, message.lease_id, states, pinned, ttl_ms, wait_ms)
 
 
@@ -204,12 +204,12 @@ def release(service: Service, session: Session, message: m.Release) -> m.Done:
 
 @answers(m.Invalidate)
 def invalidate(service: Service, session: Session, message: m.Invalidate) -> Pending:
-    """Forget blocks now, but for those of an earlier daemon, which are looked for in the background."""
+    """Forget blocks."""
     namespace = session.namespace(message.namespace)
     service.check_key_count(namespace, message.groups)
-    steps = service.cache.invalidate(namespace, [(part.group, part.keys) for part in message.groups])
+    count = service.cache.invalidate(namespace, [(part.group, part.keys) for part in message.groups])
     service.tiers.invalidated(message.namespace)
-    return service.removal(message.request_id, steps, at_once=not namespace.inherited_blocks)
+    return service.removed(message.request_id, count)
 
 
 @answers(m.ReportEngine)
@@ -232,10 +232,9 @@ def report_requests(service: Service, session: Session, message: m.ReportRequest
         namespace.check_keys(one.missing_group, one.missing_key)
         if len(one.missing_key) > namespace.key_bytes:
             raise BadKeys("A request has one first missing key at most.")
-    misses = service.cache.blocks.misses
     for one in message.requests:
         if one.missing_key and not one.reason:
-            reason = misses.reason_of(namespace, one.missing_group, one.missing_key)
+            reason = service.cache.reason_of(namespace, one.missing_group, one.missing_key)
             one = structs.replace(one, reason=reason.name.lower())
         session.requests.append(LoggedRequest(session.id, message.namespace, one))
     return m.Done(message.request_id, len(message.requests))
@@ -244,16 +243,9 @@ def report_requests(service: Service, session: Session, message: m.ReportRequest
 @answers(m.Reset)
 def reset(service: Service, session: Session, message: m.Reset) -> Pending:
     """Drop every block of a namespace that the session has opened."""
-    namespace = session.namespace(message.namespace)
-    steps = service.cache.reset(namespace)
-    service.state.raise_generation(message.namespace)
-
-    def removed(count: int) -> int:
-        service.cache.set_generation(namespace, service.state.generation(message.namespace))
-        service.tiers.namespace_reset(message.namespace)
-        return count
-
-    return service.removal(message.request_id, steps, removed)
+    count = service.reset(session.namespace(message.namespace))
+    service.tiers.namespace_reset(message.namespace)
+    return service.removed(message.request_id, count)
 
 
 @answers(m.Submit)

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
-from kvoffd.cache.integrity import ChecksumCheck
-from kvoffd.server.jobs import wrong_bytes
+import numpy as np
+
+from kvoffd.cache.cache import Cache, Check
+from kvoffd.server.jobs import apply_check
 from kvoffd_proto import admin as a
 from kvoffd_proto.units import format_duration, format_size
 
@@ -17,17 +20,17 @@ logger = logging.getLogger(__name__)
 
 # A millisecond or so of reading, between which engines have the memory for themselves.
 STEP_BYTES = 32 << 20
-# Slots looked up at a time on the event loop: freed ones cost nothing but that.
+# Slots looked up at a time on the event loop: free ones cost nothing but that.
 _STEP_SLOTS = 1024
 
 
 class Scrubber:
     """Chooses the slots to read next and acts on their checksums, in the service's thread. Others read the bytes."""
 
-    def __init__(self, cache: BlockCache, clock: Callable[[], float]) -> None:
+    def __init__(self, cache: Cache, clock: Callable[[], float]) -> None:
         self._cache = cache
         self._clock = clock
-        self._offsets: Sequence[int] = ()
+        self._slots = np.empty(0, np.uint32)
         """Slots that were in use when the pass over all began."""
         self._begin()
 
@@ -40,49 +43,43 @@ class Scrubber:
     @property
     def has_work(self) -> bool:
         """Whether ``next_step`` has something to read, or may have."""
-        return self._cache.integrity.has_unverified or self._done < len(self._offsets)
+        return self._cache.unverified_slots > 0 or self._done < len(self._slots)
 
     def start(self) -> None:
         """Begin a pass over all slots, unless one is running."""
-        if self._done == len(self._offsets):
-            self._offsets = self._cache.integrity.slots()
+        if self._done == len(self._slots):
+            self._slots = np.flatnonzero(self._cache.slots.in_use).astype(np.uint32)
             self._begin()
 
-    def next_step(self) -> list[ChecksumCheck]:
+    def next_step(self) -> list[Check]:
         """Slots to read now, about ``STEP_BYTES``; none where nothing was found. End it by ``finish_step``."""
-        integrity = self._cache.integrity
-        checks: list[ChecksumCheck] = integrity.unverified(STEP_BYTES)
-        while not checks and self._done < len(self._offsets):
-            nbytes = 0
-            stop = min(len(self._offsets), self._done + _STEP_SLOTS)
-            while self._done < stop and nbytes < STEP_BYTES:
-                found = integrity.checks_at(self._offsets[self._done : self._done + 1])
-                checks += found
-                nbytes += sum(check.length for check in found)
-                self._done += 1
+        checks = _first(self._cache.checks(self._cache.unverified(_STEP_SLOTS)))
+        while not checks and self._done < len(self._slots):
+            some = self._slots[self._done : self._done + _STEP_SLOTS]
+            checks = _first([check for check in self._cache.checks(some) if check.checksum])
+            last = np.flatnonzero(some == checks[-1].slot)[0] + 1 if checks else len(some)
+            self._done += int(last)
             self._in_step = len(checks)
-            if not checks and self._done == len(self._offsets):
+            if not checks and self._done == len(self._slots):
                 self._end()
         return checks
 
-    def finish_step(self, checks: Sequence[ChecksumCheck], checksums: Sequence[int]) -> None:
+    def finish_step(self, checks: Sequence[Check], checksums: Sequence[int]) -> None:
         """Act on the checksums of a step's slots."""
         for check, found in zip(checks, checksums, strict=True):
-            sound = self._cache.integrity.apply(check, found)
-            if not sound:
-                logger.error("%s", wrong_bytes(check))
+            sound = apply_check(self._cache, check, found)
             if self._in_step and check.checksum:
                 self._checked_slots += 1
                 self._checked_bytes += check.length
                 self._mismatches += not sound
         if self._in_step:
             self._in_step = 0
-            if self._done == len(self._offsets):
+            if self._done == len(self._slots):
                 self._end()
 
     def report(self, request_id: int) -> a.ScrubReply:
         """How far the running pass is, or how the last one ended; all 0 where there was none."""
-        slots, done = len(self._offsets), self._done - self._in_step
+        slots, done = len(self._slots), self._done - self._in_step
         running = done < slots
         seconds = max(0.0, self._clock() - self._started_at) if running else self._seconds
         counts = self._checked_slots, self._checked_bytes, self._mismatches
@@ -97,3 +94,9 @@ class Scrubber:
             format_duration(self._seconds),
             self._mismatches,
         )
+
+
+def _first(checks: Sequence[Check]) -> list[Check]:
+    """The first of them, about ``STEP_BYTES``."""
+    ends = accumulate(check.length for check in checks)
+    return [check for check, end in zip(checks, ends, strict=True) if end - check.length < STEP_BYTES]

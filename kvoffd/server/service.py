@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from weakref import WeakSet
 
 # These fill the table of handlers.
 import kvoffd.server.admin
 import kvoffd.server.requests
 import kvoffd.server.stats  # noqa: F401
-from kvoffd.cache.cache import BlockCache, Steps
+from kvoffd.cache.cache import Cache
 from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError, refusal_of
 from kvoffd.observe.loop_watch import LoopWatch
 from kvoffd.observe.meters import LOOKUP_BOUNDS_S, DurationHistogram, RateMeter
-from kvoffd.server.background import Background
+from kvoffd.pool.pool import Pool
 from kvoffd.server.events import EventLog, Frames
 from kvoffd.server.handlers import HANDLERS, Answer, Pending
 from kvoffd.server.health import health_reply
@@ -78,11 +78,11 @@ class Service:
     def __init__(
         self,
         config: Config,
-        cache: BlockCache,
+        cache: Cache,
         events: EventLog,
         engine: TransferEngine,
         gpus: Gpus,
-        pool_address: int,
+        pool: Pool,
         host: Host,
         open_disk: OpenDisk,
         state: State,
@@ -92,26 +92,25 @@ class Service:
         self.config = config
         self.clock = clock
         self.started_at = clock()
-        self.cache = cache
+        self.cache, self.pool = cache, pool
         self.events = events
         self.state = state
         self.memory = MemoryMapper(engine, host, gpus)
-        self.jobs = Jobs(config, cache, pool_address, host, credit_bytes(config, cache))
+        self.jobs = Jobs(config, cache, pool, host, credit_bytes(config, cache))
         self.sessions = Sessions(config, cache, self.jobs, host, max_attached)
         self.tiers = Tiers(config, cache, events, clock, open_disk, host.post, self.jobs.busy, state)
         self.scrubber = Scrubber(cache, clock)
         self.traffic = TrafficCounts(cache, clock, state.lifetime)
         self.tracer = Tracer(cache, clock)
         self.curve = HitRatioCurve(cache.slots.pool_bytes, clock)
-        self.work = Background()
         self.pending: list[Pending] = []
         """Requests whose replies wait, oldest first."""
         self.replies: list[tuple[bytes, bytes]] = []
         """Routes and frames that are to be sent."""
         self.publications: list[Frames] = []
         """What is to be published."""
-        self.lookups: list[tuple[int, float | None]] = []
-        """Lease and seconds of lookups that are to be counted once their replies are out."""
+        self.lookups: list[float] = []
+        """Seconds of lookups that are to be counted once their replies are out."""
         self.errors: Counter[str] = Counter()
         self.requests = 0
         self.replies_dropped: Counter[str] = Counter()
@@ -124,11 +123,9 @@ class Service:
         self.sockets_problem = ""
         """Why no engine can connect."""
         self._totals_due = self.started_at + TOTALS_EVERY_S
-        self._half_stored_warned: WeakSet[Namespace] = WeakSet()
-        state.is_there = lambda fingerprint: cache.find_namespace(fingerprint) is not None
+        self._partial_warned: WeakSet[Namespace] = WeakSet()
+        state.is_there = lambda fingerprint: cache.find(fingerprint) is not None
         cache.watchers.append(self.curve.requested)
-        if cache.inherited_blocks:
-            self.work.add(self._take_over())
 
     @property
     def tiering(self) -> TieringManager | None:
@@ -190,30 +187,22 @@ class Service:
 
     def after_send(self) -> None:
         """Work that may wait until the replies are out: what lookups leave behind."""
-        if self.lookups:
-            for lease_id, seconds in self.lookups:
-                if seconds is not None:
-                    self.lookup_times.observe(seconds)
-                    self.lookup_rate.add(1)
-                self.cache.touch(lease_id)
-            self.cache.count_misses()
-            self.lookups.clear()
+        for seconds in self.lookups:
+            self.lookup_times.observe(seconds)
+        self.lookup_rate.add(len(self.lookups))
+        self.lookups.clear()
+        self.cache.note_requests()
         if (tiering := self.tiers.tiering) is not None:
             tiering.pump()
 
     def background(self) -> bool:
-        """Do about a millisecond of what takes long: pins of ended leases, removals, blocks to take over.
-
-        Returns whether there is more.
-        """
-        more = self.cache.unpin_some()
-        self.work.step()
-        return more or len(self.work) > 0
+        """Do about a millisecond of what takes long: free blocks that were reset. Returns whether there is more."""
+        return self.cache.background()
 
     def tick(self) -> None:
-        """Periodic work: leases and copies that are overdue, blocks that stay half-stored."""
-        if self.cache.expire():
-            self._warn_of_half_stored()
+        """Periodic work: leases and copies that are overdue, blocks that stay partial."""
+        if self.cache.tick():
+            self._warn_of_partial()
         self.memory.expire()
         self.traffic.tick()
         if self.clock() >= self._totals_due:
@@ -222,7 +211,7 @@ class Service:
         forget_idle(self, FORGET_AFTER_S)
         self.tiers.tick()
         for fingerprint in self.tiering.take_voided() if self.tiering is not None else ():
-            self.work.add(self._void(fingerprint))
+            self._void(fingerprint)
 
     def lifetime(self) -> Lifetime:
         """Totals of this daemon and those before it."""
@@ -282,73 +271,48 @@ class Service:
         if keys > (most := self.config.limits.max_keys_per_request):
             raise KvoffdError(f"{keys} keys in one request; {most} are allowed. Send several.", ErrorCode.TOO_MANY)
 
-    def removal(
-        self, request_id: int, steps: Steps, then: Callable[[int], int] | None = None, *, at_once: bool = False
-    ) -> Pending:
-        """Remove blocks, in the background or ``at_once``.
+    def reset(self, namespace: Namespace) -> int:
+        """Forget all blocks of a namespace, of its tiers too, for a successor as well. Returns how many there were."""
+        self.state.raise_generation(namespace.fingerprint)
+        return self.cache.reset(namespace, generation=self.state.generation(namespace.fingerprint))
 
-        The reply comes once they stay away after a kill too, or that takes long. ``then`` is called after the last step
-        with the number of blocks that were removed, whoever still waits; it returns that of the reply.
-        """
-        saved: Callable[[], bool] = lambda: False  # noqa: E731
-        until = 0.0
-
-        def removed(count: int) -> int:
-            nonlocal saved, until
-            count = then(count) if then is not None else count
-            saved, until = self.tiers.removals_saved(), self.clock() + REMOVAL_WAIT_S
-            return count
-
-        work = self.work.add(steps, removed, at_once=at_once)
+    def removed(self, request_id: int, count: int) -> Pending:
+        """The reply to a request that removed blocks: once they stay away after a kill too, or that takes long."""
+        saved = self.tiers.removals_saved()
 
         def poll(late: bool) -> m.Done | None:
-            if not work.done:
-                return None
-            if work.error is not None:
-                raise work.error
             if not saved():
-                if self.clock() < until:
+                if not late:
                     return None
                 logger.warning(
                     "A disk takes long to note what was removed from it: the answer goes out, and a kill or a power "
                     "cut before it is noted would bring that back."
                 )
-            return m.Done(request_id, work.count)
+            return m.Done(request_id, count)
 
-        return Pending(poll)
+        return Pending(poll, self.clock() + REMOVAL_WAIT_S)
 
     # --- work of its own ---------------------------------------------------------------------------
 
-    def _take_over(self) -> Steps:
-        """Make blocks ready that an earlier daemon left, while engines are served."""
-        while self.cache.adopt_some():
-            yield
-        seconds = self.clock() - self.started_at
-        logger.info("All of the earlier daemon's blocks are taken over %.3f s after the first ones.", seconds)
-        return 0
-
-    def _void(self, fingerprint: bytes) -> Steps:
+    def _void(self, fingerprint: bytes) -> None:
         """Forget a namespace's blocks, since somebody reset it for all nodes."""
-        while (namespace := self.cache.find_namespace(fingerprint)) is not None and namespace.clearing:
-            yield  # it may be forgotten then, and another one have its name
-        self.state.raise_generation(fingerprint)
-        if namespace is not None:
-            yield from self.cache.reset(namespace)
-            self.cache.set_generation(namespace, self.state.generation(fingerprint))
-        elif self.tiering is not None:
-            self.tiering.tier.remove_namespace(fingerprint)
+        if (namespace := self.cache.find(fingerprint)) is not None:
+            self.reset(namespace)
+        else:
+            self.state.raise_generation(fingerprint)
+            if self.tiering is not None:
+                self.tiering.tier.remove_namespace(fingerprint)
         self.tiers.namespace_reset(fingerprint, everywhere=True)
-        return 0
 
-    def _warn_of_half_stored(self) -> None:
+    def _warn_of_partial(self) -> None:
         """Say once for each namespace that blocks lack shards: its engine stores what nobody can ever read."""
-        for namespace in self.cache.namespaces:
-            if namespace.counters.half_stored_blocks and namespace not in self._half_stored_warned:
-                self._half_stored_warned.add(namespace)
+        for namespace in self.cache.namespaces.values():
+            if namespace.counters.partial_blocks and namespace not in self._partial_warned:
+                self._partial_warned.add(namespace)
                 logger.warning(
                     "Blocks of the namespace %s were dropped, since not all of its %d ranks stored their shard in "
                     "time. A worker failed, or the engine's workers are on several nodes; stats count such blocks as "
-                    "half_stored_blocks.",
+                    "partial_blocks.",
                     namespace.label,
                     namespace.world_size,
                 )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
+from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError, UnknownNamespace, UnsafeSegment
@@ -255,7 +256,7 @@ def may_administer(peer: Peer, config: Config) -> bool:
     return not config.admin_uids or peer.uid in {0, os.geteuid(), *config.admin_uids}
 
 
-def credit_bytes(config: Config, cache: BlockCache) -> int:
+def credit_bytes(config: Config, cache: Cache) -> int:
     """Bytes of stores that all sessions together may have outstanding."""
     return config.limits.credit_bytes or min(cache.slots.pool_bytes // 8, MAX_DEFAULT_CREDIT_BYTES)
 
@@ -267,7 +268,7 @@ class Sessions:
         max_attached: descriptors that all sessions together may have: attached, or of memory of the host.
     """
 
-    def __init__(self, config: Config, cache: BlockCache, jobs: Jobs, host: Host, max_attached: int) -> None:
+    def __init__(self, config: Config, cache: Cache, jobs: Jobs, host: Host, max_attached: int) -> None:
         self._config = config
         self._cache = cache
         self._jobs = jobs
@@ -374,7 +375,7 @@ class Sessions:
             self._departed[session.route] = None
             if len(self._departed) > MAX_DEPARTED:
                 self._departed.popitem(last=False)
-        self._cache.end_owner(session.id)
+        self._cache.end_session(session.id)
         session.ended, session.on_released = True, on_released
         session.release_if_idle()
         self._jobs.abandon(list(session.jobs.values()))

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from kvoffd import __version__
-from kvoffd.cache.index_memory import index_memory
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import settings_in_force
-from kvoffd.memory_estimate import max_index_bytes
 from kvoffd.server.handlers import answers, filled
 from kvoffd.server.health import health_of, health_reply
 from kvoffd.server.sessions import Session
@@ -39,10 +37,9 @@ def stats(service: Service, session: Session, message: s.Stats) -> s.StatsReply:
 
 def daemon_stats(service: Service) -> s.DaemonStats:
     cache, traffic, curve, jobs = service.cache, service.traffic, service.curve, service.jobs
-    cache.count_misses()
     usage = resource.getrusage(resource.RUSAGE_SELF)
     level, causes = health_of(service)
-    largest, others = traffic.shown()
+    largest, others = traffic.choose_rows()
     return s.DaemonStats(
         version=__version__,
         policy=service.config.eviction_policy,
@@ -54,7 +51,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         sessions=service.sessions.of_engines,
         ended_sessions=dict(service.sessions.ended),
         leases=len(cache.leases),
-        pinned_blocks=cache.blocks.pinned_blocks,
+        pinned_blocks=cache.pinned_blocks,
         requests=service.requests,
         errors=dict(service.errors),
         replies_dropped=dict(service.replies_dropped),
@@ -76,7 +73,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         lifetime=service.lifetime(),
         namespaces=[*map(partial(_namespace_stats, service), largest, curve.of_namespaces(largest)), *others],
         other_namespaces=len(cache.namespaces) - len(largest),
-        integrity=filled(s.IntegrityStats, cache.integrity),
+        integrity=filled(s.IntegrityStats, cache),
         tiers=_tiering_stats(service),
         disks=list(map(_disk_stats, service.tiers)),
         shared=_shared_stats(service),
@@ -101,8 +98,8 @@ def _namespace_stats(service: Service, namespace: Namespace, curve: s.HitCurve) 
         filling_blocks=namespace.writing_blocks,
         pending_keys=pending_keys(namespace),
         invalidated_blocks=counters.invalidated_blocks,
-        partial_blocks=counters.half_stored_blocks,
-        quota_bytes=service.cache.blocks.quotas.of(namespace.fingerprint),
+        partial_blocks=counters.partial_blocks,
+        quota_bytes=service.cache.quotas.of(namespace.fingerprint),
         prefill_tokens_per_second=counters.prefill_tokens_per_second,
         load_tokens_per_second=counters.load_tokens_per_second,
         curve=curve,
@@ -117,7 +114,7 @@ def health(service: Service, session: Session, message: a.Health) -> a.HealthRep
 
 @answers(a.Sessions)
 def sessions(service: Service, session: Session, message: a.Sessions) -> a.SessionsReply:
-    now, leases = service.clock(), service.cache.leases
+    now, cache = service.clock(), service.cache
     infos = [
         filled(
             a.SessionInfo,
@@ -127,13 +124,13 @@ def sessions(service: Service, session: Session, message: a.Sessions) -> a.Sessi
             role=one.role,
             age_seconds=now - one.opened_at,
             idle_seconds=now - one.last_request_at,
-            leases=leases.count_of(one.id),
+            leases=cache.leases_of(one.id).leases,
             jobs=len(one.jobs),
             registrations=len(one.registrations),
             registered_bytes=sum(registration.mapped_bytes for registration in one.registrations.values()),
             unacknowledged=len(one.completions),
             namespaces=sorted(one.namespaces),
-            pinned_bytes=leases.held(one.id).nbytes,
+            pinned_bytes=cache.leases_of(one.id).nbytes,
         )
         for one in service.sessions
     ]
@@ -151,7 +148,7 @@ def requests(service: Service, session: Session, message: a.Requests) -> a.Reque
 @answers(a.Namespaces)
 def namespaces(service: Service, session: Session, message: a.Namespaces) -> a.NamespacesReply:
     cache = service.cache
-    quotas = cache.blocks.quotas
+    quotas = cache.quotas
     infos = [
         filled(
             a.NamespaceInfo,
@@ -162,7 +159,7 @@ def namespaces(service: Service, session: Session, message: a.Namespaces) -> a.N
             sessions=sum(namespace.fingerprint in session.namespaces for session in service.sessions),
             quota_bytes=quotas.of(namespace.fingerprint),
         )
-        for namespace in cache.namespaces
+        for namespace in cache.namespaces.values()
     ]
     room_bytes = DESCRIPTIONS_BYTES
     for number, info in enumerate(infos):
@@ -174,28 +171,24 @@ def namespaces(service: Service, session: Session, message: a.Namespaces) -> a.N
 
 def _pool_stats(service: Service) -> s.PoolStats:
     cache, pinning = service.cache, service.memory.gpus.pinning
-    usage = cache.pool_usage()
+    usage, pool = cache.usage, service.pool
     return s.PoolStats(
-        size_bytes=cache.slots.pool_bytes,
+        size_bytes=pool.pool_bytes,
         bytes={
-            "free": usage.free_bytes,
-            "filling": usage.writing_bytes,
-            "ready": usage.ready_bytes,
-            "evicting": usage.leaving_bytes,
-            "recovering": usage.inherited_bytes,
-            "quarantined": usage.quarantined_bytes,
+            "free": usage.free,
+            "filling": usage.writing,
+            "ready": usage.ready,
+            "evicting": usage.dropped,
+            "quarantined": usage.quarantined,
         },
-        usable_bytes=max(0, cache.slots.touched_bytes - usage.quarantined_bytes),
-        pinned_bytes=usage.pinned_bytes,
+        usable_bytes=max(0, pool.touched_bytes - usage.quarantined),
+        pinned_bytes=usage.pinned,
         pinned_for_gpu_bytes=pinning.pinned_bytes,
         unpinnable_bytes=pinning.refused_bytes,
         pinning_gpu_bytes=pinning.gpu_bytes,
-        index_bytes=index_memory(cache.blocks, cache.policy),
-        index_counted_bytes=cache.blocks.index_bytes,
-        index_limit_bytes=max_index_bytes(service.config),
-        table_bytes=cache.slots.table_bytes,
-        recovering_blocks=cache.inherited_blocks,
-        numa_remote_slots=cache.slots.spilled_slots,
+        index_bytes=cache.blocks.nbytes,
+        table_bytes=pool.table_bytes,
+        numa_remote_slots=pool.slots.slots_on_other_nodes,
     )
 
 
@@ -266,7 +259,7 @@ def _shared_stats(service: Service) -> list[s.SharedStats]:
             promotions_failed=dict(shared.promoter.failures),
             errors=dict(tier.counters.errors),
             servers=[s.SharedServer(*server) for server in tier.servers],
-            unshared_namespaces=sum(one.fingerprint in shared.unshared for one in service.cache.namespaces),
+            unshared_namespaces=sum(one.fingerprint in shared.unshared for one in service.cache.namespaces.values()),
         )
         for shared in tiering.shared
         if isinstance(tier := shared.tier, SharedTier)

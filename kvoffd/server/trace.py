@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvoffd.cache.policies import Chain
+from kvoffd.cache.cache import Cache
+from kvoffd.cache.policy import Chain
 from kvoffd.errors import KvoffdError
 from kvoffd.server.sessions import Session
 from kvoffd_proto import admin as a
@@ -21,7 +22,7 @@ FETCHED_BYTES = 1 << 20
 class Tracer:
     """The trace of one session, if there is one; it ends with the session. Costs nothing while there is none."""
 
-    def __init__(self, cache: BlockCache, clock: Callable[[], float]) -> None:
+    def __init__(self, cache: Cache, clock: Callable[[], float]) -> None:
         self._cache = cache
         self._clock = clock
         self._session: Session | None = None
@@ -63,7 +64,8 @@ class Tracer:
         if self._session is None or self._session.ended:
             self._end()
             return
-        for namespace, group, keys, _ in chains:
+        for group, keys, _ in chains:
+            namespace = group.namespace
             nbytes = CHAIN_BYTES + len(keys)
             # Once some were dropped all are, so that the gap is in one place.
             if not keys or self._dropped or self._kept_bytes + nbytes > MAX_KEPT_BYTES:
@@ -74,9 +76,9 @@ class Tracer:
                 a.TraceChain(
                     round((self._clock() - self._began_at) * 1000),
                     namespace.fingerprint,
-                    group,
-                    namespace.groups[group].tokens_per_block,
-                    namespace.block_bytes(group),
+                    group.group,
+                    namespace.groups[group.group].tokens_per_block,
+                    group.block_bytes,
                     namespace.key_bytes,
                     keys,
                 )

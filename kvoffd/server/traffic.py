@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Counters, MissReason, Namespace
 from kvoffd.observe.meters import HOUR_S, MINUTE_S, CounterWindows
 from kvoffd_proto.stats import OTHERS, Lifetime, NamespaceStats, Window, namespace_id
@@ -28,7 +29,7 @@ _COPIED = tuple(sorted({*Window.__struct_fields__} & {*COUNTED}))
 class TrafficCounts:
     """Sums and windows over all namespaces; those of benches are in no sum. For the service's thread."""
 
-    _cache: BlockCache
+    _cache: Cache
     _clock: Callable[[], float]
     _earlier: Lifetime
     """What earlier daemons counted."""
@@ -62,17 +63,17 @@ class TrafficCounts:
     def total(self) -> dict[str, float]:
         """What all namespaces have counted since the start."""
         total: dict[str, float] = dict(self._gone)
-        for namespace in self._cache.namespaces:
+        for namespace in self._cache.namespaces.values():
             if not namespace.of_bench:
                 add(total, counts_of(namespace))
         return total
 
-    def shown(self) -> tuple[list[Namespace], list[NamespaceStats]]:
+    def choose_rows(self) -> tuple[list[Namespace], list[NamespaceStats]]:
         """The namespaces that have a row of their own, the largest first, and one row for all others, if there are any.
 
         A namespace keeps its row, and what was counted in the row of the others stays there: counters never fall.
         """
-        known = self._cache.namespaces
+        known = list(self._cache.namespaces.values())
         if len(self._shown) < min(len(known), MAX_SHOWN):
             waiting = [one for one in known if one not in self._shown]
             if len(known) > MAX_SHOWN:

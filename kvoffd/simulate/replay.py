@@ -1,14 +1,19 @@
-"""One trace through the daemon's cache, over slots without memory."""
+"""One trace through the daemon's cache, over a slot table in memory and a pool without any."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import compress
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
+from kvoffd.cache.block_table import BlockTable
+from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.policies import make_policy
-from kvoffd.pool.pool import Pool
+from kvoffd.cache.policy import make_policy
+from kvoffd.pool.allocator import SlotAllocator
+from kvoffd.pool.slot_table import SlotTable, TableGeometry
 from kvoffd.simulate.trace import KEY_BYTES, Trace
 from kvoffd_proto.messages import READY, GroupSpec
 
@@ -37,44 +42,6 @@ class Replayed(NamedTuple):
         return 100 * self.written / max(1, self.accesses)
 
 
-class CountedSlots:
-    """A pool whose slots have one size and no memory."""
-
-    region_bytes = 256 * BLOCK_BYTES
-
-    def __init__(self, count: int) -> None:
-        self.pool_bytes = count * BLOCK_BYTES
-        self._unused = range(0, self.pool_bytes, BLOCK_BYTES)
-        self._free: list[int] = []
-
-    @property
-    def free_bytes(self) -> int:
-        return (len(self._free) + len(self._unused)) * BLOCK_BYTES
-
-    def slot_bytes(self, nbytes: int) -> int:
-        return BLOCK_BYTES
-
-    def take(self, slot_bytes: int, count: int, node: int | None = None) -> list[int]:
-        keep = max(0, len(self._free) - count)
-        taken = self._free[keep:]
-        del self._free[keep:]
-        lacking = count - len(taken)
-        taken += self._unused[:lacking]
-        self._unused = self._unused[lacking:]
-        return taken
-
-    def neighbours(self, offset: int) -> list[int]:
-        return [offset]
-
-    def free(self, offsets: Collection[int]) -> None:
-        self._free += offsets
-
-    def mark_all_writing(self, *owner: object) -> None:
-        """Nothing is kept for a successor."""
-
-    mark_all_ready = note_namespace = mark_all_writing
-
-
 class Silence:
     """A listener to which nothing is worth a word."""
 
@@ -84,16 +51,30 @@ class Silence:
     removed = cleared = stored
 
 
+@dataclass
+class _Offered:
+    """The store of one request."""
+
+    keys: bytes
+    group: int = 0
+    first_blocks: dict[int, int] = field(default_factory=dict)
+    starts: tuple[int, ...] = (0,)
+
+
 def replay(trace: Trace, policy: str, blocks: int, note: Callable[[int], None] = lambda accesses: None) -> Replayed:
     """Replay a trace as an engine would ask: a request's lookup, then the store of what is not there.
 
     ``note`` is told now and then how many accesses more are done.
     """
-    slots = cast(Pool, CountedSlots(blocks))
-    cache = BlockCache(slots, make_policy(policy, slots.pool_bytes), Silence(), lambda: 0.0)
+    slots = SlotAllocator(blocks * BLOCK_BYTES)
+    geometry = TableGeometry(slots.pool_bytes, slots.region_bytes)
+    table = SlotTable(memoryview(mmap.mmap(-1, geometry.size_bytes)), geometry, new=True)
+    known = BlockTable(table.records)
+    made = make_policy(policy, slots.pool_bytes, known)
+    cache = Cache(slots, table, known, made, Silence(), lambda: 0.0)
     groups = [GroupSpec("full", trace.tokens_per_block)]
-    namespace, _ = cache.open_namespace(bytes(32), trace.name, 1, KEY_BYTES, groups, "{}")
-    cache.set_shard_bytes(namespace, 0, [BLOCK_BYTES])
+    namespace, _ = cache.open_namespace(Namespace(bytes(32), trace.name, 1, KEY_BYTES, groups, "{}"))
+    cache.register_rank(namespace, 0, [BLOCK_BYTES], None)
     for first in range(0, len(trace.requests), NOTED_REQUESTS):
         some = trace.requests[first : first + NOTED_REQUESTS]
         for keys in some:
@@ -103,11 +84,11 @@ def replay(trace: Trace, policy: str, blocks: int, note: Callable[[int], None] =
     return Replayed(policy, blocks, trace.accesses, counters.prefix_keys_ready, counters.stored_blocks)
 
 
-def _request(cache: BlockCache, namespace: Namespace, keys: bytes) -> None:
-    answer = cache.lookup(namespace, LEASE, SESSION, [(0, keys)])
-    cache.touch(LEASE)
-    states = answer.states[0]
+def _request(cache: Cache, namespace: Namespace, keys: bytes) -> None:
+    (states,), _ = cache.lookup(namespace, SESSION, LEASE, [(0, keys)])
+    cache.note_requests()
     if states.count(READY) < len(states):
-        lacking = list(compress(namespace.split(0, keys), states.translate(_LACKING)))
-        cache.commit_store(cache.begin_stores(namespace, 0, 0, lacking, {}))
+        lacking = b"".join(compress(namespace.split(0, keys), states.translate(_LACKING)))
+        ticket = cache.begin_store(namespace, 0, [_Offered(lacking)])
+        cache.commit_store(ticket, [[1] * len(part.copy) for part in ticket.parts])
     cache.release(SESSION, [LEASE])

@@ -251,7 +251,7 @@ class PoolStats(Part, frozen=True):
         Labelled,
         gauge(
             "Bytes of the pool by state, which add up to its size: free, filling (a store is writing), ready, evicting "
-            "(dropped, but a lease or a copy still reads), recovering (of the last run), quarantined (bad checksum).",
+            "(dropped, but a lease or a copy still reads, or not freed yet), quarantined (bad checksum).",
             "state",
         ),
     ] = field(default_factory=dict)
@@ -264,15 +264,10 @@ class PoolStats(Part, frozen=True):
         ByteCount, gauge("Bytes of the pool that the CUDA driver refused to page-lock: GPUs copy them slowly.")
     ] = 0
     pinning_gpu_bytes: Annotated[ByteCount, doc("Memory of the first GPU that page-locking the pool took.")] = 0
-    index_bytes: Annotated[ByteCount, doc("Memory of the pool's index, in bytes.")] = 0
-    index_counted_bytes: Annotated[
-        ByteCount, gauge("Bytes that blocks count towards the limit of the pool's index.")
-    ] = 0
-    index_limit_bytes: Annotated[
-        ByteCount, gauge("Limit of the pool's index (index_size): beyond it blocks are evicted.")
+    index_bytes: Annotated[
+        ByteCount, gauge("Memory of what is known of the pool's slots, most of it untouched where they are large.")
     ] = 0
     table_bytes: Annotated[ByteCount, doc("Size of the slot table.")] = 0
-    recovering_blocks: Annotated[Count, doc("Blocks of the last run that are still to be recovered.")] = 0
     numa_remote_slots: Annotated[Count, doc("Slots so far that are on another NUMA node than their GPU.")] = 0
 
     def of(self, state: str) -> int:
@@ -301,7 +296,9 @@ class IntegrityStats(Part, frozen=True):
     checked_slots: Annotated[Count, doc("Slots whose bytes were compared with their checksum.")] = 0
     checked_bytes: Annotated[ByteCount, doc("Bytes that were compared with their checksum.")] = 0
     mismatches: Annotated[Count, counter("Slots of the pool that did not match their checksum.")] = 0
-    quarantined_slots: Annotated[Count, doc("Slots that did not match: not used until a restart.")] = 0
+    quarantined_slots: Annotated[
+        Count, doc("Slots that did not match: not used any more, after a restart neither.")
+    ] = 0
     unverified_slots: Annotated[Count, doc("Slots whose checksum is still to be compared or taken.")] = 0
 
 

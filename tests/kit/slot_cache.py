@@ -91,7 +91,9 @@ class CacheRig:
         self.table = SlotTable(memory, self.geometry, new=True)
         self.clock = Clock()
         self.events = FoldedEvents()
-        self.cache = Cache(self.slots, self.table, BlockTable(self.table.records), Lru(self.geometry.slots), self.events, self.clock)
+        self.cache = Cache(
+            self.slots, self.table, BlockTable(self.table.records), Lru(self.geometry.slots), self.events, self.clock
+        )
 
     def open(self, name: str, world_size: int = 1, sizes: Sequence[int] = (UNIT,)) -> Namespace:
         fingerprint = name.encode().ljust(32, b"-")
