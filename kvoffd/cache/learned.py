@@ -114,7 +114,7 @@ class Learned:
 
     def requested(self, chains: Sequence[Chain]) -> None:
         nbytes = keys = 0
-        for group, joined, _ in chains:
+        for group, joined, *_ in chains:
             tokens = group.namespace.groups[group.group].tokens_per_block or UNIT_TOKENS
             count = self._native.learned_note(self._at, *_keys(group, joined), group.block_bytes, tokens)
             keys += count

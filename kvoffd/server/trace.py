@@ -64,7 +64,7 @@ class Tracer:
         if self._session is None or self._session.ended:
             self._end()
             return
-        for group, keys, _ in chains:
+        for group, keys, *_ in chains:
             namespace = group.namespace
             nbytes = CHAIN_BYTES + len(keys)
             # Once some were dropped all are, so that the gap is in one place.

@@ -39,6 +39,8 @@ PTRACE_TRACEME, PTRACE_SINGLESTEP = 0, 9
 POOL, REGION = 4 * MIB, MIB // 4
 GEOMETRY = TableGeometry(POOL, REGION)
 # Two ranks of different sizes; one; a rank that did not register.
+NEXT_NUMBER = 100
+"""The first number of which no namespace was written down."""
 NAMESPACES = {
     3: [GroupGeometry(31, 8, (8192, 12288)), GroupGeometry(32, 8, (5000, 5000))],
     9: [GroupGeometry(91, 32, (20000,))],
