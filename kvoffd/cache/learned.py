@@ -131,7 +131,8 @@ class Learned:
 
     def remove(self, group: Group, blocks: BlockIds) -> None:
         keys = _keys(group, self._blocks.keys(blocks[::-1], group.key_bytes))
-        unknown = self._native.learned_remove(self._at, *keys, np.empty(len(blocks), np.uint32).ctypes.data)
+        handles = np.empty(len(blocks), np.uint32)
+        unknown = self._native.learned_remove(self._at, *keys, handles.ctypes.data)
         assert not unknown, "removed what is not there"
 
     def candidates(self, below: float = inf) -> Iterator[BlockIds]:
