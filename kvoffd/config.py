@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from kvoffd.cache.policy import DEFAULT_POLICY, POLICY_NAMES
+from kvoffd.cache import DEFAULT_POLICY, POLICY_NAMES
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.shared.store import PASSWORD_VARIABLE, check_url
 from kvoffd_proto.paths import SocketPaths, default_directory, is_utf8

@@ -185,12 +185,8 @@ class Lru:
         """There is nothing to go on with."""
 
 
-DEFAULT_POLICY = "learned"
-POLICY_NAMES = (DEFAULT_POLICY, "arc", "lru")
-
-
 def make_policy(name: str, pool_bytes: int, blocks: BlockTable) -> Policy:
-    """A new policy by its name, one of ``POLICY_NAMES``, for a pool of so many bytes."""
+    """A new policy by its name, one of ``kvoffd.cache.POLICY_NAMES``, for a pool of so many bytes."""
     from kvoffd.cache.arc import Arc
     from kvoffd.cache.learned import Learned
 

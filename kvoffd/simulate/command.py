@@ -16,7 +16,7 @@ from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvoffd.cache.policy import POLICY_NAMES
+from kvoffd.cache import POLICY_NAMES
 from kvoffd.errors import KvoffdError
 from kvoffd.simulate.optimum import Uses, optimum_percent, uses_of
 from kvoffd.simulate.replay import Replayed, replay
