@@ -143,10 +143,10 @@ class SchedulerClient(Session):
             parts = self._parts_of(groups)
             found = Lookup(lease_id, waiter=self._transport.wait, missing=len(parts), partial=[b""] * len(groups))
             self._unanswered.add(lease_id)
-            for number, (places, asked) in enumerate(parts):
+            for places, asked in parts:
                 names = self._next_request_id(), self._fingerprint, lease_id
                 on_reply = functools.partial(self._on_answer, found, places, asked, now)
-                self._send(m.Lookup(*names, asked, again, extend=number > 0), now, on_reply)
+                self._send(m.Lookup(*names, asked, again), now, on_reply)
                 if found.done:  # it could not be sent
                     break
             return found

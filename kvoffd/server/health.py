@@ -23,12 +23,13 @@ DESCRIPTORS_SHARE = 0.8
 
 def health_reply(service: Service, message: a.Health) -> a.HealthReply:
     """The daemon's health. That it answers at all says that its loop does. Needs no session."""
-    level, causes = health_of(service)
+    traffic = service.traffic
+    level, causes = health_of(service, traffic.last_minute(traffic.total()))
     return a.HealthReply(message.request_id, level, causes)
 
 
-def health_of(service: Service) -> tuple[a.HealthLevel, list[a.HealthProblem]]:
-    """The level, and its causes, the worst first."""
+def health_of(service: Service, recent: Window) -> tuple[a.HealthLevel, list[a.HealthProblem]]:
+    """The level, and its causes, the worst first. ``recent``: the last minute."""
     causes = [a.HealthProblem("gpu", sentence) for sentence in service.memory.gpus.problems]
     if lost := service.cache.quarantined_slots:
         causes.append(
@@ -40,7 +41,6 @@ def health_of(service: Service) -> tuple[a.HealthLevel, list[a.HealthProblem]]:
             )
         )
     causes += [a.HealthProblem(reason, sentence) for reason, sentence in service.tiers.problems]
-    recent = service.traffic.last_minute()
     causes += _crowded(service, recent)
     causes += _late(recent)
     causes += _full(service)

@@ -276,10 +276,9 @@ class StoreBatch(Job):
         assert self.ticket is not None
         found = iter(self.checksums.sums if self.checksums is not None else ())
         checksums = [list(islice(found, len(stored.copy))) for stored in self.ticket.parts]
-        tokens: Mapping[bytes, BlockTokens] = NO_TOKENS
+        tokens: dict[bytes, BlockTokens] = {}
         for part in self.parts:
-            if told := part.tokens():
-                tokens = {**tokens, **told}
+            tokens.update(part.tokens())
         cache.commit_store(self.ticket, checksums, tokens)
         if not self.session.operator:
             self.registration.namespace.counters.stored_bytes += self.plan.nbytes
@@ -400,10 +399,9 @@ class LoadJob(Job):
         if not cache.mismatches:
             return True
         # What somebody else found wrong in the meantime is wrong for this load too.
-        for ticket in self.tickets:
-            if keys := cache.corrupt_keys(ticket):
-                self.failed.append(GroupKeys(ticket.group.group, keys))
-        return not self.failed
+        corrupt = [GroupKeys(one.group.group, keys) for one in self.tickets if (keys := cache.corrupt_keys(one))]
+        self.failed += corrupt
+        return not corrupt
 
 
 _wrong_slots = RareWarnings(logger, logging.ERROR)

@@ -75,8 +75,8 @@ def _check_places(session: Session, fingerprint: bytes) -> None:
 
 
 def _make_space(service: Service, message: m.OpenNamespace) -> None:
-    """Forget a namespace that nobody has open, if there must be room for one more. Raises KvoffdError where none may
-    go."""
+    """Forget namespaces that nobody has open, if there must be room for one more. Raises KvoffdError where too few
+    may go."""
     cache, limit = service.cache, service.config.limits.max_namespaces
     nbytes = nbytes_of(message.label, message.description, message.world_size, len(message.groups))
     most_bytes = service.config.limits.namespaces_bytes
@@ -85,17 +85,23 @@ def _make_space(service: Service, message: m.OpenNamespace) -> None:
             f"The namespace would take {nbytes} bytes of the daemon's memory beside its blocks, and {most_bytes // 8} "
             "are allowed; give it fewer ranks or groups, or a shorter description."
         )
-    while len(cache.namespaces) >= limit or cache.namespaces_bytes + nbytes > most_bytes:
-        # What has the least in it goes first: a block in each must not take all places for good.
-        opened = opened_namespaces(service)
-        unused = [one for one in cache.namespaces.values() if one.fingerprint not in opened and not one.writing_blocks]
-        if not unused:
-            raise KvoffdError(
-                f"{len(cache.namespaces)} namespaces are open, with {cache.namespaces_bytes} bytes beside their "
-                "blocks, the limit. End engines that are not needed; the namespaces that nobody has open make room.",
-                ErrorCode.TOO_MANY,
-            )
-        namespace = min(unused, key=lambda one: one.ready_bytes)
+    too_many, excess = len(cache.namespaces) + 1 - limit, cache.namespaces_bytes + nbytes - most_bytes
+    if too_many <= 0 and excess <= 0:
+        return
+    # What has the least in it goes first: a block in each must not take all places for good.
+    opened, given_up = opened_namespaces(service), list[Namespace]()
+    unused = (one for one in cache.namespaces.values() if one.fingerprint not in opened and not one.writing_blocks)
+    for namespace in sorted(unused, key=lambda one: one.ready_bytes):
+        if too_many > 0 or excess > 0:
+            given_up.append(namespace)
+            too_many, excess = too_many - 1, excess - namespace.nbytes
+    if too_many > 0 or excess > 0:
+        raise KvoffdError(
+            f"{len(cache.namespaces)} namespaces are open, with {cache.namespaces_bytes} bytes beside their "
+            "blocks, the limit. End engines that are not needed; the namespaces that nobody has open make room.",
+            ErrorCode.TOO_MANY,
+        )
+    for namespace in given_up:
         logger.info("The namespace %r, which nobody has open, is forgotten for another one.", namespace.label)
         cache.reset(namespace, keep_tiers=True)
         _forget(service, namespace)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from weakref import WeakSet
 
 # These fill the table of handlers.
@@ -187,10 +187,11 @@ class Service:
 
     def after_send(self) -> None:
         """Work that may wait until the replies are out: what lookups leave behind."""
-        for seconds in self.lookups:
-            self.lookup_times.observe(seconds)
-        self.lookup_rate.add(len(self.lookups))
-        self.lookups.clear()
+        if self.lookups:
+            for seconds in self.lookups:
+                self.lookup_times.observe(seconds)
+            self.lookup_rate.add(len(self.lookups))
+            self.lookups.clear()
         self.cache.note_requests()
         if (tiering := self.tiers.tiering) is not None:
             tiering.pump()
@@ -213,13 +214,13 @@ class Service:
         for fingerprint in self.tiering.take_voided() if self.tiering is not None else ():
             self._void(fingerprint)
 
-    def lifetime(self) -> Lifetime:
-        """Totals of this daemon and those before it."""
-        return self.traffic.lifetime(self.tiering.demoter.written_bytes if self.tiering is not None else 0)
+    def lifetime(self, total: Mapping[str, float]) -> Lifetime:
+        """Totals of this daemon, ``TrafficCounts.total``, and those before it."""
+        return self.traffic.lifetime(total, self.tiering.demoter.written_bytes if self.tiering is not None else 0)
 
     def save_totals(self) -> None:
         self._totals_due = self.clock() + TOTALS_EVERY_S
-        self.state.save_lifetime(self.lifetime())
+        self.state.save_lifetime(self.lifetime(self.traffic.total()))
 
     # --- replies -----------------------------------------------------------------------------------
 

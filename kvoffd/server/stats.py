@@ -38,7 +38,9 @@ def stats(service: Service, session: Session, message: s.Stats) -> s.StatsReply:
 def daemon_stats(service: Service) -> s.DaemonStats:
     cache, traffic, curve, jobs = service.cache, service.traffic, service.curve, service.jobs
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    level, causes = health_of(service)
+    total = traffic.total()
+    recent = traffic.last_minute(total)
+    level, causes = health_of(service, recent)
     largest, others = traffic.choose_rows()
     return s.DaemonStats(
         version=__version__,
@@ -67,10 +69,10 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         pool=_pool_stats(service),
         store=_copy_stats(service, Direction.STORE),
         load=_copy_stats(service, Direction.LOAD),
-        since_start=traffic.since_start(),
-        last_hour=traffic.last_hour(),
-        last_minute=traffic.last_minute(),
-        lifetime=service.lifetime(),
+        since_start=traffic.since_start(total),
+        last_hour=traffic.last_hour(total),
+        last_minute=recent,
+        lifetime=service.lifetime(total),
         namespaces=[*map(partial(_namespace_stats, service), largest, curve.of_namespaces(largest)), *others],
         other_namespaces=len(cache.namespaces) - len(largest),
         integrity=filled(s.IntegrityStats, cache),

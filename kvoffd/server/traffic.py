@@ -12,11 +12,9 @@ from typing import Any
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Counters, MissReason, Namespace
 from kvoffd.observe.meters import HOUR_S, MINUTE_S, CounterWindows
-from kvoffd_proto.stats import OTHERS, Lifetime, NamespaceStats, Window, namespace_id
+from kvoffd_proto.stats import MAX_NAMESPACE_ROWS, OTHERS, Lifetime, NamespaceStats, Window, namespace_id
 
 SAMPLE_EVERY_S = 1.0
-MAX_SHOWN = 100
-"""Namespaces with a row of their own in statistics: each costs a scrape of /metrics some twenty series."""
 COUNTED = tuple(name for name in Counters.__slots__ if name != "misses" and not name.endswith("per_second"))
 _counted = attrgetter(*COUNTED)
 _MISSES = "misses "
@@ -74,12 +72,12 @@ class TrafficCounts:
         A namespace keeps its row, and what was counted in the row of the others stays there: counters never fall.
         """
         known = list(self._cache.namespaces.values())
-        if len(self._shown) < min(len(known), MAX_SHOWN):
+        if len(self._shown) < min(len(known), MAX_NAMESPACE_ROWS):
             waiting = [one for one in known if one not in self._shown]
-            if len(known) > MAX_SHOWN:
+            if len(known) > MAX_NAMESPACE_ROWS:
                 waiting.sort(key=lambda one: one.ready_bytes, reverse=True)
             ids = {namespace_id(one.fingerprint) for one in self._shown}
-            for one in waiting[: MAX_SHOWN - len(self._shown)]:
+            for one in waiting[: MAX_NAMESPACE_ROWS - len(self._shown)]:
                 if (name := namespace_id(one.fingerprint)) in ids:
                     continue  # two rows, or series, cannot have one name
                 ids.add(name)
@@ -103,18 +101,19 @@ class TrafficCounts:
         )
         return largest, [row]
 
-    def since_start(self) -> Window:
-        return Window(seconds=self._clock() - self._started_at, **figures(self.total()))
+    def since_start(self, total: Mapping[str, float]) -> Window:
+        """``total``, here and below: what ``total`` returned."""
+        return Window(seconds=self._clock() - self._started_at, **figures(total))
 
-    def last_minute(self) -> Window:
-        return self._over(MINUTE_S)
+    def last_minute(self, total: Mapping[str, float]) -> Window:
+        return self._over(MINUTE_S, total)
 
-    def last_hour(self) -> Window:
-        return self._over(HOUR_S)
+    def last_hour(self, total: Mapping[str, float]) -> Window:
+        return self._over(HOUR_S, total)
 
-    def lifetime(self, disk_written_bytes: int) -> Lifetime:
+    def lifetime(self, total: Mapping[str, float], disk_written_bytes: int) -> Lifetime:
         """Totals of this daemon and those before; ``disk_written_bytes`` since the start."""
-        total, earlier = self.total(), self._earlier
+        earlier = self._earlier
         return Lifetime(
             earlier.since or self._began,
             earlier.loaded_tokens + int(total.get("loaded_tokens", 0)),
@@ -122,8 +121,8 @@ class TrafficCounts:
             earlier.disk_written_bytes + disk_written_bytes,
         )
 
-    def _over(self, window_s: float) -> Window:
-        seconds, gained = self._windows.gained(window_s, self.total())
+    def _over(self, window_s: float, total: Mapping[str, float]) -> Window:
+        seconds, gained = self._windows.gained(window_s, total)
         return Window(seconds=seconds, **figures(gained))
 
 

@@ -15,7 +15,7 @@ from msgspec import Meta, Struct, field, structs
 
 from kvoffd_proto.errors import ErrorCode
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Raised whenever a message, a field or its meaning changes. Both ends must speak the same one; none is negotiated."""
 
 FINGERPRINT_BYTES = 32
@@ -452,9 +452,9 @@ class LookupReply(Reply, frozen=True):
 
 @exchange(Section.SCHEDULER, SCHEDULER)
 class Lookup(Request[LookupReply], frozen=True):
-    """Asks which keys are ready and pins those under a lease. Asking again with the same lease changes nothing.
+    """Asks which keys are ready and pins those under a lease. Asking again with the same lease pins nothing twice.
 
-    More keys than one request may hold are asked for by several with one lease, the later ones with ``extend``.
+    More keys than one request may hold are asked for by several with one lease.
     """
 
     namespace: Fingerprint
@@ -463,7 +463,6 @@ class Lookup(Request[LookupReply], frozen=True):
     again: Annotated[
         bool, doc("The request was looked up before, and is not counted a second time, nor is what it asks for.")
     ] = False
-    extend: Annotated[bool, doc("The keys are others than those under the lease, and are added to it.")] = False
 
 
 @exchange(Section.SCHEDULER, SCHEDULER)

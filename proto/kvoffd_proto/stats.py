@@ -196,8 +196,10 @@ class HitCurve(Part, frozen=True):
     ] = field(default_factory=dict)
 
 
+MAX_NAMESPACE_ROWS = 100
+"""Namespaces with a row of their own: each costs a scrape of /metrics some twenty series."""
 OTHERS = "other"
-"""``id`` of the row in which the namespaces beyond the 100 largest are summed."""
+"""``id`` of the row in which the other namespaces are summed."""
 
 
 class NamespaceStats(Traffic, frozen=True):

@@ -105,8 +105,6 @@ STATS = DaemonStats(
     pool=PoolStats(
         size_bytes=20 * GIB,
         bytes={"ready": 16 * GIB, "free": 4 * GIB},
-        index_counted_bytes=2**20,
-        index_limit_bytes=2**30,
     ),
     store=CopyStats(jobs=5000, failed_jobs=2),
     load=CopyStats(jobs=5000),
@@ -211,7 +209,6 @@ CASES: dict[str, Facts] = {
     "left_behind": facts(namespaces=[HALF, info(1, tokens_per_hash=64)]),
     "small_blocks": facts(namespaces=[info(shard_bytes=4096)]),
     "few_blocks": space(lookups=8000),
-    "index_full": facts({"pool": structs.replace(STATS.pool, index_counted_bytes=2**30, bytes={"ready": 5 * GIB})}),
     "pool_too_small": facts({"curve": curve(RISING, 26), "curve_seen_bytes": 200 * GIB}),
     "thrash": space(**EVICTED),
     "pool_too_large": facts({"curve_seen_bytes": GIB}),
@@ -374,7 +371,6 @@ CONTRADICTORY = (
     {"pool_too_small", "pool_too_large"},
     {"pool_too_small", "thrash"},
     {"thrash", "pool_too_large"},
-    {"pool_too_small", "index_full"},
     {"no_engine", "workers_missing"},
     {"cuda", "not_pinned", "memlock"},
     {"out_of_memory", "memory_limit"},
@@ -429,7 +425,7 @@ def chance(dice: random.Random) -> Facts:
         STATS, namespaces=spaces, since_start=Window(**traffic(**counts())), last_hour=Window(**traffic(**counts())),
         curve=curves(), curve_seen_bytes=some(0, GIB, 15 * GIB, 200 * GIB), uptime_seconds=some(7199.5, 9000.0),
         policy=some("lru", "learned"),
-        pool=structs.replace(STATS.pool, index_counted_bytes=some(0, 2**30), bytes={"ready": some(0, 5 * GIB)}),
+        pool=structs.replace(STATS.pool, bytes={"ready": some(0, 5 * GIB)}),
     )  # fmt: skip
     gpu = {"driver": some("", "570"), "cuda_problem": some("", "no"), "memlock_bytes": some(None, 1)}
     place = Machine(oom_kills=some(0, 1), memory_limit_bytes=some(None, GIB), memory_used_bytes=GIB, **gpu)

@@ -302,7 +302,7 @@ def test_a_lease_is_extended_by_another_lookup(
     cache = worker.register(memory)
     worker.store(cache, keys(1, 2, 3), [0, 1, 2])
     assert scheduler.lookup(1, keys(1)).pinned == 1
-    assert scheduler.lookup(1, keys(2, 3, 4), extend=True).states == "RR-"
+    assert scheduler.lookup(1, keys(2, 3, 4)).states == "RR-"
     assert worker.load(cache, scheduler.lease(1), keys(1, 2, 3), [4, 5, 6]).ok
     assert books(shared_daemon.directory).leases == 0
 

@@ -469,11 +469,10 @@ class WireClient(Closing):
         namespace: bytes = NAMESPACE,
         *,
         group: int = 0,
-        extend: bool = False,
     ) -> Found:
         """Look keys up under the lease of this number, or of this id where it is larger than a small number."""
         asked = [m.GroupKeys(group, b"".join(keys))]
-        answer = self._ask(m.Lookup, namespace, self._lease_id(lease), asked, extend=extend)
+        answer = self._ask(m.Lookup, namespace, self._lease_id(lease), asked)
         return Found("".join(STATES[one] for one in b"".join(answer.states)), answer.pinned, answer.ttl_ms / 1000)
 
     def release(self, *leases: int) -> int:
@@ -1030,7 +1029,7 @@ class Tiers:
 class Books:
     """What a daemon says of itself, and what the kernel says of its process. The one who asks is in no number.
 
-    The pool: ``free + writing + ready + leaving + quarantined + unrecovered = pool`` bytes.
+    The pool: ``free + writing + ready + leaving + quarantined = pool`` bytes.
     """
 
     daemon_id: int
@@ -1049,11 +1048,9 @@ class Books:
     leaving_bytes: int
     """Of dropped blocks that a lease or a copy still holds."""
     quarantined_bytes: int
-    unrecovered_bytes: int
     """Of blocks that an earlier daemon left and that are not recovered yet."""
     pinned_bytes: int
     index_bytes: int
-    index_limit_bytes: int
     page_locked_bytes: int
 
     clients: list[ClientBooks]
@@ -1127,7 +1124,7 @@ class Books:
     def balanced(self) -> bool:
         """Whether every byte of the pool is in one state."""
         states = (self.free_bytes, self.writing_bytes, self.ready_bytes, self.leaving_bytes)
-        return sum(states) + self.quarantined_bytes + self.unrecovered_bytes == self.pool_bytes
+        return sum(states) + self.quarantined_bytes == self.pool_bytes
 
     @property
     def held(self) -> dict[str, int]:
@@ -1170,10 +1167,8 @@ def books(directory: Path) -> Books:
             ready_bytes=pool.of("ready"),
             leaving_bytes=pool.of("evicting"),
             quarantined_bytes=pool.of("quarantined"),
-            unrecovered_bytes=pool.of("recovering"),
             pinned_bytes=pool.pinned_bytes,
-            index_bytes=pool.index_counted_bytes,
-            index_limit_bytes=pool.index_limit_bytes,
+            index_bytes=pool.index_bytes,
             page_locked_bytes=pool.pinned_for_gpu_bytes,
             clients=clients,
             leases=said.leases,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import cast
 
+from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import MissReason, Namespace
-from kvoffd.server.traffic import MAX_SHOWN, TrafficCounts, counts_of, figures
+from kvoffd.server.traffic import TrafficCounts, counts_of, figures
 from kvoffd_proto.messages import GroupSpec
-from kvoffd_proto.stats import Lifetime, Window
+from kvoffd_proto.stats import MAX_NAMESPACE_ROWS, Lifetime, Window
 
 
 def namespace(number: int, label: str = "model") -> Namespace:
@@ -28,14 +29,23 @@ class Clock:
         return self.now
 
 
-def counts(clock: Clock, spaces: list[Namespace], earlier: Lifetime | None = None) -> TrafficCounts:
-    cache = cast(BlockCache, SimpleNamespace(namespaces=spaces))
+def counts(clock: Clock, spaces: dict[bytes, Namespace], earlier: Lifetime | None = None) -> TrafficCounts:
+    cache = cast(Cache, SimpleNamespace(namespaces=spaces))
     return TrafficCounts(cache, clock, earlier or Lifetime())
+
+
+def open_all(*spaces: Namespace) -> dict[bytes, Namespace]:
+    return {one.fingerprint: one for one in spaces}
+
+
+def windows(traffic: TrafficCounts) -> list[Window]:
+    total = traffic.total()
+    return [traffic.last_minute(total), traffic.last_hour(total), traffic.since_start(total)]
 
 
 def test_windows_and_sums_keep_what_a_forgotten_namespace_counted() -> None:
     clock, one, other, bench = Clock(), namespace(1), namespace(2), namespace(3, "bench copy")
-    spaces = [one, other, bench]
+    spaces = open_all(one, other, bench)
     traffic = counts(clock, spaces)
     for _ in range(120):  # a second each: one asks for two keys and misses, the other finds its one
         clock.now += 1
@@ -43,16 +53,16 @@ def test_windows_and_sums_keep_what_a_forgotten_namespace_counted() -> None:
         ask(other, 1, 0)
         ask(bench, 1, 1)
         traffic.tick()
-    minute, hour, whole = traffic.last_minute(), traffic.last_hour(), traffic.since_start()
+    minute, hour, whole = windows(traffic)
     assert (minute.seconds, whole.seconds) == (60, 120)
     assert [part.asked_keys for part in (minute, hour, whole)] == [180, 360, 360]
     assert minute.misses == {"evicted": 120}
     traffic.namespace_forgotten(one)
-    spaces.remove(one)
-    assert traffic.since_start().asked_keys == 360
+    del spaces[one.fingerprint]
+    assert windows(traffic)[2].asked_keys == 360
     clock.now += 61
     traffic.tick()
-    assert [part.asked_keys for part in (traffic.last_minute(), traffic.last_hour())] == [0, 360]
+    assert [part.asked_keys for part in windows(traffic)[:2]] == [0, 360]
 
 
 def test_what_is_asked_for_is_loaded_not_needed_or_a_miss() -> None:
@@ -83,30 +93,30 @@ def test_saved_seconds_wait_for_the_speed_of_the_engine() -> None:
 
 
 def test_no_counter_falls_whichever_namespaces_have_a_row() -> None:
-    clock, spaces = Clock(), [namespace(number) for number in range(MAX_SHOWN + 3)]
+    clock, spaces = Clock(), open_all(*map(namespace, range(MAX_NAMESPACE_ROWS + 3)))
     traffic = counts(clock, spaces)
-    for number, space in enumerate(spaces):
+    for number, space in enumerate(spaces.values()):
         ask(space, number, 1)
     before: dict[str, int] = {}
     for step in range(4):
-        largest, others = traffic.shown()
-        assert len(largest) == MAX_SHOWN
+        largest, others = traffic.choose_rows()
+        assert len(largest) == MAX_NAMESPACE_ROWS
         rows = {one.fingerprint.hex(): int(counts_of(one)["lookups"]) for one in largest}
         rows["other"] = others[0].lookups
         assert all(count >= before.get(name, 0) for name, count in rows.items())
         before = rows
-        gone = spaces.pop(0) if step % 2 else largest[0]  # one in the row of the others, or with its own
-        if gone in spaces:
-            spaces.remove(gone)
+        rest = next(one for one in spaces.values() if one not in largest)
+        gone = rest if step % 2 else largest[0]  # one in the row of the others, or with its own
+        del spaces[gone.fingerprint]
         traffic.namespace_forgotten(gone)
-        spaces.append(namespace(1000 + step))
+        spaces |= open_all(namespace(1000 + step))
 
 
 def test_totals_go_on_from_those_of_earlier_daemons() -> None:
     clock, space = Clock(), namespace(1)
-    traffic = counts(clock, [space], Lifetime(5.0, 100, 2.5, 4096))
+    traffic = counts(clock, open_all(space), Lifetime(5.0, 100, 2.5, 4096))
     space.counters.lookups, space.counters.prefill_tokens_per_second = 1, 100.0
     space.counters.loaded(50)
-    assert traffic.lifetime(1) == Lifetime(5.0, 150, 3.0, 4097)
+    assert traffic.lifetime(traffic.total(), 1) == Lifetime(5.0, 150, 3.0, 4097)
     traffic.namespace_forgotten(space)
-    assert traffic.lifetime(1) == Lifetime(5.0, 200, 3.5, 4097), "it is still there, and counted once more"
+    assert traffic.lifetime(traffic.total(), 1) == Lifetime(5.0, 200, 3.5, 4097), "it is still there, and counted once more"

@@ -42,7 +42,7 @@ THRASH_SHARE = 0.2
 """Of the keys that are asked for, the part that was evicted before."""
 LOOP_BLOCKED_S = 0.05
 """What one of a hundred beats of the daemon's loop may be late."""
-FULL_INDEX, FULL_DISK, AT_QUOTA = 0.98, 0.98, 0.9
+FULL_DISK, AT_QUOTA = 0.98, 0.9
 SHORT_LIFE_S = 3600.0
 """On a full disk, the age of the oldest block under which it is too small."""
 LONG_ENOUGH_S, ROOMY = 3600.0, 2.0
@@ -132,7 +132,6 @@ KINDS = {
     "small_blocks": Kind("info", "The rest of each slot is wasted.", "a larger --block-size, or blocks_per_chunk"),
     "few_blocks": Kind("info", "Only whole blocks are cached: the rest is computed.", "a smaller --block-size of vLLM"),
     # Value.
-    "index_full": Kind("warning", "Blocks are evicted though the pool has space.", 'index_size = "{}"' + _TOML),
     "pool_too_small": Kind("info", "More memory, or a disk, would save more prefill.", "{}" + _TOML),
     "thrash": Kind("warning", "Blocks leave before they come back.", "{}"),
     "pool_too_large": Kind("info", "The rest of the memory brings nothing now.", "a smaller pool_size" + _TOML),
@@ -502,26 +501,10 @@ def main_miss(traffic: Window | NamespaceStats) -> str:
     return f"{percent(keys, sum(traffic.misses.values()))} {MISS_REASONS.get(reason, printable(reason))}"
 
 
-def index_full(facts: Facts) -> Iterator[Finding]:
-    pool, ready = facts.stats.pool, facts.stats.pool.of("ready")
-    if _index_is_full(facts) and ready < FULL_INDEX * pool.size_bytes:
-        wanted = pool.index_counted_bytes * pool.size_bytes // max(1, ready)
-        evidence = (
-            f"The index has its {format_size(pool.index_limit_bytes)} in use, with {format_size(ready)} of blocks in"
-        )
-        evidence += f" a pool of {format_size(pool.size_bytes)}."
-        yield finding("index_full", evidence, 1 - _share(ready, pool.size_bytes), f"{-(-wanted >> 20)}MiB")
-
-
-def _index_is_full(facts: Facts) -> bool:
-    pool = facts.stats.pool
-    return pool.index_counted_bytes >= FULL_INDEX * pool.index_limit_bytes > 0
-
-
 def pool_size(facts: Facts) -> Iterator[Finding]:
     """One finding at most: the pool is too small, or too large, or blocks leave it too soon for another reason."""
     stats, curve, pool_bytes = facts.stats, facts.stats.curve, facts.stats.pool.size_bytes
-    if stats.since_start.lookups < FEWEST_LOOKUPS or curve is None or not curve.asked_tokens or _index_is_full(facts):
+    if stats.since_start.lookups < FEWEST_LOOKUPS or curve is None or not curve.asked_tokens:
         return
     if not repeats(curve) or own_suffices(stats.since_start):
         return  # no size brings anything, as the verdict says
@@ -674,7 +657,7 @@ def _engine_counts(facts: Facts, at: str, engine: Engine) -> Iterator[Finding]:
 Check = Callable[[Facts], Iterator[Finding]]
 CHECKS: tuple[Check, ...] = (
     health, late_lookups, growing_errors, blocked_loop, clients, memory, limits, gpus, disks, late_tiers, disk_writes,
-    namespaces_apart, small_blocks, index_full, pool_size, starving, without_hits, few_blocks, slow_copies, many_stores,
+    namespaces_apart, small_blocks, pool_size, starving, without_hits, few_blocks, slow_copies, many_stores,
     engines,
 )  # fmt: skip
 

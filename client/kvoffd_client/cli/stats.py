@@ -252,10 +252,6 @@ def _pool_bar(pool: PoolStats) -> None:
 
 
 def _pool_notes(pool: PoolStats) -> Iterator[tuple[str, str]]:
-    if pool.index_counted_bytes >= 0.98 * pool.index_limit_bytes > 0:
-        yield "blocks are evicted since the index is full: raise index_size", "yellow"
-    if pool.recovering_blocks:
-        yield f"{format_count(pool.recovering_blocks)} blocks of the last run are still to be recovered", "yellow"
     if pool.numa_remote_slots:
         yield f"{format_count(pool.numa_remote_slots)} slots so far are on another NUMA node than their GPU", "yellow"
     if 0 < pool.pinned_for_gpu_bytes < pool.size_bytes:

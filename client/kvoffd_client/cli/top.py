@@ -30,7 +30,7 @@ from kvoffd_client.cli.stats import print_stats, tier_lines
 from kvoffd_client.cli.target import CliError, Directory, Url, open_admin
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.admin import HealthLevel, PolicyDescribed
-from kvoffd_proto.stats import DaemonStats, NamespaceStats, Traffic, Window, namespace_id
+from kvoffd_proto.stats import MAX_NAMESPACE_ROWS, DaemonStats, NamespaceStats, Traffic, Window, namespace_id
 from kvoffd_proto.units import (
     UnitError,
     exact_duration,
@@ -57,8 +57,6 @@ SHOWN_SIZES = ("0.5", "1", "2", "10")
 VIEWS = ("all", "clients", "tiers", "policy")
 SORTS = ("TOK/S", "SIZE", "KEYS/S", "MISSED", "NAMESPACE")
 SPARKS, PLAIN_SPARKS = " ▁▂▃▄▅▆▇█", " .:-=+*#%"
-MOST_NAMESPACES = 100
-"""In statistics; the others are one row."""
 MOST_AWAY_LINES = 3
 LEAST_ROWS = 3
 """Of namespaces, before anything less important than they are is shown."""
@@ -106,7 +104,7 @@ class History:
     def now_of(self, namespace: NamespaceStats) -> Window:
         at, before = self._namespaces[0]
         # Of one that was not there nothing had been counted, unless others pushed it off the list.
-        absent = NamespaceStats() if len(before) < MOST_NAMESPACES else namespace
+        absent = NamespaceStats() if len(before) < MAX_NAMESPACE_ROWS else namespace
         return _less((self._uptime_s, namespace), (at, before.get(namespace.id, absent)))
 
     def series(self, name: str, count: int) -> list[float]:
@@ -268,7 +266,7 @@ class Pen:
 def _pool(stats: DaemonStats, pen: Pen) -> list[Text]:
     pool, (full, half, empty) = stats.pool, ("#+." if pen.plain else "█▒░")
     parts = [("ready", full, "green"), ("filling", half, "cyan"), ("evicting", half, "yellow")]
-    parts += [("recovering", half, "blue"), ("quarantined", half, "red"), ("free", empty, "dim")]
+    parts += [("quarantined", half, "red"), ("free", empty, "dim")]
     tail = f" {percent(pool.size_bytes - pool.of('free'), pool.size_bytes)} of {format_size(pool.size_bytes)}"
     line, cells, done, drawn = Text("Pool ["), pen.width - len(tail) - 7, 0, 0
     for state, mark, style in parts:
