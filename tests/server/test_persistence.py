@@ -7,13 +7,15 @@ import subprocess
 import threading
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from kvoffd.cache.policies import make_policy
-from kvoffd.cache.policies.lru import Policy as LruPolicy
+from kvoffd.cache.block_table import BlockTable
+from kvoffd.cache.policy import Lru, make_policy
 from kvoffd.config import Config
+from kvoffd.pool.pool import Pool
 from kvoffd.server import persistence
 from kvoffd.server.persistence import STATE_FILE, PolicyFile, State, StateFile, state_file
 from tests.kit.waiting import wait_until
@@ -177,7 +179,7 @@ def test_a_file_is_on_the_device_before_it_has_its_name(
     monkeypatch.setattr(os, "fsync", lambda fd: calls.append(os.readlink(f"/proc/self/fd/{fd}")) or real_sync(fd))
     monkeypatch.setattr(os, "replace", lambda old, new: calls.append("replace") or real_replace(old, new))
     file = open_file("file")
-    file.save(iter([b"all ", b"of it"]))
+    file.save(b"all of it")
     assert file.flush(10.0)
     assert calls == [str(tmp_path / "file.new"), "replace", str(tmp_path)]
     assert file.read() == b"all of it"
@@ -216,38 +218,36 @@ def test_a_file_system_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.Monke
 # --- what a policy learned -------------------------------------------------------------------------
 
 
-class Remembering(LruPolicy):
-    """A policy that has something to leave, of which a piece may be empty."""
+class Remembering(Lru):
+    """A policy that has something to leave."""
 
-    error: Exception | None = None
+    def state(self) -> bytes:
+        return b"what it knew"
 
-    def record(self) -> Iterator[bytes]:
-        yield from (b"", b"what ", *[b"it "] * 99, b"", b"knew")
-        if self.error is not None:
-            raise self.error
-
-    def go_on(self, record: bytes) -> None:
-        if self.error is not None:
-            raise self.error
+    def restore(self, state: bytes) -> None:
+        if state != b"what it knew":
+            raise ValueError("it is something else")
 
 
-KNEW = b"lru\nwhat " + 99 * b"it " + b"knew"
+KNEW = b"lru\nwhat it knew"
+SLOTS = 16
 
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     seconds = [1000.0]
     monkeypatch.setattr(persistence.time, "monotonic", lambda: seconds[0])
-    monkeypatch.setattr(persistence, "keeps_record", lambda name: True)
     return seconds
 
 
-def policy_file(pool_file: Path, policy: LruPolicy) -> PolicyFile:
+def policy_file(pool_file: Path, policy: Lru) -> PolicyFile:
     return PolicyFile(policy, Config(pool_file=str(pool_file), eviction_policy="lru"))
 
 
-def test_a_policy_is_written_now_and_then_and_at_the_end(pool_file: Path, now: list[float]) -> None:
-    saved, file = policy_file(pool_file, Remembering(1 << 24)), Path(f"{pool_file}.policy")
+def test_a_policy_is_written_now_and_then_and_at_the_end(
+    pool_file: Path, now: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    saved, file = policy_file(pool_file, Remembering(SLOTS)), Path(f"{pool_file}.policy")
     saved.tick()
     now[0] += persistence.POLICY_EVERY_S
     saved.tick()
@@ -256,31 +256,16 @@ def test_a_policy_is_written_now_and_then_and_at_the_end(pool_file: Path, now: l
     file.unlink()
     saved.tick()
     assert not file.exists()
-    now[0] += persistence.POLICY_EVERY_S
-    saved.tick()  # the end comes while it is written
     saved.close()
     assert file.read_bytes() == KNEW
     assert not Path(f"{file}.new").exists()
+    policy_file(pool_file, Remembering(SLOTS)).restore()
+    assert not caplog.text
 
 
 def test_a_policy_that_knows_nothing_leaves_no_file(pool_file: Path) -> None:
-    policy_file(pool_file, LruPolicy(1 << 24)).close()
+    policy_file(pool_file, Lru(SLOTS)).close()
     assert not Path(f"{pool_file}.policy").exists()
-
-
-def test_a_policy_that_fails_ends_no_daemon_and_leaves_what_was_there(
-    pool_file: Path, now: list[float], caplog: pytest.LogCaptureFixture
-) -> None:
-    policy, file = Remembering(1 << 24), Path(f"{pool_file}.policy")
-    policy.error = KeyError("what it knew")
-    file.write_bytes(b"lru\nbefore")
-    saved = policy_file(pool_file, policy)
-    saved.restore()
-    assert "is of no use: the policy failed with KeyError('what it knew'). The policy begins without it" in caplog.text
-    saved.close()
-    assert "cannot be written: 'what it knew'" in caplog.text
-    assert file.read_bytes() == b"lru\nbefore"
-    assert not Path(f"{file}.new").exists(), "on a small tmpfs it would take the space that is lacking"
 
 
 @pytest.mark.parametrize(
@@ -292,7 +277,8 @@ def test_a_policy_that_finds_nothing_of_use_learns_anew(
 ) -> None:
     Path(f"{pool_file}.policy").write_bytes(content)
     config = Config(pool_file=str(pool_file), pool_bytes=16 << 20, eviction_policy="learned")
-    PolicyFile(make_policy("learned", 16 << 20), config).restore()
+    with closing(Pool(16 << 20)) as pool:
+        PolicyFile(make_policy("learned", 16 << 20, BlockTable(pool.table.records)), config).restore()
     assert sentence in caplog.text
     assert "The policy begins without it." in caplog.text
 
@@ -307,7 +293,7 @@ def test_beside_a_pool_of_huge_pages_nothing_can_be_written_so_it_is_kept_in_the
         pytest.skip(f"no hugetlbfs can be mounted: {mounted.stderr}")
     try:
         config = Config(pool_file=str(where / "pool"), directory=tmp_path, eviction_policy="lru")
-        PolicyFile(Remembering(1 << 24), config).close()
+        PolicyFile(Remembering(SLOTS), config).close()
         assert (tmp_path / "kvoffd.policy").read_bytes() == KNEW
         assert not list(where.iterdir())
     finally:

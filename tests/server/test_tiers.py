@@ -5,26 +5,26 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
+from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config, DiskSize
 from kvoffd.server.admin import clear
-from kvoffd.server.background import Background
 from kvoffd.server.persistence import State, StateFile
 from kvoffd.server.requests import invalidate
 from kvoffd.server.service import Service
+from kvoffd.server.sessions import Session, Sessions
 from kvoffd.server.tiers import Tiers
 from kvoffd.server.traffic import TrafficCounts
 from kvoffd.tiers.disk.file import DiskError, OpeningStopped
 from kvoffd.tiers.tier import TierBlock, TierListener, TierStats
 from kvoffd_proto.admin import Clear
-from kvoffd_proto.messages import GroupKeys, GroupSpec, Invalidate
+from kvoffd_proto.messages import Done, GroupKeys, GroupSpec, Invalidate
 from kvoffd_proto.stats import DiskState, Lifetime
 from tests.kit.slot_cache import CacheRig, keys_of
 from tests.kit.tiering_harness import FoldedTierEvents
@@ -198,26 +198,18 @@ def test_a_directory_that_opens_after_the_end_is_closed_again(rig: TiersRig) -> 
     assert disk.closes == [0.0]
 
 
-def clear_by_operator(rig: TiersRig, namespace: bytes | None) -> Background:
-    """The work that the request leaves."""
-    if namespace is not None:
-        rig.rig.cache.open_namespace(Namespace(namespace, "one", 1, 8, [GroupSpec("full_attention", 16)], "{}"))
-    cache, tiers = rig.rig.cache, rig.tiers
-    traffic = TrafficCounts(cache, time.monotonic, Lifetime())
-    context = SimpleNamespace(
-        curve=SimpleNamespace(namespace_forgotten=lambda _: None),
-        cache=cache,
-        state=rig.saved,
-        tiers=tiers,
-        tiering=tiers.tiering,
-        traffic=traffic,
-        sessions=[],
-        clock=time.monotonic,
-        work=Background(),
-    )
-    context.removal = partial(Service.removal, cast(Service, context))
-    clear(context, SimpleNamespace(id=1, peer="somebody"), Clear(1, namespace))  # type: ignore[arg-type]
-    return context.work
+def service(rig: TiersRig) -> Service:
+    """As much of a service as a removal needs."""
+    parts = Service.__new__(Service)
+    parts.cache, parts.state, parts.tiers, parts.clock = rig.rig.cache, rig.saved, rig.tiers, time.monotonic
+    parts.traffic = TrafficCounts(rig.rig.cache, time.monotonic, Lifetime())
+    parts.curve = cast(HitRatioCurve, SimpleNamespace(namespace_forgotten=lambda _: None))
+    parts.sessions = cast(Sessions, [])
+    parts.config = Config()
+    return parts
+
+
+OPERATOR = cast(Session, SimpleNamespace(id=1, peer="somebody"))
 
 
 @pytest.mark.parametrize(("namespace", "left"), [(b"one", {b"other"}), (None, set())])
@@ -226,70 +218,54 @@ def test_what_is_cleared_does_not_come_with_a_directory_that_is_being_opened(
 ) -> None:
     disk = rig.result = FakeDisk()
     rig.attach()
-    work = clear_by_operator(rig, namespace)
-    while len(work):
-        work.step()
+    if namespace is not None:
+        rig.rig.cache.open_namespace(Namespace(namespace, "one", 1, 8, [GroupSpec("full_attention", 16)], "{}"))
+    clear(service(rig), OPERATOR, Clear(1, namespace))
     rig.opened()
     assert disk.names == left
 
 
-@pytest.mark.parametrize("comes", ["a directory", "an engine"])
-def test_what_comes_while_all_is_cleared_brings_nothing_back(rig: TiersRig, comes: str) -> None:
+@pytest.mark.parametrize("first", [False, True])
+def test_all_that_is_cleared_is_gone_from_a_directory_too(rig: TiersRig, first: bool) -> None:
     disk = rig.result = FakeDisk()
     rig.attach()
     spaces = [rig.rig.open(name) for name in ("one", "other")]
     for space in spaces:
         rig.rig.store(space, keys_of(1))
-    disk.names = {space.fingerprint for space in spaces} | {b"late".ljust(32, b"-")}
-    if comes == "an engine":
+    disk.names = {space.fingerprint for space in spaces} | {b"nobody has it open".ljust(32, b"-")}
+    if first:
         rig.opened()
-    work = clear_by_operator(rig, None)
-    work.step()
-    assert [space.ready_blocks for space in spaces] == [0, 1]
-    if comes == "an engine":
-        rig.rig.open("late")
-    else:
+    answer = clear(service(rig), OPERATOR, Clear(1, None)).poll(late=True)
+    assert isinstance(answer, Done)
+    assert answer.count >= 2
+    if not first:
         rig.opened()
-    while len(work):
-        work.step()
     assert disk.names == set()
+    assert [space.ready_blocks for space in spaces] == [0, 0]
 
 
-def test_a_reset_on_all_nodes_reaches_who_has_the_name_of_a_namespace_that_was_forgotten_meanwhile(
-    rig: TiersRig,
-) -> None:
-    cache = rig.rig.cache
-    space = rig.rig.open("a")
+def test_a_reset_on_all_nodes_reaches_what_is_open_and_what_is_not(rig: TiersRig) -> None:
+    disk = rig.result = FakeDisk()
+    rig.attach()
+    rig.opened()
+    space = rig.rig.open("one")
     rig.rig.store(space, keys_of(1))
-    clearing = cache.clear(space, keep_tiers=True)
-    service = SimpleNamespace(cache=cache, state=rig.saved, tiers=rig.tiers, tiering=None)
-    steps = Service._void(cast(Service, service), space.fingerprint)
-    assert next(steps) is None
-    assert list(clearing) == []
-    cache.forget_namespace(space)
-    again = rig.rig.open("a")
-    rig.rig.store(again, keys_of(2))
-    assert list(steps) == []
-    assert again.held_blocks == 0
+    service(rig)._void(space.fingerprint)
+    service(rig)._void(b"other")
+    assert space.ready_blocks == 0
+    assert disk.names == {b"one"}
+    assert 0 == rig.saved.generation(b"one") < space.generation == rig.saved.generation(space.fingerprint)
+    assert rig.saved.generation(b"other") > 0
 
 
 def test_an_engine_takes_from_a_directory_that_is_being_opened_what_it_invalidates(rig: TiersRig) -> None:
     disk = rig.result = FakeDisk()
     rig.attach()
-    space, cache = rig.rig.open("one"), rig.rig.cache
+    space = rig.rig.open("one")
     disk.names = {space.fingerprint, b"other"}
-    context = SimpleNamespace(
-        cache=cache,
-        state=rig.saved,
-        tiers=rig.tiers,
-        check_key_count=lambda namespace, groups: None,
-        work=Background(),
-        clock=time.monotonic,
-    )
-    context.removal = partial(Service.removal, cast(Service, context))
-    session = SimpleNamespace(id=1, namespace=lambda name: space)
+    session = cast(Session, SimpleNamespace(id=1, namespace=lambda name: space))
     groups = [GroupKeys(0, keys_of(1, 2))]
-    invalidate(context, session, Invalidate(1, space.fingerprint, groups))  # type: ignore[arg-type]
+    invalidate(service(rig), session, Invalidate(1, space.fingerprint, groups))
     rig.opened()
     assert disk.names == {b"other"}
 
