@@ -184,7 +184,8 @@ def check_invariants(cache: Cache) -> None:
         writing = any(shard & SHARD_STATE == WRITING_SHARD for shard in shards)
         partial = state == WRITING and not writing and not group.dead
         assert (head in cache._partial) == partial
-        found, number = blocks.find(group.number, blocks.keys(np.array([head], np.uint32), group.key_bytes), 8)
+        key = blocks.keys(np.array([head], np.uint32), group.key_bytes)
+        found, number = blocks.find(group.number, key, group.key_bytes)
         if state == DROPPED:
             assert blocks.pins[head] or writing, "a dropped block is held by nothing"
             assert number[0] != head

@@ -6,7 +6,10 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from kvoffd.cache.namespace import BlockState
+import numpy as np
+
+from kvoffd.cache.block_table import READY
+from kvoffd.server.jobs import LoadJob
 from kvoffd.server.service import Service
 from kvoffd_proto import codec
 from kvoffd_proto.events import (
@@ -20,7 +23,7 @@ from kvoffd_proto.events import (
     decode_event_batch,
     kv_topic,
 )
-from tests.kit.invariants import check_invariants
+from tests.kit.slot_cache import check_invariants
 from tests.sim.clock import Broken
 
 if TYPE_CHECKING:
@@ -106,7 +109,7 @@ class Audit:
 
     def check_events(self, disk: SimDisks | None) -> None:
         """After a flush: what the events fold to is the index, and what is on disk."""
-        for namespace in self._service.cache.namespaces:
+        for namespace in self._service.cache.namespaces.values():
             if self.folded(namespace.fingerprint) != readable_in(self._service, namespace.fingerprint):
                 raise Broken("folding the KV events does not give the index")
             if disk is not None and not disk.tier.has_news:
@@ -118,20 +121,36 @@ class Audit:
         """What the events of a namespace that were published so far fold to."""
         return self._readable.get(kv_topic(fingerprint), set())
 
+    def _check_pins(self) -> None:
+        """Each block is pinned by its leases, the loads that read it and the writes to a tier, and by nothing else."""
+        cache, tiering = self._service.cache, self._service.tiering
+        pins = Counter[int]()
+        for lease in cache.leases.values():
+            pins.update(lease.blocks.tolist())
+        for job in self._service.jobs._running:
+            if isinstance(job, LoadJob):
+                for ticket in job.tickets:
+                    pins.update(ticket.blocks.tolist())
+        if tiering is not None:
+            for demoter in (tiering.demoter, *(shared.demoter for shared in tiering.shared)):
+                pins.update(list(demoter.under_way))
+        found = {int(block): int(cache.blocks.pins[block]) for block in np.flatnonzero(cache.blocks.pins)}
+        assert found == dict(pins), f"pins of nobody, or too few: {found} and {dict(pins)}"
+
     def check_cache(self) -> None:
         """Check the cache's own invariants."""
         try:
             check_invariants(self._service.cache)
+            self._check_pins()
         except (AssertionError, KeyError) as error:
             raise Broken(f"the cache's books: {error}") from error
 
 
 def readable_in(service: Service, fingerprint: bytes) -> Readable:
     """The blocks that are readable by the daemon's index."""
-    namespace = service.cache.namespace(fingerprint)
-    return {
-        (group, key)
-        for group, index in enumerate(namespace.index)
-        for key, block in index.items()
-        if block.state is BlockState.READY
-    }
+    blocks, found = service.cache.blocks, Readable()
+    for group, alike in service.cache.by_group(np.flatnonzero(blocks.state == READY).astype(np.uint32)):
+        if group.namespace.fingerprint == fingerprint and not group.dead:
+            keys = group.namespace.split(group.group, blocks.keys(alike, group.key_bytes))
+            found |= {(group.group, key) for key in keys}
+    return found

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 from zlib import crc32
 
-from kvoffd.cache.cache import PoolUsage, Steps
+import numpy as np
+
+from kvoffd.cache.cache import PoolUsage
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
-from kvoffd.pool.table_format import keys_of
-from kvoffd.server.background import Work
 from kvoffd.server.jobs import LoadJob, StoreBatch
 from kvoffd.server.memory import STUCK_AFTER_S
 from kvoffd.server.sessions import Peer
@@ -26,9 +26,8 @@ from kvoffd_proto import messages as m
 from kvoffd_proto import stats as s
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import PROTOCOL_VERSION
-from tests.kit.cache_harness import begin_store
 from tests.kit.quota_oracle import QuotaOracle
-from tests.kit.slot_table import SlotOwner
+from tests.kit.slot_cache import Part
 from tests.sim.audit import Audit, Readable, readable_in
 from tests.sim.clock import Broken, Injected, Process
 from tests.sim.disk import SimDisks, SimTier
@@ -45,7 +44,7 @@ from tests.sim.parts import (
     ready_records,
     with_tiers,
 )
-from tests.sim.pool import WatchedPool, as_bytes
+from tests.sim.pool import WatchedPool, as_bytes, records_of
 from tests.sim.shared import SimShared
 from tests.sim.transfer_engine import SimTransferEngine
 
@@ -113,6 +112,7 @@ class SimDaemon:
         data = as_bytes(self._pool.address, self._pool.pool_bytes)
         self.pool = WatchedPool(self._pool, data, world.content_of)
         pool_mapping = self.space.map(data)
+        self.pool.address = pool_mapping.address
         number = self.space.number(pool_mapping.address)
         self.engine = SimTransferEngine(
             world.clock,
@@ -127,18 +127,10 @@ class SimDaemon:
         self.pool.before_write = self._maybe_die
         self.torn: KeptPool | None = None
         """The pool as it was when the process was killed in the middle of something."""
-        self.service = make_service(
-            self.config,
-            self._pool,
-            cast(Pool, self.pool),
-            self.engine,
-            pool_mapping.address,
-            self,
-            make_state(world.written_state, self.process, world.scenario.rng(f"state {life}")),
-            self._rng.choice((1, 2, 8, 1000)),
-        )
+        state = make_state(world.written_state, self.process, world.scenario.rng(f"state {life}"))
+        self.service = make_service(self.config, self._pool, self.pool, self.engine, self, state)
         self._more_at_once = self._rng.choice((0.0, 0.01, 0.2))
-        """Seconds between two steps of the taking over."""
+        """Seconds between two steps of background work."""
         jobs = self.service.jobs
         self._job_finished = jobs.finished
         self._in_queue = False
@@ -149,10 +141,6 @@ class SimDaemon:
         self.lifelines: list[Lifeline] = []
         self._streams: list[Lifeline] = []
         self._dealers: dict[bytes, Dealer] = {}
-        self._request: tuple[bytes, m.AnyRequest] | None = None
-        """Who sent the request that is being handled, and what it is."""
-        self._add_work = self.service.work.add
-        self.service.work.add = self._watched_work  # type: ignore[method-assign]
         self._removals: dict[tuple[bytes, int], tuple[Callable[[], None], Callable[[], bool]]] = {}
         """By dealer and request: checks that removed blocks stay away for good, and whether the disk says so."""
         self._work_due = False
@@ -269,15 +257,14 @@ class SimDaemon:
             request = codec.decode_request(frame)
         except codec.CodecError:
             request = None
-        cache, before = service.cache, None
-        if cache._LeasedBlocks__deferred_pins is None:  # type: ignore[attr-defined]  # else looking would enter pins
-            before = self._holdings()
+        before, begun = self._holdings(), self.disk.tier.file.begun if self.disk is not None else 0
         sent, waiting = len(service.replies), len(service.pending)
-        if request is not None:
-            self._request = dealer.name, request
+        if self.disk is not None:
+            self.disk.waited_for = None
         service.handle(dealer.name, frame)
-        self._request = None
         self._schedule_work()
+        if request is not None:
+            self._watch_removal(dealer.name, request, begun)
         replies = [codec.decode_reply(reply) for _, reply in service.replies[sent:]]
         self.clock.note(
             f"{dealer.name.hex()} {type(request).__name__} {crc32(frame)} {[type(reply).__name__ for reply in replies]}"
@@ -286,7 +273,7 @@ class SimDaemon:
             raise Broken(f"{type(request).__name__} failed inside the daemon: {self._world.log.failure!r}")
         if any(isinstance(reply, m.Error) and reply.code is not ErrorCode.INTERNAL for reply in replies):
             after = self._holdings()
-            if before is not None and before != after:
+            if before != after:
                 raise Broken(f"a refused {type(request).__name__} changed something: {before} became {after}")
         if len(replies) == 1:
             reply = replies[0]
@@ -304,24 +291,13 @@ class SimDaemon:
             for job_id in (*request.stores.job_ids, *request.loads.job_ids):
                 self.audit.accept(self._session_of_route[dealer.name], job_id)
 
-    def _watched_work(self, steps: Steps, then: Callable[[int], int] | None = None, *, at_once: bool = False) -> Work:
-        """Begin background work. What a request removes is looked at when the last of it is done, before others are
-        served."""
-        disk, asked = self.disk, self._request
-        if disk is None or asked is None or not isinstance(asked[1], m.Invalidate | m.Reset | a.Clear):
-            return self._add_work(steps, then, at_once=at_once)
-        sender, request = asked
-        before = disk.tier.file.begun
-
-        def watched(count: int) -> int:
-            assert then is not None
-            count = then(count)
-            assert disk.waited_for is not None
-            last = before if isinstance(request, a.Clear) and request.namespace is None else disk.tier.file.begun
-            self._removals[sender, request.request_id] = disk.dropped(request, last), disk.waited_for
-            return count
-
-        return self._add_work(steps, watched, at_once=at_once)
+    def _watch_removal(self, sender: bytes, request: m.AnyRequest, begun: int) -> None:
+        """What a request has removed is looked at before others are served. ``begun``: writes to the disk before it."""
+        disk = self.disk
+        if disk is None or disk.waited_for is None or not isinstance(request, m.Invalidate | m.Reset | a.Clear):
+            return
+        last = begun if isinstance(request, a.Clear) and request.namespace is None else disk.tier.file.begun
+        self._removals[sender, request.request_id] = disk.dropped(request, last), disk.waited_for
 
     def _removal_answered(self, sender: bytes, reply: m.AnyReply) -> None:
         """What a request removed must not come back, if the disk had noted it before the answer went out."""
@@ -333,7 +309,7 @@ class SimDaemon:
     def _holdings(self) -> tuple[PoolUsage, int, int]:
         """What a refused request must leave as it is."""
         service = self.service
-        return service.cache.pool_usage(), len(service.cache.leases), service.jobs.unfinished
+        return service.cache.usage, len(service.cache.leases), service.jobs.unfinished
 
     def flush(self) -> None:
         """Send all pending publications, and then all replies."""
@@ -434,13 +410,13 @@ class SimDaemon:
     def evict_all(self) -> None:
         """Evict every block that may be evicted: first by a store that takes all the room there is, then the rest."""
         cache = self.service.cache
-        if spaces := [space for space in cache.namespaces if space.shard_bytes(0) is not None]:
+        if spaces := [space for space in cache.namespaces.values() if space.shard_bytes(0) is not None]:
             space = self._rng.choice(spaces)
             count = self.pool.pool_bytes // space.slot_bytes(0, 0)
             keys = b"".join(number.to_bytes(space.key_bytes, "big") for number in range(count))
-            cache.abort_store(begin_store(cache, space, 0, 0, keys, node=space.nodes.get(0)))
-        blocks = cache.blocks
-        blocks.evict([block for block in cache.policy.candidates() if not block.pins])
+            cache.abort_store(cache.begin_store(space, 0, [Part(0, keys)]))
+        loose = [block for batch in cache.policy.candidates() for block in batch if not cache.blocks.pins[block]]
+        cache._evict(np.array(loose, np.uint32))
         self._schedule_flush()
 
     # --- invariants --------------------------------------------------------------------------------
@@ -464,8 +440,8 @@ class SimDaemon:
         """Check that nothing is held once no session and no job is left."""
         self.flush()
         self.check_all()
-        usage = self.service.cache.pool_usage()
-        if usage.pinned_bytes or usage.leaving_bytes or len(self.service.cache.leases):
+        usage = self.service.cache.usage
+        if usage.pinned or usage.dropped or self.service.cache.leases:
             raise Broken(f"no session is left but something is held: {usage}")
         if self.service.jobs.unfinished or not self.engine.idle:
             raise Broken("no session is left but jobs run")
@@ -525,22 +501,15 @@ class SimDaemon:
         state = self.service.state
         cleared = {
             namespace.fingerprint
-            for namespace in self.service.cache.namespaces
-            if namespace.clearing or namespace.generation != state.generation(namespace.fingerprint)
+            for namespace in self.service.cache.namespaces.values()
+            if namespace.generation != state.generation(namespace.fingerprint)
         }
         self._pool.close()
         self._world.daemon_died(kept, expected, cleared)
 
     def readable(self) -> dict[bytes, Readable]:
-        """For each namespace with blocks that are readable, or will be once they are taken over, these blocks."""
-        cache = self.service.cache
-        index = {
-            namespace.fingerprint: readable_in(self.service, namespace.fingerprint) for namespace in cache.namespaces
-        }
-        for some in cache.blocks.inherited or ():
-            namespace, group = cache.blocks.inherited_owners[some.number]
-            keys = keys_of(self._pool.rows(some.offsets[:, 0]), namespace.key_bytes)
-            index[namespace.fingerprint] |= {(group, key) for key in keys}
+        """For each namespace with blocks that are readable, these blocks."""
+        index = {fingerprint: readable_in(self.service, fingerprint) for fingerprint in self.service.cache.namespaces}
         return {fingerprint: blocks for fingerprint, blocks in index.items() if blocks}
 
     def discard(self) -> None:
@@ -551,11 +520,9 @@ class SimDaemon:
     def _verify_table(self) -> None:
         """What a successor finds must be whole, wherever this daemon died; and it must find what was ready."""
         records = ready_records(self._pool)
-        for record in records:
-            owner = SlotOwner(record.fingerprint, record.group, record.key, record.rank, record.world_size)
-            self.pool.verify(owner, record.offset, record.first_block, record.length)
-        found = {record.offset for record in records}
-        ready = {slot.offset for slot in self.pool.slots.values() if slot.state == "ready" and not slot.revoked}
+        for offset, owner, first_block, length in records:
+            self.pool.verify(owner, offset, first_block, length)
+        found, ready = {record[0] for record in records}, {record[0] for record in records_of(self.service.cache)}
         if found != ready:
             raise Broken(f"the slot table tells of {len(found)} slots, {len(ready)} are ready")
 

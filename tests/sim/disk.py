@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvoffd.cache.namespace import BlockState
+from kvoffd.cache.block_table import READY
 from kvoffd.config import Config, DiskSize
 from kvoffd.pool.checksums import digest
 from kvoffd.server.memory import Post
@@ -270,9 +270,13 @@ class SimTier(CompositeTier):
         if read not in self._stale:
             return
         self._stale.discard(read)
-        namespace = self._service.cache.find_namespace(name.fingerprint)
-        block = namespace.index[name.group].get(name.key) if namespace is not None else None
-        if block is not None and block.state is BlockState.READY and block.shards[0].offset == offset:
+        cache = self._service.cache
+        namespace = cache.find(name.fingerprint)
+        group = namespace and cache._group(namespace, name.group)
+        if not group:
+            return
+        (state,), blocks = cache.blocks.find(group.number, name.key, group.key_bytes)
+        if state == READY and cache.slots.offsets(blocks)[0] == offset:
             raise Broken("a block that was dropped while it came up is served")
 
 

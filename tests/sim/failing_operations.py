@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from tests.sim.clock import Injected
 from tests.sim.daemon import SimDaemon
 from tests.sim.network import Dealer, Line, Subscription
@@ -47,7 +49,7 @@ class Operation:
 
 OPERATIONS = {
     "alloc": Operation(WatchedPool, "take"),
-    "alloc finds no room": Operation(WatchedPool, "take", list),
+    "alloc finds no room": Operation(WatchedPool, "take", lambda: np.empty(0, np.uint32)),
     "copy": Operation(SimTransferEngine, "_move"),
     "submit": Operation(SimTransferEngine, "submit"),
     "mmap": Operation(SimDaemon, "map_memfd"),

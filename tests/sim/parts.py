@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
-from kvoffd.cache.inherited import SLOTS_AT_ONCE
-from kvoffd.cache.policies import POLICY_NAMES, make_policy
+from kvoffd.cache import POLICY_NAMES
+from kvoffd.cache.block_table import BlockTable
+from kvoffd.cache.cache import Cache
+from kvoffd.cache.policy import make_policy
 from kvoffd.config import Config, DiskSize, Limits
 from kvoffd.pool.backing import MemfdBacking
 from kvoffd.pool.memory import PoolMemory
@@ -29,11 +32,11 @@ from kvoffd.transfer.engine import TransferEngine
 from kvoffd_client import Registration, SchedulerClient, WorkerClient
 from kvoffd_client.session import Session
 from kvoffd_proto.messages import AnyRequest, Role
-from tests.kit.slot_table import SlotRecord, scan_table
 from tests.sim.client import OPTIONS, SimTransport
 from tests.sim.clock import Broken, Process
 from tests.sim.content import Content
 from tests.sim.memory import WorkerMemory
+from tests.sim.pool import SlotOwner, WatchedPool, records_of
 
 DIRECTORY = "/simulated"
 REGION_BYTES = 96 * 1024
@@ -110,34 +113,52 @@ def _copy(fd: int, size: int) -> int:
         copy.close()
 
 
-def ready_records(pool: Pool) -> list[SlotRecord]:
-    """What a successor of the daemon would find in the pool's table."""
-    return list(scan_table(pool.memory_fds[1]))
+def ready_records(pool: Pool) -> list[tuple[int, SlotOwner, int, int]]:
+    """What a successor of the daemon would find in the pool, as ``records_of``."""
+    kept = keep_copy(pool)
+    found = make_pool(pool.pool_bytes, kept)
+    try:
+        cache = make_cache(make_config(random.Random(0)), found, EventLog(lambda: 0.0), lambda: 0.0)
+        restore(cache, found, NoPolicyFile(), State(NoStateFile()))
+        return records_of(cache)
+    finally:
+        found.close()
+
+
+def make_cache(config: Config, pool: Pool, events: EventLog, clock: Callable[[], float]) -> Cache:
+    blocks = BlockTable(pool.table.records)
+    return Cache(
+        pool.slots,
+        pool.table,
+        blocks,
+        make_policy(config.eviction_policy, pool.pool_bytes, blocks),
+        events,
+        clock,
+        partial_timeout_s=config.limits.partial_timeout_s,
+        lease_ttl_s=config.limits.lease_ttl_s,
+    )
 
 
 def make_service(
-    config: Config,
-    pool: Pool,
-    slots: Pool,
-    engine: TransferEngine,
-    pool_address: int,
-    host: Host,
-    state: State,
-    slots_at_once: int = SLOTS_AT_ONCE,
+    config: Config, pool: Pool, watched: WatchedPool, engine: TransferEngine, host: Host, state: State
 ) -> Service:
     """The daemon's core as ``Daemon`` puts it together."""
     events = EventLog(host.now)
-    cache = BlockCache(
-        slots,
-        make_policy(config.eviction_policy, slots.pool_bytes),
-        events,
-        host.now,
-        half_stored_timeout_s=config.limits.partial_timeout_s,
-        lease_ttl_s=config.limits.lease_ttl_s,
-    )
-    restore(cache, pool, NoPolicyFile(), state, slots_at_once)
-    gpus = Gpus(pool_address, slots.pool_bytes, library="/no/driver")
-    return Service(config, cache, events, engine, gpus, pool_address, host, no_disk, state)
+    cache = make_cache(config, pool, events, host.now)
+    restore(cache, pool, NoPolicyFile(), state)
+    watched.watch(cache)
+    gpus = Gpus(watched.address, pool.pool_bytes, library="/no/driver")
+    return Service(config, cache, events, engine, gpus, cast(Pool, watched), host, no_disk, state)
+
+
+class NoStateFile(StateFile):
+    """Nothing outlived the daemon, and nothing will."""
+
+    def __init__(self) -> None:
+        pass
+
+    def save(self, content: bytes) -> None:
+        pass
 
 
 class NoPolicyFile(PolicyFile):
@@ -167,8 +188,7 @@ class SimStateFile(StateFile):
             raise FileNotFoundError
         return self._written[-1]
 
-    def save(self, content: bytes | Iterator[bytes]) -> None:
-        assert isinstance(content, bytes)
+    def save(self, content: bytes) -> None:
         self._last = content
         self._process.after(self._rng.uniform(0.0, self._longest_s), partial(self._put, content))
 

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvoffd.cache.block_table import CORRUPT, READY, BlockIds
+from kvoffd.cache.cache import Cache
+from kvoffd.pool.allocator import SlotIds
 from kvoffd.pool.pool import Pool
-from kvoffd.pool.table_format import read_geometry
 from kvoffd.tiers.tier import OnDone, TierResult
-from tests.kit.slot_table import SlotOwner, mark_ready, mark_writing, records_of
 from tests.sim.clock import Broken
 from tests.sim.content import Bytes, Content
 
 PAGE = 4096
+
+
+class SlotOwner(NamedTuple):
+    """The shard whose bytes a slot holds."""
+
+    fingerprint: bytes
+    group: int
+    key: bytes
+    rank: int
+    world_size: int
 
 
 @dataclass
@@ -26,30 +37,63 @@ class Slot:
     offset: int
     size: int
     state: str = "taken"
+    """Then ``writing``, and ``ready``; ``bad`` where wrong bytes were found in it."""
     owner: SlotOwner | None = None
     first_block: int = 0
     transfers: int = 0
     """Unfinished transfers that use the slot."""
-    revoked: bool = False
-    """The slot is ready for those who hold it, but its record is no longer in the slot table."""
 
 
 class WatchedPool:
-    """Passes every call on to the real pool and checks it."""
+    """Stands before the real pool: what changes its slots and their records is checked on its way there.
+
+    Attributes:
+        address: of the pool, as transfers see it.
+    """
 
     def __init__(self, inner: Pool, data: Bytes, contents: dict[bytes, Content]) -> None:
         self._inner = inner
         self.data = data
+        self.address = 0
         self._contents = contents
-        self.slots: dict[int, Slot] = {}
+        self.used: dict[int, Slot] = {}
+        """By offset."""
         self._slot_of_page: dict[int, Slot] = {}
         self.commits = 0
         self.before_write: Callable[[], None] = lambda: None
         """Called before each change of the pool's records."""
-        table_fd = inner.memory_fds[1]
-        for record in records_of(table_fd, read_geometry(table_fd), inner.recovered.slots):
-            self._enter(Slot(record.offset, record.slot_bytes, "ready", SlotOwner(*record[2:7]), record.first_block))
-            self.verify(SlotOwner(*record[2:7]), record.offset, record.first_block, record.length)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)  # what the daemon asks of the pool besides is not watched
+
+    def watch(self, cache: Cache) -> None:
+        """Stand before the parts of a cache, which has taken over what there was."""
+        self._cache = cache
+        slots, table, blocks = cache.slots, cache.table, cache.blocks
+        self._take, self._free = slots.take, slots.free
+        self._enter_blocks, self._publish = blocks.enter, blocks.publish
+        self._drop, self._release = blocks.drop, blocks.release
+        for owner, name in (
+            *((slots, name) for name in ("take", "free")),
+            *((blocks, name) for name in ("enter", "publish", "drop", "release")),
+        ):
+            setattr(owner, name, lambda *given, _name=name: getattr(self, _name)(*given))
+        for written, name in ((table, "set_region"), (table, "save_namespaces"), (blocks, "set_checksum")):
+            setattr(written, name, self._written(getattr(written, name)))
+        for offset, owner, first_block, length in records_of(cache):
+            slot = Slot(offset, _size_of(cache, offset), "ready", owner, first_block)
+            self._enter(slot)
+            self.verify(owner, offset, first_block, length)
+        bad = np.flatnonzero(blocks.shard == CORRUPT).astype(np.uint32)
+        for offset in slots.offsets(bad).tolist():
+            self._enter(Slot(offset, _size_of(cache, offset), "bad"))
+
+    def _written(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def written(*given: Any) -> Any:
+            self.before_write()
+            return inner(*given)
+
+        return written
 
     def _enter(self, slot: Slot) -> None:
         for page in range(slot.offset // PAGE, (slot.offset + slot.size) // PAGE):
@@ -58,81 +102,74 @@ class WatchedPool:
             self._slot_of_page[page] = slot
         if slot.offset + slot.size > self.pool_bytes:
             raise Broken("a slot reaches beyond the pool")
-        self.slots[slot.offset] = slot
+        self.used[slot.offset] = slot
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)  # what the cache asks of the pool besides is not watched
+    def _at(self, slots: SlotIds) -> list[Slot]:
+        return [self.used[offset] for offset in self._cache.slots.offsets(slots).tolist()]
 
-    @property
-    def pool_bytes(self) -> int:
-        return self._inner.pool_bytes
+    # --- in the place of the allocator's and the block table's methods ----------------------------
 
-    @property
-    def free_bytes(self) -> int:
-        return self._inner.free_bytes
-
-    def take(self, slot_bytes: int, count: int, node: int | None = None) -> list[int]:
-        offsets = self._inner.take(slot_bytes, count)
-        if len(offsets) > count:
+    def take(self, slot_bytes: int, count: int, node: int | None = None) -> SlotIds:
+        taken = self._take(slot_bytes, count)
+        if len(taken) > count:
             raise Broken("more slots than were asked for")
-        for offset in offsets:
+        for offset in self._cache.slots.offsets(taken).tolist():
             self._enter(Slot(offset, slot_bytes))
-        return offsets
+        return taken
 
-    def revoke_record(self, offset: int) -> None:
-        self.before_write()
-        self._inner.revoke_record(offset)
-        self.slots[offset].revoked = True
-
-    def mark_all_writing(
-        self,
-        offsets: Sequence[int],
-        fingerprint: bytes,
-        group: int,
-        keys: Sequence[bytes],
-        rank: int,
-        world_size: int,
-    ) -> None:
-        for offset, key in zip(offsets, keys, strict=True):
-            self._mark_writing(offset, SlotOwner(fingerprint, group, key, rank, world_size))
-
-    def mark_all_ready(
-        self, offsets: Sequence[int], first_blocks: Sequence[int], length: int, checksums: Sequence[int]
-    ) -> None:
-        for offset, first_block, checksum in zip(offsets, first_blocks, checksums, strict=True):
-            self._mark_ready(offset, first_block, length, checksum)
-
-    def _mark_writing(self, offset: int, owner: SlotOwner) -> None:
-        slot = self.slots[offset]
-        if slot.transfers:
-            raise Broken("a slot is written anew while a transfer uses it")
-        self.before_write()
-        mark_writing(self._inner, offset, *owner)
-        slot.state, slot.owner, slot.revoked = "writing", SlotOwner(*owner), False
-
-    def _mark_ready(self, offset: int, first_block: int, length: int, checksum: int) -> None:
-        slot = self.slots[offset]
-        if slot.state != "writing" or slot.owner is None:
-            raise Broken("a slot became ready that nobody wrote")
-        if slot.transfers:
-            raise Broken("a slot became ready while its bytes still move")
-        self.before_write()
-        if length and [checksum] != self._inner.digests([(offset, length)]):
-            raise Broken("a slot became ready with another checksum than its bytes have")
-        mark_ready(self._inner, offset, first_block, length, checksum)
-        slot.state, slot.first_block = "ready", first_block
-        self.commits += 1
-        self.verify(slot.owner, offset, first_block, length)
-
-    def free(self, offsets: Collection[int]) -> None:
-        for offset in offsets:
-            slot = self.slots.pop(offset)
+    def free(self, slots: SlotIds) -> None:
+        for slot in self._at(slots):
             if slot.transfers:
                 raise Broken("a slot was let go while a transfer uses it")
-            self.before_write()
-            for page in range(offset // PAGE, (offset + slot.size) // PAGE):
+            del self.used[slot.offset]
+            for page in range(slot.offset // PAGE, (slot.offset + slot.size) // PAGE):
                 del self._slot_of_page[page]
-            self._inner.free([offset])
+        self._free(slots)
+
+    def enter(self, slots: Any, number: int, keys: bytes, key_bytes: int, *named: int) -> BlockIds:
+        group = self._cache._of(number)
+        space, world_size = group.namespace, len(group.sizes)
+        for key, ranks in zip(space.split(group.group, keys), slots, strict=True):
+            for rank, slot in enumerate(self._at(ranks)):
+                if slot.transfers or slot.state != "taken":
+                    raise Broken("a slot gets a block while a transfer uses it, or has one")
+                slot.state, slot.owner = "writing", SlotOwner(space.fingerprint, group.group, key, rank, world_size)
+        self.before_write()
+        return self._enter_blocks(slots, number, keys, key_bytes, *named)
+
+    def publish(
+        self, blocks: BlockIds, slots: SlotIds, firsts: Sequence[int], length: int, checksums: Sequence[int]
+    ) -> BlockIds:
+        """One after the other, so that the process can die between two."""
+        ready = [np.empty(0, np.uint32)]
+        for at in reversed(range(len(blocks))):
+            one = slice(at, at + 1)
+            (slot,) = self._at(slots[one])
+            if slot.state != "writing" or slot.owner is None:
+                raise Broken("a slot became ready that nobody wrote")
+            if slot.transfers:
+                raise Broken("a slot became ready while its bytes still move")
+            if length and [int(checksums[at])] != self._inner.digests([(slot.offset, length)]):
+                raise Broken("a slot became ready with another checksum than its bytes have")
+            self.before_write()
+            ready.append(self._publish(blocks[one], slots[one], firsts[one], length, checksums[one]))
+            slot.state, slot.first_block = "ready", int(firsts[at])
+            self.commits += 1
+            self.verify(slot.owner, slot.offset, slot.first_block, length)
+        return np.concatenate(ready)
+
+    def drop(self, blocks: BlockIds) -> None:
+        self.before_write()
+        self._drop(blocks)
+
+    def release(self, blocks: BlockIds, ranks: int) -> tuple[SlotIds, int]:
+        self.before_write()
+        slots, unverified = self._release(blocks, ranks)
+        for slot, shard in zip(self._at(slots), self._cache.blocks.shard[slots].tolist(), strict=True):
+            if slot.transfers:
+                raise Broken("a block lost its slots while a transfer uses them")
+            slot.state = "bad" if shard & CORRUPT else "taken"
+        return slots, unverified
 
     # --- for the tiers ---------------------------------------------------------------------------
 
@@ -146,7 +183,7 @@ class WatchedPool:
                 slot.transfers -= 1
             on_done(result)
 
-        slots = [self.slots[offset] for offset in offsets]
+        slots = [self.used[offset] for offset in offsets]
         if not begin(ended):
             return False
         for slot in slots:
@@ -186,7 +223,7 @@ class WatchedPool:
 
     def verify_ready(self) -> int:
         """Check the bytes of every ready slot; returns how many there are."""
-        ready = [slot for slot in self.slots.values() if slot.state == "ready"]
+        ready = [slot for slot in self.used.values() if slot.state == "ready"]
         for slot in ready:
             assert slot.owner is not None
             content = self._contents.get(slot.owner.fingerprint)
@@ -194,6 +231,26 @@ class WatchedPool:
                 length = content.shard_bytes(slot.owner.rank, slot.owner.group)
                 self.verify(slot.owner, slot.offset, slot.first_block, length)
         return len(ready)
+
+
+def records_of(cache: Cache) -> list[tuple[int, SlotOwner, int, int]]:
+    """Offset, owner, first block and length in bytes of each slot of the blocks that are READY in a cache."""
+    found, heads = [], np.flatnonzero(cache.blocks.state == READY).astype(np.uint32)
+    for group, alike in cache.by_group(heads):
+        if group.dead:
+            continue
+        space, world_size = group.namespace, len(group.sizes)
+        keys = space.split(group.group, cache.blocks.keys(alike, group.key_bytes))
+        for key, slots in zip(keys, cache.blocks.slots(alike, world_size), strict=True):
+            rows = cache.table.records[slots]
+            for rank, offset in enumerate(cache.slots.offsets(slots).tolist()):
+                owner = SlotOwner(space.fingerprint, group.group, key, rank, world_size)
+                found.append((offset, owner, int(rows["first_block"][rank]), int(rows["length"][rank])))
+    return found
+
+
+def _size_of(cache: Cache, offset: int) -> int:
+    return int(cache.slots.slot_bytes[offset // cache.slots.region_bytes])
 
 
 def as_bytes(address: int, size: int) -> Bytes:

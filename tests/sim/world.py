@@ -203,8 +203,8 @@ class World:
                 return f"{engine.name} is not replaced yet"
             if reason := engine.why_not_idle():
                 return reason
-        usage = daemon.service.cache.pool_usage()
-        if usage.pinned_bytes or usage.leaving_bytes or usage.writing_bytes:
+        usage = daemon.service.cache.usage
+        if usage.pinned or usage.dropped or usage.writing:
             return f"something is held for nobody: {usage}"
         return None
 
