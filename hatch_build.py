@@ -29,6 +29,7 @@ SOURCES = [
     "kvoffd/cache/learned/counts.c",
     "kvoffd/cache/learned/requests.c",
     "kvoffd/cache/learned/spans.c",
+    "kvoffd/pool/slots.c",
     "kvoffd/transfer/host_copy.c",
     "kvoffd/transfer/cuda/gpu_copy.c",
     "kvoffd/transfer/cuda/counting_calls.c",

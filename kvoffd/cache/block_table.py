@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from typing import TypeAlias
 
 import numpy as np
@@ -46,12 +48,31 @@ class _Blocks(ctypes.Structure):
         ("used", ctypes.c_uint64),
         ("bits", ctypes.c_uint32),
         ("seed", ctypes.c_uint64 * 2),
+        ("group_bytes", ctypes.c_void_p),
         ("crc", ctypes.c_uint32 * 256 * 8),
     )
 
 
+class Verdict(IntEnum):
+    """What a store has to do about a key."""
+
+    PRESENT = 0
+    """Nothing: the rank's shard is written, or being written."""
+    LACKING = 1
+    """It has no block."""
+    MINE = 2
+    """It has a block, which lacks the rank's shard."""
+    AGAIN = 3
+    """It is to be written under an earlier number."""
+    NARROW = 4
+    """Its block begins later than what is offered, and nothing holds it."""
+
+
 class BlockTable:
     """Arrays by slot number, and the index. For one thread.
+
+    What C reads of an array is copied into ``bytes`` first, and what it writes out of a buffer: for a few blocks that
+    takes less than to ask an array for its address.
 
     Args:
         records: of the slot table, by slot.
@@ -73,27 +94,74 @@ class BlockTable:
         self.next = np.zeros(slots, np.uint32)
         """The slot of the next rank; behind the last comes the first."""
         self._arrays = self.state, self.shard, self.pins, self.missing, self.group, self.next
-        self._key = records["key"]
         self._native = native()
         self._misses = np.zeros(KNOWN_MISSES, np.uint64)
+        self._misses_at = self._misses.ctypes.data
+        self._counts = (ctypes.c_uint64 * 16)()
+        self._counts_at = ctypes.addressof(self._counts)
         self._blocks = _Blocks(records.ctypes.data, *(one.ctypes.data for one in self._arrays))
         self.address = ctypes.addressof(self._blocks)
         """Of the ``struct blocks``."""
         if not self._native.blocks_open(self.address, os.urandom(16)):
             raise MemoryError
         self._close = weakref.finalize(self, self._native.blocks_close, ctypes.pointer(self._blocks))
+        self._group_bytes = np.zeros(0, np.int64)
+        self._make_buffers(1024)
+
+    def _make_buffers(self, count: int) -> None:
+        self._words, self._bytes = np.empty(count, np.uint32), np.empty(64 * count, np.uint8)
+        self._words_at, self._bytes_at = self._words.ctypes.data, self._bytes.ctypes.data
+
+    def _buffers(self, count: int) -> None:
+        """Have buffers for so many words, and as many keys."""
+        if count > len(self._words):
+            self._make_buffers(2 * count)
 
     @property
     def nbytes(self) -> int:
         """Memory of the index and the arrays, untouched pages among it."""
         return int(8 << self._blocks.bits) + self._misses.nbytes + sum(one.nbytes for one in self._arrays)
 
+    def set_group_bytes(self, group: int, nbytes: int) -> None:
+        """Note the bytes of a block of a group, before its first one."""
+        if group >= len(self._group_bytes):
+            more = np.zeros(max(64, len(self._group_bytes), group + 1 - len(self._group_bytes)), np.int64)
+            self._group_bytes = np.concatenate([self._group_bytes, more])
+            self._blocks.group_bytes = self._group_bytes.ctypes.data
+        self._group_bytes[group] = nbytes
+
+    def bytes_of(self, blocks: BlockIds) -> tuple[int, int]:
+        """The bytes of blocks, and of those of them that nothing pins."""
+        self._native.blocks_bytes(self.address, blocks.tobytes(), len(blocks), self._counts_at)
+        return self._counts[0], self._counts[1]
+
     def find(self, group: int, keys: bytes, key_bytes: int) -> tuple[bytes, BlockIds]:
         """By key: the state of its block and the number; FREE and NO_BLOCK where there is none."""
         count = len(keys) // key_bytes
-        states, blocks = np.empty(count, np.uint8), np.empty(count, np.uint32)
-        self._native.blocks_find(self.address, group, keys, count, key_bytes, _at(states), _at(blocks))
-        return states.tobytes(), blocks
+        self._buffers(count)
+        self._native.blocks_find(self.address, group, keys, count, key_bytes, self._bytes_at, self._words_at)
+        return self._bytes[:count].tobytes(), self._words[:count].copy()
+
+    def plan(
+        self, group: int, keys: bytes, key_bytes: int, rank: int, first_blocks: Mapping[int, int]
+    ) -> tuple[bytes, BlockIds]:
+        """By key: the ``Verdict`` on its store by a rank, and its block, NO_BLOCK where there is none.
+
+        ``first_blocks``: by the number of a key, from where on it is offered, if not from 0.
+        """
+        count, offered = len(keys) // key_bytes, None
+        if first_blocks:
+            firsts = array("H", bytes(2 * count))
+            for number, first in first_blocks.items():
+                if number < count:
+                    firsts[number] = first
+            offered = firsts.tobytes()
+        self._buffers(count)
+        if not self._native.blocks_plan(
+            *(self.address, group, keys, count, key_bytes, rank, offered, self._bytes_at, self._words_at)
+        ):
+            raise MemoryError
+        return self._bytes[:count].tobytes(), self._words[:count].copy()
 
     def enter(
         self, slots: npt.NDArray[np.uint32], group: int, keys: bytes, key_bytes: int, namespace: int, group_in_it: int
@@ -102,13 +170,12 @@ class BlockTable:
 
         The records name the namespace and its group; all shards are still to be written.
         """
-        slots = np.ascontiguousarray(slots)
         count, ranks = slots.shape
         entered = self._native.blocks_enter(
-            *(self.address, _at(slots), count, ranks, group, keys, key_bytes, namespace, group_in_it)
+            *(self.address, slots.tobytes(), count, ranks, group, keys, key_bytes, namespace, group_in_it)
         )
         assert entered == count, "a key is there, a slot is not free, or there is no memory"
-        return np.ascontiguousarray(slots[:, 0])
+        return slots[:, 0].copy()
 
     def publish(
         self,
@@ -118,21 +185,22 @@ class BlockTable:
         length: int,
         checksums: Sequence[int] | npt.NDArray[np.uint64],
     ) -> BlockIds:
-        """Note that shards of WRITING blocks, all of one length, are whole. Returns the blocks that are READY by it.
+        """Note that one rank's shards of WRITING blocks are whole. Returns the blocks that are READY by it.
 
         They come from the last to the first, with rising generations: it is the order of use for a successor, and a
         chain's tail is older than its root. A successor does not trust bytes without a checksum, which is 0.
         """
-        count, ready = len(blocks), np.empty(len(blocks), np.uint32)
-        firsts, sums = np.array(first_blocks, np.uint16), np.array(checksums, np.uint64)
-        slots, blocks = np.ascontiguousarray(slots), np.ascontiguousarray(blocks)
-        assert len(slots) == len(firsts) == len(sums) == count
+        count = len(blocks)
+        firsts = np.asarray(first_blocks, np.uint16).tobytes()
+        sums = np.asarray(checksums, np.uint64).tobytes()
+        assert 8 * count == 4 * len(firsts) == 8 * len(slots) == len(sums)
+        self._buffers(count)
         found = self._native.blocks_publish(
-            *(self.address, _at(blocks), _at(slots), count, _at(firsts), length, _at(sums)),
-            *(self.generation, _at(ready)),
+            *(self.address, blocks.tobytes(), slots.tobytes(), count, firsts, length, sums),
+            *(self.generation, self._words_at),
         )
         self.generation += count
-        return ready[:found]
+        return self._words[:found].copy()
 
     def set_checksum(self, slot: int, checksum: int) -> None:
         """Enter the checksum of a shard that was published without one."""
@@ -140,23 +208,26 @@ class BlockTable:
 
     def drop(self, blocks: BlockIds) -> None:
         """Take blocks out of the index. They are DROPPED then, and no successor brings them back."""
-        dropped = self._native.blocks_drop(self.address, _at(blocks), len(blocks))
+        dropped = self._native.blocks_drop(self.address, blocks.tobytes(), len(blocks))
         assert dropped == len(blocks), "a block is not in the index"
 
-    def release(self, blocks: BlockIds, ranks: int) -> tuple[SlotIds, int]:
-        """End the DROPPED ones of blocks that nothing holds. Returns their slots, and how many were UNVERIFIED.
+    def release(self, blocks: BlockIds, ranks: int) -> tuple[SlotIds, int, int]:
+        """End the DROPPED ones of blocks that nothing holds. Returns their slots, and how many were UNVERIFIED, and
+        CORRUPT.
 
         Slots whose shard is CORRUPT keep that mark, in their records too, and must not be used again.
         """
-        slots, unverified = np.empty(len(blocks) * ranks, np.uint32), np.zeros(1, np.uint64)
-        found = self._native.blocks_release(self.address, _at(blocks), len(blocks), _at(slots), _at(unverified))
-        return slots[: found * ranks], int(unverified[0])
+        self._buffers(len(blocks) * ranks)
+        found = self._native.blocks_release(
+            self.address, blocks.tobytes(), len(blocks), self._words_at, self._counts_at
+        )
+        return self._words[: found * ranks].copy(), self._counts[0], self._counts[1]
 
     def is_written(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         """Whether a store writes a shard of each block."""
-        answers = np.empty(len(blocks), np.bool_)
-        self._native.blocks_written_now(self.address, _at(blocks), len(blocks), _at(answers))
-        return answers
+        self._buffers(len(blocks))
+        self._native.blocks_written_now(self.address, blocks.tobytes(), len(blocks), self._bytes_at)
+        return self._bytes[: len(blocks)].astype(np.bool_)
 
     def pin(self, blocks: BlockIds) -> BlockIds:
         """Keep the bytes of blocks, once more for each time one is named. Returns those that nothing pinned before."""
@@ -167,9 +238,9 @@ class BlockTable:
         return self._pin(blocks, -1)
 
     def _pin(self, blocks: BlockIds, by: int) -> BlockIds:
-        changed = np.empty(len(blocks), np.uint32)
-        found = self._native.blocks_pin(self.address, _at(blocks), len(blocks), by, _at(changed))
-        return changed[:found]
+        self._buffers(len(blocks))
+        found = self._native.blocks_pin(self.address, blocks.tobytes(), len(blocks), by, self._words_at)
+        return self._words[:found].copy()
 
     def slots(self, blocks: BlockIds, ranks: int) -> npt.NDArray[np.uint32]:
         """[blocks, ranks] the slots of blocks that have so many."""
@@ -187,26 +258,21 @@ class BlockTable:
 
     def keys(self, blocks: BlockIds, key_bytes: int) -> bytes:
         """The keys of blocks of one group, end to end."""
-        return self._key[blocks, :key_bytes].tobytes()
+        count = len(blocks)
+        self._buffers(count)
+        self._native.blocks_keys(self.address, blocks.tobytes(), count, key_bytes, self._bytes_at)
+        return self._bytes[: count * key_bytes].tobytes()
 
     def note_misses(self, group: int, keys: bytes, key_bytes: int, reason: int) -> None:
         """These keys are not there from now on, for this reason, 1 to 15."""
-        count = len(keys) // key_bytes
         self._native.blocks_note(
-            *(self.address, _at(self._misses), KNOWN_MISSES, group, keys, count, key_bytes, reason)
+            *(self.address, self._misses_at, KNOWN_MISSES, group, keys, len(keys) // key_bytes, key_bytes, reason)
         )
 
     def count_misses(self, group: int, keys: bytes, key_bytes: int, states: bytes) -> list[int]:
         """How many of the keys whose state is FREE are not there for which reason; 0 is not known."""
-        counts = (ctypes.c_uint64 * 16)()
         self._native.blocks_count(
-            *(self.address, _at(self._misses), KNOWN_MISSES, group, keys),
-            *(len(states), key_bytes, states, ctypes.addressof(counts)),
+            *(self.address, self._misses_at, KNOWN_MISSES, group, keys),
+            *(len(states), key_bytes, states, self._counts_at),
         )
-        return list(counts)
-
-
-def _at(array: npt.NDArray[np.generic]) -> int:
-    """The address of a contiguous array's items."""
-    assert array.flags.c_contiguous
-    return array.ctypes.data
+        return self._counts[:]

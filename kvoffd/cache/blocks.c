@@ -191,12 +191,13 @@ void kvoffd_blocks_written_now(const struct blocks *x, const uint32_t *blocks, u
 }
 
 /* Ends DROPPED blocks that nothing holds. Writes those that are ended, and their slots, [blocks][ranks]; of these the ones
- * that are CORRUPT stay marked so. Counts the UNVERIFIED ones. Returns how many blocks were ended. */
+ * that are CORRUPT stay marked so. Counts the UNVERIFIED and the CORRUPT ones. Returns how many blocks were ended. */
 uint64_t kvoffd_blocks_release(struct blocks *x, const uint32_t *blocks, uint64_t count, uint32_t *slots,
-                               uint64_t *unverified)
+                               uint64_t counts[2])
 {
     uint64_t found = 0;
 
+    counts[0] = counts[1] = 0;
     for (uint64_t i = 0; i < count; i++) {
         uint32_t at = blocks[i];
         if (x->state[at] != DROPPED || x->pins[at] || is_written(x, at))
@@ -204,7 +205,8 @@ uint64_t kvoffd_blocks_release(struct blocks *x, const uint32_t *blocks, uint64_
         do {
             uint32_t next = x->next[at];
             *slots++ = at;
-            *unverified += (x->shard[at] & UNVERIFIED) != 0;
+            counts[0] += (x->shard[at] & UNVERIFIED) != 0;
+            counts[1] += (x->shard[at] & CORRUPT) != 0;
             if (x->shard[at] & CORRUPT)
                 set_record(record_of(x, at), BAD_RECORD);
             x->state[at] = x->shard[at] & CORRUPT ? NOT_FIRST : FREE;
@@ -231,6 +233,78 @@ uint64_t kvoffd_blocks_pin(struct blocks *x, const uint32_t *blocks, uint64_t co
     return found;
 }
 
+/* Writes the slots of one rank's shards of blocks. */
+void kvoffd_blocks_slots(const struct blocks *x, const uint32_t *blocks, uint64_t count, uint32_t rank, uint32_t *slots)
+{
+    for (uint64_t i = 0; i < count; i++) {
+        slots[i] = blocks[i];
+        for (uint32_t left = rank; left; left--)
+            slots[i] = x->next[slots[i]];
+    }
+}
+
+/* Writes the keys of blocks end to end. */
+void kvoffd_blocks_keys(const struct blocks *x, const uint32_t *blocks, uint64_t count, uint64_t key_bytes, uint8_t *keys)
+{
+    for (uint64_t i = 0; i < count; i++) {
+        if (i + TOGETHER / 2 < count)
+            __builtin_prefetch(key_of(x, blocks[i + TOGETHER / 2]));
+        memcpy(keys + i * key_bytes, key_of(x, blocks[i]), key_bytes);
+    }
+}
+
+/* Sums the bytes of blocks, and of those of them that nothing pins. */
+void kvoffd_blocks_bytes(const struct blocks *x, const uint32_t *blocks, uint64_t count, int64_t sums[2])
+{
+    sums[0] = sums[1] = 0;
+    for (uint64_t i = 0; i < count; i++) {
+        int64_t nbytes = x->group_bytes[x->group[blocks[i]]];
+        sums[0] += nbytes;
+        sums[1] += x->pins[blocks[i]] ? 0 : nbytes;
+    }
+}
+
+enum { PRESENT, LACKING, MINE, AGAIN, NARROW };
+
+/* Says what a store by a rank has to do about each of `count` keys, and writes the blocks of those that have one. Keys that
+ * are to be written come as AGAIN under later numbers. NARROW: the rank's shard begins behind `first_blocks`, which may be
+ * NULL for 0, and the block may go. Returns whether there was the memory. */
+int kvoffd_blocks_plan(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+                       uint32_t rank, const uint16_t *first_blocks, uint8_t *verdicts, uint32_t *blocks)
+{
+    uint64_t mask = 63;
+    while (mask < 2 * count)
+        mask = 2 * mask + 1;
+    uint32_t *wanted = calloc(mask + 1, sizeof *wanted); /* numbers, plus 1, of keys to write, by their hash */
+    if (!wanted)
+        return 0;
+    for (uint64_t i = 0; i < count; i++) {
+        const uint8_t *key = keys + i * key_bytes;
+        uint64_t hashed = hash(x, group, key, key_bytes), at = hashed & mask;
+        while (wanted[at] && memcmp(keys + (wanted[at] - 1) * key_bytes, key, key_bytes))
+            at = (at + 1) & mask;
+        blocks[i] = NONE;
+        if (wanted[at]) {
+            verdicts[i] = AGAIN;
+            continue;
+        }
+        uint64_t entry = x->entries[find(x, hashed, group, key, key_bytes)];
+        verdicts[i] = LACKING;
+        if (entry) {
+            uint32_t block = blocks[i] = slot_of(entry), slot;
+            kvoffd_blocks_slots(x, &block, 1, rank, &slot);
+            uint8_t shard = x->shard[slot] & SHARD_STATE;
+            verdicts[i] = shard == RESERVED ? MINE : PRESENT;
+            if (shard == WRITTEN && !x->pins[block] && !is_written(x, block) &&
+                READ(record_of(x, slot), uint16_t, FIRST_BLOCK) > (first_blocks ? first_blocks[i] : 0))
+                verdicts[i] = NARROW;
+        }
+        if (verdicts[i] != PRESENT)
+            wanted[at] = i + 1;
+    }
+    free(wanted);
+    return 1;
+}
 
 /* A table of the reasons for which keys left has words of all but the last four bits of a key's hash, and a reason. What
  * falls on the same place replaces what was there. */
@@ -246,13 +320,14 @@ void kvoffd_blocks_note(const struct blocks *x, uint64_t *table, uint64_t words,
     }
 }
 
-/* Adds to `counts`, by reason, the keys whose state is 0; those of which nothing is noted to the first. */
+/* Counts by reason the keys whose state is 0; those of which nothing is noted under the first. */
 void kvoffd_blocks_count(const struct blocks *x, const uint64_t *table, uint64_t words, uint32_t group,
                          const uint8_t *keys, uint64_t count, uint64_t key_bytes, const uint8_t *states,
                          uint64_t counts[16])
 {
     uint64_t hashed[TOGETHER];
 
+    memset(counts, 0, 16 * sizeof *counts);
     for (uint64_t begin = 0; begin < count; begin += TOGETHER) {
         uint64_t together = count - begin < TOGETHER ? count - begin : TOGETHER;
         for (uint64_t i = 0; i < together; i++) {

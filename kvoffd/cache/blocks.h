@@ -32,6 +32,7 @@ struct blocks {
     uint64_t used;
     uint32_t bits; /* of a hash that say where a key belongs */
     uint64_t seed[2]; /* so that nobody can choose keys that fall together */
+    const int64_t *group_bytes; /* by number of a group, bytes of a block's slots */
     uint32_t crc[8][256]; /* what a byte, and so many zeros behind it, make of a CRC-32 */
 };
 

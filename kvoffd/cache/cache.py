@@ -31,6 +31,7 @@ from kvoffd.cache.block_table import (
     CORRUPT,
     DROPPED,
     FREE,
+    NO_BLOCK,
     READY,
     RESERVED,
     SHARD_STATE,
@@ -40,6 +41,7 @@ from kvoffd.cache.block_table import (
     WRITTEN,
     BlockIds,
     BlockTable,
+    Verdict,
 )
 from kvoffd.cache.hooks import NO_TOKENS, BlockTokens, CacheListener, TierHooks
 from kvoffd.cache.namespace import (
@@ -78,6 +80,7 @@ LONG_DESCRIPTION = 256
 """A namespace's description that is longer is left out of what a successor is told, where there is no room for it."""
 RECOVERED_AT_ONCE = 4096
 """Recovered blocks of which those of one group are entered together: about the order of use among all."""
+_READY_BYTE = bytes([READY])
 _NOTHING: BlockIds = np.empty(0, np.uint32)
 _READY_BYTE = bytes([READY])
 
@@ -295,8 +298,6 @@ class Cache:
         self._unverified_at = 0
         """Slots before this one were looked at by ``unverified``."""
         self._groups: list[Group | None] = [None]
-        self._group_bytes = np.zeros(64, np.int64)
-        """By group's number: bytes of a block's slots."""
         self._current: dict[Namespace, list[Group | None]] = {}
         self._partial: dict[int, float] = {}
         """Blocks that lack a shard which nobody writes, and since when."""
@@ -400,9 +401,7 @@ class Cache:
             )
             self._current[namespace][group] = found
             self._groups.append(found)
-            if found.number == len(self._group_bytes):
-                self._group_bytes = np.concatenate([self._group_bytes, np.zeros_like(self._group_bytes)])
-            self._group_bytes[found.number] = found.block_bytes
+            self.blocks.set_group_bytes(found.number, found.block_bytes)
         return found
 
     def reset(
@@ -555,46 +554,42 @@ class Cache:
         blocks: Sequence[BlockIds],
     ) -> tuple[list[bytes], list[BlockIds]]:
         """Pin what is READY, as far as leases may; returns the states as they are told, and the READY blocks."""
-        ready = [
-            found[np.frombuffer(one, np.uint8) == READY] if READY in one else _NOTHING
-            for one, found in zip(states, blocks, strict=True)
-        ]
-        every = np.concatenate(ready) if ready else _NOTHING
+        ready = [_ready(one, found) for one, found in zip(states, blocks, strict=True)]
+        every = ready[0] if len(ready) == 1 else np.concatenate(ready) if ready else _NOTHING
         if not every.size:
             return states, ready
         fresh = every if lease is None else every[~np.isin(every, lease.blocks)]
-        if (part := self._leasable(session, fresh)) < 1.0:
+        nbytes, loose = self.blocks.bytes_of(fresh)
+        if (part := self._leasable(session, len(fresh), loose)) < 1.0:
             self.shortened_lookups += 1
             states = [_shortened(one, part) for one in states]
             ready = [found[: one.count(READY)] for one, found in zip(states, ready, strict=True)]
             every = np.concatenate(ready)
             fresh = every if lease is None else every[~np.isin(every, lease.blocks)]
+            nbytes, _ = self.blocks.bytes_of(fresh)
         if fresh.size:
             held = self._held.setdefault(session, Held())
             if lease is None:
                 lease = self.leases[lease_id] = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s)
                 held.leases += 1
-            charged, nbytes = self._pin(fresh), self._bytes_of(fresh)
+            charged = self._pin(fresh)
             lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
-            for one in (lease, held):
-                one.nbytes += nbytes
-                one.charged_bytes += charged
+            lease.nbytes += nbytes
+            held.nbytes += nbytes
+            lease.charged_bytes += charged
+            held.charged_bytes += charged
             held.keys += len(fresh)
         return states, ready
 
-    def _leasable(self, session: int, blocks: BlockIds) -> float:
-        """The part of the blocks that a session may lease besides what it has: 1.0 for all.
-
-        Only bytes of blocks that nothing pins yet are taken from others.
-        """
-        held = self.leases_of(session)
-        part = (self._max_leased_keys - held.keys) / max(1, len(blocks))
+    def _leasable(self, session: int, keys: int, loose: int) -> float:
+        """The part of so many keys, with so many bytes that nothing pins yet, that a session may lease besides what it
+        has: 1.0 for all. Only such bytes are taken from others."""
+        held = self._held.get(session)
         most = self._max_leased_bytes
-        if self.pinned_bytes + self._bytes_of(blocks) > most // 2:
-            loose = self._bytes_of(blocks[self.blocks.pins[blocks] == 0])
-            share = most // (len(self._held) + (not held.leases)) - held.charged_bytes
-            if loose and self.pinned_bytes + loose > most // 2:
-                part = min(part, share / loose, (most - self.pinned_bytes) / loose)
+        part = (self._max_leased_keys - (0 if held is None else held.keys)) / max(1, keys)
+        if loose and self.pinned_bytes + loose > most // 2:
+            share = most // (len(self._held) + 1) if held is None else most // len(self._held) - held.charged_bytes
+            part = min(part, share / loose, (most - self.pinned_bytes) / loose)
         return max(0.0, min(1.0, part))
 
     def leases_of(self, session: int) -> Held:
@@ -611,22 +606,23 @@ class Cache:
     ) -> None:
         counters = namespace.counters
         counters.lookups += 1
-        counters.keys_asked += sum(map(len, states))
-        counters.keys_ready += sum(one.count(READY) for one in states)
-        counters.prefix_keys_ready += sum(len(one) - len(one.lstrip(bytes([READY]))) for one in states)
-        counters.asked_tokens += max(
-            (
-                len(one) * namespace.groups[group].tokens_per_block
-                for (group, _), one in zip(groups, states, strict=True)
-            ),
-            default=0,
-        )
-        for group, (_, keys), before, after in zip(known, groups, pool, states, strict=True):
-            counters.misses[MissReason.LEASE_LIMIT] += before.count(READY) - after.count(READY)
+        tokens = 0
+        for group, (number, keys), before, after in zip(known, groups, pool, states, strict=True):
+            asked, ready = len(after), after.count(READY)
+            counters.keys_asked += asked
+            counters.keys_ready += ready
+            tokens = max(tokens, asked * namespace.groups[number].tokens_per_block)
+            if ready == asked:
+                counters.prefix_keys_ready += ready
+                continue
+            counters.prefix_keys_ready += asked - len(after.lstrip(_READY_BYTE))
+            counters.misses[MissReason.LEASE_LIMIT] += before.count(READY) - ready
             counters.misses[MissReason.PARTIAL] += after.count(WRITING)
             if ABSENT in after:
-                missing = np.maximum(np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8)).tobytes()
-                self._count_missing(namespace, group, keys, missing)
+                if before is not after:
+                    after = np.maximum(np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8)).tobytes()
+                self._count_missing(namespace, group, keys, after)
+        counters.asked_tokens += tokens
 
     def _count_missing(self, namespace: Namespace, group: Group | None, keys: bytes, states: bytes) -> None:
         """Count the keys whose state is ABSENT by the reason for it."""
@@ -714,19 +710,17 @@ class Cache:
     def _pin(self, blocks: BlockIds) -> int:
         """Returns the bytes of what nothing pinned before."""
         fresh = self.blocks.pin(blocks)
-        nbytes = self._bytes_of(fresh)
+        nbytes, _ = self.blocks.bytes_of(fresh)
         self.pinned_bytes += nbytes
         self.pinned_blocks += len(fresh)
         return nbytes
 
     def unpin(self, blocks: BlockIds) -> None:
         loose = self.blocks.unpin(blocks)
-        self.pinned_bytes -= self._bytes_of(loose)
+        self.pinned_bytes -= self.blocks.bytes_of(loose)[0]
         self.pinned_blocks -= len(loose)
-        self._free_dropped(loose[self.blocks.state[loose] == DROPPED])
-
-    def _bytes_of(self, blocks: BlockIds) -> int:
-        return int(self._group_bytes[self.blocks.group[blocks]].sum())
+        if self._bytes_in[DROPPED]:
+            self._free_dropped(loose[self.blocks.state[loose] == DROPPED])
 
     # --- stores ---------------------------------------------------------------------------------
 
@@ -758,70 +752,66 @@ class Cache:
 
     def _plan(self, rank: int, group: Group, part: StorePart) -> _Plan:
         """What is there of a store's keys and what is lacking; drops blocks that hold less than is offered."""
-        keys = group.namespace.split(part.group, part.keys)
-        states, blocks = self.blocks.find(group.number, part.keys, group.key_bytes)
-        numbers = np.flatnonzero(np.frombuffer(states, np.uint8) != FREE)
-        there = blocks[numbers]
-        shards = self.blocks.slots_of_rank(there, rank)
-        shard = self.blocks.shard[shards] & SHARD_STATE
-        offered = np.array([part.first_blocks.get(number, 0) for number in numbers.tolist()], np.int64)
-        narrow = (shard == WRITTEN) & (self.table.records["first_block"][shards] > offered)
-        narrow &= (self.blocks.pins[there] == 0) & ~self.blocks.is_written(there)
-        if narrow.any():
-            gone = np.unique(there[narrow])
+        verdicts, blocks = self.blocks.plan(group.number, part.keys, group.key_bytes, rank, part.first_blocks)
+        count = len(verdicts)
+        if verdicts.count(Verdict.LACKING) == count:
+            return _Plan(Stored(group), part, _NOTHING, np.arange(count), _NOTHING, np.arange(0))
+        of_key = np.frombuffer(verdicts, np.uint8)
+        if Verdict.NARROW in verdicts:
+            gone = blocks[of_key == Verdict.NARROW]
             names = self.blocks.keys(gone, group.key_bytes)
             self.drop(gone, MissReason.PARTIAL)
             if self.tiers is not None:  # what a tier has of them is as little
                 self.tiers.forget(group.namespace, group.group, names, MissReason.PARTIAL)
-        mine = dict(zip(numbers[shard == RESERVED].tolist(), there[shard == RESERVED].tolist(), strict=True))
-        present = set(numbers[~narrow].tolist())
-        plan = _Plan(Stored(group), part, there[~narrow], keys)
-        seen: set[bytes] = set()
-        for number, key in enumerate(keys):
-            if key in seen:
-                plan.stored.again.append(number)
-            elif number in mine:
-                plan.mine[number] = mine[number]
-                seen.add(key)
-            elif number not in present:
-                plan.lacking.append(number)
-                seen.add(key)
-        return plan
+            blocks[np.isin(blocks, gone)] = NO_BLOCK
+        mine = np.flatnonzero(of_key == Verdict.MINE)
+        lacking = np.flatnonzero((of_key == Verdict.LACKING) | (of_key == Verdict.NARROW))
+        stored = Stored(group, again=np.flatnonzero(of_key == Verdict.AGAIN).tolist())
+        return _Plan(stored, part, blocks[blocks != NO_BLOCK], lacking, blocks[mine], mine)
 
     def _admit(self, rank: int, plan: _Plan) -> None:
         """Take slots for the lacking keys that the policy admits; and enter what is to be copied."""
         stored, part, group = plan.stored, plan.part, plan.stored.group
-        blocks = dict(plan.mine)
-        lacking = plan.lacking
-        if lacking:
-            names = b"".join([plan.keys[number] for number in lacking])
-            if part.starts is None or group.namespace.of_bench:
-                scores = np.full(len(lacking), inf)
-            else:
-                begins = np.unique(np.searchsorted(lacking, part.starts)).tolist()
-                scores = self.policy.admit(group, names, begins)
-            runs = [0, *(np.flatnonzero(scores[1:] != scores[:-1]) + 1).tolist()]
-            for begin, end in zip(runs, [*runs[1:], len(lacking)], strict=True):
-                numbers, score = lacking[begin:end], float(scores[begin])
+        numbers, blocks = [plan.mine_keys], [plan.mine]
+        if lacking := len(plan.lacking):
+            names = _some(part.keys, plan.lacking, group.key_bytes)
+            for begin, end, score in self._scored(group, part, plan.lacking, names):
                 if score == REJECTED:
-                    stored.rejected += numbers
+                    stored.rejected += plan.lacking[begin:end].tolist()
                     continue
                 limit = inf if self.tiers is not None else score  # the pool is the way down to them
-                slots = self._take(group, len(numbers), limit)
-                taken = b"".join([plan.keys[number] for number in numbers[: len(slots)]])
-                blocks.update(zip(numbers, self._enter(group, slots, taken).tolist(), strict=False))
-                if left := numbers[len(slots) :]:
+                slots = self._take(group, end - begin, limit)
+                taken = begin + len(slots)
+                blocks.append(self._enter(group, slots, names[begin * group.key_bytes : taken * group.key_bytes]))
+                numbers.append(plan.lacking[begin:taken])
+                if taken < end:
                     kept = limit != inf and self._evictable()
-                    (stored.rejected if kept else stored.no_space).extend(left)
+                    (stored.rejected if kept else stored.no_space).extend(plan.lacking[taken:end].tolist())
             if stored.rejected:
-                self.policy.rejected(group, b"".join([plan.keys[number] for number in stored.rejected]))
-        stored.copy = sorted(blocks)
-        stored.blocks = np.array([blocks[number] for number in stored.copy], np.uint32)
+                self.policy.rejected(group, _some(part.keys, np.array(stored.rejected), group.key_bytes))
+        if plan.mine.size or lacking:
+            copied, stored.blocks = np.concatenate(numbers), np.concatenate(blocks)
+            if plan.mine.size and lacking:
+                order = np.argsort(copied)
+                copied, stored.blocks = copied[order], stored.blocks[order]
+            stored.copy = copied.tolist()
         stored.slots = self.blocks.slots_of_rank(stored.blocks, rank)
-        stored.first_blocks = [part.first_blocks.get(number, 0) for number in stored.copy]
+        firsts = part.first_blocks
+        stored.first_blocks = [firsts.get(key, 0) for key in stored.copy] if firsts else [0] * len(stored.copy)
         self.blocks.shard[stored.slots] = WRITING_SHARD
-        for block in stored.blocks.tolist():
+        for block in stored.blocks.tolist() if self._partial else ():
             self._partial.pop(block, None)
+
+    def _scored(
+        self, group: Group, part: StorePart, lacking: npt.NDArray[np.intp], names: bytes
+    ) -> list[tuple[int, int, float]]:
+        """Begin, end and score of runs of the lacking keys that have one score."""
+        if part.starts is None or group.namespace.of_bench:
+            return [(0, len(lacking), inf)]
+        begins = [0] if len(part.starts) == 1 else np.unique(np.searchsorted(lacking, part.starts)).tolist()
+        scores = self.policy.admit(group, names, begins)
+        runs = [0, *(np.flatnonzero(scores[1:] != scores[:-1]) + 1).tolist()]
+        return list(zip(runs, [*runs[1:], len(lacking)], scores[runs].tolist(), strict=True))
 
     def _enter(self, group: Group, slots: npt.NDArray[np.uint32], keys: bytes) -> BlockIds:
         """Make blocks of slots that were taken, [blocks, ranks]."""
@@ -1032,8 +1022,9 @@ class Cache:
         """[blocks, ranks] slots for up to ``count`` blocks; what has a lower score than ``below`` may go for them."""
         namespace = group.namespace
         count = self._within_quota(group, count, below)
-        taken = np.empty((0, len(group.sizes)), np.uint32)
-        while (lacking := count - len(taken)) > 0:
+        found: list[npt.NDArray[np.uint32]] = []
+        lacking = count
+        while lacking > 0:
             columns = [
                 self.slots.take(size, lacking, namespace.nodes.get(rank)) for rank, size in enumerate(group.sizes)
             ]
@@ -1041,13 +1032,18 @@ class Cache:
             for column in columns:
                 if len(column) > least:
                     self.slots.free(column[least:])
-            taken = np.concatenate([taken, np.stack([column[:least] for column in columns], axis=1)])
-            if least < lacking and not self._make_space(group.sizes, lacking - least, below):
+            if least:
+                of_one_rank = len(columns) == 1
+                found.append(columns[0][:, None] if of_one_rank else np.stack([one[:least] for one in columns], axis=1))
+            lacking -= least
+            if lacking and not self._make_space(group, lacking, below):
                 break
-        for rank, size in enumerate(group.sizes):
-            for region in set((taken[:, rank] // self.slots.slots_per_region).tolist()):
-                self.table.set_region(region, size)
-        return taken
+        for region in self.slots.opened:
+            self.table.set_region(region, int(self.slots.slot_bytes[region]))
+        self.slots.opened.clear()
+        if len(found) == 1:
+            return found[0]
+        return np.concatenate(found) if found else np.empty((0, len(group.sizes)), np.uint32)
 
     def _within_quota(self, group: Group, count: int, below: float) -> int:
         """How many of ``count`` blocks the namespace may take, evicting its own where it has its quota."""
@@ -1099,48 +1095,53 @@ class Cache:
         order = np.argsort(generations)
         return deque(zip(found[order].tolist(), generations[order].tolist(), strict=True))
 
-    def _make_space(self, sizes: Sequence[int], count: int, below: float) -> bool:
-        """Free slots for blocks of these slot sizes, about ``count`` of them; False where nothing may go."""
+    def _make_space(self, group: Group, count: int, below: float) -> bool:
+        """Free slots for about ``count`` blocks of a group; False where nothing may go."""
         if self._dead:
             self.background()
             return True
         if partial := self._partial_since(self._clock() - self._partial_grace_s):
             self._drop_partial(partial[:count])
             return True
-        victims = self._pick_victims(sizes, count, below)
+        victims = self._pick_victims(group, count, below)
         self._evict(victims)
         return bool(victims.size)
 
-    def _pick_victims(self, sizes: Sequence[int], count: int, below: float) -> BlockIds:
-        """Blocks to evict so that slots for ``count`` blocks of these sizes come free; too few or none if need be.
+    def _pick_victims(self, group: Group, count: int, below: float) -> BlockIds:
+        """Blocks to evict so that slots for ``count`` blocks of a group come free; too few or none if need be.
 
         Blocks with a slot of a wanted size go in the policy's order. The older blocks of other sizes that are passed
         over on the way help only by whole regions. A region goes once the bytes passed over are as many as it holds: by
         then what is evicted too early in it is outweighed by what stays too long elsewhere. So the sizes share the pool
         by age of use, none starves, and one slot of an odd size does not cost a region of blocks in use.
         """
+        sizes = group.sizes
         wanted = {size: count * sizes.count(size) for size in sizes}
         chosen: list[int] = []
         passed: list[int] = []
         pinned: list[int] = []
         passed_bytes, patience = 0, 0
         for batch in self.policy.candidates(below):
+            if not (chosen or passed or pinned) and len(batch) >= count:  # as a rule its own go
+                first = batch[:count]
+                if (self.blocks.group[first] == group.number).all() and not self.blocks.pins[first].any():
+                    return first
             rows = zip(batch.tolist(), self.blocks.group[batch].tolist(), self.blocks.pins[batch].tolist(), strict=True)
             for block, number, pins in rows:
                 if pins:
                     pinned.append(block)
                     continue
-                group = self._of(number)
-                if any(wanted.get(size, 0) > 0 for size in group.sizes):
+                other = self._of(number)
+                if any(wanted.get(size, 0) > 0 for size in other.sizes):
                     chosen.append(block)
-                    for size in group.sizes:
+                    for size in other.sizes:
                         if size in wanted:
                             wanted[size] -= 1
                     if max(wanted.values()) <= 0:
                         return self._picked(chosen, pinned)
                     continue
                 passed.append(block)
-                passed_bytes += group.block_bytes
+                passed_bytes += other.block_bytes
                 if not patience:
                     region = block // self.slots.slots_per_region
                     patience = len(self.slots.neighbours(region)) * int(self.slots.slot_bytes[region])
@@ -1267,11 +1268,11 @@ class Cache:
     def _free_dropped(self, blocks: BlockIds) -> None:
         """Free the slots of DROPPED blocks that nothing holds."""
         for group, alike in self.by_group(blocks):
-            slots, unverified = self.blocks.release(alike, len(group.sizes))
+            slots, unverified, corrupt = self.blocks.release(alike, len(group.sizes))
             self.unverified_slots -= unverified
             self._count(group, DROPPED, FREE, len(slots) // len(group.sizes))
-            bad = self.blocks.shard[slots] != 0
-            if bad.any():  # they stay handed out, so that nobody else gets them
+            if corrupt:  # they stay handed out, so that nobody else gets them
+                bad = self.blocks.shard[slots] != 0
                 self._quarantine(slots[bad])
                 slots = slots[~bad]
             if slots.size:
@@ -1467,11 +1468,19 @@ class _Plan:
     stored: Stored
     part: StorePart
     present: BlockIds
-    keys: list[bytes]
-    lacking: list[int] = field(default_factory=list)
+    lacking: npt.NDArray[np.intp]
     """Numbers of keys without a block."""
-    mine: dict[int, int] = field(default_factory=dict)
-    """By number of a key: its block, of which this rank's shard is to be written."""
+    mine: BlockIds
+    """Blocks of which this rank's shard is to be written."""
+    mine_keys: npt.NDArray[np.intp]
+    """The numbers of their keys."""
+
+
+def _some(keys: bytes, numbers: npt.NDArray[np.intp], key_bytes: int) -> bytes:
+    """The keys of these numbers, end to end."""
+    if len(numbers) * key_bytes == len(keys):
+        return keys
+    return np.frombuffer(keys, np.uint8).reshape(-1, key_bytes)[numbers].tobytes()
 
 
 def _shortened_record(record: NamespaceRecord) -> NamespaceRecord:
@@ -1484,6 +1493,14 @@ def _no_group(namespace: Namespace, part: StorePart) -> Stored:
     """Nothing is stored while a rank of the world has not registered."""
     group = Group(0, namespace, part.group, namespace.key_bytes, [], [])
     return Stored(group, no_space=list(range(len(part.keys) // namespace.key_bytes)))
+
+
+def _ready(states: bytes, blocks: BlockIds) -> BlockIds:
+    """Those of the blocks whose state is READY."""
+    ready = states.count(READY)
+    if ready == len(states):
+        return blocks
+    return blocks[np.frombuffer(states, np.uint8) == READY] if ready else _NOTHING
 
 
 def _shortened(states: bytes, part: float) -> bytes:

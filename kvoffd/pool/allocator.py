@@ -9,16 +9,15 @@ dense within a region, so that tables by slot number touch few pages for large s
 
 from __future__ import annotations
 
-from array import array
-from collections import defaultdict
+import ctypes
 from collections.abc import Sequence
-from heapq import heappop, heappush
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffd.errors import BadGeometry, ShardTooLarge
+from kvoffd.system.native import native
 from kvoffd.system.numa import Locality
 from kvoffd_proto.units import exact_size, format_size
 
@@ -83,6 +82,19 @@ def cut_pool(pool_bytes: int, region_bytes: int, nodes: Sequence[Locality]) -> l
     ]
 
 
+class _Slots(ctypes.Structure):
+    """``struct slots`` of slots.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("pool_bytes", "region_bytes", "slots_per_region", "regions")),
+        *((name, ctypes.c_void_p) for name in ("slot_bytes", "in_use", "stack", "free", "node")),
+    )
+
+
+def _number(node: int | None) -> int:
+    return -1 if node is None else node
+
+
 class SlotAllocator:
     """Hands out slots. For one thread.
 
@@ -116,16 +128,22 @@ class SlotAllocator:
         self.used_bytes = 0
         self.slots_on_other_nodes = 0
         """Slots that were asked for on one NUMA node and handed out on another, since the start."""
+        self.opened: list[int] = []
+        """Regions that took a slot size since somebody emptied this."""
         self._nodes = [segment.locality.node for segment in self.segments] or [None]
-        self._node = [self._node_at(region * region_bytes) for region in range(self.regions)]
-        self._free: dict[int, array[int]] = {}
-        """By region that has a size: numbers of its free slots, the lowest last."""
-        self._open: defaultdict[tuple[int, int | None], set[int]] = defaultdict(set)
-        """By slot size and node: regions that have a free slot."""
-        self._empty: defaultdict[int | None, list[int]] = defaultdict(list)
-        """By node: a heap of the free regions."""
-        for region in range(self.regions):
-            heappush(self._empty[self._node[region]], region)
+        nodes_of = [self._node_at(region * region_bytes) for region in range(self.regions)]
+        self._node = np.array([_number(node) for node in nodes_of], np.int32)
+        self._stack = np.zeros(self.regions * self.slots_per_region, np.uint32)
+        """From a region's first slot on, the numbers of its free slots, the next one last."""
+        self._free = np.zeros(self.regions, np.uint32)
+        """By region, how many these are."""
+        self._opened = np.zeros(self.regions + 1, np.uint32)
+        self._native = native()
+        arrays = self.slot_bytes, self.in_use, self._stack, self._free, self._node
+        self._slots = _Slots(
+            *(pool_bytes, region_bytes, self.slots_per_region, self.regions), *(one.ctypes.data for one in arrays)
+        )
+        self._at, self._opened_at = ctypes.addressof(self._slots), self._opened.ctypes.data
 
     def _node_at(self, offset: int) -> int | None:
         return next((one.locality.node for one in self.segments if one.begin <= offset < one.end), None)
@@ -151,64 +169,31 @@ class SlotAllocator:
 
         Of regions of the size, the fullest gives first, so that others become free as a whole.
         """
-        taken = array("I")
-        nearest_first = sorted(self._nodes, key=lambda other: other != node)
+        slots = np.empty(count, np.uint32)
+        at, found = slots.ctypes.data, 0
+        nearest_first = self._nodes if len(self._nodes) == 1 else sorted(self._nodes, key=lambda other: other != node)
         for other in nearest_first:
-            before = len(taken)
-            while len(taken) < count and (region := self._region_with_room(slot_bytes, other)) is not None:
-                free = self._free[region]
-                keep = max(0, len(free) - (count - len(taken)))
-                taken += free[: keep - 1 if keep else None : -1]
-                del free[keep:]
-                if not free:
-                    self._open[slot_bytes, other].remove(region)
+            got = self._native.slots_take(
+                *(self._at, slot_bytes, count - found, _number(other)), *(at + 4 * found, self._opened_at)
+            )
+            if self._opened[0]:
+                self.opened += self._opened[1 : 1 + int(self._opened[0])].tolist()
+            found += got
             if nearest_first[0] == node != other:
-                self.slots_on_other_nodes += len(taken) - before
-        slots = np.array(taken, np.uint32)
-        self.in_use[slots] = True
-        self.used_bytes += slot_bytes * len(taken)
-        return slots
-
-    def _region_with_room(self, slot_bytes: int, node: int | None) -> int | None:
-        if found := self._open.get((slot_bytes, node)):
-            return min(found, key=lambda region: (len(self._free[region]), region))
-        empty = self._empty[node]
-        # Only the last region can be too short. It has the highest number: where it is the first there is no other.
-        if not empty or self._slots_in(empty[0], slot_bytes) == 0:
-            return None
-        region = heappop(empty)
-        self._set_size(region, slot_bytes)
-        return region
+                self.slots_on_other_nodes += got
+        self.used_bytes += slot_bytes * found
+        return slots[:found]
 
     def _slots_in(self, region: int, slot_bytes: int) -> int:
         begin = region * self.region_bytes
         return (min(begin + self.region_bytes, self.pool_bytes) - begin) // slot_bytes
 
-    def _set_size(self, region: int, slot_bytes: int) -> None:
-        self.slot_bytes[region] = slot_bytes
-        first = region * self.slots_per_region
-        self._free[region] = array("I", range(first + self._slots_in(region, slot_bytes) - 1, first - 1, -1))
-        self._open[slot_bytes, self._node[region]].add(region)
-
     def free(self, slots: SlotIds) -> None:
         """Take slots back. Raises ValueError, and has taken none, where one is not handed out or comes twice."""
-        ordered = np.sort(slots)[::-1]
-        if not self.in_use[ordered].all() or (ordered[1:] == ordered[:-1]).any():
+        nbytes = self._native.slots_free(self._at, slots.tobytes(), len(slots))
+        if nbytes < 0:
             raise ValueError("A slot is freed that is not handed out, or is freed twice.")
-        self.in_use[ordered] = False
-        regions = ordered // self.slots_per_region
-        bounds = np.flatnonzero(np.diff(regions, prepend=np.uint32(2**32 - 1)))
-        for region, part in zip(regions[bounds].tolist(), np.split(ordered, bounds[1:]), strict=False):
-            size, free = int(self.slot_bytes[region]), self._free[region]
-            self.used_bytes -= size * len(part)
-            free.frombytes(part.tobytes())
-            if len(free) == self._slots_in(region, size):
-                self.slot_bytes[region] = 0
-                self._open[size, self._node[region]].discard(region)
-                del self._free[region]
-                heappush(self._empty[self._node[region]], region)
-            else:
-                self._open[size, self._node[region]].add(region)
+        self.used_bytes -= nbytes
 
     def restore(self, slots: SlotIds, slot_bytes: npt.NDArray[np.int64]) -> None:
         """Hand out slots that an earlier daemon has in use; ``slot_bytes`` of all regions. For a new allocator.
@@ -225,19 +210,12 @@ class SlotAllocator:
             raise ValueError("A slot is in use twice.")
         self.in_use[slots] = True
         self.used_bytes = int(sizes.sum())
-        self._empty.clear()
-        held = np.bincount(regions, minlength=self.regions)
-        for region in range(self.regions):
-            if not held[region]:
-                heappush(self._empty[self._node[region]], region)
-                continue
-            size = int(slot_bytes[region])
-            self._set_size(region, size)
-            first = region * self.slots_per_region
+        for region in np.unique(regions).tolist():
+            size, first = int(slot_bytes[region]), region * self.slots_per_region
+            self.slot_bytes[region] = size
             free = np.flatnonzero(~self.in_use[first : first + self._slots_in(region, size)])[::-1] + first
-            self._free[region] = array("I", free.astype(np.uint32).tobytes())
-            if not len(free):
-                self._open[size, self._node[region]].remove(region)
+            self._stack[first : first + len(free)] = free
+            self._free[region] = len(free)
 
     def offsets(self, slots: SlotIds) -> npt.NDArray[np.int64]:
         """Pool offset in bytes of each slot, which is in use."""
