@@ -58,9 +58,11 @@ class ModelLease:
 
 
 class CacheMachine(RuleBasedStateMachine):
+    policy = "lru"
+
     def __init__(self) -> None:
         super().__init__()
-        self.rig = CacheRig(units=32, region_units=6)
+        self.rig = CacheRig(units=32, region_units=6, policy=self.policy)
         self.cache = self.rig.cache
         self.spaces: list[Namespace] = [
             self.rig.open(f"n{number}", world_size, sizes) for number, (world_size, sizes) in enumerate(NAMESPACES)
@@ -574,7 +576,16 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.usage.free + self.cache.usage.quarantined == self.rig.slots.pool_bytes
 
 
-TestCache = CacheMachine.TestCase
-TestCache.settings = settings(
+class LearnedMachine(CacheMachine):
+    policy = "learned"
+
+
+class ArcMachine(CacheMachine):
+    policy = "arc"
+
+
+_SETTINGS = settings(
     max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+TestCache, TestLearned, TestArc = CacheMachine.TestCase, LearnedMachine.TestCase, ArcMachine.TestCase
+TestCache.settings = TestLearned.settings = TestArc.settings = _SETTINGS

@@ -28,7 +28,7 @@ from kvoffd.cache.block_table import (
 )
 from kvoffd.cache.cache import Cache, Held, StoreTicket
 from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.policy import Group, Lru
+from kvoffd.cache.policy import Group, Lru, make_policy
 from kvoffd.cache.recovery import GroupGeometry, RecoveredBlocks, recover
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import SlotTable, TableGeometry
@@ -91,9 +91,9 @@ class CacheRig:
         self.table = SlotTable(memory, self.geometry, new=True)
         self.clock = Clock()
         self.events = FoldedEvents()
-        self.cache = Cache(
-            self.slots, self.table, BlockTable(self.table.records), Lru(self.geometry.slots), self.events, self.clock
-        )
+        blocks = BlockTable(self.table.records)
+        made = make_policy(policy, self.geometry.pool_bytes, blocks)
+        self.cache = Cache(self.slots, self.table, blocks, made, self.events, self.clock)
 
     def open(self, name: str, world_size: int = 1, sizes: Sequence[int] = (UNIT,)) -> Namespace:
         fingerprint = name.encode().ljust(32, b"-")
