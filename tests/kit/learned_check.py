@@ -8,10 +8,13 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import numpy as np
+
 import kvoffd
-from kvoffd.cache.policies.learned import Policy
-from tests.kit.cache_harness import CacheHarness
+from kvoffd.cache.learned import Learned
+from kvoffd_proto.messages import READY
 from tests.kit.cuda_abi import compiler
+from tests.kit.slot_cache import CacheRig
 
 SOURCE = Path(__file__).with_suffix(".c")
 
@@ -26,17 +29,14 @@ def _checker() -> ctypes.CDLL:
         return ctypes.CDLL(str(made))
 
 
-def policy_of(rig: CacheHarness) -> Policy:
-    policy = rig.cache.policy
-    assert isinstance(policy, Policy)
-    return policy
+def policy_of(rig: CacheRig) -> Learned:
+    assert isinstance(rig.policy, Learned)
+    return rig.policy
 
 
-def check_learned(policy: Policy) -> None:
+def check_learned(policy: Learned) -> None:
     """Every known key has one place, every block is at the place of its key, and what is counted is so."""
     line = _checker().check_learned(ctypes.c_void_p(policy._at))
     assert not line, f"{SOURCE}:{line}: {SOURCE.read_text().splitlines()[line - 1].strip()}"
-    blocks = [block for block in policy._blocks._by_number if block is not None]
-    assert len(blocks) == len(policy) == len(list(policy.candidates()))
-    assert set(policy.candidates()) == set(blocks)
-    assert len(policy._blocks._unused) + len(blocks) + 1 == len(policy._blocks._by_number)
+    ready = np.flatnonzero(policy._blocks.state == READY).tolist()
+    assert sorted(int(block) for some in policy.candidates() for block in some) == ready

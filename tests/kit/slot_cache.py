@@ -81,21 +81,24 @@ class Part:
 class CacheRig:
     """The cache and what is under it."""
 
-    def __init__(self, units: int, region_units: int, policy: str = "lru") -> None:
-        self.geometry = TableGeometry(units * UNIT, region_units * UNIT)
+    def __init__(self, units: int, region_units: int, policy: str = "lru", unit: int = UNIT) -> None:
+        """A pool of so many units of bytes, a block's unless sizes are given."""
+        self.unit = unit
+        self.geometry = TableGeometry(units * unit, region_units * unit)
         self.fd = os.memfd_create("table")
         os.ftruncate(self.fd, self.geometry.size_bytes)
         weakref.finalize(self, os.close, self.fd)
-        self.slots = SlotAllocator(units * UNIT, region_units * UNIT)
+        self.slots = SlotAllocator(units * unit, region_units * unit)
         memory = memoryview(mmap.mmap(self.fd, self.geometry.size_bytes))
         self.table = SlotTable(memory, self.geometry, new=True)
         self.clock = Clock()
         self.events = FoldedEvents()
         blocks = BlockTable(self.table.records)
-        made = make_policy(policy, self.geometry.pool_bytes, blocks)
-        self.cache = Cache(self.slots, self.table, blocks, made, self.events, self.clock)
+        self.policy = make_policy(policy, self.slots.pool_bytes, blocks)
+        self.cache = Cache(self.slots, self.table, blocks, self.policy, self.events, self.clock)
 
-    def open(self, name: str, world_size: int = 1, sizes: Sequence[int] = (UNIT,)) -> Namespace:
+    def open(self, name: str, world_size: int = 1, sizes: Sequence[int] | None = None) -> Namespace:
+        sizes = sizes or (self.unit,)
         fingerprint = name.encode().ljust(32, b"-")
         groups = [GroupSpec("full", 16) for _ in sizes]
         namespace, _ = self.cache.open_namespace(Namespace(fingerprint, name, world_size, 8, groups, "{}"))
@@ -104,9 +107,15 @@ class CacheRig:
         return namespace
 
     def begin(
-        self, namespace: Namespace, rank: int, group: int, keys: bytes, first_blocks: Mapping[int, int] | None = None
+        self,
+        namespace: Namespace,
+        rank: int,
+        group: int,
+        keys: bytes,
+        first_blocks: Mapping[int, int] | None = None,
+        starts: Sequence[int] | None = (0,),
     ) -> StoreTicket:
-        return self.cache.begin_store(namespace, rank, [Part(group, keys, first_blocks or {})])
+        return self.cache.begin_store(namespace, rank, [Part(group, keys, first_blocks or {}, starts)])
 
     def commit(self, ticket: StoreTicket, checksum: int = 7) -> int:
         return self.cache.commit_store(ticket, [[checksum] * len(part.copy) for part in ticket.parts])
@@ -114,6 +123,19 @@ class CacheRig:
     def store(self, namespace: Namespace, keys: bytes, group: int = 0) -> int:
         """Store all ranks of keys. Returns how many became ready."""
         return sum(self.commit(self.begin(namespace, rank, group, keys)) for rank in range(namespace.world_size))
+
+    def look(self, namespace: Namespace, keys: bytes, group: int = 0) -> bytes:
+        """A request's lookup and all that follows its reply. Returns the states."""
+        (states,), _ = self.cache.lookup(namespace, 9, 2**62, [(group, keys)])
+        self.cache.note_requests()
+        self.cache.release(9, [2**62])
+        return states
+
+    def ask(self, namespace: Namespace, keys: bytes, group: int = 0) -> bytes:
+        """A request: its lookup, and the store of its keys. Returns the states that it found."""
+        states = self.look(namespace, keys, group)
+        self.store(namespace, keys, group)
+        return states
 
     def states(self, namespace: Namespace, keys: bytes, group: int = 0) -> list[int]:
         return list(self.cache.lookup(namespace, 9, 2**62, [(group, keys)], again=True)[0][0])

@@ -205,20 +205,38 @@ static void take_known(struct learned *l, struct request *r)
         r->hits++;
 }
 
-/* Takes keys out of their spans that are known behind one that is not: of them it is learned that they are not there. */
-static void take_strays(struct learned *l, struct request *r)
+/* Takes keys out of their spans from the first given one on; the lives of those that are known are not counted.
+ * `forgotten`: they are known no more. */
+static void take_out(struct learned *l, const uint64_t *hashes, uint32_t count, uint32_t *handles, int forgotten)
 {
-    for (uint32_t i = r->met; i < r->count;) {
+    for (uint32_t i = 0; i < count;) {
         struct place first;
-        uint32_t keys = run_length(l, r->hashes + i, r->count - i, &first), number = first.span;
+        uint32_t keys = run_length(l, hashes + i, count - i, &first), number = first.span;
         if (number) {
             if (first.place > l->spans[number].low)
                 number = split_span(l, number, first.place);
             end_lives(l, &l->spans[number], keys, NULL);
-            take_keys(l, number, keys, r->handles + i);
+            for (uint32_t at = i; forgotten && at < i + keys; at++)
+                remove_place(l, hashes[at], number);
+            take_keys(l, number, keys, handles + i);
         }
         i += keys;
     }
+}
+
+/* Keys lost their blocks and are known no more. Returns how many had one. */
+uint64_t kvoffd_learned_forget(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes)
+{
+    uint64_t *hashes = scratch(l, count * (sizeof *hashes + sizeof(uint32_t))), blocks = 0;
+    uint32_t *handles = (uint32_t *)(hashes + count);
+
+    hash_keys(l, name, keys, count, key_bytes, hashes);
+    memset(handles, 0, count * sizeof *handles);
+    take_out(l, hashes, count, handles, 1);
+    for (uint64_t i = 0; i < count; i++)
+        blocks += handles[i] != 0;
+    l->known.blocks -= blocks;
+    return blocks;
 }
 
 static void add_segment(struct request *r, uint32_t begin, uint32_t end, int kind)
@@ -319,7 +337,8 @@ uint64_t kvoffd_learned_note(struct learned *l, uint64_t name, const uint8_t *ke
         /* Keys of the last part of the prompt, behind its last whole unit. */
         uint32_t part = (tokens * r.count - 1) % UNIT_TOKENS / tokens + 1;
         uint32_t last = r.count > part ? r.count - part : 0;
-        take_strays(l, &r);
+        /* Of what is known behind an unknown key it is learned that it is not there. */
+        take_out(l, r.hashes + r.met, r.count - r.met, r.handles + r.met, 0);
         if (last < r.met)
             last = r.met;
         add_segment(&r, r.met, last, new_class(&r));
