@@ -37,6 +37,9 @@ MEMORY_REQUESTS = 8000
 FORMAT = 5
 """Of what a successor is told."""
 SEED_BYTES = 16
+MAX_SPAN = 1024
+"""Blocks that no request asked for, and that are entered together: a request for some of them takes as long as they are
+many."""
 MAX_LEARNED_GROUPS = 4096
 """Groups that asked for as much as the pool holds, and that are known to have."""
 _OFFER = struct.Struct("=dQ")
@@ -123,11 +126,11 @@ class Learned:
             self._native.learned_learn(self._at, math.exp(-requests / MEMORY_REQUESTS))
 
     def insert(self, group: Group, blocks: BlockIds) -> None:
-        root_first = np.ascontiguousarray(blocks[::-1])
-        keys = _keys(group, self._blocks.keys(root_first, group.key_bytes))
-        handles = root_first + np.uint32(1)  # C has 0 for none
-        twice = self._native.learned_insert(self._at, *keys, group.block_bytes, handles.ctypes.data)
-        assert not twice, "inserted twice"
+        for at in range(0, len(blocks), MAX_SPAN):
+            handles = blocks[at : at + MAX_SPAN][::-1] + np.uint32(1)  # root first; C has 0 for none
+            keys = _keys(group, self._blocks.keys(handles - np.uint32(1), group.key_bytes))
+            twice = self._native.learned_insert(self._at, *keys, group.block_bytes, handles.ctypes.data)
+            assert not twice, "inserted twice"
 
     def remove(self, group: Group, blocks: BlockIds) -> None:
         keys = _keys(group, self._blocks.keys(blocks[::-1], group.key_bytes))

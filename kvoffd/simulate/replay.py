@@ -19,6 +19,8 @@ from kvoffd_proto.messages import READY, GroupSpec
 
 BLOCK_BYTES = 1 << 20
 """Of a simulated block, so that what is bounded by parts of the pool is bounded as in a daemon's."""
+REGIONS, MAX_REGION_BLOCKS = 64, 256
+"""As a pool is cut, but that no region has a rest in which there is no room for a block."""
 SESSION = LEASE = 1
 NOTED_REQUESTS = 500
 _LACKING = bytes(state != READY for state in range(256))
@@ -66,12 +68,14 @@ def replay(trace: Trace, policy: str, blocks: int, note: Callable[[int], None] =
 
     ``note`` is told now and then how many accesses more are done.
     """
-    slots = SlotAllocator(blocks * BLOCK_BYTES)
+    held = max(1, min(blocks, trace.accesses))
+    region_blocks = max(1, min(MAX_REGION_BLOCKS, held // REGIONS))
+    slots = SlotAllocator(held * BLOCK_BYTES, region_blocks * BLOCK_BYTES)
     geometry = TableGeometry(slots.pool_bytes, slots.region_bytes)
     table = SlotTable(memoryview(mmap.mmap(-1, geometry.size_bytes)), geometry, new=True)
     known = BlockTable(table.records)
     made = make_policy(policy, slots.pool_bytes, known)
-    cache = Cache(slots, table, known, made, Silence(), lambda: 0.0)
+    cache = Cache(slots, table, known, made, Silence(), lambda: 0.0, leased_share=1.0)
     groups = [GroupSpec("full", trace.tokens_per_block)]
     namespace, _ = cache.open_namespace(Namespace(bytes(32), trace.name, 1, KEY_BYTES, groups, "{}"))
     cache.register_rank(namespace, 0, [BLOCK_BYTES], None)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd.cache.policies import POLICY_NAMES
+from kvoffd.cache import POLICY_NAMES
 from kvoffd.simulate.trace import KEY_BYTES, Trace
 from kvoffd.tiering import WriteMode
 from tests.kit.made_up_loads import LOADS

@@ -81,7 +81,9 @@ class Part:
 class CacheRig:
     """The cache and what is under it."""
 
-    def __init__(self, units: int, region_units: int, policy: str = "lru", unit: int = UNIT) -> None:
+    def __init__(
+        self, units: int, region_units: int, policy: str = "lru", unit: int = UNIT, leased_share: float = 0.875
+    ) -> None:
         """A pool of so many units of bytes, a block's unless sizes are given."""
         self.unit = unit
         self.geometry = TableGeometry(units * unit, region_units * unit)
@@ -95,7 +97,8 @@ class CacheRig:
         self.events = FoldedEvents()
         blocks = BlockTable(self.table.records)
         self.policy = make_policy(policy, self.slots.pool_bytes, blocks)
-        self.cache = Cache(self.slots, self.table, blocks, self.policy, self.events, self.clock)
+        limits = {"leased_share": leased_share}
+        self.cache = Cache(self.slots, self.table, blocks, self.policy, self.events, self.clock, **limits)
 
     def open(self, name: str, world_size: int = 1, sizes: Sequence[int] | None = None) -> Namespace:
         sizes = sizes or (self.unit,)

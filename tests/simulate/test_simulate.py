@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd.cache.policies import POLICY_NAMES
+from kvoffd.cache import POLICY_NAMES
 from kvoffd.simulate.command import _show_progress, main
 from kvoffd.simulate.optimum import optimum_percent, uses_of
 from kvoffd.simulate.replay import replay

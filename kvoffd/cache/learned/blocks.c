@@ -4,10 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* MOST_STEPS: spans that are gone through in one call, for a request's last one or for what would go before a block.
- * LONGEST: keys of a span that is begun here, for blocks that no request asked for. They come in chains of any length, and
- * a request for some of the keys cuts the span in parts, which takes as long as there are keys in it. */
-enum { MOST_STEPS = 1024, LONGEST = 1024 };
+/* Spans that are gone through in one call, for a request's last one or for what would go before a block. */
+enum { MOST_STEPS = 1024 };
 static const double AGES[BINS] = { 0, 0.125, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48 };
 
 /* For a pool that holds `lifetime` bytes. `seed`: so that nobody can choose keys that fall together. */
@@ -49,8 +47,7 @@ uint64_t kvoffd_learned_insert(struct learned *l, uint64_t name, const uint8_t *
     hash_keys(l, name, keys, count, key_bytes, hashes);
     for (uint64_t i = 0; i < count;) {
         struct place first;
-        uint64_t most = count - i < LONGEST ? count - i : LONGEST;
-        uint32_t length = run_length(l, hashes + i, most, &first), number = first.span;
+        uint32_t length = run_length(l, hashes + i, count - i, &first), number = first.span;
         if (!number) {
             number = begin_span(l, hashes + i, length, ADOPTED, weight, l->known.now);
             link_young(l, number);

@@ -9,42 +9,47 @@ from collections.abc import Callable
 from itertools import count, cycle, islice
 from math import inf, nan
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffd.cache.namespace import Block, Namespace
-from kvoffd.cache.policies import Chain, learned, make_policy
-from kvoffd.cache.policies.learned import BadRecord, Policy
+from kvoffd.cache.block_table import BlockTable
+from kvoffd.cache.learned import Learned
+from kvoffd.cache.namespace import Namespace
 from kvoffd.simulate.replay import replay
 from kvoffd.simulate.trace import KEY_BYTES, Trace
 from kvoffd_proto.messages import READY
-from tests.kit.cache_harness import CacheHarness, FoldedEvents, adopt_all, begin_store, keys_of, made
-from tests.kit.invariants import check_invariants
 from tests.kit.learned_check import check_learned, policy_of
 from tests.kit.made_up_loads import LOADS, Traffic, chat_among_single_requests
+from tests.kit.slot_cache import UNIT, CacheRig, check_invariants, keys_of
 
-CLASSES, BINS, EPOCHS_KEPT, REMEMBERED_POOLS = 77, 17, 320, 16
+CLASSES, BINS, REMEMBERED_POOLS = 77, 17, 16
 """As in learned.h and spans.c."""
 GHOST_BYTES = 100
+MIB = 1 << 20
 
 
-def bytes_of(policy: Policy) -> int:
+def learned_rig(units: int, region_units: int, unit: int = UNIT) -> CacheRig:
+    return CacheRig(units, region_units, "learned", unit, leased_share=1.0)
+
+
+def bytes_of(policy: Learned) -> int:
     """Memory of what it knows of keys."""
-    empty = make_policy("learned", 1 << 20)
-    assert isinstance(empty, Policy)
-    return int(policy.known.nbytes - empty.known.nbytes)
+    return policy.nbytes - learned_rig(16, 4).policy.nbytes
 
 
-def check(rig: CacheHarness) -> None:
+def check(rig: CacheRig) -> None:
     check_learned(policy_of(rig))
 
 
-def ask(rig: CacheHarness, namespace: Namespace, chain: list[int], group: int = 0) -> bytes:
-    answer = rig.cache.lookup(namespace, 7, 1, [(group, keys_of(*chain))])
-    rig.cache.touch(7)
-    rig.cache.release(1, [7])
-    return answer.states[0]
+def look(rig: CacheRig, namespace: Namespace, chain: list[int], group: int = 0) -> bytes:
+    return rig.look(namespace, keys_of(*chain), group)
+
+
+def ask(rig: CacheRig, namespace: Namespace, chain: list[int]) -> bytes:
+    """A request and its store."""
+    return rig.ask(namespace, keys_of(*chain))
 
 
 chains = st.lists(st.integers(0, 40), max_size=12)
@@ -59,70 +64,20 @@ steps = st.one_of(
 @settings(max_examples=150, deadline=None)
 @given(st.lists(steps, max_size=60))
 def test_its_books_are_right_whatever_is_asked_for_stored_and_dropped(order: list[tuple[str, list[int], int]]) -> None:
-    rig = CacheHarness(regions=3, region_bytes=4096 * 4, policy="learned")
-    namespace = rig.open(shard_bytes=(4096, 8192))
+    rig = learned_rig(24, 8)
+    namespace = rig.open("a", sizes=(UNIT, 2 * UNIT))
+    bench = rig.open("bench b")
     for what, chain, group in order:
         if what == "ask":
-            ask(rig, namespace, chain, group)
+            look(rig, namespace, chain, group)
         elif what == "store":
-            rig.put(namespace, keys_of(*chain), group)
+            rig.store(namespace, keys_of(*chain), group)
+            if group:
+                rig.ask(bench, keys_of(*chain[:4]))
         else:
-            made(rig.cache.invalidate(namespace, [(group, keys_of(*chain))]))
+            rig.cache.invalidate(namespace, [(group, keys_of(*chain))])
         check(rig)
     check_invariants(rig.cache)
-
-
-orders = st.lists(
-    st.one_of(
-        st.tuples(st.just("ask"), st.one_of(chains, prefixes)),
-        st.tuples(st.sampled_from(["insert", "older", "remove"]), st.integers(1, 12)),
-    ),
-    max_size=50,
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(orders, st.randoms(use_true_random=False))
-def test_its_books_are_right_whatever_is_taken_over_meanwhile(
-    order: list[tuple[str, list[int] | int]], rng: random.Random
-) -> None:
-    """With a record of what was asked for: keys that it knows are as old as it says."""
-    rig = CacheHarness(regions=3, region_bytes=4096 * 4, policy="learned")
-    namespace, policy = rig.open(), policy_of(rig)
-    inside: dict[int, Block] = {}
-    for what, chain in order:
-        if isinstance(chain, list):
-            keys = keys_of(*chain)
-            policy.requested([Chain(namespace, 0, keys, [inside[key] for key in chain if key in inside])])
-        elif what == "remove":
-            if gone := rng.sample(sorted(inside), min(chain, len(inside))):
-                policy.remove([inside.pop(key) for key in gone], evicted=rng.random() < 0.5)
-        elif fresh := [key for key in rng.sample(range(60), chain) if key not in inside]:
-            inside.update((key, Block(namespace, 0, keys_of(key))) for key in fresh)
-            policy.insert([inside[key] for key in fresh], older=what == "older")
-        check(rig)
-
-
-def test_newest_first_or_oldest_first_blocks_are_taken_over_into_one_order() -> None:
-    """A prefix that all share was stored first and used last."""
-    rig = CacheHarness(regions=40, region_bytes=4096 * 16, policy="learned")
-    namespace = rig.open()
-    chains = [[*range(8), *range(100 * number, 100 * number + 4)] for number in range(1, 100)]
-    for chain in chains:
-        ask(rig, namespace, chain)
-        rig.put(namespace, keys_of(*chain))
-    newest_first, at_once = (make_policy("learned", rig.slots.pool_bytes) for _ in range(2))
-    stored = [*range(8), *(key for chain in chains for key in chain[8:])]
-    blocks = {key: Block(namespace, 0, keys_of(key)) for key in stored}
-    for heir in (newest_first, at_once):
-        heir.go_on(b"".join(policy_of(rig).record()))
-    for start in range(len(stored), 0, -16):
-        newest_first.insert([blocks[key] for key in stored[max(0, start - 16) : start]], older=True)
-    at_once.insert([blocks[key] for key in stored])
-    assert isinstance(newest_first, Policy)
-    check_learned(newest_first)
-    assert list(newest_first.candidates()) == list(at_once.candidates())
-    assert {int.from_bytes(block.key, "big") for block in list(at_once.candidates())[-8:]} == set(range(8))
 
 
 def trace_of(requests: list[list[int]], tokens: int = 512) -> Trace:
@@ -200,12 +155,11 @@ def test_what_nobody_was_watched_at_is_not_taken_for_a_return(load: str) -> None
 @pytest.mark.parametrize("lifetimes", [1.5, 2, 3, 10])
 def test_without_any_evidence_the_oldest_go_first(lifetimes: float) -> None:
     """Requests of which none comes back, until there is evidence that none does and they are declined."""
-    rig = CacheHarness(regions=2, region_bytes=16 << 20, policy="learned")
-    namespace = rig.open(shard_bytes=(1 << 20,))
+    rig = learned_rig(32, 16, MIB)
+    namespace = rig.open("a")
     requests = [list(range(first, first + 8)) for first in range(0, int(lifetimes * 32), 8)]
     for request in requests:
         ask(rig, namespace, request)
-        rig.put(namespace, keys_of(*request))
     kept = [rig.states(namespace, keys_of(*request)).count(READY) for request in requests]
     assert kept == [0] * (len(requests) - 4) + [8] * 4
 
@@ -231,35 +185,28 @@ def test_what_is_asked_for_once_a_day_is_not_taken_for_dead_at_noon() -> None:
 
 
 def test_the_chance_of_a_block_to_come_back_is_told_by_its_kind_and_the_time_that_is_left() -> None:
-    rig = CacheHarness(regions=10, region_bytes=2**22, policy="learned")  # 40 blocks
-    namespace, other = (rig.open(name, shard_bytes=(2**20,)) for name in "ab")
+    rig = learned_rig(40, 4, MIB)  # 40 blocks
+    namespace, other = (rig.open(name) for name in "ab")
     for number in range(400):
         first = 8 * (number // 2 % 5) if number % 2 else 1000 + 8 * number  # five documents, or what never returns
-        ask(rig, namespace, chain := list(range(first, first + 2)))
-        rig.put(namespace, keys_of(*chain))
-    rig.put(other, keys_of(1))
-    document, once, unknown = (
-        next(iter(space.index[0].find(keys_of(key))))
-        for space, key in ((namespace, first), (namespace, 1000 + 8 * 398), (other, 1))
-    )
-    assert document is not None
-    assert unknown is not None
-    pool = rig.slots.pool_bytes
-    chances = [rig.cache.policy.return_chance(document, part * pool // 4) for part in (0, 1, 2, 8)]
+        ask(rig, namespace, list(range(first, first + 2)))
+    rig.store(other, keys_of(1))
+    group, unknown = (rig.cache._group(space, 0) for space in (namespace, other))
+    pool, policy = rig.slots.pool_bytes, policy_of(rig)
+    chances = [policy.chance(group, keys_of(first), part * pool // 4)[0] for part in (0, 1, 2, 8)]
     assert chances == sorted(chances)
     assert chances[0] < 0.01
     assert chances[-1] > 0.9
-    assert once is None or rig.cache.policy.return_chance(once, 2 * pool) < 0.3
-    assert rig.cache.policy.return_chance(unknown, pool) == 1
+    assert policy.chance(group, keys_of(1000 + 8 * 398), 2 * pool)[0] < 0.3
+    assert policy.chance(unknown, keys_of(1), pool)[0] == 1
 
 
 def test_a_model_that_begins_in_a_full_pool_is_not_declined_for_what_another_one_asks_for() -> None:
-    rig = CacheHarness(regions=10, region_bytes=4096 * 4, policy="learned")  # 40 blocks
-    old, new = rig.open("old", shard_bytes=(4096,)), rig.open("new", shard_bytes=(4096,))
+    rig = learned_rig(40, 4)  # 40 blocks
+    old, new = rig.open("old"), rig.open("new")
 
     def request(namespace: Namespace, chain: list[int]) -> int:
         found = ask(rig, namespace, chain).count(READY)
-        rig.put(namespace, keys_of(*chain))
         return found
 
     kept = [[100 * number + key for key in range(5)] for number in range(8)]
@@ -278,18 +225,17 @@ def test_a_model_that_begins_in_a_full_pool_is_not_declined_for_what_another_one
 @pytest.mark.parametrize(("shortest", "longest", "wrong"), [(1, 8, 0.03), (20, 30, 0.1), (42, 60, 0.03)])
 def test_the_hits_of_an_lru_are_counted_beside(shortest: int, longest: int, wrong: float) -> None:
     """It keeps the beginnings of the latest chains, also where these are longer than the pool."""
-    rig = CacheHarness(regions=10, region_bytes=2**22, policy="learned")  # 40 blocks
-    lru = CacheHarness(regions=10, region_bytes=2**22)
+    rig = learned_rig(40, 4, MIB)  # 40 blocks
+    lru = CacheRig(40, 4, unit=MIB, leased_share=1.0)
     hits, rng = 0, random.Random(7)
-    namespace, other = rig.open(shard_bytes=(2**20,)), lru.open(shard_bytes=(2**20,))
+    namespace, other = rig.open("a"), lru.open("a")
     for _ in range(300):
         first = 100 * rng.randrange(12 if longest < 10 else 3)
         chain = list(range(first, first + rng.randint(shortest, longest)))
         ask(rig, namespace, chain)
-        rig.put(namespace, keys_of(*chain))
-        states = ask(lru, other, chain)
+        states = look(lru, other, chain)
         hits += len(states) - len(states.lstrip(bytes([READY])))
-        lru.put(other, keys_of(*chain))
+        lru.store(other, keys_of(*chain))
         check(rig)
     known = policy_of(rig).known
     assert known.hit_bytes == namespace.counters.prefix_keys_ready << 20
@@ -297,14 +243,14 @@ def test_the_hits_of_an_lru_are_counted_beside(shortest: int, longest: int, wron
 
 
 def test_an_lru_has_no_hits_before_the_blocks_are_stored_either() -> None:
-    rig = CacheHarness(regions=10, region_bytes=4 << 20, policy="learned")
-    namespace, known = rig.open(shard_bytes=(1 << 20,)), policy_of(rig).known
+    rig = learned_rig(40, 4, MIB)
+    namespace, known = rig.open("a"), policy_of(rig).known
     for last in (4, 5, 6, 4):  # requests that come at once and begin alike
-        ask(rig, namespace, [1, 2, 3, last])
+        look(rig, namespace, [1, 2, 3, last])
     assert (known.hit_bytes, known.lru_hit_bytes) == (0, 0)
-    rig.put(namespace, keys_of(1, 2, 3, 4))
-    ask(rig, namespace, [1, 2, 3, 4])
-    ask(rig, namespace, [1, 2, 3, 6])
+    rig.store(namespace, keys_of(1, 2, 3, 4))
+    look(rig, namespace, [1, 2, 3, 4])
+    look(rig, namespace, [1, 2, 3, 6])
     assert (known.hit_bytes, known.lru_hit_bytes) == (7 << 20, 7 << 20)
 
 
@@ -320,46 +266,43 @@ def test_the_size_of_blocks_makes_no_difference() -> None:
 
 
 def test_ranks_groups_and_repeated_lookups_count_a_request_once() -> None:
-    rig = CacheHarness(regions=20, policy="learned")
-    namespace = rig.open(world_size=2, shard_bytes=(4096, 4096))
+    rig = learned_rig(160, 8)
+    namespace = rig.open("a", world_size=2, sizes=(UNIT, UNIT))
     groups = [(0, keys_of(1, 2, 3)), (1, keys_of(1, 2, 3))]
     for again in (False, True, True):
         rig.cache.lookup(namespace, 7, 1, groups, again=again)
-        rig.cache.touch(7)
-        rig.cache.release(1, [7])
+        rig.cache.note_requests()
+        rig.cache.release(7, [1])
     for rank in range(2):
         for group in range(2):
-            ticket = begin_store(rig.cache, namespace, rank, group, keys_of(1, 2, 3, 4))  # 4 is what the engine wrote
-            assert ticket.copy == [0, 1, 2, 3]
-            rig.cache.commit_store(ticket)
+            ticket = rig.begin(namespace, rank, group, keys_of(1, 2, 3, 4))  # 4 is what the engine wrote
+            assert ticket.parts[0].copy == [0, 1, 2, 3]
+            rig.commit(ticket)
     known = policy_of(rig).known
     assert (known.requests, known.keys) == (1, 6)
-    assert ask(rig, namespace, [1, 2, 3, 4]) == bytes([2] * 4)
+    assert look(rig, namespace, [1, 2, 3, 4]) == bytes([READY] * 4)
     assert known.requests == 2
     check(rig)
 
 
-def test_what_one_rank_was_declined_the_others_are_declined_too() -> None:
-    rig = CacheHarness(regions=2, policy="learned")  # 4 blocks of two shards
-    namespace = rig.open(world_size=2)
+def test_what_one_rank_was_rejected_the_others_are_too() -> None:
+    rig = learned_rig(8, 4)  # 4 blocks of two shards
+    namespace = rig.open("a", world_size=2)
     for _ in range(40):
         for chain in ([1, 2], [3, 4]):
             ask(rig, namespace, chain)
-            rig.put(namespace, keys_of(*chain))
-    ask(rig, namespace, [50, 51])
-    first = begin_store(rig.cache, namespace, 0, 0, keys_of(50, 51))
-    assert first.declined == [0, 1]
-    made(rig.cache.clear(namespace))  # there is room now
-    second = begin_store(rig.cache, namespace, 1, 0, keys_of(50, 51))
-    assert second.declined == [0, 1]
+    look(rig, namespace, [50, 51])
+    assert rig.begin(namespace, 0, 0, keys_of(50, 51)).parts[0].rejected == [0, 1]
+    rig.cache.invalidate(namespace, [(0, keys_of(1, 2, 3, 4))])  # there is room now
+    assert rig.begin(namespace, 1, 0, keys_of(50, 51)).parts[0].rejected == [0, 1]
     assert namespace.counters.declined_keys >= 4
 
 
 def test_what_it_remembers_is_bounded() -> None:
-    rig = CacheHarness(regions=100, region_bytes=4 * 2**20, policy="learned")  # 400 blocks
-    namespace = rig.open(shard_bytes=(2**20,))
+    rig = learned_rig(400, 4, MIB)  # 400 blocks
+    namespace = rig.open("a")
     for first in range(0, 60_000, 60):
-        ask(rig, namespace, list(range(first, first + 60)))
+        look(rig, namespace, list(range(first, first + 60)))
     policy = policy_of(rig)
     assert 300 * REMEMBERED_POOLS < policy.ghosts <= 400 * (REMEMBERED_POOLS + 1)
     check(rig)
@@ -368,247 +311,184 @@ def test_what_it_remembers_is_bounded() -> None:
 
 @pytest.mark.parametrize(("keys", "most"), [(1, 170), (16, 120)])
 def test_a_block_takes_little_memory(keys: int, most: int) -> None:
-    rig = CacheHarness(regions=16, region_bytes=512 * 4096, policy="learned")  # 8,192 blocks
-    namespace, empty = rig.open(), policy_of(rig).nbytes
+    rig = learned_rig(8192, 512)  # 8,192 blocks
+    namespace, empty = rig.open("a"), policy_of(rig).nbytes
     for first in range(0, 8000, keys):
-        ask(rig, namespace, list(range(first, first + keys)))
-        rig.put(namespace, keys_of(*range(first, first + keys)))
+        look(rig, namespace, list(range(first, first + keys)))
+        rig.store(namespace, keys_of(*range(first, first + keys)))
     policy = policy_of(rig)
-    assert (len(policy), policy.ghosts) == (8000, 0)
+    assert (namespace.ready_blocks, policy.ghosts) == (8000, 0)
     assert policy.nbytes - empty <= 8000 * most
     check(rig)
 
 
 @pytest.mark.parametrize("keys", [1, 2, 3, 16])
 def test_a_key_without_a_block_takes_a_hundred_bytes_at_most(keys: int) -> None:
-    rig = CacheHarness(regions=64, region_bytes=512 * 4096, policy="learned")
-    namespace, empty = rig.open(), policy_of(rig).nbytes
+    rig = learned_rig(32768, 512)
+    namespace, empty = rig.open("a"), policy_of(rig).nbytes
     for first in range(0, 9600, keys):
-        ask(rig, namespace, list(range(first, first + keys)))
+        look(rig, namespace, list(range(first, first + keys)))
     policy = policy_of(rig)
     assert policy.ghosts == 9600
     assert policy.nbytes - empty <= 9600 * 100
 
 
-def test_what_would_go_before_a_block_is_told_without_counting_all_of_it() -> None:
-    rig = CacheHarness(regions=16, region_bytes=512 * 4096, policy="learned")
-    namespace = rig.open()
-    for key in range(4000):
-        ask(rig, namespace, [key])
-        rig.put(namespace, keys_of(key))
-    policy = policy_of(rig)
-    order = [block.key for block in policy.candidates()]
-    for at in range(0, 4000, 250):
-        worth = policy.worth_of(namespace, 0, order[at])
-        assert worth.bytes_before == pytest.approx(4096 * at, abs=4096 * 20)
-    assert sum(one.kept_bytes for one in policy.describe().classes) == 4096 * 4000
-
-
 def test_small_blocks_are_remembered_for_a_shorter_time() -> None:
-    rig = CacheHarness(regions=100, policy="learned")  # 400 blocks of 4 KiB
-    namespace = rig.open()
+    rig = learned_rig(400, 4)
+    namespace = rig.open("a")
     for first in range(0, 6_000, 60):
-        ask(rig, namespace, list(range(first, first + 60)))
-    assert 300 < policy_of(rig).ghosts < 1000
+        look(rig, namespace, list(range(first, first + 60)))
+    assert 600 < policy_of(rig).ghosts < 2000
     assert bytes_of(policy_of(rig)) <= rig.slots.pool_bytes // 50
 
 
-def record_of(rig: CacheHarness) -> bytes:
-    return b"".join(policy_of(rig).record())
+# --- what the next daemon is told ----------------------------------------------------------------
 
 
-def heir_of(rig: CacheHarness, record: bytes) -> CacheHarness:
-    """A cache over the same slots whose policy goes on with a record."""
-    heir = CacheHarness(policy="learned")
-    records = rig.slots.ready_records()
-    heir.slots, heir.events = rig.slots.successor(records), FoldedEvents()
-    policy = make_policy("learned", heir.slots.pool_bytes)
-    policy.go_on(record)
-    heir.cache = BlockCache(heir.slots, policy, heir.events, heir.clock)
-    adopt_all(heir.cache, heir.slots)
-    return heir
+def trained() -> CacheRig:
+    rig = learned_rig(40, 4, MIB)
+    namespace, rng, once = rig.open("a"), random.Random(3), count(1000)
+    for number in range(600):
+        first = 20 * rng.randrange(5)
+        ask(rig, namespace, list(range(first, first + rng.randint(1, 8))))
+        ask(rig, namespace, [next(once) for _ in range(number % 8)])
+    return rig
 
 
-def trained() -> tuple[CacheHarness, Namespace]:
-    rig = CacheHarness(regions=10, region_bytes=2**22, policy="learned")  # 40 blocks
-    namespace, rng = rig.open(shard_bytes=(2**20,)), random.Random(3)
-    for _ in range(300):
-        first = 20 * rng.randrange(12)
-        chain = list(range(first, first + rng.randint(1, 8)))
-        states = ask(rig, namespace, chain)
-        rig.put(namespace, keys_of(*[key for key, state in zip(chain, states, strict=True) if state != 2]))
-    return rig, namespace
-
-
-def test_the_next_daemon_decides_as_this_one_would_have() -> None:
-    rig, namespace = trained()
-    heir = heir_of(rig, record_of(rig))
-    check(heir)
-    check_invariants(heir.cache)
-    assert policy_of(heir).ghosts == policy_of(rig).ghosts > 0
-    (adopted,) = heir.cache.namespaces
-    rng, ready = random.Random(4), [0, 0]
-    for _ in range(200):
-        first = 20 * rng.randrange(12)
-        chain = list(range(first, first + rng.randint(1, 8)))
-        for number, (one, space) in enumerate(((rig, namespace), (heir, adopted))):
-            ready[number] += ask(one, space, chain).count(READY)
-            one.put(space, keys_of(*chain))
+def test_the_next_daemon_knows_what_to_reject_as_soon_as_a_namespace_has_asked_for_a_pool() -> None:
+    heirs = [learned_rig(40, 4, MIB) for _ in range(2)]
+    policy_of(heirs[1]).restore(policy_of(trained()).state())
+    rejected = []
+    for heir in heirs:
+        namespace, once = heir.open("a"), count(10_000, 4)
+        for chain in [list(range(4 * number, 4 * number + 4)) for number in range(10)]:
+            ask(heir, namespace, chain)
+        assert namespace.counters.declined_keys == 0
+        for first in islice(once, 5):
+            ask(heir, namespace, list(range(first, first + 4)))
+        rejected.append(namespace.counters.declined_keys)
         check(heir)
-    assert ready[0] == pytest.approx(ready[1], rel=0.1)
+    assert rejected == [0, 20]
 
 
-def test_of_a_namespace_that_the_record_is_of_it_is_known_at_once_what_to_decline() -> None:
-    rig = CacheHarness(regions=10, region_bytes=2**22, policy="learned")  # 40 blocks
-    spaces = [rig.open(name, shard_bytes=(2**20,)) for name in "ab"]
-    once = count(1000, 4)
-
-    def declined(one: CacheHarness, namespace: Namespace, requests: int) -> int:
-        before = namespace.counters.declined_keys
-        for _ in range(requests):
-            ask(one, namespace, chain := [next(once) + key for key in range(4)])
-            one.put(namespace, keys_of(*chain))
-        return namespace.counters.declined_keys - before
-
-    for number in range(400):
-        ask(rig, spaces[0], chain := list(range(number % 8 * 4, number % 8 * 4 + 4)))
-        rig.put(spaces[0], keys_of(*chain))
-        declined(rig, spaces[0], 1)
-    assert declined(rig, spaces[0], 5) == 20
-    assert declined(rig, spaces[1], 5) == 0, "it is new"
-    record = record_of(rig)
-    heir = heir_of(rig, record)
-    adopted = {namespace.label: namespace for namespace in heir.cache.namespaces}
-    assert declined(heir, adopted["a"], 5) == 20
-    assert declined(heir, adopted["b"], 5) == 0
-    assert record_of(heir)[-END:-8] == record[-END:-8]
+def test_the_oldest_blocks_of_a_recovered_pool_go_first() -> None:
+    rig = learned_rig(8192, 512)
+    namespace = rig.open("a")
+    group, blocks = rig.cache._group(namespace, 0), BlockTable(rig.table.records)
+    for first in range(0, 8000, 500):
+        rig.store(namespace, keys_of(*range(first, first + 500)))
+    order = [int(block) for some in rig.policy.candidates() for block in some]
+    heir = Learned(rig.slots.pool_bytes, blocks)
+    heir.insert(group, np.array(order, np.uint32))
+    assert [int(block) for some in heir.candidates() for block in some] == order
+    assert heir.known.spans >= 7, "a request for some of a span's keys takes as long as it has keys"
 
 
-def test_without_a_record_the_oldest_blocks_of_an_adopted_pool_go_first() -> None:
-    rig, _ = trained()
-    records = sorted(rig.slots.ready_records(), key=lambda record: record.generation)
-    heir = CacheHarness(policy="learned")
-    heir.slots = rig.slots.successor(records)
-    heir.cache = BlockCache(heir.slots, make_policy("learned", heir.slots.pool_bytes), heir.events, heir.clock)
-    adopt_all(heir.cache, heir.slots)
-    assert [block.key for block in heir.cache.policy.candidates()] == [record.key for record in records]
+HEAD, COUNTS = 8, 48 + 8 * CLASSES * (2 * BINS + 1)
+"""Bytes: of format and checksum, and of the counts behind them."""
 
 
-def test_what_was_adopted_at_once_is_not_cut_in_parts_as_a_whole() -> None:
-    rig = CacheHarness(regions=16, region_bytes=512 * 4096)  # 8,192 blocks
-    rig.put(rig.open(), keys_of(*range(8000)))
-    heir = CacheHarness(policy="learned")
-    heir.slots = rig.slots.successor(rig.slots.ready_records())
-    heir.cache = BlockCache(heir.slots, make_policy("learned", heir.slots.pool_bytes), heir.events, heir.clock)
-    adopt_all(heir.cache, heir.slots)
-    policy = policy_of(heir)
-    assert len(policy) == 8000
-    assert policy.known.spans >= 7, "a request for some of a span's keys takes as long as it has keys"
-    assert ask(heir, heir.cache.namespaces[0], list(range(3000, 3100))).count(READY) == 100
-    check(heir)
-
-
-COUNTS = 16 + 8 * 8 + 8 * CLASSES * (2 * BINS + EPOCHS_KEPT + 1)
-END = 8 + 8 + 8
-"""Bytes of a record's counts, and of what is behind them where it is of one namespace. A span is at its beginning."""
-
-
-def with_end(body: bytes, version: int = 4, names: int = 0) -> bytes:
-    content = body + struct.pack("=QI", names, version)
-    return content + struct.pack("=I", zlib.crc32(content))
-
-
-def with_field(record: bytes, at: int, form: str, *values: object) -> bytes:
-    """The record with another value somewhere, and its checksum."""
-    changed = bytearray(record[:-END])
-    struct.pack_into(form, changed, at, *values)
-    return with_end(bytes(changed))
-
-
-def with_count(record: bytes, at: int, form: str, value: float) -> bytes:
-    return with_field(record, len(record) - END - COUNTS + at, form, value)
-
-
-def with_a_key_twice(record: bytes) -> bytes:
-    """In one span, the first one that has several."""
-    at = 0
-    while (keys := struct.unpack_from("=I", record, at + 16)[0]) < 2:
-        at += 40 + 8 * keys
-    return with_field(record, at + 48, "=8s", record[at + 40 : at + 48])
+def with_count(state: bytes, at: int, form: str, value: float) -> bytes:
+    """The state with another count, and its checksum."""
+    counts = bytearray(state[HEAD:])
+    struct.pack_into(form, counts, at, value)
+    return struct.pack("=II", *struct.unpack_from("=I", state), zlib.crc32(counts)) + counts
 
 
 DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
-    "empty": ("it is cut off", lambda record: b""),
-    "cut": ("its checksum is wrong", lambda record: record[:-3]),
-    "bit": ("its checksum is wrong", lambda record: record[:50] + bytes([record[50] ^ 1]) + record[51:]),
-    "format": ("its format is 9, not 4", lambda record: with_end(record[:-END], 9)),
-    "counts cut": ("it is cut off", lambda record: with_end(record[-500:-END])),
-    "odd": ("it is cut off", lambda record: with_end(record[3:-END])),
-    "no namespaces": ("it is cut off", lambda record: with_end(b"")),
-    "namespaces cut": ("it is cut off", lambda record: with_end(record[-100:-END], names=20)),
-    "more namespaces": ("its layout is another", lambda record: with_end(record[:-END], names=1)),
-    "most namespaces": ("it is cut off", lambda record: with_end(record[:-END], names=2**64 - 1)),
-    "no spans": ("it is cut off", lambda record: with_end(record[-END - COUNTS : -END])),
-    "keys cut": ("it is cut off", lambda record: with_field(record, 16, "=I", 2**29)),
-    "more": ("it is cut off", lambda record: with_count(record, 48, "=Q", 1)),
-    "more spans": ("it is cut off", lambda record: with_count(record, 48, "=Q", 2**29)),
-    "most spans": ("its counts are none", lambda record: with_count(record, 48, "=Q", 2**63)),
-    "classes": ("its layout is another", lambda record: with_count(record, 0, "=I", CLASSES + 1)),
-    "pool": ("it is of a pool of another size", lambda record: with_count(record, 16, "=Q", 5)),
-    "time": ("its counts are none", lambda record: with_count(record, 24, "=Q", 2**63)),
-    "past": ("its counts are none", lambda record: with_count(record, 72, "=d", nan)),
-    "nan": ("its counts are none", lambda record: with_count(record, 80, "=d", nan)),
-    "huge": ("its counts are none", lambda record: with_count(record, 80, "=d", 1e300)),
-    "inf": ("its counts are none", lambda record: with_count(record, COUNTS - 8, "=d", inf)),
-    "negative": ("its counts are none", lambda record: with_count(record, 80, "=d", -1.0)),
-    "future": ("it has a span that is none", lambda record: with_field(record, 0, "=Q", 2**59)),
-    "weightless": ("it has a span that is none", lambda record: with_field(record, 8, "=Q", 0)),
-    "heavy": ("it has a span that is none", lambda record: with_field(record, 8, "=Q", 2**50)),
-    "no keys": ("it has a span that is none", lambda record: with_field(record, 16, "=I", 0)),
-    "many keys": ("it is cut off", lambda record: with_field(record, 16, "=I", 2**32 - 1)),
-    "long": ("it has a span that is none", lambda record: with_field(record, 28, "=I", 2**30)),
-    "child": ("it has a span that is none", lambda record: with_field(record, 34, "=B", 1)),
-    "class": ("it has a span that is none", lambda record: with_field(record, 32, "=B", CLASSES)),
-    "no hash": ("its keys are none", lambda record: with_field(record, 40, "=Q", 0)),
-    "twice": ("its keys are none", with_a_key_twice),
+    "empty": ("it is cut off", lambda state: b""),
+    "cut": ("its checksum is wrong", lambda state: state[:-3]),
+    "bit": ("its checksum is wrong", lambda state: state[:50] + bytes([state[50] ^ 1]) + state[51:]),
+    "format": ("its format is 9, not 5", lambda state: struct.pack("=I", 9) + state[4:]),
+    "short": ("it is cut off", lambda state: with_count(state[:-8], 0, "=I", CLASSES)),
+    "long": ("it is cut off", lambda state: with_count(state + bytes(8), 0, "=I", CLASSES)),
+    "classes": ("its layout is another", lambda state: with_count(state, 0, "=I", CLASSES + 1)),
+    "pool": ("it is of a pool of another size", lambda state: with_count(state, 8, "=Q", 5)),
+    "time": ("its counts are none", lambda state: with_count(state, 16, "=Q", 2**63)),
+    "past": ("its counts are none", lambda state: with_count(state, 40, "=d", nan)),
+    "nan": ("its counts are none", lambda state: with_count(state, 48, "=d", nan)),
+    "huge": ("its counts are none", lambda state: with_count(state, 48, "=d", 1e300)),
+    "inf": ("its counts are none", lambda state: with_count(state, COUNTS - 8, "=d", inf)),
+    "negative": ("its counts are none", lambda state: with_count(state, 48, "=d", -1.0)),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_record_is_refused_and_changes_nothing(damage: str) -> None:
-    rig, _ = trained()
-    record, lifetime = record_of(rig), rig.slots.pool_bytes
+def test_damaged_statistics_are_refused_and_change_nothing(damage: str) -> None:
+    rig = trained()
+    state, policy = policy_of(rig).state(), policy_of(learned_rig(40, 4, MIB))
     sentence, damaged = DAMAGE[damage]
-    policy = make_policy("learned", lifetime)
-    assert isinstance(policy, Policy)
-    with pytest.raises(BadRecord, match=sentence):
-        policy.go_on(damaged(record))
-    assert (policy.ghosts, policy.known.requests) == (0, 0)
-    check_learned(policy)
-    policy.go_on(record)
-    assert b"".join(policy.record()) == record
+    before = policy.state()
+    with pytest.raises(ValueError, match=sentence):
+        policy.restore(damaged(state))
+    assert policy.state() == before
+    policy.restore(state)
+    assert policy.state() == state
     check_learned(policy)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_record_is_made_while_others_are_served(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learned, "PIECE_BYTES", 300)
-    rig, namespace = trained()
-    policy, rng, pieces = policy_of(rig), random.Random(seed), []
-    for piece in policy.record():
-        pieces.append(piece)
-        first = 20 * rng.randrange(12)
-        chain = list(range(first, first + rng.randint(1, 8)))
-        if rng.random() < 0.2:
-            chain = [*chain[:2], *chain[4:]]  # what is behind a gap is taken out of its span
-        ask(rig, namespace, chain)
-        rig.put(namespace, keys_of(*chain))
-        check(rig)
-    assert len(pieces) > 10
-    heir = heir_of(rig, b"".join(pieces))
-    check(heir)
-    assert policy_of(heir).known.known_keys == pytest.approx(policy.known.known_keys, rel=0.1)
-    (adopted,) = heir.cache.namespaces
-    for _ in range(20):
-        ask(heir, adopted, list(range(20 * rng.randrange(12), 240)))
-        check(heir)
+# --- whatever clients send -----------------------------------------------------------------------
+
+
+def test_one_request_for_more_than_the_pool_makes_nothing_forgotten_and_nothing_old() -> None:
+    rig = learned_rig(40, 4, MIB)
+    polite, hostile = rig.open("polite"), rig.open("hostile", world_size=8, sizes=(4 * MIB,))
+    for first in range(0, 600, 20):
+        look(rig, polite, list(range(first, first + 10)))
+    known, before = policy_of(rig).known, policy_of(rig).known.now
+    remembered = policy_of(rig).ghosts
+    look(rig, hostile, list(range(50_000)))
+    assert known.now - before <= rig.slots.pool_bytes
+    assert remembered <= policy_of(rig).ghosts <= remembered + 1
+    check(rig)
+
+
+@pytest.mark.parametrize("asked_first", [False, True])
+def test_what_is_stored_without_being_asked_for_is_forgotten_too(asked_first: bool) -> None:
+    rig = learned_rig(160, 16, MIB)
+    namespace = rig.open("a")
+    worth_more = list(range(1_000_000, 1_000_160))
+    for _ in range(8 if asked_first else 0):  # the policy rejects then
+        ask(rig, namespace, worth_more)
+    for first in range(0, 50_000, 500):
+        rig.store(namespace, keys_of(*range(first, first + 500)))
+    policy = policy_of(rig)
+    assert (namespace.counters.declined_keys > 0) is asked_first
+    assert policy.known.known_keys <= 17 * 160 + 2 * 500
+    assert policy.nbytes < MIB
+    check(rig)
+
+
+def test_the_memory_of_keys_that_are_forgotten_is_given_back_where_keys_before_them_have_blocks() -> None:
+    rig = learned_rig(4096, 256, MIB // 16)
+    namespace = rig.open("a")
+    for first in range(0, 300 * 2000, 2000):
+        look(rig, namespace, list(range(first, first + 2000)))
+        rig.store(namespace, keys_of(first))
+    assert namespace.ready_blocks == 300
+    assert policy_of(rig).nbytes < rig.slots.pool_bytes // 50
+    check(rig)
+
+
+def test_a_request_made_of_very_many_parts_is_taken_from_its_end() -> None:
+    """Each of its keys was seen another number of times than the next one."""
+    rig = learned_rig(8192, 1024, MIB)
+    namespace = rig.open("a")
+    chain = list(range(1300))
+    for length in range(1, len(chain) + 1):
+        look(rig, namespace, chain[:length])
+    rig.store(namespace, keys_of(*chain))
+    assert policy_of(rig).known.spans > 1200
+    check(rig)
+    every = np.concatenate(list(rig.policy.candidates()))
+    order = np.frombuffer(rig.cache.blocks.keys(every, 8), ">u8").tolist()
+    assert sorted(order) == chain
+    assert order[:900] == sorted(order[:900], reverse=True)
+
+
+def test_a_block_larger_than_the_pool_does_not_spoil_the_statistics() -> None:
+    rig = learned_rig(8, 4, MIB)
+    namespace = rig.open("a", world_size=4, sizes=(4 * MIB,))
+    ask(rig, namespace, [1, 2, 3])
+    policy_of(learned_rig(8, 4, MIB)).restore(policy_of(rig).state())
+    check(rig)
