@@ -97,8 +97,9 @@ class CacheRig:
         self.events = FoldedEvents()
         blocks = BlockTable(self.table.records)
         self.policy = make_policy(policy, self.slots.pool_bytes, blocks)
-        limits = {"leased_share": leased_share}
-        self.cache = Cache(self.slots, self.table, blocks, self.policy, self.events, self.clock, **limits)
+        self.cache = Cache(
+            self.slots, self.table, blocks, self.policy, self.events, self.clock, leased_share=leased_share
+        )
 
     def open(self, name: str, world_size: int = 1, sizes: Sequence[int] | None = None) -> Namespace:
         sizes = sizes or (self.unit,)
