@@ -194,8 +194,8 @@ PLANTED = (
         2,
         "kvoffd.cache.block_table",
         "BlockTable.release",
-        "slots, unverified = np.empty(",
-        "self.pins[blocks] = 0\n    slots, unverified = np.empty(",
+        "self._buffers(len(blocks) * ranks)",
+        "self._buffers(len(blocks) * ranks)\n    self.pins[blocks] = 0",
     ),
     Planted(
         "wrong slot offset",
@@ -290,7 +290,7 @@ PLANTED = (
         7,
         "kvoffd.cache.block_table",
         "BlockTable.drop",
-        "dropped = self._native.blocks_drop(self.address, _at(blocks), len(blocks))",
+        "dropped = self._native.blocks_drop(self.address, blocks.tobytes(), len(blocks))",
         "dropped = len(blocks)",
         door="tests/daemon/test_jobs.py::test_invalidated_blocks_are_not_found_again",
     ),
@@ -307,10 +307,10 @@ PLANTED = (
         9,
         "kvoffd.cache.block_table",
         "BlockTable.drop",
-        "dropped = self._native.blocks_drop(self.address, _at(blocks), len(blocks))",
+        "dropped = self._native.blocks_drop(self.address, blocks.tobytes(), len(blocks))",
         'records = self.records["state"]\n'
         "    states = records[blocks]\n"
-        "    dropped = self._native.blocks_drop(self.address, _at(blocks), len(blocks))\n"
+        "    dropped = self._native.blocks_drop(self.address, blocks.tobytes(), len(blocks))\n"
         "    records[blocks] = states",
         door="tests/daemon/test_restart.py::test_restart_does_not_bring_back_what_was_cleared_under_a_lease",
     ),

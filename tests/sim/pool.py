@@ -162,14 +162,14 @@ class WatchedPool:
         self.before_write()
         self._drop(blocks)
 
-    def release(self, blocks: BlockIds, ranks: int) -> tuple[SlotIds, int]:
+    def release(self, blocks: BlockIds, ranks: int) -> tuple[SlotIds, int, int]:
         self.before_write()
-        slots, unverified = self._release(blocks, ranks)
+        slots, unverified, corrupt = self._release(blocks, ranks)
         for slot, shard in zip(self._at(slots), self._cache.blocks.shard[slots].tolist(), strict=True):
             if slot.transfers:
                 raise Broken("a block lost its slots while a transfer uses them")
             slot.state = "bad" if shard & CORRUPT else "taken"
-        return slots, unverified
+        return slots, unverified, corrupt
 
     # --- for the tiers ---------------------------------------------------------------------------
 
