@@ -105,7 +105,8 @@ class BlockTable:
         if not self._native.blocks_open(self.address, os.urandom(16)):
             raise MemoryError
         self._close = weakref.finalize(self, self._native.blocks_close, ctypes.pointer(self._blocks))
-        self._group_bytes = np.zeros(0, np.int64)
+        self.group_bytes = np.zeros(0, np.int64)
+        """By number of a group, bytes of a block's slots."""
         self._make_buffers(1024)
 
     def _make_buffers(self, count: int) -> None:
@@ -124,11 +125,11 @@ class BlockTable:
 
     def set_group_bytes(self, group: int, nbytes: int) -> None:
         """Note the bytes of a block of a group, before its first one."""
-        if group >= len(self._group_bytes):
-            more = np.zeros(max(64, len(self._group_bytes), group + 1 - len(self._group_bytes)), np.int64)
-            self._group_bytes = np.concatenate([self._group_bytes, more])
-            self._blocks.group_bytes = self._group_bytes.ctypes.data
-        self._group_bytes[group] = nbytes
+        if group >= len(self.group_bytes):
+            more = np.zeros(max(64, len(self.group_bytes), group + 1 - len(self.group_bytes)), np.int64)
+            self.group_bytes = np.concatenate([self.group_bytes, more])
+            self._blocks.group_bytes = self.group_bytes.ctypes.data
+        self.group_bytes[group] = nbytes
 
     def bytes_of(self, blocks: BlockIds) -> tuple[int, int]:
         """The bytes of blocks, and of those of them that nothing pins."""

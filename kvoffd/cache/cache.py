@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import takewhile
 from math import inf
@@ -1115,68 +1115,75 @@ class Cache:
         then what is evicted too early in it is outweighed by what stays too long elsewhere. So the sizes share the pool
         by age of use, none starves, and one slot of an odd size does not cost a region of blocks in use.
         """
-        sizes = group.sizes
-        wanted = {size: count * sizes.count(size) for size in sizes}
+        wanted = {size: count * group.sizes.count(size) for size in group.sizes}
         chosen: list[int] = []
-        passed: list[int] = []
-        pinned: list[int] = []
-        passed_bytes, patience = 0, 0
+        passed: list[BlockIds] = []
+        pinned: list[BlockIds] = []
+        passed_bytes = patience = 0
         for batch in self.policy.candidates(below):
-            if not (chosen or passed or pinned) and len(batch) >= count:  # as a rule its own go
+            if len(batch) >= count and not (chosen or passed or pinned):  # as a rule its own go
                 first = batch[:count]
                 if (self.blocks.group[first] == group.number).all() and not self.blocks.pins[first].any():
                     return first
-            rows = zip(batch.tolist(), self.blocks.group[batch].tolist(), self.blocks.pins[batch].tolist(), strict=True)
-            for block, number, pins in rows:
-                if pins:
-                    pinned.append(block)
-                    continue
-                other = self._of(number)
-                if any(wanted.get(size, 0) > 0 for size in other.sizes):
-                    chosen.append(block)
-                    for size in other.sizes:
+            if (self.blocks.pins[batch] != 0).any():
+                pinned.append(batch[self.blocks.pins[batch] != 0])
+                batch = batch[self.blocks.pins[batch] == 0]
+            while batch.size:
+                numbers = self.blocks.group[batch]
+                useful = self._has_slot_of(numbers, {size for size, lacking in wanted.items() if lacking > 0})
+                if not patience and not useful.all():
+                    region = int(batch[~useful][0]) // self.slots.slots_per_region
+                    patience = len(self.slots.neighbours(region)) * int(self.slots.slot_bytes[region])
+                so_far = passed_bytes + np.cumsum(np.where(useful, 0, self.blocks.group_bytes[numbers]))
+                end = int(np.searchsorted(so_far, patience)) + 1 if patience else len(batch)
+                for place in np.flatnonzero(useful[:end]).tolist():
+                    its_sizes = self._of(int(numbers[place])).sizes
+                    if not any(wanted.get(size, 0) > 0 for size in its_sizes):
+                        end = place  # there are enough of its size now: what follows is looked at anew
+                        break
+                    chosen.append(int(batch[place]))
+                    for size in its_sizes:
                         if size in wanted:
                             wanted[size] -= 1
                     if max(wanted.values()) <= 0:
                         return self._picked(chosen, pinned)
-                    continue
-                passed.append(block)
-                passed_bytes += other.block_bytes
-                if not patience:
-                    region = block // self.slots.slots_per_region
-                    patience = len(self.slots.neighbours(region)) * int(self.slots.slot_bytes[region])
-                if passed_bytes >= patience:
-                    if (region_blocks := self._coldest_region(passed)).size:
+                passed.append(batch[:end][~useful[:end]])
+                passed_bytes = int(so_far[min(end, len(batch)) - 1])
+                batch = batch[end:]
+                if patience and passed_bytes >= patience:
+                    if (region_blocks := self._coldest_region(np.concatenate(passed))).size:
                         return np.union1d(self._picked(chosen, pinned), region_blocks)
                     patience = 2 * passed_bytes
-        if passed and (region_blocks := self._coldest_region(passed)).size:
+        if passed_bytes and (region_blocks := self._coldest_region(np.concatenate(passed))).size:
             return np.union1d(self._picked(chosen, pinned), region_blocks)
         return self._picked(chosen, pinned)
 
-    def _picked(self, chosen: Sequence[int], pinned: Sequence[int]) -> BlockIds:
-        if chosen and len(pinned) > MAX_SKIPPED_PINNED:  # to pass them each time takes long
-            blocks = np.array(pinned, np.uint32)
-            numbers = self.blocks.group[blocks]
-            for number in np.unique(numbers).tolist():
-                self.policy.remove(self._of(number), blocks[numbers == number])
-                self.policy.insert(self._of(number), blocks[numbers == number])
+    def _has_slot_of(self, groups: npt.NDArray[np.uint32], sizes: Set[int]) -> npt.NDArray[np.bool_]:
+        """Whether a block of each group has a slot of one of these sizes."""
+        if (groups == groups[0]).all():
+            return np.full(len(groups), not sizes.isdisjoint(self._of(int(groups[0])).sizes))
+        fitting = [number for number in np.unique(groups).tolist() if not sizes.isdisjoint(self._of(number).sizes)]
+        return np.isin(groups, fitting)
+
+    def _picked(self, chosen: Sequence[int], pinned: Sequence[BlockIds]) -> BlockIds:
+        if chosen and sum(map(len, pinned)) > MAX_SKIPPED_PINNED:  # to pass them each time takes long
+            for group, alike in self.by_group(np.concatenate(pinned)):
+                self.policy.remove(group, alike)
+                self.policy.insert(group, alike)
         return np.array(chosen, np.uint32)
 
-    def _coldest_region(self, passed: Sequence[int]) -> BlockIds:
+    def _coldest_region(self, passed: BlockIds) -> BlockIds:
         """All blocks of the region of which most was passed over, if all may go; of the oldest ones' regions."""
-        every = np.concatenate(
-            [
-                self.blocks.slots(np.array([block], np.uint32), len(self._of(int(self.blocks.group[block])).sizes))[0]
-                for block in passed
-            ]
-        )
-        regions = every // self.slots.slots_per_region
+        by_group = self.by_group(np.arange(len(passed), dtype=np.uint32), self.blocks.group[passed])
+        slots = [self.blocks.slots(passed[places], len(group.sizes)) for group, places in by_group]
+        places = [np.repeat(places, of_group.shape[1]) for (_, places), of_group in zip(by_group, slots, strict=True)]
+        in_order = np.argsort(np.concatenate(places), kind="stable")
+        regions = np.concatenate([of_group.ravel() for of_group in slots])[in_order] // self.slots.slots_per_region
         found, first, counts = np.unique(regions, return_index=True, return_counts=True)
         oldest = np.argsort(first)[:MAX_REGIONS_COMPARED]
         held = [(counts[at] / len(self.slots.neighbours(int(found[at]))), int(found[at])) for at in oldest.tolist()]
         for _, region in sorted(held, reverse=True):
-            slots = self.slots.neighbours(region)
-            heads = self._heads(slots)
+            heads = self._heads(self.slots.neighbours(region))
             if (self.blocks.state[heads] == READY).all() and not self.blocks.pins[heads].any():
                 return np.unique(heads)
         return _NOTHING
@@ -1304,11 +1311,13 @@ class Cache:
             self._sweeping = set()
         return bool(self._dead)
 
-    def by_group(self, blocks: BlockIds) -> list[tuple[Group, BlockIds]]:
+    def by_group(
+        self, blocks: BlockIds, numbers: npt.NDArray[np.uint32] | None = None
+    ) -> list[tuple[Group, BlockIds]]:
         """Blocks that have slots by their groups, in each in the order in which they were given."""
         if not blocks.size:
             return []
-        numbers = self.blocks.group[blocks]
+        numbers = self.blocks.group[blocks] if numbers is None else numbers
         if (numbers == numbers[0]).all():
             return [(self._of(int(numbers[0])), blocks)]
         return [(self._of(number), blocks[numbers == number]) for number in np.unique(numbers).tolist()]

@@ -22,8 +22,8 @@ REJECTED = -1.0
 """Score of a key that is not to be stored, whatever space there is."""
 GHOST_PART = 50
 """What is remembered of keys without blocks may take one part in so many of the pool's bytes."""
-BATCH = 128
-"""Candidates that are given at once."""
+BATCH, MAX_BATCH = 128, 8192
+"""Candidates that are given at once: at first, and once many were passed over."""
 
 
 @dataclass(slots=True, eq=False)
@@ -146,14 +146,14 @@ class Lru:
         self._native.lru_remove(*self._links, blocks.ctypes.data, len(blocks))
 
     def candidates(self, below: float = inf) -> Iterator[BlockIds]:
-        after = 0
+        after, most = 0, BATCH
         while True:
-            batch = np.empty(BATCH, np.uint32)
-            found = self._native.lru_next(self._links[1], after, batch.ctypes.data, BATCH)
+            batch = np.empty(most, np.uint32)
+            found = self._native.lru_next(self._links[1], after, batch.ctypes.data, most)
             if not found:
                 return
             yield batch[:found]
-            after = int(batch[found - 1]) + 1
+            after, most = int(batch[found - 1]) + 1, min(4 * most, MAX_BATCH)
 
     def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> npt.NDArray[np.float64]:
         return np.full(len(keys) // group.key_bytes, inf)

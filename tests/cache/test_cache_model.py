@@ -71,10 +71,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.leases: dict[int, ModelLease] = {}
         self.stores: list[tuple[StoreTicket, list[tuple[Model, int]]]] = []
         self.fills: list[tuple[FillTicket, list[Model]]] = []
-        self.loads: list[tuple[LoadTicket, list[Model], list[bytes]]] = []
+        self.loads: list[tuple[LoadTicket, list[Model], list[bytes], ModelLease]] = []
         self.writes: list[tuple[BlockIds, list[Model], list[bytes]]] = []
         """Blocks that are pinned for a write to a tier."""
-        self.loaded: dict[int, list[int]] = {space: [0, 0] for space in range(len(NAMESPACES))}
+        self.loaded: dict[Namespace, list[int]] = {namespace: [0, 0] for namespace in self.spaces}
         """Keys and tokens that were loaded."""
         self.unused = [0] * len(NAMESPACES)
         self.next_lease = self.next_generation = 1
@@ -309,7 +309,7 @@ class CacheMachine(RuleBasedStateMachine):
         models = [model for model in found if model is not None]
         for model in models:
             model.pins += 1
-        self.loads.append((ticket, models, self.records(ticket)))
+        self.loads.append((ticket, models, self.records(ticket), lease))
 
     def records(self, ticket: LoadTicket) -> list[bytes]:
         """Whose bytes lie in the load's slots."""
@@ -318,34 +318,30 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loads)
     @rule(data=st.data(), ok=st.booleans())
     def end_load(self, data: st.DataObject, ok: bool) -> None:
-        ticket, models, _ = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
+        ticket, models, _, lease = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
         if ok:
-            self.count_load(ticket, models)
+            self.count_load(ticket, models, lease)
         self.cache.end_load([ticket], ok)
         for model in models:
             model.pins -= 1
-        lease = self.leases.get(ticket.lease_id)
-        if ok and lease is not None:
+        if ok and self.leases.get(ticket.lease_id) is lease:
             lease.loaded.add(ticket.rank)
             if len(lease.loaded) == NAMESPACES[lease.space][0]:
                 self.end_leases([ticket.lease_id])
 
-    def count_load(self, ticket: LoadTicket, models: list[Model]) -> None:
+    def count_load(self, ticket: LoadTicket, models: list[Model], lease: ModelLease) -> None:
         ticket.tokens = 16 * len(models)
-        lease = self.leases.get(ticket.lease_id)
         before = self.tokens_loaded(lease)
         self.cache.count_load([ticket])
-        if lease is None or not models:
-            return
-        space, group, first = models[0].name
-        if (group, first) not in lease.counted:
-            lease.counted[group, first] = 16 * len(models)
-            self.loaded[space][0] += len(models)
-            self.loaded[space][1] += self.tokens_loaded(lease) - before
+        if models and (part := models[0].name[1:]) not in lease.counted:
+            lease.counted[part] = 16 * len(models)
+            loaded = self.loaded[ticket.lease.namespace]
+            loaded[0] += len(models)
+            loaded[1] += self.tokens_loaded(lease) - before
 
-    def tokens_loaded(self, lease: ModelLease | None) -> int:
+    def tokens_loaded(self, lease: ModelLease) -> int:
         by_group = [0, 0]
-        for (group, _), tokens in ({} if lease is None else lease.counted).items():
+        for (group, _), tokens in lease.counted.items():
             by_group[group] += tokens
         return max(by_group)
 
@@ -433,7 +429,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.reset(space, end_leases=True)
         self.cache.forget_namespace(self.spaces[space])
         self.spaces[space] = self.rig.open(f"n{space}", *NAMESPACES[space])
-        self.loaded[space], self.unused[space] = [0, 0], 0
+        self.loaded[self.spaces[space]], self.unused[space] = [0, 0], 0
 
     @rule()
     def background(self) -> None:
@@ -498,7 +494,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def slots_under_a_load_keep_what_they_held(self) -> None:
-        for ticket, _, records in self.loads:
+        for ticket, _, records, _ in self.loads:
             assert self.records(ticket) == records
 
     @invariant()
@@ -508,7 +504,7 @@ class CacheMachine(RuleBasedStateMachine):
             missed = counters.misses.total() - counters.misses[MissReason.LATE]
             assert counters.keys_asked == counters.keys_ready + missed
             assert counters.misses[MissReason.LATE] == self.unused[space]
-            assert [counters.loaded_keys, counters.loaded_tokens] == self.loaded[space]
+            assert [counters.loaded_keys, counters.loaded_tokens] == self.loaded[namespace]
 
     @rule(space=spaces, group=groups, places=st.integers(1, 40), limit=st.integers(1, 5), prefix=st.integers(0, 11))
     def list_blocks(self, space: int, group: int, places: int, limit: int, prefix: int) -> None:
@@ -561,7 +557,7 @@ class CacheMachine(RuleBasedStateMachine):
             shape = fill.slots.shape
             nothing = np.zeros(len(models), np.bool_)
             self.cache.end_fill(fill, nothing, np.zeros(shape, np.uint16), np.zeros(shape, np.uint64))
-        for load, _, _ in self.loads:
+        for load, _, _, _ in self.loads:
             self.cache.end_load([load], ok=False)
         for blocks, _, _ in self.writes:
             self.cache.unpin(blocks)
