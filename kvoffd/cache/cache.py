@@ -1311,9 +1311,7 @@ class Cache:
             self._sweeping = set()
         return bool(self._dead)
 
-    def by_group(
-        self, blocks: BlockIds, numbers: npt.NDArray[np.uint32] | None = None
-    ) -> list[tuple[Group, BlockIds]]:
+    def by_group(self, blocks: BlockIds, numbers: npt.NDArray[np.uint32] | None = None) -> list[tuple[Group, BlockIds]]:
         """Blocks that have slots by their groups, in each in the order in which they were given."""
         if not blocks.size:
             return []
