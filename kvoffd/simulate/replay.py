@@ -63,36 +63,51 @@ class _Offered:
     starts: tuple[int, ...] = (0,)
 
 
+def open_cache(policy: str, blocks: int, clock: Callable[[], float] = lambda: 0.0) -> Cache:
+    """A cache with room for so many blocks, all of which leases may pin."""
+    region_blocks = max(1, min(MAX_REGION_BLOCKS, blocks // REGIONS))
+    slots = SlotAllocator(blocks * BLOCK_BYTES, region_blocks * BLOCK_BYTES)
+    geometry = TableGeometry(slots.pool_bytes, slots.region_bytes)
+    table = SlotTable(memoryview(mmap.mmap(-1, geometry.size_bytes)), geometry, new=True)
+    known = BlockTable(table.records)
+    made = make_policy(policy, slots.pool_bytes, known)
+    return Cache(slots, table, known, made, Silence(), clock, leased_share=1.0)
+
+
+def open_namespace(cache: Cache, trace: Trace, fingerprint: bytes = bytes(32)) -> Namespace:
+    groups = [GroupSpec("full", trace.tokens_per_block)]
+    namespace, _ = cache.open_namespace(Namespace(fingerprint, trace.name, 1, KEY_BYTES, groups, "{}"))
+    cache.register_rank(namespace, 0, [BLOCK_BYTES], None)
+    return namespace
+
+
 def replay(trace: Trace, policy: str, blocks: int, note: Callable[[int], None] = lambda accesses: None) -> Replayed:
     """Replay a trace as an engine would ask: a request's lookup, then the store of what is not there.
 
     ``note`` is told now and then how many accesses more are done.
     """
-    held = max(1, min(blocks, trace.accesses))
-    region_blocks = max(1, min(MAX_REGION_BLOCKS, held // REGIONS))
-    slots = SlotAllocator(held * BLOCK_BYTES, region_blocks * BLOCK_BYTES)
-    geometry = TableGeometry(slots.pool_bytes, slots.region_bytes)
-    table = SlotTable(memoryview(mmap.mmap(-1, geometry.size_bytes)), geometry, new=True)
-    known = BlockTable(table.records)
-    made = make_policy(policy, slots.pool_bytes, known)
-    cache = Cache(slots, table, known, made, Silence(), lambda: 0.0, leased_share=1.0)
-    groups = [GroupSpec("full", trace.tokens_per_block)]
-    namespace, _ = cache.open_namespace(Namespace(bytes(32), trace.name, 1, KEY_BYTES, groups, "{}"))
-    cache.register_rank(namespace, 0, [BLOCK_BYTES], None)
+    cache = open_cache(policy, max(1, min(blocks, trace.accesses)))
+    namespace = open_namespace(cache, trace)
     for first in range(0, len(trace.requests), NOTED_REQUESTS):
         some = trace.requests[first : first + NOTED_REQUESTS]
         for keys in some:
-            _request(cache, namespace, keys)
+            request(cache, namespace, keys)
         note(sum(map(len, some)) // KEY_BYTES)
     counters = namespace.counters
     return Replayed(policy, blocks, trace.accesses, counters.prefix_keys_ready, counters.stored_blocks)
 
 
-def _request(cache: Cache, namespace: Namespace, keys: bytes) -> None:
+def request(cache: Cache, namespace: Namespace, keys: bytes) -> None:
+    """A lookup, and the store of what is not there."""
     (states,), _ = cache.lookup(namespace, SESSION, LEASE, [(0, keys)])
     cache.note_requests()
+    store_lacking(cache, namespace, keys, states)
+    cache.release(SESSION, [LEASE])
+
+
+def store_lacking(cache: Cache, namespace: Namespace, keys: bytes, states: bytes) -> None:
+    """Store the keys that are not READY."""
     if states.count(READY) < len(states):
         lacking = b"".join(compress(namespace.split(0, keys), states.translate(_LACKING)))
         ticket = cache.begin_store(namespace, 0, [_Offered(lacking)])
         cache.commit_store(ticket, [[1] * len(part.copy) for part in ticket.parts])
-    cache.release(SESSION, [LEASE])

@@ -9,22 +9,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from itertools import compress
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
-from kvoffd.cache.policies import make_policy
-from kvoffd.pool.pool import Pool
-from kvoffd.simulate.replay import BLOCK_BYTES, CountedSlots, Silence
-from kvoffd.simulate.trace import KEY_BYTES, Trace, read_trace
+from kvoffd.simulate.replay import BLOCK_BYTES, Silence, open_cache, open_namespace, store_lacking
+from kvoffd.simulate.trace import Trace, read_trace
 from kvoffd.tiering import TieringSettings, WriteMode, demotion
 from kvoffd.tiering.manager import TieringManager
 from kvoffd.tiers.tier import CompositeTier
-from kvoffd_proto.messages import PENDING, READY, GroupSpec
+from kvoffd_proto.messages import PENDING, READY
 from tests.kit.held_disk import HeldDisk, PoolBytes
 from tests.kit.memory_disk import MemoryDisk
 
-LOOKUP = SESSION = 1
+LEASE = SESSION = 1
 REQUEST_S = 0.3
 """From one request to the next, as in Mooncake's hour of chat; the daemon looks at the cold end as often."""
 
@@ -52,33 +49,26 @@ class CountedFile(MemoryDisk):
 
 def replay(trace: Trace, policy: str, pool: int, disk_blocks: int, mode: WriteMode = WriteMode.REUSE) -> Written:
     now = 0.0
-    slots, tier = cast(Pool, CountedSlots(pool)), CompositeTier()
-    cache = BlockCache(slots, make_policy(policy, slots.pool_bytes), Silence(), lambda: now)
+    tier, cache = CompositeTier(), open_cache(policy, pool, lambda: now)
     tiering = TieringManager(cache, tier, Silence(), lambda: now, TieringSettings(mode, deadline_s=1e9))
-    cache.attach(tiering)
-    memory = PoolBytes(slots.pool_bytes)
+    cache.tiers = tiering
+    memory = PoolBytes(cache.slots.pool_bytes)
     disk = HeldDisk(CountedFile(), memory, lambda: now, tiering, disk_blocks, BLOCK_BYTES, digest=lambda _: 1)
     tier.attach(disk.tier)
-    groups = [GroupSpec("full", trace.tokens_per_block)]
-    namespace, _ = cache.open_namespace(bytes(32), trace.name, 1, KEY_BYTES, groups, "{}")
-    cache.set_shard_bytes(namespace, 0, [BLOCK_BYTES])
+    namespace = open_namespace(cache, trace)
     hits = 0
     for keys in trace.requests:
         now += REQUEST_S
-        states = cache.lookup(namespace, LOOKUP, SESSION, [(0, keys)]).states[0]
-        cache.touch(LOOKUP)
+        (states,), _ = cache.lookup(namespace, SESSION, LEASE, [(0, keys)])
+        cache.note_requests()
         if PENDING in states:
             tiering.pump()
             while disk.end_all():
                 tiering.pump()
-            states = cache.lookup(namespace, LOOKUP, SESSION, [(0, keys)], again=True, extend=True).states[0]
+            (states,), _ = cache.lookup(namespace, SESSION, LEASE, [(0, keys)], again=True)
         hits += len(states) - len(states.lstrip(bytes([READY])))
-        lacking = list(compress(namespace.split(0, keys), [state != READY for state in states]))
-        if lacking:
-            ticket = cache.begin_stores(namespace, 0, 0, lacking, {})
-            ticket.checksums = [1] * len(ticket.offsets)
-            cache.commit_store(ticket)
-        cache.release(SESSION, [LOOKUP])
+        store_lacking(cache, namespace, keys, states)
+        cache.release(SESSION, [LEASE])
         tiering.tick()
         while disk.end_all():
             pass

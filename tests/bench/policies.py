@@ -14,9 +14,12 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
+
+from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.curve import SIZES, HitRatioCurve
 from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.policies import Chain
+from kvoffd.cache.policy import Chain, Group
 from kvoffd.simulate.replay import replay
 from kvoffd.simulate.trace import KEY_BYTES, Trace, read_trace
 from kvoffd_proto.messages import GroupSpec
@@ -27,6 +30,7 @@ BLOCKS = (1000, 2000, 4000, 8000, 16000, 32000)
 POOLS = (1000, 16000)
 """Of which the curve is made."""
 SMALL_TOKENS = 16
+NOTHING: BlockIds = np.empty(0, np.uint32)
 BLOCK_BYTES = 1 << 20
 MADE_REQUESTS = 6000
 PARTS = (24, 8, 3)
@@ -56,9 +60,9 @@ brackets the blocks asked for, in pools. {requests:,} requests of each kind, of 
 CURVE = """
 ## The hit-ratio curve
 
-`kvoffd-cli curve` estimates what an LRU would find in pools from a tenth to ten times the size. Here it has watched a
-whole trace. Its worst error over all these sizes, against replays with the policy `lru`, is in percentage points. The
-sample is drawn anew at each start; other draws gave up to 0.5. In both columns prompts are whole blocks of the trace;
+The daemon estimates what an LRU would find in pools from a tenth to ten times the size, for `kvoffd-cli top` and
+`doctor`. Here it has watched a whole trace. Its worst error over all these sizes, against replays with the policy
+`lru`, is in percentage points. The sample is drawn anew at each start; other draws gave up to 0.5. In both columns prompts are whole blocks of the trace;
 for those that end and part anywhere `tests/cache/test_curve.py` allows 1.5.
 
 | trace | pool, blocks | blocks of the trace | the same in blocks of 16 tokens |
@@ -123,9 +127,9 @@ def curve_of(trace: Trace, pool: int, cut: int) -> list[float]:
     curve = HitRatioCurve(pool * BLOCK_BYTES, lambda: 0.0)
     small = split(trace, cut)
     namespace = Namespace(bytes(32), trace.name, 1, KEY_BYTES, [GroupSpec("full", small.tokens_per_block)], "{}")
-    namespace.fix_shard_bytes(0, [BLOCK_BYTES // cut], [BLOCK_BYTES // cut])
+    group = Group(1, namespace, 0, KEY_BYTES, [BLOCK_BYTES // cut], [BLOCK_BYTES // cut])
     for keys in small.requests:
-        curve.requested([Chain(namespace, 0, keys, ())])
+        curve.requested([Chain(group, keys, NOTHING)])
     return [100 * ratio for ratio in curve.in_all().lru_hit_ratio.values()]
 
 

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 from random import Random
-from typing import cast
 
+import numpy as np
 import pytest
 
 from kvoffd.cache import curve
+from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.curve import SIZES, HitRatioCurve
 from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.policies import Chain, make_policy
-from kvoffd.pool.pool import Pool
-from kvoffd.simulate.replay import CountedSlots, Silence, _request, replay
+from kvoffd.cache.policy import Chain, Group
+from kvoffd.simulate.replay import open_cache, open_namespace, replay, request
 from kvoffd.simulate.trace import KEY_BYTES, Trace
 from kvoffd_proto.messages import GroupSpec
 
 MIB = 1 << 20
+NOTHING: BlockIds = np.empty(0, np.uint32)
 
 
 def chain_of(*keys: int) -> bytes:
     return b"".join(key.to_bytes(KEY_BYTES, "big") for key in keys)
 
 
-def namespace_of(block_bytes: int = MIB, label: str = "tiny", name: int = 0, tokens: int = 512) -> Namespace:
+def group_of(block_bytes: int = MIB, label: str = "tiny", name: int = 0, tokens: int = 512) -> Group:
     namespace = Namespace(bytes([name]) * 32, label, 1, KEY_BYTES, [GroupSpec("full", tokens)], "{}")
-    if block_bytes:
-        namespace.fix_shard_bytes(0, [block_bytes], [block_bytes])
-    return namespace
+    return Group(1, namespace, 0, KEY_BYTES, [block_bytes], [block_bytes])
 
 
 def conversations(requests: int, seed: int, spread: int) -> Trace:
@@ -48,9 +47,9 @@ def conversations(requests: int, seed: int, spread: int) -> Trace:
 
 
 def ratios_of(trace: Trace, pool: int) -> dict[str, float]:
-    watched, namespace = HitRatioCurve(pool * MIB, lambda: 0.0), namespace_of()
+    watched, group = HitRatioCurve(pool * MIB, lambda: 0.0), group_of()
     for keys in trace.requests:
-        watched.requested([Chain(namespace, 0, keys, ())])
+        watched.requested([Chain(group, keys, NOTHING)])
     return watched.in_all().lru_hit_ratio
 
 
@@ -64,17 +63,17 @@ def test_while_all_keys_are_watched_the_curve_is_that_of_an_lru() -> None:
 
 def test_what_is_forgotten_stays_a_part_of_all() -> None:
     now = [0.0]
-    watched, kept, gone = HitRatioCurve(100 * MIB, lambda: now[0]), namespace_of(), namespace_of(name=1)
-    for namespace, times in ((kept, 1), (gone, 4)):
+    watched, kept, gone = HitRatioCurve(100 * MIB, lambda: now[0]), group_of(), group_of(name=1)
+    for group, times in ((kept, 1), (gone, 4)):
         for _ in range(times):
-            watched.requested([Chain(namespace, 0, chain_of(1, 2), ())])
+            watched.requested([Chain(group, chain_of(1, 2), NOTHING)])
     before = watched.in_all()
-    watched.namespace_forgotten(gone)
-    watched.namespace_forgotten(namespace_of(name=2))
+    watched.namespace_forgotten(gone.namespace)
+    watched.namespace_forgotten(group_of(name=2).namespace)
     assert watched.in_all() == before
     assert before.asked_tokens == 5 * 2 * 512
     assert before.lru_hit_ratio["1"] == pytest.approx(3 / 5)
-    assert watched.of_namespaces([gone])[0].asked_tokens == 0
+    assert watched.of_namespaces([gone.namespace])[0].asked_tokens == 0
     now[0] = curve.HALVED_EVERY_S
     watched.tick()
     assert watched.in_all().asked_tokens == before.asked_tokens // 2
@@ -89,10 +88,10 @@ def test_a_sample_tells_nearly_the_same() -> None:
 
 
 def test_small_blocks_are_watched_in_pieces() -> None:
-    watched, namespace = HitRatioCurve(100 * MIB, lambda: 0.0), namespace_of(MIB // 32, tokens=16)
+    watched, group = HitRatioCurve(100 * MIB, lambda: 0.0), group_of(MIB // 32, tokens=16)
     pieces = 70  # the last of them is not whole at first
     for turn in range(4):
-        watched.requested([Chain(namespace, 0, chain_of(*range(32 * pieces + 7 * turn)), ())])
+        watched.requested([Chain(group, chain_of(*range(32 * pieces + 7 * turn)), NOTHING)])
     asked = [32 * pieces + 7 * turn for turn in range(4)]
     state = watched.in_all()
     assert state.asked_tokens == 16 * sum(asked)
@@ -100,16 +99,16 @@ def test_small_blocks_are_watched_in_pieces() -> None:
     assert state.lru_hit_ratio["1"] == pytest.approx(sum(asked[:3]) / sum(asked), abs=1e-6)
     # At the beginning of a prompt pieces are of one key: it is known where another conversation goes on.
     before = state.lru_hit_ratio["10"] * state.asked_tokens
-    watched.requested([Chain(namespace, 0, chain_of(*range(20), *range(10**6, 10**6 + 12)), ())])
+    watched.requested([Chain(group, chain_of(*range(20), *range(10**6, 10**6 + 12)), NOTHING)])
     state = watched.in_all()
     assert state.lru_hit_ratio["10"] * state.asked_tokens - before == pytest.approx(20 * 16, abs=1)
 
 
 def test_memory_is_bounded_and_what_is_seen_ends_at_ten_pools() -> None:
-    watched, namespace = HitRatioCurve(1000 * MIB, lambda: 0.0), namespace_of()
+    watched, group = HitRatioCurve(1000 * MIB, lambda: 0.0), group_of()
     before = watched.nbytes
-    for request in range(3000):
-        watched.requested([Chain(namespace, 0, chain_of(*range(request * 64, request * 64 + 64)), ())])
+    for first in range(0, 3000 * 64, 64):
+        watched.requested([Chain(group, chain_of(*range(first, first + 64)), NOTHING)])
     assert watched.nbytes <= before + 64 * 32 < 8 * MIB
     assert 0.95 * 10_000 * MIB < watched.seen_bytes <= 10_000 * MIB
     assert watched.in_all().lru_hit_ratio["10"] == 0
@@ -117,14 +116,14 @@ def test_memory_is_bounded_and_what_is_seen_ends_at_ten_pools() -> None:
 
 def test_namespaces_share_the_pool() -> None:
     watched = HitRatioCurve(100 * MIB, lambda: 0.0)
-    one, other = namespace_of(name=1), namespace_of(name=2)
+    one, other = group_of(name=1), group_of(name=2)
     keys = chain_of(*range(40))
     for _ in range(5):
-        for namespace in (one, other):
-            watched.requested([Chain(namespace, 0, keys, ())])
-        watched.requested([Chain(namespace_of(block_bytes=0, name=4), 0, keys, ())])
-    for namespace in (one, other):
-        state = watched.of_namespaces([namespace])[0]
+        for group in (one, other):
+            watched.requested([Chain(group, keys, NOTHING)])
+        watched.requested([Chain(group_of(block_bytes=0, name=4), keys, NOTHING)])
+    for group in (one, other):
+        state = watched.of_namespaces([group.namespace])[0]
         assert state.asked_tokens == 5 * 40 * 512
         assert state.lru_hit_ratio["0.3"] == 0  # the other one's came in between
         assert state.lru_hit_ratio["1"] == pytest.approx(0.8)
@@ -133,31 +132,26 @@ def test_namespaces_share_the_pool() -> None:
 
 def test_each_namespace_has_its_own_curve_in_a_pool_of_all() -> None:
     traces = [conversations(400, 1, 10), conversations(400, 2, 60)]
-    watched, namespaces = HitRatioCurve(200 * MIB, lambda: 0.0), [namespace_of(name=1), namespace_of(name=2)]
+    watched, groups = HitRatioCurve(200 * MIB, lambda: 0.0), [group_of(name=1), group_of(name=2)]
     for requests in zip(*(trace.requests for trace in traces), strict=True):
-        for namespace, keys in zip(namespaces, requests, strict=True):
-            watched.requested([Chain(namespace, 0, keys, ())])
+        for group, keys in zip(groups, requests, strict=True):
+            watched.requested([Chain(group, keys, NOTHING)])
     for size in ("0.2", "0.5", "1", "2"):
         blocks = int(200 * float(size))
-        cache = BlockCache(cast(Pool, CountedSlots(blocks)), make_policy("lru", blocks * MIB), Silence(), lambda: 0.0)
-        opened = [
-            cache.open_namespace(bytes([number]) * 32, "tiny", 1, KEY_BYTES, [GroupSpec("full", 512)], "{}")[0]
-            for number in (1, 2)
-        ]
-        for namespace in opened:
-            cache.set_shard_bytes(namespace, 0, [MIB])
+        cache = open_cache("lru", blocks)
+        opened = [open_namespace(cache, trace, bytes([number]) * 32) for number, trace in enumerate(traces)]
         for requests in zip(*(trace.requests for trace in traces), strict=True):
             for namespace, keys in zip(opened, requests, strict=True):
-                _request(cache, namespace, keys)
-        for namespace, true, trace in zip(namespaces, opened, traces, strict=True):
+                request(cache, namespace, keys)
+        for group, true, trace in zip(groups, opened, traces, strict=True):
             found = true.counters.prefix_keys_ready / trace.accesses
-            assert watched.of_namespaces([namespace])[0].lru_hit_ratio[size] == pytest.approx(found, abs=0.006)
+            assert watched.of_namespaces([group.namespace])[0].lru_hit_ratio[size] == pytest.approx(found, abs=0.006)
 
 
 def test_what_is_old_weighs_half() -> None:
     now = 0.0
-    watched, namespace = HitRatioCurve(100 * MIB, lambda: now), namespace_of()
-    watched.requested([Chain(namespace, 0, bytes(8), ())])
+    watched, group = HitRatioCurve(100 * MIB, lambda: now), group_of()
+    watched.requested([Chain(group, bytes(8), NOTHING)])
     watched.tick()
     assert watched.in_all().asked_tokens == 512
     now = curve.HALVED_EVERY_S
@@ -181,9 +175,9 @@ def test_prompts_of_small_blocks_part_and_end_anywhere(shared: int) -> None:
         made += new
         asked.append(chain_of(*chats[at]))
     trace, pool = Trace("small", 16, asked), 40 * (shared + 30)
-    watched, namespace = HitRatioCurve(pool * MIB // 32, lambda: 0.0), namespace_of(MIB // 32, tokens=16)
+    watched, group = HitRatioCurve(pool * MIB // 32, lambda: 0.0), group_of(MIB // 32, tokens=16)
     for keys in trace.requests:
-        watched.requested([Chain(namespace, 0, keys, ())])
+        watched.requested([Chain(group, keys, NOTHING)])
     found = watched.in_all().lru_hit_ratio
     for size in (0.1, 0.5, 1.0, 2.0):
         true = replay(trace, "lru", round(pool * size)).hit_percent
