@@ -1025,16 +1025,11 @@ class Cache:
         found: list[npt.NDArray[np.uint32]] = []
         lacking = count
         while lacking > 0:
-            columns = [
-                self.slots.take(size, lacking, namespace.nodes.get(rank)) for rank, size in enumerate(group.sizes)
-            ]
-            least = min(map(len, columns))
-            for column in columns:
-                if len(column) > least:
-                    self.slots.free(column[least:])
+            columns = self._columns(group, lacking)
+            least = len(columns[0])
             if least:
                 of_one_rank = len(columns) == 1
-                found.append(columns[0][:, None] if of_one_rank else np.stack([one[:least] for one in columns], axis=1))
+                found.append(columns[0][:, None] if of_one_rank else np.stack(columns, axis=1))
             lacking -= least
             if lacking and not self._make_space(group, lacking, below):
                 break
@@ -1044,6 +1039,20 @@ class Cache:
         if len(found) == 1:
             return found[0]
         return np.concatenate(found) if found else np.empty((0, len(group.sizes)), np.uint32)
+
+    def _columns(self, group: Group, count: int) -> list[SlotIds]:
+        """By rank, free slots for as many blocks, up to ``count``. What one rank takes another may lack: then all ask
+        for less."""
+        nodes = group.namespace.nodes
+        while True:
+            columns = [self.slots.take(size, count, nodes.get(rank)) for rank, size in enumerate(group.sizes)]
+            least = min(map(len, columns))
+            for column in columns:
+                if len(column) > least:
+                    self.slots.free(column[least:])
+            if least or count == 1 or not columns[0].size:
+                return [column[:least] for column in columns]
+            count //= 2
 
     def _within_quota(self, group: Group, count: int, below: float) -> int:
         """How many of ``count`` blocks the namespace may take, evicting its own where it has its quota."""

@@ -208,7 +208,7 @@ def test_a_living_lease_is_extended_and_pins_no_block_twice() -> None:
     rig = full_rig()
     namespace = rig.open("a")
     rig.store(namespace, keys_of(1, 2))
-    assert rig.cache.lookup(namespace, SESSION, LEASE, [(0, keys_of(1, 1))]) == ([bytes([R, R])], 1)
+    assert rig.cache.lookup(namespace, SESSION, LEASE, [(0, keys_of(1))]) == ([bytes([R])], 1)
     assert rig.cache.lookup(namespace, SESSION, LEASE, [(0, keys_of(1, 2))]) == ([bytes([R, R])], 2)
     check_invariants(rig.cache)
     assert rig.cache.end_session(SESSION) == 1
