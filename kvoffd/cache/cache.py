@@ -1020,7 +1020,6 @@ class Cache:
 
     def _take(self, group: Group, count: int, below: float) -> npt.NDArray[np.uint32]:
         """[blocks, ranks] slots for up to ``count`` blocks; what has a lower score than ``below`` may go for them."""
-        namespace = group.namespace
         count = self._within_quota(group, count, below)
         found: list[npt.NDArray[np.uint32]] = []
         lacking = count
