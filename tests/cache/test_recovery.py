@@ -31,7 +31,7 @@ from kvoffd.pool.slot_table import (
     TableGeometry,
     check_table,
 )
-from kvoffd.pool.table_format import BadTable
+from kvoffd.pool.slot_table import BadTable
 from kvoffd.system.native import native
 
 MIB = 1 << 20

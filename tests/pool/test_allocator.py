@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvoffd.errors import BadGeometry, ShardTooLarge
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.system.numa import Locality
+from kvoffd_proto.units import parse_size
 
 MIB = 1 << 20
 
@@ -159,3 +162,70 @@ def test_pools_and_regions_that_fit_nothing_are_refused() -> None:
             SlotAllocator(pool_bytes, region_bytes)
     with pytest.raises(ShardTooLarge, match="set pool_size to 12MiB or more"):
         SlotAllocator(4 * MIB).slot_size(MIB)
+
+
+@given(
+    pool_mib=st.one_of(st.integers(12, 512), st.sampled_from([1 << 10, 3000, 16 << 10, 1 << 20])),
+    shares=st.lists(st.integers(1, 256), min_size=1, max_size=6, unique=True),
+    data=st.data(),
+)
+@settings(max_examples=200, deadline=None)
+def test_hardly_anything_is_free_when_the_first_block_must_be_evicted(
+    pool_mib: int, shares: list[int], data: st.DataObject
+) -> None:
+    """Of ``n`` slot sizes, ``n - 1`` leave a region free, and the pool's last region may be too short for any."""
+    slots = SlotAllocator(pool_mib * MIB)
+    sizes = [slots.slot_size(slots.region_bytes // share) for share in shares]
+    lacking = 0
+    while not lacking:
+        size = data.draw(st.sampled_from(sizes))
+        count = data.draw(st.sampled_from([1, 3 * slots.region_bytes // size, slots.pool_bytes // size // 4]))
+        lacking = count - len(slots.take(size, count))
+    behind_slots = max(slots.region_bytes % size for size in sizes)  # a slot of more than half a region wastes the rest
+    regions = slots.pool_bytes // slots.region_bytes
+    assert slots.free_bytes <= len(sizes) * slots.region_bytes + regions * behind_slots
+
+
+def test_four_slot_sizes_fill_three_quarters_of_a_pool_of_12_mib() -> None:
+    """With regions of 4 MiB, blocks were evicted while 56 % of it was free."""
+    slots = SlotAllocator(12 * MIB)
+    sizes = [16384, 65536, 262144, MIB]
+    while all(slots.take(size, 1).size for size in sizes):
+        pass
+    assert slots.free_bytes <= slots.pool_bytes // 4
+
+
+@pytest.mark.parametrize("slot_bytes", [8192, 12288, MIB, MIB + 4096, 4 * MIB, 4 * MIB + 4096, 256 * MIB])
+def test_a_shard_that_is_too_large_is_told_how_large_the_pool_must_be(slot_bytes: int) -> None:
+    with pytest.raises(ShardTooLarge) as refused:
+        SlotAllocator(8192).slot_size(max(slot_bytes, 12288))
+    enough = re.search(r"pool_size to (\w+) or more", str(refused.value))[1]  # type: ignore[index]
+    assert SlotAllocator(parse_size(enough)).slot_size(slot_bytes) == slot_bytes
+
+
+def test_a_shard_that_fits_no_pool_is_not_told_of_a_larger_one() -> None:
+    with pytest.raises(ShardTooLarge, match="regions, 256 MiB: make blocks smaller"):
+        SlotAllocator(64 << 30).slot_size(256 * MIB + 1)
+
+
+def test_regions_are_a_64th_of_the_pool_but_neither_tiny_nor_huge() -> None:
+    assert SlotAllocator(48 * MIB).region_bytes == 4 * MIB
+    assert SlotAllocator(12 * MIB).region_bytes == MIB
+    assert SlotAllocator(64 << 30).region_bytes == 256 * MIB
+    assert SlotAllocator(8 << 30).region_bytes == 128 * MIB
+    assert SlotAllocator(64 * MIB).region_bytes == 4 * MIB
+    assert SlotAllocator(10_000).region_bytes == 8192
+    assert SlotAllocator(1_000_000_000).region_bytes % 4096 == 0
+
+
+def test_impossible_sizes_are_refused() -> None:
+    with pytest.raises(BadGeometry, match="needs at least 8192"):
+        SlotAllocator(8191)
+    for region_bytes in (4096, 5000, 2 * MIB):
+        with pytest.raises(BadGeometry, match="do not fit"):
+            SlotAllocator(MIB, region_bytes)
+    slots = SlotAllocator(MIB)
+    with pytest.raises(ShardTooLarge, match=r"A shard of 1\.00 MiB is larger"):
+        slots.slot_size(MIB + 1)
+    with pytest.raises(ValueError, match="no slot size"):
+        slots.take(5000, 1)

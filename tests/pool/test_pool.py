@@ -1,19 +1,21 @@
-"""The pool as a whole, as the cache uses it."""
+"""The pool as a whole: its memory, which outlives a daemon, and the table that describes it."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 
 from kvoffd.errors import BadGeometry, PoolTooLarge
+from kvoffd.pool.backing import MemfdBacking
 from kvoffd.pool.pool import Pool
+from kvoffd.pool.slot_table import BAD_RECORD, FREE_RECORD, READY_RECORD, RECORD, RECORD_BYTES, TableGeometry
 from kvoffd.system.limits import MemoryLimit
-from tests.kit.slot_table import SlotOwner, mark_ready, mark_writing, scan_table
 
 MIB = 1 << 20
-OWNER = SlotOwner(b"f" * 32, 1, b"k" * 32, 0, 2)
 
 
 @pytest.fixture
@@ -23,43 +25,111 @@ def pool() -> Iterator[Pool]:
     pool.close()
 
 
-def test_the_pool_is_a_slot_store(pool: Pool) -> None:
-    store = pool
-    (offset,) = store.take(store.slot_bytes(50_000), 1)
-    assert store.neighbours(offset) == [offset]
-    assert store.free_bytes == 64 * MIB - 53248
-    mark_writing(store, offset, *OWNER)
-    mark_ready(store, offset, 0, 50_000)
-    (record,) = scan_table(pool.memory_fds[1])
-    assert (record.offset, record.slot_bytes, record.key, record.world_size) == (offset, 53248, OWNER.key, 2)
-    store.free([offset])
-    assert store.free_bytes == store.pool_bytes
-    assert list(scan_table(pool.memory_fds[1])) == []
+def kept(pool: Pool) -> tuple[int, int]:
+    """Descriptors of a pool's memory that outlive it."""
+    memory, table = map(os.dup, pool.memory_fds)
+    return memory, table
 
 
-def test_a_region_that_changed_its_slot_size_describes_itself(pool: Pool) -> None:
-    for nbytes in (MIB, 8192):
-        offsets = pool.take(nbytes, 3)
-        for offset in offsets:
-            mark_writing(pool, offset, *OWNER)
-            mark_ready(pool, offset, 0, nbytes)
-        assert [(r.offset, r.slot_bytes) for r in scan_table(pool.memory_fds[1])] == [(o, nbytes) for o in offsets]
-        for offset in offsets:
-            pool.free([offset])
-
-
-def test_slots_taken_but_never_written_can_be_freed(pool: Pool) -> None:
-    for offset in pool.take(8192, 10):
-        pool.free([offset])
-    assert pool.free_bytes == pool.pool_bytes
+def successor(fds: tuple[int, int], size: int = 8 * MIB, on_discard: Callable[[], None] | None = None) -> Pool:
+    backing = MemfdBacking(fds, on_discard)
+    try:
+        return Pool(size, region_bytes=4 * MIB if size == 8 * MIB else None, backing=backing)
+    finally:
+        backing.close()
 
 
 def test_all_of_the_pool_can_be_written(pool: Pool) -> None:
     assert pool.touch(2, lambda _: None) == 64 * MIB
-    offsets = pool.take(MIB, 64)
-    assert len(offsets) == 64
-    for offset in offsets:
+    slots = pool.slots.take(MIB, 64)
+    assert len(slots) == 64
+    for offset in pool.slots.offsets(slots).tolist():
         ctypes.memset(pool.address + offset, 1, MIB)
+    assert pool.digests([(0, MIB)]) == pool.digests([(63 * MIB, MIB)])
+    assert pool.buffer[-1] == 1
+
+
+def test_a_successor_goes_on_with_the_memory_it_is_given() -> None:
+    first = Pool(8 * MIB, region_bytes=4 * MIB)
+    first.touch(1, lambda _: None)
+    first.table.records["checksum"][3] = 5
+    fds = kept(first)
+    first.close()
+    second = successor(fds)
+    try:
+        assert (second.adopted, second.resident, second.cold_reason) == (True, True, "")
+        assert second.table.records["checksum"][3] == 5
+        assert second.touched_bytes == 0
+        second.map_pages(lambda: False)
+        assert second.touched_bytes == second.pool_bytes
+    finally:
+        second.close()
+
+
+@pytest.mark.parametrize("size", [4 * MIB, 16 * MIB])
+def test_a_pool_of_another_size_is_let_go_and_made_anew(size: int) -> None:
+    first = Pool(8 * MIB)
+    fds, discarded = kept(first), list[int]()
+    first.close()
+    second = successor(fds, size, lambda: discarded.append(1))
+    assert not second.adopted
+    assert "8.00 MiB" in second.cold_reason
+    assert discarded == [1]
+    assert second.slots.free_bytes == size
+    second.close()
+
+
+def other_boot(fds: tuple[int, int]) -> None:
+    os.pwrite(fds[1], bytes(16), 16)
+
+
+def not_a_table(fds: tuple[int, int]) -> None:
+    os.pwrite(fds[1], b"x", 0)
+
+
+def another_format(fds: tuple[int, int]) -> None:
+    os.pwrite(fds[1], b"\x63", 8)
+
+
+def damaged_header(fds: tuple[int, int]) -> None:
+    (value,) = os.pread(fds[1], 1, 40)
+    os.pwrite(fds[1], bytes([value ^ 0xFF]), 40)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (other_boot, "last boot"),
+        (not_a_table, "no slot table"),
+        (another_format, "format"),
+        (damaged_header, "damaged"),
+    ],
+)
+def test_a_table_that_cannot_be_trusted_is_not_taken_over(
+    spoil: Callable[[tuple[int, int]], None], sentence: str
+) -> None:
+    first = Pool(8 * MIB, region_bytes=4 * MIB)
+    fds = kept(first)
+    first.close()
+    spoil(fds)
+    second = successor(fds)
+    assert sentence in second.cold_reason
+    assert not second.adopted
+    second.close()
+
+
+def test_descriptors_that_are_no_pool_are_refused_with_a_reason() -> None:
+    pool = successor(os.pipe(), 4 * MIB)
+    assert "cannot be read" in pool.cold_reason
+    pool.close()
+    first = Pool(4 * MIB)
+    loose = os.memfd_create("loose")
+    os.ftruncate(loose, 4 * MIB)
+    fds = loose, os.dup(first.memory_fds[1])
+    first.close()
+    second = successor(fds, 4 * MIB)
+    assert "no memory of kvoffd's" in second.cold_reason, "it has no seals"
+    second.close()
 
 
 def test_a_pool_with_its_table_that_does_not_fit_is_refused() -> None:
@@ -79,3 +149,26 @@ def test_closing_twice_is_harmless() -> None:
     pool = Pool(MIB)
     pool.close()
     pool.close()
+
+
+# --- the table's format ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pool_bytes", [4 * MIB, 64 * MIB, 1 << 30, 2 << 40])
+def test_the_table_is_at_most_two_percent_of_the_pool(pool_bytes: int) -> None:
+    assert TableGeometry(pool_bytes, max(4 * MIB, pool_bytes // 64)).size_bytes <= pool_bytes * 0.02
+
+
+def test_what_is_never_written_is_never_in_memory(pool: Pool) -> None:
+    fd = pool.memory_fds[1]
+    pool.table.records["checksum"][100] = 1
+    assert os.fstat(fd).st_blocks * 512 < pool.table_bytes // 10
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(fd, 0)
+
+
+def test_no_flipped_bit_makes_a_record_ready_and_its_state_cannot_tear() -> None:
+    states = (FREE_RECORD, READY_RECORD, BAD_RECORD)
+    assert all((one ^ other).bit_count() > 16 for one in states for other in states if one is not other)
+    assert (RECORD.fields["state"][1], RECORD.fields["state"][0]) == (0, np.dtype("=u8"))  # type: ignore[index]
+    assert RECORD_BYTES % 64 == TableGeometry(64 * MIB, 4 * MIB).records_at % 64 == 0
