@@ -133,7 +133,7 @@ class BlockTable:
 
     def bytes_of(self, blocks: BlockIds) -> tuple[int, int]:
         """The bytes of blocks, and of those of them that nothing pins."""
-        self._native.blocks_bytes(self.address, blocks.tobytes(), len(blocks), self._counts_at)
+        self._native.blocks_bytes(self.address, _packed(blocks), len(blocks), self._counts_at)
         return self._counts[0], self._counts[1]
 
     def find(self, group: int, keys: bytes, key_bytes: int) -> tuple[bytes, BlockIds]:
@@ -173,7 +173,7 @@ class BlockTable:
         """
         count, ranks = slots.shape
         entered = self._native.blocks_enter(
-            *(self.address, slots.tobytes(), count, ranks, group, keys, key_bytes, namespace, group_in_it)
+            *(self.address, _packed(slots), count, ranks, group, keys, key_bytes, namespace, group_in_it)
         )
         assert entered == count, "a key is there, a slot is not free, or there is no memory"
         return slots[:, 0].copy()
@@ -197,7 +197,7 @@ class BlockTable:
         assert 8 * count == 4 * len(firsts) == 8 * len(slots) == len(sums)
         self._buffers(count)
         found = self._native.blocks_publish(
-            *(self.address, blocks.tobytes(), slots.tobytes(), count, firsts, length, sums),
+            *(self.address, _packed(blocks), _packed(slots), count, firsts, length, sums),
             *(self.generation, self._words_at),
         )
         self.generation += count
@@ -209,7 +209,7 @@ class BlockTable:
 
     def drop(self, blocks: BlockIds) -> None:
         """Take blocks out of the index. They are DROPPED then, and no successor brings them back."""
-        dropped = self._native.blocks_drop(self.address, blocks.tobytes(), len(blocks))
+        dropped = self._native.blocks_drop(self.address, _packed(blocks), len(blocks))
         assert dropped == len(blocks), "a block is not in the index"
 
     def release(self, blocks: BlockIds, ranks: int) -> tuple[SlotIds, int, int]:
@@ -219,15 +219,13 @@ class BlockTable:
         Slots whose shard is CORRUPT keep that mark, in their records too, and must not be used again.
         """
         self._buffers(len(blocks) * ranks)
-        found = self._native.blocks_release(
-            self.address, blocks.tobytes(), len(blocks), self._words_at, self._counts_at
-        )
+        found = self._native.blocks_release(self.address, _packed(blocks), len(blocks), self._words_at, self._counts_at)
         return self._words[: found * ranks].copy(), self._counts[0], self._counts[1]
 
     def is_written(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         """Whether a store writes a shard of each block."""
         self._buffers(len(blocks))
-        self._native.blocks_written_now(self.address, blocks.tobytes(), len(blocks), self._bytes_at)
+        self._native.blocks_written_now(self.address, _packed(blocks), len(blocks), self._bytes_at)
         return self._bytes[: len(blocks)].astype(np.bool_)
 
     def pin(self, blocks: BlockIds) -> BlockIds:
@@ -240,7 +238,7 @@ class BlockTable:
 
     def _pin(self, blocks: BlockIds, by: int) -> BlockIds:
         self._buffers(len(blocks))
-        found = self._native.blocks_pin(self.address, blocks.tobytes(), len(blocks), by, self._words_at)
+        found = self._native.blocks_pin(self.address, _packed(blocks), len(blocks), by, self._words_at)
         return self._words[:found].copy()
 
     def slots(self, blocks: BlockIds, ranks: int) -> npt.NDArray[np.uint32]:
@@ -261,7 +259,7 @@ class BlockTable:
         """The keys of blocks of one group, end to end."""
         count = len(blocks)
         self._buffers(count)
-        self._native.blocks_keys(self.address, blocks.tobytes(), count, key_bytes, self._bytes_at)
+        self._native.blocks_keys(self.address, _packed(blocks), count, key_bytes, self._bytes_at)
         return self._bytes[: count * key_bytes].tobytes()
 
     def note_misses(self, group: int, keys: bytes, key_bytes: int, reason: int) -> None:
@@ -277,3 +275,9 @@ class BlockTable:
             *(len(states), key_bytes, states, self._counts_at),
         )
         return self._counts[:]
+
+
+def _packed(numbers: npt.NDArray[np.uint32]) -> bytes:
+    """As C reads them: numbers of another width would be taken for others."""
+    assert numbers.dtype == np.uint32
+    return numbers.tobytes()

@@ -190,6 +190,7 @@ class SlotAllocator:
 
     def free(self, slots: SlotIds) -> None:
         """Take slots back. Raises ValueError, and has taken none, where one is not handed out or comes twice."""
+        assert slots.dtype == np.uint32
         nbytes = self._native.slots_free(self._at, slots.tobytes(), len(slots))
         if nbytes < 0:
             raise ValueError("A slot is freed that is not handed out, or is freed twice.")
