@@ -27,11 +27,11 @@ from kvoffd.pool.slot_table import (
     READY_RECORD,
     RECORD,
     RECORD_BYTES,
+    BadTable,
     SlotTable,
     TableGeometry,
     check_table,
 )
-from kvoffd.pool.slot_table import BadTable
 from kvoffd.system.native import native
 
 MIB = 1 << 20
