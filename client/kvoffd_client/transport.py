@@ -104,6 +104,8 @@ class SocketTransport(AbstractContextManager[float]):
         self._session: Session
         self._thread: threading.Thread
         _transports.add(self)
+        # For each client anew: children of multiprocessing forget what was entered before them, and run no atexit.
+        Finalize(self, _leave, (weakref.ref(self),), exitpriority=0)
 
     def start(self, session: Session) -> None:
         self._session = session
@@ -397,13 +399,10 @@ def _poller_of(*fds: int) -> select.poll:
 _transports: weakref.WeakSet[SocketTransport] = weakref.WeakSet()
 
 
-def _leave_at_exit() -> None:
+def _leave(transport: weakref.ref[SocketTransport]) -> None:
     """A process that ends in good order without closing its clients, as vLLM's do by SIGTERM, is not one that died."""
-    for transport in list(_transports):
-        transport.leave()
-
-
-Finalize(None, _leave_at_exit, exitpriority=0)  # runs in children of multiprocessing too, where atexit does not
+    if (living := transport()) is not None:
+        living.leave()
 
 
 def _forget_in_child() -> None:
