@@ -294,6 +294,15 @@ def test_every_other_error_and_warning_comes_before_what_is_only_worth_knowing()
     assert report_of(down).status == 2
 
 
+def test_an_engine_may_share_a_namespace_that_another_one_named() -> None:
+    other = {"http://engine:8000": Engine(ENGINE.metrics, frozenset({"/models/other"}))}
+    its_own = structs.replace(session(3, Role.SCHEDULER), name="vllm:12345678 other replica 1 scheduler")
+    alike = structs.replace(its_own, name="vllm:12345678 others scheduler")
+    for sessions, checks in (([its_own], []), ([alike], ["engine_elsewhere"])):
+        found = find(facts(engines=other, sessions=[*BUSY.sessions, *sessions]))
+        assert [one.check for one in found] == checks
+
+
 def test_the_verdict_on_what_it_brought() -> None:
     assert value_of(BUSY).needed_tokens == 144_000
     early = space(lookups=99)

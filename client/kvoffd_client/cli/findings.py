@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvoffd_client.cli.format import percent
+from kvoffd_client.cli.format import namespace_name, percent
 from kvoffd_client.cli.machine import Machine
-from kvoffd_client.namespace import fields_of_description
+from kvoffd_client.namespace import LABEL_IN_NAME, fields_of_description
 from kvoffd_client.namespace_differences import explain
 from kvoffd_proto.admin import NamespaceInfo, SessionInfo
 from kvoffd_proto.messages import BENCH_LABEL, Role
@@ -153,9 +153,7 @@ KINDS = {
         """--kv-transfer-config '{{"kv_connector": "KvoffdConnector", "kv_role": "kv_both"}}'""",
     ),
     "engine_away": Kind("warning", "It computes all prompts. Its log says why.", "KVOFFD_DIRECTORY of the engine"),
-    "engine_elsewhere": Kind(
-        "info", "It uses another daemon, or a namespace that another engine named.", "KVOFFD_DIRECTORY of the engine"
-    ),
+    "engine_elsewhere": Kind("warning", "It uses another daemon.", "KVOFFD_DIRECTORY of the engine"),
     "engine_late": Kind("warning", "The daemon or this engine has too little CPU.", _CPU),
     "engine_failed_loads": Kind("warning", "Blocks were dropped, or the daemon was restarted.", _LOG),
     "hits_disagree": Kind("info", "One was restarted, or the engine uses another daemon.", "kvoffd-cli clients"),
@@ -196,7 +194,16 @@ class Engine:
 
     def serves(self, label: str) -> bool:
         """Whether a namespace of that label may be its own: of a local model the label is the directory's name."""
-        return any(label in (model, PurePath(model).name) for model in self.models)
+        return label in self._labels
+
+    def is_session(self, name: str) -> bool:
+        """Whether a session of that name may be its own. The connector puts the label between the engine's id and the
+        role: of a namespace that engines share, another one may have given the label."""
+        return any(f" {label[:LABEL_IN_NAME]} " in name for label in self._labels)
+
+    @property
+    def _labels(self) -> set[str]:
+        return {label for model in self.models for label in (model, PurePath(model).name)}
 
 
 @dataclass(frozen=True)
@@ -225,10 +232,6 @@ class Facts:
     @property
     def known(self) -> list[NamespaceInfo]:
         return [one for one in self.namespaces if not one.label.startswith(BENCH_LABEL)]
-
-
-def _name(label: str, fingerprint: bytes | str) -> str:
-    return f"{printable(label)} ({namespace_id(fingerprint)})"
 
 
 def _share(part: float, whole: float) -> float:
@@ -281,7 +284,9 @@ def clients(facts: Facts) -> Iterator[Finding]:
         own = [one for one in engines if info.namespace in one.namespaces]
         workers = sum(one.role == Role.WORKER for one in own)
         if len(own) > workers < info.world_size and min(one.age_seconds for one in own) > CONNECTING_S:
-            evidence = f"{_name(info.label, info.namespace)}: {workers} of {info.world_size} workers are connected."
+            evidence = (
+                f"{namespace_name(info.label, info.namespace)}: {workers} of {info.world_size} workers are connected."
+            )
             yield finding("workers_missing", evidence, 1.0)
 
 
@@ -416,8 +421,9 @@ def _left_behind(left: Sequence[NamespaceInfo], new: NamespaceInfo, pool_bytes: 
     words = "; ".join(each.since() for each in explain(new.description, old.description))
     more = f" {len(left) - 1} more are like it." if len(left) > 1 else ""
     evidence = (
-        f"{_name(old.label, old.namespace)} has {format_size(old.ready_bytes)}, and no engine uses it.{more} Engines "
-        f"use {namespace_id(new.namespace)} now, with {words or 'a description that does not say what differs'}."
+        f"{namespace_name(old.label, old.namespace)} has {format_size(old.ready_bytes)}, and no engine uses it.{more} "
+        f"Engines use {namespace_id(new.namespace)} now, with "
+        f"{words or 'a description that does not say what differs'}."
     )
     return finding("left_behind", evidence, _share(old.ready_bytes, pool_bytes), namespace_id(old.namespace))
 
@@ -426,8 +432,8 @@ def small_blocks(facts: Facts) -> Iterator[Finding]:
     for info in facts.known:
         smallest = min((size for sizes in info.shard_bytes for size in sizes if size), default=SMALLEST_SLOT_BYTES)
         if smallest < SMALLEST_SLOT_BYTES:
-            evidence = f"{_name(info.label, info.namespace)}: a rank's part of a block has {format_size(smallest)}, and"
-            wasted = 1 - smallest / SMALLEST_SLOT_BYTES
+            name, wasted = namespace_name(info.label, info.namespace), 1 - smallest / SMALLEST_SLOT_BYTES
+            evidence = f"{name}: a rank's part of a block has {format_size(smallest)}, and"
             yield finding("small_blocks", f"{evidence} a slot at least {format_size(SMALLEST_SLOT_BYTES)}.", wasted)
 
 
@@ -575,8 +581,8 @@ def starving(facts: Facts) -> Iterator[Finding]:
         if could - own < MANY_POINTS or has >= asks / 2:
             continue
         evidence = (
-            f"{_name(one.model, one.id)} asks for {percent(asks, 1)} of all tokens and has {percent(has, 1)} of the "
-            f"blocks. It finds {own:.1f} %, and could find {could:.1f} %."
+            f"{namespace_name(one.model, one.id)} asks for {percent(asks, 1)} of all tokens and has {percent(has, 1)} "
+            f"of the blocks. It finds {own:.1f} %, and could find {could:.1f} %."
         )
         limited, most_bytes = one, 2 * (one.quota_bytes or 0)
         if one.quota_bytes is None or one.ready_bytes < AT_QUOTA * one.quota_bytes:
@@ -590,7 +596,7 @@ def without_hits(facts: Facts) -> Iterator[Finding]:
     for one in facts.counted if facts.stats.since_start.loaded_tokens else ():
         if one.lookups < FEWEST_LOOKUPS or one.loaded_keys or one.not_needed_keys:
             continue
-        evidence = f"{_name(one.model, one.id)} loaded nothing in {format_count(one.lookups)} lookups."
+        evidence = f"{namespace_name(one.model, one.id)} loaded nothing in {format_count(one.lookups)} lookups."
         if not one.stored_bytes:
             yield finding("stores_nothing", evidence, 0.3)
         elif not repeats(one.curve):
@@ -606,7 +612,9 @@ def few_blocks(facts: Facts) -> Iterator[Finding]:
         blocks = one.asked_keys / one.lookups / len(info.groups)
         tokens = max(group.tokens_per_block for group in info.groups)
         if 0 < blocks < FEW_BLOCKS and tokens > 1:
-            evidence = f"{_name(one.model, one.id)}: prompts have {blocks:.1f} whole blocks of {tokens} tokens."
+            evidence = (
+                f"{namespace_name(one.model, one.id)}: prompts have {blocks:.1f} whole blocks of {tokens} tokens."
+            )
             yield finding("few_blocks", evidence, 0.3)
 
 
@@ -616,7 +624,7 @@ def slow_copies(facts: Facts) -> Iterator[Finding]:
         if skipped < FEWEST_ERRORS or skipped < SKIPPED_SHARE * one.lookups:
             continue
         loads, stores = format_count(one.skipped_loads), format_count(one.paused_stores)
-        evidence = f"{_name(one.model, one.id)}: engines skipped {loads} loads and {stores} stores in "
+        evidence = f"{namespace_name(one.model, one.id)}: engines skipped {loads} loads and {stores} stores in "
         evidence += f"{format_count(one.lookups)} lookups, to lose no time."
         if one.load_tokens_per_second and one.prefill_tokens_per_second:
             compute, load = (format_count(round(one.prefill_tokens_per_second)), round(one.load_tokens_per_second))
@@ -645,13 +653,20 @@ def engines(facts: Facts) -> Iterator[Finding]:
             yield finding("engine_without", f"{at} has no metrics of kvoffd.", 0.9)
         elif not engine.of("kvoffd_connected"):
             yield finding("engine_away", f"{at} is not connected to a daemon.", 1.0)
-        elif not any(engine.serves(one.label) for one in facts.known):
+        elif not (own := _namespaces_of(facts, engine)):
             yield finding("engine_elsewhere", f"{at} is connected, and this daemon does not know {models}.", 0.9)
         else:
-            yield from _engine_counts(facts, at, engine)
+            yield from _engine_counts(facts, at, engine, own)
 
 
-def _engine_counts(facts: Facts, at: str, engine: Engine) -> Iterator[Finding]:
+def _namespaces_of(facts: Facts, engine: Engine) -> set[str]:
+    """Fingerprints of the namespaces that are an engine's, by their labels and by its sessions."""
+    labelled = {one.namespace for one in facts.known if engine.serves(one.label)}
+    of_sessions = (one.namespaces for one in facts.sessions if engine.is_session(one.name))
+    return {one.hex() for one in labelled.union(*of_sessions)}
+
+
+def _engine_counts(facts: Facts, at: str, engine: Engine, own: set[str]) -> Iterator[Finding]:
     late, lookups = engine.of("kvoffd_late_lookups_total"), engine.of("kvoffd_lookups_total")
     if late >= FEWEST_ERRORS and late > LATE_SHARE * lookups:
         evidence = f"{at} did not wait for {format_count(round(late))} of {format_count(round(lookups))} lookups."
@@ -660,9 +675,9 @@ def _engine_counts(facts: Facts, at: str, engine: Engine) -> Iterator[Finding]:
         yield finding(
             "engine_failed_loads", f"{format_count(round(failed))} loads failed. {at} computed the prompts.", 0.3
         )
-    # Tokens that vLLM counts as external hits, and those that the daemon loaded for engines of that name.
+    # Tokens that vLLM counts as external hits, and those that the daemon loaded for engines of its namespaces.
     hits, asked = (engine.of(f"external_prefix_cache_{name}_total") for name in ("hits", "queries"))
-    loaded = sum(one.loaded_tokens for one in facts.counted if engine.serves(one.model))
+    loaded = sum(one.loaded_tokens for one in facts.counted if one.fingerprint in own)
     alone = sum(one.role == Role.SCHEDULER for one in facts.sessions) == 1
     more_there = hits > AGREE * max(loaded, facts.stats.lifetime.loaded_tokens)
     none_there = alone and loaded >= FEWEST_LOOKUPS and asked and not hits

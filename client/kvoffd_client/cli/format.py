@@ -88,7 +88,7 @@ def to_plain(value: object) -> Plain:
     raise TypeError(f"{type(value).__name__} has no JSON form.")
 
 
-def namespace_name(label: str, fingerprint: bytes) -> str:
+def namespace_name(label: str, fingerprint: bytes | str) -> str:
     """A namespace for people: ``llama-70b (106ed1a3c0de)``."""
     return f"{printable(label)} ({namespace_id(fingerprint)})"
 
