@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -322,7 +323,11 @@ def test_engines(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
         counted = {"kvoffd_connected": 2, "external_prefix_cache_queries_total": 2 * hits, "kvoffd_lookups_total": 300}
         assert checks(metrics(**counted, external_prefix_cache_hits_total=hits)) == set()
         assert checks(metrics(**counted, external_prefix_cache_hits_total=0)) == {"hits_disagree"}
-        assert checks(metrics(**counted, external_prefix_cache_hits_total=2 * hits)) == {"hits_disagree"}
+        more = metrics(**counted, external_prefix_cache_hits_total=2 * hits)
+        assert checks(more) == {"hits_disagree"}
+        began = "# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds "
+        assert checks(f"{more}{began}{time.time()}\n") == {"hits_disagree"}
+        assert checks(f"{more}{began}{time.time() - 3600}\n") == set(), "it may have counted them with another daemon"
         late = metrics(**counted, external_prefix_cache_hits_total=hits, kvoffd_late_lookups_total=30)
         assert checks(late) == {"engine_late"}
         assert checks(metrics(**counted).replace("llama", "other")) == {"engine_elsewhere"}

@@ -119,9 +119,11 @@ def read_engine(where: str) -> Engine:
         with urllib.request.urlopen(where, timeout=ENGINE_TIMEOUT_S) as answer:
             text = answer.read(MOST_METRICS_BYTES).decode(errors="replace")
         metrics: dict[str, float] = defaultdict(float)
-        models = set()
+        models, age_seconds = set(), None
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
+                if sample.name == "process_start_time_seconds":
+                    age_seconds = time.time() - sample.value
                 if sample.name.startswith("vllm:") and not sample.name.endswith(("_bucket", "_created")):
                     metrics[sample.name] += sample.value
                     models |= {sample.labels["model_name"]} if "model_name" in sample.labels else set()
@@ -131,7 +133,7 @@ def read_engine(where: str) -> Engine:
         return Engine(problem=f"{where} does not answer: {error.reason}.")
     except (OSError, http.client.HTTPException, ValueError) as error:
         return Engine(problem=f"{where} does not answer with metrics: {error}.")
-    return Engine(metrics, frozenset(models))
+    return Engine(metrics, frozenset(models), age_seconds=age_seconds)
 
 
 def run_self_test(place: Path) -> SelfTest:

@@ -188,6 +188,8 @@ class Engine:
     metrics: Mapping[str, float] = field(default_factory=dict)
     models: frozenset[str] = frozenset()
     problem: str = ""
+    age_seconds: float | None = None
+    """Since its process began; None where it does not say."""
 
     def of(self, name: str) -> float:
         return self.metrics.get(f"vllm:{name}", 0.0)
@@ -675,11 +677,13 @@ def _engine_counts(facts: Facts, at: str, engine: Engine, own: set[str]) -> Iter
         yield finding(
             "engine_failed_loads", f"{format_count(round(failed))} loads failed. {at} computed the prompts.", 0.3
         )
-    # Tokens that vLLM counts as external hits, and those that the daemon loaded for engines of its namespaces.
+    # Tokens that vLLM counts as external hits, and those that the daemon loaded for engines of its namespaces. What an
+    # engine that is older than the daemon has counted may be of the one before.
     hits, asked = (engine.of(f"external_prefix_cache_{name}_total") for name in ("hits", "queries"))
     loaded = sum(one.loaded_tokens for one in facts.counted if one.fingerprint in own)
     alone = sum(one.role == Role.SCHEDULER for one in facts.sessions) == 1
-    more_there = hits > AGREE * max(loaded, facts.stats.lifetime.loaded_tokens)
+    is_older = engine.age_seconds is not None and engine.age_seconds > facts.stats.uptime_seconds
+    more_there = not is_older and hits > AGREE * max(loaded, facts.stats.lifetime.loaded_tokens)
     none_there = alone and loaded >= FEWEST_LOOKUPS and asked and not hits
     if more_there or none_there:
         evidence = f"{at} counts {format_count(round(hits))} tokens as loaded, and this daemon {format_count(loaded)}."
