@@ -169,7 +169,7 @@ CONNECTED = (Phase.GREETING, Phase.HELLO, Phase.ATTACHING, Phase.REGISTERING, Ph
 
 def new_lease_id(rng: random.Random) -> int:
     """A random id for a lease: who knows it may load."""
-    return rng.randrange(2**32, 2**63)
+    return rng.getrandbits(63) | 2**32
 
 
 class Session(Closing):
@@ -354,7 +354,7 @@ class Session(Closing):
 
     def on_reply(self, reply: m.AnyReply, now: float) -> None:
         """Take a reply from the jobs socket."""
-        if self._phase not in CONNECTED or self._phase is Phase.GREETING:
+        if self._phase is not Phase.READY and (self._phase not in CONNECTED or self._phase is Phase.GREETING):
             return
         if not self._responsive:
             self._responsive = True

@@ -99,6 +99,8 @@ class SocketTransport(AbstractContextManager[float]):
         self._reading = -1
         """That of the waiting thread that holds the lock: it sees by itself what it has changed."""
         self._spare: list[int] = []
+        self._pollers: dict[int, select.poll] = {}
+        """By that descriptor, of it and the sockets; by -1, of the sockets alone. Made anew when sockets change."""
         self._closed = False
         self._last_error = ""
         self._session: Session
@@ -135,44 +137,51 @@ class SocketTransport(AbstractContextManager[float]):
 
     def poll(self) -> None:
         with self:  # what has arrived is read at the end
-            self._look_at.update(fd for fd, _ in _poller_of(*self._sockets).poll(0))
+            self._look_at.update([fd for fd, _ in self._poller().poll(0)])
 
     def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        wake_fd, told = -1, list[tuple[int, int]]()
+        with self as now:
+            if (done := ready()) or self._closed or timeout_s <= 0.0:
+                return done
+            deadline = now + timeout_s
+            wake_fd = self._spare.pop() if self._spare else os.eventfd(0, os.EFD_CLOEXEC)
+            self._waiting.append(wake_fd)
+            self._wake_thread_by_messages()
+            poller = self._poller(wake_fd)
         while True:
-            with self:
-                self._look_at.update([fd for fd, _ in told if fd in self._sockets])
-                if self._look_at:
-                    self._reading = wake_fd
-                    self._receive()
-                    self._reading = -1
-                pause = deadline - time.monotonic()
-                if (done := ready()) or self._closed or pause <= 0.0:
-                    self._end_to_wait(wake_fd)
-                    return done
-                if wake_fd < 0:
-                    wake_fd = self._spare.pop() if self._spare else os.eventfd(0, os.EFD_CLOEXEC)
-                    self._waiting.append(wake_fd)
-                    self._wake_thread_by_messages()
-                poller = _poller_of(*self._sockets, wake_fd)
             try:
-                told = poller.poll(pause * 1000)
+                told = poller.poll((deadline - now) * 1000)
                 if (wake_fd, select.POLLIN) in told:
                     os.eventfd_read(wake_fd)
             except BaseException:  # such as KeyboardInterrupt
                 with self:
                     self._end_to_wait(wake_fd)
                 raise
+            with self as now:
+                for fd, _ in told:
+                    if fd in self._sockets:
+                        self._look_at.add(fd)
+                if self._look_at:
+                    self._reading = wake_fd
+                    self._receive()
+                    self._reading = -1
+                if (done := ready()) or self._closed or now >= deadline:
+                    self._end_to_wait(wake_fd)
+                    return done
+                poller = self._poller(wake_fd)
+
+    def _poller(self, wake_fd: int = -1) -> select.poll:
+        if (poller := self._pollers.get(wake_fd)) is None:
+            poller = self._pollers[wake_fd] = _poller_of(*self._sockets, wake_fd)
+        return poller
 
     def _end_to_wait(self, wake_fd: int) -> None:
-        if wake_fd >= 0:
-            self._waiting.remove(wake_fd)
-            self._wake_thread_by_messages()
-            if self._closed:
-                os.close(wake_fd)
-            else:
-                self._spare.append(wake_fd)
+        self._waiting.remove(wake_fd)
+        self._wake_thread_by_messages()
+        if self._closed:
+            os.close(wake_fd)
+        else:
+            self._spare.append(wake_fd)
 
     def _wake_thread_by_messages(self) -> None:
         """Or not, while a thread waits, which reads them itself."""
@@ -226,6 +235,7 @@ class SocketTransport(AbstractContextManager[float]):
         self._sockets[made.FD] = made
         self._messages.register(made.FD, 0 if self._waiting else select.EPOLLIN)
         self._look_at.add(made.FD)
+        self._pollers.clear()
         return made
 
     def attach(self, message: Attach, fd: int) -> None:
@@ -261,6 +271,7 @@ class SocketTransport(AbstractContextManager[float]):
         self._jobs = None
         self._sockets.clear()
         self._look_at.clear()
+        self._pollers.clear()
 
     def notify(self) -> None:
         for fd in self._waiting:
@@ -353,7 +364,7 @@ class SocketTransport(AbstractContextManager[float]):
                 return
             self._sleeping_until = 0.0
             # Completions before the end: what arrived before the daemon died still counts.
-            self._look_at.update(fd for fd, _ in _poller_of(*self._sockets).poll(0))
+            self._look_at.update([fd for fd, _ in self._poller().poll(0)])
             self._receive()
             now = time.monotonic()
             self._read_lifeline(now)
