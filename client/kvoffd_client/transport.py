@@ -51,6 +51,10 @@ MAX_DESCRIPTORS = 4
 """Taken from one read of the lifeline."""
 DAEMON_END_GRACE_S = 5.0
 """A daemon on a GPU that died counts as gone after this, where the kernel does not show when its process is."""
+FORKED = (
+    "This kvoffd client was made before the process forked; make a new client in the child "
+    "(or start the child with the spawn method)."
+)
 
 # pyzmq's own calls for messages of several frames combine members of enums for each frame. Measured with processes that
 # have slept, whose caches are cold: a lookup of 1,000 keys took 10 µs longer with them, of 170.
@@ -118,10 +122,7 @@ class SocketTransport(AbstractContextManager[float]):
 
     def __enter__(self) -> float:
         if self._forked:
-            raise ForkedProcess(
-                "This kvoffd client was made before the process forked; make a new client in the child "
-                "(or start the child with the spawn method)."
-            )
+            raise ForkedProcess(FORKED)
         self._lock.acquire()
         return time.monotonic()
 
@@ -140,14 +141,17 @@ class SocketTransport(AbstractContextManager[float]):
             self._look_at.update([fd for fd, _ in self._poller().poll(0)])
 
     def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        with self as now:
+        if self._forked:
+            raise ForkedProcess(FORKED)
+        with self._lock:  # nothing changes, so nothing of what leaving self does is due
             if (done := ready()) or self._closed or timeout_s <= 0.0:
                 return done
-            deadline = now + timeout_s
             wake_fd = self._spare.pop() if self._spare else os.eventfd(0, os.EFD_CLOEXEC)
             self._waiting.append(wake_fd)
             self._wake_thread_by_messages()
             poller = self._poller(wake_fd)
+        now = time.monotonic()
+        deadline = now + timeout_s
         while True:
             try:
                 told = poller.poll((deadline - now) * 1000)
