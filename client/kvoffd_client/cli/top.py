@@ -27,7 +27,7 @@ from kvoffd_client.admin_client import read_stats
 from kvoffd_client.cli.format import make_console, percent, print_json, print_line
 from kvoffd_client.cli.show import Engine, engines_of
 from kvoffd_client.cli.stats import print_stats, tier_lines
-from kvoffd_client.cli.target import CliError, Directory, Url, open_admin
+from kvoffd_client.cli.target import CliError, Directory, Url, check_names_one, open_admin
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.admin import HealthLevel, PolicyDescribed
 from kvoffd_proto.stats import DaemonStats, NamespaceStats, Traffic, Window, namespace_id
@@ -481,8 +481,7 @@ def top(
     interval.
     """
     interval_s = _interval(interval)
-    if url and directory is not None:
-        raise CliError("--url and --directory name two daemons; give one of them.")
+    check_names_one(directory, url)
     with open_admin(context, directory) as admin:
         admin.on_silence = lambda: None  # the screen says it
 
