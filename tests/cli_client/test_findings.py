@@ -19,6 +19,7 @@ from kvoffd_client.cli.machine import FileSystem, Machine
 from kvoffd_proto.admin import NamespaceInfo, SessionInfo
 from kvoffd_proto.messages import GroupSpec, Role
 from kvoffd_proto.stats import (
+    MISS_REASONS,
     CopyStats,
     DaemonStats,
     DiskStats,
@@ -119,7 +120,8 @@ STATS = DaemonStats(
     settings=[SettingInfo("pin_pool", "start", True), SettingInfo("pool_file", "", True)],
 )
 MACHINE = Machine(
-    pid=7, memory_bytes=64 * GIB, available_bytes=20 * GIB, memlock_bytes=2**26, open_files=80, open_files_limit=65536,
+    pid=7, unit="kvoffd.service",
+    memory_bytes=64 * GIB, available_bytes=20 * GIB, memlock_bytes=2**26, open_files=80, open_files_limit=65536,
     huge_pages="advise", shm=FileSystem(32 * GIB, 32 * GIB), memory_limit_bytes=40 * GIB, memory_used_bytes=22 * GIB,
 )  # fmt: skip
 BUSY = Facts(
@@ -213,6 +215,7 @@ CASES: dict[str, Facts] = {
     "few_blocks": space(lookups=8000),
     "index_full": facts({"pool": structs.replace(STATS.pool, index_counted_bytes=2**30, bytes={"ready": 5 * GIB})}),
     "pool_too_small": facts({"curve": curve(RISING, 26), "curve_seen_bytes": 200 * GIB}),
+    "lru_is_better": facts({"curve": curve(FLAT, 55)}),
     "thrash": space(**EVICTED),
     "pool_too_large": facts({"curve_seen_bytes": GIB}),
     "starving": facts(
@@ -246,10 +249,9 @@ def test_a_healthy_busy_daemon_has_no_findings() -> None:
     assert report.findings == []
     assert (report.healthy, report.paying_off, report.status) == (True, True, 0)
     assert report.verdict == [
-        "Healthy: kvoffd 0.2.0, up for 2 h, with 1 engine.",
-        # Of 160,000 tokens the engines had a tenth themselves; 64,000 were computed, at 4,000 a second.
-        "Paying off: engines loaded 80,000 tokens and did not compute them, 55.6 % of what they needed. That saved "
-        "20.0 s of prefill; 16.0 s were computed.",
+        "Healthy. kvoffd 0.2.0, up for 2 h, with 1 engine.",
+        "Paying off: engines loaded 80,000 tokens and did not compute them. Of the keys asked for 50.0 % were loaded, "
+        "and 10.0 % not needed. That saved 20.0 s of prefill.",
     ]
 
 
@@ -289,7 +291,7 @@ def test_every_other_error_and_warning_comes_before_what_is_only_worth_knowing()
     problems = [Problem("disk_hangs", "A."), Problem("pool_corrupt", "B.")]
     many = facts({"health_problems": problems, "curve_seen_bytes": GIB}, sessions=[session(1, Role.SCHEDULER)])
     assert [one.check for one in find(many)] == ["pool_corrupt", "disk_hangs", "workers_missing", "pool_too_large"]
-    assert report_of(many).verdict[0].startswith("Not healthy, 3 problems: ")
+    assert report_of(many).verdict[0].startswith("Not healthy, 1 error. ")
     down = facts({"ready": False, "health_problems": [Problem("stopping", "The daemon is stopping.")]})
     assert report_of(down).status == 2
 
@@ -321,7 +323,7 @@ def test_the_verdict_on_what_it_brought() -> None:
     assert why(space(**nothing, stored_blocks=0)).startswith("Engines stored nothing: ")
     alone = facts({"since_start": Window(**traffic(**nothing)), "curve": curve((0,) * 7, 0)})
     assert why(alone) == "Prompts do not repeat: 0.0 % would be found with ten times the memory."
-    assert why(space(**nothing)) == "Most misses: 100 % never stored, or gone so long ago that it is forgotten."
+    assert why(space(**nothing)) == f"40.0 % of the keys asked for were {MISS_REASONS['unknown']}."
     unknown = facts({"since_start": Window(**traffic(saved_seconds=0.0)), "lifetime": Lifetime(1.0, 10**7, 3600.0)})
     assert (
         report_of(unknown)
@@ -333,15 +335,50 @@ def test_the_verdict_on_what_it_brought() -> None:
 def test_sizes() -> None:
     (found,) = find(CASES["pool_too_small"])
     assert found.evidence == (
-        "Requests find 26.0 % of their tokens in 20.0 GiB, and would find 36.0 % in 100 GiB (estimated for LRU, "
-        "without quotas)."
+        "Requests find 26.0 % of their tokens in 20.0 GiB, and with lru 36.0 % in 100 GiB (estimated, without quotas)."
     )
     assert found.fix.startswith('pool_size = "100GiB", or disk = ["/mnt/nvme=80GiB"] in kvoffd.toml')
     assert found.level == "warning"
     little = facts({"curve": curve(RISING, 34), "curve_seen_bytes": 200 * GIB})
     assert find(little)[0].level == "info", "two points are worth a sentence"
+    worse = find(facts({"curve": curve(RISING, 19), "curve_seen_bytes": 200 * GIB}))
+    assert [(one.check, one.weight) for one in worse] == [("pool_too_small", 0.1), ("lru_is_better", 0.07)]
+    assert worse[0].evidence.startswith("With lru requests would find 26.0 % of their tokens in 20.0 GiB, and 36.0 %")
+    assert worse[1].evidence == (
+        "Requests found 19.0 % of their tokens in the pool with the policy learned. With lru it would have been 26.0 % "
+        "(estimated)."
+    )
     learned_is_better = facts({"curve": curve(RISING, 40), "curve_seen_bytes": 200 * GIB})
     assert find(learned_is_better) == []
+
+
+def test_lru_is_better_is_said_only_where_the_policy_is_the_cause_and_for_long() -> None:
+    less = {"curve": curve(FLAT, 55)}
+    assert kinds(facts(less)) == {"lru_is_better"}
+    hour = Window(seconds=3600.0, **traffic(misses={"invalidated": 400, "unknown": 3600}))
+    for other in (
+        {"policy": "lru"},
+        {"uptime_seconds": 3599.0},
+        {"curve": curve(FLAT, 58.1)},
+        {"last_hour": hour},
+        {"namespaces": [counted(quota_bytes=GIB)]},
+    ):
+        assert "lru_is_better" not in kinds(facts({**less, **other})), other
+
+
+def test_a_daemon_that_was_started_by_hand_is_not_restarted_by_systemd() -> None:
+    for check, given in CASES.items():
+        by_hand = replace(given, machine=replace(given.machine, unit=""))
+        fixes = [one.fix for one in find(by_hand)]
+        assert not [fix for fix in fixes if re.search("systemctl|journalctl|kvoffd.service", fix)], (check, fixes)
+    (found,) = find(machine(unit="", open_files=600, open_files_limit=1024))
+    assert found.fix == "ulimit -n 65536, then: start the daemon again"
+
+
+def test_a_warning_is_something_to_improve_and_no_illness() -> None:
+    report = report_of(CASES["not_shared"])
+    assert (report.healthy, report.status) == (True, 1)
+    assert report.verdict[0] == "It works; 1 thing to improve. kvoffd 0.2.0, up for 2 h, with 1 engine."
 
 
 def test_what_a_rollout_left_behind_is_named_with_what_differs() -> None:

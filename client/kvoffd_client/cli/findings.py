@@ -5,6 +5,7 @@ KINDS has what each finding means and what mends it; a check adds its evidence.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -27,6 +28,8 @@ FEWEST_LOOKUPS = 100
 FEWEST_ERRORS = 20
 POINTS, MANY_POINTS = 1.0, 10.0
 """Percentage points of hits that are worth a sentence, and a warning."""
+LRU_POINTS = 2.0
+"""By so much more an estimate of lru's hits is more than the estimate's error."""
 PAYS_PERCENT = 1.0
 """Of the tokens that engines needed, the part from which on loading them pays off."""
 OWN_SHARE = 0.9
@@ -134,6 +137,7 @@ KINDS = {
     # Value.
     "index_full": Kind("warning", "Blocks are evicted though the pool has space.", 'index_size = "{}"' + _TOML),
     "pool_too_small": Kind("info", "More memory, or a disk, would save more prefill.", "{}" + _TOML),
+    "lru_is_better": Kind("info", "What it learned does not fit this traffic.", 'eviction_policy = "lru"' + _TOML),
     "thrash": Kind("warning", "Blocks leave before they come back.", "{}"),
     "pool_too_large": Kind("info", "The rest of the memory brings nothing now.", "a smaller pool_size" + _TOML),
     "starving": Kind("warning", "Others take the space, or its quota is too low.", "kvoffd-cli namespaces quota {}"),
@@ -448,7 +452,6 @@ class Value(msgspec.Struct, frozen=True):
     Attributes:
         paying_off: None while there were too few lookups to tell.
         needed_tokens: of the tokens that engines asked for, those that they did not have themselves.
-        computed_seconds: of prefill, for what was not loaded; 0 where no engine has reported its speed.
         why_not: why it does not pay off, a sentence.
     """
 
@@ -457,7 +460,6 @@ class Value(msgspec.Struct, frozen=True):
     loaded_tokens: int
     needed_tokens: int
     saved_seconds: float
-    computed_seconds: float
     why_not: str
 
 
@@ -465,16 +467,11 @@ def value_of(facts: Facts) -> Value:
     traffic = facts.stats.since_start
     needed = round(traffic.asked_tokens * (1 - _share(traffic.not_needed_keys, traffic.asked_keys)))
     needed = max(needed, traffic.loaded_tokens)
-    computed = sum(
-        one.asked_tokens * _share(sum(one.misses.values()), one.asked_keys) / one.prefill_tokens_per_second
-        for one in facts.counted
-        if one.prefill_tokens_per_second
-    )
     pays = None
     if traffic.lookups >= FEWEST_LOOKUPS:
         pays = 100 * _share(traffic.loaded_tokens, needed) >= PAYS_PERCENT
     why = _why_not(facts) if pays is False else ""
-    return Value(pays, traffic.lookups, traffic.loaded_tokens, needed, traffic.saved_seconds, computed, why)
+    return Value(pays, traffic.lookups, traffic.loaded_tokens, needed, traffic.saved_seconds, why)
 
 
 def _why_not(facts: Facts) -> str:
@@ -486,7 +483,7 @@ def _why_not(facts: Facts) -> str:
         return "Engines stored nothing: their prompts are shorter than a block, or kv_role is kv_consumer."
     if not repeats(curve):
         return f"Prompts do not repeat: {most_of(curve):.1f} % would be found with ten times the memory."
-    return f"Most misses: {main_miss(traffic)}."
+    return f"{main_miss(traffic)}."
 
 
 def own_suffices(traffic: Window) -> bool:
@@ -503,11 +500,10 @@ def most_of(curve: HitCurve | None) -> float:
 
 
 def main_miss(traffic: Window | NamespaceStats) -> str:
-    """``61.2 % evicted to make space for others``."""
-    if not traffic.misses:
-        return "none"
-    reason, keys = max(traffic.misses.items(), key=lambda item: item[1])
-    return f"{percent(keys, sum(traffic.misses.values()))} {MISS_REASONS.get(reason, printable(reason))}"
+    """``61.2 % of the keys asked for were missed: evicted to make space for others``."""
+    reason, keys = max(traffic.misses.items(), key=lambda item: item[1], default=("", 0))
+    why = MISS_REASONS.get(reason, printable(reason))
+    return f"{percent(keys, traffic.asked_keys)} of the keys asked for were {why}" if reason else "No key was missed"
 
 
 def index_full(facts: Facts) -> Iterator[Finding]:
@@ -533,19 +529,22 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
         return
     if not repeats(curve) or own_suffices(stats.since_start):
         return  # no size brings anything, as the verdict says
-    found, now = 100 * curve.found_tokens / curve.asked_tokens, 100 * curve.lru_hit_ratio.get("1", 0.0)
+    found, lru = 100 * curve.found_tokens / curve.asked_tokens, 100 * curve.lru_hit_ratio.get("1", 0.0)
     size, best = _next_size(curve)
-    gain = best - max(found, now)
+    gain = best - max(found, lru)
     evicted = _share(stats.last_hour.misses.get("evicted", 0), stats.last_hour.asked_keys)
     gone = f"{percent(evicted, 1)} of the keys asked for in the last hour had been evicted"
     if stats.curve_seen_bytes >= pool_bytes and gain >= POINTS:
         more = exact_size(max(1 << 20, round((size - 1) * pool_bytes) >> 20 << 20))
-        evidence = (
-            f"Requests find {found:.1f} % of their tokens in {format_size(pool_bytes)}, and would find {best:.1f} % "
-        )
-        evidence += f"in {format_size(size * pool_bytes)} (estimated for LRU, without quotas)." + f" {gone}." * (
-            evicted >= POINTS / 100
-        )
+        here, there = (format_size(nbytes) for nbytes in (pool_bytes, size * pool_bytes))
+        if found >= lru:
+            evidence = f"Requests find {found:.1f} % of their tokens in {here}, and with lru {best:.1f} % in {there}"
+        else:
+            evidence = (
+                f"With lru requests would find {lru:.1f} % of their tokens in {here}, and {best:.1f} % in {there}"
+            )
+        evidence += " (estimated, without quotas)."
+        evidence += f" {gone}." * (evicted >= POINTS / 100)
         fix = f'pool_size = "{exact_size(round(size * pool_bytes))}", or disk = ["/mnt/nvme={more}"]'
         yield finding("pool_too_small", evidence, gain / 100, fix, "warning" if gain >= MANY_POINTS else "info")
     elif evicted >= THRASH_SHARE:
@@ -563,6 +562,25 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
             f"In {format_duration(stats.uptime_seconds)} engines asked for {format_size(stats.curve_seen_bytes)} of "
         )
         yield finding("pool_too_large", f"{evidence}different blocks; the pool has {format_size(pool_bytes)}.")
+
+
+def lru_is_better(facts: Facts) -> Iterator[Finding]:
+    """Where the same pool would find more with the policy lru, for long, and not for want of something else."""
+    stats, curve, hour = facts.stats, facts.stats.curve, facts.stats.last_hour
+    limited = any(one.quota_bytes for one in stats.namespaces)
+    if stats.policy == "lru" or curve is None or not curve.asked_tokens or limited or _index_is_full(facts):
+        return
+    if stats.uptime_seconds < LONG_ENOUGH_S or stats.since_start.lookups < FEWEST_LOOKUPS:
+        return
+    found, lru = 100 * curve.found_tokens / curve.asked_tokens, 100 * curve.lru_hit_ratio.get("1", 0.0)
+    others = sum(keys for reason, keys in hour.misses.items() if reason not in ("unknown", "evicted", "rejected"))
+    lost = lru - found - 100 * _share(others, hour.asked_keys)
+    if lost >= LRU_POINTS:
+        evidence = (
+            f"Requests found {found:.1f} % of their tokens in the pool with the policy {printable(stats.policy)}. With "
+            f"lru it would have been {lru:.1f} % (estimated)."
+        )
+        yield finding("lru_is_better", evidence, lost / 100, "", "warning" if lost >= MANY_POINTS else "info")
 
 
 def _next_size(curve: HitCurve) -> tuple[float, float]:
@@ -602,7 +620,7 @@ def without_hits(facts: Facts) -> Iterator[Finding]:
         if not one.stored_bytes:
             yield finding("stores_nothing", evidence, 0.3)
         elif not repeats(one.curve):
-            yield finding("never_hits", f"{evidence} Most misses: {main_miss(one)}.", 0.2)
+            yield finding("never_hits", f"{evidence} {main_miss(one)}.", 0.2)
 
 
 def few_blocks(facts: Facts) -> Iterator[Finding]:
@@ -693,9 +711,21 @@ def _engine_counts(facts: Facts, at: str, engine: Engine, own: set[str]) -> Iter
 Check = Callable[[Facts], Iterator[Finding]]
 CHECKS: tuple[Check, ...] = (
     health, late_lookups, growing_errors, blocked_loop, clients, memory, limits, gpus, disks, late_tiers, disk_writes,
-    namespaces_apart, small_blocks, index_full, pool_size, starving, without_hits, few_blocks, slow_copies, many_stores,
+    namespaces_apart, small_blocks, index_full, pool_size, lru_is_better, starving, without_hits, few_blocks,
+    slow_copies, many_stores,
     engines,
 )  # fmt: skip
+
+
+BY_HAND = (
+    (r"LimitNOFILE=65536 in kvoffd.service", "ulimit -n 65536"),
+    (r"LimitMEMLOCK=infinity in kvoffd.service", "ulimit -l unlimited"),
+    (r"CPUAffinity= in kvoffd.service", "taskset --cpu-list"),
+    (r"systemctl restart kvoffd", "start the daemon again"),
+    (r"systemctl start kvoffd", "kvoffd serve"),
+    (r"journalctl -u kvoffd(?: --grep (\w+)| --since \S+)?", r"see the daemon's log"),
+)
+"""What mends it where the daemon is no unit of systemd."""
 
 
 def find(facts: Facts) -> list[Finding]:
@@ -706,4 +736,7 @@ def find(facts: Facts) -> list[Finding]:
             found += check(facts)
         except Exception as error:
             found.append(finding("broken_check", f"{check.__name__} failed: {type(error).__name__}: {error}.", 0.0))
+    if not facts.machine.unit:
+        for systemd, otherwise in BY_HAND:
+            found = [msgspec.structs.replace(one, fix=re.sub(systemd, otherwise, one.fix)) for one in found]
     return sorted(found, key=lambda one: (LEVELS.index(one.level), -one.weight))
