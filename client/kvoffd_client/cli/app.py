@@ -113,7 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = next((word for word in given if word in command.commands), None)
         if option in given and name is not None and given.index(option) < given.index(name):
             return _refuse(f"{option} is no option of all commands; write it behind one: kvoffd-cli {name} {option}.")
-        return _refuse(f"{str(words()).rstrip('.')}; --help shows what can be given.")
+        said = str(words()).replace("Value error, ", "").rstrip(".")
+        return _refuse(f"{said}{'' if said.endswith('?') else ';'} --help shows what can be given.")
 
 
 def _refuse(sentence: str) -> int:

@@ -75,6 +75,7 @@ class RequestLog:
             group,
             missing,
             reason,
+            at + 1 if missing else 0,
         )
 
     def _outcome(
