@@ -213,7 +213,7 @@ def test_engines_that_do_not_share_and_what_a_rollout_left_behind(doctor: Doctor
             assert sorted(doctor.fix("not_shared").split()[-2:]) == sorted(ids)
             seeded.serve(chain("x", 8))
         wait_until(lambda: set(doctor(daemon)) == {"left_behind"})
-        assert doctor.fix("left_behind") == f"kvoffd-cli clear --namespace {ids[1]}"
+        assert doctor.fix("left_behind") == f"kvoffd-cli clear {ids[1]}"
         with AdminClient(daemon.directory) as admin:
             admin.clear(seeded.namespace.fingerprint)
         assert doctor(daemon) == {}

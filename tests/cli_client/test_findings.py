@@ -387,7 +387,7 @@ def test_what_a_rollout_left_behind_is_named_with_what_differs() -> None:
         "llama (020202020202) has 16.0 GiB, and no engine uses it. Engines use 010101010101 now, with tokens per block "
         "64, was 16 (--block-size)."
     )
-    assert found.fix == "kvoffd-cli clear --namespace 020202020202"
+    assert found.fix == "kvoffd-cli clear 020202020202"
     (beside,) = find(
         facts(
             namespaces=[

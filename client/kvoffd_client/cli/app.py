@@ -53,9 +53,7 @@ app.add_typer(
     name="namespaces",
     epilog=_examples("namespaces", "namespaces diff 106ed1a3 9c1d02aa", "namespaces quota llama-70b --max 100GiB"),
 )
-app.command(epilog=_examples("clear --namespace llama-70b", "clear --all --yes", "clear --namespace m --all-nodes"))(
-    actions.clear
-)
+app.command(epilog=_examples("clear llama-70b", "clear --all --yes", "clear 106ed1a3 --all-nodes"))(actions.clear)
 app.command(epilog=_examples("scrub", "scrub --json"))(actions.scrub)
 app.command(epilog=_examples("events", "events --json"))(actions.events)
 app.add_typer(

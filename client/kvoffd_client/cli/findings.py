@@ -130,7 +130,7 @@ KINDS = {
     "left_behind": Kind(
         "warning",
         "Engines do not find these blocks. If the change was meant, drop them; else undo it.",
-        "kvoffd-cli clear --namespace {}",
+        "kvoffd-cli clear {}",
     ),
     "small_blocks": Kind("info", "The rest of each slot is wasted.", "a larger --block-size, or blocks_per_chunk"),
     "few_blocks": Kind("info", "Only whole blocks are cached: the rest is computed.", "a smaller --block-size of vLLM"),

@@ -404,7 +404,7 @@ def _shared(one: SharedStats) -> Iterator[Line]:
     if one.unshared_namespaces:
         yield (
             f"  {format_count(one.unshared_namespaces)} namespaces are not shared since an engine reset them: "
-            "`kvoffd-cli clear --namespace NAME --all-nodes` has one shared again",
+            "`kvoffd-cli clear NAME --all-nodes` has one shared again",
             "yellow",
         )
     for kind, count in sorted(one.errors.items()):
