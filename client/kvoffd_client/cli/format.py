@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from textwrap import wrap
 from typing import cast
 
 from msgspec import Struct
@@ -50,10 +51,19 @@ def print_page(page: RenderableType, console: Console | None = None) -> None:
 
 
 def print_lines(lines: Iterable[Line]) -> None:
-    """Print lines with their styles; one that is too long goes on in the next."""
+    """Print lines with their styles."""
+    console = make_console()
+    for line, style in wrapped(lines, console.width):
+        print_page(Text(line, style=style), console)
+
+
+def wrapped(lines: Iterable[Line], width: int) -> Iterator[tuple[str, str]]:
+    """Lines with their styles; one that is too long goes on in the next, indented."""
     for line in lines:
         text, style = (line, "") if isinstance(line, str) else line
-        print_page(Text(printable(text), style=style))
+        indent = " " * (2 + len(text) - len(text.lstrip()))
+        for part in wrap(printable(text), max(8, width), subsequent_indent=indent) or [""]:
+            yield part, style
 
 
 def print_line(text: str) -> None:

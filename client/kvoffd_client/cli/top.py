@@ -24,7 +24,7 @@ from rich.live import Live
 from rich.text import Text
 
 from kvoffd_client.admin_client import read_stats
-from kvoffd_client.cli.format import Line, make_console, percent, print_json, print_line, reason_name
+from kvoffd_client.cli.format import Line, make_console, percent, print_json, print_line, reason_name, wrapped
 from kvoffd_client.cli.show import Engine, engines_of
 from kvoffd_client.cli.stats import policy_lines, pool_bar, print_stats, saved_time, tier_lines
 from kvoffd_client.cli.target import CliError, Directory, Url, check_names_one, open_admin
@@ -173,12 +173,12 @@ class Screen:
         elif self.view == "clients":
             body = _clients(self.reading.engines, stats, pen)
         elif self.view == "tiers":
-            body = _wrapped(tier_lines(stats), pen)
+            body = _page(tier_lines(stats), pen)
         elif self.view == "policy":
             policy = self.reading.policy
-            body = _wrapped(["No answer so far."] if policy is None else policy_lines(policy, stats), pen)
+            body = _page(["No answer so far."] if policy is None else policy_lines(policy, stats), pen)
         elif self.view == "help":
-            body = _wrapped(HELP, pen)
+            body = _page(HELP, pen)
         else:
             body = self._all(stats, pen, room)
         body = body[:room]
@@ -423,15 +423,8 @@ def _clients(engines: Sequence[Engine] | None, stats: DaemonStats, pen: Pen) -> 
     return [*lines, Text(), pen.text(note, "dim")] if engines else [Text(), pen.text("No engine is connected.")]
 
 
-def _wrapped(page: Iterable[Line], pen: Pen) -> list[Text]:
-    """The lines of a page; those that are too long go on in the next, indented."""
-    lines = [Text()]
-    for line in page:
-        words, style = (line, "") if isinstance(line, str) else line
-        indent = " " * (2 + len(words) - len(words.lstrip()))
-        parts = wrap(printable(words), max(8, pen.width), subsequent_indent=indent, drop_whitespace=False)
-        lines += [pen.text(part.rstrip(), style) for part in parts]
-    return lines
+def _page(lines: Iterable[Line], pen: Pen) -> list[Text]:
+    return [Text(), *(pen.text(text, style) for text, style in wrapped(lines, pen.width))]
 
 
 # --- the loop ---------------------------------------------------------------------------------------
