@@ -148,14 +148,6 @@ class SchedulerClient(Session):
                     break
             return found
 
-    def poll(self) -> None:
-        """Read answers that have arrived, in this thread; otherwise they are read when the client's thread gets to it.
-
-        For callers that are about to read lookups and busy otherwise: a thread that computes keeps the GIL from the
-        client's own thread for up to ``sys.getswitchinterval()``.
-        """
-        self._transport.poll()
-
     def release(self, lease_id: int, unused: str = "") -> None:
         """End a lease. Harmless when it has ended, or its lookup is not answered yet or was never sent.
 

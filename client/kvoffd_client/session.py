@@ -113,11 +113,11 @@ class Transport(Protocol):
     def lock(self) -> AbstractContextManager[float]:
         """Held for a ``with`` block, which is given the time. Raises ForkedProcess in a forked child."""
 
-    def poll(self) -> None:
-        """Read what has arrived, in the caller's thread. Takes the lock."""
-
     def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until ``ready()``, called with the lock held, or the session is closed; returns what it says then."""
+        """Wait until ``ready()``, called with the lock held, or the session is closed; returns what it says then.
+
+        Without a timeout it reads what has arrived, in the caller's thread.
+        """
 
     def stop(self) -> None:
         """Close the session and end the thread. Repeatable; does nothing in a forked child."""
@@ -291,6 +291,14 @@ class Session(Closing):
             start(outcome, now, timeout_s)
         self._transport.wait(lambda: bool(outcome), timeout_s)
         return outcome
+
+    def poll(self) -> None:
+        """Read answers that have arrived, in this thread; otherwise they are read when the client's thread gets to it.
+
+        For callers that are about to read lookups and busy otherwise: a thread that computes keeps the GIL from the
+        client's own thread for up to ``sys.getswitchinterval()``.
+        """
+        self._transport.wait(bool, 0.0)
 
     # --- time ------------------------------------------------------------------------------------
 

@@ -51,10 +51,6 @@ MAX_DESCRIPTORS = 4
 """Taken from one read of the lifeline."""
 DAEMON_END_GRACE_S = 5.0
 """A daemon on a GPU that died counts as gone after this, where the kernel does not show when its process is."""
-FORKED = (
-    "This kvoffd client was made before the process forked; make a new client in the child "
-    "(or start the child with the spawn method)."
-)
 
 # pyzmq's own calls for messages of several frames combine members of enums for each frame. Measured with processes that
 # have slept, whose caches are cold: a lookup of 1,000 keys took 10 µs longer with them, of 170.
@@ -122,7 +118,10 @@ class SocketTransport(AbstractContextManager[float]):
 
     def __enter__(self) -> float:
         if self._forked:
-            raise ForkedProcess(FORKED)
+            raise ForkedProcess(
+                "This kvoffd client was made before the process forked; make a new client in the child "
+                "(or start the child with the spawn method)."
+            )
         self._lock.acquire()
         return time.monotonic()
 
@@ -136,56 +135,39 @@ class SocketTransport(AbstractContextManager[float]):
         finally:
             self._lock.release()
 
-    def poll(self) -> None:
-        with self:  # what has arrived is read at the end
-            self._look_at.update([fd for fd, _ in self._poller().poll(0)])
-
     def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        if self._forked:
-            raise ForkedProcess(FORKED)
-        with self._lock:  # nothing changes, so nothing of what leaving self does is due
-            if (done := ready()) or self._closed or timeout_s <= 0.0:
-                return done
-            wake_fd = self._spare.pop() if self._spare else os.eventfd(0, os.EFD_CLOEXEC)
-            self._waiting.append(wake_fd)
-            self._wake_thread_by_messages()
-            poller = self._poller(wake_fd)
-        now = time.monotonic()
-        deadline = now + timeout_s
+        wake_fd, deadline = -1, time.monotonic() + timeout_s
         while True:
+            with self as now:
+                # Before the first sleep too: where this thread has computed since it sent a request, the transport's
+                # own still waits for the GIL, to read the reply.
+                self._reading = wake_fd
+                self._read_sockets()
+                self._reading = -1
+                if (done := ready()) or self._closed or now >= deadline:
+                    self._end_to_wait(wake_fd)
+                    return done
+                if wake_fd < 0:
+                    wake_fd = self._spare.pop() if self._spare else os.eventfd(0, os.EFD_CLOEXEC)
+                    self._waiting.append(wake_fd)
+                    self._wake_thread_by_messages()
+                poller = self._poller(wake_fd)
             try:
-                told = poller.poll((deadline - now) * 1000)
-                if (wake_fd, select.POLLIN) in told:
+                if (wake_fd, select.POLLIN) in poller.poll((deadline - now) * 1000):
                     os.eventfd_read(wake_fd)
             except BaseException:  # such as KeyboardInterrupt
                 with self:
                     self._end_to_wait(wake_fd)
                 raise
-            with self as now:
-                for fd, _ in told:
-                    if fd in self._sockets:
-                        self._look_at.add(fd)
-                if self._look_at:
-                    self._reading = wake_fd
-                    self._receive()
-                    self._reading = -1
-                if (done := ready()) or self._closed or now >= deadline:
-                    self._end_to_wait(wake_fd)
-                    return done
-                poller = self._poller(wake_fd)
-
-    def _poller(self, wake_fd: int = -1) -> select.poll:
-        if (poller := self._pollers.get(wake_fd)) is None:
-            poller = self._pollers[wake_fd] = _poller_of(*self._sockets, wake_fd)
-        return poller
 
     def _end_to_wait(self, wake_fd: int) -> None:
-        self._waiting.remove(wake_fd)
-        self._wake_thread_by_messages()
-        if self._closed:
-            os.close(wake_fd)
-        else:
-            self._spare.append(wake_fd)
+        if wake_fd >= 0:
+            self._waiting.remove(wake_fd)
+            self._wake_thread_by_messages()
+            if self._closed:
+                os.close(wake_fd)
+            else:
+                self._spare.append(wake_fd)
 
     def _wake_thread_by_messages(self) -> None:
         """Or not, while a thread waits, which reads them itself."""
@@ -289,6 +271,18 @@ class SocketTransport(AbstractContextManager[float]):
 
     # --- reading, with the lock held -------------------------------------------------------------
 
+    def _read_sockets(self) -> None:
+        """Read what has come since they were seen empty."""
+        for fd, _ in self._poller().poll(0):
+            self._look_at.add(fd)
+        if self._look_at:
+            self._receive()
+
+    def _poller(self, wake_fd: int = -1) -> select.poll:
+        if (poller := self._pollers.get(wake_fd)) is None:
+            poller = self._pollers[wake_fd] = _poller_of(*self._sockets, wake_fd)
+        return poller
+
     def _receive(self) -> None:
         """Read the sockets empty, or MESSAGES_PER_ROUND messages of each. An error inside ends the connection."""
         session, jobs = self._session, self._jobs
@@ -368,8 +362,7 @@ class SocketTransport(AbstractContextManager[float]):
                 return
             self._sleeping_until = 0.0
             # Completions before the end: what arrived before the daemon died still counts.
-            self._look_at.update([fd for fd, _ in self._poller().poll(0)])
-            self._receive()
+            self._read_sockets()
             now = time.monotonic()
             self._read_lifeline(now)
             self._session.tick(now)
