@@ -15,6 +15,8 @@ from kvoffd_proto.messages import FINGERPRINT_BYTES, GroupSpec
 from kvoffd_proto.units import printable
 
 DEFAULT_GROUPS = (GroupSpec(kind="full_attention", tokens_per_block=0),)
+LABEL_IN_NAME = 80
+"""Characters of a namespace's label in the name of an engine's session."""
 MOST_NESTED = 16
 """Levels of a description that is shown."""
 

@@ -7,8 +7,9 @@ import os
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
 from kvoffd_client.event_stream import EventStream
@@ -32,8 +33,7 @@ Waiter: TypeAlias = Callable[[Callable[[], bool], float], bool]
 """Waits until its first argument returns True, at most as many seconds as its second; returns what the first does."""
 
 
-@dataclass(slots=True, eq=False)
-class Lookup:
+class Lookup(Struct, eq=False):
     """The answer to one lookup, now or later. Reading it never blocks; wait() does.
 
     Attributes:
@@ -52,16 +52,17 @@ class Lookup:
     lease_id: int
     done: bool = False
     failed: bool = False
-    states: list[bytes] = field(default_factory=list)
+    states: list[bytes] = []
     wait_s: float = 0.0
     pinned: int = 0
     answered_at: float = 0.0
     alive: bool = False
-    waiter: Waiter | None = field(default=None, repr=False)
+    waiter: Waiter | None = None
+    unwanted: bool = False
     # While some of its requests are not answered: how many, and what the others said.
-    missing: int = field(default=1, repr=False)
-    ttl_ms: int = field(default=0, repr=False)
-    partial: list[bytes] = field(default_factory=list, repr=False)
+    missing: int = 1
+    ttl_ms: int = 0
+    partial: list[bytes] = []
 
     @property
     def pending(self) -> bool:
@@ -112,9 +113,7 @@ class SchedulerClient(Session):
         self._events = EventStream(kv_topic(self._fingerprint)) if subscribe_events else None
         self._leases: dict[int, tuple[Lookup, float]] = {}
         """By id, leases whose blocks are pinned: their lookups, and when to look up again."""
-        self._unanswered: set[int] = set()
-        self._unwanted: set[int] = set()
-        """Leases to release once their lookups are answered."""
+        self._unanswered: dict[int, Lookup] = {}
         self._reports: deque[m.RequestReport] = deque(maxlen=m.MAX_REQUEST_REPORTS)
         self._report_at = NEVER
         self._transport.start(self)
@@ -139,25 +138,15 @@ class SchedulerClient(Session):
         with self._transport.lock as now:
             if not self.ready or self._limits is None:
                 return Lookup(0, done=True, failed=True)
-            lease_id = new_lease_id(self._rng)
-            parts = self._parts_of(groups)
+            parts, lease_id = self._parts_of(groups), new_lease_id(self._rng)
             found = Lookup(lease_id, waiter=self._transport.wait, missing=len(parts), partial=[b""] * len(groups))
-            self._unanswered.add(lease_id)
+            self._unanswered[lease_id] = found
             for places, asked in parts:
-                names = self._next_request_id(), self._fingerprint, lease_id
-                on_reply = functools.partial(self._on_answer, found, places, asked, now)
-                self._send(m.Lookup(*names, asked, again), now, on_reply)
+                message = m.Lookup(self._next_request_id(), self._fingerprint, lease_id, asked, again)
+                self._send(message, now, functools.partial(self._on_answer, found, places, asked, now))
                 if found.done:  # it could not be sent
                     break
             return found
-
-    def poll(self) -> None:
-        """Read answers that have arrived, in this thread; otherwise they are read when the client's thread gets to it.
-
-        For callers that are about to read lookups and busy otherwise: a thread that computes keeps the GIL from the
-        client's own thread for up to ``sys.getswitchinterval()``.
-        """
-        self._transport.poll()
 
     def release(self, lease_id: int, unused: str = "") -> None:
         """End a lease. Harmless when it has ended, or its lookup is not answered yet or was never sent.
@@ -215,7 +204,7 @@ class SchedulerClient(Session):
         if found is not None:
             found[0].alive = False
         if lease_id in self._unanswered:
-            self._unwanted.add(lease_id)
+            self._unanswered[lease_id].unwanted = True
         if self.ready and lease_id:  # messages keep their order: it comes after its lookup
             self._send(m.Release(m.NO_REPLY, [lease_id], unused))
 
@@ -242,38 +231,36 @@ class SchedulerClient(Session):
         """Take the reply to one request of a lookup: the states of these keys, of the groups in these places."""
         if found.done:  # another request of it failed
             return
-        lease_id, key_bytes = found.lease_id, self._namespace.key_bytes
-        if not isinstance(reply, m.LookupReply) or [len(states) * key_bytes for states in reply.states] != [
-            len(item.keys) for item in asked
-        ]:
+        if not isinstance(reply, m.LookupReply) or len(reply.states) != len(asked):
             self._on_failed(found, reply, now)
             return
-        for place, states in zip(places, reply.states, strict=True):
+        for place, item, states in zip(places, asked, reply.states, strict=True):
+            if len(states) * self._namespace.key_bytes != len(item.keys):
+                self._on_failed(found, reply, now)
+                return
             found.partial[place] += states
         found.pinned += reply.pinned
         found.ttl_ms, found.wait_s = max(found.ttl_ms, reply.ttl_ms), max(found.wait_s, reply.wait_ms / 1000)
         found.missing -= 1
         if found.missing:
             return
-        self._unanswered.discard(lease_id)
-        if lease_id in self._unwanted:
-            self._unwanted.discard(lease_id)
+        del self._unanswered[found.lease_id]
+        if found.unwanted:
             found.pinned = 0
             # The Release may not have gone out, and a lease lives long.
-            self._release(lease_id)
+            self._release(found.lease_id)
         elif found.pinned:
             # The lease's life began at the daemon between sending and now: count from the earlier.
             stale_at = sent_at + found.ttl_ms / 2000
-            self._leases[lease_id] = found, stale_at
+            self._leases[found.lease_id] = found, stale_at
             self._role_wake_at = min(self._role_wake_at, stale_at)
         found.states, found.answered_at, found.alive = found.partial, now, found.pinned > 0
         found.done = True  # last, since readers hold no lock
         self._transport.notify()
 
     def _on_failed(self, found: Lookup, reply: ReplyOrError, now: float) -> None:
-        held = found.pinned > 0 or found.lease_id in self._unwanted
-        self._unanswered.discard(found.lease_id)
-        self._unwanted.discard(found.lease_id)
+        held = found.pinned > 0 or found.unwanted
+        del self._unanswered[found.lease_id]
         found.pinned, found.failed = 0, True
         found.done = True
         self._transport.notify()

@@ -113,11 +113,11 @@ class Transport(Protocol):
     def lock(self) -> AbstractContextManager[float]:
         """Held for a ``with`` block, which is given the time. Raises ForkedProcess in a forked child."""
 
-    def poll(self) -> None:
-        """Read what has arrived, in the caller's thread. Takes the lock."""
-
     def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until ``ready()``, called with the lock held, or the session is closed; returns what it says then."""
+        """Wait until ``ready()``, called with the lock held, or the session is closed; returns what it says then.
+
+        Without a timeout it reads what has arrived, in the caller's thread.
+        """
 
     def stop(self) -> None:
         """Close the session and end the thread. Repeatable; does nothing in a forked child."""
@@ -169,7 +169,7 @@ CONNECTED = (Phase.GREETING, Phase.HELLO, Phase.ATTACHING, Phase.REGISTERING, Ph
 
 def new_lease_id(rng: random.Random) -> int:
     """A random id for a lease: who knows it may load."""
-    return rng.randrange(2**32, 2**63)
+    return rng.getrandbits(63) | 2**32
 
 
 class Session(Closing):
@@ -292,6 +292,14 @@ class Session(Closing):
         self._transport.wait(lambda: bool(outcome), timeout_s)
         return outcome
 
+    def poll(self) -> None:
+        """Read answers that have arrived, in this thread; otherwise they are read when the client's thread gets to it.
+
+        For callers that are about to read lookups and busy otherwise: a thread that computes keeps the GIL from the
+        client's own thread for up to ``sys.getswitchinterval()``.
+        """
+        self._transport.wait(bool, 0.0)
+
     # --- time ------------------------------------------------------------------------------------
 
     def wake_at(self) -> float:
@@ -354,7 +362,7 @@ class Session(Closing):
 
     def on_reply(self, reply: m.AnyReply, now: float) -> None:
         """Take a reply from the jobs socket."""
-        if self._phase not in CONNECTED or self._phase is Phase.GREETING:
+        if self._phase is not Phase.READY and (self._phase not in CONNECTED or self._phase is Phase.GREETING):
             return
         if not self._responsive:
             self._responsive = True

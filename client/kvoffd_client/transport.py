@@ -99,11 +99,15 @@ class SocketTransport(AbstractContextManager[float]):
         self._reading = -1
         """That of the waiting thread that holds the lock: it sees by itself what it has changed."""
         self._spare: list[int] = []
+        self._pollers: dict[int, select.poll] = {}
+        """By that descriptor, of it and the sockets; by -1, of the sockets alone. Made anew when sockets change."""
         self._closed = False
         self._last_error = ""
         self._session: Session
         self._thread: threading.Thread
         _transports.add(self)
+        # For each client anew: children of multiprocessing forget what was entered before them, and run no atexit.
+        Finalize(self, _leave, (weakref.ref(self),), exitpriority=0)
 
     def start(self, session: Session) -> None:
         self._session = session
@@ -131,32 +135,25 @@ class SocketTransport(AbstractContextManager[float]):
         finally:
             self._lock.release()
 
-    def poll(self) -> None:
-        with self:  # what has arrived is read at the end
-            self._look_at.update(fd for fd, _ in _poller_of(*self._sockets).poll(0))
-
     def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        wake_fd, told = -1, list[tuple[int, int]]()
+        wake_fd, deadline = -1, time.monotonic() + timeout_s
         while True:
-            with self:
-                self._look_at.update([fd for fd, _ in told if fd in self._sockets])
-                if self._look_at:
-                    self._reading = wake_fd
-                    self._receive()
-                    self._reading = -1
-                pause = deadline - time.monotonic()
-                if (done := ready()) or self._closed or pause <= 0.0:
+            with self as now:
+                # Before the first sleep too: where this thread has computed since it sent a request, the transport's
+                # own still waits for the GIL, to read the reply.
+                self._reading = wake_fd
+                self._read_sockets()
+                self._reading = -1
+                if (done := ready()) or self._closed or now >= deadline:
                     self._end_to_wait(wake_fd)
                     return done
                 if wake_fd < 0:
                     wake_fd = self._spare.pop() if self._spare else os.eventfd(0, os.EFD_CLOEXEC)
                     self._waiting.append(wake_fd)
                     self._wake_thread_by_messages()
-                poller = _poller_of(*self._sockets, wake_fd)
+                poller = self._poller(wake_fd)
             try:
-                told = poller.poll(pause * 1000)
-                if (wake_fd, select.POLLIN) in told:
+                if (wake_fd, select.POLLIN) in poller.poll((deadline - now) * 1000):
                     os.eventfd_read(wake_fd)
             except BaseException:  # such as KeyboardInterrupt
                 with self:
@@ -224,6 +221,7 @@ class SocketTransport(AbstractContextManager[float]):
         self._sockets[made.FD] = made
         self._messages.register(made.FD, 0 if self._waiting else select.EPOLLIN)
         self._look_at.add(made.FD)
+        self._pollers.clear()
         return made
 
     def attach(self, message: Attach, fd: int) -> None:
@@ -259,6 +257,7 @@ class SocketTransport(AbstractContextManager[float]):
         self._jobs = None
         self._sockets.clear()
         self._look_at.clear()
+        self._pollers.clear()
 
     def notify(self) -> None:
         for fd in self._waiting:
@@ -271,6 +270,18 @@ class SocketTransport(AbstractContextManager[float]):
         self._stream, self._draining = None, False
 
     # --- reading, with the lock held -------------------------------------------------------------
+
+    def _read_sockets(self) -> None:
+        """Read what has come since they were seen empty."""
+        for fd, _ in self._poller().poll(0):
+            self._look_at.add(fd)
+        if self._look_at:
+            self._receive()
+
+    def _poller(self, wake_fd: int = -1) -> select.poll:
+        if (poller := self._pollers.get(wake_fd)) is None:
+            poller = self._pollers[wake_fd] = _poller_of(*self._sockets, wake_fd)
+        return poller
 
     def _receive(self) -> None:
         """Read the sockets empty, or MESSAGES_PER_ROUND messages of each. An error inside ends the connection."""
@@ -351,8 +362,7 @@ class SocketTransport(AbstractContextManager[float]):
                 return
             self._sleeping_until = 0.0
             # Completions before the end: what arrived before the daemon died still counts.
-            self._look_at.update(fd for fd, _ in _poller_of(*self._sockets).poll(0))
-            self._receive()
+            self._read_sockets()
             now = time.monotonic()
             self._read_lifeline(now)
             self._session.tick(now)
@@ -397,13 +407,10 @@ def _poller_of(*fds: int) -> select.poll:
 _transports: weakref.WeakSet[SocketTransport] = weakref.WeakSet()
 
 
-def _leave_at_exit() -> None:
+def _leave(transport: weakref.ref[SocketTransport]) -> None:
     """A process that ends in good order without closing its clients, as vLLM's do by SIGTERM, is not one that died."""
-    for transport in list(_transports):
-        transport.leave()
-
-
-Finalize(None, _leave_at_exit, exitpriority=0)  # runs in children of multiprocessing too, where atexit does not
+    if (living := transport()) is not None:
+        living.leave()
 
 
 def _forget_in_child() -> None:

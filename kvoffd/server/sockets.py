@@ -159,11 +159,12 @@ class Sockets:
                 for _ in range(DRAINED_AT_ONCE):
                     if not cast(int, jobs.get(_EVENTS)) & _POLLIN:
                         break
-                    route, frames = jobs.recv(_NOBLOCK), [jobs.recv(_NOBLOCK, copy=False)]
-                    while frames[-1].more:
-                        frames.append(jobs.recv(_NOBLOCK, copy=False))
+                    route, frame = jobs.recv(_NOBLOCK), jobs.recv(_NOBLOCK, copy=False)
+                    whole = not frame.more
+                    while frame.more:
+                        frame = jobs.recv(_NOBLOCK, copy=False)
                     # Several frames are no request: the decoder refuses that, and the sender hears why.
-                    service.handle(route, frames[0].bytes if len(frames) == 1 else b"")
+                    service.handle(route, frame.bytes if whole else b"")
                     self.flush()  # a reply does not wait for other requests; its lookup's pins are entered before them
                     if time.monotonic() > until:
                         more = True

@@ -531,6 +531,7 @@ class RequestReport(Wire, frozen=True):
     missing_group: GroupIndex = 0
     missing_key: Annotated[bytes, doc("The first key that was missing; empty for none.", max_length=64)] = b""
     reason: Annotated[str, doc("Why it was missing; empty where the daemon knows better.", max_length=32)] = ""
+    missing_number: Annotated[Count, doc("Which of the keys that it asked for this was, from 1 on; 0 for none.")] = 0
 
 
 class Outcome(StrEnum):

@@ -123,7 +123,7 @@ MISS_REASONS = {
     "evicted": "evicted to make space for others",
     "rejected": "not stored: the eviction policy expected no reuse",
     "no_space": "not stored or not promoted: the pool had no space",
-    "partial": "not all ranks have stored their part",
+    "partial": "still being written, or a rank has not stored its part",
     "invalidated": "dropped by a reset, a clear or an engine",
     "corrupt": "did not match its checksum",
     "tier_late": "on a disk or in a shared store, and not read in time",

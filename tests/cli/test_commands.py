@@ -61,7 +61,8 @@ def test_bad_arguments_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> N
         ("bench",),
         ("bench", "nonsense"),
         ("clear",),
-        ("clear", "--all", "--namespace", LABEL),
+        ("clear", "--all", LABEL),
+        ("clear", "--namespace", LABEL, LABEL),
         LIST_BLOCKS,
     ):
         assert main(arguments) == 2, arguments
@@ -150,7 +151,7 @@ def test_a_disk_that_failed_is_status_1(cli: Cli, tmp_path: Path) -> None:
 
 def test_clear_drops_what_is_named(engine: FakeEngine, cli: Cli, shared_daemon: DaemonProcess) -> None:
     fingerprint = engine.namespace.fingerprint.hex()
-    for name in (("--namespace", LABEL), ("--namespace", fingerprint[:8]), ("--all",)):
+    for name in ((LABEL,), (fingerprint[:8],), ("--namespace", LABEL), ("--all",)):
         status, out, err = cli("clear", *name, "--yes", "--json")
         assert (status, json.loads(out)["cleared_blocks"], err) == (0, 8, "")
         assert books(shared_daemon.directory).ready_blocks == 0

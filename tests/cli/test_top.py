@@ -61,26 +61,27 @@ def row(screen: str, name: str) -> list[str]:
 def test_a_daemon_at_work_that_goes_and_comes_back(daemon: DaemonProcess) -> None:
     with Load(daemon), Tmux(80, 24) as terminal:
         terminal.run(CLI, "top", "--interval", "200ms", "--directory", str(daemon.directory))
-        terminal.wait_for("4 policy", LABEL, "MB")
+        terminal.wait_for("4 policy", LABEL, "MiB")
         screen = terminal.screen()
         lines = screen.rstrip("\n").splitlines()
         assert len(lines) == 24
         assert max(map(len, lines)) <= 80
         assert "OK" in lines[0]
-        assert lines[-1].startswith("1 all  2 clients  3 tiers  4 policy   s sort by tok/s  p pause  q quit")
+        assert lines[-1].startswith("1 all  2 clients  3 tiers  4 policy  s sort: tok/s  p pause  h help  q quit")
         wait_until(lambda: row(terminal.screen(), "now")[2].isdecimal())
-        assert row(screen, LABEL)[-1] in ("-", "unknown")
+        assert row(screen, LABEL)[-1] in ("-", "stored")
 
         for key, words in (
             ("2", ("ENGINE", "fake engine", "REGISTERED")),
             ("3", ("There is no disk and no shared store",)),
-            ("4", ("Policy learned", "ASKED FOR")),
-            ("1", ("Pool [",)),
+            ("4", ("Policy learned", "come back")),
+            ("?", ("the hash of one block",)),
+            ("h", ("Pool [",)),
         ):
             terminal.type(key)
             terminal.wait_for(*words)
         terminal.type("s")
-        terminal.wait_for("s sort by size")
+        terminal.wait_for("s sort: size")
 
         terminal.type("p")
         paused = terminal.wait_for("PAUSED").splitlines()[0]
@@ -99,7 +100,7 @@ def test_a_daemon_at_work_that_goes_and_comes_back(daemon: DaemonProcess) -> Non
         daemon.start()
         back = terminal.wait_for("Pool [", without="No answer since")
         assert re.search(r"up [0-9.]+ (ms|s) ", back), "its counters begin anew"
-        terminal.wait_for("MB")
+        terminal.wait_for("MiB")
         wait_until(lambda: row(terminal.screen(), "now")[2].isdecimal(), explain=lambda: before)
 
         terminal.resize(120, 40)

@@ -19,6 +19,7 @@ from kvoffd_client.cli.machine import FileSystem, Machine
 from kvoffd_proto.admin import NamespaceInfo, SessionInfo
 from kvoffd_proto.messages import GroupSpec, Role
 from kvoffd_proto.stats import (
+    MISS_REASONS,
     CopyStats,
     DaemonStats,
     DiskStats,
@@ -117,7 +118,8 @@ STATS = DaemonStats(
     settings=[SettingInfo("pin_pool", "start", True), SettingInfo("pool_file", "", True)],
 )
 MACHINE = Machine(
-    pid=7, memory_bytes=64 * GIB, available_bytes=20 * GIB, memlock_bytes=2**26, open_files=80, open_files_limit=65536,
+    pid=7, unit="kvoffd.service",
+    memory_bytes=64 * GIB, available_bytes=20 * GIB, memlock_bytes=2**26, open_files=80, open_files_limit=65536,
     huge_pages="advise", shm=FileSystem(32 * GIB, 32 * GIB), memory_limit_bytes=40 * GIB, memory_used_bytes=22 * GIB,
 )  # fmt: skip
 BUSY = Facts(
@@ -210,6 +212,7 @@ CASES: dict[str, Facts] = {
     "small_blocks": facts(namespaces=[info(shard_bytes=4096)]),
     "few_blocks": space(lookups=8000),
     "pool_too_small": facts({"curve": curve(RISING, 26), "curve_seen_bytes": 200 * GIB}),
+    "lru_is_better": facts({"curve": curve(FLAT, 55)}),
     "thrash": space(**EVICTED),
     "pool_too_large": facts({"curve_seen_bytes": GIB}),
     "starving": facts(
@@ -243,10 +246,9 @@ def test_a_healthy_busy_daemon_has_no_findings() -> None:
     assert report.findings == []
     assert (report.healthy, report.paying_off, report.status) == (True, True, 0)
     assert report.verdict == [
-        "Healthy: kvoffd 0.2.0, up for 2 h, with 1 engine.",
-        # Of 160,000 tokens the engines had a tenth themselves; 64,000 were computed, at 4,000 a second.
-        "Paying off: engines loaded 80,000 tokens and did not compute them, 55.6 % of what they needed. That saved "
-        "20.0 s of prefill; 16.0 s were computed.",
+        "Healthy. kvoffd 0.2.0, up for 2 h, with 1 engine.",
+        "Paying off: engines loaded 80,000 tokens and did not compute them. Of the keys asked for 50.0 % were loaded, "
+        "and 10.0 % not needed. That saved 20.0 s of prefill.",
     ]
 
 
@@ -286,9 +288,18 @@ def test_every_other_error_and_warning_comes_before_what_is_only_worth_knowing()
     problems = [Problem("disk_hangs", "A."), Problem("pool_corrupt", "B.")]
     many = facts({"health_problems": problems, "curve_seen_bytes": GIB}, sessions=[session(1, Role.SCHEDULER)])
     assert [one.check for one in find(many)] == ["pool_corrupt", "disk_hangs", "workers_missing", "pool_too_large"]
-    assert report_of(many).verdict[0].startswith("Not healthy, 3 problems: ")
+    assert report_of(many).verdict[0].startswith("Not healthy, 1 error. ")
     down = facts({"ready": False, "health_problems": [Problem("stopping", "The daemon is stopping.")]})
     assert report_of(down).status == 2
+
+
+def test_an_engine_may_share_a_namespace_that_another_one_named() -> None:
+    other = {"http://engine:8000": Engine(ENGINE.metrics, frozenset({"/models/other"}))}
+    its_own = structs.replace(session(3, Role.SCHEDULER), name="vllm:12345678 other replica 1 scheduler")
+    alike = structs.replace(its_own, name="vllm:12345678 others scheduler")
+    for sessions, checks in (([its_own], []), ([alike], ["engine_elsewhere"])):
+        found = find(facts(engines=other, sessions=[*BUSY.sessions, *sessions]))
+        assert [one.check for one in found] == checks
 
 
 def test_the_verdict_on_what_it_brought() -> None:
@@ -309,7 +320,7 @@ def test_the_verdict_on_what_it_brought() -> None:
     assert why(space(**nothing, stored_blocks=0)).startswith("Engines stored nothing: ")
     alone = facts({"since_start": Window(**traffic(**nothing)), "curve": curve((0,) * 7, 0)})
     assert why(alone) == "Prompts do not repeat: 0.0 % would be found with ten times the memory."
-    assert why(space(**nothing)) == "Most misses: 100 % never stored, or gone so long ago that it is forgotten."
+    assert why(space(**nothing)) == f"40.0 % of the keys asked for were {MISS_REASONS['unknown']}."
     unknown = facts({"since_start": Window(**traffic(saved_seconds=0.0)), "lifetime": Lifetime(1.0, 10**7, 3600.0)})
     assert (
         report_of(unknown)
@@ -321,15 +332,50 @@ def test_the_verdict_on_what_it_brought() -> None:
 def test_sizes() -> None:
     (found,) = find(CASES["pool_too_small"])
     assert found.evidence == (
-        "Requests find 26.0 % of their tokens in 20.0 GiB, and would find 36.0 % in 100 GiB (estimated for LRU, "
-        "without quotas)."
+        "Requests find 26.0 % of their tokens in 20.0 GiB, and with lru 36.0 % in 100 GiB (estimated, without quotas)."
     )
     assert found.fix.startswith('pool_size = "100GiB", or disk = ["/mnt/nvme=80GiB"] in kvoffd.toml')
     assert found.level == "warning"
     little = facts({"curve": curve(RISING, 34), "curve_seen_bytes": 200 * GIB})
     assert find(little)[0].level == "info", "two points are worth a sentence"
+    worse = find(facts({"curve": curve(RISING, 19), "curve_seen_bytes": 200 * GIB}))
+    assert [(one.check, one.weight) for one in worse] == [("pool_too_small", 0.1), ("lru_is_better", 0.07)]
+    assert worse[0].evidence.startswith("With lru requests would find 26.0 % of their tokens in 20.0 GiB, and 36.0 %")
+    assert worse[1].evidence == (
+        "Requests found 19.0 % of their tokens in the pool with the policy learned. With lru it would have been 26.0 % "
+        "(estimated)."
+    )
     learned_is_better = facts({"curve": curve(RISING, 40), "curve_seen_bytes": 200 * GIB})
     assert find(learned_is_better) == []
+
+
+def test_lru_is_better_is_said_only_where_the_policy_is_the_cause_and_for_long() -> None:
+    less = {"curve": curve(FLAT, 55)}
+    assert kinds(facts(less)) == {"lru_is_better"}
+    hour = Window(seconds=3600.0, **traffic(misses={"invalidated": 400, "unknown": 3600}))
+    for other in (
+        {"policy": "lru"},
+        {"uptime_seconds": 3599.0},
+        {"curve": curve(FLAT, 58.1)},
+        {"last_hour": hour},
+        {"namespaces": [counted(quota_bytes=GIB)]},
+    ):
+        assert "lru_is_better" not in kinds(facts({**less, **other})), other
+
+
+def test_a_daemon_that_was_started_by_hand_is_not_restarted_by_systemd() -> None:
+    for check, given in CASES.items():
+        by_hand = replace(given, machine=replace(given.machine, unit=""))
+        fixes = [one.fix for one in find(by_hand)]
+        assert not [fix for fix in fixes if re.search("systemctl|journalctl|kvoffd.service", fix)], (check, fixes)
+    (found,) = find(machine(unit="", open_files=600, open_files_limit=1024))
+    assert found.fix == "ulimit -n 65536, then: start the daemon again"
+
+
+def test_a_warning_is_something_to_improve_and_no_illness() -> None:
+    report = report_of(CASES["not_shared"])
+    assert (report.healthy, report.status) == (True, 1)
+    assert report.verdict[0] == "It works; 1 thing to improve. kvoffd 0.2.0, up for 2 h, with 1 engine."
 
 
 def test_what_a_rollout_left_behind_is_named_with_what_differs() -> None:
@@ -338,7 +384,7 @@ def test_what_a_rollout_left_behind_is_named_with_what_differs() -> None:
         "llama (020202020202) has 16.0 GiB, and no engine uses it. Engines use 010101010101 now, with tokens per block "
         "64, was 16 (--block-size)."
     )
-    assert found.fix == "kvoffd-cli clear --namespace 020202020202"
+    assert found.fix == "kvoffd-cli clear 020202020202"
     (beside,) = find(
         facts(
             namespaces=[

@@ -78,6 +78,7 @@ def test_the_tightest_limit_of_the_cgroups_counts_without_file_cache(root: Path)
     seen = look_at(7, [], root)
     assert (seen.memory_limit_bytes, seen.memory_used_bytes, seen.oom_kills) == (2000, 1100, 3)
     assert seen.memory_cgroup == str(mount / "system.slice")
+    assert seen.unit == "kvoffd.service"
     put(mount, memory__max="1000\n", memory__current="1000\n")
     assert look_at(7, [], root).memory_limit_bytes == 1000, "in a container the mount is its own"
 

@@ -36,7 +36,7 @@ def counts(at: int, times: int = 1) -> dict[str, object]:
     return {
         "lookups": keys // 10, "asked_keys": keys, "loaded_keys": keys // 2, "not_needed_keys": keys // 10,
         "misses": misses, "loaded_tokens": 8 * keys, "saved_seconds": keys / 100, "loaded_bytes": keys << 20,
-        "stored_bytes": keys << 19, "evicted_blocks": keys // 5,
+        "stored_bytes": keys << 19, "stored_blocks": keys, "evicted_blocks": keys // 5,
     }  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def stats(at: int, names: tuple[str, ...] = ("llama", "qwen"), uptime_s: float |
         last_hour=total,
         last_minute=total,
         namespaces=spaces,
-        curve=HitCurve(1000, 600, {"0.5": 0.5, "1": 0.6, "2": 0.7}),
+        curve=HitCurve(1000, 600, {"0.5": 0.5, "1": 0.6, "2": 0.7, "10": 1.0}),
         health=HealthLevel.DEGRADED,
         health_problems=[Problem("disk_hangs", "A call to the disk does not return.")],
         disks=[DiskStats("/mnt/nvme0", True, "serving", size_bytes=GIB, used_bytes=GIB // 4, errors={"corrupt": 2})],
@@ -98,16 +98,16 @@ def test_the_screen(screen: Screen) -> None:
     assert "DEGRADED: 1 problem" in lines[0]
     assert lines[0].endswith("14:05:22")
     assert lines[1].startswith("Pool [█████")
-    assert lines[1].endswith("] 60.0 % of 10.0 GiB")
+    assert lines[1].endswith("] 60.0 %, 6.00 GiB of 10.0 GiB")
     assert lines[2].strip() == "ready 5.00 GiB  filling 1.00 GiB  free 4.00 GiB  pinned 1.00 GiB"
-    assert lines[3] == "Saved   30.0 s of prefill, 24,000 tokens loaded"
+    assert lines[3] == "Saved   prefill 30.0 s, 24,000 tokens loaded"
     now = next(line for line in lines if line.startswith("now"))
     # 300 keys a second of which 8 tokens each were loaded; of 1 MiB each key.
-    assert now.split() == ["now", "2,400", "300", "50.0%", "10.0%", "40.0%", "315", "MB", "157", "MB"]
+    assert now.split() == ["now", "2,400", "300", "50.0%", "10.0%", "40.0%", "300", "MiB", "150", "MiB"]
     whole = next(line for line in lines if line.startswith("since start"))
     assert whole.split()[2:4] == ["218", "27"], "in 110 seconds"
-    assert "Misses  evicted 75.0%  unknown 25.0%" in lines
-    assert "Found   60% of tokens; LRU would, by pool size: 0.5x 50%  1x 60%  2x 70%" in lines
+    assert "Missed  evicted 30.0%  never stored 10.0% in the last hour" in lines
+    assert "Found   60% of tokens; lru by pool size: 0.5x 50%  1x 60%  2x 70%  10x 100%" in lines
     assert "2,400 tokens/s not computed" in text
     names = [line for line in lines if "0000000000" in line]
     assert [line.split()[0] for line in names] == ["qwen", "llama"], "by tokens, the most first"
@@ -146,7 +146,7 @@ def test_now_is_of_the_last_seconds_and_the_samples_are_bounded() -> None:
     assert history.now_of(new).asked_keys == 0, "it may have been one of the others"
 
 
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("view", [*VIEWS, "help"])
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (40, 10), (20, 4), (8, 2), (1, 1), (200, 60)])
 def test_every_view_fits_every_screen(screen: Screen, view: str, width: int, height: int) -> None:
     screen.view, screen.paused, screen.away = view, True, "No answer since 14:05:23: There is no kvoffd daemon."
@@ -182,6 +182,21 @@ def test_names_cannot_move_the_cursor_and_their_ids_stay_whole(screen: Screen) -
     assert any(line.startswith("?[2Jevi") for line in rows)
 
 
+def test_a_daemon_that_does_not_answer_is_not_ok(screen: Screen) -> None:
+    screen.reading = Reading(structs.replace(stats(10), health=HealthLevel.OK, health_problems=[]))
+    assert " OK " in drawn(screen)[0]
+    screen.away = "No answer since 14:05:23: There is no kvoffd daemon."
+    first = drawn(screen)[0]
+    assert (" OK " in first, "NO ANSWER" in first) == (False, True)
+
+
+@pytest.mark.parametrize("sort", SORTS)
+def test_the_keys_fit_80_columns(screen: Screen, sort: str) -> None:
+    screen.sort = sort
+    assert drawn(screen)[-1].startswith(f"1 all  2 clients  3 tiers  4 policy  s sort: {sort.lower()}  p pause  h help")
+    assert "q quit" in drawn(screen)[-1]
+
+
 def test_ascii(screen: Screen) -> None:
     lines = drawn(screen, plain=True)
     assert all(line.replace("µ", "u").isascii() for line in lines)
@@ -209,24 +224,35 @@ def test_other_views(screen: Screen) -> None:
     assert "This is shown on the daemon's own machine: HTTP has statistics alone." in drawn(screen)
     lru = PolicyDescribed(1, "lru", 0, 0, 0, 0, 0, 0, False, [])
     screen.reading = Reading(stats(1), None, lru)
-    assert "It does not learn, or nothing was asked for so far." in drawn(screen)
+    assert "It does not learn." in drawn(screen)
+    screen.reading = Reading(stats(1), None, structs.replace(lru, policy="learned"))
+    assert "It has seen too little to have learned anything." in drawn(screen)
     learned = PolicyDescribed(
         1, "learned", 9, 30_000, 4000, 2**20, 9 * GIB, 8 * GIB, True,
         [PolicyClass("old turn 4", 0.5, 0.8, 0.3, 2 * GIB, 1.25, "old")],
     )  # fmt: skip
     screen.reading = Reading(stats(1), None, learned)
     lines = drawn(screen)
-    assert "9 requests found 9.00 GiB; with lru it would have been 8.00 GiB." in lines
-    assert lines[9].split() == ["50.0", "%", "80.0", "%", "0.3", "2.00", "GiB", "1.250", "old"]
+    assert "Requests found 9.00 GiB since the start; with lru it would have been 8.00 GiB." in lines
+    assert "That is little: what follows are first estimates, and will change." in lines
+    text = " ".join(map(str.strip, lines))
+    assert "It rests on 9 requests, about 0.0044 pool lifetimes:" in text
+    assert "50.0 % old turn 4: about 80.0 % come back, most later than was seen so far; 2.00 GiB in the pool" in text
+    screen.reading = Reading(stats(1), None, structs.replace(learned, requests=100_000))
+    text = " ".join(map(str.strip, drawn(screen)))
+    assert "50.0 % old turn 4: about 80.0 % come back, half of them within 0.3 lifetimes" in text
+    assert "first estimates" not in text
+    screen.view = "help"
+    assert any(line.startswith("key         the hash of one block") for line in drawn(screen))
 
 
 def test_totals_of_earlier_runs_and_an_empty_daemon() -> None:
     screen = Screen(1.0, Reading(structs.replace(stats(1), lifetime=Lifetime(1.0, 10**9, 7200.0))))
     screen.history.add(screen.reading.stats)  # type: ignore[union-attr]
-    assert "Saved   3.00 s of prefill, 2,400 tokens loaded; 2 h in all" in drawn(screen)
+    assert "Saved   prefill 3.00 s, 2,400 tokens loaded; 2 h in all" in drawn(screen)
     unknown = structs.replace(stats(1), since_start=Window(loaded_tokens=9))
     screen.reading = Reading(unknown)
-    assert "Saved   an unknown time of prefill, 9 tokens loaded" in drawn(screen)
+    assert "Saved   prefill unknown, 9 tokens loaded" in drawn(screen)
     empty = Screen(1.0, Reading(DaemonStats()))
     empty.history.add(DaemonStats())
     for empty.sort in SORTS:

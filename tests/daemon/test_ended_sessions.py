@@ -21,6 +21,26 @@ with FakeEngine(sys.argv[1]):
     time.sleep(60)
 """
 
+UNCLOSED = """
+import multiprocessing, sys
+from kvoffd_client.testing import FakeEngine
+def make(name):
+    global engine
+    engine = FakeEngine(sys.argv[1], name)
+make("parent")
+child = multiprocessing.get_context("fork").Process(target=make, args=["child"])
+child.start()
+child.join()
+"""
+"""Two engines that are never closed, and whose processes end in good order."""
+
+
+def test_processes_that_end_without_closing_their_clients_have_not_died() -> None:
+    with DaemonProcess() as daemon:
+        subprocess.run([sys.executable, "-c", UNCLOSED, str(daemon.directory)], check=True)
+        wait_until(lambda: books(daemon.directory).sessions == 0)
+        assert books(daemon.directory).ended_sessions == {"closed": 4}
+
 
 def test_ended_sessions_are_counted_by_reason() -> None:
     with DaemonProcess() as daemon:

@@ -7,6 +7,8 @@ import zlib
 from functools import cache
 from typing import NamedTuple
 
+from tests.kit.plain_adoption import plain_scan
+
 from kvoffd.cache.policies import make_policy
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.records import NamespaceRecord
@@ -17,7 +19,6 @@ from kvoffd_proto.messages import GroupSpec
 from tests.fuzz.choices import Choices
 from tests.kit.cache_harness import made
 from tests.kit.invariants import check_invariants
-from tests.kit.plain_adoption import plain_scan
 from tests.kit.slot_table import SlotRecord, make_table, mark_ready, mark_writing, records_of, scan_table
 from tests.sim.parts import REGION_BYTES, make_pool
 

@@ -58,8 +58,6 @@ class SimTransport:
         yield self._clock.now
         self._arm()
 
-    def poll(self) -> None: ...
-
     def notify(self) -> None: ...
 
     def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:

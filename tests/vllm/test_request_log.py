@@ -36,6 +36,7 @@ def test_a_hit_is_loaded_and_what_is_missing_behind_it_is_named() -> None:
     assert (report.outcome, report.loaded_tokens, report.tokens) == (Outcome.LOADED, 2000, 3001)
     assert found(report) == (3, 2, 0, 0)
     assert (report.missing_group, report.missing_key, report.reason) == (0, block_hash(3), ""), "the daemon knows why"
+    assert report.missing_number == 3
 
 
 def test_a_miss_names_its_first_key_whatever_is_behind_it() -> None:

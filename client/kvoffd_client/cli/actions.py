@@ -18,7 +18,7 @@ from kvoffd_client.cli.format import (
     print_json,
     print_line,
 )
-from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, confirmed, open_admin
+from kvoffd_client.cli.target import NAMESPACE_HELP, CliError, Directory, Json, confirmed, open_admin
 from kvoffd_client.cli.target import resolve_namespace as find
 from kvoffd_proto.admin import ScrubReply
 from kvoffd_proto.events import KV_TOPIC_PREFIX, MEDIUM_STORAGE, AllBlocksCleared, BlockStored, EventBatch, KvEvent
@@ -34,7 +34,8 @@ LABEL_CELLS, SPAN_CELLS = 20, 120
 
 def clear(
     context: typer.Context,
-    namespace: Annotated[str | None, NAMESPACE_OPTION] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help=NAMESPACE_HELP)] = None,
+    namespace: Annotated[str | None, typer.Option("--namespace", hidden=True)] = None,
     everything: Annotated[bool, typer.Option("--all", help="Clear every namespace.")] = False,
     all_nodes: Annotated[
         bool, typer.Option("--all-nodes", help="Also in the shared stores and on all nodes that use them.")
@@ -50,18 +51,18 @@ def clear(
 
     Exit status: 0 done, 1 the answer was no, 2 an error.
     """
-    if (namespace is None) != everything:
-        raise CliError("Choose what to clear: either --namespace with a label or fingerprint, or --all.")
+    if [name, namespace, everything or None].count(None) != 2:
+        raise CliError("Choose what to clear: either the label or fingerprint of one namespace, or --all.")
+    namespace = name or namespace
     with open_admin(context, directory) as admin:
         found = admin.namespaces().namespaces
         chosen = found if namespace is None else [find(found, namespace)]
-        name = "all namespaces"
+        where = "all namespaces"
         if namespace is not None:
-            name = f"namespace {namespace_name(chosen[0].label, chosen[0].namespace)}"
-        if all_nodes:
-            name += " on all nodes"
+            where = f"namespace {namespace_name(chosen[0].label, chosen[0].namespace)}"
+        where += " on all nodes" * all_nodes
         blocks, nbytes = sum(one.ready_blocks for one in chosen), sum(one.ready_bytes for one in chosen)
-        question = f"Drop {count_blocks(blocks)} ({format_size(nbytes)}) from {name}? [y/N] "
+        question = f"Drop {count_blocks(blocks)} ({format_size(nbytes)}) from {where}? [y/N] "
         if not yes and not confirmed(question, "cleared"):
             print_line("Nothing was cleared.")
             return 1
@@ -71,7 +72,7 @@ def clear(
         fingerprint = None if namespace is None else chosen[0].namespace
         print_json({"namespace": fingerprint, "cleared_blocks": dropped, "stores": max(stores, default=0)})
     else:
-        print_line(f"Dropped {count_blocks(dropped)} from {name}.")
+        print_line(f"Dropped {count_blocks(dropped)} from {where}.")
     return 0
 
 

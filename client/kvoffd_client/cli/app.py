@@ -53,9 +53,7 @@ app.add_typer(
     name="namespaces",
     epilog=_examples("namespaces", "namespaces diff 106ed1a3 9c1d02aa", "namespaces quota llama-70b --max 100GiB"),
 )
-app.command(epilog=_examples("clear --namespace llama-70b", "clear --all --yes", "clear --namespace m --all-nodes"))(
-    actions.clear
-)
+app.command(epilog=_examples("clear llama-70b", "clear --all --yes", "clear 106ed1a3 --all-nodes"))(actions.clear)
 app.command(epilog=_examples("scrub", "scrub --json"))(actions.scrub)
 app.command(epilog=_examples("events", "events --json"))(actions.events)
 app.add_typer(
@@ -113,7 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = next((word for word in given if word in command.commands), None)
         if option in given and name is not None and given.index(option) < given.index(name):
             return _refuse(f"{option} is no option of all commands; write it behind one: kvoffd-cli {name} {option}.")
-        return _refuse(f"{str(words()).rstrip('.')}; --help shows what can be given.")
+        said = str(words()).replace("Value error, ", "").rstrip(".")
+        return _refuse(f"{said}{'' if said.endswith('?') else ';'} --help shows what can be given.")
 
 
 def _refuse(sentence: str) -> int:

@@ -81,7 +81,8 @@ def doctor(
     Then what would help most. It looks at the daemon's counters for a second, at this machine, and at the engines that
     you name.
 
-    Exit status: 0 healthy, 1 a warning, 2 an error or no answer.
+    Exit status: 0 nothing, or only what is worth knowing; 1 a warning: it works, and could work better; 2 an error, or
+    no answer.
     """
     place, urls = local_directory(context, directory), [metrics_url(one) for one in engine or ()]
     with open_admin(context, directory) as admin:
@@ -119,9 +120,11 @@ def read_engine(where: str) -> Engine:
         with urllib.request.urlopen(where, timeout=ENGINE_TIMEOUT_S) as answer:
             text = answer.read(MOST_METRICS_BYTES).decode(errors="replace")
         metrics: dict[str, float] = defaultdict(float)
-        models = set()
+        models, age_seconds = set(), None
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
+                if sample.name == "process_start_time_seconds":
+                    age_seconds = time.time() - sample.value
                 if sample.name.startswith("vllm:") and not sample.name.endswith(("_bucket", "_created")):
                     metrics[sample.name] += sample.value
                     models |= {sample.labels["model_name"]} if "model_name" in sample.labels else set()
@@ -131,7 +134,7 @@ def read_engine(where: str) -> Engine:
         return Engine(problem=f"{where} does not answer: {error.reason}.")
     except (OSError, http.client.HTTPException, ValueError) as error:
         return Engine(problem=f"{where} does not answer with metrics: {error}.")
-    return Engine(metrics, frozenset(models))
+    return Engine(metrics, frozenset(models), age_seconds=age_seconds)
 
 
 def run_self_test(place: Path) -> SelfTest:
@@ -168,16 +171,19 @@ def run_self_test(place: Path) -> SelfTest:
 
 def report_of(facts: Facts, test: SelfTest | None = None) -> Report:
     found, value = find(facts), value_of(facts)
-    healthy = not any(one.level in ("error", "warning") for one in found) and not (test is not None and test.problem)
+    healthy = not any(one.level == "error" for one in found) and not (test is not None and test.problem)
     return Report(healthy, value.paying_off, list(_verdict(facts, found, value, healthy, test)), value, found, test)
 
 
 def _verdict(facts: Facts, found: Sequence[Finding], value: Value, healthy: bool, test: SelfTest | None) -> list[str]:
     engines = sum(one.role == Role.SCHEDULER for one in facts.sessions)
-    bad = sum(one.level in ("error", "warning") for one in found)
-    state = "Healthy" if healthy else f"Not healthy, {bad} problem{plural(bad)}" if bad else "Not healthy"
+    errors, warnings = (sum(one.level == level for one in found) for level in ("error", "warning"))
+    if healthy:
+        state = f"It works; {warnings} thing{plural(warnings)} to improve" if warnings else "Healthy"
+    else:
+        state = f"Not healthy, {errors} error{plural(errors)}" if errors else "Not healthy"
     first = (
-        f"{state}: kvoffd {printable(facts.stats.version)}, up for {format_duration(facts.stats.uptime_seconds)}, with "
+        f"{state}. kvoffd {printable(facts.stats.version)}, up for {format_duration(facts.stats.uptime_seconds)}, with "
         f"{engines or 'no'} engine{plural(engines)}."
     )
     lines = [first, _worth(facts.stats, value)]
@@ -201,12 +207,12 @@ def _worth(stats: DaemonStats, value: Value) -> str:
         return f"Too early to say whether it pays off: {lookups} so far, and {FEWEST_LOOKUPS} are needed."
     text = "Paying off" if value.paying_off else "Not paying off"
     text += f": engines loaded {format_count(value.loaded_tokens)} tokens"
-    if value.loaded_tokens:
-        text += f" and did not compute them, {percent(value.loaded_tokens, value.needed_tokens)} of what they needed"
-    text += "."
+    total = stats.since_start
+    loaded, own = (percent(keys, total.asked_keys) for keys in (total.loaded_keys, total.not_needed_keys))
+    text += f" and did not compute them. Of the keys asked for {loaded} were loaded" if value.loaded_tokens else ""
+    text += f", and {own} not needed." if value.loaded_tokens and total.not_needed_keys else "."
     if value.saved_seconds:
-        text += f" That saved {format_duration(value.saved_seconds)} of prefill"
-        text += f"; {format_duration(value.computed_seconds)} were computed." if value.computed_seconds else "."
+        text += f" That saved {format_duration(value.saved_seconds)} of prefill."
     elif value.loaded_tokens:
         text += " How long computing takes, no engine has reported yet."
     life = stats.lifetime

@@ -5,6 +5,7 @@ KINDS has what each finding means and what mends it; a check adds its evidence.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -13,9 +14,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvoffd_client.cli.format import percent
+from kvoffd_client.cli.format import namespace_name, percent
 from kvoffd_client.cli.machine import Machine
-from kvoffd_client.namespace import fields_of_description
+from kvoffd_client.namespace import LABEL_IN_NAME, fields_of_description
 from kvoffd_client.namespace_differences import explain
 from kvoffd_proto.admin import NamespaceInfo, SessionInfo
 from kvoffd_proto.messages import BENCH_LABEL, Role
@@ -27,6 +28,8 @@ FEWEST_LOOKUPS = 100
 FEWEST_ERRORS = 20
 POINTS, MANY_POINTS = 1.0, 10.0
 """Percentage points of hits that are worth a sentence, and a warning."""
+LRU_POINTS = 2.0
+"""By so much more an estimate of lru's hits is more than the estimate's error."""
 PAYS_PERCENT = 1.0
 """Of the tokens that engines needed, the part from which on loading them pays off."""
 OWN_SHARE = 0.9
@@ -127,12 +130,13 @@ KINDS = {
     "left_behind": Kind(
         "warning",
         "Engines do not find these blocks. If the change was meant, drop them; else undo it.",
-        "kvoffd-cli clear --namespace {}",
+        "kvoffd-cli clear {}",
     ),
     "small_blocks": Kind("info", "The rest of each slot is wasted.", "a larger --block-size, or blocks_per_chunk"),
     "few_blocks": Kind("info", "Only whole blocks are cached: the rest is computed.", "a smaller --block-size of vLLM"),
     # Value.
     "pool_too_small": Kind("info", "More memory, or a disk, would save more prefill.", "{}" + _TOML),
+    "lru_is_better": Kind("info", "What it learned does not fit this traffic.", 'eviction_policy = "lru"' + _TOML),
     "thrash": Kind("warning", "Blocks leave before they come back.", "{}"),
     "pool_too_large": Kind("info", "The rest of the memory brings nothing now.", "a smaller pool_size" + _TOML),
     "starving": Kind("warning", "Others take the space, or its quota is too low.", "kvoffd-cli namespaces quota {}"),
@@ -152,9 +156,7 @@ KINDS = {
         """--kv-transfer-config '{{"kv_connector": "KvoffdConnector", "kv_role": "kv_both"}}'""",
     ),
     "engine_away": Kind("warning", "It computes all prompts. Its log says why.", "KVOFFD_DIRECTORY of the engine"),
-    "engine_elsewhere": Kind(
-        "info", "It uses another daemon, or a namespace that another engine named.", "KVOFFD_DIRECTORY of the engine"
-    ),
+    "engine_elsewhere": Kind("warning", "It uses another daemon.", "KVOFFD_DIRECTORY of the engine"),
     "engine_late": Kind("warning", "The daemon or this engine has too little CPU.", _CPU),
     "engine_failed_loads": Kind("warning", "Blocks were dropped, or the daemon was restarted.", _LOG),
     "hits_disagree": Kind("info", "One was restarted, or the engine uses another daemon.", "kvoffd-cli clients"),
@@ -189,13 +191,24 @@ class Engine:
     metrics: Mapping[str, float] = field(default_factory=dict)
     models: frozenset[str] = frozenset()
     problem: str = ""
+    age_seconds: float | None = None
+    """Since its process began; None where it does not say."""
 
     def of(self, name: str) -> float:
         return self.metrics.get(f"vllm:{name}", 0.0)
 
     def serves(self, label: str) -> bool:
         """Whether a namespace of that label may be its own: of a local model the label is the directory's name."""
-        return any(label in (model, PurePath(model).name) for model in self.models)
+        return label in self._labels
+
+    def is_session(self, name: str) -> bool:
+        """Whether a session of that name may be its own. The connector puts the label between the engine's id and the
+        role: of a namespace that engines share, another one may have given the label."""
+        return any(f" {label[:LABEL_IN_NAME]} " in name for label in self._labels)
+
+    @property
+    def _labels(self) -> set[str]:
+        return {label for model in self.models for label in (model, PurePath(model).name)}
 
 
 @dataclass(frozen=True)
@@ -224,10 +237,6 @@ class Facts:
     @property
     def known(self) -> list[NamespaceInfo]:
         return [one for one in self.namespaces if not one.label.startswith(BENCH_LABEL)]
-
-
-def _name(label: str, fingerprint: bytes | str) -> str:
-    return f"{printable(label)} ({namespace_id(fingerprint)})"
 
 
 def _share(part: float, whole: float) -> float:
@@ -280,7 +289,9 @@ def clients(facts: Facts) -> Iterator[Finding]:
         own = [one for one in engines if info.namespace in one.namespaces]
         workers = sum(one.role == Role.WORKER for one in own)
         if len(own) > workers < info.world_size and min(one.age_seconds for one in own) > CONNECTING_S:
-            evidence = f"{_name(info.label, info.namespace)}: {workers} of {info.world_size} workers are connected."
+            evidence = (
+                f"{namespace_name(info.label, info.namespace)}: {workers} of {info.world_size} workers are connected."
+            )
             yield finding("workers_missing", evidence, 1.0)
 
 
@@ -415,8 +426,9 @@ def _left_behind(left: Sequence[NamespaceInfo], new: NamespaceInfo, pool_bytes: 
     words = "; ".join(each.since() for each in explain(new.description, old.description))
     more = f" {len(left) - 1} more are like it." if len(left) > 1 else ""
     evidence = (
-        f"{_name(old.label, old.namespace)} has {format_size(old.ready_bytes)}, and no engine uses it.{more} Engines "
-        f"use {namespace_id(new.namespace)} now, with {words or 'a description that does not say what differs'}."
+        f"{namespace_name(old.label, old.namespace)} has {format_size(old.ready_bytes)}, and no engine uses it.{more} "
+        f"Engines use {namespace_id(new.namespace)} now, with "
+        f"{words or 'a description that does not say what differs'}."
     )
     return finding("left_behind", evidence, _share(old.ready_bytes, pool_bytes), namespace_id(old.namespace))
 
@@ -425,8 +437,8 @@ def small_blocks(facts: Facts) -> Iterator[Finding]:
     for info in facts.known:
         smallest = min((size for sizes in info.shard_bytes for size in sizes if size), default=SMALLEST_SLOT_BYTES)
         if smallest < SMALLEST_SLOT_BYTES:
-            evidence = f"{_name(info.label, info.namespace)}: a rank's part of a block has {format_size(smallest)}, and"
-            wasted = 1 - smallest / SMALLEST_SLOT_BYTES
+            name, wasted = namespace_name(info.label, info.namespace), 1 - smallest / SMALLEST_SLOT_BYTES
+            evidence = f"{name}: a rank's part of a block has {format_size(smallest)}, and"
             yield finding("small_blocks", f"{evidence} a slot at least {format_size(SMALLEST_SLOT_BYTES)}.", wasted)
 
 
@@ -439,7 +451,6 @@ class Value(msgspec.Struct, frozen=True):
     Attributes:
         paying_off: None while there were too few lookups to tell.
         needed_tokens: of the tokens that engines asked for, those that they did not have themselves.
-        computed_seconds: of prefill, for what was not loaded; 0 where no engine has reported its speed.
         why_not: why it does not pay off, a sentence.
     """
 
@@ -448,7 +459,6 @@ class Value(msgspec.Struct, frozen=True):
     loaded_tokens: int
     needed_tokens: int
     saved_seconds: float
-    computed_seconds: float
     why_not: str
 
 
@@ -456,16 +466,11 @@ def value_of(facts: Facts) -> Value:
     traffic = facts.stats.since_start
     needed = round(traffic.asked_tokens * (1 - _share(traffic.not_needed_keys, traffic.asked_keys)))
     needed = max(needed, traffic.loaded_tokens)
-    computed = sum(
-        one.asked_tokens * _share(sum(one.misses.values()), one.asked_keys) / one.prefill_tokens_per_second
-        for one in facts.counted
-        if one.prefill_tokens_per_second
-    )
     pays = None
     if traffic.lookups >= FEWEST_LOOKUPS:
         pays = 100 * _share(traffic.loaded_tokens, needed) >= PAYS_PERCENT
     why = _why_not(facts) if pays is False else ""
-    return Value(pays, traffic.lookups, traffic.loaded_tokens, needed, traffic.saved_seconds, computed, why)
+    return Value(pays, traffic.lookups, traffic.loaded_tokens, needed, traffic.saved_seconds, why)
 
 
 def _why_not(facts: Facts) -> str:
@@ -477,7 +482,7 @@ def _why_not(facts: Facts) -> str:
         return "Engines stored nothing: their prompts are shorter than a block, or kv_role is kv_consumer."
     if not repeats(curve):
         return f"Prompts do not repeat: {most_of(curve):.1f} % would be found with ten times the memory."
-    return f"Most misses: {main_miss(traffic)}."
+    return f"{main_miss(traffic)}."
 
 
 def own_suffices(traffic: Window) -> bool:
@@ -494,11 +499,10 @@ def most_of(curve: HitCurve | None) -> float:
 
 
 def main_miss(traffic: Window | NamespaceStats) -> str:
-    """``61.2 % evicted to make space for others``."""
-    if not traffic.misses:
-        return "none"
-    reason, keys = max(traffic.misses.items(), key=lambda item: item[1])
-    return f"{percent(keys, sum(traffic.misses.values()))} {MISS_REASONS.get(reason, printable(reason))}"
+    """``61.2 % of the keys asked for were missed: evicted to make space for others``."""
+    reason, keys = max(traffic.misses.items(), key=lambda item: item[1], default=("", 0))
+    why = MISS_REASONS.get(reason, printable(reason))
+    return f"{percent(keys, traffic.asked_keys)} of the keys asked for were {why}" if reason else "No key was missed"
 
 
 def pool_size(facts: Facts) -> Iterator[Finding]:
@@ -508,19 +512,22 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
         return
     if not repeats(curve) or own_suffices(stats.since_start):
         return  # no size brings anything, as the verdict says
-    found, now = 100 * curve.found_tokens / curve.asked_tokens, 100 * curve.lru_hit_ratio.get("1", 0.0)
+    found, lru = 100 * curve.found_tokens / curve.asked_tokens, 100 * curve.lru_hit_ratio.get("1", 0.0)
     size, best = _next_size(curve)
-    gain = best - max(found, now)
+    gain = best - max(found, lru)
     evicted = _share(stats.last_hour.misses.get("evicted", 0), stats.last_hour.asked_keys)
     gone = f"{percent(evicted, 1)} of the keys asked for in the last hour had been evicted"
     if stats.curve_seen_bytes >= pool_bytes and gain >= POINTS:
         more = exact_size(max(1 << 20, round((size - 1) * pool_bytes) >> 20 << 20))
-        evidence = (
-            f"Requests find {found:.1f} % of their tokens in {format_size(pool_bytes)}, and would find {best:.1f} % "
-        )
-        evidence += f"in {format_size(size * pool_bytes)} (estimated for LRU, without quotas)." + f" {gone}." * (
-            evicted >= POINTS / 100
-        )
+        here, there = (format_size(nbytes) for nbytes in (pool_bytes, size * pool_bytes))
+        if found >= lru:
+            evidence = f"Requests find {found:.1f} % of their tokens in {here}, and with lru {best:.1f} % in {there}"
+        else:
+            evidence = (
+                f"With lru requests would find {lru:.1f} % of their tokens in {here}, and {best:.1f} % in {there}"
+            )
+        evidence += " (estimated, without quotas)."
+        evidence += f" {gone}." * (evicted >= POINTS / 100)
         fix = f'pool_size = "{exact_size(round(size * pool_bytes))}", or disk = ["/mnt/nvme={more}"]'
         yield finding("pool_too_small", evidence, gain / 100, fix, "warning" if gain >= MANY_POINTS else "info")
     elif evicted >= THRASH_SHARE:
@@ -538,6 +545,25 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
             f"In {format_duration(stats.uptime_seconds)} engines asked for {format_size(stats.curve_seen_bytes)} of "
         )
         yield finding("pool_too_large", f"{evidence}different blocks; the pool has {format_size(pool_bytes)}.")
+
+
+def lru_is_better(facts: Facts) -> Iterator[Finding]:
+    """Where the same pool would find more with the policy lru, for long, and not for want of something else."""
+    stats, curve, hour = facts.stats, facts.stats.curve, facts.stats.last_hour
+    limited = any(one.quota_bytes for one in stats.namespaces)
+    if stats.policy == "lru" or curve is None or not curve.asked_tokens or limited:
+        return
+    if stats.uptime_seconds < LONG_ENOUGH_S or stats.since_start.lookups < FEWEST_LOOKUPS:
+        return
+    found, lru = 100 * curve.found_tokens / curve.asked_tokens, 100 * curve.lru_hit_ratio.get("1", 0.0)
+    others = sum(keys for reason, keys in hour.misses.items() if reason not in ("unknown", "evicted", "rejected"))
+    lost = lru - found - 100 * _share(others, hour.asked_keys)
+    if lost >= LRU_POINTS:
+        evidence = (
+            f"Requests found {found:.1f} % of their tokens in the pool with the policy {printable(stats.policy)}. With "
+            f"lru it would have been {lru:.1f} % (estimated)."
+        )
+        yield finding("lru_is_better", evidence, lost / 100, "", "warning" if lost >= MANY_POINTS else "info")
 
 
 def _next_size(curve: HitCurve) -> tuple[float, float]:
@@ -558,8 +584,8 @@ def starving(facts: Facts) -> Iterator[Finding]:
         if could - own < MANY_POINTS or has >= asks / 2:
             continue
         evidence = (
-            f"{_name(one.model, one.id)} asks for {percent(asks, 1)} of all tokens and has {percent(has, 1)} of the "
-            f"blocks. It finds {own:.1f} %, and could find {could:.1f} %."
+            f"{namespace_name(one.model, one.id)} asks for {percent(asks, 1)} of all tokens and has {percent(has, 1)} "
+            f"of the blocks. It finds {own:.1f} %, and could find {could:.1f} %."
         )
         limited, most_bytes = one, 2 * (one.quota_bytes or 0)
         if one.quota_bytes is None or one.ready_bytes < AT_QUOTA * one.quota_bytes:
@@ -573,11 +599,11 @@ def without_hits(facts: Facts) -> Iterator[Finding]:
     for one in facts.counted if facts.stats.since_start.loaded_tokens else ():
         if one.lookups < FEWEST_LOOKUPS or one.loaded_keys or one.not_needed_keys:
             continue
-        evidence = f"{_name(one.model, one.id)} loaded nothing in {format_count(one.lookups)} lookups."
+        evidence = f"{namespace_name(one.model, one.id)} loaded nothing in {format_count(one.lookups)} lookups."
         if not one.stored_bytes:
             yield finding("stores_nothing", evidence, 0.3)
         elif not repeats(one.curve):
-            yield finding("never_hits", f"{evidence} Most misses: {main_miss(one)}.", 0.2)
+            yield finding("never_hits", f"{evidence} {main_miss(one)}.", 0.2)
 
 
 def few_blocks(facts: Facts) -> Iterator[Finding]:
@@ -589,7 +615,9 @@ def few_blocks(facts: Facts) -> Iterator[Finding]:
         blocks = one.asked_keys / one.lookups / len(info.groups)
         tokens = max(group.tokens_per_block for group in info.groups)
         if 0 < blocks < FEW_BLOCKS and tokens > 1:
-            evidence = f"{_name(one.model, one.id)}: prompts have {blocks:.1f} whole blocks of {tokens} tokens."
+            evidence = (
+                f"{namespace_name(one.model, one.id)}: prompts have {blocks:.1f} whole blocks of {tokens} tokens."
+            )
             yield finding("few_blocks", evidence, 0.3)
 
 
@@ -599,7 +627,7 @@ def slow_copies(facts: Facts) -> Iterator[Finding]:
         if skipped < FEWEST_ERRORS or skipped < SKIPPED_SHARE * one.lookups:
             continue
         loads, stores = format_count(one.skipped_loads), format_count(one.paused_stores)
-        evidence = f"{_name(one.model, one.id)}: engines skipped {loads} loads and {stores} stores in "
+        evidence = f"{namespace_name(one.model, one.id)}: engines skipped {loads} loads and {stores} stores in "
         evidence += f"{format_count(one.lookups)} lookups, to lose no time."
         if one.load_tokens_per_second and one.prefill_tokens_per_second:
             compute, load = (format_count(round(one.prefill_tokens_per_second)), round(one.load_tokens_per_second))
@@ -628,13 +656,20 @@ def engines(facts: Facts) -> Iterator[Finding]:
             yield finding("engine_without", f"{at} has no metrics of kvoffd.", 0.9)
         elif not engine.of("kvoffd_connected"):
             yield finding("engine_away", f"{at} is not connected to a daemon.", 1.0)
-        elif not any(engine.serves(one.label) for one in facts.known):
+        elif not (own := _namespaces_of(facts, engine)):
             yield finding("engine_elsewhere", f"{at} is connected, and this daemon does not know {models}.", 0.9)
         else:
-            yield from _engine_counts(facts, at, engine)
+            yield from _engine_counts(facts, at, engine, own)
 
 
-def _engine_counts(facts: Facts, at: str, engine: Engine) -> Iterator[Finding]:
+def _namespaces_of(facts: Facts, engine: Engine) -> set[str]:
+    """Fingerprints of the namespaces that are an engine's, by their labels and by its sessions."""
+    labelled = {one.namespace for one in facts.known if engine.serves(one.label)}
+    of_sessions = (one.namespaces for one in facts.sessions if engine.is_session(one.name))
+    return {one.hex() for one in labelled.union(*of_sessions)}
+
+
+def _engine_counts(facts: Facts, at: str, engine: Engine, own: set[str]) -> Iterator[Finding]:
     late, lookups = engine.of("kvoffd_late_lookups_total"), engine.of("kvoffd_lookups_total")
     if late >= FEWEST_ERRORS and late > LATE_SHARE * lookups:
         evidence = f"{at} did not wait for {format_count(round(late))} of {format_count(round(lookups))} lookups."
@@ -643,11 +678,13 @@ def _engine_counts(facts: Facts, at: str, engine: Engine) -> Iterator[Finding]:
         yield finding(
             "engine_failed_loads", f"{format_count(round(failed))} loads failed. {at} computed the prompts.", 0.3
         )
-    # Tokens that vLLM counts as external hits, and those that the daemon loaded for engines of that name.
+    # Tokens that vLLM counts as external hits, and those that the daemon loaded for engines of its namespaces. What an
+    # engine that is older than the daemon has counted may be of the one before.
     hits, asked = (engine.of(f"external_prefix_cache_{name}_total") for name in ("hits", "queries"))
-    loaded = sum(one.loaded_tokens for one in facts.counted if engine.serves(one.model))
+    loaded = sum(one.loaded_tokens for one in facts.counted if one.fingerprint in own)
     alone = sum(one.role == Role.SCHEDULER for one in facts.sessions) == 1
-    more_there = hits > AGREE * max(loaded, facts.stats.lifetime.loaded_tokens)
+    is_older = engine.age_seconds is not None and engine.age_seconds > facts.stats.uptime_seconds
+    more_there = not is_older and hits > AGREE * max(loaded, facts.stats.lifetime.loaded_tokens)
     none_there = alone and loaded >= FEWEST_LOOKUPS and asked and not hits
     if more_there or none_there:
         evidence = f"{at} counts {format_count(round(hits))} tokens as loaded, and this daemon {format_count(loaded)}."
@@ -657,9 +694,21 @@ def _engine_counts(facts: Facts, at: str, engine: Engine) -> Iterator[Finding]:
 Check = Callable[[Facts], Iterator[Finding]]
 CHECKS: tuple[Check, ...] = (
     health, late_lookups, growing_errors, blocked_loop, clients, memory, limits, gpus, disks, late_tiers, disk_writes,
-    namespaces_apart, small_blocks, pool_size, starving, without_hits, few_blocks, slow_copies, many_stores,
+    namespaces_apart, small_blocks, pool_size, lru_is_better, starving, without_hits, few_blocks, slow_copies,
+    many_stores,
     engines,
 )  # fmt: skip
+
+
+BY_HAND = (
+    (r"LimitNOFILE=65536 in kvoffd.service", "ulimit -n 65536"),
+    (r"LimitMEMLOCK=infinity in kvoffd.service", "ulimit -l unlimited"),
+    (r"CPUAffinity= in kvoffd.service", "taskset --cpu-list"),
+    (r"systemctl restart kvoffd", "start the daemon again"),
+    (r"systemctl start kvoffd", "kvoffd serve"),
+    (r"journalctl -u kvoffd(?: --grep (\w+)| --since \S+)?", r"see the daemon's log"),
+)
+"""What mends it where the daemon is no unit of systemd."""
 
 
 def find(facts: Facts) -> list[Finding]:
@@ -670,4 +719,7 @@ def find(facts: Facts) -> list[Finding]:
             found += check(facts)
         except Exception as error:
             found.append(finding("broken_check", f"{check.__name__} failed: {type(error).__name__}: {error}.", 0.0))
+    if not facts.machine.unit:
+        for systemd, otherwise in BY_HAND:
+            found = [msgspec.structs.replace(one, fix=re.sub(systemd, otherwise, one.fix)) for one in found]
     return sorted(found, key=lambda one: (LEVELS.index(one.level), -one.weight))

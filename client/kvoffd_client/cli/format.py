@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from textwrap import wrap
 from typing import cast
 
 from msgspec import Struct
@@ -22,6 +23,9 @@ TEXT_CELLS = 80
 PIPE_CELLS, PIPE_TABLE_CELLS = 120, 1000
 """A table in a pipe is as wide as it needs to be: who filters it wants whole names."""
 
+NO_NAMESPACE = "There is no namespace; an engine opens its own when it connects."
+Line = str | tuple[str, str]
+"""Text, or text with its style."""
 Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 """A value that JSON has a form for."""
 
@@ -44,6 +48,22 @@ def print_page(page: RenderableType, console: Console | None = None) -> None:
     with console.capture() as captured:
         console.print(page)
     print_line("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def print_lines(lines: Iterable[Line]) -> None:
+    """Print lines with their styles."""
+    console = make_console()
+    for line, style in wrapped(lines, console.width):
+        print_page(Text(line, style=style), console)
+
+
+def wrapped(lines: Iterable[Line], width: int) -> Iterator[tuple[str, str]]:
+    """Lines with their styles; one that is too long goes on in the next, indented."""
+    for line in lines:
+        text, style = (line, "") if isinstance(line, str) else line
+        indent = " " * (2 + len(text) - len(text.lstrip()))
+        for part in wrap(printable(text), max(8, width), subsequent_indent=indent) or [""]:
+            yield part, style
 
 
 def print_line(text: str) -> None:
@@ -88,9 +108,14 @@ def to_plain(value: object) -> Plain:
     raise TypeError(f"{type(value).__name__} has no JSON form.")
 
 
-def namespace_name(label: str, fingerprint: bytes) -> str:
+def namespace_name(label: str, fingerprint: bytes | str) -> str:
     """A namespace for people: ``llama-70b (106ed1a3c0de)``."""
     return f"{printable(label)} ({namespace_id(fingerprint)})"
+
+
+def reason_name(reason: str) -> str:
+    """A reason of misses, for people: statistics and metrics say ``unknown``."""
+    return "never stored" if reason == "unknown" else printable(reason).replace("_", " ")
 
 
 def count_blocks(count: int) -> str:

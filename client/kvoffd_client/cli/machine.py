@@ -27,6 +27,7 @@ class Machine:
 
     Attributes:
         pid: the daemon's process; 0 where it is in another pid namespace, or on another machine.
+        unit: of systemd, such as kvoffd.service; empty for a daemon that was started otherwise.
         swapped_bytes: of the daemon's memory, the pool included.
         memory_limit_bytes: of the tightest memory cgroup of the daemon; None without one.
         memory_used_bytes: in that cgroup, without file cache that the kernel would drop.
@@ -38,6 +39,7 @@ class Machine:
     """
 
     pid: int = 0
+    unit: str = ""
     memory_bytes: int = 0
     available_bytes: int = 0
     swapped_bytes: int = 0
@@ -71,8 +73,10 @@ def look_at(pid: int, disks: Sequence[str] = (), root: Path = Path("/")) -> Mach
             kills = dict(_pairs(directory / "memory.events")).get("oom_kill", 0)
             kills = kills or dict(_pairs(directory / "memory.oom_control")).get("oom_kill", 0)
     driver = _text(proc / "driver/nvidia/version")
+    groups = [line.rpartition("/")[2] for line in _text(own / "cgroup").splitlines()] if pid else []
     return Machine(
         pid=pid,
+        unit=next((name for name in groups if name.endswith(".service")), ""),
         memory_bytes=memory.get("MemTotal:", 0) * 1024,
         available_bytes=memory.get("MemAvailable:", 0) * 1024,
         swapped_bytes=_swapped(own, memory) if pid else 0,

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from kvoffd_client.cli.format import namespace_name, print_json, print_line, print_table
+from kvoffd_client.cli.format import NO_NAMESPACE, namespace_name, print_json, print_line, print_table
 from kvoffd_client.cli.health import show_health
 from kvoffd_client.cli.target import (
     NAMESPACE_HELP,
@@ -108,7 +108,7 @@ def engines_of(found: Sequence[SessionInfo]) -> list[Engine]:
     for one in found:
         if one.role not in (Role.SCHEDULER, Role.WORKER):
             continue
-        name = re.sub(rf" {one.role}( \d+)?$", "", one.name)
+        name = _engine_name(one)
         row = rows.setdefault((name, tuple(one.namespaces)), Engine(name, one.namespaces))
         row.schedulers += one.role == Role.SCHEDULER
         row.workers += one.role == Role.WORKER
@@ -119,6 +119,10 @@ def engines_of(found: Sequence[SessionInfo]) -> list[Engine]:
         row.jobs += one.jobs
         row.registered_bytes += one.registered_bytes
     return list(rows.values())
+
+
+def _engine_name(session: SessionInfo) -> str:
+    return re.sub(rf" {session.role}( \d+)?$", "", session.name)
 
 
 def _show_engines(rows: Sequence[Engine], labels: Mapping[bytes, str]) -> None:
@@ -178,7 +182,7 @@ OUTCOMES = {
     Outcome.HELD: "loaded nothing of {tokens} tokens: the engine had itself what there was",
     Outcome.SHORT: "asked for nothing: its {tokens} tokens are less than a block",
     Outcome.SKIPPED: "loaded nothing of {tokens} tokens: computing them was faster than loading",
-    Outcome.LATE: "loaded nothing of {tokens} tokens: the answer did not come in time",
+    Outcome.LATE: "loaded nothing of {tokens} tokens: no answer of the daemon came in time, or it was gone",
     Outcome.FAILED: "computed {tokens} tokens: a load failed, see the engine's log",
     Outcome.UNUSED: "asked for nothing: the engine was not connected, or its request may not use the cache",
 }
@@ -187,16 +191,22 @@ OUTCOMES = {
 def _show_requests(context: typer.Context, directory: Path | None, name: str, *, as_json: bool) -> int:
     with open_admin(context, directory) as admin:
         found = admin.ask(Requests, name).requests
+        names = {one.session_id: _engine_name(one) for one in admin.sessions().sessions}
+        labels = {one.namespace: one.label for one in admin.namespaces().namespaces}
     if as_json:
         print_json({"requests": found})
         return 0
+    before = None
     for one in found:
+        if before != (before := (one.session_id, one.namespace)):
+            where = namespace_name(labels.get(one.namespace, ""), one.namespace)
+            print_line(f"Engine {printable(names.get(one.session_id, ''))}, namespace {where}:")
         print_line(request_sentence(one.report))
     if not found:
         print_line(
             f"No engine has reported a request {printable(name)!r}."
             if name
-            else "No engine has reported a request yet; they do once a second."
+            else "No engine that is connected has reported a request. Reports come once a second, and go with it."
         )
     return int(bool(name) and not found)
 
@@ -215,7 +225,8 @@ def request_sentence(report: RequestReport) -> str:
     sentence += f" Of {format_count(report.keys)} keys {there or 'none was there'}."
     if report.missing_key:
         meaning = MISS_REASONS.get(report.reason, printable(report.reason))
-        sentence += f" The first that was missing, {report.missing_key.hex()[:12]}: {meaning}."
+        number = f" number {format_count(report.missing_number)}," * bool(report.missing_number)
+        sentence += f" The first that was missing,{number} {report.missing_key.hex()[:12]}: {meaning}."
     return sentence
 
 
@@ -239,14 +250,14 @@ def namespaces(context: typer.Context, directory: Directory = None, json: Json =
     elif found:
         _show_namespaces(found)
     else:
-        print_line("There is no namespace; an engine opens its own when it connects.")
+        print_line(NO_NAMESPACE)
     return 0
 
 
 def _show_namespaces(found: Sequence[NamespaceInfo]) -> None:
     limited = any(one.quota_bytes is not None for one in found)
     print_table(
-        ("namespace", "<id", ">clients", ">blocks", ">size", *([">at most"] if limited else []), ">tokens", ">ranks"),
+        ("namespace", "<id", ">sessions", ">blocks", ">size", *([">at most"] if limited else []), ">tokens", ">ranks"),
         [
             (
                 printable(one.label) or "(no label)",

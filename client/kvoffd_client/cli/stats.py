@@ -10,7 +10,19 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from kvoffd_client.cli.format import make_console, percent, print_json, print_line, print_page, print_table
+from kvoffd_client.cli.format import (
+    NO_NAMESPACE,
+    TEXT_CELLS,
+    Line,
+    make_console,
+    percent,
+    print_json,
+    print_line,
+    print_lines,
+    print_page,
+    print_table,
+    reason_name,
+)
 from kvoffd_client.cli.target import CliError, Directory, Json, Url, open_admin, read_statistics
 from kvoffd_proto.admin import PolicyDescribed
 from kvoffd_proto.errors import ErrorCode
@@ -32,7 +44,8 @@ MOST_NAMESPACES = 5
 """On the page; ``stats namespaces`` has all."""
 RARE_CLASS = 0.01
 """Of what is asked for; classes of less have no line."""
-BAR_CELLS = 40
+FEW_REQUESTS, FEW_LIFETIMES = 1000, 10.0
+"""Of fewer requests, and in fewer pool lifetimes, a policy has learned little."""
 
 RARE = {
     "blocks evicted": "evicted_blocks",
@@ -87,7 +100,8 @@ def stats(
 ) -> int:
     """Show what the daemon saved, and what it does.
 
-    Engines also ask for what they hold themselves: such keys are found and not needed. `kvoffd-cli top` is live.
+    A key is the hash of one block; percentages are of the keys that engines asked for. They also ask for what they
+    hold themselves: such keys are found and not needed. `kvoffd-cli top` is live.
 
     Exit status: 0, or 1 if `stats tiers` shows a disk or a store that does not work; 2 an error.
     """
@@ -95,8 +109,8 @@ def stats(
         if url:
             raise CliError("What the policy learned is not served over HTTP; run `stats policy` on the node.")
         with open_admin(context, directory) as admin:
-            policy = admin.describe_policy()
-        print_json(policy) if json else _print_all(_policy(policy))
+            policy, now = admin.describe_policy(), admin.stats()
+        print_json(policy) if json else print_lines(policy_lines(policy, now))
         return 0
     now = read_statistics(context, directory, url)
     status = int(section is Section.TIERS and _tier_fails(now))
@@ -109,7 +123,7 @@ def stats(
     elif section is Section.NAMESPACES:
         _namespaces(now, len(now.namespaces))
     elif section is Section.TIERS:
-        _print_all(tier_lines(now))
+        print_lines(tier_lines(now))
     elif section is Section.SETTINGS:
         settings = [(one.name, printable(one.value) or "-", "" if one.default else "set") for one in now.settings]
         print_table(("setting", "value", ""), settings)
@@ -127,12 +141,6 @@ def _part(now: DaemonStats, section: Section | None) -> object:
     if section is Section.TIERS:
         return {"tiers": now.tiers, "disks": now.disks, "shared": now.shared}
     return {section.value: getattr(now, section.value)} if section else now
-
-
-def _print_all(lines: Iterator[str | tuple[str, str]]) -> None:
-    for line in lines:
-        text, style = (line, "") if isinstance(line, str) else line
-        print_page(Text(printable(text), style=style))
 
 
 def _windows(now: DaemonStats) -> dict[str, Window]:
@@ -173,7 +181,7 @@ def print_stats(now: DaemonStats) -> None:
     tiers = tier_lines(now) if now.disks or now.shared else ()
     if lines := [*tiers, *_errors(now)]:
         print_line("")
-        _print_all(iter(lines))
+        print_lines(lines)
 
 
 def _traffic(now: DaemonStats) -> None:
@@ -186,14 +194,14 @@ def _traffic(now: DaemonStats) -> None:
         return row(title, lambda one: percent(part(one), one.asked_keys))
 
     def missed(reason: str) -> tuple[str, ...]:
-        return share(f"    {reason.replace('_', ' ')}", lambda one: one.misses.get(reason, 0))
+        return share(f"    {reason_name(reason)}", lambda one: one.misses.get(reason, 0))
 
     rare = {title: [format_count(getattr(one, name)) for one in windows] for title, name in RARE.items()}
     print_table(
         ("", ">last minute", ">last hour", ">since start"),
         [
             row("tokens loaded", lambda one: format_count(one.loaded_tokens)),
-            row("prefill saved", _saved),
+            row("prefill saved", saved_time),
             row("tokens asked for", lambda one: format_count(one.asked_tokens)),
             row("keys asked for", lambda one: format_count(one.asked_keys)),
             share("  loaded", lambda one: one.loaded_keys),
@@ -207,7 +215,7 @@ def _traffic(now: DaemonStats) -> None:
     )
 
 
-def _saved(one: Traffic) -> str:
+def saved_time(one: Traffic) -> str:
     """Seconds of prefill; nobody knows them before the engine has reported how fast it computes."""
     return "unknown" if one.loaded_tokens and not one.saved_seconds else format_duration(one.saved_seconds)
 
@@ -220,7 +228,7 @@ def _misses(now: DaemonStats) -> None:
         [
             *(
                 (
-                    reason.replace("_", " "),
+                    reason_name(reason),
                     *(format_count(one.misses.get(reason, 0)) for one in windows),
                     MISS_REASONS.get(reason, ""),
                 )
@@ -234,21 +242,29 @@ def _misses(now: DaemonStats) -> None:
 
 def _pool_bar(pool: PoolStats) -> None:
     console = make_console()
-    full, half, empty = ("#", "+", ".") if console.options.ascii_only else ("█", "▒", "░")
-    used, whole = pool.size_bytes - pool.of("free"), max(1, pool.size_bytes)
-    cells = [round(BAR_CELLS * pool.of(state) / whole) for state in ("ready", "free")]
-    bar = Text.assemble(
-        ("Pool ", "bold"),
-        (full * cells[0], "green"),
-        (half * max(0, BAR_CELLS - sum(cells)), "yellow"),
-        (empty * min(cells[1], BAR_CELLS - cells[0]), "dim"),
-        f" {percent(used, pool.size_bytes)}, {format_size(used)} of {format_size(pool.size_bytes)}",
-    )
-    print_page(bar, console)
-    states = ", ".join(f"{state} {format_size(size)}" for state, size in pool.bytes.items() if size)
-    print_page(Text(f"     {states}; pinned {format_size(pool.pinned_bytes)}"))
-    for text, style in _pool_notes(pool):
-        print_page(Text(f"     {text}", style=style))
+    for line in pool_bar(pool, min(TEXT_CELLS, console.width), plain=console.options.ascii_only):
+        print_page(line, console)
+    print_lines((f"     {text}", style) for text, style in _pool_notes(pool))
+
+
+def pool_bar(pool: PoolStats, width: int, *, plain: bool) -> list[Text]:
+    """What the pool is full of, as a bar, and its states in words."""
+    full, half, empty = "#+." if plain else "█▒░"
+    parts = [("ready", full, "green"), ("filling", half, "cyan"), ("evicting", half, "yellow")]
+    parts += [("quarantined", half, "red"), ("free", empty, "dim")]
+    used = pool.size_bytes - pool.of("free")
+    tail = f"] {percent(used, pool.size_bytes)}, {format_size(used)} of {format_size(pool.size_bytes)}"
+    bar, cells, done, drawn = Text("Pool ["), width - len(tail) - 6, 0, 0
+    for state, mark, style in parts:
+        done += pool.of(state)
+        upto = round(cells * done / max(1, pool.size_bytes))
+        bar.append(mark * (upto - drawn), style)
+        drawn = max(drawn, upto)
+    bar.append(tail)
+    named = [
+        f"{state} {format_size(pool.of(state))}" for state, *_ in parts if pool.of(state) or state in ("ready", "free")
+    ]
+    return [bar, Text(f"     {'  '.join(named)}  pinned {format_size(pool.pinned_bytes)}")]
 
 
 def _pool_notes(pool: PoolStats) -> Iterator[tuple[str, str]]:
@@ -273,7 +289,7 @@ def _pool(pool: PoolStats) -> None:
 
 def _namespaces(now: DaemonStats, most: int) -> None:
     if not now.namespaces:
-        print_line("There is no namespace; an engine opens its own when it connects.")
+        print_line(NO_NAMESPACE)
         return
     found = sorted(now.namespaces, key=lambda one: (one.ready_bytes, one.asked_keys), reverse=True)
     print_table(
@@ -294,7 +310,7 @@ def _namespace(one: NamespaceStats) -> tuple[str, ...]:
         format_size(one.ready_bytes),
         format_size(one.loaded_bytes),
         format_count(one.loaded_tokens),
-        _saved(one),
+        saved_time(one),
         percent(sum(one.misses.values()), one.asked_keys),
     )
 
@@ -314,7 +330,7 @@ def _errors(now: DaemonStats) -> Iterator[tuple[str, str]]:
 # --- tiers -----------------------------------------------------------------------------------------
 
 
-def tier_lines(now: DaemonStats) -> Iterator[str | tuple[str, str]]:
+def tier_lines(now: DaemonStats) -> Iterator[Line]:
     """All that is known of disks and stores: lines, some of them with their style."""
     if not now.disks and not now.shared:
         yield "There is no disk and no shared store; see --disk and --shared of `kvoffd serve`."
@@ -326,7 +342,7 @@ def tier_lines(now: DaemonStats) -> Iterator[str | tuple[str, str]]:
         yield from _shared(one)
 
 
-def _disk(disk: DiskStats) -> Iterator[str | tuple[str, str]]:
+def _disk(disk: DiskStats) -> Iterator[Line]:
     next_hour_s = 3600.0 * (disk.oldest_seconds // 3600 + 1)  # it is known to the hour only
     oldest = f", the oldest < {format_duration(next_hour_s)}" if disk.blocks else ""
     yield f"{disk.directory}: {disk.state}", "bold" if disk.up else "bold yellow"
@@ -361,7 +377,7 @@ def _disk_traffic(tiers: TieringStats) -> Iterator[str]:
     )
 
 
-def _shared(one: SharedStats) -> Iterator[str | tuple[str, str]]:
+def _shared(one: SharedStats) -> Iterator[Line]:
     failed = ", ".join(f"{kind} {format_count(count)}" for kind, count in sorted(one.promotions_failed.items()))
     yield f"{one.url}: {'up' if one.up else 'down'}", "bold" if one.up else "bold yellow"
     yield (
@@ -384,7 +400,7 @@ def _shared(one: SharedStats) -> Iterator[str | tuple[str, str]]:
     if one.unshared_namespaces:
         yield (
             f"  {format_count(one.unshared_namespaces)} namespaces are not shared since an engine reset them: "
-            "`kvoffd-cli clear --namespace NAME --all-nodes` has one shared again",
+            "`kvoffd-cli clear NAME --all-nodes` has one shared again",
             "yellow",
         )
     for kind, count in sorted(one.errors.items()):
@@ -394,23 +410,35 @@ def _shared(one: SharedStats) -> Iterator[str | tuple[str, str]]:
 # --- the policy ------------------------------------------------------------------------------------
 
 
-def _policy(found: PolicyDescribed) -> Iterator[str]:
+def policy_lines(found: PolicyDescribed, now: DaemonStats) -> Iterator[Line]:
+    """What a policy has learned, and of how much."""
     yield (
-        f"Policy {found.policy}: {format_count(found.requests)} request{plural(found.requests)}, "
-        f"{format_count(found.known_keys)} keys known, {format_count(found.ghost_keys)} of them without a block, in "
-        f"{format_size(found.policy_bytes)}."
+        f"Policy {found.policy}: {format_count(found.known_keys)} keys known, {format_count(found.ghost_keys)} of them "
+        f"without a block, in {format_size(found.policy_bytes)}."
     )
     if not found.classes:
-        yield "It has learned nothing so far." if found.known_keys else "It does not learn."
+        yield "It has seen too little to have learned anything." if found.policy == "learned" else "It does not learn."
         return
+    total, requests = now.since_start, found.requests
+    block_bytes = total.stored_bytes / max(1, total.stored_blocks)
+    lifetimes = requests * total.asked_keys / max(1, total.lookups) * block_bytes / max(1, now.pool.size_bytes)
+    little = requests < FEW_REQUESTS or lifetimes < FEW_LIFETIMES
+    yield (
+        f"It rests on {format_count(requests)} request{plural(requests)}, about {lifetimes:.2g} pool lifetimes: a "
+        f"lifetime is the time in which as much is asked for as the pool holds."
+    )
+    if little:
+        yield "That is little: what follows are first estimates, and will change.", "yellow"
     hits, lru = format_size(found.hit_bytes), format_size(found.lru_hit_bytes)
-    yield f"Found by requests since the start: {hits}; with lru it would have been {lru}."
+    yield f"Requests found {hits} since the start; with lru it would have been {lru}."
     if found.as_lru:
-        yield "Blocks are evicted as with lru for now, since that would have had more hits."
-    yield "A pool lifetime is the time in which as much is asked for as the pool holds. Of the keys asked for:"
+        yield "Blocks are evicted as with lru for now, since that would have had more hits.", "yellow"
+    yield "Of the keys asked for:"
     for one in found.classes:
         if one.accessed_share >= RARE_CLASS:
+            known = one.return_age <= lifetimes
+            half = f"half of them within {one.return_age:.2g} lifetimes" if known else "most later than was seen so far"
             yield (
-                f"  {percent(one.accessed_share, 1.0)} {one.name}: {percent(one.return_chance, 1.0)} come back, half "
-                f"of them within {one.return_age:g} lifetimes; {format_size(one.kept_bytes)} in the pool"
+                f"  {percent(one.accessed_share, 1.0)} {one.name}: about {percent(one.return_chance, 1.0)} come back, "
+                f"{half}; {format_size(one.kept_bytes)} in the pool"
             )

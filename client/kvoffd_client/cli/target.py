@@ -62,10 +62,15 @@ def open_admin(context: typer.Context, directory: Path | None) -> AdminClient:
     return admin
 
 
-def read_statistics(context: typer.Context, directory: Path | None, url: str) -> DaemonStats:
-    """The statistics of the daemon that the command line names: over its sockets, or over HTTP from anywhere."""
+def check_names_one(directory: Path | None, url: str) -> None:
+    """Raise CliError where the command line names two daemons."""
     if url and directory is not None:
         raise CliError("--url and --directory name two daemons; give one of them.")
+
+
+def read_statistics(context: typer.Context, directory: Path | None, url: str) -> DaemonStats:
+    """The statistics of the daemon that the command line names: over its sockets, or over HTTP from anywhere."""
+    check_names_one(directory, url)
     if url:
         return read_stats(url)
     with open_admin(context, directory) as admin:

@@ -9,7 +9,7 @@ import termios
 import time
 import tty
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -24,10 +24,10 @@ from rich.live import Live
 from rich.text import Text
 
 from kvoffd_client.admin_client import read_stats
-from kvoffd_client.cli.format import make_console, percent, print_json, print_line
+from kvoffd_client.cli.format import Line, make_console, percent, print_json, print_line, reason_name, wrapped
 from kvoffd_client.cli.show import Engine, engines_of
-from kvoffd_client.cli.stats import print_stats, tier_lines
-from kvoffd_client.cli.target import CliError, Directory, Url, open_admin
+from kvoffd_client.cli.stats import policy_lines, pool_bar, print_stats, saved_time, tier_lines
+from kvoffd_client.cli.target import CliError, Directory, Url, check_names_one, open_admin
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.admin import HealthLevel, PolicyDescribed
 from kvoffd_proto.stats import MAX_NAMESPACE_ROWS, DaemonStats, NamespaceStats, Traffic, Window, namespace_id
@@ -55,6 +55,19 @@ LOOK_S = 0.25
 """How soon another size of the terminal is seen."""
 SHOWN_SIZES = ("0.5", "1", "2", "10")
 VIEWS = ("all", "clients", "tiers", "policy")
+HELP = (
+    "1 all, 2 clients, 3 tiers, 4 policy, h or ? this page",
+    "s  sort the namespaces by another column; p  pause; q  quit",
+    "",
+    "key         the hash of one block; percentages are of the keys asked for",
+    "loaded      what an engine got from kvoffd and did not compute",
+    "not needed  what was found and the engine had itself",
+    "missed      what it did not get; `kvoffd-cli stats --misses` explains the reasons",
+    "tokens/s    tokens loaded",
+    "now         the last 3 seconds",
+    "Found       of the prompts' tokens, those in the pool up to the first that was not",
+    "pinned      under a lease or a copy: it cannot be evicted",
+)
 SORTS = ("TOK/S", "SIZE", "KEYS/S", "MISSED", "NAMESPACE")
 SPARKS, PLAIN_SPARKS = " ▁▂▃▄▅▆▇█", " .:-=+*#%"
 MOST_AWAY_LINES = 3
@@ -158,9 +171,12 @@ class Screen:
         elif self.view == "clients":
             body = _clients(self.reading.engines, stats, pen)
         elif self.view == "tiers":
-            body = _tiers(stats, pen)
+            body = _page(tier_lines(stats), pen)
         elif self.view == "policy":
-            body = _policy(self.reading.policy, pen)
+            policy = self.reading.policy
+            body = _page(["No answer so far."] if policy is None else policy_lines(policy, stats), pen)
+        elif self.view == "help":
+            body = _page(HELP, pen)
         else:
             body = self._all(stats, pen, room)
         body = body[:room]
@@ -170,6 +186,7 @@ class Screen:
         level, problems = stats.health, len(stats.health_problems)
         words = level.value.upper() + (f": {problems} problem{plural(problems)}" if problems else "")
         style = {HealthLevel.OK: "bold green", HealthLevel.DEGRADED: "bold yellow"}.get(level, "bold red")
+        words, style = ("NO ANSWER", "bold red") if self.away else (words, style)
         up = format_duration(stats.uptime_seconds)
         left = f"kvoffd {stats.version}  {gethostname()}  up {up}  {stats.policy}   "
         line = Text(set_cell_size(printable(left), min(len(left), pen.width - len(words) - 10)), "bold")
@@ -179,16 +196,16 @@ class Screen:
 
     def _keys(self, pen: Pen) -> Text:
         names = "  ".join(f"{number} {name}" for number, name in enumerate(VIEWS, 1))
-        line = f"{names}   s sort by {self.sort.lower()}  p pause  q quit "
-        line += exact_duration(self.interval_s).rjust(pen.width - len(line))
-        return pen.text(line, "reverse")
+        line = f"{names}  s sort: {self.sort.lower()}  p pause  h help  q quit "
+        interval = exact_duration(self.interval_s).rjust(pen.width - len(line))
+        return pen.text((line + interval if len(line + interval) <= pen.width else line).ljust(pen.width), "reverse")
 
     def _all(self, stats: DaemonStats, pen: Pen, room: int) -> list[Text]:
         """The parts in their order on the screen; where it is too low the less important ones are left out."""
         now, names = self.history.now(), self._sorted(stats)
         namespaces = _namespaces(names, self.history, self.sort, pen)
         parts = [  # importance, the least first to go
-            (1, _pool(stats, pen)),
+            (1, [pen.cut(line) for line in pool_bar(stats.pool, pen.width, plain=pen.plain)]),
             (2, _saved(stats, pen)),
             (3, _rates(stats, now, pen)),
             (9, self._sparks(pen)),
@@ -263,30 +280,9 @@ class Pen:
         return "".join(marks[height] for height in heights).rjust(max(0, cells))
 
 
-def _pool(stats: DaemonStats, pen: Pen) -> list[Text]:
-    pool, (full, half, empty) = stats.pool, ("#+." if pen.plain else "█▒░")
-    parts = [("ready", full, "green"), ("filling", half, "cyan"), ("evicting", half, "yellow")]
-    parts += [("quarantined", half, "red"), ("free", empty, "dim")]
-    tail = f" {percent(pool.size_bytes - pool.of('free'), pool.size_bytes)} of {format_size(pool.size_bytes)}"
-    line, cells, done, drawn = Text("Pool ["), pen.width - len(tail) - 7, 0, 0
-    for state, mark, style in parts:
-        done += pool.of(state)
-        upto = round(cells * done / max(1, pool.size_bytes))
-        line.append(mark * (upto - drawn), style)
-        drawn = max(drawn, upto)
-    line.append(f"]{tail}")
-    named = [
-        f"{state} {format_size(pool.of(state))}" for state, *_ in parts if pool.of(state) or state in ("ready", "free")
-    ]
-    return [pen.cut(line), pen.text(f"     {'  '.join(named)}  pinned {format_size(pool.pinned_bytes)}")]
-
-
 def _saved(stats: DaemonStats, pen: Pen) -> list[Text]:
     total, life = stats.since_start, stats.lifetime
-    saved = format_duration(total.saved_seconds)
-    if total.loaded_tokens and not total.saved_seconds:
-        saved = "an unknown time"  # no engine has reported how fast it computes
-    line = f"Saved   {saved} of prefill, {format_count(total.loaded_tokens)} tokens loaded"
+    line = f"Saved   prefill {saved_time(total)}, {format_count(total.loaded_tokens)} tokens loaded"
     if life.saved_seconds > total.saved_seconds:
         line += f"; {format_duration(life.saved_seconds)} in all"
     return [pen.text(line, "bold")]
@@ -338,12 +334,11 @@ def _lookups(stats: DaemonStats, now: Window, pen: Pen) -> list[Text]:
 
 
 def _misses(stats: DaemonStats, pen: Pen) -> list[Text]:
-    """Of the last hour; of all where there were none."""
+    """Of the keys asked for in the last hour; of all where none was missed then."""
     window = stats.last_hour if stats.last_hour.misses else stats.since_start
-    total = sum(window.misses.values())
     largest = sorted(window.misses.items(), key=lambda item: -item[1])
-    words = "  ".join(f"{reason.replace('_', ' ')} {_part(keys, total)}" for reason, keys in largest if keys)
-    return [pen.text(f"Misses  {words or 'none'}")]
+    words = "  ".join(f"{reason_name(reason)} {_part(keys, window.asked_keys)}" for reason, keys in largest if keys)
+    return [pen.text(f"Missed  {words or 'nothing'}{' in the last hour' * (window is stats.last_hour)}")]
 
 
 def _curve(stats: DaemonStats, pen: Pen) -> list[Text]:
@@ -353,7 +348,7 @@ def _curve(stats: DaemonStats, pen: Pen) -> list[Text]:
     ratios = [(size, curve.lru_hit_ratio[size]) for size in SHOWN_SIZES if size in curve.lru_hit_ratio]
     words = "  ".join(f"{size}x {100 * ratio:.0f}%" for size, ratio in ratios)
     own = 100 * curve.found_tokens / curve.asked_tokens
-    return [pen.text(f"Found   {own:.0f}% of tokens; LRU would, by pool size: {words}")]
+    return [pen.text(f"Found   {own:.0f}% of tokens; lru by pool size: {words}")]
 
 
 def _namespaces(found: Sequence[NamespaceStats], history: History, sort: str, pen: Pen) -> list[Text]:
@@ -374,7 +369,7 @@ def _namespaces(found: Sequence[NamespaceStats], history: History, sort: str, pe
         most = max(now.misses, key=lambda reason: now.misses[reason]) if missed else "-"
         cells = [
             name, format_size(one.ready_bytes), _rate(now.loaded_tokens, now), _rate(now.asked_keys, now),
-            _part(now.loaded_keys, now.asked_keys), _part(missed, now.asked_keys), most.replace("_", " "),
+            _part(now.loaded_keys, now.asked_keys), _part(missed, now.asked_keys), reason_name(most),
         ]  # fmt: skip
         if wide:
             cells[1:1] = [format_count(one.ready_blocks)]
@@ -426,41 +421,8 @@ def _clients(engines: Sequence[Engine] | None, stats: DaemonStats, pen: Pen) -> 
     return [*lines, Text(), pen.text(note, "dim")] if engines else [Text(), pen.text("No engine is connected.")]
 
 
-def _tiers(stats: DaemonStats, pen: Pen) -> list[Text]:
-    """Disks and stores, with their errors and what these mean."""
-    lines = [Text()]
-    for line in tier_lines(stats):
-        words, style = (line, "") if isinstance(line, str) else line
-        indent = " " * (2 + len(words) - len(words.lstrip()))
-        parts = wrap(printable(words), max(8, pen.width), subsequent_indent=indent, drop_whitespace=False)
-        lines += [pen.text(part.rstrip(), style) for part in parts]
-    return lines
-
-
-def _policy(found: PolicyDescribed | None, pen: Pen) -> list[Text]:
-    if found is None:
-        return [Text(), pen.text("No answer so far.", "dim")]
-    known = f"{format_count(found.known_keys)} keys known, {format_count(found.ghost_keys)} of them without a block"
-    lines = [Text(), pen.text(f"Policy {found.policy}: {known}, in {format_size(found.policy_bytes)} of memory.")]
-    if not found.classes:
-        return [*lines, pen.text("It does not learn, or nothing was asked for so far.")]
-    hits, lru = format_size(found.hit_bytes), format_size(found.lru_hit_bytes)
-    lines.append(pen.text(f"{format_count(found.requests)} requests found {hits}; with lru it would have been {lru}."))
-    if found.as_lru:
-        lines.append(pen.text("It evicts as lru does for now, since that would have had more hits.", "yellow"))
-    lines.append(pen.text("Half of those that come back do so within 'half by' pool lifetimes: a lifetime is", "dim"))
-    lines.append(pen.text("the time in which as much is asked for as the pool holds.", "dim"))
-    titles, widths = POLICY_TITLES, (9, 9, 7, 10, 7, -max(10, pen.width - 47))
-    lines += [Text(), pen.cells(titles, widths, "bold reverse")]
-    for one in found.classes:
-        name = one.name if pen.width > 100 else one.short_name or one.name
-        shares = [percent(share, 1) for share in (one.accessed_share, one.return_chance)]
-        cells = (*shares, f"{one.return_age:.2g}", format_size(one.kept_bytes), f"{one.worth:.3f}", name)
-        lines.append(pen.cells(cells, widths))
-    return lines
-
-
-POLICY_TITLES = ("ASKED FOR", "COME BACK", "HALF BY", "IN POOL", "SCORE", "BLOCKS")
+def _page(lines: Iterable[Line], pen: Pen) -> list[Text]:
+    return [Text(), *(pen.text(text, style) for text, style in wrapped(lines, pen.width))]
 
 
 # --- the loop ---------------------------------------------------------------------------------------
@@ -475,12 +437,11 @@ def top(
 ) -> int:
     """Show what the daemon does, live.
 
-    Keys: 1 all, 2 clients, 3 tiers, 4 policy, s sort, p pause, q quit. Into a pipe it writes the page of stats every
-    interval.
+    1 to 4 choose what is shown, h shows the keys and what the words mean, q ends. Into a pipe it writes the page of
+    stats every interval.
     """
     interval_s = _interval(interval)
-    if url and directory is not None:
-        raise CliError("--url and --directory name two daemons; give one of them.")
+    check_names_one(directory, url)
     with open_admin(context, directory) as admin:
         admin.on_silence = lambda: None  # the screen says it
 
@@ -563,6 +524,8 @@ def _look(screen: Screen, read: Read, timeout_s: float) -> None:
 def _obey(screen: Screen, key: str) -> None:
     if key in "1234":
         screen.view = VIEWS[int(key) - 1]
+    elif key in "h?":
+        screen.view = VIEWS[0] if screen.view == "help" else "help"
     elif key == "s":
         screen.sort = SORTS[(SORTS.index(screen.sort) + 1) % len(SORTS)]
     elif key == "p":

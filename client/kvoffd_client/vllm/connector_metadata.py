@@ -69,14 +69,17 @@ class KeyedSpec(LoadStoreSpec):
 
 
 def hashes_of(keys: Iterable[OffloadKey], adapter: bytes = b"") -> bytes:
-    """Return the block hashes of keys as the daemon is to know them, end to end.
+    """Return the block hashes of keys as the daemon is to know them, end to end."""
+    hashes = [key[:-GROUP_ID_BYTES] for key in keys]
+    return b"".join(of_adapter(hashes, adapter) if adapter else hashes)
 
-    vLLM's hash has the name and path of a request's LoRA adapter, not its content, which is mixed in here.
+
+def of_adapter(hashes: Iterable[bytes], content: bytes) -> list[bytes]:
+    """Return a request's block hashes with the content of its LoRA adapter mixed in.
+
+    vLLM's hash has the adapter's name and path alone.
     """
-    if not adapter:
-        return b"".join([key[:-GROUP_ID_BYTES] for key in keys])
-    hashes = (key[:-GROUP_ID_BYTES] for key in keys)
-    return b"".join([hashlib.shake_256(one + adapter).digest(len(one)) for one in hashes])
+    return [hashlib.shake_256(one + content).digest(len(one)) for one in hashes]
 
 
 class TransferMismatch(Exception):

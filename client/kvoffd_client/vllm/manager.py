@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -25,19 +25,20 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvoffd_client.scheduler_client import Lookup
 from kvoffd_client.vllm import metrics
 from kvoffd_client.vllm.block_tokens import BlockTokens, EventGroup, HostBlockEvents, hashed_by_tokens, tokens_of
-from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, FailedJob, KeyedSpec, hashes_of
+from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, FailedJob, KeyedSpec, of_adapter
 from kvoffd_client.vllm.do_no_harm import DoNoHarm, PrefillRate
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.request_log import RequestLog
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import COMING, READY, SHARED, GroupKeys
+from kvoffd_proto.messages import ABSENT, COMING, READY, SHARED, WRITING, GroupKeys
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 # Errors that say something about the blocks. After any other one they are as good as before.
 BLOCKS_UNUSABLE = frozenset({ErrorCode.NOT_READY, ErrorCode.COPY_FAILED, ErrorCode.CHECKSUM})
+_READY_BYTE, _NOT_THERE = bytes([READY]), bytes([ABSENT, WRITING])
 REFRESH_S = 1.0
 """Age at which an answer with misses is asked for again, and pause after a lookup that failed."""
 MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.002, 0.05
@@ -79,10 +80,14 @@ class ChunkGroup:
         """The end of vLLM's keys of the group."""
         return self.group_id.to_bytes(GROUP_ID_BYTES, "big")
 
+    def chunks(self, block_hashes: Sequence[bytes]) -> Sequence[bytes]:
+        """The hashes that name a request's whole chunks."""
+        return block_hashes[self.hashes_per_chunk - 1 :: self.hashes_per_chunk]
+
     def keys(self, block_hashes: Sequence[bytes]) -> list[OffloadKey]:
         """vLLM's keys of a request's whole chunks."""
         suffix = self.suffix
-        return [OffloadKey(one + suffix) for one in block_hashes[self.hashes_per_chunk - 1 :: self.hashes_per_chunk]]
+        return [one + suffix for one in self.chunks(block_hashes)]
 
 
 class StoreWindow:
@@ -139,32 +144,44 @@ class KeyedLookup:
 
     Attributes:
         ticket: what the answer comes in.
-        groups: indices on the wire of those that have whole chunks.
-        keys: vLLM's, in the order of the message.
-        ready: those that the answer says are in the pool; of none before ``read``.
+        chunks: by index on the wire, the chunks of each group that has whole ones.
+        ready: vLLM's keys of those that the answer says are in the pool; of none before ``read``.
         coming: the same of those on their way up from a tier, with their states.
         given_up: its answer is waited for no longer. It is used if it comes before the request runs.
     """
 
     ticket: Lookup
-    groups: list[int]
-    keys: list[OffloadKey]
+    chunks: dict[int, Sequence[bytes]]
     sent_at: float
     given_up: bool = False
     ready: list[OffloadKey] = field(default_factory=list)
     coming: dict[OffloadKey, int] = field(default_factory=dict)
 
-    def read(self) -> None:
-        """Take the states of an answer."""
-        for key, state in zip(self.keys, b"".join(self.ticket.states), strict=False):
-            if state == READY:
-                self.ready.append(key)
-            elif state in COMING:
-                self.coming[key] = state
+    @property
+    def asked(self) -> int:
+        """How many chunks the lookup was for."""
+        return sum(map(len, self.chunks.values()))
+
+    def each(self) -> Iterator[tuple[int, bytes]]:
+        """All chunks with their groups' indices, in the order of the answer's states."""
+        return ((index, one) for index, chunks in self.chunks.items() for one in chunks)
+
+    def read(self, groups: Sequence[ChunkGroup]) -> None:
+        """Take the states of an answer. Of what is neither there nor coming nobody needs the keys."""
+        for (index, chunks), states in zip(self.chunks.items(), self.ticket.states, strict=False):
+            suffix, leading = groups[index].suffix, len(states) - len(states.lstrip(_READY_BYTE))
+            self.ready += [one + suffix for one in chunks[:leading]]
+            if not states[leading:].strip(_NOT_THERE):
+                continue
+            for one, state in zip(chunks[leading:], states[leading:], strict=True):
+                if state == READY:
+                    self.ready.append(one + suffix)
+                elif state in COMING:
+                    self.coming[one + suffix] = state
 
     def leading_ready(self, index: int) -> int:
         """Return how many blocks of a group are there, from the first one on."""
-        return self.ticket.leading_ready(self.groups.index(index)) if index in self.groups else 0
+        return self.ticket.leading_ready(list(self.chunks).index(index)) if index in self.chunks else 0
 
     @property
     def usable(self) -> bool:
@@ -301,17 +318,16 @@ class KvoffdManager(OffloadingManager):
             return
         if namespace.current is None or not namespace.usable or not namespace.client.ready:
             return
-        keys: list[OffloadKey] = []
+        chunks: dict[int, Sequence[bytes]] = {}
         message: list[GroupKeys] = []
-        groups: list[int] = []
         for index, group in enumerate(self._groups):
-            if of_group := group.keys(request.block_hashes):
-                keys += of_group
-                groups.append(index)
-                message.append(GroupKeys(index, hashes_of(of_group, state.adapter)))
-        if keys:
+            if of_group := group.chunks(request.block_hashes):
+                chunks[index] = of_group
+                hashes = of_adapter(of_group, state.adapter) if state.adapter else of_group
+                message.append(GroupKeys(index, b"".join(hashes)))
+        if chunks:
             ticket = namespace.client.lookup(message, again=state.last is not None)
-            state.pending = state.last = KeyedLookup(ticket, groups, keys, self._clock())
+            state.pending = state.last = KeyedLookup(ticket, chunks, self._clock())
             self._counters[metrics.LOOKUPS] += 1
 
     def prepare_scan(self, request: Request, computed_tokens: int, *, has_all: bool) -> None:
@@ -330,15 +346,15 @@ class KvoffdManager(OffloadingManager):
         if namespace.current is None or not namespace.usable:
             return
         state.missing_tokens = request.num_tokens - computed_tokens
-        if state.pending is not None and state.pending.ticket.done:
-            self._take_answer(state)
-        else:
+        if state.pending is None or not state.pending.ticket.done:
             if state.answer is not None and not state.answer.usable:
                 state.answer = None
             if state.pending is None and self._is_outdated(state):
                 self.look_up(request)
-        if state.pending is not None:
-            self._wait_for_answer(state)
+            if state.pending is not None:
+                self._wait_for_answer(state, state.pending)
+        if state.pending is not None and state.pending.ticket.done:
+            self._take_answer(state, state.pending)
         if state.answer is not None:
             state.results = dict.fromkeys(state.answer.ready, LookupResult.HIT)
             state.waits_for_disk = bool(state.answer.coming) and self._decide_disk_wait(state, state.answer)
@@ -348,10 +364,9 @@ class KvoffdManager(OffloadingManager):
         if state.pending is not None and not state.pending.given_up:
             state.otherwise = LookupResult.RETRY
 
-    def _take_answer(self, state: RequestState) -> None:
+    def _take_answer(self, state: RequestState, came: KeyedLookup) -> None:
         """Take in the answer that has come."""
-        came, state.pending = state.pending, None
-        assert came is not None
+        state.pending = None
         if came.ticket.failed or (came.ticket.pinned and not came.ticket.alive):
             self._release(came)
             state.failed_at = self._clock()
@@ -363,7 +378,7 @@ class KvoffdManager(OffloadingManager):
         if state.answer is not None:
             self._release(state.answer)
         state.answer = came
-        came.read()
+        came.read(self._groups)
         state.from_tiers.update(came.coming)
 
     def _is_outdated(self, state: RequestState) -> bool:
@@ -375,19 +390,17 @@ class KvoffdManager(OffloadingManager):
             return True
         assert state.request is not None
         hashes = len(state.request.block_hashes)
-        if sum(hashes // group.hashes_per_chunk for group in self._groups) > len(answer.keys):
+        if sum(hashes // group.hashes_per_chunk for group in self._groups) > answer.asked:
             return True
-        if answer.ticket.pinned >= len(answer.keys):
+        if answer.ticket.pinned >= answer.asked:
             return False
         # While blocks come up from disk: half of what the daemon expects.
         pause_s = min(MAX_RETRY_PAUSE_S, max(MIN_RETRY_PAUSE_S, answer.ticket.wait_s / 2))
         return now - answer.ticket.answered_at > (pause_s if state.waits_for_disk else REFRESH_S)
 
-    def _wait_for_answer(self, state: RequestState) -> None:
+    def _wait_for_answer(self, state: RequestState, pending: KeyedLookup) -> None:
         """Wait for an answer where all that is known of a request is that it is due; give it up when it is late."""
-        pending, now = state.pending, self._clock()
-        assert pending is not None
-        ticket = pending.ticket
+        ticket, now = pending.ticket, self._clock()
         if state.answer is None and not pending.given_up and self._wait_left_s > 0 and now >= self._no_wait_before:
             self._counters[metrics.LOOKUP_WAITS] += 1
             came = ticket.wait(self._wait_left_s)
@@ -398,9 +411,7 @@ class KvoffdManager(OffloadingManager):
                 self._no_wait_before = now + WAIT_PAUSE_S
         else:
             self.namespace.client.poll()
-        if ticket.done:
-            self._take_answer(state)
-        elif not pending.given_up:
+        if not ticket.done and not pending.given_up:
             # While blocks come up from disk the next answer has the whole deadline.
             comes_up = state.answer is not None and state.answer.coming and not state.disk_wait_over
             if now - pending.sent_at >= (self._deadline_s if comes_up else self._allowed_s(state.missing_tokens)):
@@ -660,7 +671,7 @@ class KvoffdManager(OffloadingManager):
             if whole and (computed is None or end <= computed) and key not in self._store_window:
                 wanted.append(key)
         if state.last is not None and not state.last.ready and state.last.ticket.done:
-            state.last.read()  # it came after its request was scheduled
+            state.last.read(self._groups)  # it came after its request was scheduled
         stored = set(state.last.ready) if state.last is not None else ()
         return [key for key in wanted if key not in stored]
 

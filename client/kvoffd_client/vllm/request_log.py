@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
-from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, hashes_of
+from kvoffd_client.vllm.connector_metadata import of_adapter
 from kvoffd_client.vllm.log import logger
 from kvoffd_proto.messages import ABSENT, READY, SHARED, WRITING, Outcome, RequestReport
 
@@ -51,23 +52,25 @@ class RequestLog:
     def _report_of(
         self, request: Request, state: RequestState, last: KeyedLookup | None, loaded_tokens: int
     ) -> RequestReport:
-        keys = last.keys if last is not None else []
         states = b"".join(last.ticket.states) if last is not None else b""
         below = state.from_tiers
         from_store = list(below.values()).count(SHARED)
-        risen = [key for key, one in zip(keys, states, strict=False) if one == READY and key in below] if below else ()
+        risen = 0
+        if last is not None and below:
+            for (index, chunk), one in zip(last.each(), states, strict=False):
+                risen += one == READY and chunk + self._groups[index].suffix in below
         group, missing, reason = 0, b"", ""
         at = len(states) - len(states.lstrip(bytes([READY])))
-        if at < min(len(states), len(keys)):
-            group = next(i for i, one in enumerate(self._groups) if keys[at][-GROUP_ID_BYTES:] == one.suffix)
-            missing = hashes_of(keys[at : at + 1], state.adapter)
+        if last is not None and at < len(states):
+            group, chunk = next(islice(last.each(), at, None))
+            missing = of_adapter([chunk], state.adapter)[0] if state.adapter else chunk
             reason = "" if states[at] == ABSENT else "partial" if states[at] == WRITING else "tier_late"
         return RequestReport(
             request.request_id[:128],
             time.time(),
             request.num_prompt_tokens,
             len(states),
-            states.count(READY) - len(risen),
+            states.count(READY) - risen,
             len(below) - from_store,
             from_store,
             self._outcome(request, state, last, loaded_tokens, leading=at),
@@ -75,6 +78,7 @@ class RequestLog:
             group,
             missing,
             reason,
+            at + 1 if missing else 0,
         )
 
     def _outcome(

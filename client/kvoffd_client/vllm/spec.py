@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from kvoffd_client.memory import Registration
-from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.namespace import LABEL_IN_NAME, NamespaceSpec
 from kvoffd_client.ordered_sender import OrderedSender
 from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.vllm.config import parse_options
@@ -146,7 +146,7 @@ class KvoffdSpec(OffloadingSpec):
         # vLLM tells each replica of a dense model that it is the only one, but for its index and the engine's id.
         engine_id, index = str(self.config.engine_id), self.config.parallel.data_parallel_index
         replica = f" replica {index}" if engine_id.endswith(f"_dp{index}") else ""
-        return f"vllm:{engine_id[:ENGINE_ID_SHOWN]} {namespace.label[:80]}{replica} {role}"
+        return f"vllm:{engine_id[:ENGINE_ID_SHOWN]} {namespace.label[:LABEL_IN_NAME]}{replica} {role}"
 
 
 def name_spec(transfer_config: KVTransferConfig) -> None:
