@@ -7,8 +7,7 @@ to go for it. Keys without blocks are watched too: hits alone teach nothing.
 
 All thresholds are in tokens, or in pool lifetimes: the time in which as many bytes are accessed as the pool has.
 
-The work is done in C, in ``cache/learned``: ``requests.c`` has the classes, ``lifetimes.c`` what they are worth,
-``places.c`` and ``spans.c`` what is known of keys, ``cells.c`` and ``blocks.c`` the order in which blocks go.
+``learned.c`` does the work.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ many."""
 MAX_LEARNED_GROUPS = 4096
 """Groups that asked for as much as the pool holds, and that are known to have."""
 _OFFER = struct.Struct("=dQ")
-_CLASS = struct.Struct("=4dQ")
-_KEY = struct.Struct("=2d4Q")
+_KEY = struct.Struct("=2d3Q")
 _HEAD = struct.Struct("=II")
-_REFUSALS = ("", "it is cut off", "its layout is another", "it is of a pool of another size", "its counts are none")
-"""By ``enum refusal`` of counts.c."""
+_TIME = struct.Struct("=4Q")
+_MAX_COUNT, _MAX_SUM = 1 << 62, 1e30
+"""Of a successor's bytes, keys and requests, and of its sums of bytes."""
 
 _SEEN = (
     *(("never", "0"), ("once", "1"), ("2 times", "2"), ("3 times", "3")),
@@ -85,8 +84,12 @@ SHORT_NAMES = tuple(short for _, short in _NAMES)
 """The same for narrow screens."""
 
 
+BINS = 17
+"""Of ages, for each class."""
+
+
 class Known(ctypes.Structure):
-    """``struct known`` of learned.h."""
+    """``struct known`` of learned.c."""
 
     _fields_ = tuple(
         (name, ctypes.c_uint64)
@@ -95,6 +98,24 @@ class Known(ctypes.Structure):
             "hit_bytes", "lru_hit_bytes", "as_lru",
         )
     )  # fmt: skip
+
+
+class Counts(ctypes.Structure):
+    """What follows ``struct known`` in learned.c: [class][age bin]."""
+
+    _fields_ = (
+        ("returned", ctypes.c_double * BINS * len(CLASSES)),
+        ("forgotten", ctypes.c_double * BINS * len(CLASSES)),
+        ("accessed", ctypes.c_double * len(CLASSES)),
+        ("hazard", ctypes.c_double * BINS * len(CLASSES)),
+        ("worth", ctypes.c_double * BINS * len(CLASSES)),
+        ("edges", ctypes.c_double * BINS),
+        ("cell_bytes", ctypes.c_uint64 * BINS * len(CLASSES)),
+    )
+
+
+_KEPT_BYTES = Counts.hazard.offset
+"""Of the counts, those that a successor is told."""
 
 
 class Learned:
@@ -114,6 +135,7 @@ class Learned:
             raise MemoryError
         self._close = weakref.finalize(self, self._native.learned_free, self._at)
         self.known = Known.from_address(self._at)
+        self._counts = Counts.from_address(self._at + ctypes.sizeof(Known))
 
     def requested(self, chains: Sequence[Chain]) -> None:
         nbytes = keys = 0
@@ -197,14 +219,18 @@ class Learned:
         return int(self.known.nbytes)
 
     def describe(self) -> PolicyState:
-        known, facts = self.known, ctypes.create_string_buffer(len(CLASSES) * _CLASS.size)
-        self._native.learned_classes(self._at, facts)
-        every = list(zip(_NAMES, _CLASS.iter_unpack(facts.raw), strict=True))
-        asked = max(1.0, sum(accessed for _, (accessed, *_) in every))
+        known, lifetime = self.known, float(self.known.lifetime)
+        accessed, edges = np.array(self._counts.accessed), np.array(self._counts.edges)
+        left = np.cumprod(1 - np.array(self._counts.hazard)[:, : BINS - 1], axis=1)
+        chances = 1 - left[:, -1]
+        median = np.argmax(1 - left >= chances[:, None] / 2, axis=1)
+        ages = np.where(chances > 0, edges[median + 1] / lifetime, 0.0)
+        worths = np.maximum(0, np.array(self._counts.worth).max(axis=1)) * lifetime
+        kept = np.array(self._counts.cell_bytes).sum(axis=1)
+        shares = accessed / max(1.0, accessed.sum())
+        rows = zip(*(one.tolist() for one in (shares, chances, ages, kept, worths)), strict=True)
         classes = [
-            PolicyClass(name, accessed / asked, chance, age, kept, worth, short)
-            for (name, short), (accessed, chance, age, worth, kept) in every
-            if accessed or kept
+            PolicyClass(name, *row, short) for (name, short), row in zip(_NAMES, rows, strict=True) if row[0] or row[3]
         ]
         classes.sort(key=lambda one: one.accessed_share, reverse=True)
         counts = known.requests, known.known_keys, known.hit_bytes, known.lru_hit_bytes
@@ -214,24 +240,32 @@ class Learned:
         facts = ctypes.create_string_buffer(_KEY.size)
         if not self._native.learned_key(self._at, group.number, key, group.key_bytes, facts):
             return None
-        age, worth, kind, sightings, turn, before = _KEY.unpack(facts.raw)
-        return KeyWorth(CLASSES[kind], age, sightings, turn, worth, before)
+        age, worth, kind, sightings, turn = _KEY.unpack(facts.raw)
+        return KeyWorth(CLASSES[kind], age, sightings, turn, worth)
 
     def state(self) -> bytes:
-        counts = ctypes.create_string_buffer(self._native.learned_counts_bytes())
-        self._native.learned_counts(self._at, counts)
-        return _HEAD.pack(FORMAT, zlib.crc32(counts.raw)) + counts.raw
+        known = self.known
+        body = _TIME.pack(known.lifetime, known.now, known.keys, known.requests) + bytes(self._counts)[:_KEPT_BYTES]
+        return _HEAD.pack(FORMAT, zlib.crc32(body)) + body
 
     def restore(self, state: bytes) -> None:
         if len(state) < _HEAD.size:
             raise ValueError("it is cut off")
-        (version, checksum), counts = _HEAD.unpack_from(state), state[_HEAD.size :]
+        (version, checksum), body = _HEAD.unpack_from(state), state[_HEAD.size :]
         if version != FORMAT:
             raise ValueError(f"its format is {version}, not {FORMAT}")
-        if zlib.crc32(counts) != checksum:
+        if zlib.crc32(body) != checksum:
             raise ValueError("its checksum is wrong")
-        if refusal := self._native.learned_restore(self._at, counts, len(counts)):
-            raise ValueError(_REFUSALS[refusal])
+        if len(body) != _TIME.size + _KEPT_BYTES:
+            raise ValueError("its layout is another")
+        (lifetime, *time), sums = _TIME.unpack_from(body), np.frombuffer(body, np.float64, offset=_TIME.size)
+        if lifetime != self.known.lifetime:
+            raise ValueError("it is of a pool of another size")
+        if max(time) > _MAX_COUNT or not ((sums >= 0) & (sums <= _MAX_SUM)).all():
+            raise ValueError("its counts are none")
+        self.known.now, self.known.keys, self.known.requests = time
+        ctypes.memmove(ctypes.addressof(self._counts), body[_TIME.size :], _KEPT_BYTES)
+        self._native.learned_go_on(self._at)
 
 
 def _keys(group: Group, keys: bytes) -> tuple[int, bytes, int, int]:

@@ -18,7 +18,7 @@ class NotCompiled(KvoffdError):
 
 
 class Native:
-    """The library's functions, which the C files of ``cache``, ``cache/learned``, ``pool`` and ``transfer`` describe.
+    """The library's functions, which the C files of ``cache``, ``pool`` and ``transfer`` describe.
 
     Raises:
         NotCompiled: there is no such library at ``path``.
@@ -82,12 +82,9 @@ class Native:
             self.learned_candidates = with_gil("learned_candidates", number, address, real, address, number)
             self.learned_offers = with_gil("learned_offers", number, address, *keys, number, address, number, address)
             self.learned_declined = with_gil("learned_declined", None, address, *keys)
-            self.learned_classes = with_gil("learned_classes", None, address, text)
             self.learned_key = with_gil("learned_key", number, address, number, text, number, text)
             self.learned_chance = with_gil("learned_chance", real, address, number, text, number, number)
-            self.learned_counts_bytes = with_gil("learned_counts_bytes", number)
-            self.learned_counts = with_gil("learned_counts", None, address, text)
-            self.learned_restore = with_gil("learned_restore", number, address, text, number)
+            self.learned_go_on = with_gil("learned_go_on", None, address)
         except (OSError, AttributeError) as error:
             raise NotCompiled(
                 f"The daemon's compiled part cannot be loaded ({error}); install kvoffd again where there is a C "

@@ -286,7 +286,6 @@ class KeyWorth(Wire, frozen=True):
     requests: Annotated[Count, doc("Requests that asked for it.")]
     turn: Annotated[Count, doc("Number of the last one in its conversation; 0 for what only a store brought.")]
     worth: Annotated[float, doc("Hits to be expected for it in a pool lifetime.")]
-    bytes_before: Annotated[ByteCount, doc("Pool bytes of the blocks that would go before it, about.")]
 
 
 class PolicyDescribed(Reply, frozen=True):

@@ -1,7 +1,5 @@
 /* Holds what the policy `learned` knows against itself. Returns the line of the first contradiction, or 0. */
-#include "learned.h"
-
-#include <string.h>
+#include "learned.c"
 
 #define HOLDS(condition)     \
     do {                     \
@@ -9,31 +7,20 @@
             return __LINE__; \
     } while (0)
 
-static const struct place *place_of(const struct learned *l, uint64_t hash)
-{
-    const struct places *part = &l->parts[hash >> 32 & l->part_mask];
-
-    for (uint64_t at = (hash & UINT32_MAX) * part->room >> 32;; at++) {
-        const struct place *there = &part->places[at % part->room];
-        if (!there->hash || there->hash == hash)
-            return there;
-    }
-}
-
 static int check_span(const struct learned *l, uint32_t number)
 {
     const struct span *s = &l->spans[number];
     const uint64_t *hashes = s->alone ? &s->hash : s->keys->hashes;
-    const uint32_t *handles = s->alone ? &l->holders[s->holder].handle : (const uint32_t *)(hashes + s->keys->room);
+    const uint32_t *handles = s->alone ? &s->handle : (const uint32_t *)(hashes + s->keys->room);
     uint32_t held = 0, base = s->alone ? 0 : s->keys->base, room = s->alone ? 1 : s->keys->room;
 
     HOLDS(base <= s->low && s->low < s->high && s->high - base <= room);
-    HOLDS(!s->held == !s->holder && s->holder < l->holder_top && s->weight <= l->known.lifetime);
+    HOLDS(s->weight <= l->known.lifetime);
     HOLDS(s->low <= s->top && s->top <= s->high && !s->met && s->kind < CLASSES && s->age_bin < BINS);
     HOLDS(!s->old || s->top == s->high); /* a forgotten key is not remembered */
     HOLDS(s->top == s->low || handles[s->top - 1 - base]);
     for (uint32_t at = s->low; at < s->high; at++) {
-        const struct place *there = place_of(l, hashes[at - base]);
+        const struct place *there = find_place(l, hashes[at - base]);
         HOLDS(there->hash && there->span == number && there->place == at);
         HOLDS(at < s->top || !handles[at - base]);
         held += handles[at - base] != 0;
@@ -46,29 +33,26 @@ static int check_span(const struct learned *l, uint32_t number)
 
 static int check_cells(const struct learned *l, uint64_t held)
 {
-    const struct holder *holder;
     uint64_t found = 0;
 
     for (uint32_t cell = 0; cell < CELLS; cell++) {
         uint32_t before = 0;
         uint64_t nbytes = 0;
-        for (uint32_t number = l->cells[cell].first; number; before = number, number = holder->next[BY_WORTH]) {
+        for (uint32_t number = l->cells[cell].first; number; before = number, number = l->spans[number].next[BY_WORTH]) {
             const struct span *s = &l->spans[number];
-            holder = &l->holders[s->holder];
-            HOLDS(s->held && holder->previous[BY_WORTH] == before && s->kind * BINS + s->age_bin == (int)cell);
+            HOLDS(s->held && s->previous[BY_WORTH] == before && s->kind * BINS + s->age_bin == (int)cell);
             HOLDS(++found <= held);
             nbytes += s->held * (uint64_t)s->weight;
         }
-        HOLDS(l->cell_bytes[cell] == nbytes);
+        HOLDS(l->counts.cell_bytes[cell] == nbytes);
         HOLDS(l->cells[cell].last == before);
         HOLDS((l->filled[l->rank[cell] >> 6] >> (l->rank[cell] & 63) & 1) == (before != 0));
         HOLDS(l->by_rank[l->rank[cell]] == cell);
     }
     HOLDS(found == held);
     uint32_t before = 0;
-    for (uint32_t number = l->pool.first; number; before = number, number = holder->next[BY_AGE]) {
-        holder = &l->holders[l->spans[number].holder];
-        HOLDS(l->spans[number].held && holder->previous[BY_AGE] == before);
+    for (uint32_t number = l->pool.first; number; before = number, number = l->spans[number].next[BY_AGE]) {
+        HOLDS(l->spans[number].held && l->spans[number].previous[BY_AGE] == before);
         HOLDS(found--);
     }
     HOLDS(!found && l->pool.last == before);
@@ -99,8 +83,7 @@ static int check_order(const struct learned *l, uint64_t young)
 
 int check_learned(const struct learned *l)
 {
-    uint64_t keys = 0, blocks = 0, nbytes = 0, spans = 0, held = 0, young = 0, places = 0, arrays = 0, room = 0;
-    uint64_t holders = 0;
+    uint64_t keys = 0, blocks = 0, nbytes = 0, spans = 0, held = 0, young = 0, places = 0, arrays = 0;
     int wrong;
 
     for (uint32_t number = 1; number < l->span_top; number++) {
@@ -117,19 +100,10 @@ int check_learned(const struct learned *l)
         held += s->held != 0;
         young += !s->old;
     }
-    for (uint64_t part = 0; part <= l->part_mask; part++) {
-        uint64_t before = places;
-        for (uint64_t at = 0; at < l->parts[part].room; at++)
-            places += l->parts[part].places[at].hash != 0;
-        HOLDS(places - before == l->parts[part].keys);
-        room += l->parts[part].room;
-    }
-    HOLDS(room == l->place_room);
+    for (uint64_t at = 0; at < place_room(l); at++)
+        places += l->places[at].hash != 0;
     HOLDS(keys == l->known.known_keys && keys == places && blocks == l->known.blocks && spans == l->known.spans);
     HOLDS(nbytes == l->known.known_bytes && arrays == l->keys_bytes);
-    for (uint32_t unused = l->unused_holders; unused; unused = l->holders[unused].handle)
-        HOLDS(++holders < l->holder_top);
-    HOLDS(held + holders + 1 == l->holder_top && !l->holders[0].handle);
     if ((wrong = check_cells(l, held)))
         return wrong;
     return check_order(l, young);

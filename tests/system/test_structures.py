@@ -13,7 +13,7 @@ import pytest
 import kvoffd
 from kvoffd.cache.block_table import _Blocks
 from kvoffd.cache.inherited import Grouping, Owner
-from kvoffd.cache.policies.learned import Known
+from kvoffd.cache.learned import Counts, Known
 from kvoffd.cache.recovery import _Group, _Recovery
 from kvoffd.pool.records import Kind
 from kvoffd.pool.scan import Scanner
@@ -27,7 +27,8 @@ STRUCTURES = {
     "blocks": ("cache/blocks.h", _Blocks),
     "group": ("cache/recover.c", _Group),
     "recovery": ("cache/recover.c", _Recovery),
-    "known": ("cache/learned/learned.h", Known),
+    "known": ("cache/learned.c", Known),
+    "counts": ("cache/learned.c", Counts),
     "grouping": ("cache/adopt.c", Grouping),
     "owner": ("cache/adopt.c", Owner),
     "scan": ("pool/scan.c", Scanner),
@@ -88,7 +89,7 @@ def test_no_structure_is_left_out() -> None:
     assert places == {
         *(
             "cache/block_table.py",
-            "cache/policies/learned.py",
+            "cache/learned.py",
             "cache/recovery.py",
             "cache/inherited.py",
             "pool/records.py",

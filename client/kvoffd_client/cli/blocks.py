@@ -129,7 +129,7 @@ def _print_block(block: Block, sound: bool, worth: KeyWorth | None) -> None:
         requests = f"{format_count(worth.requests)} request{plural(worth.requests)}"
         print_line(
             f"\nkept as: {worth.kind}; asked for by {requests}, the last one {worth.age:.2f} pool lifetimes ago; "
-            f"{worth.worth:.3f} hits expected in a lifetime; {format_size(worth.bytes_before)} would be evicted first"
+            f"{worth.worth:.3f} hits expected in a lifetime"
         )
 
 

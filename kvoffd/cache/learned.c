@@ -1,0 +1,1671 @@
+/* What the policy `learned` knows: spans of keys, the cells that order them, and how long keys take to come back.
+ *
+ * learned.py owns one `struct learned` and calls what begins with kvoffd_. One thread at a time. A key is known by a hash
+ * of 64 bits, never 0, and nothing else of it is kept: two keys with one hash would be taken for one, which with 100
+ * million keys happens once in 3,700 daemons and costs a decision about one block.
+ */
+#define _GNU_SOURCE
+#include "../system/key_hash.h"
+
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+enum {
+    BINS = 17, /* age bins of a class */
+    CLASSES = 77,
+    CELLS = CLASSES * BINS,
+    EPOCHS_IN_LIFETIME = 4, /* lives that began in one epoch are counted together */
+    EPOCHS_KEPT = 320,
+    FEWEST_STAYS = 128, /* lifetimes for which it is done as an LRU does, at first */
+    AHEAD = 8, /* keys between one that is looked for and one that is fetched from memory */
+    MOST_COUNTED = 1 << 30, /* keys of a span, keys behind it */
+    MOST_SEEN = UINT16_MAX, /* sightings, turns */
+};
+
+/* Orders in which spans that have blocks are linked. */
+enum { BY_WORTH, BY_AGE, ORDERS }; /* oldest first in each cell, and in all */
+
+/* Classes: what tells keys apart. learned.py names them. */
+enum {
+    ADOPTED = 0, /* blocks of an earlier daemon whose keys are not known */
+    STORED = 1, /* what a store brought that no lookup asked for: what an engine wrote itself */
+    LAST = 2, /* the last part of a prompt, behind its last whole unit */
+    SHARED = 3, /* by how often they were seen: 6 */
+    CONTINUED = 9, /* known keys of a conversation, by pause, turn and new text: 4 x 2 x 3 */
+    APPENDED = 33, /* its new ones: 4 x 2 x 4 */
+    BRANCH = 65, /* new keys behind a known part that others continued otherwise, by how many: 6 */
+    FIRST = 71, /* new keys of a new conversation, by how many: 6 */
+};
+
+/* Keys of one chain, consecutive, that one request touched last and that have one class. A later request takes keys from
+ * the front, and forgetting from the back: keys have places, of which [low, high) are still here. Spans are known by
+ * number; 0 is none. They are small, for the sake of single keys without a block. */
+struct span {
+    union {
+        struct keys *keys;
+        uint64_t hash; /* where it is `alone`: its key's, whose place is 0 */
+    };
+    uint64_t since; /* the bytes accessed when its keys' lives began */
+    float weight; /* bytes of a block, of which weight_of makes a whole number */
+    uint32_t seen; /* the last walk that came by */
+    uint32_t low, top, high; /* from `top` on no place has a block */
+    uint32_t held; /* blocks */
+    uint32_t handle; /* where it is `alone`: its block's, 0 for none */
+    uint32_t previous[ORDERS], next[ORDERS]; /* while it has blocks: neighbours in the cell, and in all that have some */
+    uint16_t sightings; /* requests that saw the keys */
+    uint16_t turn; /* number of the request in its conversation; 0 for what a store brought */
+    uint32_t behind; /* keys of the request behind `high` */
+    uint32_t before, child; /* neighbours in the request */
+    uint32_t older, younger; /* neighbours in the order in which spans are forgotten */
+    uint8_t kind; /* class */
+    uint8_t floor; /* of the classes of its chain up to here, the one that was worth least */
+    uint8_t age_bin;
+    uint8_t alone : 1; /* has room for one key */
+    uint8_t met : 1; /* by the request at hand */
+    uint8_t old : 1; /* older than what is remembered: keys that lose their block are forgotten */
+    uint8_t recent : 1; /* an LRU would have its keys, if they are `offered` */
+    uint8_t offered : 1; /* a store brought keys of it */
+    uint8_t closed : 1; /* a store of keys in it was declined; the others of this request are, too */
+};
+
+/* A span's keys, where it has room for several. */
+struct keys {
+    uint32_t base, room; /* the first one's place, and the number */
+    uint64_t hashes[]; /* and behind them handles of blocks, 0 for none */
+};
+
+struct place {
+    uint64_t hash; /* 0 where the entry is empty */
+    uint32_t span, place;
+};
+
+struct row { /* spans in order, linked by two fields */
+    uint32_t first, last;
+};
+
+/* What learned.py reads, and sets where it goes on with what an earlier daemon learned. */
+struct known {
+    uint64_t lifetime; /* bytes that the pool holds */
+    uint64_t now; /* bytes accessed so far */
+    uint64_t keys, requests; /* what accessed them */
+    uint64_t known_keys, blocks, spans;
+    uint64_t known_bytes; /* of the blocks that known keys have, or would have */
+    uint64_t nbytes; /* memory of all that is known */
+    uint64_t hit_bytes; /* of the keys that requests found before the first one without a block */
+    uint64_t lru_hit_bytes; /* of those that an LRU would have had */
+    uint64_t as_lru; /* whether blocks go as in an LRU, since that did better */
+};
+
+/* What was counted, and what follows from it; learned.py reads it, and sets the first three. */
+struct counts {
+    double returned[CLASSES][BINS], forgotten[CLASSES][BINS]; /* bytes of lives by the age at which they ended */
+    double accessed[CLASSES]; /* bytes of the requests' keys, by the class that they got */
+    double hazard[CLASSES][BINS]; /* chance to come back in each age bin of those that are still to */
+    double worth[CLASSES][BINS]; /* hits for each byte accessed meanwhile */
+    double edges[BINS]; /* where age bins begin, in bytes accessed */
+    uint64_t cell_bytes[CELLS]; /* of blocks, by class and age bin */
+};
+
+struct learned {
+    struct known known;
+    struct counts counts;
+    double admission_worth[CLASSES];
+    uint64_t seed[2];
+    struct place *places; /* [2^place_bits] open addressing with linear probing, by the upper bits of a hash */
+    uint32_t place_bits;
+    struct span *spans; /* [span_room], by number, of which those from `span_top` on were never used */
+    uint32_t span_room, span_top, unused_spans; /* the latter linked by `child` */
+    uint64_t keys_bytes; /* of all spans' keys */
+    struct row oldest; /* spans that are not old, the next one to be forgotten first */
+    uint32_t recent; /* the first of them that an LRU would have, of this one maybe some keys only */
+    uint32_t latest; /* the first of them that is of the latest request, or younger */
+    uint64_t recent_bytes; /* of those from `recent` on */
+    uint64_t age_at, learn_at, learn_after, learned_at, epoch;
+    uint32_t aged; /* cells of which the spans were moved since `age_at` */
+    double open[CLASSES][EPOCHS_KEPT]; /* bytes of lives that go on, by the epoch in which they began */
+    struct row cells[CELLS], pool; /* spans that have blocks: by class and age bin, and all */
+    uint16_t rank[CELLS], by_rank[CELLS]; /* ascending worth */
+    uint64_t filled[(CELLS + 63) / 64]; /* ranks of cells that are not empty, as bits */
+    uint32_t walks;
+    double lead, lead_squares; /* of an LRU's hits over those that were, by request, in bytes; and the squares */
+    uint64_t judge_at, stays; /* when the lead is looked at next; lifetimes for which it is done as an LRU does */
+    void *scratch;
+    uint64_t scratch_bytes;
+};
+
+/* --- memory and the table of keys --- */
+
+/* Nothing can be answered without it. */
+static void *or_end(void *room)
+{
+    if (!room) {
+        fputs("kvoffd: there is no memory for what the eviction policy knows.\n", stderr);
+        abort();
+    }
+    return room;
+}
+
+static void *clear_room(uint64_t count, uint64_t nbytes)
+{
+    return or_end(calloc(count, nbytes));
+}
+
+/* Memory for the call at hand. What was got before is lost. */
+static void *scratch(struct learned *l, uint64_t nbytes)
+{
+    if (nbytes > l->scratch_bytes) {
+        free(l->scratch);
+        l->scratch = or_end(malloc(nbytes));
+        l->scratch_bytes = nbytes;
+    }
+    return l->scratch;
+}
+
+enum { FEWEST_BITS = 10 };
+
+static uint64_t place_room(const struct learned *l)
+{
+    return 1ULL << l->place_bits;
+}
+
+/* Where a key's entry is, unless others were there. */
+static uint64_t home_of(const struct learned *l, uint64_t hash)
+{
+    return hash >> (64 - l->place_bits);
+}
+
+/* Where a key is, or would be. */
+static struct place *find_place(const struct learned *l, uint64_t hash)
+{
+    for (uint64_t at = home_of(l, hash);; at = (at + 1) & (place_room(l) - 1))
+        if (!l->places[at].hash || l->places[at].hash == hash)
+            return &l->places[at];
+}
+
+/* A key will be looked for soon. */
+static void fetch_place(const struct learned *l, uint64_t hash)
+{
+    __builtin_prefetch(&l->places[home_of(l, hash)]);
+}
+
+static void make_places(struct learned *l, uint32_t bits)
+{
+    struct place *before = l->places;
+    uint64_t room = before ? place_room(l) : 0;
+
+    l->place_bits = bits;
+    l->places = clear_room(place_room(l), sizeof *l->places);
+    for (uint64_t at = 0; at < room; at++)
+        if (before[at].hash)
+            *find_place(l, before[at].hash) = before[at];
+    free(before);
+}
+
+/* Says where a key is, wherever it was. */
+static void set_place(struct learned *l, uint64_t hash, uint32_t span, uint32_t place)
+{
+    struct place *there = find_place(l, hash);
+
+    if (!there->hash) {
+        if (4 * (l->known.known_keys + 1) > 3 * place_room(l)) {
+            make_places(l, l->place_bits + 1);
+            there = find_place(l, hash);
+        }
+        l->known.known_keys++;
+    }
+    *there = (struct place){ .hash = hash, .span = span, .place = place };
+}
+
+/* Forgets a key if it is in a span. */
+static void remove_place(struct learned *l, uint64_t hash, uint32_t span)
+{
+    struct place *there = find_place(l, hash);
+    uint64_t hole = there - l->places, mask = place_room(l) - 1;
+
+    if (!there->hash || there->span != span)
+        return;
+    for (uint64_t at = (hole + 1) & mask; l->places[at].hash; at = (at + 1) & mask)
+        /* It may move up if its home is not behind the hole. */
+        if (((at - home_of(l, l->places[at].hash)) & mask) >= ((at - hole) & mask)) {
+            l->places[hole] = l->places[at];
+            hole = at;
+        }
+    l->places[hole].hash = 0;
+    l->known.known_keys--;
+}
+
+static uint64_t weight_of(const struct span *s)
+{
+    return s->weight;
+}
+
+/* Where the hash of a key is, and those of the keys behind it. */
+static uint64_t *hash_at(struct span *s, uint32_t place)
+{
+    return s->alone ? &s->hash : &s->keys->hashes[place - s->keys->base];
+}
+
+/* Where the handle of a key's block is, and those of the keys behind it. */
+static uint32_t *handle_at(struct span *s, uint32_t place)
+{
+    if (s->alone)
+        return &s->handle;
+    return (uint32_t *)(s->keys->hashes + s->keys->room) + (place - s->keys->base);
+}
+
+/* --- how long keys take to come back --- */
+
+/* Learned from those that did, and with it what a block of them is worth.
+ *
+ * A life begins when a request touches a key and ends when the next one does; of lives that go on, and of those that were
+ * forgotten, it is known that they took longer (they are censored: Kaplan and Meier, "Nonparametric Estimation from
+ * Incomplete Observations", 1958). What a block is worth is the most hits by some age for the room it takes until then,
+ * both expected (J. C. Gittins, "Bandit Processes and Dynamic Allocation Indices", 1979). Ages are in accessed bytes.
+ */
+
+/* Of a block, in hits. */
+static const double WRITE_COST = 0.03;
+/* A class's hazard is as its group's until it had as many keys as so many mean requests. */
+static const double PRIOR_REQUESTS = 60;
+/* The same for a class's multiplier, in keys that came back. */
+static const double MULTIPLIER_REQUESTS = 10;
+/* A multiplier below 1 is believed of an age as far as keys of the class were watched at it, in mean requests: what was
+ * asked for once a night does not come back at noon, and must not be taken for dead by that. */
+static const double WATCHED_REQUESTS = 2;
+static const double HIGHEST_HAZARD = 0.95;
+/* What nobody was watched at is guessed. Blocks go as if so many came back in an age bin as in the one before: bins grow
+ * with age, so that without evidence the oldest go first. They are stored as if so many came back in each, since a late
+ * return is seen late. */
+static const double HOPED = 0.01;
+
+/* Standard deviations of a lead that may not be by chance: to take chance for a lead costs little, and there are few
+ * requests in a lifetime. */
+static const double SURE = 1;
+/* A smaller one, in pools, is not worth it: what was learned is at its worst when the pool has just become full. */
+static const double LEAST_LEAD = 0.15;
+/* Of the lead, in a pool lifetime. */
+static const double LEAD_KEPT = 1 - 1.0 / 256;
+enum { FIRST_JUDGED = 8, MOST_STAYS = 1024 };
+
+static double least(double a, double b)
+{
+    return a < b ? a : b;
+}
+
+static int bin_of(const struct learned *l, double age)
+{
+    int bin = BINS - 1;
+
+    while (bin && l->counts.edges[bin] > age)
+        bin--;
+    return bin;
+}
+
+static int age_bin(const struct learned *l, uint64_t since)
+{
+    return bin_of(l, (double)(l->known.now - since));
+}
+
+static uint64_t epoch_bytes(const struct learned *l)
+{
+    uint64_t bytes = l->known.lifetime / EPOCHS_IN_LIFETIME;
+
+    return bytes ? bytes : 1;
+}
+
+static void begin_lives(struct learned *l, const struct span *s, uint64_t keys)
+{
+    uint64_t epoch = s->since / epoch_bytes(l);
+
+    if (epoch + EPOCHS_KEPT > l->epoch)
+        l->open[s->kind][epoch % EPOCHS_KEPT] += keys * weight_of(s);
+}
+
+/* `ends`: by age bin, what kind of end it is; NULL for lives that should not have been counted. */
+static void end_lives(struct learned *l, const struct span *s, uint64_t keys, double *ends)
+{
+    uint64_t epoch = s->since / epoch_bytes(l);
+
+    if (ends)
+        ends[age_bin(l, s->since)] += keys * weight_of(s);
+    if (epoch + EPOCHS_KEPT > l->epoch)
+        l->open[s->kind][epoch % EPOCHS_KEPT] -= keys * weight_of(s);
+}
+
+/* Time has passed: lives that began too long ago are watched no more. */
+static void enter_epoch(struct learned *l)
+{
+    uint64_t now = l->known.now / epoch_bytes(l), first = l->epoch + 1;
+
+    if (now > l->epoch + EPOCHS_KEPT)
+        first = now - EPOCHS_KEPT + 1;
+    for (uint64_t epoch = first; epoch <= now; epoch++)
+        for (int kind = 0; kind < CLASSES; kind++) {
+            double *lives = &l->open[kind][epoch % EPOCHS_KEPT];
+            if (*lives > 0)
+                l->counts.forgotten[kind][BINS - 1] += *lives;
+            *lives = 0;
+        }
+    l->epoch = now;
+}
+
+/* Bytes of keys of all classes that did not come back so far, by the age up to which they were watched. */
+static void add_unseen(const struct learned *l, double unseen[CLASSES][BINS])
+{
+    uint64_t first = l->epoch < EPOCHS_KEPT ? 0 : l->epoch - EPOCHS_KEPT + 1;
+    int bin[EPOCHS_KEPT];
+
+    for (uint64_t epoch = first; epoch <= l->epoch; epoch++) {
+        double age = (double)l->known.now - (double)(epoch * epoch_bytes(l)) - epoch_bytes(l) / 2;
+        bin[epoch % EPOCHS_KEPT] = bin_of(l, age);
+    }
+    for (int kind = 0; kind < CLASSES; kind++) {
+        memcpy(unseen[kind], l->counts.forgotten[kind], sizeof unseen[kind]);
+        for (uint64_t at = 0; at < EPOCHS_KEPT && at <= l->epoch; at++)
+            if (l->open[kind][at] > 0)
+                unseen[kind][bin[at]] += l->open[kind][at];
+    }
+}
+
+/* Classes of one group are likely alike: those of one pause, and those of one kind where there are no pauses. */
+static int group_of(int kind)
+{
+    if (kind >= APPENDED && kind < BRANCH)
+        return CLASSES + 4 + (kind - APPENDED) / 8;
+    if (kind >= CONTINUED && kind < APPENDED)
+        return CLASSES + (kind - CONTINUED) / 6;
+    return kind;
+}
+
+/* What a block is worth from one age on: the most hits that it brings by a later one, less those that it costs, for the
+ * room that it takes until then. */
+static double most_hits(const struct learned *l, const double hazard[BINS], int age, double cost)
+{
+    double alive = 1, hits = 0, room = 0, most = -1e300;
+
+    for (int bin = age; bin < BINS - 1; bin++) {
+        room += alive * (l->counts.edges[bin + 1] - l->counts.edges[bin]) * (1 - hazard[bin] / 2);
+        hits += alive * hazard[bin];
+        alive *= 1 - hazard[bin];
+        if (hits - cost > most * room)
+            most = (hits - cost) / room;
+    }
+    return most;
+}
+
+/* The part that came back of what was watched, as far as that is much beside what a guess counts as. */
+static double hazard_of(double returned, double watched, double guess, double prior)
+{
+    return least(HIGHEST_HAZARD, (returned + prior * least(HIGHEST_HAZARD, guess)) / (watched + prior));
+}
+
+static void work_out(struct learned *l)
+{
+    enum { GROUPS = CLASSES + 8 };
+    static double unseen[CLASSES][BINS], at_risk[CLASSES][BINS]; /* one thread calls */
+    double all_bytes = l->known.now;
+    double mean = (all_bytes ? all_bytes : 1) / (double)(l->known.requests ? l->known.requests : 1);
+    double prior = PRIOR_REQUESTS * mean, enough = MULTIPLIER_REQUESTS * mean, watched_enough = WATCHED_REQUESTS * mean;
+    double common[BINS], hoped[BINS], events[CLASSES] = { 0 }, expected[CLASSES] = { 0 };
+    double group_events[GROUPS] = { 0 }, group_expected[GROUPS] = { 0 };
+
+    add_unseen(l, unseen);
+    for (int kind = 0; kind < CLASSES; kind++) {
+        double later = 0;
+        for (int bin = BINS - 1; bin >= 0; bin--) {
+            /* A life that is not watched to its end counts half in its last bin. */
+            at_risk[kind][bin] = later + l->counts.returned[kind][bin] + unseen[kind][bin] / 2;
+            later += l->counts.returned[kind][bin] + unseen[kind][bin];
+        }
+    }
+    for (int bin = 0; bin < BINS; bin++) {
+        double returned = 0, all = 0;
+        for (int kind = 0; kind < CLASSES; kind++) {
+            returned += l->counts.returned[kind][bin];
+            all += at_risk[kind][bin];
+        }
+        common[bin] = (returned + (bin ? common[bin - 1] : HOPED) * mean) / (all + mean);
+        hoped[bin] = (returned + HOPED * mean) / (all + mean);
+        for (int kind = 0; kind < CLASSES; kind++) {
+            events[kind] += l->counts.returned[kind][bin];
+            expected[kind] += at_risk[kind][bin] * common[bin];
+        }
+    }
+    for (int kind = 0; kind < CLASSES; kind++) {
+        group_events[group_of(kind)] += events[kind];
+        group_expected[group_of(kind)] += expected[kind];
+    }
+    for (int kind = 0; kind < CLASSES; kind++) {
+        int group = group_of(kind);
+        double of_group = (group_events[group] + enough) / (group_expected[group] + enough);
+        double multiplier = (events[kind] + enough * of_group) / (expected[kind] + enough), hope[BINS];
+        for (int bin = 0; bin < BINS; bin++) {
+            double watched = at_risk[kind][bin] / (at_risk[kind][bin] + watched_enough);
+            double factor = multiplier < 1 ? watched * multiplier + 1 - watched : multiplier;
+            double own = l->counts.returned[kind][bin], seen = at_risk[kind][bin];
+            l->counts.hazard[kind][bin] = hazard_of(own, seen, factor * common[bin], prior);
+            hope[bin] = hazard_of(own, seen, factor * hoped[bin], prior);
+        }
+        l->admission_worth[kind] = most_hits(l, hope, 0, WRITE_COST);
+        l->counts.worth[kind][BINS - 1] = 0;
+        for (int age = 0; age < BINS - 1; age++)
+            l->counts.worth[kind][age] = most_hits(l, l->counts.hazard[kind], age, 0);
+    }
+}
+
+/* Where an LRU would have had more hits, for longer than by chance, it is done as an LRU does for some lifetimes: loads
+ * that are not told apart by any class are served worse by what was learned of classes. */
+static void judge(struct learned *l)
+{
+    if (l->known.now < l->judge_at || l->known.now < FIRST_JUDGED * l->known.lifetime)
+        return;
+    l->judge_at = l->known.now + l->known.lifetime;
+    if (l->known.as_lru) {
+        l->known.as_lru = 0;
+        l->lead = l->lead_squares = 0;
+        return;
+    }
+    int chance = l->lead * l->lead <= SURE * SURE * l->lead_squares;
+    if (l->lead > LEAST_LEAD * l->known.lifetime && !chance) {
+        l->known.as_lru = 1;
+        l->judge_at = l->known.now + l->stays * l->known.lifetime;
+        if (l->stays < MOST_STAYS)
+            l->stays *= 2;
+        return;
+    }
+    if (l->lead < 0 && !chance)
+        l->stays = FEWEST_STAYS;
+    l->lead *= LEAD_KEPT;
+    l->lead_squares *= LEAD_KEPT;
+}
+
+/* --- the order in which blocks go: by age, in all and in the cells, and cells by what they are worth --- */
+
+enum { NEAR = 64, MOVED_AT_ONCE = 512, AGINGS = 32, MOVED_CELLS = CLASSES * (BINS - 1) };
+static const uint64_t LOWEST = 2047; /* CELLS and more */
+_Static_assert(CELLS <= 2048, "the number of a cell has eleven bits");
+
+static uint32_t cell_of(const struct span *s)
+{
+    return s->kind * BINS + s->age_bin;
+}
+
+static struct row *row_of(struct learned *l, const struct span *s, int order)
+{
+    return order == BY_AGE ? &l->pool : &l->cells[cell_of(s)];
+}
+
+/* Puts a span behind another one, or first where that is 0. */
+static void link_in(struct learned *l, uint32_t number, uint32_t before, int order)
+{
+    struct span *own = &l->spans[number];
+    struct row *row = row_of(l, &l->spans[number], order);
+
+    own->previous[order] = before;
+    own->next[order] = before ? l->spans[before].next[order] : row->first;
+    *(before ? &l->spans[before].next[order] : &row->first) = number;
+    *(own->next[order] ? &l->spans[own->next[order]].previous[order] : &row->last) = number;
+}
+
+/* Puts a span into an order, by age as far as that is near. */
+static void link_by_age(struct learned *l, uint32_t number, int order)
+{
+    uint32_t before = row_of(l, &l->spans[number], order)->last;
+
+    for (int steps = 0; before && l->spans[before].since > l->spans[number].since && steps < NEAR; steps++)
+        before = l->spans[before].previous[order];
+    link_in(l, number, before, order);
+}
+
+static void unlink_from(struct learned *l, uint32_t number, int order)
+{
+    struct span *own = &l->spans[number];
+    struct row *row = row_of(l, &l->spans[number], order);
+
+    *(own->previous[order] ? &l->spans[own->previous[order]].next[order] : &row->first) = own->next[order];
+    *(own->next[order] ? &l->spans[own->next[order]].previous[order] : &row->last) = own->previous[order];
+    own->previous[order] = own->next[order] = 0;
+}
+
+static void set_filled(struct learned *l, uint32_t cell)
+{
+    uint64_t bit = (uint64_t)1 << (l->rank[cell] & 63), *word = &l->filled[l->rank[cell] >> 6];
+
+    *word = l->cells[cell].first ? *word | bit : *word & ~bit;
+}
+
+/* A span holds blocks. */
+static void fill_cell(struct learned *l, uint32_t number)
+{
+    link_by_age(l, number, BY_WORTH);
+    link_by_age(l, number, BY_AGE);
+    set_filled(l, cell_of(&l->spans[number]));
+}
+
+/* A span is about to lose its blocks, or is lifted with them. */
+static void leave_cell(struct learned *l, uint32_t number)
+{
+    unlink_from(l, number, BY_WORTH);
+    unlink_from(l, number, BY_AGE);
+    set_filled(l, cell_of(&l->spans[number]));
+}
+
+/* A span that is in a cell has got so many blocks, or lost them where they are less than 0. */
+static void add_blocks(struct learned *l, const struct span *s, int64_t blocks)
+{
+    l->counts.cell_bytes[cell_of(s)] += blocks * (int64_t)weight_of(s);
+}
+
+/* A span that has blocks was cut off from another one. */
+static void link_behind(struct learned *l, uint32_t number, uint32_t before)
+{
+    link_in(l, number, before, BY_WORTH);
+    link_in(l, number, before, BY_AGE);
+}
+
+/* Spans whose age bin has ended move to the next one, some at a time. */
+static void move_cells(struct learned *l)
+{
+    if (l->aged == MOVED_CELLS && l->known.now >= l->age_at) {
+        l->age_at = l->known.now + l->known.lifetime / AGINGS;
+        l->aged = 0;
+    }
+    for (int moved = 0; l->aged < MOVED_CELLS; l->aged++) {
+        uint32_t kind = l->aged / (BINS - 1), bin = BINS - 2 - l->aged % (BINS - 1), number;
+        double limit = (double)l->known.now - l->counts.edges[bin + 1];
+        while ((number = l->cells[kind * BINS + bin].first) && l->spans[number].since <= limit) {
+            if (moved++ == MOVED_AT_ONCE)
+                return;
+            unlink_from(l, number, BY_WORTH);
+            set_filled(l, kind * BINS + bin);
+            add_blocks(l, &l->spans[number], -(int64_t)l->spans[number].held);
+            l->spans[number].age_bin++;
+            add_blocks(l, &l->spans[number], l->spans[number].held);
+            link_by_age(l, number, BY_WORTH);
+            set_filled(l, kind * BINS + bin + 1);
+        }
+    }
+}
+
+static int by_value(const void *one, const void *other)
+{
+    uint64_t a = *(const uint64_t *)one, b = *(const uint64_t *)other;
+
+    return a < b ? -1 : a > b;
+}
+
+/* The worth of cells has changed. */
+static void order_cells(struct learned *l)
+{
+    uint64_t keys[CELLS];
+
+    /* The bits of a worth, which is not below 0, but the lowest, which tell no difference that means anything; in these
+     * the oldest are first. */
+    for (int cell = 0; cell < CELLS; cell++) {
+        memcpy(&keys[cell], &l->counts.worth[cell / BINS][cell % BINS], sizeof *keys);
+        keys[cell] = (keys[cell] & ~LOWEST) + (BINS - 1 - cell % BINS) * CLASSES + cell / BINS;
+    }
+    qsort(keys, CELLS, sizeof *keys, by_value);
+    memset(l->filled, 0, sizeof l->filled);
+    for (int rank = 0; rank < CELLS; rank++) {
+        uint64_t place = keys[rank] & LOWEST;
+        uint16_t cell = place % CLASSES * BINS + BINS - 1 - place / CLASSES;
+        l->by_rank[rank] = cell;
+        l->rank[cell] = rank;
+        set_filled(l, cell);
+    }
+}
+
+/* --- spans, and the order in which they are forgotten --- */
+
+enum { REMEMBERED_POOLS = 16, GHOST_PART = 50, FEWEST = 1024, WASTED = 32 };
+enum { AGED_AT_ONCE = 64, FORGOTTEN_AT_ONCE = 2048 };
+
+/* Memory of a span's keys, with what malloc takes. */
+static uint64_t keys_bytes(uint32_t keys)
+{
+    uint64_t nbytes = sizeof(struct keys) + keys * (sizeof(uint64_t) + sizeof(uint32_t)) + sizeof(size_t);
+
+    return (nbytes + 15) / 16 * 16;
+}
+
+/* Gives a span room for several keys, the first one at the place `low`, and copies as many. */
+static void make_keys(struct learned *l, struct span *s, const uint64_t *hashes, const uint32_t *handles, uint32_t count)
+{
+    s->keys = or_end(malloc(sizeof *s->keys + count * (sizeof *hashes + sizeof *handles)));
+    s->keys->base = s->low;
+    s->keys->room = count;
+    l->keys_bytes += keys_bytes(count);
+    memcpy(s->keys->hashes, hashes, count * sizeof *hashes);
+    if (handles)
+        memcpy(s->keys->hashes + count, handles, count * sizeof *handles);
+    else
+        memset(s->keys->hashes + count, 0, count * sizeof *handles);
+}
+
+static void free_keys(struct learned *l, struct keys *keys)
+{
+    l->keys_bytes -= keys_bytes(keys->room);
+    free(keys);
+}
+
+/* Doubles the room, without a copy. New spans are 0. */
+static void more_spans(struct learned *l)
+{
+    uint64_t before = l->span_room * sizeof *l->spans, nbytes;
+    void *made;
+
+    l->span_room = l->span_room ? 2 * l->span_room : FEWEST;
+    nbytes = l->span_room * sizeof *l->spans;
+    if (before)
+        made = mremap(l->spans, before, nbytes, MREMAP_MAYMOVE);
+    else
+        made = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    l->spans = or_end(made == MAP_FAILED ? NULL : made);
+}
+
+/* Before anything else. Number 0 is none. */
+static void make_spans(struct learned *l)
+{
+    more_spans(l);
+    l->span_top = 1;
+}
+
+static void free_spans(struct learned *l)
+{
+    for (uint32_t number = 1; number < l->span_top; number++)
+        if (!l->spans[number].alone)
+            free(l->spans[number].keys);
+    munmap(l->spans, l->span_room * sizeof *l->spans);
+}
+
+static void set_weight(const struct learned *l, struct span *s, uint64_t weight)
+{
+    uint64_t nbytes = weight < l->known.lifetime ? weight : l->known.lifetime;
+    int lost = 64 - __builtin_clzll(nbytes | 1) - FLT_MANT_DIG;
+
+    s->weight = lost > 0 ? nbytes >> lost << lost : nbytes;
+}
+
+/* A span without keys, whose other fields are 0. */
+static uint32_t new_span(struct learned *l, uint64_t weight)
+{
+    uint32_t number = l->unused_spans;
+
+    if (number) {
+        l->unused_spans = l->spans[number].child;
+    } else {
+        number = l->span_top++;
+        if (number == l->span_room)
+            more_spans(l);
+    }
+    memset(&l->spans[number], 0, sizeof *l->spans);
+    set_weight(l, &l->spans[number], weight);
+    l->known.spans++;
+    return number;
+}
+
+/* Gives a span its keys, without blocks, and enters them, wherever they were. */
+static void set_keys(struct learned *l, uint32_t number, const uint64_t *hashes, uint32_t count)
+{
+    struct span *s = &l->spans[number];
+
+    s->high = count;
+    s->alone = count == 1;
+    if (s->alone)
+        s->hash = *hashes;
+    else
+        make_keys(l, s, hashes, NULL, count);
+    for (uint32_t i = 0; i < count; i++) {
+        if (i + AHEAD < count)
+            fetch_place(l, hashes[i + AHEAD]);
+        set_place(l, hashes[i], number, i);
+    }
+}
+
+/* A new span, whose keys' lives begin or began then. It is in no order yet. */
+static uint32_t begin_span(struct learned *l, const uint64_t *hashes, uint32_t count, int kind, uint64_t weight, uint64_t since)
+{
+    uint32_t number = new_span(l, weight);
+    struct span *s = &l->spans[number];
+
+    s->since = since;
+    s->sightings = 1;
+    s->kind = s->floor = kind;
+    set_keys(l, number, hashes, count);
+    l->known.known_bytes += count * weight_of(s);
+    begin_lives(l, s, count);
+    return number;
+}
+
+static uint64_t bytes_of(const struct span *s)
+{
+    return (s->high - s->low) * weight_of(s);
+}
+
+/* An LRU has no room for the oldest of its keys. */
+static void age_recent(struct learned *l)
+{
+    for (int aged = 0; l->recent && aged < AGED_AT_ONCE; aged++) {
+        struct span *s = &l->spans[l->recent];
+        if (l->recent_bytes - bytes_of(s) < l->known.lifetime)
+            return;
+        s->recent = 0;
+        l->recent_bytes -= bytes_of(s);
+        l->recent = s->younger;
+    }
+}
+
+/* How many of a span's keys, from the first one on, an LRU would have: the last ones go first. */
+static uint32_t recent_keys(const struct learned *l, uint32_t number)
+{
+    const struct span *s = &l->spans[number];
+    uint64_t excess = l->recent_bytes > l->known.lifetime ? l->recent_bytes - l->known.lifetime : 0;
+
+    if (!s->recent || !s->offered)
+        return 0;
+    if (number != l->recent || !excess)
+        return s->high - s->low;
+    return excess < bytes_of(s) ? (bytes_of(s) - excess) / weight_of(s) : 0;
+}
+
+/* Keys of a span are taken or forgotten. */
+static void lose_bytes(struct learned *l, const struct span *s, uint64_t keys)
+{
+    l->known.known_bytes -= keys * weight_of(s);
+    if (s->recent)
+        l->recent_bytes -= keys * weight_of(s);
+}
+
+static void leave_order(struct learned *l, uint32_t number)
+{
+    struct span *s = &l->spans[number];
+
+    if (l->recent == number)
+        l->recent = s->younger;
+    if (l->latest == number)
+        l->latest = s->younger;
+    if (s->recent)
+        l->recent_bytes -= bytes_of(s);
+    s->recent = 0;
+    *(s->older ? &l->spans[s->older].younger : &l->oldest.first) = s->younger;
+    *(s->younger ? &l->spans[s->younger].older : &l->oldest.last) = s->older;
+    s->older = s->younger = 0;
+}
+
+/* Puts a span into the order of forgetting, before another one or, where that is 0, as the youngest. */
+static void link_before(struct learned *l, uint32_t number, uint32_t younger)
+{
+    struct span *s = &l->spans[number];
+
+    s->younger = younger;
+    s->older = younger ? l->spans[younger].older : l->oldest.last;
+    *(s->older ? &l->spans[s->older].younger : &l->oldest.first) = number;
+    *(younger ? &l->spans[younger].older : &l->oldest.last) = number;
+}
+
+static void link_young(struct learned *l, uint32_t number)
+{
+    struct span *s = &l->spans[number];
+
+    link_before(l, number, 0);
+    s->recent = 1;
+    l->recent_bytes += bytes_of(s);
+    if (!l->recent)
+        l->recent = number;
+    age_recent(l);
+}
+
+/* Puts a span into the order that a store brought: behind the latest request's keys, which an LRU evicts later. */
+static void link_stored(struct learned *l, uint32_t number)
+{
+    struct span *s = &l->spans[number];
+
+    if (!l->latest) {
+        link_young(l, number);
+        return;
+    }
+    link_before(l, number, l->latest);
+    s->recent = l->spans[l->latest].recent;
+    if (!s->recent)
+        return;
+    l->recent_bytes += bytes_of(s);
+    if (l->recent == l->latest)
+        l->recent = number;
+    age_recent(l);
+}
+
+/* A span is no part of its request any more. */
+static void leave_request(struct learned *l, uint32_t number)
+{
+    struct span *s = &l->spans[number];
+
+    if (!s->old)
+        leave_order(l, number);
+    if (s->before)
+        l->spans[s->before].child = s->child;
+    if (s->child)
+        l->spans[s->child].before = s->before;
+    s->before = s->child = 0;
+}
+
+/* A span has no keys any more. */
+static void bury(struct learned *l, uint32_t number)
+{
+    struct span *s = &l->spans[number];
+
+    leave_request(l, number);
+    if (!s->alone)
+        free_keys(l, s->keys);
+    memset(s, 0, sizeof *s);
+    s->child = l->unused_spans;
+    l->unused_spans = number;
+    l->known.spans--;
+}
+
+/* Counts anew what of a span has blocks. */
+static void count_blocks(struct span *s)
+{
+    s->held = 0;
+    s->top = s->low;
+    for (uint32_t i = s->low; i < s->high; i++)
+        if (*handle_at(s, i)) {
+            s->held++;
+            s->top = i + 1;
+        }
+}
+
+/* A span has got fewer keys: where much of its arrays is unused, what is left moves to smaller ones. */
+static void compact(struct learned *l, uint32_t number)
+{
+    struct span *s = &l->spans[number];
+    struct keys *before = s->keys;
+
+    if (s->low == s->high) {
+        bury(l, number);
+        return;
+    }
+    if (s->alone)
+        return;
+    uint32_t wasted = before->room - (s->high - s->low);
+    if (wasted < WASTED || wasted < s->high - s->low)
+        return;
+    make_keys(l, s, hash_at(s, s->low), handle_at(s, s->low), s->high - s->low);
+    free_keys(l, before);
+}
+
+/* Forgets the last keys of a span, at most so many, that are behind its last block; returns how many. */
+static uint32_t forget_tail(struct learned *l, uint32_t number, uint64_t most)
+{
+    struct span *s = &l->spans[number];
+    uint32_t keys = s->high - s->top < most ? s->high - s->top : most;
+
+    if (!keys)
+        return 0;
+    for (uint32_t i = s->high - keys; i < s->high; i++) {
+        if (i + AHEAD < s->high)
+            fetch_place(l, *hash_at(s, i + AHEAD));
+        remove_place(l, *hash_at(s, i), number);
+    }
+    end_lives(l, s, keys, l->counts.forgotten[s->kind]);
+    lose_bytes(l, s, keys);
+    s->behind += keys;
+    s->high -= keys;
+    compact(l, number);
+    return keys;
+}
+
+/* To be called when keys of a span have got or lost blocks, or were taken: `top` may be too high by now. */
+static void settle_span(struct learned *l, uint32_t number)
+{
+    struct span *s = &l->spans[number];
+
+    if (s->top < s->low || !s->held)
+        s->top = s->low;
+    while (s->top > s->low && !*handle_at(s, s->top - 1))
+        s->top--;
+    if (!s->old || !forget_tail(l, number, UINT32_MAX))
+        compact(l, number);
+}
+
+/* Makes a span of the keys from a place on, which is not the first; returns it. */
+static uint32_t split_span(struct learned *l, uint32_t number, uint32_t place)
+{
+    uint32_t rest = new_span(l, weight_of(&l->spans[number])), had = l->spans[number].held;
+    struct span *s = &l->spans[number], *r = &l->spans[rest];
+    uint32_t count = s->high - place;
+
+    r->since = s->since;
+    r->seen = s->seen;
+    r->sightings = s->sightings;
+    r->turn = s->turn;
+    r->behind = s->behind;
+    r->kind = s->kind;
+    r->floor = s->floor;
+    r->age_bin = s->age_bin;
+    r->old = s->old;
+    r->closed = s->closed;
+    r->offered = s->offered;
+    r->before = number;
+    r->child = s->child;
+    if (r->child)
+        l->spans[r->child].before = rest;
+    s->child = rest;
+    set_keys(l, rest, hash_at(s, place), count);
+    memcpy(handle_at(r, 0), handle_at(s, place), count * sizeof(uint32_t));
+    s->high = place;
+    s->behind += count;
+    count_blocks(r);
+    count_blocks(s);
+    r->recent = s->recent;
+    if (!r->old)
+        link_before(l, rest, number);
+    if (l->recent == number)
+        l->recent = rest;
+    if (r->held)
+        link_behind(l, rest, number);
+    if (had && !s->held)
+        leave_cell(l, number);
+    settle_span(l, number);
+    return rest;
+}
+
+/* Takes the first keys out of a span, and writes the handles of their blocks. Their places are not to be found then. */
+static void take_keys(struct learned *l, uint32_t number, uint32_t count, uint32_t *handles)
+{
+    struct span *s = &l->spans[number];
+    uint32_t had = s->held;
+
+    memcpy(handles, handle_at(s, s->low), count * sizeof *handles);
+    for (uint32_t i = 0; i < count && s->held; i++)
+        s->held -= handles[i] != 0;
+    add_blocks(l, s, (int64_t)s->held - had);
+    lose_bytes(l, s, count);
+    s->low += count;
+    if (had && !s->held)
+        leave_cell(l, number);
+    settle_span(l, number);
+}
+
+/* Forgets the keys that are remembered longest while they are too many, about `most` of them. */
+static void forget_oldest(struct learned *l, uint64_t most)
+{
+    uint64_t most_bytes = (1 + REMEMBERED_POOLS) * l->known.lifetime;
+
+    age_recent(l);
+    for (uint64_t done = 0; done < most; done++) {
+        /* A block's own key is not counted: it is bounded with the pool. */
+        uint64_t ghosts = l->known.known_keys - l->known.blocks;
+        uint64_t nbytes = ghosts * (2 * sizeof(struct place) + 12) + l->known.spans * sizeof(struct span);
+        uint32_t number = l->oldest.first;
+        if (!number || (l->known.known_bytes <= most_bytes && nbytes <= l->known.lifetime / GHOST_PART))
+            break;
+        if (l->spans[number].high - l->spans[number].top <= most - done) {
+            leave_order(l, number);
+            l->spans[number].old = 1;
+        }
+        done += forget_tail(l, number, most - done);
+    }
+    l->known.nbytes = sizeof *l + place_room(l) * sizeof(struct place) + l->span_top * sizeof *l->spans + l->keys_bytes;
+}
+
+/* The same in steps: to be called where so many keys are added or lose their blocks. */
+static void forget_some(struct learned *l, uint64_t added)
+{
+    forget_oldest(l, FORGOTTEN_AT_ONCE + 2 * added);
+}
+
+/* --- what requests ask for and stores offer: their keys' spans, and the classes of these --- */
+
+/* What amounts of text are counted in, and the most that a request may leave out of the one that it continues. */
+enum { UNIT_TOKENS = 512 };
+enum { FEWEST_LEARNED = 40, MEMORY_REQUESTS = 8000, EVIDENCE_PART = 50, TIME_PART = 32 };
+
+static const uint32_t NEW_UNITS[] = { 2, 4, 8, 16, 32 }, SIGHTINGS[] = { 1, 2, 3, 4, 8 };
+static const double PAUSES[] = { 0.5, 2, 8 }; /* in pool lifetimes */
+
+#define LENGTH(array) (int)(sizeof(array) / sizeof *(array))
+
+/* How many of the limits are not above a value. */
+static int step_of(uint64_t value, const uint32_t *limits, int count)
+{
+    int step = 0;
+
+    while (step < count && limits[step] <= value)
+        step++;
+    return step;
+}
+
+/* --- keys --- */
+
+/* Writes the hashes of `count` keys that lie end to end. `name`: another one where the same keys mean other blocks.
+ * Returns how many there are. */
+static uint64_t hash_keys(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+                   uint64_t *hashes)
+{
+    for (uint64_t i = 0; i < count; i++, keys += key_bytes) {
+        uint64_t found = key_hash(l->seed[0] ^ name, l->seed[1], keys, key_bytes);
+        hashes[i] = found ? found : 1;
+    }
+    return count;
+}
+
+/* Leaves out the hashes that come again; returns how many are left. `seen` has room for `room` numbers, a power of two
+ * and more than `count`. */
+static uint64_t leave_out_repeats(uint64_t *hashes, uint64_t count, uint32_t *seen, uint64_t room)
+{
+    uint64_t kept = 0;
+
+    memset(seen, 0, room * sizeof *seen);
+    for (uint64_t i = 0; i < count; i++) {
+        uint64_t at = hashes[i];
+        while (seen[at & (room - 1)] && hashes[seen[at & (room - 1)] - 1] != hashes[i])
+            at++;
+        if (!seen[at & (room - 1)]) {
+            hashes[kept++] = hashes[i];
+            seen[at & (room - 1)] = kept;
+        }
+    }
+    return kept;
+}
+
+/* How many of the keys, from the first on, have neighbouring places in one span, or none; `first` is the first's. */
+static uint32_t run_length(const struct learned *l, const uint64_t *hashes, uint32_t count, struct place *first)
+{
+    uint32_t length = 1;
+
+    *first = *find_place(l, hashes[0]);
+    for (; length < count; length++) {
+        if (length + AHEAD < count)
+            fetch_place(l, hashes[length + AHEAD]);
+        const struct place *there = find_place(l, hashes[length]);
+        if (!there->hash != !first->hash)
+            break;
+        if (there->hash && (there->span != first->span || there->place != first->place + length))
+            break;
+    }
+    if (!first->hash)
+        first->span = 0;
+    return length;
+}
+
+/* --- requests --- */
+
+/* Neighbouring keys of a request that get one span. */
+struct segment {
+    uint32_t begin, end, sightings;
+    uint32_t span; /* that had these keys */
+    int kind, offered;
+};
+
+/* One group's part of a request. */
+struct request {
+    uint64_t *hashes;
+    uint32_t *handles; /* of the blocks that its keys have */
+    struct segment *segments;
+    uint32_t count, met, made, turn;
+    uint32_t hits, lru_hits; /* keys with a block before the first one without; those that an LRU would have had */
+    uint64_t tokens; /* of a block */
+    int pause, new;
+    uint64_t left_out; /* tokens of the request before that this one does not have */
+};
+
+/* Finds the known keys at the start of the chain: the spans that begin with them. Each becomes a segment. */
+static void meet(struct learned *l, struct request *r)
+{
+    while (r->met < r->count && find_place(l, r->hashes[r->met])->hash) {
+        struct place first;
+        uint32_t keys = run_length(l, r->hashes + r->met, r->count - r->met, &first);
+        struct span *s = &l->spans[first.span];
+        if (s->met || first.place != s->low)
+            break;
+        s->met = 1;
+        r->segments[r->made++] = (struct segment){ r->met, r->met + keys, 0, first.span, 0, 0 };
+        r->met += keys;
+    }
+}
+
+/* What the classes of the request's keys are made of. */
+static void describe(const struct learned *l, struct request *r)
+{
+    uint64_t units = (r->tokens * (r->count - r->met) + UNIT_TOKENS - 1) / UNIT_TOKENS;
+
+    r->new = step_of(units, NEW_UNITS, LENGTH(NEW_UNITS));
+    r->turn = 1;
+    if (!r->made)
+        return;
+    const struct segment *last = &r->segments[r->made - 1];
+    const struct span *s = &l->spans[last->span];
+    double pause = (double)(l->known.now - s->since) / l->known.lifetime;
+    while (r->pause < LENGTH(PAUSES) && PAUSES[r->pause] <= pause)
+        r->pause++;
+    r->left_out = r->tokens * ((uint64_t)s->behind + (s->high - s->low) - (last->end - last->begin));
+    if (r->left_out > UNIT_TOKENS)
+        return;
+    uint32_t turn = 0;
+    for (uint32_t i = r->made; i-- && !turn;)
+        turn = l->spans[r->segments[i].span].turn;
+    r->turn = turn < MOST_SEEN ? 1 + (turn ? turn : 1) : turn;
+}
+
+static int later_turn(const struct request *r)
+{
+    return (r->turn < 4 ? r->turn : 4) / 2 - 1;
+}
+
+/* Class of keys that were seen so often before. */
+static int known_class(const struct request *r, uint32_t sightings)
+{
+    if (r->turn == 1 || sightings >= r->turn)
+        return SHARED + step_of(sightings, SIGHTINGS, LENGTH(SIGHTINGS));
+    return CONTINUED + (r->pause * 2 + later_turn(r)) * 3 + (r->new < 2 ? r->new : 2);
+}
+
+/* Class of keys that were never seen. */
+static int new_class(const struct request *r)
+{
+    static const uint8_t NEWS[] = { 0, 1, 2, 2, 3, 3 };
+
+    if (r->turn > 1)
+        return APPENDED + (r->pause * 2 + later_turn(r)) * 4 + NEWS[r->new];
+    if (r->left_out > UNIT_TOKENS && r->tokens * r->met > UNIT_TOKENS)
+        return BRANCH + r->new;
+    return FIRST + r->new;
+}
+
+/* The known keys came back. */
+static void take_known(struct learned *l, struct request *r)
+{
+    uint32_t lru_hits = 0;
+
+    for (uint32_t i = 0; i < r->made; i++) {
+        struct segment *found = &r->segments[i];
+        uint32_t number = found->span, keys = found->end - found->begin;
+        struct span *s = &l->spans[number];
+        s->met = 0;
+        found->offered = s->offered;
+        if (lru_hits == found->begin) {
+            uint32_t recent = recent_keys(l, number);
+            lru_hits += recent < keys ? recent : keys;
+        }
+        end_lives(l, s, keys, l->counts.returned[s->kind]);
+        found->kind = known_class(r, s->sightings);
+        found->sightings = s->sightings + (s->sightings < MOST_SEEN);
+    }
+    r->lru_hits = lru_hits;
+    for (uint32_t i = 0; i < r->made; i++)
+        take_keys(l, r->segments[i].span, r->segments[i].end - r->segments[i].begin, r->handles + r->segments[i].begin);
+    while (r->hits < r->met && r->handles[r->hits])
+        r->hits++;
+}
+
+/* Takes keys out of their spans from the first given one on; the lives of those that are known are not counted.
+ * `forgotten`: they are known no more. */
+static void take_out(struct learned *l, const uint64_t *hashes, uint32_t count, uint32_t *handles, int forgotten)
+{
+    for (uint32_t i = 0; i < count;) {
+        struct place first;
+        uint32_t keys = run_length(l, hashes + i, count - i, &first), number = first.span;
+        if (number) {
+            if (first.place > l->spans[number].low)
+                number = split_span(l, number, first.place);
+            end_lives(l, &l->spans[number], keys, NULL);
+            for (uint32_t at = i; forgotten && at < i + keys; at++)
+                remove_place(l, hashes[at], number);
+            take_keys(l, number, keys, handles + i);
+        }
+        i += keys;
+    }
+}
+
+/* Keys lost their blocks and are known no more. Returns how many had one. */
+uint64_t kvoffd_learned_forget(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes)
+{
+    uint64_t *hashes = scratch(l, count * (sizeof *hashes + sizeof(uint32_t))), blocks = 0;
+    uint32_t *handles = (uint32_t *)(hashes + count);
+
+    hash_keys(l, name, keys, count, key_bytes, hashes);
+    memset(handles, 0, count * sizeof *handles);
+    take_out(l, hashes, count, handles, 1);
+    for (uint64_t i = 0; i < count; i++)
+        blocks += handles[i] != 0;
+    l->known.blocks -= blocks;
+    return blocks;
+}
+
+static void add_segment(struct request *r, uint32_t begin, uint32_t end, int kind)
+{
+    if (begin < end)
+        r->segments[r->made++] = (struct segment){ begin, end, 1, 0, kind, 0 };
+}
+
+/* Joins neighbours that are of one class and were seen as often: known keys and new ones never were. */
+static void join_segments(struct request *r)
+{
+    uint32_t made = 0;
+
+    for (uint32_t i = 1; i < r->made; i++) {
+        struct segment *last = &r->segments[made], *one = &r->segments[i];
+        if (last->kind == one->kind && last->sightings == one->sightings) {
+            last->end = one->end;
+            last->offered &= one->offered;
+        } else {
+            r->segments[++made] = *one;
+        }
+    }
+    r->made = made + 1;
+}
+
+/* Makes the spans of the request, the last one first in the order of forgetting. */
+static void add_spans(struct learned *l, struct request *r, uint64_t weight)
+{
+    uint32_t before = 0;
+
+    for (uint32_t i = 0; i < r->made; i++) {
+        const struct segment *one = &r->segments[i];
+        uint32_t keys = one->end - one->begin;
+        uint32_t number = begin_span(l, r->hashes + one->begin, keys, one->kind, weight, l->known.now);
+        struct span *s = &l->spans[number];
+        l->counts.accessed[one->kind] += keys * weight;
+        s->sightings = one->sightings;
+        s->offered = one->offered;
+        s->turn = r->turn;
+        s->behind = r->count - one->end;
+        s->before = before;
+        if (before) {
+            struct span *b = &l->spans[before];
+            b->child = number;
+            if (l->admission_worth[b->floor] < l->admission_worth[s->kind])
+                s->floor = b->floor;
+        }
+        for (uint32_t at = 0; at < keys; at++)
+            if (r->handles[one->begin + at]) {
+                s->held++;
+                s->top = at + 1;
+            }
+        if (s->held) {
+            memcpy(handle_at(s, 0), r->handles + one->begin, keys * sizeof *r->handles);
+            fill_cell(l, number);
+            add_blocks(l, s, s->held);
+        }
+        before = number;
+    }
+    for (uint32_t number = before; number; number = l->spans[number].before)
+        link_young(l, number);
+    l->latest = before;
+}
+
+/* Notes one group's part of a request, as much of it as the pool could hold: its known keys came back, and all get new
+ * classes. Returns how many different keys it has. */
+uint64_t kvoffd_learned_note(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+                             uint64_t weight, uint64_t tokens)
+{
+    uint64_t seen = 2;
+
+    if (count > l->known.lifetime / weight)
+        count = l->known.lifetime / weight;
+    while (seen <= count)
+        seen *= 2;
+    seen *= 2;
+    uint64_t each = sizeof(uint64_t) + sizeof(struct segment) + sizeof(uint32_t);
+    uint8_t *room = scratch(l, (count + 2) * each + seen * sizeof(uint32_t));
+    struct request r = { .hashes = (uint64_t *)room, .tokens = tokens };
+    r.segments = (struct segment *)(r.hashes + count);
+    r.handles = (uint32_t *)(r.segments + count + 2);
+    if (!count)
+        return 0;
+    r.count = hash_keys(l, name, keys, count, key_bytes, r.hashes);
+    meet(l, &r);
+    if (r.met < r.count) /* those that were met are different keys */
+        r.count = leave_out_repeats(r.hashes, count, r.handles + count, seen);
+    memset(r.handles, 0, r.count * sizeof *r.handles);
+    describe(l, &r);
+    take_known(l, &r);
+    if (r.met < r.count) {
+        /* Keys of the last part of the prompt, behind its last whole unit. */
+        uint32_t part = (tokens * r.count - 1) % UNIT_TOKENS / tokens + 1;
+        uint32_t last = r.count > part ? r.count - part : 0;
+        /* Of what is known behind an unknown key it is learned that it is not there. */
+        take_out(l, r.hashes + r.met, r.count - r.met, r.handles + r.met, 0);
+        if (last < r.met)
+            last = r.met;
+        add_segment(&r, r.met, last, new_class(&r));
+        add_segment(&r, last, r.count, LAST);
+    }
+    double lead = ((double)r.lru_hits - r.hits) * weight;
+    l->lead += lead;
+    l->lead_squares += lead * lead;
+    l->known.hit_bytes += r.hits * weight;
+    l->known.lru_hit_bytes += r.lru_hits * weight;
+    join_segments(&r);
+    add_spans(l, &r, weight);
+    return r.count;
+}
+
+/* A request, of so many keys, is noted. Returns how many there were since it was learned last if it is time to learn. */
+uint64_t kvoffd_learned_pass(struct learned *l, uint64_t keys, uint64_t nbytes)
+{
+    l->known.requests++;
+    l->known.keys += keys;
+    l->known.now += nbytes;
+    enter_epoch(l);
+    forget_some(l, keys);
+    if (!l->known.as_lru)
+        move_cells(l);
+    judge(l);
+    if (l->known.now < l->learn_at || l->known.requests < l->learn_after)
+        return 0;
+    return l->known.requests - l->learned_at;
+}
+
+/* It is learned again when what is known has become a little more, at the latest after a pool lifetime: when the pool has
+ * just become full, what was learned a lifetime ago says nothing of half of its blocks' ages. */
+static void plan_learning(struct learned *l)
+{
+    double later = (double)l->known.now / TIME_PART;
+    uint64_t more = (l->known.requests < MEMORY_REQUESTS ? l->known.requests : MEMORY_REQUESTS) / EVIDENCE_PART;
+
+    l->learned_at = l->known.requests;
+    l->learn_at = l->known.now + (later < l->known.lifetime ? (uint64_t)later : l->known.lifetime);
+    l->learn_after = l->known.requests + (more > FEWEST_LEARNED ? more : FEWEST_LEARNED);
+}
+
+/* Works out anew what every class is worth. What was seen before weighs as much from now on as `kept` says. */
+void kvoffd_learned_learn(struct learned *l, double kept)
+{
+    work_out(l);
+    order_cells(l);
+    plan_learning(l);
+    for (int kind = 0; kind < CLASSES; kind++) {
+        l->counts.accessed[kind] *= kept;
+        for (int bin = 0; bin < BINS; bin++) {
+            l->counts.returned[kind][bin] *= kept;
+            l->counts.forgotten[kind][bin] *= kept;
+        }
+    }
+}
+
+/* --- stores --- */
+
+struct offer {
+    double worth;
+    uint64_t keys;
+};
+
+static const double DECLINED = -1;
+
+/* Writes what keys are worth that have no block, in runs, of which there are at most `count`; returns how many. Chains
+ * begin at `starts`, the first at 0. */
+uint64_t kvoffd_learned_offers(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+                               uint64_t weight, const uint64_t *starts, uint64_t chains, struct offer *offers)
+{
+    uint64_t *hashes = scratch(l, count * sizeof *hashes), made = 0;
+
+    forget_some(l, count); /* what is stored without a request is bounded, too */
+    hash_keys(l, name, keys, count, key_bytes, hashes);
+    for (uint64_t chain = 0; chain < chains; chain++) {
+        uint64_t end = chain + 1 < chains ? starts[chain + 1] : count;
+        double worth = INFINITY;
+        for (uint64_t i = starts[chain]; i < end;) {
+            struct place first;
+            uint32_t length = run_length(l, hashes + i, end - i, &first), number = first.span;
+            if (!number) {
+                number = begin_span(l, hashes + i, length, STORED, weight, l->known.now);
+                link_stored(l, number);
+            }
+            l->spans[number].offered = 1;
+            double own = l->known.as_lru ? INFINITY : l->admission_worth[l->spans[number].floor];
+            if (l->spans[number].closed)
+                own = DECLINED;
+            worth = own < worth ? own : worth;
+            if (made && offers[made - 1].worth == worth)
+                offers[made - 1].keys += length;
+            else
+                offers[made++] = (struct offer){ worth, length };
+            i += length;
+        }
+    }
+    return made;
+}
+
+/* Keys that were offered were declined: so are the others of their requests from there on. */
+void kvoffd_learned_declined(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes)
+{
+    uint64_t *hashes = scratch(l, count * sizeof *hashes);
+
+    hash_keys(l, name, keys, count, key_bytes, hashes);
+    for (uint64_t i = 0; i < count;) {
+        struct place first;
+        uint32_t length = run_length(l, hashes + i, count - i, &first);
+        for (uint32_t number = first.span; number && !l->spans[number].closed; number = l->spans[number].child)
+            l->spans[number].closed = 1;
+        i += length;
+    }
+}
+
+/* --- blocks of known keys, by handle --- */
+
+/* Spans that are gone through in one call, for a request's last one. */
+enum { MOST_STEPS = 1024 };
+/* Keys got blocks, which are known by `handles`, not 0. Returns 0, or 1 where one has a block: then some are entered. */
+uint64_t kvoffd_learned_insert(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+                               uint64_t weight, const uint32_t *handles)
+{
+    uint64_t *hashes = scratch(l, count * sizeof *hashes);
+
+    hash_keys(l, name, keys, count, key_bytes, hashes);
+    for (uint64_t i = 0; i < count;) {
+        struct place first;
+        uint32_t length = run_length(l, hashes + i, count - i, &first), number = first.span;
+        if (!number) {
+            number = begin_span(l, hashes + i, length, ADOPTED, weight, l->known.now);
+            link_young(l, number);
+            first.place = 0;
+        }
+        struct span *s = &l->spans[number];
+        s->offered = 1;
+        uint32_t *blocks = handle_at(s, first.place);
+        for (uint32_t at = 0; at < length; at++) {
+            if (blocks[at])
+                return 1;
+            blocks[at] = handles[i + at];
+        }
+        if (first.place + length > s->top)
+            s->top = first.place + length;
+        s->held += length;
+        if (s->held == length) {
+            s->age_bin = age_bin(l, s->since);
+            fill_cell(l, number);
+        }
+        add_blocks(l, s, length);
+        i += length;
+    }
+    l->known.blocks += count;
+    return 0;
+}
+
+/* Keys lost their blocks. Writes their handles; returns 0, or 1 where one had none: then some are removed. */
+uint64_t kvoffd_learned_remove(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+                               uint32_t *handles)
+{
+    uint64_t *hashes = scratch(l, count * sizeof *hashes);
+
+    hash_keys(l, name, keys, count, key_bytes, hashes);
+    for (uint64_t i = 0; i < count;) {
+        struct place first;
+        uint32_t length = run_length(l, hashes + i, count - i, &first);
+        if (!first.span)
+            return 1;
+        struct span *s = &l->spans[first.span];
+        uint32_t *blocks = handle_at(s, first.place);
+        for (uint32_t at = 0; at < length; at++) {
+            if (!blocks[at])
+                return 1;
+            handles[i + at] = blocks[at];
+            blocks[at] = 0;
+        }
+        s->held -= length;
+        add_blocks(l, s, -(int64_t)length);
+        if (!s->held)
+            leave_cell(l, first.span);
+        settle_span(l, first.span);
+        i += length;
+    }
+    l->known.blocks -= count;
+    forget_some(l, count);
+    return 0;
+}
+
+/* The last span of a request whose blocks this walk has not come by, from one on; of a request that somebody made of very
+ * many spans one of the next ones. */
+static uint32_t deepest(const struct learned *l, uint32_t number)
+{
+    uint32_t child, steps = 0;
+
+    while ((child = l->spans[number].child) && l->spans[child].seen != l->walks && steps++ < MOST_STEPS)
+        number = child;
+    return number;
+}
+
+/* Writes the handles of the blocks of spans, from the first one on in some order, of each that of the deepest span first
+ * of those that are behind it in the same request, so that chains have no holes. Returns how many are written then. */
+static uint64_t walk(struct learned *l, uint32_t first, int order, uint32_t *handles, uint64_t found, uint64_t most)
+{
+    for (uint32_t oldest = first; oldest; oldest = l->spans[oldest].next[order]) {
+        if (l->spans[oldest].seen == l->walks)
+            continue;
+        for (uint32_t number = deepest(l, oldest);; number = l->spans[number].before) {
+            struct span *s = &l->spans[number];
+            s->seen = l->walks;
+            for (uint32_t at = s->top; s->held && at-- > s->low;) {
+                uint32_t handle = *handle_at(s, at);
+                if (handle)
+                    handles[found++] = handle;
+                if (found == most)
+                    return found;
+            }
+            if (number == oldest)
+                break;
+        }
+    }
+    return found;
+}
+
+/* Writes the handles of blocks that are worth less, the next to go first, at most `most`; returns how many. */
+uint64_t kvoffd_learned_candidates(struct learned *l, double worth, uint32_t *handles, uint64_t most)
+{
+    uint64_t found = 0;
+
+    if (!++l->walks)
+        l->walks = 1;
+    if (l->known.as_lru)
+        return walk(l, l->pool.first, BY_AGE, handles, 0, most);
+    for (uint32_t word = 0; word < sizeof l->filled / sizeof *l->filled; word++)
+        for (uint64_t bits = l->filled[word]; bits; bits &= bits - 1) {
+            uint32_t cell = l->by_rank[word * 64 + __builtin_ctzll(bits)];
+            if (l->counts.worth[cell / BINS][cell % BINS] >= worth)
+                return found;
+            found = walk(l, l->cells[cell].first, BY_WORTH, handles, found, most);
+            if (found == most)
+                return found;
+        }
+    return found;
+}
+
+/* What is known of a key. */
+struct key_facts {
+    double age, worth; /* in pool lifetimes, hits in a pool lifetime */
+    uint64_t kind, sightings, turn;
+};
+
+/* The span that has a key; 0 where the key is not known. */
+static uint32_t span_of(struct learned *l, uint64_t name, const uint8_t *key, uint64_t key_bytes)
+{
+    uint64_t hash;
+
+    hash_keys(l, name, key, 1, key_bytes, &hash);
+    const struct place *there = find_place(l, hash);
+    return there->hash ? there->span : 0;
+}
+
+/* Returns whether the key is known. */
+uint64_t kvoffd_learned_key(struct learned *l, uint64_t name, const uint8_t *key, uint64_t key_bytes,
+                            struct key_facts *facts)
+{
+    uint32_t number = span_of(l, name, key, key_bytes);
+
+    if (!number)
+        return 0;
+    const struct span *s = &l->spans[number];
+    int bin = age_bin(l, s->since);
+    facts->age = (double)(l->known.now - s->since) / l->known.lifetime;
+    facts->worth = l->counts.worth[s->kind][bin] * l->known.lifetime;
+    facts->kind = s->kind;
+    facts->sightings = s->sightings;
+    facts->turn = s->turn;
+    return 1;
+}
+
+/* The chance that a key comes back while `within` bytes more are accessed, 1 where nothing is learned of it. */
+double kvoffd_learned_chance(struct learned *l, uint64_t name, const uint8_t *key, uint64_t key_bytes, uint64_t within)
+{
+    uint32_t number = span_of(l, name, key, key_bytes);
+    double left = 1;
+
+    if (!number || l->known.as_lru)
+        return 1;
+    const struct span *s = &l->spans[number];
+    double until = (double)(l->known.now - s->since) + within;
+    for (int bin = age_bin(l, s->since); bin < BINS && l->counts.edges[bin] < until; bin++)
+        left *= 1 - l->counts.hazard[s->kind][bin];
+    return 1 - left;
+}
+
+/* --- from one daemon to the next --- */
+
+static const double AGES[BINS] = { 0, 0.125, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48 };
+
+/* For a pool that holds `lifetime` bytes. `seed`: so that nobody can choose keys that fall together. */
+struct learned *kvoffd_learned_new(uint64_t lifetime, const uint64_t seed[2])
+{
+    struct learned *l = calloc(1, sizeof *l);
+
+    if (!l)
+        return NULL;
+    l->known.lifetime = lifetime;
+    l->seed[0] = seed[0];
+    l->seed[1] = seed[1];
+    l->learn_at = lifetime / 4;
+    l->stays = FEWEST_STAYS;
+    for (int bin = 0; bin < BINS; bin++)
+        l->counts.edges[bin] = AGES[bin] * lifetime;
+    make_places(l, FEWEST_BITS);
+    make_spans(l);
+    work_out(l);
+    order_cells(l);
+    forget_oldest(l, 0);
+    return l;
+}
+
+void kvoffd_learned_free(struct learned *l)
+{
+    free_spans(l);
+    free(l->places);
+    free(l->scratch);
+    free(l);
+}
+
+/* Goes on with the time and counts that learned.py has set, before anything else: they are of an earlier daemon. Lives that
+ * had not ended are left out: their keys are not known any more. */
+void kvoffd_learned_go_on(struct learned *l)
+{
+    l->epoch = l->known.now / epoch_bytes(l);
+    work_out(l);
+    order_cells(l);
+    plan_learning(l);
+}
