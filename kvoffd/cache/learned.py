@@ -228,9 +228,11 @@ class Learned:
         worths = np.maximum(0, np.array(self._counts.worth).max(axis=1)) * lifetime
         kept = np.array(self._counts.cell_bytes).sum(axis=1)
         shares = accessed / max(1.0, accessed.sum())
-        rows = zip(*(one.tolist() for one in (shares, chances, ages, kept, worths)), strict=True)
+        columns = (one.tolist() for one in (shares, chances, ages, kept, worths))
         classes = [
-            PolicyClass(name, *row, short) for (name, short), row in zip(_NAMES, rows, strict=True) if row[0] or row[3]
+            PolicyClass(name, share, chance, age, nbytes, worth, short)
+            for (name, short), share, chance, age, nbytes, worth in zip(_NAMES, *columns, strict=True)
+            if share or nbytes
         ]
         classes.sort(key=lambda one: one.accessed_share, reverse=True)
         counts = known.requests, known.known_keys, known.hit_bytes, known.lru_hit_bytes

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kvoffd.cache.block_table import BlockTable
 from kvoffd.cache.learned import Learned
 from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.policy import Group
 from kvoffd.simulate.replay import replay
 from kvoffd.simulate.trace import KEY_BYTES, Trace
 from kvoffd_proto.messages import READY
@@ -37,6 +38,12 @@ def learned_rig(units: int, region_units: int, unit: int = UNIT) -> CacheRig:
 def bytes_of(policy: Learned) -> int:
     """Memory of what it knows of keys."""
     return policy.nbytes - learned_rig(16, 4).policy.nbytes
+
+
+def group_of(rig: CacheRig, namespace: Namespace) -> Group:
+    found = rig.cache._group(namespace, 0)
+    assert found is not None
+    return found
 
 
 def check(rig: CacheRig) -> None:
@@ -109,7 +116,8 @@ def test_what_is_asked_for_once_does_not_drive_out_what_comes_back() -> None:
 
 def conversations(rng: random.Random, tokens: int) -> list[list[int]]:
     """Prompts of growing conversations, in blocks of so many tokens; the same text whatever the tokens."""
-    open_, requests, fresh = {}, [], 0
+    open_: dict[int, list[int]] = {}
+    requests, fresh = [], 0
     for _ in range(1500):
         name = rng.randrange(60)
         grown = 1024 * rng.randint(1, 4)
@@ -191,7 +199,7 @@ def test_the_chance_of_a_block_to_come_back_is_told_by_its_kind_and_the_time_tha
         first = 8 * (number // 2 % 5) if number % 2 else 1000 + 8 * number  # five documents, or what never returns
         ask(rig, namespace, list(range(first, first + 2)))
     rig.store(other, keys_of(1))
-    group, unknown = (rig.cache._group(space, 0) for space in (namespace, other))
+    group, unknown = (group_of(rig, space) for space in (namespace, other))
     pool, policy = rig.slots.pool_bytes, policy_of(rig)
     chances = [policy.chance(group, keys_of(first), part * pool // 4)[0] for part in (0, 1, 2, 8)]
     assert chances == sorted(chances)
@@ -342,6 +350,23 @@ def test_small_blocks_are_remembered_for_a_shorter_time() -> None:
     assert bytes_of(policy_of(rig)) <= rig.slots.pool_bytes // 50
 
 
+def test_what_was_learned_is_told_by_class_and_by_key() -> None:
+    rig = trained()
+    (namespace,) = rig.cache.namespaces.values()
+    told = rig.policy.describe()
+    assert told.requests == 1200 - 75  # requests for nothing do not count
+    assert sum(one.accessed_share for one in told.classes) == pytest.approx(1)
+    assert sum(one.kept_bytes for one in told.classes) == namespace.ready_bytes
+    best = max(told.classes, key=lambda one: one.worth)
+    assert best.name.startswith("shared")
+    assert best.return_chance > 0.8
+    assert 0 < best.return_age < 2
+    worth = rig.policy.worth_of(group_of(rig, namespace), keys_of(0))
+    assert worth is not None
+    assert (worth.kind, worth.requests > 8, worth.age < 2) == ("shared, seen 8 times or more before", True, True)
+    assert rig.policy.worth_of(group_of(rig, namespace), keys_of(999_999)) is None
+
+
 # --- what the next daemon is told ----------------------------------------------------------------
 
 
@@ -374,7 +399,7 @@ def test_the_next_daemon_knows_what_to_reject_as_soon_as_a_namespace_has_asked_f
 def test_the_oldest_blocks_of_a_recovered_pool_go_first() -> None:
     rig = learned_rig(8192, 512)
     namespace = rig.open("a")
-    group, blocks = rig.cache._group(namespace, 0), BlockTable(rig.table.records)
+    group, blocks = group_of(rig, namespace), BlockTable(rig.table.records)
     for first in range(0, 8000, 500):
         rig.store(namespace, keys_of(*range(first, first + 500)))
     order = [int(block) for some in rig.policy.candidates() for block in some]
