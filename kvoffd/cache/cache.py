@@ -616,8 +616,10 @@ class Cache:
                 counters.prefix_keys_ready += ready
                 continue
             counters.prefix_keys_ready += asked - len(after.lstrip(_READY_BYTE))
-            counters.misses[MissReason.LEASE_LIMIT] += before.count(READY) - ready
-            counters.misses[MissReason.PARTIAL] += after.count(WRITING)
+            if limited := before.count(READY) - ready:
+                counters.misses[MissReason.LEASE_LIMIT] += limited
+            if partial := after.count(WRITING):
+                counters.misses[MissReason.PARTIAL] += partial
             if ABSENT in after:
                 if before is not after:
                     after = np.maximum(np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8)).tobytes()

@@ -24,6 +24,7 @@ from kvoffd.cache.block_table import (
     WRITING,
     WRITING_SHARD,
     WRITTEN,
+    BlockIds,
     BlockTable,
 )
 from kvoffd.cache.cache import Cache, Held, StoreTicket
@@ -102,13 +103,32 @@ class CacheRig:
         )
 
     def open(self, name: str, world_size: int = 1, sizes: Sequence[int] | None = None) -> Namespace:
+        """A namespace whose ranks are all registered. ``sizes``: of their shards by group."""
         sizes = sizes or (self.unit,)
-        fingerprint = name.encode().ljust(32, b"-")
-        groups = [GroupSpec("full", 16) for _ in sizes]
-        namespace, _ = self.cache.open_namespace(Namespace(fingerprint, name, world_size, 8, groups, "{}"))
+        namespace = self.join(name, world_size, len(sizes))
         for rank in range(world_size):
             self.cache.register_rank(namespace, rank, sizes, None)
         return namespace
+
+    def open_uneven(self, name: str, sizes: Sequence[int]) -> Namespace:
+        """A namespace of one group. ``sizes``: of a shard by rank."""
+        namespace = self.join(name, len(sizes))
+        for rank, size in enumerate(sizes):
+            self.cache.register_rank(namespace, rank, [size], None)
+        return namespace
+
+    def join(self, name: str, world_size: int = 1, groups: int = 1) -> Namespace:
+        """A namespace in which no rank need have registered."""
+        geometry = world_size, 8, [GroupSpec("full", 16)] * groups
+        namespace, _ = self.cache.open_namespace(Namespace(name.encode().ljust(32, b"-"), name, *geometry, "{}"))
+        return namespace
+
+    def blocks(self, namespace: Namespace, keys: bytes, group: int = 0) -> BlockIds:
+        """The blocks of keys that have one."""
+        known = self.cache._group(namespace, group)
+        assert known is not None
+        states, blocks = self.cache.blocks.find(known.number, keys, 8)
+        return blocks[np.frombuffer(states, np.uint8) != FREE]
 
     def begin(
         self,
@@ -141,8 +161,23 @@ class CacheRig:
         self.store(namespace, keys, group)
         return states
 
+    def put(self, namespace: Namespace, keys: bytes, group: int = 0, first_block: int = 0) -> int:
+        """Store keys from all ranks. Returns how many found no space for the last rank."""
+        for rank in range(namespace.world_size):
+            ticket = self.begin(namespace, rank, group, keys, {0: first_block} if first_block else {})
+            self.commit(ticket)
+        return len(ticket.parts[0].no_space)
+
+    def use(self, namespace: Namespace, keys: bytes) -> None:
+        """A request for keys that is over."""
+        self.cache.lookup(namespace, 7, 2**61, [(0, keys)])
+        self.cache.note_requests()
+        self.cache.release(7, [2**61])
+
     def states(self, namespace: Namespace, keys: bytes, group: int = 0) -> list[int]:
-        return list(self.cache.lookup(namespace, 9, 2**62, [(group, keys)], again=True)[0][0])
+        """What a lookup would find in the pool."""
+        known = self.cache._group(namespace, group)
+        return [FREE] * (len(keys) // 8) if known is None else list(self.cache.blocks.find(known.number, keys, 8)[0])
 
     def successor(self) -> tuple[BlockFinder, RecoveredBlocks]:
         """What one would find that comes after this process's death."""
