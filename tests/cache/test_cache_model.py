@@ -165,6 +165,16 @@ class CacheMachine(RuleBasedStateMachine):
         quota = self.cache.quotas.of(taker.fingerprint)
         if quota is not None and taker.held_bytes + taker.block_bytes(group) > quota:
             return
+        slots = self.rig.slots
+        for size in sizes:
+            has_size = slots.slot_bytes == size
+            room = [
+                min(slots.region_bytes, slots.pool_bytes - at * slots.region_bytes) // size
+                for at in range(slots.regions)
+            ]
+            used = [len(slots.neighbours(at)) if slots.slot_bytes[at] else 0 for at in range(slots.regions)]
+            free = sum((room[at] - used[at]) for at in range(slots.regions) if has_size[at] or not slots.slot_bytes[at])
+            assert free < taker.world_size, "keys found no space beside free slots"
         for name, model in self.index.items():
             if name in job or model.pins or not model.ready:
                 continue
@@ -451,7 +461,7 @@ class CacheMachine(RuleBasedStateMachine):
         counts = self.cache.checked_slots, self.cache.mismatches
         wrong &= checksum != 0 and self.rig.cache.quarantined_bytes < 8 * UNIT
         group = self.cache._of(int(blocks.group[slot]))
-        key = int.from_bytes(blocks.keys(np.array([slot]), 8), "big")
+        key = int.from_bytes(blocks.keys(np.array([slot], np.uint32), 8), "big")
         name = -1 if group.dead else self.spaces.index(group.namespace), group.group, key
         assert self.cache.check(slot, generation, checksum + 1 if wrong else checksum or 5) is (judged and not wrong)
         counted = self.cache.checked_slots - counts[0], self.cache.mismatches - counts[1]
