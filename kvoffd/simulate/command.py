@@ -217,12 +217,7 @@ def _begin_worker(trace: Trace, uses: Uses, done: Synchronized[int]) -> None:
 
 
 def _replay(policy: str, blocks: int) -> Replayed:
-    try:
-        return replay(_Worker.trace, policy, blocks, _Worker.note)
-    except KvoffdError:
-        raise
-    except Exception as error:  # another package's policy may fail in any way
-        raise ValueError(f"The policy {policy} failed: {type(error).__name__}: {error}.") from error
+    return replay(_Worker.trace, policy, blocks, _Worker.note)
 
 
 def _optimum(blocks: int) -> float:

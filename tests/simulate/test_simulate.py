@@ -332,19 +332,6 @@ def test_the_console_has_it_too(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert "is no list of numbers of blocks" in capfd.readouterr().err
 
 
-def test_a_policy_that_raises_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken(*arguments: object) -> None:
-        raise IndexError("7")
-
-    file = tmp_path / "t.jsonl"
-    file.write_text('{"hash_ids": [1]}\n')
-    monkeypatch.setattr("kvoffd.simulate.command.replay", broken)
-    assert main([str(file), "--policy", "lru", "--blocks", "1"]) == 2
-    assert capsys.readouterr().err.endswith("The policy lru failed: IndexError: 7.\n")
-
-
 def test_a_process_that_is_killed_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
