@@ -413,6 +413,7 @@ class Cache:
         slots. ``end_leases``: lest a load under one serves what is stale. ``generation``: of the blocks to come.
         """
         dropped = namespace.blocks_in[READY] + namespace.blocks_in[WRITING]
+        namespace.counters.invalidated_blocks += dropped
         dead = [group for group in self._current[namespace] if group is not None]
         tiers = None if keep_tiers else self.tiers
         if tiers is not None and dropped <= COUNTED_IN_TIERS:
@@ -589,7 +590,7 @@ class Cache:
         part = (self._max_leased_keys - (0 if held is None else held.keys)) / max(1, keys)
         if loose and self.pinned_bytes + loose > most // 2:
             share = most // (len(self._held) + 1) if held is None else most // len(self._held) - held.charged_bytes
-            part = min(part, share / loose, (most - self.pinned_bytes) / loose)
+            part = min(part, share / loose)
         return max(0.0, min(1.0, part))
 
     def leases_of(self, session: int) -> Held:

@@ -117,20 +117,22 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
     )
     void = len(snapshot.namespaces) - len(known)
     for count, why in (
-        (found.unwritten, "are of namespaces that were not written down: there were too many for a pool of this size"),
-        (found.damaged, "are damaged, or were written without a checksum"),
-        (found.incomplete, "are of blocks that not all ranks had stored"),
+        (found.unwritten, "their namespaces were not written down, as there were too many for a pool of this size"),
+        (found.damaged, "damaged, or written without a checksum"),
+        (found.incomplete, "of blocks that not all ranks had stored"),
     ):
         if count:
-            logger.warning("%d of the pool's slots are not brought back: they %s.", count, why)
+            logger.warning("%d slot%s of the pool not brought back: %s.", count, plural(count), why)
     if found.reset:
         logger.info(
-            "%d of the pool's slots are void: their namespaces were reset%s.",
+            "%d slots of the pool are void: their namespaces were reset%s.",
             found.reset,
             f", {void} of them while this pool was away" if void else "",
         )
     if count := len(found.quarantined):
-        logger.warning("%d slots are not used: wrong bytes were found in them; check the machine's memory.", count)
+        logger.warning(
+            "%d slot%s not used: wrong bytes were found there; check the machine's memory.", count, plural(count)
+        )
 
 
 def _open_pool_file(config: Config, notifier: Notifier, stored: Mapping[str, list[int]]) -> Pool:

@@ -240,8 +240,9 @@ def test_a_shard_may_come_from_any_engine(shared_daemon: DaemonProcess, memory: 
     with engine(shared_daemon) as (zero, _), engine(shared_daemon) as (one, scheduler):
         for client in (zero, one, scheduler):
             client.open_namespace(OTHER, world_size=2)
-        assert zero.store(zero.register(memory, namespace=OTHER), keys(1), [0]).ok
-        assert one.store(one.register(memory, rank=1, namespace=OTHER), keys(1), [1]).ok
+        caches = zero.register(memory, namespace=OTHER), one.register(memory, rank=1, namespace=OTHER)
+        assert zero.store(caches[0], keys(1), [0]).ok
+        assert one.store(caches[1], keys(1), [1]).ok
         assert scheduler.lookup(1, keys(1), OTHER).states == "R"
 
 
@@ -252,6 +253,8 @@ def test_a_block_that_lacks_a_shard_for_too_long_is_dropped(impatient: DaemonPro
     with WireClient(impatient.directory) as worker:
         worker.open_namespace(OTHER, world_size=2)
         cache = worker.register(memory, namespace=OTHER)
+        assert worker.store(cache, keys(9), [0]).error == "no_room", "rank 1 has not told how large its shards are"
+        worker.register(memory, rank=1, namespace=OTHER)
         for number in (1, 2):
             assert worker.store(cache, keys(number), [0]).ok
             wait_until(lambda number=number: dropped() == number, interval_s=0.05)
@@ -262,15 +265,15 @@ def test_a_block_that_lacks_a_shard_for_too_long_is_dropped(impatient: DaemonPro
 # --- leases ----------------------------------------------------------------------------------------
 
 
-def test_a_load_of_keys_outside_its_lease_fails_and_names_them(
+def test_a_load_of_keys_that_are_not_there_fails_and_names_them(
     worker: WireClient, scheduler: WireClient, memory: SharedMemory
 ) -> None:
     cache = worker.register(memory)
     worker.store(cache, keys(1, 2), [0, 1])
     scheduler.lookup(1, keys(1))
     before = memory.view.tobytes()
-    failed = worker.load(cache, scheduler.lease(1), keys(1, 2), [8, 9])
-    assert (failed.ok, failed.error, failed.nbytes, failed.failed) == (False, "not_ready", 0, keys(2))
+    failed = worker.load(cache, scheduler.lease(1), keys(1, 3), [8, 9])
+    assert (failed.ok, failed.error, failed.nbytes, failed.failed) == (False, "not_ready", 0, keys(3))
     assert memory.view.tobytes() == before
 
 
