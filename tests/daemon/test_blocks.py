@@ -243,7 +243,7 @@ def test_a_namespace_moves_to_another_daemon(
         export_blocks(desk, LABEL, file)
 
 
-@pytest.mark.parametrize("policy", ["learned", "arc"])
+@pytest.mark.parametrize("policy", ["learned", "lru"])
 def test_an_import_is_not_refused_by_the_policy(
     desk: BlockClient, engine: FakeEngine, tmp_path: Path, policy: str
 ) -> None:
