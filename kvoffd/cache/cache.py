@@ -1028,12 +1028,11 @@ class Cache:
         lacking = count
         while lacking > 0:
             columns = self._columns(group, lacking)
-            least = len(columns[0])
-            if least:
+            if least := len(columns[0]):  # and maybe more, where one rank took what another lacked
                 of_one_rank = len(columns) == 1
                 found.append(columns[0][:, None] if of_one_rank else np.stack(columns, axis=1))
-            lacking -= least
-            if lacking and not self._make_space(group, lacking, below):
+                lacking -= least
+            elif not self._make_space(group, lacking, below):
                 break
         for region in self.slots.opened:
             self.table.set_region(region, int(self.slots.slot_bytes[region]))
