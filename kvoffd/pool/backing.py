@@ -170,7 +170,7 @@ class FileBacking(PoolBacking):
 
     def find(self, geometry: TableGeometry) -> PoolMappings | None:
         if self._fd < 0:
-            return None
+            raise BadTable(f"There was no pool file {self._path}: this is its first start, or somebody removed it.")
         check_table(self._fd, geometry)
         wanted, status = self._file_bytes(geometry), os.fstat(self._fd)
         if status.st_size != wanted:

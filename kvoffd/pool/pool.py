@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from kvoffd.errors import PoolTooLarge
 from kvoffd.pool.allocator import SlotAllocator
-from kvoffd.pool.backing import MemfdBacking, PoolBacking
+from kvoffd.pool.backing import FileBacking, MemfdBacking, PoolBacking
 from kvoffd.pool.checksums import digests
 from kvoffd.pool.slot_table import BadTable, SlotTable, TableGeometry
 from kvoffd.system.files import OnError, held_bytes
@@ -74,6 +74,7 @@ class Pool:
         with OnError(mappings.close):
             self.table = SlotTable(mappings.table.buffer, geometry, new=not self.adopted)
         self._bytes = mappings.pool.buffer
+        self._is_file = isinstance(backing, FileBacking)
 
     @property
     def address(self) -> int:
@@ -93,6 +94,11 @@ class Pool:
     def resident(self) -> bool:
         """Whether every page is in memory already, as in a pool that was taken over: then it need not be touched."""
         return self.adopted and held_bytes(os.fstat(self._memory.fd)) >= self.pool_bytes
+
+    @property
+    def removed(self) -> bool:
+        """Whether the pool file has no name any more, so that no successor can find it. Memfds never have one."""
+        return self._is_file and not os.fstat(self._memory.fd).st_nlink
 
     def touch(
         self, threads: int, on_progress: Callable[[int], None], should_stop: Callable[[], bool] = lambda: False

@@ -13,8 +13,8 @@ from kvoffd_proto.units import format_count, format_duration, format_size, plura
 if TYPE_CHECKING:
     from kvoffd.server.service import Service
 
-PINNED_SHARE = 0.9
-"""From this share of the usable pool on, pinned bytes leave too little for stores."""
+PINNED_SHARE = 0.85
+"""From this share of the usable pool on, pinned bytes leave too little for stores. Less than leases may pin."""
 LATE_SHARE, LEAST_LATE = 0.05, 20
 """So many late lookups in the last minute, and this share of all, are a problem."""
 DESCRIPTORS_SHARE = 0.8
@@ -38,6 +38,14 @@ def health_of(service: Service, recent: Window) -> tuple[a.HealthLevel, list[a.H
                 f"{lost} slot{plural(lost)} of the pool did not match the checksum. The blocks are dropped "
                 "and the slots not used any more; check the machine's memory (dmesg, edac-util). A new pool uses all "
                 "of its memory again.",
+            )
+        )
+    if service.pool.removed:
+        causes.append(
+            a.HealthProblem(
+                "pool_file_removed",
+                f"The pool file {service.config.pool_file} was removed. Blocks are served until the daemon stops; the "
+                "next one starts empty, with a new file. Keep cleaners of temporary files away from it.",
             )
         )
     causes += [a.HealthProblem(reason, sentence) for reason, sentence in service.tiers.problems]

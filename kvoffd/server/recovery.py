@@ -115,6 +115,10 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
         plural(len(known)),
         time.monotonic() - started,
     )
+    if not len(found.blocks):
+        lost = found.unwritten + found.damaged + found.incomplete
+        level = logging.WARNING if lost else logging.INFO
+        logger.log(level, "The pool starts empty. No whole block was found in the earlier daemon's.")
     void = len(snapshot.namespaces) - len(known)
     for count, why in (
         (found.unwritten, "their namespaces were not written down, as there were too many for a pool of this size"),

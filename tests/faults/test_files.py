@@ -42,7 +42,6 @@ def test_a_daemon_serves_on_without_its_files(lasting: DaemonProcess, pool_file:
         assert engine.get(range(4)) == list(range(4))
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 38: health says ok")
 def test_a_removed_pool_file_is_a_reason_in_health(lasting: DaemonProcess, pool_file: Path) -> None:
     for path in pool_file.parent.iterdir():
         path.unlink()
@@ -50,7 +49,6 @@ def test_a_removed_pool_file_is_a_reason_in_health(lasting: DaemonProcess, pool_
     assert any("pool" in name for name in books(lasting.directory).problems)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 38: no line says that the pool starts empty")
 def test_a_removed_pool_file_is_a_line_at_the_next_start(lasting: DaemonProcess, pool_file: Path) -> None:
     with CheckedEngine(lasting, Truth()) as engine:
         engine.put(ALL)

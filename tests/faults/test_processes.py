@@ -142,7 +142,6 @@ def test_an_engine_of_another_protocol_is_logged(lasting: DaemonProcess) -> None
     wait_until(lambda: f"(pid {os.getpid()}, uid {os.getuid()}) left without a request" in lasting.log, 5.0)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 38: leases cannot hold as much")
 def test_a_pool_full_of_leases_is_a_reason_in_health() -> None:
     """One engine has a lease of all that leases may hold: stores find no room for long, and health says why."""
     with DaemonProcess("16MiB") as daemon, CheckedEngine(daemon, Truth()) as engine:

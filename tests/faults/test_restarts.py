@@ -181,7 +181,6 @@ def test_bytes_that_are_gone_are_noticed(lasting: DaemonProcess, pool_file: Path
         assert again.get(range(192, 208)) == list(range(192, 208))
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 38: each damaged slot is a line of ERROR")
 def test_bytes_that_are_gone_are_summed_up(lasting: DaemonProcess, pool_file: Path) -> None:
     holes(lasting, pool_file)
     assert books(lasting.directory).mismatches == 96
@@ -286,7 +285,6 @@ def fill(place: Path) -> None:
 # --- namespaces, and a full file system ------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 38: the reason is wrong, and it is no warning")
 def test_blocks_whose_namespace_found_no_room_are_logged(lasting: DaemonProcess) -> None:
     """The slot table has room for so many namespaces. A restart loses the blocks of the others, and says why."""
     with SharedMemory(64 * 4096, "test") as memory:
