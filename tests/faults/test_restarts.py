@@ -29,7 +29,7 @@ BLOCKS = 128
 ALL = range(BLOCKS)
 MIB = 1 << 20
 PAGE, SLOT = 65536, 4096
-NAMESPACES = 200
+NAMESPACES = 400
 
 
 def errors_in(log: str) -> list[str]:
@@ -290,7 +290,7 @@ def test_blocks_whose_namespace_found_no_room_are_logged(lasting: DaemonProcess)
     with SharedMemory(64 * 4096, "test") as memory:
         for number in range(NAMESPACES):
             with WireClient(lasting.directory) as worker:
-                namespace = number.to_bytes(32, "little")
+                namespace = random.Random(number).randbytes(32)  # takes room, however it is packed
                 worker.open_namespace(namespace, description="{}" + " " * 2000)
                 cache = worker.register(memory, 4096, namespace=namespace)
                 assert worker.store(cache, keys(1, 2), [1, 2]).ok
@@ -298,9 +298,7 @@ def test_blocks_whose_namespace_found_no_room_are_logged(lasting: DaemonProcess)
     before = len(lasting.log)
     lasting.start()
     logged = lasting.log[before:]
-    if len(books(lasting.directory).namespaces) == NAMESPACES:
-        raise RuntimeError("there was room for all of them")
-    assert "of incomplete blocks" not in logged.replace(" 0 of incomplete blocks", "")
+    assert "not all ranks" not in logged, logged
     assert any("WARNING" in line and "namespace" in line for line in logged.splitlines())
 
 
