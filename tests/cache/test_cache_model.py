@@ -323,7 +323,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def records(self, ticket: LoadTicket) -> list[bytes]:
         """Whose bytes lie in the load's slots."""
-        return [self.rig.table.records[slot].tobytes()[8:104] for slot in ticket.slots]
+        return [self.rig.table.records[slot].tobytes()[8:96] for slot in ticket.slots]
 
     @precondition(lambda self: self.loads)
     @rule(data=st.data(), ok=st.booleans())
@@ -368,13 +368,13 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.pin(blocks)
         for model in models:
             model.pins += 1
-        self.writes.append((blocks, models, [self.rig.table.records[block].tobytes()[8:104] for block in blocks]))
+        self.writes.append((blocks, models, [self.rig.table.records[block].tobytes()[8:96] for block in blocks]))
 
     @precondition(lambda self: self.writes)
     @rule(data=st.data())
     def end_a_write(self, data: st.DataObject) -> None:
         blocks, models, records = self.writes.pop(data.draw(st.integers(0, len(self.writes) - 1)))
-        assert [self.rig.table.records[block].tobytes()[8:104] for block in blocks] == records
+        assert [self.rig.table.records[block].tobytes()[8:96] for block in blocks] == records
         self.cache.unpin(blocks)
         for model in models:
             model.pins -= 1
