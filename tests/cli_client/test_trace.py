@@ -17,7 +17,7 @@ from typing import cast
 import pytest
 
 from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.policies import Chain
+from kvoffd.cache.policy import Chain
 from kvoffd.errors import KvoffdError
 from kvoffd.server import trace as server_trace
 from kvoffd.server.sessions import Session

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 
 from kvoffd.config import SETTINGS, Config
-from kvoffd.pool.namespace_log import NamespaceLog, NamespaceRecord
 from kvoffd_client.jobs import GroupTransfer, Job, submit_of
 from kvoffd_proto import admin as a
 from kvoffd_proto import codec, events, lifeline
@@ -13,6 +12,7 @@ from kvoffd_proto import messages as m
 from kvoffd_proto import stats as s
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import CudaIpcHandle, CudaVmmHandle, MemfdHandle, PageRef, TensorLayout
+from tests.fuzz.tables import snapshot
 
 TOKEN, SPACE, NAME = b"t" * 16, b"n" * 32, b"r" * 16
 PART = GroupTransfer(0, b"k" * 64, b"\0\0\0\0\1\0\0\0")
@@ -20,7 +20,6 @@ KEYS = m.GroupKeys(0, b"k" * 64)
 RESULT = m.JobResult(1, False, 5, 0.5, ErrorCode.DEADLINE, [KEYS])
 BATCH = m.Completions(1, 0, [RESULT])
 SHARD = a.ShardSpec(1, [a.PageSpec(4096)])
-FACTS = NamespaceRecord(SPACE, "label", 1, 32, (m.GroupSpec("full", 16),), "{}", ((4096,),))
 
 
 @cache
@@ -32,7 +31,7 @@ def seeds(name: str) -> list[bytes]:
         "completions": lambda: [codec.encode(BATCH)],
         "lifeline_stream": _frames,
         "event_batch": _events,
-        "facts": _facts,
+        "namespaces": lambda: [snapshot()],
         "config_file": _config,
     }.get(name, lambda: [bytes(range(64)), b"\0\1\2\3" * 40])()
 
@@ -102,12 +101,6 @@ def _events() -> list[bytes]:
     told = events.BlockStored([b"k" * 32], 4, "STORAGE", 1, [bytes(32)], bytes(16))
     some: list[events.KvEvent] = [stored, told, events.BlockRemoved([b"k" * 32], "CPU", 0), events.AllBlocksCleared()]
     return [codec.encode(events.EventBatch(1.5, some))]
-
-
-def _facts() -> list[bytes]:
-    area = bytearray(4096)
-    NamespaceLog(memoryview(area), [FACTS]).close()
-    return [bytes(area)]
 
 
 def _config() -> list[bytes]:

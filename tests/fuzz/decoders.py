@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import os
-import struct
-import zlib
 from collections.abc import Callable
 from functools import cache
 
 import msgspec
 
 from kvoffd.config import SETTINGS, ConfigError, load_config
-from kvoffd.pool.namespace_log import NamespaceLog, read_namespaces
-from kvoffd.pool.records import NamespaceRecord
 from kvoffd_client.event_stream import EventStream
 from kvoffd_proto import codec, events, lifeline
-from kvoffd_proto.messages import GroupSpec
 from tests.fuzz import corpus
 from tests.fuzz.choices import Choices
 from tests.fuzz.disk import disk_pages
-from tests.fuzz.tables import adoption, slot_table
+from tests.fuzz.tables import bent_namespaces, namespaces, recovery, slot_table
 from tests.fuzz.trees import bend
 
 
@@ -125,33 +120,6 @@ def _bent(data: bytes, name: str) -> bytes:
     return bend(choices, choices.of(corpus.seeds(name)))
 
 
-def facts(data: bytes) -> None:
-    """The namespaces' part of a slot table: read or given up, and written to by the next daemon."""
-    length = max(4096, len(data) // 16 * 16)
-    area = bytearray(length)
-    area[: min(len(data), length)] = data[:length]
-    found = read_namespaces(bytes(area))
-    assert all(isinstance(known, NamespaceRecord) for known in found.values())
-    view = memoryview(area)
-    log = NamespaceLog(view, list(found.values())[:2])
-    new = NamespaceRecord(b"f" * 32, "l", 1, 32, (GroupSpec("full", 16),), "{}", ((4096,),))
-    kept = log.note(new)
-    log.close()
-    after = read_namespaces(bytes(area))
-    assert not kept or after[new.fingerprint] == new
-
-
-def bent_facts(data: bytes) -> None:
-    """Facts that say something else than was ever written, in an entry that is whole."""
-    choices = Choices(data)
-    packed = zlib.compress(bend(choices, msgspec.msgpack.encode(corpus.FACTS)), 1)
-    area = bytearray(4096)
-    number = struct.pack("=Q", 7)
-    entry = struct.pack("=II", len(packed), zlib.crc32(packed, zlib.crc32(number))) + packed
-    area[: 8 + len(entry)] = number + entry
-    facts(bytes(area))
-
-
 def config_file(data: bytes) -> None:
     """A configuration file: loaded or refused with a sentence."""
     _load(data, {}, {})
@@ -207,10 +175,10 @@ DECODERS: dict[str, Callable[[bytes], None]] = {
         bent_completions,
         bent_lifeline,
         bent_event_batch,
-        facts,
-        bent_facts,
+        namespaces,
+        bent_namespaces,
         slot_table,
-        adoption,
+        recovery,
         disk_pages,
         config_file,
         config_values,

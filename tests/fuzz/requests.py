@@ -55,12 +55,14 @@ class Requests:
 
     def leased(self, lease_id: int) -> list[GroupTransfer]:
         """The keys of a lease, as many as fit into the memory."""
-        lease = self._service.cache.leases.get(lease_id)
+        cache = self._service.cache
+        lease = cache.leases.get(lease_id)
         found = []
-        for group, blocks in (lease.blocks if lease is not None else {}).items():
-            keys = [block.key for block in blocks][:BLOCKS]
-            ids = b"".join(number.to_bytes(4, "little") for number in range(len(keys)))
-            found.append(GroupTransfer(group, b"".join(keys), ids))
+        for group, blocks in cache.by_group(lease.blocks) if lease is not None else ():
+            if not group.dead:
+                keys = cache.blocks.keys(blocks[:BLOCKS], KEY_BYTES)
+                ids = b"".join(number.to_bytes(4, "little") for number in range(len(keys) // KEY_BYTES))
+                found.append(GroupTransfer(group.group, keys, ids))
         return found
 
     def parts(self) -> list[GroupTransfer]:
@@ -75,7 +77,7 @@ class Requests:
     def lease(self, session: Session) -> int:
         """A lease id: of a live lease, the session's next one, or any session's."""
         kind = self._choices.byte()
-        alive = [lease.lease_id for lease in self._service.cache.leases]
+        alive = list(self._service.cache.leases)
         if kind % 4 and alive and session.role is not m.Role.SCHEDULER:
             return self._choices.of(alive)
         owner = self._any_session() if kind % 8 == 0 else session

@@ -15,9 +15,7 @@ from typing import cast
 
 from kvoffd.config import Config, Limits
 from kvoffd.errors import KvoffdError
-from kvoffd.pool.pool import Pool
 from kvoffd.server.persistence import State, StateFile
-from kvoffd.server.service import Service
 from kvoffd.server.sessions import Peer, Session
 from kvoffd.system.mappings import MappedSegment, close_segments
 from kvoffd.transfer.engine import DirectionLoad, Transfer, TransferEngine
@@ -31,8 +29,7 @@ from kvoffd_proto.messages import PROTOCOL_VERSION, MemfdHandle, PageRef, Tensor
 from tests.fuzz.choices import Choices
 from tests.fuzz.requests import BLOCKS, KEY_BYTES, NAMES, NAMESPACES, PAGE, WORLD, Requests
 from tests.fuzz.trees import bend
-from tests.kit.cache_harness import made
-from tests.kit.invariants import check_invariants
+from tests.kit.slot_cache import check_invariants
 from tests.sim.parts import make_pool, make_service
 
 STEPS = 100
@@ -141,15 +138,8 @@ class ServiceHarness:
             ),
         )  # fmt: skip
         rng = random.Random(1)
-        self.service: Service = make_service(
-            config,
-            self.pool,
-            cast(Pool, self.pool),
-            self.engine,
-            self.pool.address,
-            FuzzHost(self, rng.randbytes),
-            State(ForgetfulFile()),
-        )
+        host = FuzzHost(self, rng.randbytes)
+        self.service = make_service(config, self.pool, None, self.engine, host, State(ForgetfulFile()))
         self.ended: list[bytes] = [lifeline.routing_id(bytes(m.TOKEN_BYTES))]
         """Routes of ended sessions, and one that was never given."""
         self.requests = Requests(choices, self.service)
@@ -235,7 +225,7 @@ class ServiceHarness:
         workers = [session for session in self.service.sessions if session.registrations]
         leases = list(self.service.cache.leases)
         if workers and leases:
-            worker, lease_id = self.choices.of(workers), self.choices.of(leases).lease_id
+            worker, lease_id = self.choices.of(workers), self.choices.of(leases)
             name = self.choices.of(list(worker.registrations))
             if parts := self.requests.leased(lease_id):
                 load = Job(8 + self.choices.byte() % 8, parts, lease_id)
@@ -304,8 +294,8 @@ class ServiceHarness:
         sessions = tuple(  # without their completions: what a message acknowledges has arrived, whatever else it says
             (one.id, one.role, len(one.jobs), one.store_bytes, *map(len, _held(one))) for one in self.service.sessions
         )
-        leases = tuple((lease.lease_id, lease.deadline) for lease in cache.leases)
-        return cache.pool_usage(), leases, sessions, len(cache.namespaces), len(self.engine.queue)
+        leases = tuple((lease.lease_id, lease.deadline) for lease in cache.leases.values())
+        return cache.usage, leases, sessions, len(cache.namespaces), len(self.engine.queue)
 
     def finish(self) -> None:
         """End all sessions and transfers, and check that nothing is held."""
@@ -319,13 +309,15 @@ class ServiceHarness:
         self.service.tick()
         cache = self.service.cache
         check_invariants(cache)
-        made(cache.clear_all())
+        for namespace in cache.namespaces.values():
+            cache.reset(namespace)
+        self.work_off()
         check_invariants(cache)
-        usage = cache.pool_usage()
-        assert usage.pinned_bytes == usage.leaving_bytes == usage.writing_bytes == 0, usage
+        usage = cache.usage
+        assert usage.pinned == usage.dropped == usage.writing == 0, usage
         assert not len(cache.leases)
         assert not self.service.jobs.unfinished
-        assert usage.free_bytes == POOL_BYTES, usage
+        assert usage.free == POOL_BYTES, usage
 
 
 def _held(session: Session) -> tuple[set[bytes], dict[int, int], list[bytes]]:

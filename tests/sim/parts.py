@@ -140,15 +140,17 @@ def make_cache(config: Config, pool: Pool, events: EventLog, clock: Callable[[],
 
 
 def make_service(
-    config: Config, pool: Pool, watched: WatchedPool, engine: TransferEngine, host: Host, state: State
+    config: Config, pool: Pool, watched: WatchedPool | None, engine: TransferEngine, host: Host, state: State
 ) -> Service:
-    """The daemon's core as ``Daemon`` puts it together."""
+    """The daemon's core as ``Daemon`` puts it together, over the pool or what stands before it."""
     events = EventLog(host.now)
     cache = make_cache(config, pool, events, host.now)
     restore(cache, pool, NoPolicyFile(), state)
-    watched.watch(cache)
-    gpus = Gpus(watched.address, pool.pool_bytes, library="/no/driver")
-    return Service(config, cache, events, engine, gpus, cast(Pool, watched), host, no_disk, state)
+    if watched is not None:
+        watched.watch(cache)
+    seen = pool if watched is None else cast(Pool, watched)
+    gpus = Gpus(seen.address, pool.pool_bytes, library="/no/driver")
+    return Service(config, cache, events, engine, gpus, seen, host, no_disk, state)
 
 
 class NoStateFile(StateFile):

@@ -12,11 +12,9 @@ import pytest
 
 import kvoffd
 from kvoffd.cache.block_table import _Blocks
-from kvoffd.cache.inherited import Grouping, Owner
 from kvoffd.cache.learned import Counts, Known
 from kvoffd.cache.recovery import _Group, _Recovery
-from kvoffd.pool.records import Kind
-from kvoffd.pool.scan import Scanner
+from kvoffd.pool.allocator import _Slots
 from kvoffd.transfer.cuda.gpu_copy import STEPS_IN_FLIGHT, _GpuCopying
 from kvoffd.transfer.host_engine import _Copying
 from kvoffd.transfer.pace import OTHERS_WAIT, STOP, Pace
@@ -29,12 +27,9 @@ STRUCTURES = {
     "recovery": ("cache/recover.c", _Recovery),
     "known": ("cache/learned.c", Known),
     "counts": ("cache/learned.c", Counts),
-    "grouping": ("cache/adopt.c", Grouping),
-    "owner": ("cache/adopt.c", Owner),
-    "scan": ("pool/scan.c", Scanner),
-    "kind": ("pool/scan.c", Kind),
     "copying": ("transfer/host_copy.c", _Copying),
     "gpu_copying": ("transfer/cuda/gpu_copy.c", _GpuCopying),
+    "slots": ("pool/slots.c", _Slots),
     "pace": ("transfer/pace.h", Pace),
 }
 CONSTANTS = {
@@ -87,16 +82,7 @@ def test_no_structure_is_left_out() -> None:
         path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if "(ctypes.Structure)" in path.read_text()
     }
     assert places == {
-        *(
-            "cache/block_table.py",
-            "cache/learned.py",
-            "cache/recovery.py",
-            "cache/inherited.py",
-            "pool/records.py",
-            "pool/scan.py",
-            "transfer/host_engine.py",
-            "transfer/cuda/gpu_copy.py",
-            "transfer/pace.py",
-        ),
+        *("cache/block_table.py", "cache/learned.py", "cache/recovery.py", "pool/allocator.py"),
+        *("transfer/host_engine.py", "transfer/cuda/gpu_copy.py", "transfer/pace.py"),
         "transfer/cuda/driver.py",  # the first fields of gpu_copy.py's
     }
