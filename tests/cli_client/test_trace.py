@@ -14,10 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import numpy as np
 import pytest
 
+from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.policy import Chain
+from kvoffd.cache.policy import Chain, Group
 from kvoffd.errors import KvoffdError
 from kvoffd.server import trace as server_trace
 from kvoffd.server.sessions import Session
@@ -158,9 +160,10 @@ class Rig:
     """A tracer without a daemon."""
 
     def __init__(self) -> None:
-        self.cache = cast(BlockCache, SimpleNamespace(watchers=[]))
+        self.cache = cast(Cache, SimpleNamespace(watchers=[]))
         self.tracer = Tracer(self.cache, lambda: 0.0)
-        self.namespace = Namespace(bytes(32), "tiny", 1, 32, [GroupSpec("full", 16)], "{}")
+        namespace = Namespace(bytes(32), "tiny", 1, 32, [GroupSpec("full", 16)], "{}")
+        self.group = Group(1, namespace, 0, 32, [4096], [8192])
 
     def session(self, number: int) -> Session:
         return cast(Session, SimpleNamespace(id=number, peer="uid 0", ended=False))
@@ -168,7 +171,7 @@ class Rig:
     def ask(self, *keys: bytes) -> None:
         for key in keys:
             for watch in tuple(self.cache.watchers):
-                watch([Chain(self.namespace, 0, key, ())])
+                watch([Chain(self.group, key, np.empty(0, np.uint32), 0)])
 
 
 def test_what_nobody_fetches_is_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
