@@ -61,10 +61,10 @@ def test_the_page_shows_what_was_done_and_is_honest_when_the_daemon_is_away(brow
         browser.open(url)
         wait_until(lambda: browser.text("level") == "ok")
         outcomes = {name: whole.split() for name, _, _, whole in rows(browser, "outcomes")}
-        assert outcomes["asked for"] == ["8"]
-        assert outcomes["loaded"] == ["3", "37.5", "%"]
-        assert outcomes["found, not needed by the engine"] == ["1", "12.5", "%"]
-        assert outcomes["missed: unknown"] == ["4", "50.0", "%"]
+        assert outcomes["keys asked for"] == ["8"]
+        assert outcomes["loaded"] == ["3", "(37.5", "%)"]
+        assert outcomes["found, not needed by the engine"] == ["1", "(12.5", "%)"]
+        assert outcomes["missed: never stored"] == ["4", "(50.0", "%)"]
         assert browser.text("totals").startswith("48 tokens loaded since the start, 480.0 ms of prefill saved, 37.5 %")
         # Names are text, whatever they are.
         assert [row[0] for row in rows(browser, "namespaces")] == [EVIL, "another"]
@@ -98,7 +98,7 @@ def test_the_page_shows_what_was_done_and_is_honest_when_the_daemon_is_away(brow
         wait_until(lambda: browser.text("level") == "away")
         assert browser.text("away").startswith("The daemon does not answer (")
         assert "The numbers below are of " in browser.text("away")
-        assert outcomes["asked for"], "they stay"
+        assert outcomes["keys asked for"], "they stay"
         shot(browser, "away.png")
         daemon.start()
         wait_until(lambda: browser.text("level") == "ok")
