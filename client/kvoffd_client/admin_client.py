@@ -219,7 +219,8 @@ class AdminClient:
         if not path.exists():
             raise DaemonUnavailable(f"There is no kvoffd daemon in {self.directory}; start one there.")
         # Not a context of its own: to end that would wait for ever for a socket that Ctrl-C caught half made.
-        with zmq.Context.instance().socket(zmq.SUB) as subscription:
+        subscription: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
+        with subscription:
             subscription.setsockopt(zmq.LINGER, 0)
             subscription.setsockopt(zmq.RCVHWM, EVENTS_QUEUE)
             subscription.setsockopt(zmq.SUBSCRIBE, KV_TOPIC_PREFIX)
