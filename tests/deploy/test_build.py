@@ -73,7 +73,7 @@ def test_without_a_compiler_there_is_no_wheel(tree: Path, environ: dict[str, str
 
 
 def test_source_that_does_not_compile_takes_nothing_away(tree: Path) -> None:
-    (tree / "kvoffd" / "cache" / "key_index.c").write_text("int broken(")
+    (tree / "kvoffd" / "cache" / "blocks.c").write_text("int broken(")
     assert build(tree).returncode != 0
     assert (tree / LIBRARY).read_bytes() == b"another's"
     assert not list(tree.glob("dist/*"))
