@@ -9,8 +9,9 @@ from kvoffd.system.limits import MemoryLimit
 from kvoffd.tiers.disk import index
 from kvoffd_proto.units import format_size
 
-SLOT_BYTES = 64
-"""What is known of a slot beside its record: the arrays, the index and the order of eviction."""
+SLOT_BYTES = 112
+"""What is known of a slot beside its record at most: the arrays, the index and the order of eviction, of which the last
+two are half empty when they have grown (``make bench-scale``: 83 to 110 of blocks with one slot)."""
 PROCESS_BYTES = 256 << 20
 """Interpreter and libraries (31 MiB measured), namespaces, sessions, queues, the hit-ratio curve, why keys left."""
 IDLE_BYTES = 52 << 20

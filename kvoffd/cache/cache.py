@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from math import inf
@@ -295,6 +296,7 @@ class Cache:
         """By state, bytes of all blocks, of forgotten namespaces too."""
         self._next_number = 1
         self._short_records = self._told_of_no_room = False
+        self._saves_late = self._save_due = False
         self._unverified_at = 0
         """Slots before this one were looked at by ``unverified``."""
         self._groups: list[Group | None] = [None]
@@ -372,6 +374,9 @@ class Cache:
 
         Where there is too little, what nobody needs to read the blocks is left out.
         """
+        self._save_due = self._saves_late
+        if self._saves_late:
+            return True
         kept = [
             namespace.record()
             for namespace in self.namespaces.values()
@@ -428,13 +433,27 @@ class Cache:
         self._oldest.pop(namespace, None)
         if end_leases:
             self._end([lease for lease in self.leases.values() if lease.namespace is namespace])
-        if not self._save():  # a successor would believe the old number
-            while self.background():
-                pass
+        self._save_or_sweep()
         if tiers is not None:
             dropped += tiers.forget_all(namespace)
         self._events.cleared(namespace)
         return dropped
+
+    @contextmanager
+    def saving_once(self) -> Iterator[None]:
+        """For many changes of namespaces: they are written down once, at the end. A kill before leaves none of them."""
+        self._saves_late = True
+        try:
+            yield
+        finally:
+            self._saves_late = False
+            if self._save_due:
+                self._save_or_sweep()
+
+    def _save_or_sweep(self) -> None:
+        if not self._save():  # a successor would believe the old numbers
+            while self.background():
+                pass
 
     def _retire(self, group: Group) -> None:
         """Nothing is looked for in the group any more."""

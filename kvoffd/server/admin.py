@@ -39,8 +39,9 @@ def clear(service: Service, session: Session, message: a.Clear) -> Pending:
         service.state.raise_all()
         if service.tiering is not None:
             count = service.tiering.forget_unopened()
-        for namespace in list(cache.namespaces.values()):
-            count += cache.reset(namespace, generation=service.state.generation(namespace.fingerprint))
+        with cache.saving_once():
+            for namespace in cache.namespaces.values():
+                count += cache.reset(namespace, generation=service.state.generation(namespace.fingerprint))
     forget_idle(service)
     logger.info("Session %d (%s) cleared %d blocks.", session.id, session.peer, count)
     return service.removed(message.request_id, count)

@@ -54,14 +54,15 @@ def open_namespace(service: Service, session: Session, message: m.OpenNamespace)
 def forget_idle(service: Service, after_s: float = 0.0) -> None:
     """Forget the empty namespaces that nobody has had open for so long, as far as that was seen; a bench's at once."""
     opened, now = opened_namespaces(service), service.clock()
-    for namespace in list(service.cache.namespaces.values()):
-        if not _idle(namespace, opened):
-            namespace.idle_since = None
-            continue
-        if namespace.idle_since is None:
-            namespace.idle_since = now
-        if namespace.of_bench or now - namespace.idle_since >= after_s:
-            _forget(service, namespace)
+    with service.cache.saving_once():
+        for namespace in list(service.cache.namespaces.values()):
+            if not _idle(namespace, opened):
+                namespace.idle_since = None
+                continue
+            if namespace.idle_since is None:
+                namespace.idle_since = now
+            if namespace.of_bench or now - namespace.idle_since >= after_s:
+                _forget(service, namespace)
 
 
 def _check_places(session: Session, fingerprint: bytes) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from kvoffd.cache.block_table import FREE, READY, WRITING
 from kvoffd.cache.cache import StoreTicket
-from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.errors import BadGeometry, BadKeys, KvoffdError, NamespaceMismatch, NotReady, ShardTooLarge, UnknownLease
 from kvoffd_proto.messages import GroupSpec
 from tests.kit.slot_cache import UNIT, CacheRig, Part, check_invariants, keys_of
@@ -459,6 +459,23 @@ def test_a_block_that_is_dropped_while_it_is_written_never_becomes_ready() -> No
     assert rig.commit(running) == 0
     assert rig.events.log == [("cleared", 0, [])], "nobody is told of what was never readable"
     assert rig.cache.usage.free == rig.slots.pool_bytes
+
+
+def test_many_resets_are_written_down_once_and_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = CacheRig(64, 8)
+    spaces, saves = [rig.open(str(number)) for number in range(5)], list[NamespaceSnapshot]()
+    monkeypatch.setattr(rig.table, "save_namespaces", lambda snapshot: saves.append(snapshot) or True)
+    with rig.cache.saving_once():
+        for space in spaces:
+            rig.cache.reset(space, generation=3)
+        assert not saves
+    (snapshot,) = saves
+    assert [(one.number, one.generation) for one in snapshot.namespaces] == [(space.number, 3) for space in spaces]
+    with rig.cache.saving_once():
+        pass
+    assert len(saves) == 1, "nothing has changed"
+    rig.cache.reset(spaces[0])
+    assert len(saves) == 2
 
 
 def test_after_a_reset_nothing_is_found_and_the_slots_come_free_by_and_by() -> None:

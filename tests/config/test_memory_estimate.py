@@ -13,8 +13,8 @@ def test_it_says_what_each_part_is_for() -> None:
     config = Config(pool_bytes=64 * GIB)
     assert memory_summary(config) == (
         "An idle daemon takes 65.4 GiB of memory (pool 64.0 GiB, its tables 1.34 GiB, the process about 52.0 MiB); set "
-        "the memory limit to 67.4 GiB, since a busy one may take at most: what is known of the blocks "
-        "512 MiB, keys without blocks 1.28 GiB, process and clients 256 MiB."
+        "the memory limit to 67.7 GiB, since a busy one may take at most: what is known of the blocks "
+        "896 MiB, keys without blocks 1.28 GiB, process and clients 256 MiB."
     )
     assert "keys without blocks" not in memory_summary(Config(eviction_policy="lru"))
 
@@ -27,5 +27,5 @@ def test_a_shortage_beside_what_is_taken_is_told_with_both_numbers() -> None:
     )
     assert memory_shortage(config, MemoryLimit(to_come, "the machine")) == ""
     assert memory_shortage(config, MemoryLimit(to_come - 1, "the machine")).startswith(
-        "Beside what it has the daemon may come to need 1.78 GiB, and 1.78 GiB are left (the machine): "
+        "Beside what it has the daemon may come to need 2.15 GiB, and 2.15 GiB are left (the machine): "
     )

@@ -110,7 +110,7 @@ def test_everything_that_shows_statistics_agrees_with_what_was_done() -> None:
     with DaemonProcess("4MiB", http_address=f"127.0.0.1:{port}", eviction_policy="lru") as daemon:
         one = NamespaceSpec(b"\x01" * 32, MODEL, 1, 32, GROUPS)
         two = NamespaceSpec(b"\x02" * 32, "two ranks", 2, 32, GROUPS)
-        with FakeEngine(daemon.directory, one) as first, FakeEngine(daemon.directory, two) as second:
+        with FakeEngine(daemon.directory, one) as first, FakeEngine(daemon.directory, two, world_size=2) as second:
             loads = {one.label: Load(first), two.label: Load(second)}
             scripted(loads[one.label])
             partial(loads[two.label])

@@ -290,7 +290,7 @@ PLANTED = (
         7,
         "kvoffd.cache.block_table",
         "BlockTable.drop",
-        "dropped = self._native.blocks_drop(self.address, blocks.tobytes(), len(blocks))",
+        "dropped = self._native.blocks_drop(self.address, _packed(blocks), len(blocks))",
         "dropped = len(blocks)",
         door="tests/daemon/test_jobs.py::test_invalidated_blocks_are_not_found_again",
     ),
@@ -307,10 +307,10 @@ PLANTED = (
         9,
         "kvoffd.cache.block_table",
         "BlockTable.drop",
-        "dropped = self._native.blocks_drop(self.address, blocks.tobytes(), len(blocks))",
+        "dropped = self._native.blocks_drop(self.address, _packed(blocks), len(blocks))",
         'records = self.records["state"]\n'
         "    states = records[blocks]\n"
-        "    dropped = self._native.blocks_drop(self.address, blocks.tobytes(), len(blocks))\n"
+        "    dropped = self._native.blocks_drop(self.address, _packed(blocks), len(blocks))\n"
         "    records[blocks] = states",
         door="tests/daemon/test_restart.py::test_restart_does_not_bring_back_what_was_cleared_under_a_lease",
     ),
@@ -485,6 +485,22 @@ PLANTED = (
         "Demoter.pump",
         "self._cache.pin(np.concatenate(begun))",
         "pass",
+    ),
+    Planted(
+        "what was reset is still written to disk",
+        9,
+        "kvoffd.tiering.demotion",
+        "Demoter._lacking",
+        "group.dead or bench",
+        "bench",
+    ),
+    Planted(
+        "a checksum counts for what a slot was given meanwhile",
+        10,
+        "kvoffd.cache.cache",
+        "Cache.check",
+        'int(record["generation"]) != generation or ',
+        "",
     ),
     Planted(
         "events are not published",

@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.shapes, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[DaemonProcess]:
-    with DaemonProcess(POOL, index_size="800MiB") as process:
+    with DaemonProcess(POOL) as process:
         yield process
 
 

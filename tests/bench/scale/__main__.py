@@ -15,14 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvoffd.cache.policies import DEFAULT_POLICY, POLICY_NAMES
+from kvoffd.cache import DEFAULT_POLICY, POLICY_NAMES
 from tests.bench.daemon.results import check_plot, machine
 from tests.bench.report_file import ROOT, add_report_options, publish_report, run_facts
 from tests.bench.scale.page import draw, page
 
 CASES = "10000x1,100000x1,1000000x1,5000000x1,10000x8,100000x8,1000000x8"
-ALLOCATIONS = "100000x1,50000x8"
-PARTS = ("fill", "restart", "allocations")
+PARTS = ("fill", "restart")
 TITLE = "What blocks cost by their number"
 
 
@@ -36,23 +35,21 @@ def child(part: str, *arguments: str) -> list[dict[str, Any]]:
     return found
 
 
-def measure(cases: Sequence[str], parts: Sequence[str], allocations: Sequence[str], policy: str) -> dict[str, Any]:
+def measure(cases: Sequence[str], parts: Sequence[str], policy: str) -> dict[str, Any]:
     """All parts of all cases, each ``BLOCKSxSHARDS``."""
-    results: dict[str, Any] = {"fill": [], "restart": [], "allocations": {}}
+    results: dict[str, Any] = {"fill": [], "restart": []}
     chosen = ["--policy", policy]
     for case in cases:
         for part in ("fill", "restart"):
             if part in parts:
                 results[part] += child(part, case, *chosen)
-    for case in allocations if "allocations" in parts else ():
-        (results["allocations"][case],) = child("fill", case, *chosen, "--allocations")
     return results
 
 
 def merged(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """The results of two runs; of one case those of the later one."""
-    results: dict[str, Any] = {"allocations": before["allocations"] | after["allocations"]}
-    for part in ("fill", "restart"):
+    results: dict[str, Any] = {}
+    for part in PARTS:
         by_case = {(one["shards"], one["blocks"]): one for one in [*before[part], *after[part]]}
         results[part] = [by_case[case] for case in sorted(by_case)]
     return results
@@ -62,19 +59,15 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.scale", description=__doc__)
     parser.add_argument("--cases", default=CASES, help=f"BLOCKSxSHARDS, with commas (default {CASES})")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)} (default all)")
-    parser.add_argument("--allocations", default=ALLOCATIONS, help=f"cases of that part (default {ALLOCATIONS})")
-    stores_all = [name for name in POLICY_NAMES if name != "gate"]  # of new keys, which the bench's are
-    parser.add_argument("--policy", default=DEFAULT_POLICY, choices=stores_all)
+    parser.add_argument("--policy", default=DEFAULT_POLICY, choices=POLICY_NAMES)
     parser.add_argument("--plot", type=Path, help="write a PNG file too; needs matplotlib")
     parser.add_argument("--add-to", type=Path, help="results of other cases, of an earlier run's --save FILE.json")
     add_report_options(parser)
     given = parser.parse_args(arguments)
     if given.plot:
         check_plot(given.plot)
-    found = measure(
-        *([word for word in text.split(",") if word] for text in (given.cases, given.parts, given.allocations)),
-        given.policy,
-    )
+    cases, parts = ([word for word in text.split(",") if word] for text in (given.cases, given.parts))
+    found = measure(cases, parts, given.policy)
     if given.add_to:
         found = merged(json.loads(given.add_to.read_text()), found)
     facts = run_facts(

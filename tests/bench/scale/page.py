@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvoffd.memory_estimate import SLOT_BYTES
 from tests.bench.daemon.results import percentile
 from tests.bench.report_file import markdown_table, number
 
 Result = dict[str, Any]
 """What ``fill.measure`` or ``restart.restart`` returned."""
-BLOCK_BYTES, SHARD_BYTES = 600, 120
-"""What a block of one shard may take, and what each further shard may."""
+SHARD_BYTES = 32
+"""What each further shard of a block may take; the first is ``memory_estimate``'s."""
 
 
 class Figure(NamedTuple):
@@ -87,7 +88,7 @@ def curve(results: dict[str, list[Result]], figure: Figure, shards: int) -> list
 
 def bound_of(shards: int) -> int:
     """Bytes that a block may take."""
-    return BLOCK_BYTES + SHARD_BYTES * (shards - 1)
+    return SLOT_BYTES + SHARD_BYTES * (shards - 1)
 
 
 def page(results: dict[str, Any]) -> str:
@@ -97,8 +98,7 @@ def page(results: dict[str, Any]) -> str:
         "Private memory of a process with the daemon's cache, over what it had before the first block, in bytes of a "
         "block. The slot table's 128 bytes a shard are not in it. Keys without blocks are counted apart: of the "
         "policy's memory the part that they are of all keys it knows. *Again* is after as many blocks more, for which "
-        "others were evicted. *Told* is what `kvoffd-cli stats` says, *counted* what a block counts towards "
-        "`index_size`, *allowed* 600 bytes and 120 for each further shard.\n",
+        "others were evicted.\n",
         markdown_table([_MEMORY_HEAD, *map(_memory_row, results["fill"])]),
         "\n## Lookups and stores\n",
         "In µs, in the same process, without sockets and copies: a lookup of 1,000 keys that are all ready, anywhere "
@@ -107,35 +107,23 @@ def page(results: dict[str, Any]) -> str:
         markdown_table([_TIME_HEAD, *map(_time_row, results["fill"])]),
         "\n## The first hit after a restart\n",
         "A daemon process that gets a full pool from its service manager, from its start on: until a lookup finds the "
-        "1,000 blocks that were stored last, and until all blocks are there; the worst lookup of 1,000 keys meanwhile; "
-        "lookups afterwards, by an engine over the socket, and the process's private memory. The pool has no pages: "
-        "touching it and reading it for its checksums is left out.\n",
+        "1,000 blocks that were stored last, with which all others are there; lookups afterwards, by an engine over "
+        "the socket, and the process's private memory. The pool has no pages: touching it and reading it for its "
+        "checksums is left out.\n",
         markdown_table([_RESTART_HEAD, *map(_restart_row, results["restart"])]),
         "\n## Growth\n",
         "Medians, from the fewest blocks to the most; the logarithm of their number grows by the last factor.\n",
         markdown_table([_GROWTH_HEAD, *map(_growth_row, growth(results))]),
     ]
-    for case, lines in results["allocations"].items():
-        blocks, _, shards = case.partition("x")
-        rows = [[place, number(nbytes)] for place, nbytes in sorted(lines.items(), key=lambda item: -item[1])]
-        parts += [
-            f"\n## Where the bytes are: {int(blocks):,} blocks, shards: {shards}\n",
-            "Bytes of a block by the line that allocates them, as tracemalloc counts, without what the allocator "
-            "rounds up.\n",
-            markdown_table([["line", "bytes of a block"], *rows]),
-        ]
     return "\n".join(parts)
 
 
 _MEMORY_HEAD = [
-    "blocks", "shards", "filled", "again", "of it the policy", "told by stats", "counted", "allowed", "evicted",
-    "declined", "ghosts", "bytes of a ghost",
+    "blocks", "shards", "filled", "again", "of it the policy", "allowed", "evicted", "declined", "ghosts",
+    "bytes of a ghost",
 ]  # fmt: skip
 _TIME_HEAD = ["blocks", "shards", "answer p50", "p99", "lookup p50", "p99", "store p50", "p99", "stores"]
-_RESTART_HEAD = [
-    "blocks", "shards", "serves, s", "first hit, s", "all blocks, s", "worst lookup, ms", "lookup p50, µs", "p99",
-    "memory",
-]  # fmt: skip
+_RESTART_HEAD = ["blocks", "shards", "serves, s", "first hit, s", "lookup p50, µs", "p99", "memory"]
 _GROWTH_HEAD = ["figure", "shards", "fewest blocks", "most blocks", "factor", "logarithm", "slower than it"]
 
 
@@ -148,8 +136,6 @@ def _memory_row(one: Result) -> list[str]:
         number(one["filled"]["without_ghosts"]),
         number(again["without_ghosts"]) if again else "",
         number(last["policy"]),
-        number(last["told"]),
-        number(last["counted"]),
         str(bound_of(one["shards"])),
         f"{one.get('evicted', 0):,}",
         f"{one.get('declined', 0):,}",
@@ -168,8 +154,7 @@ def _restart_row(one: Result) -> list[str]:
     return [
         f"{one['blocks']:,}",
         str(one["shards"]),
-        *(number(one[name]) for name in ("open_seconds", "first_hit_seconds", "all_seconds")),
-        number(1e3 * max(one["meanwhile_seconds"])) if one["meanwhile_seconds"] else "",
+        *(number(one[name]) for name in ("open_seconds", "first_hit_seconds")),
         *(number(1e6 * percentile(one["answer_seconds"], share)) for share in (0.5, 0.99)),
         f"{one['private_bytes'] / 2**20:,.0f} MiB",
     ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import time
@@ -14,22 +15,19 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from kvoffd.cache.policies import DEFAULT_POLICY
-from kvoffd_client import AdminClient, SchedulerClient
+from kvoffd.cache import DEFAULT_POLICY
+from kvoffd.cache.namespace import Namespace
+from kvoffd.pool.checksums import digest
+from kvoffd_client import SchedulerClient
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_proto.messages import READY, GroupKeys
-from tests.bench.scale.fill import LOOKUP_KEYS, SAMPLES, pool_bytes_of, private_bytes
-from tests.bench.scale.load import SLOT_BYTES
+from tests.bench.scale.fill import LOOKUP_KEYS, SAMPLES, STORE_KEYS, Books, private_bytes
+from tests.bench.scale.load import SLOT_BYTES, Part, keys_of
 from tests.kit.daemon import DaemonProcess
-from tests.kit.filled_table import key_of, left_behind, namespace_record
 from tests.kit.service_manager import ServiceManager
 
 MAIN = Path(__file__).parent / "sparse_main.py"
-PAUSE_S = 0.02
-"""Between two lookups while blocks are read."""
-STATS_EVERY_S = 0.25
-INDEX_BYTES_PER_SLOT = 4096
-"""More than enough, so that no block is evicted for want of it."""
+PAUSE_S = 0.005
 DEADLINE_S = 300.0
 
 
@@ -44,8 +42,7 @@ class SparseDaemon(DaemonProcess):
 class Engine:
     """A scheduler that looks keys of the pool up."""
 
-    def __init__(self, directory: Path, shards: int) -> None:
-        known = namespace_record(shards, SLOT_BYTES)
+    def __init__(self, directory: Path, known: Namespace) -> None:
         spec = NamespaceSpec(
             known.fingerprint, known.label, known.world_size, known.key_bytes, known.groups, known.description
         )
@@ -54,7 +51,7 @@ class Engine:
 
     def look_up(self, first: int, count: int) -> tuple[int, float]:
         """How many of the blocks from ``first`` on are ready, and the seconds until the answer."""
-        keys = b"".join(map(key_of, range(first, first + count)))
+        keys = keys_of(first, count)
         started = time.perf_counter()
         future = self._client.lookup([GroupKeys(0, keys)])
         future.wait(DEADLINE_S)
@@ -68,38 +65,36 @@ class Engine:
         self._client.close()
 
 
+def left_behind(blocks: int, shards: int) -> tuple[Books, int, int]:
+    """The books of a pool that is full of so many blocks of zeros, and descriptors of it and its table."""
+    books, zeros = Books(blocks, shards, "lru"), digest(memoryview(bytes(SLOT_BYTES)))
+    for first in range(0, blocks, STORE_KEYS):
+        books.store(Part(first, min(STORE_KEYS, blocks - first)), zeros)
+    assert books.namespace.ready_blocks == blocks
+    pool_fd, table_fd = map(os.dup, books.pool.memory_fds)
+    return books, pool_fd, table_fd
+
+
 def restart(blocks: int, shards: int, policy: str, samples: int) -> dict[str, object]:
     """Start a daemon over a pool that is full of so many blocks; look blocks up from the first moment on."""
-    pool_bytes, index_bytes = pool_bytes_of(blocks, shards), max(1 << 27, blocks * shards * INDEX_BYTES_PER_SLOT)
     with ExitStack() as stack:
         manager = ServiceManager()
         stack.callback(manager.close)
         made = time.perf_counter()
-        pool_fd, table_fd = left_behind(pool_bytes, blocks, shards, SLOT_BYTES)
+        books, pool_fd, table_fd = left_behind(blocks, shards)
         manager.stored_fds += [("kvoffd-pool", pool_fd), ("kvoffd-slot-table", table_fd)]
         made = time.perf_counter() - made
         started = time.perf_counter()
-        flags = {"index_size": str(index_bytes), "eviction_policy": policy}
-        daemon = stack.enter_context(SparseDaemon(str(pool_bytes), manager=manager, **flags))
+        flags = {"eviction_policy": policy}
+        daemon = stack.enter_context(SparseDaemon(str(books.pool.pool_bytes), manager=manager, **flags))
         opened = time.perf_counter() - started
-        engine = Engine(daemon.directory, shards)
+        engine = Engine(daemon.directory, books.namespace)
         stack.callback(engine.close)
-        admin = stack.enter_context(AdminClient(daemon.directory))
         count = min(LOOKUP_KEYS, blocks // 2)  # leases may not hold all of a pool
         while engine.look_up(blocks - count, count)[0] < count:
             assert time.perf_counter() - started < DEADLINE_S, daemon.log
-            time.sleep(PAUSE_S / 4)
-        first_hit = time.perf_counter() - started
-        meanwhile, places, asked = [], random.Random(1), 0.0
-        while True:
-            if time.perf_counter() - asked > STATS_EVERY_S:
-                asked = time.perf_counter()
-                if sum(one.ready_blocks for one in admin.stats().namespaces) == blocks:
-                    break
-            assert time.perf_counter() - started < DEADLINE_S, daemon.log
-            meanwhile.append(engine.look_up(places.randrange(blocks - count + 1), count)[1])
             time.sleep(PAUSE_S)
-        every = time.perf_counter() - started
+        first_hit, places = time.perf_counter() - started, random.Random(1)
         answers = []
         for _ in range(samples):
             ready, seconds = engine.look_up(places.randrange(blocks - count + 1), count)
@@ -111,8 +106,6 @@ def restart(blocks: int, shards: int, policy: str, samples: int) -> dict[str, ob
             "made_seconds": made,
             "open_seconds": opened,
             "first_hit_seconds": first_hit,
-            "all_seconds": every,
-            "meanwhile_seconds": meanwhile,
             "answer_seconds": answers,
             "private_bytes": private_bytes(daemon.pid),
         }
