@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import typer
 
+from kvoffd.cache import POLICY_NAMES
 from kvoffd.config import SETTINGS
 from kvoffd.observe.metrics import all_metrics
 from kvoffd_client.cli.app import app
@@ -24,7 +25,7 @@ STRUCTS = [one for module in MODULES for one in vars(module).values() if isinsta
 FIELDS = {name for one in STRUCTS if issubclass(one, msgspec.Struct) for name in one.__struct_fields__}
 METRICS = {spec.name for spec in all_metrics(None)}
 NAMES = FIELDS | METRICS | KINDS.keys() | stats.MISS_REASONS.keys() | set(map(str, stats.DiskFault))
-NAMES |= {setting.name for setting in SETTINGS} | {path.stem for path in (ROOT / "kvoffd/cache/policies").glob("*.py")}
+NAMES |= {setting.name for setting in SETTINGS} | {*POLICY_NAMES}
 NAMES |= set(re.findall(r'"([a-z_]+)"', CONNECTOR)) | set(re.findall(r"^    ([a-z_]+): ", CONNECTOR, re.MULTILINE))
 OTHERS = """
     vLLM, its plugins and its clients: gpu_memory_utilization buffer_steps kv_role kv_consumer kv_producer kv_both
