@@ -582,8 +582,9 @@ class Cache:
         nbytes, loose = self.blocks.bytes_of(fresh)
         if (part := self._leasable(session, len(fresh), loose)) < 1.0:
             self.shortened_lookups += 1
-            states = [_shortened(one, part) for one in states]
-            ready = [found[: one.count(READY)] for one, found in zip(states, ready, strict=True)]
+            held_by = _NOTHING if lease is None else lease.blocks
+            states = [_shortened(one, found, held_by, part) for one, found in zip(states, blocks, strict=True)]
+            ready = [_ready(one, found) for one, found in zip(states, blocks, strict=True)]
             every = np.concatenate(ready)
             fresh = every if lease is None else every[~np.isin(every, lease.blocks)]
             nbytes, _ = self.blocks.bytes_of(fresh)
@@ -759,8 +760,13 @@ class Cache:
         held = np.concatenate([_NOTHING, *(plan.present for plan in plans)])
         self._pin(held)
         try:
-            for plan in plans:
+            for number, plan in enumerate(plans):
+                if before := [one.stored for one in plans[:number] if one.stored.group is plan.stored.group]:
+                    plan = plans[number] = self._plan_again(rank, plan.part, before)
                 self._admit(rank, plan)
+        except BaseException:
+            self.abort_store(StoreTicket(rank, [plan.stored for plan in plans]))
+            raise
         finally:
             self.unpin(held)
         found = iter(plans)
@@ -790,6 +796,15 @@ class Cache:
         lacking = np.flatnonzero((of_key == Verdict.LACKING) | (of_key == Verdict.NARROW))
         stored = Stored(group, again=np.flatnonzero(of_key == Verdict.AGAIN).tolist())
         return _Plan(stored, part, blocks[blocks != NO_BLOCK], lacking, blocks[mine], mine)
+
+    def _plan_again(self, rank: int, part: StorePart, before: Sequence[Stored]) -> _Plan:
+        """The plan of a part whose group parts ``before`` it have too: they may have begun to write its keys."""
+        group = before[0].group
+        plan = self._plan(rank, group, part)
+        _, blocks = self.blocks.find(group.number, part.keys, group.key_bytes)
+        ours = np.flatnonzero(np.isin(blocks, np.concatenate([one.blocks for one in before])))
+        plan.stored.again = sorted({*plan.stored.again, *ours.tolist()})
+        return plan
 
     def _admit(self, rank: int, plan: _Plan) -> None:
         """Take slots for the lacking keys that the policy admits; and enter what is to be copied."""
@@ -1129,7 +1144,8 @@ class Cache:
         if self._dead:
             self.background()
             return True
-        if partial := self._partial_since(self._clock() - self._partial_grace_s):
+        partial = self._partial_since(self._clock() - self._partial_grace_s)
+        if partial := [block for block in partial if not self.blocks.pins[block]]:
             self._drop_partial(partial[:count])
             return True
         victims = self._pick_victims(group, count, below)
@@ -1539,11 +1555,9 @@ def _ready(states: bytes, blocks: BlockIds) -> BlockIds:
     return blocks[np.frombuffer(states, np.uint8) == READY] if ready else _NOTHING
 
 
-def _shortened(states: bytes, part: float) -> bytes:
-    """The states with only this part of the READY keys, the first ones, called READY."""
-    ready = np.flatnonzero(np.frombuffer(states, np.uint8) == READY)
-    keep = int(ready.size * part)
-    if keep == ready.size:
-        return states
-    end = int(ready[keep])
-    return states[:end] + states[end:].replace(bytes([READY]), bytes([ABSENT]))
+def _shortened(states: bytes, blocks: BlockIds, held: BlockIds, part: float) -> bytes:
+    """The states with only this part of the READY keys, the first ones, called READY, beside what is ``held``."""
+    shown = np.frombuffer(states, np.uint8).copy()
+    fresh = np.flatnonzero((shown == READY) & ~np.isin(blocks, held))
+    shown[fresh[int(fresh.size * part) :]] = ABSENT
+    return shown.tobytes()

@@ -55,7 +55,7 @@ Acknowledged = Annotated[
 RegistrationId = Annotated[
     bytes, doc("Random id made by the worker for this registration.", min_length=16, max_length=16)
 ]
-Rank = Annotated[int, doc("Rank of the worker in its engine, below ``world_size``.", ge=0, lt=4096)]
+Rank = Annotated[int, doc("Rank of the worker in its engine, below ``world_size``.", ge=0, lt=64)]
 GroupIndex = Annotated[int, doc("Index of the KV cache group.", ge=0, lt=65536)]
 
 
@@ -394,7 +394,7 @@ class OpenNamespace(Request[NamespaceOpened], frozen=True):
 
     namespace: Fingerprint
     label: Annotated[str, doc("Name for operators, such as the model's.", max_length=256)]
-    world_size: Annotated[int, doc("Shards that make a block.", ge=1, le=4096)]
+    world_size: Annotated[int, doc("Shards that make a block.", ge=1, le=64)]
     key_bytes: Annotated[int, doc("Length of a block hash in bytes.", ge=8, le=64)]
     groups: Annotated[list[GroupSpec], doc("KV cache groups, by index.", min_length=1, max_length=MAX_GROUPS)]
     description: Annotated[str, doc("What the fingerprint was made of, as JSON, for display.", max_length=65536)]

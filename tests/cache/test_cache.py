@@ -70,6 +70,28 @@ def test_a_key_that_comes_twice_in_a_message_is_written_once() -> None:
     assert (ticket.parts[0].copy, ticket.parts[0].again) == ([0, 1], [2])
 
 
+def test_a_key_in_two_parts_of_one_group_is_written_once_and_both_hear_of_it() -> None:
+    """As when one job of a message tells tokens and another does not."""
+    rig = full_rig()
+    namespace = rig.open("a", world_size=2)
+    rig.commit(rig.begin(namespace, 1, 0, keys_of(1)))
+    ticket = rig.cache.begin_store(namespace, 0, [Part(0, keys_of(1, 2)), Part(0, keys_of(3, 2, 1))])
+    assert [(part.copy, part.again) for part in ticket.parts] == [([0, 1], []), ([0], [1, 2])]
+    check_invariants(rig.cache)
+    assert rig.commit(ticket) == 1
+    check_invariants(rig.cache)
+
+
+def test_a_store_that_fails_inside_leaves_nothing() -> None:
+    rig = full_rig()
+    namespace = rig.open("a", sizes=(UNIT, UNIT))
+    taken = rig.cache._take
+    rig.cache._take = lambda group, *given: taken(group, *given) if group.group == 0 else 1 // 0  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        rig.cache.begin_store(namespace, 0, [Part(0, keys_of(1)), Part(1, keys_of(1))])
+    assert rig.cache.usage.free == rig.slots.pool_bytes
+
+
 def test_an_aborted_store_leaves_nothing_and_other_ranks_shards_stay() -> None:
     rig = full_rig()
     namespace = rig.open("a", world_size=2)
@@ -105,6 +127,17 @@ def test_partial_blocks_go_before_ready_ones() -> None:
     rig.clock.now += 5
     rig.store(namespace, keys_of(3))
     assert states(rig, namespace, keys_of(1, 2, 3)) == [R, A, R]
+
+
+def test_a_partial_block_that_is_completed_does_not_go_for_it() -> None:
+    rig = full_rig(4)
+    namespace = rig.open("a", world_size=2)
+    rig.commit(rig.begin(namespace, 0, 0, keys_of(1)))
+    rig.clock.now += 5
+    ticket = rig.begin(namespace, 1, 0, keys_of(1, 2, 3))
+    assert (ticket.parts[0].copy, ticket.parts[0].no_space) == ([0, 1], [2])
+    assert rig.commit(ticket) == 1
+    assert states(rig, namespace, keys_of(1)) == [R]
 
 
 def test_an_overdue_store_frees_its_keys_and_keeps_its_slots_until_it_ends() -> None:
@@ -240,6 +273,14 @@ def test_leases_leave_others_space_and_what_they_may_not_hold_is_a_miss() -> Non
     assert states[0] == bytes([R] * 8 + [A] * 8), "the first are kept: a prefix is of use"
     assert misses(namespace) == {"LEASE_LIMIT": 8}
     assert rig.cache.shortened_lookups == 1
+
+
+def test_a_lease_that_may_not_grow_keeps_what_it_has() -> None:
+    rig = CacheRig(16, 4, leased_share=0.25)
+    namespace = rig.open("a")
+    rig.store(namespace, keys_of(*range(8)))
+    assert rig.cache.lookup(namespace, SESSION, LEASE, [(0, keys_of(2, 3, 4, 5))]) == ([bytes([R] * 4)], 4)
+    assert rig.cache.lookup(namespace, SESSION, LEASE, [(0, keys_of(1, 2, 3, 4, 5))]) == ([bytes([A] + [R] * 4)], 4)
 
 
 # --- loads --------------------------------------------------------------------------------------
