@@ -269,7 +269,7 @@ enum { PRESENT, LACKING, MINE, AGAIN, NARROW };
 /* Says what a store by a rank has to do about each of `count` keys, and writes the blocks of those that have one. Keys that
  * are to be written come as AGAIN under later numbers. NARROW: the rank's shard begins behind `first_blocks`, which may be
  * NULL for 0, and the block may go. Returns whether there was the memory. */
-int kvoffd_blocks_plan(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+uint64_t kvoffd_blocks_plan(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                        uint32_t rank, const uint16_t *first_blocks, uint8_t *verdicts, uint32_t *blocks)
 {
     uint64_t mask = 63;

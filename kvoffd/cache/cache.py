@@ -81,7 +81,6 @@ LONG_DESCRIPTION = 256
 """A namespace's description that is longer is left out of what a successor is told, where there is no room for it."""
 RECOVERED_AT_ONCE = 4096
 """Recovered blocks of which those of one group are entered together: about the order of use among all."""
-_READY_BYTE = bytes([READY])
 _NOTHING: BlockIds = np.empty(0, np.uint32)
 _READY_BYTE = bytes([READY])
 
@@ -756,10 +755,14 @@ class Cache:
             namespace.slot_bytes(rank, part.group)
             namespace.check_keys(part.group, part.keys)
         known = [self._group(namespace, part.group) for part in parts]
-        plans = [self._plan(rank, group, part) for group, part in zip(known, parts, strict=True) if group is not None]
-        held = np.concatenate([_NOTHING, *(plan.present for plan in plans)])
-        self._pin(held)
+        plans: list[_Plan] = []
+        held: list[BlockIds] = []
         try:
+            for group, part in zip(known, parts, strict=True):
+                if group is not None:
+                    plans.append(self._plan(rank, group, part))
+                    self._pin(plans[-1].present)
+                    held.append(plans[-1].present)
             for number, plan in enumerate(plans):
                 if before := [one.stored for one in plans[:number] if one.stored.group is plan.stored.group]:
                     plan = plans[number] = self._plan_again(rank, plan.part, before)
@@ -768,7 +771,8 @@ class Cache:
             self.abort_store(StoreTicket(rank, [plan.stored for plan in plans]))
             raise
         finally:
-            self.unpin(held)
+            for present in held:
+                self.unpin(present)
         found = iter(plans)
         stored = [
             _no_group(namespace, part) if group is None else next(found).stored
@@ -817,7 +821,11 @@ class Cache:
                     stored.rejected += plan.lacking[begin:end].tolist()
                     continue
                 limit = inf if self.tiers is not None else score  # the pool is the way down to them
-                slots = self._take(group, end - begin, limit)
+                try:
+                    slots = self._take(group, end - begin, limit)
+                except BaseException:
+                    self.drop(np.concatenate([_NOTHING, *blocks[1:]]), MissReason.NO_SPACE)
+                    raise
                 taken = begin + len(slots)
                 blocks.append(self._enter(group, slots, names[begin * group.key_bytes : taken * group.key_bytes]))
                 numbers.append(plan.lacking[begin:taken])
@@ -1021,7 +1029,7 @@ class Cache:
             allowed = np.zeros(len(blocks), np.int64)
             allowed[:1] = first_block
             bad = self.table.records["first_block"][slots] > allowed
-            bad |= (self.blocks.shard[slots] & CORRUPT) != 0
+            bad |= self.blocks.shard[slots] & (SHARD_STATE | CORRUPT) != WRITTEN
         if known is None or bad.any():
             raise NotReady(group, np.flatnonzero(bad).tolist())
         self._pin(blocks)
@@ -1060,14 +1068,19 @@ class Cache:
         count = self._within_quota(group, count, below)
         found: list[npt.NDArray[np.uint32]] = []
         lacking = count
-        while lacking > 0:
-            columns = self._columns(group, lacking)
-            if least := len(columns[0]):  # and maybe more, where one rank took what another lacked
-                of_one_rank = len(columns) == 1
-                found.append(columns[0][:, None] if of_one_rank else np.stack(columns, axis=1))
-                lacking -= least
-            elif not self._make_space(group, lacking, below):
-                break
+        try:
+            while lacking > 0:
+                columns = self._columns(group, lacking)
+                if least := len(columns[0]):  # and maybe more, where one rank took what another lacked
+                    of_one_rank = len(columns) == 1
+                    found.append(columns[0][:, None] if of_one_rank else np.stack(columns, axis=1))
+                    lacking -= least
+                elif not self._make_space(group, lacking, below):
+                    break
+        except BaseException:
+            for slots in found:
+                self.slots.free(slots.ravel())
+            raise
         for region in self.slots.opened:
             self.table.set_region(region, int(self.slots.slot_bytes[region]))
         self.slots.opened.clear()
@@ -1234,11 +1247,12 @@ class Cache:
         return _NOTHING
 
     def _heads(self, slots: SlotIds) -> BlockIds:
-        """The blocks that slots in use belong to; a quarantined slot is none's, and stands for itself."""
+        """The blocks that slots in use belong to. One that is quarantined, or was just taken, stands for itself."""
         ranks = self.table.records["rank"][slots].astype(np.int64)
         heads = slots.copy()
-        for number in np.unique(self.blocks.group[slots]).tolist():
-            of_group = np.flatnonzero(self.blocks.group[slots] == number)
+        numbers = np.where(self.blocks.state[slots] == FREE, 0, self.blocks.group[slots])
+        for number in np.unique(numbers).tolist():
+            of_group = np.flatnonzero(numbers == number)
             world = len(self._of(number).sizes) if number else 1
             at = heads[of_group]
             left = (world - ranks[of_group]) % world
@@ -1404,7 +1418,8 @@ class Cache:
                 return False
         if record["checksum"] != checksum:
             self.mismatches += 1
-            self.blocks.shard[slot] |= CORRUPT
+            self.unverified_slots -= shard & UNVERIFIED != 0
+            self.blocks.shard[slot] = (shard & ~UNVERIFIED) | CORRUPT
             group = self._of(int(self.blocks.group[slot]))
             names = self.blocks.keys(head, group.key_bytes)
             if self.blocks.state[head[0]] != DROPPED:

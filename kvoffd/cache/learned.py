@@ -79,7 +79,7 @@ _NAMES = (
     *((f"new, {tokens} tokens", f"first {short}") for tokens, short in _TEXT),
 )
 CLASSES = tuple(name for name, _ in _NAMES)
-"""What tells the keys of each class from others, by the class's number in learned.h."""
+"""What tells the keys of each class from others, by the class's number in learned.c."""
 SHORT_NAMES = tuple(short for _, short in _NAMES)
 """The same for narrow screens."""
 

@@ -1,5 +1,5 @@
 /* The least recently used order of blocks: a ring, linked by block number plus 1, from the oldest to the newest; 0 is the end
- * of both. lru.py owns the memory.
+ * of both. policy.py owns the memory.
  */
 #include <stdint.h>
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
@@ -82,14 +84,43 @@ def test_a_key_in_two_parts_of_one_group_is_written_once_and_both_hear_of_it() -
     check_invariants(rig.cache)
 
 
-def test_a_store_that_fails_inside_leaves_nothing() -> None:
+def test_a_narrow_block_in_two_parts_of_one_group_stays_for_the_part_that_has_it() -> None:
     rig = full_rig()
+    namespace = rig.open("a")
+    rig.commit(rig.begin(namespace, 0, 0, keys_of(1), {0: 2}))
+    rig.commit(rig.cache.begin_store(namespace, 0, [Part(0, keys_of(1), {0: 2}), Part(0, keys_of(1))]))
+    assert states(rig, namespace, keys_of(1)) == [R]
+    check_invariants(rig.cache)
+
+
+def test_a_store_that_fails_inside_leaves_nothing() -> None:
+    rig = full_rig(4)
     namespace = rig.open("a", sizes=(UNIT, UNIT))
-    taken = rig.cache._take
-    rig.cache._take = lambda group, *given: taken(group, *given) if group.group == 0 else 1 // 0  # type: ignore[method-assign]
+
+    def fail(*given: object) -> bool:
+        raise ZeroDivisionError
+
+    rig.cache._make_space = fail  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
-        rig.cache.begin_store(namespace, 0, [Part(0, keys_of(1)), Part(1, keys_of(1))])
+        rig.cache.begin_store(namespace, 0, [Part(0, keys_of(1)), Part(1, keys_of(*range(9)))])
     assert rig.cache.usage.free == rig.slots.pool_bytes
+    check_invariants(rig.cache)
+
+
+def test_slots_that_a_store_has_just_taken_are_nobodys_when_it_looks_for_a_cold_region() -> None:
+    rig, choose = CacheRig(24, 6), random.Random(11)
+    spaces = [rig.open(name, world_size=2) for name in "ab"]
+    uneven, _ = rig.cache.open_namespace(Namespace(bytes(32), "c", 2, 8, [GroupSpec("full", 16)], "{}"))
+    for rank, size in enumerate((UNIT, 2 * UNIT)):
+        rig.cache.register_rank(uneven, rank, [size], None)
+    for _ in range(400):
+        namespace = choose.choice([*spaces, uneven, uneven])
+        if choose.random() < 0.1:
+            rig.cache.reset(namespace)
+        rig.store(namespace, keys_of(*range(begin := choose.randrange(40), begin + choose.randrange(1, 6))))
+        if choose.random() < 0.3:
+            rig.cache.background()
+    check_invariants(rig.cache)
 
 
 def test_an_aborted_store_leaves_nothing_and_other_ranks_shards_stay() -> None:
