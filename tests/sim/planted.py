@@ -487,22 +487,6 @@ PLANTED = (
         "pass",
     ),
     Planted(
-        "what was reset is still written to disk",
-        9,
-        "kvoffd.tiering.demotion",
-        "Demoter._lacking",
-        "group.dead or bench",
-        "bench",
-    ),
-    Planted(
-        "a checksum counts for what a slot was given meanwhile",
-        10,
-        "kvoffd.cache.cache",
-        "Cache.check",
-        'int(record["generation"]) != generation or ',
-        "",
-    ),
-    Planted(
         "events are not published",
         8,
         "kvoffd.server.service",
