@@ -79,6 +79,8 @@ COUNTED_IN_TIERS = 65_536
 """A reset of a namespace with more blocks counts those twice that a tier has too."""
 LONG_DESCRIPTION = 256
 """A namespace's description that is longer is left out of what a successor is told, where there is no room for it."""
+MOST_WRITING_PART = 4
+"""Where blocks that lack a shard have more of the pool, those that nobody writes go as soon as space is wanted."""
 RECOVERED_AT_ONCE = 4096
 """Recovered blocks of which those of one group are entered together: about the order of use among all."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)
@@ -1157,7 +1159,9 @@ class Cache:
         if self._dead:
             self.background()
             return True
-        partial = self._partial_since(self._clock() - self._partial_grace_s)
+        # Where ranks store what others never do, that must not take the pool from what can be read.
+        crowded = self._bytes_in[WRITING] > self.slots.pool_bytes // MOST_WRITING_PART
+        partial = self._partial_since(self._clock() - (0.0 if crowded else self._partial_grace_s))
         if partial := [block for block in partial if not self.blocks.pins[block]]:
             self._drop_partial(partial[:count])
             return True

@@ -205,6 +205,7 @@ class Daemon:
         self._policy_file = PolicyFile(cache.policy, config)
         restore(cache, pool, self._policy_file, self._state)
         self._sockets = Sockets(config, self._directory)
+        self._state.file.on_saved = lambda: self._sockets.post(lambda: None)  # replies may wait for it
         self._host_engine = HostEngine(threads_per_direction=config.copy_threads)
         self._gpus = open_gpus(config, pool)
         self._page_faulter = PageFaulter()

@@ -57,6 +57,8 @@ class StateFile:
     def __init__(self, path: str, max_bytes: int) -> None:
         """Raises NoMoreThreads."""
         self.path = path
+        self.on_saved: Callable[[], None] = lambda: None
+        """Called in the file's thread when it was written, or could not be."""
         self._max_bytes = max_bytes
         self._changed = threading.Condition()
         self._next: bytes | None = None
@@ -138,6 +140,7 @@ class StateFile:
                 if problem and self._next is None:
                     self._failed = content
                 self._changed.notify_all()
+            self.on_saved()
 
     def _write(self, content: bytes) -> None:
         """Raises OSError: then the file is as it was."""

@@ -160,6 +160,16 @@ def test_partial_blocks_go_before_ready_ones() -> None:
     assert states(rig, namespace, keys_of(1, 2, 3)) == [R, A, R]
 
 
+def test_a_rank_that_never_stores_does_not_cost_the_pool() -> None:
+    rig = full_rig(64)
+    namespace, other = rig.open("a", world_size=2), rig.open("b")
+    rig.store(other, keys_of(*range(64)))
+    for begin in range(0, 400, 4):
+        rig.commit(rig.begin(namespace, 0, 0, keys_of(*range(begin, begin + 4))))
+    assert other.ready_blocks >= 40
+    check_invariants(rig.cache)
+
+
 def test_a_partial_block_that_is_completed_does_not_go_for_it() -> None:
     rig = full_rig(4)
     namespace = rig.open("a", world_size=2)
