@@ -1095,7 +1095,14 @@ class Cache:
         for less."""
         nodes = group.namespace.nodes
         while True:
-            columns = [self.slots.take(size, count, nodes.get(rank)) for rank, size in enumerate(group.sizes)]
+            columns: list[SlotIds] = []
+            try:
+                for rank, size in enumerate(group.sizes):
+                    columns.append(self.slots.take(size, count, nodes.get(rank)))
+            except BaseException:
+                for column in columns:
+                    self.slots.free(column)
+                raise
             least = min(map(len, columns))
             for column in columns:
                 if len(column) > least:
