@@ -80,7 +80,7 @@ def scrub(context: typer.Context, directory: Directory = None, json: Json = Fals
     """Compare every block in the pool with its checksum.
 
     The daemon reads in the background, with pauses, while it serves. A block that does not match is dropped, and its
-    slot is not used any more until a restart. Ctrl-C ends the waiting, not the scrub.
+    slot is not used any more. Ctrl-C ends the waiting, not the scrub.
 
     Exit status: 0 all blocks match, 1 some do not, 2 an error.
     """
