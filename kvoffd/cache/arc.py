@@ -12,11 +12,9 @@ from itertools import islice
 from math import inf
 
 import numpy as np
-import numpy.typing as npt
 
 from kvoffd.cache.block_table import BlockIds, BlockTable
-from kvoffd.cache.policy import BATCH, GHOST_PART, Chain, Group, PolicyState
-from kvoffd_proto.admin import KeyWorth
+from kvoffd.cache.policy import BATCH, GHOST_PART, AdmitsAll, Chain, Group
 
 GHOST_BYTES = 200
 """Memory of a ghost with a key of 32 bytes: a tuple, the key, and its place in a dict. Measured: 185 to 199 bytes."""
@@ -24,7 +22,7 @@ _BLOCK_BYTES = 100
 """Memory of a block's place in a queue."""
 
 
-class Arc:
+class Arc(AdmitsAll):
     """Two queues of blocks, two of ghosts, and the share of the pool that blocks seen once should have.
 
     The paper's cache holds a fixed number of pages. The pool holds bytes, so its capacity in blocks is taken from
@@ -99,15 +97,6 @@ class Arc:
                 again_left -= 1
                 yield next(again)
 
-    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> npt.NDArray[np.float64]:
-        return np.full(len(keys) // group.key_bytes, inf)
-
-    def rejected(self, group: Group, keys: bytes) -> None:
-        raise AssertionError("nothing is rejected")
-
-    def chance(self, group: Group, keys: bytes, within_bytes: int) -> npt.NDArray[np.float64]:
-        return np.ones(len(keys) // group.key_bytes)
-
     @property
     def ghosts(self) -> int:
         """Removed blocks that are remembered: at most as many as the pool holds, in the long run, or fewer."""
@@ -116,18 +105,6 @@ class Arc:
     @property
     def nbytes(self) -> int:
         return self.ghosts * GHOST_BYTES + (len(self._once) + len(self._again)) * _BLOCK_BYTES
-
-    def describe(self) -> PolicyState:
-        return PolicyState()
-
-    def worth_of(self, group: Group, key: bytes) -> KeyWorth | None:
-        return None
-
-    def state(self) -> bytes:
-        return b""
-
-    def restore(self, state: bytes) -> None:
-        """There is nothing to go on with."""
 
     def _keep_in_bounds(self) -> None:
         resident = len(self._once) + len(self._again)

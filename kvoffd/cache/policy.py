@@ -120,7 +120,32 @@ class Policy(Protocol):
         """Go on with an earlier policy's statistics, before anything else. Raises ValueError where they are no use."""
 
 
-class Lru:
+class AdmitsAll:
+    """Half of a policy that takes whatever a store offers and learns nothing of keys."""
+
+    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> npt.NDArray[np.float64]:
+        return np.full(len(keys) // group.key_bytes, inf)
+
+    def rejected(self, group: Group, keys: bytes) -> None:
+        raise AssertionError("nothing is rejected")
+
+    def chance(self, group: Group, keys: bytes, within_bytes: int) -> npt.NDArray[np.float64]:
+        return np.ones(len(keys) // group.key_bytes)
+
+    def describe(self) -> PolicyState:
+        return PolicyState()
+
+    def worth_of(self, group: Group, key: bytes) -> KeyWorth | None:
+        return None
+
+    def state(self) -> bytes:
+        return b""
+
+    def restore(self, state: bytes) -> None:
+        """There is nothing to go on with."""
+
+
+class Lru(AdmitsAll):
     """A use makes blocks the newest, a chain's tail before its root. 8 bytes a slot.
 
     Args:
@@ -155,15 +180,6 @@ class Lru:
             yield batch[:found]
             after, most = int(batch[found - 1]) + 1, min(4 * most, MAX_BATCH)
 
-    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> npt.NDArray[np.float64]:
-        return np.full(len(keys) // group.key_bytes, inf)
-
-    def rejected(self, group: Group, keys: bytes) -> None:
-        raise AssertionError("nothing is rejected")
-
-    def chance(self, group: Group, keys: bytes, within_bytes: int) -> npt.NDArray[np.float64]:
-        return np.ones(len(keys) // group.key_bytes)
-
     @property
     def ghosts(self) -> int:
         return 0
@@ -171,18 +187,6 @@ class Lru:
     @property
     def nbytes(self) -> int:
         return self._older.nbytes + self._newer.nbytes
-
-    def describe(self) -> PolicyState:
-        return PolicyState()
-
-    def worth_of(self, group: Group, key: bytes) -> KeyWorth | None:
-        return None
-
-    def state(self) -> bytes:
-        return b""
-
-    def restore(self, state: bytes) -> None:
-        """There is nothing to go on with."""
 
 
 def make_policy(name: str, pool_bytes: int, blocks: BlockTable) -> Policy:
