@@ -54,7 +54,7 @@ class Silence:
 
 
 @dataclass
-class _Offered:
+class Offered:
     """The store of one request."""
 
     keys: bytes
@@ -109,5 +109,5 @@ def store_lacking(cache: Cache, namespace: Namespace, keys: bytes, states: bytes
     """Store the keys that are not READY."""
     if states.count(READY) < len(states):
         lacking = b"".join(compress(namespace.split(0, keys), states.translate(_LACKING)))
-        ticket = cache.begin_store(namespace, 0, [_Offered(lacking)])
+        ticket = cache.begin_store(namespace, 0, [Offered(lacking)])
         cache.commit_store(ticket, [[1] * len(part.copy) for part in ticket.parts])

@@ -11,7 +11,6 @@ import json
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from kvoffd.cache import DEFAULT_POLICY
 from kvoffd.cache.block_table import BlockTable
@@ -19,7 +18,7 @@ from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import make_policy
 from kvoffd.pool.pool import Pool
-from kvoffd.simulate.replay import Silence
+from kvoffd.simulate.replay import Offered, Silence
 from kvoffd.system.limits import MemoryLimit
 from kvoffd_proto.messages import READY, GroupSpec
 from tests.bench.scale.load import KEY_BYTES, SLOT_BYTES, TOKENS, Part, Requests, keys_of
@@ -29,16 +28,6 @@ LOOKUP_KEYS, STORE_KEYS = 1000, 64
 SAMPLES = 300
 """Lookups, and stores."""
 _NO_LIMIT = MemoryLimit(2**62, "nothing: no page is touched")
-
-
-@dataclass
-class Offered:
-    """The store of one request."""
-
-    keys: bytes
-    group: int = 0
-    first_blocks: dict[int, int] = field(default_factory=dict)
-    starts: tuple[int, ...] = (0,)
 
 
 class Books:
