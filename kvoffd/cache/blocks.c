@@ -233,14 +233,12 @@ uint64_t kvoffd_blocks_pin(struct blocks *x, const uint32_t *blocks, uint64_t co
     return found;
 }
 
-/* Writes the slots of one rank's shards of blocks. */
-void kvoffd_blocks_slots(const struct blocks *x, const uint32_t *blocks, uint64_t count, uint32_t rank, uint32_t *slots)
+/* The slot of one rank's shard of a block. */
+static uint32_t shard_slot(const struct blocks *x, uint32_t block, uint32_t rank)
 {
-    for (uint64_t i = 0; i < count; i++) {
-        slots[i] = blocks[i];
-        for (uint32_t left = rank; left; left--)
-            slots[i] = x->next[slots[i]];
-    }
+    for (; rank; rank--)
+        block = x->next[block];
+    return block;
 }
 
 /* Writes the keys of blocks end to end. */
@@ -291,8 +289,7 @@ uint64_t kvoffd_blocks_plan(const struct blocks *x, uint32_t group, const uint8_
         uint64_t entry = x->entries[find(x, hashed, group, key, key_bytes)];
         verdicts[i] = LACKING;
         if (entry) {
-            uint32_t block = blocks[i] = slot_of(entry), slot;
-            kvoffd_blocks_slots(x, &block, 1, rank, &slot);
+            uint32_t block = blocks[i] = slot_of(entry), slot = shard_slot(x, block, rank);
             uint8_t shard = x->shard[slot] & SHARD_STATE;
             verdicts[i] = shard == RESERVED ? MINE : PRESENT;
             if (shard == WRITTEN && !x->pins[block] && !is_written(x, block) &&

@@ -80,8 +80,6 @@ _NAMES = (
 )
 CLASSES = tuple(name for name, _ in _NAMES)
 """What tells the keys of each class from others, by the class's number in learned.c."""
-SHORT_NAMES = tuple(short for _, short in _NAMES)
-"""The same for narrow screens."""
 
 
 BINS = 17

@@ -178,11 +178,6 @@ class Namespace:
         return self.blocks_in[WRITING]
 
     @property
-    def held_blocks(self) -> int:
-        """Blocks that have slots, in whatever state."""
-        return sum(self.blocks_in.values())
-
-    @property
     def held_bytes(self) -> int:
         """Pool bytes of all its blocks."""
         return sum(self.bytes_in.values())
