@@ -78,7 +78,7 @@ MAX_OVER_QUOTA = 2048
 COUNTED_IN_TIERS = 65_536
 """A reset of a namespace with more blocks counts those twice that a tier has too."""
 LONG_DESCRIPTION = 256
-"""A namespace's description that is longer is left out of what a successor is told, where there is no room for it."""
+"""A longer description of a namespace is not kept for the next daemon, where there is no room for it."""
 MOST_WRITING_PART = 4
 """Where blocks that lack a shard have more of the pool, those that nobody writes go as soon as space is wanted."""
 RECOVERED_AT_ONCE = 4096
@@ -283,9 +283,9 @@ class Cache:
         self.unverified_slots = 0
         """Slots that an earlier daemon wrote and nobody has checked, or whose checksum is still to be taken."""
         self.shortened_lookups = 0
-        """Lookups that were told of fewer READY keys, since leases may not pin more."""
+        """Lookups answered with fewer READY keys than there are, since leases may not pin more."""
         self.watchers: list[Callable[[Sequence[Chain]], None]] = []
-        """Told of each request by ``note_requests``, after the policy."""
+        """``note_requests`` passes each request on to them, after the policy."""
         self.max_namespaces_bytes = max_namespaces_bytes
         self._events, self._clock = events, clock
         self._lease_ttl_s, self._partial_timeout_s = lease_ttl_s, partial_timeout_s
@@ -550,8 +550,9 @@ class Cache:
             states = self.tiers.find(namespace, session, groups, pool, again)
         states, ready = self._lease(namespace, session, lease_id, lease, states, [blocks for _, blocks in found])
         if not again:
-            self._count_lookup(namespace, groups, known, pool, states)
             runs = [len(one) - len(one.lstrip(_READY_BYTE)) for one in states]
+            namespace.counters.prefix_keys_ready += sum(runs)
+            self._count_lookup(namespace, groups, known, pool, states)
             parts = zip(known, groups, ready, runs, strict=True)
             if chains := [Chain(part, keys, blocks, run) for part, (_, keys), blocks, run in parts if part is not None]:
                 if len(self._requests) >= MAX_DEFERRED_REQUESTS:
@@ -574,7 +575,7 @@ class Cache:
         states: list[bytes],
         blocks: Sequence[BlockIds],
     ) -> tuple[list[bytes], list[BlockIds]]:
-        """Pin what is READY, as far as leases may; returns the states as they are told, and the READY blocks."""
+        """Pin what is READY, as far as leases may; returns the states to answer with, and the READY blocks."""
         ready = [_ready(one, found) for one, found in zip(states, blocks, strict=True)]
         every = ready[0] if len(ready) == 1 else np.concatenate(ready) if ready else _NOTHING
         if not every.size:
@@ -635,9 +636,7 @@ class Cache:
             counters.keys_ready += ready
             tokens = max(tokens, asked * namespace.groups[number].tokens_per_block)
             if ready == asked:
-                counters.prefix_keys_ready += ready
                 continue
-            counters.prefix_keys_ready += asked - len(after.lstrip(_READY_BYTE))
             if limited := before.count(READY) - ready:
                 counters.misses[MissReason.LEASE_LIMIT] += limited
             if partial := after.count(WRITING):
@@ -668,7 +667,7 @@ class Cache:
             self.blocks.note_misses(known.number, keys, namespace.key_bytes, reason)
 
     def reason_of(self, namespace: Namespace, group: int, key: bytes) -> MissReason:
-        """Why a key was not there when it was asked for, as far as is known: stored meanwhile or not."""
+        """Why a key was not there when it was asked for, as far as is known; it may have been stored since."""
         if (known := self._group(namespace, group)) is None:
             return MissReason.UNKNOWN
         counts = self.blocks.count_misses(known.number, key, namespace.key_bytes, bytes(1))
@@ -875,7 +874,7 @@ class Cache:
         size = namespace.key_bytes
         for numbers, reason in ((stored.no_space, MissReason.NO_SPACE), (stored.rejected, MissReason.REJECTED)):
             if numbers and stored.group.number:
-                names = b"".join([part.keys[number * size : (number + 1) * size] for number in numbers])
+                names = _some(part.keys, np.array(numbers), size)
                 self.blocks.note_misses(stored.group.number, names, size, reason)
 
     def commit_store(
