@@ -45,10 +45,10 @@ class Replayed(NamedTuple):
 
 
 class Silence:
-    """A listener to which nothing is worth a word."""
+    """A listener that does nothing."""
 
-    def stored(self, *told: object, **named: object) -> None:
-        """Nobody is told."""
+    def stored(self, *args: object, **kwargs: object) -> None:
+        """Nothing is done."""
 
     removed = cleared = stored
 
