@@ -119,7 +119,7 @@ def measure(books: Books, policy: str, samples: int) -> dict[str, object]:
     blocks, shards, requests = books.blocks, books.shards, Requests()
 
     def block_bytes() -> dict[str, float]:
-        held, known = max(1, books.namespace.held_blocks), books.cache.policy
+        held, known = max(1, sum(books.namespace.blocks_in.values())), books.cache.policy
         ghosts = known.nbytes * known.ghosts // max(1, known.ghosts + held)
         used = private_bytes() - books.base_bytes
         return {
