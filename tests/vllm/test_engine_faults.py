@@ -324,12 +324,23 @@ def test_blocks_come_back_from_disk(harness: Harness, tmp_path: Path) -> None:
     def on_disk(found: Books) -> bool:
         return found.disks[0].blocks >= every
 
+    def at_rest(found: Books) -> bool:
+        return not (found.stores.queued or found.stores.running or found.tiers.waiting_writes)
+
     with DaemonProcess(
         "24MiB", home.directory, disk=f"{tmp_path}=256MiB", disk_write="always", disk_deadline="60s"
     ) as daemon:
         wait_connected(home.directory, pids=lambda: engine.pids)
         computed, _ = one_by_one(engine, LONG_PROMPTS)
-        assert harness.until(on_disk).ready_blocks < every, "the pool should be too small"
+        for _ in range(10):
+            if on_disk(harness.until(lambda found: on_disk(found) or at_rest(found))):
+                break
+            # The machine stood still: a prompt's last blocks were more than the daemon takes at a time.
+            engine.forget()
+            assert one_by_one(engine, LONG_PROMPTS)[0] == computed
+        found = books(home.directory)
+        assert on_disk(found)
+        assert found.ready_blocks < every, "the pool should be too small"
         engine.forget()
         read = engine.call("cached_by_source").get("disk", 0)
         assert one_by_one(engine, LONG_PROMPTS[:1]) == (computed[:1], [full_blocks(LONG)])
