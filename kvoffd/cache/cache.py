@@ -75,8 +75,6 @@ MAX_PASSED = 1024
 """Blocks of others in the policy's order that are passed over for one of a namespace that has its quota."""
 MAX_OVER_QUOTA = 2048
 """Blocks that one store evicts, besides one for each of its own, of a namespace that has more than its quota."""
-COUNTED_IN_TIERS = 65_536
-"""A reset of a namespace with more blocks counts those twice that a tier has too."""
 LONG_DESCRIPTION = 256
 """A longer description of a namespace is not kept for the next daemon, where there is no room for it."""
 MOST_WRITING_PART = 4
@@ -413,7 +411,8 @@ class Cache:
     def reset(
         self, namespace: Namespace, *, end_leases: bool = True, keep_tiers: bool = False, generation: int | None = None
     ) -> int:
-        """Forget every block, as when the weights changed, in the tiers too. Returns how many there were.
+        """Forget every block, as when the weights changed, in the tiers too. Returns how many there were, those on disks
+        included.
 
         Nothing is found from now on, by a successor either: the namespace has a new number. ``background`` frees the
         slots. ``end_leases``: lest a load under one serves what is stale. ``generation``: of the blocks to come.
@@ -422,9 +421,6 @@ class Cache:
         namespace.counters.invalidated_blocks += dropped
         dead = [group for group in self._current[namespace] if group is not None]
         tiers = None if keep_tiers else self.tiers
-        if tiers is not None and dropped <= COUNTED_IN_TIERS:
-            for group in dead:
-                dropped -= tiers.has(namespace, group.group, self._keys_of_group(group))
         self._give_number(namespace)
         if generation is not None:
             namespace.generation = generation
@@ -470,10 +466,6 @@ class Cache:
         """Note the generation of blocks that are stored from now on, when all of earlier ones are gone."""
         namespace.generation = generation
         self._save()
-
-    def _keys_of_group(self, group: Group) -> bytes:
-        living = (self.blocks.group == group.number) & np.isin(self.blocks.state, (WRITING, READY))
-        return self.blocks.keys(np.flatnonzero(living).astype(np.uint32), group.key_bytes)
 
     def forget_namespace(self, namespace: Namespace) -> None:
         """Forget a namespace that has no block in the index and that nobody has open; its name is free for another."""

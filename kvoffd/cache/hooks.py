@@ -39,7 +39,8 @@ class CacheListener(Protocol):
         """These keys are there from now on; none of them was before. ``tokens``: of those of which a store told it."""
 
     def removed(self, namespace: Namespace, group: int, keys: list[bytes], medium: str = MEDIUM_CPU) -> None:
-        """These keys are not there any more; all of them were before."""
+        """These keys are not there any more; all of them were before. Of those that a disk had when it was opened
+        ``stored`` did not tell."""
 
     def cleared(self, namespace: Namespace) -> None:
         """No key of the namespace is anywhere any more."""
@@ -71,7 +72,4 @@ class TierHooks(Protocol):
         """Remove keys from the tiers for good, and stop bringing them up."""
 
     def forget_all(self, namespace: Namespace) -> int:
-        """Remove the whole namespace from the tiers for good. Returns how many blocks they had."""
-
-    def has(self, namespace: Namespace, group: int, keys: bytes) -> int:
-        """How many of the keys a tier has."""
+        """Remove the whole namespace from the tiers for good. Returns how many blocks the disks had."""

@@ -1,6 +1,6 @@
 """Between the pool and the tiers below it: what is written to a tier and when, what is brought up, how much at once.
 
-Here are the settings; ``manager`` has the whole, ``demotion`` and ``promotion`` the two directions.
+Here are the settings; ``tiering`` has the whole, ``promoter`` and ``writer`` the two directions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ class WriteMode(StrEnum):
     """What is written to a tier."""
 
     ALWAYS = "always"
-    """Every block, as soon as it is ready; to a store that nodes share again when it is used, if it was lost there."""
+    """Every block, as soon as it is ready; again when it is used, if it was lost there."""
     REUSE = "reuse"
     """A block that was found by a lookup, so that it has been of use twice; and while the tier is idle, what is next to
     be evicted."""

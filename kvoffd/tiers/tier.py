@@ -155,6 +155,14 @@ class Tier(ABC):
     def remove(self, space: Space, keys: Sequence[bytes], why: str) -> None:
         """Have nobody on this node read these blocks any more; see ``removals_kept``."""
 
+    @abstractmethod
+    def remove_all(self, fingerprint: bytes | None) -> int:
+        """Remove what there is of a namespace, of whatever generation, also what is being written; None: of all.
+
+        Returns how many blocks could be read. The listener is told of none. A store that others use only forgets what
+        it knows.
+        """
+
     def removals_kept(self) -> Callable[[], bool]:
         """What says whether all that was removed up to now stays away also after a kill or a power cut."""
         return lambda: True
