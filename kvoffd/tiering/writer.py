@@ -1,0 +1,383 @@
+"""Which blocks are written to a tier, and when: never in the way of a reply, nor of an eviction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import TypeAlias
+
+import numpy as np
+
+from kvoffd.cache.block_table import CORRUPT, READY, BlockIds
+from kvoffd.cache.cache import Cache
+from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.policy import Group
+from kvoffd.tiering import TieringSettings, WriteMode
+from kvoffd.tiers.tier import Block, Result, Space, Tier
+
+_Noted: TypeAlias = dict[int, int]
+"""Blocks, with the generation of their records: by its turn a number may be another block's."""
+SpaceOf: TypeAlias = Callable[[Namespace, int], Space]
+"""The space of a group of a namespace as it is now."""
+
+MAX_WRITING_BYTES = 16 * 2**20
+"""Bound on the bytes that are being written, beside a sixteenth of the pool."""
+MAX_LOOKED_AT = 512
+"""Blocks that wait, or that a lookup found, that are looked at in one go."""
+MAX_BEGUN = 64
+"""Blocks whose writing is begun in one go."""
+MAX_COLD_BLOCKS = 1024
+"""Blocks at the cold end of the policy's order that are looked at in one tick."""
+MIN_SWEPT_BLOCKS = 1024
+"""Blocks that may wait before those that have left the pool are removed from among them."""
+DAY_S = 86_400.0
+LEAST_CHANCE, LEAST_OF_MEAN = 0.1, 0.5
+"""To come back while a full tier would keep it, of a block that is worth a write: so much, or so much of what those had
+lately that were to be written, if that is less."""
+SAVED_SHARE = 1 / 8
+"""Share of a day's bytes that may be saved up and written at once."""
+
+
+class WriteBudget:
+    """Bytes that may be written in a day, since flash wears out; 0 is no limit. No 24 hours see more.
+
+    What is larger than what may be saved up takes it below 0, which is filled up first.
+    """
+
+    def __init__(self, per_day_bytes: int, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._bound = self._level = per_day_bytes * SAVED_SHARE
+        self._rate = (per_day_bytes - self._bound) / DAY_S
+        self._filled_at = clock()
+
+    def restore(self, spent_bytes: float, seconds: float) -> None:
+        """Go on from what an earlier daemon had spent so many seconds ago."""
+        self._level = min(self._bound, self._bound - spent_bytes + self._rate * max(0.0, seconds))
+
+    def take(self, nbytes: int) -> bool:
+        """Take so many bytes out of the budget, or none."""
+        if self._bound and self._now() < min(nbytes, self._bound):
+            return False
+        self._level -= nbytes
+        return True
+
+    def give_back(self, nbytes: int) -> None:
+        """Return bytes that were taken and not written."""
+        self._level += nbytes
+
+    @property
+    def spent_bytes(self) -> float:
+        """What is not saved up again; 0 where there is no limit."""
+        return self._bound - self._now() if self._bound else 0.0
+
+    @property
+    def left_bytes(self) -> int | None:
+        """What it allows to write now; None where it has no limit."""
+        return max(0, int(self._now())) if self._bound else None
+
+    def _now(self) -> float:
+        now = self._clock()
+        self._level = min(self._bound, self._level + self._rate * max(0.0, now - self._filled_at))
+        self._filled_at = now
+        return self._level
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """A block that is being written to a tier. It is pinned, so that its number and bytes stay its own."""
+
+    group: Group
+    block: BlockIds
+    copy: Block
+    offsets: list[int]
+    """By rank, the pool offset in bytes of the slot to be read."""
+
+    @property
+    def number(self) -> int:
+        return int(self.block[0])
+
+
+def writes_of(cache: Cache, group: Group, space: Space, blocks: BlockIds) -> list[Write]:
+    """How READY blocks are to be written; without those that lack a checksum to keep with them, or have wrong bytes."""
+    slots = cache.blocks.slots(blocks, len(group.sizes))
+    records = cache.table.records[slots]
+    bad = ((records["checksum"] == 0) | (cache.blocks.shard[slots] & CORRUPT != 0)).any(axis=1)
+    keys = group.namespace.split(group.group, cache.blocks.keys(blocks, group.key_bytes))
+    columns = bad, records["first_block"], records["checksum"], cache.slots.offsets(slots)
+    return [
+        Write(group, blocks[at : at + 1], Block(space, key, tuple(firsts), tuple(sums)), offsets)
+        for at, (key, is_bad, firsts, sums, offsets) in enumerate(
+            zip(keys, *(column.tolist() for column in columns), strict=True)
+        )
+        if not is_bad
+    ]
+
+
+class Writer:
+    """Writes blocks: first those that wait for it in order, then those at the cold end of the policy's order when room
+    in the pool is short.
+
+    They are written ahead of their eviction, so that no eviction waits: a block that is evicted before its turn is
+    gone. What the policy expects not to come back does not take the place of others in a tier that is full, unless all
+    is to be written (``WriteMode.ALWAYS``).
+
+    Args:
+        tiers: where to; of several, each block goes to one that has room and little to do.
+        shared: they are a store of several nodes.
+        idle: whether nobody waits for the tiers to read.
+        engines_busy: whether engines copy. They go first: writing takes memory bandwidth, cores and time of the
+            interpreter from them. What ``settings`` call a trickle, or one block, is written all the same.
+        left_out: fingerprints of namespaces of which nothing is written.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        tiers: Sequence[Tier],
+        clock: Callable[[], float],
+        settings: TieringSettings,
+        space_of: SpaceOf,
+        *,
+        shared: bool,
+        idle: Callable[[], bool],
+        engines_busy: Callable[[], bool],
+        left_out: Collection[bytes] = (),
+    ) -> None:
+        self._cache, self._tiers, self._space_of = cache, tiers, space_of
+        self._generations = cache.table.records["generation"]
+        self.mode = settings.mode
+        self._shared = shared
+        self.budget = WriteBudget(settings.per_day_bytes, clock)
+        self._under_way_limit = min(cache.slots.pool_bytes // 16, MAX_WRITING_BYTES)
+        """Bytes that may be read out of the pool at once, and are pinned that long."""
+        self._cold_bytes = cache.slots.pool_bytes // 16
+        """How much of the cold end is kept written, while less than twice of it is free."""
+        self._idle, self._engines_busy, self._left_out = idle, engines_busy, left_out
+        self._trickle_bytes = self._trickle_left = settings.trickle_bytes
+        self._waiting: _Noted = {}
+        self._sweep_at = MIN_SWEPT_BLOCKS
+        self._cold: _Noted = {}
+        self._not_worth: set[tuple[int, int]] = set()
+        """Those at the cold end that are not worth a write."""
+        self.under_way: dict[int, Write] = {}
+        """By block."""
+        self.under_way_bytes = 0
+        self.written_blocks = self.written_bytes = 0
+        self.over_budget = 0
+        """Times that something was to be written and the budget did not allow it."""
+        self.spared_blocks = 0
+        """Blocks that were to be written and were not worth it."""
+        self._least_chance = 0.0
+        self._read_bytes = self._offered_bytes = 0.0
+        """Of late: what was read, and what was written or spared."""
+        self._read_before = 0
+
+    @property
+    def waiting_blocks(self) -> int:
+        return len(self._waiting)
+
+    def stored(self, blocks: BlockIds) -> None:
+        if self.mode is WriteMode.ALWAYS:
+            self._wait(blocks)
+
+    def used(self, group: Group, blocks: BlockIds) -> None:
+        """Note blocks that a lookup found."""
+        if self.mode in (WriteMode.REUSE, WriteMode.ALWAYS):
+            self._wait(self._lacking(group, blocks[:MAX_LOOKED_AT])[0])
+            self._wait(blocks[MAX_LOOKED_AT:])  # looked at when it is their turn
+
+    def stop(self) -> None:
+        """Begin nothing any more."""
+        self.mode = WriteMode.NEVER
+        self._waiting.clear()
+        self._cold.clear()
+
+    def tick(self, read_bytes: int) -> None:
+        """Look at the cold end, and go on. ``read_bytes``: what was read from the tiers so far."""
+        self._judge(read_bytes)
+        self._cold.clear()
+        self._sweep()
+        if self.mode is not WriteMode.NEVER and self._cache.slots.free_bytes < 2 * self._cold_bytes:
+            self._look_at_cold_end()
+        self._trickle_left = self._trickle_bytes
+        self.pump()
+
+    def _look_at_cold_end(self) -> None:
+        left, left_bytes, before = MAX_COLD_BLOCKS, self._cold_bytes, self._not_worth
+        self._not_worth = set()
+        for batch in self._cache.policy.candidates():
+            for group, alike in self._cache.by_group(batch):
+                some = alike[: max(0, min(left, -(-left_bytes // group.block_bytes)))]
+                left -= len(some)
+                if not group.dead:
+                    left_bytes -= len(some) * group.block_bytes
+                blocks, keys = self._lacking(group, some)
+                generations = self._generations[blocks].tolist()
+                for block, generation, worth in zip(
+                    blocks.tolist(), generations, self._are_worth(group, keys), strict=True
+                ):
+                    if worth:
+                        self._cold[block] = generation
+                        continue
+                    self._not_worth.add((block, generation))
+                    if (block, generation) not in before:
+                        self._spare(group, 1)
+            if left <= 0 or left_bytes <= 0:
+                return
+
+    def pump(self) -> None:
+        """Begin to write what may be written now, of very much a part, once there is room for more than a few."""
+        if 2 * self.under_way_bytes > self._under_way_limit or not (self._waiting or self._cold):
+            return
+        begun: list[BlockIds] = []
+        try:
+            self._begin_some(begun, self._engines_busy())
+        finally:
+            if begun:
+                self._cache.pin(np.concatenate(begun))
+
+    def _begin_some(self, begun: list[BlockIds], busy: bool) -> None:
+        targets = self._targets()
+        for waiting in (self._waiting, self._cold):
+            if waiting is self._cold and self.mode is WriteMode.REUSE and not self._idle():
+                return
+            for _ in range(0, MAX_LOOKED_AT, MAX_BEGUN):
+                if not waiting or (busy and self._trickle_left <= 0):
+                    break
+                for write in self._choose(waiting):
+                    full = self.under_way_bytes >= self._under_way_limit or (busy and self._trickle_left <= 0)
+                    if full or len(begun) == MAX_BEGUN:
+                        return
+                    if not self._begin(write, waiting.pop(write.number), targets, busy):
+                        return
+                    begun.append(write.block)
+            if waiting:
+                return
+
+    def _targets(self) -> list[Tier]:
+        """The tiers, the one that is to be written to first: with room, little to do, and the least in use."""
+        if len(self._tiers) == 1:
+            return list(self._tiers)
+        figures = [(tier, tier.stats()) for tier in self._tiers]
+        figures.sort(
+            key=lambda one: (bool(one[0].lifetime_bytes), one[1].queued_writes, one[1].used_bytes / one[1].size_bytes)
+        )
+        return [tier for tier, _ in figures]
+
+    def _choose(self, waiting: _Noted) -> list[Write]:
+        """Those of the next few that are to be written; the others do not wait any more."""
+        some = dict(islice(waiting.items(), MAX_BEGUN))
+        chosen: dict[int, Write] = {}
+        for group, alike in self._cache.by_group(self._still_ready(some)):
+            blocks, keys = self._lacking(group, alike)
+            if waiting is self._waiting:  # what is at the cold end was judged there
+                worth = np.array(self._are_worth(group, keys), bool)
+                self._spare(group, len(worth) - int(worth.sum()))
+                blocks = blocks[worth]
+            if blocks.size:
+                space = self._space_of(group.namespace, group.group)
+                chosen |= {write.number: write for write in writes_of(self._cache, group, space, blocks)}
+        for block in some:
+            if block not in chosen:
+                del waiting[block]
+        return [chosen[block] for block in some if block in chosen]
+
+    def _begin(self, write: Write, generation: int, targets: Sequence[Tier], busy: bool) -> bool:
+        """Begin to write a block; False where no more can be begun now."""
+        nbytes = write.copy.space.nbytes
+        if not self.budget.take(nbytes):
+            self.over_budget += 1
+            if not self.budget.left_bytes:
+                self._waiting.clear()  # they will wait again when they are used again, or as the next to be evicted
+                self._cold.clear()
+            else:
+                self._waiting[write.number] = generation
+            return False
+        if not any(tier.write(write.copy, write.offsets, partial(self._on_end, write, tier)) for tier in targets):
+            self.budget.give_back(nbytes)
+            if self.under_way:  # there were too many at once
+                self._waiting[write.number] = generation
+            return False
+        self.under_way[write.number] = write
+        self.under_way_bytes += nbytes
+        self._trickle_left -= nbytes if busy else 0
+        return True
+
+    def _wait(self, blocks: BlockIds) -> None:
+        self._waiting.update(zip(blocks.tolist(), self._generations[blocks].tolist(), strict=True))
+
+    def _still_ready(self, noted: _Noted) -> BlockIds:
+        blocks = np.fromiter(noted, np.uint32, len(noted))
+        same = self._generations[blocks] == np.fromiter(noted.values(), np.uint64, len(noted))
+        ready: BlockIds = blocks[same & (self._cache.blocks.state[blocks] == READY)]
+        return ready
+
+    def _sweep(self) -> None:
+        """Remove waiting blocks that left the pool before their turn: where a tier hangs, no turn comes."""
+        if len(self._waiting) > self._sweep_at:
+            ready = set(self._still_ready(self._waiting).tolist())
+            self._waiting = {block: noted for block, noted in self._waiting.items() if block in ready}
+            self._sweep_at = 2 * len(self._waiting) + MIN_SWEPT_BLOCKS
+
+    def _lacking(self, group: Group, blocks: BlockIds) -> tuple[BlockIds, list[bytes]]:
+        """Those of the blocks, and their keys, that no tier has or is being given and that one is to have.
+
+        Disks are not worn by what benches store; a store that nodes share has a bench of its own.
+        """
+        namespace = group.namespace
+        bench = namespace.of_bench and not self._shared
+        if group.dead or bench or namespace.fingerprint in self._left_out or not (self._tiers and blocks.size):
+            return blocks[:0], []
+        keys = namespace.split(group.group, self._cache.blocks.keys(blocks, group.key_bytes))
+        space = self._space_of(namespace, group.group)
+        wanted = np.array([block not in self.under_way for block in blocks.tolist()])
+        for tier in self._tiers:
+            wanted &= tier.wants(space, keys)
+        return blocks[wanted], [keys[at] for at in np.flatnonzero(wanted).tolist()]
+
+    def _are_worth(self, group: Group, keys: Sequence[bytes]) -> list[bool]:
+        """Whether each may come back before the tiers, which are full, would have evicted it."""
+        within = self._lifetime_bytes if self.mode is not WriteMode.ALWAYS else 0
+        if not within or not keys:
+            return [True] * len(keys)
+        found: list[bool] = (self._cache.policy.chance(group, b"".join(keys), within) >= self._least_chance).tolist()
+        return found
+
+    @property
+    def _lifetime_bytes(self) -> int:
+        """Bytes of writes that a block survives; 0 while there is room."""
+        each = [tier.lifetime_bytes for tier in self._tiers]
+        return sum(each) if all(each) else 0
+
+    def _spare(self, group: Group, blocks: int) -> None:
+        self.spared_blocks += blocks
+        self._offered_bytes += blocks * sum(group.lengths)
+
+    def _judge(self, read_bytes: int) -> None:
+        """See how often what was to be written was read: where nothing comes back often, little is worth a write."""
+        self._read_bytes += read_bytes - self._read_before
+        self._read_before = read_bytes
+        if self._offered_bytes > self._lifetime_bytes > 0:
+            self._read_bytes /= 2
+            self._offered_bytes /= 2
+        mean = self._read_bytes / max(1.0, self._offered_bytes)
+        self._least_chance = min(LEAST_CHANCE, LEAST_OF_MEAN * mean)
+
+    def _on_end(self, write: Write, tier: Tier, result: Result) -> None:
+        nbytes = write.copy.space.nbytes
+        if result is Result.DONE:
+            self.written_blocks += 1
+            self.written_bytes += nbytes
+            self._offered_bytes += nbytes
+        elif result is Result.PRESENT:
+            self.budget.give_back(nbytes)
+            self._trickle_left += nbytes
+        del self.under_way[write.number]
+        self.under_way_bytes -= nbytes
+        dropped = self._cache.blocks.state[write.number] != READY or write.group.dead
+        self._cache.unpin(write.block)
+        if dropped and result in (Result.DONE, Result.PRESENT):  # it must not come back
+            tier.remove(write.copy.space, [write.copy.key], "invalidated")
+        self.pump()
