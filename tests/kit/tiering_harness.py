@@ -1,4 +1,4 @@
-"""A cache by slots, over memory that holds bytes, and the disk tier below it."""
+"""A cache by slots, over memory that holds bytes, and a tier below it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from kvoffd.cache.block_table import READY, SHARD_STATE, WRITING, WRITTEN, Block
 from kvoffd.cache.cache import StoreTicket
 from kvoffd.cache.namespace import Namespace
 from kvoffd.tiering import TieringSettings
-from kvoffd.tiering.demotion import writes_of
-from kvoffd.tiering.manager import TieringManager
-from kvoffd.tiers.tier import CompositeTier, TierKey
+from kvoffd.tiering.tiering import Tiering
+from kvoffd.tiering.writer import writes_of
+from kvoffd.tiers.tier import Result, Space
 from kvoffd_proto.events import MEDIUM_STORAGE
 from kvoffd_proto.messages import GroupSpec
-from tests.kit.held_disk import HeldDisk, PoolBytes
-from tests.kit.memory_disk import MemoryDisk
+from tests.kit.fake_tier import FakeTier, PoolBytes
 from tests.kit.slot_cache import UNIT, CacheRig, check_invariants
 
 REGION_SLOTS = 4
@@ -52,32 +51,44 @@ class TieringHarness(CacheRig):
         regions: int = 4,
         tier_blocks: int = 0,
         most_jobs: int = 2**30,
-        file: MemoryDisk | None = None,
     ) -> None:
         super().__init__(REGION_SLOTS * regions, REGION_SLOTS)
         self.memory = PoolBytes(self.slots.pool_bytes)
-        self.tiers = CompositeTier()
         self.tier_events = FoldedTierEvents()
         self.engines_busy = False
-        self.tiering = TieringManager(
+        self.tiering = Tiering(
             self.cache,
-            self.tiers,
             self.tier_events,  # type: ignore[arg-type]
             self.clock,
             settings or TieringSettings(),
             lambda: self.engines_busy,
         )
         self.cache.tiers = self.tiering
-        self.disk = HeldDisk(
-            *(file or MemoryDisk(), self.memory, self.clock, self.tiering, tier_blocks, UNIT), most_jobs=most_jobs
+        self.found: set[tuple[bytes, int, bytes]] = set()
+        """What the disk had from before, of which no event told."""
+        self.tier = self.add_disk(tier_blocks, most_jobs)
+
+    def add_disk(self, most_blocks: int = 0, most_jobs: int = 2**30) -> FakeTier:
+        name = f"disk:/fake/{len(self.tiering.disks.tiers)}"
+        tier = FakeTier(
+            self.memory, self.tiering.reports, name=name, most_blocks=most_blocks, most_jobs=most_jobs
         )
-        self.tier = self.disk.tier
-        self.tiers.attach(self.tier)
+        self.tiering.disks.tiers.append(tier)
+        return tier
+
+    def share(self, settings: TieringSettings, name: str = "redis://fake") -> FakeTier:
+        """Add a store that nodes share."""
+        tier = FakeTier(self.memory, self.tiering.reports, name=name, asks=True)
+        self.tiering.share(tier, settings)
+        return tier
 
     def heir(self, settings: TieringSettings) -> TieringHarness:
-        """The next life, with the same file."""
+        """The next life, with the same disk."""
         self.tier.close(1.0)
-        return TieringHarness(settings, file=self.disk.file)
+        heir = TieringHarness(settings)
+        heir.tier.blocks = self.tier.blocks
+        heir.found = {(block.space.fingerprint, block.space.group, block.key) for block, _ in self.tier.blocks.values()}
+        return heir
 
     def new_namespace(
         self, name: str, world_size: int = 1, key_bytes: int = 8, groups: Sequence[GroupSpec] = (GroupSpec("full", 16),)
@@ -155,16 +166,20 @@ class TieringHarness(CacheRig):
             ticket = self.begin(namespace, rank, group, keys, {0: first_block})
             self.cache.commit_store(ticket, self.fill(ticket))
 
-    def write_down(self, namespace: Namespace, keys: bytes, group: int = 0) -> None:
+    def write_down(self, namespace: Namespace, keys: bytes, group: int = 0, tier: FakeTier | None = None) -> None:
         """Have the tier be given blocks that are READY."""
         known = self.cache._group(namespace, group)
         assert known is not None
-        writes = writes_of(self.cache, known, self.blocks_of(namespace, keys, group))
+        space = self.tiering.space(namespace, group)
+        writes = writes_of(self.cache, known, space, self.blocks_of(namespace, keys, group))
         assert len(writes) == len(namespace.split(group, keys))
+
+        def done(result: Result) -> None:
+            assert result is Result.DONE
+
         for write in writes:
-            self.cache.pin(write.block)
-            assert self.tier.write(write.copy, write.offsets, lambda _, pinned=write.block: self.cache.unpin(pinned))  # type: ignore[misc]
-        self.disk.end_all()
+            assert (tier or self.tier).write(write.copy, write.offsets, done)
+        (tier or self.tier).end_all()
 
     def put_in_tier(self, namespace: Namespace, keys: bytes, group: int = 0, first_block: int = 0) -> None:
         """Have the tier hold the blocks, and the pool not."""
@@ -174,17 +189,23 @@ class TieringHarness(CacheRig):
         assert self.in_tier(namespace, keys, group) == len(namespace.split(group, keys))
 
     def in_tier(self, namespace: Namespace, keys: bytes, group: int = 0) -> int:
-        return self.tiering.has(namespace, group, keys)
+        """How many of the keys a disk has."""
+        tag, tiers = self.space(namespace, group).tag, self.tiering.disks.tiers
+        names = {name for tier in tiers if isinstance(tier, FakeTier) for name in tier.blocks}
+        return sum((tag, key) in names for key in namespace.split(group, keys))
+
+    def space(self, namespace: Namespace, group: int = 0) -> Space:
+        return self.tiering.space(namespace, group)
 
     def finish_promotions(self) -> None:
         """Finish every promotion that was asked for."""
         self.tiering.pump()
-        self.disk.end_all(self.clock())
+        self.tier.end_all(self.clock())
 
     def check(self) -> None:
         """Check the cache's invariants, the pins, the events folded so far, and the bytes of all blocks."""
         check_invariants(self.cache)
-        pins = Counter(self.tiering.demoter.under_way.keys())
+        pins = Counter(number for level in self.tiering.levels for number in level.writer.under_way)
         for lease in self.cache.leases.values():
             pins.update(lease.blocks.tolist())
         blocks = self.cache.blocks
@@ -198,13 +219,9 @@ class TieringHarness(CacheRig):
                             expected = self.content(namespace, group, key, rank)
                             offset = int(self.slots.offsets(slots[rank : rank + 1])[0])
                             assert self.memory.peek(offset, len(expected)) == expected
-        self.disk.settle()
-        assert self.tier_events.index == {tuple(name) for name in self.disk.blocks}
+        self.tier.settle()
+        there = {(block.space.fingerprint, block.space.group, block.key) for block, _ in self.tier.blocks.values()}
+        assert self.tier_events.index == there - self.found
 
 
-def name_of(namespace: Namespace, key: bytes, group: int = 0) -> TierKey:
-    """The name by which a tier knows a block."""
-    return TierKey(namespace.fingerprint, group, key)
-
-
-__all__ = ["FoldedTierEvents", "TieringHarness", "name_of"]
+__all__ = ["FoldedTierEvents", "TieringHarness"]

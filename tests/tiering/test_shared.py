@@ -10,7 +10,7 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.server.traffic import pending_keys
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.shared import ANSWER_S, DUE_S, MOST_KEYS, READ_AGAIN_S
-from kvoffd.tiers.tier import Answer, AskedTier, OnDone, TierBlock, TierKey, TierResult, TierShard
+from kvoffd.tiers.tier import Answer, AskedTier, OnDone, TierBlock, TierKey, Result, TierShard
 from kvoffd_proto.messages import ABSENT, PENDING, READY, SHARED, GroupSpec
 from tests.kit.slot_cache import UNIT, keys_of
 from tests.kit.tiering_harness import TieringHarness
@@ -83,7 +83,7 @@ class FakeAskedTier(AskedTier):
         self.reads.append((block_id, offsets, on_done))
         return True
 
-    def end_reads(self, space: Namespace, result: TierResult = TierResult.DONE) -> None:
+    def end_reads(self, space: Namespace, result: Result = Result.DONE) -> None:
         """End all reads, also those that begin meanwhile."""
         while self.reads:
             block_id, offsets, on_done = self.reads.pop(0)
@@ -189,9 +189,9 @@ def test_what_is_found_and_never_asked_for_again_is_counted_as_found(
     assert (space.counters.found_shared, pending_keys(space)) == (1, 0)
 
 
-@pytest.mark.parametrize("result", [TierResult.FAILED, TierResult.DEADLINE])
+@pytest.mark.parametrize("result", [Result.FAILED, Result.DEADLINE])
 def test_what_does_not_come_up_is_a_miss_for_each_that_asked(
-    rig: TieringHarness, shared: FakeAskedTier, result: TierResult
+    rig: TieringHarness, shared: FakeAskedTier, result: Result
 ) -> None:
     space = rig.open()
     shared.there = {(0, key) for key in split(keys_of(1))}
@@ -201,7 +201,7 @@ def test_what_does_not_come_up_is_a_miss_for_each_that_asked(
     rig.cache.lookup(space, 999, 1, [(0, keys_of(1))], again=True)
     rig.tiering.pump()
     shared.end_reads(space, result)
-    reason = {TierResult.FAILED: MissReason.TIER_FAILED, TierResult.DEADLINE: MissReason.TIER_LATE}[result]
+    reason = {Result.FAILED: MissReason.TIER_FAILED, Result.DEADLINE: MissReason.TIER_LATE}[result]
     assert (space.counters.found_shared, +space.counters.misses, pending_keys(space)) == (0, {reason: 2}, 0)
 
 
@@ -265,9 +265,9 @@ def test_what_takes_longer_than_computing_it_is_not_read_but_for_a_try_now_and_t
     rig.check()
 
 
-@pytest.mark.parametrize("result", [TierResult.DEADLINE, TierResult.FAILED])
+@pytest.mark.parametrize("result", [Result.DEADLINE, Result.FAILED])
 def test_what_does_not_come_in_time_is_slow_until_the_store_was_away_and_is_back(
-    rig: TieringHarness, shared: FakeAskedTier, result: TierResult
+    rig: TieringHarness, shared: FakeAskedTier, result: Result
 ) -> None:
     space = rig.open()
     shared.there = {(0, key) for key in split(keys_of(*range(1, 9)))}
@@ -332,8 +332,8 @@ def test_behind_a_key_that_nobody_has_nothing_comes_up(rig: TieringHarness, shar
     assert len(shared.reads) == 1
 
 
-@pytest.mark.parametrize("result", [TierResult.GONE, TierResult.CORRUPT, TierResult.FAILED, TierResult.DEADLINE])
-def test_what_does_not_come_is_absent(rig: TieringHarness, shared: FakeAskedTier, result: TierResult) -> None:
+@pytest.mark.parametrize("result", [Result.GONE, Result.CORRUPT, Result.FAILED, Result.DEADLINE])
+def test_what_does_not_come_is_absent(rig: TieringHarness, shared: FakeAskedTier, result: Result) -> None:
     space = rig.open()
     shared.there = {(0, keys_of(1))}
     rig.states(space, keys_of(1))
@@ -454,7 +454,7 @@ def test_a_block_dropped_while_it_is_written_stays_there(rig: TieringHarness) ->
     rig.put(space, keys_of(1))
     rig.tiering.pump()
     rig.cache.reset(space)
-    ends[0](TierResult.DONE)
+    ends[0](Result.DONE)
     assert [one.key for one in tier.forgotten] == split(keys_of(1))
     assert not tier.removed
 
@@ -467,7 +467,7 @@ def test_what_is_used_is_offered_again_and_what_was_there_takes_nothing_of_the_b
     tier.write = lambda block, offsets, on_done: ends.append(on_done) or True  # type: ignore[method-assign, func-returns-value]
     space = rig.open()
     rig.put(space, keys_of(1))
-    for lease, result in enumerate((TierResult.DONE, TierResult.PRESENT)):
+    for lease, result in enumerate((Result.DONE, Result.PRESENT)):
         rig.tiering.tick()
         ends.pop()(result)
         taken = budget.take(3 * UNIT)

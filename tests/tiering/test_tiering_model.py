@@ -11,13 +11,13 @@ from kvoffd.cache.block_table import READY, WRITING
 from kvoffd.cache.cache import StoreTicket
 from kvoffd.cache.namespace import Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiers.tier import TierKey, TierResult
+from kvoffd.tiers.tier import Result
 from kvoffd_proto.messages import PENDING
 from tests.kit.slot_cache import UNIT, keys_of
 from tests.kit.tiering_harness import TieringHarness
 
 chains = st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True)
-faults = st.sampled_from([None, None, None, *TierResult])
+faults = st.sampled_from([None, None, None, *Result])
 
 
 class TieringMachine(RuleBasedStateMachine):
@@ -28,7 +28,7 @@ class TieringMachine(RuleBasedStateMachine):
         self.rig = TieringHarness(settings=TieringSettings(mode), tier_blocks=tier_blocks, most_jobs=jobs)
         self.spaces = [self.rig.open("a"), self.rig.open("b", world_size=2)]
         self.stores: list[StoreTicket] = []
-        self.stored: set[TierKey] = set()
+        self.stored: set[tuple[bytes, bytes]] = set()
         """What was stored since it was dropped last: only that may be ready."""
         self.leases = 0
 
@@ -53,7 +53,7 @@ class TieringMachine(RuleBasedStateMachine):
         self.rig.cache.commit_store(ticket, sums)
 
     def note_stored(self, namespace: Namespace, keys: bytes) -> None:
-        self.stored |= {TierKey(namespace.fingerprint, 0, key) for key in namespace.split(0, keys)}
+        self.stored |= {(namespace.fingerprint, key) for key in namespace.split(0, keys)}
 
     @rule(space=st.integers(0, 1), chain=chains, keep=st.booleans())
     def look_up(self, space: int, chain: list[int], keep: bool) -> None:
@@ -61,7 +61,7 @@ class TieringMachine(RuleBasedStateMachine):
         namespace = self.spaces[space]
         ((states,), _) = self.rig.cache.lookup(namespace, 1, self.leases, [(0, keys_of(*chain))])
         for key, state in zip(chain, states, strict=True):
-            assert state != READY or TierKey(namespace.fingerprint, 0, keys_of(key)) in self.stored
+            assert state != READY or (namespace.fingerprint, keys_of(key)) in self.stored
         self.rig.cache.note_requests()
         if not keep:
             self.rig.cache.release(1, [self.leases])
@@ -87,8 +87,8 @@ class TieringMachine(RuleBasedStateMachine):
         self.rig.cache.background()
 
     @rule(data=st.data(), fault=faults)
-    def end_all_jobs(self, data: st.DataObject, fault: TierResult | None) -> None:
-        while self.rig.disk.jobs:
+    def end_all_jobs(self, data: st.DataObject, fault: Result | None) -> None:
+        while self.rig.tier.jobs:
             self.end_job(data, fault)
 
     @rule(seconds=st.sampled_from([0.1, 2.0, 6.0, 100.0]))
@@ -105,37 +105,38 @@ class TieringMachine(RuleBasedStateMachine):
         index, table = self.rig.index(namespace), self.rig.cache.blocks
         ready = {key: block for key, block in index.items() if table.state[block] == READY}
         self.note_stored(namespace, b"".join(ready))
-        self.rig.tiering.demoter._wait(np.array(list(ready.values()), np.uint32))
-        self.rig.tiering.demoter.pump()
-        self.rig.disk.end_all(self.rig.clock())
+        self.rig.tiering.disks.writer._wait(np.array(list(ready.values()), np.uint32))
+        self.rig.tiering.disks.writer.pump()
+        self.rig.tier.end_all(self.rig.clock())
         self.evict_all()
         if ask:
             self.look_up(space, chain, keep=False)
 
-    @precondition(lambda self: self.rig.disk.jobs)
+    @precondition(lambda self: self.rig.tier.jobs)
     @rule(data=st.data(), fault=faults)
-    def end_job(self, data: st.DataObject, fault: TierResult | None) -> None:
-        jobs = list(self.rig.disk.jobs)
+    def end_job(self, data: st.DataObject, fault: Result | None) -> None:
+        jobs = list(self.rig.tier.jobs)
         job = jobs[data.draw(st.integers(0, len(jobs) - 1))]
-        self.rig.disk.end(job, self.rig.clock(), None if fault is TierResult.DONE else fault)
+        self.rig.tier.end(job, self.rig.clock(), None if fault is Result.DONE else fault)
 
-    @precondition(lambda self: self.rig.disk.blocks)
+    @precondition(lambda self: self.rig.tier.blocks)
     @rule(data=st.data())
     def spoil(self, data: st.DataObject) -> None:
-        names = sorted(self.rig.disk.blocks)
-        self.rig.disk.spoil(names[data.draw(st.integers(0, len(names) - 1))])
+        blocks = [block for block, _ in self.rig.tier.blocks.values()]
+        block = blocks[data.draw(st.integers(0, len(blocks) - 1))]
+        self.rig.tier.spoil(block.space, block.key)
 
     @rule(space=st.integers(0, 1), chain=chains)
     def invalidate(self, space: int, chain: list[int]) -> None:
         namespace = self.spaces[space]
         self.rig.cache.invalidate(namespace, [(0, keys_of(*chain))])
-        self.stored -= {TierKey(namespace.fingerprint, 0, keys_of(key)) for key in chain}
+        self.stored -= {(namespace.fingerprint, keys_of(key)) for key in chain}
 
-    @rule(space=st.integers(0, 1), forgotten=st.booleans())
-    def reset(self, space: int, forgotten: bool) -> None:
+    @rule(space=st.integers(0, 1), forgotten=st.booleans(), raised=st.booleans())
+    def reset(self, space: int, forgotten: bool, raised: bool) -> None:
         namespace = self.spaces[space]
-        self.rig.cache.reset(namespace)
-        self.stored = {name for name in self.stored if name.fingerprint != namespace.fingerprint}
+        self.rig.cache.reset(namespace, generation=namespace.generation + raised)
+        self.stored = {name for name in self.stored if name[0] != namespace.fingerprint}
         self.rig.tier_events.index = {name for name in self.rig.tier_events.index if name[0] != namespace.fingerprint}
         if forgotten:
             self.rig.cache.forget_namespace(namespace)
@@ -145,9 +146,9 @@ class TieringMachine(RuleBasedStateMachine):
     @invariant()
     def all_is_right(self) -> None:
         if hasattr(self, "rig"):
-            self.rig.disk.settle()
+            self.rig.tier.settle()
             self.rig.check()
-            promoter, most = self.rig.tiering.promoter, max(self.rig.slots.pool_bytes // 8, 2 * UNIT)
+            promoter, most = self.rig.tiering.disks.promoter, max(self.rig.slots.pool_bytes // 8, 2 * UNIT)
             assert promoter.under_way_bytes - promoter._given_up_bytes <= most
             assert promoter.under_way_bytes <= 2 * most, "what was given up and hangs may hold as much again, not more"
 
@@ -158,8 +159,8 @@ class TieringMachine(RuleBasedStateMachine):
         for ticket in self.stores:
             rig.cache.abort_store(ticket)
         rig.cache.end_session(1)
-        rig.tier.write = lambda *given: False  # type: ignore[method-assign]
-        while rig.disk.jobs or rig.tiering.promoter.busy:
+        rig.tier.write = lambda block, offsets, on_end: False  # type: ignore[method-assign]
+        while rig.tier.jobs or rig.tiering.disks.promoter.busy:
             rig.finish_promotions()
             rig.clock.now += 10.0
             rig.tiering.tick()

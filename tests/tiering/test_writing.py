@@ -8,9 +8,8 @@ import pytest
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import Group
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.demotion import DAY_S, MAX_LOOKED_AT, MIN_SWEPT_BLOCKS, WriteBudget
-from kvoffd.tiers.disk.queue import Kind
-from kvoffd.tiers.tier import TierResult
+from kvoffd.tiering.writer import DAY_S, MAX_LOOKED_AT, MIN_SWEPT_BLOCKS, WriteBudget
+from kvoffd.tiers.tier import Result
 from kvoffd_proto.messages import BENCH_LABEL
 from tests.kit.slot_cache import UNIT, check_invariants, keys_of
 from tests.kit.tiering_harness import TieringHarness
@@ -22,7 +21,7 @@ def rig_of(mode: WriteMode, **settings: int) -> TieringHarness:
 
 def go_on(rig: TieringHarness) -> None:
     rig.tiering.tick()
-    rig.disk.end_all()
+    rig.tier.end_all()
 
 
 def test_always_writes_what_is_stored() -> None:
@@ -31,7 +30,7 @@ def test_always_writes_what_is_stored() -> None:
     rig.put(space, keys_of(1, 2))
     go_on(rig)
     assert rig.in_tier(space, keys_of(1, 2)) == 2
-    assert rig.tiering.demoter.written_bytes == 4 * UNIT
+    assert rig.tiering.disks.writer.written_bytes == 4 * UNIT
     rig.check()
 
 
@@ -55,7 +54,7 @@ def test_disks_are_not_worn_by_what_benches_store(mode: WriteMode) -> None:
     go_on(rig)
     assert rig.in_tier(bench, keys_of(*range(15))) == 0
     assert rig.in_tier(space, keys_of(*range(15))) > 0
-    assert rig.tiering.demoter.spared_blocks == 0
+    assert rig.tiering.disks.writer.spared_blocks == 0
 
 
 def test_reuse_writes_what_a_lookup_found() -> None:
@@ -76,11 +75,11 @@ def test_the_cold_end_is_written_ahead_when_room_is_short_and_nobody_reads() -> 
     space = rig.open()
     rig.put(space, keys_of(*range(28)))
     go_on(rig)
-    assert not rig.disk.blocks, "an eighth of the pool is free"
+    assert not rig.tier.blocks, "an eighth of the pool is free"
     rig.put(space, keys_of(*range(28, 30)))
     go_on(rig)
     assert rig.in_tier(space, keys_of(27, 26)) == 2, "the tail of the oldest store is the coldest"
-    assert len(rig.disk.blocks) == 2
+    assert len(rig.tier.blocks) == 2
 
 
 @pytest.mark.parametrize(("mode", "written"), [(WriteMode.REUSE, 0), (WriteMode.EVICT, 2)])
@@ -92,7 +91,7 @@ def test_while_others_read_only_evict_writes_the_cold_end(mode: WriteMode, writt
     rig.states(space, keys_of(99))
     rig.tiering.pump()
     rig.tiering.tick()
-    assert sum(job.kind is Kind.WRITE for job in rig.disk.jobs) == written
+    assert sum(job.block is not None for job in rig.tier.jobs) == written
 
 
 def test_never_writes_nothing() -> None:
@@ -101,7 +100,7 @@ def test_never_writes_nothing() -> None:
     rig.put(space, keys_of(*range(32)))
     rig.states(space, keys_of(*range(32)))
     go_on(rig)
-    assert not rig.disk.blocks
+    assert not rig.tier.blocks
 
 
 def test_a_block_that_is_being_written_is_not_evicted_and_is_no_ones_lease() -> None:
@@ -113,7 +112,7 @@ def test_a_block_that_is_being_written_is_not_evicted_and_is_no_ones_lease() -> 
     rig.put(space, keys_of(*range(2, 40)))
     check_invariants(rig.cache)
     assert keys_of(1) in rig.index(space)
-    rig.disk.end_all()
+    rig.tier.end_all()
     rig.check()
 
 
@@ -123,7 +122,7 @@ def test_dropped_while_it_is_written_it_does_not_come_back() -> None:
     rig.put(space, keys_of(1, 2))
     rig.tiering.pump()
     rig.cache.invalidate(space, [(0, keys_of(1))])
-    rig.disk.end_all()
+    rig.tier.end_all()
     assert rig.in_tier(space, keys_of(1, 2)) == 1
     assert rig.cache.pinned_blocks == 0
     rig.check()
@@ -136,7 +135,7 @@ def test_stored_anew_while_its_predecessor_is_written_only_the_new_one_stays() -
     rig.tiering.pump()
     rig.cache.invalidate(space, [(0, keys_of(1))])
     rig.put(space, keys_of(1))
-    rig.disk.end_all()
+    rig.tier.end_all()
     go_on(rig)
     go_on(rig)
     assert rig.cache.usage.dropped == 0
@@ -153,9 +152,9 @@ def test_a_number_that_is_another_blocks_by_its_turn_is_not_written() -> None:
     rig.evict(space, keys_of(1))
     rig.put(space, keys_of(2))
     assert rig.blocks_of(space, keys_of(2)).tolist() == [before]
-    assert rig.tiering.demoter.waiting_blocks == 1
+    assert rig.tiering.disks.writer.waiting_blocks == 1
     go_on(rig)
-    assert not rig.disk.blocks, "nobody has used it"
+    assert not rig.tier.blocks, "nobody has used it"
 
 
 @pytest.mark.parametrize("mode", [WriteMode.ALWAYS, WriteMode.EVICT])
@@ -169,7 +168,7 @@ def test_what_a_reset_made_stale_is_not_written_though_it_is_in_the_pool_yet(mod
     rig.tier_events.index.clear()  # as the event of the cache says
     rig.engines_busy = False
     go_on(rig)
-    assert rig.tiering.demoter.written_blocks == 0
+    assert rig.tiering.disks.writer.written_blocks == 0
     assert rig.cache.usage.dropped
     rig.check()
 
@@ -181,7 +180,7 @@ def test_reset_while_it_is_written_it_does_not_come_back() -> None:
     rig.tiering.pump()
     rig.cache.reset(space)
     rig.put(space, keys_of(1))
-    rig.disk.end_all()
+    rig.tier.end_all()
     assert rig.in_tier(space, keys_of(2)) == 0
     rig.check()
 
@@ -191,9 +190,9 @@ def test_a_write_that_fails_is_let_go() -> None:
     space = rig.open()
     rig.put(space, keys_of(1))
     rig.tiering.pump()
-    rig.disk.end_all(fault=TierResult.FAILED)
+    rig.tier.end_all(fault=Result.FAILED)
     assert rig.cache.pinned_blocks == 0
-    assert rig.tiering.demoter.written_blocks == 0
+    assert rig.tiering.disks.writer.written_blocks == 0
     rig.check()
 
 
@@ -205,7 +204,7 @@ def full_rig(
     space = rig.open()
     for number in range(100, 105):
         rig.put_in_tier(space, keys_of(number))
-    assert rig.tier.full_bytes == 4 * UNIT
+    assert rig.tier.lifetime_bytes == 4 * UNIT
     for _ in range(reads):
         rig.states(space, keys_of(104))
         rig.finish_promotions()
@@ -214,7 +213,7 @@ def full_rig(
     known = {keys_of(number): chance for number, chance in chances.items()}
 
     def chance(group: Group, keys: bytes, within_bytes: int) -> np.ndarray:
-        assert within_bytes == rig.tier.full_bytes
+        assert within_bytes == rig.tier.lifetime_bytes
         return np.array([known.get(key, 0.11) for key in group.namespace.split(group.group, keys)])
 
     if known:
@@ -239,7 +238,7 @@ def test_what_hardly_comes_back_is_not_worth_a_write_to_a_full_tier(
         go_on(rig)
     assert rig.in_tier(space, keys_of(28)) == 1
     assert rig.in_tier(space, keys_of(29)) == 0
-    assert rig.tiering.demoter.spared_blocks == 1, "it stays at the cold end"
+    assert rig.tiering.disks.writer.spared_blocks == 1, "it stays at the cold end"
     rig.check()
 
 
@@ -247,7 +246,7 @@ def test_what_was_used_is_judged_when_it_is_its_turn(monkeypatch: pytest.MonkeyP
     rig, space = full_rig(monkeypatch, WriteMode.REUSE, {1: 0.09})
     use(rig, space, 1, 2)
     assert [rig.in_tier(space, keys_of(number)) for number in (1, 2)] == [0, 1]
-    assert rig.tiering.demoter.spared_blocks == 1
+    assert rig.tiering.disks.writer.spared_blocks == 1
 
 
 def test_where_little_of_what_is_written_comes_back_less_is_asked_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +255,7 @@ def test_where_little_of_what_is_written_comes_back_less_is_asked_of_a_block(mon
     rig.tiering.tick()
     use(rig, space, 21, 22)
     assert [rig.in_tier(space, keys_of(number)) for number in (21, 22)] == [1, 0]
-    assert rig.tiering.demoter.spared_blocks == 1
+    assert rig.tiering.disks.writer.spared_blocks == 1
 
 
 @pytest.mark.parametrize(
@@ -270,19 +269,19 @@ def test_where_nothing_can_be_judged_all_is_written(
     rig, space = full_rig(monkeypatch, mode, chances, reads)
     use(rig, space, 1, 2)
     assert rig.in_tier(space, keys_of(1, 2)) == 2
-    assert not rig.tiering.demoter.spared_blocks
+    assert not rig.tiering.disks.writer.spared_blocks
 
 
 def test_blocks_without_a_checksum_stay_and_take_nothing_of_the_budget() -> None:
     rig = rig_of(WriteMode.ALWAYS, per_day_bytes=800 * UNIT)
     space = rig.open()
-    budget = rig.tiering.demoter.budget.left_bytes
+    budget = rig.tiering.disks.writer.budget.left_bytes
     ticket = rig.begin(space, 0, 0, keys_of(1))
     rig.fill(ticket)
     rig.commit(ticket, checksum=0)
     go_on(rig)
-    assert not rig.disk.blocks
-    assert rig.tiering.demoter.budget.left_bytes == budget
+    assert not rig.tier.blocks
+    assert rig.tiering.disks.writer.budget.left_bytes == budget
 
 
 def test_no_more_than_a_sixteenth_of_the_pool_is_pinned_for_writing() -> None:
@@ -290,9 +289,9 @@ def test_no_more_than_a_sixteenth_of_the_pool_is_pinned_for_writing() -> None:
     space = rig.open()
     rig.put(space, keys_of(*range(16)))
     rig.tiering.pump()
-    assert len(rig.disk.jobs) == 2
-    rig.disk.end_all()
-    assert len(rig.disk.blocks) == 16
+    assert len(rig.tier.jobs) == 2
+    rig.tier.end_all()
+    assert len(rig.tier.blocks) == 16
     rig.check()
 
 
@@ -301,9 +300,9 @@ def test_beyond_the_days_bytes_nothing_is_written_and_that_is_counted() -> None:
     space = rig.open()
     rig.put(space, keys_of(*range(16)))
     go_on(rig)
-    assert len(rig.disk.blocks) == 4
-    assert rig.tiering.demoter.over_budget == 1
-    assert rig.tiering.demoter.budget.left_bytes == 0
+    assert len(rig.tier.blocks) == 4
+    assert rig.tiering.disks.writer.over_budget == 1
+    assert rig.tiering.disks.writer.budget.left_bytes == 0
     rig.clock.now += DAY_S / 28 + 1
     rig.put(space, keys_of(99))
     go_on(rig)
@@ -318,11 +317,11 @@ def test_while_engines_copy_only_a_little_is_written_from_tick_to_tick() -> None
     for ticks in range(1, 4):
         go_on(rig)
         rig.tiering.pump()
-        rig.disk.end_all()
-        assert len(rig.disk.blocks) == 2 * ticks
+        rig.tier.end_all()
+        assert len(rig.tier.blocks) == 2 * ticks
     rig.engines_busy = False
     go_on(rig)
-    assert len(rig.disk.blocks) == 16
+    assert len(rig.tier.blocks) == 16
 
 
 def test_a_tier_that_takes_no_more_now_gets_it_later() -> None:
@@ -331,7 +330,7 @@ def test_a_tier_that_takes_no_more_now_gets_it_later() -> None:
     rig.put(space, keys_of(1, 2, 3))
     for _ in range(4):
         go_on(rig)
-    assert len(rig.disk.blocks) == 3
+    assert len(rig.tier.blocks) == 3
     rig.check()
 
 
@@ -342,10 +341,10 @@ def test_while_a_tier_hangs_what_leaves_the_pool_does_not_wait_for_it() -> None:
     for start in range(0, 6400, 16):
         rig.put(space, keys_of(*range(start, start + 16)))
         rig.tiering.tick()  # what it began is never done
-        longest = max(longest, rig.tiering.demoter.waiting_blocks)
+        longest = max(longest, rig.tiering.disks.writer.waiting_blocks)
     assert longest <= MIN_SWEPT_BLOCKS + 2 * space.ready_blocks + 16
-    assert len(rig.disk.jobs) == 2
-    rig.disk.end_all()
+    assert len(rig.tier.jobs) == 2
+    rig.tier.end_all()
     assert rig.in_tier(space, keys_of(*range(6384, 6400))) == 16
     rig.check()
 
@@ -358,10 +357,10 @@ def test_the_tiers_order_goes_on_where_the_pools_ends() -> None:
     rig.states(space, keys_of(1))
     rig.finish_promotions()
     rig.put_in_tier(space, keys_of(3))
-    assert [name.key for name in rig.disk.blocks] == [keys_of(1), keys_of(2), keys_of(3)], "reading is no use"
+    assert [key for _, key in rig.tier.blocks] == [keys_of(2), keys_of(1), keys_of(3)], "it came up"
     rig.evict(space, keys_of(1))
     rig.tiering.tick()
-    assert [name.key for name in rig.disk.blocks] == [keys_of(2), keys_of(3), keys_of(1)]
+    assert [key for _, key in rig.tier.blocks] == [keys_of(2), keys_of(3), keys_of(1)]
 
 
 @pytest.mark.parametrize("step_s", [1.0, 60.0, 7000.0])
@@ -397,8 +396,8 @@ def test_of_very_many_that_wait_only_some_are_looked_at_at_once() -> None:
     rig.put(space, keys_of(9999))
     rig.engines_busy = False
     for left in (2 * MAX_LOOKED_AT + 1, MAX_LOOKED_AT + 1, 1, 0):
-        assert not rig.disk.jobs
+        assert not rig.tier.jobs
         rig.tiering.pump()
-        assert rig.tiering.demoter.waiting_blocks == left
-    rig.disk.end_all()
+        assert rig.tiering.disks.writer.waiting_blocks == left
+    rig.tier.end_all()
     assert rig.in_tier(space, keys_of(9999)) == 1

@@ -1,0 +1,246 @@
+"""A tier in memory whose answers, reads and writes come when a test says so, and as it says."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from mmap import mmap
+from zlib import crc32
+
+from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Block, Result, Space, Tier, TierListener, TierStats
+
+
+def checksum(data: memoryview | bytes) -> int:
+    return crc32(data) + 1
+
+
+class PoolBytes:
+    """Memory of a pool."""
+
+    def __init__(self, size: int) -> None:
+        self.view = memoryview(mmap(-1, size))
+
+    def peek(self, offset: int, length: int) -> bytes:
+        return bytes(self.view[offset : offset + length])
+
+    def poke(self, offset: int, data: bytes) -> None:
+        self.view[offset : offset + len(data)] = data
+
+    def sum_of(self, offset: int, length: int) -> int:
+        return checksum(self.view[offset : offset + length])
+
+
+@dataclass(eq=False)
+class Job:
+    """A read or write under way. ``block``: of a write."""
+
+    space: Space
+    key: bytes
+    offsets: Sequence[int]
+    on_end: Callable[..., None]
+    deadline: float = float("inf")
+    block: Block | None = None
+    removed: bool = False
+    """The block was removed since it began."""
+
+
+class FakeTier(Tier):
+    """Keeps blocks by tag and key, the one that goes next first.
+
+    Args:
+        most_blocks: it has room for; 0 for any number.
+        most_jobs: reads, and writes, that it takes at a time.
+        asks: what it has is known only when ``answer`` was called, as of a store that nodes share.
+    """
+
+    def __init__(
+        self,
+        memory: PoolBytes,
+        listener: TierListener,
+        *,
+        name: str = "disk:/fake",
+        most_blocks: int = 0,
+        most_jobs: int = 2**30,
+        asks: bool = False,
+    ) -> None:
+        self.name = name
+        self.memory, self.listener = memory, listener
+        self.blocks: dict[tuple[int, bytes], tuple[Block, list[bytes]]] = {}
+        self.jobs: dict[Job, None] = {}
+        self.known: dict[tuple[int, bytes], bool | None] = {}
+        """By tag and key that was asked for: whether it is there; None before the answer."""
+        self.questions: list[tuple[Space, bytes]] = []
+        self.asked: list[bytes] = []
+        """All keys that were ever asked for."""
+        self.told: list[tuple[str, bytes]] = []
+        """What was removed, and why."""
+        self.hangs = False
+        self.written_blocks = self.evicted_blocks = 0
+        self._most_blocks, self._most_jobs, self._asks = most_blocks, most_jobs, asks
+        self._news: deque[Callable[[], None]] = deque()
+
+    def available(self) -> bool:
+        return not self.hangs
+
+    def find(self, space: Space, keys: Sequence[bytes], *, prefix: bool) -> bytes:
+        return bytes(self._find(space, key) for key in keys)
+
+    def _find(self, space: Space, key: bytes) -> int:
+        name = space.tag, key
+        there = name in self.blocks and self.blocks[name][0].space == space
+        if self.hangs:
+            return ABSENT
+        if not self._asks:
+            return PRESENT if there else ABSENT
+        if name not in self.known:
+            self.known[name] = None
+            self.questions.append((space, key))
+            self.asked.append(key)
+        known = self.known[name]
+        return ASKED if known is None else PRESENT if known else ABSENT
+
+    def answer(self) -> None:
+        """Answer all questions."""
+        questions, self.questions = self.questions, []
+        for space, key in questions:
+            if self.known.get((space.tag, key), True) is None:
+                self.known[space.tag, key] = (space.tag, key) in self.blocks
+                self.listener.answered(self, space, [key], [(space.tag, key) in self.blocks])
+
+    def wants(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
+        writing = {(job.space.tag, job.key) for job in self.jobs if job.block is not None and not job.removed}
+        return [(space.tag, key) not in self.blocks and (space.tag, key) not in writing for key in keys]
+
+    def read(
+        self,
+        space: Space,
+        key: bytes,
+        offsets: Sequence[int],
+        deadline: float,
+        on_end: Callable[[Result, Block | None], None],
+    ) -> bool:
+        if self._find(space, key) != PRESENT or sum(job.block is None for job in self.jobs) >= self._most_jobs:
+            return False
+        self.jobs[Job(space, key, offsets, on_end, deadline)] = None
+        return True
+
+    def write(self, block: Block, offsets: Sequence[int], on_end: Callable[[Result], None]) -> bool:
+        (wanted,) = self.wants(block.space, [block.key])
+        writes = sum(job.block is not None for job in self.jobs)
+        if not wanted or self.hangs or writes >= self._most_jobs:
+            return False
+        self.jobs[Job(block.space, block.key, offsets, on_end, block=block)] = None
+        return True
+
+    def used(self, space: Space, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            if (found := self.blocks.pop((space.tag, key), None)) is not None:
+                self.blocks[space.tag, key] = found
+
+    def remove(self, space: Space, keys: Sequence[bytes], why: str) -> None:
+        self.told += [(why, key) for key in keys]
+        self._remove({(space.tag, key) for key in keys}, tell=True)
+
+    def remove_all(self, fingerprint: bytes | None) -> int:
+        self.known.clear()
+        if self._asks:
+            return 0
+        names = {name for name, (block, _) in self.blocks.items() if fingerprint in (None, block.space.fingerprint)}
+        for job in self.jobs:
+            job.removed |= fingerprint in (None, job.space.fingerprint)
+        self._remove(names, tell=False)
+        return len(names)
+
+    def _remove(self, names: set[tuple[int, bytes]], *, tell: bool) -> None:
+        for job in self.jobs:
+            job.removed |= (job.space.tag, job.key) in names
+        for name in names:
+            if self.blocks.pop(name, None) is not None and tell:
+                self._tell_removed(*name)
+
+    def _tell_removed(self, tag: int, key: bytes) -> None:
+        if not self._asks:
+            self._news.append(lambda: self.listener.removed(self, tag, [key]))
+
+    @property
+    def lifetime_bytes(self) -> int:
+        return sum(block.space.nbytes for block, _ in self.blocks.values()) if self.evicted_blocks else 0
+
+    def tick(self) -> None:
+        self.settle()
+
+    def stats(self) -> TierStats:
+        used = sum(block.space.nbytes for block, _ in self.blocks.values())
+        writes = sum(job.block is not None for job in self.jobs)
+        return TierStats(1 << 30, used, queued_writes=writes, written_blocks=self.written_blocks)
+
+    def close(self, deadline_s: float) -> bool:
+        self.end_all()
+        return True
+
+    # --- what tests do ---------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Give the listener all news."""
+        while self._news:
+            self._news.popleft()()
+
+    def end(self, job: Job, now: float = 0.0, fault: Result | None = None) -> None:
+        """Do a job or let it fail, and call its ``on_end``."""
+        del self.jobs[job]
+        result = fault or Result.DONE
+        if job.block is not None:
+            self._end_write(job, job.block, result)
+        else:
+            self._end_read(job, Result.DEADLINE if now > job.deadline else result)
+        self.settle()
+
+    def _end_write(self, job: Job, block: Block, result: Result) -> None:
+        if result is Result.DONE and not job.removed:
+            data = [self.memory.peek(*one) for one in zip(job.offsets, block.space.lengths, strict=True)]
+            while self._most_blocks and len(self.blocks) >= self._most_blocks:
+                self.evicted_blocks += 1
+                name = next(iter(self.blocks))
+                self._remove({name}, tell=True)
+            self.blocks[block.space.tag, block.key] = block, data
+            self.known[block.space.tag, block.key] = True
+            self.written_blocks += 1
+            if not self._asks:
+                self._news.append(lambda: self.listener.stored(self, block.space, [block.key]))
+        job.on_end(result)
+
+    def _end_read(self, job: Job, result: Result) -> None:
+        name = job.space.tag, job.key
+        found = self.blocks.get(name)
+        if result is Result.DONE and (found is None or job.removed):
+            result = Result.GONE
+        block = None
+        if result is Result.DONE and found is not None:
+            block, data = found
+            for offset, length, part, expected in zip(
+                job.offsets, block.space.lengths, data, block.checksums, strict=True
+            ):
+                self.memory.poke(offset, part[:length])
+                if checksum(part) != expected:
+                    result = Result.CORRUPT
+        if result in (Result.CORRUPT, Result.FAILED, Result.GONE):
+            self._remove({name}, tell=True)
+        self.known.pop(name, None)
+        if result is Result.DONE:
+            self.known[name] = True
+        job.on_end(result, block if result is Result.DONE else None)
+
+    def end_all(self, now: float = 0.0, fault: Result | None = None) -> int:
+        """End all jobs, also those that begin meanwhile; returns how many there were."""
+        count = 0
+        while self.jobs:
+            self.end(next(iter(self.jobs)), now, fault)
+            count += 1
+        return count
+
+    def spoil(self, space: Space, key: bytes) -> None:
+        """Flip one bit of a stored block."""
+        _, data = self.blocks[space.tag, key]
+        at = next(number for number, part in enumerate(data) if part)
+        data[at] = data[at][:-1] + bytes([data[at][-1] ^ 1])
