@@ -70,9 +70,7 @@ class TieringHarness(CacheRig):
 
     def add_disk(self, most_blocks: int = 0, most_jobs: int = 2**30) -> FakeTier:
         name = f"disk:/fake/{len(self.tiering.disks.tiers)}"
-        tier = FakeTier(
-            self.memory, self.tiering.reports, name=name, most_blocks=most_blocks, most_jobs=most_jobs
-        )
+        tier = FakeTier(self.memory, self.tiering.reports, name=name, most_blocks=most_blocks, most_jobs=most_jobs)
         self.tiering.disks.tiers.append(tier)
         return tier
 

@@ -1,119 +1,24 @@
-"""What is asked of a shared tier and what comes up from it, by what a lookup finds in pool, tier below and there."""
+"""What is asked of a store that nodes share and what comes up from it, by what pool, disks and the store have."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.server.traffic import pending_keys
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.shared import ANSWER_S, DUE_S, MOST_KEYS, READ_AGAIN_S
-from kvoffd.tiers.tier import Answer, AskedTier, OnDone, TierBlock, TierKey, Result, TierShard
-from kvoffd_proto.messages import ABSENT, PENDING, READY, SHARED, GroupSpec
+from kvoffd.tiering.promoter import READ_AGAIN_S, Promoter
+from kvoffd.tiering.tiering import ANSWER_S, DUE_S, MOST_KEYS, last_window
+from kvoffd.tiers.tier import Block, Result, TierStats
+from kvoffd_proto.messages import ABSENT, PENDING, READY, SHARED, WRITING, GroupSpec
+from tests.kit.fake_tier import FakeTier, checksum
 from tests.kit.slot_cache import UNIT, keys_of
 from tests.kit.tiering_harness import TieringHarness
 
 QUIET = TieringSettings(mode=WriteMode.NEVER)
-ASK_S = 1.0
-
-
-class FakeAskedTier(AskedTier):
-    """Answers when it is told to; its blocks have the bytes that the harness expects."""
-
-    name = "redis://fake"
-    ask_deadline_s = ASK_S
-    most_window_keys = 8192
-    reachable = True
-
-    def __init__(self, rig: TieringHarness) -> None:
-        self.rig = rig
-        self.there: set[tuple[int, bytes]] = set()
-        self.known: dict[tuple[int, bytes], Answer] = {}
-        self.asked: list[bytes] = []
-        self.fingerprint = b""
-        self.lengths: Sequence[int] = ()
-        self.reads: list[tuple[TierKey, Sequence[int], OnDone]] = []
-        self.ended: list[TierKey] = []
-        self.written: list[TierBlock] = []
-        self.removed: list[TierKey] = []
-        self.forgotten: list[TierKey] = []
-        self._block: TierBlock | None = None
-
-    def ask(
-        self, owner: int, fingerprint: bytes, group: int, lengths: Sequence[int], keys: Sequence[bytes], *, prefix: bool
-    ) -> int:
-        self.fingerprint, self.lengths = fingerprint, lengths
-        self.asked += keys
-        self.known.update(((group, key), Answer.ASKED) for key in keys)
-        return len(keys)
-
-    def answer(self) -> None:
-        for (group, key), answer in self.known.items():
-            if answer is Answer.ASKED:
-                there = (group, key) in self.there
-                self.known[group, key] = Answer.YES if there else Answer.NO
-                self.rig.tiering.tier_answered(self, self.fingerprint, group, [key], [there])
-
-    def answers(self, fingerprint: bytes, group: int, keys: Sequence[bytes]) -> list[Answer]:
-        return [self.known.get((group, key), Answer.UNKNOWN) for key in keys]
-
-    def poll(self, fingerprint: bytes) -> None: ...
-
-    def take_voided(self) -> Collection[bytes]:
-        return ()
-
-    def groups(self) -> Collection[tuple[bytes, int]]:
-        return ()
-
-    def index(self, fingerprint: bytes, group: int) -> Mapping[bytes, TierBlock]:
-        shards = tuple(TierShard(length, 0, 0) for length in self.lengths)
-        return {
-            key: TierBlock(TierKey(fingerprint, group, key), shards)
-            for (at, key), answer in self.known.items()
-            if at == group and answer is Answer.YES
-        }
-
-    def write(self, block: TierBlock, offsets: Sequence[int], on_done: OnDone) -> bool:
-        self.written.append(block)
-        return False
-
-    def read(self, block_id: TierKey, offsets: Sequence[int], deadline: float, on_done: OnDone) -> bool:
-        self.reads.append((block_id, offsets, on_done))
-        return True
-
-    def end_reads(self, space: Namespace, result: Result = Result.DONE) -> None:
-        """End all reads, also those that begin meanwhile."""
-        while self.reads:
-            block_id, offsets, on_done = self.reads.pop(0)
-            shards = []
-            for rank, offset in enumerate(offsets):
-                data = self.rig.content(space, block_id.group, block_id.key, rank)
-                self.rig.memory.poke(offset, data)
-                shards.append(TierShard(len(data), 2, self.rig.memory.sum_of(offset, len(data))))
-            self._block = TierBlock(block_id, tuple(shards))
-            self.ended.append(block_id)
-            on_done(result)
-
-    def contents(self, block: TierBlock) -> TierBlock:
-        assert self._block is not None
-        return self._block
-
-    def touch(self, block_ids: Iterable[TierKey]) -> None: ...
-
-    def remove(self, block_ids: Iterable[TierKey]) -> int:
-        self.removed += block_ids
-        return 0
-
-    def forget(self, block_ids: Iterable[TierKey]) -> None:
-        self.forgotten += block_ids
-
-    def remove_namespace(self, fingerprint: bytes) -> int:
-        self.known.clear()
-        return 0
-
-    def tick(self) -> None: ...
+ALWAYS = TieringSettings(mode=WriteMode.ALWAYS)
 
 
 @pytest.fixture
@@ -122,33 +27,40 @@ def rig() -> TieringHarness:
 
 
 @pytest.fixture
-def shared(rig: TieringHarness) -> FakeAskedTier:
-    tier = FakeAskedTier(rig)
-    rig.tiering.share(tier, QUIET)
-    return tier
+def shared(rig: TieringHarness) -> FakeTier:
+    return rig.share(QUIET)
 
 
 def split(keys: bytes) -> list[bytes]:
     return [keys[at : at + 8] for at in range(0, len(keys), 8)]
 
 
+def give(rig: TieringHarness, tier: FakeTier, space: Namespace, *numbers: int, group: int = 0) -> None:
+    """Another node has stored these."""
+    for key in split(keys_of(*numbers)):
+        data = [rig.content(space, group, key, rank) for rank in range(space.world_size)]
+        firsts, sums = (2,) * space.world_size, tuple(map(checksum, data))
+        name = rig.space(space, group)
+        tier.blocks[name.tag, key] = Block(name, key, firsts, sums), data
+        tier.known.pop((name.tag, key), None)
+
+
 def test_what_is_asked_is_pending_then_comes_up_with_what_its_object_says(
-    rig: TieringHarness, shared: FakeAskedTier
+    rig: TieringHarness, shared: FakeTier
 ) -> None:
     space = rig.open(world_size=2, sizes=(UNIT,))
     keys = keys_of(1, 2, 3)
-    shared.there = {(0, key) for key in split(keys_of(1, 2))}
+    give(rig, shared, space, 1, 2)
     assert rig.states(space, keys) == [SHARED] * 3
     assert rig.tiering.wait_s == pytest.approx(ANSWER_S), "no engine would wait for the deadline"
-    assert shared.asked == split(keys)
-    assert rig.states(space, keys) == [SHARED] * 3, "asked once"
-    assert shared.asked == split(keys)
+    assert rig.states(space, keys) == [SHARED] * 3
+    assert shared.asked == split(keys), "once"
     shared.answer()
     assert rig.states(space, keys) == [SHARED, SHARED, ABSENT]
     rig.tiering.pump()
-    assert shared.reads
+    assert shared.jobs
     assert rig.states(space, keys) == [SHARED, SHARED, ABSENT], "also while they are being read"
-    shared.end_reads(space)
+    shared.end_all()
     assert rig.states(space, keys) == [READY, READY, ABSENT]
     records = rig.records(space, keys_of(1))
     assert records["first_block"].tolist() == [2, 2]
@@ -157,10 +69,13 @@ def test_what_is_asked_is_pending_then_comes_up_with_what_its_object_says(
     rig.check()
 
 
-def test_what_is_asked_for_is_a_hit_or_a_miss_once_it_is_answered(rig: TieringHarness, shared: FakeAskedTier) -> None:
+# --- what is counted -------------------------------------------------------------------------------
+
+
+def test_what_is_asked_for_is_a_hit_or_a_miss_once_it_is_answered(rig: TieringHarness, shared: FakeTier) -> None:
     space = rig.open()
     counters = space.counters
-    shared.there = {(0, key) for key in split(keys_of(1, 2))}
+    give(rig, shared, space, 1, 2)
     rig.states(space, keys_of(1, 2, 3, 4))
     assert (counters.keys_asked, counters.found_shared) == (4, 0)
     shared.answer()
@@ -169,54 +84,62 @@ def test_what_is_asked_for_is_a_hit_or_a_miss_once_it_is_answered(rig: TieringHa
     assert (counters.keys_asked, +counters.misses) == (8, {MissReason.UNKNOWN: 4}), "the answers are known"
     assert pending_keys(space) == 4
     rig.tiering.pump()
-    shared.end_reads(space)
+    shared.end_all()
     assert (counters.found_shared, pending_keys(space)) == (4, 0)
 
 
-def test_what_is_found_and_never_asked_for_again_is_counted_as_found(
-    rig: TieringHarness, shared: FakeAskedTier
-) -> None:
+def test_what_is_found_and_never_asked_for_again_is_counted_as_found(rig: TieringHarness, shared: FakeTier) -> None:
     space = rig.open()
-    shared.there = {(0, key) for key in split(keys_of(1))}
+    give(rig, shared, space, 1)
     rig.states(space, keys_of(1))
     shared.answer()
-    for _ in range(3):
-        assert space.counters.found_shared == 0
-        rig.clock.now += DUE_S
-        rig.tiering.tick()
-        if space.counters.found_shared:
-            break
+    rig.clock.now += DUE_S - 1
+    rig.tiering.tick()
+    assert (space.counters.found_shared, pending_keys(space)) == (0, 1)
+    rig.clock.now += 1
+    rig.tiering.tick()
     assert (space.counters.found_shared, pending_keys(space)) == (1, 0)
 
 
 @pytest.mark.parametrize("result", [Result.FAILED, Result.DEADLINE])
 def test_what_does_not_come_up_is_a_miss_for_each_that_asked(
-    rig: TieringHarness, shared: FakeAskedTier, result: Result
+    rig: TieringHarness, shared: FakeTier, result: Result
 ) -> None:
     space = rig.open()
-    shared.there = {(0, key) for key in split(keys_of(1))}
+    give(rig, shared, space, 1)
     rig.states(space, keys_of(1))
     rig.states(space, keys_of(1))
     shared.answer()
     rig.cache.lookup(space, 999, 1, [(0, keys_of(1))], again=True)
     rig.tiering.pump()
-    shared.end_reads(space, result)
+    shared.end_all(fault=result)
     reason = {Result.FAILED: MissReason.TIER_FAILED, Result.DEADLINE: MissReason.TIER_LATE}[result]
     assert (space.counters.found_shared, +space.counters.misses, pending_keys(space)) == (0, {reason: 2}, 0)
 
 
-def test_what_a_lookup_asks_for_that_comes_again_is_not_counted(rig: TieringHarness, shared: FakeAskedTier) -> None:
+def test_what_a_lookup_asks_for_that_comes_again_is_not_counted(rig: TieringHarness, shared: FakeTier) -> None:
     space = rig.open()
     rig.states(space, keys_of(1))
     shared.answer()
-    shared.known.clear()  # as a NO is after a second
+    shared.known.clear()  # as an absence is after a second
     rig.cache.lookup(space, 999, 1, [(0, keys_of(1))], again=True)
     shared.answer()
     assert +space.counters.misses == {MissReason.UNKNOWN: 1}
     assert space.counters.found_shared == 0
 
 
-def test_an_answer_for_keys_of_an_earlier_geometry_is_not_counted(rig: TieringHarness, shared: FakeAskedTier) -> None:
+def test_what_a_reset_made_stale_is_a_miss_though_the_store_has_it(rig: TieringHarness, shared: FakeTier) -> None:
+    space = rig.open()
+    give(rig, shared, space, 1)
+    rig.states(space, keys_of(1))
+    questions = list(shared.questions)
+    rig.cache.reset(space, generation=1)
+    for before, key in questions:
+        rig.tiering.reports.answered(shared, before, [key], [True])
+    assert (+space.counters.misses, pending_keys(space)) == ({MissReason.UNKNOWN: 1}, 0)
+
+
+def test_an_answer_for_keys_of_an_earlier_geometry_is_not_counted(rig: TieringHarness, shared: FakeTier) -> None:
     space = rig.open()
     rig.states(space, keys_of(*range(1000)))
     rig.cache.forget_namespace(space)
@@ -226,7 +149,10 @@ def test_an_answer_for_keys_of_an_earlier_geometry_is_not_counted(rig: TieringHa
     assert +other.counters.misses == {}, "the keys were read beyond their end"
 
 
-def test_nothing_is_asked_that_pool_or_disks_have(rig: TieringHarness, shared: FakeAskedTier) -> None:
+# --- what is asked for -----------------------------------------------------------------------------
+
+
+def test_nothing_is_asked_that_pool_or_disks_have(rig: TieringHarness, shared: FakeTier) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(2))
     rig.put(space, keys_of(1))
@@ -236,83 +162,45 @@ def test_nothing_is_asked_that_pool_or_disks_have(rig: TieringHarness, shared: F
     assert shared.asked == split(keys_of(3))
 
 
-def test_what_takes_longer_than_computing_it_is_not_read_but_for_a_try_now_and_then(
-    rig: TieringHarness, shared: FakeAskedTier
-) -> None:
+def test_gaps_of_the_disks_are_filled_from_the_stores_in_their_order(rig: TieringHarness, shared: FakeTier) -> None:
+    space, second = rig.open(), rig.share(QUIET, "redis://second")
+    rig.put_in_tier(space, keys_of(1, 3))
+    give(rig, shared, space, 2, 4)
+    give(rig, second, space, 5)
+    asked = keys_of(1, 2, 3, 4, 5, 6)
+    assert rig.states(space, asked) == [PENDING, SHARED, PENDING, SHARED, SHARED, SHARED]
+    assert (shared.asked, second.asked) == (split(keys_of(2, 4, 5, 6)), [])
+    shared.answer()
+    rig.states(space, asked)
+    assert second.asked == split(keys_of(5, 6))
+    second.answer()
+    assert rig.states(space, asked) == [PENDING, SHARED, PENDING, SHARED, SHARED, ABSENT]
+    rig.finish_promotions()
+    shared.end_all()
+    second.end_all()
+    assert rig.states(space, asked) == [READY] * 5 + [ABSENT]
+    assert [level.promoter.promoted_blocks for level in rig.tiering.levels] == [2, 2, 1]
+
+
+def test_behind_a_key_that_nobody_has_nothing_comes_up(rig: TieringHarness, shared: FakeTier) -> None:
     space = rig.open()
-    tokens = space.groups[0].tokens_per_block
-    shared.there = {(0, key) for key in split(keys_of(*range(1, 9)))}
-    promoter = rig.tiering.shared[0].promoter
-
-    def asked(*numbers: int) -> list[int]:
-        rig.states(space, keys_of(*numbers))
-        shared.answer()
-        return rig.states(space, keys_of(*numbers))
-
-    space.counters.prefill_tokens_per_second = 10.0 * tokens  # a block in a tenth of a second
-    promoter.bytes_per_second = 5.0 * UNIT
-    assert asked(1) == [SHARED], "nothing was read lately"
-    assert asked(2, 3) == [ABSENT, ABSENT]
-    assert promoter.failures == {"slower": 2}
-    rig.clock.now += READ_AGAIN_S
-    assert asked(4) == [SHARED]
-    assert asked(5) == [ABSENT]
+    give(rig, shared, space, 1, 3)
+    rig.states(space, keys_of(1, 2, 3))
+    shared.answer()
+    assert rig.states(space, keys_of(1, 2, 3)) == [SHARED, ABSENT, ABSENT]
     rig.tiering.pump()
-    shared.end_reads(space)
-    promoter.bytes_per_second = 20.0 * UNIT
-    assert asked(6) == [SHARED]
-    assert asked(7, 8) == [SHARED, SHARED], "it waits for the one before, and both are quicker read than computed"
-    rig.check()
+    assert len(shared.jobs) == 1
 
 
-@pytest.mark.parametrize("result", [Result.DEADLINE, Result.FAILED])
-def test_what_does_not_come_in_time_is_slow_until_the_store_was_away_and_is_back(
-    rig: TieringHarness, shared: FakeAskedTier, result: Result
-) -> None:
+def test_behind_what_an_engine_is_storing_nothing_is_asked_for(rig: TieringHarness, shared: FakeTier) -> None:
     space = rig.open()
-    shared.there = {(0, key) for key in split(keys_of(*range(1, 9)))}
-    space.counters.prefill_tokens_per_second = 10.0 * space.groups[0].tokens_per_block
-    promoter = rig.tiering.shared[0].promoter
-    promoter.bytes_per_second = 1e12
-
-    def asked(*numbers: int) -> list[int]:
-        rig.states(space, keys_of(*numbers))
-        shared.answer()
-        found = rig.states(space, keys_of(*numbers))
-        rig.tiering.pump()
-        return found
-
-    assert asked(1, 2) == [SHARED, SHARED]
-    rig.clock.now += 2.0
-    shared.end_reads(space, result)
-    assert promoter.bytes_per_second == pytest.approx(UNIT / 2)
-    assert asked(3) == [ABSENT]
-    assert promoter.failures == {result.value: 2, "slower": 1}
-    shared.reachable = False
-    rig.tiering.tick()
-    shared.reachable = True
-    assert asked(4) == [SHARED]
-    assert asked(5) == [ABSENT]
-    shared.end_reads(space)
-    assert asked(6) == [SHARED], "it is as fast again as before"
-
-
-def test_where_nobody_says_how_many_tokens_a_block_has_nothing_is_slower(
-    rig: TieringHarness, shared: FakeAskedTier
-) -> None:
-    space = rig.new_namespace("w", groups=[GroupSpec("full_attention", 0)])
-    rig.cache.register_rank(space, 0, [UNIT], None)
-    space.counters.prefill_tokens_per_second = 1e6
-    rig.tiering.shared[0].promoter.bytes_per_second = 1.0
-    shared.there = {(0, key) for key in split(keys_of(1, 2, 3))}
-    for number in (1, 2, 3):
-        rig.states(space, keys_of(number))
-        shared.answer()
-        assert rig.states(space, keys_of(number)) == [SHARED]
+    rig.begin(space, 0, 0, keys_of(1))
+    assert rig.states(space, keys_of(1, 2)) == [WRITING, ABSENT]
+    assert not shared.asked
 
 
 def test_a_lookup_of_many_groups_asks_for_no_more_keys_than_one_of_one_group(
-    rig: TieringHarness, shared: FakeAskedTier
+    rig: TieringHarness, shared: FakeTier
 ) -> None:
     space = rig.open(sizes=(UNIT,) * 4)
     keys = keys_of(*range(MOST_KEYS))
@@ -322,157 +210,274 @@ def test_a_lookup_of_many_groups_asks_for_no_more_keys_than_one_of_one_group(
     assert len(shared.asked) == MOST_KEYS
 
 
-def test_behind_a_key_that_nobody_has_nothing_comes_up(rig: TieringHarness, shared: FakeAskedTier) -> None:
+def test_what_cannot_be_reached_and_what_an_engine_reset_is_not_asked(rig: TieringHarness, shared: FakeTier) -> None:
     space = rig.open()
-    shared.there = {(0, key) for key in split(keys_of(1, 3))}
-    rig.states(space, keys_of(1, 2, 3))
-    shared.answer()
-    assert rig.states(space, keys_of(1, 2, 3)) == [SHARED, ABSENT, ABSENT]
-    rig.tiering.pump()
-    assert len(shared.reads) == 1
-
-
-@pytest.mark.parametrize("result", [Result.GONE, Result.CORRUPT, Result.FAILED, Result.DEADLINE])
-def test_what_does_not_come_is_absent(rig: TieringHarness, shared: FakeAskedTier, result: Result) -> None:
-    space = rig.open()
-    shared.there = {(0, keys_of(1))}
-    rig.states(space, keys_of(1))
-    shared.answer()
-    rig.states(space, keys_of(1))
-    rig.tiering.pump()
-    shared.known[0, keys_of(1)] = Answer.NO
-    shared.end_reads(space, result)
+    shared.hangs = True
     assert rig.states(space, keys_of(1)) == [ABSENT]
-    assert rig.tiering.shared[0].promoter.failures == {result.value: 1}
-    rig.check()
+    shared.hangs = False
+    rig.tiering.unshare(space.fingerprint)
+    assert rig.states(space, keys_of(1)) == [ABSENT]
+    assert not shared.asked
+    rig.tiering.reshare(space.fingerprint)
+    assert rig.states(space, keys_of(1)) == [SHARED]
 
 
-def test_a_read_that_says_no_checksum_is_not_ready(rig: TieringHarness, shared: FakeAskedTier) -> None:
-    space = rig.open()
-    shared.there = {(0, keys_of(1))}
-    rig.states(space, keys_of(1))
-    shared.answer()
-    rig.states(space, keys_of(1))
-    rig.tiering.pump()
-    shared.contents = lambda block: block  # type: ignore[method-assign]
-    shared.end_reads(space)
-    assert rig.index(space) == {}
-    rig.check()
+# --- windows ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("there", "tokens", "window", "found"),
+    [
+        ([1, 1, 1, 1, 1], 16, 32, range(3, 5)),
+        ([1, 1, 1, 0, 1], 16, 32, range(1, 3)),
+        ([1, 0, 1, 0, 1], 16, 32, range(1)),
+        ([0, 0, 1, 0, 1], 16, 32, range(0)),
+        ([0, 1, 1, 0, 0], 16, 0, range(2, 3)),
+        ([1, 1, 1, 1, 1], 0, 32, range(5)),
+        ([], 16, 32, range(0)),
+    ],
+)
+def test_the_last_whole_window(there: Sequence[int], tokens: int, window: int, found: range) -> None:
+    assert last_window(list(map(bool, there)), GroupSpec("sliding_window", tokens, window)) == found
+
+
+def windows(rig: TieringHarness) -> Namespace:
+    space = rig.new_namespace("w", groups=[GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, 32)])
+    rig.cache.register_rank(space, 0, [UNIT, UNIT], None)
+    return space
+
+
+def look_up(rig: TieringHarness, space: Namespace, keys: bytes) -> list[list[int]]:
+    return [list(one) for one in rig.cache.lookup(space, 1, 1, [(0, keys), (1, keys)])[0]]
 
 
 def test_a_window_waits_for_what_the_others_have_and_only_its_last_comes_up(
-    rig: TieringHarness, shared: FakeAskedTier
+    rig: TieringHarness, shared: FakeTier
 ) -> None:
-    groups = [GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, 32)]
-    space = rig.new_namespace("w", groups=groups)
-    rig.cache.register_rank(space, 0, [UNIT, UNIT], None)
-    keys = keys_of(1, 2, 3, 4, 5)
-    shared.there = {(0, key) for key in split(keys_of(1, 2, 3, 4))} | {(1, key) for key in split(keys)}
-
-    def states() -> list[list[int]]:
-        return [list(one) for one in rig.cache.lookup(space, 1, 1, [(0, keys), (1, keys)])[0]]
-
-    assert states() == [[SHARED] * 5, [SHARED] * 5]
+    space, keys = windows(rig), keys_of(1, 2, 3, 4, 5)
+    give(rig, shared, space, 1, 2, 3, 4)
+    give(rig, shared, space, 1, 2, 3, 4, 5, group=1)
+    assert look_up(rig, space, keys) == [[SHARED] * 5, [SHARED] * 5]
     shared.answer()
-    assert states() == [[SHARED] * 4 + [ABSENT], [ABSENT, ABSENT, SHARED, SHARED, ABSENT]]
+    assert look_up(rig, space, keys) == [[SHARED] * 4 + [ABSENT], [ABSENT, ABSENT, SHARED, SHARED, ABSENT]]
     rig.tiering.pump()
-    shared.end_reads(space)
-    assert [one.group for one in shared.ended] == [0] * 4 + [1] * 2
-    assert states() == [[READY] * 4 + [ABSENT], [ABSENT, ABSENT, READY, READY, ABSENT]]
+    groups: list[int] = []
+    while shared.jobs:
+        job = next(iter(shared.jobs))
+        groups.append(job.space.group)
+        shared.end(job)
+    assert groups == [0] * 4 + [1] * 2
+    assert look_up(rig, space, keys) == [[READY] * 4 + [ABSENT], [ABSENT, ABSENT, READY, READY, ABSENT]]
 
 
-def test_what_cannot_be_reached_and_what_an_engine_reset_is_not_asked(
-    rig: TieringHarness, shared: FakeAskedTier
-) -> None:
-    space = rig.open()
-    shared.reachable = False
-    assert rig.states(space, keys_of(1)) == [ABSENT]
-    shared.reachable = True
-    rig.tiering.namespace_reset(space.fingerprint, everywhere=False)
-    assert rig.states(space, keys_of(1)) == [ABSENT]
+def test_for_a_window_that_the_disks_have_no_store_is_asked(rig: TieringHarness, shared: FakeTier) -> None:
+    space = windows(rig)
+    rig.put_in_tier(space, keys_of(1, 2, 3))
+    rig.put_in_tier(space, keys_of(2, 3), group=1)
+    assert look_up(rig, space, keys_of(1, 2, 3)) == [[PENDING] * 3, [ABSENT, PENDING, PENDING]]
     assert not shared.asked
 
 
-def test_what_is_remembered_of_namespaces_and_servers_that_come_and_go_is_bounded(
-    rig: TieringHarness, shared: FakeAskedTier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+# --- what is slow, and what fails ------------------------------------------------------------------
+
+
+class Asker:
+    """Looks single requests up: asked for, answered, and what it is told then."""
+
+    def __init__(self, rig: TieringHarness, shared: FakeTier) -> None:
+        self.rig, self.shared, self.space = rig, shared, rig.open()
+        give(rig, shared, self.space, *range(1, 9))
+        self.promoter: Promoter = rig.tiering.stores[0].promoter
+        self.space.counters.prefill_tokens_per_second = 10.0 * self.space.groups[0].tokens_per_block
+
+    def __call__(self, *numbers: int) -> list[int]:
+        self.rig.states(self.space, keys_of(*numbers))
+        self.shared.answer()
+        return self.rig.states(self.space, keys_of(*numbers))
+
+
+def test_what_takes_longer_than_computing_it_is_not_read_but_for_a_try_now_and_then(
+    rig: TieringHarness, shared: FakeTier
 ) -> None:
-    monkeypatch.setattr("kvoffd.tiering.shared.MOST_UNSHARED", 100)
-    monkeypatch.setattr("kvoffd.tiering.manager.MOST_LOGGED", 100)
+    asked = Asker(rig, shared)  # it computes a block in a tenth of a second
+    asked.promoter.bytes_per_second = 5.0 * UNIT
+    assert asked(1) == [SHARED], "nothing was read lately"
+    assert asked(2, 3) == [ABSENT, ABSENT]
+    assert asked.promoter.failures == {"slower": 2}
+    assert asked.space.counters.misses[MissReason.SKIPPED] == 2
+    rig.clock.now += READ_AGAIN_S
+    assert asked(4) == [SHARED]
+    assert asked(5) == [ABSENT]
+    rig.tiering.pump()
+    shared.end_all()
+    asked.promoter.bytes_per_second = 20.0 * UNIT
+    assert asked(6) == [SHARED]
+    assert asked(7, 8) == [SHARED, SHARED], "it waits for the one before, and both are quicker read than computed"
+    rig.check()
+
+
+def test_a_disk_that_is_slower_than_computing_is_not_read(rig: TieringHarness) -> None:
     space = rig.open()
-    rig.tiering.namespace_reset(space.fingerprint, everywhere=False)
+    rig.put_in_tier(space, keys_of(1, 2))
+    space.counters.prefill_tokens_per_second = 10.0 * space.groups[0].tokens_per_block
+    rig.tiering.disks.promoter.bytes_per_second = 5.0 * UNIT
+    assert rig.states(space, keys_of(1)) == [PENDING], "nothing was read lately"
+    assert rig.states(space, keys_of(2)) == [ABSENT]
+
+
+@pytest.mark.parametrize("result", [Result.DEADLINE, Result.FAILED])
+def test_what_does_not_come_in_time_is_slow_until_the_store_was_away_and_is_back(
+    rig: TieringHarness, shared: FakeTier, result: Result
+) -> None:
+    asked = Asker(rig, shared)
+    asked.promoter.bytes_per_second = 1e12
+    assert asked(1, 2) == [SHARED, SHARED]
+    rig.tiering.pump()
+    rig.clock.now += 2.0
+    shared.end_all(fault=result)
+    assert asked.promoter.bytes_per_second == pytest.approx(UNIT / 2)
+    assert asked(3) == [ABSENT]
+    assert asked.promoter.failures == {result.value: 2, "slower": 1}
+    shared.hangs = True
+    rig.tiering.tick()
+    shared.hangs = False
+    assert asked(4) == [SHARED]
+    assert asked(5) == [ABSENT]
+    rig.tiering.pump()
+    shared.end_all()
+    assert asked(6) == [SHARED], "it is as fast again as before"
+
+
+def test_where_nobody_says_how_many_tokens_a_block_has_nothing_is_slower(rig: TieringHarness, shared: FakeTier) -> None:
+    space = rig.new_namespace("w", groups=[GroupSpec("full_attention", 0)])
+    rig.cache.register_rank(space, 0, [UNIT], None)
+    space.counters.prefill_tokens_per_second = 1e6
+    rig.tiering.stores[0].promoter.bytes_per_second = 1.0
+    give(rig, shared, space, 1, 2, 3)
+    for number in (1, 2, 3):
+        rig.states(space, keys_of(number))
+        shared.answer()
+        assert rig.states(space, keys_of(number)) == [SHARED]
+
+
+@pytest.mark.parametrize("result", [Result.GONE, Result.CORRUPT, Result.FAILED, Result.DEADLINE])
+def test_what_does_not_come_is_absent(rig: TieringHarness, shared: FakeTier, result: Result) -> None:
+    space = rig.open()
+    give(rig, shared, space, 1)
+    rig.states(space, keys_of(1))
+    shared.answer()
+    rig.states(space, keys_of(1))
+    rig.tiering.pump()
+    shared.blocks.clear()
+    shared.end_all(fault=result)
+    shared.answer()
+    rig.states(space, keys_of(1))
+    shared.answer()
+    assert rig.states(space, keys_of(1)) == [ABSENT]
+    assert rig.tiering.stores[0].promoter.failures == {result.value: 1}
+    rig.check()
+
+
+def test_a_read_that_says_no_checksum_is_not_ready(rig: TieringHarness, shared: FakeTier) -> None:
+    space = rig.open()
+    give(rig, shared, space, 1)
+    rig.states(space, keys_of(1))
+    shared.answer()
+    rig.states(space, keys_of(1))
+    rig.tiering.pump()
+    (job,) = shared.jobs
+    job.on_end(Result.DONE, Block(job.space, job.key, (0,), (0,)))
+    assert rig.index(space) == {}
+    assert rig.tiering.stores[0].promoter.failures == {"corrupt": 1}
+    rig.check()
+
+
+def test_what_is_remembered_of_namespaces_and_servers_that_come_and_go_is_bounded(
+    rig: TieringHarness, shared: FakeTier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvoffd.tiering.tiering.MOST_UNSHARED", 100)
+    monkeypatch.setattr("kvoffd.tiering.tiering.MOST_LOGGED", 100)
+    space, reports = rig.open(), rig.tiering.reports
+    rig.tiering.unshare(space.fingerprint)
     for number in range(1000):
-        rig.tiering.namespace_reset(number.to_bytes(32, "big"), everywhere=False)
-        rig.tiering.tier_error(shared, f"timeout 10.0.{number}.1:6379", "It does not answer.")
+        rig.tiering.unshare(number.to_bytes(32, "big"))
+        reports.error(shared, f"timeout 10.0.{number}.1:6379", "It does not answer.")
     others = [number.to_bytes(32, "big") for number in range(901, 1000)]
-    assert list(rig.tiering.shared[0].unshared) == [space.fingerprint, *others]
-    assert len(rig.tiering._logged_errors) == 100
+    assert list(rig.tiering.unshared) == [space.fingerprint, *others]
+    assert len(reports._logged) == 100
     logged = len(caplog.records)
-    rig.tiering.tier_error(shared, "timeout 10.0.999.1:6379", "It does not answer.")
+    reports.error(shared, "timeout 10.0.999.1:6379", "It does not answer.")
     assert len(caplog.records) == logged
 
 
+# --- what is written there, and what goes ----------------------------------------------------------
+
+
 def test_a_namespace_that_was_reset_is_not_written(rig: TieringHarness) -> None:
-    tier = FakeAskedTier(rig)
-    rig.tiering.share(tier, TieringSettings(mode=WriteMode.ALWAYS))
+    tier = rig.share(ALWAYS)
     space = rig.open()
     rig.put(space, keys_of(1))
     rig.tiering.pump()
-    assert [block.id.key for block in tier.written] == split(keys_of(1))
-    rig.tiering.namespace_reset(space.fingerprint, everywhere=False)
+    assert [job.key for job in tier.jobs] == split(keys_of(1))
+    rig.tiering.unshare(space.fingerprint)
     rig.put(space, keys_of(2))
     rig.tiering.tick()
-    assert len(tier.written) == 1
+    assert len(tier.jobs) == 1
 
 
-def test_what_others_use_stays_there_whatever_this_node_drops(rig: TieringHarness, shared: FakeAskedTier) -> None:
+def test_what_others_use_stays_there_whatever_this_node_drops(rig: TieringHarness, shared: FakeTier) -> None:
     space = rig.open()
     rig.put(space, keys_of(1, 2))
     rig.cache.invalidate(space, [(0, keys_of(1))])
-    assert [one.key for one in shared.forgotten] == split(keys_of(1)), "it must not come straight back"
+    assert shared.told == [("invalidated", keys_of(1))], "it must not come straight back"
     (check,) = rig.cache.checks(rig.blocks_of(space, keys_of(2)))
     assert not rig.cache.check(check.slot, check.generation, check.checksum + 1)
-    assert len(shared.forgotten) == 1, "a whole one may come from there"
+    assert len(shared.told) == 1, "a whole one may come from there"
+    assert ("corrupt", keys_of(2)) in rig.tier.told
     rig.cache.reset(space)
-    assert not shared.removed
+    assert len(shared.told) == 1
 
 
-def test_what_has_less_of_a_block_than_the_pool_now_is_removed_there(
-    rig: TieringHarness, shared: FakeAskedTier
-) -> None:
+def test_what_has_less_of_a_block_than_the_pool_now_is_removed_there(rig: TieringHarness, shared: FakeTier) -> None:
     space = rig.open()
     rig.put(space, keys_of(1), first_block=1)
     rig.put(space, keys_of(1))
-    assert [one.key for one in shared.removed] == split(keys_of(1))
+    assert shared.told == [("partial", keys_of(1))]
 
 
 def test_a_block_dropped_while_it_is_written_stays_there(rig: TieringHarness) -> None:
-    tier = FakeAskedTier(rig)
-    rig.tiering.share(tier, TieringSettings(mode=WriteMode.ALWAYS))
-    ends: list[OnDone] = []
-    tier.write = lambda block, offsets, on_done: ends.append(on_done) or True  # type: ignore[method-assign, func-returns-value]
+    tier = rig.share(ALWAYS)
     space = rig.open()
     rig.put(space, keys_of(1))
     rig.tiering.pump()
-    rig.cache.reset(space)
-    ends[0](Result.DONE)
-    assert [one.key for one in tier.forgotten] == split(keys_of(1))
-    assert not tier.removed
+    rig.cache.reset(space, generation=1)
+    tier.end_all()
+    assert tier.told == [("invalidated", keys_of(1))], "this node does not read it"
 
 
 def test_what_is_used_is_offered_again_and_what_was_there_takes_nothing_of_the_budget(rig: TieringHarness) -> None:
-    tier = FakeAskedTier(rig)
-    rig.tiering.share(tier, TieringSettings(mode=WriteMode.ALWAYS, per_day_bytes=28 * 4 * UNIT))
-    budget = rig.tiering.shared[0].demoter.budget
-    ends: list[OnDone] = []
-    tier.write = lambda block, offsets, on_done: ends.append(on_done) or True  # type: ignore[method-assign, func-returns-value]
+    tier = rig.share(TieringSettings(mode=WriteMode.ALWAYS, per_day_bytes=28 * 4 * UNIT))
+    budget = rig.tiering.stores[0].writer.budget
     space = rig.open()
     rig.put(space, keys_of(1))
     for lease, result in enumerate((Result.DONE, Result.PRESENT)):
         rig.tiering.tick()
-        ends.pop()(result)
+        tier.end_all(fault=result)
+        tier.blocks.clear()  # the store forgets
         taken = budget.take(3 * UNIT)
         assert taken
         budget.give_back(3 * UNIT)
         rig.use(space, keys_of(1), lease)
     rig.tiering.tick()
-    assert len(ends) == 1
+    assert len(tier.jobs) == 1
+
+
+def test_of_several_disks_the_one_with_room_and_least_to_do_is_written_to(
+    rig: TieringHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, busy, half, empty = rig.tier, rig.add_disk(), rig.add_disk(), rig.add_disk()
+    full.evicted_blocks = 1
+    for tier, used, queued in ((full, 1, 0), (busy, 0, 9), (half, 50, 0), (empty, 10, 0)):
+        monkeypatch.setattr(tier, "stats", lambda u=used, q=queued: TierStats(100, u, queued_writes=q))
+    monkeypatch.setattr(type(full), "lifetime_bytes", property(lambda tier: int(tier is full)))
+    assert rig.tiering.disks.writer._targets() == [empty, half, busy, full]
