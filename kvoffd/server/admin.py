@@ -37,8 +37,7 @@ def clear(service: Service, session: Session, message: a.Clear) -> Pending:
         count = service.reset(cache.namespace(message.namespace))
     else:
         service.state.raise_all()
-        if service.tiering is not None:
-            count = service.tiering.forget_unopened()
+        count = service.tiers.remove_all(None)
         with cache.saving_once():
             for namespace in cache.namespaces.values():
                 count += cache.reset(namespace, generation=service.state.generation(namespace.fingerprint))

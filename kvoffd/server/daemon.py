@@ -217,7 +217,7 @@ class Daemon:
             self._gpus,
             pool,
             _ProcessHost(self._sockets, self._page_faulter),
-            opener(pool, self._sockets.post, cache, self._state),
+            opener(pool, self._sockets.post, self._state),
             self._state,
             max_attached=half_of_descriptors(),
         )

@@ -46,8 +46,6 @@ def open_namespace(service: Service, session: Session, message: m.OpenNamespace)
     session.namespaces[fingerprint] = namespace
     if created:
         namespace.generation = service.state.generation(fingerprint)
-        if service.tiering is not None:
-            service.tiering.namespace_opened(namespace)
     return m.NamespaceOpened(message.request_id, created)
 
 

@@ -183,6 +183,8 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True):
     """Namespaces that an engine has reset: no shared store is asked for them until the fleet is reset."""
     quotas: dict[bytes, Count] = {}
     lifetime: Lifetime = Lifetime()
+    disk_spent: tuple[float, float] = (0.0, 0.0)
+    """Bytes of the day's writes to disks that were spent, and when that was, in seconds since 1970."""
 
 
 class State:
@@ -283,6 +285,16 @@ class State:
         if lifetime != msgspec.structs.replace(self.lifetime, since=lifetime.since):
             self._known.lifetime = lifetime
             self._save()
+
+    @property
+    def disk_spent(self) -> tuple[float, float]:
+        """Bytes of the day's writes to disks that were spent, and how many seconds ago."""
+        nbytes, at = self._known.disk_spent
+        return nbytes, time.time() - at
+
+    def note_disk_spent(self, nbytes: float) -> None:
+        self._known.disk_spent = nbytes, time.time()
+        self._save()
 
     def _save(self) -> None:
         body = msgspec.json.encode(self._known)

@@ -35,7 +35,7 @@ from kvoffd.server.sessions import Session, Sessions, credit_bytes
 from kvoffd.server.tiers import OpenDisk, Tiers
 from kvoffd.server.trace import Tracer
 from kvoffd.server.traffic import TrafficCounts
-from kvoffd.tiering.manager import TieringManager
+from kvoffd.tiering.tiering import Tiering
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import TransferEngine
 from kvoffd_proto import admin as a
@@ -128,7 +128,7 @@ class Service:
         cache.watchers.append(self.curve.requested)
 
     @property
-    def tiering(self) -> TieringManager | None:
+    def tiering(self) -> Tiering | None:
         return self.tiers.tiering
 
     # --- called by the sockets ---------------------------------------------------------------------
@@ -211,12 +211,12 @@ class Service:
         self.curve.tick()
         forget_idle(self, FORGET_AFTER_S)
         self.tiers.tick()
-        for fingerprint in self.tiering.take_voided() if self.tiering is not None else ():
+        for fingerprint in self.tiers.take_voided():
             self._void(fingerprint)
 
     def lifetime(self, total: Mapping[str, float]) -> Lifetime:
         """Totals of this daemon, ``TrafficCounts.total``, and those before it."""
-        return self.traffic.lifetime(total, self.tiering.demoter.written_bytes if self.tiering is not None else 0)
+        return self.traffic.lifetime(total, self.tiering.disks.writer.written_bytes if self.tiering is not None else 0)
 
     def save_totals(self) -> None:
         self._totals_due = self.clock() + TOTALS_EVERY_S
@@ -301,8 +301,7 @@ class Service:
             self.reset(namespace)
         else:
             self.state.raise_generation(fingerprint)
-            if self.tiering is not None:
-                self.tiering.tier.remove_namespace(fingerprint)
+            self.tiers.remove_all(fingerprint)
         self.tiers.namespace_reset(fingerprint, everywhere=True)
 
     def _warn_of_partial(self) -> None:

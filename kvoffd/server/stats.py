@@ -17,7 +17,7 @@ from kvoffd.server.health import health_of, health_reply
 from kvoffd.server.sessions import Session
 from kvoffd.server.tiers import Disk
 from kvoffd.server.traffic import counts_of, figures, pending_keys
-from kvoffd.tiers.shared.shared_tier import SharedTier
+from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.tier import TierStats
 from kvoffd.transfer.plan import Direction
 from kvoffd_proto import admin as a
@@ -210,19 +210,19 @@ def _copy_stats(service: Service, direction: Direction) -> s.CopyStats:
 def _tiering_stats(service: Service) -> s.TieringStats | None:
     if (tiering := service.tiering) is None:
         return None
-    promoter, demoter = tiering.promoter, tiering.demoter
+    promoter, writer = tiering.disks.promoter, tiering.disks.writer
     return s.TieringStats(
         promoted_blocks=promoter.promoted_blocks,
         promoted_bytes=promoter.promoted_bytes,
         promotions_waiting=promoter.waiting_blocks,
         promotions_failed=dict(promoter.failures),
-        demoted_blocks=demoter.written_blocks,
-        demoted_bytes=demoter.written_bytes,
-        demotions_waiting=demoter.waiting_blocks,
-        writes_throttled=demoter.over_budget,
-        writes_avoided=demoter.spared_blocks,
-        write_budget_left_bytes=demoter.budget.left_bytes,
-        write_mode=demoter.mode.value,
+        demoted_blocks=writer.written_blocks,
+        demoted_bytes=writer.written_bytes,
+        demotions_waiting=writer.waiting_blocks,
+        writes_throttled=writer.over_budget,
+        writes_avoided=writer.spared_blocks,
+        write_budget_left_bytes=writer.budget.left_bytes,
+        write_mode=writer.mode.value,
         promotion_bytes_per_second=promoter.bytes_per_second,
     )
 
@@ -253,18 +253,19 @@ def _shared_stats(service: Service) -> list[s.SharedStats]:
             s.SharedStats,
             tier.counters,
             url=tier.name,
-            up=tier.reachable,
+            up=tier.available(),
             breaker_trips=tier.breaker.opened,
             queued_reads=tier.queued_reads,
             queued_writes=tier.queued_writes,
             already_stored=tier.counters.present_blocks,
-            promotions_failed=dict(shared.promoter.failures),
+            promotions_failed=dict(level.promoter.failures),
             errors=dict(tier.counters.errors),
             servers=[s.SharedServer(*server) for server in tier.servers],
-            unshared_namespaces=sum(one.fingerprint in shared.unshared for one in service.cache.namespaces.values()),
+            unshared_namespaces=sum(one.fingerprint in tiering.unshared for one in service.cache.namespaces.values()),
         )
-        for shared in tiering.shared
-        if isinstance(tier := shared.tier, SharedTier)
+        for level in tiering.stores
+        for tier in level.tiers
+        if isinstance(tier, SharedTier)
     ]
 
 

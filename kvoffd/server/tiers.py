@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from kvoffd.cache.cache import Cache
@@ -21,13 +20,12 @@ from kvoffd.server.memory import Post
 from kvoffd.server.persistence import State
 from kvoffd.system.threads import start
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.manager import TieringManager
-from kvoffd.tiers.disk.disk_tier import DiskTier
-from kvoffd.tiers.disk.file import OpeningStopped
-from kvoffd.tiers.disk.opening import open_disk_tier
-from kvoffd.tiers.shared.shared_tier import SharedTier
-from kvoffd.tiers.shared.store import Credentials, Store, open_store
-from kvoffd.tiers.tier import CompositeTier, TierListener
+from kvoffd.tiering.tiering import Tiering
+from kvoffd.tiers.disk import DiskTier, open_disk
+from kvoffd.tiers.disk_file import OpeningStopped
+from kvoffd.tiers.shared import SharedTier
+from kvoffd.tiers.store import Credentials, Store, open_store
+from kvoffd.tiers.tier import TierListener
 from kvoffd_proto.stats import DiskFault, DiskState
 from kvoffd_proto.units import format_count, format_duration, format_size
 
@@ -59,11 +57,11 @@ class Disk:
 
 
 class Tiers:
-    """All of them. For the service's thread, but for what ``_open_disk`` does.
+    """All of them. For the service's thread, but for what ``_open`` does.
 
     Attributes:
-        shared: the tiers that nodes share, where any are configured.
-        tiering: None until the first directory or the shared tier is there: until then nothing knows of tiers.
+        shared: the stores that nodes share, where any are configured.
+        tiering: None where nothing is configured: then nothing knows of tiers.
     """
 
     def __init__(
@@ -80,48 +78,58 @@ class Tiers:
         self._config, self._cache, self._events, self._clock = config, cache, events, clock
         self._open_disk, self._post, self._engines_busy, self._state = open_disk, post, engines_busy, state
         self._disks: list[Disk] = []
-        self._tiers = CompositeTier()
         self._stopping = False
         self.shared: list[SharedTier] = []
-        self.tiering: TieringManager | None = None
-
-    def open(self, size: DiskSize) -> None:
-        """Begin to open a directory."""
-        disk = Disk(size)
-        self._disks.append(disk)
-        # Not one of the executor's threads: those are waited for when the process ends, and a disk may hang.
-        name, arguments = f"kvoffd-open-{Path(size.directory).name}", (disk, self._have_tiering())
-        opener = threading.Thread(target=self._open, args=arguments, name=name, daemon=True)
-        try:
-            start(opener)
-        except NoMoreThreads as error:
-            self._failed(disk, error.message)
-        else:
-            disk.opener = opener
+        self.tiering: Tiering | None = None
 
     def start(self, open_shared: OpenShared) -> None:
         """Begin to open what the configuration names. Raises KvoffdError."""
-        for size in self._config.disk:
-            self.open(size)
-        if self._config.shared:
-            self._share(open_shared)
+        config = self._config
+        if not (config.disk or config.shared):
+            return
+        tiering = self.use()
+        for size in config.disk:
+            self._begin_to_open(size, tiering)
+        if config.shared:
+            self.share(open_shared)
 
-    def _share(self, open_shared: OpenShared) -> None:
-        config, tiering = self._config, self._have_tiering()
+    def share(self, open_shared: OpenShared) -> None:
+        """Open the stores that nodes share. Raises KvoffdError."""
+        config, tiering = self._config, self.use()
         mode = WriteMode(config.shared_write)
         settings = TieringSettings(mode, deadline_s=config.shared_deadline_s, trickle_bytes=TRICKLE_BYTES)
-        self.shared = open_shared(tiering, self._state)
+        self.shared = open_shared(tiering.reports, self._state)
         for tier in self.shared:
-            tiering.share(tier, settings, self._state.unshared)
+            tiering.share(tier, settings)
+
+    def use(self) -> Tiering:
+        """Have the cache know of tiers from now on."""
+        if self.tiering is not None:
+            return self.tiering
+        config = self._config
+        settings = TieringSettings(
+            WriteMode(config.disk_write),
+            config.disk_write_bytes_per_day,
+            deadline_s=config.disk_deadline_s,
+            trickle_bytes=TRICKLE_BYTES,
+        )
+        self.tiering = Tiering(self._cache, self._events, self._clock, settings, self._engines_busy)
+        self.tiering.disks.writer.budget.restore(*self._state.disk_spent)
+        for fingerprint in self._state.unshared:
+            self.tiering.unshare(fingerprint)
+        self._cache.tiers = self.tiering
+        return self.tiering
 
     def namespace_reset(self, fingerprint: bytes, *, everywhere: bool = False) -> None:
         """A namespace's blocks are stale, as when its weights changed; ``everywhere``: on all nodes."""
-        if self.tiering is not None:
-            self.tiering.namespace_reset(fingerprint, everywhere=everywhere)
         if everywhere:
             self._state.followed(fingerprint, {tier.name: tier.generation(fingerprint) for tier in self.shared})
         else:
             self._state.unshare(fingerprint)
+            if self.shared:
+                logger.info("An engine reset a namespace; its blocks are not shared with other nodes any more.")
+        if self.tiering is not None:
+            (self.tiering.reshare if everywhere else self.tiering.unshare)(fingerprint)
 
     def invalidated(self, fingerprint: bytes) -> None:
         """Blocks were invalidated. It reaches directories that serve through the cache; here those that do not yet."""
@@ -129,15 +137,19 @@ class Tiers:
             if disk.state is DiskState.OPENING:
                 disk.invalidated.add(fingerprint)
 
+    def remove_all(self, fingerprint: bytes | None) -> int:
+        """Remove what disks have of a namespace that need not be open, or of all; returns how many blocks."""
+        return 0 if self.tiering is None else self.tiering.remove_all(fingerprint)
+
     def removals_saved(self) -> Callable[[], bool]:
         """Returns what says whether all that was removed up to now stays away after a kill or a power cut too.
 
         What is removed from a directory that is being opened is so when it is open.
         """
-        saved = self._tiers.removals_kept()
+        saved = [disk.tier.removals_kept() for disk in self._disks if disk.tier is not None]
         opening = [disk for disk in self._disks if disk.state is DiskState.OPENING and disk.invalidated]
         return lambda: (
-            saved()
+            all(one() for one in saved)
             and self._state.file.is_saved
             and not any(
                 disk.state is DiskState.OPENING or (disk.tier is not None and not disk.tier.removals_kept()())
@@ -146,8 +158,25 @@ class Tiers:
         )
 
     def tick(self) -> None:
-        if self.tiering is not None:
-            self.tiering.tick()
+        if (tiering := self.tiering) is None:
+            return
+        for tier in self.shared:
+            for fingerprint in self._cache.namespaces if tier.available() else ():
+                tier.poll(fingerprint)
+        tiering.tick()
+        if (spent := tiering.disks.writer.budget.to_note()) is not None:
+            self._state.note_disk_spent(spent)
+
+    def take_voided(self) -> set[bytes]:
+        """Fingerprints of namespaces that were reset for all nodes since the last call.
+
+        Of these nothing is shared until they are reset here: what the pool has of them would be written as if it were
+        new.
+        """
+        found = {fingerprint for tier in self.shared for fingerprint in tier.take_voided()}
+        for fingerprint in found if self.tiering is not None else ():
+            self.tiering.unshare(fingerprint)
+        return found
 
     @property
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -170,9 +199,9 @@ class Tiers:
                     "the directory.",
                 )
         for tier in self.shared:
-            if not tier.reachable and tier.problem:
+            if not tier.available() and tier.problem:
                 yield "shared_unreachable", f"No blocks are shared over {tier.name}: {tier.problem}"
-            if tier.reachable and tier.refusal:
+            if tier.available() and tier.refusal:
                 yield "shared_refuses", f"Blocks are read from {tier.name}, and none are written: {tier.refusal}"
             for server in tier.servers if len(tier.servers) > 1 else ():
                 if not server.answers:
@@ -188,6 +217,8 @@ class Tiers:
         self._stopping = True
         if self.tiering is not None:
             self.tiering.stop()
+            if (budget := self.tiering.disks.writer.budget).left_bytes is not None:
+                self._state.note_disk_spent(budget.spent_bytes)
         for disk in self._disks:
             if disk.opener is not None:
                 disk.opener.join(min(STOP_OPENING_S, max(0.0, until - time.monotonic())))
@@ -203,24 +234,23 @@ class Tiers:
                 closed = False
         return closed
 
-    def _have_tiering(self) -> TieringManager:
-        if self.tiering is None:
-            config = self._config
-            settings = TieringSettings(
-                WriteMode(config.disk_write),
-                config.disk_write_bytes_per_day,
-                deadline_s=config.disk_deadline_s,
-                trickle_bytes=TRICKLE_BYTES,
-            )
-            parts = self._cache, self._tiers, self._events, self._clock, settings, self._engines_busy
-            self.tiering = TieringManager(*parts)
-            self._cache.tiers = self.tiering
-        return self.tiering
+    def _begin_to_open(self, size: DiskSize, tiering: Tiering) -> None:
+        disk = Disk(size)
+        self._disks.append(disk)
+        # Not one of the executor's threads: those are waited for when the process ends, and a disk may hang.
+        name, arguments = f"kvoffd-open-{Path(size.directory).name}", (disk, tiering)
+        opener = threading.Thread(target=self._open, args=arguments, name=name, daemon=True)
+        try:
+            start(opener)
+        except NoMoreThreads as error:
+            self._failed(disk, error.message)
+        else:
+            disk.opener = opener
 
-    def _open(self, disk: Disk, tiering: TieringManager) -> None:
+    def _open(self, disk: Disk, tiering: Tiering) -> None:
         """In a thread of its own."""
         try:
-            tier = self._open_disk(disk.size, tiering, lambda: self._stopping)
+            tier = self._open_disk(disk.size, tiering.reports, lambda: self._stopping)
         except OpeningStopped:
             return
         except KvoffdError as error:
@@ -231,13 +261,13 @@ class Tiers:
             problem = f"Opening it failed inside the daemon: {error!r}."
             self._post(lambda: self._failed(disk, problem))
         else:
-            self._post(lambda: self._opened(disk, tier))
+            self._post(lambda: self._opened(disk, tier, tiering))
 
     def _failed(self, disk: Disk, problem: str) -> None:
         disk.state, disk.problem = DiskState.FAILED, problem
         logger.error("The disk at %s is not used. %s", disk.size.directory, problem)
 
-    def _opened(self, disk: Disk, tier: DiskTier) -> None:
+    def _opened(self, disk: Disk, tier: DiskTier, tiering: Tiering) -> None:
         disk.tier, disk.state = tier, DiskState.SERVING
         if self._stopping:
             tier.close(0.0)
@@ -253,11 +283,10 @@ class Tiers:
         for fingerprint, generation in tier.found_generations.items():
             # It may have been raised since the file was read.
             if generation < self._state.generation(fingerprint) or fingerprint in disk.invalidated:
-                tier.remove_namespace(fingerprint)
+                tier.remove_all(fingerprint)
             elif generation > self._state.generation(fingerprint):
                 self._raised_elsewhere(fingerprint, generation)
-        self._tiers.attach(tier)
-        self._have_tiering().directory_attached()
+        tiering.disks.tiers.append(tier)
 
     def _raised_elsewhere(self, fingerprint: bytes, generation: int) -> None:
         """A disk has blocks of a higher generation than is known: what was known was lost, as when the machine started.
@@ -267,7 +296,7 @@ class Tiers:
         """
         for disk in self:
             if disk.tier is not None and disk.tier.found_generations.get(fingerprint, generation) < generation:
-                disk.tier.remove_namespace(fingerprint)
+                disk.tier.remove_all(fingerprint)
         self._state.found(fingerprint, generation)
         if (namespace := self._cache.find(fingerprint)) is None:
             return
@@ -277,14 +306,8 @@ class Tiers:
             self._cache.set_generation(namespace, generation)
 
 
-def stored_generation(cache: Cache, state: State, fingerprint: bytes) -> int:
-    """Of the pool's blocks of a namespace."""
-    namespace = cache.find(fingerprint)
-    return state.generation(fingerprint) if namespace is None else namespace.generation
-
-
-def opener(pool: Pool, post: Post, cache: Cache, state: State) -> OpenDisk:
-    return lambda size, listener, should_stop: open_disk_tier(
+def opener(pool: Pool, post: Post, state: State) -> OpenDisk:
+    return lambda size, listener, should_stop: open_disk(
         Path(size.directory),
         size.size_bytes,
         pool=pool.buffer,
@@ -292,8 +315,7 @@ def opener(pool: Pool, post: Post, cache: Cache, state: State) -> OpenDisk:
         clock=time.monotonic,
         post=post,
         listener=listener,
-        known_generation=state.generation,
-        stored_generation=partial(stored_generation, cache, state),
+        generation=state.generation,
         should_stop=should_stop,
     )
 
@@ -311,7 +333,6 @@ def shared_opener(config: Config, stores: OpenStores, pool: Pool, post: Post) ->
             url,
             open_one,
             pool=pool.buffer,
-            digest=digest,
             clock=time.monotonic,
             post=post,
             listener=listener,

@@ -38,6 +38,8 @@ LEAST_CHANCE, LEAST_OF_MEAN = 0.1, 0.5
 lately that were to be written, if that is less."""
 SAVED_SHARE = 1 / 8
 """Share of a day's bytes that may be saved up and written at once."""
+NOTED_AHEAD_SHARE = 1 / 8
+"""Share of those bytes that is noted as spent in advance."""
 
 
 class WriteBudget:
@@ -51,10 +53,20 @@ class WriteBudget:
         self._bound = self._level = per_day_bytes * SAVED_SHARE
         self._rate = (per_day_bytes - self._bound) / DAY_S
         self._filled_at = clock()
+        self._noted, self._noted_at = 0.0, clock()
 
     def restore(self, spent_bytes: float, seconds: float) -> None:
         """Go on from what an earlier daemon had spent so many seconds ago."""
         self._level = min(self._bound, self._bound - spent_bytes + self._rate * max(0.0, seconds))
+
+    def to_note(self) -> float | None:
+        """Bytes that a next daemon is to believe spent now, where it knows of less: somewhat more than there are, so
+        that it spends none of them twice after a kill."""
+        now, spent = self._clock(), self.spent_bytes
+        if spent <= self._noted - self._rate * (now - self._noted_at):
+            return None
+        self._noted, self._noted_at = spent + self._bound * NOTED_AHEAD_SHARE, now
+        return self._noted
 
     def take(self, nbytes: int) -> bool:
         """Take so many bytes out of the budget, or none."""

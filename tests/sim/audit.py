@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from kvoffd.cache.block_table import READY
+from kvoffd.cache.namespace import Namespace
 from kvoffd.server.jobs import LoadJob
 from kvoffd.server.service import Service
 from kvoffd_proto import codec
@@ -27,7 +29,7 @@ from tests.kit.slot_cache import check_invariants
 from tests.sim.clock import Broken
 
 if TYPE_CHECKING:
-    from tests.sim.disk import SimDisks
+    from tests.sim.tiers import SimTiers
 
 Readable = set[tuple[int, bytes]]
 """Blocks of a namespace that can be read: (group, key)."""
@@ -65,6 +67,8 @@ class Audit:
         """By topic, the number of the next message of KV events."""
         self._readable: dict[bytes, Readable] = {}
         self._on_disk: dict[bytes, Readable] = {}
+        self._untold: WeakKeyDictionary[Namespace, Readable] = WeakKeyDictionary()
+        """Blocks that the disk had before the namespace was opened, of which no event tells."""
 
     def accept(self, session_id: int, job_id: int) -> None:
         """The daemon took a job."""
@@ -83,7 +87,7 @@ class Audit:
                 raise Broken("KV event messages are not numbered one by one")
             self.next_event_message[topic] = number + 1
             fold(events, self._readable.setdefault(topic, set()))
-            fold(events, self._on_disk.setdefault(topic, set()), medium=MEDIUM_STORAGE)
+            fold(events, self._on_disk.setdefault(topic, set()), strict=False, medium=MEDIUM_STORAGE)
             return
         batch = codec.decode_completions(payload)
         session_id = int(topic.split(b"/")[1])
@@ -107,15 +111,17 @@ class Audit:
             lost, unknown = self.unfinished - running, running - self.unfinished
             raise Broken(f"jobs without completion {sorted(lost)}, jobs that should have ended {sorted(unknown)}")
 
-    def check_events(self, disk: SimDisks | None) -> None:
-        """After a flush: what the events fold to is the index, and what is on disk."""
+    def check_events(self, tiers: SimTiers | None) -> None:
+        """After a flush: what the events fold to is the index, and what is on disk and was not before."""
         for namespace in self._service.cache.namespaces.values():
             if self.folded(namespace.fingerprint) != readable_in(self._service, namespace.fingerprint):
                 raise Broken("folding the KV events does not give the index")
-            if disk is not None and not disk.tier.has_news:
-                told = self._on_disk.get(kv_topic(namespace.fingerprint), set())
-                if told != disk.readable(namespace.fingerprint):
+            if tiers is not None and not tiers.disk.has_news:
+                told, there = self._on_disk.get(kv_topic(namespace.fingerprint), set()), tiers.readable(namespace)
+                before = self._untold.get(namespace, there)
+                if not told <= there or not there - told <= before:
                     raise Broken("folding the KV events does not give what is on disk")
+                self._untold[namespace] = there - told
 
     def folded(self, fingerprint: bytes) -> Readable:
         """What the events of a namespace that were published so far fold to."""
@@ -132,8 +138,8 @@ class Audit:
                 for ticket in job.tickets:
                     pins.update(ticket.blocks.tolist())
         if tiering is not None:
-            for demoter in (tiering.demoter, *(shared.demoter for shared in tiering.shared)):
-                pins.update(list(demoter.under_way))
+            for level in tiering.levels:
+                pins.update(list(level.writer.under_way))
         found = {int(block): int(cache.blocks.pins[block]) for block in np.flatnonzero(cache.blocks.pins)}
         assert found == dict(pins), f"pins of nobody, or too few: {found} and {dict(pins)}"
 

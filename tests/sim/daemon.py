@@ -30,7 +30,7 @@ from tests.kit.quota_oracle import QuotaOracle
 from tests.kit.slot_cache import Part
 from tests.sim.audit import Audit, Readable, readable_in
 from tests.sim.clock import Broken, Injected, Process
-from tests.sim.disk import SimDisks, SimTier
+from tests.sim.disk import SimDisk
 from tests.sim.memory import AddressSpace, Segment
 from tests.sim.network import Dealer, Lifeline
 from tests.sim.parts import (
@@ -46,6 +46,7 @@ from tests.sim.parts import (
 )
 from tests.sim.pool import WatchedPool, as_bytes, records_of
 from tests.sim.shared import SimShared
+from tests.sim.tiers import SimTiers
 from tests.sim.transfer_engine import SimTransferEngine
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class SimDaemon:
         self._job_finished = jobs.finished
         self._in_queue = False
         jobs.finished = self._finished  # type: ignore[method-assign]
-        self.disk = self._make_disks(life)
+        self.tiers = self._make_tiers(life)
         QuotaOracle(self.service.cache)
         self.audit = Audit(self.service)
         self.lifelines: list[Lifeline] = []
@@ -166,25 +167,25 @@ class SimDaemon:
         if self.service.pending or self.service.events.has_news:
             self._schedule_flush()
 
-    def _make_disks(self, life: int) -> SimDisks | None:
+    def _make_tiers(self, life: int) -> SimTiers | None:
         device, objects = self._world.device, self._world.shared
         if device is None:
             return None
         scenario, faults = self._world.scenario, self._world.faults
         rng = scenario.rng(f"disk {life}")
-        tier = SimTier(device, self.pool, self.clock, self.process, faults, rng)
+        disk = SimDisk(device, self.pool, self.clock, self.process, faults, rng)
         config = with_tiers(self.config, rng)
-        disks = self.service.tiers = SimDisks(config, self.service, tier, self.post)
-        tier.on_turn = self._schedule_flush
+        tiers = self.service.tiers = SimTiers(config, self.service, disk, self.post)
+        disk.on_turn = self._schedule_flush
         drained = faults.calm
         if objects is not None:
             rng = scenario.rng(f"shared {life}")
             drained = drained or rng.random() < 0.7  # or the disk has most of what is asked for
             given = (objects, self.pool, self.process, self.clock, rng, lambda: faults.calm)
-            disks.share(lambda listener: SimShared(*given, listener, self._schedule_flush))
+            tiers.share(lambda listener, state: [SimShared(*given, listener, self._schedule_flush)])
         if drained:
-            tier.takes_writes = False
-        return disks
+            disk.takes_writes = False
+        return tiers
 
     # --- lifelines, as LifelineServer does it ------------------------------------------------------
 
@@ -257,10 +258,10 @@ class SimDaemon:
             request = codec.decode_request(frame)
         except codec.CodecError:
             request = None
-        before, begun = self._holdings(), self.disk.tier.file.begun if self.disk is not None else 0
+        before, begun = self._holdings(), self.tiers.disk.file.begun if self.tiers is not None else 0
         sent, waiting = len(service.replies), len(service.pending)
-        if self.disk is not None:
-            self.disk.waited_for = None
+        if self.tiers is not None:
+            self.tiers.waited_for = None
         service.handle(dealer.name, frame)
         self._schedule_work()
         if request is not None:
@@ -293,11 +294,11 @@ class SimDaemon:
 
     def _watch_removal(self, sender: bytes, request: m.AnyRequest, begun: int) -> None:
         """What a request has removed is looked at before others are served. ``begun``: writes to the disk before it."""
-        disk = self.disk
-        if disk is None or disk.waited_for is None or not isinstance(request, m.Invalidate | m.Reset | a.Clear):
+        tiers = self.tiers
+        if tiers is None or tiers.waited_for is None or not isinstance(request, m.Invalidate | m.Reset | a.Clear):
             return
-        last = begun if isinstance(request, a.Clear) and request.namespace is None else disk.tier.file.begun
-        self._removals[sender, request.request_id] = disk.dropped(request, last), disk.waited_for
+        last = begun if isinstance(request, a.Clear) and request.namespace is None else tiers.disk.file.begun
+        self._removals[sender, request.request_id] = tiers.dropped(request, last), tiers.waited_for
 
     def _removal_answered(self, sender: bytes, reply: m.AnyReply) -> None:
         """What a request removed must not come back, if the disk had noted it before the answer went out."""
@@ -431,7 +432,7 @@ class SimDaemon:
     def check_all(self) -> None:
         """Check every invariant."""
         self.audit.check_cache()
-        self.audit.check_events(self.disk)
+        self.audit.check_events(self.tiers)
         in_use = {segment for session in self.service.sessions for segment in session.segments.values()}
         if len(in_use) > len(self.service.sessions) * self.config.limits.max_segments:
             raise Broken("more descriptors than segments are allowed")
@@ -484,8 +485,8 @@ class SimDaemon:
         """The process is killed at this point."""
         self.clock.note("daemon dies")
         self.process.alive = False
-        if self.disk is not None:
-            self.disk.tier.crash()
+        if self.tiers is not None:
+            self.tiers.disk.crash()
         for stream in self._streams:
             stream.close()
         for session in self.service.sessions:

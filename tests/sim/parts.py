@@ -25,7 +25,7 @@ from kvoffd.server.recovery import restore
 from kvoffd.server.service import Service
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.tiering import WriteMode
-from kvoffd.tiers.disk.disk_tier import DiskTier
+from kvoffd.tiers.disk import DiskTier
 from kvoffd.tiers.tier import TierListener
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import TransferEngine

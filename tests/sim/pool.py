@@ -13,11 +13,18 @@ from kvoffd.cache.block_table import CORRUPT, READY, BlockIds
 from kvoffd.cache.cache import Cache
 from kvoffd.pool.allocator import SlotIds
 from kvoffd.pool.pool import Pool
-from kvoffd.tiers.tier import OnDone, TierResult
 from tests.sim.clock import Broken
 from tests.sim.content import Bytes, Content
 
 PAGE = 4096
+
+
+class BlockName(NamedTuple):
+    """A block below the pool, of whatever generation."""
+
+    fingerprint: bytes
+    group: int
+    key: bytes
 
 
 class SlotOwner(NamedTuple):
@@ -174,14 +181,19 @@ class WatchedPool:
     # --- for the tiers ---------------------------------------------------------------------------
 
     def lend(
-        self, offsets: Sequence[int], state: str, who: str, begin: Callable[[OnDone], bool], on_done: OnDone
+        self,
+        offsets: Sequence[int],
+        state: str,
+        who: str,
+        begin: Callable[[Callable[..., None]], bool],
+        on_end: Callable[..., None],
     ) -> bool:
         """Have a tier begin a read or write of slots in this state, which nobody may change until it ends."""
 
-        def ended(result: TierResult) -> None:
+        def ended(*how: Any) -> None:
             for slot in slots:
                 slot.transfers -= 1
-            on_done(result)
+            on_end(*how)
 
         slots = [self.used[offset] for offset in offsets]
         if not begin(ended):

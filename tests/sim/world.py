@@ -166,8 +166,8 @@ class World:
             self.clock.at(start + at * scenario.duration_s, lambda kind=kind: self._inject(kind))  # type: ignore[misc]
         self._run_until(start + scenario.duration_s)
         self.faults.calm = True
-        if self.daemon.disk is not None:
-            self.daemon.disk.tier.takes_writes = False
+        if self.daemon.tiers is not None:
+            self.daemon.tiers.disk.takes_writes = False
         for hostile in self._hostiles:
             hostile.die()
         self._run_until_idle(self._why_not_idle)
@@ -209,7 +209,7 @@ class World:
         return None
 
     def _still_open(self) -> str | None:
-        if self.daemon.disk is not None and self.daemon.disk.busy:
+        if self.daemon.tiers is not None and self.daemon.tiers.busy:
             return "the disk or the shared store is busy"
         sessions = self.daemon.service.sessions
         return f"{len(sessions)} sessions are open" if sessions or self.daemon.lifelines else None
