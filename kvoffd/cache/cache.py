@@ -411,8 +411,7 @@ class Cache:
     def reset(
         self, namespace: Namespace, *, end_leases: bool = True, keep_tiers: bool = False, generation: int | None = None
     ) -> int:
-        """Forget every block, as when the weights changed, in the tiers too. Returns how many there were, those on disks
-        included.
+        """Forget every block, as when the weights changed, in the tiers too. Returns how many pool and disks had.
 
         Nothing is found from now on, by a successor either: the namespace has a new number. ``background`` frees the
         slots. ``end_leases``: lest a load under one serves what is stale. ``generation``: of the blocks to come.

@@ -21,8 +21,8 @@ from kvoffd.server.service import Service
 from kvoffd.server.sessions import Session, Sessions
 from kvoffd.server.tiers import Tiers
 from kvoffd.server.traffic import TrafficCounts
-from kvoffd.tiers.disk.file import DiskError, OpeningStopped
-from kvoffd.tiers.tier import TierBlock, TierListener, TierStats
+from kvoffd.tiers.disk_file import DiskError, OpeningStopped
+from kvoffd.tiers.tier import TierListener, TierStats
 from kvoffd_proto.admin import Clear
 from kvoffd_proto.messages import Done, GroupKeys, GroupSpec, Invalidate
 from kvoffd_proto.stats import DiskState, Lifetime
@@ -62,19 +62,11 @@ class FakeDisk:
             time.sleep(deadline_s)
         return not self.hangs
 
-    def tick(self) -> None:
-        """Has nothing to do."""
-
-    def groups(self) -> list[tuple[bytes, int]]:
-        return [(name, 0) for name in self.names]
-
-    def index(self, fingerprint: bytes, group: int) -> dict[bytes, TierBlock]:
-        return {}
-
-    def remove_namespace(self, fingerprint: bytes) -> int:
-        self.names.discard(fingerprint)
+    def remove_all(self, fingerprint: bytes | None) -> int:
+        count = len(self.names)
+        self.names = set() if fingerprint is None else self.names - {fingerprint}
         self.kept = False
-        return 0
+        return count - len(self.names)
 
     def removals_kept(self) -> Callable[[], bool]:
         return lambda: self.kept
@@ -110,7 +102,7 @@ class TiersRig:
         return self.result
 
     def attach(self) -> None:
-        self.tiers.open(SIZE)
+        self.tiers._begin_to_open(SIZE, self.tiers.use())
 
     def opened(self) -> None:
         """Let the thread do its work, and take in what it posts."""
@@ -134,10 +126,13 @@ def rig(tmp_path: Path) -> Iterator[TiersRig]:
     made.saved.file.close(10.0)
 
 
-def test_nothing_knows_of_tiers_before_the_first_directory(rig: TiersRig) -> None:
+def test_where_no_tier_is_configured_nothing_knows_of_tiers(rig: TiersRig) -> None:
+    rig.tiers.start(lambda listener, state: [])
+    rig.tiers.tick()
     assert rig.tiers.tiering is None
     assert rig.rig.cache.tiers is None
     rig.attach()
+    assert rig.rig.cache.tiers is rig.tiers.tiering is not None
     assert rig.state() == [DiskState.OPENING]
     rig.opened()
     assert rig.state() == [DiskState.SERVING]
@@ -312,10 +307,26 @@ def test_a_generation_that_was_forgotten_is_known_by_a_disk_and_other_disks_are_
     other.names, disk.names = {space.fingerprint}, {space.fingerprint}
     disk.generation = 5
     for number, rig.result in enumerate((other, disk)):
-        rig.tiers.open(DiskSize(f"/mnt/{number}", 2**30))
+        rig.tiers._begin_to_open(DiskSize(f"/mnt/{number}", 2**30), rig.tiers.use())
         rig.opened()
     assert (other.names, disk.names) == (set(), {space.fingerprint})
     assert (rig.saved.generation(space.fingerprint), space.generation) == (5, 5)
     assert space.ready_blocks == (0 if recovered else 2)
     rig.saved.raise_generation(space.fingerprint)
     assert rig.saved.generation(space.fingerprint) == 6
+
+
+def test_what_was_spent_of_the_days_writes_is_known_to_the_next_daemon(tmp_path: Path) -> None:
+    config = Config(disk_write_per_day="8MiB")
+    rigs = []
+    for _ in range(2):
+        rig = TiersRig(tmp_path)
+        rig.tiers._config = config
+        budget = rig.tiers.use().disks.writer.budget
+        rigs.append(budget.left_bytes)
+        assert budget.take(1 << 18)
+        rig.tiers.tick()
+        assert rig.tiers.close(1.0)
+        rig.saved.file.close(10.0)
+    assert rigs[0] == 1 << 20
+    assert rigs[1] == pytest.approx((1 << 20) - (1 << 18), abs=1 << 12)

@@ -378,6 +378,34 @@ def test_no_24_hours_see_more_than_the_days_bytes(step_s: float) -> None:
     assert max(sum(nbytes for at, nbytes in written if start <= at < start + DAY_S) for start in starts) <= 1_000_000
 
 
+@pytest.mark.parametrize("lives", [1, 8, 1000])
+def test_daemons_that_are_killed_spend_no_more_than_one_that_lives(lives: int) -> None:
+    """However often: what is noted for the next one is ahead of what is spent."""
+    now, left, written = 0.0, (0.0, 0.0), 0
+    for _ in range(lives):
+        budget = WriteBudget(1_000_000, lambda: now)
+        budget.restore(left[0], now - left[1])
+        until = now + DAY_S / lives
+        while now < until:
+            while budget.take(2_000):
+                written += 2_000
+                if (spent := budget.to_note()) is not None:
+                    left = spent, now
+            now += DAY_S / 2000
+    assert 850_000 < written <= 1_000_000 if lives == 1 else 300_000 < written <= 1_000_000
+
+
+def test_a_daemon_that_ends_in_good_order_leaves_what_it_had() -> None:
+    now = 0.0
+    first, second = WriteBudget(8_000, lambda: now), WriteBudget(8_000, lambda: now)
+    assert first.take(600)
+    second.restore(first.spent_bytes, 0.0)
+    assert second.left_bytes == first.left_bytes == 400
+    second.restore(first.spent_bytes, DAY_S)
+    assert second.left_bytes == 1_000
+    assert WriteBudget(0, lambda: now).to_note() is None, "no bound"
+
+
 def test_a_block_larger_than_what_may_be_saved_is_written_and_paid_off() -> None:
     now = 0.0
     budget = WriteBudget(8_000, lambda: now)
