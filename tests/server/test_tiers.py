@@ -317,7 +317,7 @@ def test_a_generation_that_was_forgotten_is_known_by_a_disk_and_other_disks_are_
 
 
 def test_what_was_spent_of_the_days_writes_is_known_to_the_next_daemon(tmp_path: Path) -> None:
-    config = Config(disk_write_per_day="8MiB")
+    config = Config(disk_write_bytes_per_day=8 << 20)
     rigs = []
     for _ in range(2):
         rig = TiersRig(tmp_path)
