@@ -307,7 +307,7 @@ class Writer:
             else:
                 self._waiting[write.number] = generation
             return False
-        if not any(tier.write(write.copy, write.offsets, partial(self._on_end, write, tier)) for tier in targets):
+        if not any(tier.write(write.copy, write.offsets, partial(self._on_end, write)) for tier in targets):
             self.budget.give_back(nbytes)
             if self.under_way:  # there were too many at once
                 self._waiting[write.number] = generation
@@ -377,7 +377,7 @@ class Writer:
         mean = self._read_bytes / max(1.0, self._offered_bytes)
         self._least_chance = min(LEAST_CHANCE, LEAST_OF_MEAN * mean)
 
-    def _on_end(self, write: Write, tier: Tier, result: Result) -> None:
+    def _on_end(self, write: Write, result: Result) -> None:
         nbytes = write.copy.space.nbytes
         if result is Result.DONE:
             self.written_blocks += 1
@@ -388,8 +388,5 @@ class Writer:
             self._trickle_left += nbytes
         del self.under_way[write.number]
         self.under_way_bytes -= nbytes
-        dropped = self._cache.blocks.state[write.number] != READY or write.group.dead
         self._cache.unpin(write.block)
-        if dropped and result in (Result.DONE, Result.PRESENT):  # it must not come back
-            tier.remove(write.copy.space, [write.copy.key], "invalidated")
         self.pump()

@@ -153,7 +153,13 @@ class Tier(ABC):
 
     @abstractmethod
     def remove(self, space: Space, keys: Sequence[bytes], why: str) -> None:
-        """Have nobody on this node read these blocks any more; see ``removals_kept``."""
+        """Have nobody on this node read these blocks any more, nor what is being written of them; see
+        ``removals_kept``.
+
+        Args:
+            why: ``invalidated``; ``partial``, where the pool has more of them now, which others are to have too; or
+                ``corrupt``, which a store of several nodes is not told.
+        """
 
     @abstractmethod
     def remove_all(self, fingerprint: bytes | None) -> int:

@@ -445,16 +445,6 @@ def test_what_has_less_of_a_block_than_the_pool_now_is_removed_there(rig: Tierin
     assert shared.told == [("partial", keys_of(1))]
 
 
-def test_a_block_dropped_while_it_is_written_stays_there(rig: TieringHarness) -> None:
-    tier = rig.share(ALWAYS)
-    space = rig.open()
-    rig.put(space, keys_of(1))
-    rig.tiering.pump()
-    rig.cache.reset(space, generation=1)
-    tier.end_all()
-    assert tier.told == [("invalidated", keys_of(1))], "this node does not read it"
-
-
 def test_what_is_used_is_offered_again_and_what_was_there_takes_nothing_of_the_budget(rig: TieringHarness) -> None:
     tier = rig.share(TieringSettings(mode=WriteMode.ALWAYS, per_day_bytes=28 * 4 * UNIT))
     budget = rig.tiering.stores[0].writer.budget
