@@ -11,6 +11,7 @@ from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.writer import DAY_S, MAX_LOOKED_AT, MIN_SWEPT_BLOCKS, WriteBudget
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.messages import BENCH_LABEL
+from tests.kit.clock import Clock
 from tests.kit.slot_cache import UNIT, check_invariants, keys_of
 from tests.kit.tiering_harness import TieringHarness
 
@@ -381,17 +382,17 @@ def test_no_24_hours_see_more_than_the_days_bytes(step_s: float) -> None:
 @pytest.mark.parametrize(("lives", "least"), [(1, 980_000), (8, 850_000), (1000, 125_000)])
 def test_daemons_that_are_killed_spend_no_more_than_one_that_lives(lives: int, least: int) -> None:
     """However often: what is noted for the next one is ahead of what is spent."""
-    now, left, written = 0.0, (0.0, 0.0), 0
+    clock, left, written = Clock(), (0.0, 0.0), 0
     for _ in range(lives):
-        budget = WriteBudget(1_000_000, lambda: now)
-        budget.restore(left[0], now - left[1])
-        until = now + DAY_S / lives
-        while now < until:
+        budget = WriteBudget(1_000_000, clock)
+        budget.restore(left[0], clock() - left[1])
+        until = clock() + DAY_S / lives
+        while clock() < until:
             while budget.take(2_000):
                 written += 2_000
                 if (spent := budget.to_note()) is not None:
-                    left = spent, now
-            now += DAY_S / 2000
+                    left = spent, clock()
+            clock.now += DAY_S / 2000
     assert least < written <= 1_000_000
 
 
