@@ -174,8 +174,8 @@ class Tiers:
         new.
         """
         found = {fingerprint for tier in self.shared for fingerprint in tier.take_voided()}
-        for fingerprint in found if self.tiering is not None else ():
-            self.tiering.unshare(fingerprint)
+        for fingerprint in found:
+            self.use().unshare(fingerprint)
         return found
 
     @property
