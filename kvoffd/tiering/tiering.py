@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -14,9 +14,9 @@ from kvoffd.cache.hooks import CacheListener
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings
-from kvoffd.tiering.promoter import SLOWER, Coming, Promoter
+from kvoffd.tiering.promoter import SLOWER, Coming, Fill, Promoter
 from kvoffd.tiering.writer import Writer
-from kvoffd.tiers.tier import ABSENT, ASKED, Space, Tier, make_space
+from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Space, Tier, make_space
 from kvoffd_proto.events import MEDIUM_STORAGE
 from kvoffd_proto.messages import COMING, PENDING, SHARED, GroupSpec
 
@@ -75,11 +75,34 @@ class _Lookup(NamedTuple):
     """Those that are of use to it now, in the order in which they are asked."""
 
 
-class _Found(NamedTuple):
-    """By place among some keys: what the levels say of those that are neither in the pool nor on their way."""
+class _Range:
+    """Some keys of one group of a lookup, and what is known of them by their places."""
 
-    there: Mapping[int, tuple[Level, Tier]]
-    asked: Mapping[int, Level]
+    def __init__(self, space: Space, keys: Sequence[bytes], states: memoryview, coming: Mapping[bytes, Fill]) -> None:
+        self.space, self.keys, self.states, self.coming = space, keys, states, coming
+        """``states``: to be answered with. ``coming``: what is on its way already."""
+        free = len(states) if not any(states) else 0
+        self.left = list(range(free)) or [at for at, state in enumerate(states) if state == FREE]
+        """Keys that are neither in the pool nor on their way, nor in a tier that was asked."""
+        if coming:
+            self.left = [at for at in self.left if keys[at] not in coming]
+        self.there: dict[int, tuple[Level, Tier]] = {}
+        self.asked: list[int] = []
+        """Keys that a store is being asked for."""
+
+    def look(self, levels: Sequence[Level], *, prefix: bool) -> None:
+        """Ask each tier of some levels for what none before it has."""
+        for level in levels:
+            for tier in level.tiers:
+                if not self.left:
+                    return
+                found = tier.find(self.space, [self.keys[at] for at in self.left], prefix=prefix)
+                if any(found):
+                    answers = list(zip(self.left, found, strict=True))
+                    source = level, tier
+                    self.left = [at for at, one in answers if one == ABSENT]
+                    self.asked += [at for at, one in answers if one == ASKED]
+                    self.there.update([(at, source) for at, one in answers if one == PRESENT])
 
 
 class Tiering:
@@ -174,121 +197,96 @@ class Tiering:
             start = run_end(answer[number]) if limit is None else max(0, limit - most)
             stop = start + most if limit is None else limit
             names = namespace.split(group, keys[start * namespace.key_bytes : stop * namespace.key_bytes])
-            of_range, space = memoryview(answer[number])[start:stop], self.space(namespace, group)
+            space = self.space(namespace, group)
+            some = _Range(space, names, memoryview(answer[number])[start:stop], self._coming.get(space.tag, {}))
             if limit is None:
-                asking |= self._find_run(lookup, space, names, of_range)
+                asking |= self._find_run(lookup, some)
             else:
-                self._find_window(lookup, space, names, of_range, wait=asking)
+                self._find_window(lookup, some, wait=asking)
         return list(map(bytes, answer))
 
-    def _find_run(self, lookup: _Lookup, space: Space, keys: Sequence[bytes], states: memoryview) -> bool:
+    def _find_run(self, lookup: _Lookup, some: _Range) -> bool:
         """Find how far the run goes from the first of these keys on; returns whether any of it is being asked for."""
-        coming = self._coming.get(space.tag, {})
-        gaps = (at for at, state in enumerate(states) if state == WRITING and keys[at] not in coming)
-        end = next(gaps, len(keys))  # what an engine is writing may never be whole
-        found = self._look(lookup.levels, space, keys, self._open(space, keys, states, range(end)), prefix=True)
+        states, end = bytes(some.states), len(some.keys)
+        if WRITING in states:  # what an engine is writing may never be whole
+            writing = (at for at, state in enumerate(states) if state == WRITING)
+            end = next((at for at in writing if some.keys[at] not in some.coming), end)
+            some.left = [at for at in some.left if at < end]
+        every = some.left
+        if not any(level.shared for level in lookup.levels):  # then mostly the first one is not there
+            some.left = every[:1]
+            some.look(lookup.levels, prefix=True)
+            every = every[1:] if some.there else []
+            some.left += every
+        some.look(lookup.levels, prefix=True)
+        end = min([end, *some.left[:1]])
+        some.asked = [at for at in some.asked if at < end]
+        self._mark_asked(lookup, some)
+        places = set(some.there)
+        if some.coming:
+            places |= {at for at in range(end) if some.keys[at] in some.coming}
+        self._request(lookup, some, sorted(at for at in places if at < end))
+        return bool(some.asked)
 
-        def comes(at: int) -> bool:
-            return states[at] in SETTLED or at in found.there or at in found.asked or keys[at] in coming
-
-        end = next((at for at in range(end) if not comes(at)), end)
-        asked = [at for at in found.asked if at < end]
-        self._mark_asked(lookup, space, keys, asked, states)
-        self._request(lookup, space, keys, [at for at in range(end) if at not in found.asked], found, states)
-        return bool(asked)
-
-    def _find_window(
-        self, lookup: _Lookup, space: Space, keys: Sequence[bytes], states: memoryview, *, wait: bool
-    ) -> None:
+    def _find_window(self, lookup: _Lookup, some: _Range, *, wait: bool) -> None:
         """Bring up the last whole window of these keys, once all is known; ``wait``: how many count is not known.
 
         Stores are not asked where the disks have all of the window at the end.
         """
-        coming = self._coming.get(space.tag, {})
-        spec = lookup.namespace.groups[space.group]
-        found = _Found({}, {})
-        for levels in ([one for one in lookup.levels if not one.shared], [one for one in lookup.levels if one.shared]):
-            left = [at for at in self._open(space, keys, states, range(len(keys))) if at not in found.there]
-            more = self._look(levels, space, keys, left, prefix=False)
-            found = _Found({**found.there, **more.there}, more.asked)
-            there = [state in SETTLED or key in coming for key, state in zip(keys, states, strict=True)]
-            for at in found.there:
-                there[at] = True
+        spec = lookup.namespace.groups[some.space.group]
+        window = range(0)
+        for shared in (False, True):
+            some.look([level for level in lookup.levels if level.shared is shared], prefix=False)
+            there = [
+                state in SETTLED or key in some.coming or at in some.there
+                for at, (key, state) in enumerate(zip(some.keys, some.states, strict=True))
+            ]
             window = last_window(there, spec)
-            if not wait and window.stop == len(keys):
+            if not wait and window.stop == len(some.keys):
                 break
-        self._mark_asked(lookup, space, keys, list(found.asked), states)
-        if not (wait or found.asked):
-            self._request(lookup, space, keys, window, found, states)
+        self._mark_asked(lookup, some)
+        if not (wait or some.asked):
+            self._request(lookup, some, [at for at in window if some.states[at] not in SETTLED])
 
-    def _open(self, space: Space, keys: Sequence[bytes], states: memoryview, places: Iterable[int]) -> list[int]:
-        """Those of the places whose keys are neither in the pool nor on their way."""
-        coming = self._coming.get(space.tag)
-        if not coming:
-            return [at for at in places if states[at] == FREE]
-        return [at for at in places if states[at] == FREE and keys[at] not in coming]
-
-    def _look(
-        self, levels: Sequence[Level], space: Space, keys: Sequence[bytes], left: Sequence[int], *, prefix: bool
-    ) -> _Found:
-        """What the tiers say of the keys at these places, each asked for those that none before it has."""
-        there: dict[int, tuple[Level, Tier]] = {}
-        asked: dict[int, Level] = {}
-        for level in levels:
-            for tier in level.tiers:
-                if not left:
-                    break
-                found = tier.find(space, [keys[at] for at in left], prefix=prefix)
-                if any(found):
-                    answers = list(zip(left, found, strict=True))
-                    left = [at for at, one in answers if one == ABSENT]
-                    asked.update((at, level) for at, one in answers if one == ASKED)
-                    there.update((at, (level, tier)) for at, one in answers if one not in (ABSENT, ASKED))
-        return _Found(there, asked)
-
-    def _mark_asked(
-        self, lookup: _Lookup, space: Space, keys: Sequence[bytes], asked: Sequence[int], states: memoryview
-    ) -> None:
-        for at in asked:
-            states[at] = SHARED
-        if asked:
+    def _mark_asked(self, lookup: _Lookup, some: _Range) -> None:
+        for at in some.asked:
+            some.states[at] = SHARED
+        if some.asked:
             self._answers_due = self._clock() + ANSWER_S
             if not lookup.again:
-                self._uncounted.update((space.tag, keys[at]) for at in asked)
+                self._uncounted.update([(some.space.tag, some.keys[at]) for at in some.asked])
 
-    def _request(
-        self,
-        lookup: _Lookup,
-        space: Space,
-        keys: Sequence[bytes],
-        places: Iterable[int],
-        found: _Found,
-        states: memoryview,
-    ) -> None:
-        """Request keys that are there, up to the first that cannot come up, and mark them."""
-        coming = self._coming.get(space.tag, {})
-        wanted = [at for at in places if states[at] not in SETTLED]
-        slower = self._slower_levels(lookup.namespace, space, [at for at in wanted if keys[at] not in coming], found)
-        for at in wanted if slower else ():
-            if at in found.there and found.there[at][0] in slower:
-                found.there[at][0].promoter.failures[SLOWER] += 1
-                lookup.namespace.counters.misses[MissReason.SKIPPED] += self._take_due(space, keys[at])
-        for at in wanted:
-            if (fill := coming.get(keys[at])) is None:
-                level, tier = found.there[at]
+    def _request(self, lookup: _Lookup, some: _Range, places: Sequence[int]) -> None:
+        """Request keys that are there or come, up to the first that cannot come up, and mark them."""
+        slower = self._slower_levels(lookup.namespace, some, places)
+        asker = not lookup.again
+        for at in places:
+            key = some.keys[at]
+            if (fill := some.coming.get(key)) is None:
+                level, tier = some.there[at]
                 if level in slower:
                     return
-                fill = level.promoter.request(lookup.session, lookup.namespace, space, keys[at], tier)
+                fill = level.promoter.request(lookup.session, lookup.namespace, some.space, key, tier)
                 if fill is None:
                     return
-                coming = self._coming[space.tag]
-            fill.askers += self._take_due(space, keys[at]) + (not lookup.again)
-            states[at] = SHARED if fill.promoter.shared else PENDING
+            fill.askers += asker
+            if self._due:
+                fill.askers += self._take_due(some.space, key)
+            some.states[at] = SHARED if fill.promoter.shared else PENDING
 
-    def _slower_levels(self, namespace: Namespace, space: Space, places: Iterable[int], found: _Found) -> set[Level]:
-        """The levels from which what is there takes longer to read than to compute."""
-        counts = Counter(found.there[at][0] for at in places)
-        return {level for level, count in counts.items() if level.promoter.is_slower(namespace, space.group, count)}
+    def _slower_levels(self, namespace: Namespace, some: _Range, places: Sequence[int]) -> set[Level]:
+        """The levels from which what is there takes longer to read than to compute: none of that is read."""
+        sources = [some.there[at] for at in places if at in some.there]
+        slower = {
+            level
+            for level, count in Counter(level for level, _ in sources).items()
+            if level.promoter.is_slower(namespace, some.space.group, count)
+        }
+        for at in places if slower else ():
+            if at in some.there and some.there[at][0] in slower:
+                some.there[at][0].promoter.failures[SLOWER] += 1
+                namespace.counters.misses[MissReason.SKIPPED] += self._take_due(some.space, some.keys[at])
+        return slower
 
     def used(self, blocks: BlockIds) -> None:
         for group, alike in self._cache.by_group(blocks):
