@@ -217,8 +217,11 @@ class TieringHarness(CacheRig):
                             expected = self.content(namespace, group, key, rank)
                             offset = int(self.slots.offsets(slots[rank : rank + 1])[0])
                             assert self.memory.peek(offset, len(expected)) == expected
-        self.tier.settle()
-        there = {(block.space.fingerprint, block.space.group, block.key) for block, _ in self.tier.blocks.values()}
+        there: set[tuple[bytes, int, bytes]] = set()
+        for tier in self.tiering.disks.tiers:
+            assert isinstance(tier, FakeTier)
+            tier.settle()
+            there |= {(block.space.fingerprint, block.space.group, block.key) for block, _ in tier.blocks.values()}
         assert self.tier_events.index == there - self.found
 
 

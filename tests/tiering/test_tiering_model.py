@@ -12,7 +12,8 @@ from kvoffd.cache.cache import StoreTicket
 from kvoffd.cache.namespace import Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.tier import Result
-from kvoffd_proto.messages import PENDING
+from kvoffd_proto.messages import PENDING, SHARED
+from tests.kit.fake_tier import FakeTier, Job
 from tests.kit.slot_cache import UNIT, keys_of
 from tests.kit.tiering_harness import TieringHarness
 
@@ -23,9 +24,19 @@ faults = st.sampled_from([None, None, None, *Result])
 class TieringMachine(RuleBasedStateMachine):
     """What is dropped never comes back, whatever is under way then; what is ready has the bytes of its name."""
 
-    @initialize(mode=st.sampled_from(WriteMode), tier_blocks=st.sampled_from([3, 99]), jobs=st.sampled_from([2, 99]))
-    def begin(self, mode: WriteMode, tier_blocks: int, jobs: int) -> None:
+    @initialize(
+        mode=st.sampled_from(WriteMode),
+        tier_blocks=st.sampled_from([3, 99]),
+        jobs=st.sampled_from([2, 99]),
+        disks=st.integers(1, 2),
+        stores=st.integers(0, 2),
+    )
+    def begin(self, mode: WriteMode, tier_blocks: int, jobs: int, disks: int, stores: int) -> None:
         self.rig = TieringHarness(settings=TieringSettings(mode), tier_blocks=tier_blocks, most_jobs=jobs)
+        self.tiers = [self.rig.tier, *(self.rig.add_disk(tier_blocks, jobs) for _ in range(1, disks))]
+        self.stores_of_nodes = [self.rig.share(TieringSettings(mode), f"redis://{number}") for number in range(stores)]
+        self.tiers += self.stores_of_nodes
+        self.generation = 0
         self.spaces = [self.rig.open("a"), self.rig.open("b", world_size=2)]
         self.stores: list[StoreTicket] = []
         self.stored: set[tuple[bytes, bytes]] = set()
@@ -65,8 +76,13 @@ class TieringMachine(RuleBasedStateMachine):
         self.rig.cache.note_requests()
         if not keep:
             self.rig.cache.release(1, [self.leases])
-        if PENDING in states:
+        if PENDING in states or SHARED in states:
             self.rig.tiering.pump()
+
+    @rule()
+    def answer(self) -> None:
+        for store in self.stores_of_nodes:
+            store.answer()
 
     @rule()
     def release(self) -> None:
@@ -88,8 +104,12 @@ class TieringMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), fault=faults)
     def end_all_jobs(self, data: st.DataObject, fault: Result | None) -> None:
-        while self.rig.tier.jobs:
+        while self.jobs:
             self.end_job(data, fault)
+
+    @property
+    def jobs(self) -> list[tuple[FakeTier, Job]]:
+        return [(tier, job) for tier in self.tiers for job in tier.jobs]
 
     @rule(seconds=st.sampled_from([0.1, 2.0, 6.0, 100.0]))
     def tick(self, seconds: float) -> None:
@@ -105,19 +125,20 @@ class TieringMachine(RuleBasedStateMachine):
         index, table = self.rig.index(namespace), self.rig.cache.blocks
         ready = {key: block for key, block in index.items() if table.state[block] == READY}
         self.note_stored(namespace, b"".join(ready))
-        self.rig.tiering.disks.writer._wait(np.array(list(ready.values()), np.uint32))
-        self.rig.tiering.disks.writer.pump()
-        self.rig.tier.end_all(self.rig.clock())
+        for level in self.rig.tiering.levels:
+            level.writer._wait(np.array(list(ready.values()), np.uint32))
+            level.writer.pump()
+        for tier in self.tiers:
+            tier.end_all(self.rig.clock())
         self.evict_all()
         if ask:
             self.look_up(space, chain, keep=False)
 
-    @precondition(lambda self: self.rig.tier.jobs)
+    @precondition(lambda self: self.jobs)
     @rule(data=st.data(), fault=faults)
     def end_job(self, data: st.DataObject, fault: Result | None) -> None:
-        jobs = list(self.rig.tier.jobs)
-        job = jobs[data.draw(st.integers(0, len(jobs) - 1))]
-        self.rig.tier.end(job, self.rig.clock(), None if fault is Result.DONE else fault)
+        tier, job = self.jobs[data.draw(st.integers(0, len(self.jobs) - 1))]
+        tier.end(job, self.rig.clock(), None if fault is Result.DONE else fault)
 
     @precondition(lambda self: self.rig.tier.blocks)
     @rule(data=st.data())
@@ -132,25 +153,27 @@ class TieringMachine(RuleBasedStateMachine):
         self.rig.cache.invalidate(namespace, [(0, keys_of(*chain))])
         self.stored -= {(namespace.fingerprint, keys_of(key)) for key in chain}
 
-    @rule(space=st.integers(0, 1), forgotten=st.booleans(), raised=st.booleans())
-    def reset(self, space: int, forgotten: bool, raised: bool) -> None:
+    @rule(space=st.integers(0, 1), forgotten=st.booleans())
+    def reset(self, space: int, forgotten: bool) -> None:
         namespace = self.spaces[space]
-        self.rig.cache.reset(namespace, generation=namespace.generation + raised)
+        self.generation += 1
+        self.rig.cache.reset(namespace, generation=self.generation)
         self.stored = {name for name in self.stored if name[0] != namespace.fingerprint}
         self.rig.tier_events.index = {name for name in self.rig.tier_events.index if name[0] != namespace.fingerprint}
         if forgotten:
             self.rig.cache.forget_namespace(namespace)
             self.rig.tiering.namespace_forgotten(namespace)
             self.spaces[space] = self.rig.open(namespace.label, namespace.world_size)
+            self.spaces[space].generation = self.generation
 
     @invariant()
     def all_is_right(self) -> None:
         if hasattr(self, "rig"):
-            self.rig.tier.settle()
             self.rig.check()
-            promoter, most = self.rig.tiering.disks.promoter, max(self.rig.slots.pool_bytes // 8, 2 * UNIT)
-            assert promoter.under_way_bytes - promoter._given_up_bytes <= most
-            assert promoter.under_way_bytes <= 2 * most, "what was given up and hangs may hold as much again, not more"
+            most = max(self.rig.slots.pool_bytes // 8, 2 * UNIT)
+            for promoter in [level.promoter for level in self.rig.tiering.levels]:
+                assert promoter.under_way_bytes - promoter._given_up_bytes <= most
+                assert promoter.under_way_bytes <= 2 * most, "what was given up and hangs may hold as much again"
 
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
@@ -159,11 +182,17 @@ class TieringMachine(RuleBasedStateMachine):
         for ticket in self.stores:
             rig.cache.abort_store(ticket)
         rig.cache.end_session(1)
-        rig.tier.write = lambda block, offsets, on_end: False  # type: ignore[method-assign]
-        while rig.tier.jobs or rig.tiering.disks.promoter.busy:
-            rig.finish_promotions()
+        for tier in self.tiers:
+            tier.write = lambda block, offsets, on_end: False  # type: ignore[method-assign]
+        while self.jobs or any(level.promoter.busy for level in rig.tiering.levels):
+            rig.tiering.pump()
+            for tier in self.tiers:
+                tier.end_all(rig.clock())
             rig.clock.now += 10.0
             rig.tiering.tick()
+        assert not rig.tiering._coming
+        assert all(level.promoter.waiting_blocks == level.promoter.queued_bytes == 0 for level in rig.tiering.levels)
+        assert not any(level.promoter._held or level.promoter._given_up_bytes for level in rig.tiering.levels)
         rig.clock.now += 1000.0
         rig.cache.tick()
         while rig.cache.background():
