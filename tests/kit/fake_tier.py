@@ -103,10 +103,12 @@ class FakeTier(Tier):
     def answer(self) -> None:
         """Answer all questions."""
         questions, self.questions = self.questions, []
-        for space, key in questions:
-            if self.known.get((space.tag, key), True) is None:
-                self.known[space.tag, key] = (space.tag, key) in self.blocks
-                self.listener.answered(self, space, [key], [(space.tag, key) in self.blocks])
+        for space in dict.fromkeys(space for space, _ in questions):
+            keys = [key for one, key in questions if one == space and self.known.get((one.tag, key), True) is None]
+            found = [(space.tag, key) in self.blocks for key in keys]
+            self.known.update(((space.tag, key), there) for key, there in zip(keys, found, strict=True))
+            if keys:
+                self.listener.answered(self, space, keys, found)
 
     def wants(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
         writing = {(job.space.tag, job.key) for job in self.jobs if job.block is not None and not job.removed}

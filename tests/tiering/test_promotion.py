@@ -63,7 +63,8 @@ def test_a_lookup_that_is_repeated_is_counted_once(rig: TieringHarness) -> None:
     assert (space.counters.lookups, space.counters.keys_asked, space.counters.found_disk) == (1, 2, 2)
 
 
-def test_what_is_not_read_in_time_is_absent_and_its_key_is_free(rig: TieringHarness) -> None:
+@pytest.mark.parametrize("fault", [None, Result.FAILED])
+def test_what_is_not_read_in_time_is_absent_and_its_key_is_free(rig: TieringHarness, fault: Result | None) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(1))
     rig.states(space, keys_of(1))
@@ -76,8 +77,9 @@ def test_what_is_not_read_in_time_is_absent_and_its_key_is_free(rig: TieringHarn
     check_invariants(rig.cache)
     rig.put(space, keys_of(1))
     assert rig.states(space, keys_of(1)) == [READY]
-    rig.tier.end_all(now=0.0)  # the tier was slow, and writes into its own slots only
+    rig.tier.end_all(now=0.0, fault=fault)  # the tier was slow, and writes into its own slots only
     assert rig.cache.usage.writing == 0
+    assert rig.tiering.disks.promoter.failures == {"overdue": 1}
     rig.check()
 
 
@@ -241,8 +243,10 @@ def test_a_tier_that_takes_no_more_now_is_asked_again_later() -> None:
     rig.put_in_tier(space, keys_of(3))
     rig.states(space, keys_of(1, 2, 3))
     rig.tiering.pump()
-    assert len(rig.tier.jobs) == 1
-    rig.finish_promotions()
+    for number in (1, 2, 3):
+        (job,) = rig.tier.jobs
+        assert job.key == keys_of(number), "in their order"
+        rig.tier.end(job)
     assert rig.states(space, keys_of(1, 2, 3)) == [READY] * 3
     rig.check()
 
@@ -346,10 +350,10 @@ def test_of_a_generation_that_is_over_nothing_is_told_nor_found(rig: TieringHarn
     rig.put_in_tier(space, keys_of(1))
     before = rig.space(space)
     rig.cache.set_generation(space, 7)
-    assert rig.space(space).tag != before.tag
-    assert rig.states(space, keys_of(1)) == [ABSENT]
     rig.tier.remove(before, [keys_of(1)], "invalidated")
     rig.tier.settle()
+    assert rig.space(space).tag != before.tag
+    assert rig.states(space, keys_of(1)) == [ABSENT]
     assert rig.tier_events.index == {(space.fingerprint, 0, keys_of(1))}
 
 

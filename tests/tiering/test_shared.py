@@ -139,6 +139,20 @@ def test_what_a_reset_made_stale_is_a_miss_though_the_store_has_it(rig: TieringH
     assert (+space.counters.misses, pending_keys(space)) == ({MissReason.UNKNOWN: 1}, 0)
 
 
+def test_what_waits_to_come_up_is_forgotten_by_a_reset(rig: TieringHarness, shared: FakeTier) -> None:
+    """It would come from the store, which knows of no reset here, into the namespace as it is now."""
+    space = rig.open()
+    give(rig, shared, space, 1)
+    rig.states(space, keys_of(1))
+    shared.answer()
+    assert rig.states(space, keys_of(1)) == [SHARED]
+    rig.cache.reset(space, generation=1)
+    rig.tiering.pump()
+    assert not rig.tiering.stores[0].promoter.busy
+    assert rig.tiering.stores[0].promoter.failures == {}
+    assert pending_keys(space) == 0
+
+
 def test_an_answer_for_keys_of_an_earlier_geometry_is_not_counted(rig: TieringHarness, shared: FakeTier) -> None:
     space = rig.open()
     rig.states(space, keys_of(*range(1000)))
@@ -270,6 +284,15 @@ def test_a_window_waits_for_what_the_others_have_and_only_its_last_comes_up(
     assert look_up(rig, space, keys) == [[READY] * 4 + [ABSENT], [ABSENT, ABSENT, READY, READY, ABSENT]]
 
 
+def test_a_window_is_not_read_while_it_is_not_known_how_many_keys_count(rig: TieringHarness, shared: FakeTier) -> None:
+    space, keys = windows(rig), keys_of(1, 2, 3)
+    give(rig, shared, space, 1, 2, 3, group=1)
+    shared.known.update(((rig.space(space, 1).tag, key), True) for key in split(keys))
+    assert look_up(rig, space, keys) == [[SHARED] * 3, [ABSENT] * 3]
+    rig.tiering.pump()
+    assert not shared.jobs
+
+
 def test_for_a_window_that_the_disks_have_no_store_is_asked(rig: TieringHarness, shared: FakeTier) -> None:
     space = windows(rig)
     rig.put_in_tier(space, keys_of(1, 2, 3))
@@ -323,6 +346,14 @@ def test_a_disk_that_is_slower_than_computing_is_not_read(rig: TieringHarness) -
     rig.tiering.disks.promoter.bytes_per_second = 5.0 * UNIT
     assert rig.states(space, keys_of(1)) == [PENDING], "nothing was read lately"
     assert rig.states(space, keys_of(2)) == [ABSENT]
+
+
+def test_behind_what_is_slower_read_than_computed_nothing_comes_up(rig: TieringHarness, shared: FakeTier) -> None:
+    asked = Asker(rig, shared)
+    asked.promoter.bytes_per_second = 5.0 * UNIT
+    assert asked(8) == [SHARED], "nothing was read lately"
+    rig.put_in_tier(asked.space, keys_of(2))
+    assert asked(1, 2, 3) == [ABSENT, ABSENT, ABSENT]
 
 
 @pytest.mark.parametrize("result", [Result.DEADLINE, Result.FAILED])
@@ -446,7 +477,7 @@ def test_what_has_less_of_a_block_than_the_pool_now_is_removed_there(rig: Tierin
 
 
 def test_what_is_used_is_offered_again_and_what_was_there_takes_nothing_of_the_budget(rig: TieringHarness) -> None:
-    tier = rig.share(TieringSettings(mode=WriteMode.ALWAYS, per_day_bytes=28 * 4 * UNIT))
+    tier = rig.share(TieringSettings(mode=WriteMode.ALWAYS, per_day_bytes=8 * 4 * UNIT))
     budget = rig.tiering.stores[0].writer.budget
     space = rig.open()
     rig.put(space, keys_of(1))
