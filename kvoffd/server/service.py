@@ -279,15 +279,16 @@ class Service:
 
     def removed(self, request_id: int, count: int) -> Pending:
         """The reply to a request that removed blocks: once they stay away after a kill too, or that takes long."""
-        saved = self.tiers.removals_saved()
+        unsaved = self.tiers.unsaved_removals()
 
         def poll(late: bool) -> m.Done | None:
-            if not saved():
+            if files := unsaved():
                 if not late:
                     return None
                 logger.warning(
-                    "A disk takes long to note what was removed from it: the answer goes out, and a kill or a power "
-                    "cut before it is noted would bring that back."
+                    "What was removed is not noted yet in %s: the answer goes out, and a kill or a power cut before it "
+                    "is would bring that back.",
+                    " and ".join(files),
                 )
             return m.Done(request_id, count)
 

@@ -141,21 +141,21 @@ class Tiers:
         """Remove what disks have of a namespace that need not be open, or of all; returns how many blocks."""
         return 0 if self.tiering is None else self.tiering.remove_all(fingerprint)
 
-    def removals_saved(self) -> Callable[[], bool]:
-        """Returns what says whether all that was removed up to now stays away after a kill or a power cut too.
+    def unsaved_removals(self) -> Callable[[], list[str]]:
+        """Returns what names the files that have not noted yet what was removed up to now: a kill or a power cut could
+        bring it back.
 
         What is removed from a directory that is being opened is so when it is open.
         """
-        saved = [disk.tier.removals_kept() for disk in self._disks if disk.tier is not None]
+        saved = {disk.size.directory: disk.tier.removals_kept() for disk in self._disks if disk.tier is not None}
         opening = [disk for disk in self._disks if disk.state is DiskState.OPENING and disk.invalidated]
-        return lambda: (
-            all(one() for one in saved)
-            and self._state.file.is_saved
-            and not any(
-                disk.state is DiskState.OPENING or (disk.tier is not None and not disk.tier.removals_kept()())
-                for disk in opening
-            )
-        )
+
+        def unsaved() -> list[str]:
+            late = [disk.size.directory for disk in opening if disk.tier is None or not disk.tier.removals_kept()()]
+            late += [directory for directory, kept in saved.items() if not kept()]
+            return late if self._state.file.is_saved else [self._state.file.path, *late]
+
+        return unsaved
 
     def tick(self) -> None:
         if (tiering := self.tiering) is None:

@@ -271,14 +271,13 @@ def test_a_namespace_of_which_blocks_are_invalidated_does_not_come_with_a_direct
     disk = rig.result = FakeDisk()
     rig.attach()
     rig.tiers.invalidated(b"one")
-    kept = rig.tiers.removals_saved()
-    assert not kept()
+    unsaved = rig.tiers.unsaved_removals()
+    assert unsaved() == ["/somewhere"]
     rig.opened()
     assert disk.names == {b"other"}
-    assert not kept()
+    assert unsaved() == ["/somewhere"]
     disk.kept = True
-    assert kept()
-    assert rig.tiers.removals_saved()()
+    assert unsaved() == rig.tiers.unsaved_removals()() == []
 
 
 def test_a_reset_reaches_a_directory_that_is_being_opened_and_one_that_was_away(rig: TiersRig, tmp_path: Path) -> None:

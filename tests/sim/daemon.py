@@ -142,7 +142,7 @@ class SimDaemon:
         self.lifelines: list[Lifeline] = []
         self._streams: list[Lifeline] = []
         self._dealers: dict[bytes, Dealer] = {}
-        self._removals: dict[tuple[bytes, int], tuple[Callable[[], None], Callable[[], bool]]] = {}
+        self._removals: dict[tuple[bytes, int], tuple[Callable[[], None], Callable[[], list[str]]]] = {}
         """By dealer and request: checks that removed blocks stay away for good, and whether the disk says so."""
         self._work_due = False
         self._session_of_route: dict[bytes, int] = {}
@@ -302,8 +302,8 @@ class SimDaemon:
 
     def _removal_answered(self, sender: bytes, reply: m.AnyReply) -> None:
         """What a request removed must not come back, if the disk had noted it before the answer went out."""
-        for_good, kept = self._removals.pop((sender, reply.request_id), (None, None))
-        if for_good is not None and kept is not None and kept() and isinstance(reply, m.Done):
+        for_good, unsaved = self._removals.pop((sender, reply.request_id), (None, None))
+        if for_good is not None and unsaved is not None and not unsaved() and isinstance(reply, m.Done):
             for_good()
             self._world.faults.counts["disk_kept"] += 1
 

@@ -26,7 +26,7 @@ class SimTiers(Tiers):
         parts = service.cache, service.events, service.clock, no_disk, post, lambda: False, service.state
         super().__init__(config, *parts)
         self.disk = disk
-        self.waited_for: Callable[[], bool] | None = None
+        self.waited_for: Callable[[], list[str]] | None = None
         """What the request that is served waits for, once all that it drops is dropped."""
         tiering = self.use()
         self._disks.append(entry := Disk(DiskSize("/", 1)))
@@ -39,8 +39,8 @@ class SimTiers(Tiers):
             assert isinstance(tier, SimShared)
             (tier.left.discard if everywhere else tier.left.add)(fingerprint)
 
-    def removals_saved(self) -> Callable[[], bool]:
-        self.waited_for = super().removals_saved()
+    def unsaved_removals(self) -> Callable[[], list[str]]:
+        self.waited_for = super().unsaved_removals()
         return self.waited_for
 
     @property
