@@ -14,7 +14,6 @@ from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
 from kvoffd.config import Config, DiskSize
 from kvoffd.errors import KvoffdError, NoMoreThreads
-from kvoffd.pool.checksums import digest
 from kvoffd.pool.pool import Pool
 from kvoffd.server.memory import Post
 from kvoffd.server.persistence import State
@@ -311,7 +310,6 @@ def opener(pool: Pool, post: Post, state: State) -> OpenDisk:
         Path(size.directory),
         size.size_bytes,
         pool=pool.buffer,
-        digest=digest,
         clock=time.monotonic,
         post=post,
         listener=listener,

@@ -1,0 +1,860 @@
+"""The disk tier: blocks in slots of one file, written in place; a hand goes round and takes what was not used."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from kvoffd.errors import ShardTooLarge
+from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, page_up
+from kvoffd.pool.checksums import digest
+from kvoffd.system.files import FileCalls, ShortRead, aligned_buffer, read_all, write_all
+from kvoffd.tiers.block_format import HEADER_BYTES, decode_header, encode_header, fits_header, parse_header
+from kvoffd.tiers.disk_file import MAX_KEY_BYTES, RECORD, DiskFile, OpeningStopped, runs_of
+from kvoffd.tiers.tier import ABSENT, PRESENT, Block, Result, Space, Tier, TierListener, TierStats
+from kvoffd.tiers.workers import Workers
+from kvoffd_proto.stats import DiskFault
+from kvoffd_proto.units import format_size
+
+logger = logging.getLogger(__name__)
+
+BLOCK_MEMORY_BYTES = 256
+"""Memory for what is known of a block, at most."""
+_LEAST_BLOCKS, _BLOCKS_SHIFT = 1 << 17, 16
+"""A tier has a block for each 64 KiB, and so many at least."""
+EVICTED_AT_ONCE = 16
+"""Neighbours that the hand takes in one go, so that what is written into their slots is one write."""
+HEADERS_TRIED = 8
+"""Blocks of a space that are looked at when a disk is opened, to learn which space it is."""
+HANG_TIMEOUT_S = 10.0
+"""A call that takes longer hangs."""
+WRITE_PATIENCE_S = 0.5
+"""How long a write waits while reads keep coming."""
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
+"""After a write that failed."""
+_PUT_ASIDE_SHARE = 100
+"""Slots of failed writes that are not used again: at most this fraction of the tier."""
+FULL_PART = 15 / 16
+"""Of what it held when it last evicted, from which on it has no room: regions of several sizes are never all full."""
+_HOUR_S = 3600
+
+
+class DiskOptions(NamedTuple):
+    """What tests and benches have otherwise."""
+
+    readers: int = 16
+    writers: int = 2
+    """They slow reads down."""
+    merge_bytes: int = 2 << 20
+    """Neighbours are read or written in one call of up to so many bytes."""
+    region_bytes: int | None = None
+    """Of new files; chosen by the size when None."""
+    most_reads: int = 65536
+    """Those that may wait or run; more are not taken."""
+    most_writes: int = 64
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A read or write of a block: its slot and the views of the pool, one a shard, of whole pages."""
+
+    space: Space
+    key: bytes
+    slot: int
+    offset: int
+    """In the file, of the slot's header."""
+    views: list[memoryview]
+    on_end: Callable[..., None]
+    begun_at: float
+    deadline: float = float("inf")
+    block: Block | None = None
+    """Of a write."""
+    nbytes: int = 0
+    """In the file."""
+
+
+@dataclass(slots=True, eq=False)
+class Note:
+    """Something to be written to the index. ``gone``: slots whose records go, for good once it is done."""
+
+    gone: list[int] = field(default_factory=list)
+    sizes: dict[int, int] = field(default_factory=dict)
+    """By region, the pages of a slot."""
+    written_bytes: int = 0
+
+
+class End(NamedTuple):
+    """How a job ended, and what is wrong with the disk then."""
+
+    result: Result
+    block: Block | None = None
+    fault: DiskFault | None = None
+    sentence: str = ""
+
+
+class _Region:
+    """What is known of the slots of a region, by their places in it. A slot is free in the allocator, or one of: there
+    (it has a key), pinned by what reads, writes or notes it, or put aside."""
+
+    def __init__(self, slot_bytes: int, slots: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.keys: list[bytes | None] = [None] * slots
+        self.tags = array("Q", bytes(8 * slots))
+        self.pins = array("H", bytes(2 * slots))
+        self.used = bytearray(slots)
+        """Whether it was of use since the hand last came by."""
+        self.found = bytearray(slots)
+        """Whether an earlier daemon wrote it."""
+        self.hours = array("I", bytes(4 * slots))
+        """When it was written, since 1970."""
+        self.hand = 0
+
+
+class DiskTier(Tier):
+    """Keeps blocks in the slots of a ``DiskFile``. Made by ``open_disk``.
+
+    What the index and memory say is where to look: a block's header and checksums decide whether it is there.
+    """
+
+    def __init__(
+        self,
+        file: DiskFile,
+        *,
+        pool: memoryview,
+        clock: Callable[[], float],
+        post: Callable[[Callable[[], None]], None],
+        listener: TierListener,
+        options: DiskOptions = DiskOptions(),  # noqa: B008
+        wall_clock: Callable[[], float] = time.time,
+        make_workers: Callable[..., Workers[Any, Any]] = Workers,
+        generation: Callable[[bytes], int] = lambda fingerprint: 0,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        begun = clock()
+        self.name = f"disk:{file.directory}"
+        self.direct = file.direct
+        self.hangs = False
+        """Whether a call does not return: until it does, nothing is taken."""
+        self.removed = False
+        """Whether a file has no name any more: the next daemon finds nothing."""
+        self._file, self._pool, self._options = file, pool, options
+        self._clock, self._wall_clock, self._post, self._listener = clock, wall_clock, post, listener
+        self._errors: Counter[DiskFault] = Counter()
+        self._counts: Counter[str] = Counter()  # by their names in TierStats
+        self._physical_bytes = file.physical_bytes()
+        head = file.head
+        self._slots = SlotAllocator(head.regions * head.region_bytes, head.region_bytes)
+        self._most_blocks = most_blocks(file.size_bytes)
+        self._regions: dict[int, _Region] = {}
+        """By number, the one that the hand left first comes first."""
+        self._spaces: dict[int, Space] = {}
+        self._there: dict[int, dict[bytes, int]] = {}
+        """By tag and key: the slots of blocks that can be read."""
+        self._blocks = 0
+        self._writing: dict[tuple[int, bytes], Job] = {}
+        self._put_aside: set[int] = set()
+        self._used_when_full = self._reads_under_way = 0
+        self._unnoted: dict[int, int] = {}
+        """Slots whose records are still to go, and the number of the removal."""
+        self._removals = self._noted_bytes = 0
+        self._failed_notes: list[Note] = []
+        self._pause_s = 0.0
+        self._write_at = float("-inf")
+        self._news: deque[Callable[[], None]] = deque()
+        self._closed = False
+        self.found_generations = self._find_blocks(generation, should_stop)
+        """By fingerprint, the highest generations of which blocks were found."""
+        self.found_blocks = self._blocks
+        name = f"kvoffd-disk-{file.directory.name}"
+        self._reads = make_workers(
+            *(name, [self._works(self._read) for _ in range(options.readers)], self._read_ended, post, clock),
+            self._next_read,
+        )
+        self._writes = make_workers(
+            *(f"{name}-w", [self._works(self._write) for _ in range(options.writers)], self._write_ended, post, clock),
+            self._next_write,
+        )
+        self._notes = make_workers(f"{name}-n", [self._note], self._note_ended, post, clock)
+        self.open_seconds = clock() - begun
+        for kind, sentence in file.errors:
+            self._error(kind, sentence)
+
+    # --- opening, in a thread of its own ---------------------------------------------------------
+
+    def _find_blocks(self, generation: Callable[[bytes], int], should_stop: Callable[[], bool]) -> dict[bytes, int]:
+        """Take over the blocks of the index that may be there, and of no generation that is over."""
+        slots, records = self._read_index(should_stop)
+        tags, of_tag = np.unique(records["tag"], return_inverse=True)
+        by_tag = np.split(np.argsort(of_tag, kind="stable"), np.flatnonzero(np.diff(np.sort(of_tag))) + 1)
+        newest: dict[bytes, int] = {}
+        for tag, some in zip(tags.tolist(), by_tag, strict=False):
+            if (space := self._space_of(tag, slots[some][:HEADERS_TRIED].tolist())) is not None:
+                self._spaces[tag] = space
+                newest[space.fingerprint] = max(space.generation, newest.get(space.fingerprint, 0))
+        kept = np.zeros(len(slots), np.bool_)
+        for tag, some in zip(tags.tolist(), by_tag, strict=False):
+            space = self._spaces.get(tag)
+            if space is None or space.generation < max(generation(space.fingerprint), newest[space.fingerprint]):
+                self._spaces.pop(tag, None)
+                continue
+            there = self._there[tag] = dict(zip(_keys(records[some]), slots[some].tolist(), strict=True))
+            kept[some] = True
+            if len(there) < len(some):  # of two of one key the later one counts
+                kept[some] = np.isin(slots[some], np.fromiter(there.values(), np.int64, len(there)))
+        self._take_over(slots[kept], records[kept])
+        return newest
+
+    def _read_index(self, should_stop: Callable[[], bool]) -> tuple[Any, Any]:
+        """Slots and records of blocks that could be there."""
+        file, found = self._file, [(np.empty(0, np.int64), np.empty(0, RECORD))]
+        for region, pages in enumerate(file.read_slot_pages().tolist()):
+            if should_stop():
+                raise OpeningStopped(f"{file.path} was not opened: that was stopped.")
+            size = pages * PAGE_BYTES
+            if not self._slots.slot_size(1) <= size <= self._slots.region_bytes:
+                continue
+            first = region * file.slots_per_region
+            records = file.read_records(first, self._slots._slots_in(region, size))
+            sound = (records["tag"] != 0) & (records["key_bytes"] > 0) & (records["key_bytes"] <= MAX_KEY_BYTES)
+            at = np.flatnonzero(sound & (records["nbytes"] <= size - HEADER_BYTES))
+            found.append((at + first, records[at]))
+            self._regions[region] = _Region(size, len(records))
+        return np.concatenate([slots for slots, _ in found]), np.concatenate([records for _, records in found])
+
+    def _space_of(self, tag: int, slots: Iterable[int]) -> Space | None:
+        """What space a tag is of, by the headers of some slots; None where none of them has it."""
+        for slot in slots:
+            page = aligned_buffer(HEADER_BYTES)
+            try:
+                read_all(self._file.calls, self._file.fd, [page], self._offset(slot))
+            except OSError:
+                continue
+            if (block := parse_header(bytes(page))) is not None and block.space.tag == tag:
+                return block.space
+        return None
+
+    def _take_over(self, slots: Any, records: Any) -> None:
+        sizes = np.zeros(self._slots.regions, np.int64)
+        for number, region in self._regions.items():
+            sizes[number] = region.slot_bytes
+        self._slots.restore(slots.astype(np.uint32), sizes)
+        self._blocks = len(slots)
+        names = {slot: key for there in self._there.values() for key, slot in there.items()}
+        for number, region in list(self._regions.items()):
+            first = number * self._slots.slots_per_region
+            begin, end = np.searchsorted(slots, (first, first + len(region.keys)))
+            if begin == end:
+                del self._regions[number]
+                continue
+            places = slots[begin:end] - first
+            np.frombuffer(region.tags, np.uint64)[places] = records["tag"][begin:end]
+            np.frombuffer(region.hours, np.uint32)[places] = records["written_at"][begin:end]
+            np.frombuffer(region.found, np.uint8)[places] = 1
+            for place in places.tolist():
+                region.keys[place] = names[place + first]
+
+    # --- what is there ---------------------------------------------------------------------------
+
+    def available(self) -> bool:
+        return not (self.hangs or self._closed)
+
+    def find(self, space: Space, keys: Sequence[bytes], *, prefix: bool) -> bytes:
+        there = self._there.get(space.tag)
+        if not there or self.hangs or self._spaces[space.tag] != space:
+            return bytes(len(keys))
+        return bytes([PRESENT if key in there else ABSENT for key in keys])
+
+    def wants(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
+        tag, there = space.tag, self._there.get(space.tag, {})
+        return [key not in there and (tag, key) not in self._writing for key in keys]
+
+    def used(self, space: Space, keys: Sequence[bytes]) -> None:
+        there = self._there.get(space.tag, {})
+        for slot in [there[key] for key in keys if key in there]:
+            region, place = self._at(slot)
+            region.used[place] = 1
+
+    def _at(self, slot: int) -> tuple[_Region, int]:
+        number, place = divmod(slot, self._slots.slots_per_region)
+        return self._regions[number], place
+
+    def _offset(self, slot: int) -> int:
+        number, place = divmod(slot, self._slots.slots_per_region)
+        return PAGE_BYTES + number * self._slots.region_bytes + place * self._regions[number].slot_bytes
+
+    # --- reading ---------------------------------------------------------------------------------
+
+    def read(
+        self,
+        space: Space,
+        key: bytes,
+        offsets: Sequence[int],
+        deadline: float,
+        on_end: Callable[[Result, Block | None], None],
+    ) -> bool:
+        slot = self._there.get(space.tag, {}).get(key)
+        too_many = self._reads_under_way >= self._options.most_reads
+        if slot is None or not self.available() or too_many or self._spaces[space.tag] != space:
+            return False
+        self._pin(slot)
+        self._reads_under_way += 1
+        self._reads.put(self._job(space, key, slot, offsets, on_end, deadline))
+        return True
+
+    def _job(
+        self,
+        space: Space,
+        key: bytes,
+        slot: int,
+        offsets: Sequence[int],
+        on_end: Callable[..., None],
+        deadline: float = float("inf"),
+        block: Block | None = None,
+    ) -> Job:
+        views: list[memoryview] = []
+        for length, offset in zip(space.lengths, offsets, strict=True):
+            nbytes = page_up(length)
+            if offset < 0 or offset % PAGE_BYTES or offset + nbytes > len(self._pool):
+                raise ValueError(f"{length} bytes at offset {offset} are no slot of the pool.")
+            views.append(self._pool[offset : offset + nbytes])
+        nbytes = HEADER_BYTES + sum(map(len, views))
+        return Job(space, key, slot, self._offset(slot), views, on_end, self._clock(), deadline, block, nbytes)
+
+    def _next_read(self, waiting: deque[Job]) -> list[Job]:
+        return self._neighbours(waiting)
+
+    def _neighbours(self, waiting: deque[Job]) -> list[Job]:
+        """The first job, and those behind it that go on where the one before ends."""
+        jobs = [waiting.popleft()]
+        end, left = jobs[0].offset + jobs[0].nbytes, self._options.merge_bytes - jobs[0].nbytes
+        while waiting and waiting[0].offset == end and (left := left - waiting[0].nbytes) >= 0:
+            jobs.append(waiting.popleft())
+            end += jobs[-1].nbytes
+        return jobs
+
+    def _works(self, do: Callable[[list[Job], list[memoryview]], list[End]]) -> Callable[[list[Job]], list[End]]:
+        """The work of one thread, which has pages of its own for headers."""
+        pages: list[memoryview] = []
+
+        def work(jobs: list[Job]) -> list[End]:
+            while len(pages) < len(jobs):
+                pages.append(aligned_buffer(HEADER_BYTES))
+            return do(jobs, pages[: len(jobs)])
+
+        return work
+
+    def _read(self, jobs: list[Job], headers: list[memoryview]) -> list[End]:
+        """In a thread: read blocks that follow one another, each alone where that fails."""
+        try:
+            views = [view for job, header in zip(jobs, headers, strict=True) for view in (header, *job.views)]
+            read_all(self._file.calls, self._file.fd, views, jobs[0].offset)
+        except OSError as error:
+            if len(jobs) > 1:
+                pairs = zip(jobs, headers, strict=True)
+                return [end for job, header in pairs for end in self._read([job], [header])]
+            return [self._failed(jobs[0], "read", error)]
+        return [self._compared(job, bytes(header)) for job, header in zip(jobs, headers, strict=True)]
+
+    def _compared(self, job: Job, header: bytes) -> End:
+        """Whether what was read is the block that was asked for, and as it was written."""
+        block = decode_header(header, job.space, job.key)
+        if block is None and parse_header(header) is not None:
+            return End(Result.GONE)  # the index was of another copy of the file, or of before a power cut
+        if block is not None:
+            lengths = zip(block.space.lengths, job.views, block.checksums, strict=True)
+            if all(digest(view[:length]) == checksum for length, view, checksum in lengths):
+                return End(Result.DONE, block)
+        sentence = (
+            f"The block {job.key.hex()} at offset {job.offset} of {self._file.path} is not what was written there; it "
+            "is dropped and will be recomputed."
+        )
+        return End(Result.CORRUPT, None, DiskFault.CORRUPT, sentence)
+
+    def _failed(self, job: Job, verb: str, error: OSError) -> End:
+        if isinstance(error, ShortRead):
+            kind = DiskFault.SHORT_READ
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+            kind = DiskFault.NO_SPACE
+        else:
+            kind = DiskFault(f"{verb}_failed")
+        what = f"{job.nbytes} bytes at offset {job.offset}"
+        why = error.strerror or str(error)
+        return End(Result.FAILED, None, kind, f"The disk tier could not {verb} {what} of {self._file.path}: {why}.")
+
+    def _read_ended(self, job: Job, end: End | Exception) -> None:
+        if isinstance(end, Exception):
+            end = self._bug(end)
+        region, place = self._at(job.slot)
+        is_there = self._there.get(job.space.tag, {}).get(job.key) == job.slot
+        if end.fault is DiskFault.CORRUPT and self._file.may_be_torn and region.found[place]:
+            end = end._replace(fault=DiskFault.TORN)
+        if end.fault is not None:
+            self._error(end.fault, end.sentence)
+        if is_there and end.result not in (Result.DONE, Result.DEADLINE, Result.CANCELLED):
+            self._drop(job.slot, tell=True, note=True)
+            self._note_gone([job.slot])
+        elif not is_there and end.result is Result.DONE:
+            end = End(Result.GONE)  # it was removed meanwhile
+        if end.result is Result.DONE:
+            region.found[place] = 0
+            self._counts["read_blocks"] += 1
+            self._counts["read_bytes"] += job.space.nbytes
+        self._end_read(job, end.result, end.block)
+
+    def _end_read(self, job: Job, result: Result, block: Block | None = None) -> None:
+        self._reads_under_way -= 1
+        self._unpin(job.slot)
+        job.on_end(result, block)
+
+    # --- writing ---------------------------------------------------------------------------------
+
+    def write(self, block: Block, offsets: Sequence[int], on_end: Callable[[Result], None]) -> bool:
+        space, key, now = block.space, block.key, self._clock()
+        if not self.wants(space, [key])[0]:
+            return False
+        full = len(self._writing) >= self._options.most_writes
+        if not self.available() or full or now < self._write_at or not self._fits(space, key):
+            self._counts["refused_writes"] += 1
+            return False
+        assert all(block.checksums), "without them nothing could tell that a block is whole"
+        slot = self._take(self._slot_bytes(space))
+        if slot is None:
+            self._counts["refused_writes"] += 1
+            return False
+        self._spaces[space.tag] = space
+        self._pin(slot)
+        self._writing[space.tag, key] = job = self._job(space, key, slot, offsets, on_end, block=block)
+        self._writes.put(job)
+        return True
+
+    @staticmethod
+    def _slot_bytes(space: Space) -> int:
+        return HEADER_BYTES + sum(map(page_up, space.lengths))
+
+    def _fits(self, space: Space, key: bytes) -> bool:
+        try:
+            self._slots.slot_size(self._slot_bytes(space))
+        except ShardTooLarge:
+            fits = False
+        else:
+            fits = 0 < len(key) <= MAX_KEY_BYTES and fits_header(space, len(key)) and space.nbytes < 1 << 32
+        if not fits and not self._errors[DiskFault.TOO_LARGE]:  # reported once: there will be many such blocks
+            self._error(
+                DiskFault.TOO_LARGE,
+                f"Blocks of {space.nbytes} bytes do not fit the regions of {self.name}, which have "
+                f"{format_size(self._slots.region_bytes)}; remove its files and make the tier larger.",
+            )
+        return fits
+
+    def _take(self, nbytes: int) -> int | None:
+        """A slot for so many bytes, if need be one whose block has to go."""
+        size = self._slots.slot_size(nbytes)
+        for _ in range(2):
+            if self._blocks + len(self._writing) < self._most_blocks and (slot := self._take_free(size)) is not None:
+                return slot
+            if not self._evict_some(size):
+                return None
+        return self._take_free(size)
+
+    def _take_free(self, size: int) -> int | None:
+        slots = self._slots.take(size, 1)
+        for number in self._slots.opened:
+            self._regions[number] = _Region(size, self._slots._slots_in(number, size))
+            self._notes.put(Note(sizes={number: size // PAGE_BYTES}))
+        self._slots.opened.clear()
+        return int(slots[0]) if len(slots) else None
+
+    def _evict_some(self, size: int) -> bool:
+        """Have the hand go on until a slot of this size is free, or a region. What was used since it came by stays."""
+        for _ in range(2 * len(self._regions)):
+            number, region = next(iter(self._regions.items()))
+            if region.slot_bytes == size:
+                victims = self._victims(region)
+            else:  # the longest time ago that the hand was there: all of it goes, unless most of it is of use
+                there = sum(key is not None for key in region.keys)
+                of_use = any(region.pins) or 2 * sum(region.used) > there
+                victims = [] if of_use else [place for place, key in enumerate(region.keys) if key is not None]
+                region.used = bytearray(len(region.used))
+                region.hand = len(region.keys)
+            if region.hand == len(region.keys):
+                region.hand = 0
+                self._regions[number] = self._regions.pop(number)
+            if victims:
+                first = number * self._slots.slots_per_region
+                for place in reversed(victims):  # the allocator gives the one first that came last
+                    self._drop(first + place, tell=True)
+                self._counts["evicted_blocks"] += len(victims)
+                self._used_when_full = self._slots.used_bytes
+                return True
+        return False
+
+    def _victims(self, region: _Region) -> list[int]:
+        most = max(1, min(EVICTED_AT_ONCE, len(region.keys) // 8))
+        victims: list[int] = []
+        while region.hand < len(region.keys) and len(victims) < most:
+            place = region.hand
+            region.hand += 1
+            if region.keys[place] is None or region.pins[place]:
+                continue
+            if region.used[place]:
+                region.used[place] = 0
+            else:
+                victims.append(place)
+        return victims
+
+    def _next_write(self, waiting: deque[Job]) -> list[Job]:
+        """Reads go first, for a while."""
+        if self._reads.waiting and self._clock() - waiting[0].begun_at < WRITE_PATIENCE_S:
+            return []
+        return self._neighbours(waiting)
+
+    def _write(self, jobs: list[Job], headers: list[memoryview]) -> list[End]:
+        """In a thread: write blocks that follow one another, each alone where that fails; then their records."""
+        buffers: list[memoryview] = []
+        for job, header in zip(jobs, headers, strict=True):
+            assert job.block is not None
+            header[:] = encode_header(job.block)
+            buffers += [header, *job.views]
+        try:
+            write_all(self._file.calls, self._file.fd, buffers, jobs[0].offset)
+        except OSError as error:
+            if len(jobs) > 1:
+                pairs = zip(jobs, headers, strict=True)
+                return [end for job, header in pairs for end in self._write([job], [header])]
+            return [self._failed(jobs[0], "write", error)]
+        records = np.zeros(len(jobs), RECORD)
+        hour = int(self._wall_clock()) // _HOUR_S
+        for record, job in zip(records, jobs, strict=True):
+            record["tag"], record["nbytes"], record["written_at"] = job.space.tag, job.space.nbytes, hour
+            record["key_bytes"], record["key"] = len(job.key), job.key.ljust(MAX_KEY_BYTES, b"\0")
+        try:
+            self._file.write_records(jobs[0].slot, records)
+        except OSError as error:
+            why = f"The disk tier could not note blocks in the index of {self._file.path}: {error.strerror or error}."
+            return [End(Result.DONE, None, DiskFault.RECORD_FAILED, why) for _ in jobs]
+        return [End(Result.DONE) for _ in jobs]
+
+    def _write_ended(self, job: Job, end: End | Exception) -> None:
+        if isinstance(end, Exception):
+            end = self._bug(end)
+        if end.fault is not None:
+            self._error(end.fault, end.sentence)
+        kept = self._writing.get((job.space.tag, job.key)) is job
+        if kept:
+            del self._writing[job.space.tag, job.key]
+        result = end.result
+        if result is Result.DONE:
+            self._pause_s = 0.0
+            self._counts["written_blocks"] += 1
+            self._counts["written_bytes"] += job.space.nbytes
+            self._noted_bytes += job.nbytes
+        elif result is Result.FAILED:
+            self._pause_s = min(_MOST_PAUSE_S, 2 * self._pause_s) or _LEAST_PAUSE_S
+            self._write_at = self._clock() + self._pause_s
+            if len(self._put_aside) < self._slots.used_bytes // self._slots.slot_size(job.nbytes) // _PUT_ASIDE_SHARE:
+                self._put_aside.add(job.slot)
+        if kept and result is Result.DONE:
+            region, place = self._at(job.slot)
+            region.keys[place], region.tags[place] = job.key, job.space.tag
+            region.used[place] = region.found[place] = 0
+            region.hours[place] = int(self._wall_clock()) // _HOUR_S
+            self._there.setdefault(job.space.tag, {})[job.key] = job.slot
+            self._blocks += 1
+            self._tell(lambda: self._listener.stored(self, job.space, [job.key]))
+        elif result is Result.DONE:  # it was removed meanwhile
+            result = Result.GONE
+            self._note_gone([job.slot])
+        self._unpin(job.slot)
+        job.on_end(result)
+
+    # --- removing --------------------------------------------------------------------------------
+
+    def remove(self, space: Space, keys: Sequence[bytes], why: str) -> None:
+        there = self._there.get(space.tag, {})
+        slots = [there[key] for key in dict.fromkeys(keys) if key in there]
+        for slot in slots:
+            self._drop(slot, tell=True, note=True)
+        self._stop_writing([(space.tag, key) for key in keys])
+        self._note_gone(slots)
+
+    def remove_all(self, fingerprint: bytes | None) -> int:
+        tags = [tag for tag, space in self._spaces.items() if fingerprint in (None, space.fingerprint)]
+        slots = [slot for tag in tags for slot in self._there.get(tag, {}).values()]
+        for slot in slots:
+            self._drop(slot, tell=False, note=True)
+        self._stop_writing([name for name in self._writing if name[0] in tags])
+        self._note_gone(slots)
+        for tag in tags:
+            self._there.pop(tag, None)
+            del self._spaces[tag]
+        return len(slots)
+
+    def removals_kept(self) -> Callable[[], bool]:
+        removals = self._removals
+        return lambda: next(iter(self._unnoted.values()), removals + 1) > removals
+
+    def _stop_writing(self, names: Sequence[tuple[int, bytes]]) -> None:
+        """What is being written is not there when it is; its record goes then."""
+        for name in names:
+            if (job := self._writing.pop(name, None)) is not None:
+                self._removals += 1
+                self._unnoted[job.slot] = self._removals
+
+    def _note_gone(self, slots: Sequence[int]) -> None:
+        """Have the records of slots cleared, for good; until then nothing else is written there."""
+        if not slots:
+            return
+        self._removals += 1
+        for slot in slots:
+            self._unnoted.setdefault(slot, self._removals)
+            self._pin(slot)
+        self._notes.put(Note(gone=list(slots)))
+
+    def _drop(self, slot: int, *, tell: bool, note: bool = False) -> None:
+        """A block is not there any more. Its slot is free once nothing reads it, but where its end is to be noted."""
+        region, place = self._at(slot)
+        key, tag = region.keys[place], region.tags[place]
+        assert key is not None
+        region.keys[place] = None
+        del self._there[tag][key]
+        self._blocks -= 1
+        if tell:
+            self._tell(lambda: self._listener.removed(self, tag, [key]))
+        if not note and not region.pins[place]:
+            self._free(slot)
+
+    def _pin(self, slot: int) -> None:
+        region, place = self._at(slot)
+        region.pins[place] += 1
+
+    def _unpin(self, slot: int) -> None:
+        region, place = self._at(slot)
+        region.pins[place] -= 1
+        if not region.pins[place] and region.keys[place] is None and slot not in self._put_aside:
+            self._free(slot)
+
+    def _free(self, slot: int) -> None:
+        self._slots.free(np.array([slot], np.uint32))
+        number = slot // self._slots.slots_per_region
+        if not self._slots.slot_bytes[number]:
+            del self._regions[number]
+
+    # --- the index, in a thread of its own -------------------------------------------------------
+
+    def _note(self, notes: list[Note]) -> list[End]:
+        (note,) = notes
+        file = self._file
+        try:
+            for region, pages in note.sizes.items():
+                file.write_slot_pages(region, pages)
+            for first, count in runs_of(note.gone):
+                file.write_records(first, np.zeros(count, RECORD))
+            if note.written_bytes:
+                file.write_head(is_open=True, written_bytes=note.written_bytes)
+            if note.gone:
+                file.sync_index()
+            self._physical_bytes = file.physical_bytes()
+            self.removed = file.is_removed()
+        except OSError as error:
+            why = f"The disk tier could not write to the index of {file.path}: {error.strerror or error}."
+            return [End(Result.FAILED, None, DiskFault.RECORD_FAILED, why)]
+        return [End(Result.DONE)]
+
+    def _note_ended(self, note: Note, end: End | Exception) -> None:
+        if isinstance(end, Exception):
+            end = self._bug(end)
+        if end.result is not Result.DONE:
+            assert end.fault is not None
+            self._error(end.fault, end.sentence)
+            self._failed_notes.append(note)
+            return
+        for slot in note.gone:
+            del self._unnoted[slot]
+            self._unpin(slot)
+
+    # --- the rest --------------------------------------------------------------------------------
+
+    @property
+    def lifetime_bytes(self) -> int:
+        used = self._slots.used_bytes
+        return used if self._used_when_full and used >= FULL_PART * self._used_when_full else 0
+
+    @property
+    def lifetime_written_bytes(self) -> int:
+        """Bytes written since the files were made. A kill loses those of the last tick or two."""
+        return self._file.head.written_bytes + self._noted_bytes
+
+    @property
+    def oldest_seconds(self) -> float:
+        """Time since the oldest block was written, to the hour; 0 without blocks."""
+        hours = [
+            min((hour for hour, key in zip(region.hours, region.keys, strict=True) if key is not None), default=None)
+            for region in self._regions.values()
+        ]
+        oldest = min((hour for hour in hours if hour is not None), default=None)
+        return 0.0 if oldest is None else max(0.0, self._wall_clock() - oldest * _HOUR_S)
+
+    def tick(self) -> None:
+        now = self._clock()
+        self._end_waiting_reads(Result.DEADLINE, lambda job: job.deadline <= now)
+        hangs = max(one.longest_s for one in (self._reads, self._writes, self._notes)) > HANG_TIMEOUT_S
+        if hangs and not self.hangs:
+            self._error(
+                DiskFault.HUNG,
+                f"A call to {self._file.path} has taken more than {HANG_TIMEOUT_S:.0f} s: nothing is read and written "
+                "until it returns.",
+            )
+        self.hangs = hangs
+        if hangs:
+            self._end_waiting_reads(Result.DEADLINE)
+        elif not (self._notes.waiting or self._notes.running or self._closed):
+            failed, self._failed_notes = self._failed_notes, []
+            for note in failed:
+                self._notes.put(note)
+            self._notes.put(Note(written_bytes=self._noted_bytes))
+            self._noted_bytes = 0
+
+    def _end_waiting_reads(self, result: Result, which: Callable[[Job], bool] = lambda job: True) -> None:
+        for job in self._reads.remove(which):
+            self._end_read(job, result)
+
+    def stats(self) -> TierStats:
+        return TierStats(
+            size_bytes=self._file.size_bytes,
+            used_bytes=self._slots.used_bytes,
+            physical_bytes=self._physical_bytes,
+            blocks=self._blocks,
+            queued_reads=self._reads.waiting,
+            queued_writes=self._writes.waiting,
+            running_reads=self._reads.running,
+            running_writes=self._writes.running,
+            busy_seconds=self._reads.busy_seconds + self._writes.busy_seconds,
+            errors={kind.value: count for kind, count in self._errors.items()},
+            **self._counts,
+        )
+
+    def close(self, deadline_s: float) -> bool:
+        """See Tier. Where a call hangs, the files stay open and locked, and ``close`` may be called again later."""
+        until = time.monotonic() + deadline_s
+        self._closed = True
+        if self._file.fd < 0:
+            return True
+        self._end_waiting_reads(Result.CANCELLED)
+        for job in self._writes.remove():
+            self._writing.pop((job.space.tag, job.key), None)
+            self._unpin(job.slot)
+            job.on_end(Result.CANCELLED)
+        if not all([one.close(until) for one in (self._reads, self._writes, self._notes)]):  # noqa: C419
+            return False
+        try:
+            self._file.write_head(is_open=False, written_bytes=self._noted_bytes, sync=True)
+        except OSError as error:
+            logger.warning("Closing %s: %s.", self._file.path, error.strerror or error)
+        self._deliver()
+        self._file.close()
+        self._pool = memoryview(b"")
+        return True
+
+    def _bug(self, error: Exception) -> End:
+        logger.error("A thread of %s failed.", self.name, exc_info=error)
+        return End(Result.FAILED, None, DiskFault.BUG, f"A disk thread failed ({error!r}): a bug; the log has more.")
+
+    def _error(self, kind: DiskFault, sentence: str) -> None:
+        self._errors[kind] += 1
+        self._tell(lambda: self._listener.error(self, kind, sentence))
+
+    def _tell(self, news: Callable[[], None]) -> None:
+        """Tell the listener something soon, not from within the call at hand."""
+        self._news.append(news)
+        if len(self._news) == 1:
+            self._post(self._deliver)
+
+    def _deliver(self) -> None:
+        while self._news:
+            tell = self._news.popleft()
+            tell()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is news that the listener has not been given yet. For simulations."""
+        return bool(self._news)
+
+    def names(self) -> Iterator[tuple[Space, bytes]]:
+        """All blocks that can be read. For tests."""
+        for tag, there in self._there.items():
+            yield from ((self._spaces[tag], key) for key in there)
+
+
+def _keys(records: Any) -> list[bytes]:
+    """The keys of records, at a few sizes at most."""
+    sizes = records["key_bytes"]
+    whole = np.ascontiguousarray(records["key"]).view(np.uint8).reshape(-1, MAX_KEY_BYTES)
+    if len(sizes) and (sizes == sizes[0]).all():
+        same = np.ascontiguousarray(whole[:, : sizes[0]]).view(np.dtype((np.void, int(sizes[0]))))
+        return cast(list[bytes], same.ravel().tolist())
+    return [bytes(row[:size]) for row, size in zip(whole, sizes.tolist(), strict=True)]
+
+
+def most_blocks(size_bytes: int) -> int:
+    """Blocks that a tier of this size may have."""
+    return max(_LEAST_BLOCKS, size_bytes >> _BLOCKS_SHIFT)
+
+
+def index_bytes(size_bytes: int) -> int:
+    """Memory for what is known of the blocks of a disk of this size, at most."""
+    return most_blocks(size_bytes) * BLOCK_MEMORY_BYTES
+
+
+def open_disk(
+    directory: Path,
+    size_bytes: int,
+    *,
+    pool: memoryview,
+    clock: Callable[[], float],
+    post: Callable[[Callable[[], None]], None],
+    listener: TierListener,
+    generation: Callable[[bytes], int],
+    should_stop: Callable[[], bool] = lambda: False,
+    options: DiskOptions = DiskOptions(),  # noqa: B008
+    calls: FileCalls | None = None,
+    wall_clock: Callable[[], float] = time.time,
+    make_workers: Callable[..., Workers[Any, Any]] = Workers,
+) -> DiskTier:
+    """Open a directory, with what an earlier daemon has left in it. For any thread; it may take long.
+
+    Args:
+        pool: the pool's memory.
+        clock: ``time.monotonic``, by which the threads measure deadlines too.
+        post: has a call made in the daemon's thread.
+        generation: that of a namespace now: blocks of lower ones are void. For any thread.
+
+    Raises:
+        DiskError: the directory cannot be used.
+        OpeningStopped: ``should_stop`` returned True.
+    """
+    file = DiskFile(directory, size_bytes, options.region_bytes, calls, should_stop)
+    try:
+        return DiskTier(
+            file,
+            pool=pool,
+            clock=clock,
+            post=post,
+            listener=listener,
+            options=options,
+            wall_clock=wall_clock,
+            make_workers=make_workers,
+            generation=generation,
+            should_stop=should_stop,
+        )
+    except BaseException:
+        file.close()
+        raise

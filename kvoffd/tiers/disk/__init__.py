@@ -1,1 +1,0 @@
-"""The disk tier: blocks in a preallocated file, read and written past the page cache."""
