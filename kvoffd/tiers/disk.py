@@ -80,13 +80,19 @@ class Job:
     """Of a write."""
     nbytes: int = 0
     """In the file."""
+    replaces: tuple[int, bytes] | None = None
+    """The block that the slot's record names until a write is done."""
+    removals: list[int] = field(default_factory=list)
+    """Those that are not kept before a write has ended and is noted."""
 
 
 @dataclass(slots=True, eq=False)
 class Note:
-    """Something to be written to the index. ``gone``: slots whose records go, for good once it is done."""
+    """Something to be written to the index. ``gone``: slots whose records go. ``removals``: kept once that is on the
+    device."""
 
     gone: list[int] = field(default_factory=list)
+    removals: list[int] = field(default_factory=list)
     sizes: dict[int, int] = field(default_factory=dict)
     """By region, the pages of a slot."""
     written_bytes: int = 0
@@ -159,13 +165,17 @@ class DiskTier(Tier):
         self._spaces: dict[int, Space] = {}
         self._there: dict[int, dict[bytes, int]] = {}
         """By tag and key: the slots of blocks that can be read."""
-        self._blocks = 0
+        self._blocks = self._bytes = 0
         self._writing: dict[tuple[int, bytes], Job] = {}
         self._put_aside: set[int] = set()
         self._used_when_full = self._reads_under_way = 0
-        self._unnoted: dict[int, int] = {}
-        """Slots whose records are still to go, and the number of the removal."""
+        self._evicted: dict[int, dict[tuple[int, bytes], int]] = {}
+        """By slot size, the slots that the hand took and that are written to next, by what their records still name."""
+        self._unkept: dict[int, int] = {}
+        """Numbers of removals that a kill or a power cut could still undo, and how many notes they wait for."""
         self._removals = self._noted_bytes = 0
+        self._may_differ = False
+        """Whether blocks were written over since the files were synced: a power cut may bring them back."""
         self._failed_notes: list[Note] = []
         self._pause_s = 0.0
         self._write_at = float("-inf")
@@ -210,6 +220,8 @@ class DiskTier(Tier):
             kept[some] = True
             if len(there) < len(some):  # of two of one key the later one counts
                 kept[some] = np.isin(slots[some], np.fromiter(there.values(), np.int64, len(there)))
+        for first, count in runs_of(slots[~kept].tolist()):  # whatever is known later, these do not come back
+            self._file.write_records(first, np.zeros(count, RECORD))
         self._take_over(slots[kept], records[kept])
         return newest
 
@@ -247,7 +259,7 @@ class DiskTier(Tier):
         for number, region in self._regions.items():
             sizes[number] = region.slot_bytes
         self._slots.restore(slots.astype(np.uint32), sizes)
-        self._blocks = len(slots)
+        self._blocks, self._bytes = len(slots), int(records["nbytes"].sum(dtype=np.int64))
         names = {slot: key for there in self._there.values() for key, slot in there.items()}
         for number, region in list(self._regions.items()):
             first = number * self._slots.slots_per_region
@@ -400,7 +412,7 @@ class DiskTier(Tier):
         if end.fault is not None:
             self._error(end.fault, end.sentence)
         if is_there and end.result not in (Result.DONE, Result.DEADLINE, Result.CANCELLED):
-            self._drop(job.slot, tell=True, note=True)
+            self._drop(job.slot, tell=True)
             self._note_gone([job.slot])
         elif not is_there and end.result is Result.DONE:
             end = End(Result.GONE)  # it was removed meanwhile
@@ -426,13 +438,16 @@ class DiskTier(Tier):
             self._counts["refused_writes"] += 1
             return False
         assert all(block.checksums), "without them nothing could tell that a block is whole"
-        slot = self._take(self._slot_bytes(space))
-        if slot is None:
+        if (taken := self._take(self._slots.slot_size(self._slot_bytes(space)))) is None:
             self._counts["refused_writes"] += 1
             return False
+        slot, replaces = taken
+        if (before := self._spaces.get(space.tag, space)) != space:  # its namespace has another geometry now
+            self.remove(before, list(self._there.get(space.tag, {})), "")
         self._spaces[space.tag] = space
         self._pin(slot)
         self._writing[space.tag, key] = job = self._job(space, key, slot, offsets, on_end, block=block)
+        job.replaces = replaces
         self._writes.put(job)
         return True
 
@@ -455,47 +470,52 @@ class DiskTier(Tier):
             )
         return fits
 
-    def _take(self, nbytes: int) -> int | None:
-        """A slot for so many bytes, if need be one whose block has to go."""
-        size = self._slots.slot_size(nbytes)
-        for _ in range(2):
-            if self._blocks + len(self._writing) < self._most_blocks and (slot := self._take_free(size)) is not None:
-                return slot
-            if not self._evict_some(size):
-                return None
-        return self._take_free(size)
-
-    def _take_free(self, size: int) -> int | None:
-        slots = self._slots.take(size, 1)
-        for number in self._slots.opened:
-            self._regions[number] = _Region(size, self._slots._slots_in(number, size))
-            self._notes.put(Note(sizes={number: size // PAGE_BYTES}))
-        self._slots.opened.clear()
-        return int(slots[0]) if len(slots) else None
+    def _take(self, size: int) -> tuple[int, tuple[int, bytes] | None] | None:
+        """A slot of a size, and what its record names."""
+        if self._blocks + len(self._writing) < self._most_blocks and len(slots := self._slots.take(size, 1)):
+            for number in self._slots.opened:
+                self._regions[number] = _Region(size, self._slots._slots_in(number, size))
+                self._notes.put(Note(sizes={number: size // PAGE_BYTES}))
+            self._slots.opened.clear()
+            return int(slots[0]), None
+        if not self._evicted.get(size) and not self._evict_some(size):
+            return None
+        name = next(iter(self._evicted[size]))
+        return self._evicted[size].pop(name), name
 
     def _evict_some(self, size: int) -> bool:
-        """Have the hand go on until a slot of this size is free, or a region. What was used since it came by stays."""
+        """Have the hand go on until it has some slots of this size. What was used since it came by stays.
+
+        A region of another size at which it comes goes as a whole, unless most of it is of use; its slots are free when
+        that is noted.
+        """
         for _ in range(2 * len(self._regions)):
             number, region = next(iter(self._regions.items()))
-            if region.slot_bytes == size:
-                victims = self._victims(region)
-            else:  # the longest time ago that the hand was there: all of it goes, unless most of it is of use
-                there = sum(key is not None for key in region.keys)
-                of_use = any(region.pins) or 2 * sum(region.used) > there
-                victims = [] if of_use else [place for place, key in enumerate(region.keys) if key is not None]
-                region.used = bytearray(len(region.used))
-                region.hand = len(region.keys)
+            first, other = number * self._slots.slots_per_region, region.slot_bytes != size
+            victims = self._all_of(region) if other else self._victims(region)
             if region.hand == len(region.keys):
                 region.hand = 0
                 self._regions[number] = self._regions.pop(number)
-            if victims:
-                first = number * self._slots.slots_per_region
-                for place in reversed(victims):  # the allocator gives the one first that came last
+            self._counts["evicted_blocks"] += len(victims)
+            if victims and other:
+                for place in victims:
                     self._drop(first + place, tell=True)
-                self._counts["evicted_blocks"] += len(victims)
+                self._note_gone([first + place for place in victims])
+            elif victims:
                 self._used_when_full = self._slots.used_bytes
+                evicted = self._evicted.setdefault(size, {})
+                for place in victims:
+                    evicted[self._drop(first + place, tell=True)] = first + place
                 return True
         return False
+
+    def _all_of(self, region: _Region) -> list[int]:
+        """The blocks of a region, if hardly any is of use."""
+        there = [place for place, key in enumerate(region.keys) if key is not None]
+        of_use = any(region.pins) or 2 * sum(region.used) > len(there)
+        region.used = bytearray(len(region.used))
+        region.hand = len(region.keys)
+        return [] if of_use else there
 
     def _victims(self, region: _Region) -> list[int]:
         most = max(1, min(EVICTED_AT_ONCE, len(region.keys) // 8))
@@ -548,19 +568,17 @@ class DiskTier(Tier):
             end = self._bug(end)
         if end.fault is not None:
             self._error(end.fault, end.sentence)
-        kept = self._writing.get((job.space.tag, job.key)) is job
-        if kept:
-            del self._writing[job.space.tag, job.key]
-        result = end.result
+        kept, result = self._is_wanted(job), end.result
         if result is Result.DONE:
             self._pause_s = 0.0
+            self._may_differ = True
             self._counts["written_blocks"] += 1
             self._counts["written_bytes"] += job.space.nbytes
             self._noted_bytes += job.nbytes
-        elif result is Result.FAILED:
+        else:
             self._pause_s = min(_MOST_PAUSE_S, 2 * self._pause_s) or _LEAST_PAUSE_S
             self._write_at = self._clock() + self._pause_s
-            if len(self._put_aside) < self._slots.used_bytes // self._slots.slot_size(job.nbytes) // _PUT_ASIDE_SHARE:
+            if (len(self._put_aside) + 1) * _PUT_ASIDE_SHARE <= self._blocks:
                 self._put_aside.add(job.slot)
         if kept and result is Result.DONE:
             region, place = self._at(job.slot)
@@ -569,12 +587,22 @@ class DiskTier(Tier):
             region.hours[place] = int(self._wall_clock()) // _HOUR_S
             self._there.setdefault(job.space.tag, {})[job.key] = job.slot
             self._blocks += 1
+            self._bytes += job.space.nbytes
             self._tell(lambda: self._listener.stored(self, job.space, [job.key]))
-        elif result is Result.DONE:  # it was removed meanwhile
-            result = Result.GONE
-            self._note_gone([job.slot])
+            if job.removals:  # of what was in the slot before
+                self._notes.put(Note(removals=job.removals))
+        else:
+            self._note_gone([job.slot], job.removals)
         self._unpin(job.slot)
-        job.on_end(result)
+        job.on_end(Result.GONE if result is Result.DONE and not kept else result)
+
+    def _is_wanted(self, job: Job) -> bool:
+        """Whether what is not being written any more was not removed meanwhile."""
+        name = job.space.tag, job.key
+        if self._writing.get(name) is not job:
+            return False
+        del self._writing[name]
+        return True
 
     # --- removing --------------------------------------------------------------------------------
 
@@ -582,55 +610,62 @@ class DiskTier(Tier):
         there = self._there.get(space.tag, {})
         slots = [there[key] for key in dict.fromkeys(keys) if key in there]
         for slot in slots:
-            self._drop(slot, tell=True, note=True)
-        self._stop_writing([(space.tag, key) for key in keys])
-        self._note_gone(slots)
+            self._drop(slot, tell=True)
+        self._remove(slots, {(space.tag, key) for key in keys})
 
     def remove_all(self, fingerprint: bytes | None) -> int:
-        tags = [tag for tag, space in self._spaces.items() if fingerprint in (None, space.fingerprint)]
+        tags = {tag for tag, space in self._spaces.items() if fingerprint in (None, space.fingerprint)}
         slots = [slot for tag in tags for slot in self._there.get(tag, {}).values()]
         for slot in slots:
-            self._drop(slot, tell=False, note=True)
-        self._stop_writing([name for name in self._writing if name[0] in tags])
-        self._note_gone(slots)
+            self._drop(slot, tell=False)
+        names = [name for evicted in self._evicted.values() for name in evicted]
+        names += [name for job in self._writing.values() if (name := job.replaces) is not None]
+        self._remove(slots, {name for name in [*names, *self._writing] if name[0] in tags})
         for tag in tags:
             self._there.pop(tag, None)
             del self._spaces[tag]
         return len(slots)
 
-    def removals_kept(self) -> Callable[[], bool]:
-        removals = self._removals
-        return lambda: next(iter(self._unnoted.values()), removals + 1) > removals
-
-    def _stop_writing(self, names: Sequence[tuple[int, bytes]]) -> None:
-        """What is being written is not there when it is; its record goes then."""
-        for name in names:
-            if (job := self._writing.pop(name, None)) is not None:
-                self._removals += 1
-                self._unnoted[job.slot] = self._removals
-
-    def _note_gone(self, slots: Sequence[int]) -> None:
-        """Have the records of slots cleared, for good; until then nothing else is written there."""
-        if not slots:
+    def _remove(self, slots: list[int], names: set[tuple[int, bytes]]) -> None:
+        """Have the records of slots cleared, and all else that could bring blocks of these names back."""
+        gone = list(slots)
+        for evicted in self._evicted.values():
+            gone += [evicted.pop(name) for name in names & evicted.keys()]
+        # What is written over such a block, or is to be one, is looked at when it ends.
+        jobs = [job for name, job in self._writing.items() if name in names or job.replaces in names]
+        if not (gone or jobs or self._may_differ):
             return
         self._removals += 1
-        for slot in slots:
-            self._unnoted.setdefault(slot, self._removals)
-            self._pin(slot)
-        self._notes.put(Note(gone=list(slots)))
+        self._unkept[self._removals] = 1 + len(jobs)
+        for job in jobs:
+            job.removals.append(self._removals)
+            if (job.space.tag, job.key) in names:
+                del self._writing[job.space.tag, job.key]
+        self._note_gone(gone, [self._removals])
 
-    def _drop(self, slot: int, *, tell: bool, note: bool = False) -> None:
-        """A block is not there any more. Its slot is free once nothing reads it, but where its end is to be noted."""
+    def removals_kept(self) -> Callable[[], bool]:
+        removals = self._removals
+        return lambda: next(iter(self._unkept), removals + 1) > removals
+
+    def _note_gone(self, slots: Sequence[int], removals: Sequence[int] = ()) -> None:
+        """Have the records of slots cleared; until then nothing else is written there."""
+        for slot in slots:
+            self._pin(slot)
+        if slots or removals:
+            self._notes.put(Note(list(slots), list(removals)))
+
+    def _drop(self, slot: int, *, tell: bool) -> tuple[int, bytes]:
+        """A block is not there any more; its slot is still taken. Returns its name."""
         region, place = self._at(slot)
         key, tag = region.keys[place], region.tags[place]
         assert key is not None
         region.keys[place] = None
         del self._there[tag][key]
         self._blocks -= 1
+        self._bytes -= self._spaces[tag].nbytes
         if tell:
             self._tell(lambda: self._listener.removed(self, tag, [key]))
-        if not note and not region.pins[place]:
-            self._free(slot)
+        return tag, key
 
     def _pin(self, slot: int) -> None:
         region, place = self._at(slot)
@@ -640,13 +675,10 @@ class DiskTier(Tier):
         region, place = self._at(slot)
         region.pins[place] -= 1
         if not region.pins[place] and region.keys[place] is None and slot not in self._put_aside:
-            self._free(slot)
-
-    def _free(self, slot: int) -> None:
-        self._slots.free(np.array([slot], np.uint32))
-        number = slot // self._slots.slots_per_region
-        if not self._slots.slot_bytes[number]:
-            del self._regions[number]
+            self._slots.free(np.array([slot], np.uint32))
+            number = slot // self._slots.slots_per_region
+            if not self._slots.slot_bytes[number]:
+                del self._regions[number]
 
     # --- the index, in a thread of its own -------------------------------------------------------
 
@@ -660,8 +692,8 @@ class DiskTier(Tier):
                 file.write_records(first, np.zeros(count, RECORD))
             if note.written_bytes:
                 file.write_head(is_open=True, written_bytes=note.written_bytes)
-            if note.gone:
-                file.sync_index()
+            if note.removals:
+                file.sync()
             self._physical_bytes = file.physical_bytes()
             self.removed = file.is_removed()
         except OSError as error:
@@ -677,8 +709,11 @@ class DiskTier(Tier):
             self._error(end.fault, end.sentence)
             self._failed_notes.append(note)
             return
+        for number in note.removals:
+            self._unkept[number] -= 1
+            if not self._unkept[number]:
+                del self._unkept[number]
         for slot in note.gone:
-            del self._unnoted[slot]
             self._unpin(slot)
 
     # --- the rest --------------------------------------------------------------------------------
@@ -730,7 +765,7 @@ class DiskTier(Tier):
     def stats(self) -> TierStats:
         return TierStats(
             size_bytes=self._file.size_bytes,
-            used_bytes=self._slots.used_bytes,
+            used_bytes=self._bytes,
             physical_bytes=self._physical_bytes,
             blocks=self._blocks,
             queued_reads=self._reads.waiting,
@@ -750,7 +785,9 @@ class DiskTier(Tier):
             return True
         self._end_waiting_reads(Result.CANCELLED)
         for job in self._writes.remove():
-            self._writing.pop((job.space.tag, job.key), None)
+            self._is_wanted(job)
+            if job.removals:
+                self._note_gone([job.slot], job.removals)
             self._unpin(job.slot)
             job.on_end(Result.CANCELLED)
         if not all([one.close(until) for one in (self._reads, self._writes, self._notes)]):  # noqa: C419

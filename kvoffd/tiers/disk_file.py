@@ -26,7 +26,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvoffd.errors import KvoffdError
-from kvoffd.pool.allocator import MIN_SLOT_BYTES, PAGE_BYTES, page_up
+from kvoffd.pool.allocator import MIN_SLOT_BYTES, PAGE_BYTES
 from kvoffd.system.files import (
     FileCalls,
     FileInUse,
@@ -111,11 +111,11 @@ class Head:
 
 
 def default_region_bytes(size_bytes: int) -> int:
-    """About a 64th of the disk, 16 MiB to 1 GiB; never so large that only one fits."""
-    region_bytes = max(_LEAST_REGION_BYTES, min(_MOST_REGION_BYTES, size_bytes // _REGIONS), size_bytes // MAX_REGIONS)
-    return max(
-        MIN_SLOT_BYTES, min(page_up(region_bytes), _usable(size_bytes) // _LEAST_REGIONS) // PAGE_BYTES * PAGE_BYTES
-    )
+    """About a 64th of the disk, 16 MiB to 1 GiB; never so large that only one fits, nor so that much is left over."""
+    usable = _usable(size_bytes)
+    wanted = max(_LEAST_REGION_BYTES, min(_MOST_REGION_BYTES, usable // _REGIONS), usable // MAX_REGIONS)
+    regions = max(_LEAST_REGIONS, usable // wanted)
+    return max(MIN_SLOT_BYTES, usable // regions // PAGE_BYTES * PAGE_BYTES)
 
 
 def _usable(size_bytes: int) -> int:
@@ -196,8 +196,9 @@ class DiskFile:
         at = _RECORDS_AT + first * RECORD.itemsize
         write_all(self.calls, self.index_fd, [memoryview(records.tobytes())], at)
 
-    def sync_index(self) -> None:
+    def sync(self) -> None:
         """Returns when what was written is on the device. Raises OSError."""
+        self.calls.sync(self.fd)
         self.calls.sync(self.index_fd)
 
     def read_slot_pages(self) -> npt.NDArray[np.uint32]:
@@ -317,6 +318,9 @@ class DiskFile:
             self.head = replace(head, regions=regions)
             self.write_head(is_open=True, sync=True)
             self.calls.truncate(self.fd, self._end(regions))
+            records_end = _RECORDS_AT + regions * self.slots_per_region * RECORD.itemsize
+            if self.calls.stat(self.index_fd).st_size > records_end:  # lest they come back where it grows again
+                self.calls.truncate(self.index_fd, records_end)
         elif status.st_size < self._end(head.regions) and head.regions:
             missing = self._end(head.regions) - status.st_size
             cut = f"{self.path} was cut off: {missing} bytes at its end are gone, and their blocks."
