@@ -1,4 +1,4 @@
-"""A file in memory in the place of the kernel's: it can lose what was not synced, and fail in every way."""
+"""Files in memory in the place of the kernel's: they can lose what was not synced, and fail in every way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from kvoffd.system.files import FileCalls
-from kvoffd.tiers.disk.workers import Workers
+from kvoffd.system.threads import DaemonThreads
+from kvoffd.tiers.disk_file import DISK_NAME
+from kvoffd.tiers.workers import Workers
 
 PAGE = 4096
 
@@ -20,57 +22,97 @@ class Killed(BaseException):
     """The process is dead: nothing may catch this but the test."""
 
 
-class WorkersWithoutThreads(Workers):
+class WorkersWithoutThreads(Workers[Any, Any]):
     """What the threads would do, tests do."""
 
-    def __init__(self, *given: Any) -> None:
-        *others, _, name = given
-        super().__init__(*others, 0, name)
+    def _start(self) -> None:
+        self._threads = DaemonThreads(())
+
+    def begin(self, number: int = 0) -> list[Any]:
+        """What a thread that has nothing to do would do now."""
+        with self._changed:
+            return [] if number in self._running else self._begin(number)
+
+    def work(self) -> None:
+        """Do all that waits."""
+        while tasks := self.begin():
+            self._do(0, tasks)
+
+    def _wait_idle(self, until: float) -> bool:
+        for number, (_, tasks) in list(self._running.items()):
+            self._do(number, tasks)
+        self.work()
+        return not self._waiting
+
+
+class _File:
+    def __init__(self) -> None:
+        self.data, self.durable = bytearray(), bytearray()
+        self.pending: list[tuple[int, bytes]] = []
+
+    def resize(self, size: int) -> None:
+        for image in (self.data, self.durable):
+            del image[size:]
+            image.extend(bytes(size - len(image)))
 
 
 class MemoryDisk(FileCalls):
-    """One file. What it holds outlives those who open it; ``lose_power`` leaves what was synced and some of the rest.
+    """A directory, which outlives those who open it; ``lose_power`` leaves what was synced and some of the rest.
 
     ``fault`` is asked before every call: it gets the call's name and number (from 1 on, by name), may raise OSError or
     Killed, and says of a read or write how many bytes of it are done; None for all.
     """
 
     def __init__(self, direct: bool = True) -> None:
-        self.data = bytearray()
+        self.files: dict[str, _File] = {}
         self.counts: Counter[str] = Counter()
         self.fault: Callable[[str, int], int | None] = lambda name, number: None
         self.locked = False
+        self.removed = False
+        """Whether the files have no names any more."""
         self.room = 2**40
-        """Bytes that the file system has for the file."""
+        """Bytes that the file system has for ``kvoffd.disk``."""
         self._direct = direct
-        self._durable = bytearray()
-        self._pending: list[tuple[int, bytes]] = []
+
+    @property
+    def data(self) -> bytearray:
+        """Of ``kvoffd.disk``."""
+        return self.files[DISK_NAME].data
 
     def copy(self) -> MemoryDisk:
-        """Another file with what is in this one."""
+        """Another directory with what is in this one."""
         twin = MemoryDisk(self._direct)
-        twin.data, twin._durable, twin._pending = self.data[:], self._durable[:], list(self._pending)
+        for name, file in self.files.items():
+            twin.files[name] = other = _File()
+            other.data, other.durable, other.pending = file.data[:], file.durable[:], list(file.pending)
         return twin
 
     def lose_power(self, random: Random) -> None:
         """Of what was not synced, each page is there or not, in any order."""
-        for offset, page in self._pending:
-            if random.random() < 0.5 and offset + len(page) <= len(self._durable):
-                self._durable[offset : offset + len(page)] = page
-        self._pending.clear()
-        self.data = bytearray(self._durable)
+        for file in self.files.values():
+            for offset, page in file.pending:
+                if random.random() < 0.5 and offset + len(page) <= len(file.durable):
+                    file.durable[offset : offset + len(page)] = page
+            file.pending.clear()
+            file.data = bytearray(file.durable)
         self.locked = False
 
     def flip(self, offset: int, bit: int) -> None:
-        """A bit changes on the device."""
-        for image in (self.data, self._durable):
+        """A bit of ``kvoffd.disk`` changes on the device."""
+        for image in (self.data, self.files[DISK_NAME].durable):
             image[offset] ^= 1 << bit
 
     def open(self, path: str, directory_fd: int, create: bool) -> int:
         self._ask("open")
-        return 1_000_000
+        self.files.setdefault(path, _File())
+        return 1_000_000 + list(self.files).index(path)
+
+    def _file(self, fd: int) -> _File:
+        return list(self.files.values())[fd - 1_000_000]
 
     def lock(self, fd: int) -> bool:
+        if fd > 1_000_000:
+            return True
         was, self.locked = self.locked, True
         return not was
 
@@ -79,12 +121,13 @@ class MemoryDisk(FileCalls):
             raise OSError(22, "Invalid argument")
 
     def stat(self, fd: int) -> os.stat_result:
+        file = self._file(fd)
         status = SimpleNamespace(
             st_mode=stat.S_IFREG | 0o600,
-            st_nlink=1,
+            st_nlink=0 if self.removed else 1,
             st_uid=os.geteuid(),
-            st_size=len(self.data),
-            st_blocks=len(self.data) // 512,
+            st_size=len(file.data),
+            st_blocks=len(file.data) // 512 if fd == 1_000_000 else 0,
         )
         return cast(os.stat_result, status)
 
@@ -92,19 +135,20 @@ class MemoryDisk(FileCalls):
         self._ask("allocate")
         if offset + length > self.room:
             raise OSError(28, "No space left on device")
-        self._resize(max(len(self.data), offset + length))
+        file = self._file(fd)
+        file.resize(max(len(file.data), offset + length))
 
     def truncate(self, fd: int, size: int) -> None:
         self._ask("truncate")
-        self._resize(size)
+        self._file(fd).resize(size)
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         limit = self._ask("read")
-        done = 0
+        done, file = 0, self._file(fd)
         for buffer in buffers:
-            part = self.data[offset + done : offset + done + len(buffer)]
+            part = file.data[offset + done : offset + done + len(buffer)]
             if limit is not None:
-                part = part[: limit - done]
+                part = part[: max(0, limit - done)]
             buffer[: len(part)] = part
             done += len(part)
             if len(part) < len(buffer):
@@ -112,40 +156,38 @@ class MemoryDisk(FileCalls):
         return done
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        assert offset % PAGE == 0, "O_DIRECT takes whole pages"
+        data, direct = b"".join(buffers), fd == 1_000_000
+        if direct:
+            assert offset % PAGE == 0, "O_DIRECT takes whole pages"
+            assert len(data) % PAGE == 0
+            assert offset + len(data) <= len(self.data) or offset == 0, "beyond the end of what is allocated"
         try:
-            limit = self._ask("write")
+            limit = self._ask("write" if direct else "note")
         except Killed as death:
             # What was on its way may have come to pass in part.
-            self._put(offset, b"".join(buffers)[: death.args[0]])
+            self._put(fd, offset, data[: death.args[0]])
             raise
-        data = b"".join(buffers)
-        assert len(data) % PAGE == 0
-        assert offset + len(data) <= len(self.data) or offset < 2 * PAGE, "beyond the end of what is allocated"
-        self._put(offset, data[:limit])
+        self._put(fd, offset, data[:limit])
         return len(data) if limit is None else min(limit, len(data))
 
     def sync(self, fd: int) -> None:
         self._ask("sync")
-        for offset, page in self._pending:
-            self._durable[offset : offset + len(page)] = page
-        self._pending.clear()
+        file = self._file(fd)
+        for offset, page in file.pending:
+            file.durable[offset : offset + len(page)] = page
+        file.pending.clear()
 
     def close(self, fd: int) -> None:
-        self.locked = False
+        self.locked = self.locked and fd != 1_000_000
 
     def _ask(self, name: str) -> int | None:
         self.counts[name] += 1
         return self.fault(name, self.counts[name])
 
-    def _put(self, offset: int, data: bytes) -> None:
-        if offset + len(data) > len(self.data):
-            self._resize(offset + len(data))
-        self.data[offset : offset + len(data)] = data
+    def _put(self, fd: int, offset: int, data: bytes) -> None:
+        file = self._file(fd)
+        if offset + len(data) > len(file.data):
+            file.resize(offset + len(data))
+        file.data[offset : offset + len(data)] = data
         for at in range(0, len(data), PAGE):
-            self._pending.append((offset + at, data[at : at + PAGE]))
-
-    def _resize(self, size: int) -> None:
-        for image in (self.data, self._durable):
-            del image[size:]
-            image.extend(bytes(size - len(image)))
+            file.pending.append((offset + at, data[at : at + PAGE]))
