@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from kvoffd.cache import DEFAULT_POLICY, POLICY_NAMES
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiers.shared.store import PASSWORD_VARIABLE, check_url
+from kvoffd.tiers.store import PASSWORD_VARIABLE, check_url
 from kvoffd_proto.paths import SocketPaths, default_directory, is_utf8
 from kvoffd_proto.units import exact_duration, exact_size, is_host, parse_duration, parse_size, quoted
 

@@ -6,7 +6,7 @@ from kvoffd.cache.policy import GHOST_PART
 from kvoffd.config import Config
 from kvoffd.pool.allocator import MIN_SLOT_BYTES
 from kvoffd.system.limits import MemoryLimit
-from kvoffd.tiers.disk import index
+from kvoffd.tiers.disk import index_bytes
 from kvoffd_proto.units import format_size
 
 SLOT_BYTES = 112
@@ -29,7 +29,7 @@ def memory_estimate(config: Config) -> dict[str, int]:
         "slot table and page tables": config.pool_bytes * 21 // 1000,
         "what is known of the blocks": config.pool_bytes // MIN_SLOT_BYTES * SLOT_BYTES,
         "keys without blocks": 0 if config.eviction_policy == "lru" else config.pool_bytes // GHOST_PART,
-        "indices of disks": sum(index.index_bytes(one.size_bytes) for one in config.disk),
+        "indices of disks": sum(index_bytes(one.size_bytes) for one in config.disk),
         "shared stores": SHARED_BYTES * len(config.shared),
         "process and clients": PROCESS_BYTES,
     }

@@ -11,17 +11,16 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib.metadata import EntryPoint, entry_points
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 from kvoffd.errors import KvoffdError
+from kvoffd.tiers.tier import Space
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.units import UnitError, is_host, parse_duration, quoted
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
 MOST_TTL_S = 10 * 365 * 86400
 MOST_UNRAISED = 256
@@ -29,10 +28,7 @@ MOST_UNRAISED = 256
 MOST_PASSWORD_CHARACTERS = 65_536
 PASSWORD_VARIABLE = "KVOFFD_SHARED_PASSWORD"
 _S3_QUERY = {"endpoint": r"https?://[^/?#@\s]+(/[^?#@\s]*)?", "region": r"[\w-]+"}
-ENTRY_POINTS = "kvoffd.shared_stores"
-"""Of stores of other packages: each is named as its scheme, and a call of what ``open_store`` is called with."""
-_OTHERS = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
-SCHEMES = (*REDIS_SCHEMES, "s3", *sorted(set(_OTHERS) - {*REDIS_SCHEMES, "s3"}))
+SCHEMES = (*REDIS_SCHEMES, "s3")
 
 
 class StoreError(Exception):
@@ -51,6 +47,26 @@ class StoreError(Exception):
 def bad_generation(what: str) -> StoreError:
     """What keeps a generation is no number: of one namespace nothing is known, and others are served."""
     return StoreError("generation", f"{what} is no number of up to 18 digits that a node has written; remove it there.")
+
+
+def generation_key(fingerprint: bytes) -> bytes:
+    """Where a namespace's generation is kept, as a decimal number; where it is missing the generation is 0."""
+    return b"kvoffd/2/%s/generation" % fingerprint.hex().encode()
+
+
+def decode_generation(value: bytes) -> int | None:
+    """The number that is kept there, 0 for an empty value; None where it is no number of up to 18 digits."""
+    return int(value or 0) if re.fullmatch(rb"[0-9]{0,18}", value) else None
+
+
+def object_prefix(space: Space) -> bytes:
+    """What the names of a space's objects begin with; a block's key follows, in hexadecimal. A raised generation makes
+    all blocks of a namespace void."""
+    return b"kvoffd/2/%s/%d/%d/" % (space.fingerprint.hex().encode(), space.generation, space.group)
+
+
+def object_key(space: Space, key: bytes) -> bytes:
+    return object_prefix(space) + key.hex().encode()
 
 
 def name_of(address: tuple[str, int]) -> str:
@@ -246,8 +262,7 @@ def check_url(url: str) -> None:
         raise ValueError("it has a user or a password in it; name their file as shared_password_file")
     try:
         parts = urlsplit(url)
-        own = parts.scheme in (*REDIS_SCHEMES, "s3")
-        named = is_host(parts.hostname or "") if own or parts.netloc else True  # others' may name a directory alone
+        named = is_host(parts.hostname or "")
         usable = parts.scheme in SCHEMES and named and parts.port != 0 and not parts.fragment
         usable = usable and re.search(r"[\s\x00-\x1f\x7f]", url) is None
     except ValueError:
@@ -257,7 +272,7 @@ def check_url(url: str) -> None:
         wrong = _wrong_names(parts.query, lambda name, value: re.fullmatch(_S3_QUERY[name], value), _S3_QUERY)
         usable = re.fullmatch(r"(/[\w!.*'()-]+)*/?", parts.path, re.ASCII) is not None
         usable = usable and not {".", ".."} & set(parts.path.split("/"))
-    elif usable and parts.scheme in REDIS_SCHEMES:
+    elif usable:
         wrong = _wrong_names(parts.query, lambda name, value: _is_ttl(value), ("ttl",))
         usable = re.fullmatch("/?[0-9]{0,9}", parts.path) is not None
         if usable and parts.scheme.endswith("+cluster") and int(parts.path.strip("/") or 0):
@@ -288,42 +303,15 @@ def open_store(url: str, credentials: Credentials) -> Callable[[], Store]:
     """What makes connections to the store at a URL; none is made here. Raises KvoffdError."""
     scheme = urlsplit(url).scheme
     if scheme in REDIS_SCHEMES:
-        from kvoffd.tiers.shared.cluster import open_redis
+        from kvoffd.tiers.redis_cluster import open_redis
 
         return open_redis(url, credentials)
-    if scheme == "s3":
-        try:
-            from kvoffd.tiers.shared.s3 import open_s3
-        except ImportError as error:
-            raise KvoffdError(
-                f"s3:// needs obstore, which is not installed ({error}); install it with: "
-                f"{sys.executable} -m pip install obstore.",
-                ErrorCode.BAD_ARGUMENT,
-            ) from error
-        return open_s3(url, credentials)
-    return _open_other(_OTHERS[scheme], url, credentials)
-
-
-def _open_other(point: EntryPoint, url: str, credentials: Credentials) -> Callable[[], Store]:
-    """What makes connections to a store of another package, which may do anything. Raises KvoffdError, as that does."""
-
-    def made(make: Callable[[], T]) -> T:
-        try:
-            return make()
-        except Exception as error:
-            why = f"The store of {point.name}:// ({point.value}) failed at its start: {error!r}. See who made it."
-            raise KvoffdError(why, ErrorCode.BAD_ARGUMENT) from error
-
-    connect: Callable[[], object] = made(lambda: point.load()(url, credentials))
-
-    def connection() -> Store:
-        found = made(connect)
-        if not isinstance(found, Store):
-            why = f"The store of {point.name}:// ({point.value}) gives a {type(found).__name__} for a connection."
-            raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
-        if missing := [name for name in Store.__annotations__ if not hasattr(found, name)]:
-            why = f"The store of {point.name}:// ({point.value}) does not say its {', '.join(missing)}; see Store."
-            raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
-        return found
-
-    return connection
+    try:
+        from kvoffd.tiers.s3_store import open_s3
+    except ImportError as error:
+        raise KvoffdError(
+            f"s3:// needs obstore, which is not installed ({error}); install it with: "
+            f"{sys.executable} -m pip install obstore.",
+            ErrorCode.BAD_ARGUMENT,
+        ) from error
+    return open_s3(url, credentials)

@@ -16,8 +16,8 @@ from itertools import count
 from math import ceil, inf
 from urllib.parse import parse_qs, urlsplit
 
-from kvoffd.tiers.shared.redis import CONNECT_S, Redis
-from kvoffd.tiers.shared.store import Credentials, GetRequest, Servers, Store, StoreError, name_of
+from kvoffd.tiers.redis_store import CONNECT_S, Redis
+from kvoffd.tiers.store import Credentials, GetRequest, Servers, Store, StoreError, name_of
 from kvoffd_proto.units import is_host, parse_duration, quoted
 
 SLOTS = 16_384

@@ -20,8 +20,7 @@ import uvloop
 from obstore.store import S3Store
 
 from kvoffd.errors import KvoffdError
-from kvoffd.tiers.shared.object_format import decode_generation
-from kvoffd.tiers.shared.store import Credentials, GetRequest, Store, StoreError, bad_generation
+from kvoffd.tiers.store import Credentials, GetRequest, Store, StoreError, bad_generation, decode_generation
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.units import printable
 
@@ -169,7 +168,7 @@ class S3(Store):
 
     def ping(self, deadline: float) -> None:
         # The body of an answer to GET says what is missing, that of HEAD is empty.
-        self._run(self._value(b"kvoffd/1/probe"), deadline)
+        self._run(self._value(b"kvoffd/2/probe"), deadline)
 
     def ask(
         self, generation_key: bytes, keys: Sequence[bytes], deadline: float, *, prefix: bool

@@ -15,8 +15,16 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
-from kvoffd.tiers.shared.object_format import decode_generation
-from kvoffd.tiers.shared.store import Credentials, GetRequest, Servers, Store, StoreError, bad_generation, name_of
+from kvoffd.tiers.store import (
+    Credentials,
+    GetRequest,
+    Servers,
+    Store,
+    StoreError,
+    bad_generation,
+    decode_generation,
+    name_of,
+)
 from kvoffd_proto.units import printable
 
 ASK_DEADLINE_S = 0.02

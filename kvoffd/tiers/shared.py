@@ -1,0 +1,857 @@
+"""The shared tier: blocks in a store that many nodes write to and read from. What waits for the store is in threads."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from math import inf
+from typing import Any
+
+from kvoffd.pool.checksums import digest
+from kvoffd.system.newest import put_newest
+from kvoffd.tiers.block_format import HEADER_BYTES, decode_header, encode_header
+from kvoffd.tiers.store import (
+    GetRequest,
+    Server,
+    Store,
+    StoreError,
+    bad_generation,
+    generation_key,
+    object_key,
+    object_prefix,
+)
+from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Block, Result, Space, Tier, TierListener, TierStats
+from kvoffd.tiers.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+UNKNOWN = 3
+"""Beside what ``find`` says of a key: nobody has asked for it of late."""
+YES_S, NO_S, REFUSED_S = 2.0, 1.0, 30.0
+"""How long an answer is taken for true; the last for a block that could not be read, or must not be."""
+MOST_ANSWERS = 262_144
+"""Answers kept, of about 250 bytes each; beyond it the oldest quarter goes."""
+MOST_REFUSED = 32_768
+"""Keys that are not to be read now and are remembered, of about 250 bytes each."""
+MOST_ASKED = 65_536
+"""Keys that may be being asked for at a time."""
+MOST_READS, MOST_WRITES = 4096, 64
+MOST_REMOVALS = 16_384
+"""Objects that may wait to be removed."""
+REMOVED_AT_ONCE = 1000
+MOST_NAMESPACES = 65_536
+"""Of which it is known when it was looked whether they were reset: as many as may be open."""
+MOST_OBJECT_BYTES = 500 * 2**20
+"""Redis takes values of 512 MiB."""
+READERS = 2
+PARTIAL = "partial"
+"""Why blocks are removed for all nodes: this one has more of them. What else it drops others go on using."""
+
+ASK_PATIENCE_S = 0.08
+"""An ask that takes so much longer than its deadline ends with its connection; beyond the deadline it is a failure."""
+HANGS_S = 0.5
+"""How long after its deadline an ask is to be begun at the latest."""
+WRITE_S = 10.0
+"""For a few objects, or for removing a thousand."""
+RAISE_S = 5.0
+"""How long it may take to raise a generation, or to look whether another node did."""
+PROBE_S = 1.0
+QUIET_S = 10.0
+"""A store that nobody asks for so long is probed, so that operators hear of one that is gone."""
+FULL_PAUSE_S = 5.0
+"""How long nothing is written after the store refused it: it is full, a replica, or gives us no right to."""
+TOLD_S = 60.0
+"""How long operators are told of a refused write, unless one succeeds: there may be nothing more to write."""
+STEADY_S = 5.0
+"""How long it is reachable again until the log says so: what comes and goes does not fill it."""
+LOGGED_S = 60.0
+MOST_AHEAD_S = 10 * 365 * 86_400
+"""A generation is a time in seconds, or little more, by a clock that may be wrong."""
+OLD_WEIGHT = 0.9
+"""Weight of earlier asks in the time that an ask takes."""
+LOST = ("timeout", "disconnected", "unreachable", "tls", "internal")
+"""Kinds of errors of writing that are no answer of the server's."""
+
+MOST_FAILURES = 3
+"""Failures or slow answers of one kind of work, one after another, that open the breaker."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 2.75
+"""Pause before the first probe and the longest between two, each up to a quarter shorter or longer. A server
+that is back is used within 5 s, with what a probe and its turn may take."""
+
+
+class Breaker:
+    """Stops work with a store that fails. Open, it lets nobody through but a probe every few seconds. For any thread.
+
+    Work is to ask, read or write: a server may do one and not the other, and answers a probe all the same. So failures
+    are counted apart, and only what succeeds forgets its own: after a probe, one more of what opened it opens it again.
+    """
+
+    def __init__(self, clock: Callable[[], float], jitter: Callable[[], float] = random.random) -> None:
+        self._clock = clock
+        self._jitter = jitter
+        self._lock = threading.Lock()
+        self._failures: Counter[str] = Counter()
+        self._pause_s = 0.0
+        self.probe_at = 0.0
+        self.open = True
+        """Also at the start: the first probe is due at once."""
+        self.opened = 0
+        """Times that it was opened since the store was reached first."""
+
+    def succeeded(self, work: str) -> None:
+        with self._lock:
+            self._failures.pop(work, None)
+            if not self._failures:
+                self._pause_s = 0.0
+
+    def failed(self, work: str, *, at_once: bool = False) -> None:
+        """Note a failure; ``at_once`` opens it, as where nobody listens or the password is wrong."""
+        with self._lock:
+            self._failures[work] += 1
+            if not self.open and (at_once or self._failures[work] >= MOST_FAILURES):
+                self.open = True
+                self.opened += 1
+                self._pause()
+
+    def probed(self, answers: bool) -> None:
+        """Note what came of a probe while it was open."""
+        with self._lock:
+            self.open = not answers
+            if not answers:
+                self._pause()
+
+    def _pause(self) -> None:
+        self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s) or FIRST_PAUSE_S
+        self.probe_at = self._clock() + self._pause_s * (0.75 + 0.5 * self._jitter())
+
+
+class Probe:
+    """Asks whether the store serves at all."""
+
+
+@dataclass(slots=True, eq=False)
+class Raise:
+    """Raises a generation, so that the blocks of a namespace are void for all nodes."""
+
+    fingerprint: bytes
+    deadline: float
+    ended: bool = False
+    problem: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Ask:
+    """Asks for keys, if it begins by the deadline; without any for the generation alone."""
+
+    space: Space
+    keys: Sequence[bytes]
+    prefix: bool
+    deadline: float
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """Reads a block into views of the pool, one a shard. ``stored``: the space as the object has it."""
+
+    space: Space
+    stored: Space
+    key: bytes
+    views: Sequence[memoryview]
+    deadline: float
+    on_end: Callable[[Result, Block | None], None]
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """Writes a block from views of the pool, one a shard. ``stored``: the block as the object has it."""
+
+    space: Space
+    stored: Block
+    views: Sequence[memoryview]
+    on_end: Callable[[Result], None]
+
+
+@dataclass(slots=True, eq=False)
+class Removal:
+    """Removes objects, as far as that can be done."""
+
+    names: Sequence[bytes]
+
+
+@dataclass
+class SharedCounters:
+    asked_keys: int = 0
+    found_keys: int = 0
+    unanswered_keys: int = 0
+    read_blocks: int = 0
+    read_bytes: int = 0
+    written_blocks: int = 0
+    written_bytes: int = 0
+    present_blocks: int = 0
+    dropped_writes: int = 0
+    mismatches: int = 0
+    ask_seconds: float = 0.0
+    errors: Counter[str] = field(default_factory=Counter)
+
+
+class SharedTier(Tier):
+    """See ``Tier``. What the store has is only known by asking: others write to it as well, and it may forget.
+
+    Blocks of a namespace lie there under a generation of all nodes, which is not that of the space.
+
+    Args:
+        name: for operators: the URL, which has no password.
+        open_store: makes a connection, for one thread.
+        pool: the pool's memory.
+        clock: ``time.monotonic``, by which the threads measure deadlines too.
+        post: has a call made in the daemon's thread.
+        ask_deadline_s: 0 for what is usual for the store.
+        generations: of namespaces, those that this node has followed; of others it has followed none.
+        make_workers: tests do without threads.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        open_store: Callable[[], Store],
+        *,
+        pool: memoryview,
+        clock: Callable[[], float],
+        post: Callable[[Callable[[], None]], None],
+        listener: TierListener,
+        ask_deadline_s: float = 0.0,
+        generations: Mapping[bytes, int] | None = None,
+        make_workers: Callable[..., Workers[Any, Any]] = Workers,
+    ) -> None:
+        self.name = name
+        self._store = first = open_store()
+        self._stores = [first, *(open_store() for _ in range(READERS + first.writers))]
+        self.ask_deadline_s = ask_deadline_s or first.ask_deadline_s
+        self.counters = SharedCounters()
+        self.problem = ""
+        """Why it failed last as a whole, a sentence."""
+        self._refusal = ""
+        self.breaker = Breaker(clock)
+        self._pool = pool
+        self._clock = clock
+        self.post = post
+        self._listener = listener
+        self._answers: dict[int, dict[bytes, tuple[int, float]]] = {}
+        """By tag and key what was answered and when, or ASKED; of ABSENT until when it is taken for true."""
+        self._count = 0
+        self._refused: OrderedDict[tuple[int, bytes], float] = OrderedDict()
+        """Keys that are ABSENT until then, whatever is answered."""
+        self._generations = dict(generations or {})
+        self._polled_at: dict[bytes, float] = {}
+        self._poll_next = False
+        self._voided: set[bytes] = set()
+        self._asked_keys = self._removals = 0
+        self._writes: dict[tuple[int, bytes], Write] = {}
+        self._write_at = self._steady_at = self._told_until = 0.0
+        self._heard_at, self._unexpected_at = clock(), -LOGGED_S
+        self._logged_reachable = self._probing = self.closed = False
+        connections = [StoreConnection(self, store, clock) for store in self._stores]
+        readers, writers = connections[1 : 1 + READERS], connections[1 + READERS :]
+        self._asking = make_workers(
+            "kvoffd-shared-ask", [connections[0].asks], self._question_ended, post, clock, self._next_question
+        )
+        self._reading = make_workers(
+            "kvoffd-shared-read", [one.reads for one in readers], self._read_ended, post, clock, self._next_blocks
+        )
+        self._writing = make_workers(
+            "kvoffd-shared-write", [one.writes for one in writers], self._write_ended, post, clock, self._next_blocks
+        )
+        self._probe()
+
+    def _next_question(self, waiting: deque[Probe | Raise | Ask]) -> list[Probe | Raise | Ask]:
+        """Very many namespaces that are polled keep no lookup waiting, nor the other way round: they take turns."""
+        polls = (isinstance(one, Ask) and not one.keys for one in waiting)
+        at = next((at for at, is_poll in enumerate(polls) if is_poll is self._poll_next), 0)
+        self._poll_next = not self._poll_next
+        question = waiting[at]
+        del waiting[at]
+        return [question]
+
+    def _next_blocks(self, waiting: deque[Read | Write | Removal]) -> list[Read | Write | Removal]:
+        """Blocks that may be under way at once on a connection, or objects to be removed."""
+        batch = [waiting.popleft()]
+        room = self._store.bytes_at_once - _nbytes(batch[0])
+        while waiting and len(batch) < self._store.blocks_at_once and not isinstance(batch[0], Removal):
+            room -= _nbytes(waiting[0])
+            if room < 0 or isinstance(waiting[0], Removal):
+                break
+            batch.append(waiting.popleft())
+        return batch
+
+    # --- what is known of keys -------------------------------------------------------------------
+
+    def find(self, space: Space, keys: Sequence[bytes], *, prefix: bool) -> bytes:
+        if self.breaker.open or self.closed:
+            return bytes(len(keys))
+        states = self._states(space.tag, keys)
+        gap = states.find(ABSENT) if prefix else -1
+        unknown = [at for at in range(gap if gap >= 0 else len(keys)) if states[at] == UNKNOWN]
+        # Nobody asks for more than leaves room for others.
+        most = (MOST_ASKED - self._asked_keys) // 2
+        if not prefix:
+            unknown = unknown[-self._store.most_window_keys :]
+        if wanted := unknown[:most]:
+            for at in wanted:
+                states[at] = ASKED
+            self._ask(space, [keys[at] for at in wanted], prefix)
+        return bytes(states).replace(bytes([UNKNOWN]), bytes([ABSENT]))
+
+    def _ask(self, space: Space, keys: Sequence[bytes], prefix: bool) -> None:
+        now = self._clock()
+        self._update(space.tag, dict.fromkeys(keys, (ASKED, now)))
+        self._asked_keys += len(keys)
+        self.counters.asked_keys += len(keys)
+        self._asking.put(Ask(space, keys, prefix, now + self.ask_deadline_s))
+
+    def _states(self, tag: int, keys: Sequence[bytes]) -> bytearray:
+        given = list(map(self._answers.get(tag, {}).get, keys))
+        if not any(given):
+            return bytearray([UNKNOWN]) * len(keys)
+        now = self._clock()
+        return bytearray(self._state(one, now) for one in given)
+
+    def _state(self, given: tuple[int, float] | None, now: float) -> int:
+        if given is None:
+            return UNKNOWN
+        state, at = given
+        if state == ABSENT:
+            return ABSENT if now < at else UNKNOWN
+        if state == PRESENT:
+            return PRESENT if now < at + YES_S else UNKNOWN
+        # Who asked and got no answer in time has its miss; the next may ask again a little later.
+        ended = at + self.ask_deadline_s
+        return ASKED if now < ended else ABSENT if now < ended + NO_S else UNKNOWN
+
+    def _is_believed(self, tag: int, key: bytes) -> bool:
+        """Whether it was there so lately that it is not offered again, and that a read is tried."""
+        given = self._answers.get(tag, {}).get(key)
+        return given is not None and given[0] == PRESENT and self._clock() < given[1] + self._store.believed_s
+
+    def _note(self, tag: int, keys: Sequence[bytes], found: Iterable[bool]) -> None:
+        now = self._clock()
+        present, absent = (PRESENT, now), (ABSENT, now + NO_S)
+        fresh = {key: present if there else absent for key, there in zip(keys, found, strict=True)}
+        for key in keys if self._refused else ():
+            if (until := self._refused.get((tag, key), now)) > now:
+                fresh[key] = ABSENT, until
+        self._update(tag, fresh)
+
+    def _refuse(self, tag: int, key: bytes) -> None:
+        until = self._clock() + REFUSED_S
+        self._refused.pop((tag, key), None)
+        self._refused[tag, key] = until
+        if len(self._refused) > MOST_REFUSED:
+            self._refused.popitem(last=False)  # of a dict the first one is looked for behind all that are gone
+        self._update(tag, {key: (ABSENT, until)})
+
+    def _update(self, tag: int, fresh: dict[bytes, tuple[int, float]]) -> None:
+        known = self._answers.setdefault(tag, {})
+        before = len(known)
+        known.update(fresh)
+        self._count += len(known) - before
+        if self._count > MOST_ANSWERS:
+            for tag, known in list(self._answers.items()):
+                for key in list(known)[: len(known) // 4 + 1]:
+                    del known[key]
+                if not known:
+                    del self._answers[tag]
+            self._count = sum(map(len, self._answers.values()))
+
+    # --- reading, writing, removing --------------------------------------------------------------
+
+    def wants(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
+        tag, fits = space.tag, space.nbytes <= MOST_OBJECT_BYTES
+        return [fits and (tag, key) not in self._writes and not self._is_believed(tag, key) for key in keys]
+
+    def read(
+        self,
+        space: Space,
+        key: bytes,
+        offsets: Sequence[int],
+        deadline: float,
+        on_end: Callable[[Result, Block | None], None],
+    ) -> bool:
+        if not self.available() or not self._is_believed(space.tag, key) or self._reading.waiting >= MOST_READS:
+            return False
+        self._reading.put(Read(space, self._stored(space), key, self._views(space, offsets), deadline, on_end))
+        return True
+
+    def write(self, block: Block, offsets: Sequence[int], on_end: Callable[[Result], None]) -> bool:
+        space, key = block.space, block.key
+        if not self.available() or self._clock() < self._write_at or space.nbytes > MOST_OBJECT_BYTES:
+            self.counters.dropped_writes += 1
+            return False
+        # What the pool has of a namespace that all nodes reset is of the generation before, until somebody drops it.
+        if len(self._writes) >= MOST_WRITES or space.fingerprint in self._voided or not all(self.wants(space, [key])):
+            return False
+        stored = block._replace(space=self._stored(space))
+        self._writes[space.tag, key] = write = Write(space, stored, self._views(space, offsets), on_end)
+        self._writing.put(write)
+        return True
+
+    def used(self, space: Space, keys: Sequence[bytes]) -> None:
+        """Nothing: what is offered again after ``Store.believed_s`` is touched by that (``Store.touch``)."""
+
+    def remove_all(self, fingerprint: bytes | None) -> int:
+        """Forget the answers; they are few, and stand for seconds."""
+        self._answers.clear()
+        self._count = 0
+        return 0
+
+    def remove(self, space: Space, keys: Sequence[bytes], why: str) -> None:
+        for key in keys:
+            self._refuse(space.tag, key)
+        if why == PARTIAL:
+            self._remove_objects(space, keys)
+
+    def _remove_objects(self, space: Space, keys: Sequence[bytes]) -> None:
+        stored = self._stored(space)
+        names = [object_key(stored, key) for key in keys[: MOST_REMOVALS - self._removals]]
+        self._removals += len(names)
+        for at in range(0, len(names), REMOVED_AT_ONCE):
+            self._writing.put(Removal(names[at : at + REMOVED_AT_ONCE]))
+
+    def _stored(self, space: Space) -> Space:
+        """A space as objects have it."""
+        return space._replace(generation=self.generation(space.fingerprint))
+
+    def _views(self, space: Space, offsets: Sequence[int]) -> list[memoryview]:
+        return [self._pool[at : at + length] for at, length in zip(offsets, space.lengths, strict=True)]
+
+    # --- what the daemon asks besides ------------------------------------------------------------
+
+    def available(self) -> bool:
+        return not self.breaker.open and not self.closed
+
+    @property
+    def refusal(self) -> str:
+        """Why it takes no writes, a sentence; empty where it does."""
+        return self._refusal if self._clock() < self._told_until else ""
+
+    @property
+    def servers(self) -> list[Server]:
+        """The servers of the store, as far as it can tell."""
+        found = list(self._store.servers or ())
+        return found if len(found) != 1 else [Server(found[0].name, self.available(), self.problem)]
+
+    def tick(self) -> None:
+        """Probe where that is due, and give the store up while the thread that asks hangs, as it may where names are
+        looked up. Tell of the servers that it does without, and when it is reachable."""
+        now = self._clock()
+        if self.breaker.open:
+            self._logged_reachable, self._steady_at = False, now + (STEADY_S if self.breaker.opened else 0.0)
+        elif not self._logged_reachable and now >= self._steady_at:
+            self._logged_reachable = True
+            logger.info("%s is reachable.", self.name)
+        if not self._probing and now >= (self.breaker.probe_at if self.breaker.open else self._heard_at + QUIET_S):
+            self._probe()
+        for name, error in self._store.servers.take_unraised() if self._store.servers is not None else ():
+            self._tell(f"{error.kind} {name}", error.sentence)
+        if self._asking.longest_s > HANGS_S:
+            self._give_up(self._asking.remove(lambda one: isinstance(one, Ask) and one.deadline < now - HANGS_S))
+
+    def _give_up(self, overdue: Sequence[Ask]) -> None:
+        for ask in overdue:
+            self._question_ended(ask, None)
+        if overdue and not self.breaker.open:
+            self.breaker.failed("ask", at_once=True)
+            why = f"{self.name} is being connected to for too long; see its name and the network."
+            self.failed(StoreError("timeout", why), refused=False)
+
+    def _probe(self) -> None:
+        self._probing = True
+        self._asking.put(Probe())
+
+    @property
+    def queued_reads(self) -> int:
+        """Reads that wait or run."""
+        return self._reading.waiting + self._reading.running
+
+    @property
+    def queued_writes(self) -> int:
+        """Writes that wait or run."""
+        return len(self._writes)
+
+    def stats(self) -> TierStats:
+        counters, workers = self.counters, (self._asking, self._reading, self._writing)
+        return TierStats(
+            read_blocks=counters.read_blocks,
+            read_bytes=counters.read_bytes,
+            written_blocks=counters.written_blocks,
+            written_bytes=counters.written_bytes,
+            refused_writes=counters.dropped_writes,
+            queued_reads=self._reading.waiting,
+            queued_writes=self._writing.waiting,
+            running_reads=self._reading.running,
+            running_writes=self._writing.running,
+            busy_seconds=sum(one.busy_seconds for one in workers),
+            errors=dict(counters.errors),
+        )
+
+    def close(self, deadline_s: float) -> bool:
+        until = time.monotonic() + deadline_s
+        self.closed = True
+        for store in self._stores:
+            store.interrupt()
+        self._asking.remove()
+        for read in self._reading.remove():
+            self._read_ended(read, (Result.CANCELLED, None))
+        for write in self._writing.remove():
+            self._write_ended(write, Result.CANCELLED)
+        ended = all([one.close(until) for one in (self._asking, self._reading, self._writing)])  # noqa: C419
+        for store in self._stores if ended else ():
+            store.close()
+        return ended
+
+    # --- generations of namespaces ---------------------------------------------------------------
+
+    def generation(self, fingerprint: bytes) -> int:
+        """How often, by what is known here, a namespace's blocks were made void for all nodes; 0 for never."""
+        return self._generations.get(fingerprint, 0)
+
+    def raise_generation(self, fingerprint: bytes) -> Raise:
+        """Begin to make a namespace's blocks void for all nodes; what is returned says when that has ended, and how."""
+        one = Raise(fingerprint, self._clock() + RAISE_S)
+        if self.available():
+            self._asking.put(one)
+        else:
+            one.ended, one.problem = True, self.problem or f"{self.name} has not been reached yet."
+        return one
+
+    def poll(self, fingerprint: bytes) -> None:
+        """Look whether all nodes were to drop a namespace's blocks, unless that was done lately."""
+        now = self._clock()
+        if not self.breaker.open and now >= self._polled_at.get(fingerprint, -inf) + self._store.poll_s:
+            put_newest(self._polled_at, fingerprint, inf, MOST_NAMESPACES)  # until it is answered
+            self._asking.put(Ask(Space(fingerprint, 0, 0, (), 0), (), True, now + RAISE_S))
+
+    def take_voided(self) -> list[bytes]:
+        """Namespaces whose blocks were made void for all nodes since the last call."""
+        found, self._voided = list(self._voided), set()
+        return found
+
+    def _note_generation(self, fingerprint: bytes, generation: int) -> None:
+        if generation > self.generation(fingerprint):
+            self._generations[fingerprint] = generation
+            logger.info("The blocks of a namespace in %s are void: its generation is %d now.", self.name, generation)
+            self._answers.clear()  # of all namespaces: it is rare, and answers stand for seconds
+            self._count = 0
+            self._voided.add(fingerprint)
+
+    # --- what has ended, in the daemon's thread --------------------------------------------------
+
+    def _question_ended(self, question: Probe | Raise | Ask, result: Any) -> None:
+        self._heard_at = self._clock()
+        if isinstance(question, Probe):
+            self._probing = False
+        elif isinstance(question, Ask):
+            self._asked(question, result if isinstance(result, Answer) else None)
+        elif isinstance(result, int):
+            self._note_generation(question.fingerprint, result)
+            question.ended = True
+        else:
+            question.ended, question.problem = True, str(result) or repr(result)
+
+    def _asked(self, ask: Ask, answer: Answer | None) -> None:
+        fingerprint, counters = ask.space.fingerprint, self.counters
+        self._asked_keys -= len(ask.keys)
+        if not ask.keys and fingerprint in self._polled_at:
+            self._polled_at[fingerprint] = self._clock()
+        found = [False] * len(ask.keys)
+        if answer is None:
+            counters.unanswered_keys += len(ask.keys)
+        else:
+            earlier = counters.ask_seconds or answer.seconds
+            counters.ask_seconds = OLD_WEIGHT * earlier + (1 - OLD_WEIGHT) * answer.seconds
+            self._note_generation(fingerprint, answer.generation)
+            if answer.generation == self.generation(fingerprint):  # else they have become void meanwhile
+                found = answer.found
+                counters.found_keys += sum(found)
+        if not ask.keys:
+            return
+        self._note(ask.space.tag, ask.keys, found)
+        if ask.prefix and False in found:
+            gap = found.index(False)
+            found = [True] * gap + [False] * (len(found) - gap)
+        self._listener.answered(self, ask.space, ask.keys, found)
+
+    def _read_ended(self, read: Read, ended: tuple[Result, Block | None] | Exception) -> None:
+        result, block = ended if not isinstance(ended, Exception) else (Result.FAILED, None)
+        space, key, counters = read.space, read.key, self.counters
+        if result is Result.DONE and read.stored.generation != self.generation(space.fingerprint):
+            result, block = Result.GONE, None
+        if result is Result.DONE:
+            counters.read_blocks += 1
+            counters.read_bytes += space.nbytes
+        else:
+            self._refuse(space.tag, key)
+        if result is Result.CORRUPT:
+            counters.mismatches += 1
+            self._remove_objects(space, [key])
+            name = object_key(read.stored, key).decode()
+            self._tell("mismatch", f"The object {name} is not the block that it should be; it is removed.")
+        read.on_end(result, block._replace(space=space) if block is not None else None)
+
+    def _write_ended(self, write: Write | Removal, ended: Result | Exception) -> None:
+        if isinstance(write, Removal):
+            self._removals -= len(write.names)
+            return
+        result = ended if not isinstance(ended, Exception) else Result.FAILED
+        space, key, counters = write.space, write.stored.key, self.counters
+        del self._writes[space.tag, key]
+        if result is Result.DONE:
+            self._told_until = 0.0
+            counters.written_blocks += 1
+            counters.written_bytes += space.nbytes
+        elif result is Result.PRESENT:
+            counters.present_blocks += 1
+        else:
+            counters.dropped_writes += 1
+        there = result in (Result.DONE, Result.PRESENT)
+        if there and write.stored.space.generation == self.generation(space.fingerprint):
+            self._note(space.tag, [key], [True])
+        write.on_end(result)
+
+    def failed(self, error: StoreError, *, refused: bool) -> None:
+        """``refused``: the server answers, and takes no writes now."""
+        self.problem = error.sentence
+        if refused:
+            self._write_at, self._told_until = self._clock() + FULL_PAUSE_S, self._clock() + TOLD_S
+            self._refusal = error.sentence
+        if self._clock() >= self._unexpected_at + LOGGED_S and error.kind == "internal":
+            self._unexpected_at = self._clock()
+            logger.error("A shared store failed unexpectedly.", exc_info=error.__cause__)
+        self._tell(error.kind, error.sentence)
+
+    def _tell(self, kind: str, sentence: str) -> None:
+        self.counters.errors[kind.partition(" ")[0]] += 1
+        self._listener.error(self, kind, sentence)
+
+
+def _nbytes(work: Read | Write | Removal) -> int:
+    return 0 if isinstance(work, Removal) else sum(map(len, work.views))
+
+
+@dataclass(slots=True)
+class Answer:
+    """The generation of a namespace, of each key that was asked for whether it is there, and how long that took."""
+
+    generation: int
+    found: list[bool]
+    seconds: float
+
+
+class StoreConnection:
+    """What a thread of a shared tier does over its own connection to the store."""
+
+    def __init__(self, tier: SharedTier, store: Store, clock: Callable[[], float]) -> None:
+        self._tier = tier
+        self._breaker = tier.breaker
+        self._store = store
+        self._clock = clock
+
+    def _fail(self, error: Exception, work: str) -> None:
+        """Tell of a failure. It counts for the breaker, but where the server answers: that it takes no writes, or with
+        a generation that is none."""
+        if not isinstance(error, StoreError):  # a bug of the store's
+            self._store.close()
+            why = f"It failed unexpectedly: {error!r}; please report the log's traceback."
+            cause, error = error, StoreError("internal", why)
+            error.__cause__ = cause
+        if self._tier.closed:
+            return
+        refused = work == "write" and error.kind not in LOST
+        if work and not refused and error.kind != "generation":
+            self._breaker.failed(work, at_once=error.final)
+        told = error
+        self._tier.post(lambda: self._tier.failed(told, refused=refused))
+
+    # --- asking ----------------------------------------------------------------------------------
+
+    def asks(self, questions: list[Probe | Raise | Ask]) -> list[object]:
+        return list(map(self._answer, questions))
+
+    def _answer(self, question: Probe | Raise | Ask) -> object:
+        if isinstance(question, Ask):
+            return self._ask(question)
+        if isinstance(question, Raise):
+            return self._raise(question)
+        self._probe()
+        return None
+
+    def _probe(self) -> None:
+        answers = False
+        try:
+            self._store.connect()
+            self._store.ping(self._clock() + PROBE_S)
+            answers = True
+        except Exception as error:
+            self._fail(error, "")
+        if self._breaker.open:
+            self._breaker.probed(answers)
+        elif not answers:
+            self._breaker.failed("ask", at_once=True)
+
+    def _ask(self, ask: Ask) -> Answer | None:
+        """None where it is not answered."""
+        started = self._clock()
+        if self._breaker.open or started >= ask.deadline or self._tier.closed:
+            return None
+        found: list[bool] = []
+        try:
+            self._store.connect()
+            most, slow = self._store.keys_at_once, False
+            for at in range(0, len(ask.keys) or 1, most):
+                began = self._clock()
+                if found and (began >= ask.deadline or (ask.prefix and False in found)):
+                    break
+                until = began + self._tier.ask_deadline_s + ASK_PATIENCE_S
+                generation, there = self._exchange(ask, ask.keys[at : at + most], until)
+                found += there
+                slow |= self._clock() - began > self._tier.ask_deadline_s
+        except Exception as error:
+            self._fail(error, "ask")
+            return None
+        # To look for one of several servers that is down takes time, which says nothing of the others.
+        if slow:
+            self._breaker.failed("ask")
+        else:
+            self._breaker.succeeded("ask")
+        found += [False] * (len(ask.keys) - len(found))
+        return Answer(generation, found, self._clock() - started)
+
+    def _exchange(self, ask: Ask, keys: Sequence[bytes], deadline: float) -> tuple[int, list[bool]]:
+        fingerprint, store = ask.space.fingerprint, self._store
+        own_key, known = generation_key(fingerprint), self._tier.generation(fingerprint)
+
+        def names(generation: int) -> list[bytes]:
+            prefix = object_prefix(ask.space._replace(generation=generation))
+            return [prefix + key.hex().encode() for key in keys]
+
+        generation, found = store.ask(own_key, names(known), deadline, prefix=ask.prefix)
+        _check_generation(own_key, generation)
+        if generation > known:
+            known, found = store.ask(own_key, names(generation), deadline, prefix=ask.prefix)
+        elif generation < known:
+            # A store that forgot the number, and not the blocks of an older one, must not bring those back.
+            try:
+                store.raise_generation(own_key, generation, known, deadline)
+            except StoreError as error:
+                if error.kind in LOST:
+                    raise
+                self._fail(error, "write")  # whoever may write does it
+        if len(found) != len(keys):
+            raise StoreError("protocol", f"{len(keys)} keys were asked for, and {len(found)} answered.")
+        return known, found
+
+    def _raise(self, one: Raise) -> int | Exception:
+        """The generation then, or why there is none."""
+        own_key = generation_key(one.fingerprint)
+        try:
+            self._store.connect()
+            seen, _ = self._store.ask(own_key, [], one.deadline, prefix=True)
+            _check_generation(own_key, seen)
+            # The time, since a store that lost the number must not come to one that it had before.
+            generation = max(seen + 1, self._tier.generation(one.fingerprint) + 1, int(time.time()))
+            return self._store.raise_generation(own_key, seen, generation, one.deadline)
+        except Exception as error:
+            self._fail(error, "write")
+            return error
+
+    # --- reading and writing ---------------------------------------------------------------------
+
+    def reads(self, batch: list[Read]) -> list[tuple[Result, Block | None]]:
+        ends: list[tuple[Result, Block | None]] = []
+        while len(ends) < len(batch):
+            now = self._clock()
+            if self._tier.closed or self._breaker.open:
+                ends.append((Result.CANCELLED if self._tier.closed else Result.FAILED, None))
+            elif in_time := _in_time(batch[len(ends) :], now):
+                ends += self._read(in_time)
+            else:
+                ends.append((Result.DEADLINE, None))
+        return ends
+
+    def _read(self, reads: Sequence[Read]) -> list[tuple[Result, Block | None]]:
+        """The ends of the first of them, up to one that fails."""
+        ends: list[tuple[Result, Block | None]] = []
+        requests = [GetRequest(object_key(read.stored, read.key), HEADER_BYTES, read.views) for read in reads]
+        try:
+            self._store.connect()
+            for header in self._store.get(requests, min(read.deadline for read in reads)):
+                self._breaker.succeeded("read")
+                if header is None:
+                    ends.append((Result.GONE, None))
+                    continue
+                block = _verified(reads[len(ends)], header)
+                ends.append((Result.DONE if block is not None else Result.CORRUPT, block))
+                if block is None:
+                    # It may be the answer to another question, as what follows on the connection then is.
+                    self._store.close()
+                    break
+        except Exception as error:
+            self._fail(error, "read")
+            late = self._clock() >= reads[min(len(ends), len(reads) - 1)].deadline
+            ends.append((Result.DEADLINE if late else Result.FAILED, None))
+        return ends[: len(reads)] or [(Result.FAILED, None)]
+
+    def writes(self, batch: list[Write | Removal]) -> list[Result]:
+        writes = [one for one in batch if isinstance(one, Write)]
+        names = [name for one in batch if isinstance(one, Removal) for name in one.names]
+        try:
+            if not self._breaker.open and not self._tier.closed:
+                self._store.connect()
+                if not names:
+                    return self._write(writes)
+                self._store.remove(names, self._clock() + WRITE_S)
+                return [Result.DONE]
+        except Exception as error:
+            self._fail(error, "write")
+        return [Result.CANCELLED if self._tier.closed else Result.FAILED] * len(batch)
+
+    def _write(self, writes: Sequence[Write]) -> list[Result]:
+        deadline = self._clock() + WRITE_S
+        names = [object_key(write.stored.space, write.stored.key) for write in writes]
+        there = self._store.touch(names, deadline)
+        absent: list[tuple[bytes, list[bytes | memoryview]]] = [
+            (name, [encode_header(write.stored), *write.views])
+            for name, write, known in zip(names, writes, there, strict=True)
+            if not known
+        ]
+        stored = self._store.put(absent, deadline)
+        if False in stored:
+            why = "It takes no more blocks now; see Redis's maxmemory-policy or the bucket's quota."
+            self._fail(StoreError("full", why), "write")
+        self._breaker.succeeded("write")
+        each = iter(stored)
+        return [Result.PRESENT if known else Result.DONE if next(each) else Result.FAILED for known in there]
+
+
+def _verified(read: Read, header: bytes) -> Block | None:
+    """The block as it was read; None where header or bytes are not those of a whole object of this block."""
+    block = decode_header(header, read.stored, read.key)
+    if block is None:
+        return None
+    right = all(digest(view) == checksum for view, checksum in zip(read.views, block.checksums, strict=True))
+    return block if right else None
+
+
+def _in_time(reads: Sequence[Read], now: float) -> list[Read]:
+    return list(takewhile(lambda read: read.deadline > now, reads))
+
+
+def _check_generation(own_key: bytes, generation: int) -> None:
+    """Raise StoreError for a number that nobody can have raised it to: followed, it could hardly be raised again."""
+    if generation > time.time() + MOST_AHEAD_S:
+        raise bad_generation(f"{own_key.decode()}, {generation},")
