@@ -12,13 +12,11 @@ from functools import partial
 from typing import Any
 
 from kvoffd.pool.checksums import digest
-from kvoffd.system.threads import DaemonThreads
-from kvoffd.tiers.shared.object_format import encode_header, generation_key, object_key
-from kvoffd.tiers.shared.shared_tier import SharedTier
-from kvoffd.tiers.shared.store import GetRequest, Store, StoreError
-from kvoffd.tiers.shared.work import Ask, Read, Write
-from kvoffd.tiers.shared.workers import Workers
-from kvoffd.tiers.tier import OnDone, TierBlock, TierKey, TierListener, TierResult, TierShard
+from kvoffd.tiers.block_format import encode_header
+from kvoffd.tiers.shared import Ask, SharedTier
+from kvoffd.tiers.store import GetRequest, Store, StoreError, generation_key, object_key
+from kvoffd.tiers.tier import Block, Result, Space, TierListener, make_space
+from tests.kit.memory_disk import WorkersWithoutThreads
 from tests.sim.clock import Broken, Clock, Process
 from tests.sim.content import Content
 from tests.sim.pool import WatchedPool
@@ -55,15 +53,16 @@ class SharedObjects:
         if len(self.objects) > MOST_OBJECTS:
             del self.objects[next(iter(self.objects))]
 
-    def put_by_another_node(self, block_id: TierKey) -> None:
+    def put_by_another_node(self, fingerprint: bytes, group: int, key: bytes) -> None:
         """Keep a block as another node would have written it."""
-        generation = self.generations[generation_key(block_id.fingerprint)]
-        content = self._contents.get(block_id.fingerprint)
+        content = self._contents.get(fingerprint)
         if content is None:  # a hostile client's own
             return
-        shards = [content.shard(rank, block_id.group, block_id.key).tobytes() for rank in range(content.world_size)]
-        found = TierBlock(block_id, tuple(TierShard(len(data), 0, digest(memoryview(data))) for data in shards))
-        self.put(object_key(block_id, generation), encode_header(found, generation, digest) + b"".join(shards))
+        shards = [content.shard(rank, group, key).tobytes() for rank in range(content.world_size)]
+        generation = self.generations[generation_key(fingerprint)]
+        space = make_space(fingerprint, generation, group, list(map(len, shards)))
+        block = Block(space, key, (0,) * len(shards), tuple(digest(memoryview(data)) for data in shards))
+        self.put(object_key(space, key), encode_header(block) + b"".join(shards))
 
 
 class SimStore(Store):
@@ -135,57 +134,41 @@ class SimStore(Store):
     def interrupt(self) -> None: ...
 
 
-class SimWorkers(Workers):
+class SimWorkers(WorkersWithoutThreads):
     """Does what the threads do, each thing some time after it was asked for."""
 
     def __init__(self, tier: SimShared, *given: Any) -> None:
         self._tier = tier
         super().__init__(*given)
 
-    def _start_threads(self) -> DaemonThreads:
-        return DaemonThreads(())
-
-    def ask(self, ask: Ask) -> None:
+    def put(self, task: Any) -> None:
         objects, hit = self._tier.objects, self._tier.hit
-        if hit("dark"):
-            objects.dark_until = self._clock() + self._tier.rng.uniform(0.05, 1.5)
-        if hit("reset"):  # by another node
-            objects.generations[generation_key(ask.fingerprint)] += 1
-        for key in ask.keys:
-            if hit("elsewhere"):
-                objects.put_by_another_node(TierKey(ask.fingerprint, ask.group, key))
-        super().ask(ask)
-        self._later(self._ask_next, 0.005, "late")
+        if isinstance(task, Ask):
+            space = task.space
+            if hit("dark"):
+                objects.dark_until = self._clock() + self._tier.rng.uniform(0.05, 1.5)
+            if hit("reset"):  # by another node
+                objects.generations[generation_key(space.fingerprint)] += 1
+            for key in task.keys:
+                if hit("elsewhere"):
+                    objects.put_by_another_node(space.fingerprint, space.group, key)
+        super().put(task)
+        self._begin_all()
 
-    def read(self, read: Read) -> None:
-        super().read(read)
-        self._later(self._read_next, 0.003, "slow", "hang")
+    def _begin_all(self) -> None:
+        for number in range(len(self._works)):
+            if tasks := self.begin(number):
+                asks = self is self._tier._asking
+                delay = self._tier.rng.uniform(0.0002, 0.005 if asks else 0.003)
+                for fault in filter(self._tier.hit, ("late",) if asks else ("slow", "hang")):
+                    hangs = fault == "hang"
+                    delay = self._tier.rng.uniform(1.0, 4.0) if hangs else self._tier.rng.uniform(0.02, 0.3)
+                self._tier.process.after(delay, partial(self._end, number, tasks))
 
-    def write(self, write: Write) -> None:
-        super().write(write)
-        self._later(self._write_next, 0.003, "slow", "hang")
-
-    def remove(self, keys: Sequence[bytes]) -> None:
-        super().remove(keys)
-        self._later(self._write_next, 0.003)
-
-    def _later(self, work: Callable[[Store], None], most_s: float, *faults: str) -> None:
-        delay = self._tier.rng.uniform(0.0002, most_s)
-        for fault in filter(self._tier.hit, faults):
-            delay = self._tier.rng.uniform(1.0, 4.0) if fault == "hang" else self._tier.rng.uniform(0.02, 0.3)
-        self._tier.process.after(delay, lambda: self._turn(work))
-
-    def _turn(self, work: Callable[[Store], None]) -> None:
-        if self._breaker.open:
-            self._ask_nothing()
-        work(self._stores[0])
-        if self.asks:  # of one that was done in part, the rest
-            self._later(self._ask_next, 0.005)
-
-    def probe(self) -> None:
-        if self._breaker.open and not self._breaker.probe_in_s:
-            self._ask_nothing()
-            self._probe_when_due(self._stores[0])
+    def _end(self, number: int, tasks: list[Any]) -> None:
+        if self._running.get(number, (0.0, None))[1] is tasks:
+            self._do(number, tasks)
+            self._begin_all()
 
 
 class SimShared(SharedTier):
@@ -212,7 +195,6 @@ class SimShared(SharedTier):
             "redis://sim",
             lambda: SimStore(self),
             pool=memoryview(pool.data),
-            digest=digest,
             clock=clock,
             post=self._in_loop,
             listener=listener,
@@ -232,31 +214,33 @@ class SimShared(SharedTier):
 
         self.process.after(0.0, turn)
 
-    def tick(self) -> None:
-        super().tick()
-        assert isinstance(self._workers, SimWorkers)
-        self._workers.probe()
+    def read(
+        self,
+        space: Space,
+        key: bytes,
+        offsets: Sequence[int],
+        deadline: float,
+        on_end: Callable[[Result, Block | None], None],
+    ) -> bool:
+        def ended(result: Result, block: Block | None) -> None:
+            self.objects.counts["shared_read"] += result is Result.DONE
+            on_end(result, block)
 
-    def read(self, block_id: TierKey, offsets: Sequence[int], deadline: float, on_done: OnDone) -> bool:
-        def ended(result: TierResult) -> None:
-            self.objects.counts["shared_read"] += result is TierResult.DONE
-            on_done(result)
-
-        begin = partial(super().read, block_id, offsets, deadline)
-        return self._watched.lend(offsets, "writing", "the shared tier reads", begin, ended) and self._note(
-            block_id, "reads"
+        begin = partial(super().read, space, key, offsets, deadline)
+        return self._watched.lend(offsets, "writing", "the shared tier reads", begin, ended) and self._watch(
+            space, key, "reads"
         )
 
-    def write(self, block: TierBlock, offsets: Sequence[int], on_done: OnDone) -> bool:
+    def write(self, block: Block, offsets: Sequence[int], on_end: Callable[[Result], None]) -> bool:
         begin = partial(super().write, block, offsets)
         return (
             not self._calm()
-            and self._watched.lend(offsets, "ready", "the shared tier writes", begin, on_done)
-            and self._note(block.id, "writes")
+            and self._watched.lend(offsets, "ready", "the shared tier writes", begin, on_end)
+            and self._watch(block.space, block.key, "writes")
         )
 
-    def _note(self, block_id: TierKey, does: str) -> bool:
-        if block_id.fingerprint in self.left:
+    def _watch(self, space: Space, key: bytes, does: str) -> bool:
+        if space.fingerprint in self.left:
             raise Broken(f"the shared tier {does} a block of a namespace that an engine reset")
-        self.clock.note(f"shared {does} {block_id.key.hex()[:8]}")
+        self.clock.note(f"shared {does} {key.hex()[:8]}")
         return True
