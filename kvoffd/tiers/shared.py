@@ -26,7 +26,7 @@ from kvoffd.tiers.store import (
     object_key,
     object_prefix,
 )
-from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Block, Result, Space, Tier, TierListener, TierStats
+from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Block, Result, Space, Tier, TierListener, TierStats, make_space
 from kvoffd.tiers.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -424,7 +424,8 @@ class SharedTier(Tier):
 
     def _stored(self, space: Space) -> Space:
         """A space as objects have it."""
-        return space._replace(generation=self.generation(space.fingerprint))
+        generation = self.generation(space.fingerprint)
+        return make_space(space.fingerprint, generation, space.group, space.lengths)
 
     def _views(self, space: Space, offsets: Sequence[int]) -> list[memoryview]:
         return [self._pool[at : at + length] for at, length in zip(offsets, space.lengths, strict=True)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -258,13 +257,12 @@ def test_a_reset_holds_for_an_older_copy_of_the_file(daemon: DaemonProcess, tmp_
     with engine_on(daemon) as engine:
         fill(daemon, engine, 16)
     daemon.stop()
-    (file,) = tmp_path.iterdir()
-    copy = daemon.directory / "copy"
-    shutil.copy(file, copy)
+    copies = {file: file.read_bytes() for file in tmp_path.iterdir()}
     with running(daemon) as engine:
         assert engine.scheduler.reset()
     daemon.stop()
-    os.replace(copy, file)
+    for file, data in copies.items():
+        file.write_bytes(data)
     with running(daemon) as engine:
         assert engine.lookup(keys(*range(16))) == 0
 
@@ -276,9 +274,7 @@ def test_a_reset_that_the_disk_missed_holds_for_an_older_copy(tmp_path: Path) ->
         with engine_on(daemon) as engine:
             fill(daemon, engine, 16)
         daemon.stop()
-        (file,) = tmp_path.iterdir()
-        copy = daemon.directory / "copy"
-        shutil.copy(file, copy)
+        copies = {file: file.read_bytes() for file in tmp_path.iterdir()}
         disk = daemon.flags.pop("disk")
         daemon.start()
         with engine_on(daemon) as engine:
@@ -292,7 +288,8 @@ def test_a_reset_that_the_disk_missed_holds_for_an_older_copy(tmp_path: Path) ->
         with running(daemon):
             pass
         daemon.stop()
-        os.replace(copy, file)
+        for file, data in copies.items():
+            file.write_bytes(data)
         with running(daemon) as engine:
             stale = engine.lookup(keys(*range(16)))
         if not reset or found_then:
@@ -311,7 +308,7 @@ def test_corrupt_bytes_are_a_miss_and_counted(daemon: DaemonProcess, tmp_path: P
         assert worker.store(worker.register(memory), keys(*range(BATCH)), list(range(BATCH))).ok
         wait_until(lambda: disk_of(daemon).blocks == BATCH)
     daemon.stop()
-    (file,) = tmp_path.iterdir()
+    file = tmp_path / "kvoffd.disk"
     content = file.read_bytes()
     assert content.count(page) == 1
     with file.open("r+b") as opened:
