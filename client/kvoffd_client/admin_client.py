@@ -193,9 +193,9 @@ class AdminClient:
         """Make every block of a namespace void on all nodes that share a store; returns how many stores were told."""
         return self.ask(a.ResetFleet, fingerprint).count
 
-    def describe_policy(self, fingerprint: bytes | None = None, group: int = 0, key: bytes = b"") -> a.PolicyDescribed:
-        """What the eviction policy has learned, and what it knows of one key of a namespace."""
-        return self.ask(a.DescribePolicy, fingerprint, group, key)
+    def describe_key(self, fingerprint: bytes, group: int, key: bytes) -> a.KeyWorth | None:
+        """What the eviction policy knows of a key; None where that is nothing."""
+        return self.ask(a.DescribeKey, fingerprint, group, key).key
 
     def trace(self) -> a.TraceReply:
         """What engines asked for since the last call; the first one begins the trace."""

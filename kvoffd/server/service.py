@@ -48,8 +48,6 @@ logger = logging.getLogger(__name__)
 
 REMOVAL_WAIT_S = 0.5
 """For disks to note what an invalidation, a reset or a clear removed; the answer waits for it."""
-TOTALS_EVERY_S = 300.0
-"""How often the totals that outlive the daemon are saved."""
 MAX_PENDING = 64
 """Requests of a session whose replies wait."""
 
@@ -122,7 +120,7 @@ class Service:
         """Why nothing is served over HTTP, although it should be."""
         self.sockets_problem = ""
         """Why no engine can connect."""
-        self._totals_due = self.started_at + TOTALS_EVERY_S
+        self._totals_due = self.started_at + config.limits.totals_every_s
         self._partial_warned: WeakSet[Namespace] = WeakSet()
         state.is_there = lambda fingerprint: cache.find(fingerprint) is not None
         cache.watchers.append(self.curve.requested)
@@ -219,7 +217,7 @@ class Service:
         return self.traffic.lifetime(total, self.tiering.demoter.written_bytes if self.tiering is not None else 0)
 
     def save_totals(self) -> None:
-        self._totals_due = self.clock() + TOTALS_EVERY_S
+        self._totals_due = self.clock() + self.config.limits.totals_every_s
         self.state.save_lifetime(self.lifetime(self.traffic.total()))
 
     # --- replies -----------------------------------------------------------------------------------

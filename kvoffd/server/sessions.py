@@ -57,7 +57,7 @@ class Ending(StrEnum):
     CLOSED = "closed"
     """Its client said that it leaves."""
     GONE = "gone"
-    """Its lifeline ended without a word: the process ended."""
+    """Its lifeline ended without a word: the process was killed, as vLLM kills its engine at SIGTERM by default."""
     NO_HELLO = "no_hello"
     MALFORMED = "malformed"
     """What came over the lifeline was no message of it."""

@@ -84,6 +84,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         curve_bytes=curve.nbytes,
         ghost_entries=cache.policy.ghosts,
         policy_bytes=cache.policy.nbytes,
+        learned=cache.policy.describe(),
         settings=[s.SettingInfo(*one) for one in settings_in_force(service.config)],
     )
 

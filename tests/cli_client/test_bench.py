@@ -52,15 +52,15 @@ def test_a_bench_teaches_nothing_and_is_in_no_sum(run: Run) -> None:
         for name in ("lookup", "copy"):
             assert run(daemon, name).splitlines()[-1].startswith("floor: ")
         with AdminClient(daemon.directory) as admin:
-            stats, policy = admin.stats(), admin.describe_policy()
-            assert (policy.requests, policy.classes) == (0, [])
+            stats = admin.stats()
+            assert (stats.learned.requests, stats.learned.classes) == (0, [])
             for part in (stats.last_minute, stats.since_start):
                 assert (part.asked_keys, part.stored_bytes, part.lookups) == (0, 0, 0)
             assert stats.lookup_seconds.count == 0
             assert stats.curve is None or not stats.curve.asked_tokens
             with FakeEngine(daemon.directory, "model") as engine:  # an engine's requests do
                 engine.lookup([bytes(32)])
-                wait_until(lambda: admin.describe_policy().requests == 1)
+                wait_until(lambda: admin.stats().learned.requests == 1)
 
 
 def test_a_bench_of_a_daemon_that_ends_is_a_sentence(

@@ -34,20 +34,17 @@ LABEL_CELLS, SPAN_CELLS = 20, 120
 
 def clear(
     context: typer.Context,
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help=NAMESPACE_HELP)] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help=NAMESPACE_HELP)] = None,
     namespace: Annotated[str | None, typer.Option("--namespace", hidden=True)] = None,
     everything: Annotated[bool, typer.Option("--all", help="Clear every namespace.")] = False,
-    all_nodes: Annotated[
-        bool, typer.Option("--all-nodes", help="Also in the shared stores and on all nodes that use them.")
-    ] = False,
+    all_nodes: Annotated[bool, typer.Option("--all-nodes", help="Also on all nodes that share its store.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     directory: Directory = None,
     json: Json = False,
 ) -> int:
     """Drop the blocks of one namespace or of all.
 
-    Blocks in use are freed when their last user is done. With --all-nodes the other nodes drop theirs within seconds,
-    as is wanted where the weights changed under the same name.
+    With --all-nodes the other nodes drop theirs within seconds, as is wanted where weights changed under one name.
 
     Exit status: 0 done, 1 the answer was no, 2 an error.
     """

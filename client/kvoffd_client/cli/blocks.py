@@ -82,7 +82,7 @@ def show(
             begins = "Several keys begin" if found else "No key begins"
             raise CliError(f"{begins} with {printable(key)!r} in group {group}; `kvoffd-cli blocks ls` lists them.")
         block = client.get_block(fingerprint, found[0], group, verify=False)
-        worth = client.describe_policy(fingerprint, group, found[0]).key
+        worth = client.describe_key(fingerprint, group, found[0])
     sound = block.damaged_rank is None
     if json:
         shards = [

@@ -73,7 +73,7 @@ class Engine:
 
 def clients(
     context: typer.Context,
-    request: Annotated[str, typer.Argument(metavar="[ID]", help="With --requests: part of a request's id.")] = "",
+    request: Annotated[str, typer.Argument(metavar="ID", help="With --requests: part of a request's id.")] = "",
     every: Annotated[bool, typer.Option("--all", help="One row for each session.")] = False,
     requests: Annotated[
         bool, typer.Option("--requests", help="What became of the engines' last requests: why each hit or missed.")

@@ -23,13 +23,11 @@ Directory = Annotated[
         "--directory",
         metavar="DIRECTORY",
         readable=False,  # what is not for this user is said in a sentence of ours
-        help="Directory of the daemon's sockets. [default: $KVOFFD_DIRECTORY, else the daemon's default]",
+        help="Directory of the daemon's sockets. [KVOFFD_DIRECTORY]",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON: bytes and seconds as numbers, fingerprints in hex.")]
-Url = Annotated[
-    str, typer.Option("--url", metavar="URL", help="Another node's http_address, such as http://node:9464.")
-]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")]
+Url = Annotated[str, typer.Option("--url", metavar="URL", help="Ask http://NODE:9464, not this node's daemon.")]
 NAMESPACE_HELP = f"A label, or the first digits ({MIN_PREFIX_DIGITS} or more) of a fingerprint."
 NAMESPACE_OPTION = typer.Option("--namespace", metavar="NAME", help=NAMESPACE_HELP)
 

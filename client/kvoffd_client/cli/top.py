@@ -29,7 +29,7 @@ from kvoffd_client.cli.show import Engine, engines_of
 from kvoffd_client.cli.stats import policy_lines, pool_bar, print_stats, saved_time, tier_lines
 from kvoffd_client.cli.target import CliError, Directory, Url, check_names_one, open_admin
 from kvoffd_client.errors import KvoffdClientError
-from kvoffd_proto.admin import HealthLevel, PolicyDescribed
+from kvoffd_proto.admin import HealthLevel
 from kvoffd_proto.stats import MAX_NAMESPACE_ROWS, DaemonStats, NamespaceStats, Traffic, Window, namespace_id
 from kvoffd_proto.units import (
     UnitError,
@@ -77,11 +77,10 @@ LEAST_ROWS = 3
 
 @dataclass(frozen=True)
 class Reading:
-    """What one look at the daemon brought; ``engines`` and ``policy`` for the views that show them."""
+    """What one look at the daemon brought; ``engines`` for the view that shows them."""
 
     stats: DaemonStats
     engines: Sequence[Engine] | None = None
-    policy: PolicyDescribed | None = None
     far: bool = False
     """It came over HTTP, which has statistics alone."""
 
@@ -99,7 +98,9 @@ class History:
         self._uptime_s = 0.0
 
     def add(self, stats: DaemonStats) -> None:
-        """Times are the daemon's: an answer that comes late changes no rate."""
+        """Times are the daemon's: an answer that comes late changes no rate, nor one that HTTP gives twice."""
+        if self._kept and stats.uptime_seconds == self._uptime_s:
+            return
         if stats.uptime_seconds < self._uptime_s:
             self._kept.clear()
             self._namespaces.clear()
@@ -166,15 +167,14 @@ class Screen:
         away = wrap(printable(self.away), max(1, width))[:MOST_AWAY_LINES]
         head = [self._header(stats, pen), *(pen.text(line, "bold red") for line in away)]
         room = max(0, height - len(head) - 1)
-        if self.reading.far and self.view in ("clients", "policy"):
+        if self.reading.far and self.view == "clients":
             body = [Text(), pen.text("This is shown on the daemon's own machine: HTTP has statistics alone.", "dim")]
         elif self.view == "clients":
             body = _clients(self.reading.engines, stats, pen)
         elif self.view == "tiers":
             body = _page(tier_lines(stats), pen)
         elif self.view == "policy":
-            policy = self.reading.policy
-            body = _page(["No answer so far."] if policy is None else policy_lines(policy, stats), pen)
+            body = _page(policy_lines(stats), pen)
         elif self.view == "help":
             body = _page(HELP, pen)
         else:
@@ -449,9 +449,7 @@ def top(
             if url:
                 return Reading(read_stats(url, timeout_s), far=True)
             admin.timeout_s = timeout_s
-            stats = admin.stats()
-            engines = engines_of(admin.sessions().sessions) if view == "clients" else None
-            return Reading(stats, engines, admin.describe_policy() if view == "policy" else None)
+            return Reading(admin.stats(), engines_of(admin.sessions().sessions) if view == "clients" else None)
 
         console = make_console()
         if console.is_terminal and not console.is_dumb_terminal and not json:
@@ -505,8 +503,8 @@ def run(read: Read, interval_s: float, console: Console) -> int:
                 if key in ("q", "\x04"):
                     return 0
                 _obey(screen, key)
-            view_needs = bool(keys) and screen.view in ("clients", "policy") and not screen.paused
-            if not screen.paused and (view_needs or next_at <= time.monotonic()):
+            wants_engines = bool(keys) and screen.view == "clients"
+            if not screen.paused and (wants_engines or next_at <= time.monotonic()):
                 next_at = time.monotonic() + interval_s
                 try:
                     _look(screen, read, LATER_ANSWER_S if screen.away else ANSWER_S)
