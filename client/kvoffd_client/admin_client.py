@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, Self, TypeVar, cast
 import msgspec
 import zmq
 
-from kvoffd_client.errors import DaemonUnavailable, RequestRefused, RequestTimeout, why_unreachable
+from kvoffd_client.errors import (
+    DaemonUnavailable,
+    RequestRefused,
+    RequestTimeout,
+    UnknownNamespace,
+    why_unreachable,
+)
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
@@ -31,6 +37,7 @@ from kvoffd_proto.lifeline import (
     routing_id,
 )
 from kvoffd_proto.paths import SocketPaths, peer_credentials
+from kvoffd_proto.units import printable
 
 if TYPE_CHECKING:
     from kvoffd_proto.events import EventBatch
@@ -51,14 +58,20 @@ Fields = ParamSpec("Fields")
 ReplyT = TypeVar("ReplyT", bound=m.AnyReply)
 
 
-def matching_namespaces(namespaces: Iterable[a.NamespaceInfo], name: str) -> list[a.NamespaceInfo]:
-    """Return the namespaces whose label is ``name``, or whose fingerprint begins with it."""
-    digits = name.lower() if len(name) >= MIN_PREFIX_DIGITS else None
-    return [
-        one
-        for one in namespaces
-        if one.label == name or (digits is not None and one.namespace.hex().startswith(digits))
-    ]
+def one_namespace(namespaces: Iterable[a.NamespaceInfo], name: str) -> a.NamespaceInfo:
+    """The one whose label is ``name``, or whose fingerprint begins with it. Raises UnknownNamespace."""
+    digits = name.lower() if len(name) >= MIN_PREFIX_DIGITS else "no digits"
+    found = [one for one in namespaces if one.label == name or one.namespace.hex().startswith(digits)]
+    if len(found) == 1:
+        return found[0]
+    shown = printable(name)
+    if found:
+        names = ", ".join(f"{one.namespace.hex()[:12]} ({printable(one.label)})" for one in found)
+        raise UnknownNamespace(f"{shown!r} could be any of {names}; give more digits of the fingerprint.")
+    raise UnknownNamespace(
+        f"No open namespace has the label {shown!r} or a fingerprint that begins with it (at least {MIN_PREFIX_DIGITS} "
+        "digits); `kvoffd-cli namespaces` lists them."
+    )
 
 
 def ask_health(directory: Path, timeout_s: float = HEALTH_S) -> a.HealthReply | None:
@@ -180,6 +193,10 @@ class AdminClient:
     def namespaces(self) -> a.NamespacesReply:
         """Open namespaces, oldest first."""
         return self.ask(a.Namespaces)
+
+    def namespace(self, name: str) -> a.NamespaceInfo:
+        """The open namespace of a label, or of the first digits of a fingerprint. Raises UnknownNamespace."""
+        return one_namespace(self.namespaces().namespaces, name)
 
     def clear(self, fingerprint: bytes | None = None) -> int:
         """Drop every block of one namespace, or of all; returns how many."""

@@ -84,6 +84,11 @@ def test_http_says_the_same_as_the_socket(cli: Cli, port: int) -> None:
     for words in SECTIONS:
         done = run_cli("stats", *words, "--url", f"127.0.0.1:{port}")
         assert (done.returncode, bool(done.stdout)) == (0, True), words
+    doctor = run_cli("doctor", "--json", "--url", f"http://127.0.0.1:{port}")
+    report = json.loads(doctor.stdout)
+    assert (report["value"]["loaded_tokens"], len(report["verdict"])) == (64, 2)
+    assert not {one["check"] for one in report["findings"]} & {"no_engine", "broken_check"}
+    assert run_cli("doctor", "--self-test", "--url", f"http://127.0.0.1:{port}").returncode == 2
     done = run_cli("health", "--url", f"http://127.0.0.1:{port}")
     assert (done.returncode, done.stdout.startswith("ok"), done.stderr) == (0, True, "")
 
@@ -96,7 +101,7 @@ def test_a_url_that_leads_nowhere_is_one_sentence(port: int, tmp_path: Path) -> 
         "http://127.0.0.1:1/path",
         f"http://127.0.0.1:{port}/x",
     ):
-        for command in ("stats", "health"):
+        for command in ("stats", "health", "doctor"):
             done = run_cli(command, "--url", url)
             assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), url
     done = run_cli("stats", "--url", "http://x", "--directory", str(tmp_path))

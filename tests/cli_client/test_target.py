@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffd_client.cli.target import CliError, resolve_namespace
+from kvoffd_client import UnknownNamespace
+from kvoffd_client.admin_client import one_namespace
 from kvoffd_proto.admin import NamespaceInfo
 
 
@@ -30,16 +31,16 @@ OPEN = [info("ab12cd34", "tiny"), info("ab12ffff", "twin"), info("00112233", "tw
 @pytest.mark.parametrize(("wanted", "index"), [("tiny", 0), ("ab12c", 3), ("AB12F", 1), ("0011", 2), ("7777", 3)])
 def test_a_label_or_a_prefix_finds_one(wanted: str, index: int) -> None:
     among = OPEN if wanted != "ab12c" else [info("00", "x"), info("00", "x"), info("11", "y"), info("ab12cd34", "z")]
-    assert resolve_namespace(among, wanted) is among[index]
+    assert one_namespace(among, wanted) is among[index]
 
 
 @pytest.mark.parametrize("wanted", ["twin", "ab12", "ab12cd34"])
 def test_several_are_refused_with_their_fingerprints(wanted: str) -> None:
-    with pytest.raises(CliError, match=r"could be any of .*ab12"):
-        resolve_namespace(OPEN, wanted)
+    with pytest.raises(UnknownNamespace, match=r"could be any of .*ab12"):
+        one_namespace(OPEN, wanted)
 
 
 @pytest.mark.parametrize("wanted", ["", "ab1", "nobody", "ffff"])
 def test_none_or_too_few_digits_are_refused(wanted: str) -> None:
-    with pytest.raises(CliError, match="kvoffd-cli namespaces"):
-        resolve_namespace(OPEN, wanted)
+    with pytest.raises(UnknownNamespace, match="kvoffd-cli namespaces"):
+        one_namespace(OPEN, wanted)

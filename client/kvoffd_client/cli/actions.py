@@ -19,7 +19,6 @@ from kvoffd_client.cli.format import (
     print_line,
 )
 from kvoffd_client.cli.target import NAMESPACE_HELP, CliError, Directory, Json, confirmed, open_admin
-from kvoffd_client.cli.target import resolve_namespace as find
 from kvoffd_proto.admin import ScrubReply
 from kvoffd_proto.events import KV_TOPIC_PREFIX, MEDIUM_STORAGE, AllBlocksCleared, BlockStored, EventBatch, KvEvent
 from kvoffd_proto.stats import namespace_id
@@ -52,8 +51,7 @@ def clear(
         raise CliError("Choose what to clear: either the label or fingerprint of one namespace, or --all.")
     namespace = name or namespace
     with open_admin(context, directory) as admin:
-        found = admin.namespaces().namespaces
-        chosen = found if namespace is None else [find(found, namespace)]
+        chosen = admin.namespaces().namespaces if namespace is None else [admin.namespace(namespace)]
         where = "all namespaces"
         if namespace is not None:
             where = f"namespace {namespace_name(chosen[0].label, chosen[0].namespace)}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvoffd_client.cli.format import count_blocks, namespace_name, print_json, print_line, print_table, progress_bar
-from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, local_directory, resolve_namespace
+from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, local_directory
 from kvoffd_proto.admin import KeyWorth
 from kvoffd_proto.units import format_count, format_size, plural, printable
 
@@ -40,7 +40,7 @@ def ls(
 ) -> int:
     """List blocks, in no order."""
     with _open(context, directory) as client:
-        fingerprint = _fingerprint(client, namespace)
+        fingerprint = client.find_namespace(namespace)
         every = (info for digits in prefix or [""] for info in client.list_blocks(fingerprint, group, digits))
         found = list(islice(every, limit + 1))
     more, found = len(found) > limit, found[:limit]
@@ -76,7 +76,7 @@ def show(
     Exit status: 0 done, 1 the bytes do not match their checksum, 2 an error.
     """
     with _open(context, directory) as client:
-        fingerprint = _fingerprint(client, namespace)
+        fingerprint = client.find_namespace(namespace)
         found = [info.key for info in islice(client.list_blocks(fingerprint, group, key.lower()), 2)]
         if len(found) != 1:
             begins = "Several keys begin" if found else "No key begins"
@@ -162,7 +162,7 @@ def export(
     from kvoffd_client import export_blocks
 
     with _open(context, directory) as client, progress_bar(f"exporting to {printable(file.name)}") as progress:
-        done = export_blocks(client, _fingerprint(client, namespace), file, prefix or [], progress=progress)
+        done = export_blocks(client, namespace, file, prefix or [], progress=progress)
     if json:
         counts = {"blocks": done.blocks, "bytes": done.nbytes, "evicted": done.evicted, "damaged": done.damaged}
         print_json({"file": str(file), **counts})
@@ -210,7 +210,7 @@ def import_(
             _print_file(file, source, as_json=json)
         return 0
     with _open(context, directory) as client, BlockFile(file) as source:
-        fingerprint = None if namespace is None else _fingerprint(client, namespace)
+        fingerprint = None if namespace is None else client.find_namespace(namespace)
         with progress_bar(f"importing {printable(file.name)}") as progress:
             done = import_blocks(client, source, fingerprint, beside=beside, progress=progress)
     geometry = source.geometry
@@ -260,7 +260,3 @@ def _open(context: typer.Context, directory: Path | None) -> BlockClient:
     # Its engine's sessions log what they survive; the command prints the error that is raised.
     logging.getLogger("kvoffd_client").addHandler(logging.NullHandler())
     return BlockClient(local_directory(context, directory))
-
-
-def _fingerprint(client: BlockClient, namespace: str) -> bytes:
-    return resolve_namespace(client.namespaces().namespaces, namespace).namespace

@@ -21,14 +21,14 @@ from kvoffd_client.cli.target import (
     Url,
     local_directory,
     open_admin,
-    resolve_namespace,
+    size_of,
 )
 from kvoffd_client.namespace import differences
 from kvoffd_client.namespace_differences import explain
 from kvoffd_proto.admin import NamespaceInfo, Requests, SessionInfo
 from kvoffd_proto.messages import Outcome, RequestReport, Role
 from kvoffd_proto.stats import MISS_REASONS, namespace_id
-from kvoffd_proto.units import format_count, format_duration, format_size, parse_size, printable
+from kvoffd_proto.units import format_count, format_duration, format_size, printable
 
 NO_QUOTA = "none"
 
@@ -299,8 +299,7 @@ def diff(
     Exit status: 0 they are one namespace, 1 they differ, 2 an error.
     """
     with open_admin(context, directory) as admin:
-        found = admin.namespaces().namespaces
-    first, second = (resolve_namespace(found, wanted) for wanted in (one, other))
+        first, second = admin.namespace(one), admin.namespace(other)
     causes = explain(first.description, second.description)
     names = [namespace_name(info.label, info.namespace) for info in (first, second)]
     if json:
@@ -332,14 +331,10 @@ def quota(
 
     Exit status: 0 done, 2 an error.
     """
-    try:
-        quota_bytes = None if most == NO_QUOTA else parse_size(most)
-    except ValueError as error:
-        raise CliError(f"--max {most!r} is not a size, such as 20GiB, nor {NO_QUOTA!r}.") from error
+    quota_bytes = None if most == NO_QUOTA else size_of("--max", most)
     with open_admin(context, directory) as admin:
-        chosen = resolve_namespace(admin.namespaces().namespaces, name)
-        admin.set_quota(chosen.namespace, quota_bytes)
-        now = next((one for one in admin.namespaces().namespaces if one.namespace == chosen.namespace), chosen)
+        admin.set_quota(admin.namespace(name).namespace, quota_bytes)
+        now = admin.namespace(name)
         pool_bytes = admin.stats().pool.size_bytes
     if json:
         print_json(now)

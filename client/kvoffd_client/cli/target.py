@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvoffd_client.admin_client import MIN_PREFIX_DIGITS, AdminClient, matching_namespaces, read_stats
-from kvoffd_proto.admin import NamespaceInfo
+from kvoffd_client.admin_client import MIN_PREFIX_DIGITS, AdminClient, read_stats
 from kvoffd_proto.paths import default_directory
-from kvoffd_proto.stats import DaemonStats, namespace_id
-from kvoffd_proto.units import printable
+from kvoffd_proto.stats import DaemonStats
+from kvoffd_proto.units import UnitError, parse_duration, parse_size
 
 OPERATOR_WAIT_S = 10.0
 """The machine may be busy, and an operator would rather wait than ask again."""
@@ -34,6 +32,22 @@ NAMESPACE_OPTION = typer.Option("--namespace", metavar="NAME", help=NAMESPACE_HE
 
 class CliError(Exception):
     """The command cannot be done. The message is a sentence that says what to do next."""
+
+
+def size_of(option: str, text: str) -> int:
+    """Bytes that an option was given. Raises CliError."""
+    try:
+        return parse_size(text)
+    except UnitError as error:
+        raise CliError(f"{option}: {error}.") from None
+
+
+def duration_of(option: str, text: str) -> float:
+    """Seconds that an option was given. Raises CliError."""
+    try:
+        return parse_duration(text)
+    except UnitError as error:
+        raise CliError(f"{option}: {error}.") from None
 
 
 def confirmed(question: str, done: str) -> bool:
@@ -73,18 +87,3 @@ def read_statistics(context: typer.Context, directory: Path | None, url: str) ->
         return read_stats(url)
     with open_admin(context, directory) as admin:
         return admin.stats()
-
-
-def resolve_namespace(namespaces: Sequence[NamespaceInfo], wanted: str) -> NamespaceInfo:
-    """Return the one namespace whose label is ``wanted`` or whose fingerprint begins with it. Raises CliError."""
-    found = matching_namespaces(namespaces, wanted)
-    if len(found) == 1:
-        return found[0]
-    shown = printable(wanted)
-    if not found:
-        raise CliError(
-            f"No open namespace has the label {shown!r} or a fingerprint that begins with it (at least "
-            f"{MIN_PREFIX_DIGITS} digits); `kvoffd-cli namespaces` lists them."
-        )
-    names = ", ".join(f"{namespace_id(item.namespace)} ({printable(item.label)})" for item in found)
-    raise CliError(f"{shown!r} could be any of {names}; give more digits of the fingerprint.")

@@ -27,18 +27,16 @@ from kvoffd_client.admin_client import read_stats
 from kvoffd_client.cli.format import Line, make_console, percent, print_json, print_line, reason_name, wrapped
 from kvoffd_client.cli.show import Engine, engines_of
 from kvoffd_client.cli.stats import policy_lines, pool_bar, print_stats, saved_time, tier_lines
-from kvoffd_client.cli.target import CliError, Directory, Url, check_names_one, open_admin
+from kvoffd_client.cli.target import CliError, Directory, Url, check_names_one, duration_of, open_admin
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.admin import HealthLevel
 from kvoffd_proto.stats import MAX_NAMESPACE_ROWS, DaemonStats, NamespaceStats, Traffic, Window, namespace_id
 from kvoffd_proto.units import (
-    UnitError,
     exact_duration,
     format_count,
     format_duration,
     format_rate,
     format_size,
-    parse_duration,
     plural,
     printable,
 )
@@ -440,7 +438,9 @@ def top(
     1 to 4 choose what is shown, h shows the keys and what the words mean, q ends. Into a pipe it writes the page of
     stats every interval.
     """
-    interval_s = _interval(interval)
+    interval_s = duration_of("--interval", interval)
+    if interval_s < MIN_INTERVAL_S:
+        raise CliError(f"--interval {interval!r} is too short; the least is {format_duration(MIN_INTERVAL_S)}.")
     check_names_one(directory, url)
     with open_admin(context, directory) as admin:
         admin.on_silence = lambda: None  # the screen says it
@@ -476,16 +476,6 @@ def _print_pages(read: Read, interval_s: float, *, as_json: bool) -> NoReturn:
                 break
             except KvoffdClientError as error:
                 print(f"{time.strftime('%H:%M:%S')} {error}", file=sys.stderr, flush=True)
-
-
-def _interval(text: str) -> float:
-    try:
-        interval_s = parse_duration(text)
-    except UnitError as error:
-        raise CliError(f"--interval: {error}.") from error
-    if interval_s < MIN_INTERVAL_S:
-        raise CliError(f"--interval {text!r} is too short; the least is {format_duration(MIN_INTERVAL_S)}.")
-    return interval_s
 
 
 def run(read: Read, interval_s: float, console: Console) -> int:
