@@ -67,7 +67,7 @@ def test_a_bench_of_a_daemon_that_ends_is_a_sentence(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with DaemonProcess("160MiB") as daemon:
-        monkeypatch.setattr(bench, "_say", lambda what: daemon.kill())
+        monkeypatch.setattr(bench, "print_status", lambda what: daemon.kill())
         for name in ("lookup", "copy"):
             assert main(["bench", name, "--directory", str(daemon.directory)]) == 2
             out, err = capsys.readouterr()

@@ -217,7 +217,7 @@ def test_other_views(screen: Screen) -> None:
     engine = Engine("vllm 7", [bytes.fromhex("000000000001") + bytes(26)], 1, 4, [7], 12, GIB, 3, 8 * GIB)
     screen.reading = Reading(stats(1), [engine])
     assert drawn(screen)[3].split() == [
-        "vllm", "7", "000000000001", "llama", "4", "12", "1.00", "GiB", "3", "8.00", "GiB"
+        "vllm", "7", "llama", "(000000000001)", "4", "7", "1.00", "GiB", "3", "8.00", "GiB"
     ]  # fmt: skip
     screen.view = "tiers"
     text = "\n".join(drawn(screen))

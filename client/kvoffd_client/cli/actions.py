@@ -17,6 +17,7 @@ from kvoffd_client.cli.format import (
     percent,
     print_json,
     print_line,
+    print_status,
 )
 from kvoffd_client.cli.target import NAMESPACE_HELP, CliError, Directory, Json, confirmed, open_admin
 from kvoffd_proto.admin import ScrubReply
@@ -79,19 +80,16 @@ def scrub(context: typer.Context, directory: Directory = None, json: Json = Fals
 
     Exit status: 0 all blocks match, 1 some do not, 2 an error.
     """
-    on_terminal = sys.stderr.isatty()
     with open_admin(context, directory) as admin:
         reply, pause_s = admin.scrub(), FIRST_SCRUB_PAUSE_S
         while reply.running:
-            if on_terminal:
-                done = f"{percent(reply.done_slots, reply.slots)} of {format_count(reply.slots)} slots"
-                wrong = f", {format_count(reply.mismatches)} wrong" if reply.mismatches else ""
-                print(f"\rscrubbing: {done}{wrong}\x1b[K", end="", file=sys.stderr, flush=True)
+            wrong = f", {format_count(reply.mismatches)} wrong" if reply.mismatches else ""
+            done = percent(reply.done_slots, reply.slots)
+            print_status(f"scrubbing: {done} of {format_count(reply.slots)} slots{wrong}")
             time.sleep(pause_s)
             pause_s = min(SCRUB_PAUSE_S, 2 * pause_s)
             reply = admin.scrub(start=False)
-    if on_terminal:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    print_status()
     if json:
         print_json(reply)
     else:

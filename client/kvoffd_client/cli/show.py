@@ -10,8 +10,20 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
-from kvoffd_client.cli.format import NO_NAMESPACE, namespace_name, print_json, print_line, print_table
+from kvoffd_client.admin_client import AdminClient
+from kvoffd_client.cli.format import (
+    NO_NAMESPACE,
+    PIPE_TABLE_CELLS,
+    make_console,
+    namespace_name,
+    print_json,
+    print_line,
+    print_page,
+    print_table,
+    table_of,
+)
 from kvoffd_client.cli.health import show_health
 from kvoffd_client.cli.target import (
     NAMESPACE_HELP,
@@ -92,7 +104,7 @@ def clients(
         return _show_requests(context, directory, request, as_json=json)
     with open_admin(context, directory) as admin:
         found = [one for one in admin.sessions().sessions if one.session_id != admin.session_id]
-        labels = {} if json else {one.namespace: one.label for one in admin.namespaces().namespaces}
+        labels = {} if json else _labels(admin)
     if json:
         print_json({"sessions": found} if every else {"engines": [asdict(one) for one in engines_of(found)]})
     elif every:
@@ -125,11 +137,9 @@ def _engine_name(session: SessionInfo) -> str:
     return re.sub(rf" {session.role}( \d+)?$", "", session.name)
 
 
-def _show_engines(rows: Sequence[Engine], labels: Mapping[bytes, str]) -> None:
-    if not rows:
-        print_line("No engine is connected.")
-        return
-    print_table(
+def engine_table(rows: Sequence[Engine], labels: Mapping[str, str]) -> Table:
+    """``labels``: of namespaces, by their ids."""
+    return table_of(
         ("engine", "namespace", ">workers", "pids", ">pinned", ">jobs", ">registered"),
         [
             (
@@ -144,11 +154,18 @@ def _show_engines(rows: Sequence[Engine], labels: Mapping[bytes, str]) -> None:
             for row in rows
         ],
     )
+
+
+def _show_engines(rows: Sequence[Engine], labels: Mapping[str, str]) -> None:
+    if not rows:
+        print_line("No engine is connected.")
+        return
+    print_page(engine_table(rows, labels), make_console(pipe_cells=PIPE_TABLE_CELLS))
     if without := sum(not row.workers for row in rows):
         print_line(f"{format_count(without)} without workers: the engine starts, or its workers cannot connect.")
 
 
-def _show_sessions(found: Sequence[SessionInfo], labels: Mapping[bytes, str]) -> None:
+def _show_sessions(found: Sequence[SessionInfo], labels: Mapping[str, str]) -> None:
     if not found:
         print_line("No session is open.")
         return
@@ -170,8 +187,12 @@ def _show_sessions(found: Sequence[SessionInfo], labels: Mapping[bytes, str]) ->
     )
 
 
-def _names(namespaces: Sequence[bytes], labels: Mapping[bytes, str]) -> str:
-    return ", ".join(namespace_name(labels.get(one, ""), one) for one in namespaces) or "-"
+def _labels(admin: AdminClient) -> dict[str, str]:
+    return {namespace_id(one.namespace): one.label for one in admin.namespaces().namespaces}
+
+
+def _names(namespaces: Sequence[bytes], labels: Mapping[str, str]) -> str:
+    return ", ".join(namespace_name(labels.get(namespace_id(one), ""), one) for one in namespaces) or "-"
 
 
 # --- why a miss ------------------------------------------------------------------------------------
@@ -192,15 +213,15 @@ def _show_requests(context: typer.Context, directory: Path | None, name: str, *,
     with open_admin(context, directory) as admin:
         found = admin.ask(Requests, name).requests
         names = {one.session_id: _engine_name(one) for one in admin.sessions().sessions}
-        labels = {one.namespace: one.label for one in admin.namespaces().namespaces}
+        labels = _labels(admin)
     if as_json:
         print_json({"requests": found})
         return 0
     before = None
     for one in found:
         if before != (before := (one.session_id, one.namespace)):
-            where = namespace_name(labels.get(one.namespace, ""), one.namespace)
-            print_line(f"Engine {printable(names.get(one.session_id, ''))}, namespace {where}:")
+            engine = printable(names.get(one.session_id, ""))
+            print_line(f"Engine {engine}, namespace {_names([one.namespace], labels)}:")
         print_line(request_sentence(one.report))
     if not found:
         print_line(

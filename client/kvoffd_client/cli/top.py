@@ -25,12 +25,12 @@ from rich.text import Text
 
 from kvoffd_client.admin_client import read_stats
 from kvoffd_client.cli.format import Line, make_console, percent, print_json, print_line, reason_name, wrapped
-from kvoffd_client.cli.show import Engine, engines_of
+from kvoffd_client.cli.show import Engine, engine_table, engines_of
 from kvoffd_client.cli.stats import policy_lines, pool_bar, print_stats, saved_time, tier_lines
 from kvoffd_client.cli.target import CliError, Directory, Url, check_names_one, duration_of, open_admin
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.admin import HealthLevel
-from kvoffd_proto.stats import MAX_NAMESPACE_ROWS, DaemonStats, NamespaceStats, Traffic, Window, namespace_id
+from kvoffd_proto.stats import MAX_NAMESPACE_ROWS, DaemonStats, NamespaceStats, Traffic, Window
 from kvoffd_proto.units import (
     exact_duration,
     format_count,
@@ -168,7 +168,7 @@ class Screen:
         if self.reading.far and self.view == "clients":
             body = [Text(), pen.text("This is shown on the daemon's own machine: HTTP has statistics alone.", "dim")]
         elif self.view == "clients":
-            body = _clients(self.reading.engines, stats, pen)
+            body = [pen.cut(line) for line in _clients(self.reading.engines, stats, console)]
         elif self.view == "tiers":
             body = _page(tier_lines(stats), pen)
         elif self.view == "policy":
@@ -384,13 +384,13 @@ def _namespaces(found: Sequence[NamespaceStats], history: History, sort: str, pe
 def _tier_lines(stats: DaemonStats, pen: Pen) -> list[Text]:
     lines = []
     for disk in stats.disks:
-        state = disk.problem or disk.state
         used = f"{percent(disk.used_bytes, disk.size_bytes)} of {format_size(disk.size_bytes)}"
-        words = f"Disk  {disk.directory}  {used}  read {format_size(disk.read_bytes)}  written "
-        lines.append(pen.text(f"{words}{format_size(disk.written_bytes)}  {state}", "" if disk.up else "red"))
+        copied = f"read {format_size(disk.read_bytes)}  written {format_size(disk.written_bytes)}"
+        words = f"Disk  {disk.directory}  {disk.problem or disk.state}  {used}  {copied}"
+        lines.append(pen.text(words, "" if disk.up else "red"))
     for store in stats.shared:
         found = f"found {percent(store.found_keys, store.asked_keys)}"
-        words = f"Store {store.url}  {format_duration(store.ask_seconds)}  {found}  {'up' if store.up else 'down'}"
+        words = f"Store {store.url}  {'up' if store.up else 'down'}  {format_duration(store.ask_seconds)}  {found}"
         lines.append(pen.text(words, "" if store.up else "red"))
     return [Text(), *lines] if lines else []
 
@@ -399,24 +399,13 @@ def _problems(stats: DaemonStats, pen: Pen) -> list[Text]:
     return [pen.text(f"! {one.reason}: {one.sentence}", "yellow") for one in stats.health_problems[:3]]
 
 
-def _clients(engines: Sequence[Engine] | None, stats: DaemonStats, pen: Pen) -> list[Text]:
-    if engines is None:
-        return [Text(), pen.text("No answer so far.", "dim")]
-    labels = {one.id: one.model for one in stats.namespaces}
-    widths = [0, -22, 7, 8, 10, 6, 10]
-    widths[0] = -max(10, pen.width - sum(map(abs, widths)) - len(widths) + 1)
-    titles = ("ENGINE", "NAMESPACE", "WORKERS", "LEASES", "PINNED", "JOBS", "REGISTERED")
-    lines = [Text(), pen.cells(titles, widths, "bold reverse")]
-    for one in engines:
-        ids = [namespace_id(each) for each in one.namespaces]
-        names = ", ".join(f"{id_} {labels.get(id_, '')}" for id_ in ids) or "-"
-        cells = (
-            one.name or "-", names, format_count(one.workers), format_count(one.leases), format_size(one.pinned_bytes),
-            format_count(one.jobs), format_size(one.registered_bytes),
-        )  # fmt: skip
-        lines.append(pen.cells(cells, widths))
-    note = "pinned: pool memory under its leases. registered: memory of its own, for copies."
-    return [*lines, Text(), pen.text(note, "dim")] if engines else [Text(), pen.text("No engine is connected.")]
+def _clients(engines: Sequence[Engine] | None, stats: DaemonStats, console: Console) -> list[Text]:
+    if not engines:
+        return [Text(), Text("No answer so far." if engines is None else "No engine is connected.")]
+    table = engine_table(engines, {one.id: one.model for one in stats.namespaces})
+    lines = [Text.assemble(*((part.text, part.style or "") for part in line)) for line in console.render_lines(table)]
+    note = Text("pinned: pool memory under its leases. registered: memory of its own, for copies.", "dim")
+    return [Text(), *lines, Text(), note]
 
 
 def _page(lines: Iterable[Line], pen: Pen) -> list[Text]:

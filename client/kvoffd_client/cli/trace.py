@@ -25,7 +25,7 @@ from typing import Annotated, BinaryIO
 import typer
 
 from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.cli.format import count_blocks, print_json, print_line
+from kvoffd_client.cli.format import count_blocks, print_json, print_line, print_status
 from kvoffd_client.cli.target import OPERATOR_WAIT_S, CliError, Directory, Json, duration_of, local_directory, size_of
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError
 from kvoffd_proto.admin import TraceChain
@@ -131,22 +131,15 @@ def _write(admin: AdminClient, file: Path, writer: TraceWriter, seconds: float) 
             if not writer.write(fetched.chains, fetched.dropped):
                 ended = "size"
                 break
-            _show_progress(writer, time.monotonic() - began)
+            passed = format_duration(time.monotonic() - began)
+            print_status(f"{passed}: {format_count(writer.chains)} requests; Ctrl-C ends the trace.")
             more = sum(len(chain.keys) for chain in fetched.chains) >= MUCH_BYTES
             if not more and not ended:
                 told.wait(max(0.0, min(FETCH_S, until - time.monotonic())))
-        _show_progress(None)
+        print_status()
         took = time.monotonic() - began
         writer.close()
     return Recorded(str(file), took, writer.chains, writer.keys, writer.dropped, writer.file.tell(), ended)
-
-
-def _show_progress(writer: TraceWriter | None, seconds: float = 0.0) -> None:
-    if sys.stderr.isatty():
-        text = ""
-        if writer is not None:
-            text = f"{format_duration(seconds)}: {format_count(writer.chains)} requests; Ctrl-C ends the trace."
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 @contextmanager
