@@ -24,7 +24,7 @@ from kvoffd_client.session import (
     Transport,
 )
 from kvoffd_proto import messages as m
-from kvoffd_proto.codec import CodecError, decode_completions
+from kvoffd_proto.codec import CODEC_ERRORS, decode_completions
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import session_topic
 from kvoffd_proto.lifeline import Attach, Attached, AttachRefused
@@ -97,8 +97,6 @@ class WorkerClient(Session):
         self._namespace = namespace
         self._registration = registration
         self._registration_id = b""
-        self._registration_wanted = True
-        """False once the registration was given up for good."""
         self._handles: list[Handle] = []
         self._fds: list[int] = []
         self._attached_count = 0
@@ -117,11 +115,6 @@ class WorkerClient(Session):
         self._transport.start(self)
 
     # --- for any thread --------------------------------------------------------------------------
-
-    @property
-    def ready(self) -> bool:
-        """The memory is registered and the daemon answers: jobs are sent."""
-        return self._phase is Phase.READY and self._responsive and self._registration_wanted
 
     @property
     def unfinished(self) -> int:
@@ -154,7 +147,8 @@ class WorkerClient(Session):
             self._check(job.groups)
         if max(ids, default=0) >= FIRST_PART_ID:
             raise ValueError(f"Job ids are below {FIRST_PART_ID}; {max(ids)} is not.")
-        with self._transport.lock as now:
+        with self._transport.lock:
+            now = self._transport.now()
             if len(ids) < len(jobs) or not ids.isdisjoint(self._jobs):
                 raise ValueError("A job of the same id is unfinished; use another id.")
             limits = self._limits
@@ -196,8 +190,8 @@ class WorkerClient(Session):
             self._cancel(wanted, unsent)
         if self._transport.wait(lambda: not self._has_any(wanted), timeout_s):
             return
-        with self._transport.lock as now:
-            self._abandon_stores(wanted, now)
+        with self._transport.lock:
+            self._abandon_stores(wanted, self._transport.now())
         while not self._transport.wait(lambda: not self._has_any(wanted), LOAD_WAIT_S):
             log.warning("Still waiting for loads: the daemon neither finishes them nor ends.")
 
@@ -259,10 +253,10 @@ class WorkerClient(Session):
         self._sent.update((job.job_id, Sent(job, of_job, request_id)) for job, of_job in batch)
         ids = request_id, self._registration_id, self._namespace.key_bytes
         message = submit_of(*ids, jobs, self._sequence)
-        if (refused := self._send(message)) is not None:
+        due = self._role_wake_at = min(self._role_wake_at, now + JOB_PATIENCE_S)
+        if (refused := self._send(message, due=due)) is not None:
             code = refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY
             self._fail_sent([job.job_id for job in jobs], code, now)
-        self._role_wake_at = min(self._role_wake_at, now + JOB_PATIENCE_S)
 
     def _refuse(self, jobs: Iterable[Job], code: ErrorCode) -> None:
         self._results += [m.JobResult(job.job_id, False, 0, 0.0, code, job.keys) for job in jobs]
@@ -316,7 +310,7 @@ class WorkerClient(Session):
             self.disconnect("Running stores were abandoned; the client connects again.", now)
 
     def _unregister(self, outcome: list[bool], now: float, timeout_s: float) -> None:
-        self._registration_wanted = False
+        self.ready = self._wanted = False
         if self._phase is not Phase.READY:
             if self._phase in CONNECTED:
                 self.disconnect("The registration was ended.", now)
@@ -336,7 +330,7 @@ class WorkerClient(Session):
 
     def _after_namespace_opened(self, now: float) -> None:
         self._attached_count = 0
-        if not self._registration_wanted:
+        if not self._wanted:
             self._become_ready(now)
             return
         self._handles, self._fds = self._registration.handles()
@@ -399,7 +393,7 @@ class WorkerClient(Session):
             return
         try:
             self._complete(decode_completions(payload), now)
-        except CodecError:
+        except CODEC_ERRORS:
             self._ask_for_results(now)
         if self._ahead:
             self._ask_for_results(now)

@@ -157,7 +157,7 @@ class Service:
                         ErrorCode.TOO_MANY,
                     )
                 answer = handler(self, session, request)
-        except codec.CodecError as error:
+        except codec.CODEC_ERRORS as error:
             refusal = KvoffdError(f"The frame is not a request: {error}.", ErrorCode.MALFORMED)
             answer = self.refusal(codec.request_id_of(frame), refusal)
         except Exception as error:

@@ -255,7 +255,7 @@ class SimDaemon:
         service = self.service
         try:
             request = codec.decode_request(frame)
-        except codec.CodecError:
+        except codec.CODEC_ERRORS:
             request = None
         before, begun = self._holdings(), self.disk.tier.file.begun if self.disk is not None else 0
         sent, waiting = len(service.replies), len(service.pending)
