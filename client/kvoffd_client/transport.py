@@ -127,7 +127,7 @@ class SocketTransport:
                     wake_fd = self._spare.pop() if self._spare else os.eventfd(0, os.EFD_CLOEXEC)
                     self._waiting.append(wake_fd)
                     self._wake_thread_by_messages()
-                poller = _poller_of(wake_fd, *(socket.FD for socket in self._sockets))
+                poller = _poller_of(wake_fd, *[connected.FD for connected in self._sockets])
             try:
                 if (wake_fd, select.POLLIN) in poller.poll(0 if unread else (deadline - now) * 1000):
                     os.eventfd_read(wake_fd)
@@ -149,8 +149,8 @@ class SocketTransport:
 
     def _wake_thread_by_messages(self) -> None:
         """Or not, while a thread waits, which reads them itself."""
-        for socket in self._sockets if len(self._waiting) < 2 else ():
-            self._messages.modify(socket.FD, 0 if self._waiting else select.EPOLLIN)
+        for connected in self._sockets if len(self._waiting) < 2 else ():
+            self._messages.modify(connected.FD, 0 if self._waiting else select.EPOLLIN)
 
     def _wake_thread(self) -> None:
         if self._sleeping_until:

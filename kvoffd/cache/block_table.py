@@ -107,16 +107,17 @@ class BlockTable:
         self._close = weakref.finalize(self, self._native.blocks_close, ctypes.pointer(self._blocks))
         self.group_bytes = np.zeros(0, np.int64)
         """By number of a group, bytes of a block's slots."""
-        self._make_buffers(1024)
+        self._make_buffers(512)
 
     def _make_buffers(self, count: int) -> None:
+        count *= 2  # the next are likely to be as many
         self._words, self._bytes = np.empty(count, np.uint32), np.empty(64 * count, np.uint8)
         self._words_at, self._bytes_at = self._words.ctypes.data, self._bytes.ctypes.data
 
     def _buffers(self, count: int) -> None:
         """Have buffers for so many words, and as many keys."""
         if count > len(self._words):
-            self._make_buffers(2 * count)
+            self._make_buffers(count)
 
     @property
     def nbytes(self) -> int:
@@ -131,15 +132,11 @@ class BlockTable:
             self._blocks.group_bytes = self.group_bytes.ctypes.data
         self.group_bytes[group] = nbytes
 
-    def bytes_of(self, blocks: BlockIds) -> tuple[int, int]:
-        """The bytes of blocks, and of those of them that nothing pins."""
-        self._native.blocks_bytes(self.address, _packed(blocks), len(blocks), self._counts_at)
-        return self._counts[0], self._counts[1]
-
     def find(self, group: int, keys: bytes, key_bytes: int) -> tuple[bytes, BlockIds]:
         """By key: the state of its block and the number; FREE and NO_BLOCK where there is none."""
         count = len(keys) // key_bytes
-        self._buffers(count)
+        if count > len(self._words):
+            self._make_buffers(count)
         self._native.blocks_find(self.address, group, keys, count, key_bytes, self._bytes_at, self._words_at)
         return self._bytes[:count].tobytes(), self._words[:count].copy()
 
@@ -228,18 +225,24 @@ class BlockTable:
         self._native.blocks_written_now(self.address, _packed(blocks), len(blocks), self._bytes_at)
         return self._bytes[: len(blocks)].astype(np.bool_)
 
-    def pin(self, blocks: BlockIds) -> BlockIds:
-        """Keep the bytes of blocks, once more for each time one is named. Returns those that nothing pinned before."""
-        return self._pin(blocks, 1)
+    def pin(self, blocks: BlockIds) -> tuple[int, int, int]:
+        """Keep the bytes of blocks, once more for each time one is named.
 
-    def unpin(self, blocks: BlockIds) -> BlockIds:
-        """Undo one pin for each time a block is named. Returns those that nothing pins any more."""
-        return self._pin(blocks, -1)
+        Returns the bytes of all, the bytes of those that nothing pinned before, and how many these are.
+        """
+        found = self._pin(blocks, 1)
+        return self._counts[0], self._counts[1], found
 
-    def _pin(self, blocks: BlockIds, by: int) -> BlockIds:
-        self._buffers(len(blocks))
-        found = self._native.blocks_pin(self.address, _packed(blocks), len(blocks), by, self._words_at)
-        return self._words[:found].copy()
+    def unpin(self, blocks: BlockIds) -> tuple[BlockIds, int]:
+        """Undo one pin for each time a block is named. Returns those that nothing pins any more, and their bytes."""
+        found = self._pin(blocks, -1)
+        return self._words[:found].copy(), self._counts[1]
+
+    def _pin(self, blocks: BlockIds, by: int) -> int:
+        if len(blocks) > len(self._words):
+            self._make_buffers(len(blocks))
+        packed = _packed(blocks)
+        return int(self._native.blocks_pin(self.address, packed, len(blocks), by, self._words_at, self._counts_at))
 
     def slots(self, blocks: BlockIds, ranks: int) -> npt.NDArray[np.uint32]:
         """[blocks, ranks] the slots of blocks that have so many."""

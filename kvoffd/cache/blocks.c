@@ -219,16 +219,22 @@ uint64_t kvoffd_blocks_release(struct blocks *x, const uint32_t *blocks, uint64_
 }
 
 /* Adds `by`, 1 or -1, to the pins of blocks, which may come more than once; writes those that had none, or have none, and
- * returns how many these are. */
-uint64_t kvoffd_blocks_pin(struct blocks *x, const uint32_t *blocks, uint64_t count, int32_t by, uint32_t *changed)
+ * returns how many these are. The sums are the bytes of all, and of these. */
+uint64_t kvoffd_blocks_pin(struct blocks *x, const uint32_t *blocks, uint64_t count, int32_t by, uint32_t *changed,
+                           int64_t sums[2])
 {
     uint64_t found = 0;
 
+    sums[0] = sums[1] = 0;
     for (uint64_t i = 0; i < count; i++) {
         uint32_t before = x->pins[blocks[i]];
+        int64_t nbytes = x->group_bytes[x->group[blocks[i]]];
         x->pins[blocks[i]] = before + by;
-        if (!before || !x->pins[blocks[i]])
+        sums[0] += nbytes;
+        if (!before || !x->pins[blocks[i]]) {
             changed[found++] = blocks[i];
+            sums[1] += nbytes;
+        }
     }
     return found;
 }
@@ -248,17 +254,6 @@ void kvoffd_blocks_keys(const struct blocks *x, const uint32_t *blocks, uint64_t
         if (i + TOGETHER / 2 < count)
             __builtin_prefetch(key_of(x, blocks[i + TOGETHER / 2]));
         memcpy(keys + i * key_bytes, key_of(x, blocks[i]), key_bytes);
-    }
-}
-
-/* Sums the bytes of blocks, and of those of them that nothing pins. */
-void kvoffd_blocks_bytes(const struct blocks *x, const uint32_t *blocks, uint64_t count, int64_t sums[2])
-{
-    sums[0] = sums[1] = 0;
-    for (uint64_t i = 0; i < count; i++) {
-        int64_t nbytes = x->group_bytes[x->group[blocks[i]]];
-        sums[0] += nbytes;
-        sums[1] += x->pins[blocks[i]] ? 0 : nbytes;
     }
 }
 

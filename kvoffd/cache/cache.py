@@ -69,8 +69,6 @@ MAX_REGIONS_COMPARED = 16
 """Regions that are looked into to find the coldest."""
 SWEPT_AT_ONCE = 65_536
 """Slots of which one step looks whether their namespace was reset."""
-MAX_DEFERRED_REQUESTS = 64
-"""Requests that wait for ``note_requests``; one more has it done."""
 MAX_PASSED = 1024
 """Blocks of others in the policy's order that are passed over for one of a namespace that has its quota."""
 MAX_OVER_QUOTA = 2048
@@ -95,7 +93,7 @@ class Lease:
     session: int
     namespace: Namespace
     deadline: float
-    blocks: BlockIds = field(default_factory=lambda: _NOTHING)
+    blocks: BlockIds
     nbytes: int = 0
     charged_bytes: int = 0
     """Of these, bytes of the blocks that nothing had pinned before."""
@@ -304,7 +302,8 @@ class Cache:
         self._current: dict[Namespace, list[Group | None]] = {}
         self._partial: dict[int, float] = {}
         """Blocks that lack a shard which nobody writes, and since when."""
-        self._requests: deque[tuple[Namespace, list[Chain]]] = deque()
+        self._requested: tuple[Namespace, list[Chain]] | None = None
+        """What was asked for last, until ``note_requests``."""
         self._oldest: dict[Namespace, deque[tuple[int, int]]] = {}
         """Of namespaces with a quota: blocks that were there at some time and their generations, the oldest first."""
         self._dead: set[int] = set()
@@ -343,7 +342,7 @@ class Cache:
     def _give_number(self, namespace: Namespace) -> None:
         namespace.number = self._next_number
         self._next_number += 1
-        self._current[namespace] = [None] * len(namespace.groups)
+        self._make_groups(namespace)
 
     def register_rank(
         self,
@@ -367,6 +366,8 @@ class Cache:
             nbytes, most = nbytes_of_shards(shards), self.max_namespaces_bytes
             if namespace.nbytes + nbytes <= most // 8 and self.namespaces_bytes + nbytes <= most:
                 new |= namespace.describe_shards(rank, shards)
+        if new and None in self._current[namespace]:
+            self._make_groups(namespace)
         if new:
             self._save()
 
@@ -395,20 +396,24 @@ class Cache:
             logger.warning("Some of the %d namespaces will not outlive the daemon: they are too many.", len(kept))
         return False
 
+    def _make_groups(self, namespace: Namespace) -> None:
+        """From now on its blocks belong to new groups; to None while a rank of the world has not registered."""
+        ranks = range(namespace.world_size)
+        self._current[namespace] = [None] * len(namespace.groups)
+        if any(namespace.shard_bytes(rank) is None for rank in ranks):
+            return
+        for index in range(len(namespace.groups)):
+            lengths = [namespace.shard_length(rank, index) for rank in ranks]
+            sizes = namespace.slot_sizes(index)
+            group = Group(len(self._groups), namespace, index, namespace.key_bytes, lengths, sizes)
+            self._current[namespace][index] = group
+            self._groups.append(group)
+            self.blocks.set_group_bytes(group.number, group.block_bytes)
+
     def _group(self, namespace: Namespace, group: int) -> Group | None:
-        """The group as it is now; None while a rank of the world has not registered."""
+        """The group as it is now; None while a rank of the world has not registered. Raises BadGeometry."""
         namespace.check_group(group)
-        found = self._current[namespace][group]
-        if found is None and all(namespace.shard_bytes(rank) is not None for rank in range(namespace.world_size)):
-            ranks = range(namespace.world_size)
-            lengths = [namespace.shard_length(rank, group) for rank in ranks]
-            found = Group(
-                len(self._groups), namespace, group, namespace.key_bytes, lengths, namespace.slot_sizes(group)
-            )
-            self._current[namespace][group] = found
-            self._groups.append(found)
-            self.blocks.set_group_bytes(found.number, found.block_bytes)
-        return found
+        return self._current[namespace][group]
 
     def reset(
         self, namespace: Namespace, *, end_leases: bool = True, keep_tiers: bool = False, generation: int | None = None
@@ -483,7 +488,8 @@ class Cache:
                 self._retire(group)
         del self.namespaces[namespace.fingerprint]
         self._oldest.pop(namespace, None)
-        self._requests = deque(one for one in self._requests if one[0] is not namespace)
+        if self._requested is not None and self._requested[0] is namespace:
+            self._requested = None
         self._short_records = False
         self._save()
 
@@ -504,8 +510,8 @@ class Cache:
         namespace.number, namespace.generation, namespace.recovered = record.number, record.generation, True
         self._next_number = max(self._next_number, record.number + 1)
         self.namespaces[namespace.fingerprint] = namespace
-        self._current[namespace] = [None] * len(namespace.groups)
-        return [self._group(namespace, group) for group in range(len(namespace.groups))]
+        self._make_groups(namespace)
+        return self._current[namespace]
 
     def recovered(self, blocks: BlockIds, quarantined: SlotIds) -> None:
         """Take over READY blocks that are in the BlockTable and the allocator, the least recently used first, and slots
@@ -540,68 +546,67 @@ class Cache:
         lease = self.leases.get(lease_id)
         if lease is not None and (lease.session != session or lease.namespace is not namespace):
             raise UnknownLease(f"The lease {lease_id} belongs to another session or namespace; choose a new lease id.")
-        for group, keys in groups:
-            namespace.check_keys(group, keys)
-        known = [self._group(namespace, group) for group, _ in groups]
-        found = [self._find(group, keys, namespace.key_bytes) for group, (_, keys) in zip(known, groups, strict=True)]
-        pool = [states for states, _ in found]
+        current, size = self._current[namespace], namespace.key_bytes
+        for index, keys in groups:
+            if not 0 <= index < len(current) or len(keys) % size:
+                namespace.check_keys(index, keys)  # which raises
+        known = [current[index] for index, _ in groups]
+        found = [
+            self.blocks.find(group.number, keys, size) if group is not None else _unknown(len(keys) // size)
+            for group, (_, keys) in zip(known, groups, strict=True)
+        ]
+        pool = [one for one, _ in found]
         states = pool
-        if self.tiers is not None and any(one.count(READY) < len(one) for one in pool):
+        if self.tiers is not None and [one for one in pool if one.count(READY) < len(one)]:
             states = self.tiers.find(namespace, session, groups, pool, again)
-        states, ready = self._lease(namespace, session, lease_id, lease, states, [blocks for _, blocks in found])
+        if lease is None:
+            lease = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s, _NOTHING)
+        states, ready = self._lease(lease, states, [blocks for _, blocks in found])
         if not again:
             runs = [len(one) - len(one.lstrip(_READY_BYTE)) for one in states]
             namespace.counters.prefix_keys_ready += sum(runs)
             self._count_lookup(namespace, groups, known, pool, states)
+            if self._requested is not None:
+                self.note_requests()
             parts = zip(known, groups, ready, runs, strict=True)
-            if chains := [Chain(part, keys, blocks, run) for part, (_, keys), blocks, run in parts if part is not None]:
-                if len(self._requests) >= MAX_DEFERRED_REQUESTS:
-                    self.note_requests()
-                self._requests.append((namespace, chains))
-        lease = self.leases.get(lease_id)
-        return states, 0 if lease is None else len(lease.blocks)
-
-    def _find(self, group: Group | None, keys: bytes, key_bytes: int) -> tuple[bytes, BlockIds]:
-        if group is None:
-            return bytes(len(keys) // key_bytes), _NOTHING
-        return self.blocks.find(group.number, keys, key_bytes)
+            chains = [Chain(group, keys, blocks, run) for group, (_, keys), blocks, run in parts if group is not None]
+            self._requested = (namespace, chains) if chains else None
+        return states, len(lease.blocks)
 
     def _lease(
-        self,
-        namespace: Namespace,
-        session: int,
-        lease_id: int,
-        lease: Lease | None,
-        states: list[bytes],
-        blocks: Sequence[BlockIds],
+        self, lease: Lease, states: list[bytes], blocks: Sequence[BlockIds]
     ) -> tuple[list[bytes], list[BlockIds]]:
         """Pin what is READY, as far as leases may; returns the states to answer with, and the READY blocks."""
-        ready = [_ready(one, found) for one, found in zip(states, blocks, strict=True)]
-        every = ready[0] if len(ready) == 1 else np.concatenate(ready) if ready else _NOTHING
-        if not every.size:
-            return states, ready
-        fresh = every if lease is None else every[~np.isin(every, lease.blocks)]
-        nbytes, loose = self.blocks.bytes_of(fresh)
-        if (part := self._leasable(session, len(fresh), loose)) < 1.0:
+        held = self._held.get(lease.session) or Held()
+        for shortened in (False, True):
+            ready = [
+                found if one.count(READY) == len(one) else found[np.frombuffer(one, np.uint8) == READY]
+                for one, found in zip(states, blocks, strict=True)
+            ]
+            every = ready[0] if len(ready) == 1 else np.concatenate([_NOTHING, *ready])
+            fresh = every[~np.isin(every, lease.blocks)] if lease.blocks.size else every
+            if not fresh.size:
+                return states, ready
+            nbytes, loose_bytes, loose = self.blocks.pin(fresh)
+            roomy = self.pinned_bytes + loose_bytes <= self._max_leased_bytes // 2
+            if shortened or (roomy and held.keys + len(fresh) <= self._max_leased_keys):
+                break
+            if (part := self._leasable(lease.session, len(fresh), loose_bytes)) >= 1.0:
+                break
+            self.blocks.unpin(fresh)
             self.shortened_lookups += 1
-            held_by = _NOTHING if lease is None else lease.blocks
-            states = [_shortened(one, found, held_by, part) for one, found in zip(states, blocks, strict=True)]
-            ready = [_ready(one, found) for one, found in zip(states, blocks, strict=True)]
-            every = np.concatenate(ready)
-            fresh = every if lease is None else every[~np.isin(every, lease.blocks)]
-            nbytes, _ = self.blocks.bytes_of(fresh)
-        if fresh.size:
-            held = self._held.setdefault(session, Held())
-            if lease is None:
-                lease = self.leases[lease_id] = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s)
-                held.leases += 1
-            charged = self._pin(fresh)
-            lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
-            lease.nbytes += nbytes
-            held.nbytes += nbytes
-            lease.charged_bytes += charged
-            held.charged_bytes += charged
-            held.keys += len(fresh)
+            states = [_shortened(one, found, lease.blocks, part) for one, found in zip(states, blocks, strict=True)]
+        self.pinned_bytes += loose_bytes
+        self.pinned_blocks += loose
+        if not lease.blocks.size:
+            self.leases[lease.lease_id], self._held[lease.session] = lease, held
+            held.leases += 1
+        lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
+        lease.nbytes += nbytes
+        held.nbytes += nbytes
+        lease.charged_bytes += loose_bytes
+        held.charged_bytes += loose_bytes
+        held.keys += len(fresh)
         return states, ready
 
     def _leasable(self, session: int, keys: int, loose: int) -> float:
@@ -674,20 +679,22 @@ class Cache:
         return MissReason(next(reason for reason, count in enumerate(counts) if count))
 
     def note_requests(self) -> None:
-        """Tell the policy and whoever watches what was asked for, but by a bench. For when the replies are out."""
-        while self._requests:
-            namespace, found = self._requests.popleft()
-            chains = [
-                Chain(group, keys, ready[self.blocks.state[ready] == READY], run)
-                for group, keys, ready, run in found
-                if not group.dead
-            ]
-            if self.tiers is not None:
-                self.tiers.used(np.concatenate([_NOTHING, *(chain.ready for chain in chains)]))
-            if chains and not namespace.of_bench:
-                self.policy.requested(chains)
-                for tell in self.watchers:
-                    tell(chains)
+        """Tell the policy and whoever watches what was asked for last, but by a bench. For when the reply is out."""
+        if self._requested is None:
+            return
+        namespace, found = self._requested
+        self._requested = None
+        chains = [
+            Chain(group, keys, ready[self.blocks.state[ready] == READY], run)
+            for group, keys, ready, run in found
+            if not group.dead
+        ]
+        if self.tiers is not None:
+            self.tiers.used(np.concatenate([_NOTHING, *(chain.ready for chain in chains)]))
+        if chains and not namespace.of_bench:
+            self.policy.requested(chains)
+            for tell in self.watchers:
+                tell(chains)
 
     def release(self, session: int, lease_ids: Iterable[int], unused: MissReason | None = None) -> int:
         """End leases of a session; those that are not alive are no error. Returns how many ended.
@@ -727,20 +734,14 @@ class Cache:
         return self._end(overdue) + len(partial)
 
     def pin(self, blocks: BlockIds) -> None:
-        """Keep the bytes of blocks until as many calls of ``unpin``: for a write to a tier."""
-        self._pin(blocks)
-
-    def _pin(self, blocks: BlockIds) -> int:
-        """Returns the bytes of what nothing pinned before."""
-        fresh = self.blocks.pin(blocks)
-        nbytes, _ = self.blocks.bytes_of(fresh)
+        """Keep the bytes of blocks until as many calls of ``unpin``: for a write to a tier, say."""
+        _, nbytes, fresh = self.blocks.pin(blocks)
         self.pinned_bytes += nbytes
-        self.pinned_blocks += len(fresh)
-        return nbytes
+        self.pinned_blocks += fresh
 
     def unpin(self, blocks: BlockIds) -> None:
-        loose = self.blocks.unpin(blocks)
-        self.pinned_bytes -= self.blocks.bytes_of(loose)[0]
+        loose, nbytes = self.blocks.unpin(blocks)
+        self.pinned_bytes -= nbytes
         self.pinned_blocks -= len(loose)
         if self._bytes_in[DROPPED]:
             self._free_dropped(loose[self.blocks.state[loose] == DROPPED])
@@ -762,7 +763,7 @@ class Cache:
             for group, part in zip(known, parts, strict=True):
                 if group is not None:
                     plans.append(self._plan(rank, group, part))
-                    self._pin(plans[-1].present)
+                    self.pin(plans[-1].present)
                     held.append(plans[-1].present)
             for number, plan in enumerate(plans):
                 if before := [one.stored for one in plans[:number] if one.stored.group is plan.stored.group]:
@@ -1023,7 +1024,9 @@ class Cache:
         if lease is None or lease.namespace is not namespace:
             raise UnknownLease(f"The lease {lease_id} is unknown, has ended or is of another namespace; look up again.")
         known = self._group(namespace, group)
-        states, blocks = self._find(known, keys, namespace.key_bytes)
+        size = namespace.key_bytes
+        count = len(keys) // size
+        states, blocks = self.blocks.find(known.number, keys, size) if known is not None else _unknown(count)
         bad = np.frombuffer(states, np.uint8) != READY
         if not bad.any():
             slots = self.blocks.slots_of_rank(blocks, rank)
@@ -1033,8 +1036,8 @@ class Cache:
             bad |= self.blocks.shard[slots] & (SHARD_STATE | CORRUPT) != WRITTEN
         if known is None or bad.any():
             raise NotReady(group, np.flatnonzero(bad).tolist())
-        self._pin(blocks)
-        return LoadTicket(rank, lease, known, keys[: namespace.key_bytes], blocks, slots, self.slots.offsets(slots))
+        self.pin(blocks)
+        return LoadTicket(rank, lease, known, keys[:size], blocks, slots, self.slots.offsets(slots))
 
     def count_load(self, tickets: Sequence[LoadTicket]) -> None:
         """Count the keys and tokens that a load brought; what several ranks load counts once.
@@ -1572,12 +1575,9 @@ def _no_group(namespace: Namespace, part: StorePart) -> Stored:
     return Stored(group, no_space=list(range(len(part.keys) // namespace.key_bytes)))
 
 
-def _ready(states: bytes, blocks: BlockIds) -> BlockIds:
-    """Those of the blocks whose state is READY."""
-    ready = states.count(READY)
-    if ready == len(states):
-        return blocks
-    return blocks[np.frombuffer(states, np.uint8) == READY] if ready else _NOTHING
+def _unknown(count: int) -> tuple[bytes, BlockIds]:
+    """What is found of so many keys while a rank of the world has not registered."""
+    return bytes(count), np.full(count, NO_BLOCK, np.uint32)
 
 
 def _shortened(states: bytes, blocks: BlockIds, held: BlockIds, part: float) -> bytes:

@@ -14,7 +14,8 @@ from kvoffd.cache.block_table import DROPPED, FREE, NO_BLOCK, NOT_FIRST, READY, 
 from kvoffd.pool.slot_table import RECORD
 
 SLOTS = 5000
-GROUPS = {1: (8, 1), 2: (32, 3), 7: (20, 2), 2**32 - 2: (64, 1)}
+BLOCK_BYTES = 1 << 20
+GROUPS = {1: (8, 1), 2: (32, 3), 7: (20, 2), 70_000: (64, 1)}
 """By number: bytes of a key, and ranks."""
 
 
@@ -39,6 +40,8 @@ class TableMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.records = np.zeros(SLOTS, RECORD)
         self.table = BlockTable(self.records)
+        for group in GROUPS:
+            self.table.set_group_bytes(group, BLOCK_BYTES)
         self.unused = list(range(SLOTS))
         self.known: dict[tuple[int, bytes], Known] = {}
         self.dropped: dict[int, Known] = {}
@@ -67,7 +70,9 @@ class TableMachine(RuleBasedStateMachine):
             return
         some = data.draw(st.lists(st.sampled_from(sorted(self.known)), max_size=20)) * times
         blocks = [self.known[one].slots[0] for one in some]
-        assert sorted(self.table.pin(ids(blocks)).tolist()) == sorted({b for b in blocks if not self.pins.get(b)})
+        fresh = {block for block in blocks if not self.pins.get(block)}
+        sizes = len(blocks) * BLOCK_BYTES, len(fresh) * BLOCK_BYTES
+        assert self.table.pin(ids(blocks)) == (*sizes, len(fresh))
         for block in blocks:
             self.pins[block] = self.pins.get(block, 0) + 1
 
@@ -81,7 +86,8 @@ class TableMachine(RuleBasedStateMachine):
         for block in blocks:
             self.pins[block] -= 1
         loose = {block for block in blocks if not self.pins[block]}
-        assert set(self.table.unpin(ids(blocks)).tolist()) == loose
+        found, nbytes = self.table.unpin(ids(blocks))
+        assert (set(found.tolist()), nbytes) == (loose, len(loose) * BLOCK_BYTES)
 
     @rule(data=st.data(), count=st.integers(1, 200))
     def drop(self, data: st.DataObject, count: int) -> None:

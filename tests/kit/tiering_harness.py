@@ -99,7 +99,7 @@ class TieringHarness(CacheRig):
         """The keys' states, by a lookup that the policy and the tiers do not hear of, and whose lease ends at once."""
         ((states,), _) = self.cache.lookup(namespace, SESSION, LEASE, [(group, keys)])
         self.cache.release(SESSION, [LEASE])
-        self.cache._requests.clear()
+        self.cache._requested = None
         return list(states)
 
     def use(self, namespace: Namespace, keys: bytes, lease: int = 1) -> None:

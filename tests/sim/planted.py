@@ -117,7 +117,7 @@ PLANTED = (
         2,
         "kvoffd.cache.cache",
         "Cache.begin_load",
-        "self._pin(blocks)",
+        "self.pin(blocks)",
         "pass",
     ),
     Planted(
@@ -125,8 +125,8 @@ PLANTED = (
         2,
         "kvoffd.cache.cache",
         "Cache._lease",
-        "self._pin(fresh)",
-        "0",
+        "self.blocks.pin(fresh)",
+        "(0, 0, 0)",
     ),
     Planted(
         "forget to unpin",
