@@ -289,7 +289,7 @@ class Cache:
         self._lease_ttl_s, self._partial_timeout_s = lease_ttl_s, partial_timeout_s
         self._partial_grace_s = partial_grace_s
         self._max_leased_keys, self._max_leased_bytes = max_leased_keys, int(leased_share * slots.pool_bytes)
-        self._held: dict[int, Held] = {}
+        self.held: dict[int, Held] = {}
         """By session that has leases."""
         self._bytes_in = Counter[int]()
         """By state, bytes of all blocks, of forgotten namespaces too."""
@@ -577,7 +577,7 @@ class Cache:
         self, lease: Lease, states: list[bytes], blocks: Sequence[BlockIds]
     ) -> tuple[list[bytes], list[BlockIds]]:
         """Pin what is READY, as far as leases may; returns the states to answer with, and the READY blocks."""
-        held = self._held.get(lease.session) or Held()
+        held = self.held.get(lease.session) or Held()
         for shortened in (False, True):
             ready = [
                 found if one.count(READY) == len(one) else found[np.frombuffer(one, np.uint8) == READY]
@@ -599,7 +599,7 @@ class Cache:
         self.pinned_bytes += loose_bytes
         self.pinned_blocks += loose
         if not lease.blocks.size:
-            self.leases[lease.lease_id], self._held[lease.session] = lease, held
+            self.leases[lease.lease_id], self.held[lease.session] = lease, held
             held.leases += 1
         lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
         lease.nbytes += nbytes
@@ -612,17 +612,17 @@ class Cache:
     def _leasable(self, session: int, keys: int, loose: int) -> float:
         """The part of so many keys, with so many bytes that nothing pins yet, that a session may lease besides what it
         has: 1.0 for all. Only such bytes are taken from others."""
-        held = self._held.get(session)
+        held = self.held.get(session)
         most = self._max_leased_bytes
         part = (self._max_leased_keys - (0 if held is None else held.keys)) / max(1, keys)
         if loose and self.pinned_bytes + loose > most // 2:
-            share = most // (len(self._held) + 1) if held is None else most // len(self._held) - held.charged_bytes
+            share = most // (len(self.held) + 1) if held is None else most // len(self.held) - held.charged_bytes
             part = min(part, share / loose)
         return max(0.0, min(1.0, part))
 
     def leases_of(self, session: int) -> Held:
         """What a session has leased."""
-        return self._held.get(session) or Held()
+        return self.held.get(session) or Held()
 
     def _count_lookup(
         self,
@@ -715,13 +715,13 @@ class Cache:
     def _end(self, leases: Sequence[Lease]) -> int:
         for lease in leases:
             del self.leases[lease.lease_id]
-            held = self._held[lease.session]
+            held = self.held[lease.session]
             held.leases -= 1
             held.keys -= len(lease.blocks)
             held.nbytes -= lease.nbytes
             held.charged_bytes -= lease.charged_bytes
             if not held.leases:
-                del self._held[lease.session]
+                del self.held[lease.session]
             self.unpin(lease.blocks)
         return len(leases)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from weakref import WeakSet
 
 # These fill the table of handlers.
@@ -178,8 +178,9 @@ class Service:
             for session in self.jobs.with_results.values():
                 self.flush_completions(session)
             self.jobs.with_results.clear()
+        if self.events.pending:
+            self.publications += self.events.take()
         publications, self.publications = self.publications, []
-        publications += self.events.take()
         replies, self.replies = self.replies, []
         return publications, replies
 
@@ -263,12 +264,6 @@ class Service:
         """Close the session's open batch of completions and put it out for publication."""
         if frames := session.completions.flush(self.sessions.credit_of(session)):
             self.publications.append(frames)
-
-    def check_key_count(self, namespace: Namespace, groups: Sequence[m.GroupKeys]) -> None:
-        """Raise KvoffdError where a request has more keys than it may."""
-        keys = sum([len(part.keys) for part in groups]) // namespace.key_bytes
-        if keys > (most := self.config.limits.max_keys_per_request):
-            raise KvoffdError(f"{keys} keys in one request; {most} are allowed. Send several.", ErrorCode.TOO_MANY)
 
     def reset(self, namespace: Namespace) -> int:
         """Forget all blocks of a namespace, of its tiers too, for a successor as well. Returns how many there were."""

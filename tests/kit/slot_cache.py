@@ -284,7 +284,7 @@ def check_invariants(cache: Cache) -> None:
         one.nbytes += lease.nbytes
         one.charged_bytes += lease.charged_bytes
     assert {session: astuple(one) for session, one in held.items()} == {
-        session: astuple(one) for session, one in cache._held.items()
+        session: astuple(one) for session, one in cache.held.items()
     }
     assert all(blocks.pins[block] >= count for block, count in pins.items())
     order = [int(block) for batch in cache.policy.candidates() for block in batch]

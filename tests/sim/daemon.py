@@ -163,7 +163,7 @@ class SimDaemon:
         self._work_due = False
         if self.service.background():
             self._schedule_work()
-        if self.service.pending or self.service.events.has_news:
+        if self.service.pending or self.service.events.pending:
             self._schedule_flush()
 
     def _make_disks(self, life: int) -> SimDisks | None:
@@ -327,7 +327,7 @@ class SimDaemon:
             self._removal_answered(sender, reply)
             self._dealers[sender].reply((frame,))
         self.service.after_send()
-        if self.service.events.has_news:  # what came up from disk took others' place
+        if self.service.events.pending:  # what came up from disk took others' place
             self._schedule_flush()
         else:
             self.check()
