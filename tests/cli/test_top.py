@@ -89,6 +89,8 @@ def test_a_daemon_at_work_that_goes_and_comes_back(daemon: DaemonProcess) -> Non
         terminal.type("p")
         terminal.wait_for("4 policy", without="PAUSED")
 
+        head = terminal.screen().splitlines()[0]
+        wait_until(lambda: terminal.screen().splitlines()[0] != head)  # a sample for this view: it has no engines
         before = row(terminal.screen(), "now")
         daemon.kill()
         wait_until(lambda: "has ended; start it again." in " ".join(terminal.screen().split()), explain=terminal.screen)
