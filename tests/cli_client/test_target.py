@@ -1,4 +1,4 @@
-"""Which namespace ``clear --namespace`` means."""
+"""Which namespace a name means."""
 
 from __future__ import annotations
 

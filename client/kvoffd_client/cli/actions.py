@@ -28,8 +28,8 @@ from kvoffd_proto.units import format_count, format_duration, format_rate, forma
 FIRST_SCRUB_PAUSE_S, SCRUB_PAUSE_S = 0.02, 0.5
 """Between two questions for a scrub's progress: at first short, since a small pool is done at once."""
 HASH_DIGITS = 12
-LABEL_CELLS, SPAN_CELLS = 20, 120
-"""Most of a label in an event's line; from so many columns on the line has two hashes."""
+WIDE_CELLS = 120
+"""From so many columns on an event's line has the label, and two hashes."""
 
 
 def clear(
@@ -50,22 +50,20 @@ def clear(
     """
     if [name, namespace, everything or None].count(None) != 2:
         raise CliError("Choose what to clear: either the label or fingerprint of one namespace, or --all.")
-    namespace = name or namespace
     with open_admin(context, directory) as admin:
-        chosen = admin.namespaces().namespaces if namespace is None else [admin.namespace(namespace)]
-        where = "all namespaces"
-        if namespace is not None:
-            where = f"namespace {namespace_name(chosen[0].label, chosen[0].namespace)}"
+        one = None if everything else admin.namespace(name or namespace or "")
+        chosen = admin.namespaces().namespaces if one is None else [one]
+        where = "all namespaces" if one is None else f"namespace {namespace_name(one.label, one.namespace)}"
         where += " on all nodes" * all_nodes
-        blocks, nbytes = sum(one.ready_blocks for one in chosen), sum(one.ready_bytes for one in chosen)
+        blocks, nbytes = sum(each.ready_blocks for each in chosen), sum(each.ready_bytes for each in chosen)
         question = f"Drop {count_blocks(blocks)} ({format_size(nbytes)}) from {where}? [y/N] "
         if not yes and not confirmed(question, "cleared"):
             print_line("Nothing was cleared.")
             return 1
-        stores = [admin.reset_fleet(one.namespace) for one in chosen] if all_nodes else []
-        dropped = admin.clear(None if namespace is None else chosen[0].namespace)
+        stores = [admin.reset_fleet(each.namespace) for each in chosen] if all_nodes else []
+        fingerprint = None if one is None else one.namespace
+        dropped = admin.clear(fingerprint)
     if json:
-        fingerprint = None if namespace is None else chosen[0].namespace
         print_json({"namespace": fingerprint, "cleared_blocks": dropped, "stores": max(stores, default=0)})
     else:
         print_line(f"Dropped {count_blocks(dropped)} from {where}.")
@@ -123,7 +121,7 @@ def events(context: typer.Context, directory: Directory = None, json: Json = Fal
     """
     labels: dict[bytes, str] = {}
     last: dict[bytes, int] = {}
-    cells = make_console(pipe_cells=PIPE_TABLE_CELLS).width
+    wide = make_console(pipe_cells=PIPE_TABLE_CELLS).width >= WIDE_CELLS
     with open_admin(context, directory) as admin:
         admin.health()  # An absent daemon is an error here, not something to wait for.
         if sys.stderr.isatty():
@@ -138,7 +136,7 @@ def events(context: typer.Context, directory: Directory = None, json: Json = Fal
             if json:
                 print_json(event_object(fingerprint, sequence, batch, labels))
             else:
-                for line in event_lines(fingerprint, sequence, batch, labels, cells):
+                for line in event_lines(fingerprint, sequence, batch, labels, wide=wide):
                     print_line(line)
     return 0
 
@@ -162,16 +160,13 @@ def describe_gap(sequence: int, last: int | None) -> str:
 
 
 def event_lines(
-    fingerprint: bytes, sequence: int, batch: EventBatch, labels: Mapping[bytes, str], cells: int = 1000
+    fingerprint: bytes, sequence: int, batch: EventBatch, labels: Mapping[bytes, str], *, wide: bool
 ) -> Iterator[str]:
     """Yield one line for each event: time, sequence number, namespace, what happened."""
-    label = printable(labels.get(fingerprint, ""))
-    most = max(0, min(LABEL_CELLS, cells - 80)) if cells < SPAN_CELLS else max(map(len, labels.values()), default=0)
-    label = label if len(label) <= most else label[: most - 1] + "…" if most else ""
+    label = f" {printable(labels.get(fingerprint, ''))}" if wide else ""
     clock = f"{time.strftime('%H:%M:%S', time.localtime(batch.ts))}.{int(batch.ts % 1 * 1000):03}"
     for event in batch.events:
-        name = f"{namespace_id(fingerprint)} {label:<{most}}".rstrip()
-        yield f"{clock} {sequence:>8} {name} {_event_text(event, span=cells >= SPAN_CELLS)}"
+        yield f"{clock} {sequence:>8} {namespace_id(fingerprint)}{label} {_event_text(event, span=wide)}"
 
 
 def _event_text(event: KvEvent, *, span: bool) -> str:

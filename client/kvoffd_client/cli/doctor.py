@@ -17,11 +17,10 @@ from typing import Annotated
 import msgspec
 import typer
 from prometheus_client.parser import text_string_to_metric_families
-from rich.text import Text
 
 from kvoffd_client.admin_client import AdminClient, read_stats
 from kvoffd_client.cli.findings import FEWEST_LOOKUPS, Engine, Facts, Finding, Value, find, value_of
-from kvoffd_client.cli.format import TEXT_CELLS, make_console, percent, print_json, print_line, print_page
+from kvoffd_client.cli.format import TEXT_CELLS, Line, percent, print_json, print_line, print_lines
 from kvoffd_client.cli.machine import Machine, look_at
 from kvoffd_client.cli.target import CliError, Directory, Json, Url, check_names_one, local_directory, open_admin
 from kvoffd_client.errors import KvoffdClientError
@@ -235,15 +234,10 @@ def _worth(stats: DaemonStats, value: Value) -> str:
 
 
 def show(report: Report, most: int) -> None:
-    console = make_console(pipe_cells=TEXT_CELLS)
-    for line in report.verdict:
-        print_page(Text(line, "bold"), console)
+    print_lines([(line, "bold") for line in report.verdict], pipe_cells=TEXT_CELLS)
     for number, one in enumerate(report.findings[:most], 1):
-        print_line("")
-        head = Text(f"{number}. ")
-        head.append(f"{one.level} {one.check}", STYLES[one.level])
-        print_page(head, console)
-        print_page(Text(f"{one.evidence} {one.meaning}"), console)
+        head: Line = f"{number}. {one.level} {one.check}", STYLES[one.level]
+        print_lines(["", head, f"{one.evidence} {one.meaning}"], pipe_cells=TEXT_CELLS)
         if one.fix:
             print_line(f"   > {one.fix}")
     if (more := len(report.findings) - most) > 0:

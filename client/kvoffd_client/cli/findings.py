@@ -122,7 +122,6 @@ KINDS = {
     "memlock": Kind("warning", "GPUs copy the rest slowly.", "LimitMEMLOCK=infinity" + _UNIT),
     # Tiers.
     "disk_space": Kind("warning", "Writes will fail when the file system is full.", "df -h"),
-    "spinning_disk": Kind("info", "Reads take longer than computing, if that is true.", "lsblk -o NAME,ROTA,MODEL"),
     "disk_too_small": Kind("info", "Blocks leave it before they come back.", "a larger size for it" + _TOML),
     "tier_late": Kind("warning", "Engines computed these: tiers are slow, or have too much to do.", "{}" + _TOML),
     "disk_writes": Kind("warning", "The drives wear out for little.", "{}" + _TOML),
@@ -370,10 +369,8 @@ def disks(facts: Facts) -> Iterator[Finding]:
         if place is not None and place.free_bytes < missing:
             evidence = f"{name} may take {format_size(missing)} more, and {format_size(place.free_bytes)} are free."
             yield finding("disk_space", evidence, _share(missing, disk.size_bytes))
-        if place is not None and place.rotational:
-            yield finding("spinning_disk", f"{name} lies on a drive that calls itself a spinning disk.", 0.2)
         if 0 < disk.oldest_seconds < SHORT_LIFE_S and disk.used_bytes >= FULL_DISK * disk.size_bytes:
-            evidence = f"{name} is full, and its oldest block is {format_duration(disk.oldest_seconds)} old."
+            evidence = f"{name} is full, and its oldest block is at most {format_duration(disk.oldest_seconds)} old."
             yield finding("disk_too_small", evidence, 0.3)
 
 
@@ -537,7 +534,8 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
             )
         evidence += " (estimated, without quotas)."
         evidence += f" {gone}." * (evicted >= POINTS / 100)
-        fix = f'pool_size = "{exact_size(round(size * pool_bytes))}", or disk = ["/mnt/nvme={more}"]'
+        fix = f'pool_size = "{exact_size(round(size * pool_bytes))}"'
+        fix += "" if stats.disks else f', or disk = ["/mnt/nvme={more}"]'
         yield finding("pool_too_small", evidence, gain / 100, fix, "warning" if gain >= MANY_POINTS else "info")
     elif evicted >= THRASH_SHARE:
         limited = max(

@@ -50,9 +50,9 @@ def print_page(page: RenderableType, console: Console | None = None) -> None:
     print_line("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
-def print_lines(lines: Iterable[Line]) -> None:
+def print_lines(lines: Iterable[Line], *, pipe_cells: int = PIPE_CELLS) -> None:
     """Print lines with their styles."""
-    console = make_console()
+    console = make_console(pipe_cells=pipe_cells)
     for line, style in wrapped(lines, console.width):
         print_page(Text(line, style=style), console)
 

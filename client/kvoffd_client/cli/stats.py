@@ -153,21 +153,7 @@ def _reasons(windows: Iterable[Window]) -> list[str]:
 
 def print_stats(now: DaemonStats) -> None:
     """Print the page of all statistics."""
-    print_page(
-        Text(
-            f"kvoffd {printable(now.version)}, up {format_duration(now.uptime_seconds)}, policy "
-            f"{printable(now.policy)}, {format_count(now.sessions)} sessions, {format_size(now.resident_bytes)} "
-            "of memory beside the pool"
-        )
-    )
-    if now.health_problems:
-        reasons = ", ".join(printable(one.reason) for one in now.health_problems)
-        print_page(Text(f"{now.health.value}: {reasons}; see kvoffd-cli health", style="yellow"))
-    ever = now.lifetime
-    if ever.loaded_tokens > now.since_start.loaded_tokens:
-        saved = f"{format_count(ever.loaded_tokens)} tokens, {format_duration(ever.saved_seconds)} of prefill"
-        print_page(Text(f"earlier runs included: {saved} saved"))
-    print_line("")
+    print_lines([*_head(now), ""])
     _traffic(now)
     print_line("")
     _pool_bar(now.pool)
@@ -176,8 +162,21 @@ def print_stats(now: DaemonStats) -> None:
         _namespaces(now, MOST_NAMESPACES)
     tiers = tier_lines(now) if now.disks or now.shared else ()
     if lines := [*tiers, *_errors(now)]:
-        print_line("")
-        print_lines(lines)
+        print_lines(["", *lines])
+
+
+def _head(now: DaemonStats) -> Iterator[Line]:
+    yield (
+        f"kvoffd {printable(now.version)}, up {format_duration(now.uptime_seconds)}, policy {printable(now.policy)}, "
+        f"{format_count(now.sessions)} sessions, {format_size(now.resident_bytes)} of memory beside the pool"
+    )
+    if now.health_problems:
+        reasons = ", ".join(printable(one.reason) for one in now.health_problems)
+        yield f"{now.health.value}: {reasons}; see kvoffd-cli health", "yellow"
+    ever = now.lifetime
+    if ever.loaded_tokens > now.since_start.loaded_tokens:
+        saved = format_duration(ever.saved_seconds)
+        yield f"earlier runs included: {format_count(ever.loaded_tokens)} tokens, {saved} of prefill saved"
 
 
 def _traffic(now: DaemonStats) -> None:
@@ -294,9 +293,8 @@ def _namespaces(now: DaemonStats, most: int) -> None:
     )
     others = len(found) - most + now.other_namespaces
     if others > 0:
-        print_page(
-            Text(f"and {format_count(others)} more; `kvoffd-cli stats namespaces` has the 100 largest", style="dim")
-        )
+        more = f"and {format_count(others)} more; `kvoffd-cli stats namespaces` has the 100 largest"
+        print_lines([(more, "dim")])
 
 
 def _namespace(one: NamespaceStats) -> tuple[str, ...]:
