@@ -33,7 +33,6 @@ WIDE_CELLS = 120
 
 
 def clear(
-    context: typer.Context,
     name: Annotated[str | None, typer.Argument(metavar="NAME", help=NAMESPACE_HELP)] = None,
     namespace: Annotated[str | None, typer.Option("--namespace", hidden=True)] = None,
     everything: Annotated[bool, typer.Option("--all", help="Clear every namespace.")] = False,
@@ -50,7 +49,7 @@ def clear(
     """
     if [name, namespace, everything or None].count(None) != 2:
         raise CliError("Choose what to clear: either the label or fingerprint of one namespace, or --all.")
-    with open_admin(context, directory) as admin:
+    with open_admin(directory) as admin:
         one = None if everything else admin.namespace(name or namespace or "")
         chosen = admin.namespaces().namespaces if one is None else [one]
         where = "all namespaces" if one is None else f"namespace {namespace_name(one.label, one.namespace)}"
@@ -70,7 +69,7 @@ def clear(
     return 0
 
 
-def scrub(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
+def scrub(directory: Directory = None, json: Json = False) -> int:
     """Compare every block in the pool with its checksum.
 
     The daemon reads in the background, with pauses, while it serves. A block that does not match is dropped, and its
@@ -78,7 +77,7 @@ def scrub(context: typer.Context, directory: Directory = None, json: Json = Fals
 
     Exit status: 0 all blocks match, 1 some do not, 2 an error.
     """
-    with open_admin(context, directory) as admin:
+    with open_admin(directory) as admin:
         reply, pause_s = admin.scrub(), FIRST_SCRUB_PAUSE_S
         while reply.running:
             wrong = f", {format_count(reply.mismatches)} wrong" if reply.mismatches else ""
@@ -113,7 +112,7 @@ def _scrub_result(reply: ScrubReply) -> str:
 # --- KV events -------------------------------------------------------------------------------------
 
 
-def events(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
+def events(directory: Directory = None, json: Json = False) -> int:
     """Print KV cache events as they happen, until Ctrl-C.
 
     Blocks are stored in the pool and removed from it, written to a disk and dropped from it. With --json, one object
@@ -122,7 +121,7 @@ def events(context: typer.Context, directory: Directory = None, json: Json = Fal
     labels: dict[bytes, str] = {}
     last: dict[bytes, int] = {}
     wide = make_console(pipe_cells=PIPE_TABLE_CELLS).width >= WIDE_CELLS
-    with open_admin(context, directory) as admin:
+    with open_admin(directory) as admin:
         admin.health()  # An absent daemon is an error here, not something to wait for.
         if sys.stderr.isatty():
             print("Waiting for events; Ctrl-C ends.", file=sys.stderr)

@@ -84,24 +84,24 @@ class Result:
 
 
 @bench_app.command()
-def lookup(context: typer.Context, directory: Directory = None, json: Json = False) -> None:
+def lookup(directory: Directory = None, json: Json = False) -> None:
     """Measure lookups.
 
     Of 64, 1,000 and 8,000 keys that are all found, or all missing: from the call to the answer, beside a ZeroMQ echo.
     """
     most_bytes = max(LOOKUP_KEYS) * LOOKUP_PAGE_BYTES
-    where = local_directory(context, directory)
+    where = local_directory(directory)
     with _bench(where, most_bytes) as admin:
         _print("lookup", LOOKUP_FLOOR, list(_lookups(where, admin)), as_json=json)
 
 
 @bench_app.command()
-def copy(context: typer.Context, directory: Directory = None, json: Json = False) -> None:
+def copy(directory: Directory = None, json: Json = False) -> None:
     """Measure stores and loads.
 
     In pieces of 16 KiB to 1 MiB, beside memcpy. A piece is one layer's part of a block.
     """
-    where = local_directory(context, directory)
+    where = local_directory(directory)
     with _bench(where, COPY_JOBS * MAX_BLOCK_BYTES) as admin:
         _print("copy", COPY_FLOOR, list(_copies(where, admin)), as_json=json)
 

@@ -65,7 +65,6 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def doctor(
-    context: typer.Context,
     engine: Annotated[
         list[str] | None, typer.Option("--engine", metavar="URL", help="Read vLLM's /metrics too; may be given again.")
     ] = None,
@@ -92,9 +91,9 @@ def doctor(
     if url:
         facts = gather(partial(read_stats, url), urls)
     else:
-        with open_admin(context, directory) as admin:
+        with open_admin(directory) as admin:
             facts = gather(admin.stats, urls, admin)
-    report = report_of(facts, run_self_test(local_directory(context, directory)) if self_test else None)
+    report = report_of(facts, run_self_test(local_directory(directory)) if self_test else None)
     if json:
         print_json(msgspec.to_builtins(report))
     else:

@@ -46,7 +46,6 @@ NO_QUOTA = "none"
 
 
 def health(
-    context: typer.Context,
     live: Annotated[bool, typer.Option("--live", help="Exit status 0 when the daemon answers at all.")] = False,
     ready: Annotated[bool, typer.Option("--ready", help="Exit status 0 when it takes sessions and jobs.")] = False,
     directory: Directory = None,
@@ -61,7 +60,7 @@ def health(
     """
     if live and ready:
         raise CliError("--live and --ready ask for two things; give one of them.")
-    where, show = local_directory(context, directory), print_json if json else None
+    where, show = local_directory(directory), print_json if json else None
     return show_health(where, live=live, ready=ready, url=url, show=show)
 
 
@@ -84,7 +83,6 @@ class Engine:
 
 
 def clients(
-    context: typer.Context,
     request: Annotated[str, typer.Argument(metavar="ID", help="With --requests: part of a request's id.")] = "",
     every: Annotated[bool, typer.Option("--all", help="One row for each session.")] = False,
     requests: Annotated[
@@ -101,8 +99,8 @@ def clients(
     if request and not requests:
         raise CliError(f"{request!r} is taken for the id of a request; add --requests.")
     if requests:
-        return _show_requests(context, directory, request, as_json=json)
-    with open_admin(context, directory) as admin:
+        return _show_requests(directory, request, as_json=json)
+    with open_admin(directory) as admin:
         found = [one for one in admin.sessions().sessions if one.session_id != admin.session_id]
         labels = {} if json else _labels(admin)
     if json:
@@ -209,8 +207,8 @@ OUTCOMES = {
 }
 
 
-def _show_requests(context: typer.Context, directory: Path | None, name: str, *, as_json: bool) -> int:
-    with open_admin(context, directory) as admin:
+def _show_requests(directory: Path | None, name: str, *, as_json: bool) -> int:
+    with open_admin(directory) as admin:
         found = admin.ask(Requests, name).requests
         names = {one.session_id: _engine_name(one) for one in admin.sessions().sessions}
         labels = _labels(admin)
@@ -264,7 +262,7 @@ def namespaces(context: typer.Context, directory: Directory = None, json: Json =
     """
     if context.invoked_subcommand is not None:
         return 0
-    with open_admin(context, directory) as admin:
+    with open_admin(directory) as admin:
         found = admin.namespaces().namespaces
     if json:
         print_json({"namespaces": found})
@@ -307,7 +305,6 @@ def _tokens(info: NamespaceInfo) -> str:
 
 @namespaces_app.command()
 def diff(
-    context: typer.Context,
     one: Annotated[str, typer.Argument(metavar="A", help=NAMESPACE_HELP)],
     other: Annotated[str, typer.Argument(metavar="B", help="Another one's.")],
     directory: Directory = None,
@@ -319,7 +316,7 @@ def diff(
 
     Exit status: 0 they are one namespace, 1 they differ, 2 an error.
     """
-    with open_admin(context, directory) as admin:
+    with open_admin(directory) as admin:
         first, second = admin.namespace(one), admin.namespace(other)
     causes = explain(first.description, second.description)
     names = [namespace_name(info.label, info.namespace) for info in (first, second)]
@@ -340,7 +337,6 @@ def diff(
 
 @namespaces_app.command()
 def quota(
-    context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", help=NAMESPACE_HELP)],
     most: Annotated[str, typer.Option("--max", metavar="SIZE", help="Such as 20GiB, or none.")],
     directory: Directory = None,
@@ -353,7 +349,7 @@ def quota(
     Exit status: 0 done, 2 an error.
     """
     quota_bytes = None if most == NO_QUOTA else size_of("--max", most)
-    with open_admin(context, directory) as admin:
+    with open_admin(directory) as admin:
         admin.set_quota(admin.namespace(name).namespace, quota_bytes)
         now = admin.namespace(name)
         pool_bytes = admin.stats().pool.size_bytes

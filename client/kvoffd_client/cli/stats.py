@@ -88,7 +88,6 @@ class Section(StrEnum):
 
 
 def stats(
-    context: typer.Context,
     section: Annotated[Section | None, typer.Argument(metavar="SECTION", help="A part of it.")] = None,
     misses: Annotated[bool, typer.Option("--misses", help="Why keys were not brought, by reason.")] = False,
     directory: Directory = None,
@@ -104,7 +103,7 @@ def stats(
     """
     if misses and section:
         raise CliError("--misses is a page of its own; leave the section away.")
-    now = read_statistics(context, directory, url)
+    now = read_statistics(directory, url)
     if json:
         print_json({name: one.misses for name, one in _windows(now).items()} if misses else _part(now, section))
     elif misses:

@@ -61,14 +61,14 @@ def confirmed(question: str, done: str) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def local_directory(context: typer.Context, directory: Path | None) -> Path:
+def local_directory(directory: Path | None) -> Path:
     """Return the directory of the daemon's sockets."""
-    return directory or context.obj or default_directory()
+    return directory or default_directory()
 
 
-def open_admin(context: typer.Context, directory: Path | None) -> AdminClient:
+def open_admin(directory: Path | None) -> AdminClient:
     """Return a client of the daemon that the command line names. On a terminal it says when it waits."""
-    admin = AdminClient(local_directory(context, directory), OPERATOR_WAIT_S)
+    admin = AdminClient(local_directory(directory), OPERATOR_WAIT_S)
     if sys.stderr.isatty():
         admin.on_silence = lambda: print(f"Waiting for the kvoffd daemon in {admin.directory} ...", file=sys.stderr)
     return admin
@@ -80,10 +80,10 @@ def check_names_one(directory: Path | None, url: str) -> None:
         raise CliError("--url and --directory name two daemons; give one of them.")
 
 
-def read_statistics(context: typer.Context, directory: Path | None, url: str) -> DaemonStats:
+def read_statistics(directory: Path | None, url: str) -> DaemonStats:
     """The statistics of the daemon that the command line names: over its sockets, or over HTTP from anywhere."""
     check_names_one(directory, url)
     if url:
         return read_stats(url)
-    with open_admin(context, directory) as admin:
+    with open_admin(directory) as admin:
         return admin.stats()

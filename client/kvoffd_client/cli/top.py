@@ -416,7 +416,6 @@ def _page(lines: Iterable[Line], pen: Pen) -> list[Text]:
 
 
 def top(
-    context: typer.Context,
     interval: Annotated[str, typer.Option("--interval", metavar="DURATION", help="Time between two looks.")] = "1s",
     directory: Directory = None,
     url: Url = "",
@@ -431,7 +430,7 @@ def top(
     if interval_s < MIN_INTERVAL_S:
         raise CliError(f"--interval {interval!r} is too short; the least is {format_duration(MIN_INTERVAL_S)}.")
     check_names_one(directory, url)
-    with open_admin(context, directory) as admin:
+    with open_admin(directory) as admin:
         admin.on_silence = lambda: None  # the screen says it
 
         def read(view: str, timeout_s: float) -> Reading:

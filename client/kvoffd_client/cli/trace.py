@@ -62,7 +62,6 @@ class Recorded:
 
 @trace_app.command()
 def record(
-    context: typer.Context,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write, such as trace.jsonl.gz.")],
     duration: Annotated[
         str, typer.Option("--duration", metavar="TIME", help="End after so long, as in 90s or 2h. [default: at Ctrl-C]")
@@ -84,7 +83,7 @@ def record(
         raise CliError(f"--duration {duration} records nothing; give a longer one, or none and end with Ctrl-C.")
     if most_bytes < LEAST_BYTES:
         raise CliError(f"--max-size {max_size} is too little; give {format_size(LEAST_BYTES)} or more.")
-    with AdminClient(local_directory(context, directory), OPERATOR_WAIT_S) as admin:
+    with AdminClient(local_directory(directory), OPERATOR_WAIT_S) as admin:
         admin.trace()
         try:
             opened = file.open("xb")
