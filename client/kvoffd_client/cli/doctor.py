@@ -78,8 +78,8 @@ def doctor(
 ) -> int:
     """Say whether it is healthy, and pays off.
 
-    Then what would help most. It looks at the daemon's counters for a second, at the engines that you name, and
-    without --url at the daemon's machine and clients.
+    Then what would help most. It looks at the daemon, at the engines that you name, and without --url at its clients
+    and its machine.
 
     Exit status: 0 nothing, or only what is worth knowing; 1 a warning: it works, and could work better; 2 an error, or
     no answer.

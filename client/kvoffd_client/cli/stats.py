@@ -96,10 +96,10 @@ def stats(
 ) -> int:
     """Show what the daemon saved, and what it does.
 
-    A key is the hash of one block; percentages are of the keys that engines asked for. What they hold themselves
-    they ask for too: it is found and not needed.
+    A key is the hash of one block. Percentages are of the keys that engines asked for; they ask also for what they have
+    themselves, which is not needed.
 
-    Exit status: 0; 1 if `stats tiers` shows a disk or store that fails; 2 an error.
+    Exit status: 0; 1 if `stats tiers` shows what fails; 2 an error.
     """
     if misses and section:
         raise CliError("--misses is a page of its own; leave the section away.")

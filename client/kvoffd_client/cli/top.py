@@ -91,52 +91,50 @@ class History:
     """Samples of the last minutes. A restart of the daemon empties it: its counters begin anew."""
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[float, Window]] = deque(maxlen=MOST_SAMPLES)
-        self._namespaces: deque[tuple[float, dict[str, NamespaceStats]]] = deque(maxlen=MOST_SAMPLES)
-        self._uptime_s = 0.0
+        self._totals: deque[tuple[float, Window]] = deque(maxlen=MOST_SAMPLES)
+        self._latest: deque[DaemonStats] = deque(maxlen=MOST_SAMPLES)
+        """From the youngest that is older than ``NOW_S`` on, if there is one."""
 
     def add(self, stats: DaemonStats) -> None:
         """Times are the daemon's: an answer that comes late changes no rate, nor one that HTTP gives twice."""
-        if self._kept and stats.uptime_seconds == self._uptime_s:
+        last_s = self._latest[-1].uptime_seconds if self._latest else 0.0
+        if self._latest and stats.uptime_seconds == last_s:
             return
-        if stats.uptime_seconds < self._uptime_s:
-            self._kept.clear()
-            self._namespaces.clear()
-        self._uptime_s = stats.uptime_seconds
-        self._kept.append((stats.uptime_seconds, stats.since_start))
-        self._namespaces.append((stats.uptime_seconds, {one.id: one for one in stats.namespaces}))
-        while len(self._namespaces) > 2 and self._namespaces[1][0] <= self._uptime_s - NOW_S:
-            self._namespaces.popleft()
+        if stats.uptime_seconds < last_s:
+            self._totals.clear()
+            self._latest.clear()
+        self._totals.append((stats.uptime_seconds, stats.since_start))
+        self._latest.append(stats)
+        while len(self._latest) > 2 and self._latest[1].uptime_seconds <= stats.uptime_seconds - NOW_S:
+            self._latest.popleft()
+        self._before = {one.id: one for one in self._latest[0].namespaces}
 
     def now(self) -> Window:
         """What was counted in the last seconds."""
-        long_ago = (one for one in reversed(self._kept) if one[0] <= self._uptime_s - NOW_S)
-        return _less(self._kept[-1], next(long_ago, self._kept[0]))
+        return self._gained(self._latest[-1].since_start, self._latest[0].since_start)
 
     def now_of(self, namespace: NamespaceStats) -> Window:
-        at, before = self._namespaces[0]
         # Of one that was not there nothing had been counted, unless others pushed it off the list.
-        absent = NamespaceStats() if len(before) < MAX_NAMESPACE_ROWS else namespace
-        return _less((self._uptime_s, namespace), (at, before.get(namespace.id, absent)))
+        absent = NamespaceStats() if len(self._before) < MAX_NAMESPACE_ROWS else namespace
+        return self._gained(namespace, self._before.get(namespace.id, absent))
 
     def series(self, name: str, count: int) -> list[float]:
         """How much of a counter came in each second, between the latest samples."""
-        kept = list(self._kept)[-count - 1 :]
+        kept = list(self._totals)[-count - 1 :]
         return [(getattr(b, name) - getattr(a, name)) / max(1e-9, t - s) for (s, a), (t, b) in pairwise(kept)]
 
-
-def _less(later: tuple[float, Traffic], earlier: tuple[float, Traffic]) -> Window:
-    """What was counted between two samples, which are a time and counters each."""
-    counts: dict[str, Any] = {}
-    for name in Traffic.__struct_fields__:
-        now, before = getattr(later[1], name), getattr(earlier[1], name)
-        counts[name] = (
-            {key: n - before.get(key, 0) for key, n in now.items()} if isinstance(now, dict) else now - before
-        )
-    # A lookup is counted before its load: what the loads of earlier lookups took away is no negative count.
-    counts["not_needed_keys"] = max(0, counts["not_needed_keys"])
-    counts["asked_keys"] = counts["loaded_keys"] + counts["not_needed_keys"] + sum(counts["misses"].values())
-    return Window(seconds=later[0] - earlier[0], **counts)
+    def _gained(self, later: Traffic, earlier: Traffic) -> Window:
+        """What was counted in the last seconds; ``earlier``: what had been before."""
+        counts: dict[str, Any] = {}
+        for name in Traffic.__struct_fields__:
+            now, before = getattr(later, name), getattr(earlier, name)
+            counts[name] = (
+                {key: n - before.get(key, 0) for key, n in now.items()} if isinstance(now, dict) else now - before
+            )
+        # A lookup is counted before its load: what the loads of earlier lookups took away is no negative count.
+        counts["not_needed_keys"] = max(0, counts["not_needed_keys"])
+        counts["asked_keys"] = counts["loaded_keys"] + counts["not_needed_keys"] + sum(counts["misses"].values())
+        return Window(seconds=self._latest[-1].uptime_seconds - self._latest[0].uptime_seconds, **counts)
 
 
 # --- the screen -------------------------------------------------------------------------------------
