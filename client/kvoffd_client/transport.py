@@ -82,11 +82,14 @@ class SocketTransport:
         self._draining = False
         """The stream is one that we have closed, and is read until the daemon has released the memory."""
         self._jobs: zmq.Socket[bytes] | None = None
-        self._sockets: list[zmq.Socket[bytes]] = []
+        self._sockets: dict[int, zmq.Socket[bytes]] = {}
+        """By the descriptor that tells of messages: to ask a socket for it takes longer than to poll it."""
         self._messages = select.epoll()
         """Readable when a message wakes the transport's own thread."""
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._sleeping_until = 0.0
+        self._due = NEVER
+        """When to wake at the latest, as ``send`` was told: not only until the reply, or each request would do it."""
         self._waiting: list[int] = []
         """By waiting thread, a descriptor that wakes it."""
         self._reading: int | None = None
@@ -127,7 +130,7 @@ class SocketTransport:
                     wake_fd = self._spare.pop() if self._spare else os.eventfd(0, os.EFD_CLOEXEC)
                     self._waiting.append(wake_fd)
                     self._wake_thread_by_messages()
-                poller = _poller_of(wake_fd, *[connected.FD for connected in self._sockets])
+                poller = _poller_of(wake_fd, *self._sockets)
             try:
                 if (wake_fd, select.POLLIN) in poller.poll(0 if unread else (deadline - now) * 1000):
                     os.eventfd_read(wake_fd)
@@ -149,8 +152,8 @@ class SocketTransport:
 
     def _wake_thread_by_messages(self) -> None:
         """Or not, while a thread waits, which reads them itself."""
-        for connected in self._sockets if len(self._waiting) < 2 else ():
-            self._messages.modify(connected.FD, 0 if self._waiting else select.EPOLLIN)
+        for fd in self._sockets if len(self._waiting) < 2 else ():
+            self._messages.modify(fd, 0 if self._waiting else select.EPOLLIN)
 
     def _wake_thread(self) -> None:
         if self._sleeping_until:
@@ -200,7 +203,7 @@ class SocketTransport:
         ):
             made.setsockopt(option, value)
         made.connect(f"ipc://{path}")
-        self._sockets.append(made)
+        self._sockets[made.FD] = made
         self._messages.register(made.FD, 0 if self._waiting else select.EPOLLIN)
         return made
 
@@ -218,6 +221,7 @@ class SocketTransport:
             return False
         unread = self._reading is None and cast(int, self._jobs.get(_EVENTS)) & _READABLE
         if unread or due < self._sleeping_until:
+            self._due = due
             self._wake_thread()
         return True
 
@@ -232,8 +236,8 @@ class SocketTransport:
                 stream.leave()
             self._close_stream()
         # A jobs socket that is left open connects to the next daemon, and delivers old requests there.
-        for connected in self._sockets:
-            self._messages.unregister(connected.FD)
+        for fd, connected in self._sockets.items():
+            self._messages.unregister(fd)
             connected.close(linger=0)
         self._jobs = None
         self._sockets.clear()
@@ -256,7 +260,7 @@ class SocketTransport:
         """Read the sockets empty, or MESSAGES_PER_ROUND messages of each: then True. An error ends the connection."""
         session, jobs, unread = self._session, self._jobs, False
         try:
-            for connected in list(self._sockets):
+            for connected in list(self._sockets.values()):
                 for _ in range(MESSAGES_PER_ROUND):
                     if not cast(int, connected.get(_EVENTS)) & _READABLE:
                         break
@@ -339,7 +343,9 @@ class SocketTransport:
             unread = self._receive()  # last: see the rule above
             self._reading = None
             stream = self._stream
-            wake_at = min(self._session.wake_at(), NEVER if stream is None else stream.wake_at())
+            if self._due <= now:
+                self._due = NEVER
+            wake_at = min(self._session.wake_at(), self._due, NEVER if stream is None else stream.wake_at())
             pause = 0.0 if unread else min(max(0.0, wake_at - now), MAX_SLEEP_S)
             self._sleeping_until = now + pause
             poller = _poller_of(self._messages.fileno(), self._wake_fd, -1 if stream is None else stream.fileno())

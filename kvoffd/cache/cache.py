@@ -579,10 +579,7 @@ class Cache:
         """Pin what is READY, as far as leases may; returns the states to answer with, and the READY blocks."""
         held = self.held.get(lease.session) or Held()
         for shortened in (False, True):
-            ready = [
-                found if one.count(READY) == len(one) else found[np.frombuffer(one, np.uint8) == READY]
-                for one, found in zip(states, blocks, strict=True)
-            ]
+            ready = [_ready(one, found) for one, found in zip(states, blocks, strict=True)]
             every = ready[0] if len(ready) == 1 else np.concatenate([_NOTHING, *ready])
             fresh = every[~np.isin(every, lease.blocks)] if lease.blocks.size else every
             if not fresh.size:
@@ -1578,6 +1575,13 @@ def _no_group(namespace: Namespace, part: StorePart) -> Stored:
 def _unknown(count: int) -> tuple[bytes, BlockIds]:
     """What is found of so many keys while a rank of the world has not registered."""
     return bytes(count), np.full(count, NO_BLOCK, np.uint32)
+
+
+def _ready(states: bytes, blocks: BlockIds) -> BlockIds:
+    """Those of the blocks whose state is READY."""
+    if (count := states.count(READY)) == len(states):
+        return blocks
+    return blocks[np.frombuffer(states, np.uint8) == READY] if count else _NOTHING
 
 
 def _shortened(states: bytes, blocks: BlockIds, held: BlockIds, part: float) -> bytes:
