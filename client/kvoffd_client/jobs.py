@@ -137,8 +137,9 @@ def _blocks_of(jobs: Sequence[Job], key_bytes: int) -> list[m.GroupBlocks]:
         for one in job.groups:
             by_group.setdefault((one.group, bool(one.parents), bool(one.tokens)), []).append((number, one))
     found: list[m.GroupBlocks] = []
+    numbers = f"<{len(jobs)}I"
     for (group, *_), parts in by_group.items():
-        keys, blocks, firsts = ([0] * len(jobs) for _ in range(3))
+        keys, blocks, firsts = [0] * len(jobs), [0] * len(jobs), [0] * len(jobs)
         for number, one in parts:
             keys[number] = len(one.keys) // key_bytes
             blocks[number] = len(one.block_ids) // m.BLOCK_ID_BYTES
@@ -146,9 +147,9 @@ def _blocks_of(jobs: Sequence[Job], key_bytes: int) -> list[m.GroupBlocks]:
         found.append(
             m.GroupBlocks(
                 group,
-                counts(keys),
-                counts(blocks),
-                counts(firsts) if any(firsts) else b"",
+                struct.pack(numbers, *keys),
+                struct.pack(numbers, *blocks),
+                struct.pack(numbers, *firsts) if any(firsts) else b"",
                 b"".join([one.keys for _, one in parts]),
                 b"".join([one.block_ids for _, one in parts]),
                 b"".join([one.parents for _, one in parts]),
@@ -156,8 +157,3 @@ def _blocks_of(jobs: Sequence[Job], key_bytes: int) -> list[m.GroupBlocks]:
             )
         )
     return found
-
-
-def counts(numbers: Sequence[int]) -> bytes:
-    """Numbers as GroupBlocks has them."""
-    return struct.pack(f"<{len(numbers)}I", *numbers)

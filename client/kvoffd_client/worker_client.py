@@ -142,9 +142,8 @@ class WorkerClient(Session):
             ValueError: a job of the same id is unfinished, or lengths in ``groups`` do not fit.
             TypeError: keys or block ids are no bytes.
         """
+        sizes = [self._checked_size(job) for job in jobs]
         ids = {job.job_id for job in jobs}
-        for job in jobs:
-            self._check(job.groups)
         if max(ids, default=0) >= FIRST_PART_ID:
             raise ValueError(f"Job ids are below {FIRST_PART_ID}; {max(ids)} is not.")
         with self._transport.lock:
@@ -155,9 +154,29 @@ class WorkerClient(Session):
             if not self.ready or limits is None:
                 self._refuse(jobs, ErrorCode.SESSION_ENDED)
                 return
-            if refused := jobs[max(0, limits.max_jobs_in_flight - len(self._sent)) :]:
-                self._refuse(refused, ErrorCode.TOO_MANY)
-            self._send_jobs(jobs[: len(jobs) - len(refused)], limits, now)
+            accepted = max(0, limits.max_jobs_in_flight - len(self._sent))
+            if len(jobs) > accepted:
+                self._refuse(jobs[accepted:], ErrorCode.TOO_MANY)
+            most_keys = limits.max_keys_per_request * self._namespace.key_bytes
+            batch: list[tuple[Job, int]] = []
+            keys = nbytes = 0
+            for job, (of_keys, in_frame) in zip(jobs[:accepted], sizes, strict=False):
+                keys, nbytes = keys + of_keys, nbytes + in_frame
+                full = keys > most_keys or nbytes > limits.max_frame_bytes
+                if batch and (full or len(batch) == limits.max_jobs_per_message):
+                    self._send_submit(batch, now)
+                    batch, keys, nbytes = [], of_keys, in_frame
+                parts = [job]
+                if of_keys > most_keys or in_frame > limits.max_frame_bytes // 2:
+                    per_key = self._namespace.key_bytes, self._registration.blocks_per_key
+                    parts = job.parts(*per_key, limits, self._next_part_id)
+                    self._next_part_id += len(parts)
+                self._jobs[job.job_id] = Unfinished(job, now, len(parts))
+                batch.append((parts[-1], job.job_id))
+                for part in parts[:-1]:
+                    self._send_submit([(part, job.job_id)], now)
+            if batch:
+                self._send_submit(batch, now)
 
     def take_results(self) -> list[m.JobResult]:
         """Results since the last call, those included that have arrived and were not read yet."""
@@ -208,11 +227,12 @@ class WorkerClient(Session):
         super().close()
         self._registration.close_exports()
 
-    def _check(self, groups: Sequence[GroupTransfer]) -> None:
+    def _checked_size(self, job: Job) -> tuple[int, int]:
+        """See ``Job.size``. Raises ValueError, TypeError."""
         groups_known = len(self._namespace.groups)
-        if len(groups) > 1 and len({item.group for item in groups}) < len(groups):
+        if len(job.groups) > 1 and len({item.group for item in job.groups}) < len(job.groups):
             raise ValueError("A job names a group twice; put its keys into one GroupTransfer.")
-        for item in groups:
+        for item in job.groups:
             if not isinstance(item.keys, bytes) or not isinstance(item.block_ids, bytes):
                 raise TypeError("A GroupTransfer has bytes; GroupTransfer.of(keys, block_ids) makes it from lists.")
             if not 0 <= item.group < groups_known:
@@ -221,31 +241,9 @@ class WorkerClient(Session):
                 raise ValueError(f"{len(item.keys)} bytes are not a whole number of the namespace's keys.")
             if len(item.block_ids) % m.BLOCK_ID_BYTES:
                 raise ValueError(f"{len(item.block_ids)} bytes are not a whole number of int32 block ids.")
+        return job.size()
 
     # --- jobs, with the lock held ----------------------------------------------------------------
-
-    def _send_jobs(self, jobs: Sequence[Job], limits: m.Limits, now: float) -> None:
-        most_keys = limits.max_keys_per_request * self._namespace.key_bytes
-        batch: list[tuple[Job, int]] = []
-        keys = nbytes = 0
-        for job in jobs:
-            of_keys, in_frame = job.size()
-            keys, nbytes = keys + of_keys, nbytes + in_frame
-            full = keys > most_keys or nbytes > limits.max_frame_bytes
-            if batch and (full or len(batch) == limits.max_jobs_per_message):
-                self._send_submit(batch, now)
-                batch, keys, nbytes = [], of_keys, in_frame
-            parts = [job]
-            if of_keys > most_keys or in_frame > limits.max_frame_bytes // 2:
-                sizes = self._namespace.key_bytes, self._registration.blocks_per_key
-                parts = job.parts(*sizes, limits, self._next_part_id)
-                self._next_part_id += len(parts)
-            self._jobs[job.job_id] = Unfinished(job, now, len(parts))
-            batch.append((parts[-1], job.job_id))
-            for part in parts[:-1]:
-                self._send_submit([(part, job.job_id)], now)
-        if batch:
-            self._send_submit(batch, now)
 
     def _send_submit(self, batch: Sequence[tuple[Job, int]], now: float) -> None:
         """Send jobs, each with the id of the job that it is or is a part of."""
