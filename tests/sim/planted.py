@@ -500,7 +500,7 @@ PLANTED = (
         4,
         "kvoffd.server.sessions",
         "CompletionLog.flush",
-        "self._kept.append(batch)",
+        "self._kept.append((batch, self._pending_key_bytes))",
         "batch.results and None",
         door="tests/daemon/test_jobs.py::test_results_are_numbered_and_there_until_acknowledged",
         simulated=False,
