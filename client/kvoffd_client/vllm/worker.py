@@ -71,7 +71,8 @@ class KvoffdWorker(OffloadingWorker):
         """Of jobs that have not ended, by id."""
         self._withdrawn_stores = 0
         self._report = WorkerReport()
-        self._failed_requests: set[str] = set()
+        self.failed_requests: set[str] = set()
+        """Whose load failed, until somebody takes them."""
         self._credit_told: int | None = None
         # Jobs that the daemon did not get or did not finish, and why. The sender's thread appends to it too.
         self._failed: deque[tuple[int, ErrorCode]] = deque()
@@ -161,11 +162,6 @@ class KvoffdWorker(OffloadingWorker):
         report, self._report = self._report, WorkerReport()
         return report
 
-    def take_failed_requests(self) -> set[str]:
-        """Return the requests whose load failed since the last call."""
-        failed, self._failed_requests = self._failed_requests, set()
-        return failed
-
     def _result(self, result: JobResult) -> TransferResult:
         if not result.ok:
             keys = tuple([(group.group, group.keys) for group in result.failed])
@@ -182,7 +178,7 @@ class KvoffdWorker(OffloadingWorker):
         if spec is not None:
             self._report.failed_jobs[job_id] = FailedJob(error, keys or spec.keys, spec.request_id)
             if spec.request_id is not None:
-                self._failed_requests.add(spec.request_id)
+                self.failed_requests.add(spec.request_id)
         return TransferResult(job_id, True)
 
     def wait(self, job_ids: set[int]) -> None:
