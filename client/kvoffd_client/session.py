@@ -225,7 +225,6 @@ class Session(Closing):
         """Since when the daemon has owed a reply without sending any."""
         self._next_request_id = itertools.count(1).__next__
         self._retry_at = 0.0
-        self._attempts = 0
         self._failed_attempts = 0
         self._absent_attempts = 0
         self._ready_at = 0.0
@@ -245,12 +244,6 @@ class Session(Closing):
     def epoch(self) -> int:
         """The daemon's life this client is (or was last) connected to; 0 before the first."""
         return self._epoch
-
-    @property
-    def max_keys(self) -> int:
-        """Keys of which a session may have blocks leased; 0 when not ready."""
-        limits = self._limits
-        return limits.max_leased_keys if self.ready and limits is not None else 0
 
     @property
     def credit_bytes(self) -> int:
@@ -403,7 +396,6 @@ class Session(Closing):
     # --- connecting ------------------------------------------------------------------------------
 
     def _connect(self, now: float) -> None:
-        self._attempts += 1
         try:
             self._transport.open()
         except OSError as error:

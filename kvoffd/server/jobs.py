@@ -452,7 +452,9 @@ class Jobs:
 
     def submit(self, session: Session, message: Submit) -> None:
         """Accept the jobs of a message, or raise KvoffdError and change nothing."""
-        registration, accepted_at = session.registration(message.registration_id), self._host.now()
+        accepted_at = self._host.now()
+        if (registration := session.registrations.get(message.registration_id)) is None:
+            raise KvoffdError.of(ErrorCode.UNKNOWN_REGISTRATION)
         registration.check_whole(accepted_at)
         given, loads, stores = message.loads, list[Part](), list[Part]()
         if given.job_ids or given.groups:

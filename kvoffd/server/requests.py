@@ -107,8 +107,8 @@ def register(service: Service, session: Session, message: m.Register) -> Pending
 @answers(m.Unregister)
 def unregister(service: Service, session: Session, message: m.Unregister) -> Pending:
     """Stop the registration's jobs and unmap its memory; the reply follows once that is done."""
-    registration = session.registration(message.registration_id)
-    del session.registrations[message.registration_id]
+    if (registration := session.registrations.pop(message.registration_id, None)) is None:
+        raise KvoffdError.of(ErrorCode.UNKNOWN_REGISTRATION)
     answer = Pending()
     service.jobs.abandon([job for job in session.jobs.values() if job.registration is registration])
     registration.close_when_idle(lambda: answer.bring(m.Done(message.request_id, 1)))

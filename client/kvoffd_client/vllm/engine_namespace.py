@@ -62,7 +62,7 @@ class Unconnected:
     """In the place of a SchedulerClient before the namespace is known."""
 
     ready = False
-    max_keys = credit_bytes = 0
+    credit_bytes = 0
 
     def poll(self) -> None: ...
 
