@@ -384,7 +384,7 @@ def _tier_lines(stats: DaemonStats, pen: Pen) -> list[Text]:
     for disk in stats.disks:
         used = f"{percent(disk.used_bytes, disk.size_bytes)} of {format_size(disk.size_bytes)}"
         copied = f"read {format_size(disk.read_bytes)}  written {format_size(disk.written_bytes)}"
-        words = f"Disk  {disk.directory}  {disk.problem or disk.state}  {used}  {copied}"
+        words = f"Disk  {disk.directory}  {disk.state}  {used}  {copied}"
         lines.append(pen.text(words, "" if disk.up else "red"))
     for store in stats.shared:
         found = f"found {percent(store.found_keys, store.asked_keys)}"
