@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kvoffd_client.admin_client import AdminClient
+from kvoffd_client.admin_client import AdminClient, read_stats
 from kvoffd_client.cli.format import (
     NO_NAMESPACE,
     PIPE_TABLE_CELLS,
@@ -24,13 +24,14 @@ from kvoffd_client.cli.format import (
     print_table,
     table_of,
 )
-from kvoffd_client.cli.health import show_health
+from kvoffd_client.cli.health import ask, print_health, status_of
 from kvoffd_client.cli.target import (
     NAMESPACE_HELP,
     CliError,
     Directory,
     Json,
     Url,
+    check_names_one,
     local_directory,
     open_admin,
     size_of,
@@ -60,8 +61,19 @@ def health(
     """
     if live and ready:
         raise CliError("--live and --ready ask for two things; give one of them.")
-    where, show = local_directory(directory), print_json if json else None
-    return show_health(where, live=live, ready=ready, url=url, show=show)
+    check_names_one(directory, url)
+    if url:
+        stats = read_stats(url)
+        level, causes = str(stats.health), [(one.reason, one.sentence) for one in stats.health_problems]
+    elif isinstance(found := ask(local_directory(directory)), str):
+        raise CliError(found)
+    else:
+        level, causes = found
+    if json:
+        print_json({"level": level, "causes": [{"reason": reason, "sentence": text} for reason, text in causes]})
+    else:
+        print_health(level, causes)
+    return status_of(level, live=live, ready=ready)
 
 
 # --- who is connected ------------------------------------------------------------------------------
