@@ -142,7 +142,8 @@ class WorkerClient(Session):
             ValueError: a job of the same id is unfinished, or lengths in ``groups`` do not fit.
             TypeError: keys or block ids are no bytes.
         """
-        sizes = [self._checked_size(job) for job in jobs]
+        namespace = self._namespace
+        sizes = [job.checked_size(len(namespace.groups), namespace.key_bytes) for job in jobs]
         ids = {job.job_id for job in jobs}
         if max(ids, default=0) >= FIRST_PART_ID:
             raise ValueError(f"Job ids are below {FIRST_PART_ID}; {max(ids)} is not.")
@@ -157,7 +158,7 @@ class WorkerClient(Session):
             accepted = max(0, limits.max_jobs_in_flight - len(self._sent))
             if len(jobs) > accepted:
                 self._refuse(jobs[accepted:], ErrorCode.TOO_MANY)
-            most_keys = limits.max_keys_per_request * self._namespace.key_bytes
+            most_keys = limits.max_keys_per_request * namespace.key_bytes
             batch: list[tuple[Job, int]] = []
             keys = nbytes = 0
             for job, (of_keys, in_frame) in zip(jobs[:accepted], sizes, strict=False):
@@ -168,8 +169,8 @@ class WorkerClient(Session):
                     batch, keys, nbytes = [], of_keys, in_frame
                 parts = [job]
                 if of_keys > most_keys or in_frame > limits.max_frame_bytes // 2:
-                    per_key = self._namespace.key_bytes, self._registration.blocks_per_key
-                    parts = job.parts(*per_key, limits, self._next_part_id)
+                    per_key = namespace.key_bytes, self._registration.blocks_per_key
+                    parts = job.parts(of_keys, in_frame, *per_key, limits, self._next_part_id)
                     self._next_part_id += len(parts)
                 self._jobs[job.job_id] = Unfinished(job, now, len(parts))
                 batch.append((parts[-1], job.job_id))
@@ -226,22 +227,6 @@ class WorkerClient(Session):
         """End the session and the thread, in less than a second. Unfinished jobs fail. Repeatable."""
         super().close()
         self._registration.close_exports()
-
-    def _checked_size(self, job: Job) -> tuple[int, int]:
-        """See ``Job.size``. Raises ValueError, TypeError."""
-        groups_known = len(self._namespace.groups)
-        if len(job.groups) > 1 and len({item.group for item in job.groups}) < len(job.groups):
-            raise ValueError("A job names a group twice; put its keys into one GroupTransfer.")
-        for item in job.groups:
-            if not isinstance(item.keys, bytes) or not isinstance(item.block_ids, bytes):
-                raise TypeError("A GroupTransfer has bytes; GroupTransfer.of(keys, block_ids) makes it from lists.")
-            if not 0 <= item.group < groups_known:
-                raise ValueError(f"The namespace has {groups_known} groups; {item.group} is none of them.")
-            if len(item.keys) % self._namespace.key_bytes:
-                raise ValueError(f"{len(item.keys)} bytes are not a whole number of the namespace's keys.")
-            if len(item.block_ids) % m.BLOCK_ID_BYTES:
-                raise ValueError(f"{len(item.block_ids)} bytes are not a whole number of int32 block ids.")
-        return job.size()
 
     # --- jobs, with the lock held ----------------------------------------------------------------
 

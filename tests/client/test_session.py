@@ -689,7 +689,8 @@ def test_the_parts_of_a_job_are_the_job(seed: int) -> None:
             told = (rng.randbytes(32 * count), rng.randbytes(64 * count)) if rng.random() < 0.7 else ()
             keys, ids = rng.randbytes(32 * count), rng.randbytes(4 * (end - first))
             groups.append(GroupTransfer(group, keys, ids, first, *told))
-    parts = Job(1, groups, 2**32).parts(32, 4, limits, 100)
+    job = Job(1, groups, 2**32)
+    parts = job.parts(*job.checked_size(64, 32), 32, 4, limits, 100)
     assert [part.job_id for part in parts] == ([1] if len(parts) == 1 else list(range(100, 100 + len(parts))))
     for one in groups:
         cut = [some for part in parts for some in part.groups if some.group == one.group]
@@ -697,7 +698,7 @@ def test_the_parts_of_a_job_are_the_job(seed: int) -> None:
         for field in ("keys", "parents", "tokens"):
             assert b"".join(getattr(some, field) for some in cut) == getattr(one, field)
     for part in parts:
-        assert part.size()[0] // 32 <= 10
+        assert part.checked_size(64, 32)[0] // 32 <= 10
         assert len(codec.encode(submit_of(1, b"r" * 16, 32, [part]))) <= max(limits.max_frame_bytes, 32 * 8)
 
 
