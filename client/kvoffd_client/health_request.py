@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import zmq
@@ -23,7 +23,7 @@ class HealthAnswer(NamedTuple):
 
     tag: str
     request_id: int
-    level: str
+    level: Literal["ok", "degraded", "down"]
     causes: list[tuple[str, str]]
     """Reason and sentence of each."""
 
