@@ -79,8 +79,9 @@ void kvoffd_blocks_find(const struct blocks *x, uint32_t group, const uint8_t *k
 
 /* Makes blocks of free slots, [count][ranks], for keys none of which is there: their records name the namespace and its
  * group, and all their shards are still to be written. Returns how many: fewer where a key is there, or no memory. */
-uint64_t kvoffd_blocks_enter(struct blocks *x, const uint32_t *slots, uint64_t count, uint64_t ranks, uint32_t group,
-                             const uint8_t *keys, uint64_t key_bytes, uint32_t namespace, uint32_t group_in_it)
+uint64_t kvoffd_blocks_enter(struct blocks *x, const uint32_t *slots, uint64_t count, uint64_t ranks, uint32_t pages,
+                             uint32_t group, const uint8_t *keys, uint64_t key_bytes, uint32_t namespace,
+                             uint32_t group_in_it)
 {
     for (uint64_t i = 0; i < count; i++) {
         const uint8_t *key = keys + i * key_bytes;
@@ -104,6 +105,7 @@ uint64_t kvoffd_blocks_enter(struct blocks *x, const uint32_t *slots, uint64_t c
             x->state[slot] = rank ? NOT_FIRST : WRITING;
         }
         x->missing[of_block[0]] = ranks;
+        x->pages[of_block[0]] = pages;
         x->entries[place] = entry_of(hashed, of_block[0]);
         x->used++;
     }
@@ -219,21 +221,20 @@ uint64_t kvoffd_blocks_release(struct blocks *x, const uint32_t *blocks, uint64_
 }
 
 /* Adds `by`, 1 or -1, to the pins of blocks, which may come more than once; writes those that had none, or have none, and
- * returns how many these are. The sums are the bytes of all, and of these. */
+ * returns how many these are. The sums are the pages of all, and of these. */
 uint64_t kvoffd_blocks_pin(struct blocks *x, const uint32_t *blocks, uint64_t count, int32_t by, uint32_t *changed,
-                           int64_t sums[2])
+                           uint64_t sums[2])
 {
     uint64_t found = 0;
 
     sums[0] = sums[1] = 0;
     for (uint64_t i = 0; i < count; i++) {
         uint32_t before = x->pins[blocks[i]];
-        int64_t nbytes = x->group_bytes[x->group[blocks[i]]];
         x->pins[blocks[i]] = before + by;
-        sums[0] += nbytes;
+        sums[0] += x->pages[blocks[i]];
         if (!before || !x->pins[blocks[i]]) {
             changed[found++] = blocks[i];
-            sums[1] += nbytes;
+            sums[1] += x->pages[blocks[i]];
         }
     }
     return found;

@@ -16,8 +16,8 @@ A block is DROPPED once it has left the index, and keeps its slots until nothing
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -50,12 +50,12 @@ from kvoffd.cache.namespace import (
     Namespace,
     NamespaceRecord,
     NamespaceSnapshot,
-    Quotas,
     nbytes_of_shards,
 )
 from kvoffd.cache.policy import REJECTED, Chain, Group, Policy
+from kvoffd.cache.victims import Quotas, Victims
 from kvoffd.errors import BadGeometry, NotReady, UnknownLease, UnknownNamespace
-from kvoffd.pool.allocator import SlotAllocator, SlotIds
+from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import SlotTable
 from kvoffd_proto.admin import KeyWorth, ShardSpec
 from kvoffd_proto.messages import ABSENT
@@ -63,14 +63,8 @@ from kvoffd_proto.messages import ABSENT
 logger = logging.getLogger(__name__)
 
 Offsets: TypeAlias = npt.NDArray[np.int64]
-MAX_SKIPPED_PINNED = 1000
-"""Pinned blocks that one eviction passes over; more of them become the newest, as they are in use."""
-MAX_REGIONS_COMPARED = 16
-"""Regions that are looked into to find the coldest."""
 SWEPT_AT_ONCE = 65_536
 """Slots of which one step looks whether their namespace was reset."""
-MAX_PASSED = 1024
-"""Blocks of others in the policy's order that are passed over for one of a namespace that has its quota."""
 MAX_OVER_QUOTA = 2048
 """Blocks that one store evicts, besides one for each of its own, of a namespace that has more than its quota."""
 COUNTED_IN_TIERS = 65_536
@@ -297,15 +291,17 @@ class Cache:
         self._short_records = self._told_of_no_room = False
         self._saves_late = self._save_due = False
         self._unverified_at = 0
-        """Slots before this one were looked at by ``unverified``."""
-        self._groups: list[Group | None] = [None]
+        """Slots before this one were looked at by ``next_unverified``."""
+        self._groups: dict[int, Group] = {}
+        """By number, those that blocks may be stored in, and those of which slots are still to be freed."""
+        self._next_group = 1
         self._current: dict[Namespace, list[Group | None]] = {}
+        """By number in the namespace; None while a rank of the world has not registered."""
+        self._victims = Victims(slots, blocks, policy, self._groups)
         self._partial: dict[int, float] = {}
         """Blocks that lack a shard which nobody writes, and since when."""
         self._requested: tuple[Namespace, list[Chain]] | None = None
         """What was asked for last, until ``note_requests``."""
-        self._oldest: dict[Namespace, deque[tuple[int, int]]] = {}
-        """Of namespaces with a quota: blocks that were there at some time and their generations, the oldest first."""
         self._dead: set[int] = set()
         """Numbers of groups that were reset and are to be swept out."""
         self._sweeping: set[int] = set()
@@ -335,14 +331,28 @@ class Cache:
             known.check_same(namespace.world_size, namespace.key_bytes, namespace.groups)
             return known, False
         self.namespaces[namespace.fingerprint] = namespace
-        self._give_number(namespace)
+        self._give_number(namespace, self._next_number)
         self._events.cleared(namespace)
         return namespace, True
 
-    def _give_number(self, namespace: Namespace) -> None:
-        namespace.number = self._next_number
-        self._next_number += 1
+    def _give_number(self, namespace: Namespace, number: int) -> None:
+        namespace.number = number
+        self._next_number = max(self._next_number, number + 1)
         self._make_groups(namespace)
+
+    def _make_groups(self, namespace: Namespace) -> None:
+        """From now on its blocks belong to new groups; to None while a rank of the world has not registered."""
+        ranks = range(namespace.world_size)
+        current: list[Group | None] = [None] * len(namespace.groups)
+        self._current[namespace] = current
+        if any(namespace.shard_bytes(rank) is None for rank in ranks):
+            return
+        for index in range(len(namespace.groups)):
+            lengths = [namespace.shard_length(rank, index) for rank in ranks]
+            sizes = namespace.slot_sizes(index)
+            made = Group(self._next_group, namespace, index, namespace.key_bytes, lengths, sizes)
+            current[index] = self._groups[made.number] = made
+            self._next_group += 1
 
     def register_rank(
         self,
@@ -358,16 +368,13 @@ class Cache:
         Raises BadGeometry if they were fixed otherwise or do not fit the namespace; ShardTooLarge if no slot could
         hold one. A shard of 0 bytes, of a rank without a layer in the group, gets the smallest slot.
         """
-        namespace.check_shard_bytes(rank, shard_bytes)
-        new = namespace.shard_bytes(rank) is None
-        namespace.fix_shard_bytes(rank, shard_bytes, list(map(self.slots.slot_size, shard_bytes)))
+        if new := namespace.fix_shard_bytes(rank, shard_bytes, self.slots.slot_size):
+            self._make_groups(namespace)
         namespace.nodes[rank] = node
         if shards is not None:
             nbytes, most = nbytes_of_shards(shards), self.max_namespaces_bytes
             if namespace.nbytes + nbytes <= most // 8 and self.namespaces_bytes + nbytes <= most:
                 new |= namespace.describe_shards(rank, shards)
-        if new and None in self._current[namespace]:
-            self._make_groups(namespace)
         if new:
             self._save()
 
@@ -384,44 +391,27 @@ class Cache:
             for namespace in self.namespaces.values()
             if any(namespace.shard_bytes(rank) is not None for rank in range(namespace.world_size))
         ]
-        for short in (False, True):
-            if self._short_records and not short:
-                continue
-            self._short_records = short
-            records = tuple(map(_shortened_record, kept) if short else kept)
-            if self.table.save_namespaces(NamespaceSnapshot(self._next_number, records)):
-                return True
+        number = self._next_number
+        if not self._short_records and self.table.save_namespaces(NamespaceSnapshot(number, tuple(kept))):
+            return True
+        self._short_records = True
+        if self.table.save_namespaces(NamespaceSnapshot(number, tuple(map(_shortened_record, kept)))):
+            return True
         if not self._told_of_no_room:
             self._told_of_no_room = True
             logger.warning("Some of the %d namespaces will not outlive the daemon: they are too many.", len(kept))
         return False
-
-    def _make_groups(self, namespace: Namespace) -> None:
-        """From now on its blocks belong to new groups; to None while a rank of the world has not registered."""
-        ranks = range(namespace.world_size)
-        self._current[namespace] = [None] * len(namespace.groups)
-        if any(namespace.shard_bytes(rank) is None for rank in ranks):
-            return
-        for index in range(len(namespace.groups)):
-            lengths = [namespace.shard_length(rank, index) for rank in ranks]
-            sizes = namespace.slot_sizes(index)
-            group = Group(len(self._groups), namespace, index, namespace.key_bytes, lengths, sizes)
-            self._current[namespace][index] = group
-            self._groups.append(group)
-            self.blocks.set_group_bytes(group.number, group.block_bytes)
 
     def _group(self, namespace: Namespace, group: int) -> Group | None:
         """The group as it is now; None while a rank of the world has not registered. Raises BadGeometry."""
         namespace.check_group(group)
         return self._current[namespace][group]
 
-    def reset(
-        self, namespace: Namespace, *, end_leases: bool = True, keep_tiers: bool = False, generation: int | None = None
-    ) -> int:
+    def reset(self, namespace: Namespace, *, keep_tiers: bool = False, generation: int | None = None) -> int:
         """Forget every block, as when the weights changed, in the tiers too. Returns how many there were.
 
         Nothing is found from now on, by a successor either: the namespace has a new number. ``background`` frees the
-        slots. ``end_leases``: lest a load under one serves what is stale. ``generation``: of the blocks to come.
+        slots. Its leases end, lest a load under one serves what is stale. ``generation``: of the blocks to come.
         """
         dropped = namespace.blocks_in[READY] + namespace.blocks_in[WRITING]
         namespace.counters.invalidated_blocks += dropped
@@ -430,15 +420,14 @@ class Cache:
         if tiers is not None and dropped <= COUNTED_IN_TIERS:
             for group in dead:
                 dropped -= tiers.has(namespace, group.group, self._keys_of_group(group))
-        self._give_number(namespace)
+        self._give_number(namespace, self._next_number)
         if generation is not None:
             namespace.generation = generation
         for group in dead:
             self._retire(group)
         self._partial = {block: since for block, since in self._partial.items() if not self._of_block(block).dead}
-        self._oldest.pop(namespace, None)
-        if end_leases:
-            self._end([lease for lease in self.leases.values() if lease.namespace is namespace])
+        self._victims.forget(namespace)
+        self._end([lease for lease in self.leases.values() if lease.namespace is namespace])
         self._save_or_sweep()
         if tiers is not None:
             dropped += tiers.forget_all(namespace)
@@ -469,7 +458,7 @@ class Cache:
         for state in (WRITING, READY):
             self._count(group, state, DROPPED, group.blocks_in[state])
         if not group.blocks_in[DROPPED]:
-            self._groups[group.number] = None
+            del self._groups[group.number]
 
     def set_generation(self, namespace: Namespace, generation: int) -> None:
         """Note the generation of blocks that are stored from now on, when all of earlier ones are gone."""
@@ -487,7 +476,7 @@ class Cache:
             if group is not None:
                 self._retire(group)
         del self.namespaces[namespace.fingerprint]
-        self._oldest.pop(namespace, None)
+        self._victims.forget(namespace)
         if self._requested is not None and self._requested[0] is namespace:
             self._requested = None
         self._short_records = False
@@ -503,14 +492,13 @@ class Cache:
         namespace = Namespace(record.fingerprint, record.label, *geometry)
         for rank, shard_bytes in enumerate(record.shard_bytes):
             if shard_bytes is not None:
-                namespace.fix_shard_bytes(rank, shard_bytes, list(map(self.slots.slot_size, shard_bytes)))
+                namespace.fix_shard_bytes(rank, shard_bytes, self.slots.slot_size)
         for rank, shards in enumerate(record.shards):
             if shards is not None:
                 namespace.describe_shards(rank, shards)
-        namespace.number, namespace.generation, namespace.recovered = record.number, record.generation, True
-        self._next_number = max(self._next_number, record.number + 1)
+        namespace.generation, namespace.recovered = record.generation, True
         self.namespaces[namespace.fingerprint] = namespace
-        self._make_groups(namespace)
+        self._give_number(namespace, record.number)
         return self._current[namespace]
 
     def recovered(self, blocks: BlockIds, quarantined: SlotIds) -> None:
@@ -518,11 +506,9 @@ class Cache:
         that are not to be used. The namespaces are written down anew."""
         for begin in range(0, len(blocks), RECOVERED_AT_ONCE):
             for group, alike in self.by_group(blocks[begin : begin + RECOVERED_AT_ONCE]):
-                self._count(group, FREE, READY, len(alike))
-                self.policy.insert(group, alike)
+                self.blocks.pages[alike] = group.block_bytes // PAGE_BYTES
                 self.unverified_slots += len(alike) * len(group.sizes)
-                names = self.blocks.keys(alike[::-1], group.key_bytes)
-                self._events.stored(group.namespace, group.group, group.namespace.split(group.group, names))
+                self._make_ready(group, FREE, alike)
         self._quarantine(quarantined)
         self._save()
 
@@ -753,18 +739,28 @@ class Cache:
         for part in parts:
             namespace.slot_bytes(rank, part.group)
             namespace.check_keys(part.group, part.keys)
-        known = [self._group(namespace, part.group) for part in parts]
+        known = [group for part in parts if (group := self._current[namespace][part.group]) is not None]
+        if len(known) == len(parts):
+            stored = self._begin_store(rank, known, parts)
+        else:
+            stored = [_no_group(namespace, part) for part in parts]
+        for one, part in zip(stored, parts, strict=True):
+            self._count_refused(namespace, one, part)
+        return StoreTicket(rank, stored)
+
+    def _begin_store(self, rank: int, groups: Sequence[Group], parts: Sequence[StorePart]) -> list[Stored]:
         plans: list[_Plan] = []
         held: list[BlockIds] = []
         try:
-            for group, part in zip(known, parts, strict=True):
-                if group is not None:
-                    plans.append(self._plan(rank, group, part))
-                    self.pin(plans[-1].present)
-                    held.append(plans[-1].present)
+            for group, part in zip(groups, parts, strict=True):
+                plans.append(self._plan(rank, group, part))
+                self.pin(plans[-1].present)
+                held.append(plans[-1].present)
             for number, plan in enumerate(plans):
-                if before := [one.stored for one in plans[:number] if one.stored.group is plan.stored.group]:
-                    plan = plans[number] = self._plan_again(rank, plan.part, before)
+                group = plan.stored.group
+                before = [one.stored.blocks for one in plans[:number] if one.stored.group is group]
+                if before:  # they may have begun to write its keys
+                    plan = plans[number] = self._plan(rank, group, plan.part, np.concatenate(before))
                 self._admit(rank, plan)
         except BaseException:
             self.abort_store(StoreTicket(rank, [plan.stored for plan in plans]))
@@ -772,17 +768,13 @@ class Cache:
         finally:
             for present in held:
                 self.unpin(present)
-        found = iter(plans)
-        stored = [
-            _no_group(namespace, part) if group is None else next(found).stored
-            for group, part in zip(known, parts, strict=True)
-        ]
-        for one, part in zip(stored, parts, strict=True):
-            self._count_refused(namespace, one, part)
-        return StoreTicket(rank, stored)
+        return [plan.stored for plan in plans]
 
-    def _plan(self, rank: int, group: Group, part: StorePart) -> _Plan:
-        """What is there of a store's keys and what is lacking; drops blocks that hold less than is offered."""
+    def _plan(self, rank: int, group: Group, part: StorePart, ours: BlockIds = _NOTHING) -> _Plan:
+        """What is there of a store's keys and what is lacking; drops blocks that hold less than is offered.
+
+        ``ours``: blocks that earlier parts of the same store write.
+        """
         verdicts, blocks = self.blocks.plan(group.number, part.keys, group.key_bytes, rank, part.first_blocks)
         count = len(verdicts)
         if verdicts.count(Verdict.LACKING) == count:
@@ -797,17 +789,9 @@ class Cache:
             blocks[np.isin(blocks, gone)] = NO_BLOCK
         mine = np.flatnonzero(of_key == Verdict.MINE)
         lacking = np.flatnonzero((of_key == Verdict.LACKING) | (of_key == Verdict.NARROW))
-        stored = Stored(group, again=np.flatnonzero(of_key == Verdict.AGAIN).tolist())
+        again = (of_key == Verdict.AGAIN) | np.isin(blocks, ours)
+        stored = Stored(group, again=np.flatnonzero(again).tolist())
         return _Plan(stored, part, blocks[blocks != NO_BLOCK], lacking, blocks[mine], mine)
-
-    def _plan_again(self, rank: int, part: StorePart, before: Sequence[Stored]) -> _Plan:
-        """The plan of a part whose group parts ``before`` it have too: they may have begun to write its keys."""
-        group = before[0].group
-        plan = self._plan(rank, group, part)
-        _, blocks = self.blocks.find(group.number, part.keys, group.key_bytes)
-        ours = np.flatnonzero(np.isin(blocks, np.concatenate([one.blocks for one in before])))
-        plan.stored.again = sorted({*plan.stored.again, *ours.tolist()})
-        return plan
 
     def _admit(self, rank: int, plan: _Plan) -> None:
         """Take slots for the lacking keys that the policy admits; and enter what is to be copied."""
@@ -829,7 +813,7 @@ class Cache:
                 blocks.append(self._enter(group, slots, names[begin * group.key_bytes : taken * group.key_bytes]))
                 numbers.append(plan.lacking[begin:taken])
                 if taken < end:
-                    kept = limit != inf and self._evictable()
+                    kept = limit != inf and self._victims.are_left()
                     (stored.rejected if kept else stored.no_space).extend(plan.lacking[taken:end].tolist())
             if stored.rejected:
                 self.policy.rejected(group, _some(part.keys, np.array(stored.rejected), group.key_bytes))
@@ -861,8 +845,8 @@ class Cache:
         """Make blocks of slots that were taken, [blocks, ranks]."""
         if not len(slots):
             return _NOTHING
-        number = group.namespace.number
-        blocks = self.blocks.enter(slots, group.number, keys, group.key_bytes, number, group.group)
+        names = group.number, keys, group.key_bytes, group.namespace.number, group.group
+        blocks = self.blocks.enter(slots, *names, group.block_bytes)
         self._count(group, FREE, WRITING, len(blocks))
         return blocks
 
@@ -887,44 +871,48 @@ class Cache:
         """
         ready = 0
         for part, sums in zip(ticket.parts, checksums, strict=True):
-            ready += self._commit(part.group, part.blocks, part.slots, part.first_blocks, ticket.rank, sums, tokens)
+            ready += self._commit(part.group, ticket.rank, part.blocks, part.slots, part.first_blocks, sums, tokens)
         return ready
 
     def _commit(
         self,
         group: Group,
+        rank: int,
         blocks: BlockIds,
         slots: SlotIds,
-        first_blocks: Sequence[int],
-        rank: int,
-        checksums: Sequence[int],
-        tokens: Mapping[bytes, BlockTokens],
+        first_blocks: Sequence[int] | npt.NDArray[np.uint16],
+        checksums: Sequence[int] | npt.NDArray[np.uint64],
+        tokens: Mapping[bytes, BlockTokens] = NO_TOKENS,
     ) -> int:
-        if group.dead or (self.blocks.state[blocks] != WRITING).any():
-            living = (self.blocks.state[blocks] == WRITING) & (not group.dead)
+        """End the writes of a rank's shards, and of those of ranks whose shards are as long. Returns how many blocks
+        became READY."""
+        firsts, sums = np.asarray(first_blocks, np.uint16), np.asarray(checksums, np.uint64)
+        living = self.blocks.state[blocks] == WRITING
+        if group.dead or not living.all():
+            living &= not group.dead
             self._let_go(group, blocks[~living], slots[~living])
-            kept = np.flatnonzero(living).tolist()
-            blocks, slots = blocks[living], slots[living]
-            first_blocks, checksums = [first_blocks[at] for at in kept], [checksums[at] for at in kept]
+            blocks, slots, firsts, sums = blocks[living], slots[living], firsts[living], sums[living]
         if not blocks.size:
             return 0
-        ready = self.blocks.publish(blocks, slots, first_blocks, group.lengths[rank], checksums)
-        self.unverified_slots += list(checksums).count(0)
+        ready = self.blocks.publish(blocks, slots, firsts, group.lengths[rank], sums)
+        self.unverified_slots += len(sums) - int(np.count_nonzero(sums))
         if len(ready) < len(blocks):
             self._wait(group, blocks[self.blocks.missing[blocks] != 0])
         if ready.size:
-            self._make_ready(group, ready, tokens)
+            group.namespace.counters.stored_blocks += len(ready)
+            self._make_ready(group, WRITING, ready, tokens)
+            if self.tiers is not None:
+                self.tiers.stored(ready[::-1])
         return len(ready)
 
-    def _make_ready(self, group: Group, tail_first: BlockIds, tokens: Mapping[bytes, BlockTokens] = NO_TOKENS) -> None:
-        namespace = group.namespace
-        self._count(group, WRITING, READY, len(tail_first))
+    def _make_ready(
+        self, group: Group, before: int, tail_first: BlockIds, tokens: Mapping[bytes, BlockTokens] = NO_TOKENS
+    ) -> None:
+        """Count blocks as READY and tell of them. ``before``: their state until now."""
+        self._count(group, before, READY, len(tail_first))
         self.policy.insert(group, tail_first)
-        namespace.counters.stored_blocks += len(tail_first)
-        names = namespace.split(group.group, self.blocks.keys(tail_first[::-1], group.key_bytes))
-        self._events.stored(namespace, group.group, names, tokens=tokens)
-        if self.tiers is not None:
-            self.tiers.stored(tail_first[::-1])
+        names = group.namespace.split(group.group, self.blocks.keys(tail_first[::-1], group.key_bytes))
+        self._events.stored(group.namespace, group.group, names, tokens=tokens)
 
     def abort_store(self, ticket: StoreTicket) -> None:
         """End a store that did not copy everything: its shards go, what other ranks wrote stays and waits."""
@@ -983,27 +971,15 @@ class Cache:
         checksums: npt.NDArray[np.uint64],
     ) -> int:
         """End a fill: ``whole`` says of each block whether all of it is there; the others are [blocks, ranks]."""
-        group, blocks, slots = ticket.group, ticket.blocks, ticket.slots
-        # No store has a part in them: all shards belong to the fill.
-        writing = self.blocks.state[blocks] == WRITING
-        kept = whole & writing & (not group.dead)
-        if not kept.all():
-            self.blocks.shard[slots[~kept]] = RESERVED
-            if not group.dead:
-                self._remove(group, WRITING, blocks[writing & ~kept])
-            lost = blocks[~kept]
-            self._free_dropped(lost[self.blocks.state[lost] == DROPPED])
-            blocks, slots, first_blocks, checksums = blocks[kept], slots[kept], first_blocks[kept], checksums[kept]
-        ready = _NOTHING
-        for length in dict.fromkeys(group.lengths) if blocks.size else ():
+        group, slots = ticket.group, ticket.slots
+        self._let_go(group, ticket.blocks[~whole], slots[~whole])
+        blocks, ready = ticket.blocks[whole], 0
+        for length in dict.fromkeys(group.lengths):
             ranks = [rank for rank, nbytes in enumerate(group.lengths) if nbytes == length]
-            firsts, sums = first_blocks[:, ranks].T.ravel(), checksums[:, ranks].T.ravel()
-            shards = slots[:, ranks].T.ravel()
-            ready = self.blocks.publish(np.tile(blocks, len(ranks)), shards, firsts, length, sums)
-            self.unverified_slots += len(sums) - int(np.count_nonzero(sums))
-        if ready.size:
-            self._make_ready(group, ready)
-        return len(ready)
+            shards, sums = slots[whole][:, ranks].T.ravel(), checksums[whole][:, ranks].T.ravel()
+            firsts = first_blocks[whole][:, ranks].T.ravel()
+            ready += self._commit(group, ranks[0], np.tile(blocks, len(ranks)), shards, firsts, sums)
+        return ready
 
     # --- loads ----------------------------------------------------------------------------------
 
@@ -1020,8 +996,7 @@ class Cache:
         lease = self.leases.get(lease_id)
         if lease is None or lease.namespace is not namespace:
             raise UnknownLease(f"The lease {lease_id} is unknown, has ended or is of another namespace; look up again.")
-        known = self._group(namespace, group)
-        size = namespace.key_bytes
+        known, size = self._group(namespace, group), namespace.key_bytes
         count = len(keys) // size
         states, blocks = self.blocks.find(known.number, keys, size) if known is not None else _unknown(count)
         bad = np.frombuffer(states, np.uint8) != READY
@@ -1067,16 +1042,15 @@ class Cache:
     def _take(self, group: Group, count: int, below: float) -> npt.NDArray[np.uint32]:
         """[blocks, ranks] slots for up to ``count`` blocks; what has a lower score than ``below`` may go for them."""
         count = self._within_quota(group, count, below)
+        nodes = [group.namespace.nodes.get(rank) for rank in range(len(group.sizes))]
         found: list[npt.NDArray[np.uint32]] = []
-        lacking = count
         try:
-            while lacking > 0:
-                columns = self._columns(group, lacking)
-                if least := len(columns[0]):  # and maybe more, where one rank took what another lacked
-                    of_one_rank = len(columns) == 1
-                    found.append(columns[0][:, None] if of_one_rank else np.stack(columns, axis=1))
-                    lacking -= least
-                elif not self._make_space(group, lacking, below):
+            while count > 0:
+                taken = self.slots.take_blocks(group.sizes, count, nodes)
+                if len(taken):  # and maybe more, where one rank took what another lacked
+                    found.append(taken)
+                    count -= len(taken)
+                elif not self._make_space(group, count, below):
                     break
         except BaseException:
             for slots in found:
@@ -1089,27 +1063,6 @@ class Cache:
             return found[0]
         return np.concatenate(found) if found else np.empty((0, len(group.sizes)), np.uint32)
 
-    def _columns(self, group: Group, count: int) -> list[SlotIds]:
-        """By rank, free slots for as many blocks, up to ``count``. What one rank takes another may lack: then all ask
-        for less."""
-        nodes = group.namespace.nodes
-        while True:
-            columns: list[SlotIds] = []
-            try:
-                for rank, size in enumerate(group.sizes):
-                    columns.append(self.slots.take(size, count, nodes.get(rank)))
-            except BaseException:
-                for column in columns:
-                    self.slots.free(column)
-                raise
-            least = min(map(len, columns))
-            for column in columns:
-                if len(column) > least:
-                    self.slots.free(column[least:])
-            if least or count == 1 or not columns[0].size:
-                return [column[:least] for column in columns]
-            count //= 2
-
     def _within_quota(self, group: Group, count: int, below: float) -> int:
         """How many of ``count`` blocks the namespace may take, evicting its own where it has its quota."""
         namespace, each = group.namespace, group.block_bytes
@@ -1119,46 +1072,9 @@ class Cache:
             while self.background():
                 pass
         if (excess := namespace.held_bytes + count * each - quota) > 0:
-            self._evict(self._own_victims(namespace, excess, count + MAX_OVER_QUOTA, below))
+            own = [one.number for one in self._current[namespace] if one is not None]
+            self._evict(self._victims.of_namespace(namespace, own, excess, count + MAX_OVER_QUOTA, below))
         return max(0, min(count, (quota - namespace.held_bytes) // each))
-
-    def _own_victims(self, namespace: Namespace, excess: int, most: int, below: float) -> BlockIds:
-        """Blocks of the namespace that may go, of about so many bytes: the next ones in the policy's order or, where
-        those of many others come before them, the ones that were stored first."""
-        own = [group.number for group in self._current[namespace] if group is not None]
-        victims: dict[int, None] = {}
-        passed = 0
-        for batch in self.policy.candidates(below):
-            loose = np.isin(self.blocks.group[batch], own) & (self.blocks.pins[batch] == 0)
-            for block in batch[loose].tolist():
-                if excess <= 0 or len(victims) >= most:
-                    break
-                victims[block] = None
-                excess -= self._of_block(block).block_bytes
-            passed += len(batch) - int(loose.sum())
-            if excess <= 0 or len(victims) >= most or passed >= MAX_PASSED:
-                break
-        oldest = self._oldest.get(namespace) or deque()
-        refilled = passed < MAX_PASSED
-        while excess > 0 and len(victims) < most and (oldest or not refilled):
-            if not oldest:
-                oldest, refilled = self._by_age(own), True
-                self._oldest[namespace] = oldest
-                continue
-            block, generation = oldest.popleft()
-            if self.table.records["generation"][block] != generation or self.blocks.state[block] != READY:
-                continue
-            if self.blocks.group[block] in own and not self.blocks.pins[block] and block not in victims:
-                victims[block] = None
-                excess -= self._of_block(block).block_bytes
-        return np.array(list(victims), np.uint32)
-
-    def _by_age(self, groups: Sequence[int]) -> deque[tuple[int, int]]:
-        """The READY blocks of groups with their generations, the one that was stored first first."""
-        found = np.flatnonzero(np.isin(self.blocks.group, groups) & (self.blocks.state == READY))
-        generations = self.table.records["generation"][found]
-        order = np.argsort(generations)
-        return deque(zip(found[order].tolist(), generations[order].tolist(), strict=True))
 
     def _make_space(self, group: Group, count: int, below: float) -> bool:
         """Free slots for about ``count`` blocks of a group; False where nothing may go."""
@@ -1171,109 +1087,9 @@ class Cache:
         if partial := [block for block in partial if not self.blocks.pins[block]]:
             self._drop_partial(partial[:count])
             return True
-        victims = self._pick_victims(group, count, below)
+        victims = self._victims.for_space(group, count, below)
         self._evict(victims)
         return bool(victims.size)
-
-    def _pick_victims(self, group: Group, count: int, below: float) -> BlockIds:
-        """Blocks to evict so that slots for ``count`` blocks of a group come free; too few or none if need be.
-
-        Blocks with a slot of a wanted size go in the policy's order. The older blocks of other sizes that are passed
-        over on the way help only by whole regions. A region goes once the bytes passed over are as many as it holds: by
-        then what is evicted too early in it is outweighed by what stays too long elsewhere. So the sizes share the pool
-        by age of use, none starves, and one slot of an odd size does not cost a region of blocks in use.
-        """
-        wanted = {size: count * group.sizes.count(size) for size in group.sizes}
-        chosen: list[int] = []
-        passed: list[BlockIds] = []
-        pinned: list[BlockIds] = []
-        passed_bytes = patience = 0
-        for batch in self.policy.candidates(below):
-            if len(batch) >= count and not (chosen or passed or pinned):  # as a rule its own go
-                first = batch[:count]
-                if (self.blocks.group[first] == group.number).all() and not self.blocks.pins[first].any():
-                    return first
-            if (self.blocks.pins[batch] != 0).any():
-                pinned.append(batch[self.blocks.pins[batch] != 0])
-                batch = batch[self.blocks.pins[batch] == 0]
-            while batch.size:
-                numbers = self.blocks.group[batch]
-                useful = self._has_slot_of(numbers, {size for size, lacking in wanted.items() if lacking > 0})
-                if not patience and not useful.all():
-                    region = int(batch[~useful][0]) // self.slots.slots_per_region
-                    patience = len(self.slots.neighbours(region)) * int(self.slots.slot_bytes[region])
-                so_far = passed_bytes + np.cumsum(np.where(useful, 0, self.blocks.group_bytes[numbers]))
-                end = int(np.searchsorted(so_far, patience)) + 1 if patience else len(batch)
-                for place in np.flatnonzero(useful[:end]).tolist():
-                    its_sizes = self._of(int(numbers[place])).sizes
-                    if not any(wanted.get(size, 0) > 0 for size in its_sizes):
-                        end = place  # there are enough of its size now: what follows is looked at anew
-                        break
-                    chosen.append(int(batch[place]))
-                    for size in its_sizes:
-                        if size in wanted:
-                            wanted[size] -= 1
-                    if max(wanted.values()) <= 0:
-                        return self._picked(chosen, pinned)
-                passed.append(batch[:end][~useful[:end]])
-                passed_bytes = int(so_far[min(end, len(batch)) - 1])
-                batch = batch[end:]
-                if patience and passed_bytes >= patience:
-                    if (region_blocks := self._coldest_region(np.concatenate(passed))).size:
-                        return np.union1d(self._picked(chosen, pinned), region_blocks)
-                    patience = 2 * passed_bytes
-        if passed_bytes and (region_blocks := self._coldest_region(np.concatenate(passed))).size:
-            return np.union1d(self._picked(chosen, pinned), region_blocks)
-        return self._picked(chosen, pinned)
-
-    def _has_slot_of(self, groups: npt.NDArray[np.uint32], sizes: Set[int]) -> npt.NDArray[np.bool_]:
-        """Whether a block of each group has a slot of one of these sizes."""
-        if (groups == groups[0]).all():
-            return np.full(len(groups), not sizes.isdisjoint(self._of(int(groups[0])).sizes))
-        fitting = [number for number in np.unique(groups).tolist() if not sizes.isdisjoint(self._of(number).sizes)]
-        return np.isin(groups, fitting)
-
-    def _picked(self, chosen: Sequence[int], pinned: Sequence[BlockIds]) -> BlockIds:
-        if chosen and sum(map(len, pinned)) > MAX_SKIPPED_PINNED:  # to pass them each time takes long
-            for group, alike in self.by_group(np.concatenate(pinned)):
-                self.policy.remove(group, alike)
-                self.policy.insert(group, alike)
-        return np.array(chosen, np.uint32)
-
-    def _coldest_region(self, passed: BlockIds) -> BlockIds:
-        """All blocks of the region of which most was passed over, if all may go; of the oldest ones' regions."""
-        by_group = self.by_group(np.arange(len(passed), dtype=np.uint32), self.blocks.group[passed])
-        slots = [self.blocks.slots(passed[places], len(group.sizes)) for group, places in by_group]
-        places = [np.repeat(places, of_group.shape[1]) for (_, places), of_group in zip(by_group, slots, strict=True)]
-        in_order = np.argsort(np.concatenate(places), kind="stable")
-        regions = np.concatenate([of_group.ravel() for of_group in slots])[in_order] // self.slots.slots_per_region
-        found, first, counts = np.unique(regions, return_index=True, return_counts=True)
-        oldest = np.argsort(first)[:MAX_REGIONS_COMPARED]
-        held = [(counts[at] / len(self.slots.neighbours(int(found[at]))), int(found[at])) for at in oldest.tolist()]
-        for _, region in sorted(held, reverse=True):
-            heads = self._heads(self.slots.neighbours(region))
-            if (self.blocks.state[heads] == READY).all() and not self.blocks.pins[heads].any():
-                return np.unique(heads)
-        return _NOTHING
-
-    def _heads(self, slots: SlotIds) -> BlockIds:
-        """The blocks that slots in use belong to. One that is quarantined, or was just taken, stands for itself."""
-        ranks = self.table.records["rank"][slots].astype(np.int64)
-        heads = slots.copy()
-        numbers = np.where(self.blocks.state[slots] == FREE, 0, self.blocks.group[slots])
-        for number in np.unique(numbers).tolist():
-            of_group = np.flatnonzero(numbers == number)
-            world = len(self._of(number).sizes) if number else 1
-            at = heads[of_group]
-            left = (world - ranks[of_group]) % world
-            while left.any():
-                at = np.where(left > 0, self.blocks.next[at], at)
-                left = np.maximum(left - 1, 0)
-            heads[of_group] = at
-        return heads
-
-    def _evictable(self) -> bool:
-        return any((self.blocks.pins[batch] == 0).any() for batch in self.policy.candidates())
 
     def _partial_since(self, until: float) -> list[int]:
         return [block for block, _ in takewhile(lambda item: item[1] <= until, self._partial.items())]
@@ -1354,7 +1170,7 @@ class Cache:
             if slots.size:
                 self.slots.free(slots)
             if group.dead and not group.blocks_in.total():
-                self._groups[group.number] = None
+                del self._groups[group.number]
 
     def _quarantine(self, slots: SlotIds) -> None:
         self.quarantined_slots += len(slots)
@@ -1380,22 +1196,17 @@ class Cache:
             self._sweeping = set()
         return bool(self._dead)
 
-    def by_group(self, blocks: BlockIds, numbers: npt.NDArray[np.uint32] | None = None) -> list[tuple[Group, BlockIds]]:
+    def by_group(self, blocks: BlockIds) -> list[tuple[Group, BlockIds]]:
         """Blocks that have slots by their groups, in each in the order in which they were given."""
         if not blocks.size:
             return []
-        numbers = self.blocks.group[blocks] if numbers is None else numbers
+        numbers = self.blocks.group[blocks]
         if (numbers == numbers[0]).all():
-            return [(self._of(int(numbers[0])), blocks)]
-        return [(self._of(number), blocks[numbers == number]) for number in np.unique(numbers).tolist()]
-
-    def _of(self, number: int) -> Group:
-        group = self._groups[number]
-        assert group is not None
-        return group
+            return [(self._groups[int(numbers[0])], blocks)]
+        return [(self._groups[number], blocks[numbers == number]) for number in np.unique(numbers).tolist()]
 
     def _of_block(self, block: int) -> Group:
-        return self._of(int(self.blocks.group[block]))
+        return self._groups[int(self.blocks.group[block])]
 
     def _count(self, group: Group, before: int, after: int, count: int) -> None:
         """Count blocks of a group as of another state."""
@@ -1418,7 +1229,7 @@ class Cache:
         record, shard = self.table.records[slot], int(self.blocks.shard[slot])
         if int(record["generation"]) != generation or not self.slots.in_use[slot] or shard & SHARD_STATE != WRITTEN:
             return True
-        head = self._heads(np.array([slot], np.uint32))
+        head = self.blocks.first_slots(np.array([slot], np.uint32))
         if not record["checksum"]:
             self.blocks.set_checksum(slot, checksum)
         else:
@@ -1430,7 +1241,7 @@ class Cache:
             self.mismatches += 1
             self.unverified_slots -= shard & UNVERIFIED != 0
             self.blocks.shard[slot] = (shard & ~UNVERIFIED) | CORRUPT
-            group = self._of(int(self.blocks.group[slot]))
+            group = self._of_block(slot)
             names = self.blocks.keys(head, group.key_bytes)
             if self.blocks.state[head[0]] != DROPPED:
                 self.drop(head, MissReason.CORRUPT)
@@ -1470,7 +1281,7 @@ class Cache:
         bad = self.blocks.shard[ticket.slots] & CORRUPT != 0
         return self.blocks.keys(ticket.blocks[bad], ticket.group.key_bytes)
 
-    def unverified(self, limit: int) -> SlotIds:
+    def next_unverified(self, limit: int) -> SlotIds:
         """The next slots, up to so many, whose bytes an earlier daemon wrote and nobody has compared with their
         checksum, or whose checksum is still to be taken. They come again unless they are checked."""
         passes = 0

@@ -53,7 +53,7 @@ class Scrubber:
 
     def next_step(self) -> list[Check]:
         """Slots to read now, about ``STEP_BYTES``; none where nothing was found. End it by ``finish_step``."""
-        checks = _first(self._cache.checks(self._cache.unverified(_STEP_SLOTS)))
+        checks = _first(self._cache.checks(self._cache.next_unverified(_STEP_SLOTS)))
         while not checks and self._done < len(self._slots):
             some = self._slots[self._done : self._done + _STEP_SLOTS]
             checks = _first([check for check in self._cache.checks(some) if check.checksum])

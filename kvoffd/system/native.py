@@ -41,7 +41,9 @@ class Native:
             self.blocks_open = with_gil("blocks_open", ctypes.c_int, address, text)
             self.blocks_close = with_gil("blocks_close", None, address)
             self.blocks_find = with_gil("blocks_find", None, address, slot, text, number, number, address, address)
-            self.blocks_enter = with_gil("blocks_enter", number, address, *some, number, slot, text, number, slot, slot)
+            self.blocks_enter = with_gil(
+                "blocks_enter", number, address, *some, number, slot, slot, text, number, slot, slot
+            )
             self.blocks_publish = with_gil(
                 "blocks_publish", number, address, address, *some, address, slot, address, number, address
             )

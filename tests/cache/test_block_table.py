@@ -40,8 +40,6 @@ class TableMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.records = np.zeros(SLOTS, RECORD)
         self.table = BlockTable(self.records)
-        for group in GROUPS:
-            self.table.set_group_bytes(group, BLOCK_BYTES)
         self.unused = list(range(SLOTS))
         self.known: dict[tuple[int, bytes], Known] = {}
         self.dropped: dict[int, Known] = {}
@@ -56,10 +54,10 @@ class TableMachine(RuleBasedStateMachine):
         slots = ids([self.unused.pop() for _ in range(len(keys) * ranks)]).reshape(len(keys), ranks)
         for key, row in zip(keys, slots, strict=True):
             self.known[group, key] = Known(group, key, row.tolist())
-        blocks = self.table.enter(slots, group, b"".join(keys), key_bytes, 5, 0)
+        blocks = self.table.enter(slots, group, b"".join(keys), key_bytes, 5, 0, BLOCK_BYTES)
         assert blocks.tolist() == slots[:, 0].tolist()
         with pytest.raises(AssertionError, match="is there"):  # twice
-            self.table.enter(slots[:1], group, keys[0], key_bytes, 5, 0)
+            self.table.enter(slots[:1], group, keys[0], key_bytes, 5, 0, BLOCK_BYTES)
         for rank in range(ranks):
             ready = self.table.publish(blocks, slots[:, rank], [0] * len(keys), 8192, [7] * len(keys))
             assert ready.tolist() == (blocks[::-1].tolist() if rank == ranks - 1 else [])
@@ -157,7 +155,7 @@ def test_a_million_blocks_are_found_fast_and_take_little() -> None:
     records = np.zeros(count, RECORD)
     table = BlockTable(records)
     names = np.arange(count, dtype=np.uint64).tobytes()
-    table.enter(np.arange(count, dtype=np.uint32).reshape(count, 1), 1, names, 8, 5, 0)
+    table.enter(np.arange(count, dtype=np.uint32).reshape(count, 1), 1, names, 8, 5, 0, 8192)
     keys = records["key"][::7, :8].tobytes()
     _, blocks = table.find(1, keys, 8)
     assert (blocks == np.arange(0, count, 7)).all()

@@ -656,7 +656,7 @@ def test_a_checksum_that_comes_later_is_the_slots_from_then_on() -> None:
     namespace = rig.open("a")
     rig.commit(rig.begin(namespace, 0, 0, keys_of(1)), checksum=0)
     assert (rig.cache.unverified_slots, rig.successor()[0].index()) == (1, set())
-    (check,) = rig.cache.checks(rig.cache.unverified(10))
+    (check,) = rig.cache.checks(rig.cache.next_unverified(10))
     assert rig.cache.check(check.slot, check.generation, 42)
     assert rig.cache.unverified_slots == 0
     assert len(rig.successor()[0].index()) == 1

@@ -217,9 +217,9 @@ def test_what_was_not_compared_is_found_wherever_it_is(monkeypatch: pytest.Monke
     for _ in range(2):
         found: list[int] = []
         while len(found) < 3:
-            found += rig.cache.unverified(2).tolist()
+            found += rig.cache.next_unverified(2).tolist()
         assert set(found) == expected
     rig.cache.reset(namespace)
     while rig.cache.background():
         pass
-    assert (rig.cache.unverified_slots, rig.cache.unverified(9).size) == (0, 0)
+    assert (rig.cache.unverified_slots, rig.cache.next_unverified(9).size) == (0, 0)

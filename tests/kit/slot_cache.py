@@ -223,7 +223,7 @@ def check_invariants(cache: Cache) -> None:
     nbytes: Counter[Namespace] = Counter()
     pinned = pinned_blocks = unverified = 0
     for head in heads.tolist():
-        group = cache._of(int(blocks.group[head]))
+        group = cache._of_block(head)
         ring = blocks.slots(np.array([head], np.uint32), len(group.sizes))[0].tolist()
         assert len(set(ring)) == len(ring)
         assert int(blocks.next[ring[-1]]) == head, "the ring is not closed"
@@ -263,12 +263,11 @@ def check_invariants(cache: Cache) -> None:
     assert (cache.pinned_bytes, cache.pinned_blocks) == (pinned, pinned_blocks)
     assert cache.quarantined_slots == len(quarantined)
     assert cache.unverified_slots == unverified
-    for number, known in enumerate(cache._groups):
-        if known is not None:
-            assert known.number == number
-            assert known.dead or cache._current[known.namespace][known.group] is known
-            assert all(known.blocks_in[state] == counts.pop((known, state), 0) for state in (WRITING, READY, DROPPED))
-            assert not known.dead or known.blocks_in.total(), "a group that is over is still known"
+    for number, known in cache._groups.items():
+        assert known.number == number
+        assert known.dead or cache._current[known.namespace][known.group] is known
+        assert all(known.blocks_in[state] == counts.pop((known, state), 0) for state in (WRITING, READY, DROPPED))
+        assert not known.dead or known.blocks_in.total(), "a group that is over is still known"
     assert not counts, "a block is of a group that is forgotten"
     for namespace in cache.namespaces.values():
         assert namespace.held_bytes == nbytes[namespace]

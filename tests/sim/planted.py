@@ -109,8 +109,7 @@ PLANTED = (
         "Cache._admit",
         "self.blocks.shard[stored.slots] = WRITING_SHARD",
         "self.blocks.shard[stored.slots] = WRITING_SHARD\n"
-        "    self._commit(group, stored.blocks, stored.slots, stored.first_blocks, rank, [1] * "
-        "len(stored.copy), NO_TOKENS)",
+        "    self._commit(group, rank, stored.blocks, stored.slots, stored.first_blocks, [1] * len(stored.copy))",
     ),
     Planted(
         "pin nothing for a load",
@@ -319,8 +318,8 @@ PLANTED = (
         9,
         "kvoffd.cache.cache",
         "Cache.reset",
-        "self._give_number(namespace)",
-        "number = namespace.number\n    self._give_number(namespace)\n    namespace.number = number",
+        "self._give_number(namespace, self._next_number)",
+        "self._give_number(namespace, namespace.number)",
         door="tests/daemon/test_restart.py::test_restart_does_not_bring_back_what_was_cleared",
     ),
     Planted(
