@@ -23,8 +23,9 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.cache.cache import Cache, Check, LoadTicket, StoreTicket
+from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import BlockTokens
+from kvoffd.cache.tickets import Check, LoadTicket, StoreTicket
 from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady, UnknownLease
 from kvoffd.observe.logging import RareWarnings

@@ -11,7 +11,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from kvoffd.cache.cache import Cache, Check
+from kvoffd.cache.cache import Cache
+from kvoffd.cache.tickets import Check
 from kvoffd.server.jobs import apply_check
 from kvoffd_proto import admin as a
 from kvoffd_proto.units import format_duration, format_size

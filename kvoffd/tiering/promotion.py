@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvoffd.cache.block_table import FREE, READY
-from kvoffd.cache.cache import Cache, FillTicket
+from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.cache.tickets import FillTicket
 from kvoffd.system.turns import Turns
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiers.tier import Tier, TierBlock, TierResult, TierShard

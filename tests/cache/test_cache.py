@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvoffd.cache.block_table import FREE, READY, WRITING
-from kvoffd.cache.cache import StoreTicket
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
+from kvoffd.cache.tickets import StoreTicket
 from kvoffd.errors import BadGeometry, BadKeys, KvoffdError, NamespaceMismatch, NotReady, ShardTooLarge, UnknownLease
 from kvoffd_proto.messages import GroupSpec
 from tests.kit.slot_cache import UNIT, CacheRig, Part, check_invariants, keys_of

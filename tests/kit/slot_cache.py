@@ -27,10 +27,11 @@ from kvoffd.cache.block_table import (
     BlockIds,
     BlockTable,
 )
-from kvoffd.cache.cache import Cache, Held, StoreTicket
+from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import Group, Lru, make_policy
 from kvoffd.cache.recovery import GroupGeometry, RecoveredBlocks, recover
+from kvoffd.cache.tickets import Held, StoreTicket
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import SlotTable, TableGeometry
 from kvoffd_proto.messages import GroupSpec

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvoffd.cache.block_table import READY, SHARD_STATE, WRITING, WRITTEN, BlockIds
-from kvoffd.cache.cache import StoreTicket
 from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.tickets import StoreTicket
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.demotion import writes_of
 from kvoffd.tiering.manager import TieringManager

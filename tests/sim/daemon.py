@@ -10,7 +10,7 @@ from zlib import crc32
 
 import numpy as np
 
-from kvoffd.cache.cache import PoolUsage
+from kvoffd.cache.tickets import PoolUsage
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
