@@ -474,8 +474,8 @@ PLANTED = (
         9,
         "kvoffd.cache.cache",
         "Cache.end_fill",
-        "writing = self.blocks.state[blocks] == WRITING",
-        "self.blocks.state[blocks] = WRITING\n    writing = self.blocks.state[blocks] == WRITING",
+        "self._let_go(group, ticket.blocks[~whole], slots[~whole])",
+        "self.blocks.state[ticket.blocks] = WRITING\n    self._let_go(group, ticket.blocks[~whole], slots[~whole])",
     ),
     Planted(
         "what is being written to disk is not pinned",
