@@ -266,6 +266,8 @@ class Limits:
     job_deadline_s: float = 30.0
     namespaces_bytes: int = 64 * 1024**2
     """Memory for all namespaces beside their blocks; one may take an eighth of it."""
+    totals_every_s: float = 10.0
+    """How often the totals that outlive the daemon are saved: a kill loses what came since."""
     pin_linger_s: float = 600.0
     """How long the pool stays pinned after the last engine on a GPU has left."""
     touch_threads: int = 0

@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
     from kvoffd_client.errors import KvoffdClientError as KvoffdClientError
     from kvoffd_client.errors import RequestRefused as RequestRefused
     from kvoffd_client.errors import RequestTimeout as RequestTimeout
+    from kvoffd_client.errors import UnknownNamespace as UnknownNamespace
     from kvoffd_client.jobs import GroupTransfer as GroupTransfer
     from kvoffd_client.jobs import Job as Job
     from kvoffd_client.memory import Registration as Registration
@@ -74,6 +75,7 @@ _HOMES = {
         "KvoffdClientError",
         "RequestRefused",
         "RequestTimeout",
+        "UnknownNamespace",
     ),
     "kvoffd_client.namespace": ("Geometry", "NamespaceSpec"),
     "kvoffd_client.scheduler_client": ("Lookup", "SchedulerClient"),

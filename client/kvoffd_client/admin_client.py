@@ -1,7 +1,4 @@
-"""An administrator's client: asks one daemon, and waits for each answer. It has no thread and no heartbeat.
-
-``kvoffd-cli health`` imports this module every few seconds, beside engines: what is heavy is imported where it is used.
-"""
+"""An administrator's client: asks one daemon, and waits for each answer. It has no thread and no heartbeat."""
 
 from __future__ import annotations
 
@@ -10,16 +7,27 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, Self, TypeVar, cast
+from typing import Concatenate, ParamSpec, Self, TypeVar, cast
+from urllib.error import HTTPError, URLError
+from urllib.request import urlopen
 
 import msgspec
 import zmq
 
-from kvoffd_client.errors import DaemonUnavailable, RequestRefused, RequestTimeout, why_unreachable
+from kvoffd_client.errors import (
+    DaemonUnavailable,
+    RequestRefused,
+    RequestTimeout,
+    UnknownNamespace,
+    why_unreachable,
+)
+from kvoffd_client.health_request import HEALTH_S, ask_health
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.events import KV_TOPIC_PREFIX, EventBatch, decode_event_batch
 from kvoffd_proto.lifeline import (
     FrameBuffer,
     Greeting,
@@ -31,16 +39,13 @@ from kvoffd_proto.lifeline import (
     routing_id,
 )
 from kvoffd_proto.paths import SocketPaths, peer_credentials
-
-if TYPE_CHECKING:
-    from kvoffd_proto.events import EventBatch
-    from kvoffd_proto.stats import DaemonStats
+from kvoffd_proto.stats import DaemonStats, Stats
+from kvoffd_proto.units import printable
 
 TIMEOUT_S = 2.0
 SILENCE_S = 0.5
 """After so long without an answer it is looked whether the daemon's process is stopped."""
-HEALTH_S = 1.0
-MAX_REPLY_BYTES, MAX_HEALTH_BYTES = 1 << 28, 1 << 20
+MAX_REPLY_BYTES = 1 << 28
 EVENTS_QUEUE = 10_000
 """Messages that wait for events() to be asked for the next; beyond it they are dropped."""
 EVENTS_POLL_MS = 200
@@ -51,43 +56,24 @@ Fields = ParamSpec("Fields")
 ReplyT = TypeVar("ReplyT", bound=m.AnyReply)
 
 
-def matching_namespaces(namespaces: Iterable[a.NamespaceInfo], name: str) -> list[a.NamespaceInfo]:
-    """Return the namespaces whose label is ``name``, or whose fingerprint begins with it."""
-    digits = name.lower() if len(name) >= MIN_PREFIX_DIGITS else None
-    return [
-        one
-        for one in namespaces
-        if one.label == name or (digits is not None and one.namespace.hex().startswith(digits))
-    ]
-
-
-def ask_health(directory: Path, timeout_s: float = HEALTH_S) -> a.HealthReply | None:
-    """The health of a daemon, without a session, over the socket that engines use; None where none answers in time."""
-    path = str(SocketPaths(directory).jobs)
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
-            stream.settimeout(timeout_s)
-            stream.connect(path)  # ZeroMQ would wait where nobody listens
-        with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
-            asking.setsockopt(zmq.LINGER, 0)
-            asking.setsockopt(zmq.MAXMSGSIZE, MAX_HEALTH_BYTES)
-            asking.connect(f"ipc://{path}")
-            asking.send(msgspec.msgpack.encode(a.Health(1)))
-            if not asking.poll(round(timeout_s * 1000)):
-                return None
-            return msgspec.msgpack.decode(asking.recv(zmq.NOBLOCK), type=a.HealthReply)
-    except (OSError, msgspec.MsgspecError, zmq.ZMQError):
-        return None
+def one_namespace(namespaces: Iterable[a.NamespaceInfo], name: str) -> a.NamespaceInfo:
+    """The one whose label is ``name``, or whose fingerprint begins with it. Raises UnknownNamespace."""
+    digits = name.lower() if len(name) >= MIN_PREFIX_DIGITS else "no digits"
+    found = [one for one in namespaces if one.label == name or one.namespace.hex().startswith(digits)]
+    if len(found) == 1:
+        return found[0]
+    shown = printable(name)
+    if found:
+        names = ", ".join(f"{one.namespace.hex()[:12]} ({printable(one.label)})" for one in found)
+        raise UnknownNamespace(f"{shown!r} could be any of {names}; give more digits of the fingerprint.")
+    raise UnknownNamespace(
+        f"No open namespace has the label {shown!r} or a fingerprint that begins with it (at least {MIN_PREFIX_DIGITS} "
+        "digits); `kvoffd-cli namespaces` lists them."
+    )
 
 
 def read_stats(url: str, timeout_s: float = TIMEOUT_S) -> DaemonStats:
     """The statistics of a daemon at its ``http_address``, such as ``http://node:9464``. Raises DaemonUnavailable."""
-    from http.client import HTTPException
-    from urllib.error import HTTPError, URLError
-    from urllib.request import urlopen
-
-    from kvoffd_proto.stats import DaemonStats
-
     base = (url if "://" in url else f"http://{url}").rstrip("/")
     try:
         if not base.startswith(("http://", "https://")):
@@ -162,8 +148,6 @@ class AdminClient:
 
     def stats(self) -> DaemonStats:
         """All counters."""
-        from kvoffd_proto.stats import Stats
-
         return self.ask(Stats).stats
 
     def health(self) -> a.HealthReply:
@@ -171,7 +155,10 @@ class AdminClient:
 
         Needs no session, so it is answered when all are taken. Where nothing answers, the attempt to open one says why.
         """
-        return ask_health(Path(self.directory), min(HEALTH_S, self.timeout_s)) or self.ask(a.Health)
+        found = ask_health(Path(self.directory), min(HEALTH_S, self.timeout_s))
+        if found is None:
+            return self.ask(a.Health)
+        return a.HealthReply(0, a.HealthLevel(found.level), [a.HealthProblem(*cause) for cause in found.causes])
 
     def sessions(self) -> a.SessionsReply:
         """Open sessions, oldest first."""
@@ -180,6 +167,10 @@ class AdminClient:
     def namespaces(self) -> a.NamespacesReply:
         """Open namespaces, oldest first."""
         return self.ask(a.Namespaces)
+
+    def namespace(self, name: str) -> a.NamespaceInfo:
+        """The open namespace of a label, or of the first digits of a fingerprint. Raises UnknownNamespace."""
+        return one_namespace(self.namespaces().namespaces, name)
 
     def clear(self, fingerprint: bytes | None = None) -> int:
         """Drop every block of one namespace, or of all; returns how many."""
@@ -193,9 +184,9 @@ class AdminClient:
         """Make every block of a namespace void on all nodes that share a store; returns how many stores were told."""
         return self.ask(a.ResetFleet, fingerprint).count
 
-    def describe_policy(self, fingerprint: bytes | None = None, group: int = 0, key: bytes = b"") -> a.PolicyDescribed:
-        """What the eviction policy has learned, and what it knows of one key of a namespace."""
-        return self.ask(a.DescribePolicy, fingerprint, group, key)
+    def describe_key(self, fingerprint: bytes, group: int, key: bytes) -> a.KeyWorth | None:
+        """What the eviction policy knows of a key; None where that is nothing."""
+        return self.ask(a.DescribeKey, fingerprint, group, key).key
 
     def trace(self) -> a.TraceReply:
         """What engines asked for since the last call; the first one begins the trace."""
@@ -213,8 +204,6 @@ class AdminClient:
         Raises:
             DaemonUnavailable: there is no events socket in the directory.
         """
-        from kvoffd_proto.events import KV_TOPIC_PREFIX, decode_event_batch
-
         path = SocketPaths(Path(self.directory)).events
         if not path.exists():
             raise DaemonUnavailable(f"There is no kvoffd daemon in {self.directory}; start one there.")

@@ -299,14 +299,12 @@ def export_blocks(
     path: str | os.PathLike[str],
     prefixes: Sequence[str] = (),
     *,
-    keys: Sequence[tuple[int, bytes]] | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Exported:
     """Write the ready blocks of a namespace into ``path``, which must not exist.
 
     Args:
         prefixes: first hex digits of the keys wanted; all where there are none.
-        keys: instead, groups and keys of the blocks wanted.
 
     Raises:
         BlockFileError: the file cannot be written.
@@ -318,8 +316,9 @@ def export_blocks(
     geometry = client.geometry(namespace)
     wanted: list[list[BlockInfo]] = []
     for group in range(len(geometry.groups)):
-        digits = prefixes or [""] if keys is None else [key.hex() for of, key in keys if of == group]
-        listed = (info for prefix in digits for info in client.list_blocks(geometry.fingerprint, group, prefix))
+        listed = (
+            info for prefix in prefixes or [""] for info in client.list_blocks(geometry.fingerprint, group, prefix)
+        )
         wanted.append(list({info.key: info for info in listed if info.state == READY}.values()))
     total = sum(geometry.block_bytes(group) * len(infos) for group, infos in enumerate(wanted))
     done, passed = Exported(), 0
@@ -425,10 +424,7 @@ def _check_namespace(client: BlockClient, geometry: Geometry, namespace: str | b
     others = [info for info in known if info.namespace != geometry.fingerprint]
     created = len(others) == len(known)
     if namespace is not None:
-        try:
-            wanted = client.find_namespace(namespace)
-        except ValueError as error:
-            raise BlockFileError(str(error)) from error
+        wanted = client.find_namespace(namespace)
         others = [info for info in others if info.namespace == wanted]
     else:
         others = [info for info in others if info.label == geometry.label and created and not beside]

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvoffd_client.admin_client import AdminClient, matching_namespaces
+from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.errors import BlockDamaged, BlockUnavailable, DaemonUnavailable, RequestRefused, RequestTimeout
 from kvoffd_client.jobs import GroupTransfer, Job
 from kvoffd_client.memory import Registration, SharedMemory
@@ -181,14 +181,6 @@ class Block:
             if shard.checksum and checksum_of(shard.data) != shard.checksum:
                 return shard.rank
         return None
-
-    def verify(self) -> None:
-        """Compare all shards with their checksums. Raises BlockDamaged."""
-        if (rank := self.damaged_rank) is not None:
-            raise BlockDamaged(
-                f"The shard of rank {rank} of block {self.key.hex()} does not match its checksum; `kvoffd-cli scrub` "
-                "checks all of them."
-            )
 
     def take_checksums(self, info: BlockInfo) -> None:
         """Take over what the daemon says of the shards' checksums; nothing where a hole's bytes are in the sum."""
@@ -408,16 +400,8 @@ class BlockClient(AdminClient):
         self._buffer: _Buffer | None = None
 
     def find_namespace(self, namespace: str | bytes) -> bytes:
-        """The fingerprint of an open namespace. Raises ValueError where none or several have the name."""
-        if isinstance(namespace, bytes):
-            return namespace
-        found = matching_namespaces(self.namespaces().namespaces, namespace)
-        if len(found) != 1:
-            raise ValueError(
-                f"{len(found) or 'No'} open namespaces have the label {namespace!r} or a fingerprint that begins with "
-                "it; `kvoffd-cli namespaces` lists them."
-            )
-        return found[0].namespace
+        """The fingerprint of an open namespace. Raises UnknownNamespace where none or several have the name."""
+        return namespace if isinstance(namespace, bytes) else self.namespace(namespace).namespace
 
     def geometry(self, namespace: str | bytes) -> Geometry:
         """The geometry of a namespace's blocks. Raises BlockUnavailable where the daemon does not know it yet."""

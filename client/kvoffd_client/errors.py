@@ -28,6 +28,10 @@ class RequestTimeout(KvoffdClientError):
     """The daemon did not answer in time. It may still have done what was asked."""
 
 
+class UnknownNamespace(KvoffdClientError):
+    """None, or several, of the open namespaces have the name."""
+
+
 class BlockUnavailable(KvoffdClientError):
     """A block is not in the pool, or there is no room for it."""
 

@@ -55,20 +55,35 @@ class Job:
     def keys(self) -> list[m.GroupKeys]:
         return [m.GroupKeys(one.group, one.keys) for one in self.groups]
 
-    def size(self) -> tuple[int, int]:
-        """Bytes of its keys, and about what it takes in a frame."""
+    def checked_size(self, groups: int, key_bytes: int) -> tuple[int, int]:
+        """Bytes of its keys, and about what it takes in a frame.
+
+        Raises ValueError, TypeError where it does not fit a namespace of so many groups and such keys.
+        """
+        if len(self.groups) > 1 and len({one.group for one in self.groups}) < len(self.groups):
+            raise ValueError("A job names a group twice; put its keys into one GroupTransfer.")
         keys, others = 0, 32
         for one in self.groups:
+            if not isinstance(one.keys, bytes) or not isinstance(one.block_ids, bytes):
+                raise TypeError("A GroupTransfer has bytes; GroupTransfer.of(keys, block_ids) makes it from lists.")
+            if not 0 <= one.group < groups:
+                raise ValueError(f"The namespace has {groups} groups; {one.group} is none of them.")
+            if len(one.keys) % key_bytes:
+                raise ValueError(f"{len(one.keys)} bytes are not a whole number of the namespace's keys.")
+            if len(one.block_ids) % m.BLOCK_ID_BYTES:
+                raise ValueError(f"{len(one.block_ids)} bytes are not a whole number of int32 block ids.")
             keys += len(one.keys)
             others += len(one.block_ids) + len(one.parents) + len(one.tokens) + 32
         return keys, keys + others
 
-    def parts(self, key_bytes: int, blocks_per_key: int, limits: m.Limits, first_id: int) -> list[Job]:
+    def parts(
+        self, of_keys: int, in_frame: int, key_bytes: int, blocks_per_key: int, limits: m.Limits, first_id: int
+    ) -> list[Job]:
         """What is more than a Submit may have, or half a frame, as several jobs of consecutive ids; else the job alone.
 
         The lease ends with the last of them: the daemon has accepted the others by then, which hold their blocks.
+        ``of_keys`` and ``in_frame`` are its ``checked_size``.
         """
-        of_keys, in_frame = self.size()
         keys, frame_bytes = of_keys // key_bytes, limits.max_frame_bytes // 2
         most = min(limits.max_keys_per_request, max(1, keys * frame_bytes // max(in_frame, frame_bytes)))
         if keys <= most:
@@ -137,8 +152,9 @@ def _blocks_of(jobs: Sequence[Job], key_bytes: int) -> list[m.GroupBlocks]:
         for one in job.groups:
             by_group.setdefault((one.group, bool(one.parents), bool(one.tokens)), []).append((number, one))
     found: list[m.GroupBlocks] = []
+    numbers = f"<{len(jobs)}I"
     for (group, *_), parts in by_group.items():
-        keys, blocks, firsts = ([0] * len(jobs) for _ in range(3))
+        keys, blocks, firsts = [0] * len(jobs), [0] * len(jobs), [0] * len(jobs)
         for number, one in parts:
             keys[number] = len(one.keys) // key_bytes
             blocks[number] = len(one.block_ids) // m.BLOCK_ID_BYTES
@@ -146,9 +162,9 @@ def _blocks_of(jobs: Sequence[Job], key_bytes: int) -> list[m.GroupBlocks]:
         found.append(
             m.GroupBlocks(
                 group,
-                counts(keys),
-                counts(blocks),
-                counts(firsts) if any(firsts) else b"",
+                struct.pack(numbers, *keys),
+                struct.pack(numbers, *blocks),
+                struct.pack(numbers, *firsts) if any(firsts) else b"",
                 b"".join([one.keys for _, one in parts]),
                 b"".join([one.block_ids for _, one in parts]),
                 b"".join([one.parents for _, one in parts]),
@@ -156,8 +172,3 @@ def _blocks_of(jobs: Sequence[Job], key_bytes: int) -> list[m.GroupBlocks]:
             )
         )
     return found
-
-
-def counts(numbers: Sequence[int]) -> bytes:
-    """Numbers as GroupBlocks has them."""
-    return struct.pack(f"<{len(numbers)}I", *numbers)

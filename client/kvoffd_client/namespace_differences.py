@@ -114,6 +114,8 @@ def explain(one: str, other: str) -> list[Difference]:
     for name, here, there in differences(one, other):
         if name == "groups":
             found |= dict(_of_groups(here, there))
+        elif name == "fields":  # of NamespaceSpec.named
+            found |= dict(_of_groups([here], [there]))
         else:
             found[name] = here, there
     kv, weights = found.get("kv_cache_dtype"), found.get("weights_dtype")

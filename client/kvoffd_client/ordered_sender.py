@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvoffd_client.jobs import Job
 from kvoffd_proto.errors import ErrorCode
 
 log = logging.getLogger("kvoffd_client")
@@ -30,10 +31,10 @@ class _Step:
     """Jobs that are sent together."""
 
     event: Event
-    job_ids: list[int]
-    """Those that are not withdrawn."""
-    send: Callable[[list[int]], None]
-    fail: Callable[[int, ErrorCode], None]
+    jobs: dict[int, Job]
+    """Those that are not withdrawn, by id."""
+    send: Callable[[list[Job]], None]
+    fail: Callable[[Job, ErrorCode], None]
 
 
 class OrderedSender:
@@ -53,17 +54,17 @@ class OrderedSender:
         self._thread.start()
 
     def submit(
-        self, job_ids: Iterable[int], send: Callable[[list[int]], None], fail: Callable[[int, ErrorCode], None]
+        self, jobs: Iterable[Job], send: Callable[[list[Job]], None], fail: Callable[[Job, ErrorCode], None]
     ) -> None:
         """Have ``send`` called with the jobs when what the caller's stream holds now is done; does not wait for it.
 
         ``fail`` is called with each job that will not be sent, as ``send`` is in the sender's thread, or in the caller
         of ``withdraw``; neither may wait. An error of ``record`` is raised here.
         """
-        step = _Step(self._record(), list(job_ids), send, fail)
+        step = _Step(self._record(), {job.job_id: job for job in jobs}, send, fail)
         with self._changed:
             self._steps.append(step)
-            self._step_of.update(dict.fromkeys(step.job_ids, step))
+            self._step_of.update(dict.fromkeys(step.jobs, step))
             self._changed.notify_all()
 
     def withdraw(self, job_ids: Iterable[int], patience_s: float = 0.0) -> list[int]:
@@ -74,8 +75,7 @@ class OrderedSender:
             taken = [job_id for job_id in wanted if job_id in self._step_of]
             for job_id in taken:
                 step = self._step_of.pop(job_id)
-                step.job_ids.remove(job_id)
-                step.fail(job_id, ErrorCode.CANCELLED)
+                step.fail(step.jobs.pop(job_id), ErrorCode.CANCELLED)
             self._changed.notify_all()
         return taken
 
@@ -104,7 +104,7 @@ class OrderedSender:
                     return
                 self._steps.popleft()
                 self._finish(step, error)
-                for job_id in step.job_ids:
+                for job_id in step.jobs:
                     del self._step_of[job_id]
                 self._changed.notify_all()
 
@@ -115,20 +115,20 @@ class OrderedSender:
                 self._changed.wait_for(lambda: self._closed or self._steps)
                 if self._closed:
                     return None
-                if self._steps[0].job_ids:
+                if self._steps[0].jobs:
                     return self._steps[0]
                 self._steps.popleft()
 
     def _finish(self, step: _Step, error: Exception | None) -> None:
         """Send or fail jobs. Under the lock, so that ``withdraw`` finds each of them either unsent or sent."""
-        if not step.job_ids:
+        if not step.jobs:
             return
         try:
             if error is None:
-                step.send(step.job_ids)
+                step.send(list(step.jobs.values()))
                 return
-            log.error("%d jobs are not sent, since the GPU failed: %s", len(step.job_ids), error)
+            log.error("%d jobs are not sent, since the GPU failed: %s", len(step.jobs), error)
         except Exception:
-            log.exception("%d jobs could not be sent.", len(step.job_ids))
-        for job_id in step.job_ids:
-            step.fail(job_id, ErrorCode.COPY_FAILED)
+            log.exception("%d jobs could not be sent.", len(step.jobs))
+        for job in step.jobs.values():
+            step.fail(job, ErrorCode.COPY_FAILED)

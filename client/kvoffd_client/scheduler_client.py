@@ -21,7 +21,6 @@ from kvoffd_client.session import (
     ReplyOrError,
     Session,
     Transport,
-    new_lease_id,
 )
 from kvoffd_proto import messages as m
 from kvoffd_proto.events import SEQUENCE_BYTES, KvEvent, kv_topic
@@ -135,10 +134,18 @@ class SchedulerClient(Session):
         Raises:
             ValueError: the keys of a group are not a whole number of the namespace's key_bytes.
         """
-        with self._transport.lock as now:
+        size = self._namespace.key_bytes
+        lengths = [len(item.keys) for item in groups]
+        for item in groups:
+            if len(item.keys) % size:
+                self._namespace.count_keys(item.keys)  # which raises
+        with self._transport.lock:
+            now = self._transport.now()
             if not self.ready or self._limits is None:
                 return Lookup(0, done=True, failed=True)
-            parts, lease_id = self._parts_of(groups), new_lease_id(self._rng)
+            fits = sum(lengths) <= self._limits.max_keys_per_request * size
+            parts = [(range(len(groups)), list(groups))] if fits else self._cut(groups)
+            lease_id = self._rng.getrandbits(63) | 2**32  # random: who knows it may load
             found = Lookup(lease_id, waiter=self._transport.wait, missing=len(parts), partial=[b""] * len(groups))
             self._unanswered[lease_id] = found
             for places, asked in parts:
@@ -157,10 +164,12 @@ class SchedulerClient(Session):
             self._release(lease_id, unused)
 
     def invalidate(self, groups: Sequence[m.GroupKeys]) -> None:
-        """Have the daemon drop blocks that proved unusable. Does nothing when not ready."""
+        """Have the daemon drop blocks that proved unusable. Does nothing when not ready. Raises ValueError."""
+        for item in groups:
+            self._namespace.count_keys(item.keys)
         with self._transport.lock:
             if self.ready and self._limits is not None:
-                for _, keys in self._parts_of(groups):
+                for _, keys in self._cut(groups):
                     self._send(m.Invalidate(m.NO_REPLY, self._fingerprint, keys))
 
     def report(
@@ -177,10 +186,11 @@ class SchedulerClient(Session):
 
     def note_request(self, report: m.RequestReport) -> None:
         """Tell operators what became of a request, in a second or so; where there are very many, of the last ones."""
-        with self._transport.lock as now:
+        with self._transport.lock:
             self._reports.append(report)
-            self._report_at = min(self._report_at, now + REPORT_PAUSE_S)
+            self._report_at = min(self._report_at, self._transport.now() + REPORT_PAUSE_S)
             self._role_wake_at = min(self._role_wake_at, self._report_at)
+            self._transport.notify()
 
     def reset(self, timeout_s: float = 2.0) -> bool:
         """Drop every block of the namespace and wait until that is done; False when the daemon did not confirm it."""
@@ -269,21 +279,13 @@ class SchedulerClient(Session):
         elif held or not isinstance(reply, RequestRefused):
             self._release(found.lease_id)  # the daemon may answer later and pin blocks in vain
 
-    def _parts_of(self, groups: Sequence[m.GroupKeys]) -> list[tuple[Sequence[int], list[m.GroupKeys]]]:
+    def _cut(self, groups: Sequence[m.GroupKeys]) -> list[tuple[Sequence[int], list[m.GroupKeys]]]:
         """Cut keys into what one request may name; the daemon answers requests in their order.
 
-        Of each request the places of its groups in ``groups``, and their keys. Raises ValueError.
+        Of each request the places of its groups in ``groups``, and their keys.
         """
         assert self._limits is not None
-        size = self._namespace.key_bytes
-        most = room = self._limits.max_keys_per_request * size
-        total = 0
-        for item in groups:
-            total += len(item.keys)
-            if len(item.keys) % size:
-                raise ValueError(f"{len(item.keys)} bytes are not a whole number of keys of {size} bytes each.")
-        if total <= most:
-            return [(range(len(groups)), list(groups))]
+        most = room = self._limits.max_keys_per_request * self._namespace.key_bytes
         parts: list[tuple[list[int], list[m.GroupKeys]]] = [([], [])]
         for place, asked in enumerate(groups):
             begin = 0

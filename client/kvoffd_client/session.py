@@ -109,9 +109,11 @@ class Transport(Protocol):
     def start(self, session: Session) -> None:
         """Begin to drive a session, whose methods are called with the lock held."""
 
-    @property
-    def lock(self) -> AbstractContextManager[float]:
-        """Held for a ``with`` block, which is given the time. Raises ForkedProcess in a forked child."""
+    lock: AbstractContextManager[object]
+    """Held for a ``with`` block. Raises ForkedProcess in a forked child."""
+
+    def now(self) -> float:
+        """Seconds of a clock that never goes back."""
 
     def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until ``ready()``, called with the lock held, or the session is closed; returns what it says then.
@@ -136,8 +138,8 @@ class Transport(Protocol):
     def attach(self, message: Attach, fd: int) -> None:
         """Send a descriptor over the lifeline. Raises OSError."""
 
-    def send(self, frame: bytes) -> bool:
-        """Send a message to the jobs socket; False when its queue is full."""
+    def send(self, frame: bytes, due: float) -> bool:
+        """Send a message to the jobs socket; False when its queue is full. ``due``: when ``tick`` is for its sake."""
 
     def disconnect(self, *, drain: bool) -> None:
         """Close all sockets: to the daemon this is the client's death.
@@ -147,7 +149,7 @@ class Transport(Protocol):
         """
 
     def notify(self) -> None:
-        """Something changed that a thread may wait for."""
+        """Something changed that a thread may wait for, or ``tick`` is due earlier."""
 
 
 class Phase(Enum):
@@ -165,11 +167,6 @@ class Phase(Enum):
 
 
 CONNECTED = (Phase.GREETING, Phase.HELLO, Phase.ATTACHING, Phase.REGISTERING, Phase.READY)
-
-
-def new_lease_id(rng: random.Random) -> int:
-    """A random id for a lease: who knows it may load."""
-    return rng.getrandbits(63) | 2**32
 
 
 class Session(Closing):
@@ -212,6 +209,10 @@ class Session(Closing):
         self._session_id = 0
         self._limits: m.Limits | None = None
         self._credit_bytes = 0
+        self.ready = False
+        """The session is open, with all that the client opens in it, and the daemon answers. Read only."""
+        self._wanted = True
+        """False once what the client is for was given up: it is not ready any more."""
         self._responsive = True
         """False while the daemon owes a reply for longer than ``unresponsive_after_s``."""
         self._problem: str | None = f"The client has not reached the kvoffd daemon in {self.directory} yet."
@@ -224,7 +225,6 @@ class Session(Closing):
         """Since when the daemon has owed a reply without sending any."""
         self._next_request_id = itertools.count(1).__next__
         self._retry_at = 0.0
-        self._attempts = 0
         self._failed_attempts = 0
         self._absent_attempts = 0
         self._ready_at = 0.0
@@ -241,20 +241,9 @@ class Session(Closing):
     # --- for any thread --------------------------------------------------------------------------
 
     @property
-    def ready(self) -> bool:
-        """The session is open, with all that the client opens in it, and the daemon answers."""
-        return self._phase is Phase.READY and self._responsive
-
-    @property
     def epoch(self) -> int:
         """The daemon's life this client is (or was last) connected to; 0 before the first."""
         return self._epoch
-
-    @property
-    def max_keys(self) -> int:
-        """Keys of which a session may have blocks leased; 0 when not ready."""
-        limits = self._limits
-        return limits.max_leased_keys if self.ready and limits is not None else 0
 
     @property
     def credit_bytes(self) -> int:
@@ -287,8 +276,8 @@ class Session(Closing):
     def _outcome_of(self, start: Callable[[list[T], float, float], None], timeout_s: float) -> list[T]:
         """Call ``start`` with a list, the time and the timeout, under the lock; wait until it appends to the list."""
         outcome: list[T] = []
-        with self._transport.lock as now:
-            start(outcome, now, timeout_s)
+        with self._transport.lock:
+            start(outcome, self._transport.now(), timeout_s)
         self._transport.wait(lambda: bool(outcome), timeout_s)
         return outcome
 
@@ -328,7 +317,8 @@ class Session(Closing):
             if now >= owed_since + patience_s * DEAF_AFTER:
                 self.disconnect(problem, now)
             elif self._responsive:
-                self._responsive, self._problem = False, problem
+                self._responsive = self.ready = False
+                self._problem = problem
                 self._warn(problem)
                 self._transport.notify()
         self._role_tick(now)
@@ -336,25 +326,33 @@ class Session(Closing):
     # --- requests --------------------------------------------------------------------------------
 
     def _send(
-        self, message: m.AnyRequest, now: float = 0.0, on_reply: OnReply | None = None, timeout_s: float | None = None
+        self,
+        message: m.AnyRequest,
+        now: float = 0.0,
+        on_reply: OnReply | None = None,
+        timeout_s: float | None = None,
+        due: float = NEVER,
     ) -> KvoffdClientError | None:
         """Send a message; returns the reason when it cannot go out.
 
         ``on_reply`` is called once, possibly before this returns: with the reply, or with the reason why there is none.
+        ``due``: when the role has something to do for the message's sake.
         """
         frame, limits = encode(message), self._limits
+        if on_reply is not None:
+            deadline = now + (self._options.request_timeout_s if timeout_s is None else timeout_s)
+            due = min(due, deadline, now + self._options.unresponsive_after_s)
         refused: KvoffdClientError | None = None
         if limits is not None and len(frame) > limits.max_frame_bytes:
             sentence = f"The request has {len(frame)} bytes and the daemon takes {limits.max_frame_bytes}; send less."
             refused = RequestRefused(ErrorCode.TOO_LARGE, sentence)
         elif on_reply is not None and len(self._pending) >= MAX_PENDING_REQUESTS:
             refused = DaemonUnavailable(f"{len(self._pending)} requests wait for the daemon already.")
-        elif not self._transport.send(frame):
+        elif not self._transport.send(frame, due):
             refused = DaemonUnavailable(f"The daemon in {self.directory} does not read its socket.")
         if on_reply is not None and refused is not None:
             on_reply(refused, now)
         elif on_reply is not None:
-            deadline = now + (self._options.request_timeout_s if timeout_s is None else timeout_s)
             self._pending[message.request_id] = deadline, on_reply
             self._next_expiry = min(self._next_expiry, deadline)
             self._owed_since = min(self._owed_since, now)
@@ -365,8 +363,8 @@ class Session(Closing):
         if self._phase is not Phase.READY and (self._phase not in CONNECTED or self._phase is Phase.GREETING):
             return
         if not self._responsive:
-            self._responsive = True
-            self._problem = None
+            self._responsive, self._problem = True, None
+            self.ready = self._phase is Phase.READY and self._wanted
             self._last_warning = ""
             self._transport.notify()
         entry = self._pending.pop(reply.request_id, None)
@@ -398,7 +396,6 @@ class Session(Closing):
     # --- connecting ------------------------------------------------------------------------------
 
     def _connect(self, now: float) -> None:
-        self._attempts += 1
         try:
             self._transport.open()
         except OSError as error:
@@ -463,8 +460,8 @@ class Session(Closing):
             self._fail_handshake("OpenNamespace", reply, now)
 
     def _become_ready(self, now: float) -> None:
-        self._phase = Phase.READY
-        self._ready_at = now
+        self._phase, self._ready_at = Phase.READY, now
+        self.ready = self._responsive and self._wanted
         self._handshake_deadline = NEVER
         self._problem = self._refusal = None
         self._last_warning = ""
@@ -534,7 +531,7 @@ class Session(Closing):
 
     def _reset_connection(self, reason: KvoffdClientError, now: float) -> None:
         self._credit_bytes = 0
-        self._responsive = True
+        self.ready, self._responsive = False, True
         self._handshake_deadline = self._next_expiry = self._owed_since = NEVER
         pending, self._pending = self._pending, {}
         for _, on_reply in pending.values():

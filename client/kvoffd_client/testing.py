@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd_client.admin_client import ask_health
 from kvoffd_client.errors import DaemonUnavailable
+from kvoffd_client.health_request import ask_health
 from kvoffd_client.jobs import GroupTransfer
 from kvoffd_client.memory import Registration, SharedMemory
 from kvoffd_client.namespace import NamespaceSpec

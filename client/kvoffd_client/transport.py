@@ -19,7 +19,7 @@ import zmq
 
 from kvoffd_client.errors import ForkedProcess
 from kvoffd_client.session import NEVER, ClientOptions, Session
-from kvoffd_proto.codec import CodecError, decode_reply
+from kvoffd_proto.codec import CODEC_ERRORS, decode_reply
 from kvoffd_proto.lifeline import (
     Attach,
     FrameBuffer,
@@ -59,7 +59,7 @@ _RELEASED = encode_frame(MemoryReleased())
 _LEAVING = encode_frame(Leaving())
 
 
-class SocketTransport(AbstractContextManager[float]):
+class SocketTransport:
     """The ``Transport`` over real sockets.
 
     The user's threads call the session directly, under the lock, and send from there: a request is on its way before
@@ -68,39 +68,34 @@ class SocketTransport(AbstractContextManager[float]):
 
     ZeroMQ's descriptors are edge-triggered: they tell of what comes after a socket was seen empty, and not of what a
     later use of the socket has noticed. Hence one rule: **who has used a socket reads it empty before it releases the
-    lock.** To ask a socket costs system calls, so that one is asked only if it is in ``_look_at``: it was used, or its
-    descriptor tells of something. What is left there, since one hold of the lock reads no more, wakes the thread.
+    lock, or wakes the thread, which does.**
     """
 
     def __init__(self, directory: str, options: ClientOptions) -> None:
         self._paths = SocketPaths(Path(directory))
         self._options = options
-        self.lock = self
-        self._forked = False
-        """This is a forked child, whose parent the sockets are."""
-        self._lock = threading.Lock()
+        self.lock: AbstractContextManager[object] = threading.Lock()
+        self.now = time.monotonic
         self._context = zmq.Context(io_threads=1)
         self._stream: LifelineStream | None = None
         self._frames = FrameBuffer()
         self._draining = False
         """The stream is one that we have closed, and is read until the daemon has released the memory."""
         self._jobs: zmq.Socket[bytes] | None = None
-        self._jobs_fd = -1
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
-        """By the descriptor that tells of messages."""
-        self._look_at: set[int] = set()
-        """Descriptors of the sockets that may have messages which end no sleep."""
+        """By the descriptor that tells of messages: to ask a socket for it takes longer than to poll it."""
         self._messages = select.epoll()
         """Readable when a message wakes the transport's own thread."""
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._sleeping_until = 0.0
+        self._due = NEVER
+        """When to wake at the latest, as ``send`` was told: not only until the reply, or each request would do it."""
         self._waiting: list[int] = []
         """By waiting thread, a descriptor that wakes it."""
-        self._reading = -1
-        """That of the waiting thread that holds the lock: it sees by itself what it has changed."""
+        self._reading: int | None = None
+        """While a thread holds the lock that reads the sockets: its descriptor among these, -1 where it has none. It
+        sees by itself what it has changed."""
         self._spare: list[int] = []
-        self._pollers: dict[int, select.poll] = {}
-        """By that descriptor, of it and the sockets; by -1, of the sockets alone. Made anew when sockets change."""
         self._closed = False
         self._last_error = ""
         self._session: Session
@@ -116,51 +111,35 @@ class SocketTransport(AbstractContextManager[float]):
 
     # --- for any thread --------------------------------------------------------------------------
 
-    def __enter__(self) -> float:
-        if self._forked:
-            raise ForkedProcess(
-                "This kvoffd client was made before the process forked; make a new client in the child "
-                "(or start the child with the spawn method)."
-            )
-        self._lock.acquire()
-        return time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            if self._look_at:
-                self._receive()
-            if self._sleeping_until and (self._look_at or self._session.wake_at() < self._sleeping_until):
-                self._sleeping_until = 0.0
-                os.eventfd_write(self._wake_fd, 1)
-        finally:
-            self._lock.release()
-
     def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
         wake_fd, deadline = -1, time.monotonic() + timeout_s
         while True:
-            with self as now:
+            with self.lock:
                 # Before the first sleep too: where this thread has computed since it sent a request, the transport's
                 # own still waits for the GIL, to read the reply.
                 self._reading = wake_fd
-                self._read_sockets()
-                self._reading = -1
+                try:
+                    unread = self._receive()
+                finally:
+                    self._reading = None
+                now = time.monotonic()
                 if (done := ready()) or self._closed or now >= deadline:
-                    self._end_to_wait(wake_fd)
+                    self._end_to_wait(wake_fd, unread=unread)
                     return done
                 if wake_fd < 0:
                     wake_fd = self._spare.pop() if self._spare else os.eventfd(0, os.EFD_CLOEXEC)
                     self._waiting.append(wake_fd)
                     self._wake_thread_by_messages()
-                poller = self._poller(wake_fd)
+                poller = _poller_of(wake_fd, *self._sockets)
             try:
-                if (wake_fd, select.POLLIN) in poller.poll((deadline - now) * 1000):
+                if (wake_fd, select.POLLIN) in poller.poll(0 if unread else (deadline - now) * 1000):
                     os.eventfd_read(wake_fd)
             except BaseException:  # such as KeyboardInterrupt
-                with self:
-                    self._end_to_wait(wake_fd)
+                with self.lock:
+                    self._end_to_wait(wake_fd, unread=True)
                 raise
 
-    def _end_to_wait(self, wake_fd: int) -> None:
+    def _end_to_wait(self, wake_fd: int, *, unread: bool) -> None:
         if wake_fd >= 0:
             self._waiting.remove(wake_fd)
             self._wake_thread_by_messages()
@@ -168,16 +147,23 @@ class SocketTransport(AbstractContextManager[float]):
                 os.close(wake_fd)
             else:
                 self._spare.append(wake_fd)
+        if unread:
+            self._wake_thread()
 
     def _wake_thread_by_messages(self) -> None:
         """Or not, while a thread waits, which reads them itself."""
         for fd in self._sockets if len(self._waiting) < 2 else ():
             self._messages.modify(fd, 0 if self._waiting else select.EPOLLIN)
 
+    def _wake_thread(self) -> None:
+        if self._sleeping_until:
+            self._sleeping_until = 0.0
+            os.eventfd_write(self._wake_fd, 1)
+
     def stop(self) -> None:
-        if self._forked:
+        if isinstance(self.lock, _ParentsLock):
             return
-        with self._lock:
+        with self.lock:
             if not self._closed:
                 self._closed = True
                 self._session.on_close(time.monotonic())
@@ -202,7 +188,6 @@ class SocketTransport(AbstractContextManager[float]):
             for topic in topics:
                 events.setsockopt(zmq.SUBSCRIBE, topic)
         self._jobs = self._connected(zmq.DEALER, self._paths.jobs, route)
-        self._jobs_fd = self._jobs.FD
         self.notify()  # who waits must poll these
 
     def _connected(self, kind: int, path: Path, route: bytes = b"") -> zmq.Socket[bytes]:
@@ -220,8 +205,6 @@ class SocketTransport(AbstractContextManager[float]):
         made.connect(f"ipc://{path}")
         self._sockets[made.FD] = made
         self._messages.register(made.FD, 0 if self._waiting else select.EPOLLIN)
-        self._look_at.add(made.FD)
-        self._pollers.clear()
         return made
 
     def attach(self, message: Attach, fd: int) -> None:
@@ -229,15 +212,17 @@ class SocketTransport(AbstractContextManager[float]):
             raise OSError("the lifeline is closed")
         self._stream.send(encode_frame(message), [fd])
 
-    def send(self, frame: bytes) -> bool:
+    def send(self, frame: bytes, due: float) -> bool:
         if self._jobs is None:
             return False
         try:
             self._jobs.send(frame, _NOW)
         except zmq.Again:
             return False
-        if cast(int, self._jobs.get(_EVENTS)) & _READABLE:
-            self._look_at.add(self._jobs_fd)
+        unread = self._reading is None and cast(int, self._jobs.get(_EVENTS)) & _READABLE
+        if unread or due < self._sleeping_until:
+            self._due = due
+            self._wake_thread()
         return True
 
     def disconnect(self, *, drain: bool) -> None:
@@ -256,13 +241,13 @@ class SocketTransport(AbstractContextManager[float]):
             connected.close(linger=0)
         self._jobs = None
         self._sockets.clear()
-        self._look_at.clear()
-        self._pollers.clear()
 
     def notify(self) -> None:
         for fd in self._waiting:
             if fd != self._reading:
                 os.eventfd_write(fd, 1)
+        if self._session.wake_at() < self._sleeping_until:
+            self._wake_thread()
 
     def _close_stream(self) -> None:
         if self._stream is not None:
@@ -271,29 +256,15 @@ class SocketTransport(AbstractContextManager[float]):
 
     # --- reading, with the lock held -------------------------------------------------------------
 
-    def _read_sockets(self) -> None:
-        """Read what has come since they were seen empty."""
-        for fd, _ in self._poller().poll(0):
-            self._look_at.add(fd)
-        if self._look_at:
-            self._receive()
-
-    def _poller(self, wake_fd: int = -1) -> select.poll:
-        if (poller := self._pollers.get(wake_fd)) is None:
-            poller = self._pollers[wake_fd] = _poller_of(*self._sockets, wake_fd)
-        return poller
-
-    def _receive(self) -> None:
-        """Read the sockets empty, or MESSAGES_PER_ROUND messages of each. An error inside ends the connection."""
-        session, jobs = self._session, self._jobs
+    def _receive(self) -> bool:
+        """Read the sockets empty, or MESSAGES_PER_ROUND messages of each: then True. An error ends the connection."""
+        session, jobs, unread = self._session, self._jobs, False
         try:
-            for fd, connected in list(self._sockets.items()):
-                for _ in range(MESSAGES_PER_ROUND if fd in self._look_at else 0):
-                    try:
-                        frames = [connected.recv(_NOW)]
-                    except zmq.Again:
-                        self._look_at.discard(fd)
+            for connected in list(self._sockets.values()):
+                for _ in range(MESSAGES_PER_ROUND):
+                    if not cast(int, connected.get(_EVENTS)) & _READABLE:
                         break
+                    frames = [connected.recv(_NOW)]
                     while connected is not jobs and connected.get(_RCVMORE):
                         frames.append(connected.recv(_NOW))
                     if connected is jobs:
@@ -301,18 +272,18 @@ class SocketTransport(AbstractContextManager[float]):
                     elif len(frames) == 3:
                         session.on_publication(frames[0], frames[1], frames[2], time.monotonic())
                     if self._jobs is not jobs:  # it has ended the session
-                        return
-                    if not cast(int, connected.get(_EVENTS)) & _READABLE:
-                        self._look_at.discard(fd)
-                        break
-        except CodecError as error:
+                        return False
+                else:
+                    unread = True
+        except CODEC_ERRORS as error:
             session.disconnect(f"The daemon sent what is no reply of this protocol ({error}).", time.monotonic())
         except Exception as error:
             self._recover(error)
+        return unread
 
-    def _read_lifeline(self, now: float) -> None:
-        stream, session = self._stream, self._session
-        while stream is not None and not stream.ended and (came := stream.read()) is not None:
+    def _read_lifeline(self, stream: LifelineStream, now: float) -> None:
+        session = self._session
+        while not stream.ended and (came := stream.read()) is not None:
             data, fds = came
             for fd in fds:  # nobody asked for them
                 os.close(fd)
@@ -326,7 +297,7 @@ class SocketTransport(AbstractContextManager[float]):
                     session.disconnect(f"The daemon's lifeline cannot be understood: {error}", now)
             if stream is not self._stream:  # the session has closed it
                 return
-        if self._draining and stream is not None and stream.released(now):
+        if self._draining and stream.released(now):
             self._close_stream()
             session.on_released(now)
 
@@ -344,37 +315,44 @@ class SocketTransport(AbstractContextManager[float]):
     # --- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        told: list[int] = []
         while not self._closed:
             try:
                 while not self._closed:
-                    self._run_once()
+                    told = self._run_once(told)
             except Exception as error:
-                with self._lock:
-                    self._sleeping_until = 0.0
+                with self.lock:
+                    self._sleeping_until, self._reading = 0.0, None
                     self._recover(error)
                 time.sleep(ERROR_PAUSE_S)
-        with self._lock:
+        with self.lock:
             self._shut()
 
-    def _run_once(self) -> None:
-        with self._lock:
+    def _run_once(self, told: list[int]) -> list[int]:
+        """Do what is due, and sleep; returns the descriptors that ended the sleep, which are given the next time."""
+        with self.lock:
             if self._closed:
-                return
-            self._sleeping_until = 0.0
+                return []
+            self._sleeping_until, self._reading = 0.0, -1
             # Completions before the end: what arrived before the daemon died still counts.
-            self._read_sockets()
+            self._receive()
             now = time.monotonic()
-            self._read_lifeline(now)
+            if self._stream is not None and (self._draining or self._stream.fileno() in told):
+                self._read_lifeline(self._stream, now)
             self._session.tick(now)
-            self._receive()  # last: see the rule above
+            unread = self._receive()  # last: see the rule above
+            self._reading = None
             stream = self._stream
-            wake_at = min(self._session.wake_at(), NEVER if stream is None else stream.wake_at())
-            pause = 0.0 if self._look_at else min(max(0.0, wake_at - now), MAX_SLEEP_S)
+            if self._due <= now:
+                self._due = NEVER
+            wake_at = min(self._session.wake_at(), self._due, NEVER if stream is None else stream.wake_at())
+            pause = 0.0 if unread else min(max(0.0, wake_at - now), MAX_SLEEP_S)
             self._sleeping_until = now + pause
             poller = _poller_of(self._messages.fileno(), self._wake_fd, -1 if stream is None else stream.fileno())
         told = [fd for fd, _ in poller.poll(pause * 1000)]
         if self._wake_fd in told:
             os.eventfd_read(self._wake_fd)
+        return told
 
     def _shut(self) -> None:
         self.disconnect(drain=False)
@@ -386,14 +364,26 @@ class SocketTransport(AbstractContextManager[float]):
 
     def leave(self) -> None:
         """Have the end of the process that follows count as meant."""
-        if self._stream is not None and not self._forked:
+        if self._stream is not None and not isinstance(self.lock, _ParentsLock):
             self._stream.leave()
 
     def forget_in_child(self) -> None:
         """Close the lifeline in a forked child: its EOF must mean the parent's death."""
-        self._forked = True
+        self.lock = _ParentsLock()
         if self._stream is not None:
             self._stream.close()
+
+
+class _ParentsLock(AbstractContextManager[object]):
+    """In a forked child, where the sockets are the parent's."""
+
+    def __enter__(self) -> object:
+        raise ForkedProcess(
+            "This kvoffd client was made before the process forked; make a new client in the child "
+            "(or start the child with the spawn method)."
+        )
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 def _poller_of(*fds: int) -> select.poll:

@@ -24,7 +24,7 @@ from kvoffd_client.session import (
     Transport,
 )
 from kvoffd_proto import messages as m
-from kvoffd_proto.codec import CodecError, decode_completions
+from kvoffd_proto.codec import CODEC_ERRORS, decode_completions
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import session_topic
 from kvoffd_proto.lifeline import Attach, Attached, AttachRefused
@@ -97,8 +97,6 @@ class WorkerClient(Session):
         self._namespace = namespace
         self._registration = registration
         self._registration_id = b""
-        self._registration_wanted = True
-        """False once the registration was given up for good."""
         self._handles: list[Handle] = []
         self._fds: list[int] = []
         self._attached_count = 0
@@ -117,11 +115,6 @@ class WorkerClient(Session):
         self._transport.start(self)
 
     # --- for any thread --------------------------------------------------------------------------
-
-    @property
-    def ready(self) -> bool:
-        """The memory is registered and the daemon answers: jobs are sent."""
-        return self._phase is Phase.READY and self._responsive and self._registration_wanted
 
     @property
     def unfinished(self) -> int:
@@ -149,27 +142,48 @@ class WorkerClient(Session):
             ValueError: a job of the same id is unfinished, or lengths in ``groups`` do not fit.
             TypeError: keys or block ids are no bytes.
         """
+        namespace = self._namespace
+        sizes = [job.checked_size(len(namespace.groups), namespace.key_bytes) for job in jobs]
         ids = {job.job_id for job in jobs}
-        for job in jobs:
-            self._check(job.groups)
         if max(ids, default=0) >= FIRST_PART_ID:
             raise ValueError(f"Job ids are below {FIRST_PART_ID}; {max(ids)} is not.")
-        with self._transport.lock as now:
+        with self._transport.lock:
+            now = self._transport.now()
             if len(ids) < len(jobs) or not ids.isdisjoint(self._jobs):
                 raise ValueError("A job of the same id is unfinished; use another id.")
             limits = self._limits
             if not self.ready or limits is None:
                 self._refuse(jobs, ErrorCode.SESSION_ENDED)
                 return
-            if refused := jobs[max(0, limits.max_jobs_in_flight - len(self._sent)) :]:
-                self._refuse(refused, ErrorCode.TOO_MANY)
-            self._send_jobs(jobs[: len(jobs) - len(refused)], limits, now)
+            accepted = max(0, limits.max_jobs_in_flight - len(self._sent))
+            if len(jobs) > accepted:
+                self._refuse(jobs[accepted:], ErrorCode.TOO_MANY)
+            most_keys = limits.max_keys_per_request * namespace.key_bytes
+            batch: list[tuple[Job, int]] = []
+            keys = nbytes = 0
+            for job, (of_keys, in_frame) in zip(jobs[:accepted], sizes, strict=False):
+                keys, nbytes = keys + of_keys, nbytes + in_frame
+                full = keys > most_keys or nbytes > limits.max_frame_bytes
+                if batch and (full or len(batch) == limits.max_jobs_per_message):
+                    self._send_submit(batch, now)
+                    batch, keys, nbytes = [], of_keys, in_frame
+                parts = [job]
+                if of_keys > most_keys or in_frame > limits.max_frame_bytes // 2:
+                    per_key = namespace.key_bytes, self._registration.blocks_per_key
+                    parts = job.parts(of_keys, in_frame, *per_key, limits, self._next_part_id)
+                    self._next_part_id += len(parts)
+                self._jobs[job.job_id] = Unfinished(job, now, len(parts))
+                batch.append((parts[-1], job.job_id))
+                for part in parts[:-1]:
+                    self._send_submit([(part, job.job_id)], now)
+            if batch:
+                self._send_submit(batch, now)
 
     def take_results(self) -> list[m.JobResult]:
         """Results since the last call, those included that have arrived and were not read yet."""
         if not self._jobs and not self._results:  # vLLM asks in every step
             return []
-        self.poll()
+        self._transport.wait(bool, 0.0)  # reads what has arrived
         with self._transport.lock:
             taken, self._results = self._results, []
         return taken
@@ -196,8 +210,8 @@ class WorkerClient(Session):
             self._cancel(wanted, unsent)
         if self._transport.wait(lambda: not self._has_any(wanted), timeout_s):
             return
-        with self._transport.lock as now:
-            self._abandon_stores(wanted, now)
+        with self._transport.lock:
+            self._abandon_stores(wanted, self._transport.now())
         while not self._transport.wait(lambda: not self._has_any(wanted), LOAD_WAIT_S):
             log.warning("Still waiting for loads: the daemon neither finishes them nor ends.")
 
@@ -214,44 +228,7 @@ class WorkerClient(Session):
         super().close()
         self._registration.close_exports()
 
-    def _check(self, groups: Sequence[GroupTransfer]) -> None:
-        groups_known = len(self._namespace.groups)
-        if len(groups) > 1 and len({item.group for item in groups}) < len(groups):
-            raise ValueError("A job names a group twice; put its keys into one GroupTransfer.")
-        for item in groups:
-            if not isinstance(item.keys, bytes) or not isinstance(item.block_ids, bytes):
-                raise TypeError("A GroupTransfer has bytes; GroupTransfer.of(keys, block_ids) makes it from lists.")
-            if not 0 <= item.group < groups_known:
-                raise ValueError(f"The namespace has {groups_known} groups; {item.group} is none of them.")
-            if len(item.keys) % self._namespace.key_bytes:
-                raise ValueError(f"{len(item.keys)} bytes are not a whole number of the namespace's keys.")
-            if len(item.block_ids) % m.BLOCK_ID_BYTES:
-                raise ValueError(f"{len(item.block_ids)} bytes are not a whole number of int32 block ids.")
-
     # --- jobs, with the lock held ----------------------------------------------------------------
-
-    def _send_jobs(self, jobs: Sequence[Job], limits: m.Limits, now: float) -> None:
-        most_keys = limits.max_keys_per_request * self._namespace.key_bytes
-        batch: list[tuple[Job, int]] = []
-        keys = nbytes = 0
-        for job in jobs:
-            of_keys, in_frame = job.size()
-            keys, nbytes = keys + of_keys, nbytes + in_frame
-            full = keys > most_keys or nbytes > limits.max_frame_bytes
-            if batch and (full or len(batch) == limits.max_jobs_per_message):
-                self._send_submit(batch, now)
-                batch, keys, nbytes = [], of_keys, in_frame
-            parts = [job]
-            if of_keys > most_keys or in_frame > limits.max_frame_bytes // 2:
-                sizes = self._namespace.key_bytes, self._registration.blocks_per_key
-                parts = job.parts(*sizes, limits, self._next_part_id)
-                self._next_part_id += len(parts)
-            self._jobs[job.job_id] = Unfinished(job, now, len(parts))
-            batch.append((parts[-1], job.job_id))
-            for part in parts[:-1]:
-                self._send_submit([(part, job.job_id)], now)
-        if batch:
-            self._send_submit(batch, now)
 
     def _send_submit(self, batch: Sequence[tuple[Job, int]], now: float) -> None:
         """Send jobs, each with the id of the job that it is or is a part of."""
@@ -259,10 +236,10 @@ class WorkerClient(Session):
         self._sent.update((job.job_id, Sent(job, of_job, request_id)) for job, of_job in batch)
         ids = request_id, self._registration_id, self._namespace.key_bytes
         message = submit_of(*ids, jobs, self._sequence)
-        if (refused := self._send(message)) is not None:
+        due = self._role_wake_at = min(self._role_wake_at, now + JOB_PATIENCE_S)
+        if (refused := self._send(message, due=due)) is not None:
             code = refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY
             self._fail_sent([job.job_id for job in jobs], code, now)
-        self._role_wake_at = min(self._role_wake_at, now + JOB_PATIENCE_S)
 
     def _refuse(self, jobs: Iterable[Job], code: ErrorCode) -> None:
         self._results += [m.JobResult(job.job_id, False, 0, 0.0, code, job.keys) for job in jobs]
@@ -316,7 +293,7 @@ class WorkerClient(Session):
             self.disconnect("Running stores were abandoned; the client connects again.", now)
 
     def _unregister(self, outcome: list[bool], now: float, timeout_s: float) -> None:
-        self._registration_wanted = False
+        self.ready = self._wanted = False
         if self._phase is not Phase.READY:
             if self._phase in CONNECTED:
                 self.disconnect("The registration was ended.", now)
@@ -336,7 +313,7 @@ class WorkerClient(Session):
 
     def _after_namespace_opened(self, now: float) -> None:
         self._attached_count = 0
-        if not self._registration_wanted:
+        if not self._wanted:
             self._become_ready(now)
             return
         self._handles, self._fds = self._registration.handles()
@@ -399,7 +376,7 @@ class WorkerClient(Session):
             return
         try:
             self._complete(decode_completions(payload), now)
-        except CodecError:
+        except CODEC_ERRORS:
             self._ask_for_results(now)
         if self._ahead:
             self._ask_for_results(now)

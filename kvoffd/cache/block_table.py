@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.pool.allocator import SlotIds
+from kvoffd.pool.allocator import PAGE_BYTES, SlotIds
 from kvoffd.system.native import native
 from kvoffd_proto import messages
 
@@ -43,12 +43,14 @@ class _Blocks(ctypes.Structure):
     """``struct blocks`` of blocks.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("records", "state", "shard", "pins", "missing", "group", "next")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("records", "state", "shard", "pins", "missing", "group", "next", "pages")
+        ),
         ("entries", ctypes.c_void_p),
         ("used", ctypes.c_uint64),
         ("bits", ctypes.c_uint32),
         ("seed", ctypes.c_uint64 * 2),
-        ("group_bytes", ctypes.c_void_p),
         ("crc", ctypes.c_uint32 * 256 * 8),
     )
 
@@ -93,7 +95,9 @@ class BlockTable:
         """Number of the slot's group (see ``policy.Group``)."""
         self.next = np.zeros(slots, np.uint32)
         """The slot of the next rank; behind the last comes the first."""
-        self._arrays = self.state, self.shard, self.pins, self.missing, self.group, self.next
+        self.pages = np.zeros(slots, np.uint32)
+        """Of a block: pages of its slots."""
+        self._arrays = self.state, self.shard, self.pins, self.missing, self.group, self.next, self.pages
         self._native = native()
         self._misses = np.zeros(KNOWN_MISSES, np.uint64)
         self._misses_at = self._misses.ctypes.data
@@ -105,41 +109,28 @@ class BlockTable:
         if not self._native.blocks_open(self.address, os.urandom(16)):
             raise MemoryError
         self._close = weakref.finalize(self, self._native.blocks_close, ctypes.pointer(self._blocks))
-        self.group_bytes = np.zeros(0, np.int64)
-        """By number of a group, bytes of a block's slots."""
-        self._make_buffers(1024)
+        self._make_buffers(512)
 
     def _make_buffers(self, count: int) -> None:
+        count *= 2  # the next are likely to be as many
         self._words, self._bytes = np.empty(count, np.uint32), np.empty(64 * count, np.uint8)
         self._words_at, self._bytes_at = self._words.ctypes.data, self._bytes.ctypes.data
 
     def _buffers(self, count: int) -> None:
         """Have buffers for so many words, and as many keys."""
         if count > len(self._words):
-            self._make_buffers(2 * count)
+            self._make_buffers(count)
 
     @property
     def nbytes(self) -> int:
         """Memory of the index and the arrays, untouched pages among it."""
         return int(8 << self._blocks.bits) + self._misses.nbytes + sum(one.nbytes for one in self._arrays)
 
-    def set_group_bytes(self, group: int, nbytes: int) -> None:
-        """Note the bytes of a block of a group, before its first one."""
-        if group >= len(self.group_bytes):
-            more = np.zeros(max(64, len(self.group_bytes), group + 1 - len(self.group_bytes)), np.int64)
-            self.group_bytes = np.concatenate([self.group_bytes, more])
-            self._blocks.group_bytes = self.group_bytes.ctypes.data
-        self.group_bytes[group] = nbytes
-
-    def bytes_of(self, blocks: BlockIds) -> tuple[int, int]:
-        """The bytes of blocks, and of those of them that nothing pins."""
-        self._native.blocks_bytes(self.address, _packed(blocks), len(blocks), self._counts_at)
-        return self._counts[0], self._counts[1]
-
     def find(self, group: int, keys: bytes, key_bytes: int) -> tuple[bytes, BlockIds]:
         """By key: the state of its block and the number; FREE and NO_BLOCK where there is none."""
         count = len(keys) // key_bytes
-        self._buffers(count)
+        if count > len(self._words):
+            self._make_buffers(count)
         self._native.blocks_find(self.address, group, keys, count, key_bytes, self._bytes_at, self._words_at)
         return self._bytes[:count].tobytes(), self._words[:count].copy()
 
@@ -165,15 +156,24 @@ class BlockTable:
         return self._bytes[:count].tobytes(), self._words[:count].copy()
 
     def enter(
-        self, slots: npt.NDArray[np.uint32], group: int, keys: bytes, key_bytes: int, namespace: int, group_in_it: int
+        self,
+        slots: npt.NDArray[np.uint32],
+        group: int,
+        keys: bytes,
+        key_bytes: int,
+        namespace: int,
+        group_in_it: int,
+        nbytes: int,
     ) -> BlockIds:
         """Make blocks of free slots, [blocks, ranks], for keys none of which is there. Returns their numbers.
 
-        The records name the namespace and its group; all shards are still to be written.
+        The records name the namespace and its group; all shards are still to be written. ``nbytes``: of the slots of
+        one block.
         """
         count, ranks = slots.shape
         entered = self._native.blocks_enter(
-            *(self.address, _packed(slots), count, ranks, group, keys, key_bytes, namespace, group_in_it)
+            *(self.address, _packed(slots), count, ranks, nbytes // PAGE_BYTES),
+            *(group, keys, key_bytes, namespace, group_in_it),
         )
         assert entered == count, "a key is there, a slot is not free, or there is no memory"
         return slots[:, 0].copy()
@@ -228,18 +228,24 @@ class BlockTable:
         self._native.blocks_written_now(self.address, _packed(blocks), len(blocks), self._bytes_at)
         return self._bytes[: len(blocks)].astype(np.bool_)
 
-    def pin(self, blocks: BlockIds) -> BlockIds:
-        """Keep the bytes of blocks, once more for each time one is named. Returns those that nothing pinned before."""
-        return self._pin(blocks, 1)
+    def pin(self, blocks: BlockIds) -> tuple[int, int, int]:
+        """Keep the bytes of blocks, once more for each time one is named.
 
-    def unpin(self, blocks: BlockIds) -> BlockIds:
-        """Undo one pin for each time a block is named. Returns those that nothing pins any more."""
-        return self._pin(blocks, -1)
+        Returns the bytes of all, the bytes of those that nothing pinned before, and how many these are.
+        """
+        found = self._pin(blocks, 1)
+        return self._counts[0] * PAGE_BYTES, self._counts[1] * PAGE_BYTES, found
 
-    def _pin(self, blocks: BlockIds, by: int) -> BlockIds:
-        self._buffers(len(blocks))
-        found = self._native.blocks_pin(self.address, _packed(blocks), len(blocks), by, self._words_at)
-        return self._words[:found].copy()
+    def unpin(self, blocks: BlockIds) -> tuple[BlockIds, int]:
+        """Undo one pin for each time a block is named. Returns those that nothing pins any more, and their bytes."""
+        found = self._pin(blocks, -1)
+        return self._words[:found].copy(), self._counts[1] * PAGE_BYTES
+
+    def _pin(self, blocks: BlockIds, by: int) -> int:
+        if len(blocks) > len(self._words):
+            self._make_buffers(len(blocks))
+        packed = _packed(blocks)
+        return int(self._native.blocks_pin(self.address, packed, len(blocks), by, self._words_at, self._counts_at))
 
     def slots(self, blocks: BlockIds, ranks: int) -> npt.NDArray[np.uint32]:
         """[blocks, ranks] the slots of blocks that have so many."""
@@ -248,6 +254,25 @@ class BlockTable:
         for rank in range(1, ranks):
             found[:, rank] = self.next[found[:, rank - 1]]
         return found
+
+    def all_slots(self, blocks: BlockIds) -> SlotIds:
+        """The slots of all ranks of blocks of any groups, those of each block together."""
+        at, place = blocks, np.arange(len(blocks))
+        slots, places = [], []
+        while at.size:
+            slots.append(at)
+            places.append(place)
+            at = self.next[at]
+            further = self.state[at] == NOT_FIRST
+            at, place = at[further], place[further]
+        return np.concatenate(slots)[np.argsort(np.concatenate(places), kind="stable")] if slots else blocks
+
+    def first_slots(self, slots: SlotIds) -> BlockIds:
+        """The blocks that slots belong to. One that is free, or in quarantine, stands for itself."""
+        slots = slots.copy()
+        while (inside := (self.state[slots] == NOT_FIRST) & (self.group[slots] != 0)).any():
+            slots[inside] = self.next[slots[inside]]
+        return slots
 
     def slots_of_rank(self, blocks: BlockIds, rank: int) -> SlotIds:
         """The slots of one rank's shards."""

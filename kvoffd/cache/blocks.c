@@ -79,8 +79,9 @@ void kvoffd_blocks_find(const struct blocks *x, uint32_t group, const uint8_t *k
 
 /* Makes blocks of free slots, [count][ranks], for keys none of which is there: their records name the namespace and its
  * group, and all their shards are still to be written. Returns how many: fewer where a key is there, or no memory. */
-uint64_t kvoffd_blocks_enter(struct blocks *x, const uint32_t *slots, uint64_t count, uint64_t ranks, uint32_t group,
-                             const uint8_t *keys, uint64_t key_bytes, uint32_t namespace, uint32_t group_in_it)
+uint64_t kvoffd_blocks_enter(struct blocks *x, const uint32_t *slots, uint64_t count, uint64_t ranks, uint32_t pages,
+                             uint32_t group, const uint8_t *keys, uint64_t key_bytes, uint32_t namespace,
+                             uint32_t group_in_it)
 {
     for (uint64_t i = 0; i < count; i++) {
         const uint8_t *key = keys + i * key_bytes;
@@ -104,6 +105,7 @@ uint64_t kvoffd_blocks_enter(struct blocks *x, const uint32_t *slots, uint64_t c
             x->state[slot] = rank ? NOT_FIRST : WRITING;
         }
         x->missing[of_block[0]] = ranks;
+        x->pages[of_block[0]] = pages;
         x->entries[place] = entry_of(hashed, of_block[0]);
         x->used++;
     }
@@ -219,16 +221,21 @@ uint64_t kvoffd_blocks_release(struct blocks *x, const uint32_t *blocks, uint64_
 }
 
 /* Adds `by`, 1 or -1, to the pins of blocks, which may come more than once; writes those that had none, or have none, and
- * returns how many these are. */
-uint64_t kvoffd_blocks_pin(struct blocks *x, const uint32_t *blocks, uint64_t count, int32_t by, uint32_t *changed)
+ * returns how many these are. The sums are the pages of all, and of these. */
+uint64_t kvoffd_blocks_pin(struct blocks *x, const uint32_t *blocks, uint64_t count, int32_t by, uint32_t *changed,
+                           uint64_t sums[2])
 {
     uint64_t found = 0;
 
+    sums[0] = sums[1] = 0;
     for (uint64_t i = 0; i < count; i++) {
         uint32_t before = x->pins[blocks[i]];
         x->pins[blocks[i]] = before + by;
-        if (!before || !x->pins[blocks[i]])
+        sums[0] += x->pages[blocks[i]];
+        if (!before || !x->pins[blocks[i]]) {
             changed[found++] = blocks[i];
+            sums[1] += x->pages[blocks[i]];
+        }
     }
     return found;
 }
@@ -248,17 +255,6 @@ void kvoffd_blocks_keys(const struct blocks *x, const uint32_t *blocks, uint64_t
         if (i + TOGETHER / 2 < count)
             __builtin_prefetch(key_of(x, blocks[i + TOGETHER / 2]));
         memcpy(keys + i * key_bytes, key_of(x, blocks[i]), key_bytes);
-    }
-}
-
-/* Sums the bytes of blocks, and of those of them that nothing pins. */
-void kvoffd_blocks_bytes(const struct blocks *x, const uint32_t *blocks, uint64_t count, int64_t sums[2])
-{
-    sums[0] = sums[1] = 0;
-    for (uint64_t i = 0; i < count; i++) {
-        int64_t nbytes = x->group_bytes[x->group[blocks[i]]];
-        sums[0] += nbytes;
-        sums[1] += x->pins[blocks[i]] ? 0 : nbytes;
     }
 }
 

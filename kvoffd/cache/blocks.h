@@ -27,12 +27,11 @@ struct blocks {
     uint8_t *state, *shard;
     uint32_t *pins;
     uint8_t *missing;
-    uint32_t *group, *next;
+    uint32_t *group, *next, *pages;
     uint64_t *entries; /* of the index */
     uint64_t used;
     uint32_t bits; /* of a hash that say where a key belongs */
     uint64_t seed[2]; /* so that nobody can choose keys that fall together */
-    const int64_t *group_bytes; /* by number of a group, bytes of a block's slots */
     uint32_t crc[8][256]; /* what a byte, and so many zeros behind it, make of a CRC-32 */
 };
 

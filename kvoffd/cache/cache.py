@@ -16,13 +16,12 @@ A block is DROPPED once it has left the index, and keeps its slots until nothing
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from math import inf
-from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -50,29 +49,32 @@ from kvoffd.cache.namespace import (
     Namespace,
     NamespaceRecord,
     NamespaceSnapshot,
-    Quotas,
     nbytes_of_shards,
 )
 from kvoffd.cache.policy import REJECTED, Chain, Group, Policy
+from kvoffd.cache.tickets import (
+    BlockFacts,
+    Check,
+    FillTicket,
+    Held,
+    Lease,
+    LoadTicket,
+    PoolUsage,
+    Stored,
+    StorePart,
+    StoreTicket,
+)
+from kvoffd.cache.victims import Quotas, Victims
 from kvoffd.errors import BadGeometry, NotReady, UnknownLease, UnknownNamespace
-from kvoffd.pool.allocator import SlotAllocator, SlotIds
+from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import SlotTable
 from kvoffd_proto.admin import KeyWorth, ShardSpec
 from kvoffd_proto.messages import ABSENT
 
 logger = logging.getLogger(__name__)
 
-Offsets: TypeAlias = npt.NDArray[np.int64]
-MAX_SKIPPED_PINNED = 1000
-"""Pinned blocks that one eviction passes over; more of them become the newest, as they are in use."""
-MAX_REGIONS_COMPARED = 16
-"""Regions that are looked into to find the coldest."""
 SWEPT_AT_ONCE = 65_536
 """Slots of which one step looks whether their namespace was reset."""
-MAX_DEFERRED_REQUESTS = 64
-"""Requests that wait for ``note_requests``; one more has it done."""
-MAX_PASSED = 1024
-"""Blocks of others in the policy's order that are passed over for one of a namespace that has its quota."""
 MAX_OVER_QUOTA = 2048
 """Blocks that one store evicts, besides one for each of its own, of a namespace that has more than its quota."""
 LONG_DESCRIPTION = 256
@@ -83,155 +85,6 @@ RECOVERED_AT_ONCE = 4096
 """Recovered blocks of which those of one group are entered together: about the order of use among all."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)
 _READY_BYTE = bytes([READY])
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """Pins on what the lookups of one request found, until it is released or its time is up."""
-
-    lease_id: int
-    session: int
-    namespace: Namespace
-    deadline: float
-    blocks: BlockIds = field(default_factory=lambda: _NOTHING)
-    nbytes: int = 0
-    charged_bytes: int = 0
-    """Of these, bytes of the blocks that nothing had pinned before."""
-    loaded_ranks: set[int] = field(default_factory=set)
-    loaded: set[tuple[int, bytes]] = field(default_factory=set)
-    """Group and first key of each load that was counted: other ranks load the same."""
-    loaded_tokens: Counter[int] = field(default_factory=Counter)
-    """By group."""
-
-
-@dataclass(slots=True, eq=False)
-class Held:
-    """What one session has leased. A block counts once for each lease."""
-
-    leases: int = 0
-    keys: int = 0
-    nbytes: int = 0
-    charged_bytes: int = 0
-    """See ``Lease``."""
-
-
-class StorePart(Protocol):
-    """What a store offers of one group."""
-
-    @property
-    def group(self) -> int: ...
-
-    @property
-    def keys(self) -> bytes: ...
-
-    @property
-    def first_blocks(self) -> Mapping[int, int]:
-        """By the number of a key: the engine block from which on it is written, where that is not the first."""
-
-    @property
-    def starts(self) -> Sequence[int] | None:
-        """Numbers of the keys at which chains begin, the first at 0; None where the policy has no say."""
-
-
-@dataclass(slots=True, eq=False)
-class Stored:
-    """What becomes of the keys of one part. Numbers count the keys that were given; keys in no list are present."""
-
-    group: Group
-    copy: list[int] = field(default_factory=list)
-    """Keys to copy, ascending."""
-    blocks: BlockIds = field(default_factory=lambda: _NOTHING)
-    """The block of each key to copy."""
-    slots: SlotIds = field(default_factory=lambda: _NOTHING)
-    """This rank's slot of each; it belongs to the store until its end."""
-    first_blocks: list[int] = field(default_factory=list)
-    again: list[int] = field(default_factory=list)
-    """Keys that come under an earlier number too, which is copied, or in one of the next lists."""
-    no_space: list[int] = field(default_factory=list)
-    rejected: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
-class StoreTicket:
-    """A running store of one rank."""
-
-    rank: int
-    parts: list[Stored]
-
-
-@dataclass(slots=True, eq=False)
-class FillTicket:
-    """Blocks that are brought up from a tier, all ranks of them."""
-
-    group: Group
-    keys: list[int]
-    """Numbers of the keys that have a block now."""
-    slots: npt.NDArray[np.uint32]
-    """[blocks, ranks]"""
-
-    @property
-    def blocks(self) -> BlockIds:
-        return np.ascontiguousarray(self.slots[:, 0])
-
-
-@dataclass(slots=True, eq=False)
-class LoadTicket:
-    """A running load of one rank: its blocks stay until its end, whatever becomes of the lease."""
-
-    rank: int
-    lease: Lease
-    """It may have ended since, and another one have its id."""
-    group: Group
-    first_key: bytes
-    blocks: BlockIds
-    slots: SlotIds
-    offsets: Offsets
-    """Pool offset in bytes of each key's slot."""
-    tokens: int = 0
-    """That it brings, of its group. Whoever begins the load sets it."""
-
-    @property
-    def lease_id(self) -> int:
-        return self.lease.lease_id
-
-
-class Check(NamedTuple):
-    """A shard's bytes to compare with their checksum; to take it where that is 0."""
-
-    slot: int
-    generation: int
-    """That its record had: the slot may have been written anew when the bytes are hashed."""
-    offset: int
-    length: int
-    checksum: int
-
-
-class BlockFacts(NamedTuple):
-    """What there is to say of one block."""
-
-    key: bytes
-    state: int
-    slot_bytes: int
-    """Of the slots of all ranks."""
-    pins: int
-    first_block: int
-    """The engine block from which on all its written shards are there."""
-    checksums: list[int]
-    """By rank; 0 for none."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolUsage:
-    """Bytes of the pool by use; they add up to the pool."""
-
-    free: int
-    writing: int
-    ready: int
-    dropped: int
-    quarantined: int
-    pinned: int
-    """Of the ready and dropped ones, those that a lease or a running copy needs."""
-    pinned_blocks: int
 
 
 class Cache:
@@ -289,7 +142,7 @@ class Cache:
         self._lease_ttl_s, self._partial_timeout_s = lease_ttl_s, partial_timeout_s
         self._partial_grace_s = partial_grace_s
         self._max_leased_keys, self._max_leased_bytes = max_leased_keys, int(leased_share * slots.pool_bytes)
-        self._held: dict[int, Held] = {}
+        self.held: dict[int, Held] = {}
         """By session that has leases."""
         self._bytes_in = Counter[int]()
         """By state, bytes of all blocks, of forgotten namespaces too."""
@@ -297,14 +150,17 @@ class Cache:
         self._short_records = self._told_of_no_room = False
         self._saves_late = self._save_due = False
         self._unverified_at = 0
-        """Slots before this one were looked at by ``unverified``."""
-        self._groups: list[Group | None] = [None]
+        """Slots before this one were looked at by ``next_unverified``."""
+        self._groups: dict[int, Group] = {}
+        """By number, those that blocks may be stored in, and those of which slots are still to be freed."""
+        self._next_group = 1
         self._current: dict[Namespace, list[Group | None]] = {}
+        """By number in the namespace; None while a rank of the world has not registered."""
+        self._victims = Victims(slots, blocks, policy, self._groups)
         self._partial: dict[int, float] = {}
         """Blocks that lack a shard which nobody writes, and since when."""
-        self._requests: deque[tuple[Namespace, list[Chain]]] = deque()
-        self._oldest: dict[Namespace, deque[tuple[int, int]]] = {}
-        """Of namespaces with a quota: blocks that were there at some time and their generations, the oldest first."""
+        self._requested: tuple[Namespace, list[Chain]] | None = None
+        """What was asked for last, until ``note_requests``."""
         self._dead: set[int] = set()
         """Numbers of groups that were reset and are to be swept out."""
         self._sweeping: set[int] = set()
@@ -334,14 +190,28 @@ class Cache:
             known.check_same(namespace.world_size, namespace.key_bytes, namespace.groups)
             return known, False
         self.namespaces[namespace.fingerprint] = namespace
-        self._give_number(namespace)
+        self._give_number(namespace, self._next_number)
         self._events.cleared(namespace)
         return namespace, True
 
-    def _give_number(self, namespace: Namespace) -> None:
-        namespace.number = self._next_number
-        self._next_number += 1
-        self._current[namespace] = [None] * len(namespace.groups)
+    def _give_number(self, namespace: Namespace, number: int) -> None:
+        namespace.number = number
+        self._next_number = max(self._next_number, number + 1)
+        self._make_groups(namespace)
+
+    def _make_groups(self, namespace: Namespace) -> None:
+        """From now on its blocks belong to new groups; to None while a rank of the world has not registered."""
+        ranks = range(namespace.world_size)
+        current: list[Group | None] = [None] * len(namespace.groups)
+        self._current[namespace] = current
+        if any(namespace.shard_bytes(rank) is None for rank in ranks):
+            return
+        for index in range(len(namespace.groups)):
+            lengths = [namespace.shard_length(rank, index) for rank in ranks]
+            sizes = namespace.slot_sizes(index)
+            made = Group(self._next_group, namespace, index, namespace.key_bytes, lengths, sizes)
+            current[index] = self._groups[made.number] = made
+            self._next_group += 1
 
     def register_rank(
         self,
@@ -357,9 +227,8 @@ class Cache:
         Raises BadGeometry if they were fixed otherwise or do not fit the namespace; ShardTooLarge if no slot could
         hold one. A shard of 0 bytes, of a rank without a layer in the group, gets the smallest slot.
         """
-        namespace.check_shard_bytes(rank, shard_bytes)
-        new = namespace.shard_bytes(rank) is None
-        namespace.fix_shard_bytes(rank, shard_bytes, list(map(self.slots.slot_size, shard_bytes)))
+        if new := namespace.fix_shard_bytes(rank, shard_bytes, self.slots.slot_size):
+            self._make_groups(namespace)
         namespace.nodes[rank] = node
         if shards is not None:
             nbytes, most = nbytes_of_shards(shards), self.max_namespaces_bytes
@@ -381,54 +250,40 @@ class Cache:
             for namespace in self.namespaces.values()
             if any(namespace.shard_bytes(rank) is not None for rank in range(namespace.world_size))
         ]
-        for short in (False, True):
-            if self._short_records and not short:
-                continue
-            self._short_records = short
-            records = tuple(map(_shortened_record, kept) if short else kept)
-            if self.table.save_namespaces(NamespaceSnapshot(self._next_number, records)):
-                return True
+        number = self._next_number
+        if not self._short_records and self.table.save_namespaces(NamespaceSnapshot(number, tuple(kept))):
+            return True
+        self._short_records = True
+        if self.table.save_namespaces(NamespaceSnapshot(number, tuple(map(_shortened_record, kept)))):
+            return True
         if not self._told_of_no_room:
             self._told_of_no_room = True
             logger.warning("Some of the %d namespaces will not outlive the daemon: they are too many.", len(kept))
         return False
 
     def _group(self, namespace: Namespace, group: int) -> Group | None:
-        """The group as it is now; None while a rank of the world has not registered."""
+        """The group as it is now; None while a rank of the world has not registered. Raises BadGeometry."""
         namespace.check_group(group)
-        found = self._current[namespace][group]
-        if found is None and all(namespace.shard_bytes(rank) is not None for rank in range(namespace.world_size)):
-            ranks = range(namespace.world_size)
-            lengths = [namespace.shard_length(rank, group) for rank in ranks]
-            found = Group(
-                len(self._groups), namespace, group, namespace.key_bytes, lengths, namespace.slot_sizes(group)
-            )
-            self._current[namespace][group] = found
-            self._groups.append(found)
-            self.blocks.set_group_bytes(found.number, found.block_bytes)
-        return found
+        return self._current[namespace][group]
 
-    def reset(
-        self, namespace: Namespace, *, end_leases: bool = True, keep_tiers: bool = False, generation: int | None = None
-    ) -> int:
+    def reset(self, namespace: Namespace, *, keep_tiers: bool = False, generation: int | None = None) -> int:
         """Forget every block, as when the weights changed, in the tiers too. Returns how many pool and disks had.
 
         Nothing is found from now on, by a successor either: the namespace has a new number. ``background`` frees the
-        slots. ``end_leases``: lest a load under one serves what is stale. ``generation``: of the blocks to come.
+        slots. Its leases end, lest a load under one serves what is stale. ``generation``: of the blocks to come.
         """
         dropped = namespace.blocks_in[READY] + namespace.blocks_in[WRITING]
         namespace.counters.invalidated_blocks += dropped
         dead = [group for group in self._current[namespace] if group is not None]
         tiers = None if keep_tiers else self.tiers
-        self._give_number(namespace)
+        self._give_number(namespace, self._next_number)
         if generation is not None:
             namespace.generation = generation
         for group in dead:
             self._retire(group)
         self._partial = {block: since for block, since in self._partial.items() if not self._of_block(block).dead}
-        self._oldest.pop(namespace, None)
-        if end_leases:
-            self._end([lease for lease in self.leases.values() if lease.namespace is namespace])
+        self._victims.forget(namespace)
+        self._end([lease for lease in self.leases.values() if lease.namespace is namespace])
         self._save_or_sweep()
         if tiers is not None:
             dropped += tiers.forget_all(namespace)
@@ -459,7 +314,7 @@ class Cache:
         for state in (WRITING, READY):
             self._count(group, state, DROPPED, group.blocks_in[state])
         if not group.blocks_in[DROPPED]:
-            self._groups[group.number] = None
+            del self._groups[group.number]
 
     def set_generation(self, namespace: Namespace, generation: int) -> None:
         """Note the generation of blocks that are stored from now on, when all of earlier ones are gone."""
@@ -473,8 +328,9 @@ class Cache:
             if group is not None:
                 self._retire(group)
         del self.namespaces[namespace.fingerprint]
-        self._oldest.pop(namespace, None)
-        self._requests = deque(one for one in self._requests if one[0] is not namespace)
+        self._victims.forget(namespace)
+        if self._requested is not None and self._requested[0] is namespace:
+            self._requested = None
         self._short_records = False
         self._save()
 
@@ -488,26 +344,23 @@ class Cache:
         namespace = Namespace(record.fingerprint, record.label, *geometry)
         for rank, shard_bytes in enumerate(record.shard_bytes):
             if shard_bytes is not None:
-                namespace.fix_shard_bytes(rank, shard_bytes, list(map(self.slots.slot_size, shard_bytes)))
+                namespace.fix_shard_bytes(rank, shard_bytes, self.slots.slot_size)
         for rank, shards in enumerate(record.shards):
             if shards is not None:
                 namespace.describe_shards(rank, shards)
-        namespace.number, namespace.generation, namespace.recovered = record.number, record.generation, True
-        self._next_number = max(self._next_number, record.number + 1)
+        namespace.generation, namespace.recovered = record.generation, True
         self.namespaces[namespace.fingerprint] = namespace
-        self._current[namespace] = [None] * len(namespace.groups)
-        return [self._group(namespace, group) for group in range(len(namespace.groups))]
+        self._give_number(namespace, record.number)
+        return self._current[namespace]
 
     def recovered(self, blocks: BlockIds, quarantined: SlotIds) -> None:
         """Take over READY blocks that are in the BlockTable and the allocator, the least recently used first, and slots
         that are not to be used. The namespaces are written down anew."""
         for begin in range(0, len(blocks), RECOVERED_AT_ONCE):
             for group, alike in self.by_group(blocks[begin : begin + RECOVERED_AT_ONCE]):
-                self._count(group, FREE, READY, len(alike))
-                self.policy.insert(group, alike)
+                self.blocks.pages[alike] = group.block_bytes // PAGE_BYTES
                 self.unverified_slots += len(alike) * len(group.sizes)
-                names = self.blocks.keys(alike[::-1], group.key_bytes)
-                self._events.stored(group.namespace, group.group, group.namespace.split(group.group, names))
+                self._make_ready(group, FREE, alike)
         self._quarantine(quarantined)
         self._save()
 
@@ -531,84 +384,80 @@ class Cache:
         lease = self.leases.get(lease_id)
         if lease is not None and (lease.session != session or lease.namespace is not namespace):
             raise UnknownLease(f"The lease {lease_id} belongs to another session or namespace; choose a new lease id.")
-        for group, keys in groups:
-            namespace.check_keys(group, keys)
-        known = [self._group(namespace, group) for group, _ in groups]
-        found = [self._find(group, keys, namespace.key_bytes) for group, (_, keys) in zip(known, groups, strict=True)]
-        pool = [states for states, _ in found]
+        current, size = self._current[namespace], namespace.key_bytes
+        for index, keys in groups:
+            if not 0 <= index < len(current) or len(keys) % size:
+                namespace.check_keys(index, keys)  # which raises
+        known = [current[index] for index, _ in groups]
+        found = [
+            self.blocks.find(group.number, keys, size) if group is not None else _unknown(len(keys) // size)
+            for group, (_, keys) in zip(known, groups, strict=True)
+        ]
+        pool = [one for one, _ in found]
         states = pool
-        if self.tiers is not None and any(one.count(READY) < len(one) for one in pool):
+        if self.tiers is not None and [one for one in pool if one.count(READY) < len(one)]:
             states = self.tiers.find(namespace, session, groups, pool, again)
-        states, ready = self._lease(namespace, session, lease_id, lease, states, [blocks for _, blocks in found])
+        if lease is None:
+            lease = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s, _NOTHING)
+        states, ready = self._lease(lease, states, [blocks for _, blocks in found])
         if not again:
             runs = [len(one) - len(one.lstrip(_READY_BYTE)) for one in states]
             namespace.counters.prefix_keys_ready += sum(runs)
             self._count_lookup(namespace, groups, known, pool, states)
+            if self._requested is not None:
+                self.note_requests()
             parts = zip(known, groups, ready, runs, strict=True)
-            if chains := [Chain(part, keys, blocks, run) for part, (_, keys), blocks, run in parts if part is not None]:
-                if len(self._requests) >= MAX_DEFERRED_REQUESTS:
-                    self.note_requests()
-                self._requests.append((namespace, chains))
-        lease = self.leases.get(lease_id)
-        return states, 0 if lease is None else len(lease.blocks)
-
-    def _find(self, group: Group | None, keys: bytes, key_bytes: int) -> tuple[bytes, BlockIds]:
-        if group is None:
-            return bytes(len(keys) // key_bytes), _NOTHING
-        return self.blocks.find(group.number, keys, key_bytes)
+            chains = [Chain(group, keys, blocks, run) for group, (_, keys), blocks, run in parts if group is not None]
+            self._requested = (namespace, chains) if chains else None
+        return states, len(lease.blocks)
 
     def _lease(
-        self,
-        namespace: Namespace,
-        session: int,
-        lease_id: int,
-        lease: Lease | None,
-        states: list[bytes],
-        blocks: Sequence[BlockIds],
+        self, lease: Lease, states: list[bytes], blocks: Sequence[BlockIds]
     ) -> tuple[list[bytes], list[BlockIds]]:
         """Pin what is READY, as far as leases may; returns the states to answer with, and the READY blocks."""
-        ready = [_ready(one, found) for one, found in zip(states, blocks, strict=True)]
-        every = ready[0] if len(ready) == 1 else np.concatenate(ready) if ready else _NOTHING
-        if not every.size:
-            return states, ready
-        fresh = every if lease is None else every[~np.isin(every, lease.blocks)]
-        nbytes, loose = self.blocks.bytes_of(fresh)
-        if (part := self._leasable(session, len(fresh), loose)) < 1.0:
-            self.shortened_lookups += 1
-            held_by = _NOTHING if lease is None else lease.blocks
-            states = [_shortened(one, found, held_by, part) for one, found in zip(states, blocks, strict=True)]
+        held = self.held.get(lease.session) or Held()
+        for shortened in (False, True):
             ready = [_ready(one, found) for one, found in zip(states, blocks, strict=True)]
-            every = np.concatenate(ready)
-            fresh = every if lease is None else every[~np.isin(every, lease.blocks)]
-            nbytes, _ = self.blocks.bytes_of(fresh)
-        if fresh.size:
-            held = self._held.setdefault(session, Held())
-            if lease is None:
-                lease = self.leases[lease_id] = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s)
-                held.leases += 1
-            charged = self._pin(fresh)
-            lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
-            lease.nbytes += nbytes
-            held.nbytes += nbytes
-            lease.charged_bytes += charged
-            held.charged_bytes += charged
-            held.keys += len(fresh)
+            every = ready[0] if len(ready) == 1 else np.concatenate([_NOTHING, *ready])
+            fresh = every[~np.isin(every, lease.blocks)] if lease.blocks.size else every
+            if not fresh.size:
+                return states, ready
+            nbytes, loose_bytes, loose = self.blocks.pin(fresh)
+            roomy = self.pinned_bytes + loose_bytes <= self._max_leased_bytes // 2
+            if shortened or (roomy and held.keys + len(fresh) <= self._max_leased_keys):
+                break
+            if (part := self._leasable(lease.session, len(fresh), loose_bytes)) >= 1.0:
+                break
+            self.blocks.unpin(fresh)
+            self.shortened_lookups += 1
+            states = [_shortened(one, found, lease.blocks, part) for one, found in zip(states, blocks, strict=True)]
+        self.pinned_bytes += loose_bytes
+        self.pinned_blocks += loose
+        if not lease.blocks.size:
+            self.leases[lease.lease_id], self.held[lease.session] = lease, held
+            held.leases += 1
+        lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
+        lease.nbytes += nbytes
+        held.nbytes += nbytes
+        lease.charged_bytes += loose_bytes
+        held.charged_bytes += loose_bytes
+        held.keys += len(fresh)
         return states, ready
 
     def _leasable(self, session: int, keys: int, loose: int) -> float:
         """The part of so many keys, with so many bytes that nothing pins yet, that a session may lease besides what it
         has: 1.0 for all. Only such bytes are taken from others."""
-        held = self._held.get(session)
+        held = self.held.get(session)
         most = self._max_leased_bytes
         part = (self._max_leased_keys - (0 if held is None else held.keys)) / max(1, keys)
         if loose and self.pinned_bytes + loose > most // 2:
-            share = most // (len(self._held) + 1) if held is None else most // len(self._held) - held.charged_bytes
+            share = most // (len(self.held) + 1) if held is None else most // len(self.held) - held.charged_bytes
             part = min(part, share / loose)
         return max(0.0, min(1.0, part))
 
     def leases_of(self, session: int) -> Held:
         """What a session has leased."""
-        return self._held.get(session) or Held()
+        return self.held.get(session) or Held()
 
     def _count_lookup(
         self,
@@ -665,20 +514,22 @@ class Cache:
         return MissReason(next(reason for reason, count in enumerate(counts) if count))
 
     def note_requests(self) -> None:
-        """Tell the policy and whoever watches what was asked for, but by a bench. For when the replies are out."""
-        while self._requests:
-            namespace, found = self._requests.popleft()
-            chains = [
-                Chain(group, keys, ready[self.blocks.state[ready] == READY], run)
-                for group, keys, ready, run in found
-                if not group.dead
-            ]
-            if self.tiers is not None:
-                self.tiers.used(np.concatenate([_NOTHING, *(chain.ready for chain in chains)]))
-            if chains and not namespace.of_bench:
-                self.policy.requested(chains)
-                for tell in self.watchers:
-                    tell(chains)
+        """Tell the policy and whoever watches what was asked for last, but by a bench. For when the reply is out."""
+        if self._requested is None:
+            return
+        namespace, found = self._requested
+        self._requested = None
+        chains = [
+            Chain(group, keys, ready[self.blocks.state[ready] == READY], run)
+            for group, keys, ready, run in found
+            if not group.dead
+        ]
+        if self.tiers is not None:
+            self.tiers.used(np.concatenate([_NOTHING, *(chain.ready for chain in chains)]))
+        if chains and not namespace.of_bench:
+            self.policy.requested(chains)
+            for tell in self.watchers:
+                tell(chains)
 
     def release(self, session: int, lease_ids: Iterable[int], unused: MissReason | None = None) -> int:
         """End leases of a session; those that are not alive are no error. Returns how many ended.
@@ -699,13 +550,13 @@ class Cache:
     def _end(self, leases: Sequence[Lease]) -> int:
         for lease in leases:
             del self.leases[lease.lease_id]
-            held = self._held[lease.session]
+            held = self.held[lease.session]
             held.leases -= 1
             held.keys -= len(lease.blocks)
             held.nbytes -= lease.nbytes
             held.charged_bytes -= lease.charged_bytes
             if not held.leases:
-                del self._held[lease.session]
+                del self.held[lease.session]
             self.unpin(lease.blocks)
         return len(leases)
 
@@ -718,20 +569,14 @@ class Cache:
         return self._end(overdue) + len(partial)
 
     def pin(self, blocks: BlockIds) -> None:
-        """Keep the bytes of blocks until as many calls of ``unpin``: for a write to a tier."""
-        self._pin(blocks)
-
-    def _pin(self, blocks: BlockIds) -> int:
-        """Returns the bytes of what nothing pinned before."""
-        fresh = self.blocks.pin(blocks)
-        nbytes, _ = self.blocks.bytes_of(fresh)
+        """Keep the bytes of blocks until as many calls of ``unpin``: for a write to a tier, say."""
+        _, nbytes, fresh = self.blocks.pin(blocks)
         self.pinned_bytes += nbytes
-        self.pinned_blocks += len(fresh)
-        return nbytes
+        self.pinned_blocks += fresh
 
     def unpin(self, blocks: BlockIds) -> None:
-        loose = self.blocks.unpin(blocks)
-        self.pinned_bytes -= self.blocks.bytes_of(loose)[0]
+        loose, nbytes = self.blocks.unpin(blocks)
+        self.pinned_bytes -= nbytes
         self.pinned_blocks -= len(loose)
         if self._bytes_in[DROPPED]:
             self._free_dropped(loose[self.blocks.state[loose] == DROPPED])
@@ -746,18 +591,28 @@ class Cache:
         for part in parts:
             namespace.slot_bytes(rank, part.group)
             namespace.check_keys(part.group, part.keys)
-        known = [self._group(namespace, part.group) for part in parts]
+        known = [group for part in parts if (group := self._current[namespace][part.group]) is not None]
+        if len(known) == len(parts):
+            stored = self._begin_store(rank, known, parts)
+        else:
+            stored = [_no_group(namespace, part) for part in parts]
+        for one, part in zip(stored, parts, strict=True):
+            self._count_refused(namespace, one, part)
+        return StoreTicket(rank, stored)
+
+    def _begin_store(self, rank: int, groups: Sequence[Group], parts: Sequence[StorePart]) -> list[Stored]:
         plans: list[_Plan] = []
         held: list[BlockIds] = []
         try:
-            for group, part in zip(known, parts, strict=True):
-                if group is not None:
-                    plans.append(self._plan(rank, group, part))
-                    self._pin(plans[-1].present)
-                    held.append(plans[-1].present)
+            for group, part in zip(groups, parts, strict=True):
+                plans.append(self._plan(rank, group, part))
+                self.pin(plans[-1].present)
+                held.append(plans[-1].present)
             for number, plan in enumerate(plans):
-                if before := [one.stored for one in plans[:number] if one.stored.group is plan.stored.group]:
-                    plan = plans[number] = self._plan_again(rank, plan.part, before)
+                group = plan.stored.group
+                before = [one.stored.blocks for one in plans[:number] if one.stored.group is group]
+                if before:  # they may have begun to write its keys
+                    plan = plans[number] = self._plan(rank, group, plan.part, np.concatenate(before))
                 self._admit(rank, plan)
         except BaseException:
             self.abort_store(StoreTicket(rank, [plan.stored for plan in plans]))
@@ -765,17 +620,13 @@ class Cache:
         finally:
             for present in held:
                 self.unpin(present)
-        found = iter(plans)
-        stored = [
-            _no_group(namespace, part) if group is None else next(found).stored
-            for group, part in zip(known, parts, strict=True)
-        ]
-        for one, part in zip(stored, parts, strict=True):
-            self._count_refused(namespace, one, part)
-        return StoreTicket(rank, stored)
+        return [plan.stored for plan in plans]
 
-    def _plan(self, rank: int, group: Group, part: StorePart) -> _Plan:
-        """What is there of a store's keys and what is lacking; drops blocks that hold less than is offered."""
+    def _plan(self, rank: int, group: Group, part: StorePart, ours: BlockIds = _NOTHING) -> _Plan:
+        """What is there of a store's keys and what is lacking; drops blocks that hold less than is offered.
+
+        ``ours``: blocks that earlier parts of the same store write.
+        """
         verdicts, blocks = self.blocks.plan(group.number, part.keys, group.key_bytes, rank, part.first_blocks)
         count = len(verdicts)
         if verdicts.count(Verdict.LACKING) == count:
@@ -790,17 +641,9 @@ class Cache:
             blocks[np.isin(blocks, gone)] = NO_BLOCK
         mine = np.flatnonzero(of_key == Verdict.MINE)
         lacking = np.flatnonzero((of_key == Verdict.LACKING) | (of_key == Verdict.NARROW))
-        stored = Stored(group, again=np.flatnonzero(of_key == Verdict.AGAIN).tolist())
+        again = (of_key == Verdict.AGAIN) | np.isin(blocks, ours)
+        stored = Stored(group, again=np.flatnonzero(again).tolist())
         return _Plan(stored, part, blocks[blocks != NO_BLOCK], lacking, blocks[mine], mine)
-
-    def _plan_again(self, rank: int, part: StorePart, before: Sequence[Stored]) -> _Plan:
-        """The plan of a part whose group parts ``before`` it have too: they may have begun to write its keys."""
-        group = before[0].group
-        plan = self._plan(rank, group, part)
-        _, blocks = self.blocks.find(group.number, part.keys, group.key_bytes)
-        ours = np.flatnonzero(np.isin(blocks, np.concatenate([one.blocks for one in before])))
-        plan.stored.again = sorted({*plan.stored.again, *ours.tolist()})
-        return plan
 
     def _admit(self, rank: int, plan: _Plan) -> None:
         """Take slots for the lacking keys that the policy admits; and enter what is to be copied."""
@@ -822,7 +665,7 @@ class Cache:
                 blocks.append(self._enter(group, slots, names[begin * group.key_bytes : taken * group.key_bytes]))
                 numbers.append(plan.lacking[begin:taken])
                 if taken < end:
-                    kept = limit != inf and self._evictable()
+                    kept = limit != inf and self._victims.are_left()
                     (stored.rejected if kept else stored.no_space).extend(plan.lacking[taken:end].tolist())
             if stored.rejected:
                 self.policy.rejected(group, _some(part.keys, np.array(stored.rejected), group.key_bytes))
@@ -854,8 +697,8 @@ class Cache:
         """Make blocks of slots that were taken, [blocks, ranks]."""
         if not len(slots):
             return _NOTHING
-        number = group.namespace.number
-        blocks = self.blocks.enter(slots, group.number, keys, group.key_bytes, number, group.group)
+        names = group.number, keys, group.key_bytes, group.namespace.number, group.group
+        blocks = self.blocks.enter(slots, *names, group.block_bytes)
         self._count(group, FREE, WRITING, len(blocks))
         return blocks
 
@@ -880,44 +723,48 @@ class Cache:
         """
         ready = 0
         for part, sums in zip(ticket.parts, checksums, strict=True):
-            ready += self._commit(part.group, part.blocks, part.slots, part.first_blocks, ticket.rank, sums, tokens)
+            ready += self._commit(part.group, ticket.rank, part.blocks, part.slots, part.first_blocks, sums, tokens)
         return ready
 
     def _commit(
         self,
         group: Group,
+        rank: int,
         blocks: BlockIds,
         slots: SlotIds,
-        first_blocks: Sequence[int],
-        rank: int,
-        checksums: Sequence[int],
-        tokens: Mapping[bytes, BlockTokens],
+        first_blocks: Sequence[int] | npt.NDArray[np.uint16],
+        checksums: Sequence[int] | npt.NDArray[np.uint64],
+        tokens: Mapping[bytes, BlockTokens] = NO_TOKENS,
     ) -> int:
-        if group.dead or (self.blocks.state[blocks] != WRITING).any():
-            living = (self.blocks.state[blocks] == WRITING) & (not group.dead)
+        """End the writes of a rank's shards, and of those of ranks whose shards are as long. Returns how many blocks
+        became READY."""
+        firsts, sums = np.asarray(first_blocks, np.uint16), np.asarray(checksums, np.uint64)
+        living = self.blocks.state[blocks] == WRITING
+        if group.dead or not living.all():
+            living &= not group.dead
             self._let_go(group, blocks[~living], slots[~living])
-            kept = np.flatnonzero(living).tolist()
-            blocks, slots = blocks[living], slots[living]
-            first_blocks, checksums = [first_blocks[at] for at in kept], [checksums[at] for at in kept]
+            blocks, slots, firsts, sums = blocks[living], slots[living], firsts[living], sums[living]
         if not blocks.size:
             return 0
-        ready = self.blocks.publish(blocks, slots, first_blocks, group.lengths[rank], checksums)
-        self.unverified_slots += list(checksums).count(0)
+        ready = self.blocks.publish(blocks, slots, firsts, group.lengths[rank], sums)
+        self.unverified_slots += len(sums) - int(np.count_nonzero(sums))
         if len(ready) < len(blocks):
             self._wait(group, blocks[self.blocks.missing[blocks] != 0])
         if ready.size:
-            self._make_ready(group, ready, tokens)
+            group.namespace.counters.stored_blocks += len(ready)
+            self._make_ready(group, WRITING, ready, tokens)
+            if self.tiers is not None:
+                self.tiers.stored(ready[::-1])
         return len(ready)
 
-    def _make_ready(self, group: Group, tail_first: BlockIds, tokens: Mapping[bytes, BlockTokens] = NO_TOKENS) -> None:
-        namespace = group.namespace
-        self._count(group, WRITING, READY, len(tail_first))
+    def _make_ready(
+        self, group: Group, before: int, tail_first: BlockIds, tokens: Mapping[bytes, BlockTokens] = NO_TOKENS
+    ) -> None:
+        """Count blocks as READY and tell of them. ``before``: their state until now."""
+        self._count(group, before, READY, len(tail_first))
         self.policy.insert(group, tail_first)
-        namespace.counters.stored_blocks += len(tail_first)
-        names = namespace.split(group.group, self.blocks.keys(tail_first[::-1], group.key_bytes))
-        self._events.stored(namespace, group.group, names, tokens=tokens)
-        if self.tiers is not None:
-            self.tiers.stored(tail_first[::-1])
+        names = group.namespace.split(group.group, self.blocks.keys(tail_first[::-1], group.key_bytes))
+        self._events.stored(group.namespace, group.group, names, tokens=tokens)
 
     def abort_store(self, ticket: StoreTicket) -> None:
         """End a store that did not copy everything: its shards go, what other ranks wrote stays and waits."""
@@ -976,27 +823,15 @@ class Cache:
         checksums: npt.NDArray[np.uint64],
     ) -> int:
         """End a fill: ``whole`` says of each block whether all of it is there; the others are [blocks, ranks]."""
-        group, blocks, slots = ticket.group, ticket.blocks, ticket.slots
-        # No store has a part in them: all shards belong to the fill.
-        writing = self.blocks.state[blocks] == WRITING
-        kept = whole & writing & (not group.dead)
-        if not kept.all():
-            self.blocks.shard[slots[~kept]] = RESERVED
-            if not group.dead:
-                self._remove(group, WRITING, blocks[writing & ~kept])
-            lost = blocks[~kept]
-            self._free_dropped(lost[self.blocks.state[lost] == DROPPED])
-            blocks, slots, first_blocks, checksums = blocks[kept], slots[kept], first_blocks[kept], checksums[kept]
-        ready = _NOTHING
-        for length in dict.fromkeys(group.lengths) if blocks.size else ():
+        group, slots = ticket.group, ticket.slots
+        self._let_go(group, ticket.blocks[~whole], slots[~whole])
+        blocks, ready = ticket.blocks[whole], 0
+        for length in dict.fromkeys(group.lengths):
             ranks = [rank for rank, nbytes in enumerate(group.lengths) if nbytes == length]
-            firsts, sums = first_blocks[:, ranks].T.ravel(), checksums[:, ranks].T.ravel()
-            shards = slots[:, ranks].T.ravel()
-            ready = self.blocks.publish(np.tile(blocks, len(ranks)), shards, firsts, length, sums)
-            self.unverified_slots += len(sums) - int(np.count_nonzero(sums))
-        if ready.size:
-            self._make_ready(group, ready)
-        return len(ready)
+            shards, sums = slots[whole][:, ranks].T.ravel(), checksums[whole][:, ranks].T.ravel()
+            firsts = first_blocks[whole][:, ranks].T.ravel()
+            ready += self._commit(group, ranks[0], np.tile(blocks, len(ranks)), shards, firsts, sums)
+        return ready
 
     # --- loads ----------------------------------------------------------------------------------
 
@@ -1013,8 +848,9 @@ class Cache:
         lease = self.leases.get(lease_id)
         if lease is None or lease.namespace is not namespace:
             raise UnknownLease(f"The lease {lease_id} is unknown, has ended or is of another namespace; look up again.")
-        known = self._group(namespace, group)
-        states, blocks = self._find(known, keys, namespace.key_bytes)
+        known, size = self._group(namespace, group), namespace.key_bytes
+        count = len(keys) // size
+        states, blocks = self.blocks.find(known.number, keys, size) if known is not None else _unknown(count)
         bad = np.frombuffer(states, np.uint8) != READY
         if not bad.any():
             slots = self.blocks.slots_of_rank(blocks, rank)
@@ -1024,8 +860,8 @@ class Cache:
             bad |= self.blocks.shard[slots] & (SHARD_STATE | CORRUPT) != WRITTEN
         if known is None or bad.any():
             raise NotReady(group, np.flatnonzero(bad).tolist())
-        self._pin(blocks)
-        return LoadTicket(rank, lease, known, keys[: namespace.key_bytes], blocks, slots, self.slots.offsets(slots))
+        self.pin(blocks)
+        return LoadTicket(rank, lease, known, keys[:size], blocks, slots, self.slots.offsets(slots))
 
     def count_load(self, tickets: Sequence[LoadTicket]) -> None:
         """Count the keys and tokens that a load brought; what several ranks load counts once.
@@ -1058,16 +894,15 @@ class Cache:
     def _take(self, group: Group, count: int, below: float) -> npt.NDArray[np.uint32]:
         """[blocks, ranks] slots for up to ``count`` blocks; what has a lower score than ``below`` may go for them."""
         count = self._within_quota(group, count, below)
+        nodes = [group.namespace.nodes.get(rank) for rank in range(len(group.sizes))]
         found: list[npt.NDArray[np.uint32]] = []
-        lacking = count
         try:
-            while lacking > 0:
-                columns = self._columns(group, lacking)
-                if least := len(columns[0]):  # and maybe more, where one rank took what another lacked
-                    of_one_rank = len(columns) == 1
-                    found.append(columns[0][:, None] if of_one_rank else np.stack(columns, axis=1))
-                    lacking -= least
-                elif not self._make_space(group, lacking, below):
+            while count > 0:
+                taken = self.slots.take_blocks(group.sizes, count, nodes)
+                if len(taken):  # and maybe more, where one rank took what another lacked
+                    found.append(taken)
+                    count -= len(taken)
+                elif not self._make_space(group, count, below):
                     break
         except BaseException:
             for slots in found:
@@ -1080,27 +915,6 @@ class Cache:
             return found[0]
         return np.concatenate(found) if found else np.empty((0, len(group.sizes)), np.uint32)
 
-    def _columns(self, group: Group, count: int) -> list[SlotIds]:
-        """By rank, free slots for as many blocks, up to ``count``. What one rank takes another may lack: then all ask
-        for less."""
-        nodes = group.namespace.nodes
-        while True:
-            columns: list[SlotIds] = []
-            try:
-                for rank, size in enumerate(group.sizes):
-                    columns.append(self.slots.take(size, count, nodes.get(rank)))
-            except BaseException:
-                for column in columns:
-                    self.slots.free(column)
-                raise
-            least = min(map(len, columns))
-            for column in columns:
-                if len(column) > least:
-                    self.slots.free(column[least:])
-            if least or count == 1 or not columns[0].size:
-                return [column[:least] for column in columns]
-            count //= 2
-
     def _within_quota(self, group: Group, count: int, below: float) -> int:
         """How many of ``count`` blocks the namespace may take, evicting its own where it has its quota."""
         namespace, each = group.namespace, group.block_bytes
@@ -1110,46 +924,9 @@ class Cache:
             while self.background():
                 pass
         if (excess := namespace.held_bytes + count * each - quota) > 0:
-            self._evict(self._own_victims(namespace, excess, count + MAX_OVER_QUOTA, below))
+            own = [one.number for one in self._current[namespace] if one is not None]
+            self._evict(self._victims.of_namespace(namespace, own, excess, count + MAX_OVER_QUOTA, below))
         return max(0, min(count, (quota - namespace.held_bytes) // each))
-
-    def _own_victims(self, namespace: Namespace, excess: int, most: int, below: float) -> BlockIds:
-        """Blocks of the namespace that may go, of about so many bytes: the next ones in the policy's order or, where
-        those of many others come before them, the ones that were stored first."""
-        own = [group.number for group in self._current[namespace] if group is not None]
-        victims: dict[int, None] = {}
-        passed = 0
-        for batch in self.policy.candidates(below):
-            loose = np.isin(self.blocks.group[batch], own) & (self.blocks.pins[batch] == 0)
-            for block in batch[loose].tolist():
-                if excess <= 0 or len(victims) >= most:
-                    break
-                victims[block] = None
-                excess -= self._of_block(block).block_bytes
-            passed += len(batch) - int(loose.sum())
-            if excess <= 0 or len(victims) >= most or passed >= MAX_PASSED:
-                break
-        oldest = self._oldest.get(namespace) or deque()
-        refilled = passed < MAX_PASSED
-        while excess > 0 and len(victims) < most and (oldest or not refilled):
-            if not oldest:
-                oldest, refilled = self._by_age(own), True
-                self._oldest[namespace] = oldest
-                continue
-            block, generation = oldest.popleft()
-            if self.table.records["generation"][block] != generation or self.blocks.state[block] != READY:
-                continue
-            if self.blocks.group[block] in own and not self.blocks.pins[block] and block not in victims:
-                victims[block] = None
-                excess -= self._of_block(block).block_bytes
-        return np.array(list(victims), np.uint32)
-
-    def _by_age(self, groups: Sequence[int]) -> deque[tuple[int, int]]:
-        """The READY blocks of groups with their generations, the one that was stored first first."""
-        found = np.flatnonzero(np.isin(self.blocks.group, groups) & (self.blocks.state == READY))
-        generations = self.table.records["generation"][found]
-        order = np.argsort(generations)
-        return deque(zip(found[order].tolist(), generations[order].tolist(), strict=True))
 
     def _make_space(self, group: Group, count: int, below: float) -> bool:
         """Free slots for about ``count`` blocks of a group; False where nothing may go."""
@@ -1162,109 +939,9 @@ class Cache:
         if partial := [block for block in partial if not self.blocks.pins[block]]:
             self._drop_partial(partial[:count])
             return True
-        victims = self._pick_victims(group, count, below)
+        victims = self._victims.for_space(group, count, below)
         self._evict(victims)
         return bool(victims.size)
-
-    def _pick_victims(self, group: Group, count: int, below: float) -> BlockIds:
-        """Blocks to evict so that slots for ``count`` blocks of a group come free; too few or none if need be.
-
-        Blocks with a slot of a wanted size go in the policy's order. The older blocks of other sizes that are passed
-        over on the way help only by whole regions. A region goes once the bytes passed over are as many as it holds: by
-        then what is evicted too early in it is outweighed by what stays too long elsewhere. So the sizes share the pool
-        by age of use, none starves, and one slot of an odd size does not cost a region of blocks in use.
-        """
-        wanted = {size: count * group.sizes.count(size) for size in group.sizes}
-        chosen: list[int] = []
-        passed: list[BlockIds] = []
-        pinned: list[BlockIds] = []
-        passed_bytes = patience = 0
-        for batch in self.policy.candidates(below):
-            if len(batch) >= count and not (chosen or passed or pinned):  # as a rule its own go
-                first = batch[:count]
-                if (self.blocks.group[first] == group.number).all() and not self.blocks.pins[first].any():
-                    return first
-            if (self.blocks.pins[batch] != 0).any():
-                pinned.append(batch[self.blocks.pins[batch] != 0])
-                batch = batch[self.blocks.pins[batch] == 0]
-            while batch.size:
-                numbers = self.blocks.group[batch]
-                useful = self._has_slot_of(numbers, {size for size, lacking in wanted.items() if lacking > 0})
-                if not patience and not useful.all():
-                    region = int(batch[~useful][0]) // self.slots.slots_per_region
-                    patience = len(self.slots.neighbours(region)) * int(self.slots.slot_bytes[region])
-                so_far = passed_bytes + np.cumsum(np.where(useful, 0, self.blocks.group_bytes[numbers]))
-                end = int(np.searchsorted(so_far, patience)) + 1 if patience else len(batch)
-                for place in np.flatnonzero(useful[:end]).tolist():
-                    its_sizes = self._of(int(numbers[place])).sizes
-                    if not any(wanted.get(size, 0) > 0 for size in its_sizes):
-                        end = place  # there are enough of its size now: what follows is looked at anew
-                        break
-                    chosen.append(int(batch[place]))
-                    for size in its_sizes:
-                        if size in wanted:
-                            wanted[size] -= 1
-                    if max(wanted.values()) <= 0:
-                        return self._picked(chosen, pinned)
-                passed.append(batch[:end][~useful[:end]])
-                passed_bytes = int(so_far[min(end, len(batch)) - 1])
-                batch = batch[end:]
-                if patience and passed_bytes >= patience:
-                    if (region_blocks := self._coldest_region(np.concatenate(passed))).size:
-                        return np.union1d(self._picked(chosen, pinned), region_blocks)
-                    patience = 2 * passed_bytes
-        if passed_bytes and (region_blocks := self._coldest_region(np.concatenate(passed))).size:
-            return np.union1d(self._picked(chosen, pinned), region_blocks)
-        return self._picked(chosen, pinned)
-
-    def _has_slot_of(self, groups: npt.NDArray[np.uint32], sizes: Set[int]) -> npt.NDArray[np.bool_]:
-        """Whether a block of each group has a slot of one of these sizes."""
-        if (groups == groups[0]).all():
-            return np.full(len(groups), not sizes.isdisjoint(self._of(int(groups[0])).sizes))
-        fitting = [number for number in np.unique(groups).tolist() if not sizes.isdisjoint(self._of(number).sizes)]
-        return np.isin(groups, fitting)
-
-    def _picked(self, chosen: Sequence[int], pinned: Sequence[BlockIds]) -> BlockIds:
-        if chosen and sum(map(len, pinned)) > MAX_SKIPPED_PINNED:  # to pass them each time takes long
-            for group, alike in self.by_group(np.concatenate(pinned)):
-                self.policy.remove(group, alike)
-                self.policy.insert(group, alike)
-        return np.array(chosen, np.uint32)
-
-    def _coldest_region(self, passed: BlockIds) -> BlockIds:
-        """All blocks of the region of which most was passed over, if all may go; of the oldest ones' regions."""
-        by_group = self.by_group(np.arange(len(passed), dtype=np.uint32), self.blocks.group[passed])
-        slots = [self.blocks.slots(passed[places], len(group.sizes)) for group, places in by_group]
-        places = [np.repeat(places, of_group.shape[1]) for (_, places), of_group in zip(by_group, slots, strict=True)]
-        in_order = np.argsort(np.concatenate(places), kind="stable")
-        regions = np.concatenate([of_group.ravel() for of_group in slots])[in_order] // self.slots.slots_per_region
-        found, first, counts = np.unique(regions, return_index=True, return_counts=True)
-        oldest = np.argsort(first)[:MAX_REGIONS_COMPARED]
-        held = [(counts[at] / len(self.slots.neighbours(int(found[at]))), int(found[at])) for at in oldest.tolist()]
-        for _, region in sorted(held, reverse=True):
-            heads = self._heads(self.slots.neighbours(region))
-            if (self.blocks.state[heads] == READY).all() and not self.blocks.pins[heads].any():
-                return np.unique(heads)
-        return _NOTHING
-
-    def _heads(self, slots: SlotIds) -> BlockIds:
-        """The blocks that slots in use belong to. One that is quarantined, or was just taken, stands for itself."""
-        ranks = self.table.records["rank"][slots].astype(np.int64)
-        heads = slots.copy()
-        numbers = np.where(self.blocks.state[slots] == FREE, 0, self.blocks.group[slots])
-        for number in np.unique(numbers).tolist():
-            of_group = np.flatnonzero(numbers == number)
-            world = len(self._of(number).sizes) if number else 1
-            at = heads[of_group]
-            left = (world - ranks[of_group]) % world
-            while left.any():
-                at = np.where(left > 0, self.blocks.next[at], at)
-                left = np.maximum(left - 1, 0)
-            heads[of_group] = at
-        return heads
-
-    def _evictable(self) -> bool:
-        return any((self.blocks.pins[batch] == 0).any() for batch in self.policy.candidates())
 
     def _partial_since(self, until: float) -> list[int]:
         return [block for block, _ in takewhile(lambda item: item[1] <= until, self._partial.items())]
@@ -1345,7 +1022,7 @@ class Cache:
             if slots.size:
                 self.slots.free(slots)
             if group.dead and not group.blocks_in.total():
-                self._groups[group.number] = None
+                del self._groups[group.number]
 
     def _quarantine(self, slots: SlotIds) -> None:
         self.quarantined_slots += len(slots)
@@ -1371,22 +1048,17 @@ class Cache:
             self._sweeping = set()
         return bool(self._dead)
 
-    def by_group(self, blocks: BlockIds, numbers: npt.NDArray[np.uint32] | None = None) -> list[tuple[Group, BlockIds]]:
+    def by_group(self, blocks: BlockIds) -> list[tuple[Group, BlockIds]]:
         """Blocks that have slots by their groups, in each in the order in which they were given."""
         if not blocks.size:
             return []
-        numbers = self.blocks.group[blocks] if numbers is None else numbers
+        numbers = self.blocks.group[blocks]
         if (numbers == numbers[0]).all():
-            return [(self._of(int(numbers[0])), blocks)]
-        return [(self._of(number), blocks[numbers == number]) for number in np.unique(numbers).tolist()]
-
-    def _of(self, number: int) -> Group:
-        group = self._groups[number]
-        assert group is not None
-        return group
+            return [(self._groups[int(numbers[0])], blocks)]
+        return [(self._groups[number], blocks[numbers == number]) for number in np.unique(numbers).tolist()]
 
     def _of_block(self, block: int) -> Group:
-        return self._of(int(self.blocks.group[block]))
+        return self._groups[int(self.blocks.group[block])]
 
     def _count(self, group: Group, before: int, after: int, count: int) -> None:
         """Count blocks of a group as of another state."""
@@ -1409,7 +1081,7 @@ class Cache:
         record, shard = self.table.records[slot], int(self.blocks.shard[slot])
         if int(record["generation"]) != generation or not self.slots.in_use[slot] or shard & SHARD_STATE != WRITTEN:
             return True
-        head = self._heads(np.array([slot], np.uint32))
+        head = self.blocks.first_slots(np.array([slot], np.uint32))
         if not record["checksum"]:
             self.blocks.set_checksum(slot, checksum)
         else:
@@ -1421,7 +1093,7 @@ class Cache:
             self.mismatches += 1
             self.unverified_slots -= shard & UNVERIFIED != 0
             self.blocks.shard[slot] = (shard & ~UNVERIFIED) | CORRUPT
-            group = self._of(int(self.blocks.group[slot]))
+            group = self._of_block(slot)
             names = self.blocks.keys(head, group.key_bytes)
             if self.blocks.state[head[0]] != DROPPED:
                 self.drop(head, MissReason.CORRUPT)
@@ -1461,7 +1133,7 @@ class Cache:
         bad = self.blocks.shard[ticket.slots] & CORRUPT != 0
         return self.blocks.keys(ticket.blocks[bad], ticket.group.key_bytes)
 
-    def unverified(self, limit: int) -> SlotIds:
+    def next_unverified(self, limit: int) -> SlotIds:
         """The next slots, up to so many, whose bytes an earlier daemon wrote and nobody has compared with their
         checksum, or whose checksum is still to be taken. They come again unless they are checked."""
         passes = 0
@@ -1563,12 +1235,16 @@ def _no_group(namespace: Namespace, part: StorePart) -> Stored:
     return Stored(group, no_space=list(range(len(part.keys) // namespace.key_bytes)))
 
 
+def _unknown(count: int) -> tuple[bytes, BlockIds]:
+    """What is found of so many keys while a rank of the world has not registered."""
+    return bytes(count), np.full(count, NO_BLOCK, np.uint32)
+
+
 def _ready(states: bytes, blocks: BlockIds) -> BlockIds:
     """Those of the blocks whose state is READY."""
-    ready = states.count(READY)
-    if ready == len(states):
+    if (count := states.count(READY)) == len(states):
         return blocks
-    return blocks[np.frombuffer(states, np.uint8) == READY] if ready else _NOTHING
+    return blocks[np.frombuffer(states, np.uint8) == READY] if count else _NOTHING
 
 
 def _shortened(states: bytes, blocks: BlockIds, held: BlockIds, part: float) -> bytes:

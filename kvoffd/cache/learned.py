@@ -25,9 +25,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_table import BlockIds, BlockTable
-from kvoffd.cache.policy import BATCH, REJECTED, Chain, Group, PolicyState
+from kvoffd.cache.policy import BATCH, REJECTED, Chain, Group
 from kvoffd.system.native import native
-from kvoffd_proto.admin import KeyWorth, PolicyClass
+from kvoffd_proto.admin import KeyWorth
+from kvoffd_proto.stats import LearnedStats, PolicyClass
 
 UNIT_TOKENS = 512
 """Tokens of a block whose group does not say."""
@@ -48,37 +49,27 @@ _TIME = struct.Struct("=4Q")
 _MAX_COUNT, _MAX_SUM = 1 << 62, 1e30
 """Of a successor's bytes, keys and requests, and of its sums of bytes."""
 
-_SEEN = (
-    *(("never", "0"), ("once", "1"), ("2 times", "2"), ("3 times", "3")),
-    *(("4 to 7 times", "4-7"), ("8 times or more", "8+")),
-)
-_PAUSES = (
-    *(("a short pause", "<0.5"), ("a pause of a pool lifetime", "0.5-2")),
-    *(("a pause of 2 to 8 lifetimes", "2-8"), ("a longer pause", ">8")),
-)
-_TURNS = ("turn 2 or 3", "2-3"), ("a later turn", "4+")
-_OLD = ("up to 512", "+512"), ("up to 1,536", "+1,536"), ("more", ">1,536")
-_NEW = (*_OLD[:2], ("up to 7,680", "+7,680"), ("more", ">7,680"))
-_TEXT = (
-    *(("up to 512", "+512"), ("up to 1,536", "+1,536"), ("up to 3,584", "+3,584"), ("up to 7,680", "+7,680")),
-    *(("up to 15,872", "+15,872"), ("more", ">15,872")),
-)
-_NAMES = (
-    ("left by an earlier daemon", "adopted"),
-    ("stored without a lookup", "stored unasked"),
-    ("the end of a prompt", "prompt's end"),
-    *((f"shared, seen {seen} before", f"shared, seen {short}") for seen, short in _SEEN),
+_SEEN = "never", "once", "2 times", "3 times", "4 to 7 times", "8 times or more"
+_PAUSES = "a short pause", "a pause of a pool lifetime", "a pause of 2 to 8 lifetimes", "a longer pause"
+_TURNS = "turn 2 or 3", "a later turn"
+_OLD = "up to 512", "up to 1,536", "more"
+_NEW = *_OLD[:2], "up to 7,680", "more"
+_TEXT = "up to 512", "up to 1,536", "up to 3,584", "up to 7,680", "up to 15,872", "more"
+CLASSES = (
+    "left by an earlier daemon",
+    "stored without a lookup",
+    "the end of a prompt",
+    *(f"shared, seen {seen} before" for seen in _SEEN),
     *(
-        (f"{kind} conversation, {turn} after {pause}, {tokens}{unit} tokens", f"{age} turn {t} pause {p} {short}")
-        for kind, age, unit, texts in (("of a", "old", " new", _OLD), ("new in a", "new", "", _NEW))
-        for pause, p in _PAUSES
-        for turn, t in _TURNS
-        for tokens, short in texts
+        f"{kind} conversation, {turn} after {pause}, {tokens}{unit} tokens"
+        for kind, unit, texts in (("of a", " new", _OLD), ("new in a", "", _NEW))
+        for pause in _PAUSES
+        for turn in _TURNS
+        for tokens in texts
     ),
-    *((f"new behind what others continued otherwise, {tokens} tokens", f"branch {short}") for tokens, short in _TEXT),
-    *((f"new, {tokens} tokens", f"first {short}") for tokens, short in _TEXT),
+    *(f"new behind what others continued otherwise, {tokens} tokens" for tokens in _TEXT),
+    *(f"new, {tokens} tokens" for tokens in _TEXT),
 )
-CLASSES = tuple(name for name, _ in _NAMES)
 """What tells the keys of each class from others, by the class's number in learned.c."""
 
 
@@ -216,7 +207,7 @@ class Learned:
     def nbytes(self) -> int:
         return int(self.known.nbytes)
 
-    def describe(self) -> PolicyState:
+    def describe(self) -> LearnedStats:
         known, lifetime = self.known, float(self.known.lifetime)
         accessed, edges = np.array(self._counts.accessed), np.array(self._counts.edges)
         left = np.cumprod(1 - np.array(self._counts.hazard)[:, : BINS - 1], axis=1)
@@ -228,13 +219,13 @@ class Learned:
         shares = accessed / max(1.0, accessed.sum())
         columns = (one.tolist() for one in (shares, chances, ages, kept, worths))
         classes = [
-            PolicyClass(name, share, chance, age, nbytes, worth, short)
-            for (name, short), share, chance, age, nbytes, worth in zip(_NAMES, *columns, strict=True)
+            PolicyClass(name, share, chance, age, nbytes, worth)
+            for name, share, chance, age, nbytes, worth in zip(CLASSES, *columns, strict=True)
             if share or nbytes
         ]
         classes.sort(key=lambda one: one.accessed_share, reverse=True)
         counts = known.requests, known.known_keys, known.hit_bytes, known.lru_hit_bytes
-        return PolicyState(*counts, bool(known.as_lru), classes)
+        return LearnedStats(*counts, bool(known.as_lru), classes)
 
     def worth_of(self, group: Group, key: bytes) -> KeyWorth | None:
         facts = ctypes.create_string_buffer(_KEY.size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -11,10 +11,9 @@ import msgspec
 import numpy as np
 
 from kvoffd.cache.block_table import READY, WRITING
-from kvoffd.errors import BadGeometry, BadKeys, KvoffdError, NamespaceMismatch
+from kvoffd.errors import BadGeometry, BadKeys, NamespaceMismatch
 from kvoffd_proto import messages
 from kvoffd_proto.admin import ShardSpec
-from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupSpec
 
 GROUP_BYTES = 1024
@@ -162,7 +161,7 @@ class Namespace:
         self._slot_bytes: list[tuple[int, ...] | None] = [None] * world_size
         self._shards: list[tuple[ShardSpec, ...] | None] = [None] * world_size
         self._block_bytes: tuple[int, ...] | None = None
-        self._key_type = np.dtype((np.void, key_bytes))
+        self.key_type = np.dtype((np.void, key_bytes))
 
     @property
     def ready_blocks(self) -> int:
@@ -217,7 +216,7 @@ class Namespace:
         """
         self.check_keys(group, keys)
         # Six times as fast as slicing.
-        split: list[bytes] = np.frombuffer(keys, self._key_type).tolist()
+        split: list[bytes] = np.frombuffer(keys, self.key_type).tolist()
         if distinct and len(set(split)) != len(split):
             raise BadKeys(f"A key of group {group} occurs twice in one store; send each key once.")
         return split
@@ -253,12 +252,18 @@ class Namespace:
         spec = self.fingerprint, self.label, self.world_size, self.key_bytes, self.groups, self.description
         return NamespaceRecord(self.number, *spec, tuple(self._shard_bytes), tuple(self._shards), self.generation)
 
-    def fix_shard_bytes(self, rank: int, shard_bytes: Sequence[int], slot_bytes: Sequence[int]) -> None:
-        """Set the sizes of a rank's shards and slots, by group. Raises BadGeometry if they are others already."""
+    def fix_shard_bytes(self, rank: int, shard_bytes: Sequence[int], slot_size: Callable[[int], int]) -> bool:
+        """Set the sizes of a rank's shards, by group, and of their slots; False where they were set already.
+
+        Raises BadGeometry if they are others already, and what ``slot_size`` raises.
+        """
         self.check_shard_bytes(rank, shard_bytes)
+        if self._shard_bytes[rank] is not None:
+            return False
+        self._slot_bytes[rank] = tuple(map(slot_size, shard_bytes))
         self._shard_bytes[rank] = tuple(shard_bytes)
-        self._slot_bytes[rank] = tuple(slot_bytes)
         self._block_bytes = None
+        return True
 
     def block_bytes(self, group: int) -> int:
         """Pool bytes of a block of the group: of the slots of all ranks that have registered, 0 before the first."""
@@ -296,34 +301,6 @@ class Namespace:
             )
         self.check_group(group)
         return sizes[group]
-
-
-MAX_QUOTAS = 1024
-"""Namespaces that have a quota, open or not."""
-
-
-class Quotas:
-    """By fingerprint, the most bytes of the pool that a namespace may have, where an operator says so."""
-
-    def __init__(self) -> None:
-        self._quotas: dict[bytes, int] = {}
-
-    def __iter__(self) -> Iterator[tuple[bytes, int]]:
-        return iter(self._quotas.items())
-
-    def of(self, fingerprint: bytes) -> int | None:
-        """Bytes; None for no quota."""
-        return self._quotas.get(fingerprint)
-
-    def set(self, fingerprint: bytes, quota_bytes: int | None) -> None:
-        """Set the quota of a namespace, open or not; None takes it away. Raises KvoffdError, BAD_ARGUMENT."""
-        if quota_bytes is None:
-            self._quotas.pop(fingerprint, None)
-            return
-        if fingerprint not in self._quotas and len(self._quotas) >= MAX_QUOTAS:
-            why = f"{MAX_QUOTAS} namespaces have a quota, the most there may be; take those of others away."
-            raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
-        self._quotas[fingerprint] = quota_bytes
 
 
 def nbytes_of(label: str, description: str, world_size: int, groups: int) -> int:

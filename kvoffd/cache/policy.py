@@ -14,9 +14,10 @@ import numpy.typing as npt
 from kvoffd.cache.block_table import BlockIds, BlockTable
 from kvoffd.cache.namespace import Namespace
 from kvoffd.system.native import native
+from kvoffd_proto.stats import LearnedStats
 
 if TYPE_CHECKING:
-    from kvoffd_proto.admin import KeyWorth, PolicyClass
+    from kvoffd_proto.admin import KeyWorth
 
 REJECTED = -1.0
 """Score of a key that is not to be stored, whatever space there is."""
@@ -61,17 +62,6 @@ class Chain(NamedTuple):
     """Keys that it found READY before the first that was not."""
 
 
-class PolicyState(NamedTuple):
-    """What a policy that learns tells of itself; the fields of ``PolicyDescribed``."""
-
-    requests: int = 0
-    known_keys: int = 0
-    hit_bytes: int = 0
-    lru_hit_bytes: int = 0
-    as_lru: bool = False
-    classes: Sequence[PolicyClass] = ()
-
-
 class Policy(Protocol):
     """Knows requests, and the READY blocks in the order in which they should go; nothing of pins, slots or sizes."""
 
@@ -107,7 +97,7 @@ class Policy(Protocol):
     def nbytes(self) -> int:
         """Memory of what is known."""
 
-    def describe(self) -> PolicyState:
+    def describe(self) -> LearnedStats:
         """What was learned."""
 
     def worth_of(self, group: Group, key: bytes) -> KeyWorth | None:
@@ -132,8 +122,8 @@ class AdmitsAll:
     def chance(self, group: Group, keys: bytes, within_bytes: int) -> npt.NDArray[np.float64]:
         return np.ones(len(keys) // group.key_bytes)
 
-    def describe(self) -> PolicyState:
-        return PolicyState()
+    def describe(self) -> LearnedStats:
+        return LearnedStats()
 
     def worth_of(self, group: Group, key: bytes) -> KeyWorth | None:
         return None

@@ -179,10 +179,36 @@ class SlotAllocator:
             if self._opened[0]:
                 self.opened += self._opened[1 : 1 + int(self._opened[0])].tolist()
             found += got
-            if nearest_first[0] == node != other:
-                self.slots_on_other_nodes += got
         self.used_bytes += slot_bytes * found
+        self.slots_on_other_nodes += self._elsewhere(slots[:found], node)
         return slots[:found]
+
+    def take_blocks(self, sizes: Sequence[int], count: int, nodes: Sequence[int | None]) -> npt.NDArray[np.uint32]:
+        """[blocks, sizes] slots of these sizes for up to ``count`` blocks, each on its node first.
+
+        What one size takes another may lack: then all ask for less.
+        """
+        while True:
+            columns: list[SlotIds] = []
+            least = 0
+            try:
+                for size, node in zip(sizes, nodes, strict=True):
+                    columns.append(self.take(size, count, node))
+                least = min(map(len, columns))
+            finally:
+                for column, node in zip(columns, nodes, strict=False):
+                    if len(column) > least:
+                        self.slots_on_other_nodes -= self._elsewhere(column[least:], node)
+                        self.free(column[least:])
+            if least or count == 1 or not columns[0].size:
+                return np.stack([column[:least] for column in columns], axis=1)
+            count //= 2
+
+    def _elsewhere(self, slots: SlotIds, node: int | None) -> int:
+        """How many of the slots lie on another NUMA node, where some lie on this one."""
+        if len(self._nodes) == 1 or node not in self._nodes:
+            return 0
+        return int(np.count_nonzero(self._node[slots // self.slots_per_region] != node))
 
     def _slots_in(self, region: int, slot_bytes: int) -> int:
         begin = region * self.region_bytes

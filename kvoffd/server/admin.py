@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvoffd.cache.cache import BlockFacts
+from kvoffd.cache.tickets import BlockFacts
 from kvoffd.errors import KvoffdError
 from kvoffd.server.handlers import Pending, answers, filled
 from kvoffd.server.namespaces import forget_idle
@@ -90,25 +90,12 @@ def set_quota(service: Service, session: Session, message: a.SetQuota) -> Pendin
     return Pending(poll, service.clock() + STATE_WAIT_S)
 
 
-@answers(a.DescribePolicy)
-def describe_policy(service: Service, session: Session, message: a.DescribePolicy) -> a.PolicyDescribed:
-    policy, key = service.cache.policy, None
-    if message.namespace is not None:
-        namespace = service.cache.namespace(message.namespace)
-        namespace.check_keys(message.group, message.key)
-        key = service.cache.worth_of(namespace, message.group, message.key) if message.key else None
-    state = policy.describe()
-    return filled(
-        a.PolicyDescribed,
-        state,
-        service,
-        request_id=message.request_id,
-        policy=service.config.eviction_policy,
-        ghost_keys=policy.ghosts,
-        policy_bytes=policy.nbytes,
-        classes=list(state.classes),
-        key=key,
-    )
+@answers(a.DescribeKey)
+def describe_key(service: Service, session: Session, message: a.DescribeKey) -> a.KeyDescribed:
+    namespace = service.cache.namespace(message.namespace)
+    namespace.check_keys(message.group, message.key)
+    known = service.cache.worth_of(namespace, message.group, message.key) if message.key else None
+    return a.KeyDescribed(message.request_id, known)
 
 
 @answers(a.Trace)

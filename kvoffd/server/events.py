@@ -32,7 +32,8 @@ class EventLog:
 
     def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
         self._wall_clock = wall_clock
-        self._pending: dict[Namespace, list[KvEvent]] = {}
+        self.pending: dict[Namespace, list[KvEvent]] = {}
+        """What is still to be published, until ``take``."""
         self._numbers: WeakKeyDictionary[Namespace, int] = WeakKeyDictionary()
         """Of each namespace's next message. One that is forgotten and opened again counts from 0, and is cleared."""
         self.published = 0
@@ -62,23 +63,19 @@ class EventLog:
     def cleared(self, namespace: Namespace) -> None:
         self._add(namespace, AllBlocksCleared())
 
-    @property
-    def has_news(self) -> bool:
-        return bool(self._pending)
-
     def take(self) -> list[Frames]:
         """Return the messages to publish for all that happened since the last call."""
         messages: list[Frames] = []
-        for namespace, events in self._pending.items():
+        for namespace, events in self.pending.items():
             number = self._numbers.get(namespace, 0)
             for start in range(0, len(events), MAX_EVENTS_PER_MESSAGE):
                 payload = encode(EventBatch(self._wall_clock(), events[start : start + MAX_EVENTS_PER_MESSAGE]))
                 messages.append((kv_topic(namespace.fingerprint), number.to_bytes(SEQUENCE_BYTES, "big"), payload))
                 number += 1
             self._numbers[namespace] = number
-        self._pending.clear()
+        self.pending.clear()
         self.published += len(messages)
         return messages
 
     def _add(self, namespace: Namespace, event: KvEvent) -> None:
-        self._pending.setdefault(namespace, []).append(event)
+        self.pending.setdefault(namespace, []).append(event)

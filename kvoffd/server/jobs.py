@@ -23,8 +23,9 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.cache.cache import Cache, Check, LoadTicket, StoreTicket
-from kvoffd.cache.hooks import NO_TOKENS, BlockTokens
+from kvoffd.cache.cache import Cache
+from kvoffd.cache.hooks import BlockTokens
+from kvoffd.cache.tickets import Check, LoadTicket, StoreTicket
 from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady, UnknownLease
 from kvoffd.observe.logging import RareWarnings
@@ -40,7 +41,6 @@ from kvoffd_proto.messages import (
     BLOCK_ID_BYTES,
     COUNT_BYTES,
     TOKEN_ID_BYTES,
-    GroupBlocks,
     GroupKeys,
     JobResult,
     Loads,
@@ -109,18 +109,13 @@ class Part:
     """Of each key, end to end; empty where no store told them."""
     token_ids: bytes
     """Of each key's block, end to end; empty where no store told them."""
-    starts: Sequence[int] | None = None
+    first_blocks: Mapping[int, int]
+    """By number of a key, the engine block from which on it is written, where that is not the first."""
+    starts: Sequence[int] | None
     """Of a store: the first key of each job; None where the policy has no say."""
 
-    @property
-    def first_blocks(self) -> Mapping[int, int]:
-        """By number of a key, the engine block from which on it is written, where that is not the first."""
-        return {span.key: span.first_block for span in self.spans if span.first_block}
-
     def tokens(self) -> Mapping[bytes, BlockTokens]:
-        """By key, its parent and token ids, where its store told them."""
-        if not self.parents or not self.token_ids:
-            return NO_TOKENS
+        """By key, its parent and token ids, which its store told."""
         size, each = len(self.parents) // len(self.split), len(self.token_ids) // len(self.split)
         return {
             key: BlockTokens(self.parents[at * size : (at + 1) * size], self.token_ids[at * each : (at + 1) * each])
@@ -129,7 +124,7 @@ class Part:
 
     def put_by_job(self, numbers: Sequence[int], found: dict[int, list[GroupKeys]]) -> None:
         """Put the keys of these numbers, ascending, among those of their jobs."""
-        for span in self.spans if numbers else ():
+        for span in self.spans:
             some = numbers[bisect_left(numbers, span.key) : bisect_left(numbers, span.keys_end)]
             if some:
                 found[span.job].append(GroupKeys(self.group, b"".join([self.split[number] for number in some])))
@@ -140,62 +135,58 @@ def checked_parts(
 ) -> list[Part]:
     """What some jobs ask for, by group; ``is_offered``: the policy may refuse stores. Raises KvoffdError where one of
     them is not in order."""
-    count = len(batch.job_ids)
-    parts = [_checked_part(registration, part, count, storing=storing, is_offered=is_offered) for part in batch.groups]
+    namespace, jobs, parts = registration.namespace, len(batch.job_ids), list[Part]()
     jobs_of: defaultdict[int, set[int]] = defaultdict(set)
-    for part in parts:
-        jobs = {span.job for span in part.spans}
-        if not jobs_of[part.group].isdisjoint(jobs):
-            raise BadKeys(f"A job names group {part.group} twice; put its keys into one part.")
-        jobs_of[part.group] |= jobs
-    if len(set().union(*jobs_of.values())) < len(batch.job_ids):
+    for part in batch.groups:
+        group = part.group
+        if group >= len(registration.layouts) or len(part.keys) % namespace.key_bytes:
+            namespace.check_keys(group, part.keys)  # which raises
+        if len(part.block_ids) % BLOCK_ID_BYTES:
+            raise BadBlockIds(f"Block ids are int32; {len(part.block_ids)} bytes are not a whole number of them.")
+        layout, block_ids = registration.layouts[group], np.frombuffer(part.block_ids, dtype="<i4")
+        keys: list[bytes] = np.frombuffer(part.keys, namespace.key_type).tolist()
+        key_counts, block_counts = _counts(part.key_counts, jobs, "keys"), _counts(part.block_counts, jobs, "blocks")
+        first_blocks = _counts(part.first_blocks, jobs, "first blocks") if part.first_blocks else [0] * jobs
+        if sum(key_counts) != len(keys) or sum(block_counts) != block_ids.size:
+            raise BadKeys(
+                f"The jobs have {sum(key_counts)} keys and {sum(block_counts)} blocks of group {group}, and "
+                f"{len(keys)} keys and {block_ids.size} block ids were sent."
+            )
+        spans: list[Span] = []
+        key = block = 0
+        for job, (of_keys, of_blocks, first) in enumerate(zip(key_counts, block_counts, first_blocks, strict=True)):
+            if not of_keys and not of_blocks:
+                continue
+            left_out = of_keys * layout.blocks_per_key - first - of_blocks
+            fits = 0 <= left_out < layout.blocks_per_key and not (storing and left_out)
+            if not fits or not of_blocks or first >= layout.blocks_per_key:
+                check_count(layout, of_blocks, of_keys, first, exact=storing)  # which raises
+            spans.append(Span(job, key, key + of_keys, block, block + of_blocks, first))
+            key += of_keys
+            block += of_blocks
+            if job in jobs_of[group]:
+                raise BadKeys(f"A job names group {group} twice; put its keys into one part.")
+            jobs_of[group].add(job)
+        check_ids(layout, block_ids)
+        if len(set(keys)) < len(keys) and any(len(set(keys[at:end])) < end - at for _, at, end, *_ in spans):
+            raise BadKeys(f"A key of group {group} occurs twice in one job; send each key once.")
+        if not storing:
+            ids = block_ids.tolist()
+            if len(set(ids)) < len(ids) and any(len(set(ids[at:end])) < end - at for _, _, _, at, end, _ in spans):
+                raise BadBlockIds(f"Group {group} loads into an engine block twice; name each block once.")
+        if part.parents and len(part.parents) != len(part.keys):
+            raise BadKeys(f"{len(part.parents)} bytes of parents for {len(part.keys)} bytes of keys; tell all or none.")
+        tokens = namespace.groups[group].tokens_per_block
+        if part.tokens and len(part.tokens) != len(keys) * tokens * TOKEN_ID_BYTES:
+            told = f"{len(part.tokens)} bytes of token ids for {len(keys)} keys of {tokens} tokens"
+            raise BadKeys(f"{told}; tell all or none.")
+        firsts = {span.key: span.first_block for span in spans if span.first_block}
+        starts = [span.key for span in spans] if storing and is_offered else None
+        of_part = part.keys, keys, block_ids, spans, part.parents, part.tokens, firsts, starts
+        parts.append(Part(group, layout, *of_part))
+    if len(set().union(*jobs_of.values())) < jobs:
         raise BadBlockIds("A job has no keys and no block ids; leave it out.")
     return parts
-
-
-def _checked_part(registration: Registration, part: GroupBlocks, jobs: int, *, storing: bool, is_offered: bool) -> Part:
-    group, namespace = part.group, registration.namespace
-    keys = namespace.split(group, part.keys)
-    layout = registration.layouts[group]
-    per_key = layout.blocks_per_key
-    if len(part.block_ids) % BLOCK_ID_BYTES:
-        raise BadBlockIds(f"Block ids are int32; {len(part.block_ids)} bytes are not a whole number of them.")
-    block_ids = np.frombuffer(part.block_ids, dtype="<i4")
-    key_counts, block_counts = _counts(part.key_counts, jobs, "keys"), _counts(part.block_counts, jobs, "blocks")
-    first_blocks = _counts(part.first_blocks, jobs, "first blocks") if part.first_blocks else [0] * jobs
-    if sum(key_counts) != len(keys) or sum(block_counts) != block_ids.size:
-        raise BadKeys(
-            f"The jobs have {sum(key_counts)} keys and {sum(block_counts)} blocks of group {group}, and {len(keys)} "
-            f"keys and {block_ids.size} block ids were sent."
-        )
-    spans: list[Span] = []
-    key = block = 0
-    for job, (of_keys, of_blocks, first) in enumerate(zip(key_counts, block_counts, first_blocks, strict=True)):
-        if not of_keys and not of_blocks:
-            continue
-        left_out = of_keys * per_key - first - of_blocks
-        if left_out < 0 or left_out >= per_key or (storing and left_out) or not of_blocks or first >= per_key:
-            check_count(layout, of_blocks, of_keys, first, exact=storing)  # which raises
-        spans.append(Span(job, key, key + of_keys, block, block + of_blocks, first))
-        key += of_keys
-        block += of_blocks
-    check_ids(layout, block_ids)
-    if len(set(keys)) < len(keys) and any(len(set(keys[at:end])) < end - at for _, at, end, *_ in spans):
-        raise BadKeys(f"A key of group {group} occurs twice in one job; send each key once.")
-    if not storing:
-        ids = block_ids.tolist()
-        if len(set(ids)) < len(ids) and any(len(set(ids[at:end])) < end - at for _, _, _, at, end, _ in spans):
-            raise BadBlockIds(f"Group {group} loads into an engine block twice; name each block once.")
-    if part.parents and len(part.parents) != len(part.keys):
-        raise BadKeys(f"{len(part.parents)} bytes of parents for {len(part.keys)} bytes of keys; tell all or none.")
-    tokens_per_block = namespace.groups[group].tokens_per_block
-    if part.tokens and len(part.tokens) != len(keys) * tokens_per_block * TOKEN_ID_BYTES:
-        raise BadKeys(
-            f"{len(part.tokens)} bytes of token ids for {len(keys)} keys of {tokens_per_block} tokens; tell all or "
-            "none."
-        )
-    starts = [span.key for span in spans] if storing and is_offered else None
-    return Part(group, layout, part.keys, keys, block_ids, spans, part.parents, part.tokens, starts)
 
 
 def _counts(data: bytes, jobs: int, what: str) -> list[int]:
@@ -243,8 +234,10 @@ class StoreBatch(Job):
         places: list[tuple[int, int]] = []
         self.ticket = cache.begin_store(registration.namespace, registration.rank, self.parts)
         for part, stored in zip(self.parts, self.ticket.parts, strict=True):
+            if not stored.copy:
+                continue
             layout, keys = part.layout, len(part.split)
-            length = registration.namespace.shard_length(registration.rank, part.group)
+            length = stored.group.lengths[registration.rank]
             offsets = cache.slots.offsets(stored.slots)
             places += [(offset, length) for offset in offsets.tolist()]
             addresses, chosen = offsets.astype(np.uint64) + np.uint64(pool.address), None
@@ -278,7 +271,8 @@ class StoreBatch(Job):
         checksums = [list(islice(found, len(stored.copy))) for stored in self.ticket.parts]
         tokens: dict[bytes, BlockTokens] = {}
         for part in self.parts:
-            tokens.update(part.tokens())
+            if part.parents and part.token_ids:
+                tokens.update(part.tokens())
         cache.commit_store(self.ticket, checksums, tokens)
         if not self.session.operator:
             self.registration.namespace.counters.stored_bytes += self.plan.nbytes
@@ -300,8 +294,9 @@ class StoreBatch(Job):
                 lost, refused = (_with_again(part.split, some, stored.again) for some in (lost, refused))
             if error is not None:  # a store whose keys were all there lost nothing
                 lost = sorted({*lost, *stored.copy, *stored.again}.difference(refused))
-            part.put_by_job(lost, failed)
-            part.put_by_job(refused, rejected)
+            if lost or refused:
+                part.put_by_job(lost, failed)
+                part.put_by_job(refused, rejected)
         code = ErrorCode.SESSION_ENDED if self.session.ended else error or ErrorCode.NO_ROOM
         copied = [0] * len(self.ids) if error is not None else self.copied_bytes
         return [
@@ -458,19 +453,22 @@ class Jobs:
 
     def submit(self, session: Session, message: Submit) -> None:
         """Accept the jobs of a message, or raise KvoffdError and change nothing."""
-        registration, accepted_at = session.registration(message.registration_id), self._host.now()
+        accepted_at = self._host.now()
+        if (registration := session.registrations.get(message.registration_id)) is None:
+            raise KvoffdError.of(ErrorCode.UNKNOWN_REGISTRATION)
         registration.check_whole(accepted_at)
-        self._check_counts(session, registration, message)
-        loads = checked_parts(registration, message.loads, storing=False)
-        stores = checked_parts(registration, message.stores, storing=True, is_offered=not session.operator)
-        self._check_pieces(session, registration, (*loads, *stores))
+        given, loads, stores = message.loads, list[Part](), list[Part]()
+        if given.job_ids or given.groups:
+            loads = checked_parts(registration, given, storing=False)
+        if message.stores.job_ids or message.stores.groups:
+            stores = checked_parts(registration, message.stores, storing=True, is_offered=not session.operator)
+        self._check_counts(session, registration, message, (*loads, *stores))
         wanted: list[list[tuple[Part, Span]]] = [[] for _ in message.loads.job_ids]
         for part in loads:
             for span in part.spans:
                 wanted[span.job].append((part, span))
         jobs: list[StoreBatch | LoadJob] = []
         whose = session, registration, accepted_at
-        given = message.loads
         try:
             for job_id, lease_id, keep, parts in zip(
                 given.job_ids, given.lease_ids, given.keep_lease, wanted, strict=True
@@ -487,8 +485,10 @@ class Jobs:
         for job in jobs:
             self._start(job)
 
-    def _check_counts(self, session: Session, registration: Registration, message: Submit) -> None:
-        """Raise KvoffdError where there are too many jobs or keys, or a job of the same id is unfinished."""
+    def _check_counts(
+        self, session: Session, registration: Registration, message: Submit, parts: Sequence[Part]
+    ) -> None:
+        """Raise KvoffdError where there are too many jobs, keys or pieces, or a job of the same id is unfinished."""
         limits, stores, loads = self._config.limits, message.stores, message.loads
         ids = [*stores.job_ids, *loads.job_ids]
         if len(set(ids)) < len(ids) or not session.jobs.keys().isdisjoint(ids):
@@ -510,17 +510,14 @@ class Jobs:
                 ErrorCode.TOO_MANY,
             )
         held = session.completions
-        if len(held) >= MAX_UNACKNOWLEDGED_RESULTS or held.key_bytes >= MAX_UNACKNOWLEDGED_KEY_BYTES:
+        if held.results >= MAX_UNACKNOWLEDGED_RESULTS or held.key_bytes >= MAX_UNACKNOWLEDGED_KEY_BYTES:
             raise KvoffdError("The session does not acknowledge its results; each Submit may.", ErrorCode.TOO_MANY)
         if stores.job_ids and session.store_bytes > self._max_store_bytes:
             raise KvoffdError(
                 "The session's outstanding stores are far beyond its credit; wait for results.", ErrorCode.TOO_MANY
             )
-
-    def _check_pieces(self, session: Session, registration: Registration, parts: Sequence[Part]) -> None:
-        """Raise KvoffdError where the plans of the session's unfinished jobs would take too much memory."""
         pieces = sum([part.block_ids.size * part.layout.page_bytes.size for part in parts])
-        if session.pieces + pieces <= (most := self._config.limits.max_pieces_in_flight):
+        if session.pieces + pieces <= (most := limits.max_pieces_in_flight):
             return
         most = max(most, 2 * sum(layout.block_limit * layout.page_bytes.size for layout in registration.layouts))
         if session.pieces + pieces > most:
@@ -580,14 +577,22 @@ class Jobs:
             # copied of them counts only if the lifeline is still open now, after the copy.
             if isinstance(job, StoreBatch) and error is None and (session.ended or not session.lifeline.alive()):
                 error = ErrorCode.CANCELLED
-            self._answer(job, job.end(cache, self._host.now() - job.accepted_at, error))
+            seconds = self._host.now() - job.accepted_at
+            try:
+                results = job.end(cache, seconds, error)
+            except Exception:
+                # What it held stays held: nobody knows what of it may be read, or given to others.
+                logger.exception("The end of a copy failed inside the daemon; its jobs fail.")
+                results = [JobResult(job_id, False, 0, seconds, ErrorCode.INTERNAL) for job_id in job.ids]
+            self._answer(job, results)
         del self._running[job]
         self._ended_at = self._host.now()
         session.in_flight -= len(job.ids)
         session.pieces -= job.plan.pieces
         job.transfer = None  # they refer to each other
         job.registration.count_jobs(-1)
-        session.release_if_idle()
+        if session.ended:
+            session.release_if_idle()
 
     def _overdue(self, job: StoreBatch | LoadJob) -> None:
         """The job's copy hangs beyond its deadline: a store is answered, see above."""

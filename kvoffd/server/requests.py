@@ -107,8 +107,8 @@ def register(service: Service, session: Session, message: m.Register) -> Pending
 @answers(m.Unregister)
 def unregister(service: Service, session: Session, message: m.Unregister) -> Pending:
     """Stop the registration's jobs and unmap its memory; the reply follows once that is done."""
-    registration = session.registration(message.registration_id)
-    del session.registrations[message.registration_id]
+    if (registration := session.registrations.pop(message.registration_id, None)) is None:
+        raise KvoffdError.of(ErrorCode.UNKNOWN_REGISTRATION)
     answer = Pending()
     service.jobs.abandon([job for job in session.jobs.values() if job.registration is registration])
     registration.close_when_idle(lambda: answer.bring(m.Done(message.request_id, 1)))
@@ -180,20 +180,30 @@ def _give_back(session: Session, descriptors: dict[int, int]) -> None:
 def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupReply:
     """Tell which keys are ready and pin those."""
     started, limits = service.clock(), service.config.limits
-    namespace = session.namespace(message.namespace)
-    service.check_key_count(namespace, message.groups)
-    if service.cache.leases_of(session.id).leases >= limits.max_leases:
+    namespace, groups = _asked(service, session, message)
+    if (held := service.cache.held.get(session.id)) is not None and held.leases >= limits.max_leases:
         raise KvoffdError(f"The session holds {limits.max_leases} leases, its limit; release some.", ErrorCode.TOO_MANY)
-    groups = [(part.group, part.keys) for part in message.groups]
     again = message.again or session.operator
     states, pinned = service.cache.lookup(namespace, session.id, message.lease_id, groups, again=again)
     wait_ms = 0
-    if (tiering := service.tiers.tiering) is not None and any(not m.COMING.isdisjoint(one) for one in states):
+    if (tiering := service.tiers.tiering) is not None and not m.COMING.isdisjoint(b"".join(states)):
         wait_ms = math.ceil(tiering.wait_s * 1000)
     ttl_ms = round(limits.lease_ttl_s * 1000) if pinned else 0
     if not namespace.of_bench:
         service.lookups.append(service.clock() - started)
     return m.LookupReply(message.request_id, message.lease_id, states, pinned, ttl_ms, wait_ms)
+
+
+def _asked(
+    service: Service, session: Session, message: m.Lookup | m.Invalidate
+) -> tuple[Namespace, list[tuple[int, bytes]]]:
+    """The namespace, and the keys by group, that a request names. Raises KvoffdError where they are too many."""
+    if (namespace := session.namespaces.get(message.namespace)) is None:
+        raise KvoffdError.of(ErrorCode.UNKNOWN_NAMESPACE)
+    keys = sum([len(part.keys) for part in message.groups]) // namespace.key_bytes
+    if keys > (most := service.config.limits.max_keys_per_request):
+        raise KvoffdError(f"{keys} keys in one request; {most} are allowed. Send several.", ErrorCode.TOO_MANY)
+    return namespace, [(part.group, part.keys) for part in message.groups]
 
 
 @answers(m.Release)
@@ -205,9 +215,8 @@ def release(service: Service, session: Session, message: m.Release) -> m.Done:
 @answers(m.Invalidate)
 def invalidate(service: Service, session: Session, message: m.Invalidate) -> Pending:
     """Forget blocks."""
-    namespace = session.namespace(message.namespace)
-    service.check_key_count(namespace, message.groups)
-    count = service.cache.invalidate(namespace, [(part.group, part.keys) for part in message.groups])
+    namespace, groups = _asked(service, session, message)
+    count = service.cache.invalidate(namespace, groups)
     service.tiers.invalidated(message.namespace)
     return service.removed(message.request_id, count)
 

@@ -11,7 +11,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from kvoffd.cache.cache import Cache, Check
+from kvoffd.cache.cache import Cache
+from kvoffd.cache.tickets import Check
 from kvoffd.server.jobs import apply_check
 from kvoffd_proto import admin as a
 from kvoffd_proto.units import format_duration, format_size
@@ -53,7 +54,7 @@ class Scrubber:
 
     def next_step(self) -> list[Check]:
         """Slots to read now, about ``STEP_BYTES``; none where nothing was found. End it by ``finish_step``."""
-        checks = _first(self._cache.checks(self._cache.unverified(_STEP_SLOTS)))
+        checks = _first(self._cache.checks(self._cache.next_unverified(_STEP_SLOTS)))
         while not checks and self._done < len(self._slots):
             some = self._slots[self._done : self._done + _STEP_SLOTS]
             checks = _first([check for check in self._cache.checks(some) if check.checksum])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from weakref import WeakSet
 
 # These fill the table of handlers.
@@ -48,8 +48,6 @@ logger = logging.getLogger(__name__)
 
 REMOVAL_WAIT_S = 0.5
 """For disks to note what an invalidation, a reset or a clear removed; the answer waits for it."""
-TOTALS_EVERY_S = 300.0
-"""How often the totals that outlive the daemon are saved."""
 MAX_PENDING = 64
 """Requests of a session whose replies wait."""
 
@@ -122,7 +120,7 @@ class Service:
         """Why nothing is served over HTTP, although it should be."""
         self.sockets_problem = ""
         """Why no engine can connect."""
-        self._totals_due = self.started_at + TOTALS_EVERY_S
+        self._totals_due = self.started_at + config.limits.totals_every_s
         self._partial_warned: WeakSet[Namespace] = WeakSet()
         state.is_there = lambda fingerprint: cache.find(fingerprint) is not None
         cache.watchers.append(self.curve.requested)
@@ -159,7 +157,7 @@ class Service:
                         ErrorCode.TOO_MANY,
                     )
                 answer = handler(self, session, request)
-        except codec.CodecError as error:
+        except codec.CODEC_ERRORS as error:
             refusal = KvoffdError(f"The frame is not a request: {error}.", ErrorCode.MALFORMED)
             answer = self.refusal(codec.request_id_of(frame), refusal)
         except Exception as error:
@@ -180,8 +178,9 @@ class Service:
             for session in self.jobs.with_results.values():
                 self.flush_completions(session)
             self.jobs.with_results.clear()
+        if self.events.pending:
+            self.publications += self.events.take()
         publications, self.publications = self.publications, []
-        publications += self.events.take()
         replies, self.replies = self.replies, []
         return publications, replies
 
@@ -219,7 +218,7 @@ class Service:
         return self.traffic.lifetime(total, self.tiering.disks.writer.written_bytes if self.tiering is not None else 0)
 
     def save_totals(self) -> None:
-        self._totals_due = self.clock() + TOTALS_EVERY_S
+        self._totals_due = self.clock() + self.config.limits.totals_every_s
         self.state.save_lifetime(self.lifetime(self.traffic.total()))
 
     # --- replies -----------------------------------------------------------------------------------
@@ -265,12 +264,6 @@ class Service:
         """Close the session's open batch of completions and put it out for publication."""
         if frames := session.completions.flush(self.sessions.credit_of(session)):
             self.publications.append(frames)
-
-    def check_key_count(self, namespace: Namespace, groups: Sequence[m.GroupKeys]) -> None:
-        """Raise KvoffdError where a request has more keys than it may."""
-        keys = sum([len(part.keys) for part in groups]) // namespace.key_bytes
-        if keys > (most := self.config.limits.max_keys_per_request):
-            raise KvoffdError(f"{keys} keys in one request; {most} are allowed. Send several.", ErrorCode.TOO_MANY)
 
     def reset(self, namespace: Namespace) -> int:
         """Forget all blocks of a namespace, of its tiers too, for a successor as well. Returns how many there were."""

@@ -57,7 +57,7 @@ class Ending(StrEnum):
     CLOSED = "closed"
     """Its client said that it leaves."""
     GONE = "gone"
-    """Its lifeline ended without a word: the process ended."""
+    """Its lifeline ended without a word: the process was killed, as vLLM kills its engine at SIGTERM by default."""
     NO_HELLO = "no_hello"
     MALFORMED = "malformed"
     """What came over the lifeline was no message of it."""
@@ -83,45 +83,42 @@ class CompletionLog:
     def __init__(self, epoch: int, session_id: int) -> None:
         self._topic = events.session_topic(epoch, session_id)
         self._pending: list[JobResult] = []
-        self._kept: deque[Completions] = deque()
-        self._kept_results = 0
+        self._pending_key_bytes = 0
+        self._kept: deque[tuple[Completions, int]] = deque()
+        """Batches, each with the bytes of the keys that it names."""
         self.sequence = 0
+        self.results = 0
+        """That are not acknowledged."""
         self.key_bytes = 0
-        """Of the keys that results which are not acknowledged name."""
+        """Of the keys that these name."""
 
     def add(self, results: Sequence[JobResult]) -> None:
         """Put ``results`` into the batch that the next flush publishes."""
         self._pending += results
-        self.key_bytes += _key_bytes(results)
+        self.results += len(results)
+        nbytes = sum([len(part.keys) for one in results for part in (*one.failed, *one.declined)])
+        self.key_bytes += nbytes
+        self._pending_key_bytes += nbytes
 
     def flush(self, credit_bytes: int) -> tuple[bytes, bytes, bytes] | None:
         """Close the current batch; return it as the frames to publish, or None when it is empty."""
         if not self._pending:
             return None
         self.sequence += 1
-        batch = Completions(self.sequence, credit_bytes, self._pending)
-        self._pending = []
-        self._kept.append(batch)
-        self._kept_results += len(batch.results)
+        batch, self._pending = Completions(self.sequence, credit_bytes, self._pending), []
+        self._kept.append((batch, self._pending_key_bytes))
+        self._pending_key_bytes = 0
         return self._topic, self.sequence.to_bytes(events.SEQUENCE_BYTES, "big"), codec.encode(batch)
 
     def acknowledge(self, sequence: int) -> None:
-        while self._kept and self._kept[0].sequence <= sequence:
-            results = self._kept.popleft().results
-            self._kept_results -= len(results)
-            self.key_bytes -= _key_bytes(results)
+        while self._kept and self._kept[0][0].sequence <= sequence:
+            batch, nbytes = self._kept.popleft()
+            self.results -= len(batch.results)
+            self.key_bytes -= nbytes
 
     def replay(self) -> list[Completions]:
         """All batches that are not acknowledged, oldest first."""
-        return list(self._kept)
-
-    def __len__(self) -> int:
-        """Results that are not acknowledged."""
-        return self._kept_results + len(self._pending)
-
-
-def _key_bytes(results: Sequence[JobResult]) -> int:
-    return sum([len(part.keys) for result in results for part in (*result.failed, *result.declined)])
+        return [batch for batch, _ in self._kept]
 
 
 @dataclass(eq=False)
@@ -216,13 +213,6 @@ class Session:
         if (namespace := self.namespaces.get(fingerprint)) is None:
             raise UnknownNamespace(ErrorCode.UNKNOWN_NAMESPACE.sentence)
         return namespace
-
-    def registration(self, registration_id: bytes) -> Registration:
-        """A registration of the session. Raises KvoffdError."""
-        registration = self.registrations.get(registration_id)
-        if registration is None:
-            raise KvoffdError.of(ErrorCode.UNKNOWN_REGISTRATION)
-        return registration
 
     def release_if_idle(self) -> None:
         """Where the session is over, its last copy may have ended."""
@@ -360,7 +350,7 @@ class Sessions:
         """Bytes of stores ``session`` may have outstanding: its share of what all writers together may."""
         if session.role is Role.ADMIN:
             return 0
-        writers = sum(1 for other in self if other.registrations)
+        writers = len([None for other in self.by_route.values() if other.registrations])
         return self.credit_bytes // max(1, writers)
 
     def end(self, session: Session, on_released: Callable[[], None], why: Ending = Ending.GONE) -> None:

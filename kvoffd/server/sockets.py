@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from math import inf
 from pathlib import Path
 from typing import Protocol, cast
@@ -47,6 +47,8 @@ class RequestService(Protocol):
 
     replies_dropped: Counter[str]
 
+    @property
+    def pending(self) -> Sized: ...
     def handle(self, route: bytes, frame: bytes) -> None: ...
     def outgoing(self) -> tuple[list[Frames], list[tuple[bytes, bytes]]]: ...
     def after_send(self) -> None: ...
@@ -143,16 +145,18 @@ class Sockets:
     def serve(self) -> bool:
         """As after a message, and what a lost edge has left. At each tick. False where it failed inside the daemon."""
         self._admit()
+        self._due = True
         return self._drain()
 
     def _drain(self) -> bool:
         """Make the calls of other threads, and answer requests, until none waits or others must have the loop."""
+        due = self._due or self._posted
         self._due = self._post_woke = False
         if self._closed:  # the pool may be unmapped
             return True
         until, more, jobs = time.monotonic() + DRAIN_S, False, self._jobs
         try:
-            if self._posted:
+            if due:
                 more = self._make_calls(until)
                 self.flush()
             if (service := self._service) is not None:
@@ -172,7 +176,8 @@ class Sockets:
                 else:
                     more = True
                 more = service.background() or more
-                more = self.flush() or more  # what was sent may have consumed the edge
+                if service.pending:
+                    more = self.flush() or more  # what was sent may have consumed the edge
         except Exception:  # the loop that serves engines must outlive it; the tick goes on
             logger.exception("An iteration of the message loop failed.")
             return False

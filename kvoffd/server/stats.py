@@ -84,6 +84,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         curve_bytes=curve.nbytes,
         ghost_entries=cache.policy.ghosts,
         policy_bytes=cache.policy.nbytes,
+        learned=cache.policy.describe(),
         settings=[s.SettingInfo(*one) for one in settings_in_force(service.config)],
     )
 
@@ -130,7 +131,7 @@ def sessions(service: Service, session: Session, message: a.Sessions) -> a.Sessi
             jobs=len(one.jobs),
             registrations=len(one.registrations),
             registered_bytes=sum(registration.mapped_bytes for registration in one.registrations.values()),
-            unacknowledged=len(one.completions),
+            unacknowledged=one.completions.results,
             namespaces=sorted(one.namespaces),
             pinned_bytes=cache.leases_of(one.id).nbytes,
         )

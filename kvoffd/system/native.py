@@ -41,7 +41,9 @@ class Native:
             self.blocks_open = with_gil("blocks_open", ctypes.c_int, address, text)
             self.blocks_close = with_gil("blocks_close", None, address)
             self.blocks_find = with_gil("blocks_find", None, address, slot, text, number, number, address, address)
-            self.blocks_enter = with_gil("blocks_enter", number, address, *some, number, slot, text, number, slot, slot)
+            self.blocks_enter = with_gil(
+                "blocks_enter", number, address, *some, number, slot, slot, text, number, slot, slot
+            )
             self.blocks_publish = with_gil(
                 "blocks_publish", number, address, address, *some, address, slot, address, number, address
             )
@@ -49,9 +51,8 @@ class Native:
             self.blocks_drop = with_gil("blocks_drop", number, address, *some)
             self.blocks_written_now = with_gil("blocks_written_now", None, address, *some, address)
             self.blocks_release = with_gil("blocks_release", number, address, *some, address, address)
-            self.blocks_pin = with_gil("blocks_pin", number, address, *some, ctypes.c_int32, address)
+            self.blocks_pin = with_gil("blocks_pin", number, address, *some, ctypes.c_int32, address, address)
             self.blocks_keys = with_gil("blocks_keys", None, address, *some, number, address)
-            self.blocks_bytes = with_gil("blocks_bytes", None, address, *some, address)
             self.blocks_plan = with_gil(
                 "blocks_plan", number, address, slot, text, number, number, slot, address, address, address
             )

@@ -10,8 +10,9 @@ from functools import partial
 import numpy as np
 
 from kvoffd.cache.block_table import FREE
-from kvoffd.cache.cache import Cache, FillTicket
+from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.cache.tickets import FillTicket
 from kvoffd.tiers.tier import PRESENT, Block, Result, Space, Tier
 
 NO_SPACE, OVERDUE, SLOWER = "no_space", "overdue", "slower"

@@ -263,21 +263,6 @@ class ListBlocks(Request[BlocksListed], frozen=True):
 # --- what the policy knows -------------------------------------------------------------------------
 
 
-class PolicyClass(Wire, frozen=True):
-    """What a learning policy has learned of the keys of one class.
-
-    Ages are in pool lifetimes: the time in which as many bytes are accessed as the pool holds.
-    """
-
-    name: Annotated[str, doc("What tells its keys from others.")]
-    accessed_share: Annotated[float, doc("Its part of the keys that were asked for lately, 0 to 1.")]
-    return_chance: Annotated[float, doc("Chance that such a key is asked for again, 0 to 1.")]
-    return_age: Annotated[float, doc("Age by which half of those that come back have done so.")]
-    kept_bytes: Annotated[ByteCount, doc("Pool bytes of its blocks.")]
-    worth: Annotated[float, doc("Most hits to be expected for a block of it in a pool lifetime.")]
-    short_name: Annotated[str, doc("The name in a few words, for tables; empty from daemons that have none.")] = ""
-
-
 class KeyWorth(Wire, frozen=True):
     """What a learning policy knows of one key."""
 
@@ -288,28 +273,19 @@ class KeyWorth(Wire, frozen=True):
     worth: Annotated[float, doc("Hits to be expected for it in a pool lifetime.")]
 
 
-class PolicyDescribed(Reply, frozen=True):
-    """Answer to DescribePolicy. Of policies that do not learn: the name, the keys without a block and their memory."""
-
-    policy: Annotated[str, doc("Name of the policy.")]
-    requests: Annotated[Count, doc("Requests that it was told of.")]
-    known_keys: Annotated[Count, doc("Keys that it knows, with and without a block.")]
-    ghost_keys: Annotated[Count, doc("Those without.")]
-    policy_bytes: Annotated[ByteCount, doc("Memory of what it knows.")]
-    hit_bytes: Annotated[ByteCount, doc("Bytes of the blocks that requests found, from the first to the one missing.")]
-    lru_hit_bytes: Annotated[ByteCount, doc("The same as it would have been with the policy lru.")]
-    as_lru: Annotated[bool, doc("Whether blocks go as with lru for a while, since that had more hits.")]
-    classes: Annotated[list[PolicyClass], doc("By their part of what was asked for, the largest first.")]
-    key: Annotated[KeyWorth | None, doc("What is known of the key that was asked for; nil if nothing.")] = None
+class KeyDescribed(Reply, frozen=True):
+    key: Annotated[KeyWorth | None, doc("What is known; nil if nothing is, and where the policy does not learn.")] = (
+        None
+    )
 
 
 @exchange(Section.ADMINISTRATION, ADMIN)
-class DescribePolicy(Request[PolicyDescribed], frozen=True):
-    """Asks what the eviction policy has learned, and what it knows of one key. Admin only."""
+class DescribeKey(Request[KeyDescribed], frozen=True):
+    """Asks what the eviction policy knows of one key. Admin only."""
 
-    namespace: Annotated[Fingerprint | None, doc("Namespace of the key; nil to ask for none.")] = None
-    group: GroupIndex = 0
-    key: Annotated[bytes, doc("The block's key, of the namespace's ``key_bytes``.", max_length=64)] = b""
+    namespace: Fingerprint
+    group: GroupIndex
+    key: Annotated[bytes, doc("The block's key, of the namespace's ``key_bytes``.", max_length=64)]
 
 
 # --- traces ----------------------------------------------------------------------------------------

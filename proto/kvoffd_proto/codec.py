@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial, reduce
+from functools import reduce
 from operator import or_
-from typing import TypeVar
 
 import msgspec
 
@@ -16,8 +15,6 @@ REPLIES: tuple[type[Reply], ...] = (
     Error,
 )
 """Every reply of the protocol."""
-
-DecodedT = TypeVar("DecodedT")
 
 encode = msgspec.msgpack.Encoder().encode
 """Encodes a message, as the frame of a request or a reply, or as the payload of a publication."""
@@ -32,21 +29,11 @@ _UINT_BYTES = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}
 _HEAD_BYTES = 5 + 32 + 9
 
 
-class CodecError(Exception):
-    """The frame is not a message of the expected kind. The text says what is wrong with it."""
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[DecodedT], frame: bytes | memoryview) -> DecodedT:
-    """Raises CodecError."""
-    try:
-        return decoder.decode(frame)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CodecError(str(error)) from error
-
-
-decode_request = partial(_decode, _requests)
-decode_reply = partial(_decode, _replies)
-decode_completions = partial(_decode, _completions)
+CODEC_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What the next three raise for a frame that is not a message of the expected kind: the text says what is wrong."""
+decode_request = _requests.decode
+decode_reply = _replies.decode
+decode_completions = _completions.decode
 """Decodes the payload of a message on a session's topic."""
 
 

@@ -230,7 +230,7 @@ class NamespaceStats(Traffic, frozen=True):
 
 
 class Lifetime(Part, frozen=True):
-    """Totals that outlive the daemon; saved every few minutes and at the end."""
+    """Totals that outlive the daemon; saved every ten seconds and at the end."""
 
     since: Annotated[Seconds, doc("When counting began, in seconds since 1970; 0 where nothing was counted.")] = 0.0
     loaded_tokens: Annotated[Count, counter("Tokens that engines loaded, earlier runs of the daemon included.")] = 0
@@ -472,6 +472,38 @@ class SharedStats(Part, frozen=True):
     ] = 0
 
 
+# --- what the policy learned -------------------------------------------------------------------------
+
+
+class PolicyClass(Part, frozen=True):
+    """What a learning policy has learned of the keys of one class.
+
+    Ages are in pool lifetimes: the time in which as many bytes are accessed as the pool holds.
+    """
+
+    name: Annotated[str, doc("What tells its keys from others.")] = ""
+    accessed_share: Annotated[float, doc("Its part of the keys that were asked for lately, 0 to 1.")] = 0.0
+    return_chance: Annotated[float, doc("Chance that such a key is asked for again, 0 to 1.")] = 0.0
+    return_age: Annotated[float, doc("Age by which half of those that come back have done so.")] = 0.0
+    kept_bytes: Annotated[ByteCount, doc("Pool bytes of its blocks.")] = 0
+    worth: Annotated[float, doc("Most hits to be expected for a block of it in a pool lifetime.")] = 0.0
+
+
+class LearnedStats(Part, frozen=True):
+    """What the policy knows of requests. All is 0 and empty for one that does not learn."""
+
+    requests: Annotated[Count, doc("Requests that it was told of.")] = 0
+    known_keys: Annotated[Count, doc("Keys that it knows, with and without a block.")] = 0
+    hit_bytes: Annotated[
+        ByteCount, doc("Bytes of the blocks that requests found, from the first to the one missing.")
+    ] = 0
+    lru_hit_bytes: Annotated[ByteCount, doc("The same as it would have been with the policy lru.")] = 0
+    as_lru: Annotated[bool, doc("Whether blocks go as with lru for a while, since that had more hits.")] = False
+    classes: Annotated[list[PolicyClass], doc("By their part of what was asked for, the largest first.")] = field(
+        default_factory=list
+    )
+
+
 # --- the statistics --------------------------------------------------------------------------------
 
 
@@ -506,7 +538,11 @@ class DaemonStats(Part, frozen=True):
     sessions: Annotated[Count, gauge("Sessions of engines that are open.")] = 0
     ended_sessions: Annotated[
         Labelled,
-        counter("Sessions of engines that ended, by reason: closed, gone (a process died) and others.", "reason"),
+        counter(
+            "Sessions of engines that ended, by reason: closed; gone (killed, as vLLM kills its engine at SIGTERM "
+            "without --shutdown-timeout); and others.",
+            "reason",
+        ),
     ] = field(default_factory=dict)
     leases: Annotated[Count, gauge("Leases that engines hold on blocks.")] = 0
     pinned_blocks: Annotated[Count, doc("Blocks under a lease or a copy.")] = 0
@@ -566,6 +602,7 @@ class DaemonStats(Part, frozen=True):
     curve_bytes: Annotated[ByteCount, doc("Memory of the sample from which the curve is made.")] = 0
     ghost_entries: Annotated[Count, doc("Keys without a block that the policy remembers.")] = 0
     policy_bytes: Annotated[ByteCount, doc("Memory of what the policy knows of keys.")] = 0
+    learned: Annotated[LearnedStats, doc("What the policy learned.")] = field(default_factory=LearnedStats)
     settings: Annotated[list[SettingInfo], doc("The settings that the daemon runs with.")] = field(default_factory=list)
 
 

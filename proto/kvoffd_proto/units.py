@@ -8,7 +8,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from fractions import Fraction
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 MAX_SIZE_BYTES = 2**63 - 1
 MAX_DURATION_S = 365 * 86400.0
@@ -20,16 +23,9 @@ _SIZE_UNITS: dict[str, int] = {
     # Kubernetes writes 20Gi. A bare "20G" stays refused: half of the tools mean 1000s by it, half 1024s.
     **{f"{letter}i": 1024 ** (power + 1) for power, letter in enumerate("kmgt")},
 }
-_DURATION_UNITS: dict[str, Fraction] = {
-    "us": Fraction(1, 1_000_000),
-    "µs": Fraction(1, 1_000_000),
-    "ms": Fraction(1, 1000),
-    "s": Fraction(1),
-    "m": Fraction(60),
-    "min": Fraction(60),
-    "h": Fraction(3600),
-    "d": Fraction(86400),
-}
+_DURATION_UNITS: dict[str, int | str] = {
+    "us": "1/1000000", "µs": "1/1000000", "ms": "1/1000", "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400,
+}  # fmt: skip
 _SIZE_ADVICE = "write whole bytes or a number with a unit, such as 512MiB, 20GiB or 20GB"
 _DURATION_ADVICE = "write seconds or a number with a unit, such as 500ms, 30s or 2m"
 # Digits are bounded: Python refuses to convert thousands of them, and no sane value has thirty.
@@ -65,7 +61,7 @@ def parse_duration(value: str | int | float) -> float:
 
 
 def _parse(
-    value: object, kinds: tuple[type, ...], what: str, units: Mapping[str, int | Fraction], default: str, advice: str
+    value: object, kinds: tuple[type, ...], what: str, units: Mapping[str, int | str], default: str, advice: str
 ) -> int | float | Fraction:
     """Return the number that ``value`` means, 0 or more, in ``units``; in the ``default`` one where it names none."""
     if isinstance(value, bool) or not isinstance(value, kinds):
@@ -77,7 +73,9 @@ def _parse(
         sign, digits, unit = match.groups()
         if unit and unit.lower() not in units:
             raise UnitError(f"{quoted(value)} has the unknown unit {quoted(unit)}; {advice}")
-        number: int | float | Fraction = Fraction(f"{sign}{digits}") * units[unit.lower() or default]
+        from fractions import Fraction  # takes longer to import than a probe of the daemon's health may
+
+        number: int | float | Fraction = Fraction(f"{sign}{digits}") * Fraction(units[unit.lower() or default])
     else:
         assert isinstance(value, int | float)
         number = value

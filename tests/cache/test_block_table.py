@@ -14,7 +14,8 @@ from kvoffd.cache.block_table import DROPPED, FREE, NO_BLOCK, NOT_FIRST, READY, 
 from kvoffd.pool.slot_table import RECORD
 
 SLOTS = 5000
-GROUPS = {1: (8, 1), 2: (32, 3), 7: (20, 2), 2**32 - 2: (64, 1)}
+BLOCK_BYTES = 1 << 20
+GROUPS = {1: (8, 1), 2: (32, 3), 7: (20, 2), 70_000: (64, 1)}
 """By number: bytes of a key, and ranks."""
 
 
@@ -53,10 +54,10 @@ class TableMachine(RuleBasedStateMachine):
         slots = ids([self.unused.pop() for _ in range(len(keys) * ranks)]).reshape(len(keys), ranks)
         for key, row in zip(keys, slots, strict=True):
             self.known[group, key] = Known(group, key, row.tolist())
-        blocks = self.table.enter(slots, group, b"".join(keys), key_bytes, 5, 0)
+        blocks = self.table.enter(slots, group, b"".join(keys), key_bytes, 5, 0, BLOCK_BYTES)
         assert blocks.tolist() == slots[:, 0].tolist()
         with pytest.raises(AssertionError, match="is there"):  # twice
-            self.table.enter(slots[:1], group, keys[0], key_bytes, 5, 0)
+            self.table.enter(slots[:1], group, keys[0], key_bytes, 5, 0, BLOCK_BYTES)
         for rank in range(ranks):
             ready = self.table.publish(blocks, slots[:, rank], [0] * len(keys), 8192, [7] * len(keys))
             assert ready.tolist() == (blocks[::-1].tolist() if rank == ranks - 1 else [])
@@ -67,7 +68,9 @@ class TableMachine(RuleBasedStateMachine):
             return
         some = data.draw(st.lists(st.sampled_from(sorted(self.known)), max_size=20)) * times
         blocks = [self.known[one].slots[0] for one in some]
-        assert sorted(self.table.pin(ids(blocks)).tolist()) == sorted({b for b in blocks if not self.pins.get(b)})
+        fresh = {block for block in blocks if not self.pins.get(block)}
+        sizes = len(blocks) * BLOCK_BYTES, len(fresh) * BLOCK_BYTES
+        assert self.table.pin(ids(blocks)) == (*sizes, len(fresh))
         for block in blocks:
             self.pins[block] = self.pins.get(block, 0) + 1
 
@@ -81,7 +84,8 @@ class TableMachine(RuleBasedStateMachine):
         for block in blocks:
             self.pins[block] -= 1
         loose = {block for block in blocks if not self.pins[block]}
-        assert set(self.table.unpin(ids(blocks)).tolist()) == loose
+        found, nbytes = self.table.unpin(ids(blocks))
+        assert (set(found.tolist()), nbytes) == (loose, len(loose) * BLOCK_BYTES)
 
     @rule(data=st.data(), count=st.integers(1, 200))
     def drop(self, data: st.DataObject, count: int) -> None:
@@ -151,7 +155,7 @@ def test_a_million_blocks_are_found_fast_and_take_little() -> None:
     records = np.zeros(count, RECORD)
     table = BlockTable(records)
     names = np.arange(count, dtype=np.uint64).tobytes()
-    table.enter(np.arange(count, dtype=np.uint32).reshape(count, 1), 1, names, 8, 5, 0)
+    table.enter(np.arange(count, dtype=np.uint32).reshape(count, 1), 1, names, 8, 5, 0, 8192)
     keys = records["key"][::7, :8].tobytes()
     _, blocks = table.find(1, keys, 8)
     assert (blocks == np.arange(0, count, 7)).all()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvoffd.cache.block_table import FREE, READY, WRITING
-from kvoffd.cache.cache import StoreTicket
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
+from kvoffd.cache.tickets import StoreTicket
 from kvoffd.errors import BadGeometry, BadKeys, KvoffdError, NamespaceMismatch, NotReady, ShardTooLarge, UnknownLease
 from kvoffd_proto.messages import GroupSpec
 from tests.kit.slot_cache import UNIT, CacheRig, Part, check_invariants, keys_of
@@ -656,7 +656,7 @@ def test_a_checksum_that_comes_later_is_the_slots_from_then_on() -> None:
     namespace = rig.open("a")
     rig.commit(rig.begin(namespace, 0, 0, keys_of(1)), checksum=0)
     assert (rig.cache.unverified_slots, rig.successor()[0].index()) == (1, set())
-    (check,) = rig.cache.checks(rig.cache.unverified(10))
+    (check,) = rig.cache.checks(rig.cache.next_unverified(10))
     assert rig.cache.check(check.slot, check.generation, 42)
     assert rig.cache.unverified_slots == 0
     assert len(rig.successor()[0].index()) == 1

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvoffd.cache.block_table import CORRUPT, FREE, READY, SHARD_STATE, WRITING, WRITTEN, BlockIds
-from kvoffd.cache.cache import FillTicket, LoadTicket, StoreTicket
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
+from kvoffd.cache.tickets import FillTicket, LoadTicket, StoreTicket
 from kvoffd.errors import BadKeys, NotReady, UnknownLease
 from tests.kit.slot_cache import UNIT, CacheRig, Part, check_invariants, keys_of
 
@@ -427,20 +427,19 @@ class CacheMachine(RuleBasedStateMachine):
         for name in there:
             del self.index[name]
 
-    @rule(space=spaces, end_leases=st.booleans())
-    def reset(self, space: int, end_leases: bool) -> None:
+    @rule(space=spaces)
+    def reset(self, space: int) -> None:
         there = [name for name in self.index if name[0] == space]
         generation, self.next_generation = self.next_generation, self.next_generation + 1
-        assert self.cache.reset(self.spaces[space], end_leases=end_leases, generation=generation) == len(there)
+        assert self.cache.reset(self.spaces[space], generation=generation) == len(there)
         assert self.spaces[space].generation == generation
-        if end_leases:
-            self.end_leases([number for number, lease in self.leases.items() if lease.space == space])
+        self.end_leases([number for number, lease in self.leases.items() if lease.space == space])
         for name in there:
             del self.index[name]
 
     @rule(space=spaces)
     def forget_the_namespace(self, space: int) -> None:
-        self.reset(space, end_leases=True)
+        self.reset(space)
         self.cache.forget_namespace(self.spaces[space])
         self.spaces[space] = self.rig.open(f"n{space}", *NAMESPACES[space])
         self.loaded[self.spaces[space]], self.unused[space] = [0, 0], 0
@@ -464,7 +463,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert check is None or (check.slot, check.generation, check.checksum) == (slot, generation, checksum)
         counts = self.cache.checked_slots, self.cache.mismatches
         wrong &= checksum != 0 and self.rig.cache.quarantined_bytes < 8 * UNIT
-        group = self.cache._of(int(blocks.group[slot]))
+        group = self.cache._of_block(slot)
         key = int.from_bytes(blocks.keys(np.array([slot], np.uint32), 8), "big")
         name = -1 if group.dead else self.spaces.index(group.namespace), group.group, key
         assert self.cache.check(slot, generation, checksum + 1 if wrong else checksum or 5) is (judged and not wrong)

@@ -22,7 +22,7 @@ def order(rig: CacheRig) -> list[int]:
 
 
 def test_very_many_pinned_blocks_are_not_passed_over_for_each_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffd.cache.cache.MAX_SKIPPED_PINNED", 2)
+    monkeypatch.setattr("kvoffd.cache.victims.MAX_SKIPPED_PINNED", 2)
     rig = full_rig()
     namespace = rig.open("a")
     rig.put(namespace, keys_of(*range(4)))

@@ -90,7 +90,7 @@ class Pool:
         # A key may be there: it was stored twice, as no cache does.
         self.blocks = BlockTable(self.table.records)
         self.blocks.generation = int(self.table.records["generation"].max())
-        self.blocks.enter(slots, geometry.number, b"".join(keys), geometry.key_bytes, namespace, group)
+        self.blocks.enter(slots, geometry.number, b"".join(keys), geometry.key_bytes, namespace, group, 0)
         return slots
 
     def publish(self, namespace: int, group: int, slots: np.ndarray) -> None:
@@ -335,7 +335,7 @@ def test_a_writer_may_be_killed_at_any_instruction() -> None:
     firsts, sums, ready = np.zeros(2, np.uint16), np.full(2, 7, np.uint64), np.empty(2, np.uint32)
     calls: list[tuple[Callable[..., object], tuple[object, ...]]] = [
         (lib.blocks_drop, (at, gone.ctypes.data, 1)),
-        (lib.blocks_enter, (at, new.ctypes.data, 2, 2, geometry.number, keys, 8, 3, 0)),
+        (lib.blocks_enter, (at, new.ctypes.data, 2, 2, 5, geometry.number, keys, 8, 3, 0)),
         *(
             (
                 lib.blocks_publish,

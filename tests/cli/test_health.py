@@ -21,7 +21,7 @@ from tests.kit.waiting import wait_until
 from tests.kit.wire import books
 
 PROBES = ((), ("--live",), ("--ready",))
-HEAVY = {"asyncio", "numpy", "rich", "typer"}
+HEAVY = {"asyncio", "numpy", "rich", "typer", "kvoffd_proto.messages", "kvoffd_client.admin_client"}
 """ZeroMQ is not among them: a probe asks as engines do, so that it proves what they need. It costs 16 ms of CPU."""
 
 

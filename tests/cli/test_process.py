@@ -172,7 +172,16 @@ def test_a_watch_gives_the_screen_back(shared_daemon: DaemonProcess) -> None:
         terminal.read_until(lambda seen: "\x1b[?1049h" in seen and "64.0 MiB" in seen)
         assert terminal.interrupt() == 130
     assert terminal.seen.count("\x1b[?1049h") == terminal.seen.count("\x1b[?1049l") == 1
+    assert terminal.seen.count("\x1b[2J") <= 1, "it is drawn over: what is cleared flickers"
     assert "Traceback" not in terminal.seen
+
+
+def test_no_color_is_obeyed(shared_daemon: DaemonProcess) -> None:
+    command = ("stats", "--directory", str(shared_daemon.directory))
+    with Terminal(*command) as colours, Terminal(*command, NO_COLOR="1") as plain:
+        assert colours.end() == plain.end() == 0
+    assert "\x1b[32m" in colours.seen or "\x1b[1m" in colours.seen
+    assert not any(f"\x1b[{code}m" in plain.seen for code in range(30, 38))
 
 
 # --- what asks -------------------------------------------------------------------------------------

@@ -83,7 +83,12 @@ def test_http_says_the_same_as_the_socket(cli: Cli, port: int) -> None:
     assert not [name for name in here if name not in moving and here[name] != there[name]]
     for words in SECTIONS:
         done = run_cli("stats", *words, "--url", f"127.0.0.1:{port}")
-        assert (done.returncode, bool(done.stdout)) == ((2, False) if "policy" in words else (0, True)), words
+        assert (done.returncode, bool(done.stdout)) == (0, True), words
+    doctor = run_cli("doctor", "--json", "--url", f"http://127.0.0.1:{port}")
+    report = json.loads(doctor.stdout)
+    assert (report["value"]["loaded_tokens"], len(report["verdict"])) == (64, 2)
+    assert not {one["check"] for one in report["findings"]} & {"no_engine", "broken_check"}
+    assert run_cli("doctor", "--self-test", "--url", f"http://127.0.0.1:{port}").returncode == 2
     done = run_cli("health", "--url", f"http://127.0.0.1:{port}")
     assert (done.returncode, done.stdout.startswith("ok"), done.stderr) == (0, True, "")
 
@@ -96,7 +101,7 @@ def test_a_url_that_leads_nowhere_is_one_sentence(port: int, tmp_path: Path) -> 
         "http://127.0.0.1:1/path",
         f"http://127.0.0.1:{port}/x",
     ):
-        for command in ("stats", "health"):
+        for command in ("stats", "health", "doctor"):
             done = run_cli(command, "--url", url)
             assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), url
     done = run_cli("stats", "--url", "http://x", "--directory", str(tmp_path))
@@ -116,6 +121,7 @@ def test_nothing_is_cut_on_80_columns(module_daemon: DaemonProcess, words: tuple
         assert all(part in seen for part in (LABEL[:10], LABEL[-8:])), "a name goes on in a second line"
 
 
-def test_an_interval_without_a_live_view_is_refused(cli: Cli) -> None:
-    done = cli("stats", "--interval", "5s")
+@pytest.mark.parametrize("words", [("--interval", "5s"), ("tiers", "--misses"), ("nonsense",)])
+def test_what_would_be_passed_over_is_refused(cli: Cli, words: tuple[str, ...]) -> None:
+    done = cli("stats", *words)
     assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)

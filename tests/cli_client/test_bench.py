@@ -52,22 +52,22 @@ def test_a_bench_teaches_nothing_and_is_in_no_sum(run: Run) -> None:
         for name in ("lookup", "copy"):
             assert run(daemon, name).splitlines()[-1].startswith("floor: ")
         with AdminClient(daemon.directory) as admin:
-            stats, policy = admin.stats(), admin.describe_policy()
-            assert (policy.requests, policy.classes) == (0, [])
+            stats = admin.stats()
+            assert (stats.learned.requests, stats.learned.classes) == (0, [])
             for part in (stats.last_minute, stats.since_start):
                 assert (part.asked_keys, part.stored_bytes, part.lookups) == (0, 0, 0)
             assert stats.lookup_seconds.count == 0
             assert stats.curve is None or not stats.curve.asked_tokens
             with FakeEngine(daemon.directory, "model") as engine:  # an engine's requests do
                 engine.lookup([bytes(32)])
-                wait_until(lambda: admin.describe_policy().requests == 1)
+                wait_until(lambda: admin.stats().learned.requests == 1)
 
 
 def test_a_bench_of_a_daemon_that_ends_is_a_sentence(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with DaemonProcess("160MiB") as daemon:
-        monkeypatch.setattr(bench, "_say", lambda what: daemon.kill())
+        monkeypatch.setattr(bench, "print_status", lambda what: daemon.kill())
         for name in ("lookup", "copy"):
             assert main(["bench", name, "--directory", str(daemon.directory)]) == 2
             out, err = capsys.readouterr()

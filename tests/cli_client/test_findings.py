@@ -203,7 +203,6 @@ CASES: dict[str, Facts] = {
     "not_pinned": machine(driver="570.86", memlock_bytes=None),
     "memlock": machine(driver="570.86"),
     "disk_space": with_disk(FileSystem(600 * GIB, 300 * GIB)),
-    "spinning_disk": with_disk(FileSystem(600 * GIB, 500 * GIB, True)),
     "disk_too_small": with_disk(used_bytes=499 * GIB, physical_bytes=500 * GIB, oldest_seconds=600.0),
     "tier_late": space(misses={"tier_late": 500, "unknown": 3500}, found_keys={"pool": 4000, "disk": 2000}),
     "disk_writes": with_disk(written_bytes=600 * GIB),

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd_client import AdminClient, DaemonUnavailable, RequestRefused, RequestTimeout
-from kvoffd_client.admin_client import read_stats
+from kvoffd_client import AdminClient, DaemonUnavailable, RequestRefused, RequestTimeout, UnknownNamespace
+from kvoffd_client.admin_client import one_namespace, read_stats
 from kvoffd_client.errors import why_unreachable
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import admin as a
@@ -148,7 +148,7 @@ def test_an_operator_s_typo_is_answered_and_is_no_error_of_the_daemon(daemon: Da
             (a.DescribeNamespace, (bytes(32),)),
             (a.ListBlocks, (space, 7)),
             (a.ListBlocks, (space, 0, 0, 1, "zz")),
-            (a.DescribePolicy, (space, 0, b"x")),
+            (a.DescribeKey, (space, 0, b"x")),
             (a.ResetFleet, (space,)),
         ):
             with pytest.raises(RequestRefused):
@@ -203,3 +203,52 @@ def test_the_event_tail_yields_what_happens_and_ends_at_its_timeout(daemon: Daem
         assert sequence >= 0
         assert isinstance(batch.events[0], BlockStored)
         assert list(admin.events(idle_timeout_s=0.3)) == []
+
+
+# --- names of namespaces ---------------------------------------------------------------------------
+
+
+def namespace(fingerprint: str, label: str) -> a.NamespaceInfo:
+    return a.NamespaceInfo(
+        namespace=bytes.fromhex(fingerprint.ljust(64, "0")),
+        label=label,
+        world_size=1,
+        key_bytes=32,
+        groups=[],
+        shard_bytes=[],
+        ready_blocks=0,
+        ready_bytes=0,
+        writing_blocks=0,
+        sessions=0,
+        description="{}",
+    )
+
+
+OPEN = [
+    namespace("ab12cd34", "tiny"),
+    namespace("ab12ffff", "twin"),
+    namespace("00112233", "twin"),
+    namespace("77770000", "ab12cd34"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "index"), [("tiny", 0), ("ab12c", 3), ("AB12F", 1), ("0011", 2), ("7777", 3)])
+def test_a_label_or_a_prefix_finds_one(wanted: str, index: int) -> None:
+    among = (
+        OPEN
+        if wanted != "ab12c"
+        else [namespace("00", "x"), namespace("00", "x"), namespace("11", "y"), namespace("ab12cd34", "z")]
+    )
+    assert one_namespace(among, wanted) is among[index]
+
+
+@pytest.mark.parametrize("wanted", ["twin", "ab12", "ab12cd34"])
+def test_several_are_refused_with_their_fingerprints(wanted: str) -> None:
+    with pytest.raises(UnknownNamespace, match=r"could be any of .*ab12"):
+        one_namespace(OPEN, wanted)
+
+
+@pytest.mark.parametrize("wanted", ["", "ab1", "nobody", "ffff"])
+def test_none_or_too_few_digits_are_refused(wanted: str) -> None:
+    with pytest.raises(UnknownNamespace, match="kvoffd-cli namespaces"):
+        one_namespace(OPEN, wanted)

@@ -120,7 +120,7 @@ def test_a_refusal_at_the_lifeline_is_kept_as_the_reason(fake: FakeDaemon, caplo
     with SchedulerClient(fake.directory, SPEC, options=QUICK) as client:
         assert not client.wait_settled(5)
         assert client.refusal.code is ErrorCode.BAD_VERSION
-        wait_until(lambda: client._attempts > 3)
+        wait_until(lambda: client._failed_attempts > 3)
     logged = [record for record in caplog.records if "99" in record.getMessage()]
     assert len(logged) == 1, "a reason is logged once, not at each attempt"
 

@@ -10,7 +10,7 @@ import pytest
 
 import kvoffd_client
 from kvoffd_client import DaemonUnavailable, ErrorCode, GroupTransfer, JobResult
-from kvoffd_client.admin_client import ask_health
+from kvoffd_client.health_request import ask_health
 from kvoffd_client.testing import FakeEngine, running_daemon
 from tests.kit.daemon import DaemonProcess
 

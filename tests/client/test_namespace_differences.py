@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 
+from kvoffd_client import NamespaceSpec
 from kvoffd_client.namespace_differences import FIELDS, explain
 
 with warnings.catch_warnings():
@@ -31,6 +32,11 @@ def test_a_field_that_differs_alone_is_named_with_words(name: str) -> None:
     else:
         (found,) = words(WHOLE, **{name: other(WHOLE[name])})
     assert found.startswith(FIELDS[name].words)
+
+
+def test_fields_of_other_engines_are_named() -> None:
+    one, two = (NamespaceSpec.named("m", dtype=dtype, model="x" * 90).description for dtype in ("fp8", "bf16"))
+    assert list(map(str, explain(one, two))) == ["dtype fp8 and bf16"]
 
 
 def test_the_words_of_a_rollout() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvoffd_client.jobs import Job
 from kvoffd_client.ordered_sender import OrderedSender
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.ordered_sender import wait_sent
@@ -45,7 +46,11 @@ class Gpu:
         return event
 
     def submit(self, *job_ids: int) -> FakeEvent:
-        self.sender.submit(job_ids, self.sent.extend, lambda job_id, code: self.failed.append((job_id, code)))
+        self.sender.submit(
+            [Job(job_id, ()) for job_id in job_ids],
+            lambda jobs: self.sent.extend([job.job_id for job in jobs]),
+            lambda job, code: self.failed.append((job.job_id, code)),
+        )
         return self.events[-1]
 
 
@@ -155,10 +160,10 @@ def test_a_gpu_that_failed_fails_the_job_and_not_the_thread(gpu: Gpu) -> None:
 
 
 def test_a_job_that_cannot_be_sent_fails(gpu: Gpu) -> None:
-    def send(job_ids: list[int]) -> None:
+    def send(jobs: list[Job]) -> None:
         raise ValueError("a bug")
 
-    gpu.sender.submit([1, 2], send, lambda job_id, code: gpu.failed.append((job_id, code)))
+    gpu.sender.submit([Job(1, ()), Job(2, ())], send, lambda job, code: gpu.failed.append((job.job_id, code)))
     gpu.events[0].happened.set()
     assert wait_sent(gpu.sender, [1, 2], WAIT_S)
     assert gpu.failed == [(1, ErrorCode.COPY_FAILED), (2, ErrorCode.COPY_FAILED)]

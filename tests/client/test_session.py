@@ -41,7 +41,7 @@ class PaperLink:
     """Writes down what a session does."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.time = 0.0
         self.sent: list[m.AnyRequest] = []
         self.attached: list[int] = []
         self.topics: list[bytes] = []
@@ -54,11 +54,10 @@ class PaperLink:
     def start(self, session: Session) -> None:
         self._session = session
 
-    @property
-    def lock(self) -> AbstractContextManager[float]:
-        return nullcontext(self.now)
+    lock: AbstractContextManager[object] = nullcontext()
 
-    def poll(self) -> None: ...
+    def now(self) -> float:
+        return self.time
 
     def notify(self) -> None: ...
 
@@ -66,7 +65,7 @@ class PaperLink:
         return ready()
 
     def stop(self) -> None:
-        self._session.on_close(self.now)
+        self._session.on_close(self.time)
 
     def open(self) -> None:
         self.opens += 1
@@ -81,7 +80,7 @@ class PaperLink:
     def attach(self, message: lifeline.Attach, fd: int) -> None:
         self.attached.append(message.segment_id)
 
-    def send(self, frame: bytes) -> bool:
+    def send(self, frame: bytes, due: float) -> bool:
         if not self.full:
             self.sent.append(codec.decode_request(frame))
         return not self.full
@@ -138,12 +137,12 @@ def worker(link: PaperLink) -> WorkerClient:
 
 
 def look_up(scheduler: SchedulerClient, link: PaperLink, now: float, groups: list[m.GroupKeys] = KEYS) -> Lookup:
-    link.now = now
+    link.time = now
     return scheduler.lookup(groups)
 
 
 def submit(worker: WorkerClient, link: PaperLink, now: float, *jobs: Job) -> None:
-    link.now = now
+    link.time = now
     worker.submit(jobs)
 
 
@@ -690,7 +689,8 @@ def test_the_parts_of_a_job_are_the_job(seed: int) -> None:
             told = (rng.randbytes(32 * count), rng.randbytes(64 * count)) if rng.random() < 0.7 else ()
             keys, ids = rng.randbytes(32 * count), rng.randbytes(4 * (end - first))
             groups.append(GroupTransfer(group, keys, ids, first, *told))
-    parts = Job(1, groups, 2**32).parts(32, 4, limits, 100)
+    job = Job(1, groups, 2**32)
+    parts = job.parts(*job.checked_size(64, 32), 32, 4, limits, 100)
     assert [part.job_id for part in parts] == ([1] if len(parts) == 1 else list(range(100, 100 + len(parts))))
     for one in groups:
         cut = [some for part in parts for some in part.groups if some.group == one.group]
@@ -698,7 +698,7 @@ def test_the_parts_of_a_job_are_the_job(seed: int) -> None:
         for field in ("keys", "parents", "tokens"):
             assert b"".join(getattr(some, field) for some in cut) == getattr(one, field)
     for part in parts:
-        assert part.size()[0] // 32 <= 10
+        assert part.checked_size(64, 32)[0] // 32 <= 10
         assert len(codec.encode(submit_of(1, b"r" * 16, 32, [part]))) <= max(limits.max_frame_bytes, 32 * 8)
 
 

@@ -81,7 +81,7 @@ def test_http_stats_are_those_of_the_command_line(capsys: pytest.CaptureFixture[
         client.open_namespace(bytes(range(32)))
         head, _, body = get(found, "/stats.json").partition(b"\r\n\r\n")
         assert b"content-type: application/json" in head.lower()
-        assert main(["--directory", str(daemon.directory), "stats", "--json"]) == 0
+        assert main(["stats", "--json", "--directory", str(daemon.directory)]) == 0
         stats, printed = json.loads(body), json.loads(capsys.readouterr().out)
         assert stats["namespaces"][0]["fingerprint"] == bytes(range(32)).hex()
         assert shape(stats) == shape(printed)

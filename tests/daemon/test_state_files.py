@@ -47,7 +47,7 @@ def use(daemon: DaemonProcess) -> None:
 def learned_requests(daemon: DaemonProcess) -> int:
     """Requests that what the policy knows is made of."""
     with AdminClient(daemon.directory) as admin:
-        return admin.describe_policy().requests
+        return admin.stats().learned.requests
 
 
 # --- quotas of namespaces --------------------------------------------------------------------------

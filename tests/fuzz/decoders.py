@@ -23,7 +23,7 @@ def request(data: bytes) -> None:
     assert 0 <= codec.request_id_of(data) < 2**63
     try:
         message = codec.decode_request(data)
-    except codec.CodecError:
+    except codec.CODEC_ERRORS:
         return
     again = codec.encode(message)
     assert codec.decode_request(again) == message
@@ -34,7 +34,7 @@ def reply(data: bytes) -> None:
     """A frame of ``jobs.sock`` as a client reads it."""
     try:
         message = codec.decode_reply(data)
-    except codec.CodecError:
+    except codec.CODEC_ERRORS:
         return
     assert len(codec.encode(message)) > 0
 
@@ -43,7 +43,7 @@ def completions(data: bytes) -> None:
     """A payload on a session's topic."""
     try:
         message = codec.decode_completions(data)
-    except codec.CodecError:
+    except codec.CODEC_ERRORS:
         return
     assert codec.decode_completions(codec.encode(message)).results is not None
 

@@ -264,7 +264,7 @@ class ServiceHarness:
         service.after_send()
         try:
             message = codec.decode_request(frame)
-        except codec.CodecError:
+        except codec.CODEC_ERRORS:
             (reply,) = replies
             assert isinstance(reply, m.Error)
             assert reply.code is ErrorCode.MALFORMED

@@ -27,10 +27,11 @@ from kvoffd.cache.block_table import (
     BlockIds,
     BlockTable,
 )
-from kvoffd.cache.cache import Cache, Held, StoreTicket
+from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import Group, Lru, make_policy
 from kvoffd.cache.recovery import GroupGeometry, RecoveredBlocks, recover
+from kvoffd.cache.tickets import Held, StoreTicket
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import SlotTable, TableGeometry
 from kvoffd_proto.messages import GroupSpec
@@ -223,7 +224,7 @@ def check_invariants(cache: Cache) -> None:
     nbytes: Counter[Namespace] = Counter()
     pinned = pinned_blocks = unverified = 0
     for head in heads.tolist():
-        group = cache._of(int(blocks.group[head]))
+        group = cache._of_block(head)
         ring = blocks.slots(np.array([head], np.uint32), len(group.sizes))[0].tolist()
         assert len(set(ring)) == len(ring)
         assert int(blocks.next[ring[-1]]) == head, "the ring is not closed"
@@ -263,12 +264,11 @@ def check_invariants(cache: Cache) -> None:
     assert (cache.pinned_bytes, cache.pinned_blocks) == (pinned, pinned_blocks)
     assert cache.quarantined_slots == len(quarantined)
     assert cache.unverified_slots == unverified
-    for number, known in enumerate(cache._groups):
-        if known is not None:
-            assert known.number == number
-            assert known.dead or cache._current[known.namespace][known.group] is known
-            assert all(known.blocks_in[state] == counts.pop((known, state), 0) for state in (WRITING, READY, DROPPED))
-            assert not known.dead or known.blocks_in.total(), "a group that is over is still known"
+    for number, known in cache._groups.items():
+        assert known.number == number
+        assert known.dead or cache._current[known.namespace][known.group] is known
+        assert all(known.blocks_in[state] == counts.pop((known, state), 0) for state in (WRITING, READY, DROPPED))
+        assert not known.dead or known.blocks_in.total(), "a group that is over is still known"
     assert not counts, "a block is of a group that is forgotten"
     for namespace in cache.namespaces.values():
         assert namespace.held_bytes == nbytes[namespace]
@@ -284,7 +284,7 @@ def check_invariants(cache: Cache) -> None:
         one.nbytes += lease.nbytes
         one.charged_bytes += lease.charged_bytes
     assert {session: astuple(one) for session, one in held.items()} == {
-        session: astuple(one) for session, one in cache._held.items()
+        session: astuple(one) for session, one in cache.held.items()
     }
     assert all(blocks.pins[block] >= count for block, count in pins.items())
     order = [int(block) for batch in cache.policy.candidates() for block in batch]

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvoffd.cache.block_table import READY, SHARD_STATE, WRITING, WRITTEN, BlockIds
-from kvoffd.cache.cache import StoreTicket
 from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.tickets import StoreTicket
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiering.writer import writes_of
@@ -108,7 +108,7 @@ class TieringHarness(CacheRig):
         """The keys' states, by a lookup that the policy and the tiers do not hear of, and whose lease ends at once."""
         ((states,), _) = self.cache.lookup(namespace, SESSION, LEASE, [(group, keys)])
         self.cache.release(SESSION, [LEASE])
-        self.cache._requests.clear()
+        self.cache._requested = None
         return list(states)
 
     def use(self, namespace: Namespace, keys: bytes, lease: int = 1) -> None:

@@ -21,7 +21,6 @@ class FakeSchedulerClient:
     clock: Clock
     ready: bool = True
     credit_bytes: int = 1 << 20
-    max_keys: int = 1000
     epoch: int = 1
     capabilities: frozenset[str] = frozenset()
     problem: str | None = None

@@ -1,4 +1,4 @@
-"""The codec takes every message apart as it was put together, and refuses everything else with CodecError.
+"""The codec takes every message apart as it was put together, and refuses everything else.
 
 What becomes of any bytes, and of messages of which some bytes are changed, tests/fuzz has.
 """
@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto import stats as s
-from kvoffd_proto.codec import CodecError, decode_completions, decode_reply, decode_request, encode, request_id_of
+from kvoffd_proto.codec import CODEC_ERRORS, decode_completions, decode_reply, decode_request, encode, request_id_of
 from kvoffd_proto.messages import fields_of
 
 REQUESTS = tuple(m.EXCHANGES)
@@ -101,14 +101,14 @@ def test_completions_come_back_as_they_were_published(message: m.Completions) ->
 def test_a_truncated_frame_is_refused(message: m.AnyRequest, data: st.DataObject) -> None:
     frame = encode(message)
     cut = data.draw(st.integers(0, len(frame) - 1))
-    with pytest.raises(CodecError):
+    with pytest.raises(CODEC_ERRORS):
         decode_request(frame[:cut])
 
 
 @quick
 @given(a_request, st.binary(min_size=1, max_size=8))
 def test_bytes_behind_the_message_are_refused(message: m.AnyRequest, rest: bytes) -> None:
-    with pytest.raises(CodecError):
+    with pytest.raises(CODEC_ERRORS):
         decode_request(encode(message) + rest)
 
 
@@ -146,7 +146,7 @@ FINGERPRINT = b"f" * 32
     ],
 )
 def test_a_frame_that_is_no_request_is_refused(frame: bytes) -> None:
-    with pytest.raises(CodecError) as refusal:
+    with pytest.raises(CODEC_ERRORS) as refusal:
         decode_request(frame)
     assert str(refusal.value)
 

@@ -28,6 +28,7 @@ class Echo:
 
     def __init__(self) -> None:
         self.replies_dropped = Counter[str]()
+        self.pending: list[object] = []
         self.errors = Counter[ErrorCode]()
         self.replies: list[tuple[bytes, bytes]] = []
         self.publications: list[tuple[bytes, bytes, bytes]] = []

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from kvoffd_client import ClientOptions
-from kvoffd_client.session import Session
+from kvoffd_client.session import NEVER, Session
 from kvoffd_proto import codec, lifeline
 from tests.sim.clock import Broken, Clock, Process
 from tests.sim.memory import Segment
@@ -52,13 +52,13 @@ class SimTransport:
         self._session = session
         self._arm()
 
-    @property
-    @contextmanager
-    def lock(self) -> Iterator[float]:
-        yield self._clock.now
-        self._arm()
+    lock: AbstractContextManager[object] = nullcontext()
 
-    def notify(self) -> None: ...
+    def now(self) -> float:
+        return self._clock.now
+
+    def notify(self) -> None:
+        self._arm()
 
     def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
         return ready()
@@ -111,7 +111,8 @@ class SimTransport:
             raise OSError("the lifeline is closed")
         self._lifeline.to_daemon.send((message, self._segments[fd]))
 
-    def send(self, frame: bytes) -> bool:
+    def send(self, frame: bytes, due: float) -> bool:
+        self._arm(due)
         return self._dealer is not None and self._dealer.send((frame,))
 
     def disconnect(self, *, drain: bool) -> None:
@@ -131,9 +132,9 @@ class SimTransport:
 
     # --- time ------------------------------------------------------------------------------------
 
-    def _arm(self) -> None:
-        """Schedule the next tick of the session for the time that it asks for."""
-        wake_at = self._session.wake_at()
+    def _arm(self, due: float = NEVER) -> None:
+        """Schedule the next tick of the session for the time that it asks for, as only it says: no other call does."""
+        wake_at = min(due, self._session.wake_at())
         if wake_at < self._armed_for:
             self._armed_for = wake_at
             self._arming += 1

@@ -10,7 +10,7 @@ from zlib import crc32
 
 import numpy as np
 
-from kvoffd.cache.cache import PoolUsage
+from kvoffd.cache.tickets import PoolUsage
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
@@ -164,7 +164,7 @@ class SimDaemon:
         self._work_due = False
         if self.service.background():
             self._schedule_work()
-        if self.service.pending or self.service.events.has_news:
+        if self.service.pending or self.service.events.pending:
             self._schedule_flush()
 
     def _make_tiers(self, life: int) -> SimTiers | None:
@@ -256,7 +256,7 @@ class SimDaemon:
         service = self.service
         try:
             request = codec.decode_request(frame)
-        except codec.CodecError:
+        except codec.CODEC_ERRORS:
             request = None
         before, begun = self._holdings(), self.tiers.disk.file.begun if self.tiers is not None else 0
         sent, waiting = len(service.replies), len(service.pending)
@@ -328,7 +328,7 @@ class SimDaemon:
             self._removal_answered(sender, reply)
             self._dealers[sender].reply((frame,))
         self.service.after_send()
-        if self.service.events.has_news:  # what came up from disk took others' place
+        if self.service.events.pending:  # what came up from disk took others' place
             self._schedule_flush()
         else:
             self.check()

@@ -134,7 +134,7 @@ class WatchedPool:
         self._free(slots)
 
     def enter(self, slots: Any, number: int, keys: bytes, key_bytes: int, *named: int) -> BlockIds:
-        group = self._cache._of(number)
+        group = self._cache._groups[number]
         space, world_size = group.namespace, len(group.sizes)
         for key, ranks in zip(space.split(group.group, keys), slots, strict=True):
             for rank, slot in enumerate(self._at(ranks)):

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvoffd.cache.block_table import READY, WRITING
-from kvoffd.cache.cache import StoreTicket
 from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.tickets import StoreTicket
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.messages import PENDING, SHARED

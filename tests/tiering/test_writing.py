@@ -48,7 +48,7 @@ def test_what_came_up_is_not_written_again() -> None:
 @pytest.mark.parametrize("mode", [WriteMode.ALWAYS, WriteMode.REUSE, WriteMode.EVICT])
 def test_disks_are_not_worn_by_what_benches_store(mode: WriteMode) -> None:
     rig = rig_of(mode)
-    bench, space = rig.open(f"{BENCH_LABEL}copy"), rig.open("model")
+    space, bench = rig.open("model"), rig.open(f"{BENCH_LABEL}copy")
     for lease, mine in enumerate((space, bench)):
         rig.put(mine, keys_of(*range(15)))
         rig.use(mine, keys_of(1), lease)

@@ -64,7 +64,8 @@ def told(connector: KvoffdConnector, request: Request, chunks: list[int]) -> tup
     keys = [chain_of(request)[chunk] for chunk in chunks]
     context = SimpleNamespace(get_offload_key_position=lambda key: (chain_of(request).index(key) + 1) * BLOCK_TOKENS)
     spec = KeyedSpec.of(keys, manager._positions)
-    manager._attach_tokens(spec, manager._requests["r"], keys, context)
+    assert manager.events is not None
+    manager._attach_tokens(spec, manager._requests["r"], manager.events, keys, context)
     blocks = GPULoadStoreSpec(list(chunks), group_sizes=[len(chunks)], block_indices=[chunks[0]])
     (transfer,) = group_transfers(blocks, spec, 1, KEY_BYTES, is_store=True)
     return transfer.parents, transfer.tokens

@@ -118,7 +118,8 @@ def test_blocks_of_other_weights_in_vllms_own_cache_are_not_stored(after: str, k
             namespace.leave(engine_cache_kept=kept)
         namespace.ask()
         namespace.report({rank: MemoryReport(ONE, weights, generation) for rank in range(2)})
-    assert namespace.may_store is may_store
+    assert (not namespace.engine_cache_stale) is may_store
     namespace.leave(engine_cache_kept=False)
     namespace.report({rank: MemoryReport(ONE, weights, 2) for rank in range(2)})
-    assert namespace.may_store
+    assert namespace.current
+    assert not namespace.engine_cache_stale

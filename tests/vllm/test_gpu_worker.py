@@ -13,6 +13,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, Cano
 
 from kvoffd_client import NamespaceSpec
 from kvoffd_client.cuda_export import ExportDriver, GpuSegment, export_segments
+from kvoffd_client.jobs import Job
 from kvoffd_client.ordered_sender import OrderedSender
 from kvoffd_client.vllm.connector_metadata import KeyedSpec
 from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, export_tensors, registration_of
@@ -266,7 +267,7 @@ def test_the_thread_that_waits_for_an_event_is_on_the_events_gpu(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(here, "device", device))
     torch.cuda.set_device(3)
     sender, sent = OrderedSender(RecordedEvent), threading.Event()
-    sender.submit([1], lambda _: sent.set(), lambda *_: None)
+    sender.submit([Job(1, ())], lambda _: sent.set(), lambda *_: None)
     assert sent.wait(WAIT_S)
     sender.close()
     assert waited_on == [3]

@@ -9,7 +9,7 @@ from typing import Any
 from vllm.config import LoRAConfig
 from vllm.lora.request import LoRARequest
 
-from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, hashes_of
+from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, KeyedSpec
 from kvoffd_client.vllm.fingerprint import LoraAdapters
 from tests.kit.models import write_lora_adapter
 from tests.kit.vllm_fakes import key
@@ -83,8 +83,10 @@ def test_a_hubs_adapter_is_its_files_in_the_local_cache(tmp_path: Path, monkeypa
 
 def test_the_content_is_mixed_into_every_key() -> None:
     keys = [key(1), key(2)]
-    plain = hashes_of(keys)
+    positions = {keys[0][-GROUP_ID_BYTES:]: 0}
+    plain, one, other = (
+        KeyedSpec.of(keys, positions, adapter=content).groups[0] for content in (b"", b"one", b"other")
+    )
     assert plain == b"".join(item[:-GROUP_ID_BYTES] for item in keys)
-    one, other = hashes_of(keys, b"one"), hashes_of(keys, b"other")
     assert len({plain, one, other}) == 3
     assert len(one) == len(plain)

@@ -134,7 +134,7 @@ def test_a_worker_without_shareable_memory_fails_every_job_and_the_engine_goes_o
     worker.wait({1, 2})
     assert [result.job_id for result in worker.get_finished()] == [1, 2]
     assert set(worker.take_report().failed_jobs) == {1, 2}
-    assert worker.take_failed_requests() == {"r"}
+    assert worker.failed_requests == {"r"}
     assert not worker.usable
     assert worker.credit_bytes is None
     worker.shutdown()
@@ -166,8 +166,7 @@ def test_a_failed_job_says_why_and_which_keys() -> None:
     worker.submit_load(2, LEASED, BLOCKS)
     client.results = [JobResult(2, False, 0, 0.1, ErrorCode.NOT_READY, [GroupKeys(0, block_hash(2))])]
     assert only_failure(worker) == FailedJob(ErrorCode.NOT_READY, ((0, block_hash(2)),), "r")
-    assert worker.take_failed_requests() == {"r"}
-    assert worker.take_failed_requests() == set()
+    assert worker.failed_requests == {"r"}
 
 
 def test_where_the_daemon_names_no_keys_all_of_the_job_have_failed() -> None:
@@ -176,7 +175,7 @@ def test_where_the_daemon_names_no_keys_all_of_the_job_have_failed() -> None:
     worker.submit_store(2, BLOCKS, KEYED)
     client.results = [JobResult(2, False, 0, 0.1, ErrorCode.COPY_FAILED, [])]
     assert only_failure(worker) == FailedJob(ErrorCode.COPY_FAILED, ((0, KEYED.groups[0]),))
-    assert worker.take_failed_requests() == set()
+    assert worker.failed_requests == set()
 
 
 def test_a_store_whose_blocks_break_the_rule_is_not_sent_and_fails_with_all_keys() -> None:

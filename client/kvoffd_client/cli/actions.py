@@ -17,9 +17,9 @@ from kvoffd_client.cli.format import (
     percent,
     print_json,
     print_line,
+    print_status,
 )
 from kvoffd_client.cli.target import NAMESPACE_HELP, CliError, Directory, Json, confirmed, open_admin
-from kvoffd_client.cli.target import resolve_namespace as find
 from kvoffd_proto.admin import ScrubReply
 from kvoffd_proto.events import KV_TOPIC_PREFIX, MEDIUM_STORAGE, AllBlocksCleared, BlockStored, EventBatch, KvEvent
 from kvoffd_proto.stats import namespace_id
@@ -28,55 +28,48 @@ from kvoffd_proto.units import format_count, format_duration, format_rate, forma
 FIRST_SCRUB_PAUSE_S, SCRUB_PAUSE_S = 0.02, 0.5
 """Between two questions for a scrub's progress: at first short, since a small pool is done at once."""
 HASH_DIGITS = 12
-LABEL_CELLS, SPAN_CELLS = 20, 120
-"""Most of a label in an event's line; from so many columns on the line has two hashes."""
+WIDE_CELLS = 120
+"""From so many columns on an event's line has the label, and two hashes."""
 
 
 def clear(
-    context: typer.Context,
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help=NAMESPACE_HELP)] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help=NAMESPACE_HELP)] = None,
     namespace: Annotated[str | None, typer.Option("--namespace", hidden=True)] = None,
     everything: Annotated[bool, typer.Option("--all", help="Clear every namespace.")] = False,
-    all_nodes: Annotated[
-        bool, typer.Option("--all-nodes", help="Also in the shared stores and on all nodes that use them.")
-    ] = False,
+    all_nodes: Annotated[bool, typer.Option("--all-nodes", help="Also on all nodes that share its store.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     directory: Directory = None,
     json: Json = False,
 ) -> int:
     """Drop the blocks of one namespace or of all.
 
-    Blocks in use are freed when their last user is done. With --all-nodes the other nodes drop theirs within seconds,
-    as is wanted where the weights changed under the same name.
+    With --all-nodes the other nodes drop theirs within seconds, as is wanted where weights changed under one name.
 
     Exit status: 0 done, 1 the answer was no, 2 an error.
     """
     if [name, namespace, everything or None].count(None) != 2:
         raise CliError("Choose what to clear: either the label or fingerprint of one namespace, or --all.")
-    namespace = name or namespace
-    with open_admin(context, directory) as admin:
-        found = admin.namespaces().namespaces
-        chosen = found if namespace is None else [find(found, namespace)]
-        where = "all namespaces"
-        if namespace is not None:
-            where = f"namespace {namespace_name(chosen[0].label, chosen[0].namespace)}"
+    with open_admin(directory) as admin:
+        one = None if everything else admin.namespace(name or namespace or "")
+        chosen = admin.namespaces().namespaces if one is None else [one]
+        where = "all namespaces" if one is None else f"namespace {namespace_name(one.label, one.namespace)}"
         where += " on all nodes" * all_nodes
-        blocks, nbytes = sum(one.ready_blocks for one in chosen), sum(one.ready_bytes for one in chosen)
+        blocks, nbytes = sum(each.ready_blocks for each in chosen), sum(each.ready_bytes for each in chosen)
         question = f"Drop {count_blocks(blocks)} ({format_size(nbytes)}) from {where}? [y/N] "
         if not yes and not confirmed(question, "cleared"):
             print_line("Nothing was cleared.")
             return 1
-        stores = [admin.reset_fleet(one.namespace) for one in chosen] if all_nodes else []
-        dropped = admin.clear(None if namespace is None else chosen[0].namespace)
+        stores = [admin.reset_fleet(each.namespace) for each in chosen] if all_nodes else []
+        fingerprint = None if one is None else one.namespace
+        dropped = admin.clear(fingerprint)
     if json:
-        fingerprint = None if namespace is None else chosen[0].namespace
         print_json({"namespace": fingerprint, "cleared_blocks": dropped, "stores": max(stores, default=0)})
     else:
         print_line(f"Dropped {count_blocks(dropped)} from {where}.")
     return 0
 
 
-def scrub(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
+def scrub(directory: Directory = None, json: Json = False) -> int:
     """Compare every block in the pool with its checksum.
 
     The daemon reads in the background, with pauses, while it serves. A block that does not match is dropped, and its
@@ -84,19 +77,16 @@ def scrub(context: typer.Context, directory: Directory = None, json: Json = Fals
 
     Exit status: 0 all blocks match, 1 some do not, 2 an error.
     """
-    on_terminal = sys.stderr.isatty()
-    with open_admin(context, directory) as admin:
+    with open_admin(directory) as admin:
         reply, pause_s = admin.scrub(), FIRST_SCRUB_PAUSE_S
         while reply.running:
-            if on_terminal:
-                done = f"{percent(reply.done_slots, reply.slots)} of {format_count(reply.slots)} slots"
-                wrong = f", {format_count(reply.mismatches)} wrong" if reply.mismatches else ""
-                print(f"\rscrubbing: {done}{wrong}\x1b[K", end="", file=sys.stderr, flush=True)
+            wrong = f", {format_count(reply.mismatches)} wrong" if reply.mismatches else ""
+            done = percent(reply.done_slots, reply.slots)
+            print_status(f"scrubbing: {done} of {format_count(reply.slots)} slots{wrong}")
             time.sleep(pause_s)
             pause_s = min(SCRUB_PAUSE_S, 2 * pause_s)
             reply = admin.scrub(start=False)
-    if on_terminal:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    print_status()
     if json:
         print_json(reply)
     else:
@@ -122,7 +112,7 @@ def _scrub_result(reply: ScrubReply) -> str:
 # --- KV events -------------------------------------------------------------------------------------
 
 
-def events(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
+def events(directory: Directory = None, json: Json = False) -> int:
     """Print KV cache events as they happen, until Ctrl-C.
 
     Blocks are stored in the pool and removed from it, written to a disk and dropped from it. With --json, one object
@@ -130,8 +120,8 @@ def events(context: typer.Context, directory: Directory = None, json: Json = Fal
     """
     labels: dict[bytes, str] = {}
     last: dict[bytes, int] = {}
-    cells = make_console(pipe_cells=PIPE_TABLE_CELLS).width
-    with open_admin(context, directory) as admin:
+    wide = make_console(pipe_cells=PIPE_TABLE_CELLS).width >= WIDE_CELLS
+    with open_admin(directory) as admin:
         admin.health()  # An absent daemon is an error here, not something to wait for.
         if sys.stderr.isatty():
             print("Waiting for events; Ctrl-C ends.", file=sys.stderr)
@@ -145,7 +135,7 @@ def events(context: typer.Context, directory: Directory = None, json: Json = Fal
             if json:
                 print_json(event_object(fingerprint, sequence, batch, labels))
             else:
-                for line in event_lines(fingerprint, sequence, batch, labels, cells):
+                for line in event_lines(fingerprint, sequence, batch, labels, wide=wide):
                     print_line(line)
     return 0
 
@@ -169,16 +159,13 @@ def describe_gap(sequence: int, last: int | None) -> str:
 
 
 def event_lines(
-    fingerprint: bytes, sequence: int, batch: EventBatch, labels: Mapping[bytes, str], cells: int = 1000
+    fingerprint: bytes, sequence: int, batch: EventBatch, labels: Mapping[bytes, str], *, wide: bool
 ) -> Iterator[str]:
     """Yield one line for each event: time, sequence number, namespace, what happened."""
-    label = printable(labels.get(fingerprint, ""))
-    most = max(0, min(LABEL_CELLS, cells - 80)) if cells < SPAN_CELLS else max(map(len, labels.values()), default=0)
-    label = label if len(label) <= most else label[: most - 1] + "…" if most else ""
+    label = f" {printable(labels.get(fingerprint, ''))}" if wide else ""
     clock = f"{time.strftime('%H:%M:%S', time.localtime(batch.ts))}.{int(batch.ts % 1 * 1000):03}"
     for event in batch.events:
-        name = f"{namespace_id(fingerprint)} {label:<{most}}".rstrip()
-        yield f"{clock} {sequence:>8} {name} {_event_text(event, span=cells >= SPAN_CELLS)}"
+        yield f"{clock} {sequence:>8} {namespace_id(fingerprint)}{label} {_event_text(event, span=wide)}"
 
 
 def _event_text(event: KvEvent, *, span: bool) -> str:

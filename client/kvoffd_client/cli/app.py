@@ -16,7 +16,7 @@ from kvoffd_client.cli.bench import bench_app
 from kvoffd_client.cli.blocks import blocks_app
 from kvoffd_client.cli.doctor import doctor
 from kvoffd_client.cli.stats import stats
-from kvoffd_client.cli.target import CliError, Directory
+from kvoffd_client.cli.target import CliError
 from kvoffd_client.cli.top import top
 from kvoffd_client.cli.trace import trace_app
 from kvoffd_client.errors import KvoffdClientError
@@ -132,9 +132,7 @@ def read_root_options(
     _version: Annotated[
         bool, typer.Option("--version", help="Print the release.", callback=_print_version, is_eager=True)
     ] = False,
-    directory: Directory = None,
 ) -> None:
     """Show and administer the kvoffd daemon of this node."""
-    context.obj = directory
     if context.invoked_subcommand is None:
         print(context.get_help())

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.cli.format import print_json, print_line, print_table
+from kvoffd_client.cli.format import print_json, print_line, print_status, print_table
 from kvoffd_client.cli.target import CliError, Directory, Json, local_directory
 from kvoffd_proto.messages import BENCH_LABEL, GroupKeys
 from kvoffd_proto.units import format_count, format_duration, format_size
@@ -84,24 +84,24 @@ class Result:
 
 
 @bench_app.command()
-def lookup(context: typer.Context, directory: Directory = None, json: Json = False) -> None:
+def lookup(directory: Directory = None, json: Json = False) -> None:
     """Measure lookups.
 
     Of 64, 1,000 and 8,000 keys that are all found, or all missing: from the call to the answer, beside a ZeroMQ echo.
     """
     most_bytes = max(LOOKUP_KEYS) * LOOKUP_PAGE_BYTES
-    where = local_directory(context, directory)
+    where = local_directory(directory)
     with _bench(where, most_bytes) as admin:
         _print("lookup", LOOKUP_FLOOR, list(_lookups(where, admin)), as_json=json)
 
 
 @bench_app.command()
-def copy(context: typer.Context, directory: Directory = None, json: Json = False) -> None:
+def copy(directory: Directory = None, json: Json = False) -> None:
     """Measure stores and loads.
 
     In pieces of 16 KiB to 1 MiB, beside memcpy. A piece is one layer's part of a block.
     """
-    where = local_directory(context, directory)
+    where = local_directory(directory)
     with _bench(where, COPY_JOBS * MAX_BLOCK_BYTES) as admin:
         _print("copy", COPY_FLOOR, list(_copies(where, admin)), as_json=json)
 
@@ -152,7 +152,7 @@ def _lookups(directory: Path, admin: AdminClient) -> Iterator[Result]:
         for count in LOOKUP_KEYS:
             found, missing = stored[:count], [os.urandom(KEY_BYTES) for _ in range(count)]
             for keys, what in ((found, "found"), (missing, "missing")):
-                _say(f"{format_count(count)} keys, all {what}")
+                print_status(f"measuring: {format_count(count)} keys, all {what}")
                 joined = b"".join(keys)
                 look_up = partial(_look_up, engine, joined, count * (what == "found"))
                 echoed = partial(echo, 130 + len(joined), 60 + count)
@@ -213,7 +213,7 @@ def _copies(directory: Path, admin: AdminClient) -> Iterator[Result]:
         keys_per_job = _copied_bytes(usable_bytes) // COPY_JOBS // (layers * piece_bytes)
         count = COPY_JOBS * keys_per_job
         nbytes = count * layers * piece_bytes
-        _say(f"pieces of {format_size(piece_bytes)}")
+        print_status(f"measuring: pieces of {format_size(piece_bytes)}")
         with _engine(directory, "copy", layers, count, piece_bytes) as engine, _memcpy(nbytes) as memcpy:
             copies = _CopyJobs(engine, keys_per_job)
             for what, operation in (("stores", copies.store), ("loads", copies.load)):
@@ -297,12 +297,8 @@ def _in_turns(
     return rounds, cpu_s
 
 
-def _say(what: str) -> None:
-    if sys.stderr.isatty():
-        print(f"measuring: {what}", file=sys.stderr, flush=True)
-
-
 def _print(bench: str, floor: str, results: Sequence[Result], *, as_json: bool) -> None:
+    print_status()
     if as_json:
         print_json({"bench": bench, "floor": floor, "results": [asdict(one) for one in results]})
         return

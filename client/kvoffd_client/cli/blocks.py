@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvoffd_client.cli.format import count_blocks, namespace_name, print_json, print_line, print_table, progress_bar
-from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, local_directory, resolve_namespace
+from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, local_directory
 from kvoffd_proto.admin import KeyWorth
 from kvoffd_proto.units import format_count, format_size, plural, printable
 
@@ -30,7 +30,6 @@ blocks_app = typer.Typer(help="Show, export and import single blocks.", rich_mar
 
 @blocks_app.command()
 def ls(
-    context: typer.Context,
     namespace: Namespace,
     group: Group = 0,
     prefix: Prefixes = None,
@@ -39,8 +38,8 @@ def ls(
     json: Json = False,
 ) -> int:
     """List blocks, in no order."""
-    with _open(context, directory) as client:
-        fingerprint = _fingerprint(client, namespace)
+    with _open(directory) as client:
+        fingerprint = client.find_namespace(namespace)
         every = (info for digits in prefix or [""] for info in client.list_blocks(fingerprint, group, digits))
         found = list(islice(every, limit + 1))
     more, found = len(found) > limit, found[:limit]
@@ -61,7 +60,6 @@ def ls(
 
 @blocks_app.command()
 def show(
-    context: typer.Context,
     key: Annotated[str, typer.Argument(metavar="KEY", help="The block's key in hex, or enough of its first digits.")],
     namespace: Namespace,
     group: Group = 0,
@@ -75,14 +73,14 @@ def show(
 
     Exit status: 0 done, 1 the bytes do not match their checksum, 2 an error.
     """
-    with _open(context, directory) as client:
-        fingerprint = _fingerprint(client, namespace)
+    with _open(directory) as client:
+        fingerprint = client.find_namespace(namespace)
         found = [info.key for info in islice(client.list_blocks(fingerprint, group, key.lower()), 2)]
         if len(found) != 1:
             begins = "Several keys begin" if found else "No key begins"
             raise CliError(f"{begins} with {printable(key)!r} in group {group}; `kvoffd-cli blocks ls` lists them.")
         block = client.get_block(fingerprint, found[0], group, verify=False)
-        worth = client.describe_policy(fingerprint, group, found[0]).key
+        worth = client.describe_key(fingerprint, group, found[0])
     sound = block.damaged_rank is None
     if json:
         shards = [
@@ -148,7 +146,6 @@ def _value_range(layer: Layer) -> tuple[str, str, str]:
 
 @blocks_app.command()
 def export(
-    context: typer.Context,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File of safetensors to write; it must not exist.")],
     namespace: Namespace,
     prefix: Prefixes = None,
@@ -161,8 +158,8 @@ def export(
     """
     from kvoffd_client import export_blocks
 
-    with _open(context, directory) as client, progress_bar(f"exporting to {printable(file.name)}") as progress:
-        done = export_blocks(client, _fingerprint(client, namespace), file, prefix or [], progress=progress)
+    with _open(directory) as client, progress_bar(f"exporting to {printable(file.name)}") as progress:
+        done = export_blocks(client, namespace, file, prefix or [], progress=progress)
     if json:
         counts = {"blocks": done.blocks, "bytes": done.nbytes, "evicted": done.evicted, "damaged": done.damaged}
         print_json({"file": str(file), **counts})
@@ -177,7 +174,6 @@ def export(
 
 @blocks_app.command("import")
 def import_(
-    context: typer.Context,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File written by export.")],
     namespace: Annotated[
         str | None,
@@ -209,8 +205,8 @@ def import_(
         with BlockFile(file) as source:
             _print_file(file, source, as_json=json)
         return 0
-    with _open(context, directory) as client, BlockFile(file) as source:
-        fingerprint = None if namespace is None else _fingerprint(client, namespace)
+    with _open(directory) as client, BlockFile(file) as source:
+        fingerprint = None if namespace is None else client.find_namespace(namespace)
         with progress_bar(f"importing {printable(file.name)}") as progress:
             done = import_blocks(client, source, fingerprint, beside=beside, progress=progress)
     geometry = source.geometry
@@ -254,13 +250,9 @@ def _print_file(file: Path, source: BlockFile, *, as_json: bool) -> None:
     print_table(("group", "kind", ">blocks", ">block size", ">layers"), rows)
 
 
-def _open(context: typer.Context, directory: Path | None) -> BlockClient:
+def _open(directory: Path | None) -> BlockClient:
     from kvoffd_client import BlockClient
 
     # Its engine's sessions log what they survive; the command prints the error that is raised.
     logging.getLogger("kvoffd_client").addHandler(logging.NullHandler())
-    return BlockClient(local_directory(context, directory))
-
-
-def _fingerprint(client: BlockClient, namespace: str) -> bytes:
-    return resolve_namespace(client.namespaces().namespaces, namespace).namespace
+    return BlockClient(local_directory(directory))

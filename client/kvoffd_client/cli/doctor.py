@@ -8,23 +8,23 @@ import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 from prometheus_client.parser import text_string_to_metric_families
-from rich.text import Text
 
-from kvoffd_client.admin_client import AdminClient
+from kvoffd_client.admin_client import AdminClient, read_stats
 from kvoffd_client.cli.findings import FEWEST_LOOKUPS, Engine, Facts, Finding, Value, find, value_of
-from kvoffd_client.cli.format import TEXT_CELLS, make_console, percent, print_json, print_line, print_page
-from kvoffd_client.cli.machine import look_at
-from kvoffd_client.cli.target import CliError, Directory, Json, local_directory, open_admin
+from kvoffd_client.cli.format import TEXT_CELLS, Line, percent, print_json, print_line, print_lines
+from kvoffd_client.cli.machine import Machine, look_at
+from kvoffd_client.cli.target import CliError, Directory, Json, Url, check_names_one, local_directory, open_admin
 from kvoffd_client.errors import KvoffdClientError
-from kvoffd_proto.messages import BENCH_LABEL, Role
+from kvoffd_proto.messages import BENCH_LABEL
 from kvoffd_proto.stats import DaemonStats
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, plural, printable
 
@@ -65,7 +65,6 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def doctor(
-    context: typer.Context,
     engine: Annotated[
         list[str] | None, typer.Option("--engine", metavar="URL", help="Read vLLM's /metrics too; may be given again.")
     ] = None,
@@ -74,20 +73,27 @@ def doctor(
     ] = False,
     every: Annotated[bool, typer.Option("--all", help=f"All findings, not {MOST_SHOWN} at most.")] = False,
     directory: Directory = None,
+    url: Url = "",
     json: Json = False,
 ) -> int:
     """Say whether it is healthy, and pays off.
 
-    Then what would help most. It looks at the daemon's counters for a second, at this machine, and at the engines that
-    you name.
+    Then what would help most. It looks at the daemon, at the engines that you name, and without --url at its clients
+    and its machine.
 
     Exit status: 0 nothing, or only what is worth knowing; 1 a warning: it works, and could work better; 2 an error, or
     no answer.
     """
-    place, urls = local_directory(context, directory), [metrics_url(one) for one in engine or ()]
-    with open_admin(context, directory) as admin:
-        facts = gather(admin, urls)
-    report = report_of(facts, run_self_test(place) if self_test else None)
+    check_names_one(directory, url)
+    if url and self_test:
+        raise CliError("--self-test stores blocks over the sockets of this node; leave --url away.")
+    urls = [metrics_url(one) for one in engine or ()]
+    if url:
+        facts = gather(partial(read_stats, url), urls)
+    else:
+        with open_admin(directory) as admin:
+            facts = gather(admin.stats, urls, admin)
+    report = report_of(facts, run_self_test(local_directory(directory)) if self_test else None)
     if json:
         print_json(msgspec.to_builtins(report))
     else:
@@ -95,15 +101,20 @@ def doctor(
     return report.status
 
 
-def gather(admin: AdminClient, urls: Sequence[str]) -> Facts:
-    """Ask the daemon twice, and look at the machine and the engines in between. Raises KvoffdClientError."""
-    earlier, begun = admin.stats(), time.monotonic()
-    machine = look_at(admin.pid, [one.directory for one in earlier.disks])
+def gather(read: Callable[[], DaemonStats], urls: Sequence[str], admin: AdminClient | None = None) -> Facts:
+    """Read the statistics twice, and look at all else in between. Raises KvoffdClientError.
+
+    ``admin``: the daemon is on this machine, which is looked at too.
+    """
+    earlier, begun = read(), time.monotonic()
     engines = {url: read_engine(url) for url in urls}
+    machine = look_at(admin.pid, [one.directory for one in earlier.disks]) if admin is not None else Machine()
     time.sleep(max(0.0, begun + APART_S - time.monotonic()))
+    if admin is None:
+        return Facts(read(), earlier=earlier, engines=engines)
     own = admin.session_id
     sessions = [one for one in admin.sessions().sessions if one.session_id != own]
-    return Facts(admin.stats(), admin.namespaces().namespaces, sessions, machine, earlier, engines)
+    return Facts(read(), admin.namespaces().namespaces, sessions, machine, earlier, engines)
 
 
 def metrics_url(given: str) -> str:
@@ -129,11 +140,11 @@ def read_engine(where: str) -> Engine:
                     metrics[sample.name] += sample.value
                     models |= {sample.labels["model_name"]} if "model_name" in sample.labels else set()
     except urllib.error.HTTPError as error:
-        return Engine(problem=f"{where} answers {error.code} {error.reason}.")
+        return Engine(problem=f"answers {error.code} {error.reason}")
     except urllib.error.URLError as error:
-        return Engine(problem=f"{where} does not answer: {error.reason}.")
+        return Engine(problem=f"does not answer: {getattr(error.reason, 'strerror', None) or error.reason}")
     except (OSError, http.client.HTTPException, ValueError) as error:
-        return Engine(problem=f"{where} does not answer with metrics: {error}.")
+        return Engine(problem=f"does not answer with metrics: {error}")
     return Engine(metrics, frozenset(models), age_seconds=age_seconds)
 
 
@@ -176,16 +187,14 @@ def report_of(facts: Facts, test: SelfTest | None = None) -> Report:
 
 
 def _verdict(facts: Facts, found: Sequence[Finding], value: Value, healthy: bool, test: SelfTest | None) -> list[str]:
-    engines = sum(one.role == Role.SCHEDULER for one in facts.sessions)
+    count, up = facts.engine_count, format_duration(facts.stats.uptime_seconds)
+    engines = "" if count is None else f", with {count or 'no'} engine{plural(count)}"
     errors, warnings = (sum(one.level == level for one in found) for level in ("error", "warning"))
     if healthy:
         state = f"It works; {warnings} thing{plural(warnings)} to improve" if warnings else "Healthy"
     else:
         state = f"Not healthy, {errors} error{plural(errors)}" if errors else "Not healthy"
-    first = (
-        f"{state}. kvoffd {printable(facts.stats.version)}, up for {format_duration(facts.stats.uptime_seconds)}, with "
-        f"{engines or 'no'} engine{plural(engines)}."
-    )
+    first = f"{state}. kvoffd {printable(facts.stats.version)}, up for {up}{engines}."
     lines = [first, _worth(facts.stats, value)]
     if test is not None:
         if test.problem:
@@ -224,15 +233,10 @@ def _worth(stats: DaemonStats, value: Value) -> str:
 
 
 def show(report: Report, most: int) -> None:
-    console = make_console(pipe_cells=TEXT_CELLS)
-    for line in report.verdict:
-        print_page(Text(line, "bold"), console)
+    print_lines([(line, "bold") for line in report.verdict], pipe_cells=TEXT_CELLS)
     for number, one in enumerate(report.findings[:most], 1):
-        print_line("")
-        head = Text(f"{number}. ")
-        head.append(f"{one.level} {one.check}", STYLES[one.level])
-        print_page(head, console)
-        print_page(Text(f"{one.evidence} {one.meaning}"), console)
+        head: Line = f"{number}. {one.level} {one.check}", STYLES[one.level]
+        print_lines(["", head, f"{one.evidence} {one.meaning}"], pipe_cells=TEXT_CELLS)
         if one.fix:
             print_line(f"   > {one.fix}")
     if (more := len(report.findings) - most) > 0:

@@ -122,7 +122,6 @@ KINDS = {
     "memlock": Kind("warning", "GPUs copy the rest slowly.", "LimitMEMLOCK=infinity" + _UNIT),
     # Tiers.
     "disk_space": Kind("warning", "Writes will fail when the file system is full.", "df -h"),
-    "spinning_disk": Kind("info", "Reads take longer than computing, if that is true.", "lsblk -o NAME,ROTA,MODEL"),
     "disk_too_small": Kind("info", "Blocks leave it before they come back.", "a larger size for it" + _TOML),
     "tier_late": Kind("warning", "Engines computed these: tiers are slow, or have too much to do.", "{}" + _TOML),
     "disk_writes": Kind("warning", "The drives wear out for little.", "{}" + _TOML),
@@ -214,11 +213,12 @@ class Engine:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that checks know. ``earlier``: statistics of a moment before, for what grows."""
+    """All that checks know. ``earlier``: statistics of a moment before, for what grows. Over HTTP nothing is known of
+    sessions and the machine."""
 
     stats: DaemonStats
     namespaces: Sequence[NamespaceInfo] = ()
-    sessions: Sequence[SessionInfo] = ()
+    sessions: Sequence[SessionInfo] | None = None
     machine: Machine = field(default_factory=Machine)
     earlier: DaemonStats | None = None
     engines: Mapping[str, Engine] = field(default_factory=dict)
@@ -229,6 +229,11 @@ class Facts:
     def has(self, reason: str) -> bool:
         """Whether the daemon's own health says it already."""
         return any(one.reason == reason for one in self.stats.health_problems)
+
+    @property
+    def engine_count(self) -> int | None:
+        """Engines that are connected; None where nothing is known of sessions."""
+        return None if self.sessions is None else sum(one.role == Role.SCHEDULER for one in self.sessions)
 
     @property
     def counted(self) -> list[NamespaceStats]:
@@ -283,6 +288,8 @@ def blocked_loop(facts: Facts) -> Iterator[Finding]:
 
 
 def clients(facts: Facts) -> Iterator[Finding]:
+    if facts.sessions is None:
+        return
     engines = [one for one in facts.sessions if one.role in (Role.SCHEDULER, Role.WORKER)]
     if not engines and not facts.engines:
         yield finding("no_engine", "No engine is connected.", 0.9)
@@ -362,10 +369,8 @@ def disks(facts: Facts) -> Iterator[Finding]:
         if place is not None and place.free_bytes < missing:
             evidence = f"{name} may take {format_size(missing)} more, and {format_size(place.free_bytes)} are free."
             yield finding("disk_space", evidence, _share(missing, disk.size_bytes))
-        if place is not None and place.rotational:
-            yield finding("spinning_disk", f"{name} lies on a drive that calls itself a spinning disk.", 0.2)
         if 0 < disk.oldest_seconds < SHORT_LIFE_S and disk.used_bytes >= FULL_DISK * disk.size_bytes:
-            evidence = f"{name} is full, and its oldest block is {format_duration(disk.oldest_seconds)} old."
+            evidence = f"{name} is full, and its oldest block is at most {format_duration(disk.oldest_seconds)} old."
             yield finding("disk_too_small", evidence, 0.3)
 
 
@@ -529,7 +534,8 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
             )
         evidence += " (estimated, without quotas)."
         evidence += f" {gone}." * (evicted >= POINTS / 100)
-        fix = f'pool_size = "{exact_size(round(size * pool_bytes))}", or disk = ["/mnt/nvme={more}"]'
+        fix = f'pool_size = "{exact_size(round(size * pool_bytes))}"'
+        fix += "" if stats.disks else f', or disk = ["/mnt/nvme={more}"]'
         yield finding("pool_too_small", evidence, gain / 100, fix, "warning" if gain >= MANY_POINTS else "info")
     elif evicted >= THRASH_SHARE:
         limited = max(
@@ -652,7 +658,7 @@ def engines(facts: Facts) -> Iterator[Finding]:
         at = f"The engine at {printable(url)}"
         models = ", ".join(map(printable, sorted(engine.models))) or "its model"
         if engine.problem:
-            yield finding("engine_unreachable", f"{at}: {printable(engine.problem)}", 0.4, url)
+            yield finding("engine_unreachable", f"{at} {printable(engine.problem)}.", 0.4, url)
         elif "vllm:kvoffd_connected" not in engine.metrics:
             yield finding("engine_without", f"{at} has no metrics of kvoffd.", 0.9)
         elif not engine.of("kvoffd_connected"):
@@ -665,9 +671,9 @@ def engines(facts: Facts) -> Iterator[Finding]:
 
 def _namespaces_of(facts: Facts, engine: Engine) -> set[str]:
     """Fingerprints of the namespaces that are an engine's, by their labels and by its sessions."""
-    labelled = {one.namespace for one in facts.known if engine.serves(one.label)}
-    of_sessions = (one.namespaces for one in facts.sessions if engine.is_session(one.name))
-    return {one.hex() for one in labelled.union(*of_sessions)}
+    labelled = {one.fingerprint for one in facts.counted if engine.serves(one.model)}
+    of_sessions = (one.namespaces for one in facts.sessions or () if engine.is_session(one.name))
+    return labelled | {each.hex() for one in of_sessions for each in one}
 
 
 def _engine_counts(facts: Facts, at: str, engine: Engine, own: set[str]) -> Iterator[Finding]:
@@ -683,7 +689,7 @@ def _engine_counts(facts: Facts, at: str, engine: Engine, own: set[str]) -> Iter
     # engine that is older than the daemon has counted may be of the one before.
     hits, asked = (engine.of(f"external_prefix_cache_{name}_total") for name in ("hits", "queries"))
     loaded = sum(one.loaded_tokens for one in facts.counted if one.fingerprint in own)
-    alone = sum(one.role == Role.SCHEDULER for one in facts.sessions) == 1
+    alone = facts.engine_count == 1
     is_older = engine.age_seconds is not None and engine.age_seconds > facts.stats.uptime_seconds
     more_there = not is_older and hits > AGREE * max(loaded, facts.stats.lifetime.loaded_tokens)
     none_there = alone and loaded >= FEWEST_LOOKUPS and asked and not hits

@@ -50,9 +50,9 @@ def print_page(page: RenderableType, console: Console | None = None) -> None:
     print_line("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
-def print_lines(lines: Iterable[Line]) -> None:
+def print_lines(lines: Iterable[Line], *, pipe_cells: int = PIPE_CELLS) -> None:
     """Print lines with their styles."""
-    console = make_console()
+    console = make_console(pipe_cells=pipe_cells)
     for line, style in wrapped(lines, console.width):
         print_page(Text(line, style=style), console)
 
@@ -71,8 +71,8 @@ def print_line(text: str) -> None:
     print(text, flush=True)
 
 
-def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print rows; a title that begins with ``>`` is one of numbers, aligned right, with ``<`` one of short words.
+def table_of(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table; a title that begins with ``>`` is one of numbers, aligned right, with ``<`` one of short words.
 
     Nothing is left out: on a narrow screen other texts go on in a second line.
     """
@@ -82,7 +82,18 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         table.add_column(title.lstrip("<>"), justify=justify, no_wrap=title[:1] in ("<", ">"), overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
-    print_page(table, make_console(pipe_cells=PIPE_TABLE_CELLS))
+    return table
+
+
+def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print ``table_of`` these."""
+    print_page(table_of(titles, rows), make_console(pipe_cells=PIPE_TABLE_CELLS))
+
+
+def print_status(text: str = "") -> None:
+    """Show how far something is, on a terminal's stderr, in place of what was shown before."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def print_json(value: object) -> None:

@@ -3,47 +3,53 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from kvoffd_client.admin_client import AdminClient, read_stats
-from kvoffd_client.errors import KvoffdClientError
-from kvoffd_proto.admin import HealthLevel, HealthProblem, HealthReply
+from kvoffd_client.health_request import ask_health
 from kvoffd_proto.paths import default_directory
-from kvoffd_proto.units import printable
 
-STATUS = {HealthLevel.OK: 0, HealthLevel.DEGRADED: 1, HealthLevel.DOWN: 2}
+STATUS = {"ok": 0, "degraded": 1, "down": 2}
 """Exit status without an option; 2 also where no daemon answers."""
 WORDS = {
-    HealthLevel.OK: "ok: the daemon takes sessions and jobs",
-    HealthLevel.DEGRADED: "degraded: the daemon takes sessions and jobs, and needs attention",
-    HealthLevel.DOWN: "down: the daemon takes no sessions and jobs",
+    "ok": "ok: the daemon takes sessions and jobs",
+    "degraded": "degraded: the daemon takes sessions and jobs, and needs attention",
+    "down": "down: the daemon takes no sessions and jobs",
 }
 ANSWER_S = 9.0
 """Beside the second in which the daemon is asked without a session."""
 
 
-def show_health(
-    directory: Path, *, live: bool, ready: bool, url: str = "", show: Callable[[HealthReply], object] | None = None
-) -> int:
-    """Print a daemon's health, or ``show`` it, and return the exit status. Raises KvoffdClientError.
+def ask(directory: Path) -> tuple[str, list[tuple[str, str]]] | str:
+    """A daemon's level, and reason and sentence of each cause; or why there is no answer, a sentence."""
+    if (found := ask_health(directory)) is not None:
+        return found.level, found.causes
+    from kvoffd_client.admin_client import AdminClient
+    from kvoffd_client.errors import KvoffdClientError
+    from kvoffd_proto.admin import Health
 
-    ``live``: 0 in any case, since the daemon answers; ``ready``: 0 while it serves. ``url``: ask there.
-    """
-    if url:
-        stats = read_stats(url)
-        causes = [HealthProblem(one.reason, one.sentence) for one in stats.health_problems]
-        reply = HealthReply(0, stats.health, causes)
-    else:
+    try:
         with AdminClient(directory, ANSWER_S) as admin:
-            reply = admin.health()
-    if show is not None:
-        show(reply)
-    else:
-        lines = [f"- {printable(cause.reason)}: {printable(cause.sentence)}" for cause in reply.causes]
-        sys.stdout.write("\n".join([WORDS[reply.level], *lines, ""]))
-        sys.stdout.flush()
-    return 0 if live or (ready and reply.ready) else STATUS[reply.level]
+            reply = admin.ask(Health)
+    except KvoffdClientError as error:
+        return str(error)
+    return reply.level, [(cause.reason, cause.sentence) for cause in reply.causes]
+
+
+def print_health(level: str, causes: Iterable[tuple[str, str]]) -> None:
+    """Print a daemon's health, and reason and sentence of each cause."""
+    lines = [WORDS[level]]
+    for cause in causes:
+        from kvoffd_proto.units import printable
+
+        lines.append("- " + ": ".join(map(printable, cause)))
+    sys.stdout.write("\n".join([*lines, ""]))
+    sys.stdout.flush()
+
+
+def status_of(level: str, *, live: bool, ready: bool) -> int:
+    """The exit status. ``live``: 0 in any case, since the daemon answers; ``ready``: 0 while it serves."""
+    return 0 if live or (ready and level != "down") else STATUS[level]
 
 
 def quick_health(arguments: Sequence[str]) -> int | None:
@@ -63,9 +69,9 @@ def quick_health(arguments: Sequence[str]) -> int | None:
             return None
     if command != "health" or len(flags) > 1:
         return None
-    where = default_directory() if directory is None else Path(directory)
-    try:
-        return show_health(where, live="--live" in flags, ready="--ready" in flags)
-    except KvoffdClientError as error:
-        print(f"kvoffd-cli: {error}", file=sys.stderr)
-        return 2
+    found = ask(default_directory() if directory is None else Path(directory))
+    if isinstance(found, str):
+        print(f"kvoffd-cli: {found}", file=sys.stderr)
+        return STATUS["down"]
+    print_health(*found)
+    return status_of(found[0], live="--live" in flags, ready="--ready" in flags)

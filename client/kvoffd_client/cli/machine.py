@@ -14,11 +14,10 @@ NO_LIMIT = 2**62
 
 @dataclass(frozen=True)
 class FileSystem:
-    """Where a directory lies. ``rotational`` is None where Linux does not say."""
+    """Where a directory lies."""
 
     size_bytes: int
     free_bytes: int
-    rotational: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,8 @@ def look_at(pid: int, disks: Sequence[str] = (), root: Path = Path("/")) -> Mach
         numa_nodes=max(1, len(list((sys / "devices/system/node").glob("node[0-9]*")))),
         driver=next((word for word in driver.split() if word[:1].isdigit() and "." in word), "") if driver else "",
         cuda_problem=_cuda_problem() if driver else "",
-        shm=_file_system(root / "dev/shm", sys),
-        disks={name: seen for name in disks if (seen := _file_system(Path(name), sys))},
+        shm=_file_system(root / "dev/shm"),
+        disks={name: seen for name in disks if (seen := _file_system(Path(name)))},
     )
 
 
@@ -162,16 +161,12 @@ def _cgroup_memory(directory: Path) -> tuple[int | None, int]:
     return min(limits, default=None), max(0, int(used) - cache)
 
 
-def _file_system(directory: Path, sys: Path) -> FileSystem | None:
+def _file_system(directory: Path) -> FileSystem | None:
     try:
-        seen, device = os.statvfs(directory), os.stat(directory).st_dev
+        seen = os.statvfs(directory)
     except OSError:
         return None
-    block = sys / f"dev/block/{os.major(device)}:{os.minor(device)}"
-    # A partition has no queue of its own: its drive, the folder above it, has.
-    told = _text(block / "queue/rotational") or (_text(block.resolve().parent / "queue/rotational"))
-    rotational = told.strip() == "1" if told else None
-    return FileSystem(seen.f_blocks * seen.f_frsize, seen.f_bavail * seen.f_frsize, rotational)
+    return FileSystem(seen.f_blocks * seen.f_frsize, seen.f_bavail * seen.f_frsize)
 
 
 def _cuda_problem() -> str:

@@ -10,31 +10,43 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
-from kvoffd_client.cli.format import NO_NAMESPACE, namespace_name, print_json, print_line, print_table
-from kvoffd_client.cli.health import show_health
+from kvoffd_client.admin_client import AdminClient, read_stats
+from kvoffd_client.cli.format import (
+    NO_NAMESPACE,
+    PIPE_TABLE_CELLS,
+    make_console,
+    namespace_name,
+    print_json,
+    print_line,
+    print_page,
+    print_table,
+    table_of,
+)
+from kvoffd_client.cli.health import ask, print_health, status_of
 from kvoffd_client.cli.target import (
     NAMESPACE_HELP,
     CliError,
     Directory,
     Json,
     Url,
+    check_names_one,
     local_directory,
     open_admin,
-    resolve_namespace,
+    size_of,
 )
 from kvoffd_client.namespace import differences
 from kvoffd_client.namespace_differences import explain
 from kvoffd_proto.admin import NamespaceInfo, Requests, SessionInfo
 from kvoffd_proto.messages import Outcome, RequestReport, Role
 from kvoffd_proto.stats import MISS_REASONS, namespace_id
-from kvoffd_proto.units import format_count, format_duration, format_size, parse_size, printable
+from kvoffd_proto.units import format_count, format_duration, format_size, printable
 
 NO_QUOTA = "none"
 
 
 def health(
-    context: typer.Context,
     live: Annotated[bool, typer.Option("--live", help="Exit status 0 when the daemon answers at all.")] = False,
     ready: Annotated[bool, typer.Option("--ready", help="Exit status 0 when it takes sessions and jobs.")] = False,
     directory: Directory = None,
@@ -49,8 +61,19 @@ def health(
     """
     if live and ready:
         raise CliError("--live and --ready ask for two things; give one of them.")
-    where, show = local_directory(context, directory), print_json if json else None
-    return show_health(where, live=live, ready=ready, url=url, show=show)
+    check_names_one(directory, url)
+    if url:
+        stats = read_stats(url)
+        level, causes = str(stats.health), [(one.reason, one.sentence) for one in stats.health_problems]
+    elif isinstance(found := ask(local_directory(directory)), str):
+        raise CliError(found)
+    else:
+        level, causes = found
+    if json:
+        print_json({"level": level, "causes": [{"reason": reason, "sentence": text} for reason, text in causes]})
+    else:
+        print_health(level, causes)
+    return status_of(level, live=live, ready=ready)
 
 
 # --- who is connected ------------------------------------------------------------------------------
@@ -72,8 +95,7 @@ class Engine:
 
 
 def clients(
-    context: typer.Context,
-    request: Annotated[str, typer.Argument(metavar="[ID]", help="With --requests: part of a request's id.")] = "",
+    request: Annotated[str, typer.Argument(metavar="ID", help="With --requests: part of a request's id.")] = "",
     every: Annotated[bool, typer.Option("--all", help="One row for each session.")] = False,
     requests: Annotated[
         bool, typer.Option("--requests", help="What became of the engines' last requests: why each hit or missed.")
@@ -89,10 +111,10 @@ def clients(
     if request and not requests:
         raise CliError(f"{request!r} is taken for the id of a request; add --requests.")
     if requests:
-        return _show_requests(context, directory, request, as_json=json)
-    with open_admin(context, directory) as admin:
+        return _show_requests(directory, request, as_json=json)
+    with open_admin(directory) as admin:
         found = [one for one in admin.sessions().sessions if one.session_id != admin.session_id]
-        labels = {} if json else {one.namespace: one.label for one in admin.namespaces().namespaces}
+        labels = {} if json else _labels(admin)
     if json:
         print_json({"sessions": found} if every else {"engines": [asdict(one) for one in engines_of(found)]})
     elif every:
@@ -125,11 +147,9 @@ def _engine_name(session: SessionInfo) -> str:
     return re.sub(rf" {session.role}( \d+)?$", "", session.name)
 
 
-def _show_engines(rows: Sequence[Engine], labels: Mapping[bytes, str]) -> None:
-    if not rows:
-        print_line("No engine is connected.")
-        return
-    print_table(
+def engine_table(rows: Sequence[Engine], labels: Mapping[str, str]) -> Table:
+    """``labels``: of namespaces, by their ids."""
+    return table_of(
         ("engine", "namespace", ">workers", "pids", ">pinned", ">jobs", ">registered"),
         [
             (
@@ -144,11 +164,18 @@ def _show_engines(rows: Sequence[Engine], labels: Mapping[bytes, str]) -> None:
             for row in rows
         ],
     )
+
+
+def _show_engines(rows: Sequence[Engine], labels: Mapping[str, str]) -> None:
+    if not rows:
+        print_line("No engine is connected.")
+        return
+    print_page(engine_table(rows, labels), make_console(pipe_cells=PIPE_TABLE_CELLS))
     if without := sum(not row.workers for row in rows):
         print_line(f"{format_count(without)} without workers: the engine starts, or its workers cannot connect.")
 
 
-def _show_sessions(found: Sequence[SessionInfo], labels: Mapping[bytes, str]) -> None:
+def _show_sessions(found: Sequence[SessionInfo], labels: Mapping[str, str]) -> None:
     if not found:
         print_line("No session is open.")
         return
@@ -170,8 +197,12 @@ def _show_sessions(found: Sequence[SessionInfo], labels: Mapping[bytes, str]) ->
     )
 
 
-def _names(namespaces: Sequence[bytes], labels: Mapping[bytes, str]) -> str:
-    return ", ".join(namespace_name(labels.get(one, ""), one) for one in namespaces) or "-"
+def _labels(admin: AdminClient) -> dict[str, str]:
+    return {namespace_id(one.namespace): one.label for one in admin.namespaces().namespaces}
+
+
+def _names(namespaces: Sequence[bytes], labels: Mapping[str, str]) -> str:
+    return ", ".join(namespace_name(labels.get(namespace_id(one), ""), one) for one in namespaces) or "-"
 
 
 # --- why a miss ------------------------------------------------------------------------------------
@@ -188,19 +219,19 @@ OUTCOMES = {
 }
 
 
-def _show_requests(context: typer.Context, directory: Path | None, name: str, *, as_json: bool) -> int:
-    with open_admin(context, directory) as admin:
+def _show_requests(directory: Path | None, name: str, *, as_json: bool) -> int:
+    with open_admin(directory) as admin:
         found = admin.ask(Requests, name).requests
         names = {one.session_id: _engine_name(one) for one in admin.sessions().sessions}
-        labels = {one.namespace: one.label for one in admin.namespaces().namespaces}
+        labels = _labels(admin)
     if as_json:
         print_json({"requests": found})
         return 0
     before = None
     for one in found:
         if before != (before := (one.session_id, one.namespace)):
-            where = namespace_name(labels.get(one.namespace, ""), one.namespace)
-            print_line(f"Engine {printable(names.get(one.session_id, ''))}, namespace {where}:")
+            engine = printable(names.get(one.session_id, ""))
+            print_line(f"Engine {engine}, namespace {_names([one.namespace], labels)}:")
         print_line(request_sentence(one.report))
     if not found:
         print_line(
@@ -243,7 +274,7 @@ def namespaces(context: typer.Context, directory: Directory = None, json: Json =
     """
     if context.invoked_subcommand is not None:
         return 0
-    with open_admin(context, directory) as admin:
+    with open_admin(directory) as admin:
         found = admin.namespaces().namespaces
     if json:
         print_json({"namespaces": found})
@@ -286,7 +317,6 @@ def _tokens(info: NamespaceInfo) -> str:
 
 @namespaces_app.command()
 def diff(
-    context: typer.Context,
     one: Annotated[str, typer.Argument(metavar="A", help=NAMESPACE_HELP)],
     other: Annotated[str, typer.Argument(metavar="B", help="Another one's.")],
     directory: Directory = None,
@@ -298,9 +328,8 @@ def diff(
 
     Exit status: 0 they are one namespace, 1 they differ, 2 an error.
     """
-    with open_admin(context, directory) as admin:
-        found = admin.namespaces().namespaces
-    first, second = (resolve_namespace(found, wanted) for wanted in (one, other))
+    with open_admin(directory) as admin:
+        first, second = admin.namespace(one), admin.namespace(other)
     causes = explain(first.description, second.description)
     names = [namespace_name(info.label, info.namespace) for info in (first, second)]
     if json:
@@ -320,7 +349,6 @@ def diff(
 
 @namespaces_app.command()
 def quota(
-    context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", help=NAMESPACE_HELP)],
     most: Annotated[str, typer.Option("--max", metavar="SIZE", help="Such as 20GiB, or none.")],
     directory: Directory = None,
@@ -332,14 +360,10 @@ def quota(
 
     Exit status: 0 done, 2 an error.
     """
-    try:
-        quota_bytes = None if most == NO_QUOTA else parse_size(most)
-    except ValueError as error:
-        raise CliError(f"--max {most!r} is not a size, such as 20GiB, nor {NO_QUOTA!r}.") from error
-    with open_admin(context, directory) as admin:
-        chosen = resolve_namespace(admin.namespaces().namespaces, name)
-        admin.set_quota(chosen.namespace, quota_bytes)
-        now = next((one for one in admin.namespaces().namespaces if one.namespace == chosen.namespace), chosen)
+    quota_bytes = None if most == NO_QUOTA else size_of("--max", most)
+    with open_admin(directory) as admin:
+        admin.set_quota(admin.namespace(name).namespace, quota_bytes)
+        now = admin.namespace(name)
         pool_bytes = admin.stats().pool.size_bytes
     if json:
         print_json(now)

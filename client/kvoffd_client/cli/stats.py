@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import Annotated
 
@@ -23,8 +23,7 @@ from kvoffd_client.cli.format import (
     print_table,
     reason_name,
 )
-from kvoffd_client.cli.target import CliError, Directory, Json, Url, open_admin, read_statistics
-from kvoffd_proto.admin import PolicyDescribed
+from kvoffd_client.cli.target import CliError, Directory, Json, Url, read_statistics
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.stats import (
     MISS_REASONS,
@@ -89,10 +88,7 @@ class Section(StrEnum):
 
 
 def stats(
-    context: typer.Context,
-    section: Annotated[
-        Section | None, typer.Argument(metavar="[SECTION]", help="pool, namespaces, tiers, policy or settings.")
-    ] = None,
+    section: Annotated[Section | None, typer.Argument(metavar="SECTION", help="A part of it.")] = None,
     misses: Annotated[bool, typer.Option("--misses", help="Why keys were not brought, by reason.")] = False,
     directory: Directory = None,
     url: Url = "",
@@ -100,20 +96,14 @@ def stats(
 ) -> int:
     """Show what the daemon saved, and what it does.
 
-    A key is the hash of one block; percentages are of the keys that engines asked for. They also ask for what they
-    hold themselves: such keys are found and not needed. `kvoffd-cli top` is live.
+    A key is the hash of one block. Percentages are of the keys that engines asked for; they ask also for what they have
+    themselves, which is not needed.
 
-    Exit status: 0, or 1 if `stats tiers` shows a disk or a store that does not work; 2 an error.
+    Exit status: 0; 1 if `stats tiers` shows what fails; 2 an error.
     """
-    if section is Section.POLICY:
-        if url:
-            raise CliError("What the policy learned is not served over HTTP; run `stats policy` on the node.")
-        with open_admin(context, directory) as admin:
-            policy, now = admin.describe_policy(), admin.stats()
-        print_json(policy) if json else print_lines(policy_lines(policy, now))
-        return 0
-    now = read_statistics(context, directory, url)
-    status = int(section is Section.TIERS and _tier_fails(now))
+    if misses and section:
+        raise CliError("--misses is a page of its own; leave the section away.")
+    now = read_statistics(directory, url)
     if json:
         print_json({name: one.misses for name, one in _windows(now).items()} if misses else _part(now, section))
     elif misses:
@@ -124,12 +114,14 @@ def stats(
         _namespaces(now, len(now.namespaces))
     elif section is Section.TIERS:
         print_lines(tier_lines(now))
+    elif section is Section.POLICY:
+        print_lines(policy_lines(now))
     elif section is Section.SETTINGS:
         settings = [(one.name, printable(one.value) or "-", "" if one.default else "set") for one in now.settings]
         print_table(("setting", "value", ""), settings)
     else:
         print_stats(now)
-    return status
+    return int(section is Section.TIERS and _tier_fails(now))
 
 
 def _tier_fails(now: DaemonStats) -> bool:
@@ -138,9 +130,12 @@ def _tier_fails(now: DaemonStats) -> bool:
 
 
 def _part(now: DaemonStats, section: Section | None) -> object:
+    names: Sequence[str] = (section.value,) if section else now.__struct_fields__
     if section is Section.TIERS:
-        return {"tiers": now.tiers, "disks": now.disks, "shared": now.shared}
-    return {section.value: getattr(now, section.value)} if section else now
+        names = "tiers", "disks", "shared"
+    elif section is Section.POLICY:
+        names = "policy", "ghost_entries", "policy_bytes", "learned"
+    return {name: getattr(now, name) for name in names}
 
 
 def _windows(now: DaemonStats) -> dict[str, Window]:
@@ -157,21 +152,7 @@ def _reasons(windows: Iterable[Window]) -> list[str]:
 
 def print_stats(now: DaemonStats) -> None:
     """Print the page of all statistics."""
-    print_page(
-        Text(
-            f"kvoffd {printable(now.version)}, up {format_duration(now.uptime_seconds)}, policy "
-            f"{printable(now.policy)}, {format_count(now.sessions)} sessions, {format_size(now.resident_bytes)} "
-            "of memory beside the pool"
-        )
-    )
-    if now.health_problems:
-        reasons = ", ".join(printable(one.reason) for one in now.health_problems)
-        print_page(Text(f"{now.health.value}: {reasons}; see kvoffd-cli health", style="yellow"))
-    ever = now.lifetime
-    if ever.loaded_tokens > now.since_start.loaded_tokens:
-        saved = f"{format_count(ever.loaded_tokens)} tokens, {format_duration(ever.saved_seconds)} of prefill"
-        print_page(Text(f"earlier runs included: {saved} saved"))
-    print_line("")
+    print_lines([*_head(now), ""])
     _traffic(now)
     print_line("")
     _pool_bar(now.pool)
@@ -180,8 +161,21 @@ def print_stats(now: DaemonStats) -> None:
         _namespaces(now, MOST_NAMESPACES)
     tiers = tier_lines(now) if now.disks or now.shared else ()
     if lines := [*tiers, *_errors(now)]:
-        print_line("")
-        print_lines(lines)
+        print_lines(["", *lines])
+
+
+def _head(now: DaemonStats) -> Iterator[Line]:
+    yield (
+        f"kvoffd {printable(now.version)}, up {format_duration(now.uptime_seconds)}, policy {printable(now.policy)}, "
+        f"{format_count(now.sessions)} sessions, {format_size(now.resident_bytes)} of memory beside the pool"
+    )
+    if now.health_problems:
+        reasons = ", ".join(printable(one.reason) for one in now.health_problems)
+        yield f"{now.health.value}: {reasons}; see kvoffd-cli health", "yellow"
+    ever = now.lifetime
+    if ever.loaded_tokens > now.since_start.loaded_tokens:
+        saved = format_duration(ever.saved_seconds)
+        yield f"earlier runs included: {format_count(ever.loaded_tokens)} tokens, {saved} of prefill saved"
 
 
 def _traffic(now: DaemonStats) -> None:
@@ -298,9 +292,8 @@ def _namespaces(now: DaemonStats, most: int) -> None:
     )
     others = len(found) - most + now.other_namespaces
     if others > 0:
-        print_page(
-            Text(f"and {format_count(others)} more; `kvoffd-cli stats namespaces` has the 100 largest", style="dim")
-        )
+        more = f"and {format_count(others)} more; `kvoffd-cli stats namespaces` has the 100 largest"
+        print_lines([(more, "dim")])
 
 
 def _namespace(one: NamespaceStats) -> tuple[str, ...]:
@@ -410,24 +403,24 @@ def _shared(one: SharedStats) -> Iterator[Line]:
 # --- the policy ------------------------------------------------------------------------------------
 
 
-def policy_lines(found: PolicyDescribed, now: DaemonStats) -> Iterator[Line]:
-    """What a policy has learned, and of how much."""
+def policy_lines(now: DaemonStats) -> Iterator[Line]:
+    """What the policy has learned, and of how much."""
+    found = now.learned
     yield (
-        f"Policy {found.policy}: {format_count(found.known_keys)} keys known, {format_count(found.ghost_keys)} of them "
-        f"without a block, in {format_size(found.policy_bytes)}."
+        f"Policy {printable(now.policy)}: {format_count(found.known_keys)} keys known, "
+        f"{format_count(now.ghost_entries)} of them without a block, in {format_size(now.policy_bytes)}."
     )
     if not found.classes:
-        yield "It has seen too little to have learned anything." if found.policy == "learned" else "It does not learn."
+        yield "It has seen too little to have learned anything." if now.policy == "learned" else "It does not learn."
         return
     total, requests = now.since_start, found.requests
     block_bytes = total.stored_bytes / max(1, total.stored_blocks)
     lifetimes = requests * total.asked_keys / max(1, total.lookups) * block_bytes / max(1, now.pool.size_bytes)
-    little = requests < FEW_REQUESTS or lifetimes < FEW_LIFETIMES
     yield (
-        f"It rests on {format_count(requests)} request{plural(requests)}, about {lifetimes:.2g} pool lifetimes: a "
+        f"It rests on {format_count(requests)} request{plural(requests)}, about {_few(lifetimes)} pool lifetimes: a "
         f"lifetime is the time in which as much is asked for as the pool holds."
     )
-    if little:
+    if requests < FEW_REQUESTS or lifetimes < FEW_LIFETIMES:
         yield "That is little: what follows are first estimates, and will change.", "yellow"
     hits, lru = format_size(found.hit_bytes), format_size(found.lru_hit_bytes)
     yield f"Requests found {hits} since the start; with lru it would have been {lru}."
@@ -437,8 +430,14 @@ def policy_lines(found: PolicyDescribed, now: DaemonStats) -> Iterator[Line]:
     for one in found.classes:
         if one.accessed_share >= RARE_CLASS:
             known = one.return_age <= lifetimes
-            half = f"half of them within {one.return_age:.2g} lifetimes" if known else "most later than was seen so far"
+            age = _few(one.return_age)
+            half = f"half of them within {age} lifetime{'s' * (age != '1')}"
             yield (
-                f"  {percent(one.accessed_share, 1.0)} {one.name}: about {percent(one.return_chance, 1.0)} come back, "
-                f"{half}; {format_size(one.kept_bytes)} in the pool"
+                f"  {percent(one.accessed_share, 1.0)} {printable(one.name)}: about {percent(one.return_chance, 1.0)} "
+                f"come back, {half if known else 'most later than was seen so far'}; {format_size(one.kept_bytes)} in "
+                "the pool"
             )
+
+
+def _few(number: float) -> str:
+    return f"{number:.2g}" if number < 10 else format_count(round(number))

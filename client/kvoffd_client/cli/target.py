@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvoffd_client.admin_client import MIN_PREFIX_DIGITS, AdminClient, matching_namespaces, read_stats
-from kvoffd_proto.admin import NamespaceInfo
+from kvoffd_client.admin_client import MIN_PREFIX_DIGITS, AdminClient, read_stats
 from kvoffd_proto.paths import default_directory
-from kvoffd_proto.stats import DaemonStats, namespace_id
-from kvoffd_proto.units import printable
+from kvoffd_proto.stats import DaemonStats
+from kvoffd_proto.units import UnitError, parse_duration, parse_size
 
 OPERATOR_WAIT_S = 10.0
 """The machine may be busy, and an operator would rather wait than ask again."""
@@ -23,19 +21,33 @@ Directory = Annotated[
         "--directory",
         metavar="DIRECTORY",
         readable=False,  # what is not for this user is said in a sentence of ours
-        help="Directory of the daemon's sockets. [default: $KVOFFD_DIRECTORY, else the daemon's default]",
+        help="Directory of the daemon's sockets. [KVOFFD_DIRECTORY]",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON: bytes and seconds as numbers, fingerprints in hex.")]
-Url = Annotated[
-    str, typer.Option("--url", metavar="URL", help="Another node's http_address, such as http://node:9464.")
-]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")]
+Url = Annotated[str, typer.Option("--url", metavar="URL", help="Ask http://NODE:9464, not this node's daemon.")]
 NAMESPACE_HELP = f"A label, or the first digits ({MIN_PREFIX_DIGITS} or more) of a fingerprint."
 NAMESPACE_OPTION = typer.Option("--namespace", metavar="NAME", help=NAMESPACE_HELP)
 
 
 class CliError(Exception):
     """The command cannot be done. The message is a sentence that says what to do next."""
+
+
+def size_of(option: str, text: str) -> int:
+    """Bytes that an option was given. Raises CliError."""
+    try:
+        return parse_size(text)
+    except UnitError as error:
+        raise CliError(f"{option}: {error}.") from None
+
+
+def duration_of(option: str, text: str) -> float:
+    """Seconds that an option was given. Raises CliError."""
+    try:
+        return parse_duration(text)
+    except UnitError as error:
+        raise CliError(f"{option}: {error}.") from None
 
 
 def confirmed(question: str, done: str) -> bool:
@@ -49,14 +61,14 @@ def confirmed(question: str, done: str) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def local_directory(context: typer.Context, directory: Path | None) -> Path:
+def local_directory(directory: Path | None) -> Path:
     """Return the directory of the daemon's sockets."""
-    return directory or context.obj or default_directory()
+    return directory or default_directory()
 
 
-def open_admin(context: typer.Context, directory: Path | None) -> AdminClient:
+def open_admin(directory: Path | None) -> AdminClient:
     """Return a client of the daemon that the command line names. On a terminal it says when it waits."""
-    admin = AdminClient(local_directory(context, directory), OPERATOR_WAIT_S)
+    admin = AdminClient(local_directory(directory), OPERATOR_WAIT_S)
     if sys.stderr.isatty():
         admin.on_silence = lambda: print(f"Waiting for the kvoffd daemon in {admin.directory} ...", file=sys.stderr)
     return admin
@@ -68,25 +80,10 @@ def check_names_one(directory: Path | None, url: str) -> None:
         raise CliError("--url and --directory name two daemons; give one of them.")
 
 
-def read_statistics(context: typer.Context, directory: Path | None, url: str) -> DaemonStats:
+def read_statistics(directory: Path | None, url: str) -> DaemonStats:
     """The statistics of the daemon that the command line names: over its sockets, or over HTTP from anywhere."""
     check_names_one(directory, url)
     if url:
         return read_stats(url)
-    with open_admin(context, directory) as admin:
+    with open_admin(directory) as admin:
         return admin.stats()
-
-
-def resolve_namespace(namespaces: Sequence[NamespaceInfo], wanted: str) -> NamespaceInfo:
-    """Return the one namespace whose label is ``wanted`` or whose fingerprint begins with it. Raises CliError."""
-    found = matching_namespaces(namespaces, wanted)
-    if len(found) == 1:
-        return found[0]
-    shown = printable(wanted)
-    if not found:
-        raise CliError(
-            f"No open namespace has the label {shown!r} or a fingerprint that begins with it (at least "
-            f"{MIN_PREFIX_DIGITS} digits); `kvoffd-cli namespaces` lists them."
-        )
-    names = ", ".join(f"{namespace_id(item.namespace)} ({printable(item.label)})" for item in found)
-    raise CliError(f"{shown!r} could be any of {names}; give more digits of the fingerprint.")

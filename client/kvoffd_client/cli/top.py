@@ -25,20 +25,18 @@ from rich.text import Text
 
 from kvoffd_client.admin_client import read_stats
 from kvoffd_client.cli.format import Line, make_console, percent, print_json, print_line, reason_name, wrapped
-from kvoffd_client.cli.show import Engine, engines_of
+from kvoffd_client.cli.show import Engine, engine_table, engines_of
 from kvoffd_client.cli.stats import policy_lines, pool_bar, print_stats, saved_time, tier_lines
-from kvoffd_client.cli.target import CliError, Directory, Url, check_names_one, open_admin
+from kvoffd_client.cli.target import CliError, Directory, Url, check_names_one, duration_of, open_admin
 from kvoffd_client.errors import KvoffdClientError
-from kvoffd_proto.admin import HealthLevel, PolicyDescribed
-from kvoffd_proto.stats import MAX_NAMESPACE_ROWS, DaemonStats, NamespaceStats, Traffic, Window, namespace_id
+from kvoffd_proto.admin import HealthLevel
+from kvoffd_proto.stats import MAX_NAMESPACE_ROWS, DaemonStats, NamespaceStats, Traffic, Window
 from kvoffd_proto.units import (
-    UnitError,
     exact_duration,
     format_count,
     format_duration,
     format_rate,
     format_size,
-    parse_duration,
     plural,
     printable,
 )
@@ -77,11 +75,10 @@ LEAST_ROWS = 3
 
 @dataclass(frozen=True)
 class Reading:
-    """What one look at the daemon brought; ``engines`` and ``policy`` for the views that show them."""
+    """What one look at the daemon brought; ``engines`` for the view that shows them."""
 
     stats: DaemonStats
     engines: Sequence[Engine] | None = None
-    policy: PolicyDescribed | None = None
     far: bool = False
     """It came over HTTP, which has statistics alone."""
 
@@ -94,50 +91,50 @@ class History:
     """Samples of the last minutes. A restart of the daemon empties it: its counters begin anew."""
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[float, Window]] = deque(maxlen=MOST_SAMPLES)
-        self._namespaces: deque[tuple[float, dict[str, NamespaceStats]]] = deque(maxlen=MOST_SAMPLES)
-        self._uptime_s = 0.0
+        self._totals: deque[tuple[float, Window]] = deque(maxlen=MOST_SAMPLES)
+        self._latest: deque[DaemonStats] = deque(maxlen=MOST_SAMPLES)
+        """From the youngest that is older than ``NOW_S`` on, if there is one."""
 
     def add(self, stats: DaemonStats) -> None:
-        """Times are the daemon's: an answer that comes late changes no rate."""
-        if stats.uptime_seconds < self._uptime_s:
-            self._kept.clear()
-            self._namespaces.clear()
-        self._uptime_s = stats.uptime_seconds
-        self._kept.append((stats.uptime_seconds, stats.since_start))
-        self._namespaces.append((stats.uptime_seconds, {one.id: one for one in stats.namespaces}))
-        while len(self._namespaces) > 2 and self._namespaces[1][0] <= self._uptime_s - NOW_S:
-            self._namespaces.popleft()
+        """Times are the daemon's: an answer that comes late changes no rate, nor one that HTTP gives twice."""
+        last_s = self._latest[-1].uptime_seconds if self._latest else 0.0
+        if self._latest and stats.uptime_seconds == last_s:
+            return
+        if stats.uptime_seconds < last_s:
+            self._totals.clear()
+            self._latest.clear()
+        self._totals.append((stats.uptime_seconds, stats.since_start))
+        self._latest.append(stats)
+        while len(self._latest) > 2 and self._latest[1].uptime_seconds <= stats.uptime_seconds - NOW_S:
+            self._latest.popleft()
+        self._before = {one.id: one for one in self._latest[0].namespaces}
 
     def now(self) -> Window:
         """What was counted in the last seconds."""
-        long_ago = (one for one in reversed(self._kept) if one[0] <= self._uptime_s - NOW_S)
-        return _less(self._kept[-1], next(long_ago, self._kept[0]))
+        return self._gained(self._latest[-1].since_start, self._latest[0].since_start)
 
     def now_of(self, namespace: NamespaceStats) -> Window:
-        at, before = self._namespaces[0]
         # Of one that was not there nothing had been counted, unless others pushed it off the list.
-        absent = NamespaceStats() if len(before) < MAX_NAMESPACE_ROWS else namespace
-        return _less((self._uptime_s, namespace), (at, before.get(namespace.id, absent)))
+        absent = NamespaceStats() if len(self._before) < MAX_NAMESPACE_ROWS else namespace
+        return self._gained(namespace, self._before.get(namespace.id, absent))
 
     def series(self, name: str, count: int) -> list[float]:
         """How much of a counter came in each second, between the latest samples."""
-        kept = list(self._kept)[-count - 1 :]
+        kept = list(self._totals)[-count - 1 :]
         return [(getattr(b, name) - getattr(a, name)) / max(1e-9, t - s) for (s, a), (t, b) in pairwise(kept)]
 
-
-def _less(later: tuple[float, Traffic], earlier: tuple[float, Traffic]) -> Window:
-    """What was counted between two samples, which are a time and counters each."""
-    counts: dict[str, Any] = {}
-    for name in Traffic.__struct_fields__:
-        now, before = getattr(later[1], name), getattr(earlier[1], name)
-        counts[name] = (
-            {key: n - before.get(key, 0) for key, n in now.items()} if isinstance(now, dict) else now - before
-        )
-    # A lookup is counted before its load: what the loads of earlier lookups took away is no negative count.
-    counts["not_needed_keys"] = max(0, counts["not_needed_keys"])
-    counts["asked_keys"] = counts["loaded_keys"] + counts["not_needed_keys"] + sum(counts["misses"].values())
-    return Window(seconds=later[0] - earlier[0], **counts)
+    def _gained(self, later: Traffic, earlier: Traffic) -> Window:
+        """What was counted in the last seconds; ``earlier``: what had been before."""
+        counts: dict[str, Any] = {}
+        for name in Traffic.__struct_fields__:
+            now, before = getattr(later, name), getattr(earlier, name)
+            counts[name] = (
+                {key: n - before.get(key, 0) for key, n in now.items()} if isinstance(now, dict) else now - before
+            )
+        # A lookup is counted before its load: what the loads of earlier lookups took away is no negative count.
+        counts["not_needed_keys"] = max(0, counts["not_needed_keys"])
+        counts["asked_keys"] = counts["loaded_keys"] + counts["not_needed_keys"] + sum(counts["misses"].values())
+        return Window(seconds=self._latest[-1].uptime_seconds - self._latest[0].uptime_seconds, **counts)
 
 
 # --- the screen -------------------------------------------------------------------------------------
@@ -166,15 +163,14 @@ class Screen:
         away = wrap(printable(self.away), max(1, width))[:MOST_AWAY_LINES]
         head = [self._header(stats, pen), *(pen.text(line, "bold red") for line in away)]
         room = max(0, height - len(head) - 1)
-        if self.reading.far and self.view in ("clients", "policy"):
+        if self.reading.far and self.view == "clients":
             body = [Text(), pen.text("This is shown on the daemon's own machine: HTTP has statistics alone.", "dim")]
         elif self.view == "clients":
-            body = _clients(self.reading.engines, stats, pen)
+            body = [pen.cut(line) for line in _clients(self.reading.engines, stats, console)]
         elif self.view == "tiers":
             body = _page(tier_lines(stats), pen)
         elif self.view == "policy":
-            policy = self.reading.policy
-            body = _page(["No answer so far."] if policy is None else policy_lines(policy, stats), pen)
+            body = _page(policy_lines(stats), pen)
         elif self.view == "help":
             body = _page(HELP, pen)
         else:
@@ -386,13 +382,13 @@ def _namespaces(found: Sequence[NamespaceStats], history: History, sort: str, pe
 def _tier_lines(stats: DaemonStats, pen: Pen) -> list[Text]:
     lines = []
     for disk in stats.disks:
-        state = disk.problem or disk.state
         used = f"{percent(disk.used_bytes, disk.size_bytes)} of {format_size(disk.size_bytes)}"
-        words = f"Disk  {disk.directory}  {used}  read {format_size(disk.read_bytes)}  written "
-        lines.append(pen.text(f"{words}{format_size(disk.written_bytes)}  {state}", "" if disk.up else "red"))
+        copied = f"read {format_size(disk.read_bytes)}  written {format_size(disk.written_bytes)}"
+        words = f"Disk  {disk.directory}  {disk.state}  {used}  {copied}"
+        lines.append(pen.text(words, "" if disk.up else "red"))
     for store in stats.shared:
         found = f"found {percent(store.found_keys, store.asked_keys)}"
-        words = f"Store {store.url}  {format_duration(store.ask_seconds)}  {found}  {'up' if store.up else 'down'}"
+        words = f"Store {store.url}  {'up' if store.up else 'down'}  {format_duration(store.ask_seconds)}  {found}"
         lines.append(pen.text(words, "" if store.up else "red"))
     return [Text(), *lines] if lines else []
 
@@ -401,24 +397,13 @@ def _problems(stats: DaemonStats, pen: Pen) -> list[Text]:
     return [pen.text(f"! {one.reason}: {one.sentence}", "yellow") for one in stats.health_problems[:3]]
 
 
-def _clients(engines: Sequence[Engine] | None, stats: DaemonStats, pen: Pen) -> list[Text]:
-    if engines is None:
-        return [Text(), pen.text("No answer so far.", "dim")]
-    labels = {one.id: one.model for one in stats.namespaces}
-    widths = [0, -22, 7, 8, 10, 6, 10]
-    widths[0] = -max(10, pen.width - sum(map(abs, widths)) - len(widths) + 1)
-    titles = ("ENGINE", "NAMESPACE", "WORKERS", "LEASES", "PINNED", "JOBS", "REGISTERED")
-    lines = [Text(), pen.cells(titles, widths, "bold reverse")]
-    for one in engines:
-        ids = [namespace_id(each) for each in one.namespaces]
-        names = ", ".join(f"{id_} {labels.get(id_, '')}" for id_ in ids) or "-"
-        cells = (
-            one.name or "-", names, format_count(one.workers), format_count(one.leases), format_size(one.pinned_bytes),
-            format_count(one.jobs), format_size(one.registered_bytes),
-        )  # fmt: skip
-        lines.append(pen.cells(cells, widths))
-    note = "pinned: pool memory under its leases. registered: memory of its own, for copies."
-    return [*lines, Text(), pen.text(note, "dim")] if engines else [Text(), pen.text("No engine is connected.")]
+def _clients(engines: Sequence[Engine] | None, stats: DaemonStats, console: Console) -> list[Text]:
+    if not engines:
+        return [Text(), Text("No answer so far." if engines is None else "No engine is connected.")]
+    table = engine_table(engines, {one.id: one.model for one in stats.namespaces})
+    lines = [Text.assemble(*((part.text, part.style or "") for part in line)) for line in console.render_lines(table)]
+    note = Text("pinned: pool memory under its leases. registered: memory of its own, for copies.", "dim")
+    return [Text(), *lines, Text(), note]
 
 
 def _page(lines: Iterable[Line], pen: Pen) -> list[Text]:
@@ -429,7 +414,6 @@ def _page(lines: Iterable[Line], pen: Pen) -> list[Text]:
 
 
 def top(
-    context: typer.Context,
     interval: Annotated[str, typer.Option("--interval", metavar="DURATION", help="Time between two looks.")] = "1s",
     directory: Directory = None,
     url: Url = "",
@@ -440,18 +424,18 @@ def top(
     1 to 4 choose what is shown, h shows the keys and what the words mean, q ends. Into a pipe it writes the page of
     stats every interval.
     """
-    interval_s = _interval(interval)
+    interval_s = duration_of("--interval", interval)
+    if interval_s < MIN_INTERVAL_S:
+        raise CliError(f"--interval {interval!r} is too short; the least is {format_duration(MIN_INTERVAL_S)}.")
     check_names_one(directory, url)
-    with open_admin(context, directory) as admin:
+    with open_admin(directory) as admin:
         admin.on_silence = lambda: None  # the screen says it
 
         def read(view: str, timeout_s: float) -> Reading:
             if url:
                 return Reading(read_stats(url, timeout_s), far=True)
             admin.timeout_s = timeout_s
-            stats = admin.stats()
-            engines = engines_of(admin.sessions().sessions) if view == "clients" else None
-            return Reading(stats, engines, admin.describe_policy() if view == "policy" else None)
+            return Reading(admin.stats(), engines_of(admin.sessions().sessions) if view == "clients" else None)
 
         console = make_console()
         if console.is_terminal and not console.is_dumb_terminal and not json:
@@ -480,16 +464,6 @@ def _print_pages(read: Read, interval_s: float, *, as_json: bool) -> NoReturn:
                 print(f"{time.strftime('%H:%M:%S')} {error}", file=sys.stderr, flush=True)
 
 
-def _interval(text: str) -> float:
-    try:
-        interval_s = parse_duration(text)
-    except UnitError as error:
-        raise CliError(f"--interval: {error}.") from error
-    if interval_s < MIN_INTERVAL_S:
-        raise CliError(f"--interval {text!r} is too short; the least is {format_duration(MIN_INTERVAL_S)}.")
-    return interval_s
-
-
 def run(read: Read, interval_s: float, console: Console) -> int:
     """Draw until ``q``. Raises KvoffdClientError where the daemon does not answer the first time."""
     screen = Screen(interval_s)
@@ -505,8 +479,8 @@ def run(read: Read, interval_s: float, console: Console) -> int:
                 if key in ("q", "\x04"):
                     return 0
                 _obey(screen, key)
-            view_needs = bool(keys) and screen.view in ("clients", "policy") and not screen.paused
-            if not screen.paused and (view_needs or next_at <= time.monotonic()):
+            wants_engines = bool(keys) and screen.view == "clients"
+            if not screen.paused and (wants_engines or next_at <= time.monotonic()):
                 next_at = time.monotonic() + interval_s
                 try:
                     _look(screen, read, LATER_ANSWER_S if screen.away else ANSWER_S)

@@ -25,11 +25,11 @@ from typing import Annotated, BinaryIO
 import typer
 
 from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.cli.format import count_blocks, print_json, print_line
-from kvoffd_client.cli.target import OPERATOR_WAIT_S, CliError, Directory, Json, local_directory
+from kvoffd_client.cli.format import count_blocks, print_json, print_line, print_status
+from kvoffd_client.cli.target import OPERATOR_WAIT_S, CliError, Directory, Json, duration_of, local_directory, size_of
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError
 from kvoffd_proto.admin import TraceChain
-from kvoffd_proto.units import format_count, format_duration, format_size, parse_duration, parse_size, plural
+from kvoffd_proto.units import format_count, format_duration, format_size, plural
 
 FETCH_S = 0.5
 """Between two questions for what was asked for."""
@@ -62,7 +62,6 @@ class Recorded:
 
 @trace_app.command()
 def record(
-    context: typer.Context,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write, such as trace.jsonl.gz.")],
     duration: Annotated[
         str, typer.Option("--duration", metavar="TIME", help="End after so long, as in 90s or 2h. [default: at Ctrl-C]")
@@ -78,18 +77,13 @@ def record(
 
     Exit status: 0 done, 1 the daemon went away and the file has what came before, 2 an error.
     """
-    option = "--duration"
-    try:
-        seconds = parse_duration(duration) if duration else float("inf")
-        option = "--max-size"
-        most_bytes = parse_size(max_size)
-    except ValueError as error:
-        raise CliError(f"{option}: {error}.") from None
+    seconds = duration_of("--duration", duration) if duration else float("inf")
+    most_bytes = size_of("--max-size", max_size)
     if not seconds:
         raise CliError(f"--duration {duration} records nothing; give a longer one, or none and end with Ctrl-C.")
     if most_bytes < LEAST_BYTES:
         raise CliError(f"--max-size {max_size} is too little; give {format_size(LEAST_BYTES)} or more.")
-    with AdminClient(local_directory(context, directory), OPERATOR_WAIT_S) as admin:
+    with AdminClient(local_directory(directory), OPERATOR_WAIT_S) as admin:
         admin.trace()
         try:
             opened = file.open("xb")
@@ -136,22 +130,15 @@ def _write(admin: AdminClient, file: Path, writer: TraceWriter, seconds: float) 
             if not writer.write(fetched.chains, fetched.dropped):
                 ended = "size"
                 break
-            _show_progress(writer, time.monotonic() - began)
+            passed = format_duration(time.monotonic() - began)
+            print_status(f"{passed}: {format_count(writer.chains)} requests; Ctrl-C ends the trace.")
             more = sum(len(chain.keys) for chain in fetched.chains) >= MUCH_BYTES
             if not more and not ended:
                 told.wait(max(0.0, min(FETCH_S, until - time.monotonic())))
-        _show_progress(None)
+        print_status()
         took = time.monotonic() - began
         writer.close()
     return Recorded(str(file), took, writer.chains, writer.keys, writer.dropped, writer.file.tell(), ended)
-
-
-def _show_progress(writer: TraceWriter | None, seconds: float = 0.0) -> None:
-    if sys.stderr.isatty():
-        text = ""
-        if writer is not None:
-            text = f"{format_duration(seconds)}: {format_count(writer.chains)} requests; Ctrl-C ends the trace."
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -119,7 +119,7 @@ class KvoffdConnector(OffloadingConnector):
         self._has_unsent_stores = False
 
     def _begin_worker(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        spec = self._spec
+        spec: KvoffdSpec = self.connector_worker.spec
         factors = collect_factors(vllm_config, kv_cache_config, spec.options.salt)
         spec.namespace = namespace_of(factors, label_of(vllm_config))
         self._weights: LiveWeights | None = None
@@ -131,7 +131,8 @@ class KvoffdConnector(OffloadingConnector):
 
     def get_mem_pool_context(self) -> AbstractContextManager[object] | None:
         """On CPU: have the KV cache allocated in memory that can be shared. On GPUs vLLM's own allocation stays."""
-        return self._spec.memory if current_platform.is_cpu() else None
+        spec: KvoffdSpec = self.connector_worker.spec
+        return spec.memory if current_platform.is_cpu() else None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """As vLLM's; names the weights, and has the registration describe the layers' pages."""
@@ -145,8 +146,9 @@ class KvoffdConnector(OffloadingConnector):
                 "kvoffd cannot serve this engine: its model runner writes into blocks before stores of them have "
                 "ended, in a place that this kvoffd does not know. Start it without --kv-transfer-config."
             )
-        groups = [cache.kv_cache_groups[group.group_id].layer_names for group in self._spec.config.groups]
-        self._spec.layers = describe_layers(kv_caches, groups, cache.num_blocks)
+        spec: KvoffdSpec = self.connector_worker.spec
+        groups = [cache.kv_cache_groups[group.group_id].layer_names for group in spec.config.groups]
+        spec.layers = describe_layers(kv_caches, groups, cache.num_blocks)
         super().register_kv_caches(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: ConnectorMetadata) -> None:
@@ -156,8 +158,9 @@ class KvoffdConnector(OffloadingConnector):
         GPU for the event that is recorded then. Nothing of this pass touches their blocks, and what did before has
         been launched. All jobs go out in one message.
         """
-        worker, weights = self._worker, self._weights
-        if self._weights_changed:
+        worker: KvoffdWorker = self.connector_worker.worker
+        weights = self._weights
+        if weights is not None and weights.changed:
             # Stores that wait to be sent may hold blocks of these weights or of those, so they must fail.
             worker.leave()
         if isinstance(kv_connector_metadata, ConnectorMetadata):
@@ -165,7 +168,7 @@ class KvoffdConnector(OffloadingConnector):
             if generation is not None and generation > self._generation:
                 self._generation = generation
                 self._digest = weights.digest() if weights is not None else None
-            if namespace is not None and generation == self._generation and not self._weights_changed:
+            if namespace is not None and generation == self._generation and not (weights and weights.changed):
                 worker.join(namespace)
         super().handle_preemptions(kv_connector_metadata)
         self.connector_worker.start_kv_transfers(kv_connector_metadata)
@@ -185,29 +188,29 @@ class KvoffdConnector(OffloadingConnector):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """As vLLM's, with the requests whose load failed; they are among those whose load ended too."""
         sent, received = self.get_finished(finished_req_ids)
-        failed = self._worker.take_failed_requests()
+        worker: KvoffdWorker = self.connector_worker.worker
+        failed, worker.failed_requests = worker.failed_requests, set()
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """Return this worker's report to the scheduler half; None when there is nothing new."""
         ended = super().build_connector_worker_meta()
-        if self.connector_worker is None or not isinstance(self.connector_worker.worker, KvoffdWorker):
+        if self.connector_worker is None or not isinstance(worker := self.connector_worker.worker, KvoffdWorker):
             return None
-        report = self._worker.take_report()
+        report, spec = worker.take_report(), self.connector_worker.spec
         if ended is not None:
             report.completed_jobs, report.transfer_stats = ended.completed_jobs, ended.transfer_stats
-        assert self._spec.namespace is not None
         memory = MemoryReport(
-            self._spec.namespace,
+            spec.namespace,
             self._digest,
             self._generation,
             machine_id(),
-            self._weights_changed,
-            self._worker.registered,
-            self._worker.usable,
+            self._weights is not None and self._weights.changed,
+            worker.registered,
+            worker.usable,
         )
         if memory != self._last_memory:
-            report.memory[self._spec.config.parallel.rank] = self._last_memory = memory
+            report.memory[spec.config.parallel.rank] = self._last_memory = memory
         return report if ended is not None or report.has_news else None
 
     def unregister_kv_caches(self) -> None:
@@ -412,22 +415,6 @@ class KvoffdConnector(OffloadingConnector):
     def _is_loaded(self, request_id: str) -> bool:
         request = self._requests.get(request_id)
         return request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-
-    @property
-    def _spec(self) -> KvoffdSpec:
-        spec = self.connector_worker.spec
-        assert isinstance(spec, KvoffdSpec)
-        return spec
-
-    @property
-    def _worker(self) -> KvoffdWorker:
-        worker = self.connector_worker.worker
-        assert isinstance(worker, KvoffdWorker)
-        return worker
-
-    @property
-    def _weights_changed(self) -> bool:
-        return self._weights is not None and self._weights.changed
 
 
 def _has_states(group: Any) -> bool:

@@ -52,12 +52,14 @@ class KeyedSpec(LoadStoreSpec):
     ) -> KeyedSpec:
         """Sort vLLM's keys into groups, in their order. ``positions`` maps group ids to indices on the wire.
 
-        ``adapter`` is the content of the request's LoRA adapter; see ``hashes_of``.
+        ``adapter`` is the content of the request's LoRA adapter; see ``of_adapter``.
         """
-        groups: list[list[OffloadKey]] = [[] for _ in positions]
+        groups: list[list[bytes]] = [[] for _ in positions]
         for key in keys:
-            groups[positions[key[-GROUP_ID_BYTES:]]].append(key)
-        return cls(tuple(hashes_of(group, adapter) for group in groups), lease_id, request_id)
+            groups[positions[key[-GROUP_ID_BYTES:]]].append(key[:-GROUP_ID_BYTES])
+        if adapter:
+            groups = [of_adapter(group, adapter) for group in groups]
+        return cls(tuple(map(b"".join, groups)), lease_id, request_id)
 
     @property
     def keys(self) -> tuple[tuple[int, bytes], ...]:
@@ -66,12 +68,6 @@ class KeyedSpec(LoadStoreSpec):
 
     def __repr__(self) -> str:
         return f"KeyedSpec({[len(group) for group in self.groups]} bytes of keys, lease {self.lease_id})"
-
-
-def hashes_of(keys: Iterable[OffloadKey], adapter: bytes = b"") -> bytes:
-    """Return the block hashes of keys as the daemon is to know them, end to end."""
-    hashes = [key[:-GROUP_ID_BYTES] for key in keys]
-    return b"".join(of_adapter(hashes, adapter) if adapter else hashes)
 
 
 def of_adapter(hashes: Iterable[bytes], content: bytes) -> list[bytes]:

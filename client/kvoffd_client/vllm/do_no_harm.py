@@ -173,19 +173,19 @@ class StorePause:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._waits: deque[tuple[float, float]] = deque(maxlen=1000)
-        self._until = float("-inf")
+        self.paused_until = float("-inf")
 
     def waited(self, seconds: float) -> None:
         """Note that vLLM waited so long for stores, in all workers at once."""
         now = self._clock()
-        if seconds < LEAST_WAITED_S or now < self._until:
+        if seconds < LEAST_WAITED_S or now < self.paused_until:
             return
         self._waits.append((now, seconds))
         while self._waits[0][0] < now - WINDOW_S:
             self._waits.popleft()
         waited_s = sum(wait_s for _, wait_s in self._waits)
         if len(self._waits) >= LEAST_WAITS and waited_s > WAITED_SHARE * WINDOW_S:
-            self._until = now + STORE_PAUSE_S
+            self.paused_until = now + STORE_PAUSE_S
             self._waits.clear()
             logger.warning(
                 "kvoffd: vLLM waited %.1f s of the last %.0f for stores before it could reuse their blocks; nothing is "
@@ -194,10 +194,6 @@ class StorePause:
                 WINDOW_S,
                 STORE_PAUSE_S,
             )
-
-    @property
-    def paused(self) -> bool:
-        return self._clock() < self._until
 
 
 class DoNoHarm:
@@ -209,7 +205,7 @@ class DoNoHarm:
         self.stores = StorePause(clock)
         self._clock = clock
         self._active = active
-        self.skipped_loads = self.late_lookups = self._paused = 0
+        self.skipped_loads = self.late_lookups = self.paused_stores = 0
         """Since the last report."""
         self._tell_at = clock() + REPORT_EVERY_S
         self._say_at = clock()
@@ -240,11 +236,6 @@ class DoNoHarm:
         if self._active:
             self.stores.waited(seconds)
 
-    def leave_store_out(self) -> bool:
-        """Whether to leave a store out; counts it."""
-        self._paused += (paused := self.stores.paused)
-        return paused
-
     def news(self) -> tuple[float, float, int, int, int] | None:
         """What to report to the daemon now, if anything: both rates, left out loads and stores, late lookups.
 
@@ -253,7 +244,7 @@ class DoNoHarm:
         if self._clock() < self._tell_at:
             return None
         self._tell_at = self._clock() + REPORT_EVERY_S
-        counts = [min(count, MAX_REPORTED) for count in (self.skipped_loads, self._paused, self.late_lookups)]
+        counts = [min(count, MAX_REPORTED) for count in (self.skipped_loads, self.paused_stores, self.late_lookups)]
         figures = (*self.rates, counts[0], counts[1], counts[2])
-        self.skipped_loads = self.late_lookups = self._paused = 0
+        self.skipped_loads = self.late_lookups = self.paused_stores = 0
         return figures if any(figures) else None

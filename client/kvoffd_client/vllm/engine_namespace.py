@@ -62,7 +62,7 @@ class Unconnected:
     """In the place of a SchedulerClient before the namespace is known."""
 
     ready = False
-    max_keys = credit_bytes = 0
+    credit_bytes = 0
 
     def poll(self) -> None: ...
 
@@ -125,7 +125,8 @@ class EngineNamespace:
         self._failed = False
         self._to_tell = False
         self._engine_cache_kept = False
-        self._engine_cache_stale = False
+        self.engine_cache_stale = False
+        """Whether vLLM's own cache has blocks of other weights than the namespace names: then nothing is stored."""
         self._closed = False
 
     @property
@@ -135,11 +136,6 @@ class EngineNamespace:
         if current is None or not self.client.ready:
             return False
         return all(report.registered == current.fingerprint for report in self._reports.values())
-
-    @property
-    def may_store(self) -> bool:
-        """Whether what vLLM offers was computed with the weights that the namespace names."""
-        return self.current is not None and not self._engine_cache_stale
 
     def pending(self, patience_s: float = PATIENCE_S) -> bool:
         """Whether steps, empty ones too, will make the namespace known or the workers registered in that time."""
@@ -182,7 +178,7 @@ class EngineNamespace:
         self._asked = self._failed = self._to_tell = False
         self._waiting_since = None
         self._engine_cache_kept = engine_cache_kept
-        self._engine_cache_stale = self._engine_cache_stale and engine_cache_kept
+        self.engine_cache_stale = self.engine_cache_stale and engine_cache_kept
         self.on_leave()
 
     def report(self, reports: Mapping[int, MemoryReport]) -> None:
@@ -222,7 +218,7 @@ class EngineNamespace:
         namespace = with_live_weights(namespace, weights)
         changed = self._last is not None and self._last.fingerprint != namespace.fingerprint
         if changed and self._engine_cache_kept:
-            self._engine_cache_stale = True
+            self.engine_cache_stale = True
             logger.warning(
                 "kvoffd: the weights were changed, and vLLM's own cache was not reset with nothing running. Nothing is "
                 "stored until it is: call reset_prefix_cache with reset_running_requests and reset_connector."

@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -80,62 +81,10 @@ class ChunkGroup:
         """The end of vLLM's keys of the group."""
         return self.group_id.to_bytes(GROUP_ID_BYTES, "big")
 
-    def chunks(self, block_hashes: Sequence[bytes]) -> Sequence[bytes]:
-        """The hashes that name a request's whole chunks."""
-        return block_hashes[self.hashes_per_chunk - 1 :: self.hashes_per_chunk]
-
     def keys(self, block_hashes: Sequence[bytes]) -> list[OffloadKey]:
         """vLLM's keys of a request's whole chunks."""
         suffix = self.suffix
-        return [one + suffix for one in self.chunks(block_hashes)]
-
-
-class StoreWindow:
-    """Counts the bytes of stores that were offered to vLLM and that no worker has reported as ended.
-
-    The credit is soft: one offer may pass it. An offer is all the new blocks of a request's step, and a part of it
-    would be worth little (vLLM does not offer the rest again, and a prefix without its sliding windows is no hit); an
-    offer larger than the whole credit would otherwise never be made. ``shard_bytes`` are those of one worker's shard of
-    a block, by a key's last four bytes.
-    """
-
-    def __init__(self, shard_bytes: Mapping[bytes, int]) -> None:
-        self._shard_bytes = shard_bytes
-        self._in_flight: set[OffloadKey] = set()
-        self.outstanding_bytes = 0
-        self.credit_bytes = 0
-
-    def __contains__(self, key: OffloadKey) -> bool:
-        return key in self._in_flight
-
-    def admits(self, keys: Collection[OffloadKey], *, last: bool) -> bool:
-        """Whether a store of these keys may be offered now.
-
-        ``last``: their request has ended, and vLLM offers them no more. They may pass the credit as far as the daemon
-        takes stores: to twice the credit.
-        """
-        if self.outstanding_bytes == 0 or self.outstanding_bytes < self.credit_bytes:
-            return True
-        return last and self.outstanding_bytes + self._bytes_of(keys) <= 2 * self.credit_bytes
-
-    def begin(self, keys: Collection[OffloadKey]) -> None:
-        """Count keys, none of them in flight, that are offered now."""
-        self._in_flight.update(keys)
-        self.outstanding_bytes += self._bytes_of(keys)
-
-    def end(self, keys: Collection[OffloadKey]) -> None:
-        """Forget the keys of a store that ended, well or not. Keys that are not in flight (any more) are ignored."""
-        ended = self._in_flight.intersection(keys)
-        self._in_flight -= ended
-        self.outstanding_bytes -= self._bytes_of(ended)
-
-    def clear(self) -> None:
-        """Forget all stores: vLLM does not tell how they end after a reset."""
-        self._in_flight.clear()
-        self.outstanding_bytes = 0
-
-    def _bytes_of(self, keys: Collection[OffloadKey]) -> int:
-        return sum(self._shard_bytes[key[-GROUP_ID_BYTES:]] for key in keys)
+        return [one + suffix for one in block_hashes[self.hashes_per_chunk - 1 :: self.hashes_per_chunk]]
 
 
 @dataclass(slots=True, eq=False)
@@ -260,7 +209,13 @@ class KvoffdManager(OffloadingManager):
         self._do_no_harm = do_no_harm
         self._deadline_s, self._disk_wait_s = deadline_s, disk_wait_s
         self._positions = {group.suffix: index for index, group in enumerate(groups)}
-        self._store_window = StoreWindow({group.suffix: group.shard_bytes for group in groups})
+        self._shard_bytes = max(group.shard_bytes for group in groups)
+        self._credit_bytes = 0
+        """Of stores that may be outstanding. It is soft: one offer may pass it. An offer is all the new blocks of a
+        request's step, and a part of it would be worth little (vLLM does not offer the rest again, and a prefix without
+        its sliding windows is no hit); an offer larger than the whole credit would otherwise never be made."""
+        self._storing: set[OffloadKey] = set()
+        """Keys that were offered to vLLM for a store and that no worker has reported as ended."""
         self.events: HostBlockEvents | None = None
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[str, KeyedLookup] = {}
@@ -321,7 +276,7 @@ class KvoffdManager(OffloadingManager):
         chunks: dict[int, Sequence[bytes]] = {}
         message: list[GroupKeys] = []
         for index, group in enumerate(self._groups):
-            if of_group := group.chunks(request.block_hashes):
+            if of_group := request.block_hashes[group.hashes_per_chunk - 1 :: group.hashes_per_chunk]:
                 chunks[index] = of_group
                 hashes = of_adapter(of_group, state.adapter) if state.adapter else of_group
                 message.append(GroupKeys(index, b"".join(hashes)))
@@ -353,8 +308,21 @@ class KvoffdManager(OffloadingManager):
                 self.look_up(request)
             if state.pending is not None:
                 self._wait_for_answer(state, state.pending)
-        if state.pending is not None and state.pending.ticket.done:
-            self._take_answer(state, state.pending)
+        if (came := state.pending) is not None and came.ticket.done:
+            state.pending = None
+            if came.ticket.failed or (came.ticket.pinned and not came.ticket.alive):
+                self._release(came)
+                state.failed_at = self._clock()
+            else:
+                self._reply_s = came.ticket.answered_at - came.sent_at
+                if self._late:  # the answers of those that are done came before
+                    self._late = deque([each for each in self._late if not each.ticket.done], MAX_LATE)
+                # The new lease pins what the old one did, so nothing is unpinned in between.
+                if state.answer is not None:
+                    self._release(state.answer)
+                state.answer = came
+                came.read(self._groups)
+                state.from_tiers.update(came.coming)
         if state.answer is not None:
             state.results = dict.fromkeys(state.answer.ready, LookupResult.HIT)
             state.waits_for_disk = bool(state.answer.coming) and self._decide_disk_wait(state, state.answer)
@@ -363,23 +331,6 @@ class KvoffdManager(OffloadingManager):
             state.results.update(dict.fromkeys(state.answer.coming, coming))
         if state.pending is not None and not state.pending.given_up:
             state.otherwise = LookupResult.RETRY
-
-    def _take_answer(self, state: RequestState, came: KeyedLookup) -> None:
-        """Take in the answer that has come."""
-        state.pending = None
-        if came.ticket.failed or (came.ticket.pinned and not came.ticket.alive):
-            self._release(came)
-            state.failed_at = self._clock()
-            return
-        self._reply_s = came.ticket.answered_at - came.sent_at
-        if self._late:  # the answers of those that are done came before
-            self._late = deque([each for each in self._late if not each.ticket.done], MAX_LATE)
-        # The new lease pins what the old one did, so nothing is unpinned in between.
-        if state.answer is not None:
-            self._release(state.answer)
-        state.answer = came
-        came.read(self._groups)
-        state.from_tiers.update(came.coming)
 
     def _is_outdated(self, state: RequestState) -> bool:
         """Whether to ask for a request that no lookup is on its way for."""
@@ -571,7 +522,7 @@ class KvoffdManager(OffloadingManager):
         """Take the workers' report: how much each may have outstanding, how long vLLM waited for stores."""
         self._harm.waited(waited_s)
         if credit_bytes is not None:
-            self._store_window.credit_bytes = credit_bytes
+            self._credit_bytes = credit_bytes
             self._credit_reported = True
 
     # --- vLLM's interface ---
@@ -618,38 +569,46 @@ class KvoffdManager(OffloadingManager):
         if state is not None and self._stores and not state.disabled:
             if namespace.current is None and namespace.pending():
                 return None
-            if namespace.may_store and namespace.usable and namespace.client.ready:
+            if namespace.current and not namespace.engine_cache_stale and namespace.usable and namespace.client.ready:
                 last = state.last
                 if last and not last.ticket.done and self._clock() - last.sent_at < self._deadline_s and not has_ended:
                     return None  # what the answer says that the daemon has need not be stored
                 wanted = self._storable(state, keys, req_context)
-        if wanted and self._harm.leave_store_out():
+        if wanted and self._clock() < self._harm.stores.paused_until:
             self._counters[metrics.PAUSED_STORES] += 1
+            self._harm.paused_stores += 1
             wanted = []
         if wanted:
-            if not self._credit_reported:
-                self._store_window.credit_bytes = namespace.client.credit_bytes
-            if not self._store_window.admits(wanted, last=has_ended):
+            credit_bytes = self._credit_bytes if self._credit_reported else namespace.client.credit_bytes
+            outstanding_bytes = len(self._storing) * self._shard_bytes
+            # A request that has ended offers them no more: as far as the daemon takes stores, to twice the credit.
+            last_bytes = outstanding_bytes + len(wanted) * self._shard_bytes if has_ended else inf
+            if outstanding_bytes and outstanding_bytes >= credit_bytes and last_bytes > 2 * credit_bytes:
                 self._counters[metrics.DEFERRED_STORES] += 1
                 return None
-            self._store_window.begin(wanted)
+            self._storing.update(wanted)
         spec = KeyedSpec.of(wanted, self._positions, adapter=state.adapter if state is not None else b"")
-        if wanted and state is not None:
-            self._attach_tokens(spec, state, wanted, req_context)
+        if wanted and state is not None and self.events is not None:
+            self._attach_tokens(spec, state, self.events, wanted, req_context)
         return PrepareStoreOutput(keys_to_store=wanted, store_spec=spec, evicted_keys=[])
 
     def _attach_tokens(
-        self, spec: KeyedSpec, state: RequestState, keys: Iterable[OffloadKey], context: ReqContext
+        self,
+        spec: KeyedSpec,
+        state: RequestState,
+        events: HostBlockEvents,
+        keys: Iterable[OffloadKey],
+        context: ReqContext,
     ) -> None:
-        """Have a store tell the parents and token ids of its blocks where the engine publishes KV events."""
+        """Have a store tell the parents and token ids of its blocks, for the engine's KV events."""
         request = state.request
-        if self.events is None or request is None or not hashed_by_tokens(request):
+        if request is None or not hashed_by_tokens(request):
             return
         found: list[list[BlockTokens]] = [[] for _ in self._groups]
-        chains = {index: self._groups[index].keys(request.block_hashes) for index in self.events.groups}
+        chains = {index: self._groups[index].keys(request.block_hashes) for index in events.groups}
         for key in keys:
             index = self._positions[key[-GROUP_ID_BYTES:]]
-            if index in self.events.groups:
+            if index in events.groups:
                 group, chain = self._groups[index], chains[index]
                 place = (context.get_offload_key_position(key) or 0) // group.tokens_per_chunk - 1
                 found[index].append(tokens_of(request, chain, place, group.tokens_per_chunk))
@@ -668,7 +627,7 @@ class KvoffdManager(OffloadingManager):
         for key in keys:
             end = context.get_offload_key_position(key) or 0
             whole = end % self._groups[self._positions[key[-GROUP_ID_BYTES:]]].tokens_per_chunk == 0
-            if whole and (computed is None or end <= computed) and key not in self._store_window:
+            if whole and (computed is None or end <= computed) and key not in self._storing:
                 wanted.append(key)
         if state.last is not None and not state.last.ready and state.last.ticket.done:
             state.last.read(self._groups)  # it came after its request was scheduled
@@ -676,7 +635,7 @@ class KvoffdManager(OffloadingManager):
         return [key for key in wanted if key not in stored]
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        self._store_window.end(keys)
+        self._storing.difference_update(keys)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         if state := self._requests.pop(req_context.req_id, None):
@@ -695,7 +654,7 @@ class KvoffdManager(OffloadingManager):
         for lookup in self._loading.values():
             self._release(lookup)
         self._loading.clear()
-        self._store_window.clear()
+        self._storing.clear()  # vLLM does not tell how they end
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         if self._new_requests:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult
 
-from kvoffd_client.jobs import GroupTransfer, Job
+from kvoffd_client.jobs import Job
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.ordered_sender import OrderedSender
 from kvoffd_client.vllm.connector_metadata import (
@@ -65,13 +65,14 @@ class KvoffdWorker(OffloadingWorker):
         self._keep_leases = keep_leases
         self._sender = sender
         self._asleep = False
-        self._unsent: dict[int, Job] = {}
-        """Jobs of this step, by id."""
+        self._unsent: dict[int, tuple[GPULoadStoreSpec, bool]] = {}
+        """The engine blocks of this step's jobs, by id, and whether it is a store."""
         self._specs: dict[int, KeyedSpec] = {}
         """Of jobs that have not ended, by id."""
         self._withdrawn_stores = 0
         self._report = WorkerReport()
-        self._failed_requests: set[str] = set()
+        self.failed_requests: set[str] = set()
+        """Whose load failed, until somebody takes them."""
         self._credit_told: int | None = None
         # Jobs that the daemon did not get or did not finish, and why. The sender's thread appends to it too.
         self._failed: deque[tuple[int, ErrorCode]] = deque()
@@ -96,8 +97,7 @@ class KvoffdWorker(OffloadingWorker):
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: KeyedSpec) -> bool:
         """Have ``flush`` start a store. Always True: what cannot be stored is reported as failed."""
         self._specs[job_id] = dst_spec
-        if (groups := self._groups(job_id, src_spec, dst_spec, is_store=True)) is not None:
-            self._unsent[job_id] = Job(job_id, groups)
+        self._unsent[job_id] = src_spec, True
         return True
 
     def submit_load(
@@ -105,36 +105,43 @@ class KvoffdWorker(OffloadingWorker):
     ) -> bool:
         """Have ``flush`` start a load. Always True. ``expedited`` (0.33) makes no difference: loads never wait."""
         self._specs[job_id] = src_spec
-        if src_spec.lease_id == NO_LEASE:
-            self._failed.append((job_id, ErrorCode.UNKNOWN_LEASE))
-        elif (groups := self._groups(job_id, dst_spec, src_spec, is_store=False)) is not None:
-            self._unsent[job_id] = Job(job_id, groups, src_spec.lease_id, self._keep_leases)
+        self._unsent[job_id] = dst_spec, False
         return True
 
     def flush(self) -> None:
         """Start the jobs of this step, in one message. Repeatable."""
-        if not self._unsent:
+        unsent, self._unsent = self._unsent, {}
+        client, jobs = self._client, list[Job]()
+        for job_id, (blocks, is_store) in unsent.items():
+            keyed = self._specs[job_id]
+            if client is None:
+                self._failed.append((job_id, ErrorCode.UNSUPPORTED))
+                continue
+            if not is_store and keyed.lease_id == NO_LEASE:
+                self._failed.append((job_id, ErrorCode.UNKNOWN_LEASE))
+                continue
+            try:
+                groups = group_transfers(blocks, keyed, self._blocks_per_chunk, self._key_bytes, is_store=is_store)
+                load = () if is_store else (keyed.lease_id, self._keep_leases)
+                jobs.append(Job(job_id, groups, *load))
+            except TransferMismatch as mismatch:
+                logger.warning_once("kvoffd: a job was not sent, since its blocks do not fit its keys. %s", mismatch)  # type: ignore[attr-defined]
+                self._failed.append((job_id, ErrorCode.BAD_BLOCK_IDS))
+        if not jobs or client is None:
             return
-        jobs, self._unsent = self._unsent, {}
-        client = self._client
-        assert client is not None, "leave() leaves no job unsent"
-
-        def send(job_ids: Collection[int]) -> None:
-            client.submit([jobs[job_id] for job_id in job_ids])
-
-        def fail(job_id: int, error: ErrorCode) -> None:
-            self._withdrawn_stores += error is ErrorCode.CANCELLED and jobs[job_id].lease_id is None
-            self._failed.append((job_id, error))
-
         if self._sender is None:
-            send(jobs)
+            client.submit(jobs)
             return
         try:
-            self._sender.submit(jobs, send, fail)
+            self._sender.submit(jobs, client.submit, self._fail_unsent)
         except RuntimeError as error:  # what torch raises for a GPU that has failed
             logger.warning_once("kvoffd: jobs were not sent, since the GPU failed: %s", error)  # type: ignore[attr-defined]
-            for job_id in jobs:
-                fail(job_id, ErrorCode.COPY_FAILED)
+            for job in jobs:
+                self._fail_unsent(job, ErrorCode.COPY_FAILED)
+
+    def _fail_unsent(self, job: Job, error: ErrorCode) -> None:
+        self._withdrawn_stores += error is ErrorCode.CANCELLED and job.lease_id is None
+        self._failed.append((job.job_id, error))
 
     def get_finished(self) -> list[TransferResult]:
         self.flush()
@@ -155,11 +162,6 @@ class KvoffdWorker(OffloadingWorker):
         report, self._report = self._report, WorkerReport()
         return report
 
-    def take_failed_requests(self) -> set[str]:
-        """Return the requests whose load failed since the last call."""
-        failed, self._failed_requests = self._failed_requests, set()
-        return failed
-
     def _result(self, result: JobResult) -> TransferResult:
         if not result.ok:
             keys = tuple([(group.group, group.keys) for group in result.failed])
@@ -176,7 +178,7 @@ class KvoffdWorker(OffloadingWorker):
         if spec is not None:
             self._report.failed_jobs[job_id] = FailedJob(error, keys or spec.keys, spec.request_id)
             if spec.request_id is not None:
-                self._failed_requests.add(spec.request_id)
+                self.failed_requests.add(spec.request_id)
         return TransferResult(job_id, True)
 
     def wait(self, job_ids: set[int]) -> None:
@@ -252,17 +254,3 @@ class KvoffdWorker(OffloadingWorker):
             self._sender.close()
         for client in self._clients():
             client.close()
-
-    def _groups(
-        self, job_id: int, blocks: GPULoadStoreSpec, keyed: KeyedSpec, *, is_store: bool
-    ) -> list[GroupTransfer] | None:
-        """The groups of a job; None for one that fails here and now."""
-        error = ErrorCode.UNSUPPORTED
-        if self._client is not None:
-            try:
-                return group_transfers(blocks, keyed, self._blocks_per_chunk, self._key_bytes, is_store=is_store)
-            except TransferMismatch as mismatch:
-                logger.warning_once("kvoffd: a job was not sent, since its blocks do not fit its keys. %s", mismatch)  # type: ignore[attr-defined]
-                error = ErrorCode.BAD_BLOCK_IDS
-        self._failed.append((job_id, error))
-        return None

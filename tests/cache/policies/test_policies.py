@@ -8,10 +8,11 @@ import pytest
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.block_table import BlockTable
 from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.policy import REJECTED, Chain, Group, PolicyState, make_policy
+from kvoffd.cache.policy import REJECTED, Chain, Group, make_policy
 from kvoffd.pool.slot_table import RECORD
 from kvoffd_proto.admin import KeyWorth
 from kvoffd_proto.messages import BENCH_LABEL, GroupSpec
+from kvoffd_proto.stats import LearnedStats
 from tests.kit.slot_cache import CacheRig, keys_of
 
 SLOTS, BLOCK_BYTES, POOL_BYTES = 4096, 4096, 1 << 20
@@ -123,7 +124,7 @@ def test_what_else_is_asked_of_it_has_an_answer(order: Order) -> None:
         policy.rejected(order.group, absent)
     chances = policy.chance(order.group, keys_of(0, 1), POOL_BYTES)
     assert ((chances >= 0) & (chances <= 1)).all()
-    assert isinstance(policy.describe(), PolicyState)
+    assert isinstance(policy.describe(), LearnedStats)
     assert isinstance(policy.worth_of(order.group, keys_of(0)), KeyWorth | None)
     assert policy.nbytes > 0
     assert policy.ghosts <= 3

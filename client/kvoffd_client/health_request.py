@@ -1,0 +1,47 @@
+"""Asks a daemon for its health without a session.
+
+Probes do so every few seconds, beside engines: this imports ZeroMQ and msgspec, and none of the wire's messages.
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+import zmq
+
+from kvoffd_proto.paths import SocketPaths
+
+HEALTH_S = 1.0
+MAX_HEALTH_BYTES = 1 << 20
+
+
+class HealthAnswer(NamedTuple):
+    """A ``HealthReply`` as it is on the wire."""
+
+    tag: str
+    request_id: int
+    level: Literal["ok", "degraded", "down"]
+    causes: list[tuple[str, str]]
+    """Reason and sentence of each."""
+
+
+def ask_health(directory: Path, timeout_s: float = HEALTH_S) -> HealthAnswer | None:
+    """The health of a daemon, over the socket that engines use; None where none answers in time."""
+    path = str(SocketPaths(directory).jobs)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
+            stream.settimeout(timeout_s)
+            stream.connect(path)  # ZeroMQ would wait where nobody listens
+        with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+            asking.setsockopt(zmq.LINGER, 0)
+            asking.setsockopt(zmq.MAXMSGSIZE, MAX_HEALTH_BYTES)
+            asking.connect(f"ipc://{path}")
+            asking.send(msgspec.msgpack.encode(("health", 1)))
+            if not asking.poll(round(timeout_s * 1000)):
+                return None
+            return msgspec.msgpack.decode(asking.recv(zmq.NOBLOCK), type=HealthAnswer)
+    except (OSError, msgspec.MsgspecError, zmq.ZMQError):
+        return None

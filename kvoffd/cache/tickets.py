@@ -1,0 +1,168 @@
+"""What the cache hands out: leases, the tickets of running stores, fills and loads, and facts about blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffd.cache.block_table import BlockIds
+from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.policy import Group
+from kvoffd.pool.allocator import SlotIds
+
+Offsets: TypeAlias = npt.NDArray[np.int64]
+_NOTHING: BlockIds = np.empty(0, np.uint32)
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Pins on what the lookups of one request found, until it is released or its time is up."""
+
+    lease_id: int
+    session: int
+    namespace: Namespace
+    deadline: float
+    blocks: BlockIds
+    nbytes: int = 0
+    charged_bytes: int = 0
+    """Of these, bytes of the blocks that nothing had pinned before."""
+    loaded_ranks: set[int] = field(default_factory=set)
+    loaded: set[tuple[int, bytes]] = field(default_factory=set)
+    """Group and first key of each load that was counted: other ranks load the same."""
+    loaded_tokens: Counter[int] = field(default_factory=Counter)
+    """By group."""
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """What one session has leased. A block counts once for each lease."""
+
+    leases: int = 0
+    keys: int = 0
+    nbytes: int = 0
+    charged_bytes: int = 0
+    """See ``Lease``."""
+
+
+class StorePart(Protocol):
+    """What a store offers of one group."""
+
+    @property
+    def group(self) -> int: ...
+
+    @property
+    def keys(self) -> bytes: ...
+
+    @property
+    def first_blocks(self) -> Mapping[int, int]:
+        """By the number of a key: the engine block from which on it is written, where that is not the first."""
+
+    @property
+    def starts(self) -> Sequence[int] | None:
+        """Numbers of the keys at which chains begin, the first at 0; None where the policy has no say."""
+
+
+@dataclass(slots=True, eq=False)
+class Stored:
+    """What becomes of the keys of one part. Numbers count the keys that were given; keys in no list are present."""
+
+    group: Group
+    copy: list[int] = field(default_factory=list)
+    """Keys to copy, ascending."""
+    blocks: BlockIds = field(default_factory=lambda: _NOTHING)
+    """The block of each key to copy."""
+    slots: SlotIds = field(default_factory=lambda: _NOTHING)
+    """This rank's slot of each; it belongs to the store until its end."""
+    first_blocks: list[int] = field(default_factory=list)
+    again: list[int] = field(default_factory=list)
+    """Keys that come under an earlier number too, which is copied, or in one of the next lists."""
+    no_space: list[int] = field(default_factory=list)
+    rejected: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class StoreTicket:
+    """A running store of one rank."""
+
+    rank: int
+    parts: list[Stored]
+
+
+@dataclass(slots=True, eq=False)
+class FillTicket:
+    """Blocks that are brought up from a tier, all ranks of them."""
+
+    group: Group
+    keys: list[int]
+    """Numbers of the keys that have a block now."""
+    slots: npt.NDArray[np.uint32]
+    """[blocks, ranks]"""
+
+    @property
+    def blocks(self) -> BlockIds:
+        return np.ascontiguousarray(self.slots[:, 0])
+
+
+@dataclass(slots=True, eq=False)
+class LoadTicket:
+    """A running load of one rank: its blocks stay until its end, whatever becomes of the lease."""
+
+    rank: int
+    lease: Lease
+    """It may have ended since, and another one have its id."""
+    group: Group
+    first_key: bytes
+    blocks: BlockIds
+    slots: SlotIds
+    offsets: Offsets
+    """Pool offset in bytes of each key's slot."""
+    tokens: int = 0
+    """That it brings, of its group. Whoever begins the load sets it."""
+
+    @property
+    def lease_id(self) -> int:
+        return self.lease.lease_id
+
+
+class Check(NamedTuple):
+    """A shard's bytes to compare with their checksum; to take it where that is 0."""
+
+    slot: int
+    generation: int
+    """That its record had: the slot may have been written anew when the bytes are hashed."""
+    offset: int
+    length: int
+    checksum: int
+
+
+class BlockFacts(NamedTuple):
+    """What there is to say of one block."""
+
+    key: bytes
+    state: int
+    slot_bytes: int
+    """Of the slots of all ranks."""
+    pins: int
+    first_block: int
+    """The engine block from which on all its written shards are there."""
+    checksums: list[int]
+    """By rank; 0 for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUsage:
+    """Bytes of the pool by use; they add up to the pool."""
+
+    free: int
+    writing: int
+    ready: int
+    dropped: int
+    quarantined: int
+    pinned: int
+    """Of the ready and dropped ones, those that a lease or a running copy needs."""
+    pinned_blocks: int
