@@ -27,8 +27,8 @@ def certificate(sign: Callable[[str], Certificate]) -> Certificate:
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shared store that failed is probed soon again."""
-    monkeypatch.setattr("kvoffd.tiers.shared.breaker.FIRST_PAUSE_S", 0.1)
-    monkeypatch.setattr("kvoffd.tiers.shared.breaker.LONGEST_PAUSE_S", 0.2)
+    monkeypatch.setattr("kvoffd.tiers.shared.FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr("kvoffd.tiers.shared.LONGEST_PAUSE_S", 0.2)
 
 
 @pytest.fixture

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvoffd.tiers.shared.object_format import generation_key
-from kvoffd.tiers.shared.store import Credentials, open_store
-from kvoffd.tiers.tier import Answer, TierResult
+from kvoffd.tiers.store import Credentials, generation_key, open_store
+from kvoffd.tiers.tier import Result
 from tests.kit.faulty_bucket import FaultyBucket
 from tests.kit.faulty_store import FaultyStore
-from tests.tiers.shared_rig import ONE, OTHER, SharedRig, key_of
+from tests.tiers.shared_rig import ONE, OTHER, Answer, SharedRig, key_of
 
-DONE = TierResult.DONE
+DONE = Result.DONE
 Nodes = Callable[[], SharedRig]
 
 
@@ -45,10 +44,10 @@ class SharedConformance:
         block = ours.block(1, lengths, first=3)
         assert theirs.load(block) is None
         ours.store(block)
-        theirs.tier.remove_namespace(ONE)  # or its NO would stand for a second
+        theirs.tier.remove_all(ONE)  # or its NO would stand for a second
         assert theirs.load(block) is DONE
         assert theirs.read_block is not None
-        assert theirs.read_block.shards[0].first_block == 3
+        assert theirs.read_block.first_blocks[0] == 3
 
     def test_it_is_asked_what_is_there(self, node: Nodes) -> None:
         rig = node()
@@ -59,16 +58,15 @@ class SharedConformance:
         assert other.ask(*blocks) == wanted
         assert other.tier.counters.asked_keys == 6
         assert other.tier.counters.found_keys == 2
-        assert list(other.tier.readable(ONE, 0)) == [blocks[1].id.key, blocks[4].id.key]
         assert other.ask(*blocks) == wanted
         assert other.tier.counters.asked_keys == 6, "an answer is kept for a while"
 
     def test_how_far_a_prefix_reaches(self, node: Nodes) -> None:
         rig, other = node(), node()
-        blocks = [rig.block(0)._replace(id=rig.block(0).id._replace(key=key_of(n))) for n in range(60)]
+        blocks = [rig.block(0)._replace(key=key_of(n)) for n in range(60)]
         for there in (0, 1, 2, 17, 59, 60):
             rig.store(*blocks[rig.tier.counters.written_blocks : there])
-            other.tier.remove_namespace(ONE)
+            other.tier.remove_all(ONE)
             answers = other.ask(*blocks, prefix=True)
             assert answers[:there] == [Answer.YES] * there
             assert Answer.YES not in answers[there:], "a NO of a busy machine may be a second old"
@@ -78,7 +76,7 @@ class SharedConformance:
         block = rig.block(self.most_asked - 1)
         rig.store(block)
         other = node()
-        answers = other.ask(*(block._replace(id=block.id._replace(key=key_of(n))) for n in range(self.most_asked)))
+        answers = other.ask(*(block._replace(key=key_of(n)) for n in range(self.most_asked)))
         assert answers.count(Answer.YES) == 1
         assert answers[-1] is Answer.YES
 
@@ -87,13 +85,13 @@ class SharedConformance:
         block = ours.block(1)
         ours.store(block)
         assert theirs.ask(block) == [Answer.YES]
-        ours.tier.remove([block.id])
+        ours.remove(block)
         third.until(lambda: third.ask_anew(block) == [Answer.NO])
         ended = theirs.begin_read(block)
         assert ended is not None
         theirs.until(lambda: bool(ended))
-        assert ended == [TierResult.GONE]
-        assert theirs.tier.reachable
+        assert ended == [Result.GONE]
+        assert theirs.tier.available()
         assert theirs.ask(block) == [Answer.NO]
 
     @pytest.mark.parametrize("off_s", [-3600, 3600])
@@ -137,14 +135,14 @@ class SharedConformance:
         other.until(lambda: all(reads))
         assert reads == [[DONE]] * 14
         for number, block in enumerate(blocks):
-            length = block.shards[0].length
+            length = block.space.lengths[0]
             assert other.pool[(8 + number) << 20 :][:length] == _bytes_of(rig, number, length)
 
     def test_what_is_removed_is_gone_for_all(self, node: Nodes) -> None:
         ours, theirs = node(), node()
         block = ours.block(1)
         ours.store(block)
-        assert ours.tier.remove([block.id]) == 1
+        ours.remove(block)
         assert ours.ask(block) == [Answer.NO]
         theirs.until(lambda: theirs.ask_anew(block) == [Answer.NO])
 
@@ -152,14 +150,14 @@ class SharedConformance:
         ours, theirs = node(), node()
         block = ours.block(1)
         ours.store(block)
-        ours.tier.remove_namespace(ONE)
+        ours.tier.remove_all(ONE)
         assert theirs.load(block) is DONE
 
     def test_what_one_node_forgets_others_have_and_it_does_not_come_back_to_it(self, node: Nodes) -> None:
         ours, theirs = node(), node()
         block = ours.block(1)
         ours.store(block)
-        ours.tier.forget([block.id])
+        ours.tier.remove(block.space, [block.key], "invalidated")
         assert ours.ask(block) == [Answer.NO]
         assert theirs.load(block) is DONE
 
@@ -195,7 +193,7 @@ class SharedConformance:
         rig = node()
         block = rig.block(1)
         rig.store(block)
-        assert rig.load(block, deadline_s=-1.0) is TierResult.DEADLINE
+        assert rig.load(block, deadline_s=-1.0) is Result.DEADLINE
 
     def test_closing_ends_everything_once(self, node: Nodes) -> None:
         rig = node()
@@ -245,7 +243,7 @@ class FaultConformance:
         block = rig.block(1, (5000, 300))
         rig.store(block)
         double.spoil = LIES[lie]
-        assert rig.load(block) is TierResult.CORRUPT
+        assert rig.load(block) is Result.CORRUPT
         assert rig.tier.counters.mismatches == 1
         assert rig.kinds == {"mismatch": 1}
         rig.until(lambda: not double.values)
@@ -258,9 +256,9 @@ class FaultConformance:
         block, other = rig.block(1), rig.block(2)
         rig.store(block, rig.block(2))
         double.cut_after = cut_after
-        assert rig.load(block) is TierResult.FAILED
+        assert rig.load(block) is Result.FAILED
         double.cut_after = None
-        assert rig.tier.reachable
+        assert rig.tier.available()
         assert rig.load(other) is DONE
         assert rig.kinds == {self.cut: 1}
 
@@ -271,26 +269,26 @@ class FaultConformance:
         rig.store(block)
         assert rig.ask(block) == [Answer.YES]
         double.values.clear()
-        assert rig.load(block) is TierResult.GONE
-        assert rig.tier.reachable
+        assert rig.load(block) is Result.GONE
+        assert rig.tier.available()
 
     def test_slow_answers_are_misses_at_their_deadline_and_open_the_breaker(
         self, double: FaultyStore | FaultyBucket
     ) -> None:
         rig = SharedRig(double.url, ask_deadline_s=self.slow_s / 2).reachable()
         rig.store(block := rig.block(1))
-        rig.tier.remove_namespace(ONE)
+        rig.tier.remove_all(ONE)
         double.delay_s = self.slow_s
         times = []
-        while rig.tier.reachable:
+        while rig.tier.available():
             started = time.monotonic()
             assert rig.ask(rig.block(10 + len(times))) != [Answer.YES]
             times.append(time.monotonic() - started)
         assert min(times) < self.slow_s / 2 + 0.1  # others may find a busy machine
-        rig.tier.ask(1, ONE, 0, [5000], [b"k" * 32], prefix=True)
-        assert rig.tier.answers(ONE, 0, [b"k" * 32]) == [Answer.UNKNOWN], "an open breaker asks nothing"
+        rig.question([b"k" * 32], prefix=True, fingerprint=ONE, length=5000)
+        assert rig.answers(ONE, [b"k" * 32]) == [Answer.UNKNOWN], "an open breaker asks nothing"
         double.delay_s = 0.0
-        rig.until(lambda: rig.tier.reachable, 5.0)
+        rig.until(lambda: rig.tier.available(), 5.0)
         rig.block(1)
         rig.until(lambda: rig.load(block) is DONE)
         assert rig.close()

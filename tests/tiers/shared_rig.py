@@ -6,12 +6,14 @@ import queue
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from functools import partial
 from random import Random
 
 from kvoffd.pool.checksums import digest
-from kvoffd.tiers.shared.shared_tier import SharedTier
-from kvoffd.tiers.shared.store import Credentials, open_store
-from kvoffd.tiers.tier import Answer, Tier, TierBlock, TierKey, TierResult, TierShard
+from kvoffd.tiers.shared import SharedTier
+from kvoffd.tiers.store import Credentials, object_key, open_store
+from kvoffd.tiers.tier import Block, Result, Space, Tier, make_space
 from tests.kit.waiting import wait_until
 
 ONE, OTHER = b"1" * 32, b"2" * 32
@@ -21,6 +23,18 @@ SLOTS = 24
 
 def key_of(number: int) -> bytes:
     return number.to_bytes(32, "big")
+
+
+class Answer(IntEnum):
+    """What is known of whether a block is there."""
+
+    NO, YES, ASKED, UNKNOWN = range(4)
+
+
+def name_of(block: Block, generation: int) -> bytes:
+    """Of its object."""
+    space = block.space
+    return object_key(make_space(space.fingerprint, generation, space.group, space.lengths), block.key)
 
 
 class SharedRig:
@@ -40,14 +54,11 @@ class SharedRig:
         self.pool = memoryview(bytearray(SLOTS * SLOT_BYTES))
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.kinds: Counter[str] = Counter()
-        self.results: list[TierResult] = []
-        self.read_block: TierBlock | None = None
-        self.answered: dict[tuple[bytes, int, bytes], bool] = {}
+        self.read_block: Block | None = None
         self.tier = SharedTier(
             url,
             open_store(url, Credentials(user, password)),
             pool=self.pool,
-            digest=digest,
             clock=time.monotonic,
             post=self._posted.put,
             listener=self,
@@ -55,18 +66,16 @@ class SharedRig:
             generations=generations,
         )
 
-    def tier_stored(self, tier: Tier, block: TierBlock) -> None:
+    def stored(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
         raise AssertionError("nothing is told of what a shared tier has")
 
-    def tier_removed(self, tier: Tier, ids: Sequence[TierKey]) -> None:
+    def removed(self, tier: Tier, tag: int, keys: Sequence[bytes]) -> None:
         raise AssertionError("nothing is told of what a shared tier has")
 
-    def tier_answered(
-        self, tier: Tier, fingerprint: bytes, group: int, keys: Sequence[bytes], found: Sequence[bool]
-    ) -> None:
-        self.answered.update({(fingerprint, group, key): there for key, there in zip(keys, found, strict=True)})
+    def answered(self, tier: Tier, space: Space, keys: Sequence[bytes], found: Sequence[bool]) -> None:
+        assert len(keys) == len(found) > 0
 
-    def tier_error(self, tier: Tier, kind: str, sentence: str) -> None:
+    def error(self, tier: Tier, kind: str, sentence: str) -> None:
         self.kinds[kind] += 1
 
     def until(self, condition: Callable[[], bool], deadline_s: float = 30.0) -> None:
@@ -78,7 +87,7 @@ class SharedRig:
         wait_until(delivered, deadline_s, explain=lambda: (self.kinds, self.tier.counters), interval_s=0.001)
 
     def reachable(self) -> SharedRig:
-        self.until(lambda: self.tier.reachable)
+        self.until(lambda: self.tier.available())
         return self
 
     def fill(self, slot: int, length: int, seed: int) -> int:
@@ -89,26 +98,24 @@ class SharedRig:
 
     def block(
         self, number: int, lengths: Sequence[int] = (5000,), fingerprint: bytes = ONE, group: int = 0, first: int = 0
-    ) -> TierBlock:
+    ) -> Block:
         """A block whose bytes are put into the first slots."""
-        shards = [
-            TierShard(length, first, self.fill(slot, length, 100 * number + slot))
-            for slot, length in enumerate(lengths)
-        ]
-        return TierBlock(TierKey(fingerprint, group, key_of(number)), tuple(shards))
+        sums = [self.fill(slot, length, 100 * number + slot) for slot, length in enumerate(lengths)]
+        space = make_space(fingerprint, 0, group, lengths)
+        return Block(space, key_of(number), (first,) * len(lengths), tuple(sums))
 
-    def write(self, block: TierBlock) -> TierResult | None:
+    def write(self, block: Block) -> Result | None:
         """Write a block from the first slots, and wait for the end; None where it is not taken."""
-        ended: list[TierResult] = []
-        if not self.tier.write(block, [slot * SLOT_BYTES for slot in range(len(block.shards))], ended.append):
+        ended: list[Result] = []
+        if not self.tier.write(block, [slot * SLOT_BYTES for slot in range(len(block.checksums))], ended.append):
             return None
         self.until(lambda: bool(ended))
         return ended[0]
 
-    def store(self, *blocks: TierBlock) -> None:
-        assert {self.write(block) for block in blocks} <= {TierResult.DONE, TierResult.PRESENT}
+    def store(self, *blocks: Block) -> None:
+        assert {self.write(block) for block in blocks} <= {Result.DONE, Result.PRESENT}
 
-    def store_some(self, count: int) -> list[TierBlock]:
+    def store_some(self, count: int) -> list[Block]:
         """Write the first so many blocks, one after another from the same slots."""
         blocks = []
         for number in range(count):
@@ -116,48 +123,55 @@ class SharedRig:
             self.store(blocks[-1])
         return blocks
 
-    def ask(self, *blocks: TierBlock, prefix: bool = False) -> list[Answer]:
-        """Ask and wait for the answers."""
-        fingerprint, group, _ = blocks[0].id
-        keys = [block.id.key for block in blocks]
-        unknown = [
-            key
-            for key, answer in zip(keys, self.tier.answers(fingerprint, group, keys), strict=True)
-            if answer is Answer.UNKNOWN
-        ]
-        if unknown:
-            lengths = [shard.length for shard in blocks[0].shards]
-            self.tier.ask(1, fingerprint, group, lengths, unknown, prefix=prefix)
-        self.until(lambda: Answer.ASKED not in self.tier.answers(fingerprint, group, keys))
-        return self.tier.answers(fingerprint, group, keys)
+    def remove(self, block: Block) -> None:
+        """For all nodes."""
+        self.tier.remove(block.space, [block.key], "partial")
 
-    def ask_anew(self, *blocks: TierBlock) -> list[Answer]:
+    def question(
+        self, keys: Sequence[bytes], *, prefix: bool, fingerprint: bytes = ONE, length: int = 5000
+    ) -> list[Answer]:
+        """Ask for keys, without waiting."""
+        return [Answer(one) for one in self.tier.find(make_space(fingerprint, 0, 0, [length]), keys, prefix=prefix)]
+
+    def answers(self, fingerprint: bytes, keys: Sequence[bytes], group: int = 0) -> list[Answer]:
+        """What is known."""
+        return [Answer(one) for one in self.tier._states(make_space(fingerprint, 0, group, ()).tag, keys)]
+
+    def ask(self, *blocks: Block, prefix: bool = False) -> list[Answer]:
+        """Ask and wait for the answers."""
+        space, keys = blocks[0].space, [block.key for block in blocks]
+        self.tier.find(space, keys, prefix=prefix)
+        answers = partial(self.answers, space.fingerprint, keys, space.group)
+        self.until(lambda: Answer.ASKED not in answers())
+        return answers()
+
+    def ask_anew(self, *blocks: Block) -> list[Answer]:
         """Ask, whatever was answered before."""
-        self.tier.remove_namespace(blocks[0].id.fingerprint)
+        self.tier.remove_all(blocks[0].space.fingerprint)
         return self.ask(*blocks)
 
-    def begin_read(self, block: TierBlock, deadline_s: float = 5.0, slot: int = 8) -> list[TierResult] | None:
+    def begin_read(self, block: Block, deadline_s: float = 5.0, slot: int = 8) -> list[Result] | None:
         """Begin to read into slots from ``slot`` on; the list gets the result."""
-        ended: list[TierResult] = []
+        ended: list[Result] = []
 
-        def done(result: TierResult) -> None:
-            if result is TierResult.DONE:
-                self.read_block = self.tier.contents(block)
+        def done(result: Result, found: Block | None) -> None:
+            self.read_block = found
             ended.append(result)
 
-        offsets = [(slot + number) * SLOT_BYTES for number in range(len(block.shards))]
-        return ended if self.tier.read(block.id, offsets, time.monotonic() + deadline_s, done) else None
+        offsets = [(slot + number) * SLOT_BYTES for number in range(len(block.checksums))]
+        deadline = time.monotonic() + deadline_s
+        return ended if self.tier.read(block.space, block.key, offsets, deadline, done) else None
 
-    def load(self, block: TierBlock, deadline_s: float = 5.0) -> TierResult | None:
+    def load(self, block: Block, deadline_s: float = 5.0) -> Result | None:
         """Ask, read and compare; None where it is not there."""
         self.read_block = None
         if self.ask(block) != [Answer.YES] or (ended := self.begin_read(block, deadline_s)) is None:
             return None
         self.until(lambda: bool(ended))
-        if ended[0] is TierResult.DONE:
+        if ended[0] is Result.DONE:
             assert self.read_block == block
-            for slot, shard in enumerate(block.shards, 8):
-                assert digest(self.pool[slot * SLOT_BYTES : slot * SLOT_BYTES + shard.length]) == shard.checksum
+            for slot, (length, checksum) in enumerate(zip(block.space.lengths, block.checksums, strict=True), 8):
+                assert digest(self.pool[slot * SLOT_BYTES : slot * SLOT_BYTES + length]) == checksum
         return ended[0]
 
     def close(self) -> bool:

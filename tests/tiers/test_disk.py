@@ -1,42 +1,655 @@
-"""The disk tier: on a real file with threads, and step by step on a file in memory."""
+"""The disk tier: what is written is read again byte for byte or not at all, whatever fails, and what goes stays away."""
 
 from __future__ import annotations
 
+import errno
 import time
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+from mmap import mmap
 from pathlib import Path
+from random import Random
 
 import pytest
 
-from kvoffd.tiers.tier import TierResult
-from tests.tiers.conformance import TierConformance
-from tests.tiers.makers import DiskMaker, SteppedMaker
-from tests.tiers.rig import PATIENCE_S, Maker, TierRig, block_of
+from kvoffd.tiers.disk import EVICTED_AT_ONCE, HANG_TIMEOUT_S, DiskOptions, open_disk
+from kvoffd.tiers.disk_file import INDEX_NAME
+from kvoffd.tiers.tier import Block, Result, make_space
+from tests.kit.memory_disk import PAGE, MemoryDisk
+from tests.kit.waiting import wait_until
+from tests.tiers.disk_rig import (
+    ONE,
+    OTHER,
+    REGION_BYTES,
+    SIZE_BYTES,
+    SLOT_BYTES,
+    SPACE,
+    DiskRig,
+    Told,
+    block_of,
+    bytes_of,
+    key_of,
+)
+
+DONE = Result.DONE
+CAPACITY = 32
+"""Blocks of ``SPACE`` that the rig's disk holds."""
 
 
-class TestOnFile(TierConformance):
-    """On files, with threads."""
-
-    def make(self, directory: Path) -> Maker:
-        return DiskMaker(directory)
+@pytest.fixture
+def rig() -> DiskRig:
+    return DiskRig()
 
 
-class TestInMemory(TierConformance):
-    """In memory, step by step."""
-
-    def make(self, directory: Path) -> Maker:
-        return SteppedMaker(directory)
+# --- reading what was written ------------------------------------------------------------------------
 
 
-def test_of_many_jobs_that_ended_some_are_handled_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffd.tiers.disk.disk_tier.ENDED_AT_ONCE", 2)
-    rig = TierRig(DiskMaker(tmp_path))
-    endings = [rig.write(block_of(number)) for number in range(5)]
-    assert rig.tier.workers.wait_idle(time.monotonic() + PATIENCE_S)
-    handled = []
-    while rig.under_way:
-        rig.posted.get(timeout=PATIENCE_S)()
-        handled.append(5 - rig.under_way)
-    assert [count for count in (2, 4, 5) if count in handled] == [2, 4, 5]
-    assert {ending.result for ending in endings if ending} == {TierResult.DONE}
-    rig.settle()
-    assert rig.close()
+@pytest.mark.parametrize("lengths", [(4096,), (1,), (60_000,), (1, 9999, 4096, 12_345), (0, 5000, 0), (300, 7)])
+def test_a_block_is_read_as_it_was_written(rig: DiskRig, lengths: tuple[int, ...]) -> None:
+    block = block_of(1, make_space(ONE, 3, 1, lengths), first=7)
+    rig.generations[ONE] = 3
+    found: list[Block | None] = []
+    for begin in (lambda: rig.write(block), rig.restart, rig.kill):
+        begin()
+        rig.tier.read(
+            block.space,
+            block.key,
+            [(16 + rank) * SLOT_BYTES for rank in range(len(lengths))],
+            rig.clock() + 1,
+            lambda _, one: found.append(one),
+        )
+        rig.work()
+        assert rig.read(block) is DONE
+    assert found == [block] * 3
+    rig.check()
+
+
+def test_spaces_are_kept_apart(rig: DiskRig) -> None:
+    spaces = [
+        make_space(name, generation, group, [5000])
+        for name in (ONE, OTHER)
+        for generation in (0, 1)
+        for group in (0, 1)
+    ]
+    for number, space in enumerate(spaces):
+        assert rig.write(block_of(number, space)) == [DONE]
+    for number, space in enumerate(spaces):
+        assert rig.there(range(len(spaces)), space) == [number]
+    assert rig.there([0], make_space(ONE, 0, 0, [5001])) == [], "another geometry"
+    assert rig.write(block_of(0, spaces[0])) == [None], "it is there"
+
+
+def test_a_namespace_of_another_geometry_takes_the_place_of_the_one_before(rig: DiskRig) -> None:
+    rig.write(block_of(1), block_of(2))
+    other = make_space(ONE, 0, 0, [9000, 30_000])
+    assert rig.write(block_of(1, other)) == [DONE]
+    assert rig.read(block_of(1, other)) is DONE
+    assert rig.there([1, 2]) == []
+    rig.check()
+
+
+def test_neighbours_are_written_and_read_in_one_call() -> None:
+    rig = DiskRig(merge_bytes=1 << 20, most_writes=8)
+    blocks = [block_of(number) for number in range(8)]
+    calls = rig.files.counts["write"]
+    for block in blocks:  # all from the same slots, so that only the last one's bytes are right
+        assert rig.begin_write(block) is not None
+    rig.work()
+    assert rig.files.counts["write"] == calls + 1
+    calls = rig.files.counts["read"]
+    ends = [rig.begin_read(block) for block in blocks]
+    rig.work()
+    assert rig.files.counts["read"] == calls + 1
+    assert [end[0] for end in ends if end] == [Result.CORRUPT] * 7 + [DONE]
+
+
+def test_no_more_is_taken_than_the_bounds_allow() -> None:
+    rig = DiskRig(most_writes=2, most_reads=3)
+    assert [rig.begin_write(block_of(number)) is not None for number in range(3)] == [True, True, False]
+    assert rig.tier.stats().refused_writes == 1
+    rig.work()
+    assert [rig.begin_read(block_of(1)) is not None for _ in range(4)] == [True] * 3 + [False]
+    rig.work()
+    rig.check()
+
+
+def test_a_read_that_is_late_is_not_done(rig: DiskRig) -> None:
+    rig.write(block_of(1))
+    ends = rig.begin_read(block_of(1), 1.0)
+    calls = rig.files.counts["read"]
+    rig.clock.now += 2.0
+    rig.tier.tick()
+    rig.work()
+    assert (ends, rig.files.counts["read"]) == ([Result.DEADLINE], calls)
+    assert rig.read(block_of(1)) is DONE
+
+
+def test_reads_go_before_writes_for_a_while(rig: DiskRig) -> None:
+    rig.write(block_of(1))
+    read, written = rig.begin_read(block_of(1)), rig.begin_write(block_of(2))
+    writes = rig.workers[0]
+    assert writes.begin() == []
+    rig.clock.now += 0.6
+    assert len(tasks := writes.begin()) == 1
+    writes._do(0, tasks)
+    rig.work()
+    assert (read, written) == ([DONE], [DONE])
+
+
+# --- the hand --------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_takes_the_place_of_what_was_not_used(rig: DiskRig) -> None:
+    assert rig.tier.lifetime_bytes == 0
+    assert rig.write(*map(block_of, range(CAPACITY))) == [DONE] * CAPACITY
+    assert rig.there(range(CAPACITY)) == list(range(CAPACITY))
+    rig.tier.used(SPACE, [key_of(0), key_of(2), key_of(99)])
+    assert rig.write(block_of(100)) == [DONE]
+    assert rig.there(range(CAPACITY)) == [0, *range(2, CAPACITY)], "one at a time of so few"
+    assert rig.tier.lifetime_bytes > 0
+    assert rig.write(*map(block_of, range(101, 107))) == [DONE] * 6
+    assert rig.there([0, 2]) == [0, 2]
+    for number in range(200, 200 + CAPACITY):
+        rig.write(block_of(number))
+    assert rig.there([0, 2]) == [], "they were not used again"
+    assert rig.tier.stats().evicted_blocks == CAPACITY + 7
+    for number in range(200, 200 + CAPACITY):
+        assert rig.read(block_of(number)) is DONE
+    rig.check()
+    rig.restart()
+    assert rig.there(range(200, 300)) == list(range(200, 200 + CAPACITY))
+    rig.check()
+
+
+def test_neighbours_go_together(rig: DiskRig) -> None:
+    rig = DiskRig(size_bytes=10 << 20, region_bytes=2 << 20)
+    held = 0
+    while not rig.tier.stats().evicted_blocks:
+        rig.write(block_of(held))
+        held += 1
+    assert rig.tier.stats().evicted_blocks == EVICTED_AT_ONCE
+    ends = [rig.begin_write(block_of(1000 + number)) for number in range(EVICTED_AT_ONCE - 1)]
+    calls = rig.files.counts["write"]
+    rig.work()
+    assert ends == [[DONE]] * (EVICTED_AT_ONCE - 1)
+    assert rig.files.counts["write"] == calls + 1
+
+
+def test_what_is_read_or_written_is_not_taken(rig: DiskRig) -> None:
+    rig.write(*map(block_of, range(CAPACITY)))
+    reads = [rig.begin_read(block_of(number)) for number in range(CAPACITY)]
+    assert rig.begin_write(block_of(100)) is None
+    rig.work()
+    assert reads == [[DONE]] * CAPACITY
+    assert rig.write(block_of(100)) == [DONE]
+    rig.check()
+
+
+def test_sizes_share_the_disk_and_none_starves(rig: DiskRig) -> None:
+    small, large = make_space(ONE, 0, 1, [4000]), make_space(ONE, 0, 2, [50_000])
+    numbers = count()
+    for space in (small, large, SPACE, small, large):
+        taken = 0
+        for _ in range(200):
+            rig.tier.tick()
+            (result,) = rig.write(block_of(number := next(numbers), space))
+            taken += result is DONE
+            if result is DONE:
+                assert rig.read(block_of(number, space)) is DONE
+        assert taken > 150
+        rig.check()
+    rig.restart()
+    rig.check()
+
+
+def test_a_block_that_fits_no_region_is_told_once(rig: DiskRig) -> None:
+    large = make_space(ONE, 0, 0, [60_000] * 3)
+    assert rig.write(block_of(1, large), block_of(2, large)) == [None, None]
+    assert rig.told.kinds == {"too_large": 1}
+
+
+# --- what is removed ---------------------------------------------------------------------------------
+
+
+def test_what_is_removed_stays_away_once_that_is_kept(rig: DiskRig) -> None:
+    rig.write(block_of(1), block_of(2))
+    kept = rig.remove(1)
+    assert rig.there([1, 2]) == [2]
+    assert not kept()
+    rig.work()
+    assert kept()
+    assert rig.remove(1, 77)(), "there is nothing to be noted"
+    for seed in range(8):
+        rig.cut_power(Random(seed))
+        assert 1 not in rig.there([1, 2])
+    rig.check()
+
+
+def test_what_was_evicted_before_it_was_removed_stays_away_too(rig: DiskRig) -> None:
+    """Its bytes and its record are there until another block is written over them."""
+    rig.write(*map(block_of, range(CAPACITY)))
+    assert rig.tier._evict_some(16 << 10)
+    assert rig.there([0, 1]) == [1]
+    kept = rig.remove(0)
+    rig.work()
+    assert kept()
+    rig.kill()
+    assert 0 not in rig.there([0])
+    rig.check()
+
+
+def test_what_was_written_over_before_it_was_removed_stays_away_after_a_power_cut(rig: DiskRig) -> None:
+    rig.write(*map(block_of, range(CAPACITY)))
+    rig.tier.removals_kept()
+    for file in rig.files.files.values():
+        file.pending.clear()
+        file.durable = bytearray(file.data)
+    rig.write(block_of(100))
+    assert 0 not in rig.there([0])
+    kept = rig.remove(0)
+    rig.work()
+    assert kept()
+    for seed in range(8):
+        rig.cut_power(Random(seed))
+        assert rig.read(block_of(0)) is None
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_removed_while_it_is_written_it_is_not_there(rig: DiskRig, ok: bool) -> None:
+    ends = rig.begin_write(block_of(1))
+    kept = rig.remove(1)
+    assert rig.tier.wants(SPACE, [key_of(1)]) == [True]
+    again = rig.begin_write(block_of(1, version=1), version=1)
+    if not ok:
+        rig.files.fault = fails_first("write")
+    rig.work()
+    assert kept()
+    assert ends == [Result.GONE if ok else Result.FAILED]
+    rig.files.fault = lambda name, number: None
+    assert again == [DONE]
+    assert rig.read(block_of(1, version=1), version=1) is DONE
+    rig.kill()
+    assert rig.read(block_of(1, version=1), version=1) in (DONE, None)
+    rig.check()
+
+
+def test_removed_while_it_is_read_it_is_gone(rig: DiskRig) -> None:
+    rig.write(block_of(1))
+    ends = rig.begin_read(block_of(1))
+    rig.remove(1)
+    rig.work()
+    assert ends == [Result.GONE]
+    rig.check()
+
+
+def test_a_removal_that_cannot_be_noted_is_tried_again(rig: DiskRig) -> None:
+    rig.write(block_of(1))
+    rig.files.fault = fails_always("note")
+    kept = rig.remove(1)
+    for _ in range(3):
+        rig.work()
+        rig.tier.tick()
+    assert not kept()
+    assert rig.told.kinds["record_failed"] >= 2
+    rig.files.fault = lambda name, number: None
+    rig.work()
+    rig.tier.tick()
+    rig.work()
+    assert kept()
+    rig.check()
+
+
+@pytest.mark.parametrize(("fingerprint", "left"), [(ONE, [3]), (None, []), (b"nobody".ljust(32), [1, 2, 3])])
+def test_all_of_a_namespace_is_removed(rig: DiskRig, fingerprint: bytes | None, left: list[int]) -> None:
+    spaces = [SPACE, make_space(ONE, 5, 3, [4000]), make_space(OTHER, 0, 0, [4000])]
+    rig.generations = {ONE: 0}
+    for number, space in enumerate(spaces, 1):
+        rig.write(block_of(number, space))
+    writing = rig.begin_write(block_of(9))
+    count = rig.tier.remove_all(fingerprint)
+    assert count == 3 - len(left)
+    kept = rig.tier.removals_kept()
+    rig.work()
+    assert kept()
+    found = [number for number, space in enumerate(spaces, 1) if rig.there([number], space)]
+    assert found == left
+    assert writing == [DONE if fingerprint and fingerprint != ONE else Result.GONE]
+    rig.told.blocks = {(space.tag, key) for space, key in rig.tier.names()}  # of these nobody is told one by one
+    rig.check()
+    rig.kill()
+    assert rig.tier.found_blocks == len(left) + (writing == [DONE])
+
+
+# --- what another daemon, or an older copy, has left -----------------------------------------------------
+
+
+def test_a_generation_that_is_over_is_not_found_and_does_not_come_back(rig: DiskRig) -> None:
+    new = make_space(ONE, 4, 0, [12_000])
+    rig.write(block_of(1), block_of(2, make_space(OTHER, 0, 0, [12_000])))
+    assert rig.tier.close(1.0)
+    rig.generations[ONE] = 4
+    rig.open()
+    assert rig.tier.found_blocks == 1
+    rig.write(block_of(1, new))
+    assert rig.tier.close(1.0)
+    rig.generations.clear()  # the daemon's file is lost
+    rig.open()
+    assert rig.tier.found_generations == {ONE: 4, OTHER: 0}
+    assert rig.there([1]) == []
+    assert rig.there([1], new) == [1]
+    rig.check()
+
+
+def test_of_two_generations_the_higher_one_is_found(rig: DiskRig) -> None:
+    for generation in (2, 7, 3):
+        rig.write(block_of(generation, make_space(ONE, generation, 0, [5000])))
+    rig.kill()
+    assert rig.tier.found_generations == {ONE: 7}
+    assert [space.generation for space, _ in rig.tier.names()] == [7]
+
+
+@pytest.mark.parametrize("old", ["kvoffd.disk", INDEX_NAME])
+def test_where_one_file_is_older_than_the_other_nothing_wrong_is_read(rig: DiskRig, old: str) -> None:
+    rig.write(*map(block_of, range(CAPACITY)))
+    rig.restart()
+    copy = rig.files.copy()
+    rig.write(*map(block_of, range(100, 100 + CAPACITY)))
+    assert rig.tier.close(1.0)
+    rig.files.files[old] = copy.files[old]
+    rig.open()
+    numbers = [*range(CAPACITY), *range(100, 100 + CAPACITY)]
+    assert {rig.read(block_of(number)) for number in numbers} <= {DONE, Result.GONE, None}
+    rig.check()
+
+
+@pytest.mark.parametrize("where", ["header", "shard", "last shard"])
+@pytest.mark.parametrize("clean", [True, False])
+def test_wrong_bytes_are_told_and_gone_for_good(rig: DiskRig, where: str, clean: bool) -> None:
+    space = make_space(ONE, 0, 0, [5000, 300])
+    rig.write(block_of(1, space), block_of(2, space))
+    rig.restart() if clean else rig.kill()
+    at = rig.tier._offset(rig.tier._there[space.tag][key_of(1)])
+    rig.files.flip(at + {"header": 50, "shard": PAGE + 4999, "last shard": 3 * PAGE + 299}[where], 3)
+    assert rig.read(block_of(1, space)) is Result.CORRUPT
+    assert rig.told.kinds == {"corrupt" if clean else "torn": 1}
+    assert rig.there([1, 2], space) == [2]
+    rig.work()
+    rig.kill()
+    assert rig.there([1, 2], space) == [2]
+    assert rig.read(block_of(2, space)) is DONE
+    rig.check()
+
+
+def test_what_is_behind_a_shard_is_not_compared(rig: DiskRig) -> None:
+    rig.write(block_of(1))
+    rig.files.flip(rig.tier._offset(rig.tier._there[SPACE.tag][key_of(1)]) + PAGE + 12_001, 3)
+    assert rig.read(block_of(1)) is DONE
+
+
+# --- a device that fails -------------------------------------------------------------------------------
+
+
+def fails_first(name: str, number: int = errno.EIO) -> Callable[[str, int], None]:
+    done: list[int] = []
+
+    def fault(called: str, _: int) -> None:
+        if called == name and not done:
+            done.append(1)
+            raise OSError(number, "it fails")
+
+    return fault
+
+
+def fails_always(name: str, number: int = errno.EIO) -> Callable[[str, int], None]:
+    def fault(called: str, _: int) -> None:
+        if called == name:
+            raise OSError(number, "it fails")
+
+    return fault
+
+
+def test_a_read_that_fails_is_a_miss_and_told(rig: DiskRig) -> None:
+    rig.write(block_of(1), block_of(2))
+    rig.files.fault = fails_always("read")
+    assert rig.read(block_of(1)) is Result.FAILED
+    assert rig.told.kinds == {"read_failed": 1}
+    rig.files.fault = lambda name, number: None
+    assert rig.there([1, 2]) == [2]
+    rig.check()
+
+
+def test_of_a_merged_call_that_fails_each_block_is_tried_alone(rig: DiskRig) -> None:
+    rig.write(*map(block_of, range(4)))
+    ends = [rig.begin_read(block_of(number)) for number in range(4)]
+    rig.files.fault = fails_first("read")
+    rig.work()
+    assert [end[0] for end in ends if end].count(Result.FAILED) == 0
+    assert rig.told.kinds == {}
+
+
+def test_a_cut_file_is_a_short_read(rig: DiskRig) -> None:
+    rig.write(block_of(1))
+    del rig.files.data[PAGE:]
+    assert rig.read(block_of(1)) is Result.FAILED
+    assert rig.told.kinds == {"short_read": 1}
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.EIO, "write_failed"), (errno.ENOSPC, "no_space")])
+def test_after_a_write_that_fails_none_is_taken_for_a_while(rig: DiskRig, number: int, kind: str) -> None:
+    pauses = []
+    for at in range(8):
+        rig.files.fault = fails_always("write", number)
+        assert rig.write(block_of(at)) == [Result.FAILED]
+        rig.files.fault = lambda name, number: None
+        began = rig.clock.now
+        while rig.begin_write(block_of(100 + at)) is None:
+            rig.clock.now += 0.5
+        rig.files.fault = fails_always("write", number)
+        rig.work()
+        pauses.append(rig.clock.now - began)
+        rig.clock.now += 100.0
+    assert pauses[0] == 1.0
+    assert pauses[-1] == 60.0
+    assert set(rig.told.kinds) == {kind}
+    rig.files.fault = lambda name, number: None
+    assert rig.write(block_of(1)) == [DONE]
+    rig.check()
+
+
+def test_a_slot_that_cannot_be_written_is_put_aside() -> None:
+    rig = DiskRig(size_bytes=10 << 20, region_bytes=2 << 20)
+    rig.write(*map(block_of, range(200)))
+    rig.files.fault = fails_always("write")
+    assert rig.write(block_of(300)) == [Result.FAILED]
+    rig.files.fault = lambda name, number: None
+    rig.clock.now += 100.0
+    assert rig.write(block_of(301)) == [DONE]
+    (bad,) = rig.tier._put_aside
+    assert rig.tier._there[SPACE.tag][key_of(301)] != bad
+    rig.check()
+
+
+def test_a_record_that_cannot_be_written_costs_the_block_at_the_next_start(rig: DiskRig) -> None:
+    rig.files.fault = fails_always("note")
+    assert rig.write(block_of(1)) == [DONE]
+    assert rig.read(block_of(1)) is DONE
+    assert rig.told.kinds["record_failed"] >= 1
+    rig.files.fault = lambda name, number: None
+    rig.kill()
+    assert rig.there([1]) == []
+
+
+def test_a_device_that_hangs_has_nothing_until_it_answers(rig: DiskRig) -> None:
+    rig.write(block_of(1), block_of(2), block_of(3))
+    first = rig.begin_read(block_of(1), 1000.0)
+    tasks = rig.workers[1].begin()
+    later = rig.begin_read(block_of(3), 1000.0)
+    rig.clock.now += HANG_TIMEOUT_S + 1
+    rig.tier.tick()
+    while rig.posted:
+        rig.posted.popleft()()
+    assert rig.tier.hangs
+    assert not rig.tier.available()
+    assert rig.told.kinds == {"hung": 1}
+    assert (first, later) == ([], [Result.DEADLINE])
+    assert rig.there([1, 2, 3]) == []
+    assert rig.begin_write(block_of(4)) is None
+    assert rig.tier.wants(SPACE, [key_of(1), key_of(4)]) == [False, True]
+    rig.workers[1]._do(0, tasks)
+    rig.work()
+    rig.tier.tick()
+    rig.work()
+    assert (rig.tier.hangs, first, rig.there([1, 2, 3])) == (False, [DONE], [1, 2, 3])
+    rig.check()
+
+
+def test_a_call_that_does_not_end_keeps_the_files_open(rig: DiskRig) -> None:
+    rig.write(block_of(1))
+    ends = rig.begin_read(block_of(1), 1000.0)
+    tasks = rig.workers[1].begin()
+    rig.workers[1]._wait_idle = lambda until: False  # type: ignore[method-assign]
+    assert not rig.tier.close(0.0)
+    assert rig.files.locked
+    del rig.workers[1]._wait_idle
+    rig.workers[1]._do(0, tasks)
+    assert rig.tier.close(0.0)
+    assert not rig.files.locked
+    assert ends == [DONE]
+    assert rig.tier.close(0.0), "it may be closed again"
+
+
+def test_what_waits_when_it_is_closed_is_cancelled(rig: DiskRig) -> None:
+    rig.write(block_of(1))
+    read, written = rig.begin_read(block_of(1)), rig.begin_write(block_of(2))
+    assert rig.tier.close(1.0)
+    assert (read, written) == ([Result.CANCELLED], [Result.CANCELLED])
+    assert rig.begin_read(block_of(1)) is None
+    assert rig.begin_write(block_of(3)) is None
+    rig.open()
+    assert rig.there([1, 2, 3]) == [1]
+
+
+def test_a_removed_file_is_noticed(rig: DiskRig) -> None:
+    rig.tier.tick()
+    rig.work()
+    assert not rig.tier.removed
+    rig.files.removed = True
+    rig.tier.tick()
+    rig.work()
+    assert rig.tier.removed
+
+
+def test_lifetime_bytes_and_age_outlive_a_kill(rig: DiskRig) -> None:
+    rig.write(*map(block_of, range(3)))
+    written = rig.tier.lifetime_written_bytes
+    assert written >= 3 * 12_000
+    rig.tier.tick()
+    rig.work()
+    rig.clock.now += 7200
+    rig.kill()
+    assert rig.tier.lifetime_written_bytes == written
+    assert 7200 <= rig.tier.oldest_seconds <= 3 * 3600
+
+
+# --- kills, power cuts and everything together ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_happens_bytes_are_right_and_what_was_removed_stays_away(seed: int) -> None:
+    """Kills in the middle of calls, power cuts, failures and flipped bits, over several lives."""
+    random = Random(seed)
+    files, spaces = MemoryDisk(), [SPACE, make_space(OTHER, 0, 1, [3000, 9000])]
+    rig = DiskRig(files, most_writes=4, readers=random.choice((1, 4)))
+    written: set[tuple[int, int]] = set()
+    """Space and number of blocks of which a write was begun since they were removed for good."""
+    for _ in range(300):
+        at, number = random.randrange(2), random.randrange(40)
+        block = block_of(number, spaces[at])
+        match random.randrange(12):
+            case 0 | 1 | 2 | 3:
+                if rig.begin_write(block) is not None:
+                    written.add((at, number))
+                    rig.work()
+            case 4 | 5 | 6:
+                assert rig.read(block) in (None, DONE, Result.GONE, Result.CORRUPT, Result.FAILED)
+            case 7:
+                kept = rig.remove(number, space=spaces[at])
+                rig.work()
+                if kept():
+                    written.discard((at, number))
+            case 8:
+                files.fault = random.choice((fails_first("write"), fails_first("note"), fails_first("read")))
+            case 9:
+                files.fault = lambda name, number: None
+                rig.clock.now += 100.0
+                rig.tier.tick()
+                rig.work()
+            case 10 if len(files.data) > PAGE:
+                files.flip(random.randrange(PAGE, len(files.data)), random.randrange(8))
+            case 11:
+                files.fault = lambda name, number: None
+                rig.begin_write(block)
+                written.add((at, number))
+                if tasks := rig.workers[0].begin():
+                    files.fault = fails_first("note") if random.random() < 0.5 else lambda name, number: PAGE
+                    if random.random() < 0.5:
+                        rig.tier._works(rig.tier._write)(tasks)
+                    files.fault = lambda name, number: None
+                rig.cut_power(random) if random.random() < 0.5 else rig.kill()
+        there = {(spaces.index(space), int.from_bytes(key, "big")) for space, key in rig.tier.names()}
+        whole = {one for one in there if one in written or rig.read(block_of(one[1], spaces[one[0]])) is not DONE}
+        assert whole == there, "what was removed is back"
+        rig.check()
+
+
+def test_with_threads_over_real_files(tmp_path: Path) -> None:
+    posted: deque[Callable[[], None]] = deque()
+    pool = memoryview(mmap(-1, 128 * SLOT_BYTES))
+    told = Told()
+
+    def delivered(condition: Callable[[], bool]) -> Callable[[], bool]:
+        def ask() -> bool:
+            while posted:
+                posted.popleft()()
+            return condition()
+
+        return ask
+
+    for life in range(2):
+        tier = open_disk(
+            tmp_path,
+            4 << 20,
+            pool=pool,
+            clock=time.monotonic,
+            post=posted.append,
+            listener=told,
+            generation=lambda fingerprint: 0,
+            options=DiskOptions(region_bytes=REGION_BYTES),
+        )
+        assert tier.found_blocks == (0 if not life else 100)
+        ends: list[Result] = []
+        for number in range(100 if not life else 0):
+            block, at = block_of(number), number % 64 * SLOT_BYTES
+            wait_until(delivered(lambda number=number: len(ends) > number - 64))  # type: ignore[misc]
+            pool[at : at + 12_000] = bytes_of(number, SPACE, 0)
+            wait_until(delivered(lambda b=block, a=at: tier.write(b, [a], ends.append)))  # type: ignore[misc]
+        wait_until(delivered(lambda: len(ends) == (100 if not life else 0)))
+        assert set(ends) <= {DONE}
+        for begin in (0, 50):
+            found: list[Result] = []
+            for number in range(begin, begin + 50):
+                at = (64 + number - begin) * SLOT_BYTES
+                deadline = time.monotonic() + 30.0
+                assert tier.read(SPACE, key_of(number), [at], deadline, lambda result, _: found.append(result))
+            wait_until(delivered(lambda: len(found) == 50))  # noqa: B023
+            assert set(found) == {DONE}
+            for number in range(begin, begin + 50):
+                at = (64 + number - begin) * SLOT_BYTES
+                assert pool[at : at + 12_000] == bytes_of(number, SPACE, 0)
+        assert tier.stats().physical_bytes <= 4 << 20
+        assert tier.close(10.0)
+    assert not told.kinds.keys() - {"not_direct"}
+
+
+assert SIZE_BYTES > 4 * REGION_BYTES

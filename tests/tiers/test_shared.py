@@ -16,19 +16,17 @@ from typing import Any
 
 import pytest
 
-from kvoffd.tiers.shared.cluster import slot_of
-from kvoffd.tiers.shared.object_format import generation_key, object_key
-from kvoffd.tiers.shared.redis import CONNECT_S, NEEDED_COMMANDS, Redis, _tls_context
-from kvoffd.tiers.shared.shared_tier import MOST_ASKED
-from kvoffd.tiers.shared.store import Credentials, StoreError, open_store
-from kvoffd.tiers.tier import MOST_FIRST_BLOCK, Answer, TierResult
+from kvoffd.tiers.redis_cluster import slot_of
+from kvoffd.tiers.redis_store import CONNECT_S, NEEDED_COMMANDS, Redis, _tls_context
+from kvoffd.tiers.store import Credentials, StoreError, generation_key, open_store
+from kvoffd.tiers.tier import MOST_FIRST_BLOCK, Result
 from tests.kit.faulty_store import FaultyStore
 from tests.kit.redis_server import Certificate, RedisServer
 from tests.tiers.shared_conformance import FaultConformance, SharedConformance
-from tests.tiers.shared_rig import ONE, OTHER, SLOT_BYTES, SharedRig
+from tests.tiers.shared_rig import ONE, OTHER, SLOT_BYTES, Answer, SharedRig, name_of
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
-DONE = TierResult.DONE
+DONE = Result.DONE
 PAGE = Path(__file__).parents[2] / "deploy/shared.md"
 
 
@@ -69,16 +67,16 @@ def test_a_key_of_another_type_is_a_miss_and_is_removed(store: FaultyStore, rig:
     rig.store(blocks[0])
     rig.block(2)
     rig.store(blocks[1])
-    store.forced_values = {object_key(blocks[0].id, 0): WRONG_TYPE}
-    assert rig.load(blocks[0]) is TierResult.CORRUPT
+    store.forced_values = {name_of(blocks[0], 0): WRONG_TYPE}
+    assert rig.load(blocks[0]) is Result.CORRUPT
     assert rig.tier.counters.mismatches == 1
-    rig.until(lambda: list(store.values) == [object_key(blocks[1].id, 0)])
+    rig.until(lambda: list(store.values) == [name_of(blocks[1], 0)])
     assert rig.load(blocks[1]) is DONE
 
 
 def test_a_first_block_that_no_cache_has_room_for_is_a_miss(store: FaultyStore, rig: SharedRig) -> None:
     """It would be taken for a part of the slot's place."""
-    for number, (first, result) in enumerate([(MOST_FIRST_BLOCK, DONE), (MOST_FIRST_BLOCK + 1, TierResult.CORRUPT)]):
+    for number, (first, result) in enumerate([(MOST_FIRST_BLOCK, DONE), (MOST_FIRST_BLOCK + 1, Result.CORRUPT)]):
         block = rig.block(number, (5000, 300), first=first)
         rig.store(block)
         assert rig.load(block) is result
@@ -87,8 +85,8 @@ def test_a_first_block_that_no_cache_has_room_for_is_a_miss(store: FaultyStore, 
 def test_another_blocks_object_under_its_key_is_a_miss(store: FaultyStore, rig: SharedRig) -> None:
     one, other = rig.block(1), rig.block(2)
     rig.store(other)
-    store.values[object_key(one.id, 0)] = store.values[object_key(other.id, 0)]
-    assert rig.load(one) is TierResult.CORRUPT
+    store.values[name_of(one, 0)] = store.values[name_of(other, 0)]
+    assert rig.load(one) is Result.CORRUPT
     assert rig.load(other) is DONE
 
 
@@ -125,7 +123,7 @@ def test_addresses_of_a_name_that_do_not_answer_take_no_longer_together_than_one
 
 def test_replies_that_nobody_asked_for_are_not_taken_for_others(store: FaultyStore, rig: SharedRig) -> None:
     blocks = rig.store_some(3)
-    value = store.values[object_key(blocks[2].id, 0)]
+    value = store.values[name_of(blocks[2], 0)]
     for _ in range(4):  # each thread that reads has a connection
         store.surplus = b"$%d\r\n%s\r\n" % (len(value), value)
         assert rig.load(blocks[0]) is DONE
@@ -136,13 +134,13 @@ def test_replies_that_nobody_asked_for_are_not_taken_for_others(store: FaultySto
 def test_after_the_answer_to_another_question_the_connection_is_closed(store: FaultyStore, rig: SharedRig) -> None:
     blocks = rig.store_some(6)
     assert rig.ask_anew(*blocks) == [Answer.YES] * 6
-    value = store.values[object_key(blocks[5].id, 0)]
+    value = store.values[name_of(blocks[5], 0)]
     other = b"$%d\r\n%s\r\n" % (len(value), value)
     store.spoil = lambda data: value  # the first of a batch is answered by what belongs to another
     store.surplus = other
     ended = [rig.begin_read(blocks[0], slot=8)]
     rig.until(lambda: all(ended))
-    assert ended == [[TierResult.CORRUPT]]
+    assert ended == [[Result.CORRUPT]]
     store.spoil = bytes
     ended = [rig.begin_read(block, slot=9 + number) for number, block in enumerate(blocks[1:])]
     rig.until(lambda: all(ended))
@@ -209,7 +207,7 @@ def test_a_network_that_is_cut_in_a_value_is_a_miss_in_time_and_nothing_lands_la
     ended = rig.begin_read(block, deadline_s=0.2)
     assert ended is not None
     rig.until(lambda: bool(ended))
-    assert ended[0] in (TierResult.DEADLINE, TierResult.FAILED)
+    assert ended[0] in (Result.DEADLINE, Result.FAILED)
     assert time.monotonic() - started < 1.8
     at = 8 * SLOT_BYTES
     rig.pool[at : at + 200_000] = bytes(200_000)
@@ -221,10 +219,10 @@ def test_what_the_store_lost_is_written_again_after_a_minute(store: FaultyStore,
     rig.store(block := rig.block(1))
     store.values.clear()
     assert rig.write(block) is None
-    assert rig.tier._believed_s == 60.0
-    rig.tier._believed_s = 0.0
+    assert rig.tier._store.believed_s == 60.0
+    rig.tier._store.believed_s = 0.0
     assert rig.write(block) is DONE
-    assert rig.write(block) is TierResult.PRESENT
+    assert rig.write(block) is Result.PRESENT
     assert len(store.values) == 1
 
 
@@ -235,22 +233,22 @@ def test_a_store_that_nobody_asks_is_known_to_be_gone_and_back(
         monkeypatch.setattr(f"kvoffd.tiers.shared.workers.{name}", 0.02)
     rig = SharedRig(store.url).reachable()
     rig.until(lambda: store.commands[b"PING"] >= 4)
-    assert rig.tier.reachable
+    assert rig.tier.available()
     assert not rig.kinds
     store.error = "NOAUTH Authentication required."
-    rig.until(lambda: not rig.tier.reachable)
+    rig.until(lambda: not rig.tier.available())
     assert rig.tier.breaker.opened == 1
     assert rig.kinds["credentials"]
     store.error = ""
-    rig.until(lambda: rig.tier.reachable)
+    rig.until(lambda: rig.tier.available())
     assert rig.close()
 
 
 def test_the_log_says_when_it_is_reachable_at_first_and_again(
     store: FaultyStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "kvoffd.tiers.shared.shared_tier")
-    monkeypatch.setattr("kvoffd.tiers.shared.shared_tier.STEADY_S", 2.0)
+    caplog.set_level("INFO", "kvoffd.tiers.shared")
+    monkeypatch.setattr("kvoffd.tiers.shared.STEADY_S", 2.0)
     rig = SharedRig(store.url).reachable()
 
     def said(times: int) -> bool:
@@ -261,7 +259,7 @@ def test_the_log_says_when_it_is_reachable_at_first_and_again(
     assert said(1), "once"
     rig.tier.breaker.failed("ask", at_once=True)
     assert said(1)
-    rig.until(lambda: said(1) and rig.tier.reachable)  # it may be gone again at once
+    rig.until(lambda: said(1) and rig.tier.available())  # it may be gone again at once
     rig.until(lambda: said(2))
     assert rig.close()
 
@@ -270,7 +268,7 @@ def test_a_store_that_is_full_is_left_alone_for_a_while(store: FaultyStore, rig:
     block = rig.block(1)
     rig.store(block)
     store.full = True
-    assert rig.write(rig.block(2)) is TierResult.FAILED
+    assert rig.write(rig.block(2)) is Result.FAILED
     assert rig.write(rig.block(3)) is None
     assert rig.tier.counters.dropped_writes == 2
     assert rig.kinds == {"full": 1}
@@ -295,16 +293,16 @@ def test_a_server_that_refuses_writes_is_still_read(
 ) -> None:
     rig.store(block := rig.block(1))
     store.forced = {b"SET": answer}
-    assert rig.write(rig.block(2)) is TierResult.FAILED
+    assert rig.write(rig.block(2)) is Result.FAILED
     assert rig.write(rig.block(3)) is None, "for a while"
     assert told in rig.tier.problem
     assert "maxmemory" not in rig.tier.problem
     assert "credentials" not in rig.kinds, "for which a cluster leaves a server alone"
-    monkeypatch.setattr("kvoffd.tiers.shared.shared_tier.FULL_PAUSE_S", 0.0)
+    monkeypatch.setattr("kvoffd.tiers.shared.FULL_PAUSE_S", 0.0)
     monkeypatch.setattr(rig.tier, "_write_at", 0.0)
     for number in range(4, 8):
-        assert rig.write(rig.block(number)) is TierResult.FAILED
-        assert rig.tier.reachable
+        assert rig.write(rig.block(number)) is Result.FAILED
+        assert rig.tier.available()
     assert rig.tier.breaker.opened == 0
     rig.block(1)
     assert rig.load(block) is DONE
@@ -314,13 +312,13 @@ def test_values_that_hang_while_asking_is_quick_open_the_breaker(store: FaultySt
     blocks = rig.store_some(10)
     store.hang_after, store.hang_s = 3, 0.8
     for opened, failures in ((1, 3), (2, 4)):  # after a probe one more is enough
-        rig.until(lambda: rig.tier.reachable)
+        rig.until(lambda: rig.tier.available())
         while rig.tier.breaker.opened < opened:
             assert rig.ask_anew(blocks[0]) == [Answer.YES]
             assert rig.load(blocks.pop(0), deadline_s=0.4) is not DONE
         assert rig.kinds == {"timeout": failures}
     store.hang_after = None
-    rig.until(lambda: rig.tier.reachable)
+    rig.until(lambda: rig.tier.available())
     assert rig.load(blocks[0]) is DONE
 
 
@@ -339,24 +337,21 @@ def test_values_that_hang_while_asking_is_quick_open_the_breaker(store: FaultySt
 def test_errors_are_misses_with_a_sentence(store: FaultyStore, rig: SharedRig, error: str) -> None:
     block = rig.block(1)
     rig.store(block)
-    rig.tier.remove_namespace(ONE)
+    rig.tier.remove_all(ONE)
     store.error = error
     assert rig.ask(block) == [Answer.NO]
-    assert rig.write(rig.block(2)) in (None, TierResult.FAILED)
+    assert rig.write(rig.block(2)) in (None, Result.FAILED)
     assert sum(rig.kinds.values()) >= 1
     assert ("name it redis+cluster://" in rig.tier.problem) == error.startswith("MOVED")
     store.error = ""
-    rig.until(lambda: rig.tier.reachable, 5.0)
+    rig.until(lambda: rig.tier.available(), 5.0)
 
 
 def test_no_more_is_queued_than_the_bounds_allow(store: FaultyStore, rig: SharedRig) -> None:
     store.delay_s = 0.5
     block = rig.block(1)
-    ends: list[TierResult] = []
-    taken = [
-        rig.tier.write(block._replace(id=block.id._replace(key=number.to_bytes(32, "big"))), [0], ends.append)
-        for number in range(100)
-    ]
+    ends: list[Result] = []
+    taken = [rig.tier.write(block._replace(key=number.to_bytes(32, "big")), [0], ends.append) for number in range(100)]
     assert sum(taken) == 64
     assert rig.tier.counters.dropped_writes == 0, "those that wait are offered again"
     store.delay_s = 0.0
@@ -366,7 +361,7 @@ def test_no_more_is_queued_than_the_bounds_allow(store: FaultyStore, rig: Shared
 def test_what_is_remembered_of_namespaces_that_come_and_go_is_bounded(
     rig: SharedRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvoffd.tiers.shared.shared_tier.MOST_NAMESPACES", 10)
+    monkeypatch.setattr("kvoffd.tiers.shared.MOST_NAMESPACES", 10)
     asked = [number.to_bytes(32, "big") for number in range(100)]
     for fingerprint in asked:
         rig.tier.poll(fingerprint)
@@ -381,12 +376,12 @@ def test_a_raised_generation_makes_all_void_and_is_not_lowered(store: FaultyStor
     rig.store(block)
     own_key = generation_key(ONE)
     store.values[own_key] = b"7"
-    rig.tier.remove_namespace(ONE)
+    rig.tier.remove_all(ONE)
     assert rig.ask(block) == [Answer.NO]
     assert rig.write(block) is None, "the pool's blocks are of the generation before until somebody has dropped them"
     assert list(rig.tier.take_voided()) == [ONE]
     rig.store(block)
-    assert object_key(block.id, 7) in store.values
+    assert name_of(block, 7) in store.values
     del store.values[own_key]
     rig.ask(rig.block(2))
     assert store.values[own_key] == b"7"
@@ -434,7 +429,7 @@ def test_a_generation_that_is_no_number_is_named_and_nothing_is_found(
 ) -> None:
     block = rig.block(1)
     rig.store(block)
-    rig.tier.remove_namespace(ONE)
+    rig.tier.remove_all(ONE)
     store.values[generation_key(ONE)] = value
     assert rig.ask(block) == [Answer.NO]
     assert rig.kinds == {"generation": 1}
@@ -456,7 +451,7 @@ def test_a_generation_that_is_none_is_of_its_own_namespace_alone(
     store.forced_values[generation_key(ONE)] = reply
     for number in range(10):
         assert rig.ask(rig.block(number)) == [Answer.NO]
-        assert rig.tier.reachable
+        assert rig.tier.available()
     assert rig.ask(rig.block(1, fingerprint=OTHER)) == [Answer.YES]
     assert rig.load(other) is DONE
     assert rig.kinds == {"generation": 10}
@@ -476,9 +471,9 @@ def test_a_bug_of_a_store_is_named_and_ends_no_thread(rig: SharedRig, monkeypatc
                 assert rig.ask_anew(block) == [Answer.NO]
             elif method == "get":
                 rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
-                assert rig.load(block) is TierResult.FAILED
+                assert rig.load(block) is Result.FAILED
             else:
-                assert rig.write(rig.block(2)) is TierResult.FAILED
+                assert rig.write(rig.block(2)) is Result.FAILED
     assert rig.kinds == {"internal": 3}
     rig.block(2)
     rig.store(rig.block(2))
@@ -493,53 +488,19 @@ def test_a_thread_that_hangs_opens_the_breaker_and_keeps_nobody_waiting(
     with monkeypatch.context() as patched:
         patched.setattr(Redis, "connect", lambda _: released.wait(10.0))
         for number in (2, 3):  # the first is what hangs, the second waits
-            rig.tier.ask(1, ONE, 0, [5000], [number.to_bytes(32, "big")], prefix=True)
-            rig.until(lambda number=number: len(rig.tier._workers.asks) == number - 2)  # type: ignore[misc]
+            rig.question([number.to_bytes(32, "big")], prefix=True, fingerprint=ONE, length=5000)
+            rig.until(lambda number=number: rig.tier._asking.waiting == number - 2)  # type: ignore[misc]
 
         def given_up() -> bool:
             rig.tier.tick()
-            return not rig.tier.reachable
+            return not rig.tier.available()
 
         rig.until(given_up, 5.0)
         assert rig.kinds == {"timeout": 1}
         assert rig.tier.counters.unanswered_keys == 1
     released.set()
-    rig.until(lambda: rig.tier.reachable, 5.0)
+    rig.until(lambda: rig.tier.available(), 5.0)
     assert rig.load(block) is DONE
-
-
-def test_who_asks_for_much_takes_turns_with_who_asks_for_little(
-    store: FaultyStore, rig: SharedRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, released, asked, flood = threading.Event(), threading.Event(), list[tuple[int, int]](), range(2, 5)
-    ask = Redis.ask
-
-    def slow(redis: Redis, own_key: bytes, names: Sequence[bytes], deadline: float, *, prefix: bool) -> object:
-        begun.set()
-        assert released.wait(10.0)
-        asked.append((bytes.fromhex(names[0][-64:].decode())[0], len(names)))
-        return ask(redis, own_key, names, deadline, prefix=prefix)
-
-    def keys_of(owner: int, count: int) -> list[bytes]:
-        return [bytes([owner]) + number.to_bytes(31, "big") for number in range(count)]
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Redis, "ask", slow)
-        patched.setattr(rig.tier, "ask_deadline_s", 10.0)
-        rig.tier.ask(flood[0], ONE, 0, [5000], keys_of(flood[0], 1), prefix=False)
-        assert begun.wait(10.0)
-        for owner in flood:
-            rig.tier.ask(owner, ONE, 0, [5000], keys_of(owner, MOST_ASKED), prefix=False)
-        few = keys_of(1, 100)
-        rig.tier.ask(1, ONE, 0, [5000], few, prefix=False)
-        released.set()
-        rig.until(lambda: rig.tier.answers(ONE, 0, few) == [Answer.NO] * len(few))
-        assert asked.index((1, len(few))) <= len(flood) + 1, "one turn of each other owner is before it at most"
-        rig.until(lambda: not rig.tier._asked)
-    told = [sum(count for one, count in asked if one == owner) for owner in flood]
-    assert told == sorted(told, reverse=True)
-    assert told[-1] > MOST_ASKED // 10
-    assert sum(told) < MOST_ASKED
 
 
 def test_very_many_namespaces_keep_no_lookup_waiting_and_each_is_polled(
@@ -554,7 +515,7 @@ def test_very_many_namespaces_keep_no_lookup_waiting_and_each_is_polled(
         return ask(redis, own_key, names, deadline, prefix=prefix)
 
     monkeypatch.setattr(Redis, "ask", slow)
-    monkeypatch.setattr("kvoffd.tiers.shared.shared_tier.RAISE_S", 0.2)
+    monkeypatch.setattr("kvoffd.tiers.shared.RAISE_S", 0.2)
     rig.ask(rig.block(0, fingerprint=OTHER))
     for fingerprint in spaces:
         rig.tier.poll(fingerprint)
@@ -571,10 +532,10 @@ def test_the_daemon_s_thread_hears_of_many_ends_in_several_turns(
     rig: SharedRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a server hangs all that is asked of it ends at once."""
-    monkeypatch.setattr("kvoffd.tiers.shared.shared_tier.DELIVER_S", 0.0)
+    monkeypatch.setattr("kvoffd.tiers.workers.ENDED_AT_ONCE", 1)
     monkeypatch.setattr(Redis, "ask", lambda *_, **__: time.sleep(0.2))
     for owner in range(1, 9):
-        rig.tier.ask(owner, ONE, 0, [5000], [bytes([owner]) * 32], prefix=True)
+        rig.question([bytes([owner]) * 32], prefix=True, fingerprint=ONE, length=5000)
     left = []
     while rig.tier.counters.unanswered_keys < 8:
         rig._posted.get(timeout=10.0)()
@@ -593,9 +554,9 @@ def test_behind_a_gap_nothing_more_of_a_prefix_is_asked_for(rig: SharedRig, monk
     monkeypatch.setattr(rig.tier, "ask_deadline_s", 10.0)
     keys = [number.to_bytes(32, "big") for number in range(2500)]
     for fingerprint, prefix in ((ONE, True), (OTHER, False)):
-        rig.tier.ask(1, fingerprint, 0, [5000], keys, prefix=prefix)
-        rig.until(lambda: not rig.tier._asked)
-        assert rig.tier.answers(fingerprint, 0, keys) == [Answer.NO] * len(keys)
+        rig.question(keys, prefix=prefix, fingerprint=fingerprint, length=5000)
+        rig.until(lambda: not rig.tier._asked_keys)
+        assert rig.answers(fingerprint, keys) == [Answer.NO] * len(keys)
     assert asked == [1024, 1024, 1024, 452]
 
 
@@ -609,12 +570,12 @@ def test_what_nobody_uses_expires_and_a_use_begins_its_time_anew(of: str, reques
     for one in [server] if of == "server" else running.servers:
         one.command("FLUSHALL")
     rig, other = SharedRig(f"{running.url}?ttl=1h").reachable(), SharedRig(f"{running.url}?ttl=2h").reachable()
-    block = next(block for block in map(rig.block, range(99)) if slot_of(object_key(block.id, 0)) < 5000)
-    rig.block(int.from_bytes(block.id.key, "big"))
+    block = next(block for block in map(rig.block, range(99)) if slot_of(name_of(block, 0)) < 5000)
+    rig.block(int.from_bytes(block.key, "big"))
     rig.store(block)
-    name = object_key(block.id, 0)
+    name = name_of(block, 0)
     assert 3590 <= int(server.command("TTL", name)[1:]) <= 3600
-    other.block(int.from_bytes(block.id.key, "big"))
+    other.block(int.from_bytes(block.key, "big"))
     other.store(block)
     assert other.tier.counters.present_blocks == 1
     assert 7190 <= int(server.command("TTL", name)[1:]) <= 7200
@@ -649,7 +610,7 @@ def test_each_right_that_is_named_is_needed_and_they_suffice(lacking: str) -> No
             rig.until(lambda: one.ended)
             again = rig.tier.raise_generation(OTHER)
             rig.until(lambda: again.ended)
-            rig.tier.remove([block.id])
+            rig.remove(block)
             if lacking in ("", "incrby"):
                 owner.until(lambda: owner.ask_anew(block) == [Answer.NO])
             assert (written is DONE) == (lacking not in ("touch", "expire", "set"))
@@ -689,10 +650,10 @@ def test_a_server_that_is_killed_and_comes_back_empty() -> None:
         started = time.monotonic()
         assert rig.ask(rig.block(2)) == [Answer.NO]
         assert time.monotonic() - started < 2.5
-        rig.until(lambda: not rig.tier.reachable)
+        rig.until(lambda: not rig.tier.available())
         server.start()
-        rig.until(lambda: rig.tier.reachable, 20.0)
-        rig.tier.remove_namespace(ONE)
+        rig.until(lambda: rig.tier.available(), 20.0)
+        rig.tier.remove_all(ONE)
         assert rig.load(block) is None
         rig.store(rig.block(1))
         assert rig.load(block) is DONE
@@ -706,17 +667,17 @@ def test_a_server_that_is_stopped_costs_no_lookup_more_than_the_ask_deadline() -
         rig.store(block)
         server.signal(signal.SIGSTOP)
         times: list[float] = []
-        while rig.tier.reachable:
+        while rig.tier.available():
             keys = [(2 + len(times)).to_bytes(32, "big")]
             started = time.monotonic()
-            rig.tier.ask(1, ONE, 0, [5000], keys, prefix=True)
-            rig.until(lambda keys=keys: rig.tier.answers(ONE, 0, keys) != [Answer.ASKED])
+            rig.question(keys, prefix=True, fingerprint=ONE, length=5000)
+            rig.until(lambda keys=keys: rig.answers(ONE, keys) != [Answer.ASKED])
             times.append(time.monotonic() - started)
         assert statistics.median(times) < 0.25
         assert rig.tier.counters.unanswered_keys
-        assert rig.tier.read(block.id, [8 << 20], time.monotonic() + 1, lambda _: None) is False
+        assert rig.begin_read(block) is None
         server.signal(signal.SIGCONT)
-        rig.until(lambda: rig.tier.reachable, 6.0)
+        rig.until(lambda: rig.tier.available(), 6.0)
         rig.until(lambda: rig.load(block) is DONE)
         assert rig.close()
 
@@ -727,7 +688,7 @@ def test_a_server_without_room_refuses_writes_and_is_still_read() -> None:
         blocks = []
         while (result := rig.write(block := rig.block(len(blocks), (1 << 20,)))) is DONE:
             blocks.append(block)
-        assert result is TierResult.FAILED
+        assert result is Result.FAILED
         assert blocks
         assert rig.kinds == {"full": 1}
         assert rig.load(blocks[0]) is DONE
@@ -739,7 +700,7 @@ def test_a_wrong_password_is_named_and_the_right_one_serves() -> None:
         for password in ("", "wrong", "wr\udcffng"):
             rig = SharedRig(server.url, password)
             rig.until(lambda rig=rig: rig.kinds["credentials"] > 0)
-            assert not rig.tier.reachable
+            assert not rig.tier.available()
             assert rig.close()
         rig = SharedRig(server.url, "s3cret").reachable()
         rig.store(block := rig.block(1))
@@ -752,7 +713,7 @@ def test_over_tls_the_server_is_verified(certificate: Certificate, monkeypatch: 
         url = server.url
         rig = SharedRig(url)
         rig.until(lambda: rig.kinds["tls"] > 0)
-        assert not rig.tier.reachable
+        assert not rig.tier.available()
         assert rig.close()
         for mistaken in (f"redis://localhost:{server.tls_port}", f"rediss://localhost:{server.port}"):
             rig = SharedRig(mistaken)
@@ -776,8 +737,8 @@ def test_over_tls_the_server_is_verified(certificate: Certificate, monkeypatch: 
             rig.store(block)
             assert other.ask_anew(block) == [Answer.YES]
             assert other.load(block) is DONE
-            rig.tier.remove([block.id])
+            rig.remove(block)
             rig.until(lambda: server.objects == 0)
-            rig.tier.remove_namespace(ONE)
+            rig.tier.remove_all(ONE)
         assert rig.close()
         assert other.close()

@@ -13,20 +13,19 @@ from functools import partial
 
 import pytest
 
-from kvoffd.tiers.shared.cluster import copies_of, masters_of, slot_of
-from kvoffd.tiers.shared.object_format import generation_key, object_key
-from kvoffd.tiers.shared.redis import NEEDED_COMMANDS, Redis
-from kvoffd.tiers.shared.store import Credentials, StoreError
-from kvoffd.tiers.tier import Answer, TierBlock, TierResult
+from kvoffd.tiers.redis_cluster import copies_of, masters_of, slot_of
+from kvoffd.tiers.redis_store import NEEDED_COMMANDS, Redis
+from kvoffd.tiers.store import Credentials, StoreError, generation_key
+from kvoffd.tiers.tier import Block, Result
 from tests.kit.faulty_store import FaultyStore
 from tests.kit.ports import free_port
 from tests.kit.redis_server import Certificate, RedisCluster, RedisServer
 from tests.kit.waiting import wait_until
 from tests.tiers.shared_conformance import SharedConformance
-from tests.tiers.shared_rig import ONE, SharedRig
+from tests.tiers.shared_rig import ONE, Answer, SharedRig, name_of
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
-DONE = TierResult.DONE
+DONE = Result.DONE
 
 
 class TestCluster(SharedConformance):
@@ -64,12 +63,12 @@ def masters(request: pytest.FixtureRequest) -> Iterator[RedisCluster]:
         yield running
 
 
-def home_of(block: TierBlock) -> int:
+def home_of(block: Block) -> int:
     """The number of the master that has a block's slot."""
-    return slot_of(object_key(block.id, 0)) * 3 // 16384
+    return slot_of(name_of(block, 0)) * 3 // 16384
 
 
-def a_block_of(rig: SharedRig, home: int) -> TierBlock:
+def a_block_of(rig: SharedRig, home: int) -> Block:
     """A block whose slot a master has, its bytes in the first slot of the pool."""
     number = next(number for number in range(99) if home_of(rig.block(number)) == home)
     return rig.block(number)
@@ -170,7 +169,7 @@ def test_slots_that_nobody_had_when_they_were_asked_for_are_asked_for_again(stor
     have("0-5460 10922-16383")
     rig = SharedRig(store.url.replace("redis:", "redis+cluster:")).reachable()
     block = a_block_of(rig, 1)
-    assert rig.write(block) is TierResult.FAILED
+    assert rig.write(block) is Result.FAILED
     assert rig.ask_anew(block) == [Answer.NO]
     have("0-16383")
     rig.until(lambda: rig.write(block) is DONE)
@@ -204,7 +203,7 @@ def test_without_one_of_three_masters_what_the_others_have_is_found(
     assert 0 < sum(there) < len(fresh)
 
     def is_taken(number: int) -> bool:
-        return rig.write(rig.block(number)) in {DONE, TierResult.PRESENT}
+        return rig.write(rig.block(number)) in {DONE, Result.PRESENT}
 
     for number, others_take in zip(fresh, there, strict=True):
         if others_take:
@@ -252,7 +251,7 @@ def test_a_master_that_fails_is_named_until_it_answers_again(masters: RedisClust
     (problem,) = [server.problem for server in rig.tier.servers if server.name == victim]
     assert victim in problem
     rig.until(lambda: lost() == [victim] and any(victim in kind for kind in rig.kinds))
-    assert rig.tier.reachable
+    assert rig.tier.available()
     assert rig.tier.counters.errors
     if fault is signal.SIGKILL:
         masters.servers[1].kill()
@@ -263,8 +262,8 @@ def test_a_master_that_fails_is_named_until_it_answers_again(masters: RedisClust
 
 
 def test_to_look_for_a_master_that_is_stopped_is_no_slow_answer_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffd.tiers.shared.cluster.AGAIN_S", 0.3)
-    monkeypatch.setattr("kvoffd.tiers.shared.cluster.DOWN_PAUSE_S", 0.3)
+    monkeypatch.setattr("kvoffd.tiers.redis_cluster.AGAIN_S", 0.3)
+    monkeypatch.setattr("kvoffd.tiers.redis_cluster.DOWN_PAUSE_S", 0.3)
     with RedisCluster() as cluster:
         rig = SharedRig(cluster.url, ask_deadline_s=0.2).reachable()
         cluster.servers[1].signal(signal.SIGSTOP)
@@ -291,7 +290,7 @@ def test_masters_that_do_not_let_us_in_are_named_and_two_of_three_are_no_store(o
 
         rig.until(told)
         rig.until(lambda: rig.kinds["unreachable"] > 1)
-        assert not rig.tier.reachable
+        assert not rig.tier.available()
         assert [server.answers for server in rig.tier.servers].count(False) == 2
         assert rig.tier.problem.startswith("Too many masters")
         assert rig.close()
@@ -316,7 +315,7 @@ def test_who_has_the_slots_of_a_master_that_failed_is_asked_for_them() -> None:
 def test_a_master_that_nothing_can_be_sent_to_holds_up_no_question_to_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvoffd.tiers.shared.cluster.DOWN_PAUSE_S", 0.0)
+    monkeypatch.setattr("kvoffd.tiers.redis_cluster.DOWN_PAUSE_S", 0.0)
     with RedisCluster() as cluster, ExitStack() as stack:
         rig = SharedRig(cluster.url).reachable()
         home = 1
@@ -368,7 +367,7 @@ def test_masters_that_do_not_prove_their_name_are_refused_and_told_of(
             set_certificate(server, other)
         refused = SharedRig(tls_cluster.url)
         refused.until(lambda: refused.kinds["tls"] > 0)
-        assert not refused.tier.reachable
+        assert not refused.tier.available()
         assert refused.close()
         assert late.close()
     finally:
@@ -377,7 +376,7 @@ def test_masters_that_do_not_prove_their_name_are_refused_and_told_of(
     monkeypatch.delenv("SSL_CERT_FILE")
     stranger = SharedRig(tls_cluster.url)
     stranger.until(lambda: stranger.kinds["tls"] > 0)
-    assert not stranger.tier.reachable
+    assert not stranger.tier.available()
     assert stranger.close()
     assert rig.close()
 
@@ -406,15 +405,15 @@ def test_while_a_slot_moves_its_keys_are_misses_and_all_others_are_served() -> N
         blocks = rig.store_some(12)
         moved = next(block for block in blocks if home_of(block) == 0)
         others = [block for block in blocks if block is not moved]
-        name = object_key(moved.id, 0)
+        name = name_of(moved, 0)
         slot = slot_of(name)
-        assert slot not in [slot_of(object_key(block.id, 0)) for block in others]
+        assert slot not in [slot_of(name_of(block, 0)) for block in others]
         move(cluster, slot, 0, 1, name)
         assert other.ask_anew(*others, moved) == [Answer.YES] * 11 + [Answer.NO]
-        number = int.from_bytes(moved.id.key, "big")
+        number = int.from_bytes(moved.key, "big")
         rig.block(number)
-        rig.tier.remove_namespace(ONE)
-        assert rig.write(moved) is TierResult.FAILED, "it lies at the other master, which does not have the slot yet"
+        rig.tier.remove_all(ONE)
+        assert rig.write(moved) is Result.FAILED, "it lies at the other master, which does not have the slot yet"
         assert rig.write(rig.block(50)) is DONE, "others are written all the same"
         end_move(cluster, slot, 1)
         for each in (rig, other):
@@ -422,8 +421,8 @@ def test_while_a_slot_moves_its_keys_are_misses_and_all_others_are_served() -> N
             each.block(number)
             assert each.load(moved) is DONE
         rig.block(number)
-        rig.tier.remove_namespace(ONE)
-        rig.until(lambda: rig.write(moved) is TierResult.PRESENT)
+        rig.tier.remove_all(ONE)
+        rig.until(lambda: rig.write(moved) is Result.PRESENT)
         for each in (rig, other):
             assert not each.kinds
             assert each.tier.breaker.opened == 0
@@ -502,9 +501,9 @@ def test_a_replica_that_becomes_master_serves_what_was_written_before_and_after(
                 )
             )
         late = next(block for block in map(rig.block, range(50, 99)) if home_of(block) == 1)
-        rig.until(lambda: rig.write(rig.block(int.from_bytes(late.id.key, "big"))) in (DONE, TierResult.PRESENT))
+        rig.until(lambda: rig.write(rig.block(int.from_bytes(late.key, "big"))) in (DONE, Result.PRESENT))
         for number, block in enumerate([*blocks, late]):
-            other.block(number if block is not late else int.from_bytes(late.id.key, "big"))
+            other.block(number if block is not late else int.from_bytes(late.key, "big"))
             other.until(lambda block=block: other.ask_anew(block) == [Answer.YES])
             assert other.load(block) is DONE
         for each in (rig, other):
@@ -528,12 +527,12 @@ def test_the_rights_that_are_named_suffice(cluster: RedisCluster, lacking: str) 
     if lacking:
         rig.until(lambda: rig.kinds["forbidden"] > 0)
         assert "'cluster|nodes' command" in rig.tier.problem
-        assert not rig.tier.reachable
+        assert not rig.tier.available()
     else:
         rig.reachable()
         for block in rig.store_some(6):
             assert rig.load(block) is DONE
-            rig.tier.remove([block.id])
+            rig.remove(block)
         for _ in range(2):
             one = rig.tier.raise_generation(ONE)
             rig.until(lambda one=one: one.ended)

@@ -13,11 +13,11 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvoffd.tiers.tier import Answer, TierResult
+from kvoffd.tiers.tier import Result
 from tests.kit.redis_server import MISSING, PROGRAM, START_S
 from tests.kit.require import missing, require
 from tests.kit.waiting import wait_until
-from tests.tiers.shared_rig import ONE, SLOT_BYTES, SharedRig
+from tests.tiers.shared_rig import ONE, SLOT_BYTES, Answer, SharedRig
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 PORT = 6379
@@ -93,31 +93,31 @@ def test_a_partition_in_the_middle_of_reads_is_a_miss_in_time_and_never_a_wrong_
     rig.until(lambda: all(reads), 40.0)
     assert time.monotonic() - started < 40.0
     for number, ended in enumerate(reads):
-        if ended == [TierResult.DONE]:
+        if ended == [Result.DONE]:
             rig.block(number, (SLOT_BYTES,))
             assert rig.pool[(8 + number) * SLOT_BYTES :][:SLOT_BYTES] == rig.pool[:SLOT_BYTES]
         else:
-            assert ended in ([TierResult.DEADLINE], [TierResult.FAILED])
-    assert [TierResult.DONE] in reads
-    if reads.count([TierResult.DONE]) == BLOCKS:
+            assert ended in ([Result.DEADLINE], [Result.FAILED])
+    assert [Result.DONE] in reads
+    if reads.count([Result.DONE]) == BLOCKS:
         pytest.skip("the machine was so slow that all was read before the link went down")
     landed = bytes(rig.pool)
     times = []
-    while rig.tier.reachable:
+    while rig.tier.available():
         keys = [(100 + len(times)).to_bytes(32, "big")]
         asked = time.monotonic()
-        rig.tier.ask(1, ONE, 0, [SLOT_BYTES], keys, prefix=True)
-        rig.until(lambda keys=keys: rig.tier.answers(ONE, 0, keys) != [Answer.ASKED])  # type: ignore[misc]
+        rig.question(keys, prefix=True, fingerprint=ONE, length=SLOT_BYTES)
+        rig.until(lambda keys=keys: rig.answers(ONE, keys) != [Answer.ASKED])  # type: ignore[misc]
         times.append(time.monotonic() - asked)
     assert not times or statistics.median(times) < 1.0  # none where the reads have shown it already
     far.set_link("up")
     started = time.monotonic()
-    rig.until(lambda: rig.tier.reachable, 40.0)
+    rig.until(lambda: rig.tier.available(), 40.0)
     assert bytes(rig.pool) == landed, "what was on its way lands nowhere"
     late = rig.block(BLOCKS, (SLOT_BYTES,))
-    rig.until(lambda: rig.write(late) is TierResult.DONE, 40.0)
+    rig.until(lambda: rig.write(late) is Result.DONE, 40.0)
     rig.until(lambda: rig.ask_anew(late) == [Answer.YES])
-    assert rig.load(late) is TierResult.DONE
+    assert rig.load(late) is Result.DONE
     assert time.monotonic() - started < 60.0
     assert rig.tier.counters.mismatches == 0
     assert rig.close()

@@ -16,28 +16,27 @@ import pytest
 import uvloop
 
 from kvoffd.errors import KvoffdError
-from kvoffd.tiers.shared.object_format import generation_key, object_key
-from kvoffd.tiers.shared.store import Credentials
-from kvoffd.tiers.tier import Answer, TierResult
+from kvoffd.tiers.store import Credentials, generation_key
+from kvoffd.tiers.tier import Result
 from tests.kit.faulty_bucket import FaultyBucket
 from tests.kit.s3_server import RcloneServer, S3Server
 from tests.kit.waiting import wait_until
 from tests.tiers.shared_conformance import FaultConformance, SharedConformance
-from tests.tiers.shared_rig import ONE, SharedRig, key_of
+from tests.tiers.shared_rig import ONE, Answer, SharedRig, key_of, name_of
 
 pytest.importorskip("obstore")
-from kvoffd.tiers.shared import s3
-from kvoffd.tiers.shared.s3 import S3, _receive, open_bucket, open_s3
+from kvoffd.tiers import s3_store as s3
+from kvoffd.tiers.s3_store import S3, _receive, open_bucket, open_s3
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
-DONE = TierResult.DONE
+DONE = Result.DONE
 
 
 @pytest.fixture(autouse=True)
 def keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "user")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setattr("kvoffd.tiers.shared.s3.GENERATION_S", 0.5)
+    monkeypatch.setattr("kvoffd.tiers.s3_store.GENERATION_S", 0.5)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +139,7 @@ def test_an_object_of_another_length_than_it_says_is_a_miss_and_is_not_received_
     assert rig.ask_anew(block) == [Answer.YES]
     ended = rig.begin_read(block)
     rig.until(lambda: bool(ended))
-    assert ended == [TierResult.CORRUPT]
+    assert ended == [Result.CORRUPT]
     assert sent < 64 << 20
     assert "internal" not in rig.kinds
     assert rig.tier.counters.mismatches == 1
@@ -186,12 +185,12 @@ def test_errors_are_misses_with_a_sentence_that_says_why(
 ) -> None:
     rig.store(block := rig.block(1))
     bucket.error = error
-    while rig.tier.reachable:
+    while rig.tier.available():
         rig.ask_anew(block)
         rig.write(rig.block(2))
     rig.until(lambda: rig.kinds[kind] > 0 and error[1] in rig.tier.problem, 5.0)
     bucket.error = None
-    rig.until(lambda: rig.tier.reachable, 6.0)
+    rig.until(lambda: rig.tier.available(), 6.0)
     rig.block(1)
     rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
 
@@ -244,7 +243,7 @@ def test_a_quota_stops_writes_and_is_no_matter_of_credentials(
 ) -> None:
     rig.store(block := rig.block(1))
     bucket.errors["PUT"] = error
-    assert rig.write(rig.block(2)) is TierResult.FAILED
+    assert rig.write(rig.block(2)) is Result.FAILED
     assert rig.kinds == {"full": 1}
     rig.block(1)
     assert rig.load(block) is DONE, "reading goes on"
@@ -254,12 +253,12 @@ def test_a_quota_stops_writes_and_is_no_matter_of_credentials(
 def test_a_bucket_that_refuses_writes_is_still_read(
     bucket: FaultyBucket, rig: SharedRig, monkeypatch: pytest.MonkeyPatch, error: tuple[int, str]
 ) -> None:
-    monkeypatch.setattr("kvoffd.tiers.shared.shared_tier.FULL_PAUSE_S", 0.0)
+    monkeypatch.setattr("kvoffd.tiers.shared.FULL_PAUSE_S", 0.0)
     rig.store(block := rig.block(1))
     bucket.errors["PUT"] = error
     for number in range(2, 7):
-        assert rig.write(rig.block(number)) is TierResult.FAILED
-        assert rig.tier.reachable
+        assert rig.write(rig.block(number)) is Result.FAILED
+        assert rig.tier.available()
     assert error[1] in rig.tier.problem
     assert rig.tier.breaker.opened == 0
     rig.block(1)
@@ -277,9 +276,9 @@ def test_a_bucket_in_which_nothing_may_be_removed_is_still_read_and_says_so(
         bucket.kept = "AccessDenied"
     bucket.spoil = lambda value: value[:-1] + b"."
     for number, block in enumerate(blocks[:4], 1):
-        assert rig.load(block) is TierResult.CORRUPT
+        assert rig.load(block) is Result.CORRUPT
         rig.until(lambda number=number: rig.kinds["credentials"] == number)
-        assert rig.tier.reachable
+        assert rig.tier.available()
     assert rig.kinds == {"mismatch": 4, "credentials": 4}
     assert rig.tier.breaker.opened == 0
     assert "AccessDenied: see the credentials, which are read at the start" in rig.tier.refusal
@@ -295,13 +294,13 @@ def test_a_bucket_that_cannot_be_asked_what_it_has_says_which_rights_are_needed(
     (block,) = rig.store_some(1)
     bucket.errors["HEAD"] = (403, "AccessDenied")
     for _ in range(3):
-        rig.until(lambda: rig.tier.reachable)
+        rig.until(lambda: rig.tier.available())
         assert rig.ask_anew(block) == [Answer.NO]
-        assert not rig.tier.reachable, "at once: it will be so the next time"
+        assert not rig.tier.available(), "at once: it will be so the next time"
     assert set(rig.kinds) == {"credentials"}
     assert "s3:ListBucket" in rig.tier.problem
     bucket.errors.clear()
-    rig.until(lambda: rig.tier.reachable)
+    rig.until(lambda: rig.tier.available())
     assert rig.ask_anew(block) == [Answer.YES]
     assert rig.load(block) is DONE
 
@@ -326,11 +325,11 @@ def test_without_descriptors_nothing_is_written_until_there_are_some_again(
 
 def test_a_prefix_costs_few_requests(bucket: FaultyBucket, rig: SharedRig) -> None:
     block = rig.block(0)
-    blocks = [block._replace(id=block.id._replace(key=key_of(n))) for n in range(1000)]
+    blocks = [block._replace(key=key_of(n)) for n in range(1000)]
     for there, most in ((0, 2), (1, 40), (77, 40), (640, 40), (1000, 2)):
-        rig.tier.remove_namespace(ONE)
+        rig.tier.remove_all(ONE)
         bucket.values.update(
-            (f"/bucket/{key_of(n).hex()[:2]}/{object_key(blocks[n].id, 0).decode()}", b"") for n in range(there)
+            (f"/bucket/{key_of(n).hex()[:2]}/{name_of(blocks[n], 0).decode()}", b"") for n in range(there)
         )
         bucket.requests.clear()
         assert rig.ask(*blocks, prefix=True).count(Answer.YES) == there
@@ -358,7 +357,7 @@ def test_why_a_bucket_cannot_be_reached_is_told(bucket: FaultyBucket, change: tu
 def test_a_bucket_that_is_missing_is_named(server: S3Server) -> None:
     rig = SharedRig(server.url.replace("kvoffd-test", "nobody-has-this"))
     rig.until(lambda: rig.kinds["bucket"] > 0)
-    assert not rig.tier.reachable
+    assert not rig.tier.available()
     assert "NoSuchBucket" in rig.tier.problem
     assert rig.close()
 
@@ -375,7 +374,7 @@ def test_a_server_that_goes_away_and_comes_back(fault: str) -> None:
         else:
             server.signal(signal.SIGSTOP)
         number = 100
-        while other.tier.reachable:
+        while other.tier.available():
             number += 1
             assert other.ask(other.block(number)) == [Answer.NO]
         other.until(lambda: all(ended != [] for ended in reads), 10.0)
@@ -385,7 +384,7 @@ def test_a_server_that_goes_away_and_comes_back(fault: str) -> None:
             server.start()
         server.signal(signal.SIGCONT)
         for each in (rig, other):
-            each.until(lambda each=each: each.tier.reachable, 6.0)
+            each.until(lambda each=each: each.tier.available(), 6.0)
         if fault == "killed":
             rig.until(lambda: rig.ask_anew(blocks[0]) == [Answer.NO])
             rig.store(rig.block(0))

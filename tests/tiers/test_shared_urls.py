@@ -12,9 +12,9 @@ import pytest
 
 from kvoffd.config import ConfigError, load_config
 from kvoffd.errors import KvoffdError
+from kvoffd.tiers.redis_store import Redis
 from kvoffd.tiers.shared import store as stores
-from kvoffd.tiers.shared.redis import Redis
-from kvoffd.tiers.shared.store import Credentials, check_url, open_store
+from kvoffd.tiers.store import Credentials, check_url, open_store
 
 SECRET = "hunter2"
 

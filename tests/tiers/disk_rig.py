@@ -1,0 +1,205 @@
+"""A disk tier over files in memory, whose threads' work is done when a test says so."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from mmap import mmap
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from kvoffd.pool.checksums import digest
+from kvoffd.tiers.disk import DiskOptions, DiskTier, open_disk
+from kvoffd.tiers.tier import Block, Result, Space, Tier, make_space
+from tests.kit.clock import Clock
+from tests.kit.memory_disk import MemoryDisk, WorkersWithoutThreads
+
+ONE, OTHER = b"1" * 32, b"2" * 32
+SLOT_BYTES, SLOTS = 64 << 10, 64
+SPACE = make_space(ONE, 0, 0, [12_000])
+"""A slot of 16 KiB."""
+REGION_BYTES = 128 << 10
+SIZE_BYTES = 5 * REGION_BYTES
+"""Four regions, of eight such slots each, and room for the rest."""
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def block_of(number: int, space: Space = SPACE, first: int = 0, version: int = 0) -> Block:
+    """A block whose bytes are a function of its name and version."""
+    sums = tuple(digest(memoryview(bytes_of(number, space, rank, version))) for rank in range(len(space.lengths)))
+    return Block(space, key_of(number), (first,) * len(sums), sums)
+
+
+def bytes_of(number: int, space: Space, rank: int, version: int = 0) -> bytes:
+    seed = f"{space.fingerprint!r} {space.group} {number} {rank} {version}"
+    return Random(seed).randbytes(space.lengths[rank])
+
+
+class Told:
+    """A listener that keeps what it is told, and notes what cannot be."""
+
+    def __init__(self) -> None:
+        self.blocks: set[tuple[int, bytes]] = set()
+        self.kinds: Counter[str] = Counter()
+
+    def stored(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
+        names = {(space.tag, key) for key in keys}
+        assert not names & self.blocks
+        self.blocks |= names
+
+    def removed(self, tier: Tier, tag: int, keys: Sequence[bytes]) -> None:
+        self.blocks -= {(tag, key) for key in keys}
+
+    def answered(self, *told: object) -> None:
+        raise AssertionError("a disk is not asked")
+
+    def error(self, tier: Tier, kind: str, sentence: str) -> None:
+        assert sentence.endswith(".")
+        self.kinds[str(kind)] += 1
+
+
+class DiskRig:
+    def __init__(self, files: MemoryDisk | None = None, size_bytes: int = SIZE_BYTES, **options: int) -> None:
+        self.files, self.size_bytes = files or MemoryDisk(), size_bytes
+        self.options = DiskOptions(**{"region_bytes": REGION_BYTES, "readers": 2, "writers": 1, **options})
+        self.clock = Clock()
+        self.pool = memoryview(mmap(-1, SLOTS * SLOT_BYTES))
+        self.posted: deque[Callable[[], None]] = deque()
+        self.generations: dict[bytes, int] = {}
+        self.in_call = False
+        self.open()
+
+    def open(self) -> None:
+        """A daemon begins. What the last one has left lies in the files."""
+        self.told = Told()
+        self.tier: DiskTier = open_disk(
+            Path("/"),
+            self.size_bytes,
+            pool=self.pool,
+            clock=self.clock,
+            post=self.posted.append,
+            listener=self.told,
+            generation=lambda fingerprint: self.generations.get(fingerprint, 0),
+            options=self.options,
+            calls=self.files,
+            wall_clock=self.clock,
+            make_workers=WorkersWithoutThreads,
+        )
+        self.work()
+        self.told.blocks = {(space.tag, key) for space, key in self.tier.names()}
+
+    def kill(self) -> None:
+        """kill -9, and the next daemon."""
+        self.posted.clear()
+        self.files.locked = False
+        self.open()
+
+    def cut_power(self, random: Random) -> None:
+        self.files.lose_power(random)
+        self.kill()
+
+    def restart(self) -> None:
+        assert self.tier.close(1.0)
+        self.open()
+
+    @property
+    def workers(self) -> list[WorkersWithoutThreads]:
+        found: list[Any] = [self.tier._writes, self.tier._reads, self.tier._notes]
+        return found
+
+    def work(self) -> None:
+        """Do all that there is to do."""
+        busy = True
+        while busy:
+            busy = any(one.waiting for one in self.workers) or bool(self.posted)
+            for one in self.workers:
+                one.work()
+            while self.posted:
+                self.posted.popleft()()
+
+    def fill(self, block: Block, version: int = 0) -> list[int]:
+        """Put a block's bytes into the first slots of the pool; returns their offsets."""
+        number = int.from_bytes(block.key, "big")
+        for rank, length in enumerate(block.space.lengths):
+            at = rank * SLOT_BYTES
+            self.pool[at : at + length] = bytes_of(number, block.space, rank, version)
+        return [rank * SLOT_BYTES for rank in range(len(block.space.lengths))]
+
+    def begin_write(self, block: Block, version: int = 0) -> list[Result] | None:
+        """Begin to write from slots of its own; the list gets the result."""
+        ends: list[Result] = []
+        self.in_call = True
+        offsets = self.fill(block, version)
+        taken = self.tier.write(block, offsets, self._end(ends))
+        self.in_call = False
+        return ends if taken else None
+
+    def write(self, *blocks: Block, version: int = 0) -> list[Result | None]:
+        """Write blocks one after another."""
+        found: list[Result | None] = []
+        for block in blocks:
+            ends = self.begin_write(block, version)
+            self.work()
+            found.append(ends[0] if ends else None)
+        return found
+
+    def _end(self, ends: list[Result]) -> Callable[..., None]:
+        def ended(result: Result, block: Block | None = None) -> None:
+            assert not self.in_call, "it ended within the call"
+            assert not ends, "it ended twice"
+            ends.append(result)
+
+        return ended
+
+    def begin_read(self, block: Block, deadline_s: float = 5.0) -> list[Result] | None:
+        ends: list[Result] = []
+        offsets = [(16 + rank) * SLOT_BYTES for rank in range(len(block.space.lengths))]
+        self.in_call = True
+        taken = self.tier.read(block.space, block.key, offsets, self.clock() + deadline_s, self._end(ends))
+        self.in_call = False
+        return ends if taken else None
+
+    def read(self, block: Block, version: int = 0) -> Result | None:
+        """Read a block and compare it; None where it is not there."""
+        if (ends := self.begin_read(block)) is None:
+            return None
+        self.work()
+        if ends[0] is Result.DONE:
+            number = int.from_bytes(block.key, "big")
+            for rank, length in enumerate(block.space.lengths):
+                at = (16 + rank) * SLOT_BYTES
+                assert self.pool[at : at + length] == bytes_of(number, block.space, rank, version)
+        return ends[0]
+
+    def there(self, numbers: Sequence[int], space: Space = SPACE) -> list[int]:
+        """Those of the numbers whose blocks are there."""
+        found = self.tier.find(space, [key_of(number) for number in numbers], prefix=False)
+        return [number for number, state in zip(numbers, found, strict=True) if state]
+
+    def remove(self, *numbers: int, space: Space = SPACE) -> Callable[[], bool]:
+        self.tier.remove(space, [key_of(number) for number in numbers], "invalidated")
+        return self.tier.removals_kept()
+
+    def check(self) -> None:
+        """The books are right, and the listener knows what is there."""
+        tier = self.tier
+        names = {(space.tag, key) for space, key in tier.names()}
+        assert self.told.blocks == names
+        assert (
+            tier.stats().blocks
+            == len(names)
+            == sum(key is not None for region in tier._regions.values() for key in region.keys)
+        )
+        assert tier.stats().used_bytes == sum(space.nbytes for space, _ in tier.names())
+        held = sum(map(len, tier._evicted.values())) + len(names) + len(tier._put_aside)
+        pinned = {
+            (number, place)
+            for number, region in tier._regions.items()
+            for place, pins in enumerate(region.pins)
+            if pins and region.keys[place] is None
+        }
+        assert int(tier._slots.in_use.sum()) == held + len(pinned)
