@@ -286,7 +286,8 @@ class DiskTier(Tier):
         return bytes([PRESENT if key in there else ABSENT for key in keys])
 
     def wants(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
-        tag, there = space.tag, self._there.get(space.tag, {})
+        tag, known = space.tag, self._spaces.get(space.tag) == space
+        there = self._there.get(tag, {}) if known else {}
         return [key not in there and (tag, key) not in self._writing for key in keys]
 
     def used(self, space: Space, keys: Sequence[bytes]) -> None:
@@ -551,17 +552,17 @@ class DiskTier(Tier):
                 pairs = zip(jobs, headers, strict=True)
                 return [end for job, header in pairs for end in self._write([job], [header])]
             return [self._failed(jobs[0], "write", error)]
-        records = np.zeros(len(jobs), RECORD)
-        hour = int(self._wall_clock()) // _HOUR_S
-        for record, job in zip(records, jobs, strict=True):
-            record["tag"], record["nbytes"], record["written_at"] = job.space.tag, job.space.nbytes, hour
-            record["key_bytes"], record["key"] = len(job.key), job.key.ljust(MAX_KEY_BYTES, b"\0")
+        return list(map(self._note_written, jobs))
+
+    def _note_written(self, job: Job) -> End:
+        hour, key = int(self._wall_clock()) // _HOUR_S, job.key.ljust(MAX_KEY_BYTES, b"\0")
+        record = np.array([(job.space.tag, job.space.nbytes, hour, len(job.key), key, b"")], RECORD)
         try:
-            self._file.write_records(jobs[0].slot, records)
+            self._file.write_records(job.slot, record)
         except OSError as error:
-            why = f"The disk tier could not note blocks in the index of {self._file.path}: {error.strerror or error}."
-            return [End(Result.DONE, None, DiskFault.RECORD_FAILED, why) for _ in jobs]
-        return [End(Result.DONE) for _ in jobs]
+            why = f"The disk tier could not note a block in the index of {self._file.path}: {error.strerror or error}."
+            return End(Result.DONE, None, DiskFault.RECORD_FAILED, why)
+        return End(Result.DONE)
 
     def _write_ended(self, job: Job, end: End | Exception) -> None:
         if isinstance(end, Exception):
@@ -635,6 +636,7 @@ class DiskTier(Tier):
         jobs = [job for name, job in self._writing.items() if name in names or job.replaces in names]
         if not (gone or jobs or self._may_differ):
             return
+        self._may_differ = False  # once that is noted
         self._removals += 1
         self._unkept[self._removals] = 1 + len(jobs)
         for job in jobs:

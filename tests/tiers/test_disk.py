@@ -1,4 +1,4 @@
-"""The disk tier: what is written is read again byte for byte or not at all, whatever fails, and what goes stays away."""
+"""The disk tier: what is written is read byte for byte or not at all, whatever fails, and what goes stays away."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from tests.tiers.disk_rig import (
     ONE,
     OTHER,
     REGION_BYTES,
-    SIZE_BYTES,
     SLOT_BYTES,
     SPACE,
     DiskRig,
@@ -66,12 +65,8 @@ def test_a_block_is_read_as_it_was_written(rig: DiskRig, lengths: tuple[int, ...
 
 
 def test_spaces_are_kept_apart(rig: DiskRig) -> None:
-    spaces = [
-        make_space(name, generation, group, [5000])
-        for name in (ONE, OTHER)
-        for generation in (0, 1)
-        for group in (0, 1)
-    ]
+    names = [(name, generation, group) for name in (ONE, OTHER) for generation in (0, 1) for group in (0, 1)]
+    spaces = [make_space(*one, [5000]) for one in names]
     for number, space in enumerate(spaces):
         assert rig.write(block_of(number, space)) == [DONE]
     for number, space in enumerate(spaces):
@@ -131,7 +126,8 @@ def test_reads_go_before_writes_for_a_while(rig: DiskRig) -> None:
     writes = rig.workers[0]
     assert writes.begin() == []
     rig.clock.now += 0.6
-    assert len(tasks := writes.begin()) == 1
+    tasks = writes.begin()
+    assert len(tasks) == 1
     writes._do(0, tasks)
     rig.work()
     assert (read, written) == ([DONE], [DONE])
@@ -178,7 +174,7 @@ def test_neighbours_go_together(rig: DiskRig) -> None:
 
 def test_what_is_read_or_written_is_not_taken(rig: DiskRig) -> None:
     rig.write(*map(block_of, range(CAPACITY)))
-    reads = [rig.begin_read(block_of(number)) for number in range(CAPACITY)]
+    reads = [rig.begin_read(block_of(number), slot=16 + number) for number in range(CAPACITY)]
     assert rig.begin_write(block_of(100)) is None
     rig.work()
     assert reads == [[DONE]] * CAPACITY
@@ -256,7 +252,8 @@ def test_what_was_written_over_before_it_was_removed_stays_away_after_a_power_cu
 
 
 @pytest.mark.parametrize("ok", [True, False])
-def test_removed_while_it_is_written_it_is_not_there(rig: DiskRig, ok: bool) -> None:
+def test_removed_while_it_is_written_it_is_not_there(ok: bool) -> None:
+    rig = DiskRig(merge_bytes=1)
     ends = rig.begin_write(block_of(1))
     kept = rig.remove(1)
     assert rig.tier.wants(SPACE, [key_of(1)]) == [True]
@@ -302,8 +299,7 @@ def test_a_removal_that_cannot_be_noted_is_tried_again(rig: DiskRig) -> None:
 
 @pytest.mark.parametrize(("fingerprint", "left"), [(ONE, [3]), (None, []), (b"nobody".ljust(32), [1, 2, 3])])
 def test_all_of_a_namespace_is_removed(rig: DiskRig, fingerprint: bytes | None, left: list[int]) -> None:
-    spaces = [SPACE, make_space(ONE, 5, 3, [4000]), make_space(OTHER, 0, 0, [4000])]
-    rig.generations = {ONE: 0}
+    spaces = [SPACE, make_space(ONE, 0, 3, [4000]), make_space(OTHER, 0, 0, [4000])]
     for number, space in enumerate(spaces, 1):
         rig.write(block_of(number, space))
     writing = rig.begin_write(block_of(9))
@@ -600,56 +596,68 @@ def test_whatever_happens_bytes_are_right_and_what_was_removed_stays_away(seed: 
         there = {(spaces.index(space), int.from_bytes(key, "big")) for space, key in rig.tier.names()}
         whole = {one for one in there if one in written or rig.read(block_of(one[1], spaces[one[0]])) is not DONE}
         assert whole == there, "what was removed is back"
+        rig.work()
         rig.check()
 
 
-def test_with_threads_over_real_files(tmp_path: Path) -> None:
-    posted: deque[Callable[[], None]] = deque()
-    pool = memoryview(mmap(-1, 128 * SLOT_BYTES))
-    told = Told()
+class Node:
+    """A tier with threads over real files."""
 
-    def delivered(condition: Callable[[], bool]) -> Callable[[], bool]:
-        def ask() -> bool:
-            while posted:
-                posted.popleft()()
-            return condition()
-
-        return ask
-
-    for life in range(2):
-        tier = open_disk(
-            tmp_path,
+    def __init__(self, directory: Path) -> None:
+        self.pool = memoryview(mmap(-1, 128 * SLOT_BYTES))
+        self.posted: deque[Callable[[], None]] = deque()
+        self.ends: list[Result] = []
+        self.told = Told()
+        self.tier = open_disk(
+            directory,
             4 << 20,
-            pool=pool,
+            pool=self.pool,
             clock=time.monotonic,
-            post=posted.append,
-            listener=told,
+            post=self.posted.append,
+            listener=self.told,
             generation=lambda fingerprint: 0,
             options=DiskOptions(region_bytes=REGION_BYTES),
         )
-        assert tier.found_blocks == (0 if not life else 100)
-        ends: list[Result] = []
-        for number in range(100 if not life else 0):
-            block, at = block_of(number), number % 64 * SLOT_BYTES
-            wait_until(delivered(lambda number=number: len(ends) > number - 64))  # type: ignore[misc]
-            pool[at : at + 12_000] = bytes_of(number, SPACE, 0)
-            wait_until(delivered(lambda b=block, a=at: tier.write(b, [a], ends.append)))  # type: ignore[misc]
-        wait_until(delivered(lambda: len(ends) == (100 if not life else 0)))
-        assert set(ends) <= {DONE}
-        for begin in (0, 50):
-            found: list[Result] = []
-            for number in range(begin, begin + 50):
-                at = (64 + number - begin) * SLOT_BYTES
-                deadline = time.monotonic() + 30.0
-                assert tier.read(SPACE, key_of(number), [at], deadline, lambda result, _: found.append(result))
-            wait_until(delivered(lambda: len(found) == 50))  # noqa: B023
-            assert set(found) == {DONE}
-            for number in range(begin, begin + 50):
-                at = (64 + number - begin) * SLOT_BYTES
-                assert pool[at : at + 12_000] == bytes_of(number, SPACE, 0)
-        assert tier.stats().physical_bytes <= 4 << 20
-        assert tier.close(10.0)
-    assert not told.kinds.keys() - {"not_direct"}
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        def delivered() -> bool:
+            while self.posted:
+                self.posted.popleft()()
+            return condition()
+
+        wait_until(delivered, interval_s=0.001)
+
+    def end(self, result: Result, block: Block | None = None) -> None:
+        self.ends.append(result)
+
+    def write(self, number: int) -> None:
+        at = number % 64 * SLOT_BYTES
+        self.until(lambda: len(self.ends) > number - 64)
+        self.pool[at : at + 12_000] = bytes_of(number, SPACE, 0)
+        self.until(lambda: self.tier.write(block_of(number), [at], self.end))
+
+    def read(self, numbers: range) -> None:
+        self.ends.clear()
+        for slot, number in enumerate(numbers, 64):
+            deadline = time.monotonic() + 30.0
+            assert self.tier.read(SPACE, key_of(number), [slot * SLOT_BYTES], deadline, self.end)
+        self.until(lambda: len(self.ends) == len(numbers))
+        assert set(self.ends) == {DONE}
+        for slot, number in enumerate(numbers, 64):
+            assert self.pool[slot * SLOT_BYTES :][:12_000] == bytes_of(number, SPACE, 0)
 
 
-assert SIZE_BYTES > 4 * REGION_BYTES
+def test_with_threads_over_real_files(tmp_path: Path) -> None:
+    first = Node(tmp_path)
+    for number in range(100):
+        first.write(number)
+    first.until(lambda: len(first.ends) == 100)
+    assert set(first.ends) == {DONE}
+    first.read(range(50))
+    assert first.tier.stats().physical_bytes <= 4 << 20
+    assert first.tier.close(10.0)
+    second = Node(tmp_path)
+    assert second.tier.found_blocks == 100
+    second.read(range(50, 100))
+    assert second.tier.close(10.0)
+    assert not (first.told.kinds | second.told.kinds).keys() - {"not_direct"}
