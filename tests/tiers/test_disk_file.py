@@ -1,0 +1,235 @@
+"""The files of a disk tier: whose they are, how large they become, and what is wrong with them is said."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvoffd.pool.allocator import MIN_SLOT_BYTES, PAGE_BYTES
+from kvoffd.tiers.block_format import HEADER_BYTES, decode_header, encode_header, parse_header
+from kvoffd.tiers.disk_file import (
+    DISK_NAME,
+    INDEX_NAME,
+    RECORD,
+    DiskError,
+    DiskFile,
+    OpeningStopped,
+    default_region_bytes,
+    runs_of,
+)
+from kvoffd.tiers.tier import MOST_FIRST_BLOCK, Block, make_space
+from kvoffd_proto.stats import DiskFault
+from tests.kit.memory_disk import MemoryDisk
+from tests.tiers.disk_rig import REGION_BYTES, SIZE_BYTES, SPACE, DiskRig, block_of, key_of
+
+SIZE = 4 << 20
+
+
+def open_file(directory: Path, size: int = SIZE, **options: object) -> DiskFile:
+    return DiskFile(directory, size, REGION_BYTES, **options)  # type: ignore[arg-type]
+
+
+def test_new_files_are_the_users_own_and_all_allocated(tmp_path: Path) -> None:
+    file = open_file(tmp_path)
+    found = {path.name: path.stat() for path in tmp_path.iterdir()}
+    assert set(found) == {DISK_NAME, INDEX_NAME}
+    assert {status.st_mode & 0o777 for status in found.values()} == {0o600}
+    assert found[DISK_NAME].st_blocks * 512 >= found[DISK_NAME].st_size
+    assert SIZE * 9 // 10 < file.physical_bytes() <= SIZE
+    file.close()
+    file.close()
+
+
+@pytest.mark.parametrize("size", [1 << 20, 64 << 20, 10 << 30, 1 << 40, 20 << 40])
+def test_regions_fill_a_disk_of_any_size(size: int) -> None:
+    region = default_region_bytes(size)
+    assert region % PAGE_BYTES == 0
+    assert size // region >= 2
+    assert size * 985 // 1000 < size // region * region <= size or size < 2 << 20
+
+
+def test_a_second_daemon_is_refused(tmp_path: Path) -> None:
+    first = open_file(tmp_path)
+    with pytest.raises(DiskError, match="is in use"):
+        open_file(tmp_path)
+    first.close()
+    open_file(tmp_path).close()
+
+
+@pytest.mark.parametrize("name", [DISK_NAME, INDEX_NAME])
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda path: path.symlink_to("elsewhere"), "is a link"),
+        (lambda path: os.mkfifo(path), "no disk tier's file"),
+        (lambda path: (path.touch(), os.link(path, path.with_name("twin"))), "no disk tier's file"),
+        (lambda path: (path.touch(), path.chmod(0o644)), "has mode 0644"),
+        (lambda path: path.mkdir(), "cannot be opened"),
+    ],
+)
+def test_a_file_that_is_not_the_daemons_own_is_refused(
+    name: str, spoil: Callable[[Path], object], why: str, tmp_path: Path
+) -> None:
+    spoil(tmp_path / name)
+    with pytest.raises(DiskError, match=why):
+        open_file(tmp_path)
+
+
+def test_a_foreign_file_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / DISK_NAME
+    path.write_bytes(b"somebody's data" * 1000)
+    path.chmod(0o600)
+    with pytest.raises(DiskError, match="left as it is"):
+        open_file(tmp_path)
+    assert path.read_bytes() == b"somebody's data" * 1000
+
+
+def test_a_missing_directory_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(DiskError, match=r"missing cannot be opened .*make it"):
+        open_file(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda disk, index: index.unlink(),
+        lambda disk, index: index.write_bytes(bytes(1 << 20)),
+        lambda disk, index: disk.write_bytes(b"KVOFFDDK".ljust(1 << 20, b"x")),
+        lambda disk, index: disk.write_bytes(b"kvoffdD4".ljust(1 << 20, b"x")),
+    ],
+)
+def test_files_of_no_use_are_emptied_and_that_is_said(spoil: Callable[[Path, Path], object], tmp_path: Path) -> None:
+    first = open_file(tmp_path)
+    first.close()
+    spoil(tmp_path / DISK_NAME, tmp_path / INDEX_NAME)
+    second = open_file(tmp_path)
+    assert [kind for kind, _ in second.errors if kind is not DiskFault.NOT_DIRECT] == [DiskFault.STARTED_ANEW]
+    assert second.head.file_id != first.head.file_id
+    second.close()
+
+
+def test_of_two_heads_the_newer_whole_one_counts(tmp_path: Path) -> None:
+    file = open_file(tmp_path)
+    file.write_head(is_open=False, written_bytes=5)
+    file.write_head(is_open=False, written_bytes=6)
+    number = file.head.number
+    file.close()
+    index = tmp_path / INDEX_NAME
+    data = bytearray(index.read_bytes())
+    data[number % 2 * PAGE_BYTES + 20] ^= 1
+    index.write_bytes(data)
+    again = open_file(tmp_path)
+    assert again.head.written_bytes == 5
+    again.close()
+
+
+def test_whether_it_was_closed_is_known(tmp_path: Path) -> None:
+    file = open_file(tmp_path)
+    assert not file.may_be_torn
+    file.close()
+    again = open_file(tmp_path)
+    assert again.may_be_torn
+    again.write_head(is_open=False)
+    again.close()
+    third = open_file(tmp_path)
+    assert not third.may_be_torn
+    third.close()
+
+
+def test_without_o_direct_it_goes_through_the_page_cache_and_says_so() -> None:
+    rig = DiskRig(MemoryDisk(direct=False))
+    assert not rig.tier.direct
+    assert rig.told.kinds == {"not_direct": 1}
+    assert rig.write(block_of(1)) is not None
+    assert rig.there([1]) == [1]
+
+
+def test_a_file_system_without_room_is_an_error(tmp_path: Path) -> None:
+    files = MemoryDisk()
+    files.room = SIZE // 2
+    with pytest.raises(DiskError, match="cannot have"):
+        open_file(tmp_path, calls=files)
+    assert len(files.data) == 0
+
+
+def test_a_size_that_holds_no_region_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DiskError, match="too few"):
+        open_file(tmp_path, REGION_BYTES)
+
+
+def test_opening_can_be_stopped(tmp_path: Path) -> None:
+    with pytest.raises(OpeningStopped):
+        open_file(tmp_path, should_stop=lambda: True)
+    open_file(tmp_path).close()
+
+
+@pytest.mark.parametrize("size", [2 * SIZE_BYTES, SIZE_BYTES // 2])
+def test_a_disk_of_another_size_keeps_what_fits(size: int) -> None:
+    rig = DiskRig()
+    rig.write(*map(block_of, range(32)))
+    assert rig.tier.close(1.0)
+    before, rig.size_bytes = len(rig.files.data), size
+    rig.open()
+    assert (len(rig.files.data) > before) == (size > SIZE_BYTES)
+    there = rig.there(range(32))
+    assert len(there) == 32 if size > SIZE_BYTES else 0 < len(there) < 32
+    for number in there:
+        assert rig.read(block_of(number)) == "done"
+    rig.check()
+    assert rig.tier.close(1.0)
+    rig.size_bytes = SIZE_BYTES
+    rig.open()
+    assert rig.there(range(32)) == there, "what was cut off is not there again"
+
+
+def test_a_file_that_was_cut_off_is_told_and_whole_again() -> None:
+    rig = DiskRig()
+    rig.write(*map(block_of, range(32)))
+    assert rig.tier.close(1.0)
+    before = len(rig.files.data)
+    del rig.files.data[PAGE_BYTES + REGION_BYTES :]
+    rig.open()
+    assert rig.told.kinds == {"truncated": 1}
+    assert len(rig.files.data) == before
+    results = {rig.read(block_of(number)) for number in range(32)}
+    assert results <= {"done", "corrupt", "gone"}
+    rig.check()
+
+
+def test_slots_in_a_row() -> None:
+    assert runs_of([7, 1, 2, 9, 8, 4]) == [(1, 2), (4, 1), (7, 3)]
+    assert runs_of([]) == []
+    assert RECORD.itemsize == 96
+    assert MIN_SLOT_BYTES >= HEADER_BYTES + PAGE_BYTES
+
+
+# --- the header ----------------------------------------------------------------------------------------
+
+
+def test_a_header_says_all_of_a_block() -> None:
+    space = make_space(b"f" * 20, 2**63, 65_535, [1, 0, 2**40])
+    block = Block(space, b"k" * 64, (0, MOST_FIRST_BLOCK, 3), (1, 2**64 - 1, 5))
+    header = encode_header(block)
+    assert len(header) == HEADER_BYTES
+    assert parse_header(header) == decode_header(header, space, b"k" * 64) == block
+    assert decode_header(header, space, b"K" * 64) is None
+    assert decode_header(header, make_space(b"f" * 20, 1, 65_535, [1, 0, 2**40]), b"k" * 64) is None
+    assert decode_header(header, space._replace(lengths=(1, 0, 5)), b"k" * 64) is None
+
+
+def test_no_header_with_a_wrong_byte_is_taken() -> None:
+    header = encode_header(block_of(1))
+    for at in [*range(200), *range(200, HEADER_BYTES, 37), HEADER_BYTES - 1]:
+        wrong = bytearray(header)
+        wrong[at] ^= 4
+        assert parse_header(bytes(wrong)) is None
+    assert parse_header(header[:-1]) is None
+    assert parse_header(bytes(HEADER_BYTES)) is None
+
+
+@pytest.mark.parametrize(("first", "checksum"), [(MOST_FIRST_BLOCK + 1, 1), (0, 0)])
+def test_a_block_that_no_cache_has_room_for_is_none(first: int, checksum: int) -> None:
+    assert parse_header(encode_header(Block(SPACE, key_of(1), (first,), (checksum,)))) is None
