@@ -80,6 +80,7 @@ class SharedRig:
 
     def until(self, condition: Callable[[], bool], deadline_s: float = 30.0) -> None:
         def delivered() -> bool:
+            self.tier.tick()
             while not self._posted.empty():
                 self._posted.get()()
             return condition()

@@ -1,10 +1,9 @@
-"""Which URLs name a shared store, whose credentials it gets, and stores of other packages."""
+"""Which URLs name a shared store, and whose credentials it gets."""
 
 from __future__ import annotations
 
 import os
 import re
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,8 +11,6 @@ import pytest
 
 from kvoffd.config import ConfigError, load_config
 from kvoffd.errors import KvoffdError
-from kvoffd.tiers.redis_store import Redis
-from kvoffd.tiers.shared import store as stores
 from kvoffd.tiers.store import Credentials, check_url, open_store
 
 SECRET = "hunter2"
@@ -149,48 +146,3 @@ def test_a_file_without_a_password_is_refused(tmp_path: Path) -> None:
     for path in ("empty", "missing"):
         with pytest.raises(KvoffdError):
             Credentials.read(str(tmp_path / path), 1)
-
-
-def _opener(url: str, credentials: Credentials) -> object:
-    return lambda: Redis("elsewhere", 1, 0, credentials, tls=False)
-
-
-def test_a_store_of_another_package_is_found_by_its_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint("mine", f"{__name__}:_opener", stores.ENTRY_POINTS)
-    monkeypatch.setattr(stores, "_OTHERS", {"mine": point})
-    monkeypatch.setattr(stores, "SCHEMES", (*stores.SCHEMES, "mine"))
-    for url in ("mine://anything/at?all=1", "mine:///of/no/host"):
-        check_url(url)
-    for url in ("mine://a..b/", "mine://:0/", "mine:///a b", f"mine://{SECRET}@host"):
-        with pytest.raises(ValueError, match=r"password|can be used"):
-            check_url(url)
-    assert isinstance(open_store("mine://anything", Credentials())(), Redis)
-
-
-def _raises(url: str, credentials: Credentials) -> object:
-    raise RuntimeError("no such host")
-
-
-def _nonsense(url: str, credentials: Credentials) -> object:
-    return lambda: 7
-
-
-class _Half(Redis):
-    def __getattribute__(self, name: str) -> object:
-        if name == "poll_s":
-            raise AttributeError(name)
-        return super().__getattribute__(name)
-
-
-def _half(url: str, credentials: Credentials) -> object:
-    return lambda: _Half("elsewhere", 1, 0, credentials, tls=False)
-
-
-@pytest.mark.parametrize(
-    "place",
-    ["no_such_module:x", f"{__name__}:missing", *(f"{__name__}:{name}" for name in ("_raises", "_nonsense", "_half"))],
-)
-def test_a_store_of_another_package_that_fails_is_named(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "_OTHERS", {"mine": EntryPoint("mine", place, stores.ENTRY_POINTS)})
-    with pytest.raises(KvoffdError, match="store of mine://"):
-        open_store("mine://anything", Credentials())()
