@@ -186,6 +186,12 @@ class Tiers:
                 yield "disk_failed", f"{disk.problem} Restart the daemon to try it again."
             if disk.tier is None:
                 continue
+            if disk.tier.removed:
+                yield (
+                    "disk_file_removed",
+                    f"A file of the disk at {name} was removed. Blocks are served until the daemon stops; the next one "
+                    "starts with an empty disk. Keep cleaners of temporary files away from it.",
+                )
             if disk.tier.hangs:
                 yield "disk_hangs", f"A call to the disk at {name} does not return; see dmesg."
             errors = {kind: n for kind, n in sorted(disk.tier.stats().errors.items()) if kind not in HARMLESS_ERRORS}

@@ -7,8 +7,6 @@ import urllib.request
 from contextlib import closing
 from pathlib import Path
 
-import pytest
-
 from tests.faults.checked import CheckedEngine, Truth
 from tests.faults.daemons import Command, over_disk, wait_serving
 from tests.kit.daemon import DaemonProcess
@@ -60,7 +58,6 @@ def test_a_removed_pool_file_is_a_line_at_the_next_start(lasting: DaemonProcess,
     assert any("WARNING" in line and "empty" in line for line in lasting.log[before:].splitlines())
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="issue 39: health says ok, and the disk has no error")
 def test_a_removed_disk_file_is_a_reason_in_health(tmp_path: Path) -> None:
     with over_disk(tmp_path) as daemon:
         wait_serving(daemon)

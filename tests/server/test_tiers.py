@@ -41,7 +41,7 @@ class FakeDisk:
     """Of what is found in it."""
 
     def __init__(self, hangs: bool = False, busy: int = 0) -> None:
-        self.hangs = hangs
+        self.hangs, self.removed = hangs, False
         self.busy = busy
         self.closes: list[float] = []
         self.names = {b"one", b"other"}

@@ -89,6 +89,7 @@ KINDS = {
     "shared_refuses": Kind("warning", "Other nodes do not get blocks of this one.", "kvoffd-cli stats tiers"),
     "shared_server": Kind("warning", "Blocks that lie there are misses.", "kvoffd-cli stats tiers"),
     "pool_file_removed": Kind("warning", "The next daemon starts with an empty pool.", "lsof +L1"),
+    "disk_file_removed": Kind("warning", "The next daemon starts with an empty disk.", "lsof +L1"),
     "pool_pinned": Kind("warning", "Stores find no space until blocks are released.", "kvoffd-cli clients"),
     "stores_without_room": Kind("warning", "These blocks are computed again when asked for.", "kvoffd-cli clients"),
     "lookups_late": Kind("warning", "Engines computed these prompts: somebody has too little CPU.", _CPU),
