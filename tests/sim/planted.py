@@ -193,8 +193,8 @@ PLANTED = (
         2,
         "kvoffd.cache.block_table",
         "BlockTable.release",
-        "self._buffers(len(blocks) * ranks)",
-        "self._buffers(len(blocks) * ranks)\n    self.pins[blocks] = 0",
+        "if len(blocks) * ranks > len(self._words):",
+        "self.pins[blocks] = 0\n    if len(blocks) * ranks > len(self._words):",
     ),
     Planted(
         "wrong slot offset",
