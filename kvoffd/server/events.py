@@ -48,6 +48,9 @@ class EventLog:
         tokens: Mapping[bytes, BlockTokens] = NO_TOKENS,
     ) -> None:
         block_tokens, events = namespace.groups[group].tokens_per_block, self.pending.setdefault(namespace, [])
+        if not tokens:
+            events.append(BlockStored(list(keys), block_tokens, medium, group))
+            return
         known = [key for key in keys if key in tokens]
         if known:
             parents = [tokens[key].parent for key in known]
