@@ -168,7 +168,7 @@ class BlockTable:
         """
         count, ranks = slots.shape
         entered = self._native.blocks_enter(
-            *(self.address, _packed(slots), count, ranks, nbytes // PAGE_BYTES),
+            *(self.address, packed(slots), count, ranks, nbytes // PAGE_BYTES),
             *(group, keys, key_bytes, namespace, group_in_it),
         )
         assert entered == count, "a key is there, a slot is not free, or there is no memory"
@@ -194,7 +194,7 @@ class BlockTable:
         if count > len(self._words):
             self._make_buffers(count)
         found = self._native.blocks_publish(
-            *(self.address, _packed(blocks), _packed(slots), count, firsts, length, sums),
+            *(self.address, packed(blocks), packed(slots), count, firsts, length, sums),
             *(self.generation, self._words_at),
         )
         self.generation += count
@@ -206,7 +206,7 @@ class BlockTable:
 
     def drop(self, blocks: BlockIds) -> None:
         """Take blocks out of the index. They are DROPPED then, and no successor brings them back."""
-        dropped = self._native.blocks_drop(self.address, _packed(blocks), len(blocks))
+        dropped = self._native.blocks_drop(self.address, packed(blocks), len(blocks))
         assert dropped == len(blocks), "a block is not in the index"
 
     def release(self, blocks: BlockIds, ranks: int) -> tuple[SlotIds, int, int]:
@@ -217,14 +217,14 @@ class BlockTable:
         """
         if len(blocks) * ranks > len(self._words):
             self._make_buffers(len(blocks) * ranks)
-        found = self._native.blocks_release(self.address, _packed(blocks), len(blocks), self._words_at, self._counts_at)
+        found = self._native.blocks_release(self.address, packed(blocks), len(blocks), self._words_at, self._counts_at)
         return self._words[: found * ranks].copy(), self._counts[0], self._counts[1]
 
     def is_written(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         """Whether a store writes a shard of each block."""
         if len(blocks) > len(self._words):
             self._make_buffers(len(blocks))
-        self._native.blocks_written_now(self.address, _packed(blocks), len(blocks), self._bytes_at)
+        self._native.blocks_written_now(self.address, packed(blocks), len(blocks), self._bytes_at)
         return self._bytes[: len(blocks)].astype(np.bool_)
 
     def pin(self, blocks: BlockIds) -> tuple[int, int, int]:
@@ -234,7 +234,7 @@ class BlockTable:
         """
         if len(blocks) > len(self._words):
             self._make_buffers(len(blocks))
-        some = _packed(blocks), len(blocks)
+        some = packed(blocks), len(blocks)
         found = int(self._native.blocks_pin(self.address, *some, 1, self._words_at, self._counts_at))
         return self._counts[0] * PAGE_BYTES, self._counts[1] * PAGE_BYTES, found
 
@@ -242,7 +242,7 @@ class BlockTable:
         """Undo one pin for each time a block is named. Returns those that nothing pins any more, and their bytes."""
         if len(blocks) > len(self._words):
             self._make_buffers(len(blocks))
-        some = _packed(blocks), len(blocks)
+        some = packed(blocks), len(blocks)
         found = self._native.blocks_pin(self.address, *some, -1, self._words_at, self._counts_at)
         return self._words[:found].copy(), self._counts[1] * PAGE_BYTES
 
@@ -284,7 +284,7 @@ class BlockTable:
         count = len(blocks)
         if count > len(self._words):
             self._make_buffers(count)
-        self._native.blocks_keys(self.address, _packed(blocks), count, key_bytes, self._bytes_at)
+        self._native.blocks_keys(self.address, packed(blocks), count, key_bytes, self._bytes_at)
         return self._bytes[: count * key_bytes].tobytes()
 
     def note_misses(self, group: int, keys: bytes, key_bytes: int, reason: int) -> None:
@@ -302,7 +302,7 @@ class BlockTable:
         return self._counts[:]
 
 
-def _packed(numbers: npt.NDArray[np.uint32]) -> bytes:
+def packed(numbers: npt.NDArray[np.uint32]) -> bytes:
     """As C reads them: numbers of another width would be taken for others."""
     assert numbers.dtype == np.uint32
     return numbers.tobytes()

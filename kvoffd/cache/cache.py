@@ -808,7 +808,7 @@ class Cache:
             unused = writing[(every == RESERVED).all(axis=1)]
             self._wait(group, writing[~(every == RESERVED).all(axis=1)])
             self._remove(group, WRITING, unused)
-            self._free_dropped(unused)
+            self._free(group, unused)
         self._free_dropped(blocks[self.blocks.state[blocks] == DROPPED])
 
     def _wait(self, group: Group, blocks: BlockIds) -> None:
@@ -974,7 +974,7 @@ class Cache:
             self._remove(group, READY, alike, MissReason.EVICTED)
             if not group.dead:
                 group.namespace.counters.evicted_blocks += len(alike)
-            self._free_dropped(alike)
+            self._free(group, alike)
 
     def invalidate(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> int:
         """Forget keys, in the tiers too. What is held keeps its slots. Returns how many blocks were in the pool.
@@ -1001,7 +1001,7 @@ class Cache:
             group.namespace.counters.invalidated_blocks += len(alike)
             for state in (READY, WRITING):
                 self._remove(group, state, alike[self.blocks.state[alike] == state], reason)
-            self._free_dropped(alike)
+            self._free(group, alike)
 
     def _drop_partial(self, blocks: Sequence[int]) -> None:
         """Drop blocks that lack a shard which nobody stored in time."""
@@ -1028,19 +1028,22 @@ class Cache:
             self._events.removed(group.namespace, group.group, group.namespace.split(group.group, names))
 
     def _free_dropped(self, blocks: BlockIds) -> None:
-        """Free the slots of DROPPED blocks that nothing holds."""
         for group, alike in self.by_group(blocks):
-            slots, unverified, corrupt = self.blocks.release(alike, len(group.sizes))
-            self.unverified_slots -= unverified
-            self._count(group, DROPPED, FREE, len(slots) // len(group.sizes))
-            if corrupt:  # they stay handed out, so that nobody else gets them
-                bad = self.blocks.shard[slots] != 0
-                self._quarantine(slots[bad])
-                slots = slots[~bad]
-            if slots.size:
-                self.slots.free(slots)
-            if group.dead and not group.blocks_in.total():
-                del self._groups[group.number]
+            self._free(group, alike)
+
+    def _free(self, group: Group, blocks: BlockIds) -> None:
+        """Free the slots of those of a group's blocks that are DROPPED and that nothing holds."""
+        slots, unverified, corrupt = self.blocks.release(blocks, len(group.sizes))
+        self.unverified_slots -= unverified
+        self._count(group, DROPPED, FREE, len(slots) // len(group.sizes))
+        if corrupt:  # they stay handed out, so that nobody else gets them
+            bad = self.blocks.shard[slots] != 0
+            self._quarantine(slots[bad])
+            slots = slots[~bad]
+        if slots.size:
+            self.slots.free(slots)
+        if group.dead and not group.blocks_in.total():
+            del self._groups[group.number]
 
     def _quarantine(self, slots: SlotIds) -> None:
         self.quarantined_slots += len(slots)
@@ -1060,7 +1063,7 @@ class Cache:
             found = (np.flatnonzero(dead & (self.blocks.state[begin:end] == state)) + begin).astype(np.uint32)
             for group, alike in self.by_group(found):
                 self._remove(group, state, alike)
-                self._free_dropped(alike)
+                self._free(group, alike)
         if end == len(self.blocks.state):
             self._dead -= self._sweeping
             self._sweeping = set()

@@ -19,9 +19,9 @@ from kvoffd.cache.block_table import CORRUPT, NOT_FIRST, BlockIds, BlockTable
 from kvoffd.pool.allocator import SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import FREE_RECORD, RECORD_BYTES, SlotTable
 from kvoffd.system.native import native
+from kvoffd_proto.messages import MAX_WORLD_SIZE
 
 _BATCH_BYTES = 4 << 20
-MAX_RANKS = 64
 
 
 class GroupGeometry(NamedTuple):
@@ -143,7 +143,7 @@ def _ascending(generations: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
 
 
 def _believed(groups: Sequence[GroupGeometry]) -> bool:
-    return all(len(group.shard_bytes) <= MAX_RANKS and max(group.shard_bytes) < 2**32 for group in groups)
+    return all(len(group.shard_bytes) <= MAX_WORLD_SIZE and max(group.shard_bytes) < 2**32 for group in groups)
 
 
 def _judge_records(fd: int, table: SlotTable, recovery: object) -> None:

@@ -188,6 +188,8 @@ class SlotAllocator:
 
         What one size takes another may lack: then all ask for less.
         """
+        if len(sizes) == 1:
+            return self.take(sizes[0], count, nodes[0])[:, None]
         while True:
             columns: list[SlotIds] = []
             least = 0
