@@ -166,7 +166,7 @@ class TraceWriter:
         self._namespaces: dict[bytes, int] = {}
 
     def write(self, chains: list[TraceChain], dropped: int) -> bool:
-        """Add a line for each to the file; False where it has no room. ``dropped``: so many are missing behind them."""
+        """Add a line for each to the file; False where it is full. ``dropped``: so many are missing behind them."""
         for number, chain in enumerate(chains, 1):
             line = self._line(chain, dropped if number == len(chains) else 0)
             if self.file.tell() + self._unflushed + len(line) + END_BYTES > self._most_bytes:
