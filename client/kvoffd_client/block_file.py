@@ -13,6 +13,7 @@ block by block, rank by rank, without gaps. ``__metadata__`` holds
 
 from __future__ import annotations
 
+import builtins
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -282,15 +283,15 @@ class Exported:
 
     Attributes:
         blocks: blocks in the file.
-        nbytes: bytes of these blocks.
+        bytes: of these blocks.
         evicted: blocks that were evicted before they were read.
         damaged: keys of blocks that do not have their checksum; they are left out.
     """
 
     blocks: int = 0
-    nbytes: int = 0
+    bytes: int = 0
     evicted: int = 0
-    damaged: list[bytes] = field(default_factory=list)
+    damaged: list[builtins.bytes] = field(default_factory=list)
 
 
 def export_blocks(
@@ -335,7 +336,7 @@ def export_blocks(
                     passed += geometry.block_bytes(group) * (len(read.blocks) + len(read.damaged) + len(read.evicted))
                     progress(passed, total)
             writer.finish()
-            done.blocks, done.nbytes = len(writer.entries), writer.data_bytes
+            done.blocks, done.bytes = len(writer.entries), writer.data_bytes
     except OSError as error:
         raise BlockFileError(f"{path} cannot be written ({error.strerror}).") from error
     return done
@@ -347,7 +348,7 @@ class Imported:
 
     Attributes:
         blocks: blocks that were stored.
-        nbytes: bytes of these blocks.
+        bytes: of these blocks.
         present: blocks that were in the pool already.
         no_space: blocks that found no space.
         evicted: blocks of the file that are not in the pool at the end, as they gave way to others: it is small.
@@ -355,7 +356,7 @@ class Imported:
     """
 
     blocks: int = 0
-    nbytes: int = 0
+    bytes: int = 0
     present: int = 0
     no_space: int = 0
     evicted: int = 0
@@ -404,7 +405,7 @@ def import_blocks(
             finally:
                 written = client.write_blocks(geometry, group, blocks)
             done.blocks += written.stored
-            done.nbytes += written.stored * geometry.block_bytes(group)
+            done.bytes += written.stored * geometry.block_bytes(group)
             done.no_space += written.no_space
             passed += len(blocks) * geometry.block_bytes(group)
             progress(passed, file.data_bytes)

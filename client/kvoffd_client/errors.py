@@ -33,7 +33,7 @@ class UnknownNamespace(KvoffdClientError):
 
 
 class BlockUnavailable(KvoffdClientError):
-    """A block is not in the pool, or there is no room for it."""
+    """A block is not in the pool, or there is no space for it."""
 
 
 class BlockDamaged(KvoffdClientError):

@@ -116,11 +116,6 @@ class BlockTable:
         self._words, self._bytes = np.empty(count, np.uint32), np.empty(64 * count, np.uint8)
         self._words_at, self._bytes_at = self._words.ctypes.data, self._bytes.ctypes.data
 
-    def _buffers(self, count: int) -> None:
-        """Have buffers for so many words, and as many keys."""
-        if count > len(self._words):
-            self._make_buffers(count)
-
     @property
     def nbytes(self) -> int:
         """Memory of the index and the arrays, untouched pages among it."""
@@ -148,7 +143,8 @@ class BlockTable:
                 if number < count:
                     firsts[number] = first
             offered = firsts.tobytes()
-        self._buffers(count)
+        if count > len(self._words):
+            self._make_buffers(count)
         if not self._native.blocks_plan(
             *(self.address, group, keys, count, key_bytes, rank, offered, self._bytes_at, self._words_at)
         ):
@@ -172,7 +168,7 @@ class BlockTable:
         """
         count, ranks = slots.shape
         entered = self._native.blocks_enter(
-            *(self.address, _packed(slots), count, ranks, nbytes // PAGE_BYTES),
+            *(self.address, packed(slots), count, ranks, nbytes // PAGE_BYTES),
             *(group, keys, key_bytes, namespace, group_in_it),
         )
         assert entered == count, "a key is there, a slot is not free, or there is no memory"
@@ -195,9 +191,10 @@ class BlockTable:
         firsts = np.asarray(first_blocks, np.uint16).tobytes()
         sums = np.asarray(checksums, np.uint64).tobytes()
         assert 8 * count == 4 * len(firsts) == 8 * len(slots) == len(sums)
-        self._buffers(count)
+        if count > len(self._words):
+            self._make_buffers(count)
         found = self._native.blocks_publish(
-            *(self.address, _packed(blocks), _packed(slots), count, firsts, length, sums),
+            *(self.address, packed(blocks), packed(slots), count, firsts, length, sums),
             *(self.generation, self._words_at),
         )
         self.generation += count
@@ -209,7 +206,7 @@ class BlockTable:
 
     def drop(self, blocks: BlockIds) -> None:
         """Take blocks out of the index. They are DROPPED then, and no successor brings them back."""
-        dropped = self._native.blocks_drop(self.address, _packed(blocks), len(blocks))
+        dropped = self._native.blocks_drop(self.address, packed(blocks), len(blocks))
         assert dropped == len(blocks), "a block is not in the index"
 
     def release(self, blocks: BlockIds, ranks: int) -> tuple[SlotIds, int, int]:
@@ -218,14 +215,16 @@ class BlockTable:
 
         Slots whose shard is CORRUPT keep that mark, in their records too, and must not be used again.
         """
-        self._buffers(len(blocks) * ranks)
-        found = self._native.blocks_release(self.address, _packed(blocks), len(blocks), self._words_at, self._counts_at)
+        if len(blocks) * ranks > len(self._words):
+            self._make_buffers(len(blocks) * ranks)
+        found = self._native.blocks_release(self.address, packed(blocks), len(blocks), self._words_at, self._counts_at)
         return self._words[: found * ranks].copy(), self._counts[0], self._counts[1]
 
     def is_written(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         """Whether a store writes a shard of each block."""
-        self._buffers(len(blocks))
-        self._native.blocks_written_now(self.address, _packed(blocks), len(blocks), self._bytes_at)
+        if len(blocks) > len(self._words):
+            self._make_buffers(len(blocks))
+        self._native.blocks_written_now(self.address, packed(blocks), len(blocks), self._bytes_at)
         return self._bytes[: len(blocks)].astype(np.bool_)
 
     def pin(self, blocks: BlockIds) -> tuple[int, int, int]:
@@ -233,19 +232,19 @@ class BlockTable:
 
         Returns the bytes of all, the bytes of those that nothing pinned before, and how many these are.
         """
-        found = self._pin(blocks, 1)
+        if len(blocks) > len(self._words):
+            self._make_buffers(len(blocks))
+        some = packed(blocks), len(blocks)
+        found = int(self._native.blocks_pin(self.address, *some, 1, self._words_at, self._counts_at))
         return self._counts[0] * PAGE_BYTES, self._counts[1] * PAGE_BYTES, found
 
     def unpin(self, blocks: BlockIds) -> tuple[BlockIds, int]:
         """Undo one pin for each time a block is named. Returns those that nothing pins any more, and their bytes."""
-        found = self._pin(blocks, -1)
-        return self._words[:found].copy(), self._counts[1] * PAGE_BYTES
-
-    def _pin(self, blocks: BlockIds, by: int) -> int:
         if len(blocks) > len(self._words):
             self._make_buffers(len(blocks))
-        packed = _packed(blocks)
-        return int(self._native.blocks_pin(self.address, packed, len(blocks), by, self._words_at, self._counts_at))
+        some = packed(blocks), len(blocks)
+        found = self._native.blocks_pin(self.address, *some, -1, self._words_at, self._counts_at)
+        return self._words[:found].copy(), self._counts[1] * PAGE_BYTES
 
     def slots(self, blocks: BlockIds, ranks: int) -> npt.NDArray[np.uint32]:
         """[blocks, ranks] the slots of blocks that have so many."""
@@ -283,8 +282,9 @@ class BlockTable:
     def keys(self, blocks: BlockIds, key_bytes: int) -> bytes:
         """The keys of blocks of one group, end to end."""
         count = len(blocks)
-        self._buffers(count)
-        self._native.blocks_keys(self.address, _packed(blocks), count, key_bytes, self._bytes_at)
+        if count > len(self._words):
+            self._make_buffers(count)
+        self._native.blocks_keys(self.address, packed(blocks), count, key_bytes, self._bytes_at)
         return self._bytes[: count * key_bytes].tobytes()
 
     def note_misses(self, group: int, keys: bytes, key_bytes: int, reason: int) -> None:
@@ -302,7 +302,7 @@ class BlockTable:
         return self._counts[:]
 
 
-def _packed(numbers: npt.NDArray[np.uint32]) -> bytes:
+def packed(numbers: npt.NDArray[np.uint32]) -> bytes:
     """As C reads them: numbers of another width would be taken for others."""
     assert numbers.dtype == np.uint32
     return numbers.tobytes()

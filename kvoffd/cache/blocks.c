@@ -115,8 +115,11 @@ uint64_t kvoffd_blocks_enter(struct blocks *x, const uint32_t *slots, uint64_t c
 /* Seals a record: all behind its state is written. */
 static void seal(const struct blocks *x, uint8_t *record)
 {
+    uint32_t crc;
+
     atomic_signal_fence(memory_order_seq_cst);
-    WRITE(record, uint32_t, CRC, crc_of(x, record));
+    crcs_of(x, record, 1, &crc);
+    WRITE(record, uint32_t, CRC, crc);
 }
 
 /* Notes that shards of `length` bytes are whole, from the last one to the first, with rising generations; the blocks are

@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { RECORD = 128, KEY = 32, MOST_RANKS = 64 };
+enum { RECORD = 128, KEY = 32, MOST_RANKS = 64 /* MAX_WORLD_SIZE of messages.py */ };
 enum { GENERATION = 8, NAMESPACE = 16, GROUP = 20, RANK = 22, FIRST_BLOCK = 24, KEY_BYTES = 26, LENGTH = 28 };
 enum { CHECKSUM = 96, CRC = 104 };
 enum { FREE_RECORD = 0 };
@@ -132,18 +132,20 @@ static inline void remove_at(struct blocks *x, uint64_t hole)
     x->used--;
 }
 
-/* zlib's CRC-32 of what a record's own is of. */
-static inline uint32_t crc_of(const struct blocks *x, const uint8_t *record)
+/* zlib's CRC-32 of what a record's own is of: of several at once, as each step waits for the one before. */
+static inline void crcs_of(const struct blocks *x, const uint8_t *records, int count, uint32_t *crcs)
 {
-    uint32_t crc = 0xFFFFFFFF;
-
-    for (int field = GENERATION; field < CRC; field += 8) {
-        uint64_t word = READ(record, uint64_t, field) ^ crc;
-        crc = x->crc[7][word & 255] ^ x->crc[6][word >> 8 & 255] ^ x->crc[5][word >> 16 & 255] ^
-              x->crc[4][word >> 24 & 255] ^ x->crc[3][word >> 32 & 255] ^ x->crc[2][word >> 40 & 255] ^
-              x->crc[1][word >> 48 & 255] ^ x->crc[0][word >> 56];
-    }
-    return ~crc;
+    for (int i = 0; i < count; i++)
+        crcs[i] = 0xFFFFFFFF;
+    for (int field = GENERATION; field < CRC; field += 8)
+        for (int i = 0; i < count; i++) {
+            uint64_t word = READ(records + i * RECORD, uint64_t, field) ^ crcs[i];
+            crcs[i] = x->crc[7][word & 255] ^ x->crc[6][word >> 8 & 255] ^ x->crc[5][word >> 16 & 255] ^
+                      x->crc[4][word >> 24 & 255] ^ x->crc[3][word >> 32 & 255] ^ x->crc[2][word >> 40 & 255] ^
+                      x->crc[1][word >> 48 & 255] ^ x->crc[0][word >> 56];
+        }
+    for (int i = 0; i < count; i++)
+        crcs[i] = ~crcs[i];
 }
 
 #endif

@@ -397,9 +397,11 @@ class Cache:
         states = pool
         if self.tiers is not None and [one for one in pool if one.count(READY) < len(one)]:
             states = self.tiers.find(namespace, session, groups, pool, again)
-        if lease is None:
-            lease = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s, _NOTHING)
-        states, ready = self._lease(lease, states, [blocks for _, blocks in found])
+        ready = [_NOTHING] * len(states)
+        if [one for one in states if READY in one]:
+            if lease is None:
+                lease = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s, _NOTHING)
+            states, ready = self._lease(lease, states, [blocks for _, blocks in found])
         if not again:
             runs = [len(one) - len(one.lstrip(_READY_BYTE)) for one in states]
             namespace.counters.prefix_keys_ready += sum(runs)
@@ -409,7 +411,7 @@ class Cache:
             parts = zip(known, groups, ready, runs, strict=True)
             chains = [Chain(group, keys, blocks, run) for group, (_, keys), blocks, run in parts if group is not None]
             self._requested = (namespace, chains) if chains else None
-        return states, len(lease.blocks)
+        return states, 0 if lease is None else len(lease.blocks)
 
     def _lease(
         self, lease: Lease, states: list[bytes], blocks: Sequence[BlockIds]
@@ -417,7 +419,11 @@ class Cache:
         """Pin what is READY, as far as leases may; returns the states to answer with, and the READY blocks."""
         held = self.held.get(lease.session) or Held()
         for shortened in (False, True):
-            ready = [_ready(one, found) for one, found in zip(states, blocks, strict=True)]
+            ready = []
+            for one, found in zip(states, blocks, strict=True):
+                if (count := one.count(READY)) < len(one):
+                    found = found[np.frombuffer(one, np.uint8) == READY] if count else _NOTHING
+                ready.append(found)
             every = ready[0] if len(ready) == 1 else np.concatenate([_NOTHING, *ready])
             fresh = every[~np.isin(every, lease.blocks)] if lease.blocks.size else every
             if not fresh.size:
@@ -588,31 +594,30 @@ class Cache:
 
         What the message found present is not evicted for it. Raises BadGeometry, BadKeys.
         """
+        groups, size = self._current[namespace], namespace.key_bytes
         for part in parts:
-            namespace.slot_bytes(rank, part.group)
-            namespace.check_keys(part.group, part.keys)
-        known = [group for part in parts if (group := self._current[namespace][part.group]) is not None]
-        if len(known) == len(parts):
-            stored = self._begin_store(rank, known, parts)
-        else:
+            if not 0 <= part.group < len(groups) or len(part.keys) % size:
+                namespace.check_keys(part.group, part.keys)  # which raises
+        known = [group for part in parts if (group := groups[part.group]) is not None]
+        if len(known) < len(parts) or not 0 <= rank < namespace.world_size:
+            for part in parts:
+                namespace.slot_bytes(rank, part.group)  # which raises where no worker of the rank has registered
             stored = [_no_group(namespace, part) for part in parts]
-        for one, part in zip(stored, parts, strict=True):
-            self._count_refused(namespace, one, part)
-        return StoreTicket(rank, stored)
-
-    def _begin_store(self, rank: int, groups: Sequence[Group], parts: Sequence[StorePart]) -> list[Stored]:
+            for one, part in zip(stored, parts, strict=True):
+                self._count_refused(namespace, one, part)
+            return StoreTicket(rank, stored)
         plans: list[_Plan] = []
         held: list[BlockIds] = []
         try:
-            for group, part in zip(groups, parts, strict=True):
-                plans.append(self._plan(rank, group, part))
-                self.pin(plans[-1].present)
-                held.append(plans[-1].present)
+            for group, part in zip(known, parts, strict=True):
+                plans.append(plan := self._plan(rank, group, part))
+                if plan.present.size:
+                    self.pin(plan.present)
+                    held.append(plan.present)
             for number, plan in enumerate(plans):
-                group = plan.stored.group
-                before = [one.stored.blocks for one in plans[:number] if one.stored.group is group]
+                before = [one.stored.blocks for one in plans[:number] if one.stored.group is plan.stored.group]
                 if before:  # they may have begun to write its keys
-                    plan = plans[number] = self._plan(rank, group, plan.part, np.concatenate(before))
+                    plan = plans[number] = self._plan(rank, plan.stored.group, plan.part, np.concatenate(before))
                 self._admit(rank, plan)
         except BaseException:
             self.abort_store(StoreTicket(rank, [plan.stored for plan in plans]))
@@ -620,7 +625,10 @@ class Cache:
         finally:
             for present in held:
                 self.unpin(present)
-        return [plan.stored for plan in plans]
+        for plan in plans:
+            if plan.stored.no_space or plan.stored.rejected:
+                self._count_refused(namespace, plan.stored, plan.part)
+        return StoreTicket(rank, [plan.stored for plan in plans])
 
     def _plan(self, rank: int, group: Group, part: StorePart, ours: BlockIds = _NOTHING) -> _Plan:
         """What is there of a store's keys and what is lacking; drops blocks that hold less than is offered.
@@ -630,7 +638,7 @@ class Cache:
         verdicts, blocks = self.blocks.plan(group.number, part.keys, group.key_bytes, rank, part.first_blocks)
         count = len(verdicts)
         if verdicts.count(Verdict.LACKING) == count:
-            return _Plan(Stored(group), part, _NOTHING, np.arange(count), _NOTHING, np.arange(0))
+            return _Plan(Stored(group, _NOTHING, _NOTHING), part, _NOTHING, np.arange(count), _NOTHING, np.arange(0))
         of_key = np.frombuffer(verdicts, np.uint8)
         if Verdict.NARROW in verdicts:
             gone = blocks[of_key == Verdict.NARROW]
@@ -642,7 +650,7 @@ class Cache:
         mine = np.flatnonzero(of_key == Verdict.MINE)
         lacking = np.flatnonzero((of_key == Verdict.LACKING) | (of_key == Verdict.NARROW))
         again = (of_key == Verdict.AGAIN) | np.isin(blocks, ours)
-        stored = Stored(group, again=np.flatnonzero(again).tolist())
+        stored = Stored(group, _NOTHING, _NOTHING, again=np.flatnonzero(again).tolist())
         return _Plan(stored, part, blocks[blocks != NO_BLOCK], lacking, blocks[mine], mine)
 
     def _admit(self, rank: int, plan: _Plan) -> None:
@@ -675,7 +683,7 @@ class Cache:
                 order = np.argsort(copied)
                 copied, stored.blocks = copied[order], stored.blocks[order]
             stored.copy = copied.tolist()
-        stored.slots = self.blocks.slots_of_rank(stored.blocks, rank)
+        stored.slots = self.blocks.slots_of_rank(stored.blocks, rank) if rank else stored.blocks
         firsts = part.first_blocks
         stored.first_blocks = [firsts.get(key, 0) for key in stored.copy] if firsts else [0] * len(stored.copy)
         self.blocks.shard[stored.slots] = WRITING_SHARD
@@ -763,8 +771,9 @@ class Cache:
         """Count blocks as READY and tell of them. ``before``: their state until now."""
         self._count(group, before, READY, len(tail_first))
         self.policy.insert(group, tail_first)
-        names = group.namespace.split(group.group, self.blocks.keys(tail_first[::-1], group.key_bytes))
-        self._events.stored(group.namespace, group.group, names, tokens=tokens)
+        keys = self.blocks.keys(tail_first[::-1], group.key_bytes)
+        split: list[bytes] = np.frombuffer(keys, group.namespace.key_type).tolist()
+        self._events.stored(group.namespace, group.group, split, tokens=tokens)
 
     def abort_store(self, ticket: StoreTicket) -> None:
         """End a store that did not copy everything: its shards go, what other ranks wrote stays and waits."""
@@ -790,7 +799,7 @@ class Cache:
             unused = writing[(every == RESERVED).all(axis=1)]
             self._wait(group, writing[~(every == RESERVED).all(axis=1)])
             self._remove(group, WRITING, unused)
-            self._free_dropped(unused)
+            self._free(group, unused)
         self._free_dropped(blocks[self.blocks.state[blocks] == DROPPED])
 
     def _wait(self, group: Group, blocks: BlockIds) -> None:
@@ -893,7 +902,8 @@ class Cache:
 
     def _take(self, group: Group, count: int, below: float) -> npt.NDArray[np.uint32]:
         """[blocks, ranks] slots for up to ``count`` blocks; what has a lower score than ``below`` may go for them."""
-        count = self._within_quota(group, count, below)
+        if group.namespace.fingerprint in self.quotas:
+            count = self._within_quota(group, count, below)
         nodes = [group.namespace.nodes.get(rank) for rank in range(len(group.sizes))]
         found: list[npt.NDArray[np.uint32]] = []
         try:
@@ -918,8 +928,7 @@ class Cache:
     def _within_quota(self, group: Group, count: int, below: float) -> int:
         """How many of ``count`` blocks the namespace may take, evicting its own where it has its quota."""
         namespace, each = group.namespace, group.block_bytes
-        if (quota := self.quotas.of(namespace.fingerprint)) is None:
-            return count
+        quota = self.quotas[namespace.fingerprint]
         if namespace.held_bytes + count * each > quota and self._dead:
             while self.background():
                 pass
@@ -956,7 +965,7 @@ class Cache:
             self._remove(group, READY, alike, MissReason.EVICTED)
             if not group.dead:
                 group.namespace.counters.evicted_blocks += len(alike)
-            self._free_dropped(alike)
+            self._free(group, alike)
 
     def invalidate(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> int:
         """Forget keys, in the tiers too. What is held keeps its slots. Returns how many blocks were in the pool.
@@ -983,7 +992,7 @@ class Cache:
             group.namespace.counters.invalidated_blocks += len(alike)
             for state in (READY, WRITING):
                 self._remove(group, state, alike[self.blocks.state[alike] == state], reason)
-            self._free_dropped(alike)
+            self._free(group, alike)
 
     def _drop_partial(self, blocks: Sequence[int]) -> None:
         """Drop blocks that lack a shard which nobody stored in time."""
@@ -1010,19 +1019,22 @@ class Cache:
             self._events.removed(group.namespace, group.group, group.namespace.split(group.group, names))
 
     def _free_dropped(self, blocks: BlockIds) -> None:
-        """Free the slots of DROPPED blocks that nothing holds."""
         for group, alike in self.by_group(blocks):
-            slots, unverified, corrupt = self.blocks.release(alike, len(group.sizes))
-            self.unverified_slots -= unverified
-            self._count(group, DROPPED, FREE, len(slots) // len(group.sizes))
-            if corrupt:  # they stay handed out, so that nobody else gets them
-                bad = self.blocks.shard[slots] != 0
-                self._quarantine(slots[bad])
-                slots = slots[~bad]
-            if slots.size:
-                self.slots.free(slots)
-            if group.dead and not group.blocks_in.total():
-                del self._groups[group.number]
+            self._free(group, alike)
+
+    def _free(self, group: Group, blocks: BlockIds) -> None:
+        """Free the slots of those of a group's blocks that are DROPPED and that nothing holds."""
+        slots, unverified, corrupt = self.blocks.release(blocks, len(group.sizes))
+        self.unverified_slots -= unverified
+        self._count(group, DROPPED, FREE, len(slots) // len(group.sizes))
+        if corrupt:  # they stay handed out, so that nobody else gets them
+            bad = self.blocks.shard[slots] != 0
+            self._quarantine(slots[bad])
+            slots = slots[~bad]
+        if slots.size:
+            self.slots.free(slots)
+        if group.dead and not group.blocks_in.total():
+            del self._groups[group.number]
 
     def _quarantine(self, slots: SlotIds) -> None:
         self.quarantined_slots += len(slots)
@@ -1042,7 +1054,7 @@ class Cache:
             found = (np.flatnonzero(dead & (self.blocks.state[begin:end] == state)) + begin).astype(np.uint32)
             for group, alike in self.by_group(found):
                 self._remove(group, state, alike)
-                self._free_dropped(alike)
+                self._free(group, alike)
         if end == len(self.blocks.state):
             self._dead -= self._sweeping
             self._sweeping = set()
@@ -1232,19 +1244,12 @@ def _shortened_record(record: NamespaceRecord) -> NamespaceRecord:
 def _no_group(namespace: Namespace, part: StorePart) -> Stored:
     """Nothing is stored while a rank of the world has not registered."""
     group = Group(0, namespace, part.group, namespace.key_bytes, [], [])
-    return Stored(group, no_space=list(range(len(part.keys) // namespace.key_bytes)))
+    return Stored(group, _NOTHING, _NOTHING, no_space=list(range(len(part.keys) // namespace.key_bytes)))
 
 
 def _unknown(count: int) -> tuple[bytes, BlockIds]:
     """What is found of so many keys while a rank of the world has not registered."""
     return bytes(count), np.full(count, NO_BLOCK, np.uint32)
-
-
-def _ready(states: bytes, blocks: BlockIds) -> BlockIds:
-    """Those of the blocks whose state is READY."""
-    if (count := states.count(READY)) == len(states):
-        return blocks
-    return blocks[np.frombuffer(states, np.uint8) == READY] if count else _NOTHING
 
 
 def _shortened(states: bytes, blocks: BlockIds, held: BlockIds, part: float) -> bytes:

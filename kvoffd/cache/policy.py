@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.cache.block_table import BlockIds, BlockTable
+from kvoffd.cache.block_table import BlockIds, BlockTable, packed
 from kvoffd.cache.namespace import Namespace
 from kvoffd.system.native import native
 from kvoffd_proto.stats import LearnedStats
@@ -149,16 +149,13 @@ class Lru(AdmitsAll):
 
     def requested(self, chains: Sequence[Chain]) -> None:
         for chain in chains:
-            blocks = np.ascontiguousarray(chain.ready)
-            self._native.lru_use(*self._links, blocks.ctypes.data, len(blocks))
+            self._native.lru_use(*self._links, packed(chain.ready), len(chain.ready))
 
     def insert(self, group: Group, blocks: BlockIds) -> None:
-        blocks = np.ascontiguousarray(blocks)
-        self._native.lru_insert(*self._links, blocks.ctypes.data, len(blocks))
+        self._native.lru_insert(*self._links, packed(blocks), len(blocks))
 
     def remove(self, group: Group, blocks: BlockIds) -> None:
-        blocks = np.ascontiguousarray(blocks)
-        self._native.lru_remove(*self._links, blocks.ctypes.data, len(blocks))
+        self._native.lru_remove(*self._links, packed(blocks), len(blocks))
 
     def candidates(self, below: float = inf) -> Iterator[BlockIds]:
         after, most = 0, BATCH

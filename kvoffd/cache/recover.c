@@ -31,22 +31,6 @@ struct recovery {
     uint64_t next_number, reset_found, unwritten_found, incomplete_found;
 };
 
-/* zlib's CRC-32 of the records' 12 words: of several at once, as each step waits for the one before. */
-static void crcs_of(const struct blocks *x, const uint8_t *records, uint32_t crcs[RECORDS_TOGETHER])
-{
-    for (int i = 0; i < RECORDS_TOGETHER; i++)
-        crcs[i] = 0xFFFFFFFF;
-    for (int field = GENERATION; field < CRC; field += 8)
-        for (int i = 0; i < RECORDS_TOGETHER; i++) {
-            uint64_t word = READ(records + i * RECORD, uint64_t, field) ^ crcs[i];
-            crcs[i] = x->crc[7][word & 255] ^ x->crc[6][word >> 8 & 255] ^ x->crc[5][word >> 16 & 255] ^
-                      x->crc[4][word >> 24 & 255] ^ x->crc[3][word >> 32 & 255] ^ x->crc[2][word >> 40 & 255] ^
-                      x->crc[1][word >> 48 & 255] ^ x->crc[0][word >> 56];
-        }
-    for (int i = 0; i < RECORDS_TOGETHER; i++)
-        crcs[i] = ~crcs[i];
-}
-
 /* The size of the slot as its region has it; 0 where there is no such slot. */
 static uint64_t size_of(const struct recovery *r, uint64_t slot)
 {
@@ -169,7 +153,7 @@ void kvoffd_recover_records(struct recovery *r, const uint8_t *records, uint64_t
         const uint8_t *record = records + i * RECORD;
         uint64_t state = READ(record, uint64_t, 0);
         if (i % RECORDS_TOGETHER == 0) {
-            crcs_of(r->blocks, record, crcs);
+            crcs_of(r->blocks, record, RECORDS_TOGETHER, crcs);
             if (i + RECORDS_TOGETHER < count)
                 for (int ahead = RECORDS_TOGETHER; ahead < 2 * RECORDS_TOGETHER; ahead++)
                     prefetch(r, record + ahead * RECORD);

@@ -13,14 +13,15 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffd.cache.block_table import CORRUPT, NOT_FIRST, BlockIds, BlockTable
 from kvoffd.pool.allocator import SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import FREE_RECORD, RECORD_BYTES, SlotTable
 from kvoffd.system.native import native
+from kvoffd_proto.messages import MAX_WORLD_SIZE
 
 _BATCH_BYTES = 4 << 20
-MAX_RANKS = 64
 
 
 class GroupGeometry(NamedTuple):
@@ -127,13 +128,22 @@ def recover(
     slots.restore(np.concatenate([used[: recovery.used_found], quarantined]), table.region_sizes.astype(np.int64))
     whole = recovery.heads_found
     blocks.generation = int(generations[:whole].max(initial=0))
-    oldest_first = heads[np.argsort(generations[:whole])]
+    oldest_first = heads[:whole][_ascending(generations[:whole])]
     told = recovery.reset_found, recovery.unwritten_found, recovery.incomplete_found
     return RecoveredBlocks(oldest_first, quarantined, *told, recovery.discarded_found - sum(told))
 
 
+def _ascending(generations: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
+    """What ``np.argsort`` gives, by 16 bits at a time, for which numpy has a radix sort: in half the time."""
+    order = np.arange(len(generations), dtype=np.uint32)
+    above = generations - generations.min(initial=2**63)
+    for shift in range(0, int(above.max(initial=0)).bit_length(), 16):
+        order = order[np.argsort((above[order] >> np.uint64(shift)).astype(np.uint16), kind="stable")]
+    return order
+
+
 def _believed(groups: Sequence[GroupGeometry]) -> bool:
-    return all(len(group.shard_bytes) <= MAX_RANKS and max(group.shard_bytes) < 2**32 for group in groups)
+    return all(len(group.shard_bytes) <= MAX_WORLD_SIZE and max(group.shard_bytes) < 2**32 for group in groups)
 
 
 def _judge_records(fd: int, table: SlotTable, recovery: object) -> None:

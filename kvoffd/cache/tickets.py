@@ -72,12 +72,12 @@ class Stored:
     """What becomes of the keys of one part. Numbers count the keys that were given; keys in no list are present."""
 
     group: Group
+    blocks: BlockIds
+    """The block of each key to copy."""
+    slots: SlotIds
+    """This rank's slot of each; it belongs to the store until its end."""
     copy: list[int] = field(default_factory=list)
     """Keys to copy, ascending."""
-    blocks: BlockIds = field(default_factory=lambda: _NOTHING)
-    """The block of each key to copy."""
-    slots: SlotIds = field(default_factory=lambda: _NOTHING)
-    """This rank's slot of each; it belongs to the store until its end."""
     first_blocks: list[int] = field(default_factory=list)
     again: list[int] = field(default_factory=list)
     """Keys that come under an earlier number too, which is copied, or in one of the next lists."""

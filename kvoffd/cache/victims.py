@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 import numpy as np
 import numpy.typing as npt
@@ -26,28 +26,18 @@ MAX_QUOTAS = 1024
 _NOTHING: BlockIds = np.empty(0, np.uint32)
 
 
-class Quotas:
+class Quotas(dict[bytes, int]):
     """By fingerprint, the most bytes of the pool that a namespace may have, where an operator says so."""
-
-    def __init__(self) -> None:
-        self._quotas: dict[bytes, int] = {}
-
-    def __iter__(self) -> Iterator[tuple[bytes, int]]:
-        return iter(self._quotas.items())
-
-    def of(self, fingerprint: bytes) -> int | None:
-        """Bytes; None for no quota."""
-        return self._quotas.get(fingerprint)
 
     def set(self, fingerprint: bytes, quota_bytes: int | None) -> None:
         """Set the quota of a namespace, open or not; None takes it away. Raises KvoffdError, BAD_ARGUMENT."""
         if quota_bytes is None:
-            self._quotas.pop(fingerprint, None)
+            self.pop(fingerprint, None)
             return
-        if fingerprint not in self._quotas and len(self._quotas) >= MAX_QUOTAS:
+        if fingerprint not in self and len(self) >= MAX_QUOTAS:
             why = f"{MAX_QUOTAS} namespaces have a quota, the most there may be; take those of others away."
             raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
-        self._quotas[fingerprint] = quota_bytes
+        self[fingerprint] = quota_bytes
 
 
 class Victims:

@@ -188,6 +188,8 @@ class SlotAllocator:
 
         What one size takes another may lack: then all ask for less.
         """
+        if len(sizes) == 1:
+            return self.take(sizes[0], count, nodes[0])[:, None]
         while True:
             columns: list[SlotIds] = []
             least = 0
@@ -228,21 +230,25 @@ class SlotAllocator:
         Raises:
             ValueError: a slot lies outside its region, or comes twice. Nothing was handed out.
         """
-        regions, index = np.divmod(slots, self.slots_per_region)
-        sizes = slot_bytes[regions] if (regions < self.regions).all() else np.zeros(1, np.int64)
-        room = np.array([self._slots_in(region, max(1, int(size))) for region, size in enumerate(slot_bytes)])
-        if (sizes < MIN_SLOT_BYTES).any() or (sizes % PAGE_BYTES).any() or (index >= room[regions]).any():
-            raise ValueError("A slot lies outside its region, or its region has no size.")
-        if len(np.unique(slots)) != len(slots):
+        in_use = np.zeros((self.regions, self.slots_per_region), np.bool_)
+        try:
+            in_use.reshape(-1)[slots] = True
+        except IndexError:
+            raise ValueError("A slot lies outside its region: there is no such region.") from None
+        if np.count_nonzero(in_use) != len(slots):
             raise ValueError("A slot is in use twice.")
-        self.in_use[slots] = True
-        self.used_bytes = int(sizes.sum())
-        for region in np.unique(regions).tolist():
+        regions = np.flatnonzero(in_use.any(axis=1)).tolist()
+        for region in regions:
+            size = int(slot_bytes[region])
+            if size < MIN_SLOT_BYTES or size % PAGE_BYTES or in_use[region, self._slots_in(region, size) :].any():
+                raise ValueError("A slot lies outside its region, or its region has no size.")
+        self.in_use[:] = in_use.reshape(-1)
+        for region in regions:
             size, first = int(slot_bytes[region]), region * self.slots_per_region
-            self.slot_bytes[region] = size
-            free = np.flatnonzero(~self.in_use[first : first + self._slots_in(region, size)])[::-1] + first
+            free = np.flatnonzero(~in_use[region, : self._slots_in(region, size)])[::-1] + first
+            self.slot_bytes[region], self._free[region] = size, len(free)
             self._stack[first : first + len(free)] = free
-            self._free[region] = len(free)
+            self.used_bytes += size * (self._slots_in(region, size) - len(free))
 
     def offsets(self, slots: SlotIds) -> npt.NDArray[np.int64]:
         """Pool offset in bytes of each slot, which is in use."""

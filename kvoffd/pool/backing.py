@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from kvoffd.errors import KvoffdError, PoolTooLarge, UnsafeSegment
 from kvoffd.pool.memory import PoolMemory
@@ -50,27 +49,7 @@ class PoolMappings(NamedTuple):
         self.table.close()
 
 
-class PoolBacking(ABC):
-    """Finds or makes the memory of one pool at a time. Mappings stay when their backing is closed."""
-
-    @abstractmethod
-    def limit(self) -> MemoryLimit:
-        """How large a pool and its table can be here, with the memory that they hold already."""
-
-    @abstractmethod
-    def find(self, geometry: TableGeometry) -> PoolMappings | None:
-        """The memory that an earlier daemon left, or None. Raises BadTable when it is not of this geometry."""
-
-    @abstractmethod
-    def make(self, geometry: TableGeometry) -> PoolMappings:
-        """New memory, all zeros; what an earlier daemon left is freed before. Raises PoolTooLarge."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Closes the backing's own descriptors."""
-
-
-class MemfdBacking(PoolBacking):
+class MemfdBacking:
     """Sealed memfds: new ones, or an earlier daemon's that systemd kept.
 
     Args:
@@ -83,11 +62,13 @@ class MemfdBacking(PoolBacking):
         self._on_discard = on_discard
 
     def limit(self) -> MemoryLimit:
+        """How large a pool and its table can be here, with the memory that they hold already."""
         held = sum(held_bytes(os.fstat(fd)) for fd in self._stored or ())
         limit = memory_limit()
         return MemoryLimit(limit.bytes + held, limit.source)
 
     def find(self, geometry: TableGeometry) -> PoolMappings | None:
+        """The memory that an earlier daemon left, or None. Raises BadTable when it is not of this geometry."""
         if self._stored is None:
             return None
         pool_fd, table_fd = self._stored
@@ -103,6 +84,7 @@ class MemfdBacking(PoolBacking):
             raise BadTable(f"What was kept is no memory of kvoffd's: {error.message}") from error
 
     def make(self, geometry: TableGeometry) -> PoolMappings:
+        """New memory, all zeros; what an earlier daemon left is freed before. Raises PoolTooLarge."""
         if self._stored is not None:
             self.close()
             if self._on_discard is not None:
@@ -113,6 +95,7 @@ class MemfdBacking(PoolBacking):
         )
 
     def close(self) -> None:
+        """Close its own descriptors. Mappings stay."""
         for fd in self._stored or ():
             os.close(fd)
         self._stored = None
@@ -122,7 +105,7 @@ class PoolFileError(KvoffdError):
     """The pool file cannot be used. The message says why and what to do."""
 
 
-class FileBacking(PoolBacking):
+class FileBacking:
     """One file at ``path``: the slot table at its start, the pool behind it. Locked while the daemon lives.
 
     All memory of the file is allocated from the start, since a write that finds the file system full would be a
@@ -269,3 +252,7 @@ class FileBacking(PoolBacking):
             lambda: PoolMemory.of_file(self._fd, self._aligned(geometry.pool_bytes), table_bytes),
             lambda: PoolMemory.of_file(self._fd, table_bytes, 0),
         )
+
+
+PoolBacking: TypeAlias = MemfdBacking | FileBacking
+"""Finds or makes the memory of one pool at a time."""

@@ -19,6 +19,8 @@ aligned 8-byte store. Whoever finds that and a right CRC therefore finds whole b
 That needs no fences. A killed process stops between two instructions of each of its threads: what a thread stored
 before is in the shared pages, on x86 as on ARM, since a store that was retired cannot be taken back. That one thread's
 copy comes before another's READY is seen to by the queue and lock between them.
+
+The state "!kvBAD!!" is of a slot that lost what was stored in it: it is never used again.
 """
 
 from __future__ import annotations
@@ -48,8 +50,6 @@ MAX_GENERATION = 2**62 - 1
 """Of a record that is believed: others can follow."""
 READY_RECORD = int.from_bytes(b"kvREADY!", "little")
 """State of a record whose slot is whole; no flipped bit of another state makes it."""
-BAD_RECORD = int.from_bytes(b"!kvBAD!!", "little")
-"""State of a record whose slot lost what was stored in it: it is never used again."""
 FREE_RECORD = 0
 RECORD = np.dtype(
     {

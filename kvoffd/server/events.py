@@ -47,21 +47,24 @@ class EventLog:
         medium: str = MEDIUM_CPU,
         tokens: Mapping[bytes, BlockTokens] = NO_TOKENS,
     ) -> None:
-        block_tokens = namespace.groups[group].tokens_per_block
+        block_tokens, events = namespace.groups[group].tokens_per_block, self.pending.setdefault(namespace, [])
+        if not tokens:
+            events.append(BlockStored(list(keys), block_tokens, medium, group))
+            return
         known = [key for key in keys if key in tokens]
         if known:
             parents = [tokens[key].parent for key in known]
             token_ids = b"".join([tokens[key].token_ids for key in known])
-            self._add(namespace, BlockStored(known, block_tokens, medium, group, parents, token_ids))
+            events.append(BlockStored(known, block_tokens, medium, group, parents, token_ids))
         if len(known) < len(keys):
             unknown = [key for key in keys if key not in tokens]
-            self._add(namespace, BlockStored(unknown, block_tokens, medium, group))
+            events.append(BlockStored(unknown, block_tokens, medium, group))
 
     def removed(self, namespace: Namespace, group: int, keys: Sequence[bytes], medium: str = MEDIUM_CPU) -> None:
-        self._add(namespace, BlockRemoved(list(keys), medium, group))
+        self.pending.setdefault(namespace, []).append(BlockRemoved(list(keys), medium, group))
 
     def cleared(self, namespace: Namespace) -> None:
-        self._add(namespace, AllBlocksCleared())
+        self.pending.setdefault(namespace, []).append(AllBlocksCleared())
 
     def take(self) -> list[Frames]:
         """Return the messages to publish for all that happened since the last call."""
@@ -76,6 +79,3 @@ class EventLog:
         self.pending.clear()
         self.published += len(messages)
         return messages
-
-    def _add(self, namespace: Namespace, event: KvEvent) -> None:
-        self.pending.setdefault(namespace, []).append(event)

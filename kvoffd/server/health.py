@@ -73,15 +73,15 @@ def _crowded(service: Service, recent: Window) -> list[a.HealthProblem]:
             a.HealthProblem(
                 "pool_pinned",
                 f"{format_size(usage.pinned)} of {format_size(usable_bytes)} of the pool are pinned"
-                f"{_most_pinned(service)}: stores find no room. `kvoffd-cli clients` says who holds what. "
+                f"{_most_pinned(service)}: stores find no space. `kvoffd-cli clients` says who holds what. "
                 "Enlarge the pool, or end the sessions that hold blocks and do not load them.",
             )
         )
     if dropped := recent.no_space_keys:
         causes.append(
             a.HealthProblem(
-                "stores_without_room",
-                f"In the last {format_duration(recent.seconds)} the pool had no room for {format_count(dropped)} "
+                "stores_without_space",
+                f"In the last {format_duration(recent.seconds)} the pool had no space for {format_count(dropped)} "
                 f"block{plural(dropped)} that engines offered. It is too small, or too much is pinned.",
             )
         )

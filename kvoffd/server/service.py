@@ -19,6 +19,7 @@ from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError, refusal_of
+from kvoffd.observe.logging import RareWarnings
 from kvoffd.observe.loop_watch import LoopWatch
 from kvoffd.observe.meters import LOOKUP_BOUNDS_S, DurationHistogram, RateMeter
 from kvoffd.pool.pool import Pool
@@ -45,6 +46,7 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.stats import Lifetime
 
 logger = logging.getLogger(__name__)
+_refused = RareWarnings(logger, logging.INFO)
 
 REMOVAL_WAIT_S = 0.5
 """For disks to note what an invalidation, a reset or a clear removed; the answer waits for it."""
@@ -252,6 +254,8 @@ class Service:
         refusal = refusal_of(error)
         if session is None or session.role is not m.Role.ADMIN or refusal.code not in MISTYPED:
             self.count_error(refusal.code)
+            who = "a client without a session" if session is None else f"session {session.id} ({session.name})"
+            _refused.warn("A request of %s was refused, %s: %s", who, refusal.code.name.lower(), refusal.message)
         return m.Error(request_id, refusal.code, refusal.message)
 
     def count_error(self, code: ErrorCode) -> None:

@@ -102,7 +102,7 @@ def _namespace_stats(service: Service, namespace: Namespace, curve: s.HitCurve) 
         pending_keys=pending_keys(namespace),
         invalidated_blocks=counters.invalidated_blocks,
         partial_blocks=counters.partial_blocks,
-        quota_bytes=service.cache.quotas.of(namespace.fingerprint),
+        quota_bytes=service.cache.quotas.get(namespace.fingerprint),
         prefill_tokens_per_second=counters.prefill_tokens_per_second,
         load_tokens_per_second=counters.load_tokens_per_second,
         curve=curve,
@@ -160,7 +160,7 @@ def namespaces(service: Service, session: Session, message: a.Namespaces) -> a.N
             groups=list(namespace.groups),
             shard_bytes=_shard_bytes(namespace),
             sessions=sum(namespace.fingerprint in session.namespaces for session in service.sessions),
-            quota_bytes=quotas.of(namespace.fingerprint),
+            quota_bytes=quotas.get(namespace.fingerprint),
         )
         for namespace in cache.namespaces.values()
     ]

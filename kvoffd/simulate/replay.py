@@ -5,8 +5,9 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import NamedTuple
+
+import numpy as np
 
 from kvoffd.cache.block_table import BlockTable
 from kvoffd.cache.cache import Cache
@@ -23,8 +24,6 @@ REGIONS, MAX_REGION_BLOCKS = 64, 256
 """As a pool is cut, but that no region has a rest in which there is no room for a block."""
 SESSION = LEASE = 1
 NOTED_REQUESTS = 500
-_LACKING = bytes(state != READY for state in range(256))
-"""By state of a key, whether it is to be stored."""
 
 
 class Replayed(NamedTuple):
@@ -108,6 +107,6 @@ def request(cache: Cache, namespace: Namespace, keys: bytes) -> None:
 def store_lacking(cache: Cache, namespace: Namespace, keys: bytes, states: bytes) -> None:
     """Store the keys that are not READY."""
     if states.count(READY) < len(states):
-        lacking = b"".join(compress(namespace.split(0, keys), states.translate(_LACKING)))
+        lacking = np.frombuffer(keys, np.uint64)[np.frombuffer(states, np.uint8) != READY].tobytes()
         ticket = cache.begin_store(namespace, 0, [Offered(lacking)])
         cache.commit_store(ticket, [[1] * len(part.copy) for part in ticket.parts])

@@ -305,7 +305,7 @@ class TraceChain(Wire, frozen=True):
 
 class TraceReply(Reply, frozen=True):
     chains: Annotated[list[TraceChain], doc("In the order in which they were asked for, about a MiB at most.")]
-    dropped: Annotated[Count, doc("Chains that found no room behind these, since nobody had fetched what was there.")]
+    dropped: Annotated[Count, doc("Chains that found no space behind these, since nobody had fetched what was there.")]
 
 
 @exchange(Section.ADMINISTRATION, ADMIN)

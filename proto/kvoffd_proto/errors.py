@@ -47,7 +47,7 @@ class ErrorCode(IntEnum):
     SHUTTING_DOWN = 20, "The daemon is stopping and takes no new work."
     INTERNAL = 21, "The daemon failed while it handled the message; the log has the details and nothing changed."
     NOT_READY = 22, "A block of the job is not in the pool, or not completely; recompute it."
-    NO_ROOM = 23, "The pool has no room for the block, since everything in it is pinned or being written."
+    NO_ROOM = 23, "The pool has no space for the block, since everything in it is pinned or being written."
     CANCELLED = 24, "The job was cancelled before it started."
     DEADLINE = 25, "The job did not finish before its deadline."
     COPY_FAILED = 26, "The copy failed; the destination must be treated as garbage."

@@ -52,10 +52,11 @@ JobId = Annotated[Count, doc("Unique among the session's unfinished jobs.")]
 Acknowledged = Annotated[
     Count, doc("All completions up to this number have arrived, and are forgotten, also where the rest is refused.")
 ]
+MAX_WORLD_SIZE = 64
 RegistrationId = Annotated[
     bytes, doc("Random id made by the worker for this registration.", min_length=16, max_length=16)
 ]
-Rank = Annotated[int, doc("Rank of the worker in its engine, below ``world_size``.", ge=0, lt=64)]
+Rank = Annotated[int, doc("Rank of the worker in its engine, below ``world_size``.", ge=0, lt=MAX_WORLD_SIZE)]
 GroupIndex = Annotated[int, doc("Index of the KV cache group.", ge=0, lt=65536)]
 
 
@@ -394,7 +395,7 @@ class OpenNamespace(Request[NamespaceOpened], frozen=True):
 
     namespace: Fingerprint
     label: Annotated[str, doc("Name for operators, such as the model's.", max_length=256)]
-    world_size: Annotated[int, doc("Shards that make a block.", ge=1, le=64)]
+    world_size: Annotated[int, doc("Shards that make a block.", ge=1, le=MAX_WORLD_SIZE)]
     key_bytes: Annotated[int, doc("Length of a block hash in bytes.", ge=8, le=64)]
     groups: Annotated[list[GroupSpec], doc("KV cache groups, by index.", min_length=1, max_length=MAX_GROUPS)]
     description: Annotated[str, doc("What the fingerprint was made of, as JSON, for display.", max_length=65536)]

@@ -129,7 +129,7 @@ def _examples() -> str:
 def _struct(struct: type[Struct]) -> str:
     tag = struct.__struct_config__.tag
     if not struct.__struct_config__.array_like:
-        shape = f'a map with `"type": "{tag}"` and'
+        shape = "a map of" if tag is None else f'a map with `"type": "{tag}"` and'
     elif tag is not None:
         shape = f'an array: `"{tag}"`, then'
     else:

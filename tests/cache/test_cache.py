@@ -508,7 +508,7 @@ def test_one_quota_too_many_is_refused() -> None:
         quotas.set(bytes([1] * 32), 1)
     quotas.set(bytes(32), 5)
     quotas.set(bytes(32), None)
-    assert (quotas.of(bytes(32)), len(dict(quotas))) == (None, 1023)
+    assert (quotas.get(bytes(32)), len(dict(quotas))) == (None, 1023)
 
 
 # --- what is dropped ----------------------------------------------------------------------------

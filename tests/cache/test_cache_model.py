@@ -160,13 +160,13 @@ class CacheMachine(RuleBasedStateMachine):
             taken.append((model, first_block if number == 0 else 0))
         for number in part.no_space:
             assert self.peek(names[number]) == FREE
-        quota = self.cache.quotas.of(namespace.fingerprint)
+        quota = self.cache.quotas.get(namespace.fingerprint)
         assert quota is None or namespace.held_bytes <= quota or not set(expected).intersection(part.copy) or rank
         self.stores.append((ticket, taken))
 
     def assert_there_was_no_space(self, taker: Namespace, group: int, job: set[Name]) -> None:
         sizes = set(taker.slot_sizes(group))
-        quota = self.cache.quotas.of(taker.fingerprint)
+        quota = self.cache.quotas.get(taker.fingerprint)
         if quota is not None and taker.held_bytes + taker.block_bytes(group) > quota:
             return
         slots = self.rig.slots

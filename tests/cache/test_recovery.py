@@ -23,7 +23,6 @@ from kvoffd.cache.block_table import CORRUPT, READY, UNVERIFIED, WRITTEN, BlockT
 from kvoffd.cache.recovery import GroupGeometry, RecoveredBlocks, recover
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import (
-    BAD_RECORD,
     READY_RECORD,
     RECORD,
     RECORD_BYTES,
@@ -36,6 +35,8 @@ from kvoffd.system.native import native
 
 MIB = 1 << 20
 PTRACE_TRACEME, PTRACE_SINGLESTEP = 0, 9
+BAD = int.from_bytes(b"!kvBAD!!", "little")
+"""State of a record whose slot is in quarantine."""
 POOL, REGION = 4 * MIB, MIB // 4
 GEOMETRY = TableGeometry(POOL, REGION)
 # Two ranks of different sizes; one; a rank that did not register.
@@ -229,11 +230,11 @@ def test_a_rank_that_is_there_twice_keeps_what_is_newer() -> None:
 def test_quarantined_slots_stay_so() -> None:
     pool = Pool()
     slots = pool.store(9, 0, keys_of(1, 2, 3, key_bytes=32))
-    pool.table.records["state"][slots[1]] = BAD_RECORD
+    pool.table.records["state"][slots[1]] = BAD
     heir, recovered = check(pool)
     assert recovered.quarantined.tolist() == slots[1].tolist()
     assert heir.blocks.shard[slots[1]] == CORRUPT
-    assert heir.table.records["state"][slots[1]] == BAD_RECORD
+    assert heir.table.records["state"][slots[1]] == BAD
     heir.slots.take(20480, 1000)
     assert len(heir.found()) == 2
 

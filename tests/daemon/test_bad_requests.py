@@ -375,3 +375,12 @@ def test_the_number_of_sessions_is_bounded() -> None:
             assert newcomer() == "too_many"
             assert books(daemon.directory).sessions == 2
         wait_until(lambda: newcomer() == "taken")
+
+
+def test_the_log_says_whose_request_was_refused_and_why() -> None:
+    with DaemonProcess("1MiB") as daemon:
+        scheduler = WireClient(daemon.directory, "scheduler")
+        with pytest.raises(Refused):
+            scheduler.lookup(LEASE, keys(1))
+        daemon.wait_log("(test) was refused, unknown_namespace: ")
+        scheduler.close()

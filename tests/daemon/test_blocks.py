@@ -231,7 +231,7 @@ def test_a_namespace_moves_to_another_daemon(
 ) -> None:
     file = tmp_path / "all.safetensors"
     done = export_blocks(desk, LABEL, file)
-    assert (done.blocks, done.nbytes, done.damaged, done.evicted) == (BLOCKS, BLOCKS * BLOCK_BYTES, [], 0)
+    assert (done.blocks, done.bytes, done.damaged, done.evicted) == (BLOCKS, BLOCKS * BLOCK_BYTES, [], 0)
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
     with BlockClient(other.directory) as there, BlockFile(file) as source:
         taken = import_blocks(there, source)

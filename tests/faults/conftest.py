@@ -26,7 +26,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
     def run(daemon: DaemonProcess, *words: str) -> tuple[int, str]:
         capsys.readouterr()
         try:
-            status = main(["--directory", str(daemon.directory), *words])
+            status = main([*words, "--directory", str(daemon.directory)])
         except SystemExit as end:
             status = int(end.code or 0)
         return status, "".join(capsys.readouterr())

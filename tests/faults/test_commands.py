@@ -21,7 +21,7 @@ EXPORTED = range(512)
 
 def cli(daemon: DaemonProcess, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [CLI, "--directory", daemon.directory, *words],
+        [CLI, *words, "--directory", daemon.directory],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

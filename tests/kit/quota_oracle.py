@@ -17,7 +17,7 @@ class QuotaOracle:
 
     def take(self, group: Group, count: int, below: float) -> Any:
         slots = self._take(group, count, below)
-        quota_bytes = self._cache.quotas.of(group.namespace.fingerprint)
+        quota_bytes = self._cache.quotas.get(group.namespace.fingerprint)
         if quota_bytes is not None and len(slots):
             held = group.namespace.held_bytes + len(slots) * group.block_bytes
             assert held <= quota_bytes, "a namespace has more than its quota"

@@ -12,7 +12,7 @@ import pytest
 from kvoffd.errors import BadGeometry, PoolTooLarge
 from kvoffd.pool.backing import MemfdBacking
 from kvoffd.pool.pool import Pool
-from kvoffd.pool.slot_table import BAD_RECORD, FREE_RECORD, READY_RECORD, RECORD, RECORD_BYTES, TableGeometry
+from kvoffd.pool.slot_table import FREE_RECORD, READY_RECORD, RECORD, RECORD_BYTES, TableGeometry
 from kvoffd.system.limits import MemoryLimit
 
 MIB = 1 << 20
@@ -168,7 +168,7 @@ def test_what_is_never_written_is_never_in_memory(pool: Pool) -> None:
 
 
 def test_no_flipped_bit_makes_a_record_ready_and_its_state_cannot_tear() -> None:
-    states = (FREE_RECORD, READY_RECORD, BAD_RECORD)
+    states = (FREE_RECORD, READY_RECORD, int.from_bytes(b"!kvBAD!!", "little"))
     assert all((one ^ other).bit_count() >= 16 for one in states for other in states if one is not other)
     assert (RECORD.fields["state"][1], RECORD.fields["state"][0]) == (0, np.dtype("=u8"))  # type: ignore[index]
     assert RECORD_BYTES % 64 == TableGeometry(64 * MIB, 4 * MIB).records_at % 64 == 0

@@ -193,8 +193,8 @@ PLANTED = (
         2,
         "kvoffd.cache.block_table",
         "BlockTable.release",
-        "self._buffers(len(blocks) * ranks)",
-        "self._buffers(len(blocks) * ranks)\n    self.pins[blocks] = 0",
+        "if len(blocks) * ranks > len(self._words):",
+        "self.pins[blocks] = 0\n    if len(blocks) * ranks > len(self._words):",
     ),
     Planted(
         "wrong slot offset",
@@ -289,7 +289,7 @@ PLANTED = (
         7,
         "kvoffd.cache.block_table",
         "BlockTable.drop",
-        "dropped = self._native.blocks_drop(self.address, _packed(blocks), len(blocks))",
+        "dropped = self._native.blocks_drop(self.address, packed(blocks), len(blocks))",
         "dropped = len(blocks)",
         door="tests/daemon/test_jobs.py::test_invalidated_blocks_are_not_found_again",
     ),
@@ -306,10 +306,10 @@ PLANTED = (
         9,
         "kvoffd.cache.block_table",
         "BlockTable.drop",
-        "dropped = self._native.blocks_drop(self.address, _packed(blocks), len(blocks))",
+        "dropped = self._native.blocks_drop(self.address, packed(blocks), len(blocks))",
         'records = self.records["state"]\n'
         "    states = records[blocks]\n"
-        "    dropped = self._native.blocks_drop(self.address, _packed(blocks), len(blocks))\n"
+        "    dropped = self._native.blocks_drop(self.address, packed(blocks), len(blocks))\n"
         "    records[blocks] = states",
         door="tests/daemon/test_restart.py::test_restart_does_not_bring_back_what_was_cleared_under_a_lease",
     ),

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
@@ -300,7 +300,7 @@ def _in_turns(
 def _print(bench: str, floor: str, results: Sequence[Result], *, as_json: bool) -> None:
     print_status()
     if as_json:
-        print_json({"bench": bench, "floor": floor, "results": [asdict(one) for one in results]})
+        print_json({"bench": bench, "floor": floor, "results": [vars(one) for one in results]})
         return
     per = {"lookup": "lookup", "copy": "GB"}[bench]
 

@@ -161,10 +161,9 @@ def export(
     with _open(directory) as client, progress_bar(f"exporting to {printable(file.name)}") as progress:
         done = export_blocks(client, namespace, file, prefix or [], progress=progress)
     if json:
-        counts = {"blocks": done.blocks, "bytes": done.nbytes, "evicted": done.evicted, "damaged": done.damaged}
-        print_json({"file": str(file), **counts})
+        print_json({"file": str(file), **vars(done)})
         return 0
-    print_line(f"{count_blocks(done.blocks)} ({format_size(done.nbytes)}) are in {file}.")
+    print_line(f"{count_blocks(done.blocks)} ({format_size(done.bytes)}) are in {file}.")
     if done.evicted:
         print_line(f"{count_blocks(done.evicted)} left the pool before they were written.")
     if done.damaged:
@@ -206,19 +205,16 @@ def import_(
             _print_file(file, source, as_json=json)
         return 0
     with _open(directory) as client, BlockFile(file) as source:
-        fingerprint = None if namespace is None else client.find_namespace(namespace)
         with progress_bar(f"importing {printable(file.name)}") as progress:
-            done = import_blocks(client, source, fingerprint, beside=beside, progress=progress)
+            done = import_blocks(client, source, namespace, beside=beside, progress=progress)
     geometry = source.geometry
     if json:
-        counts = {"blocks": done.blocks, "bytes": done.nbytes, "present": done.present}
-        counts |= {"no_space": done.no_space, "evicted": done.evicted}
-        print_json({"file": str(file), "namespace": geometry.fingerprint, "created": done.created, **counts})
+        print_json({"file": str(file), "namespace": geometry.fingerprint, **vars(done)})
     else:
         name = namespace_name(geometry.label, geometry.fingerprint)
         opened = f" Namespace {name} was opened." if done.created else f" They are of {name}."
         present = f", {format_count(done.present)} were in the pool already" if done.present else ""
-        print_line(f"{count_blocks(done.blocks)} ({format_size(done.nbytes)}) were put into the pool{present}.{opened}")
+        print_line(f"{count_blocks(done.blocks)} ({format_size(done.bytes)}) were put into the pool{present}.{opened}")
         if done.no_space:
             print_line(f"{count_blocks(done.no_space)} found no space: the pool, or the quota, is in use.")
         if done.evicted:

@@ -91,7 +91,7 @@ KINDS = {
     "pool_file_removed": Kind("warning", "The next daemon starts with an empty pool.", "lsof +L1"),
     "disk_file_removed": Kind("warning", "The next daemon starts with an empty disk.", "lsof +L1"),
     "pool_pinned": Kind("warning", "Stores find no space until blocks are released.", "kvoffd-cli clients"),
-    "stores_without_room": Kind("warning", "These blocks are computed again when asked for.", "kvoffd-cli clients"),
+    "stores_without_space": Kind("warning", "These blocks are computed again when asked for.", "kvoffd-cli clients"),
     "lookups_late": Kind("warning", "Engines computed these prompts: somebody has too little CPU.", _CPU),
     "sessions_taken": Kind("warning", "Further engines run without the cache.", "kvoffd-cli clients --all"),
     "descriptors": Kind("warning", "The daemon exits when it has no more.", "LimitNOFILE=65536" + _UNIT),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -116,7 +116,7 @@ def clients(
         found = [one for one in admin.sessions().sessions if one.session_id != admin.session_id]
         labels = {} if json else _labels(admin)
     if json:
-        print_json({"sessions": found} if every else {"engines": [asdict(one) for one in engines_of(found)]})
+        print_json({"sessions": found} if every else {"engines": [vars(one) for one in engines_of(found)]})
     elif every:
         _show_sessions(found, labels)
     else:

@@ -284,28 +284,27 @@ def _saved(stats: DaemonStats, pen: Pen) -> list[Text]:
     return [pen.text(line, "bold")]
 
 
-RATES = ("", "tokens/s", "keys/s", "loaded", "not needed", "missed", "loaded/s", "stored/s", "evicted/s")
-RATE_WIDTHS = (-11, 8, 7, 7, 10, 7, 10, 10, 9)
+RATES: tuple[tuple[str, int, Callable[[Window], str]], ...] = (
+    ("tokens/s", 8, lambda one: _rate(one.loaded_tokens, one)),
+    ("keys/s", 7, lambda one: _rate(one.asked_keys, one)),
+    ("loaded", 7, lambda one: _part(one.loaded_keys, one.asked_keys)),
+    ("not needed", 10, lambda one: _part(one.not_needed_keys, one.asked_keys)),
+    ("missed", 7, lambda one: _part(sum(one.misses.values()), one.asked_keys)),
+    ("loaded/s", 10, lambda one: _bytes(one.loaded_bytes, one)),
+    ("stored/s", 10, lambda one: _bytes(one.stored_bytes, one)),
+    ("evicted/s", 9, lambda one: _rate(one.evicted_blocks, one)),
+)
+"""Title, width and cell of each column; the last one on wide screens only."""
 
 
 def _rates(stats: DaemonStats, now: Window, pen: Pen) -> list[Text]:
     """Of tokens and keys that engines asked for, what became of them."""
+    titles, widths, cells = zip(*(RATES if pen.width > 90 else RATES[:-1]), strict=True)
     rows = [("now", now), ("1 min", stats.last_minute), ("1 hour", stats.last_hour), ("since start", stats.since_start)]
-    shown = len(RATES) if pen.width > 90 else len(RATES) - 1
-    lines = [pen.cells(RATES[:shown], RATE_WIDTHS[:shown], "dim")]
+    lines = [pen.cells(("", *titles), (-11, *widths), "dim")]
     for name, window in rows:
-        cells = (
-            name,
-            _rate(window.loaded_tokens, window),
-            _rate(window.asked_keys, window),
-            _part(window.loaded_keys, window.asked_keys),
-            _part(window.not_needed_keys, window.asked_keys),
-            _part(sum(window.misses.values()), window.asked_keys),
-            _bytes(window.loaded_bytes, window),
-            _bytes(window.stored_bytes, window),
-            _rate(window.evicted_blocks, window),
-        )
-        lines.append(pen.cells(cells[:shown], RATE_WIDTHS[:shown], "bold" if name == "now" else ""))
+        shown = (name, *(cell(window) for cell in cells))
+        lines.append(pen.cells(shown, (-11, *widths), "bold" if name == "now" else ""))
     return lines
 
 
@@ -347,35 +346,36 @@ def _curve(stats: DaemonStats, pen: Pen) -> list[Text]:
     return [pen.text(f"Found   {own:.0f}% of tokens; lru by pool size: {words}")]
 
 
+def _columns(one: NamespaceStats, now: Window, *, wide: bool) -> list[tuple[str, int, str]]:
+    """Title, width and cell of all but the name."""
+    missed = sum(now.misses.values())
+    most = reason_name(max(now.misses, key=lambda reason: now.misses[reason])) if missed else "-"
+    return [
+        *[("BLOCKS", 10, format_count(one.ready_blocks))] * wide,
+        ("SIZE", 9, format_size(one.ready_bytes)),
+        ("TOK/S", 8, _rate(now.loaded_tokens, now)),
+        ("KEYS/S", 8, _rate(now.asked_keys, now)),
+        ("LOADED", 7, _part(now.loaded_keys, now.asked_keys)),
+        ("MISSED", 7, _part(missed, now.asked_keys)),
+        *[("STORED/S", 10, _bytes(now.stored_bytes, now)), ("EVICTED/S", 9, _rate(now.evicted_blocks, now))] * wide,
+        ("MOST MISSED", -12, most),
+    ]
+
+
 def _namespaces(found: Sequence[NamespaceStats], history: History, sort: str, pen: Pen) -> list[Text]:
-    titles = ["NAMESPACE", "SIZE", "TOK/S", "KEYS/S", "LOADED", "MISSED", "MOST MISSED"]
-    widths = [0, 9, 8, 8, 7, 7, -12]
     wide = pen.width >= 110
-    if wide:
-        titles[1:1], widths[1:1] = ["BLOCKS"], [10]
-        titles[-1:-1], widths[-1:-1] = ["STORED/S", "EVICTED/S"], [10, 9]
-    widths[0] = -max(10, pen.width - sum(map(abs, widths)) - len(widths) + 1)
-    head = pen.cells(titles, widths, "bold reverse")
+    titles, widths, _ = zip(*_columns(NamespaceStats(), Window(), wide=wide), strict=True)
+    of_name = max(10, pen.width - sum(map(abs, widths)) - len(widths))
+    widths = (-of_name, *widths)
+    head = pen.cells(("NAMESPACE", *titles), widths, "bold reverse")
     head.highlight_words([sort], "underline")
     lines = [Text(), head]
     for one in found:
-        now = history.now_of(one)
         name = f"{one.model} {one.id}" if one.model else one.id
-        missed = sum(now.misses.values())
-        most = max(now.misses, key=lambda reason: now.misses[reason]) if missed else "-"
-        cells = [
-            name, format_size(one.ready_bytes), _rate(now.loaded_tokens, now), _rate(now.asked_keys, now),
-            _part(now.loaded_keys, now.asked_keys), _part(missed, now.asked_keys), reason_name(most),
-        ]  # fmt: skip
-        if wide:
-            cells[1:1] = [format_count(one.ready_blocks)]
-            cells[-1:-1] = [
-                _bytes(now.stored_bytes, now),
-                _rate(now.evicted_blocks, now),
-            ]
-        if -widths[0] < cell_len(name):  # the id stays whole: labels may repeat
-            cells[0] = f"{set_cell_size(printable(one.model), max(0, -widths[0] - len(one.id) - 1))} {one.id}"
-        lines.append(pen.cells(cells, widths, "dim" if one.of_bench else ""))
+        if of_name < cell_len(name):  # the id stays whole: labels may repeat
+            name = f"{set_cell_size(printable(one.model), max(0, of_name - len(one.id) - 1))} {one.id}"
+        cells = (cell for *_, cell in _columns(one, history.now_of(one), wide=wide))
+        lines.append(pen.cells((name, *cells), widths, "dim" if one.of_bench else ""))
     return lines if found else [Text(), pen.text("No namespace: no engine has connected so far.", "dim")]
 
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
@@ -99,7 +99,7 @@ def record(
             left = "What is in it can be replayed." if holds else "It is empty."
             raise CliError(f"{file} cannot be written to its end: {error.strerror}. {left}") from error
     if json:
-        print_json(asdict(done))
+        print_json(vars(done))
     else:
         lost = f" {format_count(done.dropped)} more came too fast and are missing." if done.dropped else ""
         full = f" It ended since {file} may not be larger (--max-size)." if done.ended == "size" else ""
@@ -166,7 +166,7 @@ class TraceWriter:
         self._namespaces: dict[bytes, int] = {}
 
     def write(self, chains: list[TraceChain], dropped: int) -> bool:
-        """Add a line for each to the file; False where it has no room. ``dropped``: so many are missing behind them."""
+        """Add a line for each to the file; False where it is full. ``dropped``: so many are missing behind them."""
         for number, chain in enumerate(chains, 1):
             line = self._line(chain, dropped if number == len(chains) else 0)
             if self.file.tell() + self._unflushed + len(line) + END_BYTES > self._most_bytes:
