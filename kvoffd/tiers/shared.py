@@ -707,7 +707,7 @@ class StoreConnection:
     def _ask(self, ask: Ask) -> Answer | None:
         """None where it is not answered."""
         started = self._clock()
-        if self._breaker.open or started >= ask.deadline or self._tier.closed:
+        if self._breaker.open or (started >= ask.deadline and ask.keys) or self._tier.closed:
             return None
         found: list[bool] = []
         try:

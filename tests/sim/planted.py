@@ -435,6 +435,8 @@ PLANTED = (
         "DiskTier.removals_kept",
         "next(iter(self._unkept), removals + 1) > removals",
         "True",
+        simulated=False,
+        door="tests/tiers/test_disk.py::test_what_is_removed_stays_away_once_that_is_kept",
     ),
     Planted(
         "what is removed while it is written is on disk when it is",
@@ -451,6 +453,8 @@ PLANTED = (
         "DiskTier._remove",
         "gone += [evicted.pop(name) for name in names & evicted.keys()]",
         "pass",
+        simulated=False,
+        door="tests/tiers/test_disk.py::test_what_was_evicted_before_it_was_removed_stays_away_too",
     ),
     Planted(
         "what is removed from the disk leaves its record there",

@@ -229,8 +229,7 @@ def test_what_the_store_lost_is_written_again_after_a_minute(store: FaultyStore,
 def test_a_store_that_nobody_asks_is_known_to_be_gone_and_back(
     store: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("QUIET_S", "IDLE_S"):
-        monkeypatch.setattr(f"kvoffd.tiers.shared.workers.{name}", 0.02)
+    monkeypatch.setattr("kvoffd.tiers.shared.QUIET_S", 0.02)
     rig = SharedRig(store.url).reachable()
     rig.until(lambda: store.commands[b"PING"] >= 4)
     assert rig.tier.available()
