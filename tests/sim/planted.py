@@ -463,6 +463,8 @@ PLANTED = (
         "DiskTier._remove",
         "self._note_gone(gone, [self._removals])",
         "self._note_gone([], [self._removals])",
+        simulated=False,
+        door="tests/tiers/test_disk.py::test_what_is_removed_stays_away_once_that_is_kept",
     ),
     Planted(
         "a reset leaves the disk as it is",
