@@ -7,9 +7,8 @@ registers, so that copies need no checks but those of their block ids.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -40,17 +39,12 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Copies ``size[i]`` bytes from ``source[i]`` to ``destination[i]``, in any order. Arrays are uint64, [pieces].
-
-    ``whole_after`` of a store, int64, [slots]: where copied in the plan's order, the slot of each chosen key is whole
-    once so many bytes are in place; ascending.
-    """
+    """Copies ``size[i]`` bytes from ``source[i]`` to ``destination[i]``, in any order. Arrays are uint64, [pieces]."""
 
     destination: UInt64Array
     source: UInt64Array
     size: UInt64Array
     nbytes: int
-    whole_after: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     @property
     def pieces(self) -> int:
@@ -229,21 +223,16 @@ def plan_blocks(
         pool += (position % per_key).astype(np.uint64)[:, None] * layout.page_bytes
     size = np.empty(engine.shape, dtype=np.uint64)
     size[:] = layout.page_bytes
-    engine, pool, size, of_key = engine.reshape(-1), pool.reshape(-1), size.reshape(-1), key.repeat(layers)
+    engine, pool, size = engine.reshape(-1), pool.reshape(-1), size.reshape(-1)
     if per_key > 1:
         order = _slot_order(key, ids.size, layers)
-        engine, pool, size, of_key = engine[order], pool[order], size[order], of_key[order]
+        engine, pool, size = engine[order], pool[order], size[order]
     heads = _merge_heads(engine, pool, size)
     if heads.size < size.size:
         size = np.add.reduceat(size, heads)
-        engine, pool, of_key = engine[heads], pool[heads], of_key[heads]
+        engine, pool = engine[heads], pool[heads]
     nbytes = int(ids.size) * layout.block_bytes
-    if direction is Direction.LOAD:
-        return Plan(engine, pool, size, nbytes)
-    every = np.arange(keys) if chosen is None else chosen.nonzero()[0]
-    # Pieces are ordered by the key they begin in, and may reach into keys that follow.
-    whole_after = size.cumsum(dtype=np.int64)[of_key.searchsorted(every, side="right") - 1]
-    return Plan(pool, engine, size, nbytes, whole_after)
+    return Plan(engine, pool, size, nbytes) if direction is Direction.LOAD else Plan(pool, engine, size, nbytes)
 
 
 def concatenate(plans: Sequence[Plan]) -> Plan:
@@ -253,14 +242,11 @@ def concatenate(plans: Sequence[Plan]) -> Plan:
     if not plans:
         empty = np.empty(0, dtype=np.uint64)
         return Plan(empty, empty, empty, 0)
-    nbytes = [plan.nbytes for plan in plans]
-    starts = [0, *accumulate(nbytes)][:-1]
     return Plan(
         np.concatenate([plan.destination for plan in plans]),
         np.concatenate([plan.source for plan in plans]),
         np.concatenate([plan.size for plan in plans]),
-        sum(nbytes),
-        np.concatenate([plan.whole_after + before for plan, before in zip(plans, starts, strict=True)]),
+        sum(plan.nbytes for plan in plans),
     )
 
 

@@ -7,8 +7,6 @@ import ctypes
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.transfer.host_engine import HostCopy
-from kvoffd.transfer.pace import Pace
 from kvoffd.transfer.plan import Direction, GroupLayout, Plan, plan_blocks
 
 Bytes = npt.NDArray[np.uint8]
@@ -70,9 +68,3 @@ def reference_copy(
             nbytes += page
     return nbytes
 
-
-def copy_step(copy: HostCopy, limit_bytes: int) -> int:
-    """Copy one step of so many bytes; return how many were copied, 0 at the end."""
-    pace = Pace(step_bytes=limit_bytes, step_pieces=4096)
-    copy.run(pace, 1)
-    return pace.copied
