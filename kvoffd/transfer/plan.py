@@ -54,7 +54,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupLayout:
-    """One KV cache group of one worker; arrays have one element per layer, in slot order (L layers).
+    """One KV cache group of one worker; arrays have one element per layer, in slot order (L layers, see ``_runs``).
 
     A slot is layer-major: sub-block ``s`` (engine block ``s`` of a key) of layer ``l`` lies at
     ``slot_page_offset[l] + s * page_bytes[l]``, where ``slot_page_offset[l]`` is the sum of ``blocks_per_key *
@@ -110,21 +110,41 @@ def _build_layout(
         if not 0 <= tensor < len(tensors):
             raise OutOfBounds(f"Group {group} names tensor {tensor}, but only {len(tensors)} tensors were registered.")
         _check_tensor(segments, tensor, tensors[tensor], nbytes)
-    used = [tensors[page.tensor] for page in pages]
-    page_bytes = [page.page_bytes for page in pages]
-    shard_bytes = blocks_per_key * sum(page_bytes)
+    runs = _runs(segments, tensors, pages, merge=blocks_per_key == 1)
+    address, stride, page_bytes = (np.array(column, dtype=np.uint64) for column in zip(*runs, strict=True))
+    shard_bytes = blocks_per_key * sum(page.page_bytes for page in pages)
     if shard_bytes > _MAX_SHARD_BYTES:
         raise BadGeometry(f"A shard of group {group} would have {shard_bytes} bytes; register fewer blocks per key.")
-    ends = np.cumsum(np.array(page_bytes, dtype=np.uint64) * np.uint64(blocks_per_key), dtype=np.uint64)
+    ends = np.cumsum(page_bytes * np.uint64(blocks_per_key), dtype=np.uint64)
     return GroupLayout(
-        tensor_address=np.array([segments[t.segment][0] + t.offset_bytes for t in used], dtype=np.uint64),
-        stride=np.array([t.stride_bytes for t in used], dtype=np.uint64),
-        page_bytes=np.array(page_bytes, dtype=np.uint64),
+        tensor_address=address,
+        stride=stride,
+        page_bytes=page_bytes,
         slot_page_offset=np.concatenate((np.zeros(1, dtype=np.uint64), ends[:-1])),
         blocks_per_key=blocks_per_key,
-        block_limit=min(t.num_blocks for t in used),
+        block_limit=min(tensors[page.tensor].num_blocks for page in pages),
         shard_bytes=shard_bytes,
     )
+
+
+def _runs(
+    segments: Sequence[tuple[int, int]], tensors: Sequence[TensorLayout], pages: Sequence[PageRef], *, merge: bool
+) -> list[tuple[int, int, int]]:
+    """Return address, stride and page bytes of each layer; with ``merge`` layers that touch in every block are one.
+
+    All layers of a block touch where an engine's memory is block-outermost. A slot has them in the same order, so that
+    its bytes are the same, in one piece. Not where a key covers several blocks: a slot is layer-major.
+    """
+    runs: list[tuple[int, int, int]] = []
+    for page in pages:
+        tensor = tensors[page.tensor]
+        address, stride = segments[tensor.segment][0] + tensor.offset_bytes, tensor.stride_bytes
+        before = runs[-1] if merge and runs else (0, 0, 0)
+        if (before[0] + before[2], before[1]) == (address, stride):
+            runs[-1] = (before[0], stride, before[2] + page.page_bytes)
+        else:
+            runs.append((address, stride, page.page_bytes))
+    return runs
 
 
 def _check_tensor(segments: Sequence[tuple[int, int]], index: int, tensor: TensorLayout, page_bytes: int) -> None:
