@@ -91,7 +91,7 @@ static int copy_many(struct gpu_copying *c, uint64_t count)
 
 /* Gives the next step to the driver, and an event behind it. Pieces are cut where their pool address is a multiple of
  * `step_bytes`. */
-static int launch_step(struct gpu_copying *c)
+static void launch_step(struct gpu_copying *c)
 {
     uint64_t count = 0, nbytes = 0;
 
@@ -106,27 +106,26 @@ static int launch_step(struct gpu_copying *c)
             __atomic_load_n(c->pinned + (pool / c->chunk_bytes - c->first_chunk), __ATOMIC_RELAXED))
             c->to[count] = to, c->from[count] = from, c->sizes[count++] = size;
         else if (copy_one(c, to, from, size))
-            return 1;
+            return;
         nbytes += size;
         c->piece_done += size;
         if (c->piece_done == c->size[c->piece])
             c->piece++, c->piece_done = 0;
     }
     if (count && copy_many(c, count))
-        return 1;
+        return;
     if (fail(c, RECORD, c->record(c->event[c->next_event], c->stream)))
-        return 1;
+        return;
     c->next_event = (c->next_event + 1) % c->in_flight;
     c->steps++;
-    return 0;
 }
 
-static int wait_oldest(struct gpu_copying *c)
+static void wait_oldest(struct gpu_copying *c)
 {
     uint64_t oldest = (c->next_event + c->in_flight - c->steps) % c->in_flight;
 
     c->steps--;
-    return fail(c, WAIT, c->wait(c->event[oldest]));
+    fail(c, WAIT, c->wait(c->event[oldest]));
 }
 
 /* Copies until all is copied, somebody sets `stop` or a call fails. Nothing is in flight then, unless `lost` says so. */
@@ -134,9 +133,12 @@ void kvoffd_gpu_copy(struct gpu_copying *c, const uint32_t *stop)
 {
     c->piece = c->piece_done = c->next_event = c->steps = 0;
     c->refused = c->failed = c->status = c->lost = 0;
-    while (c->piece < c->pieces && !c->failed && !__atomic_load_n(stop, __ATOMIC_RELAXED))
-        if (c->steps < c->in_flight || !wait_oldest(c))
+    while (c->piece < c->pieces && !c->failed && !__atomic_load_n(stop, __ATOMIC_RELAXED)) {
+        if (c->steps == c->in_flight)
+            wait_oldest(c);
+        else
             launch_step(c);
+    }
     while (c->steps && !c->failed)
         wait_oldest(c);
     if (c->failed)
