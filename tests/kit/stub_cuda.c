@@ -441,7 +441,7 @@ static void push(stream_t *stream, address_t to, address_t from, size_t size) {
         stream->copies = realloc(stream->copies, stream->room * sizeof(copy_t));
     }
     address_t host = is_device_memory(to, size) ? from : to;
-    stream->copies[stream->count++] = (copy_t){to, from, size, is_pinned(host, size), 0, NULL};
+    stream->copies[stream->count++] = (copy_t){to, from, size, is_pinned(host, size), 0};
 }
 static int is_sound(address_t to, address_t from, size_t size, int in_batch) {
     int to_device = is_device_memory(to, size), from_device = is_device_memory(from, size);

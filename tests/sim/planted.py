@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FunctionType
 
 RECORD = Path(__file__).with_name("planted_seeds.json")
-SEARCHED = 2000
+SEARCHED = 2500
 """So many seeds are searched for those that find a fault."""
 RECORDED, RECORDED_IN = 4, 150
 """So many of them are recorded, those with the shortest runs first; of a rare fault those that so many seeds bring."""
