@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 # A driver call of a control thread takes milliseconds, making a context up to some seconds.
 HANGING_S = 15.0
 MAX_WAITING_TASKS = 64
-_ENGINE_CLOSE_S = 10.0
+ENGINE_CLOSE_S = 10.0
 _UNBOUNDED_S = 1e9
 
 Found = TypeVar("Found")
@@ -282,7 +282,7 @@ class Gpu:
             engine = GpuEngine(
                 driver, context, self._pool.chunks, name=str(self.device), locality=self.locality, clock=self._clock
             )
-            undo.callback(engine.close, _ENGINE_CLOSE_S)
+            undo.callback(engine.close, ENGINE_CLOSE_S)
             engine.open()
             undo.pop_all()
         self._pool.acquire(ordinal)
