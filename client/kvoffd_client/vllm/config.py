@@ -61,8 +61,8 @@ class ConnectorOptions:
             store is abandoned, in a way that the daemon never commits it.
         do_no_harm: skip loads that take longer than computing would, and pause stores that vLLM waits for; wait for a
             lookup no longer than computing would take.
-        kv_layout: of the engine's KV cache: "vllm" as vLLM's own offloading asks for it, or "block_outermost", where all
-            layers of a block lie together and are copied as one piece. On a CPU it is vLLM's either way.
+        kv_layout: of the engine's KV cache: "vllm" as vLLM's own offloading asks for it; or "block_outermost", where
+            all layers of a block lie together and are copied as one piece. On a CPU it is vLLM's either way.
         strict_version: refuse a vLLM release that this kvoffd was not tested with; else such an engine starts with a
             warning.
     """
