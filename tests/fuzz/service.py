@@ -40,6 +40,7 @@ class LazyEngine(CopyEngine):
     """Copies nothing; a transfer ends when it is told to, and the first of the queue counts as running."""
 
     def __init__(self) -> None:
+        super().__init__({})
         self.queue: deque[Transfer] = deque()
         self.ended: Counter[tuple[Direction, Outcome]] = Counter()
 
