@@ -25,7 +25,6 @@ SOURCES = [
     "kvoffd/pool/slots.c",
     "kvoffd/transfer/host_copy.c",
     "kvoffd/transfer/cuda/gpu_copy.c",
-    "kvoffd/transfer/cuda/counting_calls.c",
 ]
 LIBRARY = "kvoffd/libkvoffd.so"
 FLAGS = ["-O3", "-std=gnu11", "-Wall", "-Wextra", "-Wno-psabi", "-fPIC", "-shared"]

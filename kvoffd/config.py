@@ -274,8 +274,6 @@ class Limits:
     """Threads that touch the pool at the start; 0 chooses their number by the cores."""
     cuda_batches: bool = True
     """Whether small pieces are copied in batches where the CUDA driver knows them."""
-    cuda_gather: bool = False
-    """Whether pieces under 32 KiB go by way of a buffer on the GPU, which a kernel of the daemon fills and empties."""
 
 
 @dataclass(frozen=True, kw_only=True)

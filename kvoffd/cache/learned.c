@@ -23,7 +23,6 @@ enum {
     EPOCHS_KEPT = 320,
     FEWEST_STAYS = 128, /* lifetimes for which it is done as an LRU does, at first */
     AHEAD = 8, /* keys between one that is looked for and one that is fetched from memory */
-    MOST_COUNTED = 1 << 30, /* keys of a span, keys behind it */
     MOST_SEEN = UINT16_MAX, /* sightings, turns */
 };
 
@@ -150,11 +149,6 @@ static void *or_end(void *room)
     return room;
 }
 
-static void *clear_room(uint64_t count, uint64_t nbytes)
-{
-    return or_end(calloc(count, nbytes));
-}
-
 /* Memory for the call at hand. What was got before is lost. */
 static void *scratch(struct learned *l, uint64_t nbytes)
 {
@@ -199,7 +193,7 @@ static void make_places(struct learned *l, uint32_t bits)
     uint64_t room = before ? place_room(l) : 0;
 
     l->place_bits = bits;
-    l->places = clear_room(place_room(l), sizeof *l->places);
+    l->places = or_end(calloc(place_room(l), sizeof *l->places));
     for (uint64_t at = 0; at < room; at++)
         if (before[at].hash)
             *find_place(l, before[at].hash) = before[at];
@@ -669,21 +663,6 @@ static void more_spans(struct learned *l)
     l->spans = or_end(made == MAP_FAILED ? NULL : made);
 }
 
-/* Before anything else. Number 0 is none. */
-static void make_spans(struct learned *l)
-{
-    more_spans(l);
-    l->span_top = 1;
-}
-
-static void free_spans(struct learned *l)
-{
-    for (uint32_t number = 1; number < l->span_top; number++)
-        if (!l->spans[number].alone)
-            free(l->spans[number].keys);
-    munmap(l->spans, l->span_room * sizeof *l->spans);
-}
-
 static void set_weight(const struct learned *l, struct span *s, uint64_t weight)
 {
     uint64_t nbytes = weight < l->known.lifetime ? weight : l->known.lifetime;
@@ -992,10 +971,11 @@ static void take_keys(struct learned *l, uint32_t number, uint32_t count, uint32
     settle_span(l, number);
 }
 
-/* Forgets the keys that are remembered longest while they are too many, about `most` of them. */
-static void forget_oldest(struct learned *l, uint64_t most)
+/* Forgets some of the keys that are remembered longest while they are too many: to be called where so many are added or
+ * lose their blocks. */
+static void forget_some(struct learned *l, uint64_t added)
 {
-    uint64_t most_bytes = (1 + REMEMBERED_POOLS) * l->known.lifetime;
+    uint64_t most_bytes = (1 + REMEMBERED_POOLS) * l->known.lifetime, most = FORGOTTEN_AT_ONCE + 2 * added;
 
     age_recent(l);
     for (uint64_t done = 0; done < most; done++) {
@@ -1012,12 +992,6 @@ static void forget_oldest(struct learned *l, uint64_t most)
         done += forget_tail(l, number, most - done);
     }
     l->known.nbytes = sizeof *l + place_room(l) * sizeof(struct place) + l->span_top * sizeof *l->spans + l->keys_bytes;
-}
-
-/* The same in steps: to be called where so many keys are added or lose their blocks. */
-static void forget_some(struct learned *l, uint64_t added)
-{
-    forget_oldest(l, FORGOTTEN_AT_ONCE + 2 * added);
 }
 
 /* --- what requests ask for and stores offer: their keys' spans, and the classes of these --- */
@@ -1645,16 +1619,20 @@ struct learned *kvoffd_learned_new(uint64_t lifetime, const uint64_t seed[2])
     for (int bin = 0; bin < BINS; bin++)
         l->counts.edges[bin] = AGES[bin] * lifetime;
     make_places(l, FEWEST_BITS);
-    make_spans(l);
+    more_spans(l);
+    l->span_top = 1; /* number 0 is none */
     work_out(l);
     order_cells(l);
-    forget_oldest(l, 0);
+    forget_some(l, 0);
     return l;
 }
 
 void kvoffd_learned_free(struct learned *l)
 {
-    free_spans(l);
+    for (uint32_t number = 1; number < l->span_top; number++)
+        if (!l->spans[number].alone)
+            free(l->spans[number].keys);
+    munmap(l->spans, l->span_room * sizeof *l->spans);
     free(l->places);
     free(l->scratch);
     free(l);

@@ -36,7 +36,7 @@ from kvoffd.system.directory import DaemonDirectory
 from kvoffd.system.mappings import PageFaulter
 from kvoffd.system.native import native
 from kvoffd.system.systemd import Notifier, take_stored_fds
-from kvoffd.transfer.host_engine import HostEngine
+from kvoffd.transfer.engine import HostEngine
 from kvoffd_proto.admin import Health, HealthLevel, HealthProblem, HealthReply
 from kvoffd_proto.stats import DaemonStats
 from kvoffd_proto.units import format_size

@@ -33,8 +33,7 @@ from kvoffd.observe.meters import RateMeter
 from kvoffd.pool.pool import Pool
 from kvoffd.server.host import Host
 from kvoffd.server.sessions import Registration, Session
-from kvoffd.transfer.checksums import SlotChecksums
-from kvoffd.transfer.engine import Transfer
+from kvoffd.transfer.engine import SlotChecksums, Transfer
 from kvoffd.transfer.plan import Direction, GroupLayout, Outcome, Plan, check_count, check_ids, concatenate, plan_blocks
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import (
@@ -258,8 +257,7 @@ class StoreBatch(Job):
                 self.copied_bytes[span.job] += blocks * layout.block_bytes
         self.plan = concatenate(plans)
         if places:
-            whole_after = self.plan.whole_after.tolist()
-            self.checksums = SlotChecksums(pool.digests, places, whole_after=whole_after, pool_address=pool.address)
+            self.checksums = SlotChecksums(pool.digests, places, pool_address=pool.address)
 
     def end(self, cache: Cache, seconds: float, error: ErrorCode | None) -> list[JobResult]:
         """The copy has ended: where ``error`` is None its blocks become readable. Returns the results."""
@@ -547,17 +545,15 @@ class Jobs:
         job.registration.count_jobs(1)
         self._running[job] = None
         if not job.plan.pieces:
-            outcome = job.checksums.run(lambda: None) if job.checksums is not None else None
-            self.finished(job, outcome or Outcome.DONE)
+            self.finished(job, Outcome.DONE)
             return
         job.transfer = Transfer(
             job.direction,
             job.plan,
             job.accepted_at + self._config.limits.job_deadline_s,
-            lambda _, outcome, __: self._host.post(lambda: self.finished(job, outcome)),
+            lambda _, outcome: self._host.post(lambda: self.finished(job, outcome)),
             lambda _: self._overdue(job),
             job.checksums,
-            owner=session.id,
         )
         try:
             job.registration.memory.engine.submit(job.transfer)

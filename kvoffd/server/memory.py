@@ -14,8 +14,8 @@ from kvoffd.server.host import Host
 from kvoffd.system.files import OnError
 from kvoffd.system.mappings import MappedSegment
 from kvoffd.transfer.cuda.gpus import GpuMemory, Gpus
-from kvoffd.transfer.cuda.handles import IpcExport, VmmExport
-from kvoffd.transfer.engine import DirectionLoad, TransferEngine
+from kvoffd.transfer.cuda.mappings import IpcExport, VmmExport
+from kvoffd.transfer.engine import CopyEngine, CopyStats
 from kvoffd.transfer.plan import Direction
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import CudaIpcHandle, CudaVmmHandle, Handle, MemfdHandle
@@ -32,7 +32,7 @@ Post: TypeAlias = Callable[[Callable[[], None]], None]
 class EngineMemory:
     """Mapped segments of one registration, and the engine that copies to and from them."""
 
-    engine: TransferEngine
+    engine: CopyEngine
     spans: list[tuple[int, int]]
     """(address, size in bytes) of each segment, in the order of the handles."""
     node: int | None
@@ -51,7 +51,7 @@ OnMapped: TypeAlias = Callable[[EngineMemory | KvoffdError], None]
 class MemoryMapper:
     """Maps what clients register, and knows the engine that copies each kind of memory."""
 
-    def __init__(self, engine: TransferEngine, host: Host, gpus: Gpus) -> None:
+    def __init__(self, engine: CopyEngine, host: Host, gpus: Gpus) -> None:
         self._engine = engine
         """Copies between memfds and the pool."""
         self._host = host
@@ -96,12 +96,12 @@ class MemoryMapper:
         post = self._host.post
         self.gpus.map(gpu[0].gpu_uuid, owner, exports, lambda result: post(lambda: on_mapped(self._on_gpu(result))))
 
-    def expire(self) -> None:
-        self._engine.expire()
-        self.gpus.expire()
+    def tick(self) -> None:
+        self._engine.tick()
+        self.gpus.tick()
 
-    def load_of(self, direction: Direction) -> DirectionLoad:
-        return self._engine.load_of(direction).plus(self.gpus.load_of(direction))
+    def stats(self, direction: Direction) -> CopyStats:
+        return self._engine.stats(direction).plus(self.gpus.stats(direction))
 
     def _map_host(self, handles: Sequence[MemfdHandle], fds: Mapping[int, int]) -> EngineMemory:
         mapped: list[MappedSegment] = []
@@ -131,7 +131,6 @@ def open_gpus(config: Config, pool: Pool) -> Gpus:
         pool.pool_bytes,
         library=config.cuda_library,
         batches=config.limits.cuda_batches,
-        gather=config.limits.cuda_gather,
         pin_linger_s=config.limits.pin_linger_s,
     )
     if gpus.available:

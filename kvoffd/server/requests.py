@@ -261,7 +261,8 @@ def reset(service: Service, session: Session, message: m.Reset) -> Pending:
 def submit(service: Service, session: Session, message: m.Submit) -> None:
     """Accept stores and loads, all or none. Their results are the answer."""
     session.completions.acknowledge(message.acknowledged)
-    service.sessions.check_not_stopping()
+    if service.sessions.stopping:
+        raise KvoffdError.of(ErrorCode.SHUTTING_DOWN)
     service.jobs.submit(session, message)
 
 

@@ -38,7 +38,7 @@ from kvoffd.server.trace import Tracer
 from kvoffd.server.traffic import TrafficCounts
 from kvoffd.tiering.tiering import Tiering
 from kvoffd.transfer.cuda.gpus import Gpus
-from kvoffd.transfer.engine import TransferEngine
+from kvoffd.transfer.engine import CopyEngine
 from kvoffd_proto import admin as a
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
@@ -80,7 +80,7 @@ class Service:
         config: Config,
         cache: Cache,
         events: EventLog,
-        engine: TransferEngine,
+        engine: CopyEngine,
         gpus: Gpus,
         pool: Pool,
         host: Host,
@@ -205,7 +205,7 @@ class Service:
         """Periodic work: leases and copies that are overdue, blocks that stay partial."""
         if self.cache.tick():
             self._warn_of_partial()
-        self.memory.expire()
+        self.memory.tick()
         self.traffic.tick()
         if self.clock() >= self._totals_due:
             self.save_totals()

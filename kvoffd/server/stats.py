@@ -196,15 +196,15 @@ def _pool_stats(service: Service) -> s.PoolStats:
 
 
 def _copy_stats(service: Service, direction: Direction) -> s.CopyStats:
-    load, counters = service.memory.load_of(direction), service.jobs.counters[direction]
+    copies, counters = service.memory.stats(direction), service.jobs.counters[direction]
     return filled(
         s.CopyStats,
-        load,
+        copies,
         jobs=counters.jobs,
         failed_jobs=counters.failed_jobs,
         bytes=counters.bytes,
-        queued_jobs=load.queued,
-        running_jobs=load.running,
+        queued_jobs=copies.queued,
+        running_jobs=copies.running,
     )
 
 

@@ -30,11 +30,11 @@ class Native:
         try:
             libraries = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
             without_gil, with_gil = (partial(_function, library) for library in libraries)
-            self.host_copy = without_gil("host_copy", None, address, address, number)
+            self._library = libraries[0]
+            columns = (address, address, address, number)
+            self.host_copy = without_gil("host_copy", number, *columns, *columns, address)
             self.gpu_copy = without_gil("gpu_copy", None, address, address)
-            self.gpu_wait = without_gil("gpu_wait", None, address, address)
             # These take microseconds, less than to get the GIL back from whoever else wants it: they keep it.
-            self.copied = with_gil("copied", number, address)
             self.recover_records = without_gil("recover_records", None, address, address, number, number)
             self.recover_blocks = without_gil("recover_blocks", None, address)
             some, slot = (address, number), ctypes.c_uint32
@@ -90,6 +90,12 @@ class Native:
                 f"The daemon's compiled part cannot be loaded ({error}); install kvoffd again where there is a C "
                 "compiler."
             ) from error
+
+    def check_bytes(self, name: str, structure: type[ctypes.Structure]) -> None:
+        """Raise NotCompiled where the library was built from a source whose structure has another size."""
+        theirs, ours = ctypes.c_uint64.in_dll(self._library, f"kvoffd_{name}_bytes").value, ctypes.sizeof(structure)
+        if theirs != ours:
+            raise NotCompiled(f"The daemon's compiled part is of another version ({name}); install kvoffd again.")
 
 
 def _function(library: ctypes.CDLL, name: str, result: type | None, *arguments: type) -> Callable[..., Any]:

@@ -1,15 +1,82 @@
-"""The interface of everything that executes plans: HostEngine for host memory, CudaEngine for GPUs."""
+"""Executes plans on threads: a queue of transfers for each direction, and the engine for host memory.
+
+A copy is one call of C without the interpreter's lock. It ends when all is copied or the transfer's stop flag is set.
+Loads and stores have threads of their own, so that no load waits for a store.
+
+A transfer ends (``on_done``) only when nothing touches its memory any more. On a GPU that hangs that may be never.
+``tick`` then tells the owner (``on_overdue``), who may answer a store, since nobody reads its slots before they are
+committed, but must not answer a load, since its bytes may still land in the engine's blocks.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+import ctypes
+import logging
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
 from operator import add
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
-from kvoffd.transfer.checksums import SlotChecksums
+import numpy as np
+import xxhash
+
+from kvoffd.system.native import Native, NotCompiled, native
+from kvoffd.system.threads import DaemonThreads
 from kvoffd.transfer.plan import Direction, Outcome, Plan
+
+_log = logging.getLogger(__name__)
+
+# A copy looks at its stop flag each MiB or 512 pieces; one that has not returned so long after it was set hangs.
+OVERDUE_GRACE_S = 1.0
+# Stores whose checksums wait for a thread; one more is read by the thread that copied it.
+MAX_UNREAD_STORES = 4
+# Read for checksums between two looks at whether the transfer must end.
+READ_BYTES = 8 << 20
+
+_STRIPE_BYTES = 64
+
+
+@dataclass(eq=False)
+class SlotChecksums:
+    """The checksums of one transfer's slots: taken of a store's slots, compared for a load's.
+
+    Attributes:
+        digests: returns the checksums of slots of the pool, given as ``slots`` are; none is 0.
+        slots: offset and length in bytes of each slot.
+        expected: the checksum that each slot must have; None where they are to be found out.
+        pool_address: the pool's address, to which a store's offsets are relative.
+        sums: the checksum of each slot; 0 for one that was not read, since the transfer ended before.
+    """
+
+    digests: Callable[[Sequence[tuple[int, int]]], list[int]]
+    slots: Sequence[tuple[int, int]]
+    expected: Sequence[int] | None = None
+    pool_address: int = 0
+    sums: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sums = [0] * len(self.slots)
+
+    def take(self, must_end: Callable[[], Outcome | None] = lambda: None) -> Outcome:
+        """Read the slots whose checksum is not known. Returns DONE, CORRUPT, or how ``must_end`` says it must end."""
+        unread = deque(number for number, found in enumerate(self.sums) if not found)
+        while unread:
+            if (early := must_end()) is not None:
+                return early
+            some, nbytes = [], 0
+            while unread and nbytes < READ_BYTES:
+                nbytes += self.slots[unread[0]][1]
+                some.append(unread.popleft())
+            for number, found in zip(some, self.digests([self.slots[number] for number in some]), strict=True):
+                self.sums[number] = found
+        return Outcome.DONE if self.expected is None or self.sums == list(self.expected) else Outcome.CORRUPT
 
 
 @dataclass(slots=True, eq=False)
@@ -17,86 +84,416 @@ class Transfer:
     """One job's copy. Compared by identity; belongs to the engine from ``submit`` until ``on_done``.
 
     Attributes:
-        deadline: on the engine's clock, in seconds; looked at before the transfer starts, every few milliseconds while
-            it is copied, and by ``expire``.
-        on_done: called exactly once, from any thread, with the transfer, its outcome and the seconds it spent copying,
-            when nothing touches its memory any more, its slots included. It must be quick and must not raise.
-        on_overdue: called at most once, by ``expire`` in its caller's thread: the copy has not come back a while after
-            the deadline, as on a GPU that hangs, and may touch the memory until ``on_done``, if that ever comes.
-        checksums: of its slots. A load's are compared before its first byte moves; a store's are taken of each slot
-            that is whole while others are still copied.
-        abandoned: the transfer ends as FAILED at its next step.
-        owner: whose it is: owners take turns, a slice of a transfer at a time, however much each of them has queued.
+        deadline: on the engine's clock, in seconds; looked at before the transfer starts, and by ``tick``.
+        on_done: called exactly once, from any thread, with the transfer and its outcome, when nothing touches its
+            memory any more, its slots included. It must be quick and must not raise.
+        on_overdue: called at most once, by ``tick`` in its caller's thread: the copy has not come back a while after
+            the deadline and may touch the memory until ``on_done``, if that ever comes.
+        checksums: of its slots. A load's are compared before its first byte moves; a store's are taken.
+        ending: how it must end, where that was decided before its copy was done.
+        stop: not 0 where the copy must return; C looks at it.
     """
 
     direction: Direction
     plan: Plan
     deadline: float
-    on_done: OnDone
+    on_done: Callable[[Transfer, Outcome], None]
     on_overdue: Callable[[Transfer], None] | None = None
     checksums: SlotChecksums | None = None
-    abandoned: bool = False
-    owner: Hashable = None
+    ending: Outcome | None = None
+    stop: ctypes.c_uint32 = field(default_factory=ctypes.c_uint32)
+
+    def must_end(self, outcome: Outcome) -> None:
+        """Have the copy return soon; the first reason counts."""
+        self.ending = self.ending or outcome
+        self.stop.value = 1
 
 
-OnDone = Callable[[Transfer, Outcome, float], None]
-
-
-class DirectionLoad(NamedTuple):
+class CopyStats(NamedTuple):
     """What one direction of an engine has to do and has done."""
 
-    queued: int
+    queued: int = 0
     """Transfers whose copy has not begun."""
-    running: int
+    running: int = 0
     """Transfers whose copy has begun, those that wait for their checksums included."""
-    busy_seconds: float
-    bytes: int
-    """Bytes copied, those of transfers that ended half-way included."""
+    busy_seconds: float = 0.0
     checksum_seconds: float = 0.0
-    """CPU seconds that went into checksums, whichever threads took them."""
-    checksum_bytes: int = 0
+    """CPU seconds that went into checksums which the copy loop has not taken."""
     refused_batches: int = 0
     """Batches of copies that a CUDA driver refused, so that their pieces were copied one by one."""
 
-    def plus(self, other: DirectionLoad) -> DirectionLoad:
-        return DirectionLoad(*map(add, self, other))
+    def plus(self, other: CopyStats) -> CopyStats:
+        return CopyStats(*map(add, self, other))
 
 
-class TransferEngine(ABC):
+class Copier(Protocol):
+    """What one thread of a queue copies with."""
+
+    def open(self) -> None:
+        """Prepare for the first transfer. An exception ends the thread and is raised by ``CopyQueue.wait_open``."""
+
+    def copy(self, transfer: Transfer) -> None:
+        """Copy until all is copied or ``transfer.stop`` is set; an exception fails the transfer.
+
+        Nothing touches the memory afterwards, either way. May fill in a store's checksums.
+        """
+
+    def close(self) -> None:
+        """Give up what ``open`` made, after the last transfer."""
+
+
+class CopyQueue:
+    """The transfers of one direction, first in first out, and a thread for each copier.
+
+    Everything mutable is guarded by ``_wake``. ``readers`` more threads, if any, take the checksums of what was stored,
+    so that the copy goes on with the next store; each of them calls ``on_start`` first.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        clock: Callable[[], float],
+        copiers: Sequence[Copier],
+        readers: int = 0,
+        on_start: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._clock = clock
+        self._wake = threading.Condition()
+        self._waiting: dict[Transfer, None] = {}
+        # With the thread that copies it; 0 while none does.
+        self._running: dict[Transfer, int] = {}
+        self._unread: deque[Transfer] = deque()
+        # Transfers that do not come back, and since when their thread has not even wanted a CPU.
+        self._overdue: dict[Transfer, float] = {}
+        self._stopped = False
+        self._copiers_left = len(copiers)
+        self._readers = readers
+        self._busy_seconds = self._checksum_seconds = 0.0
+        self._opened: list[Future[None]] = [Future() for _ in copiers]
+        copying = [
+            (f"{name}-{index}", partial(self._copy_all, copier, opened))
+            for index, (copier, opened) in enumerate(zip(copiers, self._opened, strict=True))
+        ]
+        reading = [(f"{name}-sums-{index}", partial(self._read_all, on_start)) for index in range(readers)]
+        self._threads = DaemonThreads(copying + reading)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a transfer is far beyond its deadline and has not come back."""
+        return bool(self._overdue)
+
+    @property
+    def hangs_s(self) -> float:
+        """See ``CopyEngine``.
+
+        A thread that a busy machine gives no CPU (tens of seconds were seen) comes back when it gets one.
+        """
+        with self._wake:
+            return max((self._clock() - since for since in self._overdue.values()), default=0.0)
+
+    def wait_open(self) -> None:
+        """Wait until every copier is open; raise what one of them raised."""
+        for opened in self._opened:
+            opened.result()
+
+    def submit(self, transfer: Transfer) -> None:
+        with self._wake:
+            accepted = not self._stopped
+            if accepted:
+                self._waiting[transfer] = None
+                self._wake.notify_all()
+        if not accepted:
+            _finish(transfer, Outcome.CANCELLED)
+
+    def cancel(self, transfer: Transfer) -> bool:
+        with self._wake:
+            if transfer not in self._waiting:
+                return False
+            del self._waiting[transfer]
+        _finish(transfer, Outcome.CANCELLED)
+        return True
+
+    def tick(self) -> None:
+        now = self._clock()
+        with self._wake:
+            waiting = [transfer for transfer in self._waiting if now >= transfer.deadline]
+            for transfer in waiting:
+                del self._waiting[transfer]
+            late: list[Transfer] = []
+            for transfer, thread_id in self._running.items():
+                if now >= transfer.deadline:
+                    transfer.must_end(Outcome.DEADLINE)
+                if now >= transfer.deadline + OVERDUE_GRACE_S:
+                    if transfer not in self._overdue:
+                        late.append(transfer)
+                    elif not _wants_cpu(thread_id):
+                        continue
+                    self._overdue[transfer] = now
+        for transfer in waiting:
+            _finish(transfer, Outcome.DEADLINE)
+        for transfer in late:
+            if transfer.on_overdue is not None:
+                transfer.on_overdue(transfer)
+
+    def stats(self) -> CopyStats:
+        with self._wake:
+            return CopyStats(len(self._waiting), len(self._running), self._busy_seconds, self._checksum_seconds)
+
+    def stop(self) -> None:
+        """Cancel what waits, abandon what runs, have the threads end."""
+        with self._wake:
+            self._stopped = True
+            waiting, self._waiting = self._waiting, {}
+            for transfer in self._running:
+                transfer.must_end(Outcome.FAILED)
+            self._wake.notify_all()
+        for transfer in waiting:
+            _finish(transfer, Outcome.CANCELLED)
+
+    def join(self, deadline: float) -> bool:
+        """Wait for the threads until ``deadline`` (of ``time.monotonic``); False when one still runs."""
+        return self._threads.join(deadline)
+
+    # --- in a thread ------------------------------------------------------------------------------
+
+    def _copy_all(self, copier: Copier, opened: Future[None]) -> None:
+        try:
+            try:
+                copier.open()
+            except BaseException as error:
+                opened.set_exception(error)
+                return
+            opened.set_result(None)
+            try:
+                while (transfer := self._next()) is not None:
+                    self._serve(copier, transfer)
+            finally:
+                copier.close()
+        finally:
+            with self._wake:
+                self._copiers_left -= 1
+                self._wake.notify_all()
+
+    def _next(self) -> Transfer | None:
+        with self._wake:
+            self._wake.wait_for(lambda: self._waiting or self._stopped)
+            if not self._waiting:
+                return None
+            transfer = next(iter(self._waiting))
+            del self._waiting[transfer]
+            self._running[transfer] = threading.get_native_id()
+            return transfer
+
+    def _serve(self, copier: Copier, transfer: Transfer) -> None:
+        started = time.perf_counter()
+        outcome = self._guarded(transfer, partial(self._copy, copier))
+        with self._wake:
+            self._busy_seconds += time.perf_counter() - started
+            unread = outcome is Outcome.DONE and transfer.checksums is not None and 0 in transfer.checksums.sums
+            later = unread and len(self._unread) < min(self._readers, 1) * MAX_UNREAD_STORES
+            if later:
+                self._running[transfer] = 0
+                self._unread.append(transfer)
+                self._wake.notify_all()
+        if unread and not later:
+            outcome = self._guarded(transfer, self._read)
+        if not later:
+            self._end(transfer, outcome)
+
+    def _copy(self, copier: Copier, transfer: Transfer) -> Outcome:
+        if self._clock() >= transfer.deadline:
+            transfer.must_end(Outcome.DEADLINE)
+        comparing = transfer.direction is Direction.LOAD and transfer.checksums is not None
+        if comparing and (outcome := self._read(transfer)) is not Outcome.DONE:
+            return transfer.ending or outcome
+        if transfer.ending is None:
+            copier.copy(transfer)
+        return transfer.ending or Outcome.DONE
+
+    def _read_all(self, on_start: Callable[[], None]) -> None:
+        on_start()
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._unread or (self._stopped and not self._copiers_left))
+                if not self._unread:
+                    return
+                transfer = self._unread.popleft()
+                self._running[transfer] = threading.get_native_id()
+            self._end(transfer, self._guarded(transfer, self._read))
+
+    def _read(self, transfer: Transfer) -> Outcome:
+        assert transfer.checksums is not None
+        began = time.thread_time()
+        try:
+            return transfer.checksums.take(lambda: transfer.ending)
+        finally:
+            with self._wake:
+                self._checksum_seconds += time.thread_time() - began
+
+    def _guarded(self, transfer: Transfer, work: Callable[[Transfer], Outcome]) -> Outcome:
+        try:
+            return work(transfer)
+        except Exception:
+            _log.exception("A copy of %d bytes failed; its job fails, the thread goes on.", transfer.plan.nbytes)
+            return Outcome.FAILED
+
+    def _end(self, transfer: Transfer, outcome: Outcome) -> None:
+        with self._wake:
+            del self._running[transfer]
+            self._overdue.pop(transfer, None)
+        _finish(transfer, outcome)
+
+
+def _finish(transfer: Transfer, outcome: Outcome) -> None:
+    try:
+        transfer.on_done(transfer, outcome)
+    except Exception:
+        _log.exception("on_done of a transfer raised; the engine goes on, but the transfer's owner has a bug.")
+
+
+def _wants_cpu(thread_id: int) -> bool:
+    """Return whether a thread of this process runs, or would if there were a CPU for it; False where there is none."""
+    try:
+        fields = Path(f"/proc/self/task/{thread_id}/stat").read_text()
+    except OSError:
+        return False
+    return fields.rpartition(")")[2].split()[0] == "R"
+
+
+class CopyEngine:
     """Executes transfers. Its methods may be called from any thread and never wait for a copy, but for ``close``."""
 
-    def hangs_s(self, direction: Direction) -> float:
-        """For how long a copy has been known to be overdue whose thread waits for more than a CPU; 0 when none is."""
-        return 0.0
+    def __init__(self, queues: dict[Direction, CopyQueue]) -> None:
+        self._queues = queues
 
-    @abstractmethod
     def submit(self, transfer: Transfer) -> None:
-        """Queue the transfer, first in first out per direction and owner. After ``close`` it is CANCELLED at once.
+        """Queue the transfer. After ``close`` it is CANCELLED at once.
 
         The queue itself has no bound: the server bounds the jobs in flight.
         """
+        self._queues[transfer.direction].submit(transfer)
 
-    @abstractmethod
     def cancel(self, transfer: Transfer) -> bool:
         """End a transfer that has not started as CANCELLED; False, and nothing changes, when it runs or has ended."""
+        return self._queues[transfer.direction].cancel(transfer)
 
     def abandon(self, transfer: Transfer) -> None:
-        """End the transfer as FAILED at its next step, or before it starts. Its memory is in use until ``on_done``."""
-        transfer.abandoned = True
+        """End the transfer as FAILED at its next look. Its memory is in use until ``on_done``."""
+        transfer.must_end(Outcome.FAILED)
 
-    def expire(self) -> None:  # noqa: B027 - engines whose copies always come back need not do anything
-        """End waiting transfers beyond their deadline; call ``on_overdue`` of running ones that do not come back.
+    def tick(self) -> None:
+        """End waiting transfers beyond their deadline, stop running ones, and tell of those that do not come back.
 
-        The owner calls this now and then, since threads that hang cannot look at the clock.
+        The owner calls this some times a second.
         """
+        for queue in self._queues.values():
+            queue.tick()
 
-    @abstractmethod
-    def load_of(self, direction: Direction) -> DirectionLoad:
+    def hangs_s(self, direction: Direction) -> float:
+        """For how long a copy has been known to be overdue whose thread waits for more than a CPU; 0 when none is."""
+        return self._queues[direction].hangs_s
+
+    def stats(self, direction: Direction) -> CopyStats:
         """Return the counters of one direction."""
+        return self._queues[direction].stats()
 
-    @abstractmethod
     def close(self, timeout_s: float) -> bool:
         """Cancel what waits, abandon what runs, end the threads.
 
         Returns False when a thread still copies after ``timeout_s``: the memory it uses must then stay mapped.
         """
+        # Threads wait in real time whatever clock the deadlines are on.
+        deadline = time.monotonic() + timeout_s
+        for queue in self._queues.values():
+            queue.stop()
+        return all(queue.join(deadline) for queue in self._queues.values())
+
+
+# --- host memory ----------------------------------------------------------------------------------
+
+
+class HostCopy:
+    """One plan between mapped memfds. The addresses must be mapped: a wrong one kills the process.
+
+    ``slots`` are address and length in bytes of the slots that a store fills, in the plan's order; their checksums are
+    taken along the way: they cost nothing while the bytes are in registers. Raises NotCompiled when kvoffd was
+    installed without the library.
+    """
+
+    def __init__(self, plan: Plan, slots: Sequence[tuple[int, int]] = (), library: Native | None = None) -> None:
+        self.plan = plan
+        self._copy = (library or native()).host_copy
+        self._columns = [
+            np.ascontiguousarray(column, dtype=np.uint64) for column in (plan.destination, plan.source, plan.size)
+        ]
+        # A small copy takes less time than to make arrays of numpy.
+        self._slots = array("Q", [address for address, _ in slots]), array("Q", [length for _, length in slots])
+        self._sums = array("Q", bytes(8 * len(slots)))
+
+    def run(self, stop: ctypes.c_uint32) -> int:
+        """Copy until all is copied or ``stop`` is not 0; return the bytes. Call it once."""
+        pieces = [column.ctypes.data for column in self._columns]
+        slots = [column.buffer_info()[0] for column in (*self._slots, self._sums)]
+        return int(self._copy(*pieces, self.plan.pieces, *slots, len(self._sums), ctypes.byref(stop)))
+
+    def sums(self) -> list[int]:
+        """Return the XXH3 checksum (64 bits) of each full slot; 0 where others must take it.
+
+        That is of a slot of less than 241 bytes, of one that is not filled from its first byte on, or hashes to 0.
+        """
+        return self._sums.tolist()
+
+
+def try_out(library: Native) -> None:
+    """Copy a little in pieces of odd sizes: a loop that was compiled wrongly must not write engines' memory."""
+    source = np.arange(4096, dtype=np.uint8) * np.uint8(7)
+    pool = np.zeros(4096 + _STRIPE_BYTES, dtype=np.uint8)
+    begin = -pool.ctypes.data % _STRIPE_BYTES
+    cuts = np.array([0, 1, 65, 1089, 3000, 4096], dtype=np.uint64)
+    size = np.diff(cuts)
+    plan = Plan(cuts[:-1] + np.uint64(pool.ctypes.data + begin), cuts[:-1] + np.uint64(source.ctypes.data), size, 4096)
+    copy = HostCopy(plan, [(pool.ctypes.data + begin, 4096)], library)
+    copy.run(ctypes.c_uint32())
+    copied = pool[begin : begin + 4096]
+    if not np.array_equal(copied, source) or copy.sums() != [xxhash.xxh3_64_intdigest(source.data)]:
+        raise NotCompiled("The daemon's copy loop was compiled wrongly; install kvoffd again with another C compiler.")
+
+
+class HostEngine(CopyEngine):
+    """Copies by the CPU, with ``threads_per_direction`` threads each for stores and loads.
+
+    Args:
+        clock: what deadlines are measured on, in seconds.
+        run: copies a plan, as HostCopy.run; tests pass their own.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        threads_per_direction: int = 1,
+        run: Callable[[HostCopy, ctypes.c_uint32], object] = HostCopy.run,
+    ) -> None:
+        try_out(native())
+        copiers = [_HostCopier(run)] * threads_per_direction
+        super().__init__({one: CopyQueue(f"kvoffd-{one.value}", clock, copiers) for one in Direction})
+
+
+@dataclass(frozen=True)
+class _HostCopier:
+    """It has no state, so that threads may share it."""
+
+    _run: Callable[[HostCopy, ctypes.c_uint32], object]
+
+    def open(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def copy(self, transfer: Transfer) -> None:
+        checksums = transfer.checksums if transfer.direction is Direction.STORE else None
+        if checksums is None:
+            self._run(HostCopy(transfer.plan), transfer.stop)
+            return
+        slots = [(checksums.pool_address + offset, length) for offset, length in checksums.slots]
+        copy = HostCopy(transfer.plan, slots)
+        self._run(copy, transfer.stop)
+        checksums.sums = copy.sums()

@@ -1,12 +1,10 @@
 /* The copy loop of host memory, and the XXH3 checksums of the slots it fills, in one pass over the bytes.
  *
- * Called by host_engine.py without the interpreter's lock. Plain C for any little-endian machine; where the compiler can,
+ * Called by engine.py without the interpreter's lock. Plain C for any little-endian machine; where the compiler can,
  * it makes wider versions of the loop, and the loader picks one.
  */
 #include <stdint.h>
 #include <string.h>
-
-#include "pace.h"
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -25,6 +23,8 @@
 
 /* Read so far ahead of the copy: a page, so that the walk for its address is over when its bytes are wanted. */
 enum { AHEAD = 4096 };
+/* Between two looks at whether to stop: 50 to 100 microseconds, also where pieces are small. */
+enum { LOOK_BYTES = 1 << 20, LOOK_PIECES = 512 };
 
 /* XXH3, 64 bits, seed 0, as its specification has it (github.com/Cyan4973/xxHash, doc/xxhash_spec.md). */
 enum { STRIPE = 64, STRIPES_PER_BLOCK = 16, SHORTEST = 241, SCRAMBLE_KEY = 128, LAST_KEY = 121, MERGE_KEY = 11 };
@@ -53,16 +53,13 @@ typedef uint64_t stripe __attribute__((vector_size(STRIPE), aligned(1), may_alia
 #define SWAP_PAIRS(v) __builtin_shuffle(v, (stripe){1, 0, 3, 2, 5, 4, 7, 6})
 #endif
 
-/* One plan on its way. host_engine.py has the same structure. */
-struct copying {
-    const uint64_t *destination, *source, *size; /* [pieces] */
-    uint64_t pieces;
-    const uint64_t *slot, *slot_bytes; /* [slots] address and length of the slots that are filled, in this order */
+/* The slots that a plan fills, in its order. */
+struct filling {
+    const uint64_t *slot, *slot_bytes; /* [slots] address and length */
     uint64_t *sum;                     /* [slots] becomes the slot's checksum; stays 0 where it cannot be taken here */
     uint64_t slots;
 
-    uint64_t piece, piece_done; /* the next piece, and the bytes of it that are copied */
-    uint64_t at_slot, filled;   /* the slot being filled, and its bytes from the first one on that are in place */
+    uint64_t at_slot, filled; /* the slot being filled, and its bytes from the first one on that are in place */
     uint64_t sums[8];
 };
 
@@ -144,7 +141,7 @@ static void copy_plain(uint8_t *to, const uint8_t *from, uint64_t nbytes, const 
 }
 
 /* A checksum's state before the first byte. */
-static void begin_slot(struct copying *c)
+static void begin_slot(struct filling *c)
 {
     const uint64_t start[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
                                PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
@@ -161,7 +158,7 @@ static uint64_t word(const uint8_t *from)
     return value;
 }
 
-static uint64_t checksum(const struct copying *c)
+static uint64_t checksum(const struct filling *c)
 {
     uint64_t length = c->slot_bytes[c->at_slot], hash = length * PRIME64_1;
     const uint8_t *end = (const uint8_t *)c->slot[c->at_slot] + length;
@@ -178,7 +175,7 @@ static uint64_t checksum(const struct copying *c)
 }
 
 /* Copies `nbytes` to where the slot is filled up to, and takes them into its checksum. */
-static void fill(struct copying *c, uint8_t *to, const uint8_t *from, uint64_t nbytes, const uint8_t *next)
+static void fill(struct filling *c, uint8_t *to, const uint8_t *from, uint64_t nbytes, const uint8_t *next)
 {
     uint64_t in_sums = (c->slot_bytes[c->at_slot] - 1) / STRIPE; /* stripes; the last bytes are a stripe of their own */
     uint64_t number = c->filled / STRIPE, head = -c->filled % STRIPE;
@@ -203,7 +200,7 @@ static void fill(struct copying *c, uint8_t *to, const uint8_t *from, uint64_t n
 }
 
 /* Copies up to `nbytes` that begin at `to`, at most to the end of its slot; returns how many. */
-static uint64_t copy_into_slot(struct copying *c, uint8_t *to, const uint8_t *from, uint64_t nbytes,
+static uint64_t copy_into_slot(struct filling *c, uint8_t *to, const uint8_t *from, uint64_t nbytes,
                                const uint8_t *next)
 {
     uint64_t address = (uint64_t)to;
@@ -229,53 +226,39 @@ static uint64_t copy_into_slot(struct copying *c, uint8_t *to, const uint8_t *fr
     return nbytes;
 }
 
-/* Copies the next `limit` bytes, up to twice that, or `pieces` pieces, or all that are left; returns how many bytes: 0
- * when none were left. */
-static uint64_t copy_step(struct copying *c, uint64_t limit, uint64_t pieces)
+/* Copies size[i] bytes from source[i] to destination[i] until all is copied or somebody sets `stop`; returns the bytes.
+ * `slot`, `slot_bytes` and `sum` are a filling's. */
+uint64_t kvoffd_host_copy(const uint64_t *destination, const uint64_t *source, const uint64_t *size, uint64_t pieces,
+                          const uint64_t *slot, const uint64_t *slot_bytes, uint64_t *sum, uint64_t slots,
+                          const uint32_t *stop)
 {
-    uint64_t copied = 0, end = c->pieces - c->piece < pieces ? c->pieces : c->piece + pieces;
+    struct filling c = {.slot = slot, .slot_bytes = slot_bytes, .sum = sum, .slots = slots};
+    uint64_t copied = 0, look_bytes = 0, look_piece = 0, piece = 0, done = 0; /* bytes of this piece */
 
-    if (c->piece == 0 && c->piece_done == 0)
-        begin_slot(c);
-    while (copied < limit && c->piece < end) {
-        uint8_t *to = (uint8_t *)c->destination[c->piece] + c->piece_done;
-        const uint8_t *from = (const uint8_t *)c->source[c->piece] + c->piece_done;
-        uint64_t left = c->size[c->piece] - c->piece_done;
-        uint64_t nbytes = left < limit ? left : limit;
+    begin_slot(&c);
+    while (piece < pieces) {
+        if (copied >= look_bytes || piece >= look_piece) {
+            if (__atomic_load_n(stop, __ATOMIC_RELAXED))
+                break;
+            look_bytes = copied + LOOK_BYTES, look_piece = piece + LOOK_PIECES;
+        }
+        uint8_t *to = (uint8_t *)destination[piece] + done;
+        const uint8_t *from = (const uint8_t *)source[piece] + done;
+        uint64_t left = size[piece] - done, nbytes = left < LOOK_BYTES ? left : LOOK_BYTES;
         const uint8_t *next = from + nbytes;
-        if (nbytes == left && c->piece + 1 < c->pieces)
-            next = (const uint8_t *)c->source[c->piece + 1];
-        if (c->slots)
-            nbytes = copy_into_slot(c, to, from, nbytes, next);
+        if (nbytes == left && piece + 1 < pieces)
+            next = (const uint8_t *)source[piece + 1];
+        if (slots)
+            nbytes = copy_into_slot(&c, to, from, nbytes, next);
         else
             copy_plain(to, from, nbytes, next);
         copied += nbytes;
-        c->piece_done += nbytes;
-        if (c->piece_done == c->size[c->piece])
-            c->piece++, c->piece_done = 0;
+        done += nbytes;
+        if (done == size[piece])
+            piece++, done = 0;
     }
 #if defined(__SSE2__)
     _mm_sfence(); /* whoever hears of these bytes sees them */
 #endif
     return copied;
-}
-
-/* Copies step by step, `steps` at most, until all is copied or the pace says that the thread must return. */
-void kvoffd_host_copy(struct copying *c, struct pace *p, uint64_t steps)
-{
-    uint64_t until = nanoseconds() + LOOK_NS;
-
-    while (steps-- && c->piece < c->pieces) {
-        uint64_t before = c->piece, nbytes = copy_step(c, p->step_bytes, p->step_pieces);
-        note_copied(p, nbytes);
-        note_step(p, nbytes, c->piece - before);
-        if (must_return(p) || nanoseconds() >= until)
-            break;
-    }
-}
-
-/* What `copied` of a pace says, for threads that then read the bytes. */
-uint64_t kvoffd_copied(const struct pace *p)
-{
-    return __atomic_load_n(&p->copied, __ATOMIC_ACQUIRE);
 }

@@ -7,9 +7,8 @@ registers, so that copies need no checks but those of their block ids.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -40,17 +39,12 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Copies ``size[i]`` bytes from ``source[i]`` to ``destination[i]``, in any order. Arrays are uint64, [pieces].
-
-    ``whole_after`` of a store, int64, [slots]: where copied in the plan's order, the slot of each chosen key is whole
-    once so many bytes are in place; ascending.
-    """
+    """Copies ``size[i]`` bytes from ``source[i]`` to ``destination[i]``, in any order. Arrays are uint64, [pieces]."""
 
     destination: UInt64Array
     source: UInt64Array
     size: UInt64Array
     nbytes: int
-    whole_after: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     @property
     def pieces(self) -> int:
@@ -60,7 +54,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupLayout:
-    """One KV cache group of one worker; arrays have one element per layer, in slot order (L layers).
+    """One KV cache group of one worker; arrays have one element per layer, in slot order (L layers, see ``_runs``).
 
     A slot is layer-major: sub-block ``s`` (engine block ``s`` of a key) of layer ``l`` lies at
     ``slot_page_offset[l] + s * page_bytes[l]``, where ``slot_page_offset[l]`` is the sum of ``blocks_per_key *
@@ -116,21 +110,41 @@ def _build_layout(
         if not 0 <= tensor < len(tensors):
             raise OutOfBounds(f"Group {group} names tensor {tensor}, but only {len(tensors)} tensors were registered.")
         _check_tensor(segments, tensor, tensors[tensor], nbytes)
-    used = [tensors[page.tensor] for page in pages]
-    page_bytes = [page.page_bytes for page in pages]
-    shard_bytes = blocks_per_key * sum(page_bytes)
+    runs = _runs(segments, tensors, pages, merge=blocks_per_key == 1)
+    address, stride, page_bytes = (np.array(column, dtype=np.uint64) for column in zip(*runs, strict=True))
+    shard_bytes = blocks_per_key * sum(page.page_bytes for page in pages)
     if shard_bytes > _MAX_SHARD_BYTES:
         raise BadGeometry(f"A shard of group {group} would have {shard_bytes} bytes; register fewer blocks per key.")
-    ends = np.cumsum(np.array(page_bytes, dtype=np.uint64) * np.uint64(blocks_per_key), dtype=np.uint64)
+    ends = np.cumsum(page_bytes * np.uint64(blocks_per_key), dtype=np.uint64)
     return GroupLayout(
-        tensor_address=np.array([segments[t.segment][0] + t.offset_bytes for t in used], dtype=np.uint64),
-        stride=np.array([t.stride_bytes for t in used], dtype=np.uint64),
-        page_bytes=np.array(page_bytes, dtype=np.uint64),
+        tensor_address=address,
+        stride=stride,
+        page_bytes=page_bytes,
         slot_page_offset=np.concatenate((np.zeros(1, dtype=np.uint64), ends[:-1])),
         blocks_per_key=blocks_per_key,
-        block_limit=min(t.num_blocks for t in used),
+        block_limit=min(tensors[page.tensor].num_blocks for page in pages),
         shard_bytes=shard_bytes,
     )
+
+
+def _runs(
+    segments: Sequence[tuple[int, int]], tensors: Sequence[TensorLayout], pages: Sequence[PageRef], *, merge: bool
+) -> list[tuple[int, int, int]]:
+    """Return address, stride and page bytes of each layer; with ``merge`` layers that touch in every block are one.
+
+    All layers of a block touch where an engine's memory is block-outermost. A slot has them in the same order, so that
+    its bytes are the same, in one piece. Not where a key covers several blocks: a slot is layer-major.
+    """
+    runs: list[tuple[int, int, int]] = []
+    for page in pages:
+        tensor = tensors[page.tensor]
+        address, stride = segments[tensor.segment][0] + tensor.offset_bytes, tensor.stride_bytes
+        before = runs[-1] if merge and runs else (0, 0, 0)
+        if (before[0] + before[2], before[1]) == (address, stride):
+            runs[-1] = (before[0], stride, before[2] + page.page_bytes)
+        else:
+            runs.append((address, stride, page.page_bytes))
+    return runs
 
 
 def _check_tensor(segments: Sequence[tuple[int, int]], index: int, tensor: TensorLayout, page_bytes: int) -> None:
@@ -229,21 +243,16 @@ def plan_blocks(
         pool += (position % per_key).astype(np.uint64)[:, None] * layout.page_bytes
     size = np.empty(engine.shape, dtype=np.uint64)
     size[:] = layout.page_bytes
-    engine, pool, size, of_key = engine.reshape(-1), pool.reshape(-1), size.reshape(-1), key.repeat(layers)
+    engine, pool, size = engine.reshape(-1), pool.reshape(-1), size.reshape(-1)
     if per_key > 1:
         order = _slot_order(key, ids.size, layers)
-        engine, pool, size, of_key = engine[order], pool[order], size[order], of_key[order]
+        engine, pool, size = engine[order], pool[order], size[order]
     heads = _merge_heads(engine, pool, size)
     if heads.size < size.size:
         size = np.add.reduceat(size, heads)
-        engine, pool, of_key = engine[heads], pool[heads], of_key[heads]
+        engine, pool = engine[heads], pool[heads]
     nbytes = int(ids.size) * layout.block_bytes
-    if direction is Direction.LOAD:
-        return Plan(engine, pool, size, nbytes)
-    every = np.arange(keys) if chosen is None else chosen.nonzero()[0]
-    # Pieces are ordered by the key they begin in, and may reach into keys that follow.
-    whole_after = size.cumsum(dtype=np.int64)[of_key.searchsorted(every, side="right") - 1]
-    return Plan(pool, engine, size, nbytes, whole_after)
+    return Plan(engine, pool, size, nbytes) if direction is Direction.LOAD else Plan(pool, engine, size, nbytes)
 
 
 def concatenate(plans: Sequence[Plan]) -> Plan:
@@ -253,14 +262,11 @@ def concatenate(plans: Sequence[Plan]) -> Plan:
     if not plans:
         empty = np.empty(0, dtype=np.uint64)
         return Plan(empty, empty, empty, 0)
-    nbytes = [plan.nbytes for plan in plans]
-    starts = [0, *accumulate(nbytes)][:-1]
     return Plan(
         np.concatenate([plan.destination for plan in plans]),
         np.concatenate([plan.source for plan in plans]),
         np.concatenate([plan.size for plan in plans]),
-        sum(nbytes),
-        np.concatenate([plan.whole_after + before for plan, before in zip(plans, starts, strict=True)]),
+        sum(plan.nbytes for plan in plans),
     )
 
 

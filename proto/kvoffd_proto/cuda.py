@@ -240,7 +240,6 @@ PROTOTYPES: dict[str, tuple[str, ...]] = {
     "cuEventDestroy_v2": ("CUevent",),
     "cuMemcpyAsync": ("CUdeviceptr", "CUdeviceptr", "size_t", "CUstream"),
     "cuModuleLoadData": ("CUmodule *", "const void *"),
-    "cuModuleUnload": ("CUmodule",),
     "cuModuleGetFunction": ("CUfunction *", "CUmodule", "const char *"),
     "cuLaunchKernel": ("CUfunction", *("unsigned int",) * 7, "CUstream", "void **", "void **"),
     # Memory of the GPU and of the host.

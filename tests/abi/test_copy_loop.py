@@ -15,7 +15,7 @@ CALLS = {
     "copy_call": "cuMemcpyAsync",
     "record_call": "cuEventRecord",
     "wait_call": "cuEventSynchronize",
-    "launch_call": "cuLaunchKernel",
+    "sync_call": "cuStreamSynchronize",
 }
 BATCHES = {12080: "batch_call_12080", 13000: "batch_call"}
 

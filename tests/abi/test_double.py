@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from kvoffd.transfer.cuda.driver import CudaDriver, CudaError
-from kvoffd.transfer.cuda.staging import KERNEL, KERNEL_NAME
 from kvoffd_proto import cuda
 from tests.kit.cuda_abi import compiler
-from tests.kit.cuda_calls import copy_batch, load
+from tests.kit.cuda_calls import copy_batch, load, record_event, wait_event
 from tests.kit.cuda_files import VERSIONS, include_directory
 from tests.kit.stub_cuda import COMPILER_FLAGS, SOURCE, DeviceBuffer, StubCuda, fresh_stub
 
@@ -53,8 +52,8 @@ class Bench:
             raise self.driver.error("cuMemcpyBatchAsync", status)
 
     def wait(self) -> None:
-        self.driver.record_event(self.event, self.stream)
-        self.driver.wait_event(self.event)
+        record_event(self.driver, self.event, self.stream)
+        wait_event(self.driver, self.event)
 
     def refused(self, status: int, *call: object) -> None:
         """The call must fail with this status."""
@@ -163,7 +162,7 @@ def test_a_thread_without_a_context_is_refused(bench: Bench) -> None:
     def other_thread() -> None:
         for call, arguments in (
             (bench.copy, (bench.host, bench.gpu.address)),
-            (bench.driver.wait_event, (bench.event,)),
+            (wait_event, (bench.driver, bench.event)),
             (bench.driver.register_host, (bench.host + SIZE, SIZE)),
             (bench.driver.address_range, (bench.gpu.address,)),
             (bench.driver.open_ipc, (bench.gpu.handle,)),
@@ -250,11 +249,11 @@ def test_by_chance_copies_happen_sooner_and_streams_and_batches_have_no_order(st
             bench.batch(sizes, stream)
             sizes = [(to + 32 * KIB, source, size) for to, source, size in sizes]
         for _ in range(number % 8):
-            bench.driver.record_event(bench.event, bench.stream)
+            record_event(bench.driver, bench.event, bench.stream)
         seen.add(tuple(int(bench.view[at * 4 * KIB]) for at in (*range(4), *range(8, 12))))
         for stream in streams:
-            bench.driver.record_event(bench.event, stream)
-            bench.driver.wait_event(bench.event)
+            record_event(bench.driver, bench.event, stream)
+            wait_event(bench.driver, bench.event)
     whole = {(1,) * 4, (0,) * 4}
     assert any(one[:4] == (0,) * 4 and any(one[4:]) for one in seen), "the second stream was never first"
     assert any(one[4:] == (0,) * 4 and any(one[:4]) for one in seen), "the first stream was never first"
@@ -440,60 +439,6 @@ def test_chunks_are_copied_only_when_access_was_given(bench: Bench) -> None:
     bench.copy(middle, bench.host, 2 * KIB)
     bench.driver.unmap(address, CHUNK)
     bench.refused(FAULT, bench.wait)
-
-
-def test_a_kernel_is_run_as_late_as_a_copy_and_may_use_what_a_gpu_may(bench: Bench) -> None:
-    _, kernel = bench.driver.load_kernel(KERNEL.read_text(), KERNEL_NAME)
-    table = bench.driver.allocate_pinned(4 * KIB)
-    entries, gpu = DeviceBuffer(table, 48).view.view(np.uint64), bench.gpu
-
-    def launch(where: int = table, threads: int = 32) -> None:
-        value = ctypes.c_uint64(where)
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(value))
-        shape = (2, 1, 1, threads, 1, 1, 0)
-        assert load(bench.stub.path).cuLaunchKernel(kernel, *shape, bench.stream, arguments, None) == 0
-        value.value = 0  # arguments are taken at once
-
-    gpu.view[:KIB] = 7
-    entries[:] = [gpu.address + 8 * KIB, gpu.address, KIB, gpu.address + 16 * KIB, gpu.address + 16, 32]
-    launch()
-    assert gpu.view[8 * KIB] == 1, "it is asynchronous"
-    entries[3] += 16  # what they point to is read when it runs
-    bench.wait()
-    assert gpu.view[8 * KIB : 9 * KIB + 1].tolist() == [7] * KIB + [1]
-    assert gpu.view[16 * KIB + 15 : 16 * KIB + 49].tolist() == [1, *[7] * 32, 1]
-
-
-@pytest.mark.parametrize(
-    ("entry", "where", "status"),
-    [
-        ((0, 8 * KIB, KIB), None, 0),
-        ((0, SIZE - 16, 32), None, FAULT),
-        ((SIZE, 0, 16), None, FAULT),
-        ((8, 0, 16), None, MISALIGNED),
-        ((0, 0, 16), "not pinned", FAULT),
-        ((0, 0, 16), "translated", FAULT),
-    ],
-)
-def test_a_kernel_beyond_its_memory_is_a_fault(
-    bench: Bench, entry: tuple[int, int, int], where: str | None, status: int
-) -> None:
-    _, kernel = bench.driver.load_kernel(KERNEL.read_text(), KERNEL_NAME)
-    bench.stub.set("translated", where == "translated")
-    table = bench.host + SIZE if where == "not pinned" else bench.driver.allocate_pinned(4 * KIB)
-    DeviceBuffer(table, 24).view.view(np.uint64)[:] = [
-        bench.gpu.address + entry[0],
-        bench.gpu.address + entry[1],
-        entry[2],
-    ]
-    value = ctypes.c_uint64(table)
-    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(value))
-    raw = load(bench.stub.path)
-    assert raw.cuLaunchKernel(kernel, 1, 1, 1, 32, 1, 1, 0, bench.stream, arguments, None) == 0
-    if status:
-        bench.refused(status, bench.wait)
-    else:
-        bench.wait()
 
 
 def test_a_machine_without_gpus_does_not_start_cuda() -> None:

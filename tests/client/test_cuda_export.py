@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from kvoffd.transfer.cuda.handles import GpuMappings, IpcExport, VmmExport
+from kvoffd.transfer.cuda.mappings import HandleCache, IpcExport, VmmExport
 from kvoffd_client import KvoffdClientError
 from kvoffd_client.cuda_export import ExportDriver, GpuSegment, NotExportable, export_segments
 from tests.kit.open_files import open_descriptors
@@ -63,7 +63,7 @@ def test_what_is_exported_is_what_the_daemon_maps(stub: StubCuda) -> None:
     daemon = fresh_stub()
     daemon.set("same_pid_allowed", 1)
     daemon.start()
-    mappings = GpuMappings(daemon.driver(), 0)
+    mappings = HandleCache(daemon.driver(), 0)
     for buffer in (ordinary, chunked):
         (exported,) = export(stub, (buffer.address + 10, buffer.view.size - 10))
         handle = (

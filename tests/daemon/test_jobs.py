@@ -541,31 +541,6 @@ def test_an_engine_killed_in_mid_copy_leaves_nothing(faulty: DaemonProcess, dire
         scheduler.reset()
 
 
-def test_a_small_load_waits_for_a_part_of_a_large_one(faulty: DaemonProcess) -> None:
-    """8 MiB of a copy are a step. A small one of another engine comes between two of them, not after all six."""
-    size, large, small = 1 << 20, keys(*range(48)), keys(100)
-
-    def job(worker: WireClient, scheduler: WireClient, cache: bytes) -> float:
-        assert worker.store(cache, large, range(48)).ok
-        assert scheduler.lookup(1, large, OTHER).pinned == 48
-        with faulty.fault("load slow 0.3"):
-            return worker.load(cache, scheduler.lease(1), large, range(48)).seconds
-
-    with SharedMemory(PAGE_BYTES, "small") as memory, engine(faulty) as (worker, scheduler):
-        cache = worker.register(memory)
-        assert worker.store(cache, small, [0]).ok
-        assert scheduler.lookup(1, small).pinned == 1
-        with engine_process(faulty.directory, job, size, 48) as (_, heard):
-            wait_until(lambda: books(faulty.directory).loads.running == 1)
-            result = worker.load(cache, scheduler.lease(1), small, [0])
-            assert heard.poll(30.0), "the large load did not end"
-            assert result.ok
-            assert result.seconds < heard.recv() / 2
-
-
-# --- steps -----------------------------------------------------------------------------------------
-
-
 def test_a_step_with_a_bad_job_is_refused_and_changes_nothing(
     shared_daemon: DaemonProcess, worker: WireClient, scheduler: WireClient, memory: SharedMemory
 ) -> None:

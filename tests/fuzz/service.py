@@ -18,7 +18,7 @@ from kvoffd.errors import KvoffdError
 from kvoffd.server.persistence import State, StateFile
 from kvoffd.server.sessions import Peer, Session
 from kvoffd.system.mappings import MappedSegment, close_segments
-from kvoffd.transfer.engine import DirectionLoad, Transfer, TransferEngine
+from kvoffd.transfer.engine import CopyEngine, CopyStats, Transfer
 from kvoffd.transfer.plan import Direction, Outcome
 from kvoffd_client.jobs import Job, submit_of
 from kvoffd_proto import admin as a
@@ -36,10 +36,11 @@ STEPS = 100
 POOL_BYTES = 1 << 20
 
 
-class LazyEngine(TransferEngine):
+class LazyEngine(CopyEngine):
     """Copies nothing; a transfer ends when it is told to, and the first of the queue counts as running."""
 
     def __init__(self) -> None:
+        super().__init__({})
         self.queue: deque[Transfer] = deque()
         self.ended: Counter[tuple[Direction, Outcome]] = Counter()
 
@@ -50,22 +51,19 @@ class LazyEngine(TransferEngine):
         if transfer not in self.queue or transfer is self.queue[0]:
             return False
         self.queue.remove(transfer)
-        transfer.on_done(transfer, Outcome.CANCELLED, 0.0)
+        transfer.on_done(transfer, Outcome.CANCELLED)
         return True
-
-    def abandon(self, transfer: Transfer) -> None:
-        transfer.abandoned = True
 
     def end_first(self, outcome: Outcome) -> None:
         """End the first transfer, as a copy thread does."""
         if self.queue:
             transfer = self.queue.popleft()
-            outcome = Outcome.FAILED if transfer.abandoned else outcome
+            outcome = transfer.ending or outcome
             self.ended[transfer.direction, outcome] += 1
-            transfer.on_done(transfer, outcome, 0.0)
+            transfer.on_done(transfer, outcome)
 
-    def load_of(self, direction: Direction) -> DirectionLoad:
-        return DirectionLoad(0, 0, 0.0, 0)
+    def stats(self, direction: Direction) -> CopyStats:
+        return CopyStats()
 
     def close(self, timeout_s: float) -> bool:
         return True

@@ -57,9 +57,3 @@ def machine_of(
 def machine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """A running daemon that takes GPU memory."""
     yield from machine_of(request.param, tmp_path, monkeypatch)
-
-
-@pytest.fixture(params=DRIVERS)
-def gathering(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    """One that gathers small pieces."""
-    yield from machine_of(request.param, tmp_path, monkeypatch, limits={"cuda_gather": True})

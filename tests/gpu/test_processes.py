@@ -54,13 +54,6 @@ def test_blocks_come_back_byte_for_byte(machine: Machine, kind: str, page_bytes:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gathered_blocks_come_back_byte_for_byte(gathering: Machine, kind: str) -> None:
-    test_blocks_come_back_byte_for_byte(gathering, kind, 4096)
-    if gathering.is_stub:
-        assert any(line.startswith("launch ") for line in gathering.driver_log())
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_blocks_of_one_engine_are_loaded_by_another(machine: Machine, kind: str) -> None:
     with machine.exporter("ordinary") as one, machine.exporter(kind) as other, machine.scheduler() as scheduler:
         one.wait_ready()

@@ -7,8 +7,6 @@ import ctypes
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.transfer.host_engine import HostCopy
-from kvoffd.transfer.pace import Pace
 from kvoffd.transfer.plan import Direction, GroupLayout, Plan, plan_blocks
 
 Bytes = npt.NDArray[np.uint8]
@@ -44,35 +42,30 @@ def execute(plan: Plan) -> None:
 
 
 def reference_copy(
-    layout: GroupLayout,
+    layers: list[tuple[int, int, int]],
+    blocks_per_key: int,
     direction: Direction,
     block_ids: list[int],
     first_block: int,
     slot_address: list[int],
     chosen: list[bool] | None,
 ) -> int:
-    """What a plan must do, said as plainly as can be: the definition of a slot's layout. Returns the bytes."""
+    """What a plan must do, said as plainly as can be: the definition of a slot's layout. Returns the bytes.
+
+    ``layers`` are address, stride and page bytes of each.
+    """
     nbytes = 0
     for number, block in enumerate(block_ids):
-        key, sub = divmod(first_block + number, layout.blocks_per_key)
+        key, sub = divmod(first_block + number, blocks_per_key)
         if chosen is not None and not chosen[key]:
             continue
         at = slot_address[key]
-        for address, stride, page in zip(
-            layout.tensor_address.tolist(), layout.stride.tolist(), layout.page_bytes.tolist(), strict=True
-        ):
+        for address, stride, page in layers:
             engine, pool = address + block * stride, at + sub * page
             if direction is Direction.STORE:
                 ctypes.memmove(pool, engine, page)
             else:
                 ctypes.memmove(engine, pool, page)
-            at += layout.blocks_per_key * page
+            at += blocks_per_key * page
             nbytes += page
     return nbytes
-
-
-def copy_step(copy: HostCopy, limit_bytes: int) -> int:
-    """Copy one step of so many bytes; return how many were copied, 0 at the end."""
-    pace = Pace(step_bytes=limit_bytes, step_pieces=4096)
-    copy.run(pace, 1)
-    return pace.copied

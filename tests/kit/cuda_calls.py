@@ -48,3 +48,13 @@ def pinned_properties(device: int, handle_types: int) -> cuda.MemAllocationProp:
         requestedHandleTypes=handle_types,
         location=cuda.MemLocation(cuda.MEM_LOCATION_TYPE_DEVICE, device),
     )
+
+
+def record_event(driver: CudaDriver, event: int, stream: int) -> None:
+    """Have the event happen when everything in the stream so far is done, as the copy loop in C does."""
+    driver._call("cuEventRecord", event, stream)
+
+
+def wait_event(driver: CudaDriver, event: int) -> None:
+    """Sleep until the event has happened."""
+    driver._call("cuEventSynchronize", event)

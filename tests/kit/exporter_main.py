@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from kvoffd_client import NamespaceSpec, Registration, WorkerClient
 from kvoffd_client.cuda_export import ExportDriver, export_segments
-from kvoffd_client.jobs import GroupTransfer
+from kvoffd_client.jobs import GroupTransfer, Job
 from kvoffd_client.ordered_sender import Event, OrderedSender
 from kvoffd_client.transport import LifelineStream
 from kvoffd_proto import cuda
@@ -206,7 +206,8 @@ def main() -> None:
         data = np.random.default_rng(seed).integers(0, 256, gpu.nbytes, dtype=np.uint8).tobytes()
         event = gpu.write_late(data)
         sender = OrderedSender(lambda: event if wait else _Nothing())
-        sender.submit([job_id], lambda _: worker.store(job_id, transfer(keys, blocks)), lambda *_: None)
+        job = Job(job_id, ())
+        sender.submit([job], lambda _: worker.store(job_id, transfer(keys, blocks)), lambda *_: None)
         answer = result(job_id)
         event.synchronize()
         return answer

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from kvoffd.errors import KvoffdError
-from kvoffd.transfer.cuda.device import list_devices
 from kvoffd.transfer.cuda.driver import CudaDriver
+from kvoffd.transfer.cuda.gpus import list_devices
 from kvoffd_client import NamespaceSpec, SchedulerClient
 from tests.kit.daemon import DaemonProcess
 from tests.kit.exporter import Exporter

@@ -13,39 +13,44 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-STEPS = 8
-"""Of a copy, for each time that the file of faults is read."""
+STEP_BYTES = 8 << 20
+"""Of a copy, or one piece, for each time that the file of faults is read."""
 CLOSING_US = int(os.environ.get("DYING_CLOSING_US", 700_000))
 COPYING_US = 100_000
 
 
 def copies_with_faults(file: Path) -> None:
     """Have every copy do as ``file`` says while it is there: ``load fails``, ``load lies``, ``store slow 0.5``."""
-    from kvoffd.transfer import host_engine
-    from kvoffd.transfer.host_engine import HostCopy
-    from kvoffd.transfer.pace import Pace
+    from kvoffd.transfer.engine import HostCopy, HostEngine
+    from kvoffd.transfer.plan import Plan
 
-    def run(copy: HostCopy, pace: Pace) -> None:
-        words = file.read_text().split() if file.exists() else []
-        if not words or words[0] != threading.current_thread().name.split("-")[1]:  # kvoffd-store-0
-            copy.run(pace, STEPS)
-            return
-        if words[1] == "fails":
-            raise OSError("a deliberate failure")
-        if words[1] == "slow":
-            time.sleep(float(words[2]))
-        copy.run(pace, STEPS)
-        if words[1] == "lies":
-            for address, size in zip(copy.plan.destination.tolist(), copy.plan.size.tolist(), strict=True):
-                ctypes.memset(address, 0x3C, size)
+    def run(copy: HostCopy, stop: ctypes.c_uint32) -> None:
+        plan, begin = copy.plan, 0
+        while begin < plan.pieces and not stop.value:
+            words = file.read_text().split() if file.exists() else []
+            if not words or words[0] != threading.current_thread().name.split("-")[1]:  # kvoffd-store-0
+                words = ["", ""]
+            if words[1] == "fails":
+                raise OSError("a deliberate failure")
+            if words[1] == "slow":
+                time.sleep(float(words[2]))
+            if begin == 0 and words[1] != "slow":
+                copy.run(stop)  # all of it, with its checksums
+                begin = plan.pieces
+            else:
+                end = begin + max(1, int(plan.size[begin:].cumsum().searchsorted(STEP_BYTES)))
+                some = slice(begin, end)
+                columns = plan.destination[some], plan.source[some], plan.size[some]
+                HostCopy(Plan(*columns, int(columns[2].sum()))).run(stop)
+                begin = end
+            if words[1] == "lies":
+                for address, size in zip(plan.destination.tolist(), plan.size.tolist(), strict=True):
+                    ctypes.memset(address, 0x3C, size)
 
-    made: Callable[[HostCopy, Pace], None] = run
-    defaults = (time.monotonic, 1, made, host_engine.STEP_BYTES)
-    host_engine.HostEngine.__init__.__defaults__ = defaults  # type: ignore[attr-defined]
+    HostEngine.__init__.__defaults__ = (time.monotonic, 1, run)  # type: ignore[attr-defined]
 
 
 def die_slowly(library: str) -> None:

@@ -6,7 +6,7 @@
    chance has it. Those of a stream keep its order, those of a batch and of several streams have none. Whoever does not
    wait, or relies on an order, finds other bytes. A copy whose memory is gone when it runs is a fault, after which every
    call fails, as cuda.h says: "the process must be terminated and relaunched". What an engine exported and has freed, or
-   died with, reads as 0xDB. A kernel is its PTX, which is run instruction by instruction, as late as a copy.
+   died with, reads as 0xDB.
 
    Every call is counted and logged, can be made to fail (with -1: to do nothing and succeed) and to hang: by the functions stub_*, or in another process by
    the variables STUB_FAIL and STUB_HANG ("cuMemcpyAsync:2:700"; nth 0 means every one), STUB_VERSION, STUB_LOG, STUB_SEED,
@@ -39,8 +39,7 @@ CUresult cuDeviceGetUuid(CUuuid *out, CUdevice device);
 #define IGNORED (-1) /* the status of a call that does nothing and says it did */
 
 typedef CUdeviceptr address_t;
-typedef struct { char *code; unsigned blocks, threads; uint64_t arguments[8]; } launch_t;
-typedef struct { address_t to, from; size_t size; int pinned, untranslated; launch_t *launch; } copy_t;
+typedef struct { address_t to, from; size_t size; int pinned, untranslated; } copy_t;
 typedef struct { copy_t *copies; size_t count, room, done; int device, alive; } stream_t;
 typedef struct { stream_t *stream; size_t until; int device, alive; } event_t;
 typedef struct { char name[48]; int nth, status, hang; } plan_t;
@@ -184,107 +183,8 @@ static int is_dead(address_t address) {
     return range && range->dead;
 }
 
-/* --- kernels: each instruction of their PTX that ours use, thread after thread, the last one first --- */
-enum { REGISTERS = 48, STEPS = 256, WORDS = 6 };
-typedef struct { char word[WORDS][40]; int kind[WORDS], guard, target; uint64_t value[WORDS]; } step_t; /* a word's kind: register, or number */
-typedef struct { step_t steps[STEPS]; char registers[REGISTERS][40]; int many_steps, many_registers; } code_t;
-
-static int register_of(code_t *code, const char *word) { /* a register's number, which may be a new one */
-    for (int i = 0; i < code->many_registers; i++) if (!strcmp(code->registers[i], word)) return i;
-    if (code->many_registers == REGISTERS) abort();
-    strcpy(code->registers[code->many_registers], word);
-    return code->many_registers++;
-}
-/* The entry's parameters get the first registers, by their names, in their order; returns their sizes, 0 after the last. */
-static void read_parameters(const char *entry, code_t *code, int sizes[9]) {
-    char list[512], *rest = NULL;
-    int many = 0, bits = 0;
-    snprintf(list, sizeof list, "%.*s", (int)strcspn(strchr(entry, '(') + 1, ")"), strchr(entry, '(') + 1);
-    for (char *word = strtok_r(list, " ,\n", &rest); word && many < 8; word = strtok_r(NULL, " ,\n", &rest)) {
-        if (sscanf(word, ".u%d", &bits) == 1 || !strcmp(word, ".param")) continue;
-        register_of(code, word);
-        sizes[many++] = bits / 8;
-    }
-    sizes[many] = 0;
-}
-static void read_code(const char *entry, code_t *code) {
-    char *text = strdup(strchr(entry, '{') + 1), *lines = NULL, labels[16][40];
-    int many_labels = 0, places[16];
-    for (char *line = strtok_r(text, "\n", &lines); line && !strchr(line, '}') == !strchr(line, '{'); line = strtok_r(NULL, "\n", &lines)) {
-        char *words = NULL, *label = strchr(line, ':');
-        line += strspn(line, " \t");
-        if (!*line || *line == '.' || *line == '/') continue;
-        if (label) { places[many_labels] = code->many_steps; snprintf(labels[many_labels++], 40, "%.*s", (int)(label - line), line); continue; }
-        step_t *step = code->steps + code->many_steps++;
-        *step = (step_t){.guard = -1};
-        int n = 0;
-        for (char *word = strtok_r(line, " ,[]{}+;", &words); word; word = strtok_r(NULL, " ,[]{}+;", &words)) {
-            if (*word == '@') { step->guard = register_of(code, word + 1); continue; }
-            if (n == WORDS || strlen(word) >= 40) abort();
-            char *end;
-            step->value[n] = strtoull(word, &end, 0);
-            step->kind[n] = !*end;
-            if (*end && n) step->value[n] = register_of(code, word);
-            strcpy(step->word[n++], word);
-        }
-    }
-    for (int i = 0; i < code->many_steps; i++)
-        for (int j = 0; !strcmp(code->steps[i].word[0], "bra") && j < many_labels; j++)
-            if (!strcmp(labels[j], code->steps[i].word[1])) code->steps[i].target = places[j];
-    free(text);
-}
-/* Memory that a kernel may use: a device's, and of a host what is pinned, unless that has other addresses there. */
-static int may_use(address_t address, size_t size) {
-    if (address % size) lose(CUDA_ERROR_MISALIGNED_ADDRESS);
-    else if (!is_device_memory(address, size) && (translated || is_pinned(address, size) != 1)) lose(CUDA_ERROR_ILLEGAL_ADDRESS);
-    return !lost;
-}
-static void run_thread(code_t *code, launch_t *launch, unsigned block, unsigned thread) {
-    uint64_t r[REGISTERS];
-    memset(r, GONE, sizeof r);
-    memcpy(r, launch->arguments, sizeof launch->arguments);
-    for (int at = 0; at < code->many_steps; at++) {
-        step_t *step = code->steps + at;
-        const char *what = step->word[0];
-        uint64_t a = step->kind[2] ? step->value[2] : r[step->value[2]], b = step->kind[3] ? step->value[3] : r[step->value[3]], *to = r + step->value[1];
-        if (step->guard >= 0 && !r[step->guard]) continue;
-        if (!strcmp(what, "ret")) return;
-        else if (!strcmp(what, "bra")) at = step->target - 1;
-        else if (!strcmp(what, "mov.u32") && !strcmp(step->word[2], "%ctaid.x")) *to = block;
-        else if (!strcmp(what, "mov.u32") && !strcmp(step->word[2], "%tid.x")) *to = thread;
-        else if (!strcmp(what, "mov.u32") && !strcmp(step->word[2], "%ntid.x")) *to = launch->threads;
-        else if (!strcmp(what, "ld.param.u64") || !strcmp(what, "cvta.to.global.u64")) *to = a;
-        else if (!strcmp(what, "mul.wide.u32")) *to = (uint64_t)(uint32_t)a * (uint32_t)b;
-        else if (!strcmp(what, "add.u64")) *to = a + b;
-        else if (!strcmp(what, "setp.ge.u64")) *to = a >= b;
-        else if (!strcmp(what, "ld.global.u64")) { if (!may_use(a + step->value[3], 8)) return; memcpy(to, (void *)(a + step->value[3]), 8); }
-        else if (!strcmp(what, "ld.global.v4.u32")) {
-            address_t from = r[step->value[5]];
-            if (!may_use(from, 16)) return;
-            for (int i = 0; i < 4; i++) r[step->value[1 + i]] = is_dead(from) ? 0x01010101u * GONE : ((uint32_t *)from)[i];
-        } else if (!strcmp(what, "st.global.v4.u32")) {
-            if (!may_use(*to, 16)) return;
-            for (int i = 0; i < 4 && !is_dead(*to); i++) ((uint32_t *)*to)[i] = r[step->value[2 + i]];
-        } else { fprintf(stderr, "stub_cuda.c does not know the instruction %s\n", what); abort(); }
-    }
-}
-static void run_kernel(launch_t *launch) {
-    code_t code = {0};
-    int sizes[9];
-    read_parameters(launch->code, &code, sizes);
-    code.many_registers = 8; /* the arguments, of which there may be fewer */
-    read_code(launch->code, &code);
-    for (unsigned block = launch->blocks; block--;)
-        for (unsigned thread = launch->threads; thread-- && !lost;) run_thread(&code, launch, block, thread);
-}
-
 static void run(stream_t *stream) {
     copy_t copy = stream->copies[stream->done++];
-    if (copy.launch) {
-        if (!lost) run_kernel(copy.launch);
-        free(copy.launch);
-        return;
-    }
     int to_device = is_device_memory(copy.to, copy.size), from_device = is_device_memory(copy.from, copy.size);
     address_t host = to_device ? copy.from : copy.to;
     if (lost) return;
@@ -541,7 +441,7 @@ static void push(stream_t *stream, address_t to, address_t from, size_t size) {
         stream->copies = realloc(stream->copies, stream->room * sizeof(copy_t));
     }
     address_t host = is_device_memory(to, size) ? from : to;
-    stream->copies[stream->count++] = (copy_t){to, from, size, is_pinned(host, size), 0, NULL};
+    stream->copies[stream->count++] = (copy_t){to, from, size, is_pinned(host, size), 0};
 }
 static int is_sound(address_t to, address_t from, size_t size, int in_batch) {
     int to_device = is_device_memory(to, size), from_device = is_device_memory(from, size);
@@ -747,18 +647,11 @@ CUresult cuIpcCloseMemHandle(CUdeviceptr address) {
     return leave(0);
 }
 
-/* --- modules. The kernel ``sweep`` goes over a whole allocation, 16 bytes a word, which is not run: it would take too long --- */
+/* --- modules. There is one kernel, the benches' ``sweep``, which goes over a whole allocation, 16 bytes a word; it is not run --- */
 CUresult cuModuleLoadData(CUmodule *out, const void *image) {
     ENTER("cuModuleLoadData") NEED_CONTEXT
     *out = (CUmodule)strdup(image);
     return leave(strstr(image, ".version") ? CUDA_SUCCESS : CUDA_ERROR_INVALID_IMAGE);
-}
-CUresult cuModuleUnload(CUmodule module) {
-    ENTER("cuModuleUnload") NEED_CONTEXT NEED_HANDLE(module)
-    for (int i = 0; i < many_streams; i++) /* what is still to be run would run it */
-        for (size_t at = streams[i]->done; at < streams[i]->count; at++) NEED(!streams[i]->copies[at].launch)
-    free(module);
-    return leave(0);
 }
 CUresult cuModuleGetFunction(CUfunction *out, CUmodule module, const char *name) {
     char entry[64];
@@ -770,18 +663,6 @@ CUresult cuModuleGetFunction(CUfunction *out, CUmodule module, const char *name)
 CUresult cuLaunchKernel(CUfunction kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, CUstream where, void **parameters, void **extra) {
     ENTER("cuLaunchKernel") NEED_CONTEXT NEED_HANDLE(stream_of(where))
     NEED(kernel && parameters && !extra && !shared && gx && gy * gz * by * bz == 1 && bx && bx <= 1024)
-    if (strncmp((char *)kernel, ".visible .entry sweep(", 22)) {
-        launch_t *launch = malloc(sizeof *launch);
-        code_t names = {0};
-        int sizes[9];
-        *launch = (launch_t){.code = (char *)kernel, .blocks = gx, .threads = bx};
-        read_parameters(launch->code, &names, sizes);
-        for (int i = 0; sizes[i]; i++) memcpy(launch->arguments + i, parameters[i], sizes[i]); /* now, unlike what they point to */
-        note("launch %u x %u", gx, bx);
-        push(stream_of(where), 0, 0, 0);
-        stream_of(where)->copies[stream_of(where)->count - 1].launch = launch;
-        return leave(0);
-    }
     range_t *range = find(*(address_t *)parameters[0], K(DEVICE));
     if (!range) { lose(CUDA_ERROR_ILLEGAL_ADDRESS); return leave(0); } /* told by the next call, as by a GPU */
     NEED(range->size == 16 * *(uint64_t *)parameters[1])

@@ -18,7 +18,7 @@ from kvoffd.server.jobs import LoadJob, StoreBatch
 from kvoffd.server.memory import STUCK_AFTER_S
 from kvoffd.server.sessions import Peer
 from kvoffd.system.mappings import MappedSegment, close_segments
-from kvoffd.transfer.lane import OVERDUE_GRACE_S
+from kvoffd.transfer.engine import OVERDUE_GRACE_S
 from kvoffd.transfer.plan import Direction, Outcome
 from kvoffd_proto import admin as a
 from kvoffd_proto import codec, lifeline

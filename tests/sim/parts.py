@@ -28,7 +28,7 @@ from kvoffd.tiering import WriteMode
 from kvoffd.tiers.disk import DiskTier
 from kvoffd.tiers.tier import TierListener
 from kvoffd.transfer.cuda.gpus import Gpus
-from kvoffd.transfer.engine import TransferEngine
+from kvoffd.transfer.engine import CopyEngine
 from kvoffd_client import Registration, SchedulerClient, WorkerClient
 from kvoffd_client.session import Session
 from kvoffd_proto.messages import AnyRequest, Role
@@ -140,7 +140,7 @@ def make_cache(config: Config, pool: Pool, events: EventLog, clock: Callable[[],
 
 
 def make_service(
-    config: Config, pool: Pool, watched: WatchedPool | None, engine: TransferEngine, host: Host, state: State
+    config: Config, pool: Pool, watched: WatchedPool | None, engine: CopyEngine, host: Host, state: State
 ) -> Service:
     """The daemon's core as ``Daemon`` puts it together, over the pool or what stands before it."""
     events = EventLog(host.now)

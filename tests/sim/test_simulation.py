@@ -54,7 +54,7 @@ def test_seeds_give_the_same_trace_in_any_process() -> None:
     assert len(set(elsewhere.values())) == SAME, "other seeds give other traces"
 
 
-@pytest.mark.parametrize("seed", [1, 9])
+@pytest.mark.parametrize("seed", [3, 13])
 def test_long_runs_keep_every_promise(seed: int) -> None:
     """In the second, engines serve prompts long after the last fault, and have their quiet time only after them."""
     outcome = run(Scenario(seed, duration_s=30.0, max_requests=400, check_every=64, swarm=seed % 2 == 0))

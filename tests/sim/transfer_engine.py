@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from kvoffd.transfer.engine import DirectionLoad, Transfer, TransferEngine
-from kvoffd.transfer.lane import OVERDUE_GRACE_S
+from kvoffd.transfer.engine import OVERDUE_GRACE_S, CopyEngine, CopyStats, Transfer
 from kvoffd.transfer.plan import Direction, Outcome
 from tests.sim.clock import Broken, Clock, Injected, Process
 from tests.sim.memory import AddressSpace
@@ -30,24 +29,19 @@ class _Copy:
     hangs_at: int = -1
     overdue_since: float | None = None
     pause_s: float = 0.0
-    started_at: float = 0.0
-    summed: int = 0
-    """Slots of a store whose checksums are taken."""
 
 
 @dataclass
-class _Lane:
+class _Queue:
     """The transfers of one direction."""
 
-    queue: dict[Transfer, _Copy] = field(default_factory=dict)
+    waiting: dict[Transfer, _Copy] = field(default_factory=dict)
     running: _Copy | None = None
-    behind: set[_Copy] = field(default_factory=set)
-    """Stores that are copied and wait for their checksums, as beside an engine's copy thread."""
-    busy_s: float = 0.0
-    nbytes: int = 0
+    unread: set[_Copy] = field(default_factory=set)
+    """Stores that are copied and wait for their checksums, as on a GPU."""
 
 
-class SimTransferEngine(TransferEngine):
+class SimTransferEngine(CopyEngine):
     """One thread per direction, as HostEngine has, in the daemon's process."""
 
     def __init__(
@@ -69,40 +63,40 @@ class SimTransferEngine(TransferEngine):
         self._faults = faults
         self._rng = rng
         self._deadline_s = deadline_s
-        self._lanes = {direction: _Lane() for direction in Direction}
+        self._queues = {direction: _Queue() for direction in Direction}
         self._closed = False
 
-    # --- TransferEngine --------------------------------------------------------------------------
+    # --- CopyEngine --------------------------------------------------------------------------
 
     def submit(self, transfer: Transfer) -> None:
         if self._closed:
-            transfer.on_done(transfer, Outcome.CANCELLED, 0.0)
+            transfer.on_done(transfer, Outcome.CANCELLED)
             return
         copy = self._claim(transfer)
-        lane = self._lanes[transfer.direction]
-        lane.queue[transfer] = copy
+        queue = self._queues[transfer.direction]
+        queue.waiting[transfer] = copy
         self._clock.note(f"submit {transfer.direction.value} {transfer.plan.nbytes} in {len(copy.pieces)}")
-        if lane.running is None and len(lane.queue) == 1:
-            self._process.after(self._rng.uniform(0, 0.002), lambda: self._start(lane))
+        if queue.running is None and len(queue.waiting) == 1:
+            self._process.after(self._rng.uniform(0, 0.002), lambda: self._start(queue))
 
     def cancel(self, transfer: Transfer) -> bool:
-        copy = self._lanes[transfer.direction].queue.pop(transfer, None)
+        copy = self._queues[transfer.direction].waiting.pop(transfer, None)
         if copy is None:
             return False
         self._end(copy, Outcome.CANCELLED)
         return True
 
-    def abandon(self, transfer: Transfer) -> None:
-        transfer.abandoned = True
-
-    def expire(self) -> None:
+    def tick(self) -> None:
         now = self._clock.now
-        for lane in self._lanes.values():
-            for transfer, copy in list(lane.queue.items()):
+        for queue in self._queues.values():
+            for transfer, copy in list(queue.waiting.items()):
                 if now >= transfer.deadline:
-                    del lane.queue[transfer]
+                    del queue.waiting[transfer]
                     self._end(copy, Outcome.DEADLINE)
-            running = lane.running
+            for copy in queue.unread | ({queue.running} if queue.running else set()):
+                if now >= copy.transfer.deadline:
+                    copy.transfer.must_end(Outcome.DEADLINE)
+            running = queue.running
             if running is None or running.overdue_since is not None:
                 continue
             if now >= running.transfer.deadline + OVERDUE_GRACE_S:
@@ -112,29 +106,28 @@ class SimTransferEngine(TransferEngine):
                     running.transfer.on_overdue(running.transfer)
 
     def hangs_s(self, direction: Direction) -> float:
-        running = self._lanes[direction].running
+        running = self._queues[direction].running
         since = None if running is None else running.overdue_since
         return 0.0 if since is None else self._clock.now - since
 
-    def load_of(self, direction: Direction) -> DirectionLoad:
-        lane = self._lanes[direction]
-        running = int(lane.running is not None) + len(lane.behind)
-        return DirectionLoad(len(lane.queue), running, lane.busy_s, lane.nbytes)
+    def stats(self, direction: Direction) -> CopyStats:
+        queue = self._queues[direction]
+        return CopyStats(len(queue.waiting), int(queue.running is not None) + len(queue.unread))
 
     def close(self, timeout_s: float) -> bool:
         self._closed = True
-        for lane in self._lanes.values():
-            waiting, lane.queue = list(lane.queue.values()), {}
+        for queue in self._queues.values():
+            waiting, queue.waiting = list(queue.waiting.values()), {}
             for copy in waiting:
                 self._end(copy, Outcome.CANCELLED)
-            for copy in lane.behind | ({lane.running} if lane.running else set()):
-                copy.transfer.abandoned = True
-        return not any(lane.running or lane.behind for lane in self._lanes.values())
+            for copy in queue.unread | ({queue.running} if queue.running else set()):
+                copy.transfer.must_end(Outcome.FAILED)
+        return not any(queue.running or queue.unread for queue in self._queues.values())
 
     @property
     def idle(self) -> bool:
         """Whether nothing waits or runs."""
-        return not any(lane.queue or lane.running or lane.behind for lane in self._lanes.values())
+        return not any(queue.waiting or queue.running or queue.unread for queue in self._queues.values())
 
     # --- the copy --------------------------------------------------------------------------------
 
@@ -168,13 +161,12 @@ class SimTransferEngine(TransferEngine):
             self._space.busy[number] = self._space.busy.get(number, 0) + 1
         return _Copy(transfer, list(slots.values()), list(mappings), pieces)
 
-    def _start(self, lane: _Lane) -> None:
-        if lane.running is not None or not lane.queue:
+    def _start(self, queue: _Queue) -> None:
+        if queue.running is not None or not queue.waiting:
             return
-        transfer, copy = next(iter(lane.queue.items()))
-        del lane.queue[transfer]
-        lane.running = copy
-        copy.started_at = self._clock.now
+        transfer, copy = next(iter(queue.waiting.items()))
+        del queue.waiting[transfer]
+        queue.running = copy
         copy.steps = self._rng.choice((1, 1, 2, 3, 5))
         copy.pause_s = self._rng.choice((0.0001, 0.0005, 0.003))
         if self._faults.hit("copy_slow"):
@@ -187,23 +179,27 @@ class SimTransferEngine(TransferEngine):
             copy.fails_at = self._rng.randrange(copy.steps)
         if self._faults.hit("copy_hang"):
             copy.hangs_at = self._rng.randrange(copy.steps)
-        self._step(lane, copy)
+        self._step(queue, copy)
 
-    def _step(self, lane: _Lane, copy: _Copy) -> None:
+    def _step(self, queue: _Queue, copy: _Copy) -> None:
         transfer = copy.transfer
         if copy.step == copy.hangs_at:
             return  # its thread never comes back
-        outcome = self._ending(copy)
         checksums, storing = transfer.checksums, transfer.direction is Direction.STORE
+        if copy.step == 0 and self._clock.now >= transfer.deadline:
+            transfer.must_end(Outcome.DEADLINE)
+        outcome = transfer.ending if transfer.stop.value else None  # as C looks at the flag, and at nothing else
+        if outcome is None and transfer.ending is not None:
+            raise Broken("a copy goes on although its transfer must end")
         if outcome is None and copy.step == 0 and not storing and checksums is not None:
-            outcome = checksums.run(lambda: None)
+            found = checksums.take()
+            outcome = None if found is Outcome.DONE else found
         if outcome is None:
             copy.step += 1
             until = transfer.plan.nbytes * copy.step // copy.steps
             if copy.step - 1 == copy.fails_at:  # it fails somewhere in the middle of this step
                 until = self._rng.randint(copy.moved, until)
                 outcome = Outcome.FAILED
-            lane.nbytes += until - copy.moved
             try:
                 self._move(copy, until)
             except Injected:  # as HostEngine takes an exception of its copy function
@@ -211,41 +207,25 @@ class SimTransferEngine(TransferEngine):
             if outcome is None and copy.step == copy.steps:
                 outcome = Outcome.DONE
         if outcome is None:
-            self._follow(copy)
-            self._process.after(copy.pause_s, lambda: self._step(lane, copy))
+            self._process.after(copy.pause_s, lambda: self._step(queue, copy))
             return
-        lane.running = None
+        queue.running = None
         if outcome is Outcome.DONE and storing and checksums is not None:
-            lane.behind.add(copy)
+            queue.unread.add(copy)
             if self._rng.random() < 0.5:
-                self._finish_sums(lane, copy)
+                self._finish_sums(queue, copy)
             else:
-                self._process.after(self._rng.choice((0.0001, 0.001, 0.01)), lambda: self._finish_sums(lane, copy))
+                self._process.after(self._rng.choice((0.0001, 0.001, 0.01)), lambda: self._finish_sums(queue, copy))
         else:
             self._end(copy, outcome)
-        if lane.queue:
-            self._process.after(self._rng.uniform(0, 0.0005), lambda: self._start(lane))
+        if queue.waiting:
+            self._process.after(self._rng.uniform(0, 0.0005), lambda: self._start(queue))
 
-    def _ending(self, copy: _Copy) -> Outcome | None:
-        if copy.transfer.abandoned:
-            return Outcome.FAILED
-        return Outcome.DEADLINE if self._clock.now >= copy.transfer.deadline else None
-
-    def _follow(self, copy: _Copy) -> None:
-        """Take the checksums of some of a store's slots that are whole by now, as threads beside the copy do."""
-        checksums = copy.transfer.checksums
-        if copy.transfer.direction is Direction.STORE and checksums is not None:
-            first, copy.summed = copy.summed, self._rng.randint(copy.summed, checksums.whole_slots(copy.moved))
-            checksums.run(lambda: None, first, copy.summed)
-
-    def _finish_sums(self, lane: _Lane, copy: _Copy) -> None:
-        """Take the checksums that are left, and end the store."""
-        lane.behind.remove(copy)
-        outcome = self._ending(copy)
-        if outcome is None:
-            assert copy.transfer.checksums is not None
-            outcome = copy.transfer.checksums.run(lambda: None, copy.summed) or Outcome.DONE
-        self._end(copy, outcome)
+    def _finish_sums(self, queue: _Queue, copy: _Copy) -> None:
+        """Take the checksums, and end the store."""
+        queue.unread.remove(copy)
+        assert copy.transfer.checksums is not None
+        self._end(copy, copy.transfer.ending or copy.transfer.checksums.take())
 
     def _move(self, copy: _Copy, until: int) -> None:
         """Copy up to byte ``until`` of the plan."""
@@ -273,4 +253,4 @@ class SimTransferEngine(TransferEngine):
             self._space.busy[number] -= 1
         transfer = copy.transfer
         self._clock.note(f"copied {transfer.direction.value} {copy.moved} of {transfer.plan.nbytes} {outcome.value}")
-        transfer.on_done(transfer, outcome, self._clock.now - copy.started_at)
+        transfer.on_done(transfer, outcome)

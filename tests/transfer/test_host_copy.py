@@ -16,12 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvoffd.system.native import LIBRARY, Native, NotCompiled, native
-from kvoffd.transfer.host_engine import HostCopy, try_out
+from kvoffd.transfer.engine import HostCopy, try_out
 from kvoffd.transfer.plan import Plan
-from tests.kit.copy_buffers import address_of, copy_step, random_bytes
+from tests.kit.copy_buffers import address_of, random_bytes
 
 STRIPE, BLOCK = 64, 1024  # of XXH3
 SHORTEST = 241
+MIB = 1 << 20
 
 
 class Buffers:
@@ -82,8 +83,8 @@ def library(request: pytest.FixtureRequest) -> Native:
     return native() if request.param == "installed" else only(request.param)
 
 
-def run(copy: HostCopy, limit_bytes: int = 2**62) -> int:
-    return sum(iter(lambda: copy_step(copy, limit_bytes), 0))
+def run(copy: HostCopy) -> int:
+    return copy.run(ctypes.c_uint32())
 
 
 def cut(length: int, at: list[int]) -> list[int]:
@@ -103,7 +104,7 @@ def test_a_slot_of_any_length_has_the_checksum_of_the_library(library: Native, l
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_slots_are_filled_in_pieces_and_steps_of_any_size(library: Native, data: st.DataObject) -> None:
+def test_slots_are_filled_in_pieces_of_any_size(library: Native, data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 5 * BLOCK), min_size=1, max_size=4), "lengths")
     gaps = data.draw(st.lists(st.sampled_from([0, 0, STRIPE, 1000]), min_size=len(lengths), max_size=len(lengths)))
     offsets: list[int] = []
@@ -124,7 +125,7 @@ def test_slots_are_filled_in_pieces_and_steps_of_any_size(library: Native, data:
         pieces = merged(pieces)
     buffers = Buffers(max(end, source) + 64)
     copy = HostCopy(buffers.plan(pieces), buffers.slots(*zip(offsets, lengths, strict=True)), library)
-    assert run(copy, data.draw(st.sampled_from([1, 63, 64, 1000, 4096, 2**30]), "limit")) == sum(lengths) - skipped
+    assert run(copy) == sum(lengths) - skipped
     assert buffers.pool.tobytes() == buffers.expected(pieces)
     for index, (offset, length, found) in enumerate(zip(offsets, lengths, copy.sums(), strict=True)):
         takes = length >= SHORTEST and offset % STRIPE == 0 and not (index == 0 and skipped)
@@ -142,13 +143,31 @@ def merged(pieces: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     return found
 
 
-def test_a_slot_that_is_not_full_yet_has_no_checksum() -> None:
+@pytest.mark.parametrize("piece", [64, 4096, 700_000, MIB + 64, 5 * MIB])
+def test_pieces_of_any_size_are_copied_across_looks_at_the_stop_flag(library: Native, piece: int) -> None:
+    """It looks each MiB, in the middle of a piece too, or 512 pieces."""
+    nbytes = min(5 * MIB, 1200 * piece) // piece * piece
+    buffers = Buffers(nbytes)
+    pieces = [(at, at, piece) for at in range(0, nbytes, piece)]
+    copy = HostCopy(buffers.plan(pieces), buffers.slots((0, nbytes)), library)
+    assert run(copy) == nbytes
+    assert copy.sums() == [xxhash.xxh3_64_intdigest(buffers.read(0, nbytes))]
+    assert buffers.pool.tobytes() == buffers.expected(pieces)
+
+
+def test_a_stop_flag_that_is_set_lets_nothing_be_copied(library: Native) -> None:
     buffers = Buffers(8192)
-    copy = HostCopy(buffers.plan([(0, 0, 4096), (4096, 4096, 4096)]), buffers.slots((0, 4096), (4096, 4096)))
-    assert copy_step(copy, 4096) == 4096
+    copy = HostCopy(buffers.plan([(0, 0, 4096), (4096, 4096, 4096)]), buffers.slots((0, 4096)), library)
+    assert copy.run(ctypes.c_uint32(1)) == 0
+    assert copy.sums() == [0]
+    assert np.array_equal(buffers.pool, buffers.before)
+
+
+def test_a_slot_that_is_not_full_has_no_checksum() -> None:
+    buffers = Buffers(8192)
+    copy = HostCopy(buffers.plan([(0, 0, 4096), (4096, 4096, 4095)]), buffers.slots((0, 4096), (4096, 4096)))
+    assert run(copy) == 8191
     assert [bool(found) for found in copy.sums()] == [True, False]
-    assert run(copy) == 4096
-    assert all(copy.sums())
 
 
 def test_one_wrong_bit_is_another_checksum() -> None:
@@ -161,14 +180,6 @@ def test_one_wrong_bit_is_another_checksum() -> None:
         run(copy)
         sums.update(copy.sums())
     assert len(sums) == len(range(0, 8 * 4096, 37))
-
-
-def test_a_copy_loop_that_is_interrupted_after_every_step_is_tried_out_to_its_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A busy machine gave the thread no CPU for 10 ms, and the daemon did not start."""
-    monkeypatch.setattr(HostCopy, "run", functools.partialmethod(HostCopy.run, steps=1))
-    try_out(native())
 
 
 def test_a_loop_that_was_compiled_wrongly_never_copies(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ def test_our_options_are_read_and_vllms_pass() -> None:
             "lookup_deadline_ms": 50,
             "disk_wait_ms": 250,
             "store_fence_timeout_s": 0.5,
+            "kv_layout": "block_outermost",
             "strict_version": True,
             "blocks_per_chunk": 4,
             "offload_prompt_only": False,
@@ -31,6 +32,7 @@ def test_our_options_are_read_and_vllms_pass() -> None:
         lookup_deadline_ms=50.0,
         disk_wait_ms=250.0,
         store_fence_timeout_s=0.5,
+        kv_layout="block_outermost",
         strict_version=True,
     )
     assert unknown == []
@@ -90,6 +92,8 @@ def test_a_strangers_key_is_reported_and_no_error() -> None:
         ("lookup_deadline_ms", True),
         ("store_fence_timeout_s", float("nan")),
         ("strict_version", "yes"),
+        ("kv_layout", "BLHNC"),
+        ("kv_layout", True),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(key: str, value: object) -> None:

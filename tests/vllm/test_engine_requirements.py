@@ -16,6 +16,7 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.request import Request
 
 from kvoffd_client.vllm import config as connector_config
+from kvoffd_client.vllm import connector as connector_module
 from kvoffd_client.vllm.config import check_engine, machine_id
 from kvoffd_client.vllm.connector import KvoffdConnector
 from tests.kit.manager_harness import KEYS, ManagerHarness
@@ -47,6 +48,21 @@ def refused(config: Any, match: str) -> None:
         KvoffdConnector.get_required_kvcache_layout(config)
     with pytest.raises(ValueError, match=match):
         KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
+
+
+@pytest.mark.parametrize(
+    ("option", "on_cpu", "layout"),
+    [("vllm", False, "LBHNC"), ("block_outermost", False, "BLHNC"), ("block_outermost", True, "LBHNC")],
+)
+def test_a_layout_is_asked_for_where_it_helps(
+    config: Any, monkeypatch: pytest.MonkeyPatch, option: str, on_cpu: bool, layout: str
+) -> None:
+    config.kv_transfer_config = copy.copy(config.kv_transfer_config)
+    config.kv_transfer_config.kv_connector_extra_config = {"directory": "/nowhere", "kv_layout": option}
+    machine = SimpleNamespace(is_cpu=lambda: on_cpu, is_cuda=lambda: not on_cpu, device_type="a machine")
+    for module in (connector_module, connector_config):
+        monkeypatch.setattr(module, "current_platform", machine)
+    assert KvoffdConnector.get_required_kvcache_layout(config) == layout
 
 
 def test_an_encoder_decoder_model(config: Any) -> None:

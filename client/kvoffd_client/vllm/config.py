@@ -40,6 +40,8 @@ REFUSED = {
     "sync_load_budget_bytes": "a load that fails inside a step cannot be recomputed",
 }
 
+KV_LAYOUTS = ("vllm", "block_outermost")
+
 
 @dataclass(frozen=True)
 class ConnectorOptions:
@@ -59,6 +61,8 @@ class ConnectorOptions:
             store is abandoned, in a way that the daemon never commits it.
         do_no_harm: skip loads that take longer than computing would, and pause stores that vLLM waits for; wait for a
             lookup no longer than computing would take.
+        kv_layout: of the engine's KV cache: "vllm" as vLLM's own offloading asks for it; or "block_outermost", where
+            all layers of a block lie together and are copied as one piece. On a CPU it is vLLM's either way.
         strict_version: refuse a vLLM release that this kvoffd was not tested with; else such an engine starts with a
             warning.
     """
@@ -69,6 +73,7 @@ class ConnectorOptions:
     disk_wait_ms: float = 1000.0
     store_fence_timeout_s: float = 2.0
     do_no_harm: bool = True
+    kv_layout: str = "vllm"
     strict_version: bool = False
 
     @property
@@ -117,7 +122,9 @@ def parse_options(extra_config: Mapping[str, object]) -> tuple[ConnectorOptions,
 
 def _checked(key: str, value: object) -> str | float | bool:
     default = getattr(ConnectorOptions, key)
-    if isinstance(default, bool):
+    if key == "kv_layout":
+        fits, wanted = value in KV_LAYOUTS, " or ".join(KV_LAYOUTS)
+    elif isinstance(default, bool):
         fits, wanted = isinstance(value, bool), "true or false"
     elif isinstance(default, str):
         fits, wanted = isinstance(value, str), "a string"

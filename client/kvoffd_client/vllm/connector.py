@@ -356,6 +356,10 @@ class KvoffdConnector(OffloadingConnector):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """As vLLM's, which asks before it builds anything: what cannot be served is refused here already."""
         check_engine(vllm_config)
+        assert vllm_config.kv_transfer_config is not None
+        options, _ = parse_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        if options.kv_layout == "block_outermost" and not current_platform.is_cpu():
+            return "BLHNC"
         return super().get_required_kvcache_layout(vllm_config)
 
     @classmethod

@@ -147,7 +147,9 @@ class KvoffdWorker(OffloadingWorker):
         self.flush()
         finished = [self._ended(*self._failed.popleft()) for _ in range(len(self._failed))]
         results, self._closed_results = self._closed_results, []
-        for client in self._clients():
+        if self._client is not None:
+            results += self._client.take_results()
+        for client in self._left:
             results += client.take_results()
         for client in [client for client in self._left if not client.unfinished]:
             self._left.remove(client)

@@ -38,10 +38,8 @@ class CudaDriver(cuda.CudaLibrary):
 
     Args:
         batches: whether ``batch_copy`` looks for the call at all.
-        gather: see ``gathers``.
 
     Attributes:
-        gathers: whether small pieces are to be staged, see ``Staging``.
         lost: why this process must end, as a call has found first; else None. See ``cuda.RELAUNCH_ERRORS``.
     """
 
@@ -49,9 +47,8 @@ class CudaDriver(cuda.CudaLibrary):
     library_missing = CudaMissing
     setting = "cuda_library"
 
-    def __init__(self, library: str = "", *, batches: bool = True, gather: bool = False) -> None:
+    def __init__(self, library: str = "", *, batches: bool = True) -> None:
         super().__init__(library or cuda.DEFAULT_LIBRARY)
-        self.gathers = gather
         self.lost: CudaError | None = None
         self._batches = batches
 
@@ -101,14 +98,6 @@ class CudaDriver(cuda.CudaLibrary):
         flags = cuda.EVENT_BLOCKING_SYNC | cuda.EVENT_DISABLE_TIMING
         return self._number("cuEventCreate", flags)
 
-    def record_event(self, event: int, stream: int) -> None:
-        """Have the event happen when everything in the stream so far is done."""
-        self._call("cuEventRecord", event, stream)
-
-    def wait_event(self, event: int) -> None:
-        """Sleep until the event has happened: for ever on a GPU that hangs."""
-        self._call("cuEventSynchronize", event)
-
     def copy_calls(self, batch: BatchCopy | None) -> CopyCalls:
         """Return the functions that the copy loop in C calls."""
         calls = CopyCalls(
@@ -122,8 +111,8 @@ class CudaDriver(cuda.CudaLibrary):
     def has_host_addresses(self) -> bool:
         """Return whether the current context's GPU has registered host memory at the addresses that this process has.
 
-        Where not (Windows' subsystem for Linux, some virtual GPUs), only single copies translate them: a batch or a
-        kernel would lose the context (sgl-project/sglang#40232).
+        Where not (Windows' subsystem for Linux, some virtual GPUs), only single copies translate them: a batch would
+        lose the context (sgl-project/sglang#40232).
         """
         attribute = cuda.DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
         device = self._number("cuCtxGetDevice")
@@ -150,8 +139,6 @@ class CudaDriver(cuda.CudaLibrary):
         if error or not function.value:
             return None
         return BatchCopy(function.value, form)
-
-    unload = partialmethod(cuda.CudaLibrary._call, "cuModuleUnload")
 
     def register_host(self, address: int, size: int) -> None:
         self._call("cuMemHostRegister_v2", address, size, cuda.MEMHOSTREGISTER_PORTABLE)
@@ -204,7 +191,7 @@ _COPY_CALLS = {
     "copy": "cuMemcpyAsync",
     "record": "cuEventRecord",
     "wait": "cuEventSynchronize",
-    "launch": "cuLaunchKernel",
+    "sync": "cuStreamSynchronize",
 }
 
 
@@ -212,7 +199,7 @@ class CopyCalls(ctypes.Structure):
     """The first members of ``struct gpu_copying`` of gpu_copy.c."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("copy", "batch", "record", "wait", "launch", "attributes")),
+        *((name, ctypes.c_void_p) for name in ("copy", "batch", "record", "wait", "sync", "attributes")),
         ("has_fail_index", ctypes.c_uint64),
     )
 

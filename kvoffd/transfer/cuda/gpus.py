@@ -1,32 +1,170 @@
-"""The GPUs that engines have registered memory of, each with threads of its own, so that one that hangs hangs alone."""
+"""The GPUs that engines have registered memory of, each with threads of its own, so that one that hangs hangs alone.
+
+GPUs are found by UUID, never by ordinal: the engine may count them otherwise.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import reduce
+from typing import NamedTuple, TypeVar
+from uuid import UUID
 
 from kvoffd.errors import KvoffdError
 from kvoffd.system.numa import locality_of
-from kvoffd.transfer.cuda.control import ControlThread
-from kvoffd.transfer.cuda.cuda_engine import CudaEngine
-from kvoffd.transfer.cuda.device import Device, find_device, list_devices
 from kvoffd.transfer.cuda.driver import CudaDriver, CudaError, CudaMissing
-from kvoffd.transfer.cuda.handles import GpuMappings, GpuSegment, IpcExport, VmmExport
+from kvoffd.transfer.cuda.engine import GpuEngine
+from kvoffd.transfer.cuda.mappings import HandleCache, IpcExport, MappedSegment, VmmExport
 from kvoffd.transfer.cuda.pinning import UNPINNED, PinnedPool, PinProgress
-from kvoffd.transfer.engine import DirectionLoad, TransferEngine
+from kvoffd.transfer.engine import CopyEngine, CopyStats
 from kvoffd.transfer.plan import Direction
 from kvoffd_proto.errors import ErrorCode
 
 _log = logging.getLogger(__name__)
 
-# A driver call of the control thread takes milliseconds, making a context up to some seconds.
+# A driver call of a control thread takes milliseconds, making a context up to some seconds.
 HANGING_S = 15.0
-_LANES_CLOSE_S = 10.0
+MAX_WAITING_TASKS = 64
+ENGINE_CLOSE_S = 10.0
+_UNBOUNDED_S = 1e9
+
+Found = TypeVar("Found")
+
+
+class SerialThread:
+    """Runs tasks one after the other: calls that may never return keep the later ones from running, and nobody else.
+
+    Args:
+        name: of the thread.
+        what: the device or driver it calls, for sentences.
+        clock: what ``busy_s`` is measured on, in seconds.
+    """
+
+    def __init__(self, name: str, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._what = what
+        self._clock = clock
+        self._wake = threading.Condition()
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._began: float | None = None
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def busy_s(self) -> float:
+        """For how long the current task has been running; 0 when there is none."""
+        began = self._began
+        return 0.0 if began is None else self._clock() - began
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Have the thread run ``task`` after those before it. Raises KvoffdError when too many wait."""
+        with self._wake:
+            if len(self._tasks) >= MAX_WAITING_TASKS:
+                raise KvoffdError(
+                    f"{self._what} has not answered for {self.busy_s:.0f} s and {len(self._tasks)} requests wait for "
+                    "it; see the driver's log (dmesg), and restart the daemon if the GPU is well.",
+                    ErrorCode.TOO_MANY,
+                )
+            self.submit_always(task)
+
+    def submit_always(self, task: Callable[[], None]) -> None:
+        """As ``submit``, but never refuse: for what undoes a submitted task, so that these are bounded too."""
+        with self._wake:
+            self._tasks.append(task)
+            self._wake.notify()
+
+    def close(self, timeout_s: float) -> bool:
+        """Run what waits, then end the thread; False when it still runs after ``timeout_s``."""
+        with self._wake:
+            self._stopped = True
+            self._wake.notify()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (task := self._next()) is not None:
+            try:
+                task()
+            except Exception:
+                _log.exception("A task of %s failed; its thread goes on.", self._what)
+
+    def _next(self) -> Callable[[], None] | None:
+        with self._wake:
+            self._began = None
+            self._wake.wait_for(lambda: self._tasks or self._stopped)
+            if not self._tasks:
+                return None
+            self._began = self._clock()
+            return self._tasks.popleft()
+
+
+class NoSuchGpu(KvoffdError):
+    """The daemon does not see the GPU that an engine named."""
+
+    code = ErrorCode.UNSUPPORTED
+
+
+class Device(NamedTuple):
+    """One GPU, or one MIG instance; ``ordinal`` is the driver's number for it in this process."""
+
+    ordinal: int
+    uuid: bytes
+    whole_uuid: bytes
+    """The GPU's UUID; another one than ``uuid`` where the device is a MIG instance of that GPU."""
+    name: str
+    pci_bus_id: str
+
+    @property
+    def is_mig(self) -> bool:
+        return self.uuid != self.whole_uuid
+
+    def __str__(self) -> str:
+        return f"{self.name} {gpu_name(self.uuid, is_mig=self.is_mig)}"
+
+
+def gpu_name(uuid: bytes, *, is_mig: bool = False) -> str:
+    """Return a UUID as nvidia-smi prints it."""
+    return f"{'MIG' if is_mig else 'GPU'}-{UUID(bytes=uuid)}"
+
+
+def list_devices(driver: CudaDriver) -> list[Device]:
+    """Start the driver and return all devices. Makes no context. Raises CudaError."""
+    driver.init()
+    devices = map(driver.device, range(driver.device_count()))
+    return [
+        Device(n, driver.device_uuid(n), driver.whole_uuid(n), driver.device_name(n), driver.pci_bus_id(n))
+        for n in devices
+    ]
+
+
+def find_device(devices: list[Device], uuid: bytes) -> Device:
+    """Return the device with this UUID. Raises NoSuchGpu with a sentence that says what is there instead."""
+    for device in devices:
+        if device.uuid == uuid:
+            return device
+    seen = "none at all" if not devices else ", ".join(map(str, devices))
+    for device in devices:
+        if device.whole_uuid == uuid:
+            raise NoSuchGpu(
+                f"The engine runs on the whole of {gpu_name(uuid)}, the daemon sees only its MIG instance {device}; "
+                "give both the same."
+            )
+    if any(device.is_mig for device in devices):
+        raise NoSuchGpu(
+            f"The daemon does not see the engine's GPU {UUID(bytes=uuid)}. It sees {seen}, and CUDA lets a process use "
+            "one MIG instance only: run one daemon for each instance, with the engine's CUDA_VISIBLE_DEVICES."
+        )
+    raise NoSuchGpu(
+        f"The daemon does not see the engine's {gpu_name(uuid)} (if that is a MIG instance, it must be given to the "
+        f"daemon by name). It sees {seen}. Give its container all GPUs that engines use (NVIDIA_VISIBLE_DEVICES=all, "
+        "no CUDA_VISIBLE_DEVICES)."
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,9 +172,9 @@ class GpuMemory:
     """A registration's memory on one GPU. Its methods may be called from any thread and never wait."""
 
     _gpu: Gpu
-    segments: list[GpuSegment]
+    segments: list[MappedSegment]
     """In the order of the handles."""
-    engine: TransferEngine
+    engine: CopyEngine
 
     @property
     def node(self) -> int | None:
@@ -51,6 +189,17 @@ class GpuMemory:
 OnMapped = Callable[[GpuMemory | KvoffdError], None]
 
 
+def _outcome(work: Callable[[], Found]) -> Found | KvoffdError:
+    """Return what it returns, or why it cannot: whoever waits for it is answered, whatever happens."""
+    try:
+        return work()
+    except KvoffdError as error:
+        return error
+    except Exception:
+        _log.exception("A registration of GPU memory failed inside the daemon.")
+        return KvoffdError.of(ErrorCode.INTERNAL)
+
+
 class Gpu:
     """A device's context, engine and mappings, and the thread that makes and unmakes them."""
 
@@ -60,12 +209,12 @@ class Gpu:
         self._driver = driver
         self._pool = pool
         self._clock = clock
-        self._control = ControlThread(f"kvoffd-gpu-{device.ordinal}", str(device), clock)
-        self._mappings = GpuMappings(driver, device.ordinal)
+        self._control = SerialThread(f"kvoffd-gpu-{device.ordinal}", str(device), clock)
+        self._handles = HandleCache(driver, device.ordinal)
         self._registrations = 0
         # Set and cleared by the control thread, read by others.
-        self.engine: CudaEngine | None = None
-        self._past = dict.fromkeys(Direction, DirectionLoad(0, 0, 0.0, 0))
+        self.engine: GpuEngine | None = None
+        self._past = dict.fromkeys(Direction, CopyStats())
 
     @property
     def problem(self) -> str | None:
@@ -78,25 +227,15 @@ class Gpu:
             "GPU answers again or the daemon is restarted; see the driver's log (dmesg)."
         )
 
-    def load_of(self, direction: Direction) -> DirectionLoad:
+    def stats(self, direction: Direction) -> CopyStats:
         """Return the counters over all engines that the GPU has had."""
         past, engine = self._past[direction], self.engine
-        return past if engine is None else past.plus(engine.load_of(direction))
+        return past if engine is None else past.plus(engine.stats(direction))
 
     def map(self, owner: bytes, exports: Sequence[IpcExport | VmmExport], on_mapped: OnMapped) -> None:
-        def task() -> None:
-            try:
-                mapped: GpuMemory | KvoffdError = self._map(owner, exports)
-            except KvoffdError as error:
-                mapped = error
-            except Exception:
-                _log.exception("%s: mapping an engine's memory failed inside the daemon.", self.device)
-                mapped = KvoffdError.of(ErrorCode.INTERNAL)
-            on_mapped(mapped)
+        self._control.submit(lambda: on_mapped(_outcome(lambda: self._map(owner, exports))))
 
-        self._control.submit(task)
-
-    def unmap(self, segments: list[GpuSegment], on_unmapped: Callable[[], None]) -> None:
+    def unmap(self, segments: list[MappedSegment], on_unmapped: Callable[[], None]) -> None:
         """Undo a ``map`` that succeeded, then call ``on_unmapped``."""
 
         def task() -> None:
@@ -114,7 +253,7 @@ class Gpu:
         if not self._registrations:
             self._open_engine()
         try:
-            segments = self._mappings.open(owner, exports)
+            segments = self._handles.open(owner, exports)
         except BaseException:
             if not self._registrations:
                 self._close_engine()
@@ -123,7 +262,7 @@ class Gpu:
         assert self.engine is not None
         return GpuMemory(self, segments, self.engine)
 
-    def _unmap(self, segments: list[GpuSegment]) -> None:
+    def _unmap(self, segments: list[MappedSegment]) -> None:
         for segment in segments:
             try:
                 segment.close()
@@ -140,10 +279,10 @@ class Gpu:
             context = driver.retain_context(ordinal)
             undo.callback(driver.release_context, ordinal)
             driver.set_context(context)
-            engine = CudaEngine(
+            engine = GpuEngine(
                 driver, context, self._pool.chunks, name=str(self.device), locality=self.locality, clock=self._clock
             )
-            undo.callback(engine.close, _LANES_CLOSE_S)
+            undo.callback(engine.close, ENGINE_CLOSE_S)
             engine.open()
             undo.pop_all()
         self._pool.acquire(ordinal)
@@ -155,10 +294,9 @@ class Gpu:
         engine, self.engine = self.engine, None
         assert engine is not None
         for direction in Direction:
-            self._past[direction] = self._past[direction].plus(engine.load_of(direction))
-        if not engine.close(_LANES_CLOSE_S):
-            _log.error("%s: a copy thread does not end; its context stays.", self.device)
-            return
+            self._past[direction] = self._past[direction].plus(engine.stats(direction))
+        # No copy runs, but its threads may hang in the driver: so does the GPU then, and this thread with it.
+        engine.close(_UNBOUNDED_S)
         self._pool.release()
         self._driver.leave_context(self.device.ordinal)
         _log.info("%s is not in use any more.", self.device)
@@ -167,8 +305,8 @@ class Gpu:
 class Gpus:
     """All GPUs of the machine. Makes no call of CUDA in its callers' threads, and none before ``pin_pool`` or ``map``.
 
-    The pool has been touched already. Deadlines are measured on ``clock``; ``library``,
-    ``batches`` and ``gather`` are CudaDriver's; the pool stays pinned for ``pin_linger_s`` after its last use.
+    The pool has been touched already, and stays pinned for ``pin_linger_s`` after its last use. Deadlines are measured
+    on ``clock``; ``library`` and ``batches`` are CudaDriver's.
     """
 
     def __init__(
@@ -179,18 +317,17 @@ class Gpus:
         library: str = "",
         *,
         batches: bool = True,
-        gather: bool = False,
         pin_linger_s: float = 0.0,
     ) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._gpus: dict[bytes, Gpu] = {}
         self._devices: list[Device] = []
-        self._index: ControlThread | None = None
+        self._finder: SerialThread | None = None
         self._missing = ""
         self._refusal = ""
         try:
-            self._driver: CudaDriver | None = CudaDriver(library, batches=batches, gather=gather)
+            self._driver: CudaDriver | None = CudaDriver(library, batches=batches)
         except CudaMissing as error:
             self._driver, self._missing = None, error.message
         else:
@@ -205,7 +342,7 @@ class Gpus:
     def problems(self) -> list[str]:
         """Sentences for the operator, one a problem."""
         found = [gpu.problem for gpu in self._all_gpus()]
-        if self._index is not None and self._index.busy_s > HANGING_S:
+        if self._finder is not None and self._finder.busy_s > HANGING_S:
             found.append("The CUDA driver does not answer, so no engine on a GPU can register; see its log (dmesg).")
         if self._driver is not None:
             found.append(self._pool.problem)
@@ -235,7 +372,7 @@ class Gpus:
             else:
                 self._pool.pin(first.ordinal)
 
-        self._in_index(pin)
+        self._in_finder(pin)
 
     def map(self, uuid: bytes, owner: bytes, exports: Sequence[IpcExport | VmmExport], on_mapped: OnMapped) -> None:
         """Map the memory of registration ``owner`` on the GPU with this UUID, then call ``on_mapped``.
@@ -254,29 +391,28 @@ class Gpus:
             return
 
         def find() -> None:
-            try:
-                self._find_gpu(driver, uuid).map(owner, exports, on_mapped)
-            except KvoffdError as error:
-                if error.message != self._refusal:  # engines try again and again
-                    _log.warning("Engines on a GPU cannot register: %s", error.message)
-                self._refusal = error.message
-                on_mapped(error)
+            refusal = _outcome(lambda: self._find_gpu(driver, uuid).map(owner, exports, on_mapped))
+            if refusal is not None:
+                if refusal.message != self._refusal:  # engines try again and again
+                    _log.warning("Engines on a GPU cannot register: %s", refusal.message)
+                self._refusal = refusal.message
+                on_mapped(refusal)
 
-        self._in_index(find)
+        self._in_finder(find)
 
-    def _in_index(self, task: Callable[[], None]) -> None:
+    def _in_finder(self, task: Callable[[], None]) -> None:
         with self._lock:
-            if self._index is None:
-                self._index = ControlThread("kvoffd-gpu-index", "The CUDA driver", self._clock)
-        self._index.submit(task)
+            if self._finder is None:
+                self._finder = SerialThread("kvoffd-gpu-finder", "The CUDA driver", self._clock)
+        self._finder.submit(task)
 
-    def load_of(self, direction: Direction) -> DirectionLoad:
-        loads = (gpu.load_of(direction) for gpu in self._all_gpus())
-        return reduce(DirectionLoad.plus, loads, DirectionLoad(0, 0, 0.0, 0))
+    def stats(self, direction: Direction) -> CopyStats:
+        loads = (gpu.stats(direction) for gpu in self._all_gpus())
+        return reduce(CopyStats.plus, loads, CopyStats())
 
-    def expire(self) -> None:
+    def tick(self) -> None:
         for engine in self._engines():
-            engine.expire()
+            engine.tick()
 
     def stop(self, timeout_s: float) -> bool:
         """Cancel what waits, abandon what runs; False when a copy still runs after ``timeout_s``."""
@@ -291,9 +427,9 @@ class Gpus:
     def close(self, timeout_s: float) -> bool:
         """Wait until all memory that was given back is unmapped and the pool is unpinned; False when it is not."""
         deadline = time.monotonic() + timeout_s
-        index = [self._index] if self._index is not None else []
+        finder = [self._finder] if self._finder is not None else []
         pool = [self._pool] if self._driver is not None else []
-        parts: list[ControlThread | Gpu | PinnedPool] = [*index, *self._all_gpus(), *pool]
+        parts: list[SerialThread | Gpu | PinnedPool] = [*finder, *self._all_gpus(), *pool]
         closed = [part.close(max(0.0, deadline - time.monotonic())) for part in parts]
         return all(closed)
 
@@ -301,11 +437,11 @@ class Gpus:
         with self._lock:
             return list(self._gpus.values())
 
-    def _engines(self) -> list[CudaEngine]:
+    def _engines(self) -> list[GpuEngine]:
         return [engine for gpu in self._all_gpus() if (engine := gpu.engine) is not None]
 
     def _find_gpu(self, driver: CudaDriver, uuid: bytes) -> Gpu:
-        """In the index thread. Raises NoSuchGpu, CudaError."""
+        """In the finder's thread. Raises NoSuchGpu, CudaError."""
         device = find_device(self._list_devices(driver), uuid)
         with self._lock:
             gpu = self._gpus.get(uuid)
@@ -314,7 +450,7 @@ class Gpus:
             return gpu
 
     def _list_devices(self, driver: CudaDriver) -> list[Device]:
-        """In the index thread. Raises CudaError, also where there is none."""
+        """In the finder's thread. Raises CudaError, also where there is none."""
         if not self._devices:
             self._devices = list_devices(driver)
         return self._devices

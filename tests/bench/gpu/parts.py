@@ -22,8 +22,8 @@ from typing import Any
 import msgspec
 
 from kvoffd.server.daemon import EXIT_GPU_LOST
-from kvoffd.transfer.cuda.device import list_devices
 from kvoffd.transfer.cuda.driver import CudaDriver
+from kvoffd.transfer.cuda.gpus import list_devices
 from kvoffd_client import AdminClient, NamespaceSpec, SchedulerClient
 from kvoffd_proto.messages import GroupKeys
 from tests.bench.daemon.copy_bench import bench_copy_gpu
@@ -65,10 +65,9 @@ class Setup:
     double: bool
     plot: Path | None = None
 
-    def daemon(self, pool_bytes: int, limits: dict[str, float] | None = None) -> DaemonProcess:
+    def daemon(self, pool_bytes: int) -> DaemonProcess:
         """A daemon that uses CUDA while engines are there and no longer; to be started."""
-        used = {"pin_linger_s": 0, **(limits or {})}
-        return DaemonProcess(str(pool_bytes), limits=used, cuda_library=self.library, pin_pool="use")
+        return DaemonProcess(str(pool_bytes), limits={"pin_linger_s": 0}, cuda_library=self.library, pin_pool="use")
 
     def exporter(self, daemon: DaemonProcess, kind: str = "ordinary", **shape: int) -> Exporter:
         return Exporter(daemon.directory, self.library, kind, **shape)
@@ -264,12 +263,10 @@ def run_tests(setup: Setup) -> Found:
     }
 
 
-def _bench(
-    setup: Setup, sizes: list[int], rounds: int, *, compute: bool = False, limits: dict[str, float] | None = None
-) -> Report:
+def _bench(setup: Setup, sizes: list[int], rounds: int, *, compute: bool = False) -> Report:
     pool_bytes, job_bytes = (256 * MIB, 4 * MIB) if setup.double else (3 * GIB, 128 * MIB)
     slice_s = 0.1 if setup.double else 0.5
-    with setup.daemon(pool_bytes, limits) as daemon:
+    with setup.daemon(pool_bytes) as daemon:
         return bench_copy_gpu(
             daemon.directory, lambda what: print(what, file=sys.stderr), sizes, job_bytes, rounds, 0, compute, slice_s
         )
@@ -286,12 +283,6 @@ def copy(setup: Setup) -> Found:
         except BenchFailed as error:
             print(error, file=sys.stderr)  # the figures are what counts
     return msgspec.to_builtins(report.to_object()) | {"curves": [asdict(curve) for curve in report.curves]}
-
-
-def gather(setup: Setup) -> Found:
-    """The same for small pieces, with ``cuda_gather``."""
-    sizes = [4 * KIB] if setup.double else [4 * KIB, 8 * KIB, 16 * KIB]
-    return msgspec.to_builtins(_bench(setup, sizes, 1 if setup.double else 3, limits={"cuda_gather": True}).to_object())
 
 
 def compute(setup: Setup) -> Found:
@@ -399,7 +390,6 @@ PARTS = {
     "pinning": Part(pin_pools, 70),
     "tests": Part(run_tests, 150),
     "copy": Part(copy, 90),
-    "gather": Part(gather, 30),
     "compute": Part(compute, 50),
     "death": Part(die, 80),
     "fault": Part(fault, 40),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvoffd.transfer.cuda.device import NoSuchGpu, find_device, list_devices
+from kvoffd.transfer.cuda.gpus import NoSuchGpu, find_device, list_devices
 from tests.kit.stub_cuda import StubCuda
 
 

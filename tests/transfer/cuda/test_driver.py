@@ -9,7 +9,7 @@ import pytest
 
 from kvoffd.transfer.cuda.driver import CudaDriver, CudaError, CudaMissing
 from tests.kit.copy_buffers import address_of, random_bytes
-from tests.kit.cuda_calls import copy_batch
+from tests.kit.cuda_calls import copy_batch, record_event, wait_event
 from tests.kit.stub_cuda import Ranges, StubCuda
 
 
@@ -69,8 +69,8 @@ def test_a_batch_is_called_in_the_form_the_driver_knows(stub: StubCuda, version:
     copies = [(address_of(to) + offset, address_of(source) + offset, 4096) for offset in (0, 4096, 8192)]
     assert copy_batch(driver, copies, stream) == 0
     assert not to.any(), "a batch is asynchronous"
-    driver.record_event(event, stream)
-    driver.wait_event(event)
+    record_event(driver, event, stream)
+    wait_event(driver, event)
     assert np.array_equal(to, source)
     stub.fail("cuMemcpyBatchAsync", status=1)
     assert copy_batch(driver, copies, stream) == 1

@@ -11,13 +11,12 @@ import pytest
 
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.memory import PoolMemory
-from kvoffd.transfer.cuda.control import WAITING_LIMIT, ControlThread
-from kvoffd.transfer.cuda.device import NoSuchGpu
 from kvoffd.transfer.cuda.driver import CudaMissing
-from kvoffd.transfer.cuda.gpus import GpuMemory, Gpus
-from kvoffd.transfer.cuda.handles import IpcExport, UnmappableHandle, VmmExport
-from kvoffd.transfer.engine import DirectionLoad, Transfer
+from kvoffd.transfer.cuda.gpus import HANGING_S, MAX_WAITING_TASKS, GpuMemory, Gpus, NoSuchGpu, SerialThread
+from kvoffd.transfer.cuda.mappings import IpcExport, UnmappableHandle, VmmExport
+from kvoffd.transfer.engine import CopyStats, Transfer
 from kvoffd.transfer.plan import Direction, Outcome, Plan
+from kvoffd_proto.errors import ErrorCode
 from tests.kit.stub_cuda import Ranges, StubCuda, fresh_stub
 from tests.kit.waiting import wait_until
 
@@ -25,7 +24,7 @@ POOL = 16 << 20
 SIZE = 1 << 20
 FIRST, SECOND = bytes([0x10] * 16), bytes([0x11] * 16)
 ONE, TWO, THREE = (bytes([number] * 16) for number in (1, 2, 3))
-NOTHING = DirectionLoad(0, 0, 0.0, 0)
+NOTHING = CopyStats()
 
 
 class Engines:
@@ -101,7 +100,7 @@ def store(memory: GpuMemory, engines: Engines, deadline: float = float("inf")) -
             Direction.STORE,
             Plan(*columns, 4096),
             deadline,
-            lambda _, outcome, __: outcomes.append(outcome),
+            lambda _, outcome: outcomes.append(outcome),
             lambda _: overdue.append(1),
         )
     )
@@ -113,17 +112,17 @@ def test_a_machine_without_a_driver_says_so_and_serves_on() -> None:
     assert not gpus.available
     with pytest.raises(CudaMissing, match="cannot be used"):
         gpus.map(FIRST, ONE, [], Answer())
-    assert gpus.load_of(Direction.LOAD) == NOTHING
+    assert gpus.stats(Direction.LOAD) == NOTHING
     assert gpus.problems == []
-    gpus.expire()
+    gpus.tick()
     assert gpus.stop(0)
     assert gpus.close(0)
 
 
 def test_nothing_of_cuda_happens_before_the_first_registration(engines: Engines) -> None:
     assert engines.gpus.available
-    engines.gpus.expire()
-    assert engines.gpus.load_of(Direction.STORE) == NOTHING
+    engines.gpus.tick()
+    assert engines.gpus.stats(Direction.STORE) == NOTHING
     assert engines.stub.log() == []
     assert engines.stub.calls("cuInit") == 0
 
@@ -142,11 +141,12 @@ def test_a_gpu_is_in_use_from_its_first_registration_to_its_last(engines: Engine
     wait_until(lambda: engines.stub.contexts(0) == 0)
     assert engines.stub.ranges(Ranges.IPC) == 0
     assert engines.stub.ranges(Ranges.HOST) == 0
-    assert engines.gpus.load_of(Direction.STORE).bytes == 4096
+    before = engines.gpus.stats(Direction.STORE).busy_seconds
+    assert before > 0
     again = engines.map(owner=THREE).memory()
     outcomes, _ = store(again, engines)
     wait_until(lambda: outcomes == [Outcome.DONE])
-    assert engines.gpus.load_of(Direction.STORE).bytes == 8192
+    wait_until(lambda: engines.gpus.stats(Direction.STORE).busy_seconds > before)
     unmap(again)
 
 
@@ -170,13 +170,48 @@ def test_a_gpu_that_cannot_be_used_is_tried_again(engines: Engines, call: str) -
     wait_until(lambda: engines.stub.contexts(0) == 0)
 
 
+@pytest.mark.parametrize("call", ["list_devices", "locality_of", "GpuEngine"])
+def test_a_registration_is_answered_whatever_goes_wrong(
+    engines: Engines, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*arguments: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(f"kvoffd.transfer.cuda.gpus.{call}", breaks)
+    answer = engines.map()
+    with pytest.raises(KvoffdError, match="The daemon failed") as caught:
+        answer.memory()
+    assert caught.value.code is ErrorCode.INTERNAL
+    assert answer.calls == 1
+    monkeypatch.undo()
+    unmap(engines.map().memory())
+
+
+@pytest.mark.parametrize("call", ["cuEventDestroy_v2", "cuStreamDestroy_v2"])
+def test_copy_threads_that_hang_at_their_end_are_a_problem_and_keep_nothing_for_good(
+    engines: Engines, call: str
+) -> None:
+    memory = engines.map().memory()
+    wait_until(lambda: engines.gpus.pinning.pinned_bytes == POOL)
+    engines.stub.hang(call)
+    memory.close(lambda: None)
+    engines.stub.wait_hanging()
+    engines.now += HANGING_S
+    assert len(engines.gpus.problems) == 1
+    assert engines.gpus.pinning.pinned_bytes == POOL
+    engines.stub.release()
+    wait_until(lambda: engines.stub.contexts(0) == 0)
+    assert engines.stub.ranges(Ranges.HOST) == 0
+    assert engines.gpus.problems == []
+    unmap(engines.map().memory())
+
+
 def test_two_gpus_have_engines_of_their_own(engines: Engines) -> None:
     first, second = engines.map(FIRST).memory(), engines.map(SECOND, TWO).memory()
     assert first.engine is not second.engine
     for memory in (first, second):
         outcomes, _ = store(memory, engines)
         wait_until(lambda outcomes=outcomes: outcomes == [Outcome.DONE])  # type: ignore[misc]
-    assert engines.gpus.load_of(Direction.STORE).bytes == 2 * 4096
     unmap(first)
     unmap(second)
 
@@ -188,7 +223,7 @@ def test_a_gpu_that_hangs_hurts_no_other(engines: Engines) -> None:
     outcomes, overdue = store(sick, engines, deadline=5)
     engines.stub.wait_hanging()
     engines.now = 7
-    engines.gpus.expire()
+    engines.gpus.tick()
     assert (outcomes, overdue) == ([], [1])
     (problem,) = engines.gpus.problems
     assert "Stub 0 GPU-1010" in problem
@@ -210,7 +245,7 @@ def test_a_registration_that_hangs_hurts_no_other_gpu_and_is_bounded(engines: En
     sick = engines.map(FIRST)
     engines.stub.wait_hanging()
     export = engines.export()
-    waiting = [engines.map(FIRST, bytes([9, number] * 8), export) for number in range(WAITING_LIMIT)]
+    waiting = [engines.map(FIRST, bytes([9, number] * 8), export) for number in range(MAX_WAITING_TASKS)]
     with pytest.raises(KvoffdError, match="has not answered"):
         engines.map(FIRST, THREE, export)
     engines.now = 60
@@ -258,7 +293,7 @@ def test_descriptors_stay_the_callers(engines: Engines) -> None:
 
 
 def test_a_task_that_raises_does_not_end_its_thread(stub: StubCuda) -> None:
-    control = ControlThread("test", "The test")
+    control = SerialThread("test", "The test")
     done = threading.Event()
     control.submit(lambda: [][0])
     control.submit(done.set)

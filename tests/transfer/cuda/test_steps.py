@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -13,17 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffd.transfer.cuda.driver import CopyCalls, CudaDriver
-from kvoffd.transfer.cuda.gpu_copy import (
-    PLAIN_BYTES,
-    STEP_BYTES,
-    STEP_PIECES,
-    STEPS_IN_FLIGHT,
-    GpuCopy,
-    GpuStream,
-    PinnedChunks,
-)
-from kvoffd.transfer.pace import OTHERS_WAIT, STOP, Pace, Slice
-from kvoffd.transfer.plan import Direction, Plan
+from kvoffd.transfer.cuda.engine import PLAIN_BYTES, STEP_BYTES, STEP_PIECES, STEPS_IN_FLIGHT, GpuCopier, PinnedChunks
+from kvoffd.transfer.engine import Transfer
+from kvoffd.transfer.plan import Direction, Outcome, Plan
 from kvoffd_proto.cuda import BATCH_FORMS, PROTOTYPES, argument_types
 
 GPU = 7 << 44
@@ -51,11 +43,15 @@ class Recorder:
         self.in_flight: list[int] = []
         self.most_in_flight = 0
         self._open = Step()
+        self.stop_after = 1 << 30
+        """Steps, after which ``stop`` is called."""
+        self.stop: Callable[[], None] = lambda: None
         functions = {
             "copy": (PROTOTYPES["cuMemcpyAsync"], self._copy),
             "batch": (BATCH_FORMS[13000], self._batch),
             "record": (PROTOTYPES["cuEventRecord"], self._record),
             "wait": (PROTOTYPES["cuEventSynchronize"], self._wait),
+            "sync": (PROTOTYPES["cuStreamSynchronize"], self._sync),
         }
         self._kept = {
             name: ctypes.CFUNCTYPE(ctypes.c_int, *argument_types(declared))(function)
@@ -79,35 +75,63 @@ class Recorder:
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
         self.steps.append(self._open)
         self._open = Step()
+        if len(self.steps) == self.stop_after:
+            self.stop()
         return 0
+
+    def _sync(self, stream: int) -> int:
+        raise AssertionError("no call failed")
 
     def _wait(self, event: int) -> int:
         assert self.in_flight.pop(0) == event, "the oldest is waited for first"
         return 0
 
 
+class Driver:
+    """As much of a CudaDriver as a copier asks of one."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._event = 10
+
+    def set_context(self, context: int) -> None: ...
+
+    def create_stream(self, *, urgent: bool) -> int:
+        return 1
+
+    def create_event(self) -> int:
+        self._event += 1
+        return self._event
+
+    def batch_copy(self) -> None: ...
+
+    def copy_calls(self, batch: None) -> CopyCalls:
+        return self._recorder.calls
+
+
 def steps_of(
-    plan: Plan, direction: Direction, limit_pieces: int = STEP_PIECES, not_pinned: Sequence[int] = ()
+    plan: Plan,
+    direction: Direction,
+    limit_pieces: int = STEP_PIECES,
+    not_pinned: Sequence[int] = (),
+    stop_after: int | None = None,
 ) -> list[Step]:
-    """Run a whole plan and return its steps."""
-    recorder, pace = Recorder(), Pace.of(Slice(1 << 30, 1 << 20))
+    """Run a plan, until so many steps were launched, and return its steps. Nothing is in flight then."""
+    recorder = Recorder()
     flags = np.ones(1 << 12, dtype=np.bool_)
     flags[list(not_pinned)] = False
     pinned = PinnedChunks(flags, STEP_BYTES, POOL // STEP_BYTES)
-    stream = GpuStream(DRIVER, recorder.calls, 1, [11, 12, 13], direction, pinned, limit_pieces)
-    copy = GpuCopy(stream, plan, pace)
-    while not copy.launched:
-        copy.run(batch=True)
-    copy.wait()
-    assert pace.copied == plan.nbytes
-    assert pace.used >= plan.nbytes
+    copier = GpuCopier(cast(CudaDriver, Driver(recorder)), 0, direction, pinned, step_pieces=limit_pieces)
+    copier.open()
+    transfer = Transfer(direction, plan, float("inf"), lambda *_: None)
+    if stop_after is not None:
+        recorder.stop_after, recorder.stop = stop_after, lambda: transfer.must_end(Outcome.FAILED)
+        if not stop_after:
+            recorder.stop()
+    copier.copy(transfer)
     assert not recorder.in_flight
     assert recorder.most_in_flight <= STEPS_IN_FLIGHT
     return recorder.steps
-
-
-DRIVER = cast(CudaDriver, None)
-"""Only asked about errors."""
 
 
 def plan_of(pool: list[int], size: list[int], direction: Direction) -> Plan:
@@ -184,19 +208,7 @@ def test_an_empty_plan_has_no_steps() -> None:
     assert steps_of(Plan(empty, empty, empty, 0), Direction.LOAD) == []
 
 
-@pytest.mark.parametrize(("look", "steps"), [(0, 40), (OTHERS_WAIT, 4), (STOP, 0)])
-def test_a_loop_goes_on_unless_it_is_told_otherwise(look: int, steps: int) -> None:
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 7, 40])
+def test_a_copy_launches_no_step_after_it_is_stopped(steps: int) -> None:
     plan = plan_of([i * 5000 for i in range(400)], [4096] * 400, Direction.STORE)
-    recorder, pace = Recorder(), Pace.of(Slice(400 * 4096, 40))
-    pinned = PinnedChunks(np.ones(1 << 12, dtype=np.bool_), STEP_BYTES, POOL // STEP_BYTES)
-    stream = GpuStream(DRIVER, recorder.calls, 1, [11, 12, 13], Direction.STORE, pinned, 10)
-    copy = GpuCopy(stream, plan, pace)
-    pace.look = look
-    copy.run(batch=True)
-    while pace.used < steps * 10 * pace.piece_cost:  # a busy machine has let some milliseconds pass
-        copy.run(batch=True)
-    assert len(recorder.steps) == steps
-    assert pace.used == steps * 10 * pace.piece_cost
-    copy.wait()
-    assert pace.copied == steps * 10 * 4096
-    assert copy.launched == (look == 0)
+    assert len(steps_of(plan, Direction.STORE, 10, stop_after=steps)) == steps

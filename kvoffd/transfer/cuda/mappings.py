@@ -59,7 +59,7 @@ class VmmExport:
 
 
 @dataclass(eq=False)
-class GpuSegment:
+class MappedSegment:
     """``size_bytes`` of engine memory, mapped at ``address``."""
 
     address: int
@@ -78,10 +78,11 @@ class GpuSegment:
 class _OpenHandle:
     owner: bytes
     address: int
-    segments: int
+    segments: int = 0
+    """None is left where the driver would not close it."""
 
 
-class GpuMappings:
+class HandleCache:
     """Maps handles on one device. A handle is open once, and for one registration at a time.
 
     The driver maps a handle once and answers every further opening with the same address, and memory that is freed and
@@ -94,7 +95,7 @@ class GpuMappings:
         self._device = device
         self._open: dict[bytes, _OpenHandle] = {}
 
-    def open(self, owner: bytes, exports: Sequence[IpcExport | VmmExport]) -> list[GpuSegment]:
+    def open(self, owner: bytes, exports: Sequence[IpcExport | VmmExport]) -> list[MappedSegment]:
         """Map all segments of registration ``owner``, or none.
 
         Raises UnmappableHandle, OutOfBounds when an allocation is smaller than it was said to be, and KvoffdError when
@@ -109,15 +110,18 @@ class GpuMappings:
             undo.pop_all()
         return segments
 
-    def _open_ipc(self, owner: bytes, export: IpcExport) -> GpuSegment:
+    def _open_ipc(self, owner: bytes, export: IpcExport) -> MappedSegment:
         known = self._open.get(export.handle)
-        if known is None:
-            try:
-                address = self._driver.open_ipc(export.handle)
-            except CudaError as error:
-                raise _unmappable(error, export.uid) from error
-            known = self._open[export.handle] = _OpenHandle(owner, address, 0)
-        elif known.owner != owner:
+        try:
+            if known is not None and not known.segments:
+                self._close(export.handle)  # which failed before: until it is closed the driver gives the old mapping
+                known = None
+            if known is None:
+                known = _OpenHandle(owner, self._driver.open_ipc(export.handle))
+        except CudaError as error:
+            raise _unmappable(error, export.uid) from error
+        self._open[export.handle] = known
+        if known.owner != owner:
             raise KvoffdError(
                 "The memory is still mapped for another registration; unregister that one, or end its session, and "
                 "register again.",
@@ -125,20 +129,22 @@ class GpuMappings:
             )
         known.segments += 1
         with ExitStack() as undo:
-            undo.callback(self._close_ipc, export.handle)
+            undo.callback(self._drop_segment, export.handle)
             size = self._driver.import_size(known.address)
             if export.size_bytes > size:
                 raise OutOfBounds(f"The allocation has {size} bytes but was declared with {export.size_bytes}.")
-            return GpuSegment(known.address, export.size_bytes, undo.pop_all())
+            return MappedSegment(known.address, export.size_bytes, undo.pop_all())
 
-    def _close_ipc(self, handle: bytes) -> None:
-        known = self._open[handle]
-        known.segments -= 1
-        if not known.segments:
-            del self._open[handle]
-            self._driver.close_ipc(known.address)
+    def _drop_segment(self, handle: bytes) -> None:
+        self._open[handle].segments -= 1
+        if not self._open[handle].segments:
+            self._close(handle)
 
-    def _import(self, export: VmmExport) -> GpuSegment:
+    def _close(self, handle: bytes) -> None:
+        self._driver.close_ipc(self._open[handle].address)
+        del self._open[handle]
+
+    def _import(self, export: VmmExport) -> MappedSegment:
         driver, total = self._driver, sum(export.chunk_bytes)
         if len(export.fds) != len(export.chunk_bytes) or not 0 < total <= _MAX_SEGMENT_BYTES:
             raise UnmappableHandle(
@@ -159,7 +165,7 @@ class GpuMappings:
                 driver.allow_access(start, total, self._device)
             except CudaError as error:
                 raise _unmappable(error) from error
-            return GpuSegment(start, total, undo.pop_all())
+            return MappedSegment(start, total, undo.pop_all())
         raise AssertionError("unreachable: the stack swallows nothing")
 
 

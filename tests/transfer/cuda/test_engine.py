@@ -1,4 +1,4 @@
-"""What CudaEngine promises beyond every engine: bounded steps, fallbacks, and what a GPU that hangs may keep."""
+"""What GpuEngine promises beyond every engine: bounded steps, fallbacks, and what a GPU that hangs may keep."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ import numpy.typing as npt
 import pytest
 
 from kvoffd.pool.memory import PoolMemory
-from kvoffd.transfer.cuda.cuda_engine import BATCH_PAUSE_S, CudaEngine
-from kvoffd.transfer.cuda.gpu_copy import PLAIN_BYTES, STEP_BYTES, STEP_PIECES, STEPS_IN_FLIGHT
+from kvoffd.transfer.cuda.engine import PLAIN_BYTES, STEP_BYTES, STEP_PIECES, STEPS_IN_FLIGHT, GpuEngine
 from kvoffd.transfer.cuda.pinning import PinnedPool
-from kvoffd.transfer.cuda.staging import STAGED_BYTES
 from kvoffd.transfer.engine import Transfer
 from kvoffd.transfer.plan import Direction, Outcome, Plan
 from tests.kit.copy_buffers import address_of, random_bytes
-from tests.kit.stub_cuda import DeviceBuffer, Ranges, StubCuda
+from tests.kit.stub_cuda import DeviceBuffer, StubCuda
 from tests.kit.waiting import wait_until
 
 FOREVER = float("inf")
@@ -41,16 +39,16 @@ class Machine:
         self.pool = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * POOL).from_address(self.memory.address))
         self.pins = PinnedPool(self.driver, self.memory.address, POOL, STEP_BYTES)
         self.gpu = stub.allocate(POOL)
-        self._engine: CudaEngine | None = None
+        self._engine: GpuEngine | None = None
 
     def pin(self) -> None:
         self.pins.acquire(0)
         wait_until(lambda: self.pins.progress.pinned_bytes == POOL)
 
     @property
-    def engine(self) -> CudaEngine:
+    def engine(self) -> GpuEngine:
         if self._engine is None:
-            self._engine = CudaEngine(self.driver, self.context, self.pins.chunks, clock=lambda: self.now)
+            self._engine = GpuEngine(self.driver, self.context, self.pins.chunks, clock=lambda: self.now)
             self._engine.open()
         return self._engine
 
@@ -72,7 +70,7 @@ def machine(stub: StubCuda) -> Iterator[Machine]:
 
 
 class Job:
-    """Pieces of the given sizes, ``apart`` bytes from each other in the pool and on the GPU."""
+    """Pieces of the given sizes, 8 bytes from each other in the pool and on the GPU."""
 
     def __init__(
         self,
@@ -80,12 +78,11 @@ class Job:
         sizes: list[int],
         direction: Direction = Direction.STORE,
         deadline: float = FOREVER,
-        apart: tuple[int, int] = (8, 8),
     ) -> None:
         self.outcome: Outcome | None = None
         self.overdue = 0
         self.done = threading.Event()
-        offsets = [np.cumsum([3 * gap, *(size + gap for size in sizes[:-1])]).astype(np.uint64) for gap in apart]
+        offsets = [np.cumsum([24, *(size + 8 for size in sizes[:-1])]).astype(np.uint64)] * 2
         assert int(max(offset[-1] for offset in offsets)) + sizes[-1] <= POOL
         views, bases = [machine.pool, machine.gpu.view], [machine.memory.address, machine.gpu.address]
         if direction is Direction.LOAD:
@@ -102,7 +99,7 @@ class Job:
         self.transfer = Transfer(direction, self.plan, deadline, self._on_done, self._on_overdue)
         machine.engine.submit(self.transfer)
 
-    def _on_done(self, transfer: Transfer, outcome: Outcome, seconds: float) -> None:
+    def _on_done(self, transfer: Transfer, outcome: Outcome) -> None:
         self.outcome = outcome
         self.done.set()
 
@@ -129,7 +126,6 @@ def test_pieces_of_every_size_arrive_whole(machine: Machine, direction: Directio
     job = Job(machine, SIZES, direction)
     assert job.wait() is Outcome.DONE
     assert job.is_copied()
-    assert machine.engine.load_of(direction).bytes == sum(SIZES)
     batches = machine.stub.calls("cuMemcpyBatchAsync")
     assert (batches > 0) == (pinned and version >= 12080)
 
@@ -165,43 +161,31 @@ def test_batches_have_a_bounded_number_of_pieces_and_bytes(machine: Machine) -> 
     assert machine.stub.calls("cuMemcpyAsync") == 0
 
 
-def test_where_a_gpu_has_other_addresses_pieces_are_copied_one_by_one(gathering: Machine) -> None:
-    gathering.stub.set("translated", 1)
+def test_where_a_gpu_has_other_addresses_pieces_are_copied_one_by_one(machine: Machine) -> None:
+    machine.stub.set("translated", 1)
+    machine.pin()
     for direction in Direction:
-        job = Job(gathering, PAGES, direction, apart=ONE_RUN)
+        job = Job(machine, SIZES, direction)
         assert job.wait() is Outcome.DONE
         assert job.is_copied()
-    assert gathering.stub.calls("cuMemcpyBatchAsync") == gathering.stub.calls("cuLaunchKernel") == 0
-    assert gathering.driver.lost is None
+    assert machine.stub.calls("cuMemcpyBatchAsync") == 0
+    assert machine.driver.lost is None
 
 
-def test_a_refused_batch_is_copied_one_by_one_counted_and_tried_again(
-    machine: Machine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_after_a_refused_batch_pieces_are_copied_one_by_one(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    """Said and counted once; in the other direction batches go on."""
     machine.pin()
     machine.stub.fail("cuMemcpyBatchAsync", 1, 1)
-    machine.stub.fail("cuMemcpyBatchAsync", 1, 1)
-
-    def copy_all(jobs: int, direction: Direction = Direction.STORE) -> int:
-        for _ in range(jobs):
+    with caplog.at_level(logging.WARNING):
+        for batches, direction in ((1, Direction.STORE), (1, Direction.STORE), (2, Direction.LOAD)):
             job = Job(machine, [4 * KIB] * 100, direction)
             assert job.wait() is Outcome.DONE
             assert job.is_copied()
-        return machine.stub.calls("cuMemcpyBatchAsync")
-
-    with caplog.at_level(logging.WARNING):
-        assert copy_all(2) == copy_all(1, Direction.LOAD) == 1
-        machine.now += BATCH_PAUSE_S
-        assert copy_all(2, Direction.LOAD) == 2
-        (record,) = caplog.records
-        assert "CUDA_ERROR_INVALID_VALUE (1)" in record.message
-        machine.now += BATCH_PAUSE_S
-        assert copy_all(3) == 5
-        machine.stub.fail("cuMemcpyBatchAsync", 1, 1)
-        assert copy_all(2) == 6
-        assert len(caplog.records) == 2, "it worked in between"
-    refused = [machine.engine.load_of(direction).refused_batches for direction in (Direction.STORE, Direction.LOAD)]
-    assert refused == [2, 1]
+            assert machine.stub.calls("cuMemcpyBatchAsync") == batches
+    (record,) = caplog.records
+    assert "CUDA_ERROR_INVALID_VALUE (1)" in record.message
+    refused = [machine.engine.stats(direction).refused_batches for direction in (Direction.STORE, Direction.LOAD)]
+    assert refused == [1, 0]
 
 
 def test_where_single_copies_fail_too_the_batch_is_not_blamed(machine: Machine) -> None:
@@ -218,7 +202,6 @@ def test_where_single_copies_fail_too_the_batch_is_not_blamed(machine: Machine) 
 @pytest.mark.parametrize("call", ["cuMemcpyAsync", "cuEventRecord", "cuEventSynchronize"])
 def test_an_error_fails_the_transfer_after_its_copies_have_ended(machine: Machine, call: str) -> None:
     machine.pin()
-    assert machine.engine.load_of(Direction.STORE).bytes == 0
     machine.stub.fail(call, 2, UNKNOWN)
     bad = Job(machine, [2 << 20] * 12)
     assert bad.wait() is Outcome.FAILED
@@ -241,7 +224,6 @@ def test_an_error_of_the_last_wait_ends_the_transfer_after_its_copies_too(machin
     assert bad.is_copied(), "a copy was left in the stream"
     good = Job(machine, [4 * KIB] * 8)
     assert good.wait() is Outcome.DONE
-    assert machine.engine.load_of(Direction.STORE).bytes == 2 * 32 * KIB
     machine.stub.fail("cuEventSynchronize", 0, 700)
     assert Job(machine, [KIB]).wait() is Outcome.FAILED
     assert machine.driver.lost is not None
@@ -253,7 +235,30 @@ def test_where_no_event_can_be_recorded_the_stream_itself_is_waited_for(machine:
     bad = Job(machine, [4 * KIB] * 8, Direction.LOAD)
     assert bad.wait() is Outcome.FAILED
     assert bad.is_copied(), "a copy was left in the stream"
+    assert machine.driver.lost is None
+
+
+def test_where_the_stream_cannot_be_waited_for_the_context_is_lost(machine: Machine) -> None:
+    machine.pin()
+    machine.stub.fail("cuEventRecord", 1, UNKNOWN)
+    machine.stub.fail("cuStreamSynchronize", 1, UNKNOWN)
+    assert Job(machine, [4 * KIB] * 8).wait() is Outcome.FAILED
     assert machine.driver.lost is not None
+    assert machine.driver.lost.call == "cuStreamSynchronize"
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_a_copy_that_is_stopped_waits_for_its_steps_in_flight(machine: Machine, direction: Direction) -> None:
+    machine.pin()
+    machine.stub.hang("cuEventSynchronize")
+    job = Job(machine, [64 * KIB] * 480, direction)
+    machine.stub.wait_hanging()
+    machine.engine.abandon(job.transfer)
+    machine.stub.release()
+    assert job.wait() is Outcome.FAILED
+    records = machine.stub.calls("cuEventRecord")
+    assert (records, machine.stub.calls("cuEventSynchronize")) == (STEPS_IN_FLIGHT, STEPS_IN_FLIGHT)
+    assert not job.is_copied()
 
 
 def test_a_lost_context_is_told_from_a_copy_that_failed(machine: Machine) -> None:
@@ -298,12 +303,12 @@ def test_a_copy_that_hangs_is_told_of_once_and_ends_only_when_the_gpu_lets_go(
     behind = Job(machine, [4 * KIB], direction, deadline=machine.now + 5)
     machine.stub.wait_hanging()
     machine.now += 5
-    machine.engine.expire()
+    machine.engine.tick()
     assert behind.outcome is Outcome.DEADLINE, "it never started, so nothing of it can land"
     assert (job.overdue, machine.engine.hangs) == (0, False)
     machine.now += GRACE_S
-    machine.engine.expire()
-    machine.engine.expire()
+    machine.engine.tick()
+    machine.engine.tick()
     assert (job.overdue, job.outcome, machine.engine.hangs) == (1, None, True)
     machine.stub.release()
     assert job.wait() in (Outcome.DONE, Outcome.DEADLINE)
@@ -326,14 +331,14 @@ def test_closing_does_not_wait_for_a_gpu_that_hangs(machine: Machine) -> None:
 
 def test_threads_without_a_stream_are_an_error_at_once(machine: Machine) -> None:
     machine.stub.fail("cuStreamCreateWithPriority", 2, 2)
-    engine = CudaEngine(machine.driver, machine.context, machine.pins.chunks)
+    engine = GpuEngine(machine.driver, machine.context, machine.pins.chunks)
     with pytest.raises(Exception, match="cuStreamCreateWithPriority failed: CUDA_ERROR_OUT_OF_MEMORY"):
         engine.open()
     assert engine.close(10)
 
 
 def test_streams_and_events_are_given_up(machine: Machine) -> None:
-    engine = CudaEngine(machine.driver, machine.context, machine.pins.chunks)
+    engine = GpuEngine(machine.driver, machine.context, machine.pins.chunks)
     engine.open()
     assert engine.close(10)
     calls = machine.stub.calls
@@ -351,108 +356,6 @@ def test_the_pool_may_be_pinned_in_the_middle_of_a_transfer(machine: Machine) ->
     assert job.is_copied()
     assert machine.stub.calls("cuMemcpyBatchAsync") > 0
     assert machine.stub.calls("cuMemcpyAsync") > 0
-
-
-# --- small pieces by way of a buffer ------------------------------------------------------------------
-
-PAGES = [16, 48, STAGED_BYTES - 16, KIB] * (STEPS_IN_FLIGHT + 1) * (STEP_PIECES // 4)
-"""More than there are buffers for, and more bytes than lie between two multiples of STEP_BYTES."""
-ONE_RUN = (0, 16)
-"""In the pool they follow each other."""
-
-
-@pytest.fixture
-def gathering(machine: Machine) -> Machine:
-    machine.driver.gathers = True
-    machine.pin()
-    return machine
-
-
-@pytest.mark.parametrize("direction", list(Direction))
-@pytest.mark.parametrize(("version", "seed"), [(12070, 0), (12080, 1), (13000, 2)])
-def test_small_pieces_of_a_run_are_gathered(gathering: Machine, direction: Direction, version: int, seed: int) -> None:
-    gathering.stub.set("version", version)
-    gathering.stub.set("seed", seed)
-    job = Job(gathering, PAGES, direction, apart=ONE_RUN)
-    assert job.wait() is Outcome.DONE
-    assert job.is_copied()
-    log = gathering.stub.log()
-    launches = [int(line.split()[1]) for line in log if line.startswith("launch ")]
-    assert 0 <= sum(launches) - len(PAGES) <= POOL // STEP_BYTES, "some are cut where pinned chunks meet"
-    assert max(launches) <= STEP_PIECES
-    copies = sum(line.startswith("copy ") or " of " in line for line in log)
-    assert copies <= 2 * len(launches), "a step is one copy, or two where pinned chunks meet"
-    assert gathering.engine.load_of(direction).bytes == sum(PAGES)
-
-
-@pytest.mark.parametrize("direction", list(Direction))
-def test_what_a_kernel_cannot_gather_goes_as_before(gathering: Machine, direction: Direction) -> None:
-    sizes = [4 * KIB, 300 * KIB, 16, STAGED_BYTES, 4 * KIB + 8, 8 * KIB, 64 * KIB] * 20
-    job = Job(gathering, sizes, direction, apart=ONE_RUN)
-    assert job.wait() is Outcome.DONE
-    assert job.is_copied()
-    assert 0 < sum(int(line.split()[1]) for line in gathering.stub.log() if line.startswith("launch ")) < len(sizes)
-
-
-@pytest.mark.parametrize("missing", ["cuLaunchKernel", "cuEventSynchronize"])
-@pytest.mark.parametrize("direction", list(Direction))
-def test_what_is_missing_of_a_gathering_shows_in_the_bytes(
-    gathering: Machine, direction: Direction, missing: str
-) -> None:
-    gathering.stub.ignore(missing)
-    job = Job(gathering, PAGES, direction, apart=ONE_RUN)
-    assert job.wait() is Outcome.DONE
-    assert not job.is_copied()
-
-
-def test_what_is_not_pinned_is_not_gathered(machine: Machine) -> None:
-    machine.driver.gathers = True
-    job = Job(machine, PAGES, apart=ONE_RUN)
-    assert job.wait() is Outcome.DONE
-    assert job.is_copied()
-    assert machine.stub.calls("cuLaunchKernel") == 0
-
-
-@pytest.mark.parametrize("call", ["cuModuleLoadData", "cuMemAlloc_v2", "cuMemHostAlloc"])
-def test_a_gpu_without_room_for_the_buffer_is_used_without(
-    gathering: Machine, call: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    gathering.stub.fail(call, 0, 2)
-    job = Job(gathering, PAGES, apart=ONE_RUN)
-    assert job.wait() is Outcome.DONE
-    assert job.is_copied()
-    assert gathering.stub.calls("cuLaunchKernel") == 0
-    assert f"not gathered, since the GPU does not allow it: {call} failed: CUDA_ERROR_OUT_OF_MEMORY" in caplog.text
-    assert gathering.stub.ranges(Ranges.DEVICE) == 1
-
-
-@pytest.mark.parametrize("direction", list(Direction))
-def test_where_the_kernel_does_not_start_pieces_are_copied_one_by_one_for_a_while(
-    gathering: Machine, direction: Direction, caplog: pytest.LogCaptureFixture
-) -> None:
-    def launches_of_a_job() -> int:
-        before = gathering.stub.calls("cuLaunchKernel")
-        job = Job(gathering, PAGES, direction, apart=ONE_RUN)
-        assert job.wait() is Outcome.DONE
-        assert job.is_copied()
-        return gathering.stub.calls("cuLaunchKernel") - before
-
-    gathering.stub.fail("cuLaunchKernel", 2, 1)
-    assert launches_of_a_job() == 2
-    assert "cuLaunchKernel failed: CUDA_ERROR_INVALID_VALUE" in caplog.text
-    assert gathering.engine.load_of(direction).refused_batches == 1
-    assert launches_of_a_job() == 0
-    gathering.now += BATCH_PAUSE_S
-    assert launches_of_a_job() > 2
-
-
-def test_the_buffer_is_given_up(gathering: Machine) -> None:
-    before = [gathering.stub.ranges(kind) for kind in (Ranges.DEVICE, Ranges.HOST)]
-    assert Job(gathering, PAGES, apart=ONE_RUN).wait() is Outcome.DONE
-    assert gathering.stub.ranges(Ranges.DEVICE) == before[0] + 2
-    assert gathering.engine.close(10)
-    assert gathering.stub.calls("cuModuleUnload") == gathering.stub.calls("cuModuleLoadData") == 2
-    assert [gathering.stub.ranges(kind) for kind in (Ranges.DEVICE, Ranges.HOST)] == before
 
 
 def test_buffers_of_the_test_are_what_they_seem(machine: Machine) -> None:

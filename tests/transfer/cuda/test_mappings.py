@@ -11,7 +11,7 @@ import pytest
 
 from kvoffd.errors import KvoffdError, OutOfBounds
 from kvoffd.transfer.cuda.driver import CudaError
-from kvoffd.transfer.cuda.handles import GpuMappings, IpcExport, UnmappableHandle, VmmExport
+from kvoffd.transfer.cuda.mappings import HandleCache, IpcExport, UnmappableHandle, VmmExport
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.open_files import open_descriptors
 from tests.kit.stub_cuda import DeviceBuffer, Ranges, StubCuda
@@ -22,10 +22,10 @@ ONE, OTHER = b"1" * 16, b"2" * 16
 
 
 @pytest.fixture
-def mappings(stub: StubCuda) -> GpuMappings:
+def handles(stub: StubCuda) -> HandleCache:
     stub.set("same_pid_allowed", 1)
     stub.start()
-    return GpuMappings(stub.driver(), 0)
+    return HandleCache(stub.driver(), 0)
 
 
 @pytest.fixture
@@ -40,20 +40,20 @@ def chunks() -> Iterator[list[int]]:
         os.close(fd)
 
 
-def test_ordinary_memory_is_mapped_and_let_go(stub: StubCuda, mappings: GpuMappings) -> None:
+def test_ordinary_memory_is_mapped_and_let_go(stub: StubCuda, handles: HandleCache) -> None:
     buffer = stub.allocate(SIZE)
-    (segment,) = mappings.open(ONE, [IpcExport(buffer.handle, SIZE)])
+    (segment,) = handles.open(ONE, [IpcExport(buffer.handle, SIZE)])
     assert segment.size_bytes == SIZE
     DeviceBuffer(segment.address, SIZE).view[:] = 7
     assert np.all(buffer.view == 7)
     segment.close()
     segment.close()
-    assert (stub.ranges(Ranges.IPC), mappings._open) == (0, {})
+    assert (stub.ranges(Ranges.IPC), handles._open) == (0, {})
 
 
-def test_a_handle_is_opened_once_for_all_segments_of_a_registration(stub: StubCuda, mappings: GpuMappings) -> None:
+def test_a_handle_is_opened_once_for_all_segments_of_a_registration(stub: StubCuda, handles: HandleCache) -> None:
     buffer = stub.allocate(SIZE)
-    first, second = mappings.open(ONE, [IpcExport(buffer.handle, SIZE), IpcExport(buffer.handle, SIZE // 2)])
+    first, second = handles.open(ONE, [IpcExport(buffer.handle, SIZE), IpcExport(buffer.handle, SIZE // 2)])
     assert first.address == second.address
     assert stub.calls("cuIpcOpenMemHandle_v2") == 1
     first.close()
@@ -62,35 +62,53 @@ def test_a_handle_is_opened_once_for_all_segments_of_a_registration(stub: StubCu
     assert stub.ranges(Ranges.IPC) == 0
 
 
-def test_a_handle_is_not_taken_for_the_memory_of_another_registration(stub: StubCuda, mappings: GpuMappings) -> None:
+def test_a_handle_is_not_taken_for_the_memory_of_another_registration(stub: StubCuda, handles: HandleCache) -> None:
     """Memory that was freed and allocated again may have the same handle; the driver would give out the old mapping."""
     buffer = stub.allocate(SIZE)
-    (old,) = mappings.open(ONE, [IpcExport(buffer.handle, SIZE)])
+    (old,) = handles.open(ONE, [IpcExport(buffer.handle, SIZE)])
     with pytest.raises(KvoffdError, match="still mapped for another registration") as caught:
-        mappings.open(OTHER, [IpcExport(buffer.handle, SIZE)])
+        handles.open(OTHER, [IpcExport(buffer.handle, SIZE)])
     assert caught.value.code is ErrorCode.TOO_MANY
     old.close()
-    (new,) = mappings.open(OTHER, [IpcExport(buffer.handle, SIZE)])
+    (new,) = handles.open(OTHER, [IpcExport(buffer.handle, SIZE)])
     assert stub.calls("cuIpcOpenMemHandle_v2") == 2
     new.close()
 
 
-def test_memory_smaller_than_it_was_said_to_be_is_refused(stub: StubCuda, mappings: GpuMappings) -> None:
+def test_a_handle_that_could_not_be_closed_is_never_taken_for_new_memory(stub: StubCuda, handles: HandleCache) -> None:
+    """It is closed before it is opened again; while that fails too it is refused."""
+    buffer = stub.allocate(SIZE)
+    (old,) = handles.open(ONE, [IpcExport(buffer.handle, SIZE)])
+    for _ in range(2):
+        stub.fail("cuIpcCloseMemHandle", status=999)
+    with pytest.raises(CudaError):
+        old.close()
+    with pytest.raises(UnmappableHandle, match="cuIpcCloseMemHandle"):
+        handles.open(OTHER, [IpcExport(buffer.handle, SIZE)])
+    assert stub.calls("cuIpcOpenMemHandle_v2") == 1
+    (new,) = handles.open(OTHER, [IpcExport(buffer.handle, SIZE)])
+    assert stub.calls("cuIpcOpenMemHandle_v2") == 2
+    assert stub.ranges(Ranges.IPC) == 1
+    new.close()
+    assert (stub.ranges(Ranges.IPC), handles._open) == (0, {})
+
+
+def test_memory_smaller_than_it_was_said_to_be_is_refused(stub: StubCuda, handles: HandleCache) -> None:
     buffer = stub.allocate(SIZE)
     with pytest.raises(OutOfBounds, match=f"has {SIZE} bytes but was declared with {SIZE + 1}"):
-        mappings.open(ONE, [IpcExport(buffer.handle, SIZE + 1)])
-    assert (stub.ranges(Ranges.IPC), mappings._open) == (0, {})
+        handles.open(ONE, [IpcExport(buffer.handle, SIZE + 1)])
+    assert (stub.ranges(Ranges.IPC), handles._open) == (0, {})
 
 
-def test_the_same_pid_at_both_ends_is_told_apart(stub: StubCuda, mappings: GpuMappings) -> None:
+def test_the_same_pid_at_both_ends_is_told_apart(stub: StubCuda, handles: HandleCache) -> None:
     stub.set("same_pid_allowed", 0)
     buffer = stub.allocate(SIZE)
     with pytest.raises(UnmappableHandle, match=rf"same process id \({os.getpid()}\).*under an init or with hostPID"):
-        mappings.open(ONE, [IpcExport(buffer.handle, SIZE)])
+        handles.open(ONE, [IpcExport(buffer.handle, SIZE)])
 
 
 def test_another_users_memory_is_told_apart(
-    stub: StubCuda, mappings: GpuMappings, monkeypatch: pytest.MonkeyPatch
+    stub: StubCuda, handles: HandleCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer, user = stub.allocate(SIZE), os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
@@ -99,37 +117,37 @@ def test_another_users_memory_is_told_apart(
         with pytest.raises(
             UnmappableHandle, match=rf"engine runs as user {user} and the daemon as {user + 1}, .*: run both"
         ):
-            mappings.open(ONE, [IpcExport(buffer.handle, SIZE, user)])
+            handles.open(ONE, [IpcExport(buffer.handle, SIZE, user)])
     stub.fail("cuIpcOpenMemHandle_v2", status=205)
     with pytest.raises(UnmappableHandle, match="split GPUs") as caught:
-        mappings.open(ONE, [IpcExport(buffer.handle, SIZE, user + 1)])
+        handles.open(ONE, [IpcExport(buffer.handle, SIZE, user + 1)])
     assert "user" not in caught.value.message
 
 
-def test_a_low_limit_of_descriptors_is_told_apart(stub: StubCuda, mappings: GpuMappings, chunks: list[int]) -> None:
+def test_a_low_limit_of_descriptors_is_told_apart(stub: StubCuda, handles: HandleCache, chunks: list[int]) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = os.dup(0)  # the lowest that is free
     os.close(limit)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:
         with pytest.raises(UnmappableHandle, match=f"Import.*all of the {limit} files.*ulimit"):
-            mappings.open(ONE, [VmmExport(chunks, [CHUNK] * 3)])
+            handles.open(ONE, [VmmExport(chunks, [CHUNK] * 3)])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    (segment,) = mappings.open(ONE, [VmmExport(chunks, [CHUNK] * 3)])
+    (segment,) = handles.open(ONE, [VmmExport(chunks, [CHUNK] * 3)])
     segment.close()
 
 
 @pytest.mark.parametrize("told", [0, 1], ids=["by its attributes", "by its range"])
-def test_the_size_of_mapped_memory_is_the_drivers_word(stub: StubCuda, mappings: GpuMappings, told: int) -> None:
+def test_the_size_of_mapped_memory_is_the_drivers_word(stub: StubCuda, handles: HandleCache, told: int) -> None:
     """cuMemGetAddressRange is promised for the process's own allocations only."""
     stub.set("import_ranges", told)
     buffer = stub.allocate(SIZE)
-    (segment,) = mappings.open(ONE, [IpcExport(buffer.handle, SIZE)])
+    (segment,) = handles.open(ONE, [IpcExport(buffer.handle, SIZE)])
     assert (stub.calls("cuPointerGetAttribute") > 0) == (not told)
     segment.close()
     with pytest.raises(OutOfBounds, match=f"has {SIZE} bytes"):
-        mappings.open(ONE, [IpcExport(buffer.handle, SIZE + 1)])
+        handles.open(ONE, [IpcExport(buffer.handle, SIZE + 1)])
     assert stub.ranges(Ranges.IPC) == 0
 
 
@@ -137,29 +155,27 @@ def test_the_size_of_mapped_memory_is_the_drivers_word(stub: StubCuda, mappings:
     ("status", "sentence"),
     [(217, "cannot reach"), (400, "stale"), (205, "split GPUs"), (801, "sandboxes"), (999, "log")],
 )
-def test_refusals_of_the_driver_are_explained(
-    stub: StubCuda, mappings: GpuMappings, status: int, sentence: str
-) -> None:
+def test_refusals_of_the_driver_are_explained(stub: StubCuda, handles: HandleCache, status: int, sentence: str) -> None:
     buffer = stub.allocate(SIZE)
     stub.fail("cuIpcOpenMemHandle_v2", status=status)
     with pytest.raises(UnmappableHandle, match=rf"cuIpcOpenMemHandle_v2 failed.*\({status}\).*{sentence}"):
-        mappings.open(ONE, [IpcExport(buffer.handle, SIZE)])
-    assert not mappings._open
+        handles.open(ONE, [IpcExport(buffer.handle, SIZE)])
+    assert not handles._open
 
 
-def test_a_segment_that_fails_takes_the_earlier_ones_with_it(stub: StubCuda, mappings: GpuMappings) -> None:
+def test_a_segment_that_fails_takes_the_earlier_ones_with_it(stub: StubCuda, handles: HandleCache) -> None:
     buffers = [stub.allocate(SIZE) for _ in range(3)]
     stub.fail("cuIpcOpenMemHandle_v2", 3, 400)
     with pytest.raises(UnmappableHandle):
-        mappings.open(ONE, [IpcExport(buffer.handle, SIZE) for buffer in buffers])
-    assert (stub.ranges(Ranges.IPC), mappings._open) == (0, {})
+        handles.open(ONE, [IpcExport(buffer.handle, SIZE) for buffer in buffers])
+    assert (stub.ranges(Ranges.IPC), handles._open) == (0, {})
 
 
 def test_chunks_of_virtual_memory_lie_one_after_the_other(
-    stub: StubCuda, mappings: GpuMappings, chunks: list[int]
+    stub: StubCuda, handles: HandleCache, chunks: list[int]
 ) -> None:
     before = open_descriptors()
-    (segment,) = mappings.open(ONE, [VmmExport(chunks, [CHUNK] * 3)])
+    (segment,) = handles.open(ONE, [VmmExport(chunks, [CHUNK] * 3)])
     view = DeviceBuffer(segment.address, 3 * CHUNK).view
     assert bytes(view[::CHUNK]) == b"ABC"
     view[CHUNK + 1] = 66
@@ -182,26 +198,26 @@ def test_chunks_of_virtual_memory_lie_one_after_the_other(
     ],
 )
 def test_an_import_that_fails_leaves_nothing_behind(
-    stub: StubCuda, mappings: GpuMappings, chunks: list[int], call: str, nth: int
+    stub: StubCuda, handles: HandleCache, chunks: list[int], call: str, nth: int
 ) -> None:
     before = open_descriptors()
     stub.fail(call, nth, 1)
     with pytest.raises(UnmappableHandle, match=call):
-        mappings.open(ONE, [VmmExport(chunks, [CHUNK] * 3)])
+        handles.open(ONE, [VmmExport(chunks, [CHUNK] * 3)])
     assert stub.ranges(Ranges.RESERVED) + stub.ranges(Ranges.VMM) == 0
     assert open_descriptors() == before + (call == "cuMemRelease")  # the driver kept what it would not release
 
 
 @pytest.mark.parametrize("sizes", [[CHUNK], [CHUNK, CHUNK, 2 * CHUNK], [0, 0, 0], [1 << 62, 1 << 62, 1 << 62]])
-def test_chunks_of_wrong_sizes_are_refused(mappings: GpuMappings, chunks: list[int], sizes: list[int]) -> None:
+def test_chunks_of_wrong_sizes_are_refused(handles: HandleCache, chunks: list[int], sizes: list[int]) -> None:
     with pytest.raises(UnmappableHandle):
-        mappings.open(ONE, [VmmExport(chunks, sizes)])
+        handles.open(ONE, [VmmExport(chunks, sizes)])
 
 
 def test_a_part_that_cannot_be_unmapped_does_not_keep_the_others(
-    stub: StubCuda, mappings: GpuMappings, chunks: list[int]
+    stub: StubCuda, handles: HandleCache, chunks: list[int]
 ) -> None:
-    (segment,) = mappings.open(ONE, [VmmExport(chunks, [CHUNK] * 3)])
+    (segment,) = handles.open(ONE, [VmmExport(chunks, [CHUNK] * 3)])
     stub.fail("cuMemUnmap", 1, 999)
     with pytest.raises(CudaError):
         segment.close()
