@@ -18,12 +18,11 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from kvoffd.pool.checksums import digest
-from kvoffd.tiers.shared.cluster import slot_of
-from kvoffd.tiers.shared.object_format import key_prefix
-from kvoffd.tiers.shared.redis import Redis
-from kvoffd.tiers.shared.shared_tier import SharedTier
-from kvoffd.tiers.shared.store import Credentials, open_store
-from kvoffd.tiers.tier import Answer, Tier, TierBlock, TierKey, TierResult, TierShard
+from kvoffd.tiers.redis_cluster import slot_of
+from kvoffd.tiers.redis_store import Redis
+from kvoffd.tiers.shared import SharedTier
+from kvoffd.tiers.store import Credentials, object_key, open_store
+from kvoffd.tiers.tier import ASKED, Block, Result, Space, Tier, make_space
 from tests.kit.redis_server import Authority, RedisCluster, RedisServer
 
 MIB = 1 << 20
@@ -64,20 +63,18 @@ class Node:
         self.pool = memoryview(bytearray(os.urandom(MIB) * (2 * BATCH)))
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.tier = SharedTier(
-            url, open_store(url, credentials), pool=self.pool, digest=digest, clock=time.monotonic,
+            url, open_store(url, credentials), pool=self.pool, clock=time.monotonic,
             post=self._posted.put, listener=self, ask_deadline_s=5.0,
         )  # fmt: skip
-        self.until(lambda: self.tier.reachable)
+        self.until(self.tier.available)
 
-    def tier_stored(self, tier: Tier, block: TierBlock) -> None: ...
+    def stored(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None: ...
 
-    def tier_removed(self, tier: Tier, ids: Sequence[TierKey]) -> None: ...
+    def removed(self, tier: Tier, tag: int, keys: Sequence[bytes]) -> None: ...
 
-    def tier_answered(
-        self, tier: Tier, fingerprint: bytes, group: int, keys: Sequence[bytes], found: Sequence[bool]
-    ) -> None: ...
+    def answered(self, tier: Tier, space: Space, keys: Sequence[bytes], found: Sequence[bool]) -> None: ...
 
-    def tier_error(self, tier: Tier, kind: str, sentence: str) -> None:
+    def error(self, tier: Tier, kind: str, sentence: str) -> None:
         print(kind, sentence)
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -87,34 +84,36 @@ class Node:
             except queue.Empty:
                 pass
 
-    def move(
-        self, begin: Callable[[TierBlock, int, Callable[[TierResult], None]], bool], blocks: list[TierBlock]
-    ) -> int:
+    def move(self, begin: Callable[[Block, int, Callable[[Result], None]], bool], blocks: list[Block]) -> int:
         """Write or read blocks; returns how many bytes were. The servers' LRU evicts something new at times."""
-        ended: list[TierResult] = []
-        begun = [begin(block, slot * block.nbytes, ended.append) for slot, block in enumerate(blocks)]
+        ended: list[Result] = []
+        begun = [begin(block, slot * block.space.nbytes, ended.append) for slot, block in enumerate(blocks)]
         self.until(lambda: len(ended) == sum(begun))
-        assert set(ended) <= {TierResult.DONE, TierResult.GONE}
-        assert ended.count(TierResult.DONE) >= len(blocks) // 2
-        return ended.count(TierResult.DONE) * blocks[0].nbytes
+        assert set(ended) <= {Result.DONE, Result.GONE}
+        assert ended.count(Result.DONE) >= len(blocks) // 2
+        return ended.count(Result.DONE) * blocks[0].space.nbytes
+
+    def write(self, block: Block, at: int, done: Callable[[Result], None]) -> bool:
+        return self.tier.write(block, [at], done)
+
+    def read(self, block: Block, at: int, done: Callable[[Result], None]) -> bool:
+        return self.tier.read(block.space, block.key, [at], time.monotonic() + 60, lambda result, found: done(result))
 
     def round(self, number: int, size: int, writes: Figure, reads: Figure) -> None:
         """Write blocks of new keys, find them, and read them back."""
         views = [self.pool[at : at + size] for at in range(0, min(BATCH * size, len(self.pool)), size)]
-        shards = [TierShard(size, 0, digest(view)) for view in views]
-        blocks = [
-            TierBlock(TierKey(FINGERPRINT, 0, (size + BATCH * number + slot).to_bytes(32, "big")), (shard,))
-            for slot, shard in enumerate(shards)
-        ]
-        until = time.monotonic() + 60
-        writes.round(lambda: self.move(lambda block, at, done: self.tier.write(block, [at], done), blocks))
-        self.ask([block.id.key for block in blocks], size)
-        reads.round(lambda: self.move(lambda block, at, done: self.tier.read(block.id, [at], until, done), blocks))
+        space, sums = make_space(FINGERPRINT, 0, 0, [size]), list(map(digest, views))
+        keys = [(size + BATCH * number + slot).to_bytes(32, "big") for slot in range(len(views))]
+        blocks = [Block(space, key, (0,), (checksum,)) for key, checksum in zip(keys, sums, strict=True)]
+        writes.round(lambda: self.move(self.write, blocks))
+        self.ask(keys, size)
+        reads.round(lambda: self.move(self.read, blocks))
 
     def ask(self, keys: list[bytes], length: int) -> None:
-        self.tier.remove_namespace(FINGERPRINT)
-        self.tier.ask(1, FINGERPRINT, 0, [length], keys, prefix=True)
-        self.until(lambda: Answer.ASKED not in self.tier.answers(FINGERPRINT, 0, keys[-1:]))
+        space = make_space(FINGERPRINT, 0, 0, [length])
+        self.tier.remove_all(FINGERPRINT)
+        self.tier.find(space, keys, prefix=True)
+        self.until(lambda: self.tier.find(space, keys[-1:], prefix=True)[0] != ASKED)
 
 
 def raw_tcp(write: bool, size: int) -> float:
@@ -174,7 +173,7 @@ def asking(url: str, port: int) -> str:
     keys = [number.to_bytes(32, "big") for number in range(1000)]
     bare = Redis("127.0.0.1", port, 0, Credentials(), tls=False)
     bare.connect()
-    names = [key_prefix(FINGERPRINT, 0, 0) + key.hex().encode() for key in keys]
+    names = [object_key(make_space(FINGERPRINT, 0, 0, ()), key) for key in keys]
     node = Node(url)
     floors, own = [], []
     for _ in range(50):

@@ -23,10 +23,10 @@ import obstore
 import uvloop
 
 from kvoffd.pool.checksums import digest
-from kvoffd.tiers.shared.s3 import S3, open_bucket
-from kvoffd.tiers.shared.store import Credentials
-from kvoffd.tiers.shared.workers import READERS
-from kvoffd.tiers.tier import TierBlock, TierKey, TierShard
+from kvoffd.tiers.s3_store import S3, open_bucket
+from kvoffd.tiers.shared import READERS
+from kvoffd.tiers.store import Credentials
+from kvoffd.tiers.tier import Block, make_space
 from tests.bench.shared import BATCH, FINGERPRINT, MIB, Figure, Node
 from tests.kit.faulty_bucket import FaultyBucket
 from tests.kit.s3_server import PROGRAM, S3Server
@@ -117,11 +117,11 @@ def prefix(url: str) -> Iterator[str]:
     node = Node(url, SECRETS)
     keys = [number.to_bytes(32, "big") for number in range(1000)]
     written = 0
-    shard = TierShard(1024, 0, digest(node.pool[:1024]))
+    space, checksum = make_space(FINGERPRINT, 0, 0, [1024]), digest(node.pool[:1024])
     for count in PREFIXES:
-        blocks = [TierBlock(TierKey(FINGERPRINT, 0, key), (shard,)) for key in keys[written:count]]
+        blocks = [Block(space, key, (0,), (checksum,)) for key in keys[written:count]]
         for at in range(0, len(blocks), BATCH):
-            node.move(lambda block, _, done: node.tier.write(block, [0], done), blocks[at : at + BATCH])
+            node.move(lambda block, _, done: node.write(block, 0, done), blocks[at : at + BATCH])
         written = count
         times = []
         for _ in range(9):

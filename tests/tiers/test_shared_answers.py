@@ -1,0 +1,216 @@
+"""What a shared tier knows of keys without asking: how long each answer stands, and no more is kept than bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvoffd.tiers import shared as module
+from kvoffd.tiers.redis_store import CONNECT_S
+from kvoffd.tiers.shared import FIRST_PAUSE_S, LONGEST_PAUSE_S, NO_S, PROBE_S, REFUSED_S, YES_S, Answer, Ask, Breaker
+from kvoffd.tiers.shared import SharedTier as Tier
+from kvoffd.tiers.store import Credentials, open_store
+from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Block, Result, make_space
+from kvoffd.tiers.workers import Workers
+from tests.kit.clock import Clock
+
+SPACE = make_space(b"1" * 32, 0, 0, [5000])
+KEY = b"k" * 32
+ASK_S, TICK_S = 0.02, 0.25
+
+
+class Waiting(Workers[Any, Any]):
+    """Does nothing: the test ends what was asked."""
+
+    def _start(self) -> None: ...
+
+
+class Rig:
+    """A tier that is reachable, over a store that is never connected to."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.told: list[tuple[bytes, bool]] = []
+        self.tier = Tier(
+            "redis://nowhere",
+            open_store("redis://nowhere", Credentials()),
+            pool=memoryview(bytearray(5000)),
+            clock=self.clock,
+            post=lambda call: None,
+            listener=self,
+            ask_deadline_s=ASK_S,
+            make_workers=Waiting,
+        )
+        self.tier.breaker.probed(True)
+
+    def answered(self, tier: object, space: object, keys: Sequence[bytes], found: Sequence[bool]) -> None:
+        self.told += zip(keys, found, strict=True)
+
+    def stored(self, *_: object) -> None: ...
+
+    def removed(self, *_: object) -> None: ...
+
+    def error(self, *_: object) -> None: ...
+
+    def answer(self, found: bool, generation: int = 0) -> None:
+        """Answer all that is asked."""
+        for ask in self.tier._asking.remove(lambda one: isinstance(one, Ask)):
+            self.tier._question_ended(ask, Answer(generation, [found] * len(ask.keys), 0.001))
+
+    def find(self, keys: Sequence[bytes] = (KEY,), *, prefix: bool = True) -> list[int]:
+        return list(self.tier.find(SPACE, keys, prefix=prefix))
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+@pytest.mark.parametrize(("found", "seconds"), [(True, YES_S), (False, NO_S)])
+def test_each_answer_stands_for_its_time_and_is_asked_for_then(rig: Rig, found: bool, seconds: float) -> None:
+    assert rig.find() == [ASKED]
+    rig.answer(found)
+    assert rig.told == [(KEY, found)]
+    rig.clock.now += seconds - 0.01
+    assert rig.find() == [PRESENT if found else ABSENT]
+    rig.clock.now += 0.02
+    assert rig.find() == [ASKED]
+    assert rig.tier.counters.asked_keys == 2
+
+
+def test_a_question_without_an_answer_is_a_no_after_the_deadline(rig: Rig) -> None:
+    assert rig.find() == [ASKED]
+    rig.clock.now += ASK_S - 0.001
+    assert rig.find() == [ASKED]
+    rig.clock.now += 0.002
+    assert rig.find() == [ABSENT]
+    assert rig.tier.counters.asked_keys == 1
+    rig.clock.now += NO_S
+    assert rig.find() == [ASKED]
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_what_may_not_be_read_stays_absent_whatever_is_answered_meanwhile(rig: Rig, forgotten: bool) -> None:
+    rig.tier.remove(SPACE, [KEY], "invalidated")
+    assert rig.find() == [ABSENT]
+    if forgotten:
+        rig.tier.remove_all(SPACE.fingerprint)
+        assert rig.find() == [ASKED]
+        rig.answer(True)
+    rig.clock.now += REFUSED_S - 0.01
+    assert rig.find() == [ABSENT]
+    assert not rig.tier.read(SPACE, KEY, [0], 1e9, lambda *_: None)
+    rig.clock.now += 0.02
+    assert rig.find() == [ASKED]
+    rig.answer(True)
+    assert rig.find() == [PRESENT]
+
+
+@pytest.mark.parametrize("result", [Result.DONE, Result.PRESENT])
+def test_what_is_invalidated_while_it_is_written_is_not_read_from_there(rig: Rig, result: Result) -> None:
+    ends: list[Result] = []
+    assert rig.tier.write(Block(SPACE, KEY, (0,), (1,)), [0], ends.append)
+    rig.tier.remove(SPACE, [KEY], "invalidated")
+    for write in rig.tier._writing.remove():
+        rig.tier._write_ended(write, result)
+    assert ends == [result]
+    assert rig.find() == [ABSENT]
+
+
+def test_what_was_there_is_believed_longer_than_it_is_found(rig: Rig) -> None:
+    assert rig.tier.wants(SPACE, [KEY]) == [True]
+    rig.find()
+    rig.answer(True)
+    rig.clock.now += YES_S + 1
+    assert rig.tier.wants(SPACE, [KEY]) == [False]
+    assert rig.tier.read(SPACE, KEY, [0], 1e9, lambda *_: None)
+    rig.clock.now += 60.0
+    assert rig.tier.wants(SPACE, [KEY]) == [True]
+    assert not rig.tier.read(SPACE, KEY, [0], 1e9, lambda *_: None)
+
+
+def test_answers_of_before_a_reset_are_gone(rig: Rig) -> None:
+    rig.find()
+    rig.answer(True)
+    assert rig.find() == [PRESENT]
+    after = make_space(SPACE.fingerprint, 1, 0, [5000])
+    assert list(rig.tier.find(after, [KEY], prefix=True)) == [ASKED]
+    rig.answer(True, generation=7)
+    assert rig.find() == [ASKED], "all nodes were reset"
+    assert rig.tier.take_voided() == [SPACE.fingerprint]
+
+
+def test_of_a_prefix_what_is_behind_a_gap_is_not_asked_for_and_of_a_window_the_last(rig: Rig) -> None:
+    keys = [number.to_bytes(32, "big") for number in range(9000)]
+    rig.find(keys[2:3])
+    rig.answer(False)
+    assert rig.find(keys[:5]) == [ASKED, ASKED, ABSENT, ABSENT, ABSENT]
+    assert rig.find(keys[1:5], prefix=False) == [ASKED, ABSENT, ASKED, ASKED]
+    rig.answer(False)
+    assert rig.find(keys[10:], prefix=False) == [ABSENT] * (8990 - 8192) + [ASKED] * 8192
+
+
+def test_who_asks_for_very_much_leaves_room_for_others(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_ASKED", 1000)
+    keys = [number.to_bytes(32, "big") for number in range(5000)]
+    assert [rig.find(keys[at : at + 1000]).count(ASKED) for at in (0, 1000, 2000)] == [500, 250, 125]
+    rig.answer(False)
+    assert rig.find(keys[3000:4000]).count(ASKED) == 500
+
+
+def test_no_more_is_kept_than_the_bounds_and_the_newest_stay(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_ANSWERS", 1000)
+    monkeypatch.setattr(module, "MOST_REFUSED", 100)
+    keys = [number.to_bytes(32, "big") for number in range(5000)]
+    for at in range(0, 5000, 50):
+        space = make_space(SPACE.fingerprint, 0, at % 3, [5000])
+        rig.tier.find(space, keys[at : at + 50], prefix=True)
+        rig.answer(True)
+        assert sum(map(len, rig.tier._answers.values())) == rig.tier._count <= 1000
+    assert list(rig.tier.find(space, keys[4950:], prefix=True)) == [PRESENT] * 50
+    for number in range(5000):  # as one who invalidates what was never there
+        rig.tier.remove(make_space(number.to_bytes(32, "big"), 0, 0, [5000]), [KEY], "invalidated")
+        assert len(rig.tier._refused) <= 100
+        assert len(rig.tier._answers) <= 1000
+
+
+def test_the_breaker_opens_after_three_failures_and_probes_ever_less_often() -> None:
+    clock = Clock()
+    breaker = Breaker(clock, jitter=lambda: 0.5)
+    assert breaker.open
+    assert breaker.probe_at <= clock.now
+    breaker.probed(True)
+    for _ in range(2):
+        breaker.failed("read")
+    breaker.succeeded("read")
+    for _ in range(2):
+        breaker.failed("read")
+        breaker.failed("ask")
+        breaker.succeeded("ask")
+        assert not breaker.open
+    breaker.failed("read")
+    assert breaker.open
+    assert breaker.opened == 1
+    pauses = []
+    for _ in range(4):
+        pauses.append(breaker.probe_at - clock.now)
+        clock.now = breaker.probe_at
+        breaker.failed("read")
+        assert breaker.probe_at == clock.now, "only a probe's failure puts the next one off"
+        breaker.probed(False)
+    assert pauses == pytest.approx([1.0, 2.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S])
+    assert 1.25 * LONGEST_PAUSE_S + max(CONNECT_S, PROBE_S) + TICK_S < 5.0, "a server that is back is used within 5 s"
+    breaker.probed(True)
+    breaker.succeeded("ask")
+    breaker.failed("read")
+    assert breaker.open, "one more of what opened it"
+    assert breaker.probe_at - clock.now == pytest.approx(LONGEST_PAUSE_S)
+    breaker.probed(True)
+    breaker.succeeded("read")
+    breaker.failed("read")
+    assert not breaker.open
+    breaker.failed("ask", at_once=True)
+    assert breaker.open
+    assert breaker.probe_at - clock.now == pytest.approx(FIRST_PAUSE_S)
