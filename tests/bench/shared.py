@@ -7,6 +7,7 @@ counts.
 
 from __future__ import annotations
 
+import mmap
 import os
 import queue
 import socket
@@ -60,7 +61,9 @@ class Node:
     """The tier over a pool of ``BATCH`` slots; its ends are delivered here."""
 
     def __init__(self, url: str, credentials: Credentials = Credentials()) -> None:  # noqa: B008
-        self.pool = memoryview(bytearray(os.urandom(MIB) * (2 * BATCH)))
+        mapped = mmap.mmap(-1, 2 * BATCH * MIB)  # slots begin with a page, as the pool's do
+        mapped[:] = os.urandom(MIB) * (2 * BATCH)
+        self.pool = memoryview(mapped)
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.tier = SharedTier(
             url, open_store(url, credentials), pool=self.pool, clock=time.monotonic,
