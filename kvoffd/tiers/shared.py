@@ -15,7 +15,7 @@ from typing import Any
 
 from kvoffd.pool.checksums import digest
 from kvoffd.system.newest import put_newest
-from kvoffd.tiers.block_format import HEADER_BYTES, decode_header, encode_header
+from kvoffd.tiers.block_format import HEADER_BYTES, decode_header, encode_header, fits_header
 from kvoffd.tiers.store import (
     GetRequest,
     Server,
@@ -49,6 +49,7 @@ MOST_NAMESPACES = 65_536
 """Of which it is known when it was looked whether they were reset: as many as may be open."""
 MOST_OBJECT_BYTES = 500 * 2**20
 """Redis takes values of 512 MiB."""
+MOST_KEY_BYTES = 64
 READERS = 2
 PARTIAL = "partial"
 """Why blocks are removed for all nodes: this one has more of them. What else it drops others go on using."""
@@ -371,7 +372,7 @@ class SharedTier(Tier):
     # --- reading, writing, removing --------------------------------------------------------------
 
     def wants(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
-        tag, fits = space.tag, space.nbytes <= MOST_OBJECT_BYTES
+        tag, fits = space.tag, space.nbytes <= MOST_OBJECT_BYTES and fits_header(space, MOST_KEY_BYTES)
         return [fits and (tag, key) not in self._writes and not self._is_believed(tag, key) for key in keys]
 
     def read(

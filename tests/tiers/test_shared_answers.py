@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvoffd.tiers import shared as module
+from kvoffd.tiers.block_format import HEADER_BYTES, encode_header
 from kvoffd.tiers.redis_store import CONNECT_S
 from kvoffd.tiers.shared import FIRST_PAUSE_S, LONGEST_PAUSE_S, NO_S, PROBE_S, REFUSED_S, YES_S, Answer, Ask, Breaker
 from kvoffd.tiers.shared import SharedTier as Tier
@@ -129,6 +130,15 @@ def test_what_was_there_is_believed_longer_than_it_is_found(rig: Rig) -> None:
     rig.clock.now += 60.0
     assert rig.tier.wants(SPACE, [KEY]) == [True]
     assert not rig.tier.read(SPACE, KEY, [0], 1e9, lambda *_: None)
+
+
+@pytest.mark.parametrize(("ranks", "fit"), [(64, True), (198, True), (199, False), (4096, False)])
+def test_a_block_of_more_ranks_than_a_header_has_room_for_is_not_written(rig: Rig, ranks: int, fit: bool) -> None:
+    space = make_space(SPACE.fingerprint, 0, 0, [1] * ranks)
+    block = Block(space, b"k" * 64, (0,) * ranks, (1,) * ranks)
+    assert rig.tier.wants(space, [block.key]) == [fit]
+    assert rig.tier.write(block, range(ranks), lambda _: None) == fit
+    assert (len(encode_header(block)) == HEADER_BYTES) == fit
 
 
 def test_answers_of_before_a_reset_are_gone(rig: Rig) -> None:
