@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
+from kvoffd.tiers.block_format import HEADER_BYTES
 from kvoffd.tiers.store import (
     Credentials,
     GetRequest,
@@ -32,8 +33,10 @@ CONNECT_S = 1.0
 """For TCP, TLS and the password together, once the name is looked up."""
 STALL_S = 1.0
 """How long a single send or receive may take in which no byte moves."""
-HEAD_BYTES = 512
-"""Received at a time before a value's bytes are: what belongs to the pool beyond it is copied once more."""
+LINE_BYTES = 512
+"""Received at a time of lines."""
+HEAD_BYTES = HEADER_BYTES + 64
+"""Received at a time before a value's shards are: what belongs to the pool beyond it is copied once more."""
 REPLIES_BYTES = 65536
 MOST_PARTS = 256
 """Parts of one ``sendmsg``; the kernel takes 1024."""
@@ -172,7 +175,7 @@ class Redis(Store):
 
     def generation(self, generation_key: bytes, deadline: float) -> int:
         length = self._value_length(deadline)
-        if length is not None and not 0 <= length <= HEAD_BYTES:
+        if length is not None and not 0 <= length <= LINE_BYTES:
             raise self._no_number(generation_key)
         return self._number(generation_key, self._take(length + 2, deadline)[:-2] if length is not None else b"")
 
@@ -312,7 +315,7 @@ class Redis(Store):
         """Receive so many replies that are numbers: whether each is not 0."""
         data, lines = self._input, self._input.count(b"\n")
         while lines < count:
-            if len(data) > REPLIES_BYTES + count * HEAD_BYTES:
+            if len(data) > REPLIES_BYTES + count * LINE_BYTES:
                 raise self._broken("Lines do not end")
             part = self._receive(REPLIES_BYTES, deadline)
             data += part
@@ -332,7 +335,7 @@ class Redis(Store):
 
     def _value_length(self, deadline: float) -> int | None:
         """The length of the value that follows; None for no value, -1 for one of another type, not followed by any."""
-        line = self._line(deadline)
+        line = self._line(deadline, HEAD_BYTES)
         if line.startswith(b"-WRONGTYPE"):
             return -1
         if self._is_elsewhere(line):
@@ -342,18 +345,18 @@ class Redis(Store):
             raise self._broken(f"{self._quoted(text)} is no length")
         return int(text) if text != b"-1" else None
 
-    def _line(self, deadline: float) -> bytes:
+    def _line(self, deadline: float, most: int = LINE_BYTES) -> bytes:
         while (end := self._input.find(b"\r\n")) < 0:
-            if len(self._input) > 4 * HEAD_BYTES:
+            if len(self._input) > 4 * LINE_BYTES:
                 raise self._broken("A line does not end")
-            self._input += self._receive(HEAD_BYTES, deadline)
+            self._input += self._receive(most, deadline)
         line = bytes(self._input[:end])
         del self._input[: end + 2]
         return line
 
     def _take(self, count: int, deadline: float) -> bytes:
         while len(self._input) < count:
-            self._input += self._receive(max(HEAD_BYTES, count - len(self._input)), deadline)
+            self._input += self._receive(max(LINE_BYTES, count - len(self._input)), deadline)
         data = bytes(self._input[:count])
         del self._input[:count]
         return data
