@@ -7,9 +7,10 @@ import logging
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -31,6 +32,9 @@ BLOCK_MEMORY_BYTES = 256
 """Memory for what is known of a block, at most."""
 _LEAST_BLOCKS, _BLOCKS_SHIFT = 1 << 17, 16
 """A tier has a block for each 64 KiB, and so many at least."""
+REMOVED_AT_ONCE = 2048
+"""Blocks of a namespace that is removed as a whole, whose slots are freed before the daemon's thread does other work:
+a few milliseconds."""
 EVICTED_AT_ONCE = 16
 """Neighbours that the hand takes in one go, so that what is written into their slots is one write."""
 HEADERS_TRIED = 8
@@ -46,6 +50,7 @@ _PUT_ASIDE_SHARE = 100
 FULL_PART = 15 / 16
 """Of what it held when it last evicted, from which on it has no room: regions of several sizes are never all full."""
 _HOUR_S = 3600
+NOTHING: Mapping[int, dict[bytes, int]] = MappingProxyType({})
 
 
 class DiskOptions(NamedTuple):
@@ -176,6 +181,8 @@ class DiskTier(Tier):
         self._removals = self._noted_bytes = 0
         self._may_differ = False
         """Whether blocks were written over since the files were synced: a power cut may bring them back."""
+        self._leaving: deque[tuple[int, dict[bytes, int], int]] = deque()
+        """What was removed as a whole and has slots still: tag, slots by key, and the number of the removal."""
         self._failed_notes: list[Note] = []
         self._pause_s = 0.0
         self._write_at = float("-inf")
@@ -425,7 +432,7 @@ class DiskTier(Tier):
 
     def _end_read(self, job: Job, result: Result, block: Block | None = None) -> None:
         self._reads_under_way -= 1
-        self._unpin(job.slot)
+        self._unpin([job.slot])
         job.on_end(result, block)
 
     # --- writing ---------------------------------------------------------------------------------
@@ -490,6 +497,8 @@ class DiskTier(Tier):
         A region of another size at which it comes goes as a whole, unless most of it is of use; its slots are free when
         that is noted.
         """
+        if self._leaving:  # slots come free without
+            return False
         for _ in range(2 * len(self._regions)):
             number, region = next(iter(self._regions.items()))
             first, other = number * self._slots.slots_per_region, region.slot_bytes != size
@@ -594,7 +603,7 @@ class DiskTier(Tier):
                 self._notes.put(Note(removals=job.removals))
         else:
             self._note_gone([job.slot], job.removals)
-        self._unpin(job.slot)
+        self._unpin([job.slot])
         job.on_end(Result.GONE if result is Result.DONE and not kept else result)
 
     def _is_wanted(self, job: Job) -> bool:
@@ -616,29 +625,58 @@ class DiskTier(Tier):
 
     def remove_all(self, fingerprint: bytes | None) -> int:
         tags = {tag for tag, space in self._spaces.items() if fingerprint in (None, space.fingerprint)}
-        slots = [slot for tag in tags for slot in self._there.get(tag, {}).values()]
-        for slot in slots:
-            self._drop(slot, tell=False)
+        leaving = {tag: there for tag in tags if (there := self._there.pop(tag, None))}
         names = [name for evicted in self._evicted.values() for name in evicted]
         names += [name for job in self._writing.values() if (name := job.replaces) is not None]
-        self._remove(slots, {name for name in [*names, *self._writing] if name[0] in tags})
+        self._remove([], {name for name in [*names, *self._writing] if name[0] in tags}, leaving)
         for tag in tags:
-            self._there.pop(tag, None)
-            del self._spaces[tag]
-        return len(slots)
+            space = self._spaces.pop(tag)
+            self._blocks -= len(leaving.get(tag, ()))
+            self._bytes -= len(leaving.get(tag, ())) * space.nbytes
+        return sum(map(len, leaving.values()))
 
-    def _remove(self, slots: list[int], names: set[tuple[int, bytes]]) -> None:
-        """Have the records of slots cleared, and all else that could bring blocks of these names back."""
+    def _remove_some(self) -> None:
+        """Free some slots of what was removed as a whole."""
+        if not self._leaving:
+            return
+        tag, there, removal = self._leaving[0]
+        slots: list[int] = []
+        for _ in range(min(REMOVED_AT_ONCE, len(there))):
+            key, slot = there.popitem()
+            number, place = divmod(slot, self._slots.slots_per_region)
+            region = self._regions.get(number)  # it, or the slot, may have been taken for others
+            is_left = region is not None and region.tags[place] == tag and region.keys[place] == key
+            if region is not None and is_left and self._there.get(tag, {}).get(key) != slot:
+                region.keys[place] = None
+                slots.append(slot)
+        if there:
+            self._unkept[removal] += 1
+        else:
+            self._leaving.popleft()
+        self._note_gone(slots, [removal])
+        if self._leaving and not self._closed:
+            self._post(self._remove_some)
+
+    def _remove(
+        self, slots: list[int], names: set[tuple[int, bytes]], leaving: Mapping[int, dict[bytes, int]] = NOTHING
+    ) -> None:
+        """Have the records of slots cleared, and all else that could bring blocks of these names back.
+
+        ``leaving``: slots by tag and key, so many that they are cleared in parts.
+        """
         gone = list(slots)
         for evicted in self._evicted.values():
             gone += [evicted.pop(name) for name in names & evicted.keys()]
         # What is written over such a block, or is to be one, is looked at when it ends.
         jobs = [job for name, job in self._writing.items() if name in names or job.replaces in names]
-        if not (gone or jobs or self._may_differ):
+        if not (gone or jobs or leaving or self._may_differ):
             return
         self._may_differ = False  # once that is noted
         self._removals += 1
-        self._unkept[self._removals] = 1 + len(jobs)
+        self._unkept[self._removals] = 1 + len(jobs) + len(leaving)
+        if leaving and not self._leaving:
+            self._post(self._remove_some)
+        self._leaving += [(tag, there, self._removals) for tag, there in leaving.items()]
         for job in jobs:
             job.removals.append(self._removals)
             if (job.space.tag, job.key) in names:
@@ -662,6 +700,8 @@ class DiskTier(Tier):
         key, tag = region.keys[place], region.tags[place]
         assert key is not None
         region.keys[place] = None
+        if self._there.get(tag, {}).get(key) != slot:  # it was removed with all of its namespace
+            return tag, key
         del self._there[tag][key]
         self._blocks -= 1
         self._bytes -= self._spaces[tag].nbytes
@@ -673,12 +713,15 @@ class DiskTier(Tier):
         region, place = self._at(slot)
         region.pins[place] += 1
 
-    def _unpin(self, slot: int) -> None:
-        region, place = self._at(slot)
-        region.pins[place] -= 1
-        if not region.pins[place] and region.keys[place] is None and slot not in self._put_aside:
-            self._slots.free(np.array([slot], np.uint32))
-            number = slot // self._slots.slots_per_region
+    def _unpin(self, slots: Sequence[int]) -> None:
+        free: list[int] = []
+        for slot in slots:
+            region, place = self._at(slot)
+            region.pins[place] -= 1
+            if not region.pins[place] and region.keys[place] is None and slot not in self._put_aside:
+                free.append(slot)
+        self._slots.free(np.array(free, np.uint32))
+        for number in {slot // self._slots.slots_per_region for slot in free}:
             if not self._slots.slot_bytes[number]:
                 del self._regions[number]
 
@@ -715,8 +758,7 @@ class DiskTier(Tier):
             self._unkept[number] -= 1
             if not self._unkept[number]:
                 del self._unkept[number]
-        for slot in note.gone:
-            self._unpin(slot)
+        self._unpin(note.gone)
 
     # --- the rest --------------------------------------------------------------------------------
 
@@ -790,10 +832,15 @@ class DiskTier(Tier):
             self._is_wanted(job)
             if job.removals:
                 self._note_gone([job.slot], job.removals)
-            self._unpin(job.slot)
+            self._unpin([job.slot])
             job.on_end(Result.CANCELLED)
+        while self._leaving:
+            self._remove_some()
+            if time.monotonic() >= until:
+                return False
         if not all([one.close(until) for one in (self._reads, self._writes, self._notes)]):  # noqa: C419
             return False
+        self._note_last()
         try:
             self._file.write_head(is_open=False, written_bytes=self._noted_bytes, sync=True)
         except OSError as error:
@@ -802,6 +849,18 @@ class DiskTier(Tier):
         self._file.close()
         self._pool = memoryview(b"")
         return True
+
+    def _note_last(self) -> None:
+        """Once more what could not be noted; if blocks would come back that were removed, the index is emptied."""
+        notes, self._failed_notes = self._failed_notes, []
+        for note in notes:
+            self._note_ended(note, self._note([note])[0])
+        if any(note.removals for note in self._failed_notes):
+            try:
+                self._file.calls.truncate(self._file.index_fd, 0)
+            except OSError as error:
+                path = self._file.path
+                self._error(DiskFault.FORGET_FAILED, f"{path} may bring removed blocks back: {error}; remove it.")
 
     def _bug(self, error: Exception) -> End:
         logger.error("A thread of %s failed.", self.name, exc_info=error)

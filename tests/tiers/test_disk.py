@@ -317,6 +317,40 @@ def test_all_of_a_namespace_is_removed(rig: DiskRig, fingerprint: bytes | None, 
     assert rig.tier.found_blocks == len(left) + (writing == [DONE])
 
 
+@pytest.mark.parametrize("end", ["kill", "restart"])
+def test_all_of_a_large_namespace_is_removed_in_parts(rig: DiskRig, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    monkeypatch.setattr("kvoffd.tiers.disk.REMOVED_AT_ONCE", 2)
+    rig.write(*map(block_of, range(9)))
+    assert rig.tier.remove_all(ONE) == 9
+    assert rig.tier.stats().blocks == 0
+    kept = rig.tier.removals_kept()
+    rig.told.blocks.clear()
+    rig.posted.popleft()()
+    assert not kept()
+    if end == "restart":
+        rig.restart()
+        assert rig.tier.found_blocks == 0
+        return
+    rig.begin_write(block_of(3))  # again, and it stays
+    rig.work()
+    assert kept()
+    rig.check()
+    rig.kill()
+    assert rig.there(range(9)) == [3]
+    assert rig.read(block_of(3)) is DONE
+
+
+def test_a_disk_that_cannot_note_a_removal_is_emptied_when_it_is_closed(rig: DiskRig) -> None:
+    rig.write(block_of(1), block_of(2))
+    rig.files.fault = fails_always("note")
+    rig.remove(1)
+    rig.work()
+    assert rig.tier.close(1.0)
+    rig.files.fault = lambda name, number: None
+    rig.open()
+    assert rig.tier.found_blocks == 0
+
+
 # --- what another daemon, or an older copy, has left -----------------------------------------------------
 
 
