@@ -26,16 +26,14 @@ from msgspec.structs import asdict
 from kvoffd.pool.checksums import digest
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.system.mappings import view_of
-from kvoffd.tiers.disk.disk_tier import DiskOptions
-from kvoffd.tiers.disk.file_format import FILE_NAME
-from kvoffd.tiers.disk.opening import open_disk_tier
-from kvoffd.tiers.tier import Tier, TierBlock, TierKey, TierResult, TierShard
+from kvoffd.tiers.disk import DiskOptions, open_disk
+from kvoffd.tiers.disk_file import DISK_NAME
+from kvoffd.tiers.tier import Block, Result, Space, Tier, make_space
 from kvoffd_proto.units import format_size, parse_size
 from tests.bench.daemon.results import machine
 
 GIB = 1 << 30
 MIB = 1 << 20
-_NOT_VERIFIED = 7
 _REST_S, _FIO_START_S = 1.0, 0.5
 
 
@@ -60,13 +58,16 @@ class Cost(NamedTuple):
 class Silent:
     """A listener that raises on errors."""
 
-    def tier_stored(self, tier: Tier, block: TierBlock) -> None:
+    def stored(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> None:
         pass
 
-    def tier_removed(self, tier: Tier, ids: Sequence[TierKey]) -> None:
+    def removed(self, tier: Tier, tag: int, keys: Sequence[bytes]) -> None:
         pass
 
-    def tier_error(self, tier: Tier, kind: str, sentence: str) -> None:
+    def answered(self, tier: Tier, space: Space, keys: Sequence[bytes], found: Sequence[bool]) -> None:
+        pass
+
+    def error(self, tier: Tier, kind: str, sentence: str) -> None:
         if kind != "not_direct":
             raise RuntimeError(sentence)
 
@@ -74,7 +75,7 @@ class Silent:
 class Bench:
     """A tier full of blocks of one size, and a pool of twice the depth."""
 
-    def __init__(self, directory: Path, total_bytes: int, block_bytes: int, depth: int, verify: bool) -> None:
+    def __init__(self, directory: Path, total_bytes: int, block_bytes: int, depth: int) -> None:
         self.block_bytes = block_bytes
         self.depth = depth
         slots = max(2 * depth, 32 * MIB // block_bytes)
@@ -83,35 +84,32 @@ class Bench:
         self.pool = view_of(self._memory.address, slots * block_bytes)
         self._offsets = [slot * block_bytes for slot in range(slots)]
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._digest = digest if verify else _no_digest
-        options = DiskOptions(reads_in_flight=depth)
-        self.tier = open_disk_tier(
+        self.tier = open_disk(
             directory,
-            total_bytes + total_bytes // 16 + 64 * MIB,
+            total_bytes + total_bytes // 8 + total_bytes // block_bytes * 8192 + 64 * MIB,
             pool=self.pool,
-            digest=self._digest,
             clock=time.monotonic,
             post=self._posted.put,
             listener=Silent(),
-            options=options,
+            generation=lambda fingerprint: 0,
+            options=DiskOptions(readers=depth),
         )
+        self._space = make_space(b"b" * 32, 0, 0, [block_bytes])
         self.blocks = [self._block(number) for number in range(total_bytes // block_bytes)]
 
-    def _block(self, number: int) -> TierBlock:
+    def _block(self, number: int) -> Block:
         offset = self._offsets[number % len(self._offsets)]
-        content = random.Random(offset).randbytes(self.block_bytes) if number < len(self._offsets) else None
-        if content is not None:
-            self.pool[offset : offset + self.block_bytes] = content
-        checksum = self._digest(self.pool[offset : offset + self.block_bytes])
-        return TierBlock(TierKey(b"b" * 32, 0, number.to_bytes(32, "big")), (TierShard(self.block_bytes, 0, checksum),))
+        if number < len(self._offsets):
+            self.pool[offset : offset + self.block_bytes] = random.Random(offset).randbytes(self.block_bytes)
+        checksum = digest(self.pool[offset : offset + self.block_bytes])
+        return Block(self._space, number.to_bytes(32, "big"), (0,), (checksum,))
 
     def write(self) -> Cost:
         """Every block, with as many under way as are taken."""
-        numbers = {block.id: index for index, block in enumerate(self.blocks)}
 
-        def begin(block: TierBlock, done: Callable[[TierResult], None]) -> bool:
-            offset = self._offsets[numbers[block.id] % len(self._offsets)]
-            return self.tier.write(block, [offset], done)
+        def begin(block: Block, done: Callable[[Result], None]) -> bool:
+            number = int.from_bytes(block.key, "big")
+            return self.tier.write(block, [self._offsets[number % len(self._offsets)]], done)
 
         return self._run(self.blocks, begin, 16)
 
@@ -120,29 +118,29 @@ class Bench:
         free = list(self._offsets)
         blocks = random.Random(seed).sample(self.blocks, len(self.blocks))
 
-        def begin(block: TierBlock, done: Callable[[TierResult], None]) -> bool:
+        def begin(block: Block, done: Callable[[Result], None]) -> bool:
             offset = free.pop()
 
-            def ended(result: TierResult) -> None:
+            def ended(result: Result, found: Block | None) -> None:
                 free.append(offset)
                 done(result)
 
-            return self.tier.read(block.id, [offset], float("inf"), ended)
+            return self.tier.read(block.space, block.key, [offset], float("inf"), ended)
 
         return self._run(blocks, begin, self.depth)
 
     def _run(
-        self, blocks: Sequence[TierBlock], begin: Callable[[TierBlock, Callable[[TierResult], None]], bool], depth: int
+        self, blocks: Sequence[Block], begin: Callable[[Block, Callable[[Result], None]], bool], depth: int
     ) -> Cost:
         under_way = 0
 
-        def done(result: TierResult) -> None:
+        def done(result: Result) -> None:
             nonlocal under_way
             under_way -= 1
-            if result is not TierResult.DONE:
+            if result is not Result.DONE:
                 raise RuntimeError(f"A block ended by {result}.")
 
-        left = list(blocks)
+        left = list(reversed(blocks))
         cpu, began = _cpu_seconds(), time.perf_counter()
         while left or under_way:
             while left and under_way < depth and begin(left[-1], done):
@@ -159,10 +157,6 @@ class Bench:
             raise RuntimeError("The disk hangs.")
         self.pool.release()
         self._memory.close()
-
-
-def _no_digest(data: memoryview) -> int:
-    return _NOT_VERIFIED
 
 
 def _cpu_seconds() -> float:
@@ -194,36 +188,30 @@ def fio(path: Path, total_bytes: int, block_bytes: int, depth: int, seed: int) -
 
 def measure(directory: Path, total_bytes: int, block_bytes: int, depth: int, rounds: int) -> str:
     """A row of the table."""
-    costs: dict[str, list[Cost]] = {"write": [], "fio": [], "verified": [], "plain": []}
-    for verify in (True, False):
-        bench = Bench(directory, total_bytes, block_bytes, depth, verify)
-        try:
-            written = bench.write()
-            if verify:
-                costs["write"].append(written)
-            for seed in range(rounds):
-                # Devices of clouds give bursts after a rest: neither may always be first, nor have rested longer.
-                for who in ("fio", "tier") if seed % 2 else ("tier", "fio"):
-                    time.sleep(_REST_S if who == "tier" else max(0.0, _REST_S - _FIO_START_S))
-                    if who == "fio":
-                        costs["fio"].append(fio(directory / FILE_NAME, total_bytes, block_bytes, depth, seed))
-                    else:
-                        costs["verified" if verify else "plain"].append(bench.read(seed))
-        finally:
-            bench.close()
-            os.unlink(directory / FILE_NAME)
-    verified = [ours.rate / floor.rate for ours, floor in zip(costs["verified"], costs["fio"][:rounds], strict=True)]
-    plain = [ours.rate / floor.rate for ours, floor in zip(costs["plain"], costs["fio"][rounds:], strict=True)]
+    costs: dict[str, list[Cost]] = {"write": [], "fio": [], "read": []}
+    bench = Bench(directory, total_bytes, block_bytes, depth)
+    try:
+        costs["write"].append(bench.write())
+        for seed in range(rounds):
+            # Devices of clouds give bursts after a rest: neither may always be first, nor have rested longer.
+            for who in ("fio", "read") if seed % 2 else ("read", "fio"):
+                time.sleep(_REST_S if who == "read" else max(0.0, _REST_S - _FIO_START_S))
+                if who == "fio":
+                    costs["fio"].append(fio(directory / DISK_NAME, total_bytes, block_bytes, depth, seed))
+                else:
+                    costs["read"].append(bench.read(seed))
+    finally:
+        bench.close()
+        remove_files(directory)
+    ratios = [ours.rate / floor.rate for ours, floor in zip(costs["read"], costs["fio"], strict=True)]
     for name, found in costs.items():
         print(name, *(f"{cost.rate:.2f}" for cost in found), "GiB/s", file=sys.stderr)
     cells = [
         format_size(block_bytes),
         str(depth),
-        f"{median(cost.rate for cost in costs['fio']):.2f}",
-        f"{median(cost.rate for cost in costs['verified']):.2f}",
-        f"{median(verified):.2f} ({min(verified):.2f} to {max(verified):.2f})",
-        f"{median(plain):.2f} ({min(plain):.2f} to {max(plain):.2f})",
-        *(f"{median(cost.cpu_per_gib for cost in costs[name]):.3f}" for name in ("verified", "plain", "fio")),
+        *(f"{median(cost.rate for cost in costs[name]):.2f}" for name in ("fio", "read")),
+        f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+        *(f"{median(cost.cpu_per_gib for cost in costs[name]):.3f}" for name in ("read", "fio")),
         f"{costs['write'][0].rate:.2f}",
         f"{costs['write'][0].cpu_per_gib:.3f}",
     ]
@@ -231,22 +219,27 @@ def measure(directory: Path, total_bytes: int, block_bytes: int, depth: int, rou
 
 
 HEADER = """\
-| block | depth | fio GiB/s | tier GiB/s | tier : fio | unverified : fio | CPU s/GiB | unverified | fio | write GiB/s \
-| write CPU s/GiB |
-|---|---|---|---|---|---|---|---|---|---|---|"""
+| block | depth | fio GiB/s | tier GiB/s | tier : fio | CPU s/GiB | fio | write GiB/s | write CPU s/GiB |
+|---|---|---|---|---|---|---|---|---|"""
+
+
+def remove_files(directory: Path) -> None:
+    """Of the disk, that it may be measured anew."""
+    for path in directory.iterdir():
+        os.unlink(path)
 
 
 def rebuild(directory: Path, blocks: int) -> str:
-    """How long the index of so many blocks takes to be read, from small slots in a file of their own."""
-    bench = Bench(directory, blocks * 4096, 4096, 16, False)
+    """How long it takes to find so many small blocks when a disk is opened."""
+    bench = Bench(directory, blocks * 4096, 4096, 16)
     try:
         bench.write()
         bench.close()
-        bench = Bench(directory, blocks * 4096, 4096, 16, False)
+        bench = Bench(directory, blocks * 4096, 4096, 16)
         tier = bench.tier
     finally:
         bench.close()
-        os.unlink(directory / FILE_NAME)
+        remove_files(directory)
     per_million = tier.open_seconds / max(1, tier.found_blocks) * 1e6
     return f"{tier.found_blocks} blocks found in {tier.open_seconds:.2f} s: {per_million:.1f} s per million."
 
