@@ -50,6 +50,7 @@ _PUT_ASIDE_SHARE = 100
 FULL_PART = 15 / 16
 """Of what it held when it last evicted, from which on it has no room: regions of several sizes are never all full."""
 _HOUR_S = 3600
+_NO_HEADER = aligned_buffer(HEADER_BYTES)
 NOTHING: Mapping[int, dict[bytes, int]] = MappingProxyType({})
 
 
@@ -93,10 +94,11 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class Note:
-    """Something to be written to the index. ``gone``: slots whose records go. ``removals``: kept once that is on the
-    device."""
+    """Something to be written to the index. ``gone``: slots whose records go, ``wiped``: and whose headers go too.
+    ``removals``: kept once that is on the device."""
 
     gone: list[int] = field(default_factory=list)
+    wiped: bool = False
     removals: list[int] = field(default_factory=list)
     sizes: dict[int, int] = field(default_factory=dict)
     """By region, the pages of a slot."""
@@ -602,7 +604,7 @@ class DiskTier(Tier):
             if job.removals:  # of what was in the slot before
                 self._notes.put(Note(removals=job.removals))
         else:
-            self._note_gone([job.slot], job.removals)
+            self._note_gone([job.slot], job.removals, wiped=bool(job.removals))
         self._unpin([job.slot])
         job.on_end(Result.GONE if result is Result.DONE and not kept else result)
 
@@ -681,18 +683,22 @@ class DiskTier(Tier):
             job.removals.append(self._removals)
             if (job.space.tag, job.key) in names:
                 del self._writing[job.space.tag, job.key]
-        self._note_gone(gone, [self._removals])
+        self._note_gone(gone, [self._removals], wiped=True)
 
     def removals_kept(self) -> Callable[[], bool]:
         removals = self._removals
         return lambda: next(iter(self._unkept), removals + 1) > removals
 
-    def _note_gone(self, slots: Sequence[int], removals: Sequence[int] = ()) -> None:
-        """Have the records of slots cleared; until then nothing else is written there."""
+    def _note_gone(self, slots: Sequence[int], removals: Sequence[int] = (), *, wiped: bool = False) -> None:
+        """Have the records of slots cleared; until then nothing else is written there.
+
+        ``wiped``: their headers too. Else, where a block is removed and written again into the same slot, a power cut
+        may leave the new record and the removed bytes.
+        """
         for slot in slots:
             self._pin(slot)
         if slots or removals:
-            self._notes.put(Note(list(slots), list(removals)))
+            self._notes.put(Note(list(slots), wiped, list(removals)))
 
     def _drop(self, slot: int, *, tell: bool) -> tuple[int, bytes]:
         """A block is not there any more; its slot is still taken. Returns its name."""
@@ -735,6 +741,8 @@ class DiskTier(Tier):
                 file.write_slot_pages(region, pages)
             for first, count in runs_of(note.gone):
                 file.write_records(first, np.zeros(count, RECORD))
+            for slot in note.gone if note.wiped else ():
+                write_all(file.calls, file.fd, [_NO_HEADER], self._offset(slot))
             if note.written_bytes:
                 file.write_head(is_open=True, written_bytes=note.written_bytes)
             if note.removals:
@@ -831,7 +839,7 @@ class DiskTier(Tier):
         for job in self._writes.remove():
             self._is_wanted(job)
             if job.removals:
-                self._note_gone([job.slot], job.removals)
+                self._note_gone([job.slot], job.removals, wiped=True)
             self._unpin([job.slot])
             job.on_end(Result.CANCELLED)
         while self._leaving:
