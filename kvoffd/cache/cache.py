@@ -168,9 +168,6 @@ class Cache:
 
     # --- namespaces -----------------------------------------------------------------------------
 
-    def find(self, fingerprint: bytes) -> Namespace | None:
-        return self.namespaces.get(fingerprint)
-
     def namespace(self, fingerprint: bytes) -> Namespace:
         """The open namespace. Raises UnknownNamespace."""
         if (found := self.namespaces.get(fingerprint)) is None:

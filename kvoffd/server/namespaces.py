@@ -34,7 +34,7 @@ def open_namespace(service: Service, session: Session, message: m.OpenNamespace)
     cache, fingerprint = service.cache, message.namespace
     geometry = message.world_size, message.key_bytes, message.groups
     _check_places(session, fingerprint)
-    known = cache.find(fingerprint)
+    known = cache.namespaces.get(fingerprint)
     if known is not None and not known.is_same(*geometry) and _idle(known, opened_namespaces(service)):
         logger.info("The empty namespace %r is forgotten for one of another geometry.", known.label)
         _forget(service, known)

@@ -124,7 +124,7 @@ class Service:
         """Why no engine can connect."""
         self._totals_due = self.started_at + config.limits.totals_every_s
         self._partial_warned: WeakSet[Namespace] = WeakSet()
-        state.is_there = lambda fingerprint: cache.find(fingerprint) is not None
+        state.is_there = lambda fingerprint: fingerprint in cache.namespaces
         cache.watchers.append(self.curve.requested)
 
     @property
@@ -295,7 +295,7 @@ class Service:
 
     def _void(self, fingerprint: bytes) -> None:
         """Forget a namespace's blocks, since somebody reset it for all nodes."""
-        if (namespace := self.cache.find(fingerprint)) is not None:
+        if (namespace := self.cache.namespaces.get(fingerprint)) is not None:
             self.reset(namespace)
         else:
             self.state.raise_generation(fingerprint)

@@ -303,7 +303,7 @@ class Tiers:
             if disk.tier is not None and disk.tier.found_generations.get(fingerprint, generation) < generation:
                 disk.tier.remove_all(fingerprint)
         self._state.found(fingerprint, generation)
-        if (namespace := self._cache.find(fingerprint)) is None:
+        if (namespace := self._cache.namespaces.get(fingerprint)) is None:
             return
         if namespace.recovered:
             self._cache.reset(namespace, keep_tiers=True, generation=generation)

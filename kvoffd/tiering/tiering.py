@@ -364,7 +364,7 @@ class Tiering:
 
     def unshare(self, fingerprint: bytes) -> None:
         """Share nothing of a namespace until ``reshare``."""
-        put_newest(self.unshared, fingerprint, None, MOST_UNSHARED, lambda one: self._cache.find(one) is not None)
+        put_newest(self.unshared, fingerprint, None, MOST_UNSHARED, lambda one: one in self._cache.namespaces)
 
     def reshare(self, fingerprint: bytes) -> None:
         self.unshared.pop(fingerprint, None)
@@ -372,7 +372,7 @@ class Tiering:
     def answered(self, space: Space, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         """Count what lookups were told of as being asked for. What was found is counted when it is requested."""
         lookups = [self._uncounted.pop((space.tag, key), 0) for key in keys]
-        namespace = self._cache.find(space.fingerprint)
+        namespace = self._cache.namespaces.get(space.fingerprint)
         if namespace is None or space.group >= len(namespace.groups) or len(keys[0]) != namespace.key_bytes:
             return  # it was forgotten meanwhile, maybe for one of another geometry
         current, absent, now = self.space(namespace, space.group).tag == space.tag, list[bytes](), self._clock()

@@ -142,7 +142,7 @@ class SimDisk:
                 yield BlockName(space.fingerprint, space.group, key)
 
     def _is_current(self, space: Space) -> bool:
-        namespace = self._service.cache.find(space.fingerprint)
+        namespace = self._service.cache.namespaces.get(space.fingerprint)
         known = self._service.state.generation(space.fingerprint) if namespace is None else namespace.generation
         return space.generation == known
 
@@ -283,7 +283,7 @@ class SimDisk:
             return
         self._stale.discard(read)
         cache = self._service.cache
-        namespace = cache.find(name.fingerprint)
+        namespace = cache.namespaces.get(name.fingerprint)
         group = namespace and cache._group(namespace, name.group)
         if not group:
             return
