@@ -461,10 +461,21 @@ PLANTED = (
         9,
         "kvoffd.tiers.disk",
         "DiskTier._remove",
-        "self._note_gone(gone, [self._removals])",
-        "self._note_gone([], [self._removals])",
+        "self._note_gone(gone, [self._removals], wiped=True)",
+        "self._note_gone([], [self._removals], wiped=True)",
         simulated=False,
         door="tests/tiers/test_disk.py::test_what_is_removed_stays_away_once_that_is_kept",
+    ),
+    Planted(
+        "what is removed from the disk leaves its header there",
+        9,
+        "kvoffd.tiers.disk",
+        "DiskTier._remove",
+        "self._note_gone(gone, [self._removals], wiped=True)",
+        "self._note_gone(gone, [self._removals], wiped=False)",
+        simulated=False,
+        door="tests/tiers/test_disk.py::"
+        "test_what_was_removed_and_is_written_again_is_never_the_old_bytes_after_a_power_cut",
     ),
     Planted(
         "a reset leaves the disk as it is",
