@@ -43,6 +43,8 @@ from kvoffd_proto.stats import DaemonStats, Stats
 from kvoffd_proto.units import printable
 
 TIMEOUT_S = 2.0
+URL_TIMEOUT_S = 1.4
+"""A command says within two seconds that nobody answers, of which it takes half a one to start."""
 SILENCE_S = 0.5
 """After so long without an answer it is looked whether the daemon's process is stopped."""
 MAX_REPLY_BYTES = 1 << 28
@@ -72,7 +74,7 @@ def one_namespace(namespaces: Iterable[a.NamespaceInfo], name: str) -> a.Namespa
     )
 
 
-def read_stats(url: str, timeout_s: float = TIMEOUT_S) -> DaemonStats:
+def read_stats(url: str, timeout_s: float = URL_TIMEOUT_S) -> DaemonStats:
     """The statistics of a daemon at its ``http_address``, such as ``http://node:9464``. Raises DaemonUnavailable."""
     base = (url if "://" in url else f"http://{url}").rstrip("/")
     try:
