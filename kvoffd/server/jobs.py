@@ -566,7 +566,10 @@ class Jobs:
         """The copy has ended: nothing touches the job's slots and the client's memory any more."""
         session, cache = job.session, self._cache
         if job.answered:
-            job.abort(cache)
+            try:
+                job.abort(cache)
+            except Exception:
+                logger.exception("The end of an overdue copy failed inside the daemon; what it held stays held.")
         else:
             error = ERROR_OF_OUTCOME.get(outcome)
             # The client may have given its blocks to another request the moment it closed its lifeline, so what was

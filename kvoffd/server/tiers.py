@@ -288,7 +288,7 @@ class Tiers:
         for fingerprint, generation in tier.found_generations.items():
             # It may have been raised since the file was read.
             if generation < self._state.generation(fingerprint) or fingerprint in disk.invalidated:
-                tier.remove_all(fingerprint)
+                tier.remove_all(fingerprint, wiped=fingerprint in disk.invalidated)
             elif generation > self._state.generation(fingerprint):
                 self._raised_elsewhere(fingerprint, generation)
         tiering.disks.tiers.append(tier)
@@ -305,6 +305,8 @@ class Tiers:
         self._state.found(fingerprint, generation)
         if (namespace := self._cache.namespaces.get(fingerprint)) is None:
             return
+        if self.tiering is not None:  # what comes up is of before
+            self.tiering.namespace_forgotten(namespace)
         if namespace.recovered:
             self._cache.reset(namespace, keep_tiers=True, generation=generation)
         else:

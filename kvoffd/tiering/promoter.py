@@ -154,28 +154,44 @@ class Promoter:
         """Begin what may begin now, of very much a part."""
         while not self._stopped and most > 0 and (batch := self._next_batch(most)):
             most -= len(batch)
-            namespace, group = batch[0].namespace, batch[0].space.group
-            keys = b"".join([fill.key for fill in batch])
-            taken = self._cache.begin_fill(namespace, group, keys)
-            states, _ = self._cache.blocks.find(taken.group.number, keys, namespace.key_bytes)
-            offsets = self._cache.slots.offsets(taken.slots).tolist()
-            begun = {number: (taken.slots[at : at + 1], offsets[at]) for at, number in enumerate(taken.keys)}
-            refused: list[Fill] = []
+            try:
+                whole = self._begin_batch(batch)
+            except BaseException:
+                for fill in batch:  # no lookup waits for what is neither under way nor queued
+                    if fill.ticket is None and not fill.withdrawn:
+                        self._failed(fill, Result.FAILED)
+                raise
+            if not whole:
+                return
+
+    def _begin_batch(self, batch: Sequence[Fill]) -> bool:
+        """Begin fills of one group; False where the tier took not all of them: those are queued again."""
+        namespace, group = batch[0].namespace, batch[0].space.group
+        keys = b"".join([fill.key for fill in batch])
+        taken = self._cache.begin_fill(namespace, group, keys)
+        states, _ = self._cache.blocks.find(taken.group.number, keys, namespace.key_bytes)
+        offsets = self._cache.slots.offsets(taken.slots).tolist()
+        tickets = {key: FillTicket(taken.group, [0], taken.slots[at : at + 1]) for at, key in enumerate(taken.keys)}
+        places = dict(zip(taken.keys, offsets, strict=True))
+        refused: list[Fill] = []
+        try:
             for number, fill in enumerate(batch):
-                if number in begun:
-                    slots, places = begun[number]
-                    ticket = FillTicket(taken.group, [0], slots)
-                    if refused or not self._begin(fill, ticket, places):
-                        self._end_fill(ticket, None)
+                if (ticket := tickets.get(number)) is not None:
+                    if not refused and self._begin(fill, ticket, places[number]):
+                        del tickets[number]
+                    else:
                         refused.append(fill)
                 elif states[number] == FREE:
                     self._failed(fill, NO_SPACE)
                 else:  # the pool has it by now
                     self._settle(fill)
                     self._withdraw(fill)
-            if refused:
-                self._put_back(refused)
-                return
+        finally:
+            for ticket in tickets.values():
+                self._end_fill(ticket, None)
+        if refused:
+            self._put_back(refused)
+        return not refused
 
     def stop(self) -> None:
         """Begin nothing any more."""
@@ -241,16 +257,18 @@ class Promoter:
         del self.under_way[fill]
         self.under_way_bytes -= fill.nbytes
         self._hold(fill, -fill.nbytes)
-        if self._end_fill(fill.ticket, block if result is Result.DONE else None):
-            self.promoted_blocks += 1
-            self.promoted_bytes += fill.space.nbytes
-            self._settle(fill)
-            fill.tier.used(fill.space, [fill.key])
-        elif not fill.withdrawn:
-            self._failed(fill, Result.CORRUPT if result is Result.DONE else result)
-        self._withdraw(fill)
         if fill.given_up:
             self._given_up_bytes -= fill.nbytes
+        try:
+            if self._end_fill(fill.ticket, block if result is Result.DONE else None):
+                self.promoted_blocks += 1
+                self.promoted_bytes += fill.space.nbytes
+                self._settle(fill)
+                fill.tier.used(fill.space, [fill.key])
+            elif not fill.withdrawn:
+                self._failed(fill, Result.CORRUPT if result is Result.DONE else result)
+        finally:
+            self._withdraw(fill)  # whatever went wrong, no lookup waits for it
         if result is Result.DONE:
             self._measure_speed(fill.space.nbytes)
         elif result in (Result.DEADLINE, Result.FAILED):  # no more than this came since the last one did
@@ -294,10 +312,11 @@ class Promoter:
         if fill.withdrawn:
             return
         fill.withdrawn = True
-        keys = self._coming[fill.space.tag]
-        del keys[fill.key]
-        if not keys:
-            del self._coming[fill.space.tag]
+        keys = self._coming.get(fill.space.tag, {})
+        if keys.get(fill.key) is fill:
+            del keys[fill.key]
+            if not keys:
+                del self._coming[fill.space.tag]
 
     def _count_queued(self, fill: Fill, sign: int) -> None:
         self.queued_blocks += sign

@@ -262,7 +262,7 @@ class Tiering:
         asker = not lookup.again
         for at in places:
             key = some.keys[at]
-            if (fill := some.coming.get(key)) is None:
+            if (fill := self._coming.get(some.space.tag, {}).get(key)) is None:
                 level, tier = some.there[at]
                 if level in slower:
                     return

@@ -35,6 +35,11 @@ _LEAST_BLOCKS, _BLOCKS_SHIFT = 1 << 17, 16
 REMOVED_AT_ONCE = 2048
 """Blocks of a namespace that is removed as a whole, whose slots are freed before the daemon's thread does other work:
 a few milliseconds."""
+WIPED_AT_ONCE = 256
+"""Headers that go in one call of the index's thread: one write each."""
+LOOKED_AT_ONCE = 4096
+"""Slots that the hand passes, or takes of a region of another size, before the daemon's thread does other work: a
+millisecond or two."""
 EVICTED_AT_ONCE = 16
 """Neighbours that the hand takes in one go, so that what is written into their slots is one write."""
 HEADERS_TRIED = 8
@@ -94,11 +99,12 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class Note:
-    """Something to be written to the index. ``gone``: slots whose records go, ``wiped``: and whose headers go too.
-    ``removals``: kept once that is on the device."""
+    """Something to be written to the index. ``gone``: slots whose records go. ``wiped``: where headers go too, offsets
+    in the file. ``removals``: kept once that is on the device."""
 
     gone: list[int] = field(default_factory=list)
-    wiped: bool = False
+    wiped: list[int] = field(default_factory=list)
+    number: int = 0
     removals: list[int] = field(default_factory=list)
     sizes: dict[int, int] = field(default_factory=dict)
     """By region, the pages of a slot."""
@@ -181,10 +187,15 @@ class DiskTier(Tier):
         self._unkept: dict[int, int] = {}
         """Numbers of removals that a kill or a power cut could still undo, and how many notes they wait for."""
         self._removals = self._noted_bytes = 0
+        self._unnoted: dict[int, None] = {}
+        """Numbers of notes that clear records and were not written yet; in order."""
+        self._last_note = self._notes_of_removals = self._region_note = 0
+        """Numbers: of the last such note, of the last one that a removal needs, and of that of a region that goes."""
         self._may_differ = False
         """Whether blocks were written over since the files were synced: a power cut may bring them back."""
-        self._leaving: deque[tuple[int, dict[bytes, int], int]] = deque()
-        """What was removed as a whole and has slots still: tag, slots by key, and the number of the removal."""
+        self._leaving: deque[tuple[int, dict[bytes, int], int, bool]] = deque()
+        """What was removed as a whole and has slots still: tag, slots by key, the number of the removal, and whether
+        headers go too."""
         self._failed_notes: list[Note] = []
         self._pause_s = 0.0
         self._write_at = float("-inf")
@@ -242,6 +253,8 @@ class DiskTier(Tier):
                 raise OpeningStopped(f"{file.path} was not opened: that was stopped.")
             size = pages * PAGE_BYTES
             if not self._slots.slot_size(1) <= size <= self._slots.region_bytes:
+                # Lest they count once the region is used again: its size was not on the device yet.
+                file.clear_records(region * file.slots_per_region, file.slots_per_region)
                 continue
             first = region * file.slots_per_region
             records = file.read_records(first, self._slots._slots_in(region, size))
@@ -453,7 +466,8 @@ class DiskTier(Tier):
             return False
         slot, replaces = taken
         if (before := self._spaces.get(space.tag, space)) != space:  # its namespace has another geometry now
-            self.remove(before, list(self._there.get(space.tag, {})), "")
+            written = [name for tag, name in self._writing if tag == space.tag]
+            self.remove(before, [*self._there.get(space.tag, {}), *written], "")
         self._spaces[space.tag] = space
         self._pin(slot)
         self._writing[space.tag, key] = job = self._job(space, key, slot, offsets, on_end, block=block)
@@ -497,14 +511,15 @@ class DiskTier(Tier):
         """Have the hand go on until it has some slots of this size. What was used since it came by stays.
 
         A region of another size at which it comes goes as a whole, unless most of it is of use; its slots are free when
-        that is noted.
+        that is noted, and nothing else is evicted meanwhile.
         """
-        if self._leaving:  # slots come free without
+        if self._leaving or self._region_note in self._unnoted:  # slots come free without
             return False
+        left = LOOKED_AT_ONCE
         for _ in range(2 * len(self._regions)):
             number, region = next(iter(self._regions.items()))
-            first, other = number * self._slots.slots_per_region, region.slot_bytes != size
-            victims = self._all_of(region) if other else self._victims(region)
+            first, other, hand = number * self._slots.slots_per_region, region.slot_bytes != size, region.hand
+            victims = self._all_of(region) if other else self._victims(region, left)
             if region.hand == len(region.keys):
                 region.hand = 0
                 self._regions[number] = self._regions.pop(number)
@@ -513,12 +528,19 @@ class DiskTier(Tier):
                 for place in victims:
                     self._drop(first + place, tell=True)
                 self._note_gone([first + place for place in victims])
-            elif victims:
+                self._region_note = self._last_note
+                return False
+            if victims:
                 self._used_when_full = self._slots.used_bytes
                 evicted = self._evicted.setdefault(size, {})
                 for place in victims:
                     evicted[self._drop(first + place, tell=True)] = first + place
                 return True
+            left -= len(region.keys) if other else (region.hand or len(region.keys)) - hand
+            if left <= 0:  # it goes on from here with the next write
+                return False
+        for unused in [one for one in self._evicted if one != size]:  # they keep regions for sizes that nobody writes
+            self._note_gone(list(self._evicted.pop(unused).values()))
         return False
 
     def _all_of(self, region: _Region) -> list[int]:
@@ -526,13 +548,15 @@ class DiskTier(Tier):
         there = [place for place, key in enumerate(region.keys) if key is not None]
         of_use = any(region.pins) or 2 * sum(region.used) > len(there)
         region.used = bytearray(len(region.used))
-        region.hand = len(region.keys)
-        return [] if of_use else there
+        if of_use or len(there) <= LOOKED_AT_ONCE:
+            region.hand = len(region.keys)
+        return [] if of_use else there[:LOOKED_AT_ONCE]
 
-    def _victims(self, region: _Region) -> list[int]:
+    def _victims(self, region: _Region, looked_at: int) -> list[int]:
+        end = min(len(region.keys), region.hand + looked_at)
         most = max(1, min(EVICTED_AT_ONCE, len(region.keys) // 8))
         victims: list[int] = []
-        while region.hand < len(region.keys) and len(victims) < most:
+        while region.hand < end and len(victims) < most:
             place = region.hand
             region.hand += 1
             if region.keys[place] is None or region.pins[place]:
@@ -625,12 +649,13 @@ class DiskTier(Tier):
             self._drop(slot, tell=True)
         self._remove(slots, {(space.tag, key) for key in keys})
 
-    def remove_all(self, fingerprint: bytes | None) -> int:
+    def remove_all(self, fingerprint: bytes | None, *, wiped: bool = False) -> int:
+        """See Tier. ``wiped``: the generation stays, and the same keys may be written again."""
         tags = {tag for tag, space in self._spaces.items() if fingerprint in (None, space.fingerprint)}
         leaving = {tag: there for tag in tags if (there := self._there.pop(tag, None))}
         names = [name for evicted in self._evicted.values() for name in evicted]
         names += [name for job in self._writing.values() if (name := job.replaces) is not None]
-        self._remove([], {name for name in [*names, *self._writing] if name[0] in tags}, leaving)
+        self._remove([], {name for name in [*names, *self._writing] if name[0] in tags}, leaving, wiped=wiped)
         for tag in tags:
             space = self._spaces.pop(tag)
             self._blocks -= len(leaving.get(tag, ()))
@@ -641,7 +666,7 @@ class DiskTier(Tier):
         """Free some slots of what was removed as a whole."""
         if not self._leaving:
             return
-        tag, there, removal = self._leaving[0]
+        tag, there, removal, wiped = self._leaving[0]
         slots: list[int] = []
         for _ in range(min(REMOVED_AT_ONCE, len(there))):
             key, slot = there.popitem()
@@ -655,12 +680,17 @@ class DiskTier(Tier):
             self._unkept[removal] += 1
         else:
             self._leaving.popleft()
-        self._note_gone(slots, [removal])
+        self._note_gone(slots, [removal], wiped=wiped)
         if self._leaving and not self._closed:
             self._post(self._remove_some)
 
     def _remove(
-        self, slots: list[int], names: set[tuple[int, bytes]], leaving: Mapping[int, dict[bytes, int]] = NOTHING
+        self,
+        slots: list[int],
+        names: set[tuple[int, bytes]],
+        leaving: Mapping[int, dict[bytes, int]] = NOTHING,
+        *,
+        wiped: bool = True,
     ) -> None:
         """Have the records of slots cleared, and all else that could bring blocks of these names back.
 
@@ -674,11 +704,12 @@ class DiskTier(Tier):
         if not (gone or jobs or leaving or self._may_differ):
             return
         self._may_differ = False  # once that is noted
+        self._notes_of_removals = self._last_note
         self._removals += 1
         self._unkept[self._removals] = 1 + len(jobs) + len(leaving)
         if leaving and not self._leaving:
             self._post(self._remove_some)
-        self._leaving += [(tag, there, self._removals) for tag, there in leaving.items()]
+        self._leaving += [(tag, there, self._removals, wiped) for tag, there in leaving.items()]
         for job in jobs:
             job.removals.append(self._removals)
             if (job.space.tag, job.key) in names:
@@ -686,8 +717,10 @@ class DiskTier(Tier):
         self._note_gone(gone, [self._removals], wiped=True)
 
     def removals_kept(self) -> Callable[[], bool]:
-        removals = self._removals
-        return lambda: next(iter(self._unkept), removals + 1) > removals
+        removals, notes = self._removals, self._notes_of_removals
+        return lambda: (
+            next(iter(self._unkept), removals + 1) > removals and next(iter(self._unnoted), notes + 1) > notes
+        )
 
     def _note_gone(self, slots: Sequence[int], removals: Sequence[int] = (), *, wiped: bool = False) -> None:
         """Have the records of slots cleared; until then nothing else is written there.
@@ -697,8 +730,17 @@ class DiskTier(Tier):
         """
         for slot in slots:
             self._pin(slot)
-        if slots or removals:
-            self._notes.put(Note(list(slots), wiped, list(removals)))
+        at_once = WIPED_AT_ONCE if wiped else len(slots)
+        parts = [slots[at : at + at_once] for at in range(0, len(slots), at_once or 1)] or [[]] * bool(removals)
+        for removal in removals:
+            self._unkept[removal] += len(parts) - 1
+        for part in parts:
+            self._last_note += 1
+            self._unnoted[self._last_note] = None
+            headers = list(map(self._offset, part)) if wiped else []
+            self._notes.put(Note(list(part), headers, self._last_note, list(removals)))
+        if slots and not removals:
+            self._may_differ = True  # what is removed later wants it on the device
 
     def _drop(self, slot: int, *, tell: bool) -> tuple[int, bytes]:
         """A block is not there any more; its slot is still taken. Returns its name."""
@@ -741,8 +783,8 @@ class DiskTier(Tier):
                 file.write_slot_pages(region, pages)
             for first, count in runs_of(note.gone):
                 file.write_records(first, np.zeros(count, RECORD))
-            for slot in note.gone if note.wiped else ():
-                write_all(file.calls, file.fd, [_NO_HEADER], self._offset(slot))
+            for offset in note.wiped:
+                write_all(file.calls, file.fd, [_NO_HEADER], offset)
             if note.written_bytes:
                 file.write_head(is_open=True, written_bytes=note.written_bytes)
             if note.removals:
@@ -762,6 +804,7 @@ class DiskTier(Tier):
             self._error(end.fault, end.sentence)
             self._failed_notes.append(note)
             return
+        self._unnoted.pop(note.number, None)
         for number in note.removals:
             self._unkept[number] -= 1
             if not self._unkept[number]:
@@ -803,16 +846,28 @@ class DiskTier(Tier):
         self.hangs = hangs
         if hangs:
             self._end_waiting_reads(Result.DEADLINE)
+            self._end_waiting_writes(Result.DEADLINE)
         elif not (self._notes.waiting or self._notes.running or self._closed):
             failed, self._failed_notes = self._failed_notes, []
             for note in failed:
                 self._notes.put(note)
-            self._notes.put(Note(written_bytes=self._noted_bytes))
-            self._noted_bytes = 0
+            if not failed:
+                self._notes.put(Note(written_bytes=self._noted_bytes))
+                self._noted_bytes = 0
 
     def _end_waiting_reads(self, result: Result, which: Callable[[Job], bool] = lambda job: True) -> None:
         for job in self._reads.remove(which):
             self._end_read(job, result)
+
+    def _end_waiting_writes(self, result: Result) -> None:
+        for job in self._writes.remove():
+            self._is_wanted(job)
+            if job.removals:
+                self._note_gone([job.slot], job.removals, wiped=True)
+            elif job.replaces is not None:  # its record names what the hand took
+                self._note_gone([job.slot])
+            self._unpin([job.slot])
+            job.on_end(result)
 
     def stats(self) -> TierStats:
         return TierStats(
@@ -836,12 +891,7 @@ class DiskTier(Tier):
         if self._file.fd < 0:
             return True
         self._end_waiting_reads(Result.CANCELLED)
-        for job in self._writes.remove():
-            self._is_wanted(job)
-            if job.removals:
-                self._note_gone([job.slot], job.removals, wiped=True)
-            self._unpin([job.slot])
-            job.on_end(Result.CANCELLED)
+        self._end_waiting_writes(Result.CANCELLED)
         while self._leaving:
             self._remove_some()
             if time.monotonic() >= until:
@@ -863,7 +913,7 @@ class DiskTier(Tier):
         notes, self._failed_notes = self._failed_notes, []
         for note in notes:
             self._note_ended(note, self._note([note])[0])
-        if any(note.removals for note in self._failed_notes):
+        if any(note.removals or 0 < note.number <= self._notes_of_removals for note in self._failed_notes):
             try:
                 self._file.calls.truncate(self._file.index_fd, 0)
             except OSError as error:
@@ -887,7 +937,10 @@ class DiskTier(Tier):
     def _deliver(self) -> None:
         while self._news:
             tell = self._news.popleft()
-            tell()
+            try:
+                tell()
+            except Exception:
+                logger.exception("The listener of %s raised: a bug; the disk goes on.", self.name)
 
     @property
     def has_news(self) -> bool:

@@ -196,6 +196,15 @@ class DiskFile:
         at = _RECORDS_AT + first * RECORD.itemsize
         write_all(self.calls, self.index_fd, [memoryview(records.tobytes())], at)
 
+    def clear_records(self, first: int, count: int) -> None:
+        """Clear what records there are of slots that follow one another. Raises OSError."""
+        left = self.calls.stat(self.index_fd).st_size - (_RECORDS_AT + first * RECORD.itemsize)
+        there = min(count, -(-left // RECORD.itemsize))
+        if there > 0:
+            data = self._read_index(_RECORDS_AT + first * RECORD.itemsize, there * RECORD.itemsize)
+            if np.frombuffer(data, np.uint64).any():
+                self.write_records(first, np.zeros(there, RECORD))
+
     def sync(self) -> None:
         """Returns when what was written is on the device. Raises OSError."""
         self.calls.sync(self.fd)

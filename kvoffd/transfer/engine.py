@@ -232,8 +232,11 @@ class CopyQueue:
         for transfer in waiting:
             _finish(transfer, Outcome.DEADLINE)
         for transfer in late:
-            if transfer.on_overdue is not None:
-                transfer.on_overdue(transfer)
+            try:
+                if transfer.on_overdue is not None:
+                    transfer.on_overdue(transfer)
+            except Exception:
+                _log.exception("on_overdue of a transfer raised; the engine goes on, but the owner has a bug.")
 
     def stats(self) -> CopyStats:
         with self._wake:

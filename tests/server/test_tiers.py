@@ -62,7 +62,7 @@ class FakeDisk:
             time.sleep(deadline_s)
         return not self.hangs
 
-    def remove_all(self, fingerprint: bytes | None) -> int:
+    def remove_all(self, fingerprint: bytes | None, *, wiped: bool = False) -> int:
         count = len(self.names)
         self.names = set() if fingerprint is None else self.names - {fingerprint}
         self.kept = False

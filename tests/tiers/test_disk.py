@@ -13,6 +13,7 @@ from random import Random
 
 import pytest
 
+from kvoffd.tiers import disk as module
 from kvoffd.tiers.disk import EVICTED_AT_ONCE, HANG_TIMEOUT_S, DiskOptions, open_disk
 from kvoffd.tiers.disk_file import INDEX_NAME
 from kvoffd.tiers.tier import Block, Result, make_space
@@ -266,6 +267,101 @@ def test_what_was_removed_and_is_written_again_is_never_the_old_bytes_after_a_po
         rig.cut_power(Random(seed))
         rig.read(block_of(0, version=1), version=1)  # which compares what it finds
     assert places == {True}
+
+
+def test_a_removal_waits_for_what_clears_the_record_already() -> None:
+    """A block that a failed read dropped is removed too: its record is still there, or not on the device yet."""
+    for seed in range(-1, 20):
+        rig = DiskRig()
+        rig.write(*map(block_of, range(3)))
+        rig.remove(2)
+        rig.work()
+        rig.files.fault = fails_always("read")
+        ends = rig.begin_read(block_of(1))
+        rig.tier._reads.work()  # type: ignore[attr-defined]
+        while rig.posted:
+            rig.posted.popleft()()
+        rig.files.fault = lambda name, number: None
+        assert ends == [Result.FAILED]
+        if seed >= 0:
+            rig.work()
+        kept = rig.remove(1)
+        assert not kept()
+        rig.work()
+        assert kept()
+        if seed < 0:
+            rig.kill()
+        else:
+            rig.cut_power(Random(seed))
+        assert 1 not in rig.there([1])
+
+
+def test_records_of_a_region_whose_size_was_lost_do_not_come_back_with_it(rig: DiskRig) -> None:
+    for number in (1, 2):  # the thread that notes sizes is busy
+        rig.begin_write(block_of(number))
+        rig.tier._writes.work()  # type: ignore[attr-defined]
+        while rig.posted:
+            rig.posted.popleft()()
+    rig.kill()
+    assert rig.there([1, 2]) == []
+    kept = rig.remove(1, 2)
+    rig.work()
+    assert kept()
+    rig.write(block_of(3))
+    rig.restart()
+    assert rig.there([1, 2, 3]) == [3]
+
+
+def test_one_write_of_another_size_takes_the_place_of_one_region(rig: DiskRig) -> None:
+    rig.write(*map(block_of, range(CAPACITY)))
+    large = make_space(OTHER, 0, 0, [40_000])
+    assert rig.write(block_of(100, large)) == [None], "its region is free once that is noted"
+    assert rig.write(block_of(100, large)) == [Result.DONE]
+    assert len(rig.there(range(CAPACITY))) == CAPACITY - 8
+    rig.check()
+
+
+def test_sizes_that_nobody_writes_any_more_give_their_regions_back() -> None:
+    rig = DiskRig(size_bytes=3 * REGION_BYTES + (64 << 10))
+    for number, pages in enumerate((3, 4, 5, 6, 7, 8)):
+        space = make_space(bytes([number]) * 32, 0, 0, [pages * 4096])
+        written = 0
+        for block in range(60):
+            written += any(rig.write(block_of(block, space)) == [Result.DONE] for _ in range(4))
+        assert written == 60
+    rig.check()
+
+
+def test_the_hand_passes_a_bounded_number_of_slots_at_a_time(rig: DiskRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOKED_AT_ONCE", 4)
+    rig.write(*map(block_of, range(CAPACITY)))
+    rig.tier.used(SPACE, [key_of(number) for number in range(CAPACITY)])
+    tries = 1
+    while rig.write(block_of(100)) != [Result.DONE]:
+        tries += 1
+    assert tries > CAPACITY // 8
+    rig.check()
+
+
+def test_notes_that_fail_do_not_grow_in_number(rig: DiskRig) -> None:
+    rig.write(block_of(1))
+    rig.files.fault = fails_always("note")
+    for _ in range(50):
+        rig.tier.tick()
+        rig.work()
+    assert len(rig.tier._failed_notes) == 1
+    rig.files.fault = lambda name, number: None
+    rig.tier.tick()
+    rig.work()
+    assert not rig.tier._failed_notes
+
+
+def test_a_listener_that_raises_is_told_what_comes_after(rig: DiskRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig.told, "stored", lambda *told: 1 / 0)
+    rig.write(block_of(1))
+    monkeypatch.undo()
+    rig.write(block_of(2))
+    assert rig.told.blocks == {(SPACE.tag, key_of(2))}
 
 
 @pytest.mark.parametrize("ok", [True, False])
