@@ -172,7 +172,7 @@ def test_disks_that_wear_out_for_little(doctor: Doctor, tmp_path: Path) -> None:
         for number in range(100):
             engine.serve(chain(number, 30))
             wait_until(lambda: admin.stats().tiers.demotions_waiting == 0)  # type: ignore[union-attr]
-        wait_until(lambda: admin.stats().disks[0].written_blocks == 3000)
+        wait_until(lambda: admin.stats().disks[0].written_blocks >= 2700)  # some again, some refused
         assert "disk_writes" in doctor(daemon)
         assert doctor.status == 1
         assert "Prompts do not repeat" in doctor.report["verdict"][1]

@@ -202,7 +202,7 @@ def test_copy_threads_that_hang_at_their_end_are_a_problem_and_keep_nothing_for_
     engines.stub.release()
     wait_until(lambda: engines.stub.contexts(0) == 0)
     assert engines.stub.ranges(Ranges.HOST) == 0
-    assert engines.gpus.problems == []
+    wait_until(lambda: engines.gpus.problems == [])
     unmap(engines.map().memory())
 
 
