@@ -116,6 +116,11 @@ class BlockTable:
         self._words, self._bytes = np.empty(count, np.uint32), np.empty(64 * count, np.uint8)
         self._words_at, self._bytes_at = self._words.ctypes.data, self._bytes.ctypes.data
 
+    def _buffers(self, count: int) -> None:
+        """Have buffers for so many words, and as many keys."""
+        if count > len(self._words):
+            self._make_buffers(count)
+
     @property
     def nbytes(self) -> int:
         """Memory of the index and the arrays, untouched pages among it."""
@@ -124,8 +129,7 @@ class BlockTable:
     def find(self, group: int, keys: bytes, key_bytes: int) -> tuple[bytes, BlockIds]:
         """By key: the state of its block and the number; FREE and NO_BLOCK where there is none."""
         count = len(keys) // key_bytes
-        if count > len(self._words):
-            self._make_buffers(count)
+        self._buffers(count)
         self._native.blocks_find(self.address, group, keys, count, key_bytes, self._bytes_at, self._words_at)
         return self._bytes[:count].tobytes(), self._words[:count].copy()
 
@@ -143,8 +147,7 @@ class BlockTable:
                 if number < count:
                     firsts[number] = first
             offered = firsts.tobytes()
-        if count > len(self._words):
-            self._make_buffers(count)
+        self._buffers(count)
         if not self._native.blocks_plan(
             *(self.address, group, keys, count, key_bytes, rank, offered, self._bytes_at, self._words_at)
         ):
@@ -191,8 +194,7 @@ class BlockTable:
         firsts = np.asarray(first_blocks, np.uint16).tobytes()
         sums = np.asarray(checksums, np.uint64).tobytes()
         assert 8 * count == 4 * len(firsts) == 8 * len(slots) == len(sums)
-        if count > len(self._words):
-            self._make_buffers(count)
+        self._buffers(count)
         found = self._native.blocks_publish(
             *(self.address, packed(blocks), packed(slots), count, firsts, length, sums),
             *(self.generation, self._words_at),
@@ -215,15 +217,13 @@ class BlockTable:
 
         Slots whose shard is CORRUPT keep that mark, in their records too, and must not be used again.
         """
-        if len(blocks) * ranks > len(self._words):
-            self._make_buffers(len(blocks) * ranks)
+        self._buffers(len(blocks) * ranks)
         found = self._native.blocks_release(self.address, packed(blocks), len(blocks), self._words_at, self._counts_at)
         return self._words[: found * ranks].copy(), self._counts[0], self._counts[1]
 
     def is_written(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         """Whether a store writes a shard of each block."""
-        if len(blocks) > len(self._words):
-            self._make_buffers(len(blocks))
+        self._buffers(len(blocks))
         self._native.blocks_written_now(self.address, packed(blocks), len(blocks), self._bytes_at)
         return self._bytes[: len(blocks)].astype(np.bool_)
 
@@ -232,16 +232,14 @@ class BlockTable:
 
         Returns the bytes of all, the bytes of those that nothing pinned before, and how many these are.
         """
-        if len(blocks) > len(self._words):
-            self._make_buffers(len(blocks))
+        self._buffers(len(blocks))
         some = packed(blocks), len(blocks)
         found = int(self._native.blocks_pin(self.address, *some, 1, self._words_at, self._counts_at))
         return self._counts[0] * PAGE_BYTES, self._counts[1] * PAGE_BYTES, found
 
     def unpin(self, blocks: BlockIds) -> tuple[BlockIds, int]:
         """Undo one pin for each time a block is named. Returns those that nothing pins any more, and their bytes."""
-        if len(blocks) > len(self._words):
-            self._make_buffers(len(blocks))
+        self._buffers(len(blocks))
         some = packed(blocks), len(blocks)
         found = self._native.blocks_pin(self.address, *some, -1, self._words_at, self._counts_at)
         return self._words[:found].copy(), self._counts[1] * PAGE_BYTES
@@ -282,8 +280,7 @@ class BlockTable:
     def keys(self, blocks: BlockIds, key_bytes: int) -> bytes:
         """The keys of blocks of one group, end to end."""
         count = len(blocks)
-        if count > len(self._words):
-            self._make_buffers(count)
+        self._buffers(count)
         self._native.blocks_keys(self.address, packed(blocks), count, key_bytes, self._bytes_at)
         return self._bytes[: count * key_bytes].tobytes()
 

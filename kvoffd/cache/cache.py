@@ -769,7 +769,7 @@ class Cache:
         self._count(group, before, READY, len(tail_first))
         self.policy.insert(group, tail_first)
         keys = self.blocks.keys(tail_first[::-1], group.key_bytes)
-        split: list[bytes] = np.frombuffer(keys, group.namespace.key_type).tolist()
+        split = group.namespace.split(group.group, keys)
         self._events.stored(group.namespace, group.group, split, tokens=tokens)
 
     def abort_store(self, ticket: StoreTicket) -> None:

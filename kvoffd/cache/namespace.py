@@ -161,7 +161,7 @@ class Namespace:
         self._slot_bytes: list[tuple[int, ...] | None] = [None] * world_size
         self._shards: list[tuple[ShardSpec, ...] | None] = [None] * world_size
         self._block_bytes: tuple[int, ...] | None = None
-        self.key_type = np.dtype((np.void, key_bytes))
+        self._key_type = np.dtype((np.void, key_bytes))
 
     @property
     def ready_blocks(self) -> int:
@@ -208,17 +208,14 @@ class Namespace:
                 f"{self.key_bytes} bytes a key; send whole keys."
             )
 
-    def split(self, group: int, keys: bytes, *, distinct: bool = False) -> list[bytes]:
+    def split(self, group: int, keys: bytes) -> list[bytes]:
         """Cut ``keys`` of ``group`` into single keys.
 
-        Raises BadGeometry for a group that is not there; BadKeys where ``keys`` is not a whole number of keys or,
-        if they must be ``distinct``, holds one twice.
+        Raises BadGeometry for a group that is not there; BadKeys where ``keys`` is not a whole number of keys.
         """
         self.check_keys(group, keys)
         # Six times as fast as slicing.
-        split: list[bytes] = np.frombuffer(keys, self.key_type).tolist()
-        if distinct and len(set(split)) != len(split):
-            raise BadKeys(f"A key of group {group} occurs twice in one store; send each key once.")
+        split: list[bytes] = np.frombuffer(keys, self._key_type).tolist()
         return split
 
     def shard_bytes(self, rank: int) -> tuple[int, ...] | None:

@@ -138,12 +138,10 @@ def checked_parts(
     jobs_of: defaultdict[int, set[int]] = defaultdict(set)
     for part in batch.groups:
         group = part.group
-        if group >= len(registration.layouts) or len(part.keys) % namespace.key_bytes:
-            namespace.check_keys(group, part.keys)  # which raises
+        keys = namespace.split(group, part.keys)
         if len(part.block_ids) % BLOCK_ID_BYTES:
             raise BadBlockIds(f"Block ids are int32; {len(part.block_ids)} bytes are not a whole number of them.")
         layout, block_ids = registration.layouts[group], np.frombuffer(part.block_ids, dtype="<i4")
-        keys: list[bytes] = np.frombuffer(part.keys, namespace.key_type).tolist()
         key_counts, block_counts = _counts(part.key_counts, jobs, "keys"), _counts(part.block_counts, jobs, "blocks")
         first_blocks = _counts(part.first_blocks, jobs, "first blocks") if part.first_blocks else [0] * jobs
         if sum(key_counts) != len(keys) or sum(block_counts) != block_ids.size:
@@ -451,9 +449,7 @@ class Jobs:
 
     def submit(self, session: Session, message: Submit) -> None:
         """Accept the jobs of a message, or raise KvoffdError and change nothing."""
-        accepted_at = self._host.now()
-        if (registration := session.registrations.get(message.registration_id)) is None:
-            raise KvoffdError.of(ErrorCode.UNKNOWN_REGISTRATION)
+        registration, accepted_at = session.registration(message.registration_id), self._host.now()
         registration.check_whole(accepted_at)
         given, loads, stores = message.loads, list[Part](), list[Part]()
         if given.job_ids or given.groups:

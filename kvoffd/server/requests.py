@@ -107,8 +107,8 @@ def register(service: Service, session: Session, message: m.Register) -> Pending
 @answers(m.Unregister)
 def unregister(service: Service, session: Session, message: m.Unregister) -> Pending:
     """Stop the registration's jobs and unmap its memory; the reply follows once that is done."""
-    if (registration := session.registrations.pop(message.registration_id, None)) is None:
-        raise KvoffdError.of(ErrorCode.UNKNOWN_REGISTRATION)
+    registration = session.registration(message.registration_id)
+    del session.registrations[message.registration_id]
     answer = Pending()
     service.jobs.abandon([job for job in session.jobs.values() if job.registration is registration])
     registration.close_when_idle(lambda: answer.bring(m.Done(message.request_id, 1)))
@@ -198,8 +198,7 @@ def _asked(
     service: Service, session: Session, message: m.Lookup | m.Invalidate
 ) -> tuple[Namespace, list[tuple[int, bytes]]]:
     """The namespace, and the keys by group, that a request names. Raises KvoffdError where they are too many."""
-    if (namespace := session.namespaces.get(message.namespace)) is None:
-        raise KvoffdError.of(ErrorCode.UNKNOWN_NAMESPACE)
+    namespace = session.namespace(message.namespace)
     keys = sum([len(part.keys) for part in message.groups]) // namespace.key_bytes
     if keys > (most := service.config.limits.max_keys_per_request):
         raise KvoffdError(f"{keys} keys in one request; {most} are allowed. Send several.", ErrorCode.TOO_MANY)
@@ -261,8 +260,7 @@ def reset(service: Service, session: Session, message: m.Reset) -> Pending:
 def submit(service: Service, session: Session, message: m.Submit) -> None:
     """Accept stores and loads, all or none. Their results are the answer."""
     session.completions.acknowledge(message.acknowledged)
-    if service.sessions.stopping:
-        raise KvoffdError.of(ErrorCode.SHUTTING_DOWN)
+    service.sessions.check_not_stopping()
     service.jobs.submit(session, message)
 
 

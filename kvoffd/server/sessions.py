@@ -214,6 +214,12 @@ class Session:
             raise UnknownNamespace(ErrorCode.UNKNOWN_NAMESPACE.sentence)
         return namespace
 
+    def registration(self, registration_id: bytes) -> Registration:
+        """A registration of the session. Raises KvoffdError."""
+        if (registration := self.registrations.get(registration_id)) is None:
+            raise KvoffdError.of(ErrorCode.UNKNOWN_REGISTRATION)
+        return registration
+
     def release_if_idle(self) -> None:
         """Where the session is over, its last copy may have ended."""
         if self.on_released is not None and not self.in_flight:

@@ -18,9 +18,10 @@ import numpy as np
 from kvoffd.errors import ShardTooLarge
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, page_up
 from kvoffd.pool.checksums import digest
+from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.system.files import FileCalls, ShortRead, aligned_buffer, read_all, write_all
 from kvoffd.tiers.block_format import HEADER_BYTES, decode_header, encode_header, fits_header, parse_header
-from kvoffd.tiers.disk_file import MAX_KEY_BYTES, RECORD, DiskFile, OpeningStopped, runs_of
+from kvoffd.tiers.disk_file import RECORD, DiskFile, OpeningStopped, runs_of
 from kvoffd.tiers.tier import ABSENT, PRESENT, Block, Result, Space, Tier, TierListener, TierStats
 from kvoffd.tiers.workers import Workers
 from kvoffd_proto.stats import DiskFault
@@ -207,7 +208,7 @@ class DiskTier(Tier):
         name = f"kvoffd-disk-{file.directory.name}"
         self._reads = make_workers(
             *(name, [self._works(self._read) for _ in range(options.readers)], self._read_ended, post, clock),
-            self._next_read,
+            self._neighbours,
         )
         self._writes = make_workers(
             *(f"{name}-w", [self._works(self._write) for _ in range(options.writers)], self._write_ended, post, clock),
@@ -363,9 +364,6 @@ class DiskTier(Tier):
             views.append(self._pool[offset : offset + nbytes])
         nbytes = HEADER_BYTES + sum(map(len, views))
         return Job(space, key, slot, self._offset(slot), views, on_end, self._clock(), deadline, block, nbytes)
-
-    def _next_read(self, waiting: deque[Job]) -> list[Job]:
-        return self._neighbours(waiting)
 
     def _neighbours(self, waiting: deque[Job]) -> list[Job]:
         """The first job, and those behind it that go on where the one before ends."""

@@ -27,6 +27,7 @@ import xxhash
 
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.allocator import MIN_SLOT_BYTES, PAGE_BYTES
+from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.system.files import (
     FileCalls,
     FileInUse,
@@ -48,9 +49,15 @@ from kvoffd_proto.units import format_size
 logger = logging.getLogger(__name__)
 
 DISK_NAME, INDEX_NAME = "kvoffd.disk", "kvoffd.index"
-MAX_KEY_BYTES = 64
 RECORD = np.dtype(
-    [("tag", "<u8"), ("nbytes", "<u4"), ("written_at", "<u4"), ("key_bytes", "u1"), ("key", "V64"), ("zero", "V15")]
+    [
+        ("tag", "<u8"),
+        ("nbytes", "<u4"),
+        ("written_at", "<u4"),
+        ("key_bytes", "u1"),
+        ("key", f"V{MAX_KEY_BYTES}"),
+        ("zero", "V15"),
+    ]
 )
 """Of a slot: its block's space and key, the bytes of all its shards, and the hour in which it was written. The tag of
 an empty slot is 0."""

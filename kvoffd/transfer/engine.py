@@ -232,11 +232,8 @@ class CopyQueue:
         for transfer in waiting:
             _finish(transfer, Outcome.DEADLINE)
         for transfer in late:
-            try:
-                if transfer.on_overdue is not None:
-                    transfer.on_overdue(transfer)
-            except Exception:
-                _log.exception("on_overdue of a transfer raised; the engine goes on, but the owner has a bug.")
+            if transfer.on_overdue is not None:
+                _tell(transfer.on_overdue, transfer)
 
     def stats(self) -> CopyStats:
         with self._wake:
@@ -348,10 +345,15 @@ class CopyQueue:
 
 
 def _finish(transfer: Transfer, outcome: Outcome) -> None:
+    _tell(transfer.on_done, transfer, outcome)
+
+
+def _tell(owner: Callable[..., None], *end: object) -> None:
+    """Call what must not raise."""
     try:
-        transfer.on_done(transfer, outcome)
+        owner(*end)
     except Exception:
-        _log.exception("on_done of a transfer raised; the engine goes on, but the transfer's owner has a bug.")
+        _log.exception("The owner of a transfer raised: a bug; the engine goes on.")
 
 
 def _wants_cpu(thread_id: int) -> bool:

@@ -258,7 +258,7 @@ def test_an_engine_takes_from_a_directory_that_is_being_opened_what_it_invalidat
     rig.attach()
     space = rig.rig.open("one")
     disk.names = {space.fingerprint, b"other"}
-    session = cast(Session, SimpleNamespace(id=1, namespaces={space.fingerprint: space}))
+    session = cast(Session, SimpleNamespace(id=1, namespace={space.fingerprint: space}.__getitem__))
     groups = [GroupKeys(0, keys_of(1, 2))]
     invalidate(service(rig), session, Invalidate(1, space.fingerprint, groups))
     rig.opened()

@@ -193,8 +193,8 @@ PLANTED = (
         2,
         "kvoffd.cache.block_table",
         "BlockTable.release",
-        "if len(blocks) * ranks > len(self._words):",
-        "self.pins[blocks] = 0\n    if len(blocks) * ranks > len(self._words):",
+        "self._buffers(len(blocks) * ranks)",
+        "self.pins[blocks] = 0\n    self._buffers(len(blocks) * ranks)",
     ),
     Planted(
         "wrong slot offset",

@@ -308,21 +308,8 @@ class KvoffdManager(OffloadingManager):
                 self.look_up(request)
             if state.pending is not None:
                 self._wait_for_answer(state, state.pending)
-        if (came := state.pending) is not None and came.ticket.done:
-            state.pending = None
-            if came.ticket.failed or (came.ticket.pinned and not came.ticket.alive):
-                self._release(came)
-                state.failed_at = self._clock()
-            else:
-                self._reply_s = came.ticket.answered_at - came.sent_at
-                if self._late:  # the answers of those that are done came before
-                    self._late = deque([each for each in self._late if not each.ticket.done], MAX_LATE)
-                # The new lease pins what the old one did, so nothing is unpinned in between.
-                if state.answer is not None:
-                    self._release(state.answer)
-                state.answer = came
-                came.read(self._groups)
-                state.from_tiers.update(came.coming)
+        if state.pending is not None and state.pending.ticket.done:
+            self._take_answer(state, state.pending)
         if state.answer is not None:
             state.results = dict.fromkeys(state.answer.ready, LookupResult.HIT)
             state.waits_for_disk = bool(state.answer.coming) and self._decide_disk_wait(state, state.answer)
@@ -331,6 +318,23 @@ class KvoffdManager(OffloadingManager):
             state.results.update(dict.fromkeys(state.answer.coming, coming))
         if state.pending is not None and not state.pending.given_up:
             state.otherwise = LookupResult.RETRY
+
+    def _take_answer(self, state: RequestState, came: KeyedLookup) -> None:
+        """Take in the answer that has come."""
+        state.pending = None
+        if came.ticket.failed or (came.ticket.pinned and not came.ticket.alive):
+            self._release(came)
+            state.failed_at = self._clock()
+            return
+        self._reply_s = came.ticket.answered_at - came.sent_at
+        if self._late:  # the answers of those that are done came before
+            self._late = deque([each for each in self._late if not each.ticket.done], MAX_LATE)
+        # The new lease pins what the old one did, so nothing is unpinned in between.
+        if state.answer is not None:
+            self._release(state.answer)
+        state.answer = came
+        came.read(self._groups)
+        state.from_tiers.update(came.coming)
 
     def _is_outdated(self, state: RequestState) -> bool:
         """Whether to ask for a request that no lookup is on its way for."""
