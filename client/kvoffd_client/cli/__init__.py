@@ -23,15 +23,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write_any_locale()
     if given[:1] == ["health"]:
         gc.disable()  # while modules are imported it finds nothing, and takes a tenth of a probe's time
-        from kvoffd_client.cli.health import quick_health
-
         try:
+            from kvoffd_client.cli.health import quick_health
+
             status = quick_health(given)
         except BrokenPipeError:
             status = None
+        finally:
+            gc.enable()  # for a program that calls this
         if status is not None:
             return status
-        gc.enable()
     from kvoffd_client.cli.app import main as run
 
     return run(given)
