@@ -1,0 +1,110 @@
+"""Which functions a lookup that hits and a store run through, in a real engine and a real daemon.
+
+``python -m tests.tools.ways`` prints each function of kvoffd once, in the order of its first call, by process. What a
+prompt without a full block calls too (each step of an engine, the daemon's turns of the loop) is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.kit.models import make_tiny_llama
+
+ROOT = str(Path(__file__).parents[2]) + "/"
+ROOTS = tuple(ROOT + name for name in ("kvoffd", "client", "proto"))
+CALLS = "calls.json"
+Call = tuple[float, str, str]  # when (monotonic), file, function
+SHORT, PROMPT = list(range(1, 20)), list(range(3, 303))
+COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<lambda>")
+
+
+def record(calls: list[Call]) -> None:
+    """Note each call of a function of kvoffd from now on, in all threads."""
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(ROOTS) and code.co_name not in COMPREHENSIONS:
+            calls.append((time.monotonic(), code.co_filename, code.co_qualname))
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+
+
+def daemon(directory: str) -> None:
+    """``kvoffd serve``, whose calls are written to its directory at its end."""
+    from kvoffd.cli import main
+
+    calls: list[Call] = []
+    record(calls)
+    main(["serve", "--directory", directory, "--pool-size", "256MiB", "--http-address", ""])
+    sys.setprofile(None)
+    Path(directory, CALLS).write_text(json.dumps(calls))
+
+
+def between(calls: list[Call], begin: float, end: float) -> list[tuple[str, str]]:
+    found = ((file, name) for when, file, name in calls if begin <= when <= end)
+    return list(dict.fromkeys((file.removeprefix(ROOT), name) for file, name in found))
+
+
+def main() -> None:
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    directory = tempfile.mkdtemp(prefix="kvoffd-", dir="/tmp")
+    model = make_tiny_llama(Path(directory, "model"))
+    process = os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, "-m", __spec__.name, directory])
+    calls: list[Call] = []
+    llm = LLM(
+        model=str(model), dtype="float32", block_size=32, enforce_eager=True, skip_tokenizer_init=True,
+        max_model_len=1024, kv_cache_memory_bytes=64 << 20,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="KvoffdConnector", kv_role="kv_both", kv_connector_extra_config={"directory": directory}
+        ),
+    )  # fmt: skip
+
+    def generate(prompt: list[int], tokens: int = 4) -> tuple[float, float]:
+        begin = time.monotonic()
+        llm.generate({"prompt_token_ids": prompt}, SamplingParams(max_tokens=tokens, detokenize=False), use_tqdm=False)
+        time.sleep(0.5)  # until the daemon has published
+        return begin, time.monotonic()
+
+    for at in (400, 700):  # what is done once only
+        generate(list(range(at, at + 300)))
+        llm.reset_prefix_cache()
+        generate(list(range(at, at + 300)))
+    record(calls)
+    nothing, store = generate(SHORT), generate(PROMPT, 8)
+    end_of_store = generate(SHORT, 8)
+    llm.reset_prefix_cache()
+    hit = generate(PROMPT, 1)
+    sys.setprofile(None)
+    threading.setprofile(None)
+    os.kill(process, signal.SIGTERM)
+    os.waitpid(process, 0)
+    theirs: list[Call] = [tuple(call) for call in json.loads(Path(directory, CALLS).read_text())]
+    for name, (begin, end) in {"store": (store[0], end_of_store[1]), "lookup and load": hit}.items():
+        everything: list[tuple[str, str]] = []
+        for where, all_calls in (("engine", calls), ("daemon", theirs)):
+            idle = set(between(all_calls, *nothing))
+            way = [call for call in between(all_calls, begin, end) if call not in idle]
+            everything += way
+            print(f"\n== {name}, {where}: {len(way)} functions in {len({file for file, _ in way})} files")
+            for file, function in way:
+                print(f"{file:60} {function}")
+        print(f"== {name}: {len(everything)} functions in {len({file for file, _ in everything})} files")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        daemon(sys.argv[1])
+    else:
+        main()
