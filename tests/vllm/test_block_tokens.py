@@ -161,13 +161,6 @@ def rig(connector: KvoffdConnector) -> Rig:
     return Rig(connector)
 
 
-def test_a_chain_is_one_event(rig: Rig) -> None:
-    rig.stored(0, 1, 2)
-    assert len(rig.take()) == 1
-    assert rig.published == {CPU: {0, 1, 2}, STORAGE: set()}
-    assert rig.take() == []
-
-
 def test_what_is_removed_and_stored_again_is_published_so_and_nothing_twice(rig: Rig) -> None:
     rig.stored(0, 1, 2)
     rig.stored(1)
@@ -250,17 +243,6 @@ def test_a_step_publishes_a_part_of_very_much(rig: Rig, monkeypatch: pytest.Monk
     for known in (2, 4, 5):
         rig.take()
         assert rig.published[CPU] == set(range(known))
-
-
-def test_the_tokens_that_are_kept_are_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_tokens, "MAX_KNOWN", 2)
-    for chunk in range(4):
-        rig.stored(chunk)
-    rig.take()
-    assert len(rig.host._known) == 2
-    rig.removed(*range(4))
-    rig.take()
-    assert rig.published[CPU] == set(), "what was published is removed all the same"
 
 
 def test_events_that_do_not_fit_the_model_are_left_out(rig: Rig) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +15,10 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading_scheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
-from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
 
 import kvoffd_client.vllm
 import kvoffd_client.vllm.connector as connector_module
@@ -33,10 +29,8 @@ from kvoffd_client.vllm.connector_metadata import (
     ConnectorMetadata,
     FailedJob,
     KeyedSpec,
-    WorkerReport,
 )
 from kvoffd_client.vllm.live_weights import LiveWeights
-from kvoffd_client.vllm.log import StoreRefusalFilter
 from kvoffd_client.vllm.metrics import CONNECTED, LOAD_RATE
 from kvoffd_client.vllm.worker import KvoffdWorker
 from kvoffd_proto.errors import ErrorCode
@@ -82,32 +76,10 @@ def test_vllms_factory_builds_it_from_the_two_words_a_user_writes(config: Any) -
     connector.shutdown()
 
 
-def test_failed_loads_are_recomputed_whatever_the_engines_policy(config: Any) -> None:
-    assert config.kv_transfer_config.kv_load_failure_policy == "fail"
-    KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config()).shutdown()
-    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
-
-
-def test_a_wrong_option_stops_the_engine_at_its_start(model: Path) -> None:
-    config = make_config(model, {"dirctory": "/run"})
-    with pytest.raises(ValueError, match="did you mean 'directory'"):
-        KvoffdConnector(config, KVConnectorRole.WORKER, cache_config())
-
-
 def test_where_cuda_graphs_are_captured_a_wrong_option_is_told_before_the_model_is_loaded() -> None:
     assert not KvoffdConnector.requires_piecewise_for_cudagraph({"disk_wait_ms": 0})
     with pytest.raises(ValueError, match="did you mean 'directory'"):
         KvoffdConnector.requires_piecewise_for_cudagraph({"dirctory": "/run"})
-
-
-def test_a_bad_bound_of_a_request_is_told_once(scheduler: KvoffdConnector, monkeypatch: pytest.MonkeyPatch) -> None:
-    bounds = {"max_load_tokens": "many", "max_offload_tokens": -1}
-    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": bounds})
-    request = Request("r", [1] * 100, sampling, None, block_hasher=lambda _: [block_hash(1)] * 3)
-    told: list[str] = []
-    monkeypatch.setattr(offloading_scheduler.logger, "warning", lambda line, *_: told.append(line.split()[0]))
-    scheduler.on_new_request(request)
-    assert told == list(bounds)
 
 
 def test_events_are_the_connectors_own_and_vllm_keeps_no_tokens_for_them(config: Any) -> None:
@@ -152,12 +124,6 @@ def test_sleep_mode_is_refused_where_vllm_does_not_tell_of_it(
         KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
     monkeypatch.setattr(connector_config, "HAS_SLEEP_HOOKS", True)
     KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config()).shutdown()
-
-
-def test_before_its_memory_is_registered_a_worker_sleeps_and_wakes_without_the_daemon(config: Any) -> None:
-    connector = KvoffdConnector(config, KVConnectorRole.WORKER, cache_config())
-    connector.unregister_kv_caches()
-    connector.restore_kv_caches()
 
 
 def test_the_kv_cache_is_allocated_where_the_daemon_can_reach_it(config: Any) -> None:
@@ -340,22 +306,6 @@ def test_a_failed_load_is_received_and_failed_and_no_assertion_ends_the_worker(
     }
 
 
-def test_stores_begin_in_the_next_step_whether_vllm_waits_for_saves_or_not(
-    worker: tuple[KvoffdConnector, FakeWorkerClient],
-) -> None:
-    connector, client = worker
-    keyed = KeyedSpec.of([key(1)], {(0).to_bytes(4, "big"): 0})
-    store = TransferJob("r", GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0]), keyed)
-    sent = []
-    for jobs in ({3: store}, {}):
-        metadata = ConnectorMetadata(load_jobs={}, store_jobs=jobs)
-        connector.handle_preemptions(metadata)
-        connector.bind_connector_metadata(metadata)
-        connector.start_load_kv(None)
-        sent.append(list(client.stores))
-    assert sent == [[], [3]]
-
-
 def test_a_step_s_loads_and_the_last_one_s_stores_begin_in_one_message_before_the_model_runs(
     worker: tuple[KvoffdConnector, FakeWorkerClient],
 ) -> None:
@@ -404,34 +354,6 @@ def test_credit_is_reported_when_it_changes_and_not_otherwise(
     again = connector.build_connector_worker_meta()
     assert again is not None
     assert again.credit_bytes == 5
-
-
-def test_a_local_failure_of_a_store_reaches_the_scheduler(worker: tuple[KvoffdConnector, FakeWorkerClient]) -> None:
-    connector, _ = worker
-    connector.bind_connector_metadata(ConnectorMetadata(load_jobs={}, store_jobs={}))
-    keyed = KeyedSpec.of([key(1), key(2)], {(0).to_bytes(4, "big"): 0})
-    broken = GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0])
-    assert connector.connector_worker.worker.submit_store(9, broken, keyed)
-    connector.get_transfer_results(set())
-    meta = connector.build_connector_worker_meta()
-    assert meta is not None
-    assert meta.failed_jobs[9].error is ErrorCode.BAD_BLOCK_IDS
-
-
-def test_a_report_about_jobs_from_before_a_reset_is_passed_over(scheduler: KvoffdConnector) -> None:
-    scheduler.connector_scheduler._stale_job_threshold = 10
-    meta = WorkerReport(completed_jobs={3: 1}, failed_jobs={3: FailedJob(ErrorCode.NOT_READY)})
-    scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta))
-
-
-def test_vllms_warning_about_stores_put_off_is_dropped_and_others_are_not(scheduler: KvoffdConnector) -> None:
-    kept = StoreRefusalFilter()
-    record = logging.LogRecord("x", logging.WARNING, "f", 1, "Request %s: cannot store chunks", ("r",), None)
-    other = logging.LogRecord("x", logging.WARNING, "f", 1, "Request %s: something else", ("r",), None)
-    assert not kept.filter(record)
-    assert kept.filter(other)
-    target = logging.getLogger("vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler")
-    assert sum(isinstance(item, StoreRefusalFilter) for item in target.filters) == 1
 
 
 def test_a_step_of_prompts_is_timed_when_its_output_has_come(scheduler: KvoffdConnector) -> None:

@@ -73,11 +73,6 @@ def test_blocks_and_keys_that_do_not_fit_are_refused(size: int, keys: int, is_st
         convert(blocks, (hashes(*range(keys)),), is_store=is_store)
 
 
-def test_another_number_of_groups_is_refused() -> None:
-    with pytest.raises(TransferMismatch, match="groups"):
-        convert(GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0]), (hashes(1), hashes(2)))
-
-
 def test_reports_of_ranks_are_merged_with_every_failure_and_the_least_credit() -> None:
     first, second = WorkerReport(credit_bytes=500, waited_s=0.1), WorkerReport(credit_bytes=300)
     for meta in (first, second):
@@ -91,8 +86,3 @@ def test_reports_of_ranks_are_merged_with_every_failure_and_the_least_credit() -
     assert merged.credit_bytes == 300
     assert merged.load_times == {1: LoadTime((2,), 0.5), 3: LoadTime((1,), 0.1)}, "the slowest rank's"
     assert merged.waited_s == 0.1
-
-
-def test_a_rank_without_news_leaves_the_others_credit() -> None:
-    assert WorkerReport().aggregate(WorkerReport(credit_bytes=5)).credit_bytes == 5
-    assert WorkerReport().aggregate(WorkerReport()).credit_bytes is None

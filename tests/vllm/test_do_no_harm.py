@@ -155,17 +155,3 @@ def test_the_manager_counts_what_is_left_out_and_tells_the_daemon(said: pytest.L
     rig.manager.step_begins([1])
     assert rig.client.reports[1:] == [(10_000, pytest.approx(2000), 0, 0, 0)], "the daemon may be another"
     assert harm.skipped_loads == 0
-
-
-def test_switched_off_it_measures_and_leaves_nothing_out(said: pytest.LogCaptureFixture) -> None:
-    rig, harm = harness(do_no_harm=False)
-    rig.request("r", set())
-    for _ in range(LEAST_LOAD_SAMPLES):
-        rig.manager.load_ended([1], 0.5)
-        rig.manager.workers_report(None, 2.0)
-    assert harm.rates == (10_000, pytest.approx(2000))
-    assert rig.manager.load_is_worth_it("r", 1000)
-    output = rig.manager.prepare_store(KEYS, ReqContext("r"))
-    assert output is not None
-    assert list(output.keys_to_store)
-    assert not [one for one in said.records if one.levelno >= logging.WARNING]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -12,8 +11,6 @@ from kvoffd_client.vllm.engine_namespace import (
     PATIENCE_S,
     EngineNamespace,
     MemoryReport,
-    NamespacesDiffer,
-    common_namespace,
 )
 from tests.kit.clock import Clock
 from tests.kit.vllm_fakes import FakeSchedulerClient
@@ -41,25 +38,6 @@ class Harness:
         self.namespace.report({rank: MemoryReport(ONE, weights, generation, **changes) for rank in range(2)})
 
 
-def test_workers_that_agree_have_one_namespace() -> None:
-    assert common_namespace([ONE, replace(ONE)]) is ONE
-
-
-def test_workers_that_disagree_are_told_apart_by_their_factors() -> None:
-    with pytest.raises(NamespacesDiffer, match="name"):
-        common_namespace([ONE, OTHER])
-
-
-def test_before_the_namespace_is_known_nothing_is_there_and_nothing_fails() -> None:
-    client: Any = Harness().namespace.client
-    assert not client.ready
-    assert client.credit_bytes == 0
-    assert client.take_events() == []
-    client.release(1)
-    client.invalidate([])
-    client.close()
-
-
 def test_a_client_is_made_once_for_each_namespace() -> None:
     harness = Harness()
     for weights in ("a", "a", "b"):
@@ -71,26 +49,6 @@ def test_a_client_is_made_once_for_each_namespace() -> None:
     assert first.fingerprint != second.fingerprint
     assert closed.closed
     assert not client.closed
-
-
-def test_a_closed_one_connects_no_more() -> None:
-    harness = Harness()
-    harness.report("a")
-    harness.namespace.close()
-    assert harness.made[0][1].closed
-    harness.namespace.leave(engine_cache_kept=False)
-    harness.report("b")
-    assert len(harness.made) == 1
-
-
-def test_a_worker_whose_memory_could_not_be_shared_may_come_back() -> None:
-    harness = Harness()
-    harness.report("a", usable=False)
-    assert not harness.namespace.usable
-    harness.namespace.report({0: MemoryReport(ONE, "a", 0)})
-    assert not harness.namespace.usable, "the other worker's"
-    harness.report("a")
-    assert harness.namespace.usable
 
 
 def test_workers_that_do_not_report_are_waited_for_for_a_while_and_asked_again_after_a_reset() -> None:

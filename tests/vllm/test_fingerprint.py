@@ -77,23 +77,6 @@ def test_every_group_fact_changes_the_namespace(name: str) -> None:
     assert fingerprint({**FACTS, "groups": [changed]}) != fingerprint(FACTS)
 
 
-def test_another_group_changes_the_namespace_and_so_does_their_order() -> None:
-    window = {**GROUP, "group_id": 1, "kind": "sliding_window", "window_tokens": 256}
-    both = fingerprint({**FACTS, "groups": [GROUP, window]})
-    assert both != fingerprint(FACTS)
-    assert both != fingerprint({**FACTS, "groups": [window, GROUP]})
-
-
-def test_equal_factors_give_one_namespace_whatever_it_is_called() -> None:
-    assert namespace_of(FACTS, "one").fingerprint == namespace_of(dict(FACTS), "other").fingerprint
-
-
-def test_no_two_factors_run_into_each_other() -> None:
-    assert fingerprint({**FACTS, "model": "a", "revision": "b"}) != fingerprint(
-        {**FACTS, "model": "ab", "revision": ""}
-    )
-
-
 def test_the_namespace_tells_the_daemon_what_it_is_made_of() -> None:
     spec = namespace_of({**FACTS, "groups": [GROUP, {**GROUP, "group_id": 2, "window_tokens": 256}]}, "tiny")
     assert (spec.label, spec.world_size, spec.key_bytes) == ("tiny", 2, 32)

@@ -139,11 +139,6 @@ def test_tensors_in_chunks_are_one_segment(stub: StubCuda) -> None:
     segment.close()
 
 
-def test_memory_that_cannot_be_exported_is_told_apart(stub: StubCuda) -> None:
-    with pytest.raises(NotShareable, match="not memory of a GPU"):
-        registration_of(caches_at((4096, 512, 512)), [], rank=0, blocks_per_chunk=1)
-
-
 def test_a_tensor_over_two_allocations_is_told_apart(stub: StubCuda) -> None:
     buffer = stub.allocate(4096)
     exported = export_segments([(buffer.address, 1)], ExportDriver(stub.path))
@@ -187,22 +182,6 @@ def test_a_fence_waits_a_moment_for_kernels_and_then_takes_jobs_back(harness: Ha
     assert list(harness.clients[0].stores) == [2]
 
 
-def test_a_fence_takes_nothing_back_whose_kernels_are_done(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "kvoffd_client.vllm.worker.FENCE_PATIENCE_S", 60.0
-    )  # however late the timer comes on a busy machine
-    harness.worker.submit_store(1, BLOCKS, KEYED)
-    harness.worker.flush()
-    harness.events[0].happened.set()
-    harness.worker.submit_store(2, BLOCKS, KEYED)
-    happen = threading.Timer(0.01, lambda: harness.events[1].happened.set())
-    happen.start()
-    harness.worker.wait({1, 2})
-    happen.join()
-    assert harness.clients[0].fences == [([1, 2], 1.5, 0)]
-    assert harness.clients[0].messages == [[1], [2]]
-
-
 def test_a_gpu_that_failed_costs_jobs_and_not_the_engine(harness: Harness) -> None:
     harness.gpu_failed = True
     assert harness.worker.submit_store(1, BLOCKS, KEYED)
@@ -237,15 +216,6 @@ def test_asleep_the_daemon_holds_nothing_and_awake_all_is_as_before(harness: Har
     harness.events[0].happened.set()
     wait_until(lambda: list(second.stores) == [3])
     assert harness.worker.credit_bytes == second.credit_bytes
-
-
-def test_an_engine_that_is_not_asleep_is_not_woken(harness: Harness) -> None:
-    harness.worker.wake()
-    assert not harness.clients[0].closed
-    harness.worker.submit_store(1, BLOCKS, KEYED)
-    harness.worker.flush()
-    harness.events[0].happened.set()
-    wait_until(lambda: list(harness.clients[0].stores) == [1])
 
 
 def test_the_thread_that_waits_for_an_event_is_on_the_events_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

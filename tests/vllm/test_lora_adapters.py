@@ -73,14 +73,6 @@ def test_an_adapter_without_files_is_unknown(tmp_path: Path) -> None:
     assert adapters.content_of(request(tmp_path / "empty")) is None
 
 
-def test_a_hubs_adapter_is_its_files_in_the_local_cache(tmp_path: Path, monkeypatch: Any) -> None:
-    path = write_lora_adapter(tmp_path / "snapshot", seed=1)
-    monkeypatch.setattr(
-        "kvoffd_client.vllm.fingerprint.try_to_load_from_cache", lambda repository, name: str(path / name)
-    )
-    assert LoraAdapters().content_of(request("org/adapter")) == LoraAdapters().content_of(request(path))
-
-
 def test_the_content_is_mixed_into_every_key() -> None:
     keys = [key(1), key(2)]
     positions = {keys[0][-GROUP_ID_BYTES:]: 0}

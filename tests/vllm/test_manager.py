@@ -11,8 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _c
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvoffd_client.vllm.config import OWN_KEYS
-from kvoffd_client.vllm.connector_metadata import NO_LEASE, FailedJob
+from kvoffd_client.vllm.connector_metadata import FailedJob
 from kvoffd_client.vllm.metrics import (
     CONNECTED,
     DEFERRED_STORES,
@@ -23,17 +22,9 @@ from kvoffd_client.vllm.metrics import (
     LOOKUPS,
     PREFILL_RATE,
 )
-from kvoffd_client.vllm.spec import CONFIG_INFO
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.manager_harness import HASHES, KEYS, ManagerHarness
 from tests.kit.vllm_fakes import block_hash, key
-
-
-def test_an_answered_lookup_is_hits_and_misses_from_the_host() -> None:
-    harness = ManagerHarness()
-    context = harness.request(ready={block_hash(1)})
-    assert harness.results(context) == [LookupResult.HIT, LookupResult.MISS, LookupResult.MISS]
-    assert harness.manager.get_load_source(KEYS[0], context) is CacheHitSource.HOST
 
 
 def test_blocks_that_come_up_from_disk_put_the_request_off_and_count_as_hits_of_the_disk() -> None:
@@ -52,17 +43,6 @@ def test_blocks_that_come_up_from_disk_put_the_request_off_and_count_as_hits_of_
     assert sources == [CacheHitSource.HOST, CacheHitSource.DISK, CacheHitSource.DISK]
 
 
-def test_a_request_that_waits_for_its_answer_keeps_no_pause_from_ending() -> None:
-    harness = ManagerHarness()
-    context = harness.request()
-    harness.scan()
-    assert harness.results(context) == [LookupResult.RETRY] * 3
-    assert not harness.manager.has_pending_work()
-    harness.client.answer(HASHES)
-    harness.scan()
-    assert harness.results(context) == [LookupResult.HIT] * 3
-
-
 def test_a_late_answer_is_a_miss_and_counted_once() -> None:
     harness = ManagerHarness()
     context = harness.request()
@@ -74,15 +54,6 @@ def test_a_late_answer_is_a_miss_and_counted_once() -> None:
     assert stats.reduce()[LATE_LOOKUPS] == 1
     harness.manager.on_request_finished(context)
     assert harness.client.unused == ["late"], "operators see it among the misses"
-
-
-def test_a_load_that_is_skipped_is_told_when_the_lease_ends() -> None:
-    harness = ManagerHarness()
-    context = harness.request(ready=HASHES)
-    harness.scan()
-    harness.manager._requests[context.req_id].skip_counted = True
-    harness.manager.on_request_finished(context)
-    assert harness.client.unused == ["skipped"]
 
 
 def test_a_load_carries_keys_and_lease_and_gives_the_lease_back_when_done() -> None:
@@ -97,11 +68,6 @@ def test_a_load_carries_keys_and_lease_and_gives_the_lease_back_when_done() -> N
     harness.manager.complete_load(KEYS[1:], context)
     harness.manager.complete_load(KEYS[1:], context)
     assert harness.client.released == [lease_id]
-
-
-def test_a_load_nobody_looked_up_has_no_lease() -> None:
-    harness = ManagerHarness()
-    assert harness.manager.prepare_load(KEYS, ReqContext("unknown")).lease_id == NO_LEASE
 
 
 def test_a_request_that_runs_or_ends_without_a_load_gives_its_lease_back() -> None:
@@ -124,13 +90,6 @@ def test_a_failed_load_bars_the_request_and_forgets_unusable_blocks_in_the_daemo
     assert harness.results(context) == [LookupResult.MISS] * 3
     assert [(item.group, item.keys) for item in harness.client.invalidated] == [(0, block_hash(2))]
     assert harness.manager.get_stats().reduce()[FAILED_LOADS] == 1
-
-
-def test_blocks_are_not_forgotten_for_a_fault_that_is_not_theirs() -> None:
-    harness = ManagerHarness()
-    harness.request(ready=HASHES)
-    harness.manager.job_failed(FailedJob(ErrorCode.SESSION_ENDED, ((0, block_hash(2)),), "r"))
-    assert harness.client.invalidated == []
 
 
 def test_stores_leave_out_what_the_daemon_has_and_what_is_on_its_way() -> None:
@@ -168,13 +127,6 @@ def test_a_request_that_has_ended_may_pass_the_credit_to_twice_of_it() -> None:
         request.is_finished, request.num_computed_tokens = (lambda: True), request.num_tokens
         output = harness.manager.prepare_store(KEYS[2:], context)
         assert (output and output.keys_to_store) == stored
-
-
-def test_an_offer_larger_than_the_whole_credit_is_made_when_nothing_is_outstanding() -> None:
-    harness = ManagerHarness()
-    context = harness.request(ready=set())
-    harness.manager.workers_report(1, 0.0)
-    assert harness.manager.prepare_store(KEYS, context).keys_to_store == KEYS
 
 
 def test_while_the_daemon_is_down_nothing_is_offered_and_vllm_goes_on() -> None:
@@ -300,27 +252,6 @@ def test_the_end_of_a_prompt_inside_a_chunk_is_neither_looked_up_nor_stored() ->
     assert list(stored.keys_to_store) == []
 
 
-def test_shutdown_closes_the_client() -> None:
-    harness = ManagerHarness()
-    harness.manager.shutdown()
-    assert harness.client.closed
-
-
-def test_blocks_from_a_store_that_nodes_share_count_as_hits_of_a_remote_store() -> None:
-    harness = ManagerHarness()
-    context = harness.request()
-    harness.client.answer({block_hash(1)}, coming=[block_hash(2)], shared=[block_hash(3)])
-    harness.scan()
-    assert harness.results(context)[2] is LookupResult.HIT_PENDING
-    harness.clock.now += 0.1
-    harness.scan()
-    harness.client.answer({block_hash(1), block_hash(2), block_hash(3)})
-    harness.scan()
-    assert harness.results(context) == [LookupResult.HIT] * 3
-    sources = [harness.manager.get_load_source(item, context) for item in KEYS]
-    assert sources == [CacheHitSource.HOST, CacheHitSource.DISK, CacheHitSource.EXTERNAL_UNSPECIFIED]
-
-
 @pytest.mark.parametrize(("tiers", "waits"), [(None, True), ([{"medium": "STORAGE"}], True), ([], False)])
 def test_a_request_that_wants_nothing_from_disk_does_not_wait_for_it(tiers: object, waits: bool) -> None:
     harness = ManagerHarness()
@@ -334,12 +265,6 @@ def test_a_request_that_wants_nothing_from_disk_does_not_wait_for_it(tiers: obje
     found = harness.results(context)
     assert found[0] is LookupResult.HIT
     assert found[1] is (LookupResult.HIT_PENDING if waits else LookupResult.MISS)
-
-
-def test_the_labels_of_the_configuration_are_those_that_are_declared() -> None:
-    manager = ManagerHarness(config_info={"directory": "/run/kvoffd"}).manager
-    assert manager.config_info() == [{"directory": "/run/kvoffd"}]
-    assert set(CONFIG_INFO) <= set(OWN_KEYS)
 
 
 def store(harness: ManagerHarness, context: ReqContext) -> Collection[OffloadKey]:

@@ -33,14 +33,3 @@ def test_math_kernels_are_chosen_by_the_hook(device: str) -> None:
         kvoffd_client.vllm.register()
     wanted = {(name, "cpu", dtype, 1) for name in FUNCTIONS for dtype in (torch.float32, torch.float64)}
     assert wanted <= calls.seen
-
-
-def test_math_kernels_of_rotary_tables_are_among_them() -> None:
-    """A small model's table is computed by several threads already."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-
-    with set_current_vllm_config(VllmConfig()), Calls() as calls:
-        RotaryEmbedding(32, 32, 8192, 10000.0, True, torch.float32)
-    several_threads = 32_768  # numbers, PyTorch's grain
-    assert {"cos", "sin"} <= {name for name, _, _, count in calls.seen if count > several_threads} & set(FUNCTIONS)

@@ -29,16 +29,6 @@ def found(report: RequestReport) -> tuple[int, int, int, int]:
     return report.keys, report.found_pool, report.found_disk, report.found_shared
 
 
-def test_a_hit_is_loaded_and_what_is_missing_behind_it_is_named() -> None:
-    harness = ManagerHarness()
-    harness.request(ready={block_hash(1), block_hash(2)})
-    report = told(harness, 2 * CHUNK_TOKENS)
-    assert (report.outcome, report.loaded_tokens, report.tokens) == (Outcome.LOADED, 2000, 3001)
-    assert found(report) == (3, 2, 0, 0)
-    assert (report.missing_group, report.missing_key, report.reason) == (0, block_hash(3), ""), "the daemon knows why"
-    assert report.missing_number == 3
-
-
 def test_a_miss_names_its_first_key_whatever_is_behind_it() -> None:
     harness = ManagerHarness()
     harness.request(ready={block_hash(2)})
@@ -128,12 +118,3 @@ def test_the_last_request_of_an_engine_that_makes_no_more_steps_is_told_of(caplo
         logger.setLevel(logging.NOTSET)
     assert [one.request for one in harness.client.noted] == ["r"]
     assert "request r of 3001 tokens: loaded, 1000 tokens loaded; of 3 keys 1 in the pool" in caplog.text
-
-
-def test_very_many_in_one_step_are_bounded() -> None:
-    harness = ManagerHarness()
-    for number in range(300):
-        harness.request(f"r{number}")
-        harness.manager.scheduled(harness.requests[f"r{number}"], 0)
-    harness.manager.step_begins([1])
-    assert len(harness.client.noted) == 256

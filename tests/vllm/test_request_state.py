@@ -6,7 +6,7 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 from kvoffd_client.vllm.connector_metadata import FailedJob
-from kvoffd_client.vllm.manager import LEAST_UNKNOWN_S, ChunkGroup
+from kvoffd_client.vllm.manager import ChunkGroup
 from tests.kit.manager_harness import CHUNK_TOKENS, HASHES, KEYS, SHARD_BYTES, ManagerHarness
 from tests.kit.vllm_fakes import block_hash, key
 
@@ -38,23 +38,6 @@ def test_one_lookup_asks_for_all_groups_with_positions_as_groups_on_the_wire() -
     harness.client.answer({block_hash(3)})
     harness.scan()
     assert harness.results(context, [key(2), key(3), key(3, group_id=7)]) == [MISS, HIT, HIT]
-
-
-def test_keys_are_put_off_until_the_answer_is_taken_in() -> None:
-    harness = Harness()
-    harness.scan()
-    assert harness.statuses(1, 3) == [RETRY] * 2
-    harness.answered({block_hash(1), block_hash(3)})
-    assert harness.statuses(1, 2, 3) == [HIT, MISS, HIT]
-
-
-def test_without_an_answer_by_the_deadline_it_is_a_miss_and_a_later_answer_still_counts() -> None:
-    harness = Harness()
-    harness.clock.now += 0.4
-    harness.scan()
-    assert harness.statuses(1) == [MISS]
-    harness.answered(HASHES)
-    assert harness.statuses(1) == [HIT]
 
 
 def test_an_answer_is_awaited_no_longer_than_computing_takes() -> None:
@@ -99,20 +82,6 @@ def test_prompts_that_are_computed_faster_than_the_daemon_answers_do_not_wait(do
         harness.manager.on_request_finished(ReqContext(name))
 
 
-def test_what_was_given_up_stays_so_until_the_answer_comes() -> None:
-    """An allowance that grew between two steps must not put a request off again."""
-    harness = Harness()
-    computed = harness.requests["r"].num_tokens - 64
-    harness.clock.now += LEAST_UNKNOWN_S + 0.001
-    harness.scan(computed=computed)
-    assert harness.statuses(1) == [MISS]
-    harness.prefill.tokens_per_second = 1.0
-    harness.scan(computed=computed)
-    assert harness.statuses(1) == [MISS]
-    harness.answered(HASHES)
-    assert harness.statuses(1) == [HIT]
-
-
 def test_a_failed_lookup_is_a_miss_and_not_repeated_at_once() -> None:
     harness = Harness()
     harness.client.fail()
@@ -140,22 +109,6 @@ def test_a_lease_that_died_is_looked_up_again_and_not_loaded_from() -> None:
     harness.client.asked[0][0].alive = False
     assert harness.scan()
     assert harness.statuses(1) == [RETRY]
-
-
-def test_a_load_takes_the_lease_and_the_next_lookup_makes_a_new_one() -> None:
-    harness = Harness().answered(HASHES)
-    spec = harness.manager.prepare_load(KEYS, harness.context)
-    assert spec.lease_id == harness.client.asked[0][0].lease_id
-    assert harness.client.released == []
-    assert harness.scan()
-    assert harness.client.asked[-1][0].lease_id != spec.lease_id
-
-
-def test_a_request_that_grew_is_asked_for_again() -> None:
-    harness = Harness().answered(HASHES)
-    assert not harness.scan()
-    harness.requests["r"].block_hashes.append(block_hash(5))
-    assert harness.scan()
 
 
 def test_after_a_failed_load_a_request_is_never_looked_up_again_and_all_of_it_stored() -> None:
@@ -223,14 +176,6 @@ def test_blocks_on_their_way_from_disk_are_waited_for_and_asked_for_again() -> N
     assert len(harness.client.released) == 2, "each new lease pins what the one before did"
 
 
-def test_while_it_is_asked_again_the_answer_in_force_holds() -> None:
-    harness = DiskHarness()
-    harness.ask(coming=2)
-    harness.clock.now += 0.01
-    assert harness.scan()
-    assert harness.statuses(1, 2, 3) == [HIT, PENDING, PENDING]
-
-
 def test_while_blocks_come_from_disk_the_next_answer_has_the_whole_deadline() -> None:
     """Keys that the answer before lacked are asked for again with the others; seconds of computing hang on these."""
     harness = DiskHarness()
@@ -276,22 +221,6 @@ def test_the_limit_ends_the_waiting_for_good() -> None:
     assert harness.statuses(3) == [MISS]
 
 
-def test_where_the_daemon_expects_more_than_the_limit_nobody_waits() -> None:
-    harness = DiskHarness()
-    harness.ask(coming=2, wait_s=1.5)
-    assert harness.statuses(1, 2) == [HIT, MISS]
-
-
-def test_wait_does_not_outlast_the_daemon() -> None:
-    harness = DiskHarness(do_no_harm=False, disk_wait_s=100.0)
-    harness.client.answer(set(), coming=[block_hash(1), block_hash(2)])  # nothing is ready, so no lease can die
-    harness.scan()
-    assert harness.statuses(1) == [PENDING]
-    harness.client.ready = False
-    harness.scan()
-    assert harness.statuses(1, 2) == [MISS] * 2
-
-
 def test_wait_does_not_wait_for_a_daemon_that_does_not_answer() -> None:
     harness = DiskHarness(do_no_harm=False, disk_wait_s=100.0)
     harness.ask(coming=2)
@@ -306,17 +235,3 @@ def test_wait_does_not_wait_for_a_daemon_that_does_not_answer() -> None:
     harness.client.fail()
     harness.scan()
     assert harness.statuses(1, 2) == [HIT, MISS]
-
-
-@pytest.mark.parametrize(("expected_s", "waits"), [(99.0, True), (101.0, False)])
-def test_with_no_word_of_harm_the_limit_is_what_the_user_gives(expected_s: float, waits: bool) -> None:
-    harness = DiskHarness(do_no_harm=False, disk_wait_s=100.0)
-    harness.prefill.tokens_per_second = 1e6
-    harness.ask(coming=2, wait_s=expected_s)
-    assert harness.statuses(2) == [PENDING if waits else MISS]
-
-
-def test_where_nothing_may_be_waited_for_what_is_ready_is_taken() -> None:
-    harness = DiskHarness(disk_wait_s=0.0)
-    harness.ask(coming=2)
-    assert harness.statuses(1, 2, 3) == [HIT, MISS, MISS]

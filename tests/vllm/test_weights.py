@@ -24,10 +24,6 @@ def write_model(path: Path, seed: int = 0, layers: int = 200) -> Path:
     return path
 
 
-def test_a_name_on_a_hub_has_no_local_identity() -> None:
-    assert weights_identity("org/model") is None
-
-
 def test_a_copy_is_the_same_model_whatever_its_path_and_times(tmp_path: Path) -> None:
     original = write_model(tmp_path / "a")
     shutil.copytree(original, tmp_path / "b", copy_function=shutil.copyfile)
@@ -53,11 +49,6 @@ def test_files_of_other_formats_are_told_apart_by_content(name: str, tmp_path: P
     first = weights_identity(str(tmp_path))
     (tmp_path / name).write_bytes(b"\2" * 100_000)
     assert weights_identity(str(tmp_path)) != first
-
-
-def test_a_single_file_is_a_model_too(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"\1" * 1000)
-    assert weights_identity(str(tmp_path / "model.gguf")) is not None
 
 
 def test_where_no_weights_are_found_the_path_tells_models_apart(tmp_path: Path) -> None:

@@ -16,12 +16,12 @@ from kvoffd_client import NamespaceSpec, Registration, SharedMemory
 from kvoffd_client.vllm import worker as worker_module
 from kvoffd_client.vllm.config import ConnectorOptions
 from kvoffd_client.vllm.connector_metadata import NO_LEASE, FailedJob, KeyedSpec, LoadTime
-from kvoffd_client.vllm.kv_memory import NotShareable, SharedKvMemory, registration_of
+from kvoffd_client.vllm.kv_memory import SharedKvMemory, registration_of
 from kvoffd_client.vllm.spec import KvoffdSpec
 from kvoffd_client.vllm.worker import KvoffdWorker
 from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import GroupKeys, JobResult, PageRef, Role, TensorLayout, Unregister
+from kvoffd_proto.messages import JobResult, PageRef, Role, TensorLayout, Unregister
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash
 from tests.kit.waiting import wait_until
@@ -88,19 +88,6 @@ def test_a_registration_names_places_in_the_memory_the_cache_lies_in() -> None:
     assert (registration.rank, registration.blocks_per_key) == (1, 2)
 
 
-def test_memory_that_is_not_shared_is_told_apart() -> None:
-    private = torch.zeros(8192, dtype=torch.int8)
-    with pytest.raises(NotShareable, match="get_mem_pool_context"):
-        registration_of(caches_in(private), [], rank=0, blocks_per_chunk=1)
-
-
-def test_memory_of_another_device_is_refused_with_a_sentence() -> None:
-    caches = caches_in(torch.zeros(8192, dtype=torch.int8))
-    caches.tensors[0].tensor = torch.zeros((4, 512), dtype=torch.int8, device="meta")
-    with pytest.raises(NotShareable, match="cpu and meta memory; kvoffd serves NVIDIA GPUs and CPUs"):
-        registration_of(caches, [], rank=0, blocks_per_chunk=1)
-
-
 def test_an_engine_on_cpu_whose_memory_cannot_be_shared_is_refused_at_its_start() -> None:
     spec: Any = SimpleNamespace(
         namespace=NAMESPACE,
@@ -160,15 +147,6 @@ def test_jobs_reach_the_client_and_their_results_come_back() -> None:
     assert (report.failed_jobs, report.load_times) == ({}, {2: LoadTime((2,), 0.25)})
 
 
-def test_a_failed_job_says_why_and_which_keys() -> None:
-    client = FakeWorkerClient()
-    worker = make_worker(client)
-    worker.submit_load(2, LEASED, BLOCKS)
-    client.results = [JobResult(2, False, 0, 0.1, ErrorCode.NOT_READY, [GroupKeys(0, block_hash(2))])]
-    assert only_failure(worker) == FailedJob(ErrorCode.NOT_READY, ((0, block_hash(2)),), "r")
-    assert worker.failed_requests == {"r"}
-
-
 def test_where_the_daemon_names_no_keys_all_of_the_job_have_failed() -> None:
     client = FakeWorkerClient()
     worker = make_worker(client)
@@ -195,41 +173,12 @@ def test_a_load_without_a_lease_fails_here() -> None:
     assert client.loads == {}
 
 
-def test_waiting_is_the_clients_fence_with_our_deadline() -> None:
-    client = FakeWorkerClient()
-    worker = make_worker(client)
-    worker.wait({3, 1})
-    assert client.fences == [([1, 3], 1.5, 0)]
-
-
 def test_a_fence_sends_what_waits_for_the_end_of_the_step() -> None:
     client = FakeWorkerClient()
     worker = make_worker(client)
     worker.submit_store(1, BLOCKS, KEYED)
     worker.wait({1})
     assert (client.messages, client.fences) == ([[1]], [([1], 1.5, 0)])
-
-
-def test_whoever_asks_for_results_need_not_flush() -> None:
-    client = FakeWorkerClient()
-    worker = make_worker(client)
-    worker.submit_store(1, BLOCKS, KEYED)
-    assert worker.get_finished() == []
-    assert client.messages == [[1]]
-
-
-def test_credit_is_unknown_while_the_client_is_not_ready() -> None:
-    client = FakeWorkerClient(ready=False)
-    worker = make_worker(client)
-    assert worker.credit_bytes is None
-    client.ready = True
-    assert worker.credit_bytes == client.credit_bytes
-
-
-def test_shutdown_closes_the_client() -> None:
-    client = FakeWorkerClient()
-    make_worker(client).shutdown()
-    assert client.closed
 
 
 def test_a_worker_is_registered_in_one_namespace_at_a_time_and_without_one_fails_every_job() -> None:
