@@ -23,35 +23,6 @@ def stream(max_events: int = 100) -> EventStream:
     return made
 
 
-def test_events_begin_at_any_number_and_come_in_order() -> None:
-    events = stream()
-    for number in (5, 6, 7):
-        events.message(*message(number))
-    assert events.take() == [event(5), event(6), event(7)]
-    assert events.take() == []
-    assert events.lost == 0
-
-
-def test_what_was_lost_is_counted_and_takes_back_all_that_was_known() -> None:
-    events = stream()
-    events.message(*message(0))
-    events.message(*message(3))
-    assert events.take() == [CLEARED, event(3)]
-    assert events.lost == 2
-    events.message(*message(1))
-    assert events.take() == [CLEARED, event(1)], "a daemon, or a namespace, that counts anew"
-
-
-def test_another_connection_begins_with_nothing() -> None:
-    events = stream()
-    events.message(*message(0))
-    events.disconnected()
-    assert events.take() == [CLEARED]
-    events.message(*message(9))
-    assert events.take() == [event(9)]
-    assert events.lost == 0
-
-
 def test_events_that_nobody_takes_are_bounded_and_counted() -> None:
     events = stream(max_events=3)
     for number in range(5):

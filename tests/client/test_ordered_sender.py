@@ -75,30 +75,6 @@ def test_a_job_is_sent_when_its_event_has_happened_and_not_before(gpu: Gpu) -> N
     assert gpu.sent == [1]
 
 
-def test_the_event_is_recorded_when_the_job_is_submitted(gpu: Gpu) -> None:
-    """Not when the thread gets to it: by then the stream holds kernels of later steps."""
-    gpu.submit(1)
-    gpu.submit(2)
-    assert len(gpu.events) == 2
-    assert not gpu.events[1].waited_for.is_set()
-
-
-def test_submitting_does_not_wait_for_the_gpu(gpu: Gpu) -> None:
-    started = time.monotonic()
-    for job_id in range(100):
-        gpu.submit(job_id)
-    assert time.monotonic() - started < WAIT_S / 2
-    assert gpu.sender.waiting == list(range(100))
-
-
-def test_jobs_are_sent_in_their_order(gpu: Gpu) -> None:
-    events = [gpu.submit(job_id) for job_id in range(10)]
-    for event in reversed(events):
-        event.happened.set()
-    assert wait_sent(gpu.sender, range(10), WAIT_S)
-    assert gpu.sent == list(range(10))
-
-
 def test_a_job_taken_back_is_never_sent(gpu: Gpu) -> None:
     first, second = gpu.submit(1), gpu.submit(2)
     gpu.submit(3).happened.set()

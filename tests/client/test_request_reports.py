@@ -48,21 +48,3 @@ def test_an_operator_sees_why_a_request_missed(daemon: DaemonProcess, capsys: py
         assert "many-299" in cli("many").splitlines()[-1], "the last ones"
     assert "No engine that is connected has reported a request." in cli()
     assert main(["clients", "cmpl-1", "--directory", str(daemon.directory)]) == 2
-
-
-def test_reports_wait_for_nobody_and_are_dropped_without_a_daemon(daemon: DaemonProcess) -> None:
-    with FakeEngine(daemon.directory, "tiny") as engine:
-        daemon.kill()
-        engine.scheduler.note_request(report("lost", Outcome.MISSED))
-        daemon.start()
-        assert engine.scheduler.wait_ready(30.0)
-        engine.scheduler.note_request(report("kept", Outcome.MISSED))
-        wait_until(lambda: "kept" in _names(daemon))
-
-
-def _names(daemon: DaemonProcess) -> list[str]:
-    from kvoffd_client import AdminClient
-    from kvoffd_proto.admin import Requests
-
-    with AdminClient(daemon.directory) as admin:
-        return [one.report.request for one in admin.ask(Requests).requests]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from kvoffd_client import NamespaceSpec, SchedulerClient
@@ -20,31 +18,6 @@ OTHER = bytes(32)
 
 def removed(number: int) -> BlockRemoved:
     return BlockRemoved([bytes([number])], "CPU", 0)
-
-
-def test_many_lookups_at_once_find_their_own_answers(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
-    asked = [scheduler.lookup([m.GroupKeys(0, bytes(32 * count))]) for count in range(1, 50)]
-    for count, future in enumerate(asked, 1):
-        assert future.wait(5)
-        assert future.leading_ready() == count
-        assert future.alive
-    assert len({future.lease_id for future in asked}) == 49
-
-
-def test_a_lease_is_known_as_dead_after_half_of_its_life(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
-    def short_lived(request: m.AnyRequest, _: object) -> m.AnyReply:
-        assert isinstance(request, m.Lookup)
-        return m.LookupReply(request.request_id, request.lease_id, [b"\2\2\2"], 2, 4000)
-
-    fake.answers[m.Lookup] = short_lived
-    kept, dropped = scheduler.lookup(KEYS), scheduler.lookup(KEYS)
-    assert kept.wait(5)
-    assert dropped.wait(5)
-    scheduler.release(dropped.lease_id)
-    assert (kept.alive, dropped.alive) == (True, False)
-    wait_until(lambda: not kept.alive)
-    assert time.monotonic() < kept.answered_at + 20
-    assert [request.lease_ids for request in fake.seen(m.Release)] == [[dropped.lease_id]]
 
 
 def test_a_refused_lookup_is_a_miss_and_the_session_goes_on(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
@@ -70,12 +43,6 @@ def test_invalidate_and_reset_reach_the_daemon(fake: FakeDaemon, scheduler: Sche
     fake.stop()
     wait_until(lambda: not scheduler.ready)
     assert not scheduler.reset(0.1)
-
-
-def test_poll_takes_answers_in_without_the_other_thread(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
-    future = scheduler.lookup(KEYS)
-    wait_until(lambda: (scheduler.poll(), future.done)[1])
-    assert not future.failed
 
 
 def taken(scheduler: SchedulerClient, count: int) -> list[KvEvent]:

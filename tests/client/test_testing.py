@@ -36,25 +36,6 @@ def test_blocks_go_out_and_come_back_elsewhere(shared_daemon: DaemonProcess, wor
         assert engine.checksums(range(20)) != before
 
 
-def test_two_engines_of_one_name_share_and_of_two_names_do_not(shared_daemon: DaemonProcess) -> None:
-    with FakeEngine(shared_daemon.directory) as first, FakeEngine(shared_daemon.directory) as second:
-        first.fill([3], seed=9)
-        assert first.store(keys(1), [3]).ok
-        assert second.lookup(keys(1)) == 1
-        assert second.load(keys(1), [5]).ok
-        assert second.checksums([5]) == first.checksums([3])
-    with FakeEngine(shared_daemon.directory, namespace="other") as third:
-        assert third.lookup(keys(1)) == 0
-
-
-def test_lookup_counts_leading_keys_only(shared_daemon: DaemonProcess) -> None:
-    with FakeEngine(shared_daemon.directory) as engine:
-        assert engine.store(keys(0, 1, 3), [0, 1, 3]).ok
-        assert engine.lookup(keys(0, 1, 2, 3)) == 2
-        assert engine.lookup(keys(2, 3)) == 0
-        assert engine.lookup([]) == 0
-
-
 def test_a_load_needs_the_pins_of_a_lookup(shared_daemon: DaemonProcess) -> None:
     with FakeEngine(shared_daemon.directory) as engine:
         assert engine.store(keys(0, 1), [0, 1]).ok
@@ -80,17 +61,6 @@ def test_a_restart_of_the_daemon_is_failures_and_misses_and_then_it_works_again(
         assert engine.wait_ready(10)
         assert engine.store(keys(0), [0]).ok
         assert engine.lookup(keys(0)) == 1
-
-
-def test_filling_is_deterministic_and_differs_by_seed_block_and_rank(shared_daemon: DaemonProcess) -> None:
-    with FakeEngine(shared_daemon.directory, world_size=2, layers=2, blocks=4, page_bytes=4096) as engine:
-        engine.fill([0, 1, 2], seed=5)
-        first = engine.checksums([0, 1, 2])
-        assert len(set(first)) == 3
-        engine.fill([0], seed=6)
-        assert engine.checksums([0]) != first[:1]
-        engine.fill([0], seed=5)
-        assert engine.checksums([0, 1, 2]) == first
 
 
 def test_nonsense_is_an_error_of_the_caller(shared_daemon: DaemonProcess) -> None:
@@ -130,11 +100,3 @@ def test_a_store_that_takes_too_long_is_given_up(fake: FakeDaemon) -> None:
         assert (late.ok, late.error, late.failed_keys) == (False, ErrorCode.DEADLINE, keys(0))
         assert engine.lookup(keys(0)) == 1
         assert engine.load(keys(0), [1], timeout_s=0.1).error is not None
-
-
-def test_wrong_bytes_are_seen_by_the_checksums(shared_daemon: DaemonProcess) -> None:
-    with FakeEngine(shared_daemon.directory) as engine:
-        engine.fill([0], seed=1)
-        before = engine.checksums([0])
-        engine._memories[0].view[0] ^= 1
-        assert engine.checksums([0]) != before

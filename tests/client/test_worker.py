@@ -26,15 +26,6 @@ def take(worker: WorkerClient, count: int) -> dict[int, m.JobResult]:
     return found
 
 
-def test_jobs_come_back(worker: WorkerClient) -> None:
-    for job_id in range(20):
-        worker.store(job_id, TRANSFER)
-    worker.load(20, 2**32, TRANSFER)
-    assert all(result.ok for result in take(worker, 21).values())
-    assert worker.unfinished == 0
-    assert worker.credit_bytes == 1 << 20
-
-
 def test_completions_that_pub_drops_are_replayed(fake: FakeDaemon, worker: WorkerClient) -> None:
     fake.drop_publications = True
     for job_id in range(5):
@@ -43,14 +34,6 @@ def test_completions_that_pub_drops_are_replayed(fake: FakeDaemon, worker: Worke
     fake.drop_publications = False
     worker.store(5, TRANSFER)
     assert take(worker, 1)[5].ok
-
-
-def test_a_job_that_the_daemon_lost_fails(fake: FakeDaemon, worker: WorkerClient) -> None:
-    fake.answers[m.Submit] = lambda *_: None
-    worker.store(1, TRANSFER)
-    result = take(worker, 1)[1]
-    assert not result.ok
-    assert result.failed == [m.GroupKeys(0, bytes(32))]
 
 
 def test_a_refused_job_tells_why(fake: FakeDaemon, worker: WorkerClient) -> None:
@@ -178,17 +161,6 @@ def test_a_fence_over_a_load_and_a_store_ends_the_store_and_waits_until_the_daem
     assert not thread.is_alive()
     assert [(result.job_id, result.ok) for result in worker.take_results()] == [(2, False)]
     wait_until(lambda: len(fake.seen(m.Register)) == 2 and worker.ready)
-
-
-def test_the_daemons_death_ends_a_fence(fake: FakeDaemon, worker: WorkerClient) -> None:
-    fake.hold_jobs = True
-    worker.load(1, 2**32, TRANSFER)
-    wait_until(lambda: fake.seen_jobs(loads=True))
-    thread = fence_in_thread(worker, [1])
-    fake.stop()
-    thread.join(5)
-    assert not thread.is_alive()
-    assert not worker.take_results()[0].ok
 
 
 def test_after_unregister_no_job_is_taken_and_no_memory_is_handed_out_again(
