@@ -11,6 +11,9 @@ from typing import Any, cast
 from kvoffd.errors import KvoffdError
 
 LIBRARY = Path(__file__).parents[1] / "libkvoffd.so"
+VERSION = 1
+"""Of the functions and structures that C and Python share. Raise it with ``kvoffd_version`` (cache/blocks.c) when one
+changes: an old library would read wrong memory."""
 
 
 class NotCompiled(KvoffdError):
@@ -29,8 +32,10 @@ class Native:
         keys = (number, text, number, number)  # whose, end to end, how many, bytes of each
         try:
             libraries = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
+            found = ctypes.c_uint32.in_dll(libraries[0], "kvoffd_version").value
+            if found != VERSION:
+                raise OSError(f"it has version {found}, and {VERSION} is needed")
             without_gil, with_gil = (partial(_function, library) for library in libraries)
-            self._library = libraries[0]
             columns = (address, address, address, number)
             self.host_copy = without_gil("host_copy", number, *columns, *columns, address)
             self.gpu_copy = without_gil("gpu_copy", None, address, address)
@@ -85,17 +90,11 @@ class Native:
             self.learned_key = with_gil("learned_key", number, address, number, text, number, text)
             self.learned_chance = with_gil("learned_chance", real, address, number, text, number, number)
             self.learned_go_on = with_gil("learned_go_on", None, address)
-        except (OSError, AttributeError) as error:
+        except (OSError, AttributeError, ValueError) as error:
             raise NotCompiled(
                 f"The daemon's compiled part cannot be loaded ({error}); install kvoffd again where there is a C "
-                "compiler."
+                "compiler (in its source tree: run make venv)."
             ) from error
-
-    def check_bytes(self, name: str, structure: type[ctypes.Structure]) -> None:
-        """Raise NotCompiled where the library was built from a source whose structure has another size."""
-        theirs, ours = ctypes.c_uint64.in_dll(self._library, f"kvoffd_{name}_bytes").value, ctypes.sizeof(structure)
-        if theirs != ours:
-            raise NotCompiled(f"The daemon's compiled part is of another version ({name}); install kvoffd again.")
 
 
 def _function(library: ctypes.CDLL, name: str, result: type | None, *arguments: type) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd.config import REMOVED, SETTINGS, ConfigError, Limits, Setting, load_config, parse_address
+from kvoffd.config import SETTINGS, ConfigError, Limits, Setting, load_config, parse_address
 
 
 def refusal(
@@ -25,46 +25,6 @@ def refusal(
 def test_every_setting_is_described_in_a_sentence(setting: Setting) -> None:
     assert setting.description[0].isupper()
     assert setting.description.endswith(".")
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("pool_size", "0"),
-        ("pool_size", "4KiB"),
-        ("pool_size", "-1GiB"),
-        ("pool_size", "20 bananas"),
-        ("pool_size", str(2**63)),
-        ("pool_size", ""),
-        ("log_level", "loud"),
-        ("log_format", "xml"),
-        ("eviction_policy", "fifo"),
-        ("copy_threads", "0"),
-        ("copy_threads", "1.5"),
-        ("copy_threads", "65"),
-        ("disk_deadline", "0"),
-        ("disk_deadline", "nan"),
-        ("shutdown_deadline", "-1s"),
-        ("allowed_uids", "root"),
-        ("allowed_uids", "-1"),
-        ("allowed_gids", str(2**32 - 1)),
-        ("max_sessions", "0"),
-        ("pool_file", "/dev/shm/"),
-        ("pool_file", "/"),
-        ("http_address", "localhost"),
-        ("http_address", "127.0.0.1:65536"),
-        ("http_address", ":9464"),
-        ("http_address", "::1:9464"),
-        ("http_address", "my..host:9464"),
-        ("http_address", f"{'h' * 64}.example:9464"),
-        ("directory", ""),
-        ("directory", "/" + "d" * 120),
-    ],
-)
-def test_an_impossible_value_is_refused_by_name_value_and_source(name: str, value: str) -> None:
-    sentence = refusal(flags={name: value})
-    for part in (name, repr(value)[:20], f"flag --{name.replace('_', '-')}"):
-        assert part in sentence
 
 
 @pytest.mark.parametrize(
@@ -116,11 +76,6 @@ def test_a_relative_path_becomes_absolute_and_nothing_is_no_file(monkeypatch: py
 )
 def test_addresses_are_read(text: str, address: tuple[str, int]) -> None:
     assert parse_address(text) == address
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_setting_of_the_release_before_is_refused_with_what_to_do(name: str) -> None:
-    assert REMOVED[name] in refusal(environ={f"KVOFFD_{name.upper()}": "1"})
 
 
 def test_limits_are_constants_that_tests_may_replace() -> None:

@@ -85,33 +85,6 @@ def test_a_traceback_stays_in_the_line(log_format: str, log: Log) -> None:
     assert "OSError" in written
 
 
-def test_json_lines_are_objects_that_hold_the_text_as_it_was(log: Log) -> None:
-    configure_logging("debug", "json", log.fd)
-    logging.getLogger("kvoffd.test").debug("client %s", NASTY)
-    fail()
-    first, second = [json.loads(line) for line in log.text().splitlines()]
-    assert first["message"] == f"client {NASTY}"
-    assert (first["level"], first["logger"]) == ("debug", "kvoffd.test")
-    assert "exception" not in first
-    assert second["exception"].endswith("OSError: disk\nfull")
-
-
-def test_what_is_below_the_level_is_not_logged(log: Log) -> None:
-    configure_logging("warning", "text", log.fd)
-    logging.getLogger("kvoffd.test").info("quiet")
-    assert log.text() == ""
-
-
-def test_configuring_again_replaces_the_first(log: Log, tmp_path: Path) -> None:
-    second = Log(tmp_path / "second")
-    configure_logging("info", "text", log.fd)
-    configure_logging("info", "text", second.fd)
-    logging.getLogger("kvoffd.test").info("once")
-    assert second.text().count("once") == 1
-    assert log.text() == ""
-    second.stream.close()
-
-
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_the_journal_is_told_priorities(log_format: str, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     found = os.fstat(log.fd)
@@ -133,15 +106,6 @@ def test_a_refusal_is_one_line_for_people(log_format: str, capfd: pytest.Capture
         assert json.loads(said)["message"] == "It cannot start."
     else:
         assert said == "kvoffd: It cannot start.\n"
-
-
-def test_another_file_than_the_journal_gets_no_priorities(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell under systemd inherits the variable, and redirects stderr."""
-    found = os.stat("/")
-    monkeypatch.setenv("JOURNAL_STREAM", f"{found.st_dev}:{found.st_ino}")
-    configure_logging("info", "text", log.fd)
-    logging.getLogger("kvoffd.test").error("said")
-    assert log.text().startswith("2")
 
 
 def record(text: str) -> logging.LogRecord:

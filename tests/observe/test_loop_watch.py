@@ -56,12 +56,6 @@ def test_a_callback_that_blocks_is_measured_and_named(caplog: pytest.LogCaptureF
     assert blocker.__name__ in caplog.messages[0]
 
 
-def test_a_quiet_loop_is_not_blocked() -> None:
-    watch = uvloop.run(watched())
-    assert over(watch, "0.5") == 0
-    assert 1 <= watch.loop_blocked.buckets["+Inf"] <= 6
-
-
 _WATCHED = """
 import asyncio, logging, sys, threading, time
 from kvoffd.observe import loop_watch

@@ -10,50 +10,6 @@ from kvoffd.observe.meters import WINDOWS_S, CounterWindows, DurationHistogram, 
 from tests.kit.clock import Clock
 
 
-def test_nothing_added_is_no_rate() -> None:
-    clock = Clock()
-    meter = RateMeter(clock=clock)
-    assert meter.per_second() == 0.0
-    clock.now += 100
-    assert meter.per_second() == 0.0
-
-
-def test_a_steady_rate_is_shown_as_it_is() -> None:
-    clock = Clock()
-    meter = RateMeter(window_s=10.0, clock=clock)
-    for _ in range(3000):
-        clock.now += 0.01
-        meter.add(5.0)
-    assert meter.per_second() == pytest.approx(500.0, rel=0.01)
-
-
-def test_a_young_meter_divides_by_its_age() -> None:
-    clock = Clock()
-    meter = RateMeter(window_s=10.0, clock=clock)
-    clock.now += 2
-    meter.add(100)
-    assert meter.per_second() == pytest.approx(50.0)
-
-
-def test_what_is_older_than_the_window_is_forgotten() -> None:
-    clock = Clock()
-    meter = RateMeter(window_s=10.0, clock=clock)
-    meter.add(1000)
-    clock.now += 9
-    assert meter.per_second() > 100
-    clock.now += 1.5
-    assert meter.per_second() == 0.0
-
-
-def test_a_burst_after_a_long_silence_counts_alone() -> None:
-    clock = Clock()
-    meter = RateMeter(window_s=10.0, clock=clock)
-    meter.add(7)
-    clock.now += 1e6
-    meter.add(20)
-    assert meter.per_second() == pytest.approx(2.0, rel=0.06)
-
-
 def test_a_clock_that_was_set_back_does_no_harm() -> None:
     clock = Clock()
     meter = RateMeter(clock=clock)
@@ -107,14 +63,6 @@ def test_windows_forget_what_is_older_than_they_are_long() -> None:
         seconds, gained = windows.gained(window_s, {"keys": count})
         assert window_s <= seconds <= window_s * 1.06
         assert gained["keys"] == pytest.approx(20 * seconds, rel=0.1)
-
-
-def test_windows_of_a_young_counter_are_as_long_as_its_life() -> None:
-    clock = Clock()
-    windows = CounterWindows({}, clock)
-    clock.now += 3
-    windows.sample({"keys": 5})
-    assert [windows.gained(window_s, {"keys": 7}) for window_s in WINDOWS_S] == [(3.0, {"keys": 7})] * len(WINDOWS_S)
 
 
 def test_windows_keep_few_samples_and_one_copy_of_what_does_not_change() -> None:

@@ -106,15 +106,6 @@ def test_a_daemon_whose_sockets_are_gone_is_not_alive() -> None:
             assert get(port, path) == (503, f"not ok\nNo engine can connect.\n{SENTENCE}\n")
 
 
-def test_closing_frees_the_port() -> None:
-    with serving(FakeDaemon(HealthLevel.OK)) as port:
-        assert get(port, "/healthz")[0] == 200
-    with pytest.raises(urllib.error.URLError, match="refused"):
-        get(port, "/healthz")
-    with socket.create_server(("127.0.0.1", port)):
-        pass
-
-
 def test_a_name_may_have_places_that_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As localhost has, without IPv6. An address that is taken is refused all the same."""
     lacking = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0))  # of RFC 5737: no machine has it

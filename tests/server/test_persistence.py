@@ -68,23 +68,6 @@ def test_state_is_known_to_the_next_daemon(tmp_path: Path, next_state: Callable[
     assert (tmp_path / STATE_FILE).stat().st_mode & 0o777 == 0o600
 
 
-def test_generations_only_rise_and_all_are_raised_at_once(next_state: Callable[[], State]) -> None:
-    state = next_state()
-    numbers = [state.generation(ONE)]
-    for change in (
-        lambda: state.raise_generation(ONE),
-        lambda: state.found(ONE, 7),
-        lambda: state.found(ONE, 3),
-        lambda: state.raise_generation(ONE),
-        state.raise_all,
-        lambda: state.raise_generation(ONE),
-    ):
-        change()
-        numbers.append(state.generation(ONE))
-    assert numbers == [0, 1, 7, 7, 8, 9, 10]
-    assert state.generation(OTHER) == 9, "all: also those that nobody has heard of yet"
-
-
 def test_so_many_names_are_known_and_those_of_namespaces_that_there_are_stay(
     monkeypatch: pytest.MonkeyPatch, next_state: Callable[[], State]
 ) -> None:
@@ -242,30 +225,6 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def policy_file(pool_file: Path, policy: Lru) -> PolicyFile:
     return PolicyFile(policy, Config(pool_file=str(pool_file), eviction_policy="lru"))
-
-
-def test_a_policy_is_written_now_and_then_and_at_the_end(
-    pool_file: Path, now: list[float], caplog: pytest.LogCaptureFixture
-) -> None:
-    saved, file = policy_file(pool_file, Remembering(SLOTS)), Path(f"{pool_file}.policy")
-    saved.tick()
-    now[0] += persistence.POLICY_EVERY_S
-    saved.tick()
-    wait_until(file.exists, 10)
-    assert file.read_bytes() == KNEW
-    file.unlink()
-    saved.tick()
-    assert not file.exists()
-    saved.close()
-    assert file.read_bytes() == KNEW
-    assert not Path(f"{file}.new").exists()
-    policy_file(pool_file, Remembering(SLOTS)).restore()
-    assert not caplog.text
-
-
-def test_a_policy_that_knows_nothing_leaves_no_file(pool_file: Path) -> None:
-    policy_file(pool_file, Lru(SLOTS)).close()
-    assert not Path(f"{pool_file}.policy").exists()
 
 
 @pytest.mark.parametrize(

@@ -110,23 +110,6 @@ def with_clients(directory: Path, run: Callable[[Room], None], service: Echo | N
     return service
 
 
-def test_every_request_is_answered_without_a_tick(directory: Path) -> None:
-    def run(room: Room) -> None:
-        def ask(count: int) -> None:
-            client = room.client()
-            for number in range(count):
-                client.send(b"%d" % number)
-                assert client.recv() == b"%d" % number
-
-        threads = [threading.Thread(target=ask, args=(1000,)) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    with_clients(directory, run)
-
-
 def test_a_message_that_comes_while_another_is_answered_is_not_lost(directory: Path) -> None:
     """Sending consumes libzmq's edge. Who only sleeps until the next one would leave the message where it is."""
     service, other_sent = Echo(), threading.Event()
@@ -231,18 +214,6 @@ def test_replies_to_who_is_gone_are_counted(directory: Path) -> None:
     assert with_clients(directory, run, service).replies_dropped == {"gone": 1}
 
 
-def test_who_connects_again_under_its_own_name_is_answered(directory: Path) -> None:
-    """As a client does whose connection broke: the daemon may not have noticed yet that the old one is gone."""
-
-    def run(room: Room) -> None:
-        for number in range(20):
-            client = room.client(routing_id=b"k" + bytes(16))  # the old connection stays
-            client.send(b"%d" % number)
-            assert client.recv() == b"%d" % number
-
-    with_clients(directory, run)
-
-
 def test_a_frame_that_is_much_too_long_costs_the_connection_and_the_client_connects_again(directory: Path) -> None:
     def run(room: Room) -> None:
         client, limit = room.client(), 2 * Config().limits.max_frame_bytes
@@ -274,13 +245,3 @@ def test_background_work_goes_on_while_nobody_asks(directory: Path) -> None:
             time.sleep(0.001)
 
     with_clients(directory, run, service)
-
-
-def test_what_is_no_request_is_given_to_the_decoder(directory: Path) -> None:
-    def run(room: Room) -> None:
-        client = room.client()
-        for frames in ([b"no", b"request"], [b"", bytes(8)], [b"", b"", b""]):
-            client.send_multipart(frames)
-            assert client.recv() == b""
-
-    with_clients(directory, run)

@@ -16,15 +16,14 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config, DiskSize
 from kvoffd.server.admin import clear
 from kvoffd.server.persistence import State, StateFile
-from kvoffd.server.requests import invalidate
 from kvoffd.server.service import Service
 from kvoffd.server.sessions import Session, Sessions
 from kvoffd.server.tiers import Tiers
 from kvoffd.server.traffic import TrafficCounts
-from kvoffd.tiers.disk_file import DiskError, OpeningStopped
+from kvoffd.tiers.disk_file import OpeningStopped
 from kvoffd.tiers.tier import TierListener, TierStats
 from kvoffd_proto.admin import Clear
-from kvoffd_proto.messages import Done, GroupKeys, GroupSpec, Invalidate
+from kvoffd_proto.messages import GroupSpec
 from kvoffd_proto.stats import DiskState, Lifetime
 from tests.kit.slot_cache import CacheRig, keys_of
 from tests.kit.tiering_harness import FoldedTierEvents
@@ -126,26 +125,6 @@ def rig(tmp_path: Path) -> Iterator[TiersRig]:
     made.saved.file.close(10.0)
 
 
-def test_where_no_tier_is_configured_nothing_knows_of_tiers(rig: TiersRig) -> None:
-    rig.tiers.start(lambda listener, state: [])
-    rig.tiers.tick()
-    assert rig.tiers.tiering is None
-    assert rig.rig.cache.tiers is None
-    rig.attach()
-    assert rig.rig.cache.tiers is rig.tiers.tiering is not None
-    assert rig.state() == [DiskState.OPENING]
-    rig.opened()
-    assert rig.state() == [DiskState.SERVING]
-
-
-def test_a_directory_that_fails_says_why(rig: TiersRig) -> None:
-    rig.result = DiskError("It is full of water.")
-    rig.attach()
-    rig.opened()
-    assert list(rig.tiers.problems) == [("disk_failed", "It is full of water. Restart the daemon to try it again.")]
-    assert rig.state() == [DiskState.FAILED]
-
-
 def test_what_goes_wrong_inside_an_opening_is_a_problem_and_no_end(rig: TiersRig) -> None:
     rig.result = RuntimeError("surprise")
     rig.attach()
@@ -220,25 +199,6 @@ def test_what_is_cleared_does_not_come_with_a_directory_that_is_being_opened(
     assert disk.names == left
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_all_that_is_cleared_is_gone_from_a_directory_too(rig: TiersRig, first: bool) -> None:
-    disk = rig.result = FakeDisk()
-    rig.attach()
-    spaces = [rig.rig.open(name) for name in ("one", "other")]
-    for space in spaces:
-        rig.rig.store(space, keys_of(1))
-    disk.names = {space.fingerprint for space in spaces} | {b"nobody has it open".ljust(32, b"-")}
-    if first:
-        rig.opened()
-    answer = clear(service(rig), OPERATOR, Clear(1, None)).poll(late=True)
-    assert isinstance(answer, Done)
-    assert answer.count >= 2
-    if not first:
-        rig.opened()
-    assert disk.names == set()
-    assert [space.ready_blocks for space in spaces] == [0, 0]
-
-
 def test_a_reset_on_all_nodes_reaches_what_is_open_and_what_is_not(rig: TiersRig) -> None:
     disk = rig.result = FakeDisk()
     rig.attach()
@@ -251,18 +211,6 @@ def test_a_reset_on_all_nodes_reaches_what_is_open_and_what_is_not(rig: TiersRig
     assert disk.names == {b"one"}
     assert 0 == rig.saved.generation(b"one") < space.generation == rig.saved.generation(space.fingerprint)
     assert rig.saved.generation(b"other") > 0
-
-
-def test_an_engine_takes_from_a_directory_that_is_being_opened_what_it_invalidates(rig: TiersRig) -> None:
-    disk = rig.result = FakeDisk()
-    rig.attach()
-    space = rig.rig.open("one")
-    disk.names = {space.fingerprint, b"other"}
-    session = cast(Session, SimpleNamespace(id=1, namespace={space.fingerprint: space}.__getitem__))
-    groups = [GroupKeys(0, keys_of(1, 2))]
-    invalidate(service(rig), session, Invalidate(1, space.fingerprint, groups))
-    rig.opened()
-    assert disk.names == {b"other"}
 
 
 def test_a_namespace_of_which_blocks_are_invalidated_does_not_come_with_a_directory_that_is_being_opened(

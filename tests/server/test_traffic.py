@@ -81,17 +81,6 @@ def test_what_is_asked_for_is_loaded_not_needed_or_a_miss() -> None:
     assert found.asked_keys == found.loaded_keys + found.not_needed_keys + sum(found.misses.values())
 
 
-def test_saved_seconds_wait_for_the_speed_of_the_engine() -> None:
-    counters = namespace(1).counters
-    counters.loaded(1000)
-    assert counters.saved_seconds == 0
-    counters.prefill_tokens_per_second = 500.0
-    counters.loaded(0)
-    assert counters.saved_seconds == 2.0
-    counters.loaded(500)
-    assert (counters.loaded_tokens, counters.saved_seconds) == (1500, 3.0)
-
-
 def test_no_counter_falls_whichever_namespaces_have_a_row() -> None:
     clock, spaces = Clock(), open_all(*map(namespace, range(MAX_NAMESPACE_ROWS + 3)))
     traffic = counts(clock, spaces)

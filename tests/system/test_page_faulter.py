@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd.errors import UnsafeSegment
 from kvoffd.system import mappings
 from kvoffd.system.mappings import STEP_BYTES, MappedSegment, PageFaulter
 from tests.kit.waiting import wait_until
@@ -54,15 +53,6 @@ def test_all_that_the_engine_touched_gets_mapped_without_a_copy(faulter: PageFau
         wait_until(lambda: mapped_bytes(segment) == size)
 
 
-def test_what_the_engine_never_touched_is_refused_and_not_made(faulter: PageFaulter) -> None:
-    size = 3 * STEP_BYTES
-    with engine_memory(size, written=size - 4096) as fd:
-        before = os.fstat(fd).st_blocks
-        with pytest.raises(UnsafeSegment, match="allocated"):
-            faulter.map_memfd(fd, size)
-        assert os.fstat(fd).st_blocks == before < size // 512
-
-
 def test_a_segment_may_be_closed_while_it_is_worked_at(faulter: PageFaulter) -> None:
     size = 16 * STEP_BYTES
     with engine_memory(size, written=size) as fd:
@@ -92,11 +82,3 @@ def test_descriptors_are_closed_away_from_who_wants_it(faulter: PageFaulter) -> 
     for fd in (-1, *fds):  # one that cannot be closed keeps nothing else open
         faulter.close_descriptor(fd)
     wait_until(lambda: not any(os.path.exists(f"/proc/self/fd/{fd}") for fd in fds))
-
-
-def test_memory_that_is_refused_is_refused_as_ever(faulter: PageFaulter) -> None:
-    fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, MIB)
-    with pytest.raises(UnsafeSegment, match="F_SEAL_SHRINK"):
-        faulter.map_memfd(fd, MIB)
-    os.close(fd)

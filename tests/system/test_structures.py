@@ -15,7 +15,8 @@ from kvoffd.cache.block_table import _Blocks
 from kvoffd.cache.learned import Counts, Known
 from kvoffd.cache.recovery import _Group, _Recovery
 from kvoffd.pool.allocator import _Slots
-from kvoffd.system.native import NotCompiled, native
+from kvoffd.system import native as native_module
+from kvoffd.system.native import Native, NotCompiled
 from kvoffd.transfer.cuda.engine import _GpuCopying
 from tests.kit.cuda_abi import compiler
 
@@ -80,10 +81,15 @@ def test_no_structure_is_left_out() -> None:
     }
 
 
-def test_a_library_of_another_version_is_not_used() -> None:
-    class Older(ctypes.Structure):
-        _fields_ = _GpuCopying._fields_[:-1]
+def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_module, "VERSION", native_module.VERSION + 1)
+    with pytest.raises(NotCompiled, match=r"has version \d+, and \d+ is needed.*make venv"):
+        Native()
 
-    native().check_bytes("gpu_copying", _GpuCopying)
-    with pytest.raises(NotCompiled, match="another version"):
-        native().check_bytes("gpu_copying", Older)
+
+def test_functions_have_as_many_arguments_in_c_as_in_python() -> None:
+    text = "".join(path.read_text() for path in ROOT.rglob("*.c"))
+    found = {name: given.count(",") + 1 for name, given in re.findall(r"^\w.*?\bkvoffd_(\w+)\(([^)]*)\)\n", text, re.M)}
+    known = {name: len(one.argtypes) for name, one in vars(Native()).items() if hasattr(one, "argtypes")}
+    assert known
+    assert {name: found[name] for name in known} == known

@@ -46,40 +46,12 @@ def notifier(listener: socket.socket) -> Iterator[Notifier]:
     made.close()
 
 
-def test_starting_ready_and_stopping_are_what_systemd_reads(listener: socket.socket, notifier: Notifier) -> None:
-    notifier.starting("touched 1 of 4 GiB")
-    assert heard(listener) == {"EXTEND_TIMEOUT_USEC": "30000000", "STATUS": "touched 1 of 4 GiB"}
-    notifier.ready("serving")
-    assert heard(listener) == {"READY": "1", "STATUS": "serving"}
-    notifier.stopping("waiting for 2 jobs")
-    assert heard(listener) == {"STOPPING": "1", "STATUS": "waiting for 2 jobs"}
-
-
 def test_a_status_cannot_bring_in_another_field(listener: socket.socket, notifier: Notifier) -> None:
     notifier.stopping("a\nREADY=1\r\nb" + "c" * 5000)
     said = heard(listener)
     assert set(said) == {"STOPPING", "STATUS"}
     assert said["STATUS"].startswith("a READY=1 b")
     assert len(said["STATUS"]) == 1024
-
-
-def test_abstract_sockets_are_reached() -> None:
-    name = f"kvoffd-test-{os.getpid()}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
-        listening.bind(f"\0{name}")
-        listening.settimeout(DEADLINE_S)
-        notifier = Notifier({"NOTIFY_SOCKET": f"@{name}"})
-        notifier.ready("serving")
-        assert heard(listening)["READY"] == "1"
-        notifier.close()
-
-
-def test_without_systemd_nothing_happens() -> None:
-    notifier = Notifier({"WATCHDOG_USEC": "1000000"})
-    notifier.watchdog()
-    notifier.ready("serving")
-    notifier.store_fd("pool", 0)
-    notifier.close()
 
 
 @pytest.mark.parametrize("address", ["vsock:2:1", "relative/path"])
@@ -104,21 +76,6 @@ def test_a_listener_that_does_not_read_never_blocks(listener: socket.socket, not
     for _ in range(5000):  # the queue of an unread unix socket holds far fewer
         notifier.stopping("x" * 1000)
     assert heard(listener)["STATUS"] == "x" * 1000
-
-
-def test_descriptors_reach_the_store_with_their_name(listener: socket.socket, notifier: Notifier) -> None:
-    sent = os.memfd_create("pool")
-    os.write(sent, b"blocks")
-    notifier.store_fd("pool", sent)
-    text, ancillary, _, _ = listener.recvmsg(4096, socket.CMSG_SPACE(64))
-    received = array.array("i")
-    received.frombytes(ancillary[0][2])
-    assert text.decode().splitlines() == ["FDSTORE=1", "FDNAME=pool", "FDPOLL=0"]
-    assert os.pread(received[0], 6, 0) == b"blocks"
-    os.close(sent)
-    os.close(received[0])
-    notifier.remove_fds("kvoffd-pool")
-    assert heard(listener) == {"FDSTOREREMOVE": "1", "FDNAME": "kvoffd-pool"}
 
 
 @pytest.mark.parametrize(
@@ -160,10 +117,6 @@ def test_a_barrier_waits_until_everything_was_heard(listener: socket.socket, not
     systemd.join()
 
 
-def test_without_a_listener_nothing_is_waited_for() -> None:
-    assert Notifier({}).wait_heard(60.0)
-
-
 def test_stored_descriptors_come_by_name_and_are_not_passed_on() -> None:
     # They have the numbers from 3 on, so this takes a process of its own.
     script = """
@@ -194,3 +147,38 @@ def test_descriptors_of_others_are_not_taken(variables: dict[str, str]) -> None:
     environ = dict(variables)
     assert take_stored_fds(environ) == {}
     assert environ == {}
+
+
+def test_starting_ready_and_stopping_are_what_systemd_reads(listener: socket.socket, notifier: Notifier) -> None:
+    notifier.starting("touched 1 of 4 GiB")
+    assert heard(listener) == {"EXTEND_TIMEOUT_USEC": "30000000", "STATUS": "touched 1 of 4 GiB"}
+    notifier.ready("serving")
+    assert heard(listener) == {"READY": "1", "STATUS": "serving"}
+    notifier.stopping("waiting for 2 jobs")
+    assert heard(listener) == {"STOPPING": "1", "STATUS": "waiting for 2 jobs"}
+
+
+def test_abstract_sockets_are_reached() -> None:
+    name = f"kvoffd-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
+        listening.bind(f"\0{name}")
+        listening.settimeout(DEADLINE_S)
+        notifier = Notifier({"NOTIFY_SOCKET": f"@{name}"})
+        notifier.ready("serving")
+        assert heard(listening)["READY"] == "1"
+        notifier.close()
+
+
+def test_descriptors_reach_the_store_with_their_name(listener: socket.socket, notifier: Notifier) -> None:
+    sent = os.memfd_create("pool")
+    os.write(sent, b"blocks")
+    notifier.store_fd("pool", sent)
+    text, ancillary, _, _ = listener.recvmsg(4096, socket.CMSG_SPACE(64))
+    received = array.array("i")
+    received.frombytes(ancillary[0][2])
+    assert text.decode().splitlines() == ["FDSTORE=1", "FDNAME=pool", "FDPOLL=0"]
+    assert os.pread(received[0], 6, 0) == b"blocks"
+    os.close(sent)
+    os.close(received[0])
+    notifier.remove_fds("kvoffd-pool")
+    assert heard(listener) == {"FDSTOREREMOVE": "1", "FDNAME": "kvoffd-pool"}

@@ -110,7 +110,6 @@ class GpuCopier:
 
     def open(self) -> None:
         driver = self._driver
-        native().check_bytes("gpu_copying", _GpuCopying)
         run_near(self._locality)
         driver.set_context(self._context)
         self._copying.stream = driver.create_stream(urgent=self._direction is Direction.LOAD)

@@ -54,7 +54,6 @@ struct gpu_copying {
     uint64_t failed, status;    /* the call that failed, and its status; then the plan is not copied */
     uint64_t lost;              /* status of the wait for what was in flight then: nobody knows what becomes of it */
 };
-const uint64_t kvoffd_gpu_copying_bytes = sizeof(struct gpu_copying);
 
 static int fail(struct gpu_copying *c, int call, int status)
 {
