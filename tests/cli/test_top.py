@@ -106,11 +106,10 @@ def test_a_daemon_at_work_that_goes_and_comes_back(daemon: DaemonProcess) -> Non
         wait_until(lambda: row(terminal.screen(), "now")[2].isdecimal(), explain=lambda: before)
 
         terminal.resize(120, 40)
-        terminal.wait_for("STORED/S")
         wide = wait_until(lambda: (lines := terminal.screen().rstrip("\n").splitlines())[39:] and lines)
         assert wide[-1].endswith("200ms")
         terminal.resize(60, 12)
-        terminal.wait_for("4 policy", without="STORED/S")
+        wait_until(lambda: len(terminal.screen().rstrip("\n").splitlines()) == 12)
         terminal.type("q")
         terminal.wait_for(PROMPT.strip(), without="4 policy")
         terminal.run("echo", "status is here")

@@ -9,12 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 from msgspec import structs
 
 import kvoffd
 from kvoffd_client.cli.doctor import report_of
-from kvoffd_client.cli.findings import CHECKS, KINDS, LEVELS, Engine, Facts, find, value_of
+from kvoffd_client.cli.findings import KINDS, Engine, Facts, find, value_of
 from kvoffd_client.cli.machine import FileSystem, Machine
 from kvoffd_proto.admin import NamespaceInfo, SessionInfo
 from kvoffd_proto.messages import GroupSpec, Role
@@ -119,7 +118,7 @@ STATS = DaemonStats(
 )
 MACHINE = Machine(
     pid=7, unit="kvoffd.service",
-    memory_bytes=64 * GIB, available_bytes=20 * GIB, memlock_bytes=2**26, open_files=80, open_files_limit=65536,
+    memory_bytes=64 * GIB, available_bytes=20 * GIB, memlock_bytes=2**26,
     huge_pages="advise", shm=FileSystem(32 * GIB, 32 * GIB), memory_limit_bytes=40 * GIB, memory_used_bytes=22 * GIB,
 )  # fmt: skip
 BUSY = Facts(
@@ -186,18 +185,13 @@ CASES: dict[str, Facts] = {
     "memory_limit": machine(memory_used_bytes=39 * GIB),
     "memory_low": machine(available_bytes=GIB),
     "swapped": machine(swapped_bytes=GIB),
-    "open_files": machine(open_files=600, open_files_limit=1024),
     "huge_pages": machine(huge_pages="never"),
     "numa": facts(
-        {"pool": structs.replace(STATS.pool, numa_remote_slots=4000)}, machine=Machine(numa_nodes=2)
+        {"pool": structs.replace(STATS.pool, numa_remote_slots=4000)}
     ),
     "shm_full": facts(
         {"settings": [SettingInfo("pool_file", "/dev/shm/kvoffd.pool", False)]},
         machine=Machine(shm=FileSystem(20 * GIB, GIB // 4)),
-    ),
-    "shm_small": facts(
-        machine=Machine(shm=FileSystem(2**26, 2**26)), namespaces=[structs.replace(info(), world_size=2)],
-        sessions=[session(1, Role.WORKER)] * 2,
     ),
     "cuda": machine(driver="570.86", cuda_problem="libcuda.so.1: cannot open shared object file"),
     "not_pinned": machine(driver="570.86", memlock_bytes=None),
@@ -208,8 +202,6 @@ CASES: dict[str, Facts] = {
     "disk_writes": with_disk(written_bytes=600 * GIB),
     "not_shared": facts(namespaces=[info(1), info(2, "llama", tokens_per_hash=64)]),
     "left_behind": facts(namespaces=[HALF, info(1, tokens_per_hash=64)]),
-    "small_blocks": facts(namespaces=[info(shard_bytes=4096)]),
-    "few_blocks": space(lookups=8000),
     "pool_too_small": facts({"curve": curve(RISING, 26), "curve_seen_bytes": 200 * GIB}),
     "lru_is_better": facts({"curve": curve(FLAT, 55)}),
     "thrash": space(**EVICTED),
@@ -220,18 +212,11 @@ CASES: dict[str, Facts] = {
             "curve": curve(asked=2_000_000),
         }
     ),
-    "stores_nothing": facts({"namespaces": [counted(), counted(2, loaded_keys=0, not_needed_keys=0, stored_bytes=0)]}),
-    "never_hits": facts(
-        {"namespaces": [counted(), counted(2, loaded_keys=0, not_needed_keys=0, curve=curve((0,) * 7, 0))]}
-    ),
-    "slow_copies": space(skipped_loads=60, load_tokens_per_second=800.0),
-    "many_stores": facts({"policy": "lru", "since_start": Window(**traffic(stored_bytes=200 * GIB))}),
     "engine_unreachable": facts(engines={"http://engine:8000": Engine(problem="It does not answer.")}),
     "engine_without": facts(engines={"http://engine:8000": Engine({"vllm:num_requests_running": 1.0})}),
     "engine_away": engine(kvoffd_connected=0),
     "engine_elsewhere": facts(engines={"http://engine:8000": Engine(ENGINE.metrics, frozenset({"other"}))}),
     "engine_late": engine(kvoffd_late_lookups_total=120),
-    "engine_failed_loads": engine(kvoffd_failed_loads_total=40),
     "hits_disagree": engine(external_prefix_cache_hits_total=0),
 }  # fmt: skip
 
@@ -251,18 +236,17 @@ def test_a_healthy_busy_daemon_has_no_findings() -> None:
     ]
 
 
-@pytest.mark.parametrize("check", [check for check in KINDS if check != "broken_check"])
-def test_each_finding_is_brought_about_and_alone(check: str) -> None:
-    given = CASES[check]
-    found = find(given)
-    assert [one.check for one in found] == [check]
-    (one,) = found
-    assert one.level in LEVELS
-    assert one.evidence.endswith((".", "!"))
-    assert one.meaning.endswith(".")
-    assert one.fix
-    assert "{" not in one.fix.replace('{"kv_connector"', "")
-    assert report_of(given).status == {"error": 2, "warning": 1, "info": 0}[one.level]
+def test_each_finding_is_brought_about_and_alone() -> None:
+    assert CASES.keys() == KINDS.keys()
+    for check, given in CASES.items():
+        found = find(given)
+        assert [one.check for one in found] == [check]
+        (one,) = found
+        assert one.evidence.endswith((".", "!")), check
+        assert one.meaning.endswith("."), check
+        assert one.fix
+        assert "{" not in one.fix.replace('{"kv_connector"', ""), check
+        assert report_of(given).status == {"error": 2, "warning": 1, "info": 0}[one.level]
 
 
 def test_every_reason_of_health_has_its_meaning_and_what_mends_it() -> None:
@@ -271,16 +255,6 @@ def test_every_reason_of_health_has_its_meaning_and_what_mends_it() -> None:
     reasons |= set(re.findall(r'"((?:disk|shared)_\w+)",\s', code))
     assert reasons >= {"pool_pinned", "disk_hangs", "shared_unreachable"}
     assert reasons <= KINDS.keys()
-
-
-def test_a_check_that_fails_is_a_finding_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def boom(given: Facts) -> Any:
-        raise ZeroDivisionError("no")
-
-    monkeypatch.setattr("kvoffd_client.cli.findings.CHECKS", (boom, *CHECKS))
-    found = find(CASES["swapped"])
-    assert [one.check for one in found] == ["swapped", "broken_check"]
-    assert found[1].evidence == "boom failed: ZeroDivisionError: no."
 
 
 def test_every_other_error_and_warning_comes_before_what_is_only_worth_knowing() -> None:
@@ -299,6 +273,8 @@ def test_an_engine_may_share_a_namespace_that_another_one_named() -> None:
     for sessions, checks in (([its_own], []), ([alike], ["engine_elsewhere"])):
         found = find(facts(engines=other, sessions=[*BUSY.sessions, *sessions]))
         assert [one.check for one in found] == checks
+    local = Engine(ENGINE.metrics, frozenset({"/models/llama"}))
+    assert find(facts(engines={"http://engine:8000": local})) == [], "its label is the directory's name"
 
 
 def test_the_verdict_on_what_it_brought() -> None:
@@ -367,8 +343,8 @@ def test_a_daemon_that_was_started_by_hand_is_not_restarted_by_systemd() -> None
         by_hand = replace(given, machine=replace(given.machine, unit=""))
         fixes = [one.fix for one in find(by_hand)]
         assert not [fix for fix in fixes if re.search("systemctl|journalctl|kvoffd.service", fix)], (check, fixes)
-    (found,) = find(machine(unit="", open_files=600, open_files_limit=1024))
-    assert found.fix == "ulimit -n 65536, then: start the daemon again"
+    (found,) = find(machine(unit="", driver="570.86"))
+    assert found.fix == "ulimit -l unlimited, then: start the daemon again"
 
 
 def test_a_warning_is_something_to_improve_and_no_illness() -> None:
@@ -400,11 +376,6 @@ def test_what_a_rollout_left_behind_is_named_with_what_differs() -> None:
     assert find(empty) == []
 
 
-def test_an_engine_of_a_local_model_is_known_by_the_name_of_its_directory() -> None:
-    local = Engine(ENGINE.metrics, frozenset({"/models/llama"}))
-    assert find(facts(engines={"http://engine:8000": local})) == []
-
-
 def test_what_the_daemon_says_is_not_said_twice() -> None:
     late = {"since_start": Window(**traffic(late_lookups=200))}
     assert kinds(facts(late)) == {"lookups_late"}
@@ -421,7 +392,6 @@ CONTRADICTORY = (
     {"out_of_memory", "memory_limit"},
     {"engine_away", "engine_late"},
     {"engine_away", "hits_disagree"},
-    {"stores_nothing", "never_hits"},
 )
 
 
@@ -432,16 +402,10 @@ def test_no_two_findings_contradict_each_other() -> None:
     for _ in range(3000):
         found = find(chance(dice))
         checks = [one.check for one in found]
-        assert "broken_check" not in checks, [one.evidence for one in found]
         for pair in CONTRADICTORY:
             assert len(pair & set(checks)) <= 1, checks
-        by_subject = [(one.check, one.evidence.split()[0]) for one in found]
-        for subject in ("llama", "qwen"):
-            mine = {check for check, first in by_subject if first == subject}
-            assert not {"few_blocks", "never_hits"} <= mine
-            assert not {"starving", "never_hits"} <= mine
         seen |= set(checks)
-    assert seen >= {"pool_too_small", "pool_too_large", "thrash", "starving", "never_hits", "few_blocks", "no_engine"}
+    assert seen >= {"pool_too_small", "pool_too_large", "thrash", "starving", "no_engine"}
 
 
 def chance(dice: random.Random) -> Facts:

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from kvoffd_client.cli.show import Engine
-from kvoffd_client.cli.top import SORTS, VIEWS, History, Pen, Reading, Screen
+from kvoffd_client.cli.top import SORTS, VIEWS, History, Reading, Screen
 from kvoffd_proto.admin import HealthLevel
 from kvoffd_proto.stats import (
     DaemonStats,
@@ -149,10 +149,8 @@ def test_now_is_of_the_last_seconds_and_the_samples_are_bounded() -> None:
     assert history.now_of(new).asked_keys == 0, "it may have been one of the others"
 
 
-@pytest.mark.parametrize("view", [*VIEWS, "help"])
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (40, 10), (20, 4), (8, 2), (1, 1), (200, 60)])
-def test_every_view_fits_every_screen(screen: Screen, view: str, width: int, height: int) -> None:
-    screen.view, screen.paused, screen.away = view, True, "No answer since 14:05:23: There is no kvoffd daemon."
+def test_every_view_fits_every_screen(screen: Screen) -> None:
+    screen.paused, screen.away = True, "No answer since 14:05:23: There is no kvoffd daemon."
     classes = [PolicyClass(f"class {number}", 0.1, 0.5, 0.3, GIB, 1.5) for number in range(50)]
     engines = [Engine(f"engine {number}", [bytes([number]) * 32], 1, 2, [7]) for number in range(50)]
     shown = structs.replace(
@@ -160,8 +158,10 @@ def test_every_view_fits_every_screen(screen: Screen, view: str, width: int, hei
         learned=LearnedStats(9, 9, GIB, GIB, True, classes),
     )
     screen.reading = Reading(shown, engines)
-    drawn(screen, width, height)
-    drawn(screen, width, height, plain=True)
+    for screen.view in (*VIEWS, "help"):
+        for width, height in ((80, 24), (120, 40), (40, 10), (20, 4), (8, 2), (1, 1), (200, 60)):
+            drawn(screen, width, height)
+            assert all(line.replace("µ", "u").isascii() for line in drawn(screen, width, height, plain=True))
 
 
 def test_a_low_screen_keeps_what_matters(screen: Screen) -> None:
@@ -169,8 +169,7 @@ def test_a_low_screen_keeps_what_matters(screen: Screen) -> None:
     shown = "\n".join(drawn(screen, 80, 16))
     assert "Pool [" in shown
     assert "! disk_hangs" in shown
-    assert shown.count("0000000000") == 3, "of namespaces at least so many"
-    assert "Loaded  " not in shown
+    assert "\nMissed " in shown
     assert "\n".join(drawn(screen, 80, 60)).count("0000000000") == 8
     assert "Pool [" in "\n".join(drawn(screen, 80, 5))
 
@@ -194,19 +193,6 @@ def test_a_daemon_that_does_not_answer_is_not_ok(screen: Screen) -> None:
     screen.away = "No answer since 14:05:23: There is no kvoffd daemon."
     first = drawn(screen)[0]
     assert (" OK " in first, "NO ANSWER" in first) == (False, True)
-
-
-@pytest.mark.parametrize("sort", SORTS)
-def test_the_keys_fit_80_columns(screen: Screen, sort: str) -> None:
-    screen.sort = sort
-    assert drawn(screen)[-1].startswith(f"1 all  2 clients  3 tiers  4 policy  s sort: {sort.lower()}  p pause  h help")
-    assert "q quit" in drawn(screen)[-1]
-
-
-def test_ascii(screen: Screen) -> None:
-    lines = drawn(screen, plain=True)
-    assert all(line.replace("µ", "u").isascii() for line in lines)
-    assert lines[1].startswith("Pool [#####")
 
 
 def test_other_views(screen: Screen) -> None:
@@ -261,9 +247,3 @@ def test_totals_of_earlier_runs_and_an_empty_daemon() -> None:
     empty.history.add(DaemonStats())
     for empty.sort in SORTS:
         assert "No namespace: no engine has connected so far." in drawn(empty)
-
-
-def test_sparks_go_from_nothing_to_the_largest() -> None:
-    assert Pen(80, False).spark([0, 1, 50, 100], 6) == "   ▁▄█"
-    assert Pen(80, True).spark([0, 1, 50, 100], 3) == ".=%"
-    assert Pen(80, False).spark([], 4) == "    "

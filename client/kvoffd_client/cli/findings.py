@@ -36,11 +36,8 @@ OWN_SHARE = 0.9
 """Of what engines ask for, the part from which on their own caches suffice."""
 DEAR = 10.0
 """Bytes written for a byte read that are too many."""
-SMALLEST_SLOT_BYTES = 8192
-FEW_BLOCKS = 2.0
-"""Whole blocks of a prompt; with fewer most of its tokens are in a block that is not whole."""
-LATE_SHARE, LATE_TIER_SHARE, SKIPPED_SHARE, ERROR_SHARE = 0.05, 0.1, 0.05, 0.01
-"""Of lookups, of what tiers have, of lookups again, of requests and jobs."""
+LATE_SHARE, LATE_TIER_SHARE, ERROR_SHARE = 0.05, 0.1, 0.01
+"""Of lookups, of what tiers have, of requests and jobs."""
 THRASH_SHARE = 0.2
 """Of the keys that are asked for, the part that was evicted before."""
 LOOP_BLOCKED_S = 0.05
@@ -53,7 +50,7 @@ LONG_ENOUGH_S, ROOMY = 3600.0, 2.0
 CONNECTING_S = 60.0
 """What the workers of an engine may be later than its scheduler."""
 HUGE_PAGES_FROM_BYTES = 8 << 30
-LOW_MEMORY, FEW_FILES, REMOTE_SHARE, SMALL_SHM_BYTES, SHM_SHARE = 0.05, 4096, 0.1, 64 << 20, 1 / 40
+LOW_MEMORY, REMOTE_SHARE, SHM_SHARE = 0.05, 0.1, 1 / 40
 AGREE = 1.1
 """Counters of engine and daemon may differ by so much, since they are read one after the other."""
 
@@ -103,13 +100,11 @@ KINDS = {
     "loop_blocked": Kind("warning", "Lookups wait that long, and engines give up on them.", _LOG + " --grep blocked"),
     "no_engine": Kind("info", "Nobody uses this cache now.", "vllm serve ... --kv-transfer-config (client/README.md)"),
     "workers_missing": Kind("warning", "No block becomes ready without all ranks.", "kvoffd-cli clients --all"),
-    "broken_check": Kind("info", "This is a bug of kvoffd-cli. The other checks are not affected.", "please report it"),
     # The machine.
     "out_of_memory": Kind("error", "A limit is too low for the pool and what the daemon needs besides.", _NEEDS),
     "memory_limit": Kind("warning", "The kernel kills the daemon when it needs more.", _NEEDS),
     "memory_low": Kind("warning", "The machine is about to swap or to kill processes.", "a smaller pool_size" + _TOML),
     "swapped": Kind("warning", "Loads wait for the swap device, longer than computing takes.", "swapoff -a"),
-    "open_files": Kind("warning", "A few more engines, and there are none left.", "LimitNOFILE=65536" + _UNIT),
     "huge_pages": Kind(
         "info",
         "The daemon starts slower, and page tables are larger.",
@@ -117,7 +112,6 @@ KINDS = {
     ),
     "numa": Kind("info", "Copies of these are slower: one node's part of the pool is full.", "numactl --hardware"),
     "shm_full": Kind("warning", "What the policy learned cannot be saved there.", "mount -o remount,size=... /dev/shm"),
-    "shm_small": Kind("info", "vLLM with several workers and NCCL need more, if in this container.", "--shm-size=8g"),
     "cuda": Kind("warning", "The daemon may not find it either, and engines on GPUs need it.", "cuda_library" + _TOML),
     "not_pinned": Kind("warning", "GPUs copy the rest slowly.", _LOG + " --grep pin"),
     "memlock": Kind("warning", "GPUs copy the rest slowly.", "LimitMEMLOCK=infinity" + _UNIT),
@@ -133,22 +127,12 @@ KINDS = {
         "Engines do not find these blocks. If the change was meant, drop them; else undo it.",
         "kvoffd-cli clear {}",
     ),
-    "small_blocks": Kind("info", "The rest of each slot is wasted.", "a larger --block-size, or blocks_per_chunk"),
-    "few_blocks": Kind("info", "Only whole blocks are cached: the rest is computed.", "a smaller --block-size of vLLM"),
     # Value.
     "pool_too_small": Kind("info", "More memory, or a disk, would save more prefill.", "{}" + _TOML),
     "lru_is_better": Kind("info", "What it learned does not fit this traffic.", 'eviction_policy = "lru"' + _TOML),
     "thrash": Kind("warning", "Blocks leave before they come back.", "{}"),
     "pool_too_large": Kind("info", "The rest of the memory brings nothing now.", "a smaller pool_size" + _TOML),
     "starving": Kind("warning", "Others take the space, or its quota is too low.", "kvoffd-cli namespaces quota {}"),
-    "stores_nothing": Kind("info", "Its engines store nothing.", '"kv_role": "kv_both" in --kv-transfer-config'),
-    "never_hits": Kind("info", "Its prompts do not repeat.", "start its engines without --kv-transfer-config"),
-    "slow_copies": Kind(
-        "warning",
-        "Loads cost more than computing: blocks are small, or the machine is busy.",
-        "blocks_per_chunk in kv_connector_extra_config",
-    ),
-    "many_stores": Kind("info", "The policy learned stores less.", 'eviction_policy = "learned"' + _TOML),
     # Engines.
     "engine_unreachable": Kind("warning", "What it counts cannot be compared.", "curl {}"),
     "engine_without": Kind(
@@ -159,7 +143,6 @@ KINDS = {
     "engine_away": Kind("warning", "It computes all prompts. Its log says why.", "KVOFFD_DIRECTORY of the engine"),
     "engine_elsewhere": Kind("warning", "It uses another daemon.", "KVOFFD_DIRECTORY of the engine"),
     "engine_late": Kind("warning", "The daemon or this engine has too little CPU.", _CPU),
-    "engine_failed_loads": Kind("warning", "Blocks were dropped, or the daemon was restarted.", _LOG),
     "hits_disagree": Kind("info", "One was restarted, or the engine uses another daemon.", "kvoffd-cli clients"),
 }  # fmt: skip
 LEVELS = ("error", "warning", "info")
@@ -181,7 +164,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 def finding(check: str, evidence: str, weight: float = 0.1, fix: str = "", level: str = "") -> Finding:
     """A finding of a kind, with its evidence; ``fix`` stands in that of the kind."""
-    kind = KINDS.get(check, Kind("warning", "", ""))
+    kind = KINDS.get(check, Kind("warning", "", ""))  # another release's daemon may have other reasons
     return Finding(level or kind.level, check, evidence, kind.meaning, kind.fix.format(fix), min(1.0, weight))
 
 
@@ -324,23 +307,17 @@ def memory(facts: Facts) -> Iterator[Finding]:
 
 def limits(facts: Facts) -> Iterator[Finding]:
     machine, pool_bytes, pool_file = facts.machine, facts.stats.pool.size_bytes, facts.setting("pool_file")
-    most = machine.open_files_limit
-    if most is not None and most < FEW_FILES and machine.open_files > most / 2 and not facts.has("descriptors"):
-        yield finding("open_files", f"The daemon has {machine.open_files} files open, and may have {most}.", 0.5)
     if machine.huge_pages in ("never", "deny") and not pool_file and pool_bytes >= HUGE_PAGES_FROM_BYTES:
         evidence = f"The kernel gives shared memory no huge pages (shmem_enabled is {machine.huge_pages})."
         yield finding("huge_pages", evidence)
     stored, remote = facts.stats.since_start.stored_blocks, facts.stats.pool.numa_remote_slots
-    if machine.numa_nodes > 1 and stored and remote > REMOTE_SHARE * stored:
+    if stored and remote > REMOTE_SHARE * stored:
         evidence = f"{percent(remote, max(stored, remote))} of the blocks lie on another NUMA node than their GPU."
         yield finding("numa", evidence, 0.2)
-    if (shm := machine.shm) is None:
-        return
-    if pool_file.startswith("/dev/shm/") and shm.free_bytes < SHM_SHARE * pool_bytes:
+    shm = machine.shm
+    if shm is not None and pool_file.startswith("/dev/shm/") and shm.free_bytes < SHM_SHARE * pool_bytes:
         evidence = f"/dev/shm has {format_size(shm.free_bytes)} free, and {printable(pool_file)} lies there."
         yield finding("shm_full", evidence)
-    elif shm.size_bytes <= SMALL_SHM_BYTES and any(one.world_size > 1 and one.sessions for one in facts.known):
-        yield finding("shm_small", f"/dev/shm has {format_size(shm.size_bytes)}.")
 
 
 def gpus(facts: Facts) -> Iterator[Finding]:
@@ -440,15 +417,6 @@ def _left_behind(left: Sequence[NamespaceInfo], new: NamespaceInfo, pool_bytes: 
     return finding("left_behind", evidence, _share(old.ready_bytes, pool_bytes), namespace_id(old.namespace))
 
 
-def small_blocks(facts: Facts) -> Iterator[Finding]:
-    for info in facts.known:
-        smallest = min((size for sizes in info.shard_bytes for size in sizes if size), default=SMALLEST_SLOT_BYTES)
-        if smallest < SMALLEST_SLOT_BYTES:
-            name, wasted = namespace_name(info.label, info.namespace), 1 - smallest / SMALLEST_SLOT_BYTES
-            evidence = f"{name}: a rank's part of a block has {format_size(smallest)}, and"
-            yield finding("small_blocks", f"{evidence} a slot at least {format_size(SMALLEST_SLOT_BYTES)}.", wasted)
-
-
 # --- is it worth it ---------------------------------------------------------------------------------
 
 
@@ -489,7 +457,11 @@ def _why_not(facts: Facts) -> str:
         return "Engines stored nothing: their prompts are shorter than a block, or kv_role is kv_consumer."
     if not repeats(curve):
         return f"Prompts do not repeat: {most_of(curve):.1f} % would be found with ten times the memory."
-    return f"{main_miss(traffic)}."
+    reason, keys = max(traffic.misses.items(), key=lambda item: item[1], default=("", 0))
+    if not reason:
+        return "No key was missed."
+    why = MISS_REASONS.get(reason, printable(reason))
+    return f"{percent(keys, traffic.asked_keys)} of the keys asked for were {why}."
 
 
 def own_suffices(traffic: Window) -> bool:
@@ -503,13 +475,6 @@ def repeats(curve: HitCurve | None) -> bool:
 
 def most_of(curve: HitCurve | None) -> float:
     return 100 * max(curve.lru_hit_ratio.values(), default=0.0) if curve is not None else 0.0
-
-
-def main_miss(traffic: Window | NamespaceStats) -> str:
-    """``61.2 % of the keys asked for were missed: evicted to make space for others``."""
-    reason, keys = max(traffic.misses.items(), key=lambda item: item[1], default=("", 0))
-    why = MISS_REASONS.get(reason, printable(reason))
-    return f"{percent(keys, traffic.asked_keys)} of the keys asked for were {why}" if reason else "No key was missed"
 
 
 def pool_size(facts: Facts) -> Iterator[Finding]:
@@ -602,54 +567,6 @@ def starving(facts: Facts) -> Iterator[Finding]:
         yield finding("starving", evidence, asks * (could - own) / 100, f"{limited.id} --max {exact_size(most_bytes)}")
 
 
-def without_hits(facts: Facts) -> Iterator[Finding]:
-    """Namespaces that get nothing while others do: of all together the verdict tells."""
-    for one in facts.counted if facts.stats.since_start.loaded_tokens else ():
-        if one.lookups < FEWEST_LOOKUPS or one.loaded_keys or one.not_needed_keys:
-            continue
-        evidence = f"{namespace_name(one.model, one.id)} loaded nothing in {format_count(one.lookups)} lookups."
-        if not one.stored_bytes:
-            yield finding("stores_nothing", evidence, 0.3)
-        elif not repeats(one.curve):
-            yield finding("never_hits", f"{evidence} {main_miss(one)}.", 0.2)
-
-
-def few_blocks(facts: Facts) -> Iterator[Finding]:
-    known = {info.namespace.hex(): info for info in facts.known}
-    for one in facts.counted:
-        info = known.get(one.fingerprint)
-        if info is None or one.lookups < FEWEST_LOOKUPS or not repeats(one.curve):
-            continue
-        blocks = one.asked_keys / one.lookups / len(info.groups)
-        tokens = max(group.tokens_per_block for group in info.groups)
-        if 0 < blocks < FEW_BLOCKS and tokens > 1:
-            evidence = (
-                f"{namespace_name(one.model, one.id)}: prompts have {blocks:.1f} whole blocks of {tokens} tokens."
-            )
-            yield finding("few_blocks", evidence, 0.3)
-
-
-def slow_copies(facts: Facts) -> Iterator[Finding]:
-    for one in facts.counted:
-        skipped = one.skipped_loads + one.paused_stores
-        if skipped < FEWEST_ERRORS or skipped < SKIPPED_SHARE * one.lookups:
-            continue
-        loads, stores = format_count(one.skipped_loads), format_count(one.paused_stores)
-        evidence = f"{namespace_name(one.model, one.id)}: engines skipped {loads} loads and {stores} stores in "
-        evidence += f"{format_count(one.lookups)} lookups, to lose no time."
-        if one.load_tokens_per_second and one.prefill_tokens_per_second:
-            compute, load = (format_count(round(one.prefill_tokens_per_second)), round(one.load_tokens_per_second))
-            evidence += f" They compute {compute} tokens/s, and load {format_count(load)}."
-        yield finding("slow_copies", evidence, _share(skipped, one.lookups))
-
-
-def many_stores(facts: Facts) -> Iterator[Finding]:
-    traffic = facts.stats.since_start
-    cost = _share(traffic.stored_bytes, traffic.loaded_bytes)
-    if cost >= DEAR and facts.stats.policy != "learned" and traffic.lookups >= FEWEST_LOOKUPS:
-        yield finding("many_stores", f"Engines stored {cost:.1f} bytes for each byte that they loaded.")
-
-
 # --- engines ----------------------------------------------------------------------------------------
 
 
@@ -682,10 +599,6 @@ def _engine_counts(facts: Facts, at: str, engine: Engine, own: set[str]) -> Iter
     if late >= FEWEST_ERRORS and late > LATE_SHARE * lookups:
         evidence = f"{at} did not wait for {format_count(round(late))} of {format_count(round(lookups))} lookups."
         yield finding("engine_late", evidence, _share(late, lookups))
-    if (failed := engine.of("kvoffd_failed_loads_total")) >= FEWEST_ERRORS:
-        yield finding(
-            "engine_failed_loads", f"{format_count(round(failed))} loads failed. {at} computed the prompts.", 0.3
-        )
     # Tokens that vLLM counts as external hits, and those that the daemon loaded for engines of its namespaces. What an
     # engine that is older than the daemon has counted may be of the one before.
     hits, asked = (engine.of(f"external_prefix_cache_{name}_total") for name in ("hits", "queries"))
@@ -699,12 +612,9 @@ def _engine_counts(facts: Facts, at: str, engine: Engine, own: set[str]) -> Iter
         yield finding("hits_disagree", evidence, 0.3)
 
 
-Check = Callable[[Facts], Iterator[Finding]]
-CHECKS: tuple[Check, ...] = (
+CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     health, late_lookups, growing_errors, blocked_loop, clients, memory, limits, gpus, disks, late_tiers, disk_writes,
-    namespaces_apart, small_blocks, pool_size, lru_is_better, starving, without_hits, few_blocks, slow_copies,
-    many_stores,
-    engines,
+    namespaces_apart, pool_size, lru_is_better, starving, engines,
 )  # fmt: skip
 
 
@@ -720,13 +630,8 @@ BY_HAND = (
 
 
 def find(facts: Facts) -> list[Finding]:
-    """All findings, the heaviest first. A check that fails is one too, and the others go on."""
-    found: list[Finding] = []
-    for check in CHECKS:
-        try:
-            found += check(facts)
-        except Exception as error:
-            found.append(finding("broken_check", f"{check.__name__} failed: {type(error).__name__}: {error}.", 0.0))
+    """All findings, the heaviest first."""
+    found = [one for check in CHECKS for one in check(facts)]
     if not facts.machine.unit:
         for systemd, otherwise in BY_HAND:
             found = [msgspec.structs.replace(one, fix=re.sub(systemd, otherwise, one.fix)) for one in found]

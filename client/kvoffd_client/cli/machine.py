@@ -47,10 +47,7 @@ class Machine:
     memory_cgroup: str = ""
     oom_kills: int = 0
     memlock_bytes: int | None = None
-    open_files: int = 0
-    open_files_limit: int | None = None
     huge_pages: str = ""
-    numa_nodes: int = 1
     driver: str = ""
     cuda_problem: str = ""
     shm: FileSystem | None = None
@@ -62,7 +59,7 @@ def look_at(pid: int, disks: Sequence[str] = (), root: Path = Path("/")) -> Mach
     proc, sys = root / "proc", root / "sys"
     memory = dict(_pairs(proc / "meminfo"))
     own = proc / str(pid or "self")
-    limits = {line[:26].strip(): line[26:].split() for line in _text(own / "limits").splitlines()}
+    locked = _text(own / "limits").partition("Max locked memory")[2].split()[:1] if pid else []
     limit = used = None
     cgroup, kills = "", 0
     for directory in _memory_cgroups(_text(own / "cgroup"), sys / "fs/cgroup") if pid else ():
@@ -72,6 +69,7 @@ def look_at(pid: int, disks: Sequence[str] = (), root: Path = Path("/")) -> Mach
             kills = dict(_pairs(directory / "memory.events")).get("oom_kill", 0)
             kills = kills or dict(_pairs(directory / "memory.oom_control")).get("oom_kill", 0)
     driver = _text(proc / "driver/nvidia/version")
+    huge_pages = _text(sys / "kernel/mm/transparent_hugepage/shmem_enabled")
     groups = [line.rpartition("/")[2] for line in _text(own / "cgroup").splitlines()] if pid else []
     return Machine(
         pid=pid,
@@ -83,11 +81,8 @@ def look_at(pid: int, disks: Sequence[str] = (), root: Path = Path("/")) -> Mach
         memory_used_bytes=used or 0,
         memory_cgroup=cgroup,
         oom_kills=kills,
-        memlock_bytes=_limit(limits, "Max locked memory") if pid else None,
-        open_files=_entries(own / "fd") if pid else 0,
-        open_files_limit=_limit(limits, "Max open files") if pid else None,
-        huge_pages=_chosen(_text(sys / "kernel/mm/transparent_hugepage/shmem_enabled")),
-        numa_nodes=max(1, len(list((sys / "devices/system/node").glob("node[0-9]*")))),
+        memlock_bytes=int(locked[0]) if locked and locked[0].isdecimal() else None,
+        huge_pages=huge_pages.partition("[")[2].partition("]")[0],  # the one in brackets is chosen
         driver=next((word for word in driver.split() if word[:1].isdigit() and "." in word), "") if driver else "",
         cuda_problem=_cuda_problem() if driver else "",
         shm=_file_system(root / "dev/shm"),
@@ -102,28 +97,11 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _entries(directory: Path) -> int:
-    try:
-        return len(os.listdir(directory))
-    except OSError:
-        return 0
-
-
 def _pairs(path: Path) -> Iterator[tuple[str, int]]:
     for line in _text(path).splitlines():
         words = line.split()
         if len(words) >= 2 and words[1].isdecimal():
             yield words[0], int(words[1])
-
-
-def _chosen(text: str) -> str:
-    """The word in brackets."""
-    return text.partition("[")[2].partition("]")[0]
-
-
-def _limit(limits: Mapping[str, Sequence[str]], name: str) -> int | None:
-    soft = next(iter(limits.get(name, ())), "")
-    return int(soft) if soft.isdecimal() else None
 
 
 def _swapped(process: Path, memory: Mapping[str, int]) -> int:

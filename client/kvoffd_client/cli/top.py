@@ -66,11 +66,9 @@ HELP = (
     "Found       of the prompts' tokens, those in the pool up to the first that was not",
     "pinned      under a lease or a copy: it cannot be evicted",
 )
-SORTS = ("TOK/S", "SIZE", "KEYS/S", "MISSED", "NAMESPACE")
+SORTS = ("TOK/S", "SIZE", "MISSED")
 SPARKS, PLAIN_SPARKS = " ▁▂▃▄▅▆▇█", " .:-=+*#%"
 MOST_AWAY_LINES = 3
-LEAST_ROWS = 3
-"""Of namespaces, before anything less important than they are is shown."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,7 @@ class Screen:
         elif self.view == "help":
             body = _page(HELP, pen)
         else:
-            body = self._all(stats, pen, room)
+            body = self._all(stats, pen)
         body = body[:room]
         return [*head, *body, *[Text()] * (room - len(body)), self._keys(pen)][:height]
 
@@ -196,43 +194,30 @@ class Screen:
         interval = exact_duration(self.interval_s).rjust(pen.width - len(line))
         return pen.text((line + interval if len(line + interval) <= pen.width else line).ljust(pen.width), "reverse")
 
-    def _all(self, stats: DaemonStats, pen: Pen, room: int) -> list[Text]:
-        """The parts in their order on the screen; where it is too low the less important ones are left out."""
-        now, names = self.history.now(), self._sorted(stats)
-        namespaces = _namespaces(names, self.history, self.sort, pen)
-        parts = [  # importance, the least first to go
-            (1, [pen.cut(line) for line in pool_bar(stats.pool, pen.width, plain=pen.plain)]),
-            (2, _saved(stats, pen)),
-            (3, _rates(stats, now, pen)),
-            (9, self._sparks(pen)),
-            (8, _lookups(stats, now, pen)),
-            (6, _misses(stats, pen)),
-            (7, _curve(stats, pen)),
-            (5, namespaces),
-            (10, _tier_lines(stats, pen)),
-            (4, _problems(stats, pen)),
+    def _all(self, stats: DaemonStats, pen: Pen) -> list[Text]:
+        """What matters most comes first: a low screen ends earlier."""
+        now = self.history.now()
+        return [
+            *map(pen.cut, pool_bar(stats.pool, pen.width, plain=pen.plain)),
+            _saved(stats, pen),
+            *_problems(stats, pen),
+            *_rates(stats, now, pen),
+            _misses(stats, pen),
+            *_curve(stats, pen),
+            _lookups(stats, now, pen),
+            *self._sparks(pen),
+            *_tier_lines(stats, pen),
+            *_namespaces(self._sorted(stats), self.history, self.sort, pen),
         ]
-        left, chosen = room, {}
-        for rank, lines in sorted(parts, key=lambda part: part[0]):
-            wanted = min(len(lines), LEAST_ROWS + 2) if rank == 5 else len(lines)
-            if wanted <= left:
-                chosen[rank] = lines[:wanted]
-                left -= wanted
-        if 5 in chosen:
-            chosen[5] = namespaces[: len(chosen[5]) + left]
-        return [line for rank, _ in parts for line in chosen.get(rank, ())]
 
     def _sorted(self, stats: DaemonStats) -> list[NamespaceStats]:
         """The namespaces in the order that was chosen; those of the same rank by size."""
         by_size = sorted(stats.namespaces, key=lambda one: -one.ready_bytes)
-        worth: dict[str, Callable[[NamespaceStats], float | str]] = {
-            "TOK/S": lambda one: -self.history.now_of(one).loaded_tokens,
-            "SIZE": lambda one: -one.ready_bytes,
-            "KEYS/S": lambda one: -self.history.now_of(one).asked_keys,
-            "MISSED": lambda one: -sum(self.history.now_of(one).misses.values()),
-            "NAMESPACE": lambda one: one.model,
-        }
-        return sorted(by_size, key=worth[self.sort])
+        if self.sort == "TOK/S":
+            return sorted(by_size, key=lambda one: -self.history.now_of(one).loaded_tokens)
+        if self.sort == "MISSED":
+            return sorted(by_size, key=lambda one: -sum(self.history.now_of(one).misses.values()))
+        return by_size
 
     def _sparks(self, pen: Pen) -> list[Text]:
         cells = pen.width - 40
@@ -276,12 +261,12 @@ class Pen:
         return "".join(marks[height] for height in heights).rjust(max(0, cells))
 
 
-def _saved(stats: DaemonStats, pen: Pen) -> list[Text]:
+def _saved(stats: DaemonStats, pen: Pen) -> Text:
     total, life = stats.since_start, stats.lifetime
     line = f"Saved   prefill {saved_time(total)}, {format_count(total.loaded_tokens)} tokens loaded"
     if life.saved_seconds > total.saved_seconds:
         line += f"; {format_duration(life.saved_seconds)} in all"
-    return [pen.text(line, "bold")]
+    return pen.text(line, "bold")
 
 
 RATES: tuple[tuple[str, int, Callable[[Window], str]], ...] = (
@@ -292,14 +277,13 @@ RATES: tuple[tuple[str, int, Callable[[Window], str]], ...] = (
     ("missed", 7, lambda one: _part(sum(one.misses.values()), one.asked_keys)),
     ("loaded/s", 10, lambda one: _bytes(one.loaded_bytes, one)),
     ("stored/s", 10, lambda one: _bytes(one.stored_bytes, one)),
-    ("evicted/s", 9, lambda one: _rate(one.evicted_blocks, one)),
 )
-"""Title, width and cell of each column; the last one on wide screens only."""
+"""Title, width and cell of each column."""
 
 
 def _rates(stats: DaemonStats, now: Window, pen: Pen) -> list[Text]:
     """Of tokens and keys that engines asked for, what became of them."""
-    titles, widths, cells = zip(*(RATES if pen.width > 90 else RATES[:-1]), strict=True)
+    titles, widths, cells = zip(*RATES, strict=True)
     rows = [("now", now), ("1 min", stats.last_minute), ("1 hour", stats.last_hour), ("since start", stats.since_start)]
     lines = [pen.cells(("", *titles), (-11, *widths), "dim")]
     for name, window in rows:
@@ -320,20 +304,20 @@ def _part(part: float, whole: float) -> str:
     return percent(part, whole).replace(" %", "%")
 
 
-def _lookups(stats: DaemonStats, now: Window, pen: Pen) -> list[Text]:
+def _lookups(stats: DaemonStats, now: Window, pen: Pen) -> Text:
     times = [format_duration(stats.lookup_seconds.quantile(share)) for share in (0.5, 0.99)]
     queued, failed = (getattr(stats.store, name) + getattr(stats.load, name) for name in ("queued_jobs", "failed_jobs"))
     longest = format_duration(stats.loop_blocked_max_seconds)
     words = f"Lookups {_rate(now.lookups, now)}/s  p50 {times[0]}  p99 {times[1]}  loop max {longest}"
-    return [pen.text(f"{words}  queued {format_count(queued)}  failed {format_count(failed)}")]
+    return pen.text(f"{words}  queued {format_count(queued)}  failed {format_count(failed)}")
 
 
-def _misses(stats: DaemonStats, pen: Pen) -> list[Text]:
+def _misses(stats: DaemonStats, pen: Pen) -> Text:
     """Of the keys asked for in the last hour; of all where none was missed then."""
     window = stats.last_hour if stats.last_hour.misses else stats.since_start
     largest = sorted(window.misses.items(), key=lambda item: -item[1])
     words = "  ".join(f"{reason_name(reason)} {_part(keys, window.asked_keys)}" for reason, keys in largest if keys)
-    return [pen.text(f"Missed  {words or 'nothing'}{' in the last hour' * (window is stats.last_hour)}")]
+    return pen.text(f"Missed  {words or 'nothing'}{' in the last hour' * (window is stats.last_hour)}")
 
 
 def _curve(stats: DaemonStats, pen: Pen) -> list[Text]:
@@ -346,36 +330,31 @@ def _curve(stats: DaemonStats, pen: Pen) -> list[Text]:
     return [pen.text(f"Found   {own:.0f}% of tokens; lru by pool size: {words}")]
 
 
-def _columns(one: NamespaceStats, now: Window, *, wide: bool) -> list[tuple[str, int, str]]:
-    """Title, width and cell of all but the name."""
-    missed = sum(now.misses.values())
-    most = reason_name(max(now.misses, key=lambda reason: now.misses[reason])) if missed else "-"
-    return [
-        *[("BLOCKS", 10, format_count(one.ready_blocks))] * wide,
-        ("SIZE", 9, format_size(one.ready_bytes)),
-        ("TOK/S", 8, _rate(now.loaded_tokens, now)),
-        ("KEYS/S", 8, _rate(now.asked_keys, now)),
-        ("LOADED", 7, _part(now.loaded_keys, now.asked_keys)),
-        ("MISSED", 7, _part(missed, now.asked_keys)),
-        *[("STORED/S", 10, _bytes(now.stored_bytes, now)), ("EVICTED/S", 9, _rate(now.evicted_blocks, now))] * wide,
-        ("MOST MISSED", -12, most),
-    ]
+COLUMNS = ("NAMESPACE", "SIZE", "TOK/S", "KEYS/S", "LOADED", "MISSED", "MOST MISSED")
 
 
 def _namespaces(found: Sequence[NamespaceStats], history: History, sort: str, pen: Pen) -> list[Text]:
-    wide = pen.width >= 110
-    titles, widths, _ = zip(*_columns(NamespaceStats(), Window(), wide=wide), strict=True)
-    of_name = max(10, pen.width - sum(map(abs, widths)) - len(widths))
-    widths = (-of_name, *widths)
-    head = pen.cells(("NAMESPACE", *titles), widths, "bold reverse")
+    of_name = max(10, pen.width - 57)
+    widths = (-of_name, 9, 8, 8, 7, 7, -12)
+    head = pen.cells(COLUMNS, widths, "bold reverse")
     head.highlight_words([sort], "underline")
     lines = [Text(), head]
     for one in found:
         name = f"{one.model} {one.id}" if one.model else one.id
         if of_name < cell_len(name):  # the id stays whole: labels may repeat
             name = f"{set_cell_size(printable(one.model), max(0, of_name - len(one.id) - 1))} {one.id}"
-        cells = (cell for *_, cell in _columns(one, history.now_of(one), wide=wide))
-        lines.append(pen.cells((name, *cells), widths, "dim" if one.of_bench else ""))
+        now = history.now_of(one)
+        missed = sum(now.misses.values())
+        cells = (
+            name,
+            format_size(one.ready_bytes),
+            _rate(now.loaded_tokens, now),
+            _rate(now.asked_keys, now),
+            _part(now.loaded_keys, now.asked_keys),
+            _part(missed, now.asked_keys),
+            reason_name(max(now.misses, key=now.misses.__getitem__)) if missed else "-",
+        )
+        lines.append(pen.cells(cells, widths, "dim" if one.of_bench else ""))
     return lines if found else [Text(), pen.text("No namespace: no engine has connected so far.", "dim")]
 
 
