@@ -77,19 +77,6 @@ def test_the_tightest_limit_of_the_cgroups_counts_without_file_cache(root: Path)
     assert look_at(7, [], root).memory_limit_bytes == 1000, "in a container the mount is its own"
 
 
-def test_cgroups_of_version_1(root: Path) -> None:
-    (root / "proc/7/cgroup").write_text("4:cpu,memory:/docker/abc\n0::/\n")
-    mount = root / "sys/fs/cgroup/memory"
-    put(mount, memory__limit_in_bytes=f"{2**63 - 4096}\n", memory__usage_in_bytes="5\n")
-    assert look_at(7, [], root).memory_limit_bytes is None
-    put(
-        mount / "docker/abc", memory__limit_in_bytes="3000\n", memory__usage_in_bytes="2500\n",
-        memory__stat="total_inactive_file 500\n", memory__oom_control="oom_kill_disable 0\noom_kill 1\n",
-    )  # fmt: skip
-    seen = look_at(7, [], root)
-    assert (seen.memory_limit_bytes, seen.memory_used_bytes, seen.oom_kills) == (3000, 2000, 1)
-
-
 def test_this_machine() -> None:
     seen = look_at(os.getpid(), ["/"])
     assert 0 < seen.available_bytes <= seen.memory_bytes

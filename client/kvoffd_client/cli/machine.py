@@ -8,9 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-NO_LIMIT = 2**62
-"""cgroup v1 has no word for "no limit": it is the largest page count, in bytes."""
-
 
 @dataclass(frozen=True)
 class FileSystem:
@@ -67,7 +64,6 @@ def look_at(pid: int, disks: Sequence[str] = (), root: Path = Path("/")) -> Mach
         if most is not None and (limit is None or most < limit):
             limit, used, cgroup = most, holds, str(directory)
             kills = dict(_pairs(directory / "memory.events")).get("oom_kill", 0)
-            kills = kills or dict(_pairs(directory / "memory.oom_control")).get("oom_kill", 0)
     driver = _text(proc / "driver/nvidia/version")
     huge_pages = _text(sys / "kernel/mm/transparent_hugepage/shmem_enabled")
     groups = [line.rpartition("/")[2] for line in _text(own / "cgroup").splitlines()] if pid else []
@@ -111,32 +107,23 @@ def _swapped(process: Path, memory: Mapping[str, int]) -> int:
     return dict(_pairs(process / "smaps_rollup")).get("Swap:", 0) * 1024
 
 
-def _memory_cgroups(lines: str, root: Path) -> Iterator[Path]:
-    """The cgroup of each memory controller (v1, v2) and all its ancestors: all their limits apply.
+def _memory_cgroups(lines: str, mount: Path) -> Iterator[Path]:
+    """The process's cgroup (version 2) and all its ancestors: all their limits apply.
 
     In a container the path may be the host's, and not exist below the mount; the mount itself is the container's then.
     """
-    for line in lines.splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if "memory" in controllers.split(","):
-            mount = root / "memory"
-        elif number == "0" and not controllers:
-            mount = root
-        else:
-            continue
-        directory = mount / path.lstrip("/")
+    own = next((line.removeprefix("0::") for line in lines.splitlines() if line.startswith("0::")), None)
+    if own is not None:
+        directory = mount / own.lstrip("/")
         yield from (one for one in (directory, *directory.parents) if one == mount or mount in one.parents)
 
 
 def _cgroup_memory(directory: Path) -> tuple[int | None, int]:
     """Its limit and what it holds. Above memory.high the kernel throttles: a limit in all but name."""
-    texts = [_text(directory / name).strip() for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
-    limits = [int(text) for text in texts if text.isdecimal() and int(text) < NO_LIMIT]
-    used = next((text for name in ("current", "usage_in_bytes") if (text := _text(directory / f"memory.{name}"))), "0")
-    stat = dict(_pairs(directory / "memory.stat"))
-    cache = stat.get("total_inactive_file", stat.get("inactive_file", 0))
-    return min(limits, default=None), max(0, int(used) - cache)
+    texts = [_text(directory / name).strip() for name in ("memory.max", "memory.high")]
+    cache = dict(_pairs(directory / "memory.stat")).get("inactive_file", 0)
+    used = int(_text(directory / "memory.current") or 0)
+    return min((int(text) for text in texts if text.isdecimal()), default=None), max(0, used - cache)
 
 
 def _file_system(directory: Path) -> FileSystem | None:

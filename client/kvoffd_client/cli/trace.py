@@ -37,9 +37,6 @@ MUCH_BYTES = 256 << 10
 """After an answer with so many bytes of keys the next one is asked for at once: the daemon keeps 8 MiB."""
 ID_BITS = 53
 """Of a key's number: JSON's numbers are exact so far in every language."""
-END_BYTES = 64
-"""More than the end of the compressed stream takes."""
-LEAST_BYTES = 4096
 
 trace_app = typer.Typer(help="Record what engines ask for, and replay it.", rich_markup_mode=None)
 
@@ -66,7 +63,7 @@ def record(
     duration: Annotated[
         str, typer.Option("--duration", metavar="TIME", help="End after so long, as in 90s or 2h. [default: at Ctrl-C]")
     ] = "",
-    max_size: Annotated[str, typer.Option("--max-size", metavar="SIZE", help="End before FILE is larger.")] = "1GiB",
+    max_size: Annotated[str, typer.Option("--max-size", metavar="SIZE", help="End when FILE is so large.")] = "1GiB",
     directory: Directory = None,
     json: Json = False,
 ) -> int:
@@ -81,8 +78,6 @@ def record(
     most_bytes = size_of("--max-size", max_size)
     if not seconds:
         raise CliError(f"--duration {duration} records nothing; give a longer one, or none and end with Ctrl-C.")
-    if most_bytes < LEAST_BYTES:
-        raise CliError(f"--max-size {max_size} is too little; give {format_size(LEAST_BYTES)} or more.")
     with AdminClient(local_directory(directory), OPERATOR_WAIT_S) as admin:
         admin.trace()
         try:
@@ -93,7 +88,7 @@ def record(
             raise CliError(f"{file} cannot be written: {error.strerror}.") from None
         try:
             with opened:
-                done = _write(admin, file, TraceWriter(opened, most_bytes), seconds)
+                done = _write(admin, file, TraceWriter(opened), seconds, most_bytes)
         except OSError as error:
             holds = file.exists() and file.stat().st_size > 0
             left = "What is in it can be replayed." if holds else "It is empty."
@@ -102,7 +97,7 @@ def record(
         print_json(vars(done))
     else:
         lost = f" {format_count(done.dropped)} more came too fast and are missing." if done.dropped else ""
-        full = f" It ended since {file} may not be larger (--max-size)." if done.ended == "size" else ""
+        full = f" It ended since {file} is large enough (--max-size)." if done.ended == "size" else ""
         print_line(
             f"{format_count(done.chains)} request{plural(done.chains)} for {count_blocks(done.keys)} in "
             f"{format_duration(done.seconds)}, in {format_size(done.bytes)} of {file}.{lost}{full}"
@@ -110,7 +105,7 @@ def record(
     return int(done.ended == "daemon")
 
 
-def _write(admin: AdminClient, file: Path, writer: TraceWriter, seconds: float) -> Recorded:
+def _write(admin: AdminClient, file: Path, writer: TraceWriter, seconds: float, most_bytes: int) -> Recorded:
     began, session = time.monotonic(), admin.session_id
     until, ended, more = began + seconds, "", False
     with _ended_by_signal() as told:
@@ -127,7 +122,8 @@ def _write(admin: AdminClient, file: Path, writer: TraceWriter, seconds: float) 
                 ended = "daemon"
                 print(f"kvoffd-cli: {error}", file=sys.stderr)
                 break
-            if not writer.write(fetched.chains, fetched.dropped):
+            writer.write(fetched.chains, fetched.dropped)
+            if writer.file.tell() >= most_bytes:
                 ended = "size"
                 break
             passed = format_duration(time.monotonic() - began)
@@ -154,38 +150,24 @@ def _ended_by_signal() -> Iterator[threading.Event]:
 
 
 class TraceWriter:
-    """Writes lines to a file that grows to ``most_bytes`` at most."""
+    """Writes lines to a compressed file."""
 
-    def __init__(self, file: BinaryIO, most_bytes: int) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self.file = file
         self.chains = self.keys = self.dropped = 0
-        self._most_bytes = most_bytes
         self._packed = gzip.GzipFile("", "wb", fileobj=file, mtime=0)
-        self._unflushed = 0
         self._salt = secrets.token_bytes(32)
         self._namespaces: dict[bytes, int] = {}
 
-    def write(self, chains: list[TraceChain], dropped: int) -> bool:
-        """Add a line for each to the file; False where it is full. ``dropped``: so many are missing behind them."""
+    def write(self, chains: list[TraceChain], dropped: int) -> None:
+        """Add a line for each to the file. ``dropped``: so many are missing behind them."""
         for number, chain in enumerate(chains, 1):
-            line = self._line(chain, dropped if number == len(chains) else 0)
-            if self.file.tell() + self._unflushed + len(line) + END_BYTES > self._most_bytes:
-                self._flush()
-                if self.file.tell() + len(line) + END_BYTES > self._most_bytes:
-                    return False
-            self._unflushed += len(line)
-            self._packed.write(line)
+            self._packed.write(self._line(chain, dropped if number == len(chains) else 0))
             self.chains += 1
             self.keys += len(chain.keys) // chain.key_bytes
         self.dropped += dropped
-        self._flush()
-        return True
-
-    def _flush(self) -> None:
-        """So that who ends this process loses nothing."""
-        self._packed.flush()
+        self._packed.flush()  # who ends this process loses nothing
         self.file.flush()
-        self._unflushed = 0
 
     def close(self) -> None:
         """Write the end of the stream."""
