@@ -154,8 +154,8 @@ class Cache:
         self._groups: dict[int, Group] = {}
         """By number, those that blocks may be stored in, and those of which slots are still to be freed."""
         self._next_group = 1
-        self._current: dict[Namespace, list[Group | None]] = {}
-        """By number in the namespace; None while a rank of the world has not registered."""
+        self._current: dict[Namespace, list[Group]] = {}
+        """By number in the namespace."""
         self._victims = Victims(slots, blocks, policy, self._groups)
         self._partial: dict[int, float] = {}
         """Blocks that lack a shard which nobody writes, and since when."""
@@ -197,17 +197,16 @@ class Cache:
         self._make_groups(namespace)
 
     def _make_groups(self, namespace: Namespace) -> None:
-        """From now on its blocks belong to new groups; to None while a rank of the world has not registered."""
+        """From now on its blocks belong to new groups, which hold none while a rank of the world has not registered."""
         ranks = range(namespace.world_size)
-        current: list[Group | None] = [None] * len(namespace.groups)
-        self._current[namespace] = current
-        if any(namespace.shard_bytes(rank) is None for rank in ranks):
-            return
+        known = all(namespace.shard_bytes(rank) is not None for rank in ranks)
+        current = self._current[namespace] = []
         for index in range(len(namespace.groups)):
-            lengths = [namespace.shard_length(rank, index) for rank in ranks]
-            sizes = namespace.slot_sizes(index)
+            lengths = [namespace.shard_length(rank, index) for rank in ranks if known]
+            sizes = namespace.slot_sizes(index) if known else []
             made = Group(self._next_group, namespace, index, namespace.key_bytes, lengths, sizes)
-            current[index] = self._groups[made.number] = made
+            current.append(made)
+            self._groups[made.number] = made
             self._next_group += 1
 
     def register_rank(
@@ -225,6 +224,8 @@ class Cache:
         hold one. A shard of 0 bytes, of a rank without a layer in the group, gets the smallest slot.
         """
         if new := namespace.fix_shard_bytes(rank, shard_bytes, self.slots.slot_size):
+            for group in self._current[namespace]:
+                self._retire(group)
             self._make_groups(namespace)
         namespace.nodes[rank] = node
         if shards is not None:
@@ -258,8 +259,8 @@ class Cache:
             logger.warning("Some of the %d namespaces will not outlive the daemon: they are too many.", len(kept))
         return False
 
-    def _group(self, namespace: Namespace, group: int) -> Group | None:
-        """The group as it is now; None while a rank of the world has not registered. Raises BadGeometry."""
+    def _group(self, namespace: Namespace, group: int) -> Group:
+        """The group as it is now. Raises BadGeometry."""
         namespace.check_group(group)
         return self._current[namespace][group]
 
@@ -271,7 +272,7 @@ class Cache:
         """
         dropped = namespace.blocks_in[READY] + namespace.blocks_in[WRITING]
         namespace.counters.invalidated_blocks += dropped
-        dead = [group for group in self._current[namespace] if group is not None]
+        dead = self._current[namespace]
         tiers = None if keep_tiers else self.tiers
         self._give_number(namespace, self._next_number)
         if generation is not None:
@@ -322,8 +323,7 @@ class Cache:
         """Forget a namespace that has no block in the index and that nobody has open; its name is free for another."""
         assert not namespace.blocks_in[READY] + namespace.blocks_in[WRITING]
         for group in self._current.pop(namespace):
-            if group is not None:
-                self._retire(group)
+            self._retire(group)
         del self.namespaces[namespace.fingerprint]
         self._victims.forget(namespace)
         if self._requested is not None and self._requested[0] is namespace:
@@ -331,9 +331,9 @@ class Cache:
         self._short_records = False
         self._save()
 
-    def restore_namespace(self, record: NamespaceRecord) -> list[Group | None]:
+    def restore_namespace(self, record: NamespaceRecord) -> list[Group]:
         """Open a namespace as an earlier daemon wrote it down, with its number, before anything else. Returns its
-        groups, None where not all ranks had registered; ``recovered`` takes their blocks.
+        groups; ``recovered`` takes their blocks.
 
         Raises BadGeometry, ShardTooLarge, and has changed nothing then, where this pool cannot hold its shards.
         """
@@ -352,12 +352,13 @@ class Cache:
 
     def recovered(self, blocks: BlockIds, quarantined: SlotIds) -> None:
         """Take over READY blocks that are in the BlockTable and the allocator, the least recently used first, and slots
-        that are not to be used. The namespaces are written down anew."""
+        that are not to be used. The namespaces are written down anew. Nobody can listen yet: no event tells of them."""
         for begin in range(0, len(blocks), RECOVERED_AT_ONCE):
             for group, alike in self.by_group(blocks[begin : begin + RECOVERED_AT_ONCE]):
                 self.blocks.pages[alike] = group.block_bytes // PAGE_BYTES
                 self.unverified_slots += len(alike) * len(group.sizes)
-                self._make_ready(group, FREE, alike)
+                self._count(group, FREE, READY, len(alike))
+                self.policy.insert(group, alike)
         self._quarantine(quarantined)
         self._save()
 
@@ -386,10 +387,7 @@ class Cache:
             if not 0 <= index < len(current) or len(keys) % size:
                 namespace.check_keys(index, keys)  # which raises
         known = [current[index] for index, _ in groups]
-        found = [
-            self.blocks.find(group.number, keys, size) if group is not None else _unknown(len(keys) // size)
-            for group, (_, keys) in zip(known, groups, strict=True)
-        ]
+        found = [self.blocks.find(group.number, keys, size) for group, (_, keys) in zip(known, groups, strict=True)]
         pool = [one for one, _ in found]
         states = pool
         if self.tiers is not None and [one for one in pool if one.count(READY) < len(one)]:
@@ -406,7 +404,7 @@ class Cache:
             if self._requested is not None:
                 self.note_requests()
             parts = zip(known, groups, ready, runs, strict=True)
-            chains = [Chain(group, keys, blocks, run) for group, (_, keys), blocks, run in parts if group is not None]
+            chains = [Chain(group, keys, blocks, run) for group, (_, keys), blocks, run in parts if group.sizes]
             self._requested = (namespace, chains) if chains else None
         return states, 0 if lease is None else len(lease.blocks)
 
@@ -466,7 +464,7 @@ class Cache:
         self,
         namespace: Namespace,
         groups: Sequence[tuple[int, bytes]],
-        known: Sequence[Group | None],
+        known: Sequence[Group],
         pool: Sequence[bytes],
         states: Sequence[bytes],
     ) -> None:
@@ -490,12 +488,9 @@ class Cache:
                 self._count_missing(namespace, group, keys, after)
         counters.asked_tokens += tokens
 
-    def _count_missing(self, namespace: Namespace, group: Group | None, keys: bytes, states: bytes) -> None:
+    def _count_missing(self, namespace: Namespace, group: Group, keys: bytes, states: bytes) -> None:
         """Count the keys whose state is ABSENT by the reason for it."""
         misses = namespace.counters.misses
-        if group is None:
-            misses[MissReason.UNKNOWN] += states.count(ABSENT)
-            return
         for reason, number in enumerate(self.blocks.count_misses(group.number, keys, namespace.key_bytes, states)):
             if number:
                 misses[MissReason(reason)] += number
@@ -506,14 +501,11 @@ class Cache:
 
     def note_misses(self, namespace: Namespace, group: int, keys: bytes, reason: MissReason) -> None:
         """These keys are not there from now on, for this reason."""
-        if (known := self._group(namespace, group)) is not None:
-            self.blocks.note_misses(known.number, keys, namespace.key_bytes, reason)
+        self.blocks.note_misses(self._group(namespace, group).number, keys, namespace.key_bytes, reason)
 
     def reason_of(self, namespace: Namespace, group: int, key: bytes) -> MissReason:
         """Why a key was not there when it was asked for, as far as is known; it may have been stored since."""
-        if (known := self._group(namespace, group)) is None:
-            return MissReason.UNKNOWN
-        counts = self.blocks.count_misses(known.number, key, namespace.key_bytes, bytes(1))
+        counts = self.blocks.count_misses(self._group(namespace, group).number, key, namespace.key_bytes, bytes(1))
         return MissReason(next(reason for reason, count in enumerate(counts) if count))
 
     def note_requests(self) -> None:
@@ -591,23 +583,15 @@ class Cache:
 
         What the message found present is not evicted for it. Raises BadGeometry, BadKeys.
         """
-        groups, size = self._current[namespace], namespace.key_bytes
+        groups = self._current[namespace]
         for part in parts:
-            if not 0 <= part.group < len(groups) or len(part.keys) % size:
-                namespace.check_keys(part.group, part.keys)  # which raises
-        known = [group for part in parts if (group := groups[part.group]) is not None]
-        if len(known) < len(parts) or not 0 <= rank < namespace.world_size:
-            for part in parts:
-                namespace.slot_bytes(rank, part.group)  # which raises where no worker of the rank has registered
-            stored = [_no_group(namespace, part) for part in parts]
-            for one, part in zip(stored, parts, strict=True):
-                self._count_refused(namespace, one, part)
-            return StoreTicket(rank, stored)
+            namespace.check_keys(part.group, part.keys)
+            namespace.slot_bytes(rank, part.group)  # which raises where no worker of the rank has registered
         plans: list[_Plan] = []
         held: list[BlockIds] = []
         try:
-            for group, part in zip(known, parts, strict=True):
-                plans.append(plan := self._plan(rank, group, part))
+            for part in parts:
+                plans.append(plan := self._plan(rank, groups[part.group], part))
                 if plan.present.size:
                     self.pin(plan.present)
                     held.append(plan.present)
@@ -623,8 +607,11 @@ class Cache:
             for present in held:
                 self.unpin(present)
         for plan in plans:
-            if plan.stored.no_space or plan.stored.rejected:
-                self._count_refused(namespace, plan.stored, plan.part)
+            self._count_refused(plan.stored.group, plan.part.keys, plan.stored.no_space, MissReason.NO_SPACE)
+            self._count_refused(plan.stored.group, plan.part.keys, plan.stored.rejected, MissReason.REJECTED)
+        counters = namespace.counters
+        counters.dropped_keys += sum(len(plan.stored.no_space) for plan in plans)
+        counters.declined_keys += sum(len(plan.stored.rejected) for plan in plans)
         return StoreTicket(rank, [plan.stored for plan in plans])
 
     def _plan(self, rank: int, group: Group, part: StorePart, ours: BlockIds = _NOTHING) -> _Plan:
@@ -651,70 +638,53 @@ class Cache:
         return _Plan(stored, part, blocks[blocks != NO_BLOCK], lacking, blocks[mine], mine)
 
     def _admit(self, rank: int, plan: _Plan) -> None:
-        """Take slots for the lacking keys that the policy admits; and enter what is to be copied."""
+        """Make blocks of the lacking keys that the policy admits; and enter what is to be copied."""
         stored, part, group = plan.stored, plan.part, plan.stored.group
+        size, begin = group.key_bytes, 0
+        names = _some(part.keys, plan.lacking, size)
         numbers, blocks = [plan.mine_keys], [plan.mine]
-        if lacking := len(plan.lacking):
-            names = _some(part.keys, plan.lacking, group.key_bytes)
-            for begin, end, score in self._scored(group, part, plan.lacking, names):
+        try:
+            for count, score in self._scores(group, part, plan.lacking, names):
+                end = begin + count
                 if score == REJECTED:
                     stored.rejected += plan.lacking[begin:end].tolist()
-                    continue
-                limit = inf if self.tiers is not None else score  # the pool is the way down to them
-                try:
-                    slots = self._take(group, end - begin, limit)
-                except BaseException:
-                    self.drop(np.concatenate([_NOTHING, *blocks[1:]]), MissReason.NO_SPACE)
-                    raise
-                taken = begin + len(slots)
-                blocks.append(self._enter(group, slots, names[begin * group.key_bytes : taken * group.key_bytes]))
-                numbers.append(plan.lacking[begin:taken])
-                if taken < end:
-                    kept = limit != inf and self._victims.are_left()
-                    (stored.rejected if kept else stored.no_space).extend(plan.lacking[taken:end].tolist())
+                else:
+                    limit = inf if self.tiers is not None else score  # the pool is the way down to them
+                    slots = self._take(group, names[begin * size : end * size], limit)
+                    blocks.append(slots[:, 0].copy())
+                    numbers.append(plan.lacking[begin : begin + len(slots)])
+                    if len(slots) < count:
+                        kept = limit != inf and self._victims.are_left()
+                        lost = plan.lacking[begin + len(slots) : end].tolist()
+                        (stored.rejected if kept else stored.no_space).extend(lost)
+                begin = end
             if stored.rejected:
-                self.policy.rejected(group, _some(part.keys, np.array(stored.rejected), group.key_bytes))
-        if plan.mine.size or lacking:
+                self.policy.rejected(group, _some(part.keys, np.array(stored.rejected), size))
+        finally:  # what was taken is the store's, also where it fails
             copied, stored.blocks = np.concatenate(numbers), np.concatenate(blocks)
-            if plan.mine.size and lacking:
+            if plan.mine.size and len(plan.lacking):
                 order = np.argsort(copied)
                 copied, stored.blocks = copied[order], stored.blocks[order]
             stored.copy = copied.tolist()
-        stored.slots = self.blocks.slots_of_rank(stored.blocks, rank) if rank else stored.blocks
-        firsts = part.first_blocks
-        stored.first_blocks = [firsts.get(key, 0) for key in stored.copy] if firsts else [0] * len(stored.copy)
-        self.blocks.shard[stored.slots] = WRITING_SHARD
-        for block in stored.blocks.tolist() if self._partial else ():
-            self._partial.pop(block, None)
+            stored.slots = self.blocks.slots_of_rank(stored.blocks, rank)
+            stored.first_blocks = [part.first_blocks.get(key, 0) for key in stored.copy]
+            self.blocks.shard[stored.slots] = WRITING_SHARD
+            for block in stored.blocks.tolist() if self._partial else ():
+                self._partial.pop(block, None)
 
-    def _scored(
+    def _scores(
         self, group: Group, part: StorePart, lacking: npt.NDArray[np.intp], names: bytes
-    ) -> list[tuple[int, int, float]]:
-        """Begin, end and score of runs of the lacking keys that have one score."""
-        if part.starts is None or group.namespace.of_bench:
-            return [(0, len(lacking), inf)]
+    ) -> Sequence[tuple[int, float]]:
+        """Lengths and scores of runs of the lacking keys."""
+        if part.starts is None or group.namespace.of_bench or not group.sizes or not lacking.size:
+            return [(len(lacking), inf)]
         begins = [0] if len(part.starts) == 1 else np.unique(np.searchsorted(lacking, part.starts)).tolist()
-        scores = self.policy.admit(group, names, begins)
-        runs = [0, *(np.flatnonzero(scores[1:] != scores[:-1]) + 1).tolist()]
-        return list(zip(runs, [*runs[1:], len(lacking)], scores[runs].tolist(), strict=True))
+        return self.policy.admit(group, names, begins)
 
-    def _enter(self, group: Group, slots: npt.NDArray[np.uint32], keys: bytes) -> BlockIds:
-        """Make blocks of slots that were taken, [blocks, ranks]."""
-        if not len(slots):
-            return _NOTHING
-        names = group.number, keys, group.key_bytes, group.namespace.number, group.group
-        blocks = self.blocks.enter(slots, *names, group.block_bytes)
-        self._count(group, FREE, WRITING, len(blocks))
-        return blocks
-
-    def _count_refused(self, namespace: Namespace, stored: Stored, part: StorePart) -> None:
-        namespace.counters.dropped_keys += len(stored.no_space)
-        namespace.counters.declined_keys += len(stored.rejected)
-        size = namespace.key_bytes
-        for numbers, reason in ((stored.no_space, MissReason.NO_SPACE), (stored.rejected, MissReason.REJECTED)):
-            if numbers and stored.group.number:
-                names = _some(part.keys, np.array(numbers), size)
-                self.blocks.note_misses(stored.group.number, names, size, reason)
+    def _count_refused(self, group: Group, keys: bytes, numbers: Sequence[int], reason: MissReason) -> None:
+        if numbers:
+            names = _some(keys, np.array(numbers), group.key_bytes)
+            self.blocks.note_misses(group.number, names, group.key_bytes, reason)
 
     def commit_store(
         self,
@@ -757,20 +727,13 @@ class Cache:
             self._wait(group, blocks[self.blocks.missing[blocks] != 0])
         if ready.size:
             group.namespace.counters.stored_blocks += len(ready)
-            self._make_ready(group, WRITING, ready, tokens)
+            self._count(group, WRITING, READY, len(ready))
+            self.policy.insert(group, ready)
+            keys = group.namespace.split(group.group, self.blocks.keys(ready[::-1], group.key_bytes))
+            self._events.stored(group.namespace, group.group, keys, tokens=tokens)
             if self.tiers is not None:
                 self.tiers.stored(ready[::-1])
         return len(ready)
-
-    def _make_ready(
-        self, group: Group, before: int, tail_first: BlockIds, tokens: Mapping[bytes, BlockTokens] = NO_TOKENS
-    ) -> None:
-        """Count blocks as READY and tell of them. ``before``: their state until now."""
-        self._count(group, before, READY, len(tail_first))
-        self.policy.insert(group, tail_first)
-        keys = self.blocks.keys(tail_first[::-1], group.key_bytes)
-        split = group.namespace.split(group.group, keys)
-        self._events.stored(group.namespace, group.group, split, tokens=tokens)
 
     def abort_store(self, ticket: StoreTicket) -> None:
         """End a store that did not copy everything: its shards go, what other ranks wrote stays and waits."""
@@ -809,17 +772,15 @@ class Cache:
     def begin_fill(self, namespace: Namespace, group: int, keys: bytes) -> FillTicket:
         """Take slots of all ranks for keys that come from a tier, as far as there is space. Raises BadGeometry."""
         known = self._group(namespace, group)
-        if known is None:
+        if not known.sizes:
             raise BadGeometry("Not all ranks of the namespace have registered; register them first.")
         split = namespace.split(group, keys)
         states, _ = self.blocks.find(known.number, keys, namespace.key_bytes)
         first = {key: number for number, key in reversed(list(enumerate(split)))}
         numbers = [number for number, state in enumerate(states) if state == FREE and first[split[number]] == number]
-        slots = self._take(known, len(numbers), inf)
-        numbers = numbers[: len(slots)]
-        self._enter(known, slots, b"".join([split[number] for number in numbers]))
+        slots = self._take(known, b"".join([split[number] for number in numbers]), inf)
         self.blocks.shard[slots] = WRITING_SHARD
-        return FillTicket(known, numbers, slots)
+        return FillTicket(known, numbers[: len(slots)], slots)
 
     def end_fill(
         self,
@@ -855,8 +816,7 @@ class Cache:
         if lease is None or lease.namespace is not namespace:
             raise UnknownLease(f"The lease {lease_id} is unknown, has ended or is of another namespace; look up again.")
         known, size = self._group(namespace, group), namespace.key_bytes
-        count = len(keys) // size
-        states, blocks = self.blocks.find(known.number, keys, size) if known is not None else _unknown(count)
+        states, blocks = self.blocks.find(known.number, keys, size)
         bad = np.frombuffer(states, np.uint8) != READY
         if not bad.any():
             slots = self.blocks.slots_of_rank(blocks, rank)
@@ -864,7 +824,7 @@ class Cache:
             allowed[:1] = first_block
             bad = self.table.records["first_block"][slots] > allowed
             bad |= self.blocks.shard[slots] & (SHARD_STATE | CORRUPT) != WRITTEN
-        if known is None or bad.any():
+        if bad.any():
             raise NotReady(group, np.flatnonzero(bad).tolist())
         self.pin(blocks)
         return LoadTicket(rank, lease, known, keys[:size], blocks, slots, self.slots.offsets(slots))
@@ -897,30 +857,35 @@ class Cache:
 
     # --- space ----------------------------------------------------------------------------------
 
-    def _take(self, group: Group, count: int, below: float) -> npt.NDArray[np.uint32]:
-        """[blocks, ranks] slots for up to ``count`` blocks; what has a lower score than ``below`` may go for them."""
+    def _take(self, group: Group, keys: bytes, below: float) -> npt.NDArray[np.uint32]:
+        """Make WRITING blocks of keys that have none, from the first on, as far as there is space. What has a lower score
+        than ``below`` may go for them. Returns their slots, [blocks, ranks]."""
+        size, ranks = group.key_bytes, len(group.sizes)
+        count, entered = len(keys) // size if ranks else 0, 0
         if group.namespace.fingerprint in self.quotas:
             count = self._within_quota(group, count, below)
-        nodes = [group.namespace.nodes.get(rank) for rank in range(len(group.sizes))]
-        found: list[npt.NDArray[np.uint32]] = []
+        nodes = [group.namespace.nodes.get(rank) for rank in range(ranks)]
+        found = [np.empty((0, max(1, ranks)), np.uint32)]
         try:
-            while count > 0:
-                taken = self.slots.take_blocks(group.sizes, count, nodes)
-                if len(taken):  # and maybe more, where one rank took what another lacked
-                    found.append(taken)
-                    count -= len(taken)
-                elif not self._make_space(group, count, below):
+            while entered < count:
+                slots = self.slots.take_blocks(group.sizes, count - entered, nodes)
+                if not len(slots):
+                    if self._make_space(group, count - entered, below):
+                        continue
                     break
+                for region in self.slots.opened:
+                    self.table.set_region(region, int(self.slots.slot_bytes[region]))
+                self.slots.opened.clear()
+                names = keys[entered * size : (entered + len(slots)) * size]
+                of_namespace = group.namespace.number, group.group, group.block_bytes
+                self.blocks.enter(slots, group.number, names, size, *of_namespace)
+                self._count(group, FREE, WRITING, len(slots))
+                found.append(slots)  # and maybe more, where one rank took what another lacked
+                entered += len(slots)
         except BaseException:
-            for slots in found:
-                self.slots.free(slots.ravel())
+            self.drop(np.concatenate(found)[:, 0], MissReason.NO_SPACE)
             raise
-        for region in self.slots.opened:
-            self.table.set_region(region, int(self.slots.slot_bytes[region]))
-        self.slots.opened.clear()
-        if len(found) == 1:
-            return found[0]
-        return np.concatenate(found) if found else np.empty((0, len(group.sizes)), np.uint32)
+        return found[1] if len(found) == 2 else np.concatenate(found)
 
     def _within_quota(self, group: Group, count: int, below: float) -> int:
         """How many of ``count`` blocks the namespace may take, evicting its own where it has its quota."""
@@ -930,7 +895,7 @@ class Cache:
             while self.background():
                 pass
         if (excess := namespace.held_bytes + count * each - quota) > 0:
-            own = [one.number for one in self._current[namespace] if one is not None]
+            own = [one.number for one in self._current[namespace]]
             self._evict(self._victims.of_namespace(namespace, own, excess, count + MAX_OVER_QUOTA, below))
         return max(0, min(count, (quota - namespace.held_bytes) // each))
 
@@ -973,12 +938,10 @@ class Cache:
             namespace.check_keys(number, keys)
         dropped = 0
         for number, keys in groups:
-            group = self._group(namespace, number)
-            if group is not None:
-                states, blocks = self.blocks.find(group.number, keys, namespace.key_bytes)
-                there = np.unique(blocks[np.frombuffer(states, np.uint8) != FREE])
-                dropped += len(there)
-                self.drop(there, MissReason.INVALIDATED)
+            states, blocks = self.blocks.find(self._group(namespace, number).number, keys, namespace.key_bytes)
+            there = np.unique(blocks[np.frombuffer(states, np.uint8) != FREE])
+            dropped += len(there)
+            self.drop(there, MissReason.INVALIDATED)
             if self.tiers is not None:
                 self.tiers.forget(namespace, number, keys, MissReason.INVALIDATED)
         return dropped
@@ -1161,8 +1124,7 @@ class Cache:
 
     def worth_of(self, namespace: Namespace, group: int, key: bytes) -> KeyWorth | None:
         """What the policy knows of a key; None where that is nothing."""
-        known = self._group(namespace, group)
-        return None if known is None else self.policy.worth_of(known, key)
+        return self.policy.worth_of(self._group(namespace, group), key)
 
     def block(self, block: int) -> BlockFacts:
         """What there is to say of a block that has slots."""
@@ -1188,7 +1150,7 @@ class Cache:
         the last is on exactly one.
         """
         known, begin, end = self._group(namespace, group), position, min(position + places, len(self.blocks.state))
-        if known is None or begin >= end:
+        if begin >= end:
             return _NOTHING, 0
         if len(prefix) == 2 * namespace.key_bytes:
             states, blocks = self.blocks.find(known.number, bytes.fromhex(prefix), namespace.key_bytes)
@@ -1236,17 +1198,6 @@ def _shortened_record(record: NamespaceRecord) -> NamespaceRecord:
     """The record without what nobody needs to read the blocks."""
     description = record.description if len(record.description) <= LONG_DESCRIPTION else ""
     return replace(record, description=description, shards=(None,) * record.world_size)
-
-
-def _no_group(namespace: Namespace, part: StorePart) -> Stored:
-    """Nothing is stored while a rank of the world has not registered."""
-    group = Group(0, namespace, part.group, namespace.key_bytes, [], [])
-    return Stored(group, _NOTHING, _NOTHING, no_space=list(range(len(part.keys) // namespace.key_bytes)))
-
-
-def _unknown(count: int) -> tuple[bytes, BlockIds]:
-    """What is found of so many keys while a rank of the world has not registered."""
-    return bytes(count), np.full(count, NO_BLOCK, np.uint32)
 
 
 def _shortened(states: bytes, blocks: BlockIds, held: BlockIds, part: float) -> bytes:

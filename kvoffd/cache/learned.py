@@ -164,18 +164,16 @@ class Learned:
                 return
             given, most = found, 4 * most
 
-    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> npt.NDArray[np.float64]:
+    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
         begins, count = np.array(starts, np.uint64), len(keys) // group.key_bytes
         found = np.empty(count * _OFFER.size, np.uint8)
         made = self._native.learned_offers(
             *(self._at, *_keys(group, keys), group.block_bytes),
             *(begins.ctypes.data, len(begins), found.ctypes.data),
         )
-        runs = list(_OFFER.iter_unpack(found[: made * _OFFER.size].tobytes()))
-        scores = np.repeat([score for score, _ in runs], [length for _, length in runs])
-        if not self._is_learned_of(group):
-            scores[scores != REJECTED] = inf
-        return scores
+        learned = self._is_learned_of(group)
+        runs = _OFFER.iter_unpack(found[: made * _OFFER.size].tobytes())
+        return [(length, score if learned or score == REJECTED else inf) for score, length in runs]
 
     def _is_learned_of(self, group: Group) -> bool:
         """Whether what was learned is of this group's keys, too: its namespace asked for as much as the pool holds."""

@@ -36,9 +36,9 @@ class Group:
     group: int
     key_bytes: int
     lengths: list[int]
-    """Bytes of the shard by rank."""
+    """Bytes of the shard by rank; none while a rank of the world has not registered."""
     sizes: list[int]
-    """Bytes of the slot by rank; all ranks have registered."""
+    """Bytes of the slot by rank, likewise."""
     dead: bool = False
     """The namespace was reset: its blocks are swept out."""
     blocks_in: Counter[int] = field(default_factory=Counter)
@@ -77,8 +77,9 @@ class Policy(Protocol):
     def candidates(self, below: float = inf) -> Iterator[BlockIds]:
         """Blocks whose score is lower, next to evict first, some at a time. Any change of the policy ends it."""
 
-    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> npt.NDArray[np.float64]:
-        """The score of each key that a store offers and that has no block: only blocks with a lower one give way to it.
+    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
+        """Lengths of runs of keys that a store offers and that have no block, each with the score of its keys: only
+        blocks with a lower one give way to them.
 
         ``starts``: where the keys of each chain begin, the first at 0.
         """
@@ -113,8 +114,8 @@ class Policy(Protocol):
 class AdmitsAll:
     """Half of a policy that takes whatever a store offers and learns nothing of keys."""
 
-    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> npt.NDArray[np.float64]:
-        return np.full(len(keys) // group.key_bytes, inf)
+    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
+        return [(len(keys) // group.key_bytes, inf)]
 
     def rejected(self, group: Group, keys: bytes) -> None:
         raise AssertionError("nothing is rejected")

@@ -103,7 +103,7 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
             logger.warning("The pool's blocks of %s are lost. %s", record.label, error.message)
             continue
         # Where a rank had not registered there is no block.
-        known[record.number] = [GroupGeometry(one.number, one.key_bytes, one.lengths) for one in groups if one]
+        known[record.number] = [GroupGeometry(one.number, one.key_bytes, one.lengths) for one in groups if one.sizes]
     fd = pool.memory_fds[1]
     found = recover(fd, pool.table, pool.slots, cache.blocks, known, snapshot.next_number)
     cache.recovered(found.blocks, found.quarantined)

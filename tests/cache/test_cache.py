@@ -220,7 +220,7 @@ def test_nothing_is_stored_before_all_ranks_have_registered() -> None:
     rig.cache.register_rank(namespace, 0, [UNIT], None)
     assert rig.begin(namespace, 0, 0, keys_of(1)).parts[0].no_space == [0]
     assert rig.cache.lookup(namespace, SESSION, LEASE, [(0, keys_of(1))])[0] == [bytes([A])]
-    assert misses(namespace) == {"UNKNOWN": 1}
+    assert misses(namespace) == {"NO_SPACE": 1}
 
 
 def test_bad_stores_are_refused_and_change_nothing() -> None:
@@ -593,7 +593,7 @@ def test_every_way_out_has_its_reason() -> None:
     rig.store(namespace, keys_of(5, 6))
     hold(rig, namespace, keys_of(2, 3, 5, 6))
     rig.store(namespace, keys_of(7))
-    corrupt = rig.cache.blocks.find(rig.cache._current[namespace][0].number, keys_of(2), 8)[1]  # type: ignore[union-attr]
+    corrupt = rig.cache.blocks.find(rig.cache._current[namespace][0].number, keys_of(2), 8)[1]
     (check,) = rig.cache.checks(corrupt)
     rig.cache.check(check.slot, check.generation, 1)
     namespace.counters.misses.clear()
@@ -670,7 +670,7 @@ class Strict:
     """Stands before a policy and refuses keys."""
 
     def __init__(self, rig: CacheRig, score: float) -> None:
-        rig.policy.admit = lambda group, keys, starts: np.full(len(keys) // group.key_bytes, score)  # type: ignore[method-assign]
+        rig.policy.admit = lambda group, keys, starts: [(len(keys) // group.key_bytes, score)]  # type: ignore[method-assign]
         self.refused: list[bytes] = []
         rig.policy.rejected = lambda group, keys: self.refused.append(keys)  # type: ignore[method-assign]
 

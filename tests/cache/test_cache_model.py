@@ -115,7 +115,6 @@ class CacheMachine(RuleBasedStateMachine):
         """The state of a block, without a lookup."""
         space, number, key = name
         group = self.cache._group(self.spaces[space], number)
-        assert group is not None
         return self.cache.blocks.find(group.number, keys_of(key), 8)[0][0]
 
     # --- stores and fills -----------------------------------------------------------------------
@@ -367,7 +366,6 @@ class CacheMachine(RuleBasedStateMachine):
             return
         keys = keys_of(*(model.name[2] for model in models))
         known = self.cache._group(self.spaces[space], group)
-        assert known is not None
         _, blocks = self.cache.blocks.find(known.number, keys, 8)
         self.cache.pin(blocks)
         for model in models:
@@ -558,7 +556,6 @@ class CacheMachine(RuleBasedStateMachine):
             name = self.spaces[space].fingerprint, group, keys_of(key)
             if self.index[space, group, key].ready and name not in found:
                 known = self.cache._group(self.spaces[space], group)
-                assert known is not None
                 _, blocks = self.cache.blocks.find(known.number, keys_of(key), 8)
                 slots = self.cache.blocks.slots(blocks, len(known.sizes))
                 assert not self.rig.table.records["checksum"][slots].all(), "a whole block is lost"

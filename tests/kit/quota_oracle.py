@@ -15,8 +15,8 @@ class QuotaOracle:
         self._cache, self._take = cache, cache._take
         cache._take = self.take  # type: ignore[method-assign]
 
-    def take(self, group: Group, count: int, below: float) -> Any:
-        slots = self._take(group, count, below)
+    def take(self, group: Group, keys: bytes, below: float) -> Any:
+        slots = self._take(group, keys, below)
         quota_bytes = self._cache.quotas.get(group.namespace.fingerprint)
         if quota_bytes is not None and len(slots):
             held = group.namespace.held_bytes + len(slots) * group.block_bytes

@@ -109,7 +109,7 @@ PLANTED = (
         "Cache._admit",
         "self.blocks.shard[stored.slots] = WRITING_SHARD",
         "self.blocks.shard[stored.slots] = WRITING_SHARD\n"
-        "    self._commit(group, rank, stored.blocks, stored.slots, stored.first_blocks, [1] * len(stored.copy))",
+        "        self._commit(group, rank, stored.blocks, stored.slots, stored.first_blocks, [1] * len(stored.copy))",
     ),
     Planted(
         "pin nothing for a load",

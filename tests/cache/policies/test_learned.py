@@ -41,9 +41,7 @@ def bytes_of(policy: Learned) -> int:
 
 
 def group_of(rig: CacheRig, namespace: Namespace) -> Group:
-    found = rig.cache._group(namespace, 0)
-    assert found is not None
-    return found
+    return rig.cache._group(namespace, 0)
 
 
 def check(rig: CacheRig) -> None:
