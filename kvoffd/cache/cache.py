@@ -163,6 +163,9 @@ class Cache:
         """What was asked for last, until ``note_requests``."""
         self._dead: set[int] = set()
         """Numbers of groups that were reset and are to be swept out."""
+        self.untold = np.zeros(len(blocks.state), np.bool_)
+        """By slot: a recovered block of which listeners are still to hear."""
+        self._untold = _NOTHING
         self._sweeping: set[int] = set()
         self._swept_to = 0
 
@@ -352,15 +355,31 @@ class Cache:
 
     def recovered(self, blocks: BlockIds, quarantined: SlotIds) -> None:
         """Take over READY blocks that are in the BlockTable and the allocator, the least recently used first, and slots
-        that are not to be used. The namespaces are written down anew. Nobody can listen yet: no event tells of them."""
+        that are not to be used. The namespaces are written down anew; ``tell_recovered`` is to be called."""
         for begin in range(0, len(blocks), RECOVERED_AT_ONCE):
             for group, alike in self.by_group(blocks[begin : begin + RECOVERED_AT_ONCE]):
                 self.blocks.pages[alike] = group.block_bytes // PAGE_BYTES
                 self.unverified_slots += len(alike) * len(group.sizes)
                 self._count(group, FREE, READY, len(alike))
                 self.policy.insert(group, alike)
+        self._untold = blocks
+        self.untold[blocks] = True
         self._quarantine(quarantined)
         self._save()
+
+    def tell_recovered(self) -> bool:
+        """Tell listeners of some blocks that were recovered, the latest first. Returns whether there are more."""
+        some, self._untold = self._untold[-RECOVERED_AT_ONCE:], self._untold[:-RECOVERED_AT_ONCE]
+        some = some[self.untold[some]]
+        self.untold[some] = False
+        for group, alike in self.by_group(some):
+            if not group.dead:
+                self._tell_stored(group, alike)
+        return bool(self._untold.size)
+
+    def _tell_stored(self, group: Group, tail_first: BlockIds, tokens: Mapping[bytes, BlockTokens] = NO_TOKENS) -> None:
+        keys = group.namespace.split(group.group, self.blocks.keys(tail_first[::-1], group.key_bytes))
+        self._events.stored(group.namespace, group.group, keys, tokens=tokens)
 
     # --- lookups and leases ---------------------------------------------------------------------
 
@@ -729,8 +748,7 @@ class Cache:
             group.namespace.counters.stored_blocks += len(ready)
             self._count(group, WRITING, READY, len(ready))
             self.policy.insert(group, ready)
-            keys = group.namespace.split(group.group, self.blocks.keys(ready[::-1], group.key_bytes))
-            self._events.stored(group.namespace, group.group, keys, tokens=tokens)
+            self._tell_stored(group, ready, tokens)
             if self.tiers is not None:
                 self.tiers.stored(ready[::-1])
         return len(ready)
@@ -858,11 +876,11 @@ class Cache:
     # --- space ----------------------------------------------------------------------------------
 
     def _take(self, group: Group, keys: bytes, below: float) -> npt.NDArray[np.uint32]:
-        """Make WRITING blocks of keys that have none, from the first on, as far as there is space. What has a lower score
-        than ``below`` may go for them. Returns their slots, [blocks, ranks]."""
+        """Make WRITING blocks of keys that have none, from the first on, as far as there is space; what has a lower
+        score than ``below`` may go for them. Returns their slots, [blocks, ranks]."""
         size, ranks = group.key_bytes, len(group.sizes)
         count, entered = len(keys) // size if ranks else 0, 0
-        if group.namespace.fingerprint in self.quotas:
+        if count and group.namespace.fingerprint in self.quotas:
             count = self._within_quota(group, count, below)
         nodes = [group.namespace.nodes.get(rank) for rank in range(ranks)]
         found = [np.empty((0, max(1, ranks)), np.uint32)]
@@ -970,12 +988,15 @@ class Cache:
         self.blocks.drop(blocks)
         for block in blocks.tolist() if self._partial else ():
             self._partial.pop(block, None)
+        untold = self.untold[blocks]
+        self.untold[blocks] = False
         if group.dead:
             return
         self._count(group, state, DROPPED, len(blocks))
         if reason is not None:
             self.blocks.note_misses(group.number, names, group.key_bytes, reason)
         if state == READY:
+            names = names if not untold.any() else self.blocks.keys(blocks[~untold], group.key_bytes)
             self._events.removed(group.namespace, group.group, group.namespace.split(group.group, names))
 
     def _free_dropped(self, blocks: BlockIds) -> None:

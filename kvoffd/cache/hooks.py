@@ -40,7 +40,7 @@ class CacheListener(Protocol):
 
     def removed(self, namespace: Namespace, group: int, keys: list[bytes], medium: str = MEDIUM_CPU) -> None:
         """These keys are not there any more; all of them were before. Of those that a disk had when it was opened
-        ``stored`` did not tell, nor of those of an earlier daemon's pool."""
+        ``stored`` did not tell."""
 
     def cleared(self, namespace: Namespace) -> None:
         """No key of the namespace is anywhere any more."""

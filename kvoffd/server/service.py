@@ -198,8 +198,10 @@ class Service:
             tiering.pump()
 
     def background(self) -> bool:
-        """Do about a millisecond of what takes long: free blocks that were reset. Returns whether there is more."""
-        return self.cache.background()
+        """Do some milliseconds of what takes long: free blocks that were reset, tell of those that were recovered.
+        Returns whether there is more."""
+        more = self.cache.tell_recovered()
+        return self.cache.background() or more
 
     def tick(self) -> None:
         """Periodic work: leases and copies that are overdue, blocks that stay partial."""

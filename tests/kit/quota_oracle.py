@@ -19,6 +19,5 @@ class QuotaOracle:
         slots = self._take(group, keys, below)
         quota_bytes = self._cache.quotas.get(group.namespace.fingerprint)
         if quota_bytes is not None and len(slots):
-            held = group.namespace.held_bytes + len(slots) * group.block_bytes
-            assert held <= quota_bytes, "a namespace has more than its quota"
+            assert group.namespace.held_bytes <= quota_bytes, "a namespace has more than its quota"
         return slots

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffd.cache.block_table import READY
 from kvoffd.cache.namespace import Namespace
@@ -114,8 +115,12 @@ class Audit:
     def check_events(self, tiers: SimTiers | None) -> None:
         """After a flush: what the events fold to is the index, and what is on disk and was not before."""
         for namespace in self._service.cache.namespaces.values():
-            if self.folded(namespace.fingerprint) != readable_in(self._service, namespace.fingerprint):
+            cache = self._service.cache
+            told = (cache.blocks.state == READY) & ~cache.untold
+            if self.folded(namespace.fingerprint) != _blocks_of(self._service, namespace.fingerprint, told):
                 raise Broken("folding the KV events does not give the index")
+            if cache.untold.any() and not cache._untold.size:
+                raise Broken("some recovered blocks are never told of")
             if tiers is not None and not tiers.disk.has_news:
                 told, there = self._on_disk.get(kv_topic(namespace.fingerprint), set()), tiers.readable(namespace)
                 before = self._untold.get(namespace, there)
@@ -154,8 +159,12 @@ class Audit:
 
 def readable_in(service: Service, fingerprint: bytes) -> Readable:
     """The blocks that are readable by the daemon's index."""
+    return _blocks_of(service, fingerprint, service.cache.blocks.state == READY)
+
+
+def _blocks_of(service: Service, fingerprint: bytes, wanted: npt.NDArray[np.bool_]) -> Readable:
     blocks, found = service.cache.blocks, Readable()
-    for group, alike in service.cache.by_group(np.flatnonzero(blocks.state == READY).astype(np.uint32)):
+    for group, alike in service.cache.by_group(np.flatnonzero(wanted).astype(np.uint32)):
         if group.namespace.fingerprint == fingerprint and not group.dead:
             keys = group.namespace.split(group.group, blocks.keys(alike, group.key_bytes))
             found |= {(group.group, key) for key in keys}
