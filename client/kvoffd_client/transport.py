@@ -78,6 +78,8 @@ class SocketTransport:
         self.now = time.monotonic
         self._context = zmq.Context(io_threads=1)
         self._stream: LifelineStream | None = None
+        self.daemon_pid = 0
+        """Of the last connection; 0 where the daemon is in another pid namespace."""
         self._frames = FrameBuffer()
         self._draining = False
         """The stream is one that we have closed, and is read until the daemon has released the memory."""
@@ -179,6 +181,7 @@ class SocketTransport:
             raise OSError(problem)
         os.stat(self._paths.jobs)  # ZeroMQ would wait for ever where it was removed
         self._stream = LifelineStream(str(self._paths.lifeline))
+        self.daemon_pid = self._stream.pid
         self._frames = FrameBuffer()
 
     def connect(self, route: bytes, topics: Sequence[bytes]) -> None:
@@ -294,7 +297,7 @@ class SocketTransport:
                     for body in self._frames.feed(data):
                         session.on_lifeline_message(decode_from_daemon(body), now)
                 except LifelineError as error:
-                    session.disconnect(f"The daemon's lifeline cannot be understood: {error}", now)
+                    session.disconnect(f"What answers in {session.directory} is no kvoffd daemon: {error}", now)
             if stream is not self._stream:  # the session has closed it
                 return
         if self._draining and stream.released(now):
@@ -430,10 +433,26 @@ class LifelineStream:
         self._ended_at = NEVER
         try:
             self._stream.connect(path)
-            self._pidfd = _pidfd_of(self._stream)
+            self.pid, _, _ = peer_credentials(self._stream)
+            self._pidfd = self._pidfd_of_peer()
         except BaseException:
             self._stream.close()
             raise
+
+    def _pidfd_of_peer(self) -> int:
+        """A descriptor of the daemon's process; -1 where the kernel gives none."""
+        if (pidfd := peer_pidfd(self._stream)) >= 0:
+            return pidfd
+        try:
+            pidfd = os.pidfd_open(self.pid)  # 0 where it is in a pid namespace that this process does not see
+        except OSError:
+            return -1
+        poller = select.poll()
+        poller.register(self._stream, select.POLLRDHUP)
+        if poller.poll(0):  # it has ended, so that the number may be another's by now
+            os.close(pidfd)
+            return -1
+        return pidfd
 
     def fileno(self) -> int:
         """Of what becomes readable when there is something to do: the stream, and after its end the process."""
@@ -491,23 +510,6 @@ class LifelineStream:
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
-
-
-def _pidfd_of(stream: socket.socket) -> int:
-    """A descriptor of the daemon's process; -1 where the kernel gives none."""
-    if (pidfd := peer_pidfd(stream)) >= 0:
-        return pidfd
-    pid, _, _ = peer_credentials(stream)
-    try:
-        pidfd = os.pidfd_open(pid)  # pid is 0 where the daemon is in a pid namespace that this process does not see
-    except OSError:
-        return -1
-    poller = select.poll()
-    poller.register(stream, select.POLLRDHUP)
-    if poller.poll(0):  # it has ended, so that the number may be another's by now
-        os.close(pidfd)
-        return -1
-    return pidfd
 
 
 def _has_ended(pidfd: int) -> bool:

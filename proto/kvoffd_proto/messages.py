@@ -11,7 +11,7 @@ from collections.abc import Callable
 from enum import IntEnum, StrEnum
 from typing import Annotated, Generic, NamedTuple, TypeAlias, TypeVar, cast, get_args, get_type_hints
 
-from msgspec import Meta, Struct, field, structs
+from msgspec import Meta, Struct, structs
 
 from kvoffd_proto.errors import ErrorCode
 
@@ -271,7 +271,7 @@ class LayerSpec(Wire, frozen=True):
     shape: Annotated[
         list[Annotated[int, doc(ge=1, lt=2**31)]],
         doc("Shape of one page, in the order of memory; empty if unknown.", max_length=16),
-    ] = field(default_factory=list)
+    ] = []
     layout: Annotated[str, doc("Names of the dimensions, separated by blanks; empty if unknown.", max_length=256)] = ""
 
 
@@ -316,12 +316,10 @@ class JobResult(Wire, frozen=True):
     bytes: Annotated[ByteCount, doc("Bytes that were copied.")]
     seconds: Annotated[Seconds, doc("From the daemon's acceptance of the job to its end, in seconds.")]
     error: Annotated[ErrorCode | None, doc("Why the job is not ok.")] = None
-    failed: Annotated[list[GroupKeys], doc("Keys that were not stored, or that the load lacked.")] = field(
-        default_factory=list
-    )
+    failed: Annotated[list[GroupKeys], doc("Keys that were not stored, or that the load lacked.")] = []
     declined: Annotated[
         list[GroupKeys], doc("Keys of a store that the policy did not want: others in the pool are worth more.")
-    ] = field(default_factory=list)
+    ] = []
 
     @property
     def sentence(self) -> str:

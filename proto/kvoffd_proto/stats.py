@@ -144,15 +144,13 @@ class Traffic(Part, frozen=True):
     not_needed_keys: Annotated[
         Count, doc("Keys that were found and not loaded: the engine had them in its own cache, or dropped the request.")
     ] = 0
-    misses: Annotated[Labelled, counter("Keys that lookups asked for and did not get, by reason.", "reason")] = field(
-        default_factory=dict
-    )
+    misses: Annotated[Labelled, counter("Keys that lookups asked for and did not get, by reason.", "reason")] = {}
     found_keys: Annotated[
         Labelled,
         counter(
             "Keys that lookups found, by source: pool, disk or shared. Engines ask for what they hold too.", "source"
         ),
-    ] = field(default_factory=dict)
+    ] = {}
     asked_tokens: Annotated[Count, counter("Tokens of the prompts that lookups asked for, in whole blocks.")] = 0
     loaded_tokens: Annotated[Count, counter("Tokens that engines loaded and did not have to compute.")] = 0
     saved_seconds: Annotated[
@@ -193,7 +191,7 @@ class HitCurve(Part, frozen=True):
             "relative to the pool; estimated from a sample.",
             "pool",
         ),
-    ] = field(default_factory=dict)
+    ] = {}
 
 
 MAX_NAMESPACE_ROWS = 100
@@ -256,7 +254,7 @@ class PoolStats(Part, frozen=True):
             "(dropped, but a lease or a copy still reads, or not freed yet), quarantined (bad checksum).",
             "state",
         ),
-    ] = field(default_factory=dict)
+    ] = {}
     usable_bytes: Annotated[ByteCount, doc("Bytes of the pool whose memory is touched and ready for use.")] = 0
     pinned_bytes: Annotated[ByteCount, gauge("Bytes of the pool under a lease or a copy: they cannot be evicted.")] = 0
     pinned_for_gpu_bytes: Annotated[
@@ -307,9 +305,9 @@ class IntegrityStats(Part, frozen=True):
 class Histogram(Part, frozen=True):
     """Distribution of a duration since the daemon's start."""
 
-    buckets: Annotated[Labelled, doc("Durations up to each bound, in seconds, which is the key; ``+Inf`` has all.")] = (
-        field(default_factory=dict)
-    )
+    buckets: Annotated[
+        Labelled, doc("Durations up to each bound, in seconds, which is the key; ``+Inf`` has all.")
+    ] = {}
     sum_seconds: Annotated[Seconds, doc("Sum of all durations.")] = 0.0
 
     @property
@@ -382,9 +380,7 @@ class TieringStats(Part, frozen=True):
     promoted_blocks: Annotated[Count, counter("Blocks promoted from disk to the pool.")] = 0
     promoted_bytes: Annotated[ByteCount, doc("Bytes promoted from disk to the pool.")] = 0
     promotions_waiting: Annotated[Count, doc("Blocks that are being promoted, or wait for it.")] = 0
-    promotions_failed: Annotated[Labelled, counter("Blocks that a disk had and that were not promoted.", "reason")] = (
-        field(default_factory=dict)
-    )
+    promotions_failed: Annotated[Labelled, counter("Blocks that a disk had and that were not promoted.", "reason")] = {}
     demoted_blocks: Annotated[Count, counter("Blocks written from the pool to disk.")] = 0
     demoted_bytes: Annotated[ByteCount, doc("Bytes written from the pool to disk.")] = 0
     demotions_waiting: Annotated[Count, doc("Blocks that wait to be written to disk.")] = 0
@@ -424,9 +420,7 @@ class DiskStats(Part, frozen=True):
     running_writes: Annotated[Count, doc("Writes that run.")] = 0
     busy_seconds: Annotated[Seconds, counter("Seconds that threads spent reading and writing the disk.")] = 0.0
     direct: Annotated[bool, doc("Whether the file bypasses the page cache (O_DIRECT).")] = False
-    errors: Annotated[Labelled, counter("Errors of the disk by kind; the log has the sentences.", "kind")] = field(
-        default_factory=dict
-    )
+    errors: Annotated[Labelled, counter("Errors of the disk by kind; the log has the sentences.", "kind")] = {}
 
 
 class SharedServer(Part, frozen=True):
@@ -458,15 +452,9 @@ class SharedStats(Part, frozen=True):
     ] = 0
     queued_writes: Annotated[Count, doc("Writes that wait or run.")] = 0
     mismatches: Annotated[Count, doc("Objects that were not the block that they should be; they are removed.")] = 0
-    promotions_failed: Annotated[Labelled, doc("Blocks that the shared store had and that were not promoted.")] = field(
-        default_factory=dict
-    )
-    errors: Annotated[Labelled, counter("Errors of the shared store by kind; the log has the sentences.", "kind")] = (
-        field(default_factory=dict)
-    )
-    servers: Annotated[list[SharedServer], part("Servers of the store; empty where it cannot tell.", "server_")] = (
-        field(default_factory=list)
-    )
+    promotions_failed: Annotated[Labelled, doc("Blocks that the shared store had and that were not promoted.")] = {}
+    errors: Annotated[Labelled, counter("Errors of the shared store by kind; the log has the sentences.", "kind")] = {}
+    servers: Annotated[list[SharedServer], part("Servers of the store; empty where it cannot tell.", "server_")] = []
     unshared_namespaces: Annotated[
         Count, doc("Namespaces that are not shared since an engine reset them; see `kvoffd-cli clear --all-nodes`.")
     ] = 0
@@ -499,9 +487,7 @@ class LearnedStats(Part, frozen=True):
     ] = 0
     lru_hit_bytes: Annotated[ByteCount, doc("The same as it would have been with the policy lru.")] = 0
     as_lru: Annotated[bool, doc("Whether blocks go as with lru for a while, since that had more hits.")] = False
-    classes: Annotated[list[PolicyClass], doc("By their part of what was asked for, the largest first.")] = field(
-        default_factory=list
-    )
+    classes: Annotated[list[PolicyClass], doc("By their part of what was asked for, the largest first.")] = []
 
 
 # --- the statistics --------------------------------------------------------------------------------
@@ -534,7 +520,7 @@ class DaemonStats(Part, frozen=True):
     health_problems: Annotated[
         list[Problem],
         gauge("Problems that an operator should see to, by reason; kvoffd-cli health has them.", "reason"),
-    ] = field(default_factory=list)
+    ] = []
     sessions: Annotated[Count, gauge("Sessions of engines that are open.")] = 0
     ended_sessions: Annotated[
         Labelled,
@@ -543,16 +529,12 @@ class DaemonStats(Part, frozen=True):
             "without --shutdown-timeout); and others.",
             "reason",
         ),
-    ] = field(default_factory=dict)
+    ] = {}
     leases: Annotated[Count, gauge("Leases that engines hold on blocks.")] = 0
     pinned_blocks: Annotated[Count, doc("Blocks under a lease or a copy.")] = 0
     requests: Annotated[Count, counter("Requests that the daemon answered, errors included.")] = 0
-    errors: Annotated[Labelled, counter("Requests that the daemon refused, by error code.", "code")] = field(
-        default_factory=dict
-    )
-    replies_dropped: Annotated[Labelled, doc("Replies not sent: the client is gone, or left too many unread.")] = field(
-        default_factory=dict
-    )
+    errors: Annotated[Labelled, counter("Requests that the daemon refused, by error code.", "code")] = {}
+    replies_dropped: Annotated[Labelled, doc("Replies not sent: the client is gone, or left too many unread.")] = {}
     kv_events: Annotated[Count, counter("KV event messages that were published.")] = 0
     cpu_seconds: Annotated[Seconds, doc("CPU seconds that the daemon used.")] = 0.0
     resident_bytes: Annotated[ByteCount, gauge("Resident memory of the daemon without the pool and its table.")] = 0
@@ -587,14 +569,14 @@ class DaemonStats(Part, frozen=True):
     )
     namespaces: Annotated[
         list[NamespaceStats], part("The 100 largest namespaces, and one row for all others.", "namespace_")
-    ] = field(default_factory=list)
+    ] = []
     other_namespaces: Annotated[Count, doc("How many namespaces are in the row ``other``.")] = 0
     integrity: Annotated[IntegrityStats, part("Comparisons with checksums.", "integrity_")] = field(
         default_factory=IntegrityStats
     )
     tiers: Annotated[TieringStats | None, part("Traffic with the disks; null without a tier.", "tiers_")] = None
-    disks: Annotated[list[DiskStats], part("Directories of the disk tier.", "disk_")] = field(default_factory=list)
-    shared: Annotated[list[SharedStats], part("Stores that nodes share.", "shared_")] = field(default_factory=list)
+    disks: Annotated[list[DiskStats], part("Directories of the disk tier.", "disk_")] = []
+    shared: Annotated[list[SharedStats], part("Stores that nodes share.", "shared_")] = []
     curve: Annotated[HitCurve | None, part("What pools of other sizes would have found.", "curve_")] = None
     curve_seen_bytes: Annotated[
         ByteCount, doc("Bytes of the different blocks asked for, up to ten pools: beyond, nothing is known.")
@@ -603,7 +585,7 @@ class DaemonStats(Part, frozen=True):
     ghost_entries: Annotated[Count, doc("Keys without a block that the policy remembers.")] = 0
     policy_bytes: Annotated[ByteCount, doc("Memory of what the policy knows of keys.")] = 0
     learned: Annotated[LearnedStats, doc("What the policy learned.")] = field(default_factory=LearnedStats)
-    settings: Annotated[list[SettingInfo], doc("The settings that the daemon runs with.")] = field(default_factory=list)
+    settings: Annotated[list[SettingInfo], doc("The settings that the daemon runs with.")] = []
 
 
 class StatsReply(Reply, frozen=True):

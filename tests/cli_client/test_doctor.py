@@ -16,6 +16,7 @@ from kvoffd_client import AdminClient
 from kvoffd_client.cli import main
 from kvoffd_client.cli.doctor import read_engine
 from kvoffd_client.testing import FakeEngine
+from kvoffd_proto.admin import SetQuota
 from tests.kit.closing import ServerThread, ThreadsServer
 from tests.kit.command import run_cli
 from tests.kit.daemon import DaemonProcess
@@ -122,7 +123,7 @@ def test_who_starves(doctor: Doctor) -> None:
         Engine(daemon, "polite") as polite,
         AdminClient(daemon.directory) as admin,
     ):
-        admin.set_quota(polite.namespace.fingerprint, admin.stats().pool.size_bytes // 4)
+        admin.ask(SetQuota, polite.namespace.fingerprint, admin.stats().pool.size_bytes // 4)
         for number in range(600):
             polite.serve(chain(f"polite {number % (120 if number % 2 else 20)}", 10))
             if number % 3:

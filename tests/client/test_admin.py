@@ -70,9 +70,9 @@ def test_why_nobody_is_reached_is_told_apart(tmp_path: Path) -> None:
         assert told() == starting
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(SocketPaths(tmp_path).lifeline))
+        SocketPaths(tmp_path).jobs.touch()
         assert told() == f"The kvoffd daemon in {tmp_path} has ended; start it again."
         listener.listen(0)
-        SocketPaths(tmp_path).jobs.touch()
         assert told(0.2).startswith(f"The kvoffd daemon in {tmp_path} accepts connections but does not answer; ")
         assert "runs but accepts no connections" in told(), "the one place is taken by the client before"
     assert "not for this user (uid " in why_unreachable(PermissionError(13, "Permission denied"), "/run/kvoffd")

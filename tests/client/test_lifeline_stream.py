@@ -146,7 +146,7 @@ def test_a_number_that_may_be_anothers_by_now_is_not_waited_for(
 def test_a_process_that_the_kernel_does_not_show_has_a_grace(
     peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "_pidfd_of", lambda stream: -1)
+    monkeypatch.setattr(LifelineStream, "_pidfd_of_peer", lambda stream: -1)
     lifeline = LifelineStream(str(tmp_path / "lifeline"))
     assert lifeline.wake_at() == NEVER
     peer.close_stream()

@@ -11,7 +11,7 @@ import typer
 
 from kvoffd_client.cli.format import count_blocks, namespace_name, print_json, print_line, print_table, progress_bar
 from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, local_directory
-from kvoffd_proto.admin import KeyWorth
+from kvoffd_proto.admin import DescribeKey, KeyWorth
 from kvoffd_proto.units import format_count, format_size, plural, printable
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def show(
             begins = "Several keys begin" if found else "No key begins"
             raise CliError(f"{begins} with {printable(key)!r} in group {group}; `kvoffd-cli blocks ls` lists them.")
         block = client.get_block(fingerprint, found[0], group, verify=False)
-        worth = client.describe_key(fingerprint, group, found[0])
+        worth = client.ask(DescribeKey, fingerprint, group, found[0]).key
     sound = block.damaged_rank is None
     if json:
         shards = [

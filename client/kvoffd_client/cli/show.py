@@ -38,7 +38,7 @@ from kvoffd_client.cli.target import (
 )
 from kvoffd_client.namespace import differences
 from kvoffd_client.namespace_differences import explain
-from kvoffd_proto.admin import NamespaceInfo, Requests, SessionInfo
+from kvoffd_proto.admin import NamespaceInfo, Requests, SessionInfo, SetQuota
 from kvoffd_proto.messages import Outcome, RequestReport, Role
 from kvoffd_proto.stats import MISS_REASONS, namespace_id
 from kvoffd_proto.units import format_count, format_duration, format_size, printable
@@ -362,7 +362,7 @@ def quota(
     """
     quota_bytes = None if most == NO_QUOTA else size_of("--max", most)
     with open_admin(directory) as admin:
-        admin.set_quota(admin.namespace(name).namespace, quota_bytes)
+        admin.ask(SetQuota, admin.namespace(name).namespace, quota_bytes)
         now = admin.namespace(name)
         pool_bytes = admin.stats().pool.size_bytes
     if json:
