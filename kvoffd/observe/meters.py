@@ -1,4 +1,4 @@
-"""Meters: how often something happens, and how long it takes. Each is used by one thread."""
+"""Meters: what counters gained in the last minute and hour, and how long things take. Each is used by one thread."""
 
 from __future__ import annotations
 
@@ -14,42 +14,6 @@ _BINS = 20
 LOOKUP_BOUNDS_S = (25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 1.0)
 MINUTE_S, HOUR_S = WINDOWS_S = 60.0, 3600.0
 """What traffic is shown over, beside the daemon's life."""
-
-
-class RateMeter:
-    """Mean rate over the last ``window_s`` seconds (over its life where that is shorter). For one thread.
-
-    Amounts are collected in twenty bins, so the window's beginning moves in steps of a twentieth.
-    """
-
-    def __init__(self, window_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._bin_s = window_s / _BINS
-        self._clock = clock
-        self._start = clock()
-        self._amounts = [0.0] * _BINS
-        self._newest = 0
-
-    def add(self, amount: float = 1.0) -> None:
-        """Add ``amount`` to the bin of this moment."""
-        self._advance()
-        self._amounts[self._newest % _BINS] += amount
-
-    def per_second(self) -> float:
-        """Return the mean rate over the window."""
-        age = self._advance()
-        oldest = max(self._newest - _BINS + 1, 0)
-        # A meter that is younger than a bin would show wild rates.
-        covered_s = max(age - oldest * self._bin_s, self._bin_s)
-        return sum(self._amounts) / covered_s
-
-    def _advance(self) -> float:
-        """Empty the bins that left the window; return the meter's age in seconds."""
-        age = max(self._clock() - self._start, 0.0)
-        current = int(age / self._bin_s)
-        for passed in range(self._newest + 1, min(current, self._newest + _BINS) + 1):
-            self._amounts[passed % _BINS] = 0.0
-        self._newest = max(current, self._newest)
-        return age
 
 
 class CounterWindows:

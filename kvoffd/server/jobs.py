@@ -29,7 +29,6 @@ from kvoffd.cache.tickets import Check, LoadTicket, StoreTicket
 from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady, UnknownLease
 from kvoffd.observe.logging import RareWarnings
-from kvoffd.observe.meters import RateMeter
 from kvoffd.pool.pool import Pool
 from kvoffd.server.host import Host
 from kvoffd.server.sessions import Registration, Session
@@ -71,7 +70,6 @@ class DirectionCounters:
     jobs: int = 0
     failed_jobs: int = 0
     bytes: int = 0
-    rate: RateMeter = field(default_factory=RateMeter)
 
 
 # --- what a message asks for ----------------------------------------------------------------------
@@ -177,10 +175,20 @@ def checked_parts(
         if part.tokens and len(part.tokens) != len(keys) * tokens * TOKEN_ID_BYTES:
             told = f"{len(part.tokens)} bytes of token ids for {len(keys)} keys of {tokens} tokens"
             raise BadKeys(f"{told}; tell all or none.")
-        firsts = {span.key: span.first_block for span in spans if span.first_block}
-        starts = [span.key for span in spans] if storing and is_offered else None
-        of_part = part.keys, keys, block_ids, spans, part.parents, part.tokens, firsts, starts
-        parts.append(Part(group, layout, *of_part))
+        parts.append(
+            Part(
+                group,
+                layout,
+                part.keys,
+                keys,
+                block_ids,
+                spans,
+                part.parents,
+                part.tokens,
+                first_blocks={span.key: span.first_block for span in spans if span.first_block},
+                starts=[span.key for span in spans] if storing and is_offered else None,
+            )
+        )
     if len(set().union(*jobs_of.values())) < jobs:
         raise BadBlockIds("A job has no keys and no block ids; leave it out.")
     return parts
@@ -492,33 +500,24 @@ class Jobs:
                 f"{len(loads.job_ids)} loads, {len(loads.lease_ids)} leases and {len(loads.keep_lease)} times whether "
                 "to keep them; send one of each for each load."
             )
-        if len(ids) > (most := limits.max_jobs_per_message):
-            raise KvoffdError(f"{len(ids)} jobs in one message; {most} are allowed. Send several.", ErrorCode.TOO_MANY)
-        keys = sum([len(part.keys) for part in (*stores.groups, *loads.groups)]) // registration.namespace.key_bytes
-        if keys > (most := limits.max_keys_per_request):
-            raise KvoffdError(f"{keys} keys in one message; {most} are allowed. Send several.", ErrorCode.TOO_MANY)
-        if session.in_flight + len(ids) > limits.max_jobs_in_flight:
-            raise KvoffdError(
-                f"The session has {session.in_flight} jobs in flight; with these {len(ids)} it would be more than the "
-                f"{limits.max_jobs_in_flight} allowed.",
-                ErrorCode.TOO_MANY,
-            )
+        keys = sum([len(part.keys) for part in parts]) // registration.namespace.key_bytes
+        pieces = sum([part.block_ids.size * part.layout.page_bytes.size for part in parts])
+        of_memory = sum([layout.block_limit * layout.page_bytes.size for layout in registration.layouts])
+        for count, most, what in (
+            (len(ids), limits.max_jobs_per_message, "jobs in one message"),
+            (keys, limits.max_keys_per_request, "keys in one message"),
+            (session.in_flight + len(ids), limits.max_jobs_in_flight, "jobs in flight with these"),
+            (session.pieces + pieces, max(limits.max_pieces_in_flight, 2 * of_memory), "pieces in flight with these"),
+        ):
+            if count > most:
+                why = f"{count} {what}; {most} are allowed. Send several messages, or wait for results."
+                raise KvoffdError(why, ErrorCode.TOO_MANY)
         held = session.completions
         if held.results >= MAX_UNACKNOWLEDGED_RESULTS or held.key_bytes >= MAX_UNACKNOWLEDGED_KEY_BYTES:
             raise KvoffdError("The session does not acknowledge its results; each Submit may.", ErrorCode.TOO_MANY)
         if stores.job_ids and session.store_bytes > self._max_store_bytes:
             raise KvoffdError(
                 "The session's outstanding stores are far beyond its credit; wait for results.", ErrorCode.TOO_MANY
-            )
-        pieces = sum([part.block_ids.size * part.layout.page_bytes.size for part in parts])
-        if session.pieces + pieces <= (most := limits.max_pieces_in_flight):
-            return
-        most = max(most, 2 * sum(layout.block_limit * layout.page_bytes.size for layout in registration.layouts))
-        if session.pieces + pieces > most:
-            raise KvoffdError(
-                f"The session's unfinished jobs have {session.pieces} pieces; with {pieces} more they would be more "
-                f"than the {most} allowed. Wait for results.",
-                ErrorCode.TOO_MANY,
             )
 
     def _verifies(self) -> bool:
@@ -560,25 +559,22 @@ class Jobs:
 
     def finished(self, job: StoreBatch | LoadJob, outcome: Outcome) -> None:
         """The copy has ended: nothing touches the job's slots and the client's memory any more."""
-        session, cache = job.session, self._cache
-        if job.answered:
-            try:
-                job.abort(cache)
-            except Exception:
-                logger.exception("The end of an overdue copy failed inside the daemon; what it held stays held.")
-        else:
-            error = ERROR_OF_OUTCOME.get(outcome)
-            # The client may have given its blocks to another request the moment it closed its lifeline, so what was
-            # copied of them counts only if the lifeline is still open now, after the copy.
-            if isinstance(job, StoreBatch) and error is None and (session.ended or not session.lifeline.alive()):
-                error = ErrorCode.CANCELLED
-            seconds = self._host.now() - job.accepted_at
-            try:
-                results = job.end(cache, seconds, error)
-            except Exception:
-                # What it held stays held: nobody knows what of it may be read, or given to others.
-                logger.exception("The end of a copy failed inside the daemon; its jobs fail.")
-                results = [JobResult(job_id, False, 0, seconds, ErrorCode.INTERNAL) for job_id in job.ids]
+        session, seconds, error = job.session, self._host.now() - job.accepted_at, ERROR_OF_OUTCOME.get(outcome)
+        # The client may have given its blocks to another request the moment it closed its lifeline, so what was copied
+        # of them counts only if the lifeline is still open now, after the copy.
+        if isinstance(job, StoreBatch) and error is None and (session.ended or not session.lifeline.alive()):
+            error = ErrorCode.CANCELLED
+        results: list[JobResult] = []
+        try:
+            if job.answered:
+                job.abort(self._cache)
+            else:
+                results = job.end(self._cache, seconds, error)
+        except Exception:
+            # What it held stays held: nobody knows what of it may be read, or given to others.
+            logger.exception("The end of a copy failed inside the daemon; its jobs fail.")
+            results = [JobResult(job_id, False, 0, seconds, ErrorCode.INTERNAL) for job_id in job.ids]
+        if not job.answered:
             self._answer(job, results)
         del self._running[job]
         self._ended_at = self._host.now()
@@ -601,11 +597,9 @@ class Jobs:
     def _answer(self, job: StoreBatch | LoadJob, results: Sequence[JobResult]) -> None:
         """Put results into the session's log, and count them."""
         session, counters = job.session, self.counters[job.direction]
-        copied_bytes = sum([result.bytes for result in results])
         counters.jobs += len(results)
         counters.failed_jobs += len(results) - sum([result.ok for result in results])
-        counters.bytes += copied_bytes
-        counters.rate.add(copied_bytes)
+        counters.bytes += sum([result.bytes for result in results])
         if isinstance(job, StoreBatch):
             session.store_bytes -= job.plan.nbytes
         for job_id in job.ids:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 
 import numpy as np
 
@@ -98,6 +97,12 @@ class Scrubber:
 
 
 def _first(checks: Sequence[Check]) -> list[Check]:
-    """The first of them, about ``STEP_BYTES``."""
-    ends = accumulate(check.length for check in checks)
-    return [check for check, end in zip(checks, ends, strict=True) if end - check.length < STEP_BYTES]
+    """The first of them, until they have ``STEP_BYTES``."""
+    step: list[Check] = []
+    nbytes = 0
+    for check in checks:
+        if nbytes >= STEP_BYTES:
+            break
+        step.append(check)
+        nbytes += check.length
+    return step

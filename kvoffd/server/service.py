@@ -21,7 +21,7 @@ from kvoffd.config import Config
 from kvoffd.errors import KvoffdError, refusal_of
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.observe.loop_watch import LoopWatch
-from kvoffd.observe.meters import LOOKUP_BOUNDS_S, DurationHistogram, RateMeter
+from kvoffd.observe.meters import LOOKUP_BOUNDS_S, DurationHistogram
 from kvoffd.pool.pool import Pool
 from kvoffd.server.events import EventLog, Frames
 from kvoffd.server.handlers import HANDLERS, Answer, Pending
@@ -116,7 +116,6 @@ class Service:
         self.replies_dropped: Counter[str] = Counter()
         """By reason, ``gone`` or ``unread``."""
         self.lookup_times = DurationHistogram(LOOKUP_BOUNDS_S)
-        self.lookup_rate = RateMeter()
         self.loop_watch = LoopWatch()
         self.http_problem = ""
         """Why nothing is served over HTTP, although it should be."""
@@ -191,7 +190,6 @@ class Service:
         if self.lookups:
             for seconds in self.lookups:
                 self.lookup_times.observe(seconds)
-            self.lookup_rate.add(len(self.lookups))
             self.lookups.clear()
         self.cache.note_requests()
         if (tiering := self.tiers.tiering) is not None:

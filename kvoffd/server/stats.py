@@ -12,6 +12,7 @@ from msgspec import structs
 from kvoffd import __version__
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import settings_in_force
+from kvoffd.observe.meters import HOUR_S, MINUTE_S
 from kvoffd.server.handlers import answers, filled
 from kvoffd.server.health import health_of, health_reply
 from kvoffd.server.sessions import Session
@@ -39,7 +40,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
     cache, traffic, curve, jobs = service.cache, service.traffic, service.curve, service.jobs
     usage = resource.getrusage(resource.RUSAGE_SELF)
     total = traffic.total()
-    recent = traffic.last_minute(total)
+    recent = traffic.in_last(MINUTE_S, total)
     level, causes = health_of(service, recent)
     largest, others = traffic.choose_rows()
     return s.DaemonStats(
@@ -70,7 +71,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         store=_copy_stats(service, Direction.STORE),
         load=_copy_stats(service, Direction.LOAD),
         since_start=traffic.since_start(total),
-        last_hour=traffic.last_hour(total),
+        last_hour=traffic.in_last(HOUR_S, total),
         last_minute=recent,
         lifetime=service.lifetime(total),
         namespaces=[*map(partial(_namespace_stats, service), largest, curve.of_namespaces(largest)), *others],

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Counters, MissReason, Namespace
-from kvoffd.observe.meters import HOUR_S, MINUTE_S, CounterWindows
+from kvoffd.observe.meters import CounterWindows
 from kvoffd_proto.stats import MAX_NAMESPACE_ROWS, OTHERS, Lifetime, NamespaceStats, Window, namespace_id
 
 SAMPLE_EVERY_S = 1.0
@@ -105,11 +105,10 @@ class TrafficCounts:
         """``total``, here and below: what ``total`` returned."""
         return Window(seconds=self._clock() - self._started_at, **figures(total))
 
-    def last_minute(self, total: Mapping[str, float]) -> Window:
-        return self._over(MINUTE_S, total)
-
-    def last_hour(self, total: Mapping[str, float]) -> Window:
-        return self._over(HOUR_S, total)
+    def in_last(self, window_s: float, total: Mapping[str, float]) -> Window:
+        """What was gained in the last minute or hour, one of ``WINDOWS_S``."""
+        seconds, gained = self._windows.gained(window_s, total)
+        return Window(seconds=seconds, **figures(gained))
 
     def lifetime(self, total: Mapping[str, float], disk_written_bytes: int) -> Lifetime:
         """Totals of this daemon and those before; ``disk_written_bytes`` since the start."""
@@ -120,10 +119,6 @@ class TrafficCounts:
             earlier.saved_seconds + total.get("saved_seconds", 0.0),
             earlier.disk_written_bytes + disk_written_bytes,
         )
-
-    def _over(self, window_s: float, total: Mapping[str, float]) -> Window:
-        seconds, gained = self._windows.gained(window_s, total)
-        return Window(seconds=seconds, **figures(gained))
 
 
 _NOBODY = object()

@@ -7,6 +7,7 @@ from typing import cast
 
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.observe.meters import WINDOWS_S
 from kvoffd.server.traffic import TrafficCounts, counts_of, figures
 from kvoffd_proto.messages import GroupSpec
 from kvoffd_proto.stats import MAX_NAMESPACE_ROWS, Lifetime, Window
@@ -40,7 +41,7 @@ def open_all(*spaces: Namespace) -> dict[bytes, Namespace]:
 
 def windows(traffic: TrafficCounts) -> list[Window]:
     total = traffic.total()
-    return [traffic.last_minute(total), traffic.last_hour(total), traffic.since_start(total)]
+    return [*(traffic.in_last(window_s, total) for window_s in WINDOWS_S), traffic.since_start(total)]
 
 
 def test_windows_and_sums_keep_what_a_forgotten_namespace_counted() -> None:
