@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import random
-
-import numpy as np
 import pytest
 
 from kvoffd.cache.block_table import FREE, READY, WRITING
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.cache.tickets import StoreTicket
-from kvoffd.errors import BadGeometry, BadKeys, KvoffdError, NamespaceMismatch, NotReady, ShardTooLarge, UnknownLease
+from kvoffd.errors import BadGeometry, BadKeys, KvoffdError, NamespaceMismatch, ShardTooLarge, UnknownLease
 from kvoffd_proto.messages import GroupSpec
 from tests.kit.slot_cache import UNIT, CacheRig, Part, check_invariants, keys_of
 
@@ -40,36 +37,6 @@ def misses(namespace: Namespace) -> dict[str, int]:
 
 
 # --- stores -------------------------------------------------------------------------------------
-
-
-def test_a_block_is_ready_when_every_rank_has_stored_whoever_brings_which_shard() -> None:
-    rig = full_rig()
-    namespace = rig.open("a", world_size=2)
-    first, other = rig.begin(namespace, 0, 0, keys_of(1, 2, 3)), rig.begin(namespace, 1, 0, keys_of(3, 1))
-    assert rig.commit(first) == 0
-    assert states(rig, namespace, keys_of(1, 2, 3)) == [W, W, W]
-    assert rig.commit(other) == 2
-    assert states(rig, namespace, keys_of(1, 2, 3)) == [R, W, R]
-    assert rig.events.log[-1] == ("stored", 0, [keys_of(3), keys_of(1)])
-    check_invariants(rig.cache)
-
-
-def test_a_shard_that_is_written_or_being_written_is_not_written_again() -> None:
-    rig = full_rig()
-    namespace = rig.open("a", world_size=2)
-    running = rig.begin(namespace, 0, 0, keys_of(1, 2))
-    second = rig.begin(namespace, 0, 0, keys_of(2, 3))
-    assert [part.copy for part in second.parts] == [[1]]
-    rig.commit(running)
-    rig.commit(second)
-    assert [part.copy for part in rig.begin(namespace, 0, 0, keys_of(1, 2, 3)).parts] == [[]]
-
-
-def test_a_key_that_comes_twice_in_a_message_is_written_once() -> None:
-    rig = full_rig()
-    namespace = rig.open("a")
-    ticket = rig.begin(namespace, 0, 0, keys_of(1, 2, 1), starts=(0, 2))
-    assert (ticket.parts[0].copy, ticket.parts[0].again) == ([0, 1], [2])
 
 
 def test_a_key_in_two_parts_of_one_group_is_written_once_and_both_hear_of_it() -> None:
@@ -107,49 +74,6 @@ def test_a_store_that_fails_inside_leaves_nothing() -> None:
     check_invariants(rig.cache)
 
 
-def test_slots_that_a_store_has_just_taken_are_nobodys_when_it_looks_for_a_cold_region() -> None:
-    rig, choose = CacheRig(24, 6), random.Random(11)
-    spaces = [rig.open(name, world_size=2) for name in "ab"]
-    uneven, _ = rig.cache.open_namespace(Namespace(bytes(32), "c", 2, 8, [GroupSpec("full", 16)], "{}"))
-    for rank, size in enumerate((UNIT, 2 * UNIT)):
-        rig.cache.register_rank(uneven, rank, [size], None)
-    for _ in range(400):
-        namespace = choose.choice([*spaces, uneven, uneven])
-        if choose.random() < 0.1:
-            rig.cache.reset(namespace)
-        rig.store(namespace, keys_of(*range(begin := choose.randrange(40), begin + choose.randrange(1, 6))))
-        if choose.random() < 0.3:
-            rig.cache.background()
-    check_invariants(rig.cache)
-
-
-def test_an_aborted_store_leaves_nothing_and_other_ranks_shards_stay() -> None:
-    rig = full_rig()
-    namespace = rig.open("a", world_size=2)
-    rig.commit(rig.begin(namespace, 1, 0, keys_of(1)))
-    rig.cache.abort_store(rig.begin(namespace, 0, 0, keys_of(1, 2)))
-    assert states(rig, namespace, keys_of(1, 2)) == [W, A]
-    check_invariants(rig.cache)
-    assert rig.commit(rig.begin(namespace, 0, 0, keys_of(1))) == 1
-
-
-def test_a_partial_block_is_dropped_after_its_time_but_not_while_somebody_writes_it() -> None:
-    rig = full_rig()
-    namespace = rig.open("a", world_size=2)
-    rig.commit(rig.begin(namespace, 0, 0, keys_of(1)))
-    running = rig.begin(namespace, 1, 0, keys_of(1))
-    rig.clock.now += 1000
-    assert rig.cache.tick() == 0
-    rig.cache.abort_store(running)
-    rig.clock.now += 59.9
-    assert rig.cache.tick() == 0, "its time begins with the end of the last write"
-    rig.clock.now += 0.2
-    assert rig.cache.tick() == 1
-    assert states(rig, namespace, keys_of(1)) == [A]
-    assert namespace.counters.partial_blocks == 1
-    check_invariants(rig.cache)
-
-
 def test_partial_blocks_go_before_ready_ones() -> None:
     rig = full_rig(4)
     namespace = rig.open("a", world_size=2)
@@ -167,47 +91,6 @@ def test_a_rank_that_never_stores_does_not_cost_the_pool() -> None:
     for begin in range(0, 400, 4):
         rig.commit(rig.begin(namespace, 0, 0, keys_of(*range(begin, begin + 4))))
     assert other.ready_blocks >= 40
-    check_invariants(rig.cache)
-
-
-def test_a_partial_block_that_is_completed_does_not_go_for_it() -> None:
-    rig = full_rig(4)
-    namespace = rig.open("a", world_size=2)
-    rig.commit(rig.begin(namespace, 0, 0, keys_of(1)))
-    rig.clock.now += 5
-    ticket = rig.begin(namespace, 1, 0, keys_of(1, 2, 3))
-    assert (ticket.parts[0].copy, ticket.parts[0].no_space) == ([0, 1], [2])
-    assert rig.commit(ticket) == 1
-    assert states(rig, namespace, keys_of(1)) == [R]
-
-
-def test_an_overdue_store_frees_its_keys_and_keeps_its_slots_until_it_ends() -> None:
-    rig = full_rig(4)
-    namespace = rig.open("a")
-    overdue = rig.begin(namespace, 0, 0, keys_of(1, 2))
-    rig.cache.drop_unfinished(overdue)
-    assert states(rig, namespace, keys_of(1)) == [A]
-    assert rig.store(namespace, keys_of(1, 2, 3)) == 2, "two of four slots are still held"
-    rig.cache.abort_store(overdue)
-    assert rig.store(namespace, keys_of(3)) == 1
-    check_invariants(rig.cache)
-
-
-def test_a_wider_shard_replaces_a_narrow_one_that_nobody_reads() -> None:
-    rig = full_rig()
-    namespace = rig.open("a", world_size=2)
-    for rank in range(2):
-        rig.commit(rig.begin(namespace, rank, 0, keys_of(1), {0: 2}))
-    hold(rig, namespace, keys_of(1))
-    assert rig.begin(namespace, 0, 0, keys_of(1)).parts[0].copy == [], "somebody reads it"
-    rig.cache.release(SESSION, [LEASE])
-    assert rig.begin(namespace, 0, 0, keys_of(1), {0: 3}).parts[0].copy == [], "it holds more than is offered"
-    wide = rig.begin(namespace, 0, 0, keys_of(1))
-    assert wide.parts[0].copy == [0]
-    rig.commit(wide)
-    assert states(rig, namespace, keys_of(1)) == [W], "the other rank's is too narrow as well"
-    rig.commit(rig.begin(namespace, 1, 0, keys_of(1)))
-    assert states(rig, namespace, keys_of(1)) == [R]
     check_invariants(rig.cache)
 
 
@@ -253,40 +136,7 @@ def test_the_first_registration_fixes_a_ranks_shards() -> None:
     assert rig.cache.open_namespace(Namespace(namespace.fingerprint, "b", 1, 8, namespace.groups, "{}"))[0] is namespace
 
 
-def test_equal_keys_of_two_groups_or_namespaces_are_different_blocks() -> None:
-    rig = full_rig(16)
-    first, second = rig.open("a", sizes=(UNIT, UNIT)), rig.open("b")
-    rig.store(first, keys_of(1), group=0)
-    assert states(rig, first, keys_of(1), group=1) == [A]
-    assert states(rig, second, keys_of(1)) == [A]
-
-
 # --- lookups and leases -------------------------------------------------------------------------
-
-
-def test_a_lookup_pins_what_is_ready_until_its_lease_ends() -> None:
-    rig = full_rig(4)
-    namespace = rig.open("a")
-    rig.store(namespace, keys_of(1, 2))
-    assert rig.cache.lookup(namespace, SESSION, LEASE, [(0, keys_of(1, 2, 3))]) == ([bytes([R, R, A])], 2)
-    assert rig.store(namespace, keys_of(11, 12, 13, 14)) == 2
-    assert states(rig, namespace, keys_of(1, 2)) == [R, R]
-    rig.clock.now += 30
-    assert rig.cache.tick() == 1
-    assert rig.store(namespace, keys_of(13, 14)) == 2
-    assert rig.cache.release(SESSION, [LEASE]) == 0
-    check_invariants(rig.cache)
-
-
-def test_a_living_lease_is_extended_and_pins_no_block_twice() -> None:
-    rig = full_rig()
-    namespace = rig.open("a")
-    rig.store(namespace, keys_of(1, 2))
-    assert rig.cache.lookup(namespace, SESSION, LEASE, [(0, keys_of(1))]) == ([bytes([R])], 1)
-    assert rig.cache.lookup(namespace, SESSION, LEASE, [(0, keys_of(1, 2))]) == ([bytes([R, R])], 2)
-    check_invariants(rig.cache)
-    assert rig.cache.end_session(SESSION) == 1
-    assert rig.cache.pinned_bytes == 0
 
 
 def test_a_lease_of_another_session_or_namespace_is_refused() -> None:
@@ -327,62 +177,6 @@ def test_a_lease_that_may_not_grow_keeps_what_it_has() -> None:
 # --- loads --------------------------------------------------------------------------------------
 
 
-def test_a_load_names_the_slot_of_its_rank_and_its_bytes_outlive_the_lease() -> None:
-    rig = full_rig()
-    namespace = rig.open("a", world_size=2)
-    rig.store(namespace, keys_of(1, 2))
-    hold(rig, namespace, keys_of(1, 2))
-    loads = [rig.cache.begin_load(namespace, rank, LEASE, 0, keys_of(2, 1)) for rank in range(2)]
-    assert not set(loads[0].offsets.tolist()) & set(loads[1].offsets.tolist())
-    rig.cache.release(SESSION, [LEASE])
-    rig.cache.invalidate(namespace, [(0, keys_of(1, 2))])
-    assert rig.store(namespace, keys_of(*range(10, 18))) == 2, "four of eight slots are still read"
-    for load in loads:
-        rig.cache.end_load([load], ok=True)
-    assert rig.store(namespace, keys_of(20)) == 1
-    check_invariants(rig.cache)
-
-
-def test_a_lease_ends_with_the_last_rank_that_loaded_well() -> None:
-    rig = full_rig()
-    namespace = rig.open("a", world_size=2)
-    rig.store(namespace, keys_of(1))
-    hold(rig, namespace, keys_of(1))
-    for rank, ok, alive in ((0, True, 1), (0, True, 1), (1, False, 1), (1, True, 0)):
-        rig.cache.end_load([rig.cache.begin_load(namespace, rank, LEASE, 0, keys_of(1))], ok=ok)
-        assert len(rig.cache.leases) == alive
-    rig.cache.end_load([], ok=True)
-
-
-def test_a_load_of_what_is_not_there_or_too_narrow_is_refused_by_name() -> None:
-    rig = full_rig()
-    namespace = rig.open("a")
-    rig.store(namespace, keys_of(1, 2))
-    rig.commit(rig.begin(namespace, 0, 0, keys_of(3), {0: 2}))
-    hold(rig, namespace, keys_of(1, 2, 3))
-    for keys, first, missing in ((keys_of(1, 9, 2), 0, [1]), (keys_of(3), 1, [0]), (keys_of(1, 3), 0, [1])):
-        with pytest.raises(NotReady) as refused:
-            rig.cache.begin_load(namespace, 0, LEASE, 0, keys, first)
-        assert refused.value.missing == missing
-    rig.cache.end_load([rig.cache.begin_load(namespace, 0, LEASE, 0, keys_of(3), 2)], ok=True)
-    check_invariants(rig.cache)
-
-
-def test_what_several_ranks_load_counts_once() -> None:
-    rig = full_rig()
-    namespace = rig.open("a", world_size=2)
-    namespace.counters.prefill_tokens_per_second = 16.0
-    rig.store(namespace, keys_of(1, 2))
-    hold(rig, namespace, keys_of(1, 2))
-    for rank in range(2):
-        load = rig.cache.begin_load(namespace, rank, LEASE, 0, keys_of(1, 2))
-        load.tokens = 32
-        rig.cache.count_load([load])
-        rig.cache.end_load([load], ok=True)
-    counters = namespace.counters
-    assert (counters.loaded_keys, counters.loaded_tokens, counters.saved_seconds) == (2, 32, 2.0)
-
-
 # --- space --------------------------------------------------------------------------------------
 
 
@@ -406,27 +200,6 @@ def test_a_job_larger_than_the_pool_keeps_its_head_and_evicts_nothing_of_its_own
     assert (ticket.parts[0].copy, ticket.parts[0].no_space) == (list(range(5)), list(range(5, 20)))
     assert states(rig, namespace, keys_of(1, 2, 3)) == [R] * 3
     assert namespace.counters.dropped_keys == 15
-    check_invariants(rig.cache)
-
-
-def test_pinned_and_unfinished_blocks_are_never_evicted() -> None:
-    rig = full_rig(4)
-    namespace = rig.open("a")
-    rig.store(namespace, keys_of(1))
-    hold(rig, namespace, keys_of(1))
-    running = rig.begin(namespace, 0, 0, keys_of(2))
-    assert rig.store(namespace, keys_of(3, 4, 5)) == 2
-    assert states(rig, namespace, keys_of(1, 2)) == [R, W]
-    rig.commit(running)
-    check_invariants(rig.cache)
-
-
-def test_a_block_goes_with_the_slots_of_all_its_ranks() -> None:
-    rig = full_rig()
-    namespace = rig.open("a", world_size=4)
-    for number in range(3):
-        rig.store(namespace, keys_of(number))
-    assert states(rig, namespace, keys_of(0, 1, 2)) == [A, R, R]
     check_invariants(rig.cache)
 
 
@@ -482,24 +255,6 @@ def test_two_busy_namespaces_share_the_pool_and_neither_starves() -> None:
 # --- quotas -------------------------------------------------------------------------------------
 
 
-def test_a_namespace_with_its_quota_takes_from_itself() -> None:
-    rig = full_rig()
-    own, other = rig.open("own"), rig.open("other")
-    rig.cache.quotas.set(own.fingerprint, 3 * UNIT)
-    rig.store(other, keys_of(1, 2))
-    rig.store(own, keys_of(1, 2, 3))
-    rig.look(own, keys_of(1))
-    assert rig.store(own, keys_of(4)) == 1
-    assert (own.ready_blocks, states(rig, own, keys_of(1)), other.ready_blocks) == (3, [R], 2)
-    rig.cache.quotas.set(own.fingerprint, UNIT)
-    assert own.ready_blocks == 3, "a lower quota is reached with the next store"
-    rig.store(own, keys_of(5))
-    assert (own.ready_blocks, states(rig, own, keys_of(5))) == (1, [R])
-    rig.cache.quotas.set(own.fingerprint, UNIT - 1)
-    assert rig.store(own, keys_of(6)) == 0
-    check_invariants(rig.cache)
-
-
 def test_one_quota_too_many_is_refused() -> None:
     quotas = full_rig().cache.quotas
     for number in range(1024):
@@ -512,35 +267,6 @@ def test_one_quota_too_many_is_refused() -> None:
 
 
 # --- what is dropped ----------------------------------------------------------------------------
-
-
-def test_what_is_invalidated_is_gone_at_once_and_can_be_stored_anew_beside_its_readers() -> None:
-    rig = full_rig()
-    namespace = rig.open("a")
-    rig.store(namespace, keys_of(1, 2))
-    hold(rig, namespace, keys_of(1))
-    assert rig.cache.invalidate(namespace, [(0, keys_of(1, 2, 3, 1))]) == 2
-    assert states(rig, namespace, keys_of(1, 2)) == [A, A]
-    with pytest.raises(NotReady):
-        rig.cache.begin_load(namespace, 0, LEASE, 0, keys_of(1))
-    assert rig.store(namespace, keys_of(1)) == 1
-    assert rig.cache.usage.dropped == UNIT
-    rig.cache.release(SESSION, [LEASE])
-    assert rig.cache.usage.dropped == 0
-    with pytest.raises(BadKeys):
-        rig.cache.invalidate(namespace, [(0, keys_of(1)), (0, b"1")])
-    assert states(rig, namespace, keys_of(1)) == [R]
-    check_invariants(rig.cache)
-
-
-def test_a_block_that_is_dropped_while_it_is_written_never_becomes_ready() -> None:
-    rig = full_rig()
-    namespace = rig.open("a")
-    running = rig.begin(namespace, 0, 0, keys_of(1))
-    rig.cache.invalidate(namespace, [(0, keys_of(1))])
-    assert rig.commit(running) == 0
-    assert rig.events.log == [("cleared", 0, [])], "nobody is told of what was never readable"
-    assert rig.cache.usage.free == rig.slots.pool_bytes
 
 
 def test_many_resets_are_written_down_once_and_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -558,28 +284,6 @@ def test_many_resets_are_written_down_once_and_all_of_them(monkeypatch: pytest.M
     assert len(saves) == 1, "nothing has changed"
     rig.cache.reset(spaces[0])
     assert len(saves) == 2
-
-
-def test_after_a_reset_nothing_is_found_and_the_slots_come_free_by_and_by() -> None:
-    rig = full_rig()
-    namespace, other = rig.open("a"), rig.open("b")
-    rig.store(namespace, keys_of(1, 2, 3))
-    rig.store(other, keys_of(1))
-    hold(rig, namespace, keys_of(1))
-    running, number = rig.begin(namespace, 0, 0, keys_of(4)), namespace.number
-    assert rig.cache.reset(namespace, generation=7) == 4
-    assert (namespace.number, namespace.generation) != (number, 0)
-    assert states(rig, namespace, keys_of(1, 2, 3, 4)) == [A] * 4
-    assert not rig.cache.leases, "a load under one would serve what is stale"
-    assert rig.commit(running) == 0
-    assert rig.store(namespace, keys_of(1)) == 1
-    while rig.cache.background():
-        pass
-    assert rig.cache.usage.dropped == 0
-    assert (states(rig, namespace, keys_of(1)), states(rig, other, keys_of(1))) == ([R], [R])
-    found, _ = rig.successor()
-    assert len(found.index()) == 2, "a successor knows the new number alone"
-    check_invariants(rig.cache)
 
 
 # --- why keys are not there ---------------------------------------------------------------------
@@ -602,15 +306,6 @@ def test_every_way_out_has_its_reason() -> None:
     assert rig.cache.reason_of(namespace, 0, keys_of(4)) is MissReason.EVICTED
     rig.store(namespace, keys_of(1))
     assert rig.cache.reason_of(namespace, 0, keys_of(4)) is MissReason.EVICTED
-
-
-def test_what_engines_did_not_wait_for_is_a_miss_once() -> None:
-    rig = full_rig()
-    namespace = rig.open("a")
-    rig.store(namespace, keys_of(1, 2))
-    hold(rig, namespace, keys_of(1, 2))
-    rig.cache.release(SESSION, [LEASE, LEASE], MissReason.LATE)
-    assert misses(namespace) == {"LATE": 2}
 
 
 # --- checksums ----------------------------------------------------------------------------------
@@ -636,31 +331,6 @@ def test_wrong_bytes_drop_the_block_and_their_slot_is_never_used_again() -> None
     check_invariants(rig.cache)
     _, recovered = rig.successor()
     assert recovered.quarantined.tolist() == [check.slot], "after a restart neither"
-
-
-def test_a_slot_that_was_given_to_others_meanwhile_is_not_judged() -> None:
-    rig = full_rig(4)
-    namespace = rig.open("a")
-    rig.store(namespace, keys_of(1))
-    (check,) = rig.cache.checks(np.array([0], np.uint32))
-    rig.cache.invalidate(namespace, [(0, keys_of(1))])
-    assert rig.cache.check(check.slot, check.generation, 1)
-    rig.commit(rig.begin(namespace, 0, 0, keys_of(2)), checksum=9)
-    assert rig.cache.check(check.slot, check.generation, 1)
-    assert states(rig, namespace, keys_of(2)) == [R]
-    assert rig.cache.mismatches == 0
-
-
-def test_a_checksum_that_comes_later_is_the_slots_from_then_on() -> None:
-    rig = full_rig(4)
-    namespace = rig.open("a")
-    rig.commit(rig.begin(namespace, 0, 0, keys_of(1)), checksum=0)
-    assert (rig.cache.unverified_slots, rig.successor()[0].index()) == (1, set())
-    (check,) = rig.cache.checks(rig.cache.next_unverified(10))
-    assert rig.cache.check(check.slot, check.generation, 42)
-    assert rig.cache.unverified_slots == 0
-    assert len(rig.successor()[0].index()) == 1
-    assert not rig.cache.check(check.slot, check.generation, 43)
 
 
 # --- the policy ---------------------------------------------------------------------------------
@@ -689,15 +359,3 @@ def test_what_the_policy_refuses_is_rejected_and_not_short_of_space() -> None:
     namespace.counters.misses.clear()
     rig.cache.lookup(namespace, 8, 1, [(0, keys_of(1))])
     assert namespace.counters.declined_keys == 2
-
-
-def test_what_benches_ask_for_teaches_nothing() -> None:
-    rig = full_rig()
-    bench, told = rig.open("bench lookup"), []
-    assert bench.of_bench
-    rig.cache.watchers.append(told.append)
-    rig.store(bench, keys_of(1))
-    rig.look(bench, keys_of(1))
-    assert told == []
-    rig.look(rig.open("a"), keys_of(1))
-    assert len(told) == 1

@@ -114,22 +114,6 @@ def test_memory_is_bounded_and_what_is_seen_ends_at_ten_pools() -> None:
     assert watched.in_all().lru_hit_ratio["10"] == 0
 
 
-def test_namespaces_share_the_pool() -> None:
-    watched = HitRatioCurve(100 * MIB, lambda: 0.0)
-    one, other = group_of(name=1), group_of(name=2)
-    keys = chain_of(*range(40))
-    for _ in range(5):
-        for group in (one, other):
-            watched.requested([Chain(group, keys, NOTHING)])
-        watched.requested([Chain(group_of(block_bytes=0, name=4), keys, NOTHING)])
-    for group in (one, other):
-        state = watched.of_namespaces([group.namespace])[0]
-        assert state.asked_tokens == 5 * 40 * 512
-        assert state.lru_hit_ratio["0.3"] == 0  # the other one's came in between
-        assert state.lru_hit_ratio["1"] == pytest.approx(0.8)
-    assert watched.in_all().asked_tokens == 10 * 40 * 512
-
-
 def test_each_namespace_has_its_own_curve_in_a_pool_of_all() -> None:
     traces = [conversations(400, 1, 10), conversations(400, 2, 60)]
     watched, groups = HitRatioCurve(200 * MIB, lambda: 0.0), [group_of(name=1), group_of(name=2)]
@@ -146,17 +130,6 @@ def test_each_namespace_has_its_own_curve_in_a_pool_of_all() -> None:
         for group, true, trace in zip(groups, opened, traces, strict=True):
             found = true.counters.prefix_keys_ready / trace.accesses
             assert watched.of_namespaces([group.namespace])[0].lru_hit_ratio[size] == pytest.approx(found, abs=0.006)
-
-
-def test_what_is_old_weighs_half() -> None:
-    now = 0.0
-    watched, group = HitRatioCurve(100 * MIB, lambda: now), group_of()
-    watched.requested([Chain(group, bytes(8), NOTHING)])
-    watched.tick()
-    assert watched.in_all().asked_tokens == 512
-    now = curve.HALVED_EVERY_S
-    watched.tick()
-    assert watched.in_all().asked_tokens == 256
 
 
 @pytest.mark.parametrize("shared", [8, 50, 130])

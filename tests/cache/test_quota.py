@@ -74,17 +74,6 @@ def test_a_quota_that_is_far_below_what_is_there_is_reached_in_several_stores(mo
     check_invariants(rig.cache)
 
 
-def test_a_quota_counts_the_slots_of_all_ranks() -> None:
-    rig = CacheRig(units=16, region_units=4)
-    namespace = rig.open("a", world_size=2)
-    set_quota(rig, namespace, 8)
-    for start in range(0, 40, 4):
-        assert rig.put(namespace, keys_of(*range(start, start + 4))) == 0
-        assert namespace.ready_blocks == 4
-    assert namespace.held_bytes == 8 * UNIT
-    check_invariants(rig.cache)
-
-
 def test_a_namespace_with_its_quota_does_not_look_through_all_others() -> None:
     """Behind many blocks of others its own that were stored first go."""
     rig = CacheRig(units=8000, region_units=1000)

@@ -186,15 +186,6 @@ def test_hardly_anything_is_free_when_the_first_block_must_be_evicted(
     assert slots.free_bytes <= len(sizes) * slots.region_bytes + regions * behind_slots
 
 
-def test_four_slot_sizes_fill_three_quarters_of_a_pool_of_12_mib() -> None:
-    """With regions of 4 MiB, blocks were evicted while 56 % of it was free."""
-    slots = SlotAllocator(12 * MIB)
-    sizes = [16384, 65536, 262144, MIB]
-    while all(slots.take(size, 1).size for size in sizes):
-        pass
-    assert slots.free_bytes <= slots.pool_bytes // 4
-
-
 @pytest.mark.parametrize("slot_bytes", [8192, 12288, MIB, MIB + 4096, 4 * MIB, 4 * MIB + 4096, 256 * MIB])
 def test_a_shard_that_is_too_large_is_told_how_large_the_pool_must_be(slot_bytes: int) -> None:
     with pytest.raises(ShardTooLarge) as refused:
@@ -216,14 +207,3 @@ def test_regions_are_a_64th_of_the_pool_but_neither_tiny_nor_huge() -> None:
     assert SlotAllocator(64 * MIB).region_bytes == 4 * MIB
     assert SlotAllocator(10_000).region_bytes == 8192
     assert SlotAllocator(1_000_000_000).region_bytes % 4096 == 0
-
-
-def test_impossible_sizes_are_refused() -> None:
-    with pytest.raises(BadGeometry, match="needs at least 8192"):
-        SlotAllocator(8191)
-    for region_bytes in (4096, 5000, 2 * MIB):
-        with pytest.raises(BadGeometry, match="do not fit"):
-            SlotAllocator(MIB, region_bytes)
-    slots = SlotAllocator(MIB)
-    with pytest.raises(ShardTooLarge, match=r"A shard of 1\.00 MiB is larger"):
-        slots.slot_size(MIB + 1)

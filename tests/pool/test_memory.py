@@ -106,14 +106,6 @@ def test_a_size_no_kernel_takes_is_a_sentence_and_leaks_nothing() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_closing_twice_is_harmless_and_the_address_is_gone() -> None:
-    pool = PoolMemory.create(MIB, "test")
-    pool.close()
-    pool.close()
-    with pytest.raises(ValueError, match="unmapped"):
-        _ = pool.address
-
-
 def flags_of(address: int) -> list[str]:
     """What the kernel notes of the mapping that begins there (proc_pid_smaps(5))."""
     inside = False

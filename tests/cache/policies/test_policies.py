@@ -53,12 +53,6 @@ def order(request: pytest.FixtureRequest) -> Order:
     return Order(request.param)
 
 
-def test_candidates_are_exactly_the_inserted_blocks(order: Order) -> None:
-    order.insert(*range(10))
-    order.touch(3, 4, 5)
-    assert sorted(order.candidates) == list(range(10))
-
-
 @pytest.mark.parametrize("count", [5, 1000])
 def test_untouched_blocks_go_in_the_order_they_came(order: Order, count: int) -> None:
     order.insert(*range(count))
@@ -101,16 +95,6 @@ def test_a_key_that_went_may_come_again_in_another_slot(order: Order) -> None:
     order.records["key"][2] = order.records["key"][1]
     order.insert(2)
     assert order.candidates == [2]
-
-
-def test_an_empty_policy_has_no_candidates(order: Order) -> None:
-    assert order.candidates == []
-
-
-def test_touching_nothing_changes_nothing(order: Order) -> None:
-    order.insert(0, 1, 2)
-    order.touch()
-    assert order.candidates == [0, 1, 2]
 
 
 def test_what_else_is_asked_of_it_has_an_answer(order: Order) -> None:
@@ -177,15 +161,6 @@ def test_of_small_blocks_arc_remembers_a_fiftieth_of_the_pool_s_bytes_at_most() 
     assert 0.9 < (order.policy.nbytes - without) / (POOL_BYTES / 50) <= 1
 
 
-def test_a_pool_with_arc_holds_what_was_asked_for_twice() -> None:
-    rig = CacheRig(16, 4, "arc")
-    namespace = rig.open("arc")
-    for first in range(0, 400, 4):
-        for keys in (keys_of(0, 1, 2), keys_of(*range(first, first + 4))):
-            rig.ask(namespace, keys)
-    assert rig.states(namespace, keys_of(0, 1, 2)) == [2, 2, 2]
-
-
 def test_requests_of_benches_teach_nothing_and_leave_nothing() -> None:
     rig = CacheRig(16, 4, "learned")
     bench = rig.open(f"{BENCH_LABEL}lookup")
@@ -194,15 +169,3 @@ def test_requests_of_benches_teach_nothing_and_leave_nothing() -> None:
     assert bench.counters.declined_keys == 0
     assert rig.policy.describe().requests == 0
     assert rig.policy.ghosts == 0
-
-
-def test_an_operator_stores_what_a_policy_would_reject() -> None:
-    rig = CacheRig(8, 4, "learned")
-    namespace = rig.open("put")
-    for number in range(100):
-        rig.ask(namespace, keys_of(*range(4 * number % 8, 4 * number % 8 + 4)))
-    rig.ask(namespace, keys_of(50, 51))
-    assert namespace.counters.declined_keys > 0
-    ticket = rig.begin(namespace, 0, 0, keys_of(60, 61), starts=None)
-    assert (ticket.parts[0].copy, ticket.parts[0].rejected) == ([0, 1], [])
-    assert rig.commit(ticket) == 2
