@@ -111,5 +111,5 @@ def test_the_wheel_serves_on_every_python_without_a_compiler(dist: Path, tmp_pat
         assert run(python, HERE / "traffic.py", "find", daemon.directory, environ=environ) == "16\n"
         command, environ = environment / "bin" / "kvoffd-cli", {**environ, "KVOFFD_DIRECTORY": str(daemon.directory)}
         assert "ok" in run(command, "health", environ=environ)
-        assert '"keys_ready":' in run(command, "stats", "--json", environ=environ)
+        assert '"loaded_keys":' in run(command, "stats", "--json", environ=environ)
         assert daemon.stop() == 0

@@ -55,24 +55,10 @@ def test_a_wheel_has_the_library_and_the_tree_is_left_alone(tree: Path) -> None:
     assert (tree / LIBRARY).read_bytes() == b"another's"
 
 
-@pytest.mark.parametrize(
-    ("environ", "said"),
-    [
-        ({"PATH": "/nowhere", "CC": ""}, "no compiler was found (cc, gcc, clang)"),
-        ({"CC": "no-such-compiler -O2"}, "no compiler was found (no-such-compiler -O2)"),
-    ],
-)
-def test_without_a_compiler_there_is_no_wheel(tree: Path, environ: dict[str, str], said: str) -> None:
-    built = build(tree, **environ)
+def test_without_a_compiler_there_is_no_wheel(tree: Path) -> None:
+    built = build(tree, PATH="/nowhere", CC="")
     assert built.returncode != 0
-    assert said in built.stderr
+    assert "no compiler was found (cc, gcc, clang)" in built.stderr
     assert "Traceback" not in built.stderr
     assert not list(tree.glob("dist/*"))
     assert (tree / LIBRARY).read_bytes() == b"another's"
-
-
-def test_source_that_does_not_compile_takes_nothing_away(tree: Path) -> None:
-    (tree / "kvoffd" / "cache" / "blocks.c").write_text("int broken(")
-    assert build(tree).returncode != 0
-    assert (tree / LIBRARY).read_bytes() == b"another's"
-    assert not list(tree.glob("dist/*"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 import subprocess
@@ -64,11 +63,6 @@ def manifest(way: str, kind: str) -> Manifest:
     return next(document for document in manifests(way) if document["kind"] == kind)
 
 
-def validate(document: Manifest, version: str) -> None:
-    """Raise ValidationError unless the document is valid, unknown fields included."""
-    kubernetes_validate.validate(document, version, strict=True)
-
-
 def pod_of(document: Manifest) -> Manifest | None:
     """The pod's spec in a Pod or in what makes pods."""
     if document["kind"] == "Pod":
@@ -77,8 +71,9 @@ def pod_of(document: Manifest) -> Manifest | None:
 
 
 def pods() -> Iterator[Manifest]:
-    for way in PLAIN:
-        yield from (pod for document in manifests(way) if (pod := pod_of(document)) is not None)
+    found = [pod for way in PLAIN for document in manifests(way) if (pod := pod_of(document)) is not None]
+    assert len(found) == 3
+    yield from found
 
 
 def containers(pod: Manifest) -> list[Manifest]:
@@ -99,43 +94,13 @@ def quantity(text: str) -> int:
     return int(text[:-2]) * UNITS[text[-2:]]
 
 
-@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("way", WAYS)
-def test_every_manifest_is_valid(way: str, version: str) -> None:
+def test_every_manifest_is_valid(way: str) -> None:
     documents = manifests(way)
     assert documents
     for document in documents:
-        validate(document, version)
-
-
-def break_probe(document: Manifest) -> None:
-    containers(pod_of(document))[0]["livenessProbe"]["periodSeconds"] = "often"
-
-
-def break_spelling(document: Manifest) -> None:
-    pod = pod_of(document)
-    pod["securityContxt"] = pod.pop("securityContext")
-
-
-def break_volume(document: Manifest) -> None:
-    pod_of(document)["volumes"][0]["emptyDir"] = ["Memory"]
-
-
-def break_name(document: Manifest) -> None:
-    del containers(pod_of(document))[0]["name"]
-
-
-@pytest.mark.parametrize("breakage", [break_probe, break_spelling, break_volume, break_name])
-def test_a_broken_manifest_is_found(breakage: Any) -> None:
-    document = copy.deepcopy(manifest("sidecar", "Deployment"))
-    validate(document, VERSIONS[0])
-    breakage(document)
-    with pytest.raises(kubernetes_validate.ValidationError):
-        validate(document, VERSIONS[0])
-
-
-def test_both_ways_of_running_the_daemon_are_there() -> None:
-    assert len(daemons()) == 2
+        for version in VERSIONS:
+            kubernetes_validate.validate(document, version, strict=True)  # unknown fields are errors
 
 
 @needs_kustomize
@@ -161,12 +126,6 @@ def test_the_daemons_configuration_is_accepted_and_its_pool_fits_the_container()
         needed = sum(memory_estimate(config).values())
         assert quantity(memory) >= needed
         assert needed <= config.pool_bytes * 1.082 + 256 * MIB, "what deploy/README.md has for 8 GiB and more"
-
-
-def test_the_comments_beside_the_memory_limits_say_the_formula_of_the_readme() -> None:
-    for path in ("daemonset/daemonset.yaml", "sidecar/deployment.yaml"):
-        assert "The pool, 5.5 % of it and 256 MiB" in (KUBERNETES / path).read_text()
-    assert "pool_size * 1.055 + 256 MiB" in (KUBERNETES.parent / "README.md").read_text()
 
 
 def test_the_memory_formula_of_the_readme_gives_what_the_daemon_needs() -> None:
@@ -266,11 +225,6 @@ def test_engines_are_told_of_the_connector_and_a_fixed_hash_seed() -> None:
         assert environment(engine)["PYTHONHASHSEED"] == "0"
 
 
-def test_an_engine_is_created_only_where_it_is_asked_for() -> None:
-    assert {document["kind"] for document in manifests("daemonset")} == {"Namespace", "DaemonSet"}
-    assert {document["kind"] for document in manifests("engine")} == {"Pod"}
-
-
 def test_no_pod_waits_for_another_after_a_reboot() -> None:
     """/run is empty then; and a Service named kvoffd does not put KVOFFD_PORT into anybody's environment."""
     for pod in pods():
@@ -323,17 +277,7 @@ def test_on_selinux_nodes_the_directories_are_for_all_containers() -> None:
 def forbidden(pod: Manifest) -> set[str]:
     """What PodSecurity's level `restricted` forbids of it (kubernetes.io/docs, "Pod Security Standards")."""
     found = {name for name in ("hostNetwork", "hostPID", "hostIPC") if pod.get(name)}
-    allowed = {
-        "configMap",
-        "csi",
-        "downwardAPI",
-        "emptyDir",
-        "ephemeral",
-        "persistentVolumeClaim",
-        "projected",
-        "secret",
-    }
-    found |= {kind for volume in pod["volumes"] for kind in volume if kind not in allowed | {"name"}}
+    found |= {kind for volume in pod["volumes"] for kind in volume if kind not in ("name", "emptyDir", "secret")}
     for container in containers(pod):
         security = pod["securityContext"] | container["securityContext"]
         capabilities = security.get("capabilities", {})

@@ -33,9 +33,3 @@ def test_a_missing_python_is_named_in_one_sentence(target: str, tmp_path: Path) 
     assert result.returncode != 0
     assert "kvoffd needs Python 3.11" in result.stderr
     assert not (tmp_path / "venv").exists()
-
-
-def test_lint_asks_for_no_engine(tmp_path: Path) -> None:
-    plan = make("--dry-run", "lint", f"VENV={tmp_path / 'venv'}").stdout
-    assert "build_venv.py" in plan
-    assert " engine" not in plan

@@ -37,7 +37,7 @@ def verify(directory: Path, executable: Path, unit: str, drop_in: str | None = N
     file = directory / "kvoffd.service"
     file.write_text(unit.replace(EXECUTABLE, str(executable)))
     if drop_in is not None:
-        (directory / "kvoffd.service.d").mkdir()
+        (directory / "kvoffd.service.d").mkdir(exist_ok=True)
         (directory / "kvoffd.service.d" / "gpu.conf").write_text(drop_in)
     command = ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", str(file)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -45,49 +45,18 @@ def verify(directory: Path, executable: Path, unit: str, drop_in: str | None = N
     return "\n".join(said) or ("" if result.returncode == 0 else result.stderr)
 
 
-def test_the_unit_is_valid(tmp_path: Path, executable: Path) -> None:
+def test_the_unit_is_valid_with_and_without_the_gpu_drop_in(tmp_path: Path, executable: Path) -> None:
     assert EXECUTABLE in UNIT
     assert verify(tmp_path, executable, UNIT) == ""
-
-
-def test_the_unit_is_valid_with_the_gpu_drop_in(tmp_path: Path, executable: Path) -> None:
     assert verify(tmp_path, executable, UNIT, (SYSTEMD / "gpu.conf").read_text()) == ""
+    assert verify(tmp_path, executable, UNIT.replace("Restart=on-failure", "Restart=on-fire")) != ""
 
 
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        ("WatchdogSec=30s", "WatchdogSec=often"),
-        ("Restart=on-failure", "Restart=on-fire"),
-        ("ProtectSystem=strict", "ProtectSytem=strict"),
-        ("SystemCallFilter=@system-service", "SystemCallFilter=@sistem-service"),
-        ("RuntimeDirectoryMode=0750", "RuntimeDirectoryMode=0999"),
-        (EXECUTABLE, "/nowhere/kvoffd"),
-    ],
-)
-def test_a_broken_unit_is_found(tmp_path: Path, executable: Path, right: str, wrong: str) -> None:
-    assert right in UNIT
-    assert verify(tmp_path, executable, UNIT.replace(right, wrong)) != ""
-
-
-def test_a_broken_drop_in_is_found(tmp_path: Path, executable: Path) -> None:
-    drop_in = (SYSTEMD / "gpu.conf").read_text().replace("DevicePolicy=closed", "DevicePolicy=ajar")
-    assert verify(tmp_path, executable, UNIT, drop_in) != ""
-
-
-def test_the_unit_is_hardened() -> None:
+def test_the_unit_is_hardened_and_what_remains_open_is_explained() -> None:
     assert judge(UNIT).overall <= MAX_EXPOSURE
-
-
-def test_all_that_remains_open_is_explained() -> None:
     remaining = judge(UNIT).remaining
     assert len(remaining) > 5  # else the list was not read
     assert not remaining.keys() - explained().keys()
-
-
-def test_a_setting_that_is_lost_is_found() -> None:
-    remaining = judge(UNIT.replace("NoNewPrivileges=yes\n", "")).remaining
-    assert remaining.keys() - explained().keys() == {"NoNewPrivileges="}
 
 
 def test_the_unit_is_what_the_daemon_needs() -> None:
