@@ -209,7 +209,7 @@ class NamespaceStats(Traffic, frozen=True):
     model: Annotated[str, label("Name of the namespace: its model, as the engine calls it.", "model")] = ""
     fingerprint: Annotated[str, doc("The namespace's fingerprint, 64 hex digits; empty for ``other``.")] = ""
     of_bench: Annotated[bool, doc("Whether a bench made it: it is in no sum.")] = False
-    ready_blocks: Annotated[Count, gauge("Blocks of the namespace that can be read.")] = 0
+    ready_blocks: Annotated[Count, doc("Blocks of the namespace that can be read.")] = 0
     ready_bytes: Annotated[ByteCount, gauge("Pool bytes of the namespace's readable blocks.")] = 0
     filling_blocks: Annotated[Count, doc("Blocks of the namespace that lack a part of some rank.")] = 0
     pending_keys: Annotated[Count, doc("Keys that lookups asked for and that a tier is still reading.")] = 0
@@ -281,7 +281,7 @@ class CopyStats(Part, frozen=True):
     jobs: Annotated[Count, counter("Copy jobs that ended.")] = 0
     failed_jobs: Annotated[Count, counter("Copy jobs that failed or were cancelled.")] = 0
     bytes: Annotated[ByteCount, counter("Bytes that copy jobs moved, those of benches included.")] = 0
-    busy_seconds: Annotated[Seconds, counter("Seconds that copy threads spent copying.")] = 0.0
+    busy_seconds: Annotated[Seconds, doc("Seconds that copy threads spent copying.")] = 0.0
     queued_jobs: Annotated[Count, gauge("Copy jobs that wait.")] = 0
     running_jobs: Annotated[Count, doc("Copy jobs that run.")] = 0
     checksum_seconds: Annotated[Seconds, doc("CPU seconds spent on the checksums of copy jobs.")] = 0.0
@@ -384,7 +384,7 @@ class TieringStats(Part, frozen=True):
     demoted_blocks: Annotated[Count, counter("Blocks written from the pool to disk.")] = 0
     demoted_bytes: Annotated[ByteCount, doc("Bytes written from the pool to disk.")] = 0
     demotions_waiting: Annotated[Count, doc("Blocks that wait to be written to disk.")] = 0
-    writes_throttled: Annotated[Count, counter("Times that a disk write waited for the daily write budget.")] = 0
+    writes_throttled: Annotated[Count, doc("Times that a disk write waited for the daily write budget.")] = 0
     writes_avoided: Annotated[Count, doc("Blocks not written to a full disk: the policy expected no reuse.")] = 0
     write_budget_left_bytes: Annotated[
         ByteCount | None, gauge("Bytes that disk_write_per_day allows to be written now.")
@@ -410,7 +410,7 @@ class DiskStats(Part, frozen=True):
     written_blocks: Annotated[Count, doc("Blocks written.")] = 0
     written_bytes: Annotated[ByteCount, counter("Bytes written to the disk.")] = 0
     lifetime_written_bytes: Annotated[
-        ByteCount, gauge("Bytes written to the disk since the file was made, by all daemons.")
+        ByteCount, doc("Bytes written to the disk since the file was made, by all daemons.")
     ] = 0
     evicted_blocks: Annotated[Count, doc("Blocks evicted to make space for others.")] = 0
     refused_writes: Annotated[Count, doc("Writes to the disk that were refused: too many were under way.")] = 0
@@ -418,7 +418,7 @@ class DiskStats(Part, frozen=True):
     queued_writes: Annotated[Count, doc("Writes that wait.")] = 0
     running_reads: Annotated[Count, doc("Reads that run.")] = 0
     running_writes: Annotated[Count, doc("Writes that run.")] = 0
-    busy_seconds: Annotated[Seconds, counter("Seconds that threads spent reading and writing the disk.")] = 0.0
+    busy_seconds: Annotated[Seconds, doc("Seconds that threads spent reading and writing the disk.")] = 0.0
     direct: Annotated[bool, doc("Whether the file bypasses the page cache (O_DIRECT).")] = False
     errors: Annotated[Labelled, counter("Errors of the disk by kind; the log has the sentences.", "kind")] = {}
 
@@ -535,7 +535,7 @@ class DaemonStats(Part, frozen=True):
     requests: Annotated[Count, counter("Requests that the daemon answered, errors included.")] = 0
     errors: Annotated[Labelled, counter("Requests that the daemon refused, by error code.", "code")] = {}
     replies_dropped: Annotated[Labelled, doc("Replies not sent: the client is gone, or left too many unread.")] = {}
-    kv_events: Annotated[Count, counter("KV event messages that were published.")] = 0
+    kv_events: Annotated[Count, doc("KV event messages that were published.")] = 0
     cpu_seconds: Annotated[Seconds, doc("CPU seconds that the daemon used.")] = 0.0
     resident_bytes: Annotated[ByteCount, gauge("Resident memory of the daemon without the pool and its table.")] = 0
     lookup_seconds: Annotated[Histogram, histogram("Seconds that the daemon spent on each lookup.")] = field(

@@ -37,9 +37,6 @@ def test_every_case_has_a_floor_of_the_same_run(run: Run, name: str, cases: int,
         for result in found["results"]:
             assert result["unit"] == unit
             assert result["ratio"] == pytest.approx(result["value"] / result["floor"])
-            # Far beyond what is promised: only a bench that measures the wrong thing is out of these bounds.
-            assert 0.005 < result["ratio"] < 200
-            assert 0 < result["daemon_cpu_seconds"] < 20
         with AdminClient(daemon.directory) as admin:
             wait_until(lambda: not admin.stats().namespaces)
             stats = admin.stats()

@@ -200,7 +200,7 @@ def test_http_metrics_are_those_of_now() -> None:
 
         def series() -> list[str]:
             lines = get(found, "/metrics").partition(b"\r\n\r\n")[2].decode().splitlines()
-            return [line.rpartition(" ")[0] for line in lines if line.startswith("kvoffd_namespace_ready_blocks{")]
+            return [line.rpartition(" ")[0] for line in lines if line.startswith("kvoffd_namespace_ready_bytes{")]
 
         assert series() == []
         for number in (1, 2):

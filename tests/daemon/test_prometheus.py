@@ -64,7 +64,7 @@ def test_prometheus_scrapes_all_metrics_without_complaint(tmp_path: Path) -> Non
                 assert value_of('scrape_samples_scraped{job="kvoffd"}') >= len(series)
                 assert value_of("kvoffd_lookup_seconds_count") == 3
                 assert 0 < value_of("histogram_quantile(0.99, kvoffd_lookup_seconds_bucket)") < 1
-                assert value_of('kvoffd_namespace_ready_blocks{model="demo"}') == 1
+                assert value_of('kvoffd_namespace_ready_bytes{model="demo"}') == 65536
                 assert abs(time.time() - value_of("process_start_time_seconds")) < 600
             finally:
                 server.kill()

@@ -23,7 +23,7 @@ from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.cli.format import print_json, print_line, print_status, print_table
 from kvoffd_client.cli.target import CliError, Directory, Json, local_directory
 from kvoffd_proto.messages import BENCH_LABEL, GroupKeys
-from kvoffd_proto.units import format_count, format_duration, format_size
+from kvoffd_proto.units import format_count, format_size
 
 if TYPE_CHECKING:
     # The engine's side of the client would make every other command start more slowly.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 KIB, MIB = 1 << 10, 1 << 20
 KEY_BYTES = 32
 ROUNDS = 7
-"""Of each case and its floor, by turns; the first one warms up."""
+"""Of each case and its floor."""
 SAMPLES = 50
 """Lookups of a round."""
 LOOKUP_KEYS = (64, 1_000, 8_000)
@@ -79,8 +79,6 @@ class Result:
     unit: str
     floor: float
     ratio: float
-    daemon_cpu_seconds: float
-    """For each lookup, or GB."""
 
 
 @bench_app.command()
@@ -91,8 +89,8 @@ def lookup(directory: Directory = None, json: Json = False) -> None:
     """
     most_bytes = max(LOOKUP_KEYS) * LOOKUP_PAGE_BYTES
     where = local_directory(directory)
-    with _bench(where, most_bytes) as admin:
-        _print("lookup", LOOKUP_FLOOR, list(_lookups(where, admin)), as_json=json)
+    with _bench(where, most_bytes):
+        _print("lookup", LOOKUP_FLOOR, list(_lookups(where)), as_json=json)
 
 
 @bench_app.command()
@@ -143,7 +141,7 @@ def _engine(directory: Path, bench: str, layers: int, blocks: int, page_bytes: i
             engine.scheduler.reset(WAIT_S)
 
 
-def _lookups(directory: Path, admin: AdminClient) -> Iterator[Result]:
+def _lookups(directory: Path) -> Iterator[Result]:
     stored, step = [os.urandom(KEY_BYTES) for _ in range(max(LOOKUP_KEYS))], 1_000
     with _engine(directory, "lookup", 1, step, LOOKUP_PAGE_BYTES) as engine, _echo() as echo:
         for at in range(0, len(stored), step):
@@ -156,12 +154,12 @@ def _lookups(directory: Path, admin: AdminClient) -> Iterator[Result]:
                 joined = b"".join(keys)
                 look_up = partial(_look_up, engine, joined, count * (what == "found"))
                 echoed = partial(echo, 130 + len(joined), 60 + count)
-                rounds, cpu_s = _in_turns(admin, look_up, echoed, SAMPLES)
+                rounds = _in_turns(look_up, echoed, SAMPLES)
                 measured, floors = ([value for one in rounds for value in one[at]] for at in (0, 1))
                 for name, part in (("p50", 49), ("p99", 98)):
                     value, floor = (1e6 * quantiles(values, n=100)[part] for values in (measured, floors))
                     case = f"{format_count(count)} keys, all {what}, {name}"
-                    yield Result(case, value, "µs", floor, value / floor, cpu_s / len(measured))
+                    yield Result(case, value, "µs", floor, value / floor)
 
 
 def _look_up(engine: FakeEngine, keys: bytes, expected: int) -> float:
@@ -217,10 +215,10 @@ def _copies(directory: Path, admin: AdminClient) -> Iterator[Result]:
         with _engine(directory, "copy", layers, count, piece_bytes) as engine, _memcpy(nbytes) as memcpy:
             copies = _CopyJobs(engine, keys_per_job)
             for what, operation in (("stores", copies.store), ("loads", copies.load)):
-                rounds, cpu_s = _in_turns(admin, operation, memcpy, 1)
+                rounds = _in_turns(operation, memcpy, 1)
                 value, floor = (nbytes / 1e9 / median(value for one in rounds for value in one[at]) for at in (0, 1))
                 case = f"{what}, pieces of {format_size(piece_bytes)}"
-                yield Result(case, value, "GB/s", floor, value / floor, cpu_s / len(rounds) / (nbytes / 1e9))
+                yield Result(case, value, "GB/s", floor, value / floor)
 
 
 class _CopyJobs:
@@ -283,18 +281,11 @@ Seconds = list[float]
 
 
 def _in_turns(
-    admin: AdminClient, operation: Callable[[], float], floor: Callable[[], float], samples: int
-) -> tuple[list[tuple[Seconds, Seconds]], float]:
-    """Measure ROUNDS of an operation and its floor; returns them without the first, and the daemon's CPU seconds."""
-    rounds: list[tuple[Seconds, Seconds]] = []
-    cpu_s = 0.0
-    for number in range(ROUNDS + 1):
-        before = admin.stats().cpu_seconds
-        pairs = [(operation(), floor()) for _ in range(samples)]
-        if number:
-            cpu_s += admin.stats().cpu_seconds - before
-            rounds.append(([one for one, _ in pairs], [one for _, one in pairs]))
-    return rounds, cpu_s
+    operation: Callable[[], float], floor: Callable[[], float], samples: int
+) -> list[tuple[Seconds, Seconds]]:
+    """Measure ROUNDS of an operation and its floor, by turns, after one that is not counted."""
+    rounds = [[(operation(), floor()) for _ in range(samples)] for _ in range(ROUNDS + 1)]
+    return [([one for one, _ in pairs], [one for _, one in pairs]) for pairs in rounds[1:]]
 
 
 def _print(bench: str, floor: str, results: Sequence[Result], *, as_json: bool) -> None:
@@ -302,20 +293,15 @@ def _print(bench: str, floor: str, results: Sequence[Result], *, as_json: bool) 
     if as_json:
         print_json({"bench": bench, "floor": floor, "results": [vars(one) for one in results]})
         return
-    per = {"lookup": "lookup", "copy": "GB"}[bench]
-
-    def shown(value: float, unit: str) -> str:
-        return f"{value:,.{2 if value < 10 else 0}f} {unit}"
-
+    digits = [[2 if value < 10 else 0 for value in (one.value, one.floor)] for one in results]
     rows = [
         (
             one.case,
-            shown(one.value, one.unit),
-            shown(one.floor, one.unit),
+            f"{one.value:,.{shown}f} {one.unit}",
+            f"{one.floor:,.{shown_floor}f} {one.unit}",
             f"{one.ratio:.2f}",
-            f"{format_duration(one.daemon_cpu_seconds)}/{per}",
         )
-        for one in results
+        for one, (shown, shown_floor) in zip(results, digits, strict=True)
     ]
-    print_table((bench, ">value", ">floor", ">value/floor", ">daemon CPU"), rows)
+    print_table((bench, ">value", ">floor", ">value/floor"), rows)
     print_line(f"\nfloor: {floor}")

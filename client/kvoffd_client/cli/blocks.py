@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvoffd_client.cli.format import count_blocks, namespace_name, print_json, print_line, print_table, progress_bar
+from kvoffd_client.cli.format import (
+    count_blocks,
+    namespace_name,
+    print_json,
+    print_line,
+    print_progress,
+    print_status,
+    print_table,
+)
 from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, local_directory
 from kvoffd_proto.admin import DescribeKey, KeyWorth
 from kvoffd_proto.units import format_count, format_size, plural, printable
@@ -158,8 +166,9 @@ def export(
     """
     from kvoffd_client import export_blocks
 
-    with _open(directory) as client, progress_bar(f"exporting to {printable(file.name)}") as progress:
-        done = export_blocks(client, namespace, file, prefix or [], progress=progress)
+    with _open(directory) as client:
+        done = export_blocks(client, namespace, file, prefix or [], progress=print_progress)
+    print_status()
     if json:
         print_json({"file": str(file), **vars(done)})
         return 0
@@ -205,8 +214,8 @@ def import_(
             _print_file(file, source, as_json=json)
         return 0
     with _open(directory) as client, BlockFile(file) as source:
-        with progress_bar(f"importing {printable(file.name)}") as progress:
-            done = import_blocks(client, source, namespace, beside=beside, progress=progress)
+        done = import_blocks(client, source, namespace, beside=beside, progress=print_progress)
+    print_status()
     geometry = source.geometry
     if json:
         print_json({"file": str(file), "namespace": geometry.fingerprint, **vars(done)})

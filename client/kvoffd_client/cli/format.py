@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from textwrap import wrap
 from typing import cast
 
@@ -16,7 +15,7 @@ from rich.text import Text
 
 from kvoffd_client.namespace import fields_of_description
 from kvoffd_proto.stats import namespace_id
-from kvoffd_proto.units import format_count, plural, printable
+from kvoffd_proto.units import format_count, format_size, plural, printable
 
 TEXT_CELLS = 80
 """Width of what need not be wider."""
@@ -148,21 +147,7 @@ def percent(part: float, whole: float, none: str = "-") -> str:
     return "100 %" if share == 100 else f"{share:.1f} %"
 
 
-@contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on stderr where that is a terminal; yield what takes (bytes done, bytes of all)."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+def print_progress(done_bytes: int, total_bytes: int) -> None:
+    """Show how much of all is copied."""
+    finished = done_bytes >= total_bytes
+    print_status("" if finished else f"{percent(done_bytes, total_bytes)} of {format_size(total_bytes)}")

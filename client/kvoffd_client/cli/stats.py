@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from typing import Annotated
 
@@ -105,7 +105,7 @@ def stats(
         raise CliError("--misses is a page of its own; leave the section away.")
     now = read_statistics(directory, url)
     if json:
-        print_json({name: one.misses for name, one in _windows(now).items()} if misses else _part(now, section))
+        print_json({name: one.misses for name, one in _windows(now).items()} if misses else now)
     elif misses:
         _misses(now)
     elif section is Section.POOL:
@@ -127,15 +127,6 @@ def stats(
 def _tier_fails(now: DaemonStats) -> bool:
     """Whether a disk has failed or hangs, or a store is not reachable; one that opens is none."""
     return any(one.state in ("failed", "hanging") for one in now.disks) or not all(one.up for one in now.shared)
-
-
-def _part(now: DaemonStats, section: Section | None) -> object:
-    names: Sequence[str] = (section.value,) if section else now.__struct_fields__
-    if section is Section.TIERS:
-        names = "tiers", "disks", "shared"
-    elif section is Section.POLICY:
-        names = "policy", "ghost_entries", "policy_bytes", "learned"
-    return {name: getattr(now, name) for name in names}
 
 
 def _windows(now: DaemonStats) -> dict[str, Window]:
